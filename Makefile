@@ -1,0 +1,50 @@
+# Everything a user or CI types. Each target prepares what it needs; a fresh clone needs nothing by hand.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+XDIST  ?= 2
+
+.PHONY: setup serve check test soak bench clean
+
+# The runtime alone (serve) and the developer's tools (check, test) are two stamps, so `make serve` stays small.
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit("Moonpool needs Python 3.11 or newer, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else 0'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.runtime: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "installing the runtime into $(VENV) (about a minute)"
+	$(PIP) install --quiet -c constraints.txt -e '.[all]'
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "installing the runtime and the developer's tools into $(VENV) (about a minute)"
+	$(PIP) install --quiet -c constraints.txt -e '.[all,dev]'
+	@touch $@ $(VENV)/.runtime
+
+setup: $(VENV)/.runtime
+
+serve: $(VENV)/.runtime
+	$(BIN)/moonpool model fetch smollm2
+	$(BIN)/moonpool serve $(ARGS)
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: $(VENV)/.dev
+	$(BIN)/moonpool model fetch smollm2
+	$(BIN)/pytest -m "not gpu and not soak" $(ARGS)
+
+soak: $(VENV)/.dev
+	$(BIN)/moonpool model fetch smollm2
+	$(BIN)/pytest -m "soak" --timeout 3600 $(ARGS)
+
+bench: $(VENV)/.dev
+	$(BIN)/moonpool model fetch smollm2
+	for file in benchmarks/*.py; do $(BIN)/python $$file --json || exit 1; done
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
