@@ -1,0 +1,35 @@
+"""Addresses as one string: `unix:/path/to.sock` or `tcp:host:port`. Port 0 asks the system for a free one."""
+
+from __future__ import annotations
+
+import msgspec
+
+from moonpool.base.errors import ConfigError
+
+# The kernel's limit for a Unix socket path, its closing zero included.
+UNIX_PATH_NBYTES = 108
+
+
+class Address(msgspec.Struct, frozen=True):
+    """A parsed address: `path` for unix, `host` and `port` for tcp."""
+
+    scheme: str
+    path: str = ""
+    host: str = ""
+    port: int = 0
+
+    def __str__(self) -> str:
+        return f"unix:{self.path}" if self.scheme == "unix" else f"tcp:{self.host}:{self.port}"
+
+
+def parse_address(text: str) -> Address:
+    """Raises ConfigError, saying what a right one looks like."""
+    scheme, _, rest = text.partition(":")
+    if scheme == "unix" and rest:
+        if len(rest.encode()) >= UNIX_PATH_NBYTES:
+            raise ConfigError(f"socket path {rest!r} is longer than {UNIX_PATH_NBYTES - 1} bytes")
+        return Address("unix", path=rest)
+    host, _, port = rest.rpartition(":")
+    if scheme == "tcp" and host and port.isdigit() and int(port) < 65536:
+        return Address("tcp", host=host.strip("[]"), port=int(port))
+    raise ConfigError(f"{text!r} is not an address; write unix:/path/to.sock or tcp:127.0.0.1:7000")

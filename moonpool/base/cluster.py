@@ -1,0 +1,85 @@
+"""What workers tell the conductor about themselves. Service name "conductor".
+
+A registration lives as long as the connection it came over: a worker that dies is gone at once. Reports are
+numbered from 1 within an incarnation; the first one's `cached` is the whole content of the worker's pages.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from moonpool.base.rpc import Call
+
+CONDUCTOR_SERVICE = "conductor"
+WORKER_SERVICE = "worker"
+
+
+class WorkerRole(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Who a worker is and how to reach it."""
+
+    name: str
+    role: WorkerRole
+    address: str
+    incarnation: int
+    identity: bytes  # digest of its CacheIdentity
+    model: str
+    block_tokens: int
+    num_pages: int
+    max_num_seqs: int
+    page_nbytes: int
+
+
+class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's queues right now."""
+
+    num_waiting: int = 0
+    num_running: int = 0
+    waiting_tokens: int = 0  # prompt tokens not yet computed
+    running_tokens: int = 0  # tokens whose KV the running batch reads at each step
+    free_pages: int = 0
+
+
+class PrefillSample(msgspec.Struct, frozen=True, array_like=True):
+    """One measured prefill, for the cost model: it computed `num_tokens - prefix_tokens` tokens."""
+
+    num_tokens: int
+    prefix_tokens: int
+    seconds: float
+
+
+class DecodeSample(msgspec.Struct, frozen=True, array_like=True):
+    """One measured decode step."""
+
+    num_seqs: int
+    kv_tokens: int
+    seconds: float
+
+
+class PullSample(msgspec.Struct, frozen=True, array_like=True):
+    """One measured pull from the pool."""
+
+    nbytes: int
+    seconds: float
+
+
+class RegisterWorker(Call[None]):
+    info: WorkerInfo
+
+
+class ReportWorker(Call[None]):
+    name: str
+    incarnation: int
+    sequence: int
+    load: WorkerLoad
+    cached: tuple[bytes, ...] = ()
+    dropped: tuple[bytes, ...] = ()
+    prefills: tuple[PrefillSample, ...] = ()
+    decodes: tuple[DecodeSample, ...] = ()
+    pulls: tuple[PullSample, ...] = ()

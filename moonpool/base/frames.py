@@ -1,0 +1,83 @@
+"""Wire frames, without I/O: bytes in, frames out (docs/formats.md, version 1).
+
+    0  magic "MP"   2  version u8   3  kind u8   4  body_nbytes u32   8  call_id u64   16  body
+
+All little-endian. Sizes are checked before anything is allocated for a body.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+from typing import NamedTuple
+
+from moonpool.base.errors import ProtocolError
+
+MAGIC = b"MP"
+VERSION = 1
+HEADER_NBYTES = 16
+MAX_BODY_NBYTES = 64 * 1024 * 1024
+_HEADER = struct.Struct("<2sBBIQ")
+
+
+class FrameKind(IntEnum):
+    HELLO = 0  # first frame of either side
+    CALL = 1  # a request
+    REPLY = 2  # its one answer
+    ERROR = 3  # or its failure; also ends a stream
+    ITEM = 4  # one element of a stream
+    END = 5  # the stream is complete
+    CANCEL = 6  # the caller no longer wants the answer
+
+
+_KINDS = {int(kind): kind for kind in FrameKind}
+
+
+class Frame(NamedTuple):
+    kind: FrameKind
+    call_id: int
+    body: bytes
+
+
+def encode_frame(kind: FrameKind, call_id: int, body: bytes = b"") -> bytes:
+    """One frame as bytes; ProtocolError when the body is larger than any peer would take."""
+    if len(body) > MAX_BODY_NBYTES:
+        raise ProtocolError(f"a message of {len(body)} bytes is over the limit of {MAX_BODY_NBYTES}")
+    return _HEADER.pack(MAGIC, VERSION, kind, len(body), call_id) + body
+
+
+def decode_header(header: bytes | bytearray | memoryview) -> tuple[FrameKind, int, int]:
+    """(kind, body_nbytes, call_id) of a 16-byte header; ProtocolError when it is not one of ours."""
+    magic, version, kind, nbytes, call_id = _HEADER.unpack_from(header)
+    if magic != MAGIC:
+        raise ProtocolError("the peer does not speak this protocol")
+    if version != VERSION:
+        raise ProtocolError(f"the peer speaks version {version}, this side version {VERSION}")
+    if kind not in _KINDS:
+        raise ProtocolError(f"unknown frame kind {kind}")
+    if nbytes > MAX_BODY_NBYTES:
+        raise ProtocolError(f"the peer announced {nbytes} bytes, the limit is {MAX_BODY_NBYTES}")
+    return _KINDS[kind], nbytes, call_id
+
+
+class FrameDecoder:
+    """Collects bytes until frames are whole. After a ProtocolError it must not be fed again."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes | bytearray | memoryview) -> list[Frame]:
+        """All frames completed by `data`, in order."""
+        self._buffer += data
+        frames: list[Frame] = []
+        at = 0
+        while len(self._buffer) - at >= HEADER_NBYTES:
+            kind, nbytes, call_id = decode_header(memoryview(self._buffer)[at : at + HEADER_NBYTES])
+            end = at + HEADER_NBYTES + nbytes
+            if len(self._buffer) < end:
+                break
+            frames.append(Frame(kind, call_id, bytes(self._buffer[at + HEADER_NBYTES : end])))
+            at = end
+        if at:
+            del self._buffer[:at]
+        return frames

@@ -1,0 +1,54 @@
+"""Block keys: the same tokens under the same tenant and identity give the same key, everywhere and for ever.
+
+    root   = BLAKE2b(key=tenant secret, identity digest)
+    key[i] = BLAKE2b(key[i-1], tokens of block i as little-endian u32)
+
+The chain knows no shard; an object's key is chain key + layer group + head shard. The secret stays in the
+front end; workers get the root. The formats are fixed by golden vectors (docs/formats.md).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+
+KEY_NBYTES = 32
+OBJECT_KEY_NBYTES = KEY_NBYTES + 4
+_SUFFIX = struct.Struct("<HH")
+
+
+def tenant_root(tenant_secret: bytes, identity_digest: bytes) -> bytes:
+    """The chain's start for one tenant and one identity. `tenant_secret` is 16 to 64 bytes."""
+    assert 16 <= len(tenant_secret) <= 64, "a tenant secret is 16 to 64 bytes"
+    return hashlib.blake2b(identity_digest, key=tenant_secret, digest_size=KEY_NBYTES, person=b"moonpool-root").digest()
+
+
+def next_key(previous: bytes, tokens: Sequence[int]) -> bytes:
+    """The key of the block that follows `previous` and holds exactly these tokens."""
+    packed = np.asarray(tokens, dtype="<u4").tobytes()
+    return hashlib.blake2b(previous + packed, digest_size=KEY_NBYTES, person=b"moonpool-block").digest()
+
+
+def chain_keys(root: bytes, tokens: Sequence[int], block_tokens: int) -> list[bytes]:
+    """Keys of all full blocks of `tokens`; a partial last block has none."""
+    packed = np.asarray(tokens, dtype="<u4").tobytes()
+    keys: list[bytes] = []
+    previous, step = root, block_tokens * 4
+    for start in range(0, len(packed) - step + 1, step):
+        block = packed[start : start + step]
+        previous = hashlib.blake2b(previous + block, digest_size=KEY_NBYTES, person=b"moonpool-block").digest()
+        keys.append(previous)
+    return keys
+
+
+def object_key(chain_key: bytes, layer_group: int = 0, head_shard: int = 0) -> bytes:
+    """The store's key of one shard of a block."""
+    return chain_key + _SUFFIX.pack(layer_group, head_shard)
+
+
+def chain_key_of(key: bytes) -> bytes:
+    """The chain key inside an object key."""
+    return key[:KEY_NBYTES]

@@ -1,0 +1,18 @@
+"""Typed calls between processes: one protocol without I/O, a blocking and an asyncio driver.
+
+    class Exist(Call[list[bool]]):           # a request names the type of its answer
+        keys: list[bytes]
+
+    server = RpcServer("store", {Exist: lambda call, peer: [...]})
+    client = BlockingClient("unix:/run/master.sock", "store")
+    client.call(Exist(keys=[...]))           # -> list[bool]
+
+No pickle, no code from the peer; sizes and types are checked before use. Every call has a deadline.
+"""
+
+from moonpool.base.rpc.aio_client import AsyncClient
+from moonpool.base.rpc.aio_server import Peer, RpcServer
+from moonpool.base.rpc.blocking import BlockingClient
+from moonpool.base.rpc.protocol import Call, Hello, StreamCall
+
+__all__ = ["AsyncClient", "BlockingClient", "Call", "Hello", "Peer", "RpcServer", "StreamCall"]

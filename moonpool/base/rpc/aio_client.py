@@ -1,0 +1,185 @@
+"""The asyncio driver: one connection, any number of calls and streams at once.
+
+When the connection ends, every waiting call gets PeerLost at once; a client never reconnects by itself, its
+owner decides. Cancelling the waiting task tells the server to cancel the handler.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from typing import TypeVar
+
+from moonpool.base.address import parse_address
+from moonpool.base.errors import DeadlineExceeded, MoonpoolError, Overloaded, PeerLost, ProtocolError
+from moonpool.base.frames import Frame, FrameDecoder, FrameKind, encode_frame
+from moonpool.base.rpc.protocol import (
+    DEFAULT_TIMEOUT_S,
+    Call,
+    Hello,
+    decode_error,
+    decode_hello,
+    decode_reply,
+    encode_call,
+    encode_value,
+)
+
+R = TypeVar("R")
+# A reader this far behind is stuck; its stream fails and it may ask again for a fresh start.
+_MAX_WAITING_ITEMS = 65_536
+
+
+class AsyncClient(asyncio.Protocol):
+    """Make one with `await AsyncClient.connect(...)`."""
+
+    def __init__(self, address: str, hello: Hello) -> None:
+        self.address = address
+        self.peer: Hello | None = None
+        self.closed = asyncio.Event()
+        self._hello = hello
+        self._frames = FrameDecoder()
+        self._ids = itertools.count(1)
+        self._greeted: asyncio.Future[Hello] = asyncio.get_running_loop().create_future()
+        self._calls: dict[int, asyncio.Future[Frame]] = {}
+        self._streams: dict[int, asyncio.Queue[Frame | MoonpoolError]] = {}
+        self._transport: asyncio.Transport | None = None
+
+    @classmethod
+    async def connect(
+        cls, address: str, service: str, *, name: str = "", incarnation: int = 0, timeout_s: float = 5.0
+    ) -> AsyncClient:
+        """Raises PeerLost when nobody answers there, ProtocolError when it is another service."""
+        loop, at = asyncio.get_running_loop(), parse_address(address)
+        client = cls(address, Hello(service, name, incarnation))
+        try:
+            async with asyncio.timeout(timeout_s):
+                if at.scheme == "unix":
+                    await loop.create_unix_connection(lambda: client, at.path)
+                else:
+                    await loop.create_connection(lambda: client, at.host, at.port)
+                client.peer = await client._greeted
+        except TimeoutError as error:
+            client.close()
+            raise PeerLost(f"{address} did not answer within {timeout_s:g} s") from error
+        except OSError as error:
+            raise PeerLost(f"{address}: {error.strerror or error}") from error
+        return client
+
+    async def call(self, call: Call[R], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> R:
+        """The answer, or the error the other side raised; DeadlineExceeded or PeerLost when there is none."""
+        call_id, future = next(self._ids), asyncio.get_running_loop().create_future()
+        self._write(encode_call(call, call_id))
+        self._calls[call_id] = future
+        try:
+            async with asyncio.timeout(timeout_s):
+                frame: Frame = await future
+        except TimeoutError as error:
+            self._cancel(call_id)
+            raise DeadlineExceeded(f"{self.address} did not answer within {timeout_s:g} s") from error
+        except asyncio.CancelledError:
+            self._cancel(call_id)
+            raise
+        finally:
+            self._calls.pop(call_id, None)
+        if frame.kind is FrameKind.ERROR:
+            raise decode_error(frame.body)
+        answer: R = decode_reply(call, frame.body)
+        return answer
+
+    async def stream(self, call: Call[R], *, item_timeout_s: float | None = None) -> AsyncIterator[R]:
+        """The items as they come. Leaving the loop early cancels the work at the server (use aclosing)."""
+        call_id = next(self._ids)
+        queue: asyncio.Queue[Frame | MoonpoolError] = asyncio.Queue()
+        self._write(encode_call(call, call_id))
+        self._streams[call_id] = queue
+        done = False
+        try:
+            while True:
+                item = await self._next(queue, item_timeout_s)
+                if isinstance(item, MoonpoolError):
+                    done = True
+                    raise item
+                if item.kind is FrameKind.ITEM:
+                    yield decode_reply(call, item.body)
+                    continue
+                done = True
+                if item.kind is FrameKind.ERROR:
+                    raise decode_error(item.body)
+                return
+        finally:
+            self._streams.pop(call_id, None)
+            if not done:
+                self._cancel(call_id)
+
+    def close(self) -> None:
+        """Idempotent. Waiting calls get PeerLost."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.write(encode_value(FrameKind.HELLO, 0, self._hello))
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for frame in self._frames.feed(data):
+                self._on_frame(frame)
+        except MoonpoolError as error:
+            self._fail_all(error)
+            self.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._fail_all(PeerLost(f"{self.address} closed the connection"))
+        self.closed.set()
+
+    def _on_frame(self, frame: Frame) -> None:
+        if not self._greeted.done():
+            self._greeted.set_result(decode_hello(frame))
+        elif frame.call_id in self._calls:
+            future = self._calls[frame.call_id]
+            if not future.done():
+                future.set_result(frame)
+        elif frame.call_id in self._streams:
+            self._on_item(frame, self._streams[frame.call_id])
+        elif frame.call_id == 0:
+            raise decode_error(frame.body) if frame.kind is FrameKind.ERROR else ProtocolError("stray frame")
+        # Otherwise it answers a call that was given up meanwhile.
+
+    def _on_item(self, frame: Frame, queue: asyncio.Queue[Frame | MoonpoolError]) -> None:
+        if queue.qsize() < _MAX_WAITING_ITEMS:
+            queue.put_nowait(frame)
+            return
+        del self._streams[frame.call_id]
+        self._cancel(frame.call_id)
+        queue.put_nowait(Overloaded(f"a stream from {self.address} was not read for too long"))
+
+    async def _next(
+        self, queue: asyncio.Queue[Frame | MoonpoolError], timeout_s: float | None
+    ) -> Frame | MoonpoolError:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await queue.get()
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"{self.address} sent nothing for {timeout_s:g} s") from error
+
+    def _fail_all(self, error: MoonpoolError) -> None:
+        if not self._greeted.done():
+            self._greeted.set_exception(error)
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(error)
+        for queue in self._streams.values():
+            queue.put_nowait(error)
+
+    def _cancel(self, call_id: int) -> None:
+        if not self.closed.is_set():
+            self._write(encode_frame(FrameKind.CANCEL, call_id))
+
+    def _write(self, data: bytes) -> None:
+        if self._transport is None or self._transport.is_closing():
+            raise PeerLost(f"{self.address} is not connected")
+        self._transport.write(data)

@@ -1,0 +1,217 @@
+"""The asyncio server: decodes calls, runs handlers, answers each one exactly once.
+
+A handler is a plain function (answered at once, the fast way), a coroutine function, or for a StreamCall an async
+generator. It gets the call and the Peer. When a peer goes away its running handlers are cancelled and its
+`on_close` callbacks run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import logging
+import os
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+from moonpool.base.address import Address, parse_address
+from moonpool.base.errors import ConfigError, MoonpoolError, Overloaded, ProtocolError
+from moonpool.base.frames import Frame, FrameDecoder, FrameKind, encode_frame
+from moonpool.base.rpc.protocol import (
+    Call,
+    CallDecoder,
+    Hello,
+    as_moonpool_error,
+    decode_hello,
+    encode_error,
+    encode_value,
+)
+
+_LOG = logging.getLogger(__name__)
+_MAX_CALLS_PER_PEER = 4096
+
+Handler = Callable[[Any, "Peer"], Any]
+
+
+class RpcServer:
+    """Serves one set of calls at any number of addresses. Close it to end all connections."""
+
+    def __init__(
+        self,
+        service: str,
+        handlers: Mapping[type[Call[Any]], Handler],
+        *,
+        name: str = "",
+        incarnation: int = 0,
+    ) -> None:
+        self.hello = Hello(service, name, incarnation)
+        self.decoder = CallDecoder(handlers)
+        self.handlers = dict(handlers)
+        self._servers: list[asyncio.Server] = []
+        self._paths: list[str] = []
+        self.peers: set[Peer] = set()
+
+    async def listen(self, address: str) -> str:
+        """Starts to serve there; returns the address with the real port. ConfigError when it is taken."""
+        loop, at = asyncio.get_running_loop(), parse_address(address)
+        try:
+            if at.scheme == "unix":
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(at.path)  # left behind by a predecessor that was killed
+                server = await loop.create_unix_server(lambda: Peer(self), at.path)
+                self._paths.append(at.path)
+            else:
+                server = await loop.create_server(lambda: Peer(self), at.host, at.port)
+                at = Address("tcp", host=at.host, port=server.sockets[0].getsockname()[1])
+        except OSError as error:
+            raise ConfigError(f"cannot listen at {address}: {error.strerror or error}") from error
+        self._servers.append(server)
+        return str(at)
+
+    async def close(self) -> None:
+        """Idempotent. Stops listening, ends every connection, waits for the handlers to end."""
+        for server in self._servers:
+            server.close()
+        tasks = [task for peer in self.peers for task in peer.tasks()]
+        for peer in list(self.peers):
+            peer.abort()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for path in self._paths:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+        self._servers.clear()
+        self._paths.clear()
+
+
+class Peer(asyncio.Protocol):
+    """One connection, seen from the server. `hello` is who they said they are."""
+
+    def __init__(self, server: RpcServer) -> None:
+        self._server = server
+        self._frames = FrameDecoder()
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._on_close: list[Callable[[], None]] = []
+        self._writable = asyncio.Event()
+        self._writable.set()
+        self._transport: asyncio.Transport | None = None
+        self.hello: Hello | None = None
+        self.closed = False
+
+    def on_close(self, callback: Callable[[], None]) -> None:
+        """Runs `callback` once when the connection ends, at once if it has ended."""
+        if self.closed:
+            callback()
+        else:
+            self._on_close.append(callback)
+
+    def off_close(self, callback: Callable[[], None]) -> None:
+        """Forgets a callback given to on_close; unknown ones are ignored."""
+        with contextlib.suppress(ValueError):
+            self._on_close.remove(callback)
+
+    def tasks(self) -> list[asyncio.Task[None]]:
+        return list(self._running.values())
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._server.peers.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for frame in self._frames.feed(data):
+                self._on_frame(frame)
+        except ProtocolError as error:
+            self._send(encode_error(0, error))
+            assert self._transport is not None
+            self._transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closed = True
+        self._writable.set()
+        self._server.peers.discard(self)
+        for task in self.tasks():
+            task.cancel()
+        callbacks, self._on_close = self._on_close, []
+        for callback in callbacks:
+            callback()
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
+
+    # frames
+
+    def _on_frame(self, frame: Frame) -> None:
+        if self.hello is None:
+            self._greet(decode_hello(frame))
+        elif frame.kind is FrameKind.CALL:
+            self._on_call(frame)
+        elif frame.kind is FrameKind.CANCEL:
+            task = self._running.get(frame.call_id)
+            if task is not None:
+                task.cancel()
+        else:
+            raise ProtocolError(f"a {frame.kind.name} frame is not for a server")
+
+    def _greet(self, hello: Hello) -> None:
+        if hello.service != self._server.hello.service:
+            raise ProtocolError(f"this is {self._server.hello.service!r}, not {hello.service!r}")
+        self.hello = hello
+        self._send(encode_value(FrameKind.HELLO, 0, self._server.hello))
+
+    def _on_call(self, frame: Frame) -> None:
+        try:
+            call = self._server.decoder.decode(frame.body)
+            if len(self._running) >= _MAX_CALLS_PER_PEER:
+                raise Overloaded(f"over {_MAX_CALLS_PER_PEER} calls of one peer are running")
+            answer = self._server.handlers[type(call)](call, self)
+        except Exception as error:  # noqa: BLE001 - every call gets an answer, a bug's included
+            self._fail(frame.call_id, error)
+            return
+        if call.streams:
+            self._spawn(frame.call_id, self._stream(frame.call_id, answer))
+        elif inspect.isawaitable(answer):
+            self._spawn(frame.call_id, self._reply(frame.call_id, answer))
+        else:
+            self._send(encode_value(FrameKind.REPLY, frame.call_id, answer))
+
+    def _spawn(self, call_id: int, coroutine: Any) -> None:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(coroutine)
+        self._running[call_id] = task
+        task.add_done_callback(lambda _: self._running.pop(call_id, None))
+
+    async def _reply(self, call_id: int, answer: Any) -> None:
+        try:
+            value = await answer
+            self._send(encode_value(FrameKind.REPLY, call_id, value))
+        except Exception as error:  # noqa: BLE001 - as above
+            self._fail(call_id, error)
+
+    async def _stream(self, call_id: int, items: AsyncIterator[Any]) -> None:
+        async with contextlib.aclosing(items) as source:  # type: ignore[type-var]
+            try:
+                async for item in source:
+                    self._send(encode_value(FrameKind.ITEM, call_id, item))
+                    await self._writable.wait()
+                self._send(encode_frame(FrameKind.END, call_id))
+            except Exception as error:  # noqa: BLE001 - as above
+                self._fail(call_id, error)
+
+    def _fail(self, call_id: int, error: Exception) -> None:
+        if not isinstance(error, MoonpoolError):
+            _LOG.error("bug in a handler of %s", self._server.hello.service, exc_info=error)
+        self._send(encode_error(call_id, as_moonpool_error(error)))
+
+    def _send(self, data: bytes) -> None:
+        if self._transport is not None and not self.closed:
+            self._transport.write(data)

@@ -1,0 +1,136 @@
+"""The blocking driver: one socket, one call at a time, for threads that may wait.
+
+A call that fails by time or by a lost connection closes the socket, because the stream's state is unknown; the
+next call connects anew. Safe to share between threads (calls queue up on a lock).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import socket
+import threading
+from typing import TypeVar
+
+from moonpool.base.address import parse_address
+from moonpool.base.clock import Deadline
+from moonpool.base.errors import DeadlineExceeded, PeerLost, ProtocolError
+from moonpool.base.frames import HEADER_NBYTES, Frame, FrameKind, decode_header
+from moonpool.base.rpc.protocol import (
+    DEFAULT_TIMEOUT_S,
+    Call,
+    Hello,
+    decode_error,
+    decode_hello,
+    decode_reply,
+    encode_call,
+    encode_value,
+)
+
+R = TypeVar("R")
+
+
+class BlockingClient:
+    """Calls one service. `peer` is the Hello of the server we are connected to."""
+
+    def __init__(self, address: str, service: str, *, name: str = "", connect_timeout_s: float = 5.0) -> None:
+        self._address = parse_address(address)
+        self._hello = Hello(service, name)
+        self._connect_timeout_s = connect_timeout_s
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._ids = itertools.count(1)
+        self._closed = False
+        self.peer: Hello | None = None
+
+    def call(self, call: Call[R], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> R:
+        """The answer, or the error the other side raised; DeadlineExceeded or PeerLost when there is none."""
+        deadline = Deadline(timeout_s)
+        with self._lock:
+            try:
+                return self._exchange(call, deadline)
+            except (OSError, ProtocolError, DeadlineExceeded, PeerLost) as error:
+                self._drop()
+                if isinstance(error, TimeoutError):
+                    raise DeadlineExceeded(f"{self._address} did not answer within {timeout_s:g} s") from error
+                if isinstance(error, OSError):
+                    raise PeerLost(f"{self._address}: {error}") from error
+                raise
+
+    def connect(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Hello:
+        """Connects now (call does it by itself) and returns the server's Hello."""
+        with self._lock:
+            try:
+                self._connected(Deadline(timeout_s))
+            except OSError as error:
+                self._drop()
+                raise PeerLost(f"{self._address}: {error}") from error
+            assert self.peer is not None
+            return self.peer
+
+    def close(self) -> None:
+        """Idempotent. Wakes a thread that waits in call(); it gets PeerLost."""
+        self._closed = True
+        sock = self._socket
+        if sock is not None:
+            # The waiting thread owns the descriptor; shutdown wakes it without racing for the number.
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        with self._lock:
+            self._drop()
+
+    def _exchange(self, call: Call[R], deadline: Deadline) -> R:
+        sock = self._connected(deadline)
+        call_id = next(self._ids)
+        sock.settimeout(deadline.remaining_s() or 0.001)
+        sock.sendall(encode_call(call, call_id))
+        frame = self._receive(sock, deadline)
+        if frame.call_id != call_id:
+            raise ProtocolError(f"{self._address} answered call {frame.call_id} instead of {call_id}")
+        if frame.kind is FrameKind.ERROR:
+            raise decode_error(frame.body)
+        answer: R = decode_reply(call, frame.body)
+        return answer
+
+    def _connected(self, deadline: Deadline) -> socket.socket:
+        if self._closed:
+            raise PeerLost(f"this client of {self._address} is closed")
+        if self._socket is None:
+            self._socket = self._open(min(deadline.remaining_s(), self._connect_timeout_s))
+            self._socket.sendall(encode_value(FrameKind.HELLO, 0, self._hello))
+            self.peer = decode_hello(self._receive(self._socket, deadline))
+        return self._socket
+
+    def _open(self, timeout_s: float) -> socket.socket:
+        if self._address.scheme == "unix":
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                sock.settimeout(timeout_s or 0.001)
+                sock.connect(self._address.path)
+            except OSError:
+                sock.close()
+                raise
+            return sock
+        sock = socket.create_connection((self._address.host, self._address.port), timeout_s or 0.001)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return sock
+
+    def _receive(self, sock: socket.socket, deadline: Deadline) -> Frame:
+        kind, nbytes, call_id = decode_header(self._exactly(sock, HEADER_NBYTES, deadline))
+        return Frame(kind, call_id, bytes(self._exactly(sock, nbytes, deadline)))
+
+    def _exactly(self, sock: socket.socket, nbytes: int, deadline: Deadline) -> bytearray:
+        buffer = bytearray(nbytes)
+        view, got = memoryview(buffer), 0
+        while got < nbytes:
+            sock.settimeout(deadline.remaining_s() or 0.001)
+            count = sock.recv_into(view[got:])
+            if count == 0:
+                raise PeerLost(f"{self._address} closed the connection")
+            got += count
+        return buffer
+
+    def _drop(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
