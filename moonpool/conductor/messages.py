@@ -1,0 +1,92 @@
+"""What the front end asks the conductor. Workers speak base/cluster.py to the same service."""
+
+from __future__ import annotations
+
+import msgspec
+
+from moonpool.base.cluster import WorkerInfo, WorkerLoad
+from moonpool.base.rpc import Call
+
+
+class WorkerRef(msgspec.Struct, frozen=True, array_like=True):
+    name: str
+    address: str
+    incarnation: int
+
+
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    """One prefill worker as it was weighed: all in seconds and blocks, kept in the decision record."""
+
+    worker: str
+    local_blocks: int
+    pulled_blocks: int
+    transfer_s: float
+    queue_s: float
+    prefill_s: float
+
+    @property
+    def ttft_s(self) -> float:
+        return self.transfer_s + self.queue_s + self.prefill_s
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a request goes, and what was expected of it."""
+
+    request_id: str
+    prefill: WorkerRef
+    decode: WorkerRef
+    pool_blocks: int  # leading blocks that the index believes to be in the pool
+    ttft_s: float
+    tbt_s: float
+    candidates: tuple[Candidate, ...]
+
+
+class Route(Call[Decision]):
+    """Raises Overloaded when no pair meets the targets, Unavailable when there are no workers."""
+
+    request_id: str
+    keys: list[bytes]
+    num_tokens: int
+    max_tokens: int
+    exclude: tuple[str, ...] = ()  # workers that just failed this request
+
+
+class PrefillEnded(Call[None]):
+    """Takes the request out of its prefill worker's queue, done or not."""
+
+    request_id: str
+
+
+class RequestEnded(Call[None]):
+    """Takes the request out of both queues and completes its decision record."""
+
+    request_id: str
+    ttft_s: float | None = None
+    cached_tokens: int = 0
+    pool_tokens: int = 0
+    output_tokens: int = 0
+    outcome: str = "done"
+
+
+class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    info: WorkerInfo
+    load: WorkerLoad
+    indexed_blocks: int
+    assigned: int
+
+
+class ConductorStatus(msgspec.Struct, frozen=True, kw_only=True):
+    workers: tuple[WorkerStatus, ...]
+    pool_blocks: int
+    pool_connected: bool
+    counters: dict[str, int]
+
+
+class Status(Call[ConductorStatus]):
+    pass
+
+
+class Records(Call[list[dict[str, object]]]):
+    """The newest decision records, newest last."""
+
+    limit: int = 100

@@ -1,0 +1,212 @@
+"""What clients, nodes, the master and listeners say to each other. The service is called "store".
+
+Batches first: answers are positional, one per item, so one bad key never fails its neighbours.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from moonpool.base.rpc import Call, StreamCall
+from moonpool.transfer.descriptor import SegmentDescriptor
+
+SERVICE = "store"
+
+
+class Placement(msgspec.Struct, frozen=True, array_like=True):
+    """Where one replica lies: `offset` bytes into a segment."""
+
+    segment: str
+    offset: int
+
+
+class ObjectInfo(msgspec.Struct, frozen=True, array_like=True):
+    """A readable object. `nbytes` counts header and pieces; the lease runs until `lease_s` from the answer."""
+
+    key: bytes
+    generation: int
+    nbytes: int
+    replicas: tuple[Placement, ...]
+    lease_s: float
+
+
+class PutItem(msgspec.Struct, frozen=True, array_like=True):
+    """A wish to store `nbytes` (header included) under `key`."""
+
+    key: bytes
+    nbytes: int
+    num_replicas: int = 1
+    preferred_segment: str | None = None
+    pinned: bool = False
+
+
+class PutGrant(msgspec.Struct, frozen=True, array_like=True):
+    """Space to write to. Every write and the PutEnd carry `generation`."""
+
+    key: bytes
+    generation: int
+    replicas: tuple[Placement, ...]
+
+
+class Refusal(msgspec.Struct, frozen=True, array_like=True):
+    """Why one item of a batch was not done: an error code of base/errors.py and a sentence."""
+
+    code: str
+    message: str
+
+
+class PutOutcome(msgspec.Struct, frozen=True, array_like=True):
+    """Exactly one of the two is set."""
+
+    grant: PutGrant | None = None
+    refusal: Refusal | None = None
+
+
+class Written(msgspec.Struct, frozen=True, array_like=True):
+    """A grant whose bytes are all in place (PutEnd) or never will be (PutRevoke)."""
+
+    key: bytes
+    generation: int
+
+
+class MountReply(msgspec.Struct, frozen=True):
+    """`epoch` is the master's; `heartbeat_s` is how often it wants to hear from the node."""
+
+    epoch: int
+    heartbeat_s: float
+
+
+class EventBatch(msgspec.Struct, frozen=True):
+    """Changes in order. The first batch of a subscription has `snapshot` set and lists all that is stored."""
+
+    sequence: int
+    snapshot: bool = False
+    stored: tuple[bytes, ...] = ()
+    removed: tuple[bytes, ...] = ()
+
+
+class SegmentStats(msgspec.Struct, frozen=True):
+    name: str
+    node: str
+    capacity_nbytes: int
+    used_nbytes: int
+    num_objects: int
+
+
+class StoreStats(msgspec.Struct, frozen=True):
+    num_objects: int
+    capacity_nbytes: int
+    used_nbytes: int
+    segments: tuple[SegmentStats, ...]
+    counters: dict[str, int]
+
+
+class MountSegment(Call[MountReply]):
+    """A node offers memory. A new incarnation of a known name voids what the earlier one held."""
+
+    node: str
+    descriptor: SegmentDescriptor
+
+
+class UnmountSegment(Call[None]):
+    """A node takes its memory back; objects that lived only there are gone."""
+
+    segment: str
+    incarnation: int
+
+
+class Heartbeat(Call[bool]):
+    """False means that the master does not know this segment: mount it again."""
+
+    segment: str
+    incarnation: int
+
+
+class Segments(Call[list[SegmentDescriptor]]):
+    """All mounted segments."""
+
+
+class PutStart(Call[list[PutOutcome]]):
+    items: list[PutItem]
+
+
+class PutEnd(Call[list[Refusal | None]]):
+    """Makes the objects visible. A late one (space taken back meanwhile) is refused as stale_generation."""
+
+    items: list[Written]
+
+
+class PutRevoke(Call[None]):
+    """Gives the space of unfinished puts back. Unknown ones are ignored."""
+
+    items: list[Written]
+
+
+class Lookup(Call[list[ObjectInfo | None]]):
+    """Where the objects are, each leased for reading. `prefix` stops at the first key that is missing."""
+
+    keys: list[bytes]
+    prefix: bool = False
+
+
+class Exist(Call[list[bool]]):
+    keys: list[bytes]
+
+
+class Remove(Call[list[bool]]):
+    """True where the object is gone now; leased or pinned ones stay unless `force`."""
+
+    keys: list[bytes]
+    force: bool = False
+
+
+class Pin(Call[list[bool]]):
+    """Held by this connection: pins end when it does. True where the object exists."""
+
+    keys: list[bytes]
+
+
+class Unpin(Call[None]):
+    keys: list[bytes]
+
+
+class ReportCorrupt(Call[None]):
+    """A reader found wrong bytes: this replica is quarantined and never handed out again."""
+
+    key: bytes
+    generation: int
+    segment: str
+
+
+class Why(Call[str]):
+    """In words: what became of a key."""
+
+    key: bytes
+
+
+class Stats(Call[StoreStats]):
+    pass
+
+
+class Subscribe(StreamCall[EventBatch]):
+    """Snapshot first, then changes; sequence numbers have no gaps."""
+
+
+CALLS = (
+    MountSegment,
+    UnmountSegment,
+    Heartbeat,
+    Segments,
+    PutStart,
+    PutEnd,
+    PutRevoke,
+    Lookup,
+    Exist,
+    Remove,
+    Pin,
+    Unpin,
+    ReportCorrupt,
+    Why,
+    Stats,
+    Subscribe,
+)
