@@ -30,6 +30,6 @@ def parse_address(text: str) -> Address:
             raise ConfigError(f"socket path {rest!r} is longer than {UNIX_PATH_NBYTES - 1} bytes")
         return Address("unix", path=rest)
     host, _, port = rest.rpartition(":")
-    if scheme == "tcp" and host and port.isdigit() and int(port) < 65536:
+    if scheme == "tcp" and host and port.isascii() and port.isdigit() and int(port) < 65536:
         return Address("tcp", host=host.strip("[]"), port=int(port))
     raise ConfigError(f"{text!r} is not an address; write unix:/path/to.sock or tcp:127.0.0.1:7000")

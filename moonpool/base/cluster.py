@@ -1,7 +1,7 @@
 """What workers tell the conductor about themselves. Service name "conductor".
 
 A registration lives as long as the connection it came over: a worker that dies is gone at once. Reports are
-numbered from 1 within an incarnation; the first one's `cached` is the whole content of the worker's pages.
+numbered from 1 after each registration; the first one's `cached` is the whole content of the worker's pages.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_running: int = 0
     waiting_tokens: int = 0  # prompt tokens not yet computed
     running_tokens: int = 0  # tokens whose KV the running batch reads at each step
-    free_pages: int = 0
+    free_pages: int = 0  # free now or by eviction; pages reserved for requests on their way are not
 
 
 class PrefillSample(msgspec.Struct, frozen=True, array_like=True):
@@ -70,10 +70,18 @@ class PullSample(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RegisterWorker(Call[None]):
+    """Replaces an earlier registration of that name. IdentityMismatch when the other workers serve another
+    model, weights, dtype, layout or block size: their KV could not be shared."""
+
     info: WorkerInfo
 
 
 class ReportWorker(Call[None]):
+    """A key is in at most one of `cached` and `dropped`: what it is after all changes since the last report.
+
+    NotFound when this incarnation is not registered or a report is missing: register again and report all.
+    """
+
     name: str
     incarnation: int
     sequence: int

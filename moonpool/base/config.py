@@ -1,13 +1,14 @@
 """Configuration is one frozen dataclass per component; this turns plain data into it and back.
 
-Each default is written once, in the dataclass. Unknown keys and wrong types are errors that name the key.
+Each default is written once, in the dataclass. Unknown keys (of inner dataclasses too) and wrong types are errors
+that name the key.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import msgspec
 
@@ -18,16 +19,24 @@ T = TypeVar("T")
 
 def from_mapping(cls: type[T], values: Mapping[str, Any]) -> T:
     """An instance of the dataclass `cls`; ConfigError when a key is unknown, missing or of the wrong type."""
-    assert is_dataclass(cls)
-    known = {field.name for field in fields(cls)}
-    unknown = sorted(set(values) - known)
-    if unknown:
-        raise ConfigError(f"unknown setting {unknown[0]!r}; known are: {', '.join(sorted(known))}", param=unknown[0])
+    _check_known(cls, values, "")
     try:
         made: T = msgspec.convert(dict(values), cls)
     except msgspec.ValidationError as error:
         raise ConfigError(f"bad setting: {error}") from error
     return made
+
+
+def _check_known(cls: Any, values: Mapping[str, Any], within: str) -> None:
+    assert is_dataclass(cls)
+    known, hints = {field.name for field in fields(cls)}, get_type_hints(cls)
+    for key, value in values.items():
+        if key not in known:
+            name = f"{within}{key}"
+            raise ConfigError(f"unknown setting {name!r}; known are: {', '.join(sorted(known))}", param=name)
+        for inner in (hints[key], *get_args(hints[key])):
+            if is_dataclass(inner) and isinstance(value, Mapping):
+                _check_known(inner, value, f"{within}{key}.")
 
 
 def from_json(cls: type[T], text: str | bytes) -> T:

@@ -145,9 +145,14 @@ def _tree(root: type[MoonpoolError]) -> dict[str, type[MoonpoolError]]:
 _BY_CODE = _tree(MoonpoolError)
 
 
-def from_wire(code: str, message: str, retry_after_s: float | None = None) -> MoonpoolError:
+def from_wire(code: str, message: str, retry_after_s: float | None = None, param: str | None = None) -> MoonpoolError:
     """The error a peer raised, as our own class; an unknown code becomes Internal with the code in its text."""
-    if code == Overloaded.code:
-        return Overloaded(message, retry_after_s=1.0 if retry_after_s is None else retry_after_s)
     cls = _BY_CODE.get(code)
-    return cls(message) if cls is not None else Internal(f"{code}: {message}")
+    if cls is None:
+        return Internal(f"{code}: {message}")
+    error = cls(message)
+    if isinstance(error, Overloaded) and retry_after_s is not None:
+        error.retry_after_s = retry_after_s
+    if isinstance(error, InvalidInput):
+        error.param = param
+    return error

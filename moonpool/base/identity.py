@@ -30,6 +30,6 @@ class CacheIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
     def digest(self) -> bytes:
         """32 bytes; equal if and only if all fields are equal."""
-        fields = sorted(msgspec.structs.asdict(self).items())
-        canonical = "\n".join(f"{name}={value}" for name, value in fields)
-        return hashlib.blake2b(canonical.encode(), digest_size=32, person=b"moonpool-ident").digest()
+        # Names sorted, strings quoted: no two descriptions share a spelling.
+        canonical = msgspec.json.encode(self, order="sorted")
+        return hashlib.blake2b(canonical, digest_size=32, person=b"moonpool-ident").digest()

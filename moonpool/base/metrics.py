@@ -11,6 +11,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from moonpool.base.rpc import Call
+
 
 class MetricSample(msgspec.Struct, frozen=True, array_like=True):
     name: str
@@ -23,6 +25,10 @@ class MetricFamily(msgspec.Struct, frozen=True, array_like=True):
     documentation: str
     kind: str
     samples: list[MetricSample]
+
+
+class GetMetrics(Call[list[MetricFamily]]):
+    """Every role answers this with a snapshot of its registry."""
 
 
 def snapshot(registry: CollectorRegistry) -> list[MetricFamily]:

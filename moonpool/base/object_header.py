@@ -34,6 +34,10 @@ class ObjectKind(IntEnum):
     BLOCK = 1
 
 
+_KINDS = frozenset(ObjectKind)
+_CHECKSUM_KINDS = frozenset(ChecksumKind)
+
+
 class Piece(msgspec.Struct, frozen=True, array_like=True):
     nbytes: int
     checksum: int
@@ -59,6 +63,7 @@ class ObjectHeader(msgspec.Struct, frozen=True, kw_only=True):
         return self.nbytes + sum(piece.nbytes for piece in self.pieces[:index])
 
     def pack(self) -> bytes:
+        assert len(self.identity) == len(NO_IDENTITY), "an identity digest is 32 bytes"
         size = self.nbytes
         out = bytearray(size)
         _FIXED.pack_into(
@@ -114,6 +119,8 @@ def unpack(buffer: bytes | bytearray | memoryview) -> ObjectHeader:
         raise Corrupt("object header sizes do not add up")
     if _CRC.unpack_from(view, end)[0] != crc32c(bytes(view[:end])):
         raise Corrupt("object header checksum does not match")
+    if kind not in _KINDS or check not in _CHECKSUM_KINDS:
+        raise Corrupt("object header of an unknown kind")
     key_end = _FIXED.size + key_nbytes
     pieces = tuple(Piece(*_PIECE.unpack_from(view, key_end + i * _PIECE.size)) for i in range(count))
     return ObjectHeader(

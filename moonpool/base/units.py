@@ -1,8 +1,9 @@
-"""Sizes and durations as people write them: "2GB", "512MiB", "1.5h". Bad text is a ConfigError."""
+"""Sizes as people write them: "2GB", "512MiB". Bad text is a ConfigError."""
 
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
 from moonpool.base.errors import ConfigError
 
@@ -10,17 +11,19 @@ _SIZE = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgtp", start=1):
     _SIZE[_letter] = _SIZE[_letter + "b"] = 1000**_power
     _SIZE[_letter + "ib"] = 1024**_power
-_NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+_NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)
 
 
 def parse_nbytes(text: str | int) -> int:
     """Bytes in "2GB" (decimal), "2GiB" (binary) or a plain number."""
     if isinstance(text, int):
+        if text < 0:
+            raise ConfigError(f"a size cannot be {text}")
         return text
     match = _NUMBER.fullmatch(text)
     if match is None or match[2].lower() not in _SIZE:
         raise ConfigError(f"{text!r} is not a size; write for example 512MB, 2GB or 2GiB")
-    return int(float(match[1]) * _SIZE[match[2].lower()])
+    return int(Decimal(match[1]) * _SIZE[match[2].lower()])
 
 
 def format_nbytes(nbytes: int) -> str:

@@ -63,7 +63,11 @@ class AsyncClient(asyncio.Protocol):
             client.close()
             raise PeerLost(f"{address} did not answer within {timeout_s:g} s") from error
         except OSError as error:
+            client.close()
             raise PeerLost(f"{address}: {error.strerror or error}") from error
+        except BaseException:
+            client.close()  # cancelled, or refused by the other side
+            raise
         return client
 
     async def call(self, call: Call[R], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> R:
@@ -176,8 +180,8 @@ class AsyncClient(asyncio.Protocol):
             queue.put_nowait(error)
 
     def _cancel(self, call_id: int) -> None:
-        if not self.closed.is_set():
-            self._write(encode_frame(FrameKind.CANCEL, call_id))
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(encode_frame(FrameKind.CANCEL, call_id))
 
     def _write(self, data: bytes) -> None:
         if self._transport is None or self._transport.is_closing():

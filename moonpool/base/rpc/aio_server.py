@@ -12,11 +12,12 @@ import contextlib
 import inspect
 import logging
 import os
+import stat
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from moonpool.base.address import Address, parse_address
-from moonpool.base.errors import ConfigError, MoonpoolError, Overloaded, ProtocolError
+from moonpool.base.errors import Cancelled, ConfigError, MoonpoolError, Overloaded, ProtocolError
 from moonpool.base.frames import Frame, FrameDecoder, FrameKind, encode_frame
 from moonpool.base.rpc.protocol import (
     Call,
@@ -30,6 +31,7 @@ from moonpool.base.rpc.protocol import (
 
 _LOG = logging.getLogger(__name__)
 _MAX_CALLS_PER_PEER = 4096
+_HELLO_TIMEOUT_S = 10.0
 
 Handler = Callable[[Any, "Peer"], Any]
 
@@ -57,8 +59,7 @@ class RpcServer:
         loop, at = asyncio.get_running_loop(), parse_address(address)
         try:
             if at.scheme == "unix":
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(at.path)  # left behind by a predecessor that was killed
+                await _free_socket_path(at.path)
                 server = await loop.create_unix_server(lambda: Peer(self), at.path)
                 self._paths.append(at.path)
             else:
@@ -73,15 +74,29 @@ class RpcServer:
         """Idempotent. Stops listening, ends every connection, waits for the handlers to end."""
         for server in self._servers:
             server.close()
-        tasks = [task for peer in self.peers for task in peer.tasks()]
-        for peer in list(self.peers):
+        peers = list(self.peers)
+        tasks = [task for peer in peers for task in peer.tasks()]
+        for peer in peers:
             peer.abort()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, *(peer.ended.wait() for peer in peers), return_exceptions=True)
         for path in self._paths:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
         self._servers.clear()
         self._paths.clear()
+
+
+async def _free_socket_path(path: str) -> None:
+    """Removes what a predecessor that was killed left behind; ConfigError when somebody answers there."""
+    try:
+        _, writer = await asyncio.open_unix_connection(path)
+    except OSError:
+        with contextlib.suppress(FileNotFoundError):
+            if stat.S_ISSOCK(os.stat(path).st_mode):
+                os.unlink(path)
+        return
+    writer.close()
+    raise ConfigError(f"cannot listen at unix:{path}: another process serves there")
 
 
 class Peer(asyncio.Protocol):
@@ -95,8 +110,10 @@ class Peer(asyncio.Protocol):
         self._writable = asyncio.Event()
         self._writable.set()
         self._transport: asyncio.Transport | None = None
+        self._greeting: asyncio.TimerHandle | None = None
         self.hello: Hello | None = None
         self.closed = False
+        self.ended = asyncio.Event()
 
     def on_close(self, callback: Callable[[], None]) -> None:
         """Runs `callback` once when the connection ends, at once if it has ended."""
@@ -122,13 +139,14 @@ class Peer(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
+        self._greeting = asyncio.get_running_loop().call_later(_HELLO_TIMEOUT_S, self.abort)
         self._server.peers.add(self)
 
     def data_received(self, data: bytes) -> None:
         try:
             for frame in self._frames.feed(data):
                 self._on_frame(frame)
-        except ProtocolError as error:
+        except MoonpoolError as error:
             self._send(encode_error(0, error))
             assert self._transport is not None
             self._transport.close()
@@ -137,11 +155,17 @@ class Peer(asyncio.Protocol):
         self.closed = True
         self._writable.set()
         self._server.peers.discard(self)
+        if self._greeting is not None:
+            self._greeting.cancel()
         for task in self.tasks():
             task.cancel()
         callbacks, self._on_close = self._on_close, []
         for callback in callbacks:
-            callback()
+            try:
+                callback()
+            except Exception:  # noqa: BLE001 - one owner's bug must not keep the others from cleaning up
+                _LOG.exception("bug in an on_close callback of %s", self._server.hello.service)
+        self.ended.set()
 
     def pause_writing(self) -> None:
         self._writable.clear()
@@ -167,33 +191,44 @@ class Peer(asyncio.Protocol):
         if hello.service != self._server.hello.service:
             raise ProtocolError(f"this is {self._server.hello.service!r}, not {hello.service!r}")
         self.hello = hello
+        assert self._greeting is not None
+        self._greeting.cancel()
         self._send(encode_value(FrameKind.HELLO, 0, self._server.hello))
 
     def _on_call(self, frame: Frame) -> None:
+        if frame.call_id in self._running:
+            raise ProtocolError(f"call {frame.call_id} is still running")
         try:
             call = self._server.decoder.decode(frame.body)
             if len(self._running) >= _MAX_CALLS_PER_PEER:
                 raise Overloaded(f"over {_MAX_CALLS_PER_PEER} calls of one peer are running")
             answer = self._server.handlers[type(call)](call, self)
+            if not call.streams and not inspect.isawaitable(answer):
+                self._send(encode_value(FrameKind.REPLY, frame.call_id, answer))
+                return
         except Exception as error:  # noqa: BLE001 - every call gets an answer, a bug's included
             self._fail(frame.call_id, error)
             return
         if call.streams:
             self._spawn(frame.call_id, self._stream(frame.call_id, answer))
-        elif inspect.isawaitable(answer):
-            self._spawn(frame.call_id, self._reply(frame.call_id, answer))
         else:
-            self._send(encode_value(FrameKind.REPLY, frame.call_id, answer))
+            task = self._spawn(frame.call_id, self._reply(frame.call_id, answer))
+            if inspect.iscoroutine(answer):
+                task.add_done_callback(lambda _: answer.close())  # a call cancelled before it began
 
-    def _spawn(self, call_id: int, coroutine: Any) -> None:
+    def _spawn(self, call_id: int, coroutine: Any) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(coroutine)
         self._running[call_id] = task
         task.add_done_callback(lambda _: self._running.pop(call_id, None))
+        return task
 
     async def _reply(self, call_id: int, answer: Any) -> None:
         try:
             value = await answer
             self._send(encode_value(FrameKind.REPLY, call_id, value))
+        except asyncio.CancelledError:
+            self._fail(call_id, Cancelled("the call was cancelled"))
+            raise
         except Exception as error:  # noqa: BLE001 - as above
             self._fail(call_id, error)
 
@@ -204,6 +239,9 @@ class Peer(asyncio.Protocol):
                     self._send(encode_value(FrameKind.ITEM, call_id, item))
                     await self._writable.wait()
                 self._send(encode_frame(FrameKind.END, call_id))
+            except asyncio.CancelledError:
+                self._fail(call_id, Cancelled("the stream was cancelled"))
+                raise
             except Exception as error:  # noqa: BLE001 - as above
                 self._fail(call_id, error)
 

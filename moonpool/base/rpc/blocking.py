@@ -1,7 +1,8 @@
 """The blocking driver: one socket, one call at a time, for threads that may wait.
 
 A call that fails by time or by a lost connection closes the socket, because the stream's state is unknown; the
-next call connects anew. Safe to share between threads (calls queue up on a lock).
+next call connects anew. An error that the other side answered leaves the connection as it is. Safe to share
+between threads (calls queue up on a lock, for no longer than their deadline).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import itertools
 import socket
 import threading
+from collections.abc import Iterator
 from typing import TypeVar
 
 from moonpool.base.address import parse_address
@@ -45,26 +47,19 @@ class BlockingClient:
 
     def call(self, call: Call[R], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> R:
         """The answer, or the error the other side raised; DeadlineExceeded or PeerLost when there is none."""
-        deadline = Deadline(timeout_s)
-        with self._lock:
-            try:
-                return self._exchange(call, deadline)
-            except (OSError, ProtocolError, DeadlineExceeded, PeerLost) as error:
-                self._drop()
-                if isinstance(error, TimeoutError):
-                    raise DeadlineExceeded(f"{self._address} did not answer within {timeout_s:g} s") from error
-                if isinstance(error, OSError):
-                    raise PeerLost(f"{self._address}: {error}") from error
-                raise
+        call_id = next(self._ids)
+        request = encode_call(call, call_id)
+        with self._turn(timeout_s) as deadline:
+            frame = self._exchange(request, call_id, deadline)
+        if frame.kind is FrameKind.ERROR:
+            raise decode_error(frame.body)
+        answer: R = decode_reply(call, frame.body)
+        return answer
 
     def connect(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Hello:
         """Connects now (call does it by itself) and returns the server's Hello."""
-        with self._lock:
-            try:
-                self._connected(Deadline(timeout_s))
-            except OSError as error:
-                self._drop()
-                raise PeerLost(f"{self._address}: {error}") from error
+        with self._turn(timeout_s) as deadline:
+            self._connected(deadline)
             assert self.peer is not None
             return self.peer
 
@@ -79,18 +74,36 @@ class BlockingClient:
         with self._lock:
             self._drop()
 
-    def _exchange(self, call: Call[R], deadline: Deadline) -> R:
+    @contextlib.contextmanager
+    def _turn(self, timeout_s: float) -> Iterator[Deadline]:
+        """The socket for one exchange; it is closed when the exchange does not come to its end."""
+        deadline = Deadline(timeout_s)
+        if not self._lock.acquire(timeout=timeout_s):
+            raise DeadlineExceeded(f"{self._address} was busy with other calls for {timeout_s:g} s")
+        try:
+            yield deadline
+        except TimeoutError as error:
+            self._drop()
+            raise DeadlineExceeded(f"{self._address} did not answer within {timeout_s:g} s") from error
+        except OSError as error:
+            self._drop()
+            raise PeerLost(f"{self._address}: {error}") from error
+        except BaseException:
+            self._drop()
+            raise
+        finally:
+            self._lock.release()
+
+    def _exchange(self, request: bytes, call_id: int, deadline: Deadline) -> Frame:
         sock = self._connected(deadline)
-        call_id = next(self._ids)
         sock.settimeout(deadline.remaining_s() or 0.001)
-        sock.sendall(encode_call(call, call_id))
+        sock.sendall(request)
         frame = self._receive(sock, deadline)
+        if frame.call_id == 0 and frame.kind is FrameKind.ERROR:
+            raise decode_error(frame.body)  # about the connection as a whole
         if frame.call_id != call_id:
             raise ProtocolError(f"{self._address} answered call {frame.call_id} instead of {call_id}")
-        if frame.kind is FrameKind.ERROR:
-            raise decode_error(frame.body)
-        answer: R = decode_reply(call, frame.body)
-        return answer
+        return frame
 
     def _connected(self, deadline: Deadline) -> socket.socket:
         if self._closed:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Generic, TypeVar, Union, get_args
 
 import msgspec
 
-from moonpool.base.errors import Internal, MoonpoolError, Overloaded, ProtocolError, from_wire
+from moonpool.base.errors import Internal, InvalidInput, MoonpoolError, Overloaded, ProtocolError, from_wire
 from moonpool.base.frames import Frame, FrameKind, encode_frame
 
 R = TypeVar("R")
@@ -45,6 +45,7 @@ class WireError(msgspec.Struct, frozen=True, array_like=True):
     code: str
     message: str
     retry_after_s: float | None = None
+    param: str | None = None
 
 
 @cache
@@ -71,13 +72,14 @@ def encode_value(kind: FrameKind, call_id: int, value: Any) -> bytes:
 
 def encode_error(call_id: int, error: MoonpoolError) -> bytes:
     retry = error.retry_after_s if isinstance(error, Overloaded) else None
-    body = _ENCODER.encode(WireError(error.code, str(error), retry))
+    param = error.param if isinstance(error, InvalidInput) else None
+    body = _ENCODER.encode(WireError(error.code, str(error), retry, param))
     return encode_frame(FrameKind.ERROR, call_id, body)
 
 
 def decode_error(body: bytes) -> MoonpoolError:
     wire = _decode(_decoder(WireError), body)
-    return from_wire(wire.code, wire.message, wire.retry_after_s)
+    return from_wire(wire.code, wire.message, wire.retry_after_s, wire.param)
 
 
 def decode_reply(call: Call[Any], body: bytes) -> Any:

@@ -1,0 +1,140 @@
+"""How a role runs as a process: logging, event loop, signals, lifeline, readiness, and an end that always comes.
+
+A role tells its parent one JSON line on an inherited descriptor (`--ready-fd`): {"ready": address} once it serves,
+or {"error": message} when it cannot. SIGTERM and SIGINT close it gracefully; a close that takes longer than
+CLOSE_TIMEOUT_S is cut short. Exit codes: 0 stopped as asked, 1 it could not start (a reason was given), 70 a bug.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+import uvloop
+
+from moonpool.base.errors import ConfigError, MoonpoolError
+from moonpool.base.log import setup_logging
+
+CLOSE_TIMEOUT_S = 3.0
+EXIT_FAILED = 1
+EXIT_BUG = 70
+_LOG = logging.getLogger(__name__)
+
+
+class Service(Protocol):
+    """What every role offers. `close` is idempotent and may follow a `start` that failed half-way."""
+
+    async def start(self) -> str:
+        """Returns the address it serves at."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class ProcessConfig:
+    """What every role's process takes besides its own configuration."""
+
+    log_level: str = field(default="INFO", metadata={"help": "DEBUG, INFO, WARNING or ERROR"})
+    ready_fd: int | None = field(default=None, metadata={"help": "inherited descriptor that is told of readiness"})
+
+
+class Report(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The one line on the ready descriptor; exactly one field is set."""
+
+    ready: str | None = None
+    error: str | None = None
+
+
+def run_role(role: str, make: Callable[[], Service], config: ProcessConfig) -> int:
+    """Runs the service that `make` returns until it is told to stop; returns the process's exit code."""
+    try:
+        setup_logging(role, config.log_level)
+        ready = _ReadyPipe(config.ready_fd)
+    except (ValueError, MoonpoolError) as error:
+        print(f"moonpool {role}: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    try:
+        uvloop.run(_serve(make, ready))
+    except MoonpoolError as error:
+        if not ready.tell(Report(error=str(error))):
+            print(f"moonpool {role}: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except Exception as error:  # noqa: BLE001 - a bug too must reach whoever waits for this process
+        _LOG.exception("a bug ended this process")
+        ready.tell(Report(error=f"a bug: {type(error).__name__}: {error}"))
+        return EXIT_BUG
+    return 0
+
+
+async def _serve(make: Callable[[], Service], ready: _ReadyPipe) -> None:
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stop.set)
+    stopping = loop.create_task(stop.wait())
+    service = make()
+    try:
+        address = await _started(service, stopping)
+        if address is not None:
+            ready.tell(Report(ready=address))
+            await stopping
+    finally:
+        stopping.cancel()
+        _end_by_force_after(CLOSE_TIMEOUT_S)
+        await service.close()
+
+
+async def _started(service: Service, stopping: asyncio.Task[bool]) -> str | None:
+    """The service's address, or None when it was told to stop before it was ready."""
+    starting = asyncio.ensure_future(service.start())
+    await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
+    if starting.done():
+        return starting.result()
+    starting.cancel()
+    await asyncio.wait((starting,), timeout=CLOSE_TIMEOUT_S)
+    return None
+
+
+def _end_by_force_after(timeout_s: float) -> None:
+    """A close that hangs, or a thread that never ends, must not keep the process: it holds memory others wait for."""
+
+    def end() -> None:
+        _LOG.warning("closing took more than %g s; ending anyway", timeout_s)
+        os._exit(EXIT_BUG)
+
+    timer = threading.Timer(timeout_s, end)
+    timer.daemon = True
+    timer.start()
+
+
+class _ReadyPipe:
+    """Our end of the parent's ready pipe, if there is one. Takes a single report."""
+
+    def __init__(self, fd: int | None) -> None:
+        self._fd = fd
+        if fd is not None:
+            try:
+                os.set_inheritable(fd, False)
+            except OSError as error:
+                raise ConfigError(f"--ready-fd {fd} is not an open descriptor") from error
+
+    def tell(self, report: Report) -> bool:
+        """False when there is nobody to tell any more."""
+        if self._fd is None:
+            return False
+        fd, self._fd = self._fd, None
+        try:
+            os.write(fd, msgspec.json.encode(report) + b"\n")
+        except BrokenPipeError:
+            return False
+        finally:
+            os.close(fd)
+        return True

@@ -1,0 +1,61 @@
+"""Wire frames: golden bytes, any chunking, and nonsense is refused before memory is spent on it."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moonpool.base.errors import ProtocolError
+from moonpool.base.frames import MAX_BODY_NBYTES, Frame, FrameDecoder, FrameKind, decode_header, encode_frame
+
+FRAMES = st.builds(Frame, st.sampled_from(FrameKind), st.integers(0, 2**64 - 1), st.binary(max_size=200))
+
+
+def test_golden_frame() -> None:
+    golden = bytes.fromhex("4d50 01 02 02000000 0201000000000000 0102")
+    assert encode_frame(FrameKind.REPLY, 258, b"\1\2") == golden
+    assert FrameDecoder().feed(golden) == [Frame(FrameKind.REPLY, 258, b"\1\2")]
+
+
+@given(st.lists(FRAMES, max_size=8), st.lists(st.integers(1, 60), min_size=1, max_size=50))
+def test_any_chunking_gives_the_same_frames(frames: list[Frame], cuts: list[int]) -> None:
+    data, decoder, got = b"".join(encode_frame(*frame) for frame in frames), FrameDecoder(), []
+    at = 0
+    while at < len(data):
+        step = cuts[at % len(cuts)]
+        got += decoder.feed(data[at : at + step])
+        at += step
+    assert got == frames
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        (struct.pack("<2sBBIQ", b"HT", 1, 1, 0, 1), "does not speak"),
+        (struct.pack("<2sBBIQ", b"MP", 2, 1, 0, 1), "version 2"),
+        (struct.pack("<2sBBIQ", b"MP", 1, 99, 0, 1), "kind 99"),
+        (struct.pack("<2sBBIQ", b"MP", 1, 1, MAX_BODY_NBYTES + 1, 1), "the limit"),
+    ],
+)
+def test_nonsense_is_refused_at_the_header(header: bytes, message: str) -> None:
+    with pytest.raises(ProtocolError, match=message):
+        decode_header(header)
+    with pytest.raises(ProtocolError, match=message):
+        FrameDecoder().feed(header)
+
+
+def test_a_body_over_the_limit_is_not_sent() -> None:
+    with pytest.raises(ProtocolError, match="over the limit"):
+        encode_frame(FrameKind.CALL, 1, bytes(MAX_BODY_NBYTES + 1))
+
+
+@given(st.binary(min_size=16, max_size=200))
+def test_garbage_never_raises_anything_else(data: bytes) -> None:
+    try:
+        frames = FrameDecoder().feed(data)
+    except ProtocolError:
+        return
+    assert all(isinstance(frame, Frame) for frame in frames)

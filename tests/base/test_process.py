@@ -1,0 +1,124 @@
+"""A role as a real process: readiness, signals, errors, and an end that always comes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+SCRIPT = """
+import asyncio, sys, time
+from moonpool.base.errors import NoSpace
+from moonpool.base import process
+from moonpool.base.process import ProcessConfig, run_role
+process.CLOSE_TIMEOUT_S = 0.5
+
+class Service:
+    def __init__(self, kind):
+        self.kind = kind
+    async def start(self):
+        if self.kind == "refuses": raise NoSpace("the pool is full")
+        if self.kind == "bug": raise KeyError("oops")
+        if self.kind == "slow": await asyncio.sleep(60)
+        return "unix:/somewhere"
+    async def close(self):
+        print("closed", flush=True)
+        if self.kind == "hangs": time.sleep(60)
+
+fd = int(sys.argv[2]) if len(sys.argv) > 2 else None
+sys.exit(run_role("test", lambda: Service(sys.argv[1]), ProcessConfig(ready_fd=fd)))
+"""
+
+
+@contextlib.contextmanager
+def role(kind: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    read_fd, write_fd = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, kind, str(write_fd)],
+        pass_fds=(write_fd,),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(write_fd)
+    try:
+        yield process, read_fd
+    finally:
+        process.kill()
+        process.communicate()
+        os.close(read_fd)
+
+
+def report(fd: int) -> Any:
+    return json.loads(os.read(fd, 65536))
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_it_reports_readiness_and_closes_when_told(signum: signal.Signals) -> None:
+    with role("good") as (process, fd):
+        assert report(fd) == {"ready": "unix:/somewhere"}
+        assert os.read(fd, 1) == b""  # one line, then the end
+        process.send_signal(signum)
+        out, err = process.communicate(timeout=10)
+        assert (process.returncode, out, err) == (0, "closed\n", "")
+
+
+def test_a_reason_goes_to_whoever_waits() -> None:
+    with role("refuses") as (process, fd):
+        assert report(fd) == {"error": "the pool is full"}
+        _, err = process.communicate(timeout=10)
+        assert (process.returncode, err) == (1, "")
+
+
+def test_a_reason_is_one_line_when_nobody_waits() -> None:
+    ran = subprocess.run([sys.executable, "-c", SCRIPT, "refuses"], capture_output=True, text=True, timeout=20)
+    assert (ran.returncode, ran.stderr) == (1, "moonpool test: the pool is full\n")
+
+
+def test_a_bug_is_logged_and_reported() -> None:
+    with role("bug") as (process, fd):
+        assert report(fd) == {"error": "a bug: KeyError: 'oops'"}
+        _, err = process.communicate(timeout=10)
+        assert process.returncode == 70
+        assert "Traceback" in err
+
+
+def test_a_stop_during_the_start_is_obeyed() -> None:
+    with role("slow") as (process, fd):
+        _wait_until_handling_signals(process.pid)
+        process.terminate()
+        out, _ = process.communicate(timeout=10)
+        assert (process.returncode, out) == (0, "closed\n")
+        assert os.read(fd, 1) == b""  # never ready
+
+
+def test_a_close_that_hangs_is_cut_short() -> None:
+    with role("hangs") as (process, fd):
+        report(fd)
+        process.terminate()
+        process.communicate(timeout=10)
+        assert process.returncode == 70
+
+
+def test_a_ready_descriptor_must_exist() -> None:
+    ran = subprocess.run([sys.executable, "-c", SCRIPT, "good", "999"], capture_output=True, text=True, timeout=20)
+    assert ran.returncode == 1
+    assert ran.stderr == "moonpool test: --ready-fd 999 is not an open descriptor\n"
+
+
+def _wait_until_handling_signals(pid: int) -> None:
+    """Until the kernel says that SIGTERM is caught; ended by the test's own timeout."""
+    while True:
+        with open(f"/proc/{pid}/status") as status:
+            caught = next(line for line in status if line.startswith("SigCgt"))
+        if int(caught.split()[1], 16) & (1 << (signal.SIGTERM - 1)):
+            return
+        time.sleep(0.01)

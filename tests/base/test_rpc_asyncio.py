@@ -1,0 +1,325 @@
+"""The asyncio driver and the server: many calls at once, streams, cancellation, lost peers, nonsense."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import uvloop
+from rpc_service import Big, Blobs, Count, Echo, Fail, Service, Slow, Unknown, Unsendable
+
+from moonpool.base.errors import (
+    Cancelled,
+    ConfigError,
+    DeadlineExceeded,
+    Internal,
+    MoonpoolError,
+    NotFound,
+    Overloaded,
+    PeerLost,
+    ProtocolError,
+)
+from moonpool.base.frames import MAX_BODY_NBYTES, FrameKind, encode_frame
+from moonpool.base.rpc import AsyncClient, Hello, RpcServer
+from moonpool.base.rpc.protocol import encode_call, encode_error, encode_value
+
+Served = tuple[Service, str]
+
+
+@pytest.fixture
+async def client(service: Served) -> AsyncIterator[AsyncClient]:
+    client = await AsyncClient.connect(service[1], "testing", name="client-1", incarnation=5)
+    yield client
+    client.close()
+    await client.closed.wait()
+
+
+async def soon(event: asyncio.Event) -> None:
+    async with asyncio.timeout(5):
+        await event.wait()
+
+
+async def test_many_calls_at_once(service: Served, client: AsyncClient) -> None:
+    assert client.peer == Hello("testing", "server-1", 77)
+    slow = asyncio.create_task(client.call(Slow()))
+    sent = [str(number).encode() for number in range(500)]
+    assert await asyncio.gather(*(client.call(Echo(data)) for data in sent)) == sent
+    assert not slow.done()
+    service[0].gate.set()
+    assert await slow == "at last"
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (Fail("missing"), NotFound),
+        (Fail("busy"), Overloaded),
+        (Fail("bug"), Internal),
+        (Fail("cancelled"), Cancelled),
+        (Unsendable(), Internal),
+        (Unknown(), ProtocolError),
+        (Big(MAX_BODY_NBYTES), ProtocolError),
+        (Echo(bytes(MAX_BODY_NBYTES)), ProtocolError),
+    ],
+)
+async def test_errors_fail_one_call_only(client: AsyncClient, call, error: type[MoonpoolError]) -> None:
+    with pytest.raises(error):
+        await client.call(call, timeout_s=20)
+    assert await client.call(Echo(b"still here")) == b"still here"
+
+
+async def test_deadline_cancels_the_handler(service: Served, client: AsyncClient) -> None:
+    with pytest.raises(DeadlineExceeded):
+        await client.call(Slow(), timeout_s=0.05)
+    await soon(service[0].ended)
+    assert await client.call(Echo(b"x")) == b"x"
+
+
+async def test_cancelling_the_caller_cancels_the_handler(service: Served, client: AsyncClient) -> None:
+    call = asyncio.create_task(client.call(Slow()))
+    await soon(service[0].started)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    await soon(service[0].ended)
+
+
+async def test_streams(client: AsyncClient) -> None:
+    assert [item async for item in client.stream(Count(5))] == [0, 1, 2, 3, 4]
+    assert [item async for item in client.stream(Count(0))] == []
+    got = []
+    with pytest.raises(NotFound, match="no 3"):
+        async for item in client.stream(Count(9, fail_at=3)):
+            got.append(item)
+    assert got == [0, 1, 2]
+
+
+async def test_leaving_a_stream_ends_it_at_the_server(service: Served, client: AsyncClient) -> None:
+    async with contextlib.aclosing(client.stream(Blobs(10))) as blobs:
+        async for _ in blobs:
+            break
+    await soon(service[0].ended)
+    assert await client.call(Echo(b"x")) == b"x"
+
+
+async def test_a_stream_item_may_be_late(client: AsyncClient, service: Served) -> None:
+    with pytest.raises(DeadlineExceeded, match="sent nothing"):
+        async for _ in client.stream(Slow(), item_timeout_s=0.05):
+            pass
+    await soon(service[0].ended)
+
+
+async def test_a_slow_reader_holds_the_server_back(service: Served) -> None:
+    """A peer that does not read makes the stream wait, not the server's memory grow."""
+    server, address = service
+    connect = asyncio.open_unix_connection(address[5:], limit=1024) if address.startswith("unix") else None
+    reader, writer = await (connect or asyncio.open_connection("127.0.0.1", int(address.rsplit(":", 1)[1]), limit=1024))
+    writer.write(encode_value(FrameKind.HELLO, 0, Hello("testing")) + encode_call(Blobs(1 << 20), 1))
+    await soon_true(lambda: server.blobs_made > 0)
+    made = -1
+    while made != server.blobs_made:  # until it stands still
+        made = server.blobs_made
+        await asyncio.sleep(0.1)
+    assert made < 64
+    writer.close()
+    await soon(server.ended)
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
+    assert reader is not None
+
+
+async def soon_true(condition) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_a_stream_that_is_never_read_fails_instead_of_filling_memory(
+    client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moonpool.base.rpc.aio_client._MAX_WAITING_ITEMS", 50)
+    stream = client.stream(Count(100_000))
+    assert await anext(stream) == 0
+    await client.call(Echo(b"meanwhile"))
+    with pytest.raises(Overloaded, match="not read"):
+        async for _ in stream:
+            await client.call(Echo(b"slow reader"))
+
+
+async def test_server_gone_fails_everything_at_once(listen_at: str) -> None:
+    service = Service()
+    client = await AsyncClient.connect(await service.server.listen(listen_at), "testing")
+    call = asyncio.create_task(client.call(Slow()))
+    blobs = client.stream(Blobs(1))
+    await anext(blobs)
+    await service.server.close()
+    with pytest.raises(PeerLost):
+        await call
+    with pytest.raises(PeerLost):
+        async for _ in blobs:
+            pass
+    await soon(client.closed)
+    with pytest.raises(PeerLost):
+        await client.call(Echo(b"x"))
+    with pytest.raises(PeerLost):
+        await anext(client.stream(Count(1)))
+    with pytest.raises(PeerLost):
+        await AsyncClient.connect(client.address, "testing")
+    client.close()
+
+
+async def test_client_gone_cancels_its_handlers_and_tells_the_owner(service: Served, client: AsyncClient) -> None:
+    await client.call(Echo(b"x"))
+    call = asyncio.create_task(client.call(Slow()))
+    await soon(service[0].started)
+    client.close()
+    with pytest.raises(PeerLost):
+        await call
+    await soon(service[0].ended)
+    await soon(service[0].peer_closed)
+    assert not service[0].server.peers
+
+
+async def test_close_waits_for_the_owners_of_connections(listen_at: str) -> None:
+    service = Service()
+    client = await AsyncClient.connect(await service.server.listen(listen_at), "testing")
+    await client.call(Echo(b"x"))
+    await service.server.close()
+    assert service.peer_closed.is_set()
+    await service.server.close()
+    await soon(client.closed)
+
+
+async def test_wrong_service(service: Served) -> None:
+    with pytest.raises(ProtocolError, match="this is 'testing', not 'store'"):
+        await AsyncClient.connect(service[1], "store")
+
+
+async def test_nobody_there(tmp_path: Path) -> None:
+    with pytest.raises(PeerLost):
+        await AsyncClient.connect(f"unix:{tmp_path}/none.sock", "testing")
+
+
+async def test_a_server_that_never_greets(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as mute:
+        mute.bind(f"{tmp_path}/mute.sock")
+        mute.listen(1)
+        with pytest.raises(PeerLost, match="within 0.05 s"):
+            await AsyncClient.connect(f"unix:{tmp_path}/mute.sock", "testing", timeout_s=0.05)
+
+
+async def raw_exchange(address: str, data: bytes) -> bytes:
+    """All that the server says to `data` until it hangs up."""
+    if address.startswith("unix"):
+        reader, writer = await asyncio.open_unix_connection(address[5:])
+    else:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(address.rsplit(":", 1)[1]))
+    writer.write(data)
+    try:
+        async with asyncio.timeout(5):
+            return await reader.read()
+    finally:
+        writer.close()
+
+
+HELLO = encode_value(FrameKind.HELLO, 0, Hello("testing"))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        bytes(64),
+        encode_call(Echo(b"no hello"), 1),
+        encode_error(0, Overloaded("an error as a greeting")),
+        encode_frame(FrameKind.HELLO, 0, b"\xc1"),
+        HELLO + encode_frame(FrameKind.REPLY, 1, b""),
+        HELLO + b"MP\x01\x01\xff\xff\xff\xff" + bytes(8),
+        HELLO + encode_call(Slow(), 4) + encode_call(Slow(), 4),
+    ],
+)
+async def test_nonsense_ends_that_connection_only(service: Served, client: AsyncClient, data: bytes) -> None:
+    assert (await raw_exchange(service[1], data)).count(b"MP") >= 1  # it says why
+    assert await client.call(Echo(b"x")) == b"x"
+    assert len(service[0].server.peers) == 1
+
+
+async def test_cancel_together_with_its_call(service: Served) -> None:
+    """Both in one packet: the handler never begins, and nothing is left un-awaited."""
+    data = HELLO + encode_call(Slow(), 3) + encode_frame(FrameKind.CANCEL, 3) + b"and now garbage!"
+    await raw_exchange(service[1], data)
+    assert not service[0].started.is_set()
+
+
+async def test_silent_connections_are_ended(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moonpool.base.rpc.aio_server._HELLO_TIMEOUT_S", 0.05)
+    with contextlib.suppress(ConnectionResetError):
+        assert await raw_exchange(service[1], b"MP") == b""
+
+
+async def test_an_owners_bug_does_not_stop_the_others(listen_at: str, caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[str] = []
+
+    def echo(call: Echo, peer) -> bytes:
+        peer.on_close(lambda: [][1])
+        peer.on_close(lambda: seen.append("told"))
+        forgotten = lambda: seen.append("no")  # noqa: E731
+        peer.on_close(forgotten)
+        peer.off_close(forgotten)
+        return call.data
+
+    server = RpcServer("testing", {Echo: echo})
+    client = await AsyncClient.connect(await server.listen(listen_at), "testing")
+    await client.call(Echo(b"x"))
+    await server.close()
+    assert seen == ["told"]
+    assert "IndexError" in caplog.text
+
+
+async def test_an_address_in_use_is_refused(listen_at: str) -> None:
+    first, second = Service(), Service()
+    address = await first.server.listen(listen_at)
+    with pytest.raises(ConfigError, match="cannot listen"):
+        await second.server.listen(address)
+    client = await AsyncClient.connect(address, "testing")
+    assert await client.call(Echo(b"x")) == b"x"
+    client.close()
+    await first.server.close()
+
+
+async def test_a_socket_left_behind_is_taken_over_but_no_other_file(tmp_path: Path) -> None:
+    stale, precious = tmp_path / "stale.sock", tmp_path / "precious"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
+        dead.bind(str(stale))
+    precious.write_text("data")
+    service = Service()
+    await service.server.listen(f"unix:{stale}")
+    with pytest.raises(ConfigError):
+        await service.server.listen(f"unix:{precious}")
+    assert precious.read_text() == "data"
+    await service.server.close()
+    assert not stale.exists()
+
+
+def test_on_uvloop(listen_at: str) -> None:
+    async def main() -> list[int]:
+        service = Service()
+        client = await AsyncClient.connect(await service.server.listen(listen_at), "testing")
+        assert await client.call(Echo(b"x")) == b"x"
+        numbers = [item async for item in client.stream(Count(3))]
+        call = asyncio.create_task(client.call(Slow()))
+        await soon(service.started)
+        start = time.monotonic()
+        await service.server.close()
+        with pytest.raises(PeerLost):
+            await call
+        assert time.monotonic() - start < 2
+        return numbers
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(main()) == [0, 1, 2]

@@ -1,0 +1,205 @@
+"""The blocking driver against a real server: answers, errors, deadlines, lost peers, nonsense."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from rpc_service import Big, Echo, Fail, ServedService, Slow, Unknown, Unsendable
+
+from moonpool.base.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    Internal,
+    MoonpoolError,
+    NotFound,
+    Overloaded,
+    PeerLost,
+    ProtocolError,
+)
+from moonpool.base.frames import MAX_BODY_NBYTES, FrameKind, encode_frame
+from moonpool.base.rpc import BlockingClient, Hello
+from moonpool.base.rpc.protocol import encode_value
+
+
+@pytest.fixture
+def client(served: ServedService) -> Iterator[BlockingClient]:
+    client = BlockingClient(served.address, "testing", name="client-1")
+    yield client
+    client.close()
+
+
+def test_calls_and_hello(client: BlockingClient) -> None:
+    assert client.connect() == Hello("testing", "server-1", 77)
+    assert client.call(Echo(b"abc")) == b"abc"
+    assert client.call(Echo(os.urandom(1000) * 3000)) is not None  # several reads long
+
+
+def test_threads_share_one_client(client: BlockingClient) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        sent = [str(number).encode() for number in range(200)]
+        assert list(pool.map(lambda data: client.call(Echo(data)), sent)) == sent
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (Fail("missing"), NotFound),
+        (Fail("busy"), Overloaded),
+        (Fail("bug"), Internal),
+        (Fail("cancelled"), Cancelled),
+        (Unsendable(), Internal),
+        (Unknown(), ProtocolError),
+        (Big(MAX_BODY_NBYTES), ProtocolError),
+    ],
+)
+def test_errors_come_back_and_the_connection_stays(
+    served: ServedService, client: BlockingClient, call, error: type[MoonpoolError], caplog
+) -> None:
+    client.call(Echo(b"1"))
+    with pytest.raises(error):
+        client.call(call)
+    assert client.call(Echo(b"2")) == b"2"
+    assert not served.service.peer_closed.is_set()
+
+
+def test_a_call_over_the_limit_is_not_sent(served: ServedService, client: BlockingClient) -> None:
+    client.call(Echo(b"1"))
+    with pytest.raises(ProtocolError, match="over the limit"):
+        client.call(Echo(bytes(MAX_BODY_NBYTES)))
+    assert client.call(Echo(b"2")) == b"2"
+    assert not served.service.peer_closed.is_set()
+
+
+def test_a_deadline_ends_the_wait_and_the_handler(served: ServedService, client: BlockingClient) -> None:
+    start = time.monotonic()
+    with pytest.raises(DeadlineExceeded):
+        client.call(Slow(), timeout_s=0.1)
+    assert time.monotonic() - start < 2
+    served.do(served.service.ended.wait())
+    assert client.call(Echo(b"next")) == b"next"  # connected anew
+
+
+def test_waiting_for_the_turn_counts_too(served: ServedService, client: BlockingClient) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(client.call, Slow())
+        served.do(served.service.started.wait())
+        with pytest.raises(DeadlineExceeded, match="busy with other calls"):
+            client.call(Echo(b"x"), timeout_s=0.05)
+        served.soon(served.service.gate.set)
+        assert slow.result(5) == "at last"
+
+
+def test_close_wakes_a_waiting_thread(served: ServedService, client: BlockingClient) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(client.call, Slow())
+        served.do(served.service.started.wait())
+        client.close()
+        with pytest.raises(PeerLost):
+            slow.result(5)
+    with pytest.raises(PeerLost, match="closed"):
+        client.call(Echo(b"x"))
+
+
+def test_a_lost_server_and_its_successor(listen_at: str) -> None:
+    served = ServedService(listen_at)
+    client = BlockingClient(served.address, "testing")
+    client.call(Echo(b"1"))
+    served.close()
+    with pytest.raises(PeerLost):
+        client.call(Echo(b"2"))
+    with pytest.raises(PeerLost):
+        client.connect()
+    successor = ServedService(served.address)
+    assert client.call(Echo(b"3")) == b"3"
+    client.close()
+    successor.close()
+
+
+def test_wrong_service(served: ServedService) -> None:
+    other = BlockingClient(served.address, "store")
+    for _ in range(2):  # the failed greeting leaves nothing half open
+        with pytest.raises(ProtocolError, match="this is 'testing', not 'store'"):
+            other.connect()
+    other.close()
+
+
+@contextmanager
+def impostor(tmp_path: Path, talk: Callable[[socket.socket], None]) -> Iterator[str]:
+    """A server that says what `talk` says to its one connection."""
+    path = f"{tmp_path}/impostor.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(path)
+        listener.listen(1)
+
+        def serve() -> None:
+            peer, _ = listener.accept()
+            with peer:
+                talk(peer)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"unix:{path}"
+        thread.join(10)
+
+
+HELLO = encode_value(FrameKind.HELLO, 0, Hello("testing"))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        HELLO + encode_frame(FrameKind.REPLY, 99, b"\xc4\x00"),
+        HELLO + encode_frame(FrameKind.REPLY, 1, b"\xc1"),
+        HELLO + encode_frame(FrameKind.REPLY, 1, b"\x05"),
+        HELLO + struct.pack("<2sBBIQ", b"MP", 1, 2, 2**32 - 1, 1),
+        encode_frame(FrameKind.REPLY, 0, b""),
+    ],
+)
+def test_nonsense_from_the_server(tmp_path: Path, answer: bytes) -> None:
+    with impostor(tmp_path, lambda peer: peer.sendall(answer)) as address:
+        client = BlockingClient(address, "testing")
+        with pytest.raises(ProtocolError):
+            client.call(Echo(b"x"), timeout_s=5)
+        client.close()
+
+
+def test_a_server_that_stops_in_the_middle_of_a_frame(tmp_path: Path) -> None:
+    with impostor(tmp_path, lambda peer: peer.sendall(HELLO + b"MP\1")) as address:
+        client = BlockingClient(address, "testing")
+        with pytest.raises(PeerLost):
+            client.call(Echo(b"x"), timeout_s=5)
+        client.close()
+
+
+def test_a_server_that_drips(tmp_path: Path) -> None:
+    """One byte now and then must not stretch the deadline."""
+    stop = threading.Event()
+
+    def drip(peer: socket.socket) -> None:
+        peer.sendall(HELLO)
+        for byte in encode_frame(FrameKind.REPLY, 1, bytes(100)):
+            if stop.wait(0.03):
+                return
+            try:
+                peer.sendall(bytes([byte]))
+            except OSError:
+                return
+
+    with impostor(tmp_path, drip) as address:
+        client = BlockingClient(address, "testing")
+        start = time.monotonic()
+        with pytest.raises(DeadlineExceeded):
+            client.call(Echo(b"x"), timeout_s=0.2)
+        assert time.monotonic() - start < 2
+        stop.set()
+        client.close()

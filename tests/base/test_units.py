@@ -1,0 +1,46 @@
+"""Sizes as people write them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moonpool.base.errors import ConfigError
+from moonpool.base.units import format_nbytes, parse_nbytes
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("2GB", 2_000_000_000),
+        ("2GiB", 2**31),
+        (" 512 mib ", 2**29),
+        ("1.5k", 1500),
+        ("0", 0),
+        ("7b", 7),
+        ("1PB", 10**15),
+        ("9007199254740993", 2**53 + 1),
+        (12, 12),
+    ],
+)
+def test_parse(text: str | int, nbytes: int) -> None:
+    assert parse_nbytes(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GB", "2 parsecs", "-1GB", "1e9", "2GB 3", "1.GB", "٣GB", "nan", -5])
+def test_bad_text(text: str | int) -> None:
+    with pytest.raises(ConfigError):
+        parse_nbytes(text)
+
+
+@given(st.integers(0, 2**60))
+def test_plain_numbers_are_exact(nbytes: int) -> None:
+    assert parse_nbytes(str(nbytes)) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (2**31, "2.0 GiB"), (2**50, "1024.0 TiB")]
+)
+def test_format(nbytes: int, text: str) -> None:
+    assert format_nbytes(nbytes) == text
