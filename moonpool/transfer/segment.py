@@ -1,0 +1,216 @@
+"""Memory that a process offers to others, and the fence that keeps late writers out of it.
+
+Ownership: a Segment owns its mapping and its descriptor; `memory` and everything cut from it are borrowed. close()
+gives the descriptor back at once and the mapping as soon as the last borrowed view is gone, so a view never turns
+into a wild pointer. Serving a segment borrows it: withdraw it from the engine before closing it.
+
+Layout of a memfd: the data from byte 0, then, from the next page on, the fence table (one u64 per granule).
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import threading
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moonpool.base.errors import InvalidInput, NoSpace, ProtocolError, StaleGeneration, Unavailable
+from moonpool.base.units import format_nbytes
+from moonpool.transfer.buffers import as_bytes_view
+from moonpool.transfer.host import available_memory_nbytes
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+MAX_NAME_NBYTES = 255
+_GENERATION_NBYTES = 8
+_MAX_GENERATION = 2**64 - 1
+
+
+class Fence:
+    """One generation per granule of a segment. A write is admitted when no granule it touches is newer.
+
+    Threads of one process see check and stamp as one step. Between processes that map the same table they are
+    two, so a writer calls confirm() when its bytes are in place: two writers that raced cannot both succeed
+    unseen, and the loser's bytes are never announced.
+    """
+
+    def __init__(self, table: NDArray[np.uint64], granule_nbytes: int) -> None:
+        self.granule_nbytes = granule_nbytes
+        self._table = table
+        self._lock = threading.Lock()
+
+    def admit(self, offset: int, nbytes: int, generation: int) -> None:
+        """Stamps the touched granules with `generation`; StaleGeneration, stamping none, if one is newer."""
+        touched = self._touched(offset, nbytes, generation)
+        with self._lock:
+            if touched.size and int(touched.max()) > generation:
+                raise self._stale(offset, int(touched.max()), generation)
+            touched[:] = generation
+
+    def confirm(self, offset: int, nbytes: int, generation: int) -> None:
+        """StaleGeneration unless every touched granule still carries `generation`."""
+        touched = self._touched(offset, nbytes, generation)
+        if touched.size and (touched != np.uint64(generation)).any():
+            raise self._stale(offset, int(touched.max()), generation)
+
+    def stamp(self, offset: int, nbytes: int, generation: int) -> None:
+        """The owner's word: the touched granules belong to `generation` from now on, whatever they had."""
+        touched = self._touched(offset, nbytes, generation)
+        with self._lock:
+            touched[:] = generation
+
+    def generation_at(self, offset: int) -> int:
+        return int(self._table[offset // self.granule_nbytes])
+
+    def _touched(self, offset: int, nbytes: int, generation: int) -> NDArray[np.uint64]:
+        if not 0 <= generation <= _MAX_GENERATION:
+            raise InvalidInput(f"generation {generation} is not an unsigned 64-bit number")
+        if nbytes == 0:
+            return self._table[:0]
+        return self._table[offset // self.granule_nbytes : (offset + nbytes - 1) // self.granule_nbytes + 1]
+
+    @staticmethod
+    def _stale(offset: int, found: int, generation: int) -> StaleGeneration:
+        return StaleGeneration(f"space at offset {offset} belongs to generation {found}, the write is of {generation}")
+
+
+class Borrowed(NamedTuple):
+    """A segment's memory and fence, held together."""
+
+    memory: memoryview
+    fence: Fence | None
+
+
+class Segment:
+    """A named span of memory. Make one with allocate(), over() or from_fd()."""
+
+    def __init__(
+        self, name: str, memory: memoryview, *, incarnation: int, fence: Fence | None = None, fd: int | None = None
+    ) -> None:
+        if not 0 < len(name.encode()) <= MAX_NAME_NBYTES:
+            raise InvalidInput(f"a segment's name has 1 to {MAX_NAME_NBYTES} bytes, {name!r} does not")
+        self.name = name
+        self.nbytes = memory.nbytes
+        self.incarnation = incarnation
+        self.fence = fence
+        self.fd = fd
+        self._memory: memoryview | None = memory
+
+    @classmethod
+    def allocate(cls, name: str, nbytes: int, *, granule_nbytes: int | None = None, incarnation: int) -> Segment:
+        """Zeroed shared memory (a memfd), every page taken now.
+
+        NoSpace when the machine has not that much left: without this check the kernel would kill the process.
+        """
+        _check_sizes(nbytes, granule_nbytes)
+        total = file_nbytes(nbytes, granule_nbytes)
+        available = available_memory_nbytes()
+        if total > available:
+            raise NoSpace(
+                f"segment {name!r} wants {format_nbytes(total)} of memory and only {format_nbytes(available)} "
+                "are available; ask for less or free some"
+            )
+        fd = os.memfd_create(f"moonpool-{name}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            _take_pages(fd, total, name)
+            return cls.from_fd(name, fd, nbytes, granule_nbytes=granule_nbytes, incarnation=incarnation)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def from_fd(
+        cls, name: str, fd: int, nbytes: int, *, granule_nbytes: int | None = None, incarnation: int
+    ) -> Segment:
+        """Maps a memfd laid out as above. Takes the descriptor over when it returns; leaves it when it raises."""
+        _check_sizes(nbytes, granule_nbytes)
+        total = file_nbytes(nbytes, granule_nbytes)
+        if os.fstat(fd).st_size < total:
+            # Touching pages beyond the file's end would kill the process.
+            raise ProtocolError(f"the memory passed for segment {name!r} is smaller than {total} bytes")
+        whole = memoryview(mmap.mmap(fd, total, mmap.MAP_SHARED))
+        fence = None
+        if granule_nbytes is not None:
+            start, count = fence_offset(nbytes), num_granules(nbytes, granule_nbytes)
+            fence = Fence(np.frombuffer(whole, dtype=np.uint64, count=count, offset=start), granule_nbytes)
+        return cls(name, whole[:nbytes], incarnation=incarnation, fence=fence, fd=fd)
+
+    @classmethod
+    def over(cls, name: str, buffer: Buffer, *, granule_nbytes: int | None = None, incarnation: int) -> Segment:
+        """Any writable, contiguous memory of this process, borrowed until close(). It has no descriptor, so
+        other processes reach it by tcp only.
+        """
+        memory = as_bytes_view(buffer, writable=True)
+        _check_sizes(memory.nbytes, granule_nbytes)
+        fence = None
+        if granule_nbytes is not None:
+            fence = Fence(np.zeros(num_granules(memory.nbytes, granule_nbytes), dtype=np.uint64), granule_nbytes)
+        return cls(name, memory[:], incarnation=incarnation, fence=fence)
+
+    @property
+    def memory(self) -> memoryview:
+        """The data, writable, format "B". Borrowed. Unavailable after close()."""
+        memory = self._memory
+        if memory is None:
+            raise Unavailable(f"segment {self.name!r} is closed")
+        return memory
+
+    def borrow(self) -> Borrowed:
+        """Memory and fence together, usable even if the segment is closed meanwhile; Unavailable after close()."""
+        fence = self.fence  # before `memory`: close() clears them in the other order
+        return Borrowed(self.memory, fence)
+
+    def close(self) -> None:
+        """Idempotent. See the module's docstring for what lives on."""
+        # Not released, only let go: whoever still holds a view keeps the mapping, and the last one to go unmaps it.
+        self._memory = None
+        self.fence = None
+        fd, self.fd = self.fd, None
+        if fd is not None:
+            os.close(fd)
+
+    def __enter__(self) -> Segment:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def num_granules(nbytes: int, granule_nbytes: int) -> int:
+    return -(-nbytes // granule_nbytes)
+
+
+def fence_offset(nbytes: int) -> int:
+    """Where in the memfd the fence table begins: the first page after the data."""
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def file_nbytes(nbytes: int, granule_nbytes: int | None) -> int:
+    """Size of the memfd: data, and the fence table if there is one."""
+    if granule_nbytes is None:
+        return nbytes
+    return fence_offset(nbytes) + num_granules(nbytes, granule_nbytes) * _GENERATION_NBYTES
+
+
+def _check_sizes(nbytes: int, granule_nbytes: int | None) -> None:
+    if nbytes <= 0:
+        raise InvalidInput(f"a segment needs at least one byte, not {nbytes}")
+    if granule_nbytes is not None and granule_nbytes <= 0:
+        raise InvalidInput(f"a granule needs at least one byte, not {granule_nbytes}")
+
+
+def _take_pages(fd: int, nbytes: int, name: str) -> None:
+    """Allocates all pages and fixes the size, so that no process that maps it can be hit by a shrinking file."""
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+            raise NoSpace(f"the kernel has no {format_nbytes(nbytes)} of memory for segment {name!r}") from error
+        raise
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)

@@ -1,0 +1,132 @@
+"""The interface every transport implements (tests/conformance/test_transports.py holds them to it).
+
+Errors, the same for all:
+    InvalidInput        outside the segment, or a buffer that cannot be used; checked on both sides
+    NotFound            the owner lives and does not serve that name, or serves another incarnation of it
+    StaleGeneration     a write came too late: the space belongs to a newer generation
+    PeerLost            the owner is gone; whoever waits for it learns it at once
+    DeadlineExceeded    the owner did not answer in time
+After PeerLost or DeadlineExceeded the next call connects anew, if the owner lives. A read that failed may have
+filled part of the buffers, a write that failed part of the space.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from moonpool.base.errors import AlreadyExists, InvalidInput, NotFound
+from moonpool.transfer.descriptor import SegmentDescriptor
+from moonpool.transfer.segment import Segment
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+class RemoteSegment(ABC):
+    """Another process's segment, opened for one incarnation. Safe to use from several threads at once."""
+
+    transport: ClassVar[str]
+    nbytes: int
+
+    @abstractmethod
+    def read_into(self, offset: int, buffers: Sequence[Buffer], *, timeout_s: float) -> None:
+        """Fills the buffers, one after the other, with the bytes from `offset` on. They are the caller's again
+        when this returns or raises.
+        """
+
+    @abstractmethod
+    def write_from(self, offset: int, buffers: Sequence[Buffer], *, generation: int, timeout_s: float) -> None:
+        """Puts the buffers' bytes, one after the other, at `offset`. When this returns the owner's memory holds
+        them. `generation` is checked and stamped where the segment is fenced, and ignored where it is not.
+        """
+
+    def view(self, offset: int, nbytes: int) -> memoryview | None:
+        """The bytes themselves, read-only and without a copy; None where the transport cannot. The view stays
+        readable after close(), but nothing stops the owner from changing what it shows.
+        """
+        check_bounds(offset, nbytes, self.nbytes)
+        return None
+
+    @abstractmethod
+    def close(self) -> None:
+        """Idempotent; a later call raises PeerLost."""
+
+
+class Transport(ABC):
+    """Serves local segments and opens remote ones. `scheme` is the first word of its endpoints."""
+
+    scheme: ClassVar[str]
+
+    @abstractmethod
+    def can_serve(self, segment: Segment) -> bool:
+        """Whether this kind of memory can be offered here at all."""
+
+    @abstractmethod
+    def serve(self, segment: Segment) -> str:
+        """Offers the segment and returns the endpoint to publish. Borrows it until unserve() or close().
+        AlreadyExists when the name is taken.
+        """
+
+    @abstractmethod
+    def unserve(self, name: str) -> None:
+        """Withdraws a segment; unknown names are ignored."""
+
+    @abstractmethod
+    def usable(self, descriptor: SegmentDescriptor, endpoint: str) -> bool:
+        """Whether open() is worth a try from here. Asks nobody."""
+
+    @abstractmethod
+    def open(self, descriptor: SegmentDescriptor, endpoint: str, *, timeout_s: float) -> RemoteSegment:
+        """Connects, and makes sure that the owner serves this very incarnation."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Idempotent. Ends all threads and sockets; callers still waiting get PeerLost."""
+
+
+class ServedSegments:
+    """What an owner offers through one transport, by name. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._segments: dict[str, Segment] = {}
+        self._lock = threading.Lock()
+
+    def add(self, segment: Segment) -> None:
+        with self._lock:
+            if segment.name in self._segments:
+                raise AlreadyExists(f"segment {segment.name!r} is already served")
+            self._segments[segment.name] = segment
+
+    def remove(self, name: str) -> None:
+        with self._lock:
+            self._segments.pop(name, None)
+
+    def find(self, name: str, incarnation: int) -> Segment:
+        """NotFound when it is not served, or not in this incarnation."""
+        segment = self._segments.get(name)
+        if segment is None:
+            raise NotFound(f"no segment {name!r} is served here")
+        if segment.incarnation != incarnation:
+            raise NotFound(f"segment {name!r} is of incarnation {segment.incarnation} now, {incarnation} is gone")
+        return segment
+
+    def clear(self) -> None:
+        with self._lock:
+            self._segments.clear()
+
+
+def check_bounds(offset: int, nbytes: int, segment_nbytes: int) -> None:
+    """InvalidInput unless offset .. offset + nbytes lies inside the segment."""
+    if offset < 0 or nbytes < 0 or offset + nbytes > segment_nbytes:
+        raise InvalidInput(f"bytes {offset} to {offset + nbytes} are outside the segment of {segment_nbytes} bytes")
+
+
+def rest_of(endpoint: str, scheme: str) -> str:
+    """What follows "scheme:"; InvalidInput for another scheme."""
+    found, _, rest = endpoint.partition(":")
+    if found != scheme or not rest:
+        raise InvalidInput(f"{endpoint!r} is not a {scheme} endpoint")
+    return rest

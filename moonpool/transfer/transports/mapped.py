@@ -1,0 +1,61 @@
+"""Remote segments whose memory is mapped here: a transfer is a copy, and the writer itself checks the fence."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from moonpool.base.clock import Deadline
+from moonpool.base.errors import PeerLost
+from moonpool.transfer.buffers import as_bytes_views, total_nbytes
+from moonpool.transfer.segment import Borrowed
+from moonpool.transfer.transports.base import RemoteSegment, check_bounds
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+# view() waits only when the owner must be asked again, after a connection was lost.
+_VIEW_TIMEOUT_S = 2.0
+
+
+class MappedRemote(RemoteSegment):
+    """Needs to know one thing: the segment's memory, as long as its owner lives."""
+
+    @abstractmethod
+    def _borrow(self, deadline: Deadline) -> Borrowed:
+        """The memory; raises what base.py lists when the owner is gone or has withdrawn it."""
+
+    def read_into(self, offset: int, buffers: Sequence[Buffer], *, timeout_s: float) -> None:
+        views = as_bytes_views(buffers, writable=True)
+        check_bounds(offset, total_nbytes(views), self.nbytes)
+        memory = self._borrow(Deadline(timeout_s)).memory
+        for view in views:
+            _copy(view, memory[offset : offset + view.nbytes])
+            offset += view.nbytes
+
+    def write_from(self, offset: int, buffers: Sequence[Buffer], *, generation: int, timeout_s: float) -> None:
+        views, deadline = as_bytes_views(buffers, writable=False), Deadline(timeout_s)
+        nbytes, at = total_nbytes(views), offset
+        check_bounds(offset, nbytes, self.nbytes)
+        memory, fence = self._borrow(deadline)
+        if fence is not None:
+            fence.admit(offset, nbytes, generation)
+        for view in views:
+            _copy(memory[at : at + view.nbytes], view)
+            at += view.nbytes
+        if fence is not None:
+            fence.confirm(offset, nbytes, generation)
+        if self._borrow(deadline).memory is not memory:
+            raise PeerLost("the segment's owner left during the write")
+
+    def view(self, offset: int, nbytes: int) -> memoryview | None:
+        check_bounds(offset, nbytes, self.nbytes)
+        return self._borrow(Deadline(_VIEW_TIMEOUT_S)).memory[offset : offset + nbytes].toreadonly()
+
+
+def _copy(target: memoryview, source: memoryview) -> None:
+    # numpy lets other threads run while it copies; slice assignment between memoryviews does not.
+    np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))

@@ -1,0 +1,87 @@
+"""Between engines of one process that were given the same fabric: no socket, no second mapping. For tests, for
+single-process serving, and as the reference the other transports are compared with.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+
+from moonpool.base.clock import Deadline
+from moonpool.base.errors import PeerLost
+from moonpool.transfer.descriptor import SegmentDescriptor
+from moonpool.transfer.segment import Borrowed, Segment
+from moonpool.transfer.transports.base import ServedSegments, Transport, check_bounds, rest_of
+from moonpool.transfer.transports.mapped import MappedRemote
+
+
+class MemoryFabric:
+    """Who is alive in this process, by a name no other process has."""
+
+    def __init__(self) -> None:
+        self._owners: dict[str, ServedSegments] = {}
+        self._lock = threading.Lock()
+
+    def join(self, owner: str, served: ServedSegments) -> None:
+        with self._lock:
+            self._owners[owner] = served
+
+    def leave(self, owner: str) -> None:
+        with self._lock:
+            self._owners.pop(owner, None)
+
+    def served_by(self, owner: str) -> ServedSegments | None:
+        return self._owners.get(owner)
+
+
+class MemoryTransport(Transport):
+    scheme = "memory"
+
+    def __init__(self, fabric: MemoryFabric) -> None:
+        self._fabric = fabric
+        self._owner = uuid.uuid4().hex
+        self._served = ServedSegments()
+        fabric.join(self._owner, self._served)
+
+    def can_serve(self, segment: Segment) -> bool:
+        return True
+
+    def serve(self, segment: Segment) -> str:
+        self._served.add(segment)
+        return f"{self.scheme}:{self._owner}"
+
+    def unserve(self, name: str) -> None:
+        self._served.remove(name)
+
+    def usable(self, descriptor: SegmentDescriptor, endpoint: str) -> bool:
+        return self._fabric.served_by(rest_of(endpoint, self.scheme)) is not None
+
+    def open(self, descriptor: SegmentDescriptor, endpoint: str, *, timeout_s: float) -> MemoryRemote:
+        return MemoryRemote(self._fabric, rest_of(endpoint, self.scheme), descriptor)
+
+    def close(self) -> None:
+        self._fabric.leave(self._owner)
+        self._served.clear()
+
+
+class MemoryRemote(MappedRemote):
+    transport = MemoryTransport.scheme
+
+    def __init__(self, fabric: MemoryFabric, owner: str, descriptor: SegmentDescriptor) -> None:
+        self._fabric = fabric
+        self._owner = owner
+        self._name, self._incarnation = descriptor.name, descriptor.incarnation
+        self._closed = False
+        self.nbytes = descriptor.nbytes
+        check_bounds(0, self.nbytes, self._borrow(Deadline(0)).memory.nbytes)
+
+    def close(self) -> None:
+        self._closed = True
+
+    def _borrow(self, deadline: Deadline) -> Borrowed:
+        if self._closed:
+            raise PeerLost(f"this handle of segment {self._name!r} is closed")
+        served = self._fabric.served_by(self._owner)
+        if served is None:
+            raise PeerLost(f"the owner of segment {self._name!r} is gone")
+        return served.find(self._name, self._incarnation).borrow()

@@ -1,0 +1,153 @@
+"""Between processes of one machine: the owner passes its memfd, the other maps it. A read is a copy or a view, and
+the owner takes no part in it. Only segments made by Segment.allocate() have a memfd to pass.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import uuid
+
+from moonpool.base.address import parse_address
+from moonpool.base.clock import Deadline
+from moonpool.base.errors import DeadlineExceeded, PeerLost, ProtocolError
+from moonpool.base.frames import HEADER_NBYTES, FrameKind, decode_header
+from moonpool.base.rpc.protocol import decode_error, decode_reply, encode_call
+from moonpool.transfer.descriptor import SegmentDescriptor
+from moonpool.transfer.host import host_id
+from moonpool.transfer.segment import Borrowed, Segment
+from moonpool.transfer.transports.base import ServedSegments, Transport, check_bounds, rest_of
+from moonpool.transfer.transports.mapped import MappedRemote
+from moonpool.transfer.transports.shm_server import AskSegment, SegmentMemory, ShmServer
+from moonpool.transfer.transports.sockets import connect_unix, is_quiet, receive_exactly, receive_with_fds, send_all
+
+MAX_CONNECTIONS = 1024
+_MAX_REPLY_NBYTES = 4096
+
+
+class ShmTransport(Transport):
+    """Its socket lies in `run_dir`, under a name that no other owner uses."""
+
+    scheme = "shm"
+
+    def __init__(self, run_dir: str, *, max_connections: int = MAX_CONNECTIONS) -> None:
+        os.makedirs(run_dir, mode=0o700, exist_ok=True)
+        path = os.path.join(os.path.abspath(run_dir), f"shm-{os.getpid()}-{uuid.uuid4().hex[:8]}.sock")
+        self._path = parse_address(f"unix:{path}").path  # refuses a path too long for the kernel
+        self._served = ServedSegments()
+        self._server = ShmServer(self._served, self._path, max_connections=max_connections)
+
+    def can_serve(self, segment: Segment) -> bool:
+        return segment.fd is not None
+
+    def serve(self, segment: Segment) -> str:
+        self._served.add(segment)
+        return f"{self.scheme}:{self._path}"
+
+    def unserve(self, name: str) -> None:
+        self._served.remove(name)
+        self._server.hang_up_segment(name)
+
+    def usable(self, descriptor: SegmentDescriptor, endpoint: str) -> bool:
+        return descriptor.host == host_id() and os.path.exists(rest_of(endpoint, self.scheme))
+
+    def open(self, descriptor: SegmentDescriptor, endpoint: str, *, timeout_s: float) -> ShmRemote:
+        return ShmRemote(rest_of(endpoint, self.scheme), descriptor, timeout_s)
+
+    def close(self) -> None:
+        self._server.close()
+        self._served.clear()
+
+
+class _Attachment:
+    """One mapping and the connection that says whether its owner lives."""
+
+    def __init__(self, sock: socket.socket, segment: Segment) -> None:
+        self.sock = sock
+        self.segment = segment
+
+    def close(self) -> None:
+        self.sock.close()
+        self.segment.close()
+
+
+class ShmRemote(MappedRemote):
+    transport = ShmTransport.scheme
+
+    def __init__(self, path: str, descriptor: SegmentDescriptor, timeout_s: float) -> None:
+        self.nbytes = descriptor.nbytes
+        self._path = path
+        self._descriptor = descriptor
+        self._lock = threading.Lock()
+        self._closed = False
+        self._attachment: _Attachment | None = None
+        self._borrow(Deadline(timeout_s))
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._detach()
+
+    def _borrow(self, deadline: Deadline) -> Borrowed:
+        # One thread attaches, the others wait for it, each within its own deadline.
+        if not self._lock.acquire(timeout=deadline.remaining_s()):
+            raise DeadlineExceeded(f"the owner at {self._path} did not answer in time")
+        try:
+            if self._closed:
+                raise PeerLost(f"this handle of segment {self._descriptor.name!r} is closed")
+            if self._attachment is not None and not is_quiet(self._attachment.sock):
+                self._detach()
+            if self._attachment is None:
+                self._attachment = self._attach(deadline)
+            return self._attachment.segment.borrow()
+        finally:
+            self._lock.release()
+
+    def _detach(self) -> None:
+        attachment, self._attachment = self._attachment, None
+        if attachment is not None:
+            attachment.close()
+
+    def _attach(self, deadline: Deadline) -> _Attachment:
+        try:
+            sock = connect_unix(self._path, deadline)
+            try:
+                return _Attachment(sock, self._fetch(sock, deadline))
+            except BaseException:
+                sock.close()
+                raise
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"the owner at {self._path} did not answer in time") from error
+        except OSError as error:
+            raise PeerLost(f"the owner at {self._path} is gone: {error.strerror or error}") from error
+
+    def _fetch(self, sock: socket.socket, deadline: Deadline) -> Segment:
+        """Asks for the memory and maps it."""
+        ask = AskSegment(name=self._descriptor.name, incarnation=self._descriptor.incarnation)
+        send_all(sock, [encode_call(ask, 1)], deadline)
+        header, fds = receive_with_fds(sock, HEADER_NBYTES, deadline)
+        try:
+            memory = _receive_reply(sock, ask, header, deadline)
+            if len(fds) != 1:
+                raise ProtocolError("the owner's answer carries no memory")
+            check_bounds(0, self.nbytes, memory.nbytes)
+            return Segment.from_fd(
+                ask.name, fds[0], memory.nbytes, granule_nbytes=memory.granule_nbytes, incarnation=ask.incarnation
+            )
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
+
+
+def _receive_reply(sock: socket.socket, ask: AskSegment, header: bytes, deadline: Deadline) -> SegmentMemory:
+    kind, nbytes, _ = decode_header(header)
+    if nbytes > _MAX_REPLY_NBYTES:
+        raise ProtocolError(f"an answer of {nbytes} bytes is over the limit")
+    body = memoryview(bytearray(nbytes))
+    receive_exactly(sock, [body], deadline)
+    if kind is FrameKind.ERROR:
+        raise decode_error(bytes(body))
+    memory: SegmentMemory = decode_reply(ask, bytes(body))
+    return memory

@@ -1,0 +1,180 @@
+"""The owner's side of the shm transport: hands a segment's memfd to processes that ask over a Unix socket.
+
+A client asks once, with one CALL frame, and gets a REPLY frame with the descriptor attached, or an ERROR frame. It
+then keeps the connection open and says nothing more: as long as it is open the owner lives and serves the segment.
+One thread does it all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import selectors
+import socket
+import threading
+
+import msgspec
+
+from moonpool.base.errors import MoonpoolError, NotFound, Overloaded, ProtocolError
+from moonpool.base.frames import HEADER_NBYTES, FrameDecoder, FrameKind
+from moonpool.base.rpc.protocol import Call, CallDecoder, encode_error, encode_value
+from moonpool.transfer.transports.base import ServedSegments
+from moonpool.transfer.transports.sockets import hang_up
+
+_log = logging.getLogger(__name__)
+_JOIN_TIMEOUT_S = 5.0
+_ACCEPT_PAUSE_S = 0.05
+_MAX_REQUEST_NBYTES = HEADER_NBYTES + 1024
+
+
+class SegmentMemory(msgspec.Struct, frozen=True, array_like=True):
+    """How to map the memfd that comes with it (layout: transfer/segment.py)."""
+
+    nbytes: int
+    granule_nbytes: int | None
+
+
+class AskSegment(Call[SegmentMemory]):
+    name: str
+    incarnation: int
+
+
+_CALLS = CallDecoder([AskSegment])
+
+
+class _Client:
+    """A connection and what it asked for."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.frames = FrameDecoder()
+        self.received_nbytes = 0
+        self.segment: str | None = None
+
+
+class ShmServer:
+    """Listens at `path` from construction to close(), which removes the path again."""
+
+    def __init__(self, served: ServedSegments, path: str, *, max_connections: int) -> None:
+        self._served = served
+        self._path = path
+        self._max_connections = max_connections
+        self._lock = threading.Lock()
+        self._clients: set[_Client] = set()
+        self._listener = _listen(path)
+        self._wake, self._woken = socket.socketpair()
+        self._thread = threading.Thread(target=self._run, name="shm-serve", daemon=True)
+        self._closed = threading.Event()
+        self._thread.start()
+
+    def hang_up_segment(self, name: str) -> None:
+        """Ends the connections of those who mapped this segment; they notice at their next call."""
+        with self._lock:
+            for client in self._clients:
+                if client.segment == name:
+                    hang_up(client.sock)
+
+    def close(self) -> None:
+        """Idempotent. The thread ends, all connections are closed, the path is gone."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._wake.close()
+        self._thread.join(_JOIN_TIMEOUT_S)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path)
+
+    def _run(self) -> None:
+        with selectors.DefaultSelector() as selector, self._listener, self._woken:
+            selector.register(self._listener, selectors.EVENT_READ)
+            selector.register(self._woken, selectors.EVENT_READ)
+            while True:
+                ready = [key for key, _ in selector.select()]
+                if any(key.fileobj is self._woken for key in ready):
+                    break
+                for key in ready:
+                    self._handle(selector, key.data)
+            with self._lock:
+                for client in self._clients:
+                    client.sock.close()
+                self._clients.clear()
+
+    def _handle(self, selector: selectors.BaseSelector, client: _Client | None) -> None:
+        try:
+            if client is None:
+                self._accept(selector)
+            elif not self._answer(client):
+                self._forget(selector, client)
+        except OSError as error:
+            _log.debug("shm: connection ended: %s", error)
+            if client is not None:
+                self._forget(selector, client)
+            else:
+                self._closed.wait(_ACCEPT_PAUSE_S)  # out of descriptors: do not spin
+
+    def _accept(self, selector: selectors.BaseSelector) -> None:
+        sock, _ = self._listener.accept()
+        sock.setblocking(False)
+        if len(self._clients) >= self._max_connections:
+            with sock:
+                sock.send(encode_error(0, Overloaded("too many processes have mapped segments of this owner")))
+            return
+        client = _Client(sock)
+        with self._lock:
+            self._clients.add(client)
+        selector.register(sock, selectors.EVENT_READ, client)
+
+    def _forget(self, selector: selectors.BaseSelector, client: _Client) -> None:
+        selector.unregister(client.sock)
+        with self._lock:
+            self._clients.discard(client)
+        client.sock.close()
+
+    def _answer(self, client: _Client) -> bool:
+        """Takes what the client sent; False when the connection is over."""
+        data = client.sock.recv(_MAX_REQUEST_NBYTES)
+        client.received_nbytes += len(data)
+        if not data or client.received_nbytes > _MAX_REQUEST_NBYTES:
+            return False
+        try:
+            frames = client.frames.feed(data)
+            if client.segment is None and frames:
+                self._grant(client, frames[0].call_id, _decode(frames[0].kind, frames[0].body))
+        except MoonpoolError as error:
+            client.sock.send(encode_error(0, error))
+            return False
+        return True
+
+    def _grant(self, client: _Client, call_id: int, ask: AskSegment) -> None:
+        # Under the lock, so that after hang_up_segment() nobody is being given a descriptor that is about to close.
+        with self._lock:
+            segment = self._served.find(ask.name, ask.incarnation)
+            fence, fd = segment.fence, segment.fd
+            if fd is None:
+                raise NotFound(f"segment {ask.name!r} is closed")
+            client.segment = ask.name
+            memory = SegmentMemory(segment.nbytes, fence.granule_nbytes if fence is not None else None)
+            socket.send_fds(client.sock, [encode_value(FrameKind.REPLY, call_id, memory)], [fd])
+
+
+def _decode(kind: FrameKind, body: bytes) -> AskSegment:
+    if kind is not FrameKind.CALL:
+        raise ProtocolError("the first frame must be a CALL")
+    ask = _CALLS.decode(body)
+    assert isinstance(ask, AskSegment)
+    return ask
+
+
+def _listen(path: str) -> socket.socket:
+    """A listening socket that only this user may open."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(path)
+        os.chmod(path, 0o600)
+        listener.listen(128)
+        listener.setblocking(False)
+    except OSError:
+        listener.close()
+        raise
+    return listener

@@ -1,0 +1,188 @@
+"""The owner's side of the tcp transport: one listening thread, one thread per connection, a bounded number.
+
+Nothing is touched before name, incarnation, bounds and generation are checked; data moves straight between the
+socket and the segment. A connection that breaks the protocol, or stalls inside a request, is closed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+
+from moonpool.base.clock import Deadline
+from moonpool.base.errors import MoonpoolError, Overloaded, ProtocolError
+from moonpool.transfer.segment import Fence
+from moonpool.transfer.transports.base import ServedSegments, check_bounds
+from moonpool.transfer.transports.sockets import (
+    hang_up,
+    receive_exactly,
+    receive_present,
+    send_all,
+    tune,
+    wait_readable,
+)
+from moonpool.transfer.transports.tcp_frames import (
+    REQUEST_NBYTES,
+    Op,
+    Request,
+    pack_refusal,
+    pack_response,
+    unpack_request,
+)
+
+_log = logging.getLogger(__name__)
+_JOIN_TIMEOUT_S = 5.0
+_ACCEPT_PAUSE_S = 0.05
+# Data moves in parts of this size. Each has the stall timeout to itself: a large request on a slow wire is no stall.
+_PART_NBYTES = 4 * 1024 * 1024
+_DISCARD_NBYTES = 64 * 1024
+
+
+class TcpServer:
+    """Listens from construction to close()."""
+
+    def __init__(
+        self, served: ServedSegments, host: str, port: int, *, stall_timeout_s: float, max_connections: int
+    ) -> None:
+        self._served = served
+        self._stall_timeout_s = stall_timeout_s
+        self._max_connections = max_connections
+        self._lock = threading.Lock()
+        self._connections: dict[socket.socket, threading.Thread] = {}
+        self._closed = threading.Event()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, port), family=family, backlog=128)
+        self.port: int = self._listener.getsockname()[1]
+        self._thread = threading.Thread(target=self._listen, name=f"tcp-listen-{self.port}", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Idempotent. Stops listening, hangs up every connection and waits for their threads."""
+        with self._lock:
+            if self._closed.is_set():
+                return
+            self._closed.set()
+            connections = dict(self._connections)
+        hang_up(self._listener)
+        for sock in connections:
+            hang_up(sock)
+        for thread in (self._thread, *connections.values()):
+            thread.join(_JOIN_TIMEOUT_S)
+        self._listener.close()
+
+    def _listen(self) -> None:
+        while not self._closed.is_set():
+            try:
+                sock, _ = self._listener.accept()
+            except OSError as error:
+                # Out of descriptors, or a caller that left again: the others must still be served.
+                if not self._closed.wait(_ACCEPT_PAUSE_S):
+                    _log.warning("tcp: could not accept a connection: %s", error)
+                continue
+            self._start(sock)
+
+    def _start(self, sock: socket.socket) -> None:
+        with self._lock:
+            admitted = not self._closed.is_set() and len(self._connections) < self._max_connections
+            if admitted:
+                thread = threading.Thread(target=self._run, args=(sock,), name=f"tcp-serve-{self.port}", daemon=True)
+                self._connections[sock] = thread
+                thread.start()
+        if not admitted:
+            with sock, contextlib.suppress(OSError):
+                send_all(sock, [pack_refusal(0, Overloaded("too many connections to this owner"))], Deadline(0.1))
+                sock.shutdown(socket.SHUT_WR)
+
+    def _run(self, sock: socket.socket) -> None:
+        try:
+            with sock:
+                tune(sock)
+                _Connection(sock, self._served, self._stall_timeout_s).serve()
+        except OSError as error:
+            _log.debug("tcp: connection ended: %s", error)
+        finally:
+            with self._lock:
+                self._connections.pop(sock, None)
+
+
+class _Connection:
+    """Answers the requests of one connection, in order, until the other side leaves."""
+
+    def __init__(self, sock: socket.socket, served: ServedSegments, stall_timeout_s: float) -> None:
+        self._sock = sock
+        self._served = served
+        self._stall_timeout_s = stall_timeout_s
+        self._head = memoryview(bytearray(REQUEST_NBYTES))
+
+    def serve(self) -> None:
+        while True:
+            receive_exactly(self._sock, [self._head], None)
+            try:
+                head = unpack_request(self._head)
+                name = memoryview(bytearray(head.name_nbytes))
+                receive_exactly(self._sock, [name], self._stall_deadline())
+                request = head.with_name(name)
+            except ProtocolError as error:
+                self._send(pack_refusal(0, error))
+                return
+            (self._read if request.op is Op.READ else self._write)(request)
+
+    def _read(self, request: Request) -> None:
+        try:
+            memory, _ = self._target(request)
+        except MoonpoolError as error:
+            self._send(pack_refusal(request.request_id, error))
+            return
+        self._send(pack_response(request.request_id, request.nbytes), memory[:_PART_NBYTES])
+        for start in range(_PART_NBYTES, request.nbytes, _PART_NBYTES):
+            self._send(memory[start : start + _PART_NBYTES])
+
+    def _write(self, request: Request) -> None:
+        """Every byte announced is taken off the wire, kept or not."""
+        left = request.nbytes
+        try:
+            memory, fence = self._target(request)
+            if fence is not None:
+                fence.admit(request.offset, request.nbytes, request.generation)
+            while left:
+                left -= self._receive_some(memory[-left:], request, fence)
+            if fence is not None:
+                fence.confirm(request.offset, request.nbytes, request.generation)
+        except MoonpoolError as error:
+            self._discard(left)
+            self._send(pack_refusal(request.request_id, error))
+            return
+        self._send(pack_response(request.request_id, 0))
+
+    def _receive_some(self, rest: memoryview, request: Request, fence: Fence | None) -> int:
+        """Takes a part of the data into its place and says how much."""
+        if fence is None:
+            part = rest[:_PART_NBYTES]
+            receive_exactly(self._sock, [part], self._stall_deadline())
+            return part.nbytes
+        # A writer may be slow and be overtaken while its bytes are on the wire. Only bytes that are here already
+        # are let in, and the fence is asked right before: the new owner of the space is not overwritten later.
+        wait_readable(self._sock, self._stall_deadline())
+        fence.confirm(request.offset, request.nbytes, request.generation)
+        return receive_present(self._sock, rest)
+
+    def _target(self, request: Request) -> tuple[memoryview, Fence | None]:
+        segment = self._served.find(request.name, request.incarnation)
+        check_bounds(request.offset, request.nbytes, segment.nbytes)
+        memory, fence = segment.borrow()
+        return memory[request.offset : request.offset + request.nbytes], fence
+
+    def _discard(self, nbytes: int) -> None:
+        scratch = memoryview(bytearray(min(nbytes, _DISCARD_NBYTES)))
+        while nbytes > 0:
+            part = scratch[: min(nbytes, _DISCARD_NBYTES)]
+            receive_exactly(self._sock, [part], self._stall_deadline())
+            nbytes -= part.nbytes
+
+    def _send(self, *parts: bytes | memoryview) -> None:
+        send_all(self._sock, parts, self._stall_deadline())
+
+    def _stall_deadline(self) -> Deadline:
+        return Deadline(self._stall_timeout_s)

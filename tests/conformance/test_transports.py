@@ -1,0 +1,360 @@
+"""What every transport must do, whichever way the bytes travel. A new transport adds itself to WAYS."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from moonpool.base.errors import AlreadyExists, InvalidInput, NotFound, PeerLost, StaleGeneration
+from moonpool.transfer.descriptor import SegmentDescriptor
+from moonpool.transfer.host import host_id
+from moonpool.transfer.segment import Segment
+from moonpool.transfer.transports.base import RemoteSegment, Transport
+from moonpool.transfer.transports.memory import MemoryFabric, MemoryTransport
+from moonpool.transfer.transports.shm import ShmTransport
+from moonpool.transfer.transports.tcp import TcpTransport
+
+WAYS = ("memory", "shm", "tcp")
+NBYTES = 64 * 1024
+GRANULE = 4096
+T = 5.0
+
+
+class World:
+    """An owner and a peer of one kind of transport; everything made here is closed by the fixture."""
+
+    def __init__(self, make: Callable[[], Transport]) -> None:
+        self._make = make
+        self._closables: list[Transport | Segment | RemoteSegment] = []
+        self.owner = self.transport()
+        self.peer = self.transport()
+
+    def transport(self) -> Transport:
+        made = self._make()
+        self._closables.append(made)
+        return made
+
+    def segment(
+        self, name: str = "seg", nbytes: int = NBYTES, *, granule_nbytes: int | None = None, incarnation: int = 1
+    ) -> Segment:
+        made = Segment.allocate(name, nbytes, granule_nbytes=granule_nbytes, incarnation=incarnation)
+        self._closables.append(made)
+        return made
+
+    def serve(self, segment: Segment) -> tuple[SegmentDescriptor, str]:
+        endpoint = self.owner.serve(segment)
+        descriptor = SegmentDescriptor(
+            name=segment.name,
+            nbytes=segment.nbytes,
+            incarnation=segment.incarnation,
+            host=host_id(),
+            endpoints=(endpoint,),
+        )
+        return descriptor, endpoint
+
+    def open(self, segment: Segment) -> RemoteSegment:
+        remote = self.peer.open(*self.serve(segment), timeout_s=T)
+        self._closables.append(remote)
+        return remote
+
+    def close(self) -> None:
+        for made in reversed(self._closables):
+            made.close()
+
+
+@pytest.fixture(params=WAYS)
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    fabric = MemoryFabric()
+    makers: dict[str, Callable[[], Transport]] = {
+        "memory": lambda: MemoryTransport(fabric),
+        "shm": lambda: ShmTransport(str(tmp_path_factory.mktemp("run"))),
+        "tcp": lambda: TcpTransport("127.0.0.1"),
+    }
+    made = World(makers[request.param])
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def pattern(nbytes: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+# A scatter list: an offset and the sizes of the pieces, empty ones and touching ends included.
+@st.composite
+def scatters(draw: st.DrawFn) -> tuple[int, list[int]]:
+    offset = draw(st.integers(0, NBYTES))
+    sizes: list[int] = []
+    for _ in range(draw(st.integers(0, 6))):
+        sizes.append(draw(st.integers(0, NBYTES - offset - sum(sizes))))
+    return offset, sizes
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(write=scatters(), read=scatters(), seed=st.integers(0, 2**32))
+def test_round_trip_equals_a_plain_array(
+    world: World, write: tuple[int, list[int]], read: tuple[int, list[int]], seed: int
+) -> None:
+    world.owner.unserve("seg")
+    segment = world.segment()
+    remote = world.open(segment)
+    expected = np.zeros(NBYTES, dtype=np.uint8)
+    offset, sizes = write
+    pieces = [pattern(size, seed + number) for number, size in enumerate(sizes)]
+    expected[offset : offset + sum(sizes)] = np.concatenate([np.zeros(0, np.uint8), *pieces])
+    remote.write_from(offset, pieces, generation=1, timeout_s=T)
+    assert bytes(segment.memory) == expected.tobytes()
+
+    offset, sizes = read
+    targets = [np.full(size, 7, dtype=np.uint8) for size in sizes]
+    remote.read_into(offset, targets, timeout_s=T)
+    got = b"".join(target.tobytes() for target in targets)
+    assert got == expected[offset : offset + sum(sizes)].tobytes()
+    segment.close()
+    remote.close()
+
+
+def test_many_small_buffers_beyond_the_kernels_list_limit(world: World) -> None:
+    segment = world.segment()
+    remote = world.open(segment)
+    data = pattern(3000 * 16)
+    remote.write_from(5, [data[at : at + 16] for at in range(0, data.size, 16)], generation=1, timeout_s=T)
+    back = np.zeros_like(data)
+    remote.read_into(5, [back[at : at + 16] for at in range(0, back.size, 16)], timeout_s=T)
+    assert (back == data).all()
+
+
+def test_any_contiguous_element_type(world: World) -> None:
+    remote = world.open(world.segment())
+    data = np.arange(64, dtype=np.float16).reshape(8, 8)
+    back = np.zeros((8, 8), dtype=np.float16)
+    remote.write_from(0, [data], generation=1, timeout_s=T)
+    remote.read_into(0, [back], timeout_s=T)
+    assert (back == data).all()
+
+
+def test_large_transfer(world: World) -> None:
+    nbytes = 64 * 1024 * 1024
+    segment = world.segment(nbytes=nbytes, granule_nbytes=1024 * 1024)
+    remote = world.open(segment)
+    data = pattern(nbytes)
+    remote.write_from(0, [data], generation=1, timeout_s=30)
+    assert (np.frombuffer(segment.memory, dtype=np.uint8) == data).all()
+    back = np.zeros(nbytes, dtype=np.uint8)
+    remote.read_into(0, [back], timeout_s=30)
+    assert (back == data).all()
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), [(-1, 1), (0, NBYTES + 1), (NBYTES, 1), (2**63, 1), (NBYTES - 1, 2)])
+def test_outside_the_segment_is_refused(world: World, offset: int, nbytes: int) -> None:
+    remote = world.open(world.segment())
+    with pytest.raises(InvalidInput):
+        remote.read_into(offset, [bytearray(nbytes)], timeout_s=T)
+    with pytest.raises(InvalidInput):
+        remote.write_from(offset, [bytes(nbytes)], generation=1, timeout_s=T)
+    with pytest.raises(InvalidInput):
+        remote.view(offset, nbytes)
+
+
+def test_a_descriptor_that_promises_too_much_is_refused(world: World) -> None:
+    """The owner's bounds count, whatever the descriptor says."""
+    descriptor, endpoint = world.serve(world.segment())
+    inflated = SegmentDescriptor(
+        name=descriptor.name, nbytes=NBYTES * 2, incarnation=1, host=descriptor.host, endpoints=descriptor.endpoints
+    )
+    with pytest.raises(InvalidInput):
+        world.peer.open(inflated, endpoint, timeout_s=T)
+
+
+def test_no_bytes_at_the_very_end_are_fine(world: World) -> None:
+    remote = world.open(world.segment(granule_nbytes=GRANULE))
+    remote.read_into(NBYTES, [], timeout_s=T)
+    remote.read_into(NBYTES, [bytearray()], timeout_s=T)
+    remote.write_from(NBYTES, [b""], generation=0, timeout_s=T)
+
+
+def test_unusable_buffers_are_refused(world: World) -> None:
+    remote = world.open(world.segment())
+    with pytest.raises(InvalidInput, match="read-only"):
+        remote.read_into(0, [bytes(4)], timeout_s=T)
+    with pytest.raises(InvalidInput, match="contiguous"):
+        remote.read_into(0, [np.zeros(8, dtype=np.uint8)[::2]], timeout_s=T)
+    with pytest.raises(InvalidInput, match="buffer protocol"):
+        remote.write_from(0, ["text"], generation=0, timeout_s=T)  # type: ignore[list-item]
+
+
+def test_an_older_generation_is_refused_and_writes_nothing(world: World) -> None:
+    segment = world.segment(granule_nbytes=GRANULE)
+    remote = world.open(segment)
+    remote.write_from(0, [b"new" * 1000], generation=7, timeout_s=T)
+    before = bytes(segment.memory)
+    with pytest.raises(StaleGeneration):
+        remote.write_from(2000, [b"old" * 1000], generation=6, timeout_s=T)
+    assert bytes(segment.memory) == before
+    # The handle is still good, the same generation may write again, a newer one takes over.
+    remote.write_from(0, [b"same"], generation=7, timeout_s=T)
+    remote.write_from(0, [b"next"], generation=8, timeout_s=T)
+    assert bytes(segment.memory[:4]) == b"next"
+    assert segment.fence is not None
+    assert segment.fence.generation_at(0) == 8
+    assert segment.fence.generation_at(GRANULE) == 0
+
+
+def test_the_owner_takes_space_back(world: World) -> None:
+    segment = world.segment(granule_nbytes=GRANULE)
+    remote = world.open(segment)
+    remote.write_from(0, [b"x"], generation=3, timeout_s=T)
+    assert segment.fence is not None
+    segment.fence.stamp(0, NBYTES, 4)
+    with pytest.raises(StaleGeneration):
+        remote.write_from(0, [b"y"], generation=3, timeout_s=T)
+    assert bytes(segment.memory[:1]) == b"x"
+
+
+def test_an_unfenced_segment_ignores_generations(world: World) -> None:
+    segment = world.segment()
+    remote = world.open(segment)
+    remote.write_from(0, [b"a"], generation=9, timeout_s=T)
+    remote.write_from(0, [b"b"], generation=1, timeout_s=T)
+    assert bytes(segment.memory[:1]) == b"b"
+
+
+def test_views_show_the_owners_memory_and_cannot_write(world: World) -> None:
+    segment = world.segment()
+    remote = world.open(segment)
+    view = remote.view(10, 20)
+    if remote.transport == "tcp":
+        assert view is None
+        return
+    assert view is not None
+    assert view.readonly
+    segment.memory[10:15] = b"hello"
+    assert bytes(view[:5]) == b"hello"
+    world.close()
+    assert bytes(view[:5]) == b"hello"  # borrowed memory outlives its owner's close()
+
+
+def test_an_unknown_segment_is_not_found(world: World) -> None:
+    segment = world.segment()
+    descriptor, endpoint = world.serve(segment)
+    other = SegmentDescriptor(name="other", nbytes=1, incarnation=1, host=host_id(), endpoints=(endpoint,))
+    with pytest.raises(NotFound, match="other"):
+        world.peer.open(other, endpoint, timeout_s=T)
+    world.peer.open(descriptor, endpoint, timeout_s=T).close()
+
+
+def test_a_taken_name_is_refused(world: World) -> None:
+    world.serve(world.segment())
+    with pytest.raises(AlreadyExists):
+        world.serve(world.segment())
+
+
+def test_a_new_incarnation_voids_old_handles(world: World) -> None:
+    old = world.segment(incarnation=1)
+    remote = world.open(old)
+    world.owner.unserve("seg")
+    new = world.segment(incarnation=2)
+    fresh = world.open(new)
+    with pytest.raises(NotFound, match="incarnation"):
+        remote.read_into(0, [bytearray(4)], timeout_s=T)
+    with pytest.raises(NotFound, match="incarnation"):
+        remote.write_from(0, [b"late"], generation=1, timeout_s=T)
+    assert bytes(new.memory[:4]) == bytes(4)
+    fresh.write_from(0, [b"good"], generation=1, timeout_s=T)
+    assert bytes(new.memory[:4]) == b"good"
+
+
+def test_a_withdrawn_segment_is_not_found_and_may_return(world: World) -> None:
+    segment = world.segment()
+    remote = world.open(segment)
+    world.owner.unserve("seg")
+    world.owner.unserve("seg")
+    with pytest.raises(NotFound):
+        remote.read_into(0, [bytearray(1)], timeout_s=T)
+    world.serve(segment)
+    remote.read_into(0, [bytearray(1)], timeout_s=T)
+
+
+def test_a_closed_owner_is_lost(world: World) -> None:
+    segment = world.segment()
+    descriptor, endpoint = world.serve(segment)
+    remote = world.peer.open(descriptor, endpoint, timeout_s=T)
+    world.owner.close()
+    world.owner.close()
+    started = time.monotonic()
+    with pytest.raises(PeerLost):
+        remote.read_into(0, [bytearray(1)], timeout_s=30)
+    with pytest.raises(PeerLost):
+        remote.write_from(0, [b"x"], generation=1, timeout_s=30)
+    with pytest.raises(PeerLost):
+        world.peer.open(descriptor, endpoint, timeout_s=30)
+    assert time.monotonic() - started < 2
+    remote.close()
+
+
+def test_a_closed_handle_says_so(world: World) -> None:
+    remote = world.open(world.segment())
+    remote.close()
+    remote.close()
+    with pytest.raises(PeerLost):
+        remote.read_into(0, [bytearray(1)], timeout_s=T)
+
+
+def test_parallel_callers_do_not_mix(world: World) -> None:
+    segment = world.segment(nbytes=16 * NBYTES, granule_nbytes=GRANULE)
+    remote = world.open(segment)
+
+    def work(lane: int) -> bool:
+        ok = True
+        for turn in range(20):
+            data = pattern(NBYTES, seed=lane * 1000 + turn)
+            remote.write_from(lane * NBYTES, [data[:100], data[100:]], generation=turn + 1, timeout_s=T)
+            back = np.zeros(NBYTES, dtype=np.uint8)
+            remote.read_into(lane * NBYTES, [back[:999], back[999:]], timeout_s=T)
+            ok = ok and bool((back == data).all())
+        return ok
+
+    with ThreadPoolExecutor(16) as pool:
+        assert all(pool.map(work, range(16)))
+
+
+def test_callers_end_when_the_owner_closes_in_the_middle(world: World) -> None:
+    nbytes = 8 * 1024 * 1024
+    remote = world.open(world.segment(nbytes=nbytes))
+    started = threading.Barrier(5)
+
+    def read_until_lost(_: int) -> type[Exception]:
+        buffer = bytearray(nbytes)
+        started.wait()
+        while True:
+            try:
+                remote.read_into(0, [buffer], timeout_s=30)
+            except (PeerLost, NotFound) as error:
+                return type(error)
+
+    with ThreadPoolExecutor(4) as pool:
+        ends = [pool.submit(read_until_lost, lane) for lane in range(4)]
+        started.wait()
+        closed_at = time.monotonic()
+        world.owner.close()
+        assert {end.result(timeout=10) for end in ends} <= {PeerLost, NotFound}
+    assert time.monotonic() - closed_at < 2
+
+
+def test_memory_of_any_kind_where_the_transport_can(world: World) -> None:
+    buffer = bytearray(100)
+    segment = Segment.over("own", buffer, incarnation=1)
+    assert world.owner.can_serve(segment) == (world.owner.scheme != "shm")
+    if world.owner.can_serve(segment):
+        remote = world.open(segment)
+        remote.write_from(0, [b"abc"], generation=0, timeout_s=T)
+        assert buffer[:3] == b"abc"
+    segment.close()
