@@ -1,0 +1,183 @@
+"""Scheduler, runner and sampler joined: one call of `step()` is one pass of the model. No threads inside.
+
+    engine = Engine(scheduler, runner)
+    engine.add_request("r1", prompt, SamplingParams(max_tokens=16))
+    while engine.has_work():
+        for out in engine.step(): ...
+
+A worker that pulls KV from a pool and streams it out passes a `StepLink`; it is called on the thread that
+drives step(), and decides nothing but which pulled KV can be trusted. KV it does not vouch for is computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from moonpool.base.errors import NoSpace
+from moonpool.engine.sampler import SampledToken, SampleRow, sample
+from moonpool.engine.scheduler import Scheduler
+from moonpool.engine.sequence import Chunk, FinishReason, SamplingParams
+from moonpool.engine.sequence import Sequence as RequestSequence
+from moonpool.engine.step import Admitted, FullBlock
+
+if TYPE_CHECKING:
+    import torch
+
+    from moonpool.engine.runner import LayerHooks
+
+# Keys of an engine that shares its KV with nobody start here.
+LOCAL_ROOT = bytes(32)
+
+
+class Executor(Protocol):
+    """What the engine needs of engine/runner.py."""
+
+    def execute(self, chunks: Sequence[Chunk], hooks: LayerHooks | None) -> torch.Tensor:
+        """Writes KV of all chunks; logits [chunks that want them, vocab], in order."""
+
+
+class StepLink(Protocol):
+    """What a worker does around a step."""
+
+    def begin_step(self, chunks: Sequence[Chunk], admitted: Sequence[Admitted]) -> LayerHooks | None:
+        """Before the model runs: start the pulls of `admitted`; the hooks wait for them layer by layer."""
+
+    def end_step(self) -> Mapping[str, int]:
+        """After it ran, all pulls being over: per pulled request, how many leading tokens have verified KV.
+        One that is missing here has none beyond what the worker's own pages held."""
+
+    def completed(self, full_blocks: Sequence[FullBlock]) -> None:
+        """Blocks that the step completed; whoever copies them later holds their pages (PageManager.hold)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    request_id: str
+    sampled: SampledToken
+    finish_reason: FinishReason | None
+    num_cached_tokens: int
+
+    @property
+    def token(self) -> int:
+        return self.sampled.token
+
+
+@dataclass(slots=True)
+class Generation:
+    """The whole answer to one prompt."""
+
+    tokens: list[int] = field(default_factory=list)
+    sampled: list[SampledToken] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    num_cached_tokens: int = 0
+
+
+class Engine:
+    def __init__(self, scheduler: Scheduler, runner: Executor, link: StepLink | None = None) -> None:
+        self.scheduler = scheduler
+        self._runner = runner
+        self._link = link
+        self.num_steps = 0  # passes of the model
+
+    def add_request(
+        self, request_id: str, prompt: Sequence[int], params: SamplingParams, root: bytes = LOCAL_ROOT
+    ) -> None:
+        """Queues a request; refused as Scheduler.add refuses. Other kinds go to `scheduler` themselves."""
+        block_tokens = self.scheduler.pages.block_tokens
+        self.scheduler.add(RequestSequence(request_id, prompt, params, root=root, block_tokens=block_tokens))
+
+    def cancel(self, request_id: str) -> bool:
+        return self.scheduler.cancel(request_id)
+
+    def has_work(self) -> bool:
+        return self.scheduler.has_work()
+
+    def step(self) -> list[StepOutput]:
+        """One pass of the model. Nothing computed: nothing can be, until somebody gives back pages.
+
+        When it raises, the step counts as not computed and no request has moved.
+        """
+        chunks = self.scheduler.schedule()
+        if not chunks:
+            return []
+        try:
+            logits = self._execute(chunks)
+            sampled = self._sample(chunks, logits)
+            result = self.scheduler.complete({request_id: s.token for request_id, s in sampled.items()})
+        except BaseException:
+            self.scheduler.abandon_step()
+            raise
+        self.num_steps += 1
+        if self._link is not None:
+            self._link.completed(result.full_blocks)
+        return [
+            StepOutput(a.request_id, sampled[a.request_id], a.finish_reason, a.num_cached_tokens)
+            for a in result.accepted
+        ]
+
+    def _execute(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        admitted = self.scheduler.drain_admitted()
+        hooks = self._link.begin_step(chunks, admitted) if self._link is not None else None
+        logits = self._runner.execute(chunks, hooks)
+        verified = self._link.end_step() if self._link is not None else {}
+        for pull in admitted:
+            if pull.blocks:
+                self._settle(pull, verified.get(pull.request_id, 0))
+        return logits
+
+    def _settle(self, pull: Admitted, num_verified_tokens: int) -> None:
+        if num_verified_tokens >= (pull.blocks[-1] + 1) * self.scheduler.pages.block_tokens:
+            self.scheduler.confirm_pulled(pull.request_id)
+        else:
+            self.scheduler.rewind(pull.request_id, num_verified_tokens)
+
+    def _sample(self, chunks: Sequence[Chunk], logits: torch.Tensor) -> dict[str, SampledToken]:
+        wanting = [chunk.request_id for chunk in chunks if chunk.wants_logits]
+        # A request may have been cancelled or rewound while the model ran.
+        live = [i for i, request_id in enumerate(wanting) if self.scheduler.is_in_flight(request_id)]
+        if not live:
+            return {}
+        names = [wanting[i] for i in live]
+        rows = [self._row(name) for name in names]
+        picked = sample(logits if len(live) == len(wanting) else logits[live], rows)
+        return dict(zip(names, picked, strict=True))
+
+    def _row(self, request_id: str) -> SampleRow:
+        sequence = self.scheduler.get(request_id)
+        assert sequence is not None, "a request in flight is known"
+        return SampleRow(
+            params=sequence.params,
+            tokens=sequence.tokens,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            barred=self.scheduler.barred_tokens(request_id),
+        )
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[Generation]:
+        """Answers all prompts, batched, in their order. The engine must have no other work."""
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        answers = {f"generate-{i}": Generation() for i in range(len(prompts))}
+        try:
+            for request_id, prompt, own in zip(answers, prompts, each, strict=True):
+                self.add_request(request_id, prompt, own)
+            while self.has_work():
+                self._gather(answers)
+        finally:
+            for request_id in answers:
+                self.cancel(request_id)
+        return list(answers.values())
+
+    def _gather(self, answers: dict[str, Generation]) -> None:
+        num_steps = self.num_steps
+        outputs = self.step()
+        if self.num_steps == num_steps:
+            raise NoSpace("pages held by others leave no room to go on")
+        for out in outputs:
+            answer = answers[out.request_id]
+            answer.tokens.append(out.token)
+            answer.sampled.append(out.sampled)
+            answer.finish_reason = out.finish_reason
+            answer.num_cached_tokens = out.num_cached_tokens

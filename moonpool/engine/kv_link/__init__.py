@@ -1,0 +1,8 @@
+"""Ties an engine's pages to the world: KV comes from the pool, and goes to the pool and to decode workers.
+
+pieces         the bytes of one layer of one page, wherever the page lies
+pull           pool -> pages, layer by layer, while the model computes
+outbox         one thread that sends, hand-offs before everything else
+push           pages -> a decode worker's reserved pages, and -> the pool
+reservations   the decode side of a hand-off: who may write which page until when
+"""

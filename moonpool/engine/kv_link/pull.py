@@ -1,0 +1,153 @@
+"""Pool -> pages, layer by layer, while the model computes.
+
+A pull never makes a request fail and never lets a wrong byte through: blocks that are gone, belong to another
+model or do not match their checksum end the good prefix there, and the engine computes the rest.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from moonpool.base.clock import Clock, SystemClock
+from moonpool.base.errors import DeadlineExceeded, MoonpoolError, NotFound
+from moonpool.base.keys import object_key
+from moonpool.engine.kv_link.pieces import PieceMemory
+from moonpool.engine.step import Admitted
+from moonpool.store.client import ReadSession, StoreClient
+
+
+@dataclass(frozen=True, slots=True)
+class PullResult:
+    """The first `num_good` blocks are in their pages, whole and verified. `failure` says why not all."""
+
+    num_good: int
+    nbytes: int
+    seconds: float
+    failure: MoonpoolError | None = None
+
+
+LayerListener = Callable[[int, int], None]
+"""Called with (layer, number of leading blocks whose piece of that layer is in place)."""
+
+
+class PullJob:
+    """One request's blocks on their way into pages. Waiting is for the engine's thread, the rest for the puller's."""
+
+    def __init__(self, admitted: Admitted, on_layer: LayerListener, on_end: Callable[[], None]) -> None:
+        self.admitted = admitted
+        self.result: PullResult | None = None
+        self._on_layer = on_layer
+        self._on_end = on_end
+        self._num_layers = 0
+        self._changed = threading.Condition()
+
+    def wait_layer(self, layer: int, timeout_s: float) -> None:
+        """Returns when the layer's pieces are in place or the job is over; look at `result` for the outcome."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_layers > layer or self.result is not None, timeout_s)
+
+    def wait_end(self, timeout_s: float) -> PullResult:
+        """The outcome; a failure of time when there is none yet (the puller may still write then)."""
+        with self._changed:
+            if self._changed.wait_for(lambda: self.result is not None, timeout_s):
+                assert self.result is not None
+                return self.result
+        return PullResult(0, 0, timeout_s, DeadlineExceeded(f"the pool did not deliver within {timeout_s:g} s"))
+
+    def layer_done(self, layer: int, num_good: int) -> None:
+        with self._changed:
+            self._num_layers = layer + 1
+            self._changed.notify_all()
+        self._on_layer(layer, num_good)
+
+    def end(self, result: PullResult) -> None:
+        with self._changed:
+            self.result = result
+            self._changed.notify_all()
+        self._on_end()
+
+
+class Puller:
+    """Runs pull jobs on its own threads. `identity` is the digest that blocks must carry."""
+
+    def __init__(
+        self,
+        store: StoreClient,
+        memory: PieceMemory,
+        identity: bytes,
+        *,
+        num_threads: int = 2,
+        clock: Clock | None = None,
+    ) -> None:
+        self._store = store
+        self._memory = memory
+        self._identity = identity
+        self._clock: Clock = clock or SystemClock()
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="pull")
+
+    def count_stored(self, keys: list[bytes]) -> int:
+        """How many leading blocks the pool holds now; 0 when it cannot be asked. Blocks while it asks."""
+        try:
+            found = self._store.lookup([object_key(key) for key in keys], prefix=True)
+        except MoonpoolError:
+            return 0  # counted by the store client; a pool that is away is a miss
+        return next((i for i, info in enumerate(found) if info is None), len(found))
+
+    def start(self, admitted: Admitted, on_layer: LayerListener, on_end: Callable[[], None]) -> PullJob:
+        """`on_end` says that the puller no longer writes to the pages. Both are called on a puller's thread."""
+        job = PullJob(admitted, on_layer, on_end)
+        self._threads.submit(self._run, job)
+        return job
+
+    def close(self) -> None:
+        """Waits for running jobs; idempotent."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _run(self, job: PullJob) -> None:
+        started_s = self._clock.now_s()
+        sessions: list[ReadSession] = []
+        failure: MoonpoolError | None = None
+        try:
+            sessions, failure = self._open(job.admitted)
+            sessions, failure = self._copy(job, sessions, failure)
+        except MoonpoolError as error:
+            sessions, failure = [], error
+        except BaseException as error:
+            job.end(PullResult(0, 0, 0.0, MoonpoolError(f"bug in a pull: {error!r}")))
+            raise
+        nbytes = len(sessions) * self._memory.layout.page_nbytes
+        job.end(PullResult(len(sessions), nbytes, self._clock.now_s() - started_s, failure))
+
+    def _open(self, admitted: Admitted) -> tuple[list[ReadSession], MoonpoolError | None]:
+        """Looks the blocks up again, because the promise may be old; the answer is leased."""
+        sessions: list[ReadSession] = []
+        for info in self._store.lookup([object_key(key) for key in admitted.keys], prefix=True):
+            if info is None:
+                return sessions, NotFound("the block has left the pool")
+            try:
+                sessions.append(self._store.open_read(info, self._identity))
+            except MoonpoolError as error:
+                return sessions, error
+        return sessions, None
+
+    def _copy(
+        self, job: PullJob, sessions: list[ReadSession], failure: MoonpoolError | None
+    ) -> tuple[list[ReadSession], MoonpoolError | None]:
+        for layer in range(self._memory.layout.num_layers):
+            for index, session in enumerate(sessions):
+                try:
+                    page = job.admitted.pages[index]
+                    self._memory.fill(page, layer, lambda view, s=session, n=layer: s.read_piece(n, view))  # type: ignore[misc]
+                except MoonpoolError as error:
+                    sessions, failure = sessions[:index], error
+                    break
+            job.layer_done(layer, len(sessions))
+        for index, session in enumerate(sessions):
+            try:
+                session.finish()
+            except MoonpoolError as error:
+                return sessions[:index], error
+        return sessions, failure

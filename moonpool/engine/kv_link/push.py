@@ -1,0 +1,254 @@
+"""Pages -> a decode worker's reserved pages and -> the pool, piece by piece as layers finish.
+
+The hand-off is what a client waits for; what goes to the pool is for the next request. So a failed put is
+counted and forgotten, while a failed hand-off fails the request's attempt. Pieces may be sent again (a sequence that
+was preempted or rewound computes them again): the last bytes and the last checksum count.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from moonpool.base.checksum import crc32c
+from moonpool.base.cluster import WORKER_SERVICE
+from moonpool.base.errors import MoonpoolError
+from moonpool.base.keys import object_key
+from moonpool.base.object_header import ObjectKind
+from moonpool.base.rpc import BlockingClient
+from moonpool.engine.kv_link.outbox import Outbox, Urgency
+from moonpool.engine.kv_link.pieces import PieceMemory
+from moonpool.engine.messages import AbortHandoff, CommitHandoff, OpenHandoff, Ticket, TokenOut
+from moonpool.store.client import PutRequest, PutSession, StoreClient
+from moonpool.transfer.engine import TransferEngine
+from moonpool.transfer.transports.base import RemoteSegment
+
+_HANDOFF_TIMEOUT_S = 10.0
+
+
+class PoolWriter:
+    """Puts blocks into the pool, from the outbox's thread. What cannot be put is counted by its error's code."""
+
+    def __init__(self, store: StoreClient, memory: PieceMemory, identity: bytes) -> None:
+        self._store = store
+        self._memory = memory
+        self._identity = identity
+        self.failures: Counter[str] = Counter()
+
+    def begin(self, keys: Sequence[bytes]) -> dict[bytes, PutSession]:
+        """Sessions for the blocks that the pool does not have and has room for."""
+        layout = self._memory.layout
+        requests = [
+            PutRequest(
+                key=object_key(key),
+                piece_nbytes=(layout.piece_nbytes,) * layout.num_layers,
+                kind=ObjectKind.BLOCK,
+                identity=self._identity,
+                valid_tokens=layout.block_tokens,
+            )
+            for key in keys
+        ]
+        try:
+            outcomes = self._store.begin_puts(requests)
+        except MoonpoolError as error:
+            self.failures[error.code] += len(keys)
+            return {}
+        self.failures.update(o.code for o in outcomes if isinstance(o, MoonpoolError) and o.code != "already_exists")
+        return {key: o for key, o in zip(keys, outcomes, strict=True) if isinstance(o, PutSession)}
+
+    def write(self, session: PutSession, page: int, layer: int, checksum: int | None = None) -> None:
+        session.write_piece(layer, self._memory.read(page, layer), checksum)
+
+    def finish(self, sessions: Sequence[PutSession]) -> None:
+        try:
+            outcomes = self._store.finish_puts(sessions)
+            self.failures.update(o.code for o in outcomes if o is not None)
+        except MoonpoolError as error:
+            self.failures[error.code] += len(sessions)
+
+    def abort(self, sessions: Sequence[PutSession]) -> None:
+        try:
+            self._store.abort_puts(sessions)
+        except MoonpoolError as error:  # the master forgets them by itself after a while
+            self.failures[error.code] += len(sessions)
+
+    def put_page(self, key: bytes, page: int) -> None:
+        """The whole block at once, for blocks that decoding completed."""
+        for session in self.begin([key]).values():
+            try:
+                for layer in range(self._memory.layout.num_layers):
+                    self.write(session, page, layer)
+            except MoonpoolError as error:
+                self.failures[error.code] += 1
+                self.abort([session])
+            else:
+                self.finish([session])
+
+
+class DecodePeers:
+    """Connections to decode workers, one each, for the outbox's thread alone."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._clients: dict[str, BlockingClient] = {}
+
+    def get(self, address: str) -> BlockingClient:
+        if address not in self._clients:
+            self._clients[address] = BlockingClient(address, WORKER_SERVICE, name=self._name)
+        return self._clients[address]
+
+    def close(self) -> None:
+        for client in self._clients.values():
+            client.close()
+        self._clients.clear()
+
+
+class Push:
+    """One prompt's KV on its way out. The engine's and the puller's threads call; the outbox's thread works."""
+
+    def __init__(
+        self,
+        ticket: Ticket,
+        keys: Sequence[bytes],
+        *,
+        outbox: Outbox,
+        memory: PieceMemory,
+        pool: PoolWriter,
+        peers: DecodePeers,
+        transfer: TransferEngine,
+    ) -> None:
+        self._ticket = ticket
+        self._keys = list(keys)  # of the full blocks
+        self._outbox, self._memory, self._pool = outbox, memory, pool
+        self._peers, self._transfer = peers, transfer
+        self._pages: Sequence[int] = ()
+        self._remote: RemoteSegment | None = None
+        self._opened = False
+        self._sessions: dict[bytes, PutSession] | None = None
+        self._checksums = np.zeros((len(ticket.pages), memory.layout.num_layers), dtype="<u4")
+        self._sent = np.zeros(self._checksums.shape, dtype=bool)
+        self._failure: MoonpoolError | None = None
+        self.sent_nbytes = 0
+
+    # called while the prompt is computed
+
+    def begin(self, pages: Sequence[int], num_ready_blocks: int, num_pulled_blocks: int) -> None:
+        """The sequence has its pages; the first `num_ready_blocks` are complete, the next ones are being pulled."""
+        self._pages = tuple(pages[: len(self._ticket.pages)])
+        wanted = self._keys[:num_ready_blocks] + self._keys[num_ready_blocks + num_pulled_blocks :]
+        self._outbox.put(Urgency.HANDOFF, self._open)
+        self._outbox.put(Urgency.POOL, lambda: self._begin_puts(wanted))
+        for layer in range(self._memory.layout.num_layers):
+            self.layer_ready(layer, range(num_ready_blocks))
+
+    def layer_ready(self, layer: int, blocks: Sequence[int]) -> None:
+        """These blocks' pieces of one layer hold their final bytes."""
+        pages = self._pages
+        pairs = [(block, pages[block]) for block in blocks if block < len(pages)]
+        if pairs:
+            self._outbox.put(Urgency.HANDOFF, lambda: self._send(layer, pairs))
+            self._outbox.put(Urgency.POOL, lambda: self._put(layer, pairs))
+
+    # called once at the end
+
+    def commit(self, first: TokenOut, num_tokens: int, on_done: Callable[[MoonpoolError | None], None]) -> None:
+        """Hands the request over; `on_done` gets the outcome, on the outbox's thread."""
+        self._outbox.put(Urgency.HANDOFF, lambda: on_done(self._commit(first, num_tokens)))
+
+    def abort(self) -> None:
+        """The request ends here: tells the decode worker that nothing more will be written."""
+        self._outbox.put(Urgency.HANDOFF, self._abort)
+
+    def finish_puts(self, *, complete: bool, on_done: Callable[[], None]) -> None:
+        """Makes the blocks visible in the pool, or gives their space back; afterwards the pages are not read."""
+        self._outbox.put(Urgency.POOL, lambda: self._finish_puts(complete, on_done))
+
+    # on the outbox's thread
+
+    def _open(self) -> None:
+        if self._opened or self._failure is not None:
+            return
+        ticket = self._ticket
+        try:
+            call = OpenHandoff(request_id=ticket.request_id, epoch=ticket.epoch, generation=ticket.generation)
+            self._peers.get(ticket.address).call(call, timeout_s=_HANDOFF_TIMEOUT_S)
+            self._opened = True
+            self._remote = self._transfer.open(ticket.segment)
+        except MoonpoolError as error:
+            self._failure = error
+
+    def _send(self, layer: int, pairs: Sequence[tuple[int, int]]) -> None:
+        ticket = self._ticket
+        for block, page in pairs:
+            if block < ticket.num_present_blocks or self._failure is not None:
+                continue
+            assert self._remote is not None
+            view = self._memory.read(page, layer)
+            offset, nbytes = self._memory.layout.piece(ticket.pages[block], layer)
+            try:
+                self._checksums[block, layer] = crc32c(view)
+                self._remote.write_from(offset, [view], generation=ticket.generation, timeout_s=_HANDOFF_TIMEOUT_S)
+            except MoonpoolError as error:
+                self._failure = error
+            self._sent[block, layer] = True
+            self.sent_nbytes += nbytes
+
+    def _commit(self, first: TokenOut, num_tokens: int) -> MoonpoolError | None:
+        ticket = self._ticket
+        if self._failure is None:
+            assert self._sent[ticket.num_present_blocks :].all(), "a piece was never handed over"
+            call = CommitHandoff(
+                request_id=ticket.request_id,
+                epoch=ticket.epoch,
+                generation=ticket.generation,
+                first=first,
+                num_tokens=num_tokens,
+                checksums=self._checksums[ticket.num_present_blocks :].tobytes(),
+            )
+            try:
+                self._peers.get(ticket.address).call(call, timeout_s=_HANDOFF_TIMEOUT_S)
+            except MoonpoolError as error:
+                self._failure = error
+        if self._failure is not None:
+            self._abort()
+        return self._failure
+
+    def _abort(self) -> None:
+        if not self._opened:
+            return
+        self._opened = False
+        ticket = self._ticket
+        call = AbortHandoff(request_id=ticket.request_id, epoch=ticket.epoch, generation=ticket.generation)
+        try:
+            self._peers.get(ticket.address).call(call, timeout_s=_HANDOFF_TIMEOUT_S)
+        except MoonpoolError as error:
+            # A decode worker that cannot be told sees our connection close, which says the same.
+            self._failure = self._failure or error
+
+    def _begin_puts(self, keys: Sequence[bytes]) -> None:
+        if self._sessions is None:
+            self._sessions = self._pool.begin(keys) if keys else {}
+
+    def _put(self, layer: int, pairs: Sequence[tuple[int, int]]) -> None:
+        assert self._sessions is not None
+        for block, page in pairs:
+            session = self._sessions.get(self._keys[block]) if block < len(self._keys) else None
+            if session is None:
+                continue
+            try:
+                self._pool.write(session, page, layer)
+            except MoonpoolError as error:
+                self._pool.failures[error.code] += 1
+                self._pool.abort([session])
+                del self._sessions[self._keys[block]]
+
+    def _finish_puts(self, complete: bool, on_done: Callable[[], None]) -> None:
+        sessions = list((self._sessions or {}).values())
+        if sessions and complete:
+            self._pool.finish(sessions)
+        elif sessions:
+            self._pool.abort(sessions)
+        self._sessions = {}
+        on_done()

@@ -1,0 +1,139 @@
+"""The decode side of hand-offs: which pages are kept for whom, and when they may be used again. No I/O.
+
+A reservation belongs to two parties. The *reader* is the request's stream: it may give up at any time. The
+*writer* is a prefill worker that has opened it: until that one commits, aborts or is gone, its bytes may still
+land, so the pages stay reserved even when the reader has left. Afterwards the pages get a newer generation, and
+a late write is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+from moonpool.base.errors import AlreadyExists, StaleGeneration
+from moonpool.engine.blocks import PageManager
+
+Stamp = Callable[[Sequence[int], int], None]
+"""Marks pages with a generation (the segment's fence)."""
+
+
+@dataclass(slots=True)
+class Incoming:
+    request_id: str
+    epoch: int
+    generation: int
+    pages: list[int]  # one per block of the prompt, those that are present already first
+    num_present: int
+    writer: Hashable | None = None
+    reader_left: bool = False
+    committing: bool = False
+
+    @property
+    def owner(self) -> str:
+        """The name under which the page manager knows its references."""
+        return f"handoff:{self.request_id}:{self.epoch}"
+
+
+class Reservations:
+    """All open hand-offs of one decode worker. Every call is from the thread that owns the page manager."""
+
+    def __init__(self, pages: PageManager, stamp: Stamp) -> None:
+        self._pages = pages
+        self._stamp = stamp
+        self._generation = 0
+        self._open: dict[str, Incoming] = {}
+        self._orphans: list[Incoming] = []  # replaced or left by their reader, still in a writer's hands
+
+    @property
+    def num_pages(self) -> int:
+        return sum(len(r.pages) for r in [*self._open.values(), *self._orphans])
+
+    def reserve(self, request_id: str, epoch: int, num_blocks: int, keys: Sequence[bytes]) -> Incoming:
+        """Pages for a prompt; leading blocks that are here already are shared. NoSpace: not now.
+
+        A newer epoch of the same request replaces an older one.
+        """
+        older = self._open.get(request_id)
+        if older is not None and older.epoch >= epoch:
+            raise AlreadyExists(f"request {request_id} is reserved in epoch {older.epoch}")
+        if older is not None:
+            self.leave(request_id, older.epoch)
+        made = Incoming(request_id, epoch, self._generation + 1, [], 0)
+        granted = self._pages.reserve(made.owner, num_blocks, keys)
+        self._generation += 1
+        made.pages, made.num_present = granted.pages, granted.num_present_blocks
+        self._stamp(made.pages[made.num_present :], made.generation)
+        self._open[request_id] = made
+        return made
+
+    def open(self, request_id: str, epoch: int, generation: int, writer: Hashable) -> None:
+        """A writer takes the pages into its hands."""
+        self._find(request_id, epoch, generation).writer = writer
+
+    def begin_commit(self, request_id: str, epoch: int, generation: int) -> Incoming:
+        """The writer says that all is written; the caller verifies, then calls `adopt` or `void`."""
+        found = self._find(request_id, epoch, generation)
+        found.committing = True
+        return found
+
+    def adopt(self, reservation: Incoming) -> list[int] | None:
+        """The verified pages, their references now the caller's. None: the reader has left meanwhile."""
+        reservation.writer, reservation.committing = None, False
+        if reservation.reader_left:
+            self._release(reservation)
+            return None
+        del self._open[reservation.request_id]
+        self._pages.take(reservation.owner)
+        self._retire(reservation)
+        return reservation.pages
+
+    def void(self, reservation: Incoming) -> None:
+        """What was written is wrong; the pages are free again."""
+        self._release(reservation)
+
+    def leave(self, request_id: str, epoch: int) -> None:
+        """The reader gives up; idempotent. Pages in a writer's hands stay until it lets go."""
+        found = self._open.get(request_id)
+        if found is None or found.epoch != epoch:
+            return
+        found.reader_left = True
+        if found.writer is None and not found.committing:
+            self._release(found)
+        else:
+            del self._open[request_id]
+            self._orphans.append(found)
+
+    def abort(self, request_id: str, epoch: int, generation: int) -> None:
+        """The writer lets go; idempotent."""
+        for found in [*self._open.values(), *self._orphans]:
+            same = (found.request_id, found.epoch, found.generation) == (request_id, epoch, generation)
+            if same and not found.committing:
+                self._release(found)
+
+    def writer_gone(self, writer: Hashable) -> None:
+        """The writer's process or connection has ended: it lets go of everything."""
+        for found in [*self._open.values(), *self._orphans]:
+            if found.writer == writer and not found.committing:
+                self._release(found)
+
+    def _find(self, request_id: str, epoch: int, generation: int) -> Incoming:
+        found = self._open.get(request_id)
+        if found is None or (found.epoch, found.generation) != (epoch, generation) or found.committing:
+            raise StaleGeneration(f"the pages of request {request_id} are no longer reserved for this attempt")
+        return found
+
+    def _release(self, reservation: Incoming) -> None:
+        if self._open.get(reservation.request_id) is reservation:
+            del self._open[reservation.request_id]
+        elif reservation in self._orphans:
+            self._orphans.remove(reservation)
+        else:
+            return
+        self._retire(reservation)
+        self._pages.release(reservation.owner)
+
+    def _retire(self, reservation: Incoming) -> None:
+        """From now on writes for this reservation are refused."""
+        self._generation += 1
+        self._stamp(reservation.pages[reservation.num_present :], self._generation)

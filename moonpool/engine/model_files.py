@@ -1,0 +1,100 @@
+"""Finds a model's files: by name in the cache, or by path as a Hugging Face folder or a .gguf file. No torch.
+
+    files = resolve("smollm2")            # or "/models/Qwen3-0.6B", or "model.gguf"
+    config = read_config(files)
+
+Whatever is missing, truncated or not supported is a ModelError that says which file and why. Fetching a named
+model is model_fetch.py's; this module never reaches the network.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from moonpool.base.errors import ModelError, UnknownModel
+from moonpool.engine.config import ModelConfig
+from moonpool.engine.gguf_file import GgufFile
+from moonpool.engine.model_fetch import NAMED_MODELS, fetched_path
+
+_ROPE_DIVISORS = "rope_freqs.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A model on disk. `root` is the folder or the .gguf file; `weights` are its weight files, in order."""
+
+    name: str
+    kind: Literal["huggingface", "gguf"]
+    root: Path
+    weights: tuple[Path, ...]
+
+
+def resolve(model: str) -> ModelFiles:
+    """The files of a named model (which must have been fetched) or of a path."""
+    if model in NAMED_MODELS:
+        path = fetched_path(model)
+        if not path.exists():
+            raise ModelError(f"{model} is not on this machine yet; run: moonpool model fetch {model}")
+        return ModelFiles(model, "gguf", path, (path,))
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return ModelFiles(path.resolve().name, "huggingface", path.resolve(), _folder_weights(path.resolve()))
+    if path.is_file() and path.suffix == ".gguf":
+        return ModelFiles(path.stem, "gguf", path.resolve(), (path.resolve(),))
+    known = ", ".join(sorted(NAMED_MODELS))
+    raise UnknownModel(
+        f"{model!r} is neither a known model ({known}), nor a Hugging Face folder, nor a .gguf file"
+    )
+
+
+def read_config(files: ModelFiles) -> ModelConfig:
+    """The model's shape, from config.json or from the GGUF header."""
+    if files.kind == "gguf":
+        return _gguf_config(GgufFile.open(files.root))
+    return ModelConfig.from_hf(
+        read_json(files.root / "config.json"), read_json(files.root / "generation_config.json", optional=True)
+    )
+
+
+def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
+    """A JSON object from disk; a missing optional file is an empty one."""
+    if optional and not path.exists():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelError(f"{path.parent} has no {path.name}") from error
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} does not hold a JSON object")
+    return value
+
+
+def _gguf_config(file: GgufFile) -> ModelConfig:
+    divisors: tuple[float, ...] = ()
+    if _ROPE_DIVISORS in file.tensors:
+        divisors = tuple(float(value) for value in file.read(_ROPE_DIVISORS))
+    shapes = {tensor.name: tensor.shape for tensor in file.tensors.values()}
+    return ModelConfig.from_gguf(file.metadata, shapes, divisors)
+
+
+def _folder_weights(folder: Path) -> tuple[Path, ...]:
+    """The safetensors files that the index names, or all there are."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ModelError(f"{index} has no weight_map")
+        paths = [folder / name for name in sorted({str(name) for name in weight_map.values()})]
+    else:
+        paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise ModelError(f"{folder} has no .safetensors files")
+    for path in paths:
+        if not path.is_file():
+            raise ModelError(f"{folder} lacks {path.name}, which its index names")
+    return tuple(paths)

@@ -1,0 +1,136 @@
+"""The Llama family: Llama, SmolLM2, Mistral, Qwen2 and Qwen3 are one architecture with a few switches.
+
+Written once for every torch device, as plain functions over weights: a step's tokens, of however many sequences,
+are rows of one matrix, so each projection is one matrix product. Only attention knows which rows belong together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from moonpool.engine.config import ModelConfig
+from moonpool.engine.kv_tensor import KvMemory
+from moonpool.engine.layers.attention import AttentionGroup, attend
+from moonpool.engine.layers.rope import inverse_frequencies, rotate, rotation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWeights:
+    """One layer. Projections are [out, in]; what reads the same input is fused into one."""
+
+    attention_norm: torch.Tensor
+    qkv: torch.Tensor
+    output: torch.Tensor
+    mlp_norm: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    qkv_bias: torch.Tensor | None = None
+    output_bias: torch.Tensor | None = None
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaWeights:
+    """All weights, on one device and in one dtype. `head` is `embedding` itself when they are tied."""
+
+    embedding: torch.Tensor
+    layers: tuple[LayerWeights, ...]
+    norm: torch.Tensor
+    head: torch.Tensor
+
+
+class LayerHooks(Protocol):
+    """Called on the thread that runs the step."""
+
+    def before_layer(self, layer: int) -> None:
+        """Before this layer's KV is read or written. May wait until KV from elsewhere has arrived."""
+
+    def after_layer(self, layer: int) -> None:
+        """Once this layer's KV of the step is in its pages and the step will not touch them again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One step's input, on the model's device. Rows are the tokens of all chunks, one after another."""
+
+    tokens: torch.Tensor  # [rows]
+    positions: torch.Tensor  # [rows]
+    write_index: torch.Tensor  # KvMemory.token_index of all rows
+    groups: list[AttentionGroup]
+    wanted: torch.Tensor | None  # rows whose logits are wanted; None: all of them
+    wanted_groups: list[AttentionGroup]  # attention of the wanted rows alone
+
+
+class LlamaModel:
+    """Weights and what follows from the configuration. Holds no state between steps."""
+
+    def __init__(self, config: ModelConfig, weights: LlamaWeights) -> None:
+        self.config = config
+        self.weights = weights
+        self.dtype = weights.embedding.dtype
+        self.device = weights.embedding.device
+        self._frequencies = inverse_frequencies(config, self.device)
+
+    def forward(self, step: Step, kv: KvMemory, hooks: LayerHooks | None = None) -> torch.Tensor:
+        """Writes the step's KV into its pages; returns logits [wanted rows, vocab]."""
+        turn = rotation(self._frequencies, step.positions, self.dtype)
+        x = F.embedding(step.tokens, self.weights.embedding)  # [rows, hidden]
+        last = self.config.num_layers - 1
+        for index, layer in enumerate(self.weights.layers):
+            x = self._layer(x, layer, index, turn, step, kv, hooks, only_wanted=index == last)
+        return F.linear(self._norm(x, self.weights.norm), self.weights.head)
+
+    def _layer(
+        self,
+        x: torch.Tensor,
+        weights: LayerWeights,
+        index: int,
+        turn: tuple[torch.Tensor, torch.Tensor],
+        step: Step,
+        kv: KvMemory,
+        hooks: LayerHooks | None,
+        *,
+        only_wanted: bool,
+    ) -> torch.Tensor:
+        q, k, v = self._project(x, weights, turn)
+        groups = step.groups
+        if only_wanted and step.wanted is not None:
+            # Nothing reads the other rows after the last layer's KV is written.
+            x, q = x.index_select(0, step.wanted), q.index_select(0, step.wanted)
+            groups = step.wanted_groups
+        if hooks is not None:
+            hooks.before_layer(index)
+        kv.write(index, step.write_index, k, v)
+        attended = attend(q, groups, kv, index)
+        if hooks is not None:
+            hooks.after_layer(index)
+        x = x + F.linear(attended, weights.output, weights.output_bias)
+        return x + _mlp(self._norm(x, weights.mlp_norm), weights)
+
+    def _project(
+        self, x: torch.Tensor, weights: LayerWeights, turn: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values, each [rows, its heads, dim]; the first two normalized and turned."""
+        config = self.config
+        normed = self._norm(x, weights.attention_norm)
+        qkv = F.linear(normed, weights.qkv, weights.qkv_bias).view(x.shape[0], -1, config.head_dim)
+        num_turned = config.num_heads + config.num_kv_heads
+        qk, v = qkv[:, :num_turned], qkv[:, num_turned:]
+        if weights.q_norm is not None and weights.k_norm is not None:
+            q, k = qk[:, : config.num_heads], qk[:, config.num_heads :]
+            qk = torch.cat((self._norm(q, weights.q_norm), self._norm(k, weights.k_norm)), dim=1)
+        qk = rotate(qk, *turn)
+        return qk[:, : config.num_heads], qk[:, config.num_heads :], v
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
+
+
+def _mlp(x: torch.Tensor, weights: LayerWeights) -> torch.Tensor:
+    gate, up = F.linear(x, weights.gate_up).chunk(2, dim=-1)
+    return F.linear(F.silu(gate).mul_(up), weights.down)

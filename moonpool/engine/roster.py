@@ -1,0 +1,104 @@
+"""Who waits, who runs, who is held: the scheduler's queues, in order of arrival. Pure.
+
+Every sequence that is not gone is in exactly one place, and its status says which.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import Counter, deque
+
+from moonpool.base.errors import AlreadyExists
+from moonpool.engine.sequence import Sequence, Status
+
+
+def _arrival(sequence: Sequence) -> int:
+    return sequence.arrival
+
+
+class Roster:
+    """Only `max_num_seqs` may run at once. The lists are for reading; the methods change them."""
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self.max_num_seqs = max_num_seqs
+        self.sequences: dict[str, Sequence] = {}  # all of them, by request id
+        self.waiting: list[Sequence] = []  # by arrival; they hold no pages
+        self.adopted: deque[Sequence] = deque()  # waiting too, but with their pages
+        self.running: list[Sequence] = []  # by arrival
+        self._next_arrival = 0
+
+    def check_new(self, request_id: str) -> None:
+        if request_id in self.sequences:
+            raise AlreadyExists(f"request {request_id} is here already")
+
+    def join(self, sequence: Sequence, *, with_pages: bool = False) -> None:
+        """A new sequence waits behind the others."""
+        self.check_new(sequence.request_id)
+        sequence.arrival = self._next_arrival
+        self._next_arrival += 1
+        sequence.status = Status.WAITING
+        self.sequences[sequence.request_id] = sequence
+        (self.adopted if with_pages else self.waiting).append(sequence)
+
+    def enter(self, sequence: Sequence) -> None:
+        """From waiting to running."""
+        self._take_out(sequence)
+        insort(self.running, sequence, key=_arrival)
+        sequence.status = Status.RUNNING
+
+    def send_back(self, sequence: Sequence) -> None:
+        """From running to waiting, before everybody who arrived later."""
+        self._take_out(sequence)
+        insort(self.waiting, sequence, key=_arrival)
+        sequence.status = Status.WAITING
+
+    def set_aside(self, sequence: Sequence) -> None:
+        """From running to held."""
+        self._take_out(sequence)
+        sequence.status = Status.HELD
+
+    def remove(self, sequence: Sequence) -> None:
+        self._take_out(sequence)
+        del self.sequences[sequence.request_id]
+        sequence.status = Status.GONE
+
+    def _take_out(self, sequence: Sequence) -> None:
+        if sequence.status is Status.RUNNING:
+            self.running.remove(sequence)
+        elif sequence.status is Status.WAITING and sequence in self.adopted:
+            self.adopted.remove(sequence)
+        elif sequence.status is Status.WAITING:
+            self.waiting.remove(sequence)
+
+    @property
+    def has_place(self) -> bool:
+        return len(self.running) < self.max_num_seqs
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting) + len(self.adopted)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.running)
+
+    @property
+    def num_held(self) -> int:
+        return len(self.sequences) - self.num_waiting - self.num_running
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens to compute before everybody here decodes, reuse not counted: the length of the queue."""
+        prefilling = sum(s.num_uncomputed_tokens for s in self.running if s.num_uncomputed_tokens > 1)
+        return prefilling + sum(len(s.tokens) for s in self.waiting)
+
+    def check_integrity(self) -> None:
+        held = [s for s in self.sequences.values() if s.status is Status.HELD]
+        places = Counter(id(s) for s in [*self.waiting, *self.adopted, *self.running, *held])
+        assert places == Counter(id(s) for s in self.sequences.values()), "a sequence is nowhere or twice"
+        assert all(s.status is Status.RUNNING for s in self.running)
+        assert all(s.status is Status.WAITING for s in [*self.waiting, *self.adopted])
+        assert not any(s.pages for s in self.waiting), "a sequence waits with pages"
+        assert len(self.running) <= self.max_num_seqs
+        assert self.waiting == sorted(self.waiting, key=_arrival)
+        assert self.running == sorted(self.running, key=_arrival)

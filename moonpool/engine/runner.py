@@ -1,0 +1,84 @@
+"""Runs one step of the model: chunks in, logits out, KV written to pages on the way.
+
+Builds the step's index tensors once, then hands them to the model. Promises that stale bytes never reach
+attention: a page is zeroed before its first token is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from moonpool.engine.kv_tensor import KvMemory
+from moonpool.engine.layers.attention import AttentionGroup, Span, plan_attention
+from moonpool.engine.models.llama import LayerHooks, LlamaModel, Step
+from moonpool.engine.sequence import Chunk
+
+__all__ = ["LayerHooks", "Runner"]
+
+
+class Runner:
+    """A model and its KV memory. Not thread-safe: one step at a time."""
+
+    def __init__(self, model: LlamaModel, kv: KvMemory) -> None:
+        assert model.dtype == kv.tensor.dtype, "KV is kept in the model's dtype"
+        assert model.device == kv.tensor.device, "KV lives on the model's device"
+        self.model = model
+        self.kv = kv
+
+    @torch.inference_mode()
+    def execute(self, chunks: Sequence[Chunk], hooks: LayerHooks | None = None) -> torch.Tensor:
+        """Computes all chunks; float32 logits [chunks that want them, vocab], in order of the chunks.
+
+        When it raises, the pages of these chunks hold no KV worth keeping from the chunks' start on.
+        """
+        self.kv.clear(_first_written(chunks, self.kv.layout.block_tokens))
+        return self.model.forward(self._prepare(chunks), self.kv, hooks).float()
+
+    def _prepare(self, chunks: Sequence[Chunk]) -> Step:
+        lengths = [len(chunk.tokens) for chunk in chunks]
+        first_rows = [0, *np.cumsum(lengths).tolist()]
+        num_rows = first_rows.pop()
+        positions = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks])
+        spans = [
+            Span(row, chunk.start, length, chunk.pages)
+            for row, chunk, length in zip(first_rows, chunks, lengths, strict=True)
+        ]
+        last = [span.first_row + span.length - 1 for span, c in zip(spans, chunks, strict=True) if c.wants_logits]
+        all_wanted = len(last) == num_rows
+        wanting = [span for span, chunk in zip(spans, chunks, strict=True) if chunk.wants_logits]
+        last_tokens = [Span(row, span.end - 1, 1, span.pages) for row, span in enumerate(wanting)]
+        return Step(
+            tokens=self._index(np.concatenate([np.asarray(chunk.tokens) for chunk in chunks])),
+            positions=self._index(positions),
+            write_index=self._index(self._write_rows(chunks, positions)),
+            groups=self._plan(spans, num_rows),
+            wanted=None if all_wanted else self._index(np.asarray(last, dtype=np.int64)),
+            wanted_groups=[] if all_wanted else self._plan(last_tokens, len(last)),
+        )
+
+    def _plan(self, spans: Sequence[Span], num_rows: int) -> list[AttentionGroup]:
+        return plan_attention(
+            spans, self.kv, num_rows=num_rows, dtype=self.model.dtype, device=self.model.device
+        )
+
+    def _write_rows(self, chunks: Sequence[Chunk], positions: np.ndarray) -> np.ndarray:
+        block_tokens = self.kv.layout.block_tokens
+        pages = np.concatenate(
+            [np.asarray(c.pages)[np.arange(c.start, c.end) // block_tokens] for c in chunks]
+        )
+        return self.kv.token_index(pages, positions % block_tokens)
+
+    def _index(self, values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values).to(self.model.device)
+
+
+def _first_written(chunks: Sequence[Chunk], block_tokens: int) -> list[int]:
+    """Pages whose first token is among these chunks."""
+    return [
+        chunk.pages[block]
+        for chunk in chunks
+        for block in range(-(-chunk.start // block_tokens), -(-chunk.end // block_tokens))
+    ]

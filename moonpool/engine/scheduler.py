@@ -1,0 +1,387 @@
+"""Decides what each step computes: continuous batching, chunked prefill, preemption. Pure.
+
+    schedule() -> chunks      decodes first (one token each), then prefill within the token budget
+    complete(sampled)         takes the step's tokens, ends sequences, seals blocks that became full
+
+Between the two the step is open: the runner reads and writes the pages of its chunks. A pull from the pool
+that `drain_admitted()` told of must be confirmed, rewound or cancelled before the step is completed. The caller
+may cancel and rewind at any time; pages of a sequence cancelled in an open step are given back only when
+the step closes, so nobody else's KV can land in them while the runner still writes.
+
+Promises: the earliest sequence always advances, so none starves; a sealed block is never written again; only
+complete blocks computed from verified KV are published.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from moonpool.base.errors import ConfigError, Internal, NoSpace, PromptTooLong
+from moonpool.engine.blocks import PageManager
+from moonpool.engine.roster import Roster
+from moonpool.engine.sequence import Chunk, FinishReason, Sequence, Status, pages_for
+from moonpool.engine.step import Accepted, Admitted, FullBlock, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    max_batch_tokens: int  # computed per step, decodes included
+    max_num_seqs: int  # in the batch at once
+    max_seq_tokens: int  # prompt and output together
+    eos_token_ids: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_num_seqs <= self.max_batch_tokens:
+            raise ConfigError(
+                f"max_num_seqs ({self.max_num_seqs}) must be between 1 and max_batch_tokens ({self.max_batch_tokens})"
+            )
+
+
+class Scheduler:
+    def __init__(self, config: SchedulerConfig, pages: PageManager) -> None:
+        self.config = config
+        self.pages = pages
+        self.roster = Roster(config.max_num_seqs)
+        self.num_preemptions = 0
+        self._block_tokens = pages.block_tokens
+        self._plan: dict[str, int] = {}  # tokens per request in the step being scheduled
+        self._step_is_open = False
+        self._in_flight: dict[str, Chunk] = {}  # chunks whose outcome still counts
+        self._limbo: list[int] = []  # pages given back when the open step closes
+        self._admitted: list[Admitted] = []
+        self._pulls: dict[str, Admitted] = {}  # neither confirmed nor rewound yet
+
+    # -- requests come -------------------------------------------------------------------------------------
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a sequence. Refused when it could never run: PromptTooLong, NoSpace, AlreadyExists."""
+        self._check_fits(sequence)
+        self.roster.join(sequence)
+
+    def adopt(self, sequence: Sequence) -> None:
+        """Takes a sequence whose KV, complete and verified up to `num_computed_tokens`, is in pages already.
+
+        The references to `sequence.pages` pass to the scheduler; when it refuses (as `add` does) they stay
+        with the caller. The sequence waits with its pages until there is a place in the batch.
+        """
+        self._check_fits(sequence)
+        computed, num_pages = sequence.num_computed_tokens, len(sequence.pages)
+        if not 0 <= computed <= min(num_pages * self._block_tokens, len(sequence.tokens) - 1):
+            raise Internal(f"{sequence.request_id}: KV of {computed} tokens cannot be in {num_pages} pages")
+        self.roster.join(sequence, with_pages=True)
+        self._seal(sequence)
+
+    def _check_fits(self, sequence: Sequence) -> None:
+        if sequence.block_tokens != self._block_tokens:
+            raise Internal(f"blocks of {sequence.block_tokens} tokens in pages of {self._block_tokens}")
+        if sequence.num_output_tokens >= sequence.params.max_tokens:
+            raise Internal(f"request {sequence.request_id} has all its tokens already")
+        self.roster.check_new(sequence.request_id)
+        if len(sequence.tokens) >= self.config.max_seq_tokens:
+            raise PromptTooLong(
+                f"{len(sequence.tokens)} tokens leave no room to answer within {self.config.max_seq_tokens}",
+                param="prompt",
+            )
+        # The last token's KV is never computed; a prefill alone ends after one token.
+        end = len(sequence.tokens) + 1 if sequence.prefill_only else self._limit(sequence)
+        needed = pages_for(end - 1, self._block_tokens)
+        if needed > self.pages.num_pages:
+            raise NoSpace(f"the request may need {needed} pages and this worker has {self.pages.num_pages}")
+
+    def _limit(self, sequence: Sequence) -> int:
+        """The number of tokens at which the sequence ends, if nothing ends it before."""
+        return min(sequence.num_prompt_tokens + sequence.params.max_tokens, self.config.max_seq_tokens)
+
+    # -- requests go ---------------------------------------------------------------------------------------
+
+    def cancel(self, request_id: str) -> bool:
+        """Forgets a request in any state and gives back its pages. False: there was none; idempotent."""
+        sequence = self.roster.sequences.get(request_id)
+        if sequence is None:
+            return False
+        self._leave(sequence)
+        self._in_flight.pop(request_id, None)
+        self._pulls.pop(request_id, None)
+        return True
+
+    def release(self, request_id: str) -> None:
+        """Gives back the pages of a finished sequence that holds them; nothing otherwise."""
+        sequence = self.roster.sequences.get(request_id)
+        if sequence is not None and sequence.status is Status.HELD:
+            self._leave(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        if self._step_is_open and sequence.status is Status.RUNNING:
+            self._limbo += sequence.pages
+        else:
+            self.pages.free(sequence.pages)
+        sequence.pages = []
+        self.roster.remove(sequence)
+
+    # -- one step ------------------------------------------------------------------------------------------
+
+    def schedule(self) -> list[Chunk]:
+        """Opens a step and says what it computes. Empty: nothing can be computed now, and no step is open."""
+        if self._step_is_open:
+            raise Internal("the last step has not been completed")
+        self._plan, self._admitted = {}, []
+        num_preemptions = self.num_preemptions
+        self._plan_decodes()
+        self._join_adopted()
+        self._plan_prefills()
+        if self.num_preemptions == num_preemptions:  # else pages are scarce
+            self._admit_waiting()
+        chunks = [self.roster.sequences[request_id].chunk(n) for request_id, n in self._plan.items()]
+        self._in_flight = {chunk.request_id: chunk for chunk in chunks}
+        self._step_is_open = bool(chunks)
+        return chunks
+
+    @property
+    def _budget(self) -> int:
+        return self.config.max_batch_tokens - sum(self._plan.values())
+
+    def _plan_decodes(self) -> None:
+        for sequence in list(self.roster.running):
+            if sequence.status is Status.RUNNING and sequence.num_uncomputed_tokens == 1:
+                self._plan_tokens(sequence, 1)
+
+    def _join_adopted(self) -> None:
+        while self.roster.adopted and self.roster.has_place:
+            sequence = self.roster.adopted[0]
+            self.roster.enter(sequence)
+            if sequence.num_uncomputed_tokens == 1:
+                self._plan_tokens(sequence, 1)
+
+    def _plan_prefills(self) -> None:
+        for sequence in list(self.roster.running):
+            if sequence.status is Status.RUNNING and sequence.request_id not in self._plan:
+                self._plan_tokens(sequence, min(self._budget, sequence.num_uncomputed_tokens))
+
+    def _plan_tokens(self, sequence: Sequence, num_tokens: int) -> None:
+        if num_tokens > 0 and self._grow(sequence, num_tokens):
+            self._plan[sequence.request_id] = num_tokens
+
+    def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Gets pages for the next tokens, at the cost of the latest arrivals. False: it was the latest itself."""
+        end = sequence.num_computed_tokens + num_tokens
+        needed = max(0, pages_for(end, self._block_tokens) - len(sequence.pages))
+        while needed > self.pages.num_available:
+            latest = self.roster.running[-1]
+            self._preempt(latest)
+            if latest is sequence:
+                return False
+        sequence.pages += self.pages.allocate(needed)
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Takes the sequence's pages; it will be recomputed from its tokens, before any later arrival."""
+        self.num_preemptions += 1
+        self._plan.pop(sequence.request_id, None)
+        self.pages.free(sequence.pages)
+        sequence.pages = []
+        sequence.num_computed_tokens = sequence.num_sealed_blocks = 0
+        sequence.num_pool_blocks = 0  # the pool's promise was for the first time only
+        sequence.num_preemptions += 1
+        self.roster.send_back(sequence)
+
+    def _admit_waiting(self) -> None:
+        while self.roster.waiting and self.roster.has_place and self._budget > 0:
+            sequence = self.roster.waiting[0]
+            if not self._give_pages(sequence):
+                return
+            self.roster.enter(sequence)
+            self._plan_tokens(sequence, min(self._budget, sequence.num_uncomputed_tokens))
+
+    def _give_pages(self, sequence: Sequence) -> bool:
+        """All pages that the sequence's tokens need, reused or fresh. One page per running sequence is left
+        over, lest the newcomer be preempted at once."""
+        keys = sequence.keys[: sequence.num_reusable_blocks]
+        total = pages_for(len(sequence.tokens), self._block_tokens)
+        spare = len(self.roster.running)
+        if total - self.pages.count_local(keys) + spare > self.pages.num_available:
+            return False
+        local = self.pages.match(keys)
+        # Reused pages that were cached count as available no more.
+        if total - len(local) + spare > self.pages.num_available:
+            self.pages.free(local)
+            return False
+        sequence.pages = local + self.pages.allocate(total - len(local))
+        sequence.num_sealed_blocks = len(local)
+        self._note_admission(sequence, len(local))
+        return True
+
+    def _note_admission(self, sequence: Sequence, num_local: int) -> None:
+        end = num_local
+        if sequence.pool_start_block <= num_local:  # else a gap lies between ours and the pool's
+            promised = sequence.pool_start_block + sequence.num_pool_blocks
+            end = max(num_local, min(promised, sequence.num_reusable_blocks))
+        sequence.num_computed_tokens = end * self._block_tokens
+        if sequence.num_preemptions == 0:
+            sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
+        pulled = slice(num_local, end)
+        admitted = Admitted(
+            request_id=sequence.request_id,
+            num_local_blocks=num_local,
+            blocks=tuple(range(num_local, end)),
+            pages=tuple(sequence.pages[pulled]),
+            keys=tuple(sequence.keys[pulled]),
+        )
+        self._admitted.append(admitted)
+        if admitted.blocks:
+            self._pulls[sequence.request_id] = admitted
+
+    def drain_admitted(self) -> list[Admitted]:
+        """Who entered the batch with the last schedule(), and what must be pulled for them."""
+        admitted, self._admitted = self._admitted, []
+        return admitted
+
+    def confirm_pulled(self, request_id: str) -> None:
+        """The pulled pages hold what their keys say. Nothing happens when the request is gone."""
+        pull = self._pulls.pop(request_id, None)
+        if pull is not None:
+            sequence = self.roster.sequences[request_id]
+            self._seal(sequence, end=pull.blocks[-1] + 1)
+
+    def rewind(self, request_id: str, num_computed_tokens: int) -> None:
+        """KV from this position on is not to be trusted: it is computed again in the same pages.
+
+        What the open step yields for this sequence is dropped. Blocks pulled whole before the position
+        count as verified, and sealed blocks stay. Nothing happens when the request is gone or finished.
+        """
+        sequence = self.roster.sequences.get(request_id)
+        if sequence is None or sequence.status is Status.HELD:
+            return
+        self._in_flight.pop(request_id, None)
+        pull = self._pulls.pop(request_id, None)
+        if pull is not None:
+            self._seal(sequence, end=min(pull.blocks[-1] + 1, num_computed_tokens // self._block_tokens))
+        floor = sequence.num_sealed_blocks * self._block_tokens
+        sequence.num_computed_tokens = max(floor, min(num_computed_tokens, sequence.num_computed_tokens))
+        sequence.num_cached_tokens = min(sequence.num_cached_tokens, sequence.num_computed_tokens)
+
+    def is_in_flight(self, request_id: str) -> bool:
+        """Whether the open step's outcome still counts for this request."""
+        return request_id in self._in_flight
+
+    def complete(self, sampled: Mapping[str, int]) -> StepResult:
+        """Closes the step. `sampled` has a token for every chunk in flight that wanted logits; others are
+        ignored, so a token of a cancelled or rewound sequence goes nowhere."""
+        if self._pulls:
+            raise Internal(f"pulls neither confirmed nor rewound: {sorted(self._pulls)}")
+        wanting = [c.request_id for c in self._in_flight.values() if c.wants_logits]
+        if not sampled.keys() >= set(wanting):
+            raise Internal(f"no token for {sorted(set(wanting) - sampled.keys())}")
+        result = StepResult()
+        in_flight = self._in_flight
+        self._close_step()
+        for chunk in in_flight.values():
+            sequence = self.roster.sequences[chunk.request_id]
+            sequence.num_computed_tokens = chunk.end
+            result.full_blocks.extend(self._seal(sequence))
+            if chunk.wants_logits:
+                result.accepted.append(self._accept(sequence, sampled[chunk.request_id]))
+        return result
+
+    def abandon_step(self) -> None:
+        """Closes a step that failed, as if it had not been computed; nothing it pulled is trusted."""
+        for pull in list(self._pulls.values()):
+            self.rewind(pull.request_id, pull.blocks[0] * self._block_tokens)
+        self._close_step()
+
+    def _close_step(self) -> None:
+        self._in_flight = {}
+        self._step_is_open = False
+        self.pages.free(self._limbo)
+        self._limbo = []
+
+    def _seal(self, sequence: Sequence, end: int | None = None) -> list[FullBlock]:
+        """Publishes the blocks, up to `end`, that became complete; all computed ones if `end` is None."""
+        first = sequence.num_sealed_blocks
+        end = sequence.num_computed_tokens // self._block_tokens if end is None else end
+        sealed = []
+        for index in range(first, end):
+            page, key = sequence.pages[index], sequence.keys[index]
+            self.pages.publish(page, key)
+            sealed.append(FullBlock(sequence.request_id, index, page, key))
+        sequence.num_sealed_blocks = max(first, end)
+        return sealed
+
+    def _accept(self, sequence: Sequence, token: int) -> Accepted:
+        is_last = token in self._stop_ids(sequence) and token not in self.barred_tokens(sequence.request_id)
+        sequence.append(token)
+        reason: FinishReason | None = None
+        if is_last:
+            reason = "stop"
+        elif len(sequence.tokens) >= self._limit(sequence):
+            reason = "length"
+        elif sequence.prefill_only:
+            reason = "handoff"
+        if reason is not None:
+            self._finish(sequence)
+        return Accepted(sequence.request_id, token, reason, sequence.num_cached_tokens)
+
+    def _finish(self, sequence: Sequence) -> None:
+        if sequence.hold_pages:
+            self.roster.set_aside(sequence)
+        else:
+            self._leave(sequence)
+
+    def _stop_ids(self, sequence: Sequence) -> frozenset[int]:
+        own = frozenset(sequence.params.stop_token_ids)
+        return own if sequence.params.ignore_eos else own | self.config.eos_token_ids
+
+    def barred_tokens(self, request_id: str) -> frozenset[int]:
+        """Tokens that may not be sampled next: those that would end the sequence before its min_tokens."""
+        sequence = self.roster.sequences[request_id]
+        if sequence.num_output_tokens >= sequence.params.min_tokens:
+            return frozenset()
+        return self._stop_ids(sequence)
+
+    # -- what others ask -----------------------------------------------------------------------------------
+
+    def get(self, request_id: str) -> Sequence | None:
+        """The sequence, for reading; None when it is gone."""
+        return self.roster.sequences.get(request_id)
+
+    def has_work(self) -> bool:
+        return self.roster.num_waiting + self.roster.num_running > 0
+
+    def steps_until_change(self) -> int | None:
+        """How many steps will decode exactly the sequences now running, if no stop token comes and nobody
+        calls: at least 1. None: nothing runs or waits. A simulator may jump that far."""
+        if not self.has_work():
+            return None
+        running = self.roster.running
+        someone_may_enter = self.roster.has_place and self.roster.num_waiting > 0
+        if someone_may_enter or any(s.num_uncomputed_tokens > 1 for s in running):
+            return 1
+        steps = min(self._limit(s) - len(s.tokens) for s in running)
+        while steps > 1 and self._pages_wanted(steps) > self.pages.num_available:
+            steps //= 2
+        return max(1, steps)
+
+    def _pages_wanted(self, num_steps: int) -> int:
+        """Fresh pages that so many decode steps of the running sequences take."""
+        return sum(
+            max(0, pages_for(s.num_computed_tokens + num_steps, self._block_tokens) - len(s.pages))
+            for s in self.roster.running
+        )
+
+    def check_integrity(self) -> None:
+        """Asserts that pages, queues and progress agree; cheap enough for a test to call after every event."""
+        self.roster.check_integrity()
+        sequences = self.roster.sequences.values()
+        self.pages.check_integrity(Counter([page for s in sequences for page in s.pages] + self._limbo))
+        assert self._in_flight.keys() <= {s.request_id for s in self.roster.running}
+        assert self._step_is_open or not (self._in_flight or self._pulls or self._limbo)
+        for sequence in sequences:
+            self._check_sequence(sequence)
+
+    def _check_sequence(self, sequence: Sequence) -> None:
+        assert len(set(sequence.pages)) == len(sequence.pages), "a page twice in one sequence"
+        assert sequence.num_uncomputed_tokens > 0, "nothing left to compute"
+        assert sequence.num_computed_tokens <= len(sequence.pages) * self._block_tokens
+        assert sequence.num_sealed_blocks * self._block_tokens <= sequence.num_computed_tokens
+        assert len(sequence.keys) == len(sequence.tokens) // self._block_tokens

@@ -1,0 +1,195 @@
+"""One request inside an engine: its tokens, its pages and how far its KV has been computed.
+
+Pure data, no torch. The scheduler alone changes a Sequence; the runner sees only Chunks, which are
+frozen copies of what one step needs. What holds between steps:
+
+    tokens  [ prompt ............ | output ....... ]
+    KV      [ 0 .. num_computed_tokens )               lies in pages[i // block_tokens]
+    keys    one chain key per full block of tokens, whether its KV is computed yet or not
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence as Seq
+from typing import Literal
+
+import msgspec
+
+from moonpool.base.errors import InvalidInput
+from moonpool.base.keys import chain_keys, next_key
+
+FinishReason = Literal["stop", "length", "handoff"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens are chosen and when to stop. Impossible values raise InvalidInput at construction."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int | None = None
+    min_p: float = 0.0
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logprobs: int | None = None  # None: none; n: of the chosen token and of the n most likely ones
+
+    def __post_init__(self) -> None:
+        _require("max_tokens", self.max_tokens >= 1, "at least 1")
+        _require("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "between 0 and max_tokens")
+        _require("temperature", 0 <= self.temperature < math.inf, "a number not below 0")
+        _require("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
+        _require("top_k", self.top_k is None or self.top_k >= 1, "at least 1")
+        _require("min_p", 0 <= self.min_p <= 1, "between 0 and 1")
+        _require("seed", -(2**63) <= self.seed < 2**64, "a 64-bit integer")
+        _require("presence_penalty", math.isfinite(self.presence_penalty), "a finite number")
+        _require("frequency_penalty", math.isfinite(self.frequency_penalty), "a finite number")
+        _require("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0")
+        _require("logprobs", self.logprobs is None or self.logprobs >= 0, "not below 0")
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether earlier tokens change the distribution."""
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
+
+
+def _require(param: str, holds: bool, must_be: str) -> None:
+    if not holds:
+        raise InvalidInput(f"{param} must be {must_be}", param=param)
+
+
+class Chunk(msgspec.Struct, frozen=True, gc=False):
+    """What one step computes for one sequence: KV of `tokens`, which stand at positions start, start+1, ...
+
+    `pages` is the block table of the whole sequence: it covers every position below start + len(tokens).
+    """
+
+    request_id: str
+    start: int
+    tokens: tuple[int, ...]
+    pages: tuple[int, ...]
+    wants_logits: bool  # of the last token; true when a token is to be sampled
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+
+class Status(enum.Enum):
+    NEW = "new"  # not yet given to a scheduler
+    WAITING = "waiting"  # for a place in the batch; holds pages only when adopted
+    RUNNING = "running"
+    HELD = "held"  # finished, its pages kept until released
+    GONE = "gone"  # finished or cancelled; holds nothing
+
+
+class Sequence:
+    """A request and its progress. Fields below the line belong to the scheduler."""
+
+    __slots__ = (
+        "arrival",
+        "block_tokens",
+        "hold_pages",
+        "keys",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_pool_blocks",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_sealed_blocks",
+        "pages",
+        "params",
+        "pool_start_block",
+        "prefill_only",
+        "request_id",
+        "root",
+        "status",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: Seq[int],
+        params: SamplingParams,
+        *,
+        root: bytes,
+        block_tokens: int,
+        output: Seq[int] = (),
+        pool_start_block: int = 0,
+        num_pool_blocks: int = 0,
+        prefill_only: bool = False,
+        hold_pages: bool = False,
+    ) -> None:
+        """`output` are tokens already accepted elsewhere (a hand-off, or a replay after a worker died).
+
+        The pool has promised blocks [pool_start_block, pool_start_block + num_pool_blocks); the worker may
+        set both until the sequence is admitted.
+        """
+        if not prompt:
+            raise InvalidInput("the prompt is empty", param="prompt")
+        self.request_id = request_id
+        self.tokens: list[int] = [*prompt, *output]
+        self.num_prompt_tokens = len(prompt)
+        self.params = params
+        self.root = root
+        self.block_tokens = block_tokens
+        self.keys: list[bytes] = chain_keys(root, self.tokens, block_tokens)
+        self.pool_start_block = pool_start_block
+        self.num_pool_blocks = num_pool_blocks
+        self.prefill_only = prefill_only
+        self.hold_pages = hold_pages
+        # ---
+        self.status = Status.NEW
+        self.arrival = 0
+        self.pages: list[int] = []
+        self.num_computed_tokens = 0
+        self.num_preemptions = 0
+        self.num_sealed_blocks = 0  # leading blocks whose KV is complete and verified; never written again
+        self.num_cached_tokens = 0  # prompt tokens that were reused rather than computed, at first admission
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.tokens) - self.num_computed_tokens
+
+    @property
+    def num_reusable_blocks(self) -> int:
+        """How many leading blocks may come from elsewhere: at least one token is always left to compute."""
+        return (len(self.tokens) - 1) // self.block_tokens
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.num_prompt_tokens :]
+
+    def append(self, token: int) -> None:
+        """Takes a sampled token; a block that it fills gets its key at once."""
+        self.tokens.append(token)
+        if len(self.tokens) % self.block_tokens == 0:
+            previous = self.keys[-1] if self.keys else self.root
+            self.keys.append(next_key(previous, self.tokens[-self.block_tokens :]))
+
+    def chunk(self, num_tokens: int) -> Chunk:
+        """The next `num_tokens` uncomputed tokens as a unit of work."""
+        start, end = self.num_computed_tokens, self.num_computed_tokens + num_tokens
+        return Chunk(
+            request_id=self.request_id,
+            start=start,
+            tokens=tuple(self.tokens[start:end]),
+            pages=tuple(self.pages),
+            wants_logits=end == len(self.tokens),
+        )
+
+
+def pages_for(num_tokens: int, block_tokens: int) -> int:
+    """How many pages hold the KV of this many tokens."""
+    return -(-num_tokens // block_tokens)

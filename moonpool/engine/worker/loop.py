@@ -1,0 +1,105 @@
+"""The thread that owns the engine. Everything that touches the scheduler or the pages runs here, between steps.
+
+Other threads post functions; they run in order before the next step. When there is nothing to compute the thread
+sleeps until somebody posts.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from moonpool.base.errors import Cancelled, MoonpoolError
+from moonpool.engine.engine import Engine, StepOutput
+
+T = TypeVar("T")
+_LOG = logging.getLogger(__name__)
+# Nothing can be computed although requests wait (all pages are in others' hands): look again this often.
+_STALLED_WAIT_S = 0.02
+
+
+class EngineLoop:
+    """`on_step` gets each step's outputs, `at_boundary` runs between steps; both on the engine's thread."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        on_step: Callable[[list[StepOutput]], None],
+        at_boundary: Callable[[], None],
+        on_fatal: Callable[[BaseException], None],
+    ) -> None:
+        self._engine = engine
+        self._on_step, self._at_boundary, self._on_fatal = on_step, at_boundary, on_fatal
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def post(self, function: Callable[[], None]) -> None:
+        """Runs `function` before the next step. It must not raise."""
+        self._inbox.put(function)
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """As post, with the outcome in a future; Cancelled when the loop is closed before."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(function())
+            except MoonpoolError as error:
+                future.set_exception(error)
+            except BaseException as error:
+                future.set_exception(error)
+                raise
+
+        if self._closed:
+            future.set_exception(Cancelled("the worker is shutting down"))
+        else:
+            self.post(run)
+        return future
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Ends the thread after the running step; idempotent."""
+        self._closed = True
+        self._inbox.put(None)
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            stalled = False
+            while self._drain(stalled):
+                self._at_boundary()
+                stalled = self._engine.has_work() and not self._step()
+        except BaseException as error:  # noqa: BLE001 - told to the owner, who ends the process
+            _LOG.exception("the engine failed")
+            self._on_fatal(error)
+
+    def _step(self) -> bool:
+        outputs = self._engine.step()
+        self._on_step(outputs)
+        return self._engine.scheduler.last_step_computed
+
+    def _drain(self, stalled: bool) -> bool:
+        """Runs what was posted, waiting for it when there is nothing else to do. False: closed."""
+        try:
+            if stalled:
+                item = self._inbox.get(timeout=_STALLED_WAIT_S)
+            else:
+                item = self._inbox.get(block=not self._engine.has_work())
+            while True:
+                if item is None:
+                    return False
+                item()
+                item = self._inbox.get_nowait()
+        except queue.Empty:
+            return True

@@ -1,0 +1,28 @@
+"""What a worker measures between two reports, and how sampled tokens look to others."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from moonpool.base.cluster import DecodeSample, PrefillSample, PullSample
+from moonpool.engine.messages import TokenOut
+from moonpool.engine.sampler import SampledToken
+
+_KEEP = 64
+
+
+@dataclass(slots=True)
+class Samples:
+    """Bounded: a conductor that does not listen costs no memory."""
+
+    prefills: deque[PrefillSample] = field(default_factory=lambda: deque(maxlen=_KEEP))
+    decodes: deque[DecodeSample] = field(default_factory=lambda: deque(maxlen=_KEEP))
+    pulls: deque[PullSample] = field(default_factory=lambda: deque(maxlen=_KEEP))
+    pull_failures: Counter[str] = field(default_factory=Counter)
+    handoff_nbytes: int = 0
+
+
+def token_out(sampled: SampledToken) -> TokenOut:
+    """The token as it goes to the front end."""
+    return TokenOut(sampled.token, sampled.logprob, sampled.top_logprobs)

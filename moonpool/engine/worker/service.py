@@ -1,0 +1,244 @@
+"""A worker as a service: builds the engine, serves engine/messages.py, reports to the conductor.
+
+The same pieces for both roles; the role decides which calls are answered and what happens around a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from prometheus_client import CollectorRegistry
+
+from moonpool.base.checksum import crc32c
+from moonpool.base.clock import SystemClock
+from moonpool.base.cluster import WORKER_SERVICE, ReportWorker, WorkerInfo, WorkerRole
+from moonpool.base.errors import NotFound
+from moonpool.base.metrics import GetMetrics, snapshot
+from moonpool.base.process import EXIT_BUG
+from moonpool.base.rpc import Call, Peer, RpcServer
+from moonpool.engine.engine import Engine
+from moonpool.engine.kv_link.outbox import Outbox
+from moonpool.engine.kv_link.pull import Puller
+from moonpool.engine.kv_link.push import DecodePeers, PoolWriter, Push
+from moonpool.engine.kv_link.reservations import Reservations
+from moonpool.engine.messages import (
+    AbortHandoff,
+    CommitHandoff,
+    Decode,
+    GetStats,
+    OpenHandoff,
+    PieceChecksums,
+    Prefill,
+    Ticket,
+    WorkerStats,
+)
+from moonpool.engine.worker.build import Built, build
+from moonpool.engine.worker.config import WorkerConfig
+from moonpool.engine.worker.decode import DecodeRole
+from moonpool.engine.worker.loop import EngineLoop
+from moonpool.engine.worker.metrics import WorkerCollector
+from moonpool.engine.worker.prefill import PrefillRole
+from moonpool.engine.worker.reporter import Books, Reporter
+from moonpool.engine.worker.samples import Samples
+from moonpool.store.client import StoreClient
+from moonpool.transfer.descriptor import SegmentDescriptor
+from moonpool.transfer.engine import TransferConfig, TransferEngine
+
+
+class Worker:
+    """`await start()`, then it serves until `await close()`."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self.config = config
+        self.incarnation = time.time_ns()
+        self._closers = contextlib.ExitStack()
+        self._reporting: asyncio.Task[None] | None = None
+        self._server: RpcServer | None = None
+        self._address = ""
+        self._writers: set[Peer] = set()
+
+    async def start(self) -> str:
+        """Loads the model and serves; returns the address once the conductor knows this worker."""
+        self._built = built = await asyncio.to_thread(build, self.config, self.incarnation)
+        self._closers.callback(built.segment.close)
+        self._connect(built)
+        self._server = RpcServer(WORKER_SERVICE, self._handlers(), name=self.config.name, incarnation=self.incarnation)
+        self._address = await self._server.listen(self.config.address)
+        self._loop.start()
+        reporter = self._make_reporter(built)
+        self._reporting = asyncio.create_task(reporter.run(), name="reporter")
+        await reporter.registered.wait()
+        return self._address
+
+    async def close(self) -> None:
+        """Idempotent."""
+        reporting, self._reporting = self._reporting, None
+        if reporting is not None:
+            reporting.cancel()
+            await asyncio.gather(reporting, return_exceptions=True)
+        if self._server is not None:
+            await self._server.close()
+        await asyncio.to_thread(self._closers.close)
+
+    # -- putting it together -----------------------------------------------------------------------------------
+
+    def _connect(self, built: Built) -> None:
+        config, own = self.config, self._closers
+        self._transfer = TransferEngine(TransferConfig(run_dir=config.run_dir, tcp_host=config.tcp_host))
+        own.callback(self._transfer.close)
+        self._segment: SegmentDescriptor = self._transfer.serve(built.segment)
+        self._store = StoreClient(config.master_address, self._transfer)
+        own.callback(self._store.close)
+        identity = built.identity.digest()
+        self._pool = PoolWriter(self._store, built.pieces, identity)
+        self._peers = DecodePeers(config.name)
+        own.callback(self._peers.close)
+        self._outbox = Outbox()
+        own.callback(self._outbox.close)
+        self._samples = Samples()
+        self._reservations = Reservations(built.scheduler.pages, self._stamp)
+        self._role = self._make_prefill(built, identity) if config.role == "prefill" else self._make_decode(built)
+        self._loop = EngineLoop(
+            Engine(built.scheduler, built.runner, self._role),
+            on_step=self._role.on_step,
+            at_boundary=self._role.at_boundary,
+            on_fatal=lambda error: os._exit(EXIT_BUG),  # a broken engine must not linger; the launcher restarts it
+        )
+        self._role.loop = self._loop
+        own.callback(self._loop.close)
+        self.registry = CollectorRegistry()
+        self.registry.register(WorkerCollector(self.stats))
+
+    def _make_prefill(self, built: Built, identity: bytes) -> PrefillRole:
+        puller = Puller(self._store, built.pieces, identity)
+        self._closers.callback(puller.close)
+
+        def make_push(ticket: Ticket, keys: Sequence[bytes]) -> Push:
+            return Push(
+                ticket,
+                keys,
+                outbox=self._outbox,
+                memory=built.pieces,
+                pool=self._pool,
+                peers=self._peers,
+                transfer=self._transfer,
+            )
+
+        return PrefillRole(
+            scheduler=built.scheduler,
+            puller=puller,
+            make_push=make_push,
+            samples=self._samples,
+            pull_timeout_s=self.config.pull_timeout_s,
+            clock=SystemClock(),
+        )
+
+    def _make_decode(self, built: Built) -> DecodeRole:
+        return DecodeRole(
+            scheduler=built.scheduler,
+            reservations=self._reservations,
+            memory=built.pieces,
+            pool=self._pool,
+            outbox=self._outbox,
+            samples=self._samples,
+            describe=lambda: (self._address, self._segment),
+            clock=SystemClock(),
+        )
+
+    def _stamp(self, pages: Sequence[int], generation: int) -> None:
+        fence, layout = self._built.segment.fence, self._built.layout
+        assert fence is not None, "KV memory is fenced"
+        for page in pages:
+            fence.stamp(*layout.page(page), generation)
+
+    def _make_reporter(self, built: Built) -> Reporter:
+        config = self.config
+        info = WorkerInfo(
+            name=config.name,
+            role=WorkerRole(config.role),
+            address=self._address,
+            incarnation=self.incarnation,
+            identity=built.identity.digest(),
+            model=built.files.name,
+            block_tokens=config.block_tokens,
+            num_pages=built.layout.num_pages,
+            max_num_seqs=config.max_num_seqs,
+            page_nbytes=built.layout.page_nbytes,
+        )
+        books = Books(info, built.scheduler, self._samples)
+
+        async def ask(sequence: int) -> ReportWorker:
+            return await asyncio.wrap_future(self._loop.call(lambda: books.report(sequence)))
+
+        return Reporter(config.conductor_address, info, ask, books.must_start_over, config.report_interval_s)
+
+    # -- calls ---------------------------------------------------------------------------------------------------
+
+    def _handlers(self) -> dict[type[Call[Any]], Callable[[Any, Peer], Any]]:
+        handlers: dict[type[Call[Any]], Callable[[Any, Peer], Any]] = {
+            GetStats: lambda call, peer: self._ask_stats(),
+            PieceChecksums: lambda call, peer: self._piece_checksums(call.key),
+            GetMetrics: lambda call, peer: snapshot(self.registry),
+        }
+        role = self._role
+        if isinstance(role, PrefillRole):
+            handlers[Prefill] = lambda call, peer: role.prefill(call)
+        else:
+            handlers[Decode] = lambda call, peer: role.decode(call.spec)
+            handlers[OpenHandoff] = self._open_handoff
+            handlers[CommitHandoff] = lambda call, peer: role.commit_handoff(call)
+            handlers[AbortHandoff] = lambda call, peer: role.abort_handoff(call)
+        return handlers
+
+    async def _open_handoff(self, call: OpenHandoff, peer: Peer) -> None:
+        role = self._role
+        assert isinstance(role, DecodeRole)
+        if peer not in self._writers:
+            self._writers.add(peer)
+            peer.on_close(lambda: self._writer_gone(role, peer))
+        await role.open_handoff(call, peer)
+
+    def _writer_gone(self, role: DecodeRole, peer: Peer) -> None:
+        self._writers.discard(peer)
+        role.writer_gone(peer)
+
+    async def _piece_checksums(self, key: bytes) -> bytes:
+        built = self._built
+
+        def read() -> bytes:
+            page = built.scheduler.pages.page_of(key)
+            if page is None:
+                raise NotFound("that block is not in this worker's pages")
+            found = [crc32c(built.pieces.read(page, layer)) for layer in range(built.layout.num_layers)]
+            return np.array(found, dtype="<u4").tobytes()
+
+        return await asyncio.wrap_future(self._loop.call(read))
+
+    async def _ask_stats(self) -> WorkerStats:
+        return await asyncio.wrap_future(self._loop.call(self.stats))
+
+    def stats(self) -> WorkerStats:
+        """Counts as they are now; exact on the engine's thread, approximate elsewhere."""
+        scheduler, counters = self._built.scheduler, self._store.counters()
+        return WorkerStats(
+            name=self.config.name,
+            role=self.config.role,
+            incarnation=self.incarnation,
+            pid=os.getpid(),
+            num_pages=scheduler.pages.num_pages,
+            free_pages=scheduler.pages.num_available,
+            cached_pages=scheduler.pages.num_cached,
+            reserved_pages=self._reservations.num_pages,
+            num_waiting=scheduler.roster.num_waiting,
+            num_running=scheduler.roster.num_running,
+            pool_read_nbytes=counters["read_nbytes"],
+            pool_written_nbytes=counters["written_nbytes"],
+            handoff_nbytes=self._samples.handoff_nbytes,
+            pull_failures={**self._samples.pull_failures, **self._pool.failures},
+        )
