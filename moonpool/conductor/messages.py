@@ -42,7 +42,10 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Route(Call[Decision]):
-    """Raises Overloaded when no pair meets the targets, Unavailable when there are no workers."""
+    """Raises Overloaded when no pair meets the targets, Unavailable when there are no workers.
+
+    Routing a request again takes its earlier assignment back first.
+    """
 
     request_id: str
     keys: list[bytes]
@@ -52,13 +55,16 @@ class Route(Call[Decision]):
 
 
 class PrefillEnded(Call[None]):
-    """Takes the request out of its prefill worker's queue, done or not."""
+    """Takes the request out of its prefill worker's queue, done or not. Unknown requests are ignored."""
 
     request_id: str
 
 
 class RequestEnded(Call[None]):
-    """Takes the request out of both queues and completes its decision record."""
+    """Takes the request out of both queues and completes its decision record. Unknown requests are ignored.
+
+    A request whose front end's connection ends is taken out as well, as "abandoned".
+    """
 
     request_id: str
     ttft_s: float | None = None
@@ -86,7 +92,28 @@ class Status(Call[ConductorStatus]):
     pass
 
 
-class Records(Call[list[dict[str, object]]]):
+class DecisionRecord(msgspec.Struct, kw_only=True):
+    """What became of one request: decided, predicted and measured. None is what is not (or never) known."""
+
+    request_id: str
+    routed_at_s: float  # wall clock, seconds since 1970
+    num_tokens: int
+    max_tokens: int
+    attempt: int = 1  # 2 and more: routed again after a worker failed it
+    prefill: str | None = None
+    decode: str | None = None
+    pool_blocks: int = 0
+    candidates: tuple[Candidate, ...] = ()
+    predicted_ttft_s: float | None = None
+    predicted_tbt_s: float | None = None
+    measured_ttft_s: float | None = None
+    cached_tokens: int = 0
+    pool_tokens: int = 0
+    output_tokens: int = 0
+    outcome: str = "open"  # then what RequestEnded says, an error's code when refused, or "abandoned"
+
+
+class Records(Call[list[DecisionRecord]]):
     """The newest decision records, newest last."""
 
     limit: int = 100

@@ -1,0 +1,143 @@
+"""What things cost, learnt from what they did cost. Pure.
+
+Each model is a sum of non-negative coefficients times features of the work, so that it is never negative and
+never falls when the work grows. The coefficients minimise the relative error over recent samples (old ones
+fade), pulled a little towards a prior curve that the first samples scale to this machine: one sample calibrates
+the curve, more of them bend it. Samples far off the prediction weigh less.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moonpool.base.cluster import DecodeSample, PrefillSample, PullSample
+
+Vector = NDArray[np.float64]
+
+_FADE = 0.99  # weight of a sample after each later one: about the last hundred count
+_PRIOR_WEIGHT = 0.02  # of the prior curve, in samples
+_TRUSTED_RATIO = 1.5  # measured/predicted beyond this, either way, weighs less
+_SCALE_STEP = 0.2  # how fast the prior curve follows
+_MIN_SECONDS = 1e-6
+
+
+class LearnedCost:
+    """seconds = sum of coefficient_j x feature_j, fitted online; before any sample, the prior's coefficients."""
+
+    def __init__(self, prior: Sequence[float]) -> None:
+        self._prior: Vector = np.asarray(prior, dtype=np.float64)
+        self._gram: Vector = np.zeros((len(prior), len(prior)))
+        self._moment: Vector = np.zeros(len(prior))
+        self._log_scale = 0.0
+        self._fitted: Vector | None = self._prior
+        self.num_samples = 0
+
+    def predict(self, features: Sequence[float]) -> float:
+        return float(np.dot(self.coefficients(), features))
+
+    def learn(self, features: Sequence[float], seconds: float) -> None:
+        """Takes one measurement in; useless ones (not finite, not positive) are ignored."""
+        if not (math.isfinite(seconds) and seconds > 0):
+            return
+        seconds = max(seconds, _MIN_SECONDS)
+        weight = self._trust(self.predict(features) / seconds)
+        self._rescale(seconds / float(np.dot(self._prior, features)), weight)
+        row = self._prior * np.asarray(features, dtype=np.float64) / seconds
+        self._gram = self._gram * _FADE + weight * np.outer(row, row)
+        self._moment = self._moment * _FADE + weight * row
+        self.num_samples += 1
+        self._fitted = None
+
+    def coefficients(self) -> Vector:
+        if self._fitted is None:
+            scale = math.exp(self._log_scale)
+            gram = self._gram * scale**2 + _PRIOR_WEIGHT * np.eye(len(self._prior))
+            moment = self._moment * scale + _PRIOR_WEIGHT
+            self._fitted = _nonnegative_minimum(gram, moment) * scale * self._prior
+        return self._fitted
+
+    def _trust(self, ratio: float) -> float:
+        """1 for what was expected, falling with the distance; a fresh model trusts everything."""
+        off = abs(math.log(max(ratio, _MIN_SECONDS)))
+        limit = math.log(_TRUSTED_RATIO)
+        return 1.0 if self.num_samples < 8 or off <= limit else (limit / off) ** 2
+
+    def _rescale(self, ratio: float, weight: float) -> None:
+        step = weight * max(_SCALE_STEP, 1 / (self.num_samples + 1))
+        self._log_scale += step * (math.log(ratio) - self._log_scale)
+
+
+def _nonnegative_minimum(gram: Vector, moment: Vector) -> Vector:
+    """argmin over x >= 0 of x'Gx - 2x'm, exactly: the best feasible solution over all supports (there are few)."""
+    best, best_value = np.zeros(len(moment)), 0.0
+    for size in range(1, len(moment) + 1):
+        for support in combinations(range(len(moment)), size):
+            chosen = list(support)
+            part = np.linalg.solve(gram[np.ix_(chosen, chosen)], moment[chosen])
+            value = -float(np.dot(part, moment[chosen]))
+            if value < best_value and bool((part >= 0).all()):
+                best, best_value = np.zeros(len(moment)), value
+                best[chosen] = part
+    return best
+
+
+# Priors in the shape of paper.md D, in the size of a small model on a CPU; the first sample rescales them.
+def _prefill_prior() -> LearnedCost:
+    return LearnedCost((0.02, 1e-3, 7e-9, 2e-5))
+
+
+def _decode_prior() -> LearnedCost:
+    return LearnedCost((0.03, 2e-3, 1e-6))
+
+
+def _transfer_prior() -> LearnedCost:
+    return LearnedCost((1e-3, 1e-9))
+
+
+@dataclass(slots=True)
+class CostModels:
+    """The three models of one cluster of like workers."""
+
+    prefill: LearnedCost = field(default_factory=_prefill_prior)
+    decode: LearnedCost = field(default_factory=_decode_prior)
+    transfer: LearnedCost = field(default_factory=_transfer_prior)
+
+    def prefill_s(self, num_tokens: int, prefix_tokens: int) -> float:
+        """Time to compute tokens prefix_tokens..num_tokens; a full hit still computes the last token."""
+        return self.prefill.predict(_prefill_features(num_tokens, prefix_tokens))
+
+    def decode_step_s(self, num_seqs: int, kv_tokens: int) -> float:
+        """Time between tokens of a batch of that many sequences with that many tokens of KV together."""
+        return self.decode.predict((1.0, num_seqs, kv_tokens))
+
+    def transfer_s(self, nbytes: int) -> float:
+        """Time to pull that much from the pool; nothing takes no time."""
+        return self.transfer.predict((1.0, nbytes)) if nbytes > 0 else 0.0
+
+    def learn(
+        self,
+        prefills: Iterable[PrefillSample] = (),
+        decodes: Iterable[DecodeSample] = (),
+        pulls: Iterable[PullSample] = (),
+    ) -> None:
+        """Takes in what a worker measured. Samples without work say nothing and are left out."""
+        for prefill in prefills:
+            if prefill.num_tokens > prefill.prefix_tokens >= 0:
+                self.prefill.learn(_prefill_features(prefill.num_tokens, prefill.prefix_tokens), prefill.seconds)
+        for decode in decodes:
+            if decode.num_seqs > 0 and decode.kv_tokens >= 0:
+                self.decode.learn((1.0, decode.num_seqs, decode.kv_tokens), decode.seconds)
+        for pull in pulls:
+            if pull.nbytes > 0:
+                self.transfer.learn((1.0, pull.nbytes), pull.seconds)
+
+
+def _prefill_features(num_tokens: int, prefix_tokens: int) -> tuple[float, float, float, float]:
+    prefix = min(prefix_tokens, num_tokens - 1)
+    return 1.0, num_tokens - prefix, float(num_tokens) ** 2 - float(prefix) ** 2, prefix

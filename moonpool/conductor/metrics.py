@@ -1,0 +1,35 @@
+"""The conductor's state as metrics, read when asked for; nothing is counted twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from moonpool.conductor.state import ConductorState
+
+
+class ConductorCollector(Collector):
+    def __init__(self, state: ConductorState, pool_connected: Callable[[], bool]) -> None:
+        self._state = state
+        self._pool_connected = pool_connected
+
+    def collect(self) -> Iterator[Metric]:
+        state = self._state
+        events = CounterMetricFamily("moonpool_conductor_events", "What happened, by kind", labels=["event"])
+        for event, count in sorted(state.counters.items()):
+            events.add_metric([event], count)
+        yield events
+        workers = GaugeMetricFamily("moonpool_conductor_assigned", "Requests sent to a worker", labels=["worker"])
+        for worker in state.status():
+            workers.add_metric([worker.info.name], worker.assigned)
+        yield workers
+        yield from self._gauges()
+
+    def _gauges(self) -> Iterator[Metric]:
+        index = self._state.index
+        yield GaugeMetricFamily("moonpool_conductor_open_requests", "Requests on their way", self._state.num_open)
+        yield GaugeMetricFamily("moonpool_conductor_pool_blocks", "Blocks believed in the pool", index.pool_blocks)
+        yield GaugeMetricFamily("moonpool_conductor_pool_connected", "1 if in touch", float(self._pool_connected()))
+        yield GaugeMetricFamily("moonpool_conductor_index_left_out", "Keys beyond the bounds", index.left_out)

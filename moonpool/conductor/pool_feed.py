@@ -1,0 +1,66 @@
+"""Keeps the pool's part of the prefix index true to the store: snapshot, then changes, anew after every break.
+
+While the store cannot be reached the pool counts as empty; requests still run, they reuse less.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+
+from moonpool.base.errors import MoonpoolError, ProtocolError
+from moonpool.base.rpc import AsyncClient
+from moonpool.conductor.prefix_index import PrefixIndex
+from moonpool.store.messages import SERVICE, EventBatch, Subscribe
+
+_LOG = logging.getLogger(__name__)
+_MIN_RETRY_S = 0.05
+_MAX_RETRY_S = 2.0
+
+
+class PoolFeed:
+    """Run it as a task; cancel it to stop. `connected` is true from a snapshot until the stream breaks."""
+
+    def __init__(self, store_address: str, index: PrefixIndex, *, name: str = "conductor") -> None:
+        self.connected = False
+        self._address = store_address
+        self._index = index
+        self._name = name
+
+    async def run(self) -> None:
+        """Never returns; errors of the store lead to another attempt after a growing pause."""
+        retry_s = _MIN_RETRY_S
+        while True:
+            try:
+                await self._follow()
+            except MoonpoolError as error:
+                _LOG.log(logging.WARNING if self.connected else logging.DEBUG, "the pool's events: %s", error)
+            retry_s = _MIN_RETRY_S if self.connected else min(2 * retry_s, _MAX_RETRY_S)
+            self._lost()
+            await asyncio.sleep(retry_s)
+
+    async def _follow(self) -> None:
+        client = await AsyncClient.connect(self._address, SERVICE, name=self._name)
+        try:
+            async with contextlib.aclosing(client.stream(Subscribe())) as batches:  # type: ignore[type-var]
+                expected: int | None = None
+                async for batch in batches:
+                    self._apply(batch, expected)
+                    expected = batch.sequence + 1
+        finally:
+            client.close()
+
+    def _apply(self, batch: EventBatch, expected: int | None) -> None:
+        if batch.snapshot and expected is None:
+            self._index.replace_pool(batch.stored)
+            self.connected = True
+            _LOG.info("the pool holds %d blocks", self._index.pool_blocks)
+        elif batch.sequence == expected:
+            self._index.update_pool(batch.stored, batch.removed)
+        else:
+            raise ProtocolError(f"batch {batch.sequence} came instead of {expected or 'a snapshot'}")
+
+    def _lost(self) -> None:
+        self.connected = False
+        self._index.replace_pool(())

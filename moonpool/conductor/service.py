@@ -1,0 +1,132 @@
+"""The conductor as a service: sockets around conductor/state.py. It promises nothing beyond its process's life:
+after a restart, workers register and the pool's events are read again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from moonpool.base.clock import Clock, SystemClock
+from moonpool.base.cluster import CONDUCTOR_SERVICE, RegisterWorker, ReportWorker
+from moonpool.base.metrics import GetMetrics, MetricFamily, snapshot
+from moonpool.base.rpc import Call, Peer, RpcServer
+from moonpool.conductor.messages import (
+    ConductorStatus,
+    Decision,
+    DecisionRecord,
+    PrefillEnded,
+    Records,
+    RequestEnded,
+    Route,
+    Status,
+)
+from moonpool.conductor.metrics import ConductorCollector
+from moonpool.conductor.policy import PolicyConfig
+from moonpool.conductor.pool_feed import PoolFeed
+from moonpool.conductor.prefix_index import PrefixIndex
+from moonpool.conductor.state import ConductorState
+
+
+@dataclass(frozen=True, slots=True)
+class ConductorConfig:
+    address: str = "tcp:127.0.0.1:0"
+    store_address: str | None = None  # None: there is no pool
+    name: str = "conductor"
+    num_records: int = 10_000
+    max_pool_blocks: int = 4_000_000
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+
+
+class Conductor:
+    """`await start()`, then it serves until `await close()`."""
+
+    def __init__(self, config: ConductorConfig, *, clock: Clock | None = None) -> None:
+        self.config = config
+        self.registry = CollectorRegistry()
+        self._clock: Clock = clock or SystemClock()
+        self._state = ConductorState(
+            config.policy, PrefixIndex(max_pool_blocks=config.max_pool_blocks), config.num_records
+        )
+        self._feed = (
+            PoolFeed(config.store_address, self._state.index, name=config.name) if config.store_address else None
+        )
+        self._feeding: asyncio.Task[None] | None = None
+        self._front_ends: set[Peer] = set()
+        self._server = self._make_server()
+        self.registry.register(ConductorCollector(self._state, lambda: self.pool_connected))
+
+    @property
+    def pool_connected(self) -> bool:
+        return self._feed is not None and self._feed.connected
+
+    async def start(self) -> str:
+        """Listens and follows the pool; the address with the real port. ConfigError when it is taken."""
+        address = await self._server.listen(self.config.address)
+        if self._feed is not None:
+            self._feeding = asyncio.create_task(self._feed.run(), name="pool feed")
+        return address
+
+    async def close(self) -> None:
+        """Idempotent."""
+        feeding, self._feeding = self._feeding, None
+        if feeding is not None:
+            feeding.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await feeding
+        await self._server.close()
+
+    def _make_server(self) -> RpcServer:
+        handlers: dict[type[Call[Any]], Callable[[Any, Peer], Any]] = {
+            RegisterWorker: self._register,
+            ReportWorker: lambda call, peer: self._state.report(call),
+            Route: self._route,
+            PrefillEnded: self._prefill_ended,
+            RequestEnded: self._request_ended,
+            Status: self._status,
+            Records: self._records,
+            GetMetrics: self._metrics,
+        }
+        return RpcServer(CONDUCTOR_SERVICE, handlers, name=self.config.name, incarnation=time.time_ns())
+
+    # handlers
+
+    def _register(self, call: RegisterWorker, peer: Peer) -> None:
+        worker = self._state.register(call.info)
+        peer.on_close(lambda: self._state.unregister(worker))
+
+    def _route(self, call: Route, peer: Peer) -> Decision:
+        if peer not in self._front_ends:
+            self._front_ends.add(peer)
+            peer.on_close(lambda: self._front_end_gone(peer))
+        return self._state.route(call, peer, self._clock.now_s(), time.time())
+
+    def _front_end_gone(self, peer: Peer) -> None:
+        self._front_ends.discard(peer)
+        self._state.owner_gone(peer, self._clock.now_s())
+
+    def _prefill_ended(self, call: PrefillEnded, peer: Peer) -> None:
+        self._state.prefill_ended(call.request_id, self._clock.now_s())
+
+    def _request_ended(self, call: RequestEnded, peer: Peer) -> None:
+        self._state.request_ended(call, self._clock.now_s())
+
+    def _status(self, call: Status, peer: Peer) -> ConductorStatus:
+        return ConductorStatus(
+            workers=self._state.status(),
+            pool_blocks=self._state.index.pool_blocks,
+            pool_connected=self.pool_connected,
+            counters=dict(self._state.counters),
+        )
+
+    def _records(self, call: Records, peer: Peer) -> list[DecisionRecord]:
+        return self._state.records.newest(call.limit)
+
+    def _metrics(self, call: GetMetrics, peer: Peer) -> list[MetricFamily]:
+        return snapshot(self.registry)
