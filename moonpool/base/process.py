@@ -15,12 +15,11 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
-import uvloop
 
-from moonpool.base.errors import ConfigError, MoonpoolError
+from moonpool.base.errors import ConfigError, Internal, MoonpoolError
 from moonpool.base.log import setup_logging
 
 CLOSE_TIMEOUT_S = 3.0
@@ -32,11 +31,20 @@ _LOG = logging.getLogger(__name__)
 class Service(Protocol):
     """What every role offers. `close` is idempotent and may follow a `start` that failed half-way."""
 
-    async def start(self) -> str:
-        """Returns the address it serves at."""
+    async def start(self) -> str | None:
+        """Returns the address it serves at, if it serves at one."""
         ...
 
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class Watched(Protocol):
+    """A service that can fail while it runs."""
+
+    async def wait(self) -> None:
+        """Returns after close(); raises what ended the service otherwise."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -63,7 +71,7 @@ def run_role(role: str, make: Callable[[], Service], config: ProcessConfig) -> i
         print(f"moonpool {role}: {error}", file=sys.stderr)
         return EXIT_FAILED
     try:
-        uvloop.run(_serve(make, ready))
+        asyncio.run(_serve(make, ready))
     except MoonpoolError as error:
         if not ready.tell(Report(error=str(error))):
             print(f"moonpool {role}: {error}", file=sys.stderr)
@@ -76,16 +84,16 @@ def run_role(role: str, make: Callable[[], Service], config: ProcessConfig) -> i
 
 
 async def _serve(make: Callable[[], Service], ready: _ReadyPipe) -> None:
+    service = make()  # may import for seconds: until the handlers below are there, a signal ends us at once
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.set)
     stopping = loop.create_task(stop.wait())
-    service = make()
     try:
         address = await _started(service, stopping)
-        if address is not None:
-            ready.tell(Report(ready=address))
-            await stopping
+        if not stopping.done():
+            ready.tell(Report(ready=address or ""))
+            await _run_until(service, stopping)
     finally:
         stopping.cancel()
         _end_by_force_after(CLOSE_TIMEOUT_S)
@@ -93,7 +101,7 @@ async def _serve(make: Callable[[], Service], ready: _ReadyPipe) -> None:
 
 
 async def _started(service: Service, stopping: asyncio.Task[bool]) -> str | None:
-    """The service's address, or None when it was told to stop before it was ready."""
+    """The service's address; also returns, without one, when it is told to stop before it is ready."""
     starting = asyncio.ensure_future(service.start())
     await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
     if starting.done():
@@ -101,6 +109,19 @@ async def _started(service: Service, stopping: asyncio.Task[bool]) -> str | None
     starting.cancel()
     await asyncio.wait((starting,), timeout=CLOSE_TIMEOUT_S)
     return None
+
+
+async def _run_until(service: Service, stopping: asyncio.Task[bool]) -> None:
+    """Until told to stop; raises what ended the service if that comes first."""
+    if not isinstance(service, Watched):
+        await stopping
+        return
+    waiting = asyncio.ensure_future(service.wait())
+    await asyncio.wait((waiting, stopping), return_when=asyncio.FIRST_COMPLETED)
+    if waiting.done() and not stopping.done():
+        waiting.result()
+        raise Internal("the service ended by itself")
+    waiting.cancel()
 
 
 def _end_by_force_after(timeout_s: float) -> None:

@@ -13,11 +13,12 @@ from moonpool.transfer.descriptor import SegmentDescriptor
 SERVICE = "store"
 
 
-class Placement(msgspec.Struct, frozen=True, array_like=True):
-    """Where one replica lies: `offset` bytes into a segment."""
+class Placement(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Where one replica lies: `offset` bytes into a segment, in this incarnation of it and in no other."""
 
     segment: str
     offset: int
+    incarnation: int
 
 
 class ObjectInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -63,21 +64,34 @@ class PutOutcome(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Written(msgspec.Struct, frozen=True, array_like=True):
-    """A grant whose bytes are all in place (PutEnd) or never will be (PutRevoke)."""
+    """A grant whose bytes are all in place (PutEnd) or never will be (PutRevoke).
+
+    `failed_segments` names the replicas that could not be written; the object becomes visible without them.
+    """
 
     key: bytes
     generation: int
+    failed_segments: tuple[str, ...] = ()
 
 
 class MountReply(msgspec.Struct, frozen=True):
-    """`epoch` is the master's; `heartbeat_s` is how often it wants to hear from the node."""
+    """`epoch` is the master's; `heartbeat_s` is how often it wants to hear from the node.
+
+    Every grant on this mount has a generation above `generation_floor`. The node fences off all up to it and only
+    then sends its first Heartbeat; nothing is placed on the segment before.
+    """
 
     epoch: int
     heartbeat_s: float
+    generation_floor: int
 
 
 class EventBatch(msgspec.Struct, frozen=True):
-    """Changes in order. The first batch of a subscription has `snapshot` set and lists all that is stored."""
+    """Changes in order; a key is in one batch at most once, with what became of it last.
+
+    `sequence` counts the batches of this subscription from 0. The first has `snapshot` set: whatever the listener
+    knew is void. What is stored then comes as `stored`, in as many batches as it needs, then the changes.
+    """
 
     sequence: int
     snapshot: bool = False
@@ -137,13 +151,17 @@ class PutEnd(Call[list[Refusal | None]]):
 
 
 class PutRevoke(Call[None]):
-    """Gives the space of unfinished puts back. Unknown ones are ignored."""
+    """Gives the space of unfinished puts back. Unknown ones are ignored.
+
+    `settled` says that no write of the caller can still be under way; otherwise the space rests before it is reused.
+    """
 
     items: list[Written]
+    settled: bool = True
 
 
 class Lookup(Call[list[ObjectInfo | None]]):
-    """Where the objects are, each leased for reading. `prefix` stops at the first key that is missing."""
+    """Where the objects are, each leased for reading. With `prefix` all behind the first missing key is None."""
 
     keys: list[bytes]
     prefix: bool = False
@@ -154,7 +172,7 @@ class Exist(Call[list[bool]]):
 
 
 class Remove(Call[list[bool]]):
-    """True where the object is gone now; leased or pinned ones stay unless `force`."""
+    """True where no object is under the key now; leased or pinned ones stay unless `force`."""
 
     keys: list[bytes]
     force: bool = False
@@ -170,8 +188,11 @@ class Unpin(Call[None]):
     keys: list[bytes]
 
 
-class ReportCorrupt(Call[None]):
-    """A reader found wrong bytes: this replica is quarantined and never handed out again."""
+class ReportCorrupt(Call[bool]):
+    """A reader found wrong bytes: this replica is quarantined and never handed out again.
+
+    False when the object is not of that generation any more, so the reader was late and nothing is corrupt.
+    """
 
     key: bytes
     generation: int
@@ -189,7 +210,7 @@ class Stats(Call[StoreStats]):
 
 
 class Subscribe(StreamCall[EventBatch]):
-    """Snapshot first, then changes; sequence numbers have no gaps."""
+    """Snapshot first, then changes. A listener that reads too slowly is refused with Overloaded; it asks again."""
 
 
 CALLS = (

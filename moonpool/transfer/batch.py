@@ -6,16 +6,12 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
 
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import DeadlineExceeded, MoonpoolError
-from moonpool.transfer.buffers import as_bytes_views, cut, total_nbytes
+from moonpool.transfer.buffers import Buffer, as_bytes_views, cut, total_nbytes
 from moonpool.transfer.plan import Slice, cut_batch
 from moonpool.transfer.transports.base import RemoteSegment
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
 
 
 class TransferOp(Enum):

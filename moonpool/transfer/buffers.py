@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from moonpool.base.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
+    import typing_extensions
+
+    # numpy declares its buffers to type checkers from Python 3.12 on only.
+    Buffer: TypeAlias = typing_extensions.Buffer | np.ndarray[Any, Any]
+else:
+    Buffer = object
 
 _EMPTY = bytearray()
 
@@ -21,7 +26,7 @@ def as_bytes_view(buffer: Buffer, writable: bool) -> memoryview:
     InvalidInput when it is no buffer, not C-contiguous, or read-only although `writable` is asked for.
     """
     try:
-        view = memoryview(buffer)
+        view = memoryview(buffer)  # type: ignore[arg-type]  # see Buffer
     except TypeError as error:
         raise InvalidInput(f"{type(buffer).__name__} does not offer its memory (buffer protocol)") from error
     if not view.c_contiguous:
@@ -33,7 +38,7 @@ def as_bytes_view(buffer: Buffer, writable: bool) -> memoryview:
     if view.nbytes == 0:
         return memoryview(_EMPTY)
     # memoryview.cast() refuses some element formats (half floats, records); an array over the bytes takes all.
-    return memoryview(np.frombuffer(view, dtype=np.uint8))
+    return np.frombuffer(view, dtype=np.uint8).data
 
 
 def as_bytes_views(buffers: Sequence[Buffer], writable: bool) -> list[memoryview]:

@@ -14,18 +14,15 @@ import fcntl
 import mmap
 import os
 import threading
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moonpool.base.errors import InvalidInput, NoSpace, ProtocolError, StaleGeneration, Unavailable
 from moonpool.base.units import format_nbytes
-from moonpool.transfer.buffers import as_bytes_view
+from moonpool.transfer.buffers import Buffer, as_bytes_view
 from moonpool.transfer.host import available_memory_nbytes
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
 
 MAX_NAME_NBYTES = 255
 _GENERATION_NBYTES = 8

@@ -29,6 +29,9 @@ class Service:
         if self.kind == "bug": raise KeyError("oops")
         if self.kind == "slow": await asyncio.sleep(60)
         return "unix:/somewhere"
+    async def wait(self):
+        await asyncio.sleep(0 if self.kind == "breaks" else 60)
+        raise NoSpace("the disk is full")
     async def close(self):
         print("closed", flush=True)
         if self.kind == "hangs": time.sleep(60)
@@ -89,6 +92,13 @@ def test_a_bug_is_logged_and_reported() -> None:
         _, err = process.communicate(timeout=10)
         assert process.returncode == 70
         assert "Traceback" in err
+
+
+def test_a_service_that_breaks_ends_its_process() -> None:
+    with role("breaks") as (process, fd):
+        assert report(fd) == {"ready": "unix:/somewhere"}
+        out, err = process.communicate(timeout=10)
+        assert (process.returncode, out, err) == (1, "closed\n", "moonpool test: the disk is full\n")
 
 
 def test_a_stop_during_the_start_is_obeyed() -> None:

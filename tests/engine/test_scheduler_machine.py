@@ -26,7 +26,6 @@ class Machine(RuleBasedStateMachine):
         super().__init__()
         self.count = 0
         self.chunks: list[Chunk] | None = None  # of the open step
-        self.sampled: dict[str, int] = {}
         self.pulls: list[Admitted] = []
         self.bad: dict[str, int | None] = {}  # the first block of each pull that came wrong
         self.live: dict[str, Sequence] = {}
@@ -85,17 +84,14 @@ class Machine(RuleBasedStateMachine):
             self.sched.rewind(name, position)
 
     @precondition(lambda self: self.chunks is None)
-    @rule(data=st.data())
-    def begin_step(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), pull_fails=st.booleans())
+    def begin_step(self, data: st.DataObject, pull_fails: bool) -> None:
         chunks = self.sched.schedule()
         for admitted in self.sched.drain_admitted():
             if not admitted.blocks:
                 continue
-            bad = data.draw(st.none() | st.sampled_from(admitted.blocks))
-            self.pull(admitted, bad)
-            self.pulls.append(admitted)
-        if chunks:
-            self.chunks, self.sampled = chunks, self.model.execute(chunks)
+            self.pull(admitted, data.draw(st.sampled_from(admitted.blocks)) if pull_fails else None)
+        self.chunks = chunks or None
 
     def pull(self, admitted: Admitted, bad: int | None) -> None:
         tokens = self.live[admitted.request_id].tokens
@@ -103,12 +99,16 @@ class Machine(RuleBasedStateMachine):
             poison = 0 if bad is None or block < bad else 7
             self.model.fill([page], [block], tokens, poison=poison)
         self.bad[admitted.request_id] = bad
+        self.pulls.append(admitted)
 
     @precondition(lambda self: self.chunks is not None)
     @rule()
     def end_step(self) -> None:
+        """The model writes as late as it can: over whatever was wrongly given to others meanwhile."""
+        assert self.chunks is not None
+        sampled = self.model.execute(self.chunks)
         self.settle()
-        result = self.sched.complete(self.sampled)
+        result = self.sched.complete(sampled)
         self.chunks = None
         for accepted in result.accepted:
             if accepted.finish_reason is not None:
@@ -131,6 +131,13 @@ class Machine(RuleBasedStateMachine):
             assert it.output == whole[:1]
         else:
             assert it.output == whole
+
+    @precondition(lambda self: self.chunks is None)
+    @rule(data=st.data(), pull_fails=st.booleans())
+    def whole_step(self, data: st.DataObject, pull_fails: bool) -> None:
+        self.begin_step(data, pull_fails)
+        if self.chunks is not None:
+            self.end_step()
 
     @precondition(lambda self: self.chunks is not None)
     @rule()
@@ -170,8 +177,7 @@ class Machine(RuleBasedStateMachine):
         for admitted in self.sched.drain_admitted():
             if admitted.blocks:
                 self.pull(admitted, None)
-                self.pulls.append(admitted)
-        self.chunks, self.sampled = chunks, self.model.execute(chunks)
+        self.chunks = chunks
         self.end_step()
         self.sched.check_integrity()
 

@@ -15,14 +15,12 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from moonpool.base.errors import AlreadyExists, InvalidInput, NotFound
+from moonpool.transfer.buffers import Buffer
 from moonpool.transfer.descriptor import SegmentDescriptor
 from moonpool.transfer.segment import Segment
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
 
 
 class RemoteSegment(ABC):

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import PeerLost
-from moonpool.transfer.buffers import as_bytes_views, total_nbytes
+from moonpool.transfer.buffers import Buffer, as_bytes_views, total_nbytes
 from moonpool.transfer.segment import Borrowed
 from moonpool.transfer.transports.base import RemoteSegment, check_bounds
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
 
 # view() waits only when the owner must be asked again, after a connection was lost.
 _VIEW_TIMEOUT_S = 2.0

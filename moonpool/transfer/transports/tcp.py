@@ -10,12 +10,11 @@ import itertools
 import socket
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from moonpool.base.address import parse_address
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import ConfigError, DeadlineExceeded, InvalidInput, MoonpoolError, PeerLost, ProtocolError
-from moonpool.transfer.buffers import as_bytes_views, total_nbytes
+from moonpool.transfer.buffers import Buffer, as_bytes_views, total_nbytes
 from moonpool.transfer.descriptor import SegmentDescriptor
 from moonpool.transfer.segment import Segment
 from moonpool.transfer.transports.base import RemoteSegment, ServedSegments, Transport, check_bounds
@@ -31,9 +30,6 @@ from moonpool.transfer.transports.tcp_frames import (
     unpack_response,
 )
 from moonpool.transfer.transports.tcp_server import TcpServer
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
 
 MAX_CONNECTIONS = 256
 STALL_TIMEOUT_S = 10.0

@@ -1,0 +1,16 @@
+"""`moonpool frontend`: the OpenAI API in front of a conductor and its workers."""
+
+from __future__ import annotations
+
+import typer
+
+from moonpool.base.process import ProcessConfig, run_role
+from moonpool.cli.options import command_from
+from moonpool.server.frontend import Frontend, FrontendConfig
+
+
+def _run(config: FrontendConfig, process: ProcessConfig) -> None:
+    raise typer.Exit(run_role("frontend", lambda: Frontend(config), process))
+
+
+command = command_from(_run, FrontendConfig, ProcessConfig)

@@ -1,0 +1,91 @@
+"""The `moonpool` command. Knows every command's name and one line about it; imports only the one that is run.
+
+Exit codes: 0 done, 1 it failed for the reason printed in one line, 2 the command line is wrong, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from moonpool import __version__
+from moonpool.base.errors import MoonpoolError
+from moonpool.base.lifeline import watch_inherited
+
+# name: (module with `command`, what `moonpool --help` says)
+COMMANDS = {
+    "serve": ("moonpool.cli.serve", "Start everything on this machine and serve the OpenAI API."),
+    "chat": ("moonpool.cli.chat", "Talk to a running server in the terminal."),
+    "model": ("moonpool.cli.model", "Fetch and list models."),
+    "master": ("moonpool.cli.master", "Run the pool's master."),
+    "node": ("moonpool.cli.node", "Run a node: it gives this machine's memory to the pool."),
+    "conductor": ("moonpool.cli.conductor", "Run the conductor: it decides where requests go."),
+    "worker": ("moonpool.cli.worker", "Run a prefill or decode worker."),
+    "frontend": ("moonpool.cli.frontend", "Run the OpenAI front end."),
+    "put": ("moonpool.cli.put", "Store a file in the pool."),
+    "get": ("moonpool.cli.get", "Read an object from the pool."),
+    "rm": ("moonpool.cli.rm", "Remove objects from the pool."),
+    "stat": ("moonpool.cli.stat", "Show what the pool holds."),
+    "why": ("moonpool.cli.why", "Say what became of a key."),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs one command and exits; an error raised on purpose is one line, never a traceback."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    wanted = next((text for text in arguments if not text.startswith("-")), None)
+    try:
+        watch_inherited()
+        build_app(wanted)(arguments, prog_name="moonpool")
+    except MoonpoolError as error:
+        _fail(wanted, str(error))
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] == "moonpool":
+            raise
+        _fail(wanted, f"the Python package {error.name!r} is missing; pip install 'moonpool[all]' brings it")
+
+
+def build_app(wanted: str | None) -> typer.Typer:
+    """The application with `wanted` in full and all other commands as a line of help."""
+    app = typer.Typer(
+        name="moonpool",
+        help="KVCache-centric LLM serving: prefill and decode apart, one pool of reusable KV.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    app.callback()(_root)
+    for name, (module, summary) in COMMANDS.items():
+        command = importlib.import_module(module).command if name == wanted else _not_loaded
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name, help=summary)
+        else:
+            app.command(name, help=summary)(command)
+    return app
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"moonpool {__version__}")
+        raise typer.Exit
+
+
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_show_version)
+    ] = False,
+) -> None:
+    pass
+
+
+def _not_loaded() -> None:
+    raise AssertionError("a command that was not asked for cannot run")
+
+
+def _fail(command: str | None, message: str) -> None:
+    print(f"moonpool {command}: {message}" if command else f"moonpool: {message}", file=sys.stderr)
+    sys.exit(1)

@@ -1,0 +1,124 @@
+"""Command-line options from configuration dataclasses: each default is written once, in the dataclass.
+
+A field `max_num_seqs: int = 8` becomes `--max-num-seqs INTEGER [default: 8]`; its help is the field's metadata
+`{"help": ...}` or else the comment behind it; a field without a default is required. Values are checked by
+base/config.py, so a command line and a mapping are held to the same types.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import types
+from collections.abc import Callable
+from dataclasses import MISSING, Field, fields, is_dataclass
+from enum import StrEnum
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import typer
+
+from moonpool.base.config import from_mapping
+
+_TRAILING_COMMENT = re.compile(r"^\s+(\w+)\s*:.*?#\s*(.+?)\s*$", re.MULTILINE)
+_PLAIN = (int, float, bool, str)
+
+
+def command_from(run: Callable[..., None], *configs: type[Any]) -> Callable[..., None]:
+    """A typer command whose options are the fields of `configs`; it calls `run` with one instance of each.
+
+    A field that two of them share is one option that goes to both. A field that is a dataclass itself gives one
+    option per field of its own, with its name in front.
+    """
+
+    def command(**values: Any) -> None:
+        run(*(from_mapping(config, _collect(config, values)) for config in configs))
+
+    parameters: dict[str, inspect.Parameter] = {}
+    for config in configs:
+        for parameter in _parameters(config):
+            parameters.setdefault(parameter.name, parameter)
+    command.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
+    command.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}
+    command.__doc__ = run.__doc__
+    return command
+
+
+def _collect(config: type[Any], values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of `config`'s fields as plain data, nested as the dataclasses are."""
+    hints, found = get_type_hints(config), {}
+    for field in fields(config):
+        name, hint = prefix + field.name, hints[field.name]
+        found[field.name] = _collect(hint, values, name + "_") if _is_nested(hint) else values[name]
+    return found
+
+
+def _parameters(config: type[Any], prefix: str = "") -> list[inspect.Parameter]:
+    hints, comments = get_type_hints(config), _comments(config)
+    parameters: list[inspect.Parameter] = []
+    for field in fields(config):
+        name, hint = prefix + field.name, hints[field.name]
+        if _is_nested(hint):
+            parameters += _parameters(hint, name + "_")
+        else:
+            parameters.append(_parameter(name, field, hint, comments.get(field.name)))
+    return parameters
+
+
+def _parameter(name: str, field: Field[Any], hint: Any, comment: str | None) -> inspect.Parameter:
+    help_text = field.metadata.get("help", comment)
+    base, optional = _without_none(hint)
+    choices = _choices(base)
+    if choices:
+        help_text = f"{help_text} ({' | '.join(choices)})" if help_text else " | ".join(choices)
+    flag = name.replace("_", "-")
+    kind = _option_type(base)
+    option = typer.Option(f"--{flag}/--no-{flag}" if base is bool else f"--{flag}", help=help_text)
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=_default(field),
+        annotation=Annotated[kind | None if optional else kind, option],
+    )
+
+
+def _is_nested(hint: Any) -> bool:
+    return isinstance(hint, type) and is_dataclass(hint)
+
+
+def _default(field: Field[Any]) -> Any:
+    if field.default is not MISSING:
+        return field.default
+    if field.default_factory is not MISSING:
+        return field.default_factory()
+    return inspect.Parameter.empty
+
+
+def _option_type(base: Any) -> Any:
+    """What typer parses; anything but a plain type stays text until base/config.py checks it."""
+    if get_origin(base) in (tuple, list):
+        return list[str]
+    return base if base in _PLAIN else str
+
+
+def _without_none(hint: Any) -> tuple[Any, bool]:
+    if get_origin(hint) not in (Union, types.UnionType):
+        return hint, False
+    kinds = [kind for kind in get_args(hint) if kind is not type(None)]
+    return kinds[0], len(kinds) < len(get_args(hint))
+
+
+def _choices(base: Any) -> list[str]:
+    if get_origin(base) is Literal:
+        return [str(value) for value in get_args(base)]
+    if isinstance(base, type) and issubclass(base, StrEnum):
+        return [member.value for member in base]
+    return []
+
+
+def _comments(config: type[Any]) -> dict[str, str]:
+    """The comments behind the fields, by field name, those of inherited fields included."""
+    found: dict[str, str] = {}
+    for base in reversed(config.__mro__):
+        if is_dataclass(base):
+            found.update(_TRAILING_COMMENT.findall(inspect.getsource(base)))
+    return found

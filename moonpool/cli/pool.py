@@ -1,0 +1,53 @@
+"""What the commands on the pool (put, get, rm, stat, why) share: finding the master, and keys as people write them."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+
+from moonpool.base.errors import ConfigError, InvalidInput
+from moonpool.server.launch_plan import MASTER, socket_address
+from moonpool.server.launch_run_dir import live_run_dirs
+from moonpool.store.client import ClientConfig, StoreClient
+from moonpool.transfer.engine import TransferConfig, TransferEngine
+
+MasterOption = Annotated[
+    str | None,
+    typer.Option(
+        "--master", help="address of the master; default: MOONPOOL_MASTER, else the one service running on this machine"
+    ),
+]
+HexOption = Annotated[bool, typer.Option("--hex", help="keys are written in hexadecimal")]
+
+
+@contextmanager
+def pool(master: str | None) -> Iterator[StoreClient]:
+    """A client of the master at that address, or of the one that can be found."""
+    address = master or os.environ.get("MOONPOOL_MASTER") or _running_master()
+    with tempfile.TemporaryDirectory(prefix="mp-cli-") as run_dir:
+        with TransferEngine(TransferConfig(run_dir=run_dir, tcp_host=None, num_threads=1)) as engine:
+            with StoreClient(address, engine, ClientConfig(name="moonpool cli")) as client:
+                yield client
+
+
+def parse_key(text: str, is_hex: bool) -> bytes:
+    """InvalidInput when it is not the hexadecimal it claims to be."""
+    if not is_hex:
+        return text.encode()
+    try:
+        return bytes.fromhex(text)
+    except ValueError as error:
+        raise InvalidInput(f"{text!r} is not hexadecimal") from error
+
+
+def _running_master() -> str:
+    running = live_run_dirs()
+    if len(running) != 1:
+        found = "no service runs" if not running else f"{len(running)} services run"
+        raise ConfigError(f"{found} on this machine; say which pool with --master ADDRESS")
+    return socket_address(running[0], MASTER)

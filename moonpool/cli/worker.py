@@ -1,0 +1,22 @@
+"""`moonpool worker`: one prefill or decode worker."""
+
+from __future__ import annotations
+
+import typer
+
+from moonpool.base.process import ProcessConfig, Service, run_role
+from moonpool.cli.options import command_from
+from moonpool.engine.worker.config import WorkerConfig
+
+
+def _run(config: WorkerConfig, process: ProcessConfig) -> None:
+    raise typer.Exit(run_role(config.name, lambda: _make(config), process))
+
+
+def _make(config: WorkerConfig) -> Service:
+    from moonpool.engine.worker.service import Worker  # here: it brings torch, which --help does not need
+
+    return Worker(config)
+
+
+command = command_from(_run, WorkerConfig, ProcessConfig)

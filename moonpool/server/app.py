@@ -1,0 +1,103 @@
+"""The HTTP face: OpenAI's endpoints, health, metrics and decision records. /docs describes them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Depends, FastAPI, Query, Request
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.types import ASGIApp
+
+import moonpool
+from moonpool.base.errors import MoonpoolError
+from moonpool.conductor.messages import Records
+from moonpool.server import http_errors
+from moonpool.server.answer import answer
+from moonpool.server.chat_format import ChatFormat
+from moonpool.server.completion_format import CompletionFormat
+from moonpool.server.desk import Desk
+from moonpool.server.gate import Gate
+from moonpool.server.metrics import metrics_page
+from moonpool.server.prompts import encode_chat, encode_completion
+from moonpool.server.replies import ChatCompletion, Completion, ErrorReply, Model, ModelList
+from moonpool.server.schema import ChatBody, CompletionBody
+from moonpool.server.workers import missing_roles
+
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorReply} for status in (400, 401, 404, 413, 429, 500, 503)
+}
+MAX_RECORDS = 10_000
+
+
+def make_app(desk: Desk, *, max_body_nbytes: int) -> ASGIApp:
+    app = FastAPI(title="Moonpool", version=moonpool.__version__, responses=_ERRORS)
+    http_errors.install(app)
+
+    async def find_tenant(request: Request) -> None:
+        request.state.tenant = desk.tenants.find(request.headers.get("authorization"))
+
+    private = APIRouter(prefix="/v1", dependencies=[Depends(find_tenant)])
+    _add_completions(private, desk)
+    _add_models(private, desk)
+    _add_decisions(private, desk)
+    app.include_router(private)
+    _add_operations(app, desk)
+    # Around the whole app and not as its middleware, which answers to bugs would not pass through.
+    return Gate(app, desk.metrics, max_body_nbytes)
+
+
+def _add_completions(router: APIRouter, desk: Desk) -> None:
+    @router.post("/chat/completions", response_model=ChatCompletion)
+    async def create_chat_completion(request: Request, body: ChatBody) -> Response:
+        """An answer to a conversation, whole or as server-sent events."""
+        order = await desk.take(request.state.request_id, request.state.tenant, body, encode_chat)
+        form = ChatFormat(order, body, desk.model.codec.token_text)
+        return await answer(request, order, form, stream=bool(body.stream))
+
+    @router.post("/completions", response_model=Completion)
+    async def create_completion(request: Request, body: CompletionBody) -> Response:
+        """Text that continues each prompt, whole or as server-sent events."""
+        order = await desk.take(request.state.request_id, request.state.tenant, body, encode_completion)
+        form = CompletionFormat(order, body, desk.model.codec.token_text)
+        return await answer(request, order, form, stream=bool(body.stream))
+
+
+def _add_models(router: APIRouter, desk: Desk) -> None:
+    served = desk.model
+    model = Model(id=served.name, created=served.created, max_model_len=served.max_model_len)
+
+    @router.get("/models")
+    async def list_models() -> ModelList:
+        return ModelList(data=[model])
+
+    @router.get("/models/{name:path}")
+    async def retrieve_model(name: str) -> Model:
+        desk.check_model(name)
+        return model
+
+
+def _add_decisions(router: APIRouter, desk: Desk) -> None:
+    @router.get("/decisions")
+    async def list_decisions(limit: Annotated[int, Query(ge=1, le=MAX_RECORDS)] = 100) -> Response:
+        """The conductor's newest decision records, newest last: what was decided, predicted and measured."""
+        conductor = await desk.connections.conductor()
+        body = {"object": "list", "data": await conductor.call(Records(limit=limit))}
+        return Response(msgspec.json.encode(body), media_type="application/json")
+
+
+def _add_operations(app: FastAPI, desk: Desk) -> None:
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        """200 when a request could be served now; otherwise 503 and what is missing."""
+        try:
+            missing = missing_roles((await desk.cluster.status()).workers)
+        except MoonpoolError as error:
+            return JSONResponse({"status": "unavailable", "missing": ["conductor"], "reason": str(error)}, 503)
+        return JSONResponse({"status": "unavailable" if missing else "ok", "missing": missing}, 503 if missing else 200)
+
+    @app.get("/metrics", include_in_schema=False)
+    async def metrics() -> Response:
+        page = await metrics_page(desk.metrics, desk.connections, desk.cluster)
+        return Response(page, media_type=CONTENT_TYPE_LATEST)

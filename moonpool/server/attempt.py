@@ -1,0 +1,137 @@
+"""One try at a request with one pair of workers: reserve pages at decode, prefill into them, read the tokens.
+
+Ends after a finish reason, or raises; `failed` then names the worker that is to blame. However it ends, the Decode
+stream is closed and the Prefill call is over or cancelled, so workers hold nothing for it any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, NamedTuple, TypeVar, cast
+
+from moonpool.base.clock import Deadline
+from moonpool.base.errors import (
+    Corrupt,
+    DeadlineExceeded,
+    NotFound,
+    PeerLost,
+    ProtocolError,
+    StaleGeneration,
+    Unavailable,
+)
+from moonpool.base.rpc import AsyncClient
+from moonpool.conductor.messages import Decision, WorkerRef
+from moonpool.engine.messages import Decode, DecodeItem, Prefill, PrefillReply, RequestSpec, Ticket, TokenOut
+from moonpool.server.workers import Connections
+
+_T = TypeVar("_T")
+
+# What another attempt, perhaps with other workers, may do better.
+LOST = (PeerLost, NotFound, Corrupt, StaleGeneration, Unavailable)
+
+
+class TokenBatch(NamedTuple):
+    """Tokens in order; `prefill` comes with the attempt's first, `finish_reason` with the last."""
+
+    tokens: tuple[TokenOut, ...]
+    finish_reason: str | None
+    prefill: PrefillReply | None = None
+
+
+class Attempt:
+    def __init__(self, connections: Connections, decision: Decision, spec: RequestSpec, deadline: Deadline) -> None:
+        self._connections = connections
+        self._decision = decision
+        self._spec = spec
+        self._deadline = deadline
+        self.failed: set[str] = set()
+
+    async def batches(self) -> AsyncGenerator[TokenBatch, None]:
+        """The first token comes from the prefill worker, all others from the decode worker."""
+        prefill = await self._connect(self._decision.prefill)
+        decode = await self._connect(self._decision.decode)
+        async with _closing(decode.stream(Decode(spec=self._spec))) as items:
+            ticket = _ticket(await self._next(items))
+            # Reading on while prefill runs notices at once when the decode worker dies meanwhile.
+            async with _running(self._next(items)) as second:
+                reply = await self._prefill(prefill, decode, ticket, second)
+                yield TokenBatch((reply.first,), reply.finish_reason, reply)
+                if reply.finish_reason is not None:
+                    return
+                item = await second
+            while True:
+                yield TokenBatch(item.tokens, item.finish_reason)
+                if item.finish_reason is not None:
+                    return
+                item = await self._next(items)
+
+    async def _connect(self, worker: WorkerRef) -> AsyncClient:
+        with self._blaming(worker):
+            return await self._in_time(self._connections.worker(worker))
+
+    async def _next(self, items: AsyncIterator[DecodeItem]) -> DecodeItem:
+        with self._blaming(self._decision.decode):
+            try:
+                return await self._in_time(anext(items))
+            except StopAsyncIteration:
+                raise PeerLost(f"worker {self._decision.decode.name} ended its stream early") from None
+
+    async def _prefill(
+        self, prefill: AsyncClient, decode: AsyncClient, ticket: Ticket, second: asyncio.Task[DecodeItem]
+    ) -> PrefillReply:
+        call = Prefill(spec=self._spec, ticket=ticket)
+        async with _running(prefill.call(call, timeout_s=self._deadline.remaining_s())) as prefilling:
+            await asyncio.wait((prefilling, second), return_when=asyncio.FIRST_COMPLETED)
+            if second.done():
+                second.result()  # a second token may overtake the reply that has the first; a failure ends it all
+            # Prefill also fails when it cannot reach decode.
+            blamed = self._decision.decode if decode.closed.is_set() else self._decision.prefill
+            with self._blaming(blamed):
+                return await prefilling
+
+    async def _in_time(self, work: Awaitable[_T]) -> _T:
+        try:
+            async with asyncio.timeout(self._deadline.remaining_s()):
+                return await work
+        except TimeoutError as error:
+            raise DeadlineExceeded("the request took longer than it may") from error
+
+    @contextmanager
+    def _blaming(self, worker: WorkerRef) -> Iterator[None]:
+        try:
+            yield
+        except LOST:
+            self.failed.add(worker.name)
+            raise
+
+
+def _ticket(item: DecodeItem) -> Ticket:
+    if item.ticket is None:
+        raise ProtocolError("a decode worker sent tokens before its ticket")
+    return item.ticket
+
+
+@asynccontextmanager
+async def _closing(items: AsyncIterator[_T]) -> AsyncIterator[AsyncIterator[_T]]:
+    """Closes a client's stream. With the connection gone there is nobody left to tell, which is no failure."""
+    try:
+        yield items
+    finally:
+        with contextlib.suppress(PeerLost):
+            await cast(AsyncGenerator[_T, None], items).aclose()
+
+
+@asynccontextmanager
+async def _running(work: Coroutine[Any, Any, _T]) -> AsyncIterator[asyncio.Task[_T]]:
+    """The work as a task that is over when the block is left; its failure is raised only to who awaits it."""
+    task = asyncio.create_task(work)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.wait((task,))
+        if not task.cancelled():
+            task.exception()  # seen, so that nobody complains about it

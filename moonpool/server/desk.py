@@ -1,0 +1,167 @@
+"""Takes orders: turns a checked body into running choices. Everything that can be refused is refused before that."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import struct
+import time
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from moonpool.base.errors import InvalidInput, UnknownModel
+from moonpool.base.keys import tenant_root
+from moonpool.server.choice import Choice, ChoiceEvent, run_together
+from moonpool.server.generation import ChoiceRequest, Generation, RetryPolicy
+from moonpool.server.metrics import FrontendMetrics
+from moonpool.server.prompts import TextCodec, output_room
+from moonpool.server.replies import PromptTokensDetails, Usage
+from moonpool.server.schema import SamplingBody
+from moonpool.server.tenants import Tenant, Tenants
+from moonpool.server.text import TextAssembler
+from moonpool.server.workers import Cluster, ClusterView, Connections
+
+MAX_CHOICES_IN_ALL = 128
+_B = TypeVar("_B", bound=SamplingBody)
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    name: str
+    codec: TextCodec
+    max_model_len: int
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+class Order:
+    """One client request in progress: its choices, and what they have used so far."""
+
+    def __init__(self, request_id: str, model: str, prompts: list[list[int]], choices: list[Choice]) -> None:
+        self.request_id = request_id
+        self.model = model
+        self.created = int(time.time())
+        self._choices = choices
+        self._num_prompt_tokens = sum(map(len, prompts))
+        self._num_output_tokens = 0
+        self._cached_tokens = 0
+        self._per_prompt = len(choices) // len(prompts)
+
+    @property
+    def num_choices(self) -> int:
+        return len(self._choices)
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=self._num_prompt_tokens,
+            completion_tokens=self._num_output_tokens,
+            total_tokens=self._num_prompt_tokens + self._num_output_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=self._cached_tokens),
+        )
+
+    async def events(self) -> AsyncGenerator[ChoiceEvent, None]:
+        async with aclosing(run_together(self._choices)) as events:
+            async for event in events:
+                self._count(event)
+                yield event
+
+    def _count(self, event: ChoiceEvent) -> None:
+        self._num_output_tokens += len(event.tokens)
+        # Later choices of a prompt reuse what the first one computed just now; that is no hit worth telling.
+        if event.prefill is not None and event.index % self._per_prompt == 0:
+            self._cached_tokens += event.prefill.local_tokens + event.prefill.pool_tokens
+
+
+class Desk:
+    """Shared by all endpoints. Owns the threads that tokenize; connections belong to who made them."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        tenants: Tenants,
+        connections: Connections,
+        *,
+        policy: RetryPolicy,
+        request_timeout_s: float,
+        num_threads: int = 2,
+    ) -> None:
+        self.model = model
+        self.tenants = tenants
+        self.connections = connections
+        self.cluster = Cluster(connections)
+        self.metrics = FrontendMetrics()
+        self._policy = policy
+        self._request_timeout_s = request_timeout_s
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize")
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def check_model(self, name: str) -> None:
+        if name != self.model.name:
+            raise UnknownModel(f"the model {name!r} does not exist; {self.model.name!r} is served here", param="model")
+
+    async def take(
+        self, request_id: str, tenant: Tenant, body: _B, encode: Callable[[TextCodec, _B], list[list[int]]]
+    ) -> Order:
+        """Raises InvalidInput and its kin, and Unavailable before the first workers have come. Starts nothing yet."""
+        self.check_model(body.model)
+        loop = asyncio.get_running_loop()
+        prompts = await loop.run_in_executor(self._threads, encode, self.model.codec, body)
+        if len(prompts) * body.num_choices > MAX_CHOICES_IN_ALL:
+            raise InvalidInput(f"at most {MAX_CHOICES_IN_ALL} choices per request are allowed", param="n")
+        # What the model alone can refuse comes before asking anybody.
+        for prompt in prompts:
+            self._check(prompt, body, self.model.max_model_len)
+        view = await self.cluster.view()
+        return Order(request_id, self.model.name, prompts, self._choices(request_id, tenant, body, prompts, view))
+
+    def _check(self, prompt: list[int], body: SamplingBody, max_len: int) -> int:
+        """The output's room; InvalidInput for sampling values that do not go together."""
+        room = output_room(len(prompt), body.wanted_tokens, max_len)
+        if body.min_tokens is not None and body.min_tokens > room:
+            raise InvalidInput(f"min_tokens must be at most {room} here", param="min_tokens")
+        body.sampling(max_tokens=room, seed=0)
+        return room
+
+    def _choices(
+        self, request_id: str, tenant: Tenant, body: SamplingBody, prompts: list[list[int]], view: ClusterView
+    ) -> list[Choice]:
+        root = tenant_root(tenant.secret, view.identity)
+        base_seed = secrets.randbits(63) if body.seed is None else body.seed
+        max_len = min(self.model.max_model_len, view.max_tokens)
+        choices: list[Choice] = []
+        for prompt in prompts:
+            room = self._check(prompt, body, max_len)
+            first: Choice | None = None
+            for number in range(body.num_choices):
+                index = len(choices)
+                request = ChoiceRequest(
+                    request_id=f"{request_id}-{index}",
+                    prompt=prompt,
+                    root=root,
+                    block_tokens=view.block_tokens,
+                    params=body.sampling(max_tokens=room, seed=derive_seed(base_seed, number)),
+                    timeout_s=self._request_timeout_s,
+                )
+                choices.append(self._choice(index, request, body, first))
+                first = first or choices[-1]
+        return choices
+
+    def _choice(self, index: int, request: ChoiceRequest, body: SamplingBody, first: Choice | None) -> Choice:
+        generation = Generation(request, self.connections, self._policy)
+        assembler = TextAssembler(self.model.codec.stream(), body.stops, request.params.min_tokens)
+        return Choice(index, generation, assembler, self.metrics, after=first)
+
+
+def derive_seed(seed: int, number: int) -> int:
+    """The seed of a prompt's `number`-th choice: the first uses the seed itself, the others differ from it."""
+    if number == 0:
+        return seed
+    digest = hashlib.blake2b(struct.pack("<QI", seed % 2**64, number), digest_size=8, person=b"moonpool-choice")
+    return int.from_bytes(digest.digest(), "little")

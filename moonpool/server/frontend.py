@@ -1,0 +1,166 @@
+"""The front end as a role: takes its port first, then loads the tokenizer, then serves until it is closed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import uvicorn
+
+from moonpool.base.errors import ConfigError, Internal
+from moonpool.engine.model_files import read_config, resolve
+from moonpool.engine.tokenizer import load_tokenizer
+from moonpool.server.app import make_app
+from moonpool.server.desk import Desk, ServedModel
+from moonpool.server.generation import RetryPolicy
+from moonpool.server.tenants import load_tenants
+from moonpool.server.workers import Connections
+
+# Requests that run get this long to finish by themselves when the front end is closed.
+GRACE_S = 1.0
+_BACKLOG = 2048
+
+
+@dataclass(frozen=True)
+class FrontendConfig:
+    conductor_address: str = field(metadata={"help": "where the conductor listens"})
+    state_dir: str = field(metadata={"help": "folder for what must survive a restart, secrets included"})
+    model: str = field(default="smollm2", metadata={"help": "model name, Hugging Face folder or .gguf file"})
+    model_name: str | None = field(default=None, metadata={"help": "name shown to clients; the model's own if unset"})
+    host: str = field(default="127.0.0.1", metadata={"help": "address to serve at"})
+    port: int = field(default=8000, metadata={"help": "port to serve at; 0 takes any free one"})
+    tenants_file: str | None = field(default=None, metadata={"help": "JSON file of tenants and their API keys"})
+    max_model_len: int | None = field(default=None, metadata={"help": "longest context; the model's own if unset"})
+    request_timeout_s: float = field(default=600.0, metadata={"help": "after this time a request ends"})
+    max_attempts: int = field(default=4, metadata={"help": "tries per request when workers die"})
+    worker_wait_s: float = field(default=30.0, metadata={"help": "how long a request waits for workers to return"})
+    max_body_nbytes: int = field(default=16 * 1024 * 1024, metadata={"help": "largest request body"})
+    access_log: bool = field(default=False, metadata={"help": "log a line per request"})
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 65536:
+            raise ConfigError(f"{self.port} is not a port", param="port")
+        for name in ("max_model_len", "request_timeout_s", "max_attempts", "max_body_nbytes"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name} must be above 0", param=name)
+
+
+class Frontend:
+    """A base.process.Service. `start` returns the URL."""
+
+    def __init__(
+        self, config: FrontendConfig, load: Callable[[FrontendConfig], ServedModel] | None = None
+    ) -> None:
+        self.config = config
+        self._load = load or load_model
+        self._connections: Connections | None = None
+        self._desk: Desk | None = None
+        self._socket: socket.socket | None = None
+        self._server: _Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self) -> str:
+        """Raises ConfigError when the port is taken, ModelError when the model's files cannot be used."""
+        config = self.config
+        self._socket = bind(config.host, config.port)
+        model = await asyncio.to_thread(self._load, config)
+        tenants_file = None if config.tenants_file is None else Path(config.tenants_file)
+        tenants = await asyncio.to_thread(load_tenants, Path(config.state_dir), tenants_file)
+        self._connections = Connections(config.conductor_address)
+        self._desk = Desk(
+            model,
+            tenants,
+            self._connections,
+            policy=RetryPolicy(max_attempts=config.max_attempts, worker_wait_s=config.worker_wait_s),
+            request_timeout_s=config.request_timeout_s,
+        )
+        await self._serve(self._desk, self._socket)
+        return url_of(self._socket)
+
+    async def _serve(self, desk: Desk, sock: socket.socket) -> None:
+        app = make_app(desk, max_body_nbytes=self.config.max_body_nbytes)
+        self._server = _Server(
+            uvicorn.Config(
+                app,
+                lifespan="off",
+                log_config=None,
+                log_level="info" if self.config.access_log else "warning",
+                access_log=self.config.access_log,
+                timeout_graceful_shutdown=int(GRACE_S) + 1,
+            )
+        )
+        self._serving = asyncio.create_task(self._server.serve(sockets=[sock]), name="http server")
+        await self._server.wait_started(self._serving)
+
+    async def close(self) -> None:
+        """Idempotent. Running requests get GRACE_S to finish, then they end with an error that says why."""
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = True
+            await asyncio.wait((self._serving,), timeout=GRACE_S)
+        if self._connections is not None:
+            await self._connections.close()
+        if self._serving is not None:
+            await asyncio.wait((self._serving,))
+        if self._desk is not None:
+            self._desk.close()
+        if self._socket is not None:
+            self._socket.close()
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the process (base/process.py) and says when it has started."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._ready = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready.set()
+
+    async def wait_started(self, serving: asyncio.Task[None]) -> None:
+        ready = asyncio.create_task(self._ready.wait())
+        await asyncio.wait((ready, serving), return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+        if serving.done():
+            raise Internal("the HTTP server ended as soon as it started") from serving.exception()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening-to-be socket of our own, so that a taken port is one clear sentence and nothing has started yet."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, proto)
+    except OSError as error:
+        raise ConfigError(f"cannot serve at {host!r}: {error.strerror or error}", param="host") from error
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(_BACKLOG)  # now, because with SO_REUSEADDR a bind alone does not notice another listener-to-be
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"cannot serve at {host}:{port}: {error.strerror or error}", param="port") from error
+    return sock
+
+
+def url_of(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def load_model(config: FrontendConfig) -> ServedModel:
+    """The tokenizer and the context's length; weights are the workers' business."""
+    files = resolve(config.model)
+    longest = read_config(files).max_position
+    if config.max_model_len is not None and config.max_model_len > longest:
+        raise ConfigError(f"max_model_len is {config.max_model_len}, the model has {longest}", param="max_model_len")
+    return ServedModel(config.model_name or files.name, load_tokenizer(files), config.max_model_len or longest)

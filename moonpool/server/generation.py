@@ -1,0 +1,189 @@
+"""One choice's life across workers: route, then attempts, each going on from the last accepted token.
+
+Whatever happens, the caller sees each token once and in order, and an end: a finish reason or an error. Sampling is a
+function of (seed, position), so a replanned request continues with the very tokens it would have had. Closing the
+events gives back everything that workers hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from moonpool.base.clock import Deadline
+from moonpool.base.errors import DeadlineExceeded, MoonpoolError, Overloaded, Unavailable
+from moonpool.base.keys import chain_keys
+from moonpool.conductor.messages import Decision, PrefillEnded, RequestEnded, Route
+from moonpool.engine.messages import PrefillReply, RequestSpec
+from moonpool.engine.sequence import SamplingParams
+from moonpool.server.attempt import LOST, Attempt, TokenBatch
+from moonpool.server.workers import Connections
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """How long a request is kept alive when workers go away under it."""
+
+    max_attempts: int = 4
+    backoff_s: float = 0.1  # doubles from pause to pause
+    max_backoff_s: float = 1.0
+    worker_wait_s: float = 30.0  # for workers to register again
+    route_timeout_s: float = 5.0
+
+    def pause_s(self, num_pauses: int) -> float:
+        return min(self.backoff_s * 2.0**num_pauses, self.max_backoff_s)
+
+
+@dataclass(frozen=True)
+class ChoiceRequest:
+    """What to generate, in the words of workers."""
+
+    request_id: str
+    prompt: list[int]
+    root: bytes
+    block_tokens: int
+    params: SamplingParams
+    timeout_s: float
+
+
+class Generation:
+    """Runs one ChoiceRequest. The deadline starts now."""
+
+    def __init__(self, request: ChoiceRequest, connections: Connections, policy: RetryPolicy) -> None:
+        self._request = request
+        self._connections = connections
+        self._policy = policy
+        self._deadline = Deadline(request.timeout_s)
+        self._output: list[int] = []
+        self._failed: set[str] = set()
+        self._first: PrefillReply | None = None
+        self._outcome = "cancelled"  # unless something else happens first
+        self.num_attempts = 0
+        self.ttft_s: float | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self._request.prompt)
+
+    def stop(self) -> None:
+        """The caller has all it wants and closes the events next; without this, closing means it went away."""
+        self._outcome = "done"
+
+    async def events(self) -> AsyncGenerator[TokenBatch, None]:
+        """Raises Overloaded, Unavailable, DeadlineExceeded, or what a worker refused for good."""
+        try:
+            while True:
+                attempt = await self._plan()
+                try:
+                    async with aclosing(attempt.batches()) as batches:
+                        async for batch in batches:
+                            self._accept(batch)
+                            yield batch
+                    self.stop()
+                    return
+                except LOST as error:
+                    await self._recover(attempt, error)
+        except MoonpoolError as error:
+            self._outcome = error.code
+            raise
+        finally:
+            self._report_end()
+
+    async def _plan(self) -> Attempt:
+        self.num_attempts += 1
+        request = self._request
+        tokens = [*request.prompt, *self._output]
+        keys = await asyncio.to_thread(chain_keys, request.root, tokens, request.block_tokens)
+        decision = await self._route(keys, len(tokens))
+        spec = RequestSpec(
+            request_id=request.request_id,
+            epoch=self.num_attempts,
+            tokens=tokens,
+            num_prompt_tokens=len(request.prompt),
+            root=request.root,
+            params=request.params,
+            timeout_s=self._deadline.remaining_s(),
+        )
+        return Attempt(self._connections, decision, spec, self._deadline)
+
+    async def _route(self, keys: list[bytes], num_tokens: int) -> Decision:
+        """Waits for workers to come back. A request that has tokens already is not refused for load; it waits too."""
+        patience, num_pauses = Deadline(self._policy.worker_wait_s), 0
+        while True:
+            try:
+                return await self._ask(keys, num_tokens)
+            except (Overloaded, Unavailable) as error:
+                if isinstance(error, Overloaded) and not self._output:
+                    raise
+                if self._failed:
+                    self._failed.clear()  # there are no others: those that failed may be back
+                    continue
+                if patience.expired() or self._connections.closed:
+                    raise
+            await self._pause(num_pauses)
+            num_pauses += 1
+
+    async def _ask(self, keys: list[bytes], num_tokens: int) -> Decision:
+        conductor = await self._connections.conductor()
+        route = Route(
+            request_id=self._request.request_id,
+            keys=keys,
+            num_tokens=num_tokens,
+            max_tokens=self._request.params.max_tokens - len(self._output),
+            exclude=tuple(sorted(self._failed)),
+        )
+        return await conductor.call(route, timeout_s=min(self._policy.route_timeout_s, self._deadline.remaining_s()))
+
+    def _accept(self, batch: TokenBatch) -> None:
+        self._output += [out.token for out in batch.tokens]
+        if batch.prefill is not None:
+            self._connections.tell_conductor(PrefillEnded(request_id=self._request.request_id))
+        if self._first is None and batch.prefill is not None:
+            self._first = batch.prefill
+            self.ttft_s = self._request.timeout_s - self._deadline.remaining_s()
+
+    async def _recover(self, attempt: Attempt, error: MoonpoolError) -> None:
+        """Returns when another attempt makes sense, raises what the client is told otherwise."""
+        self._failed |= attempt.failed
+        if self._connections.closed:
+            raise Unavailable("the front end is stopping") from error
+        self._check_deadline()
+        if self.num_attempts >= self._policy.max_attempts:
+            raise Unavailable(f"gave up after {self.num_attempts} attempts: {error}") from error
+        _LOG.warning(
+            "%s: attempt %d failed after %d tokens (%s: %s)",
+            self._request.request_id,
+            self.num_attempts,
+            len(self._output),
+            error.code,
+            error,
+        )
+        self._connections.tell_conductor(self._ended(error.code))
+        await self._pause(self.num_attempts - 1)
+
+    async def _pause(self, num_pauses: int) -> None:
+        await asyncio.sleep(min(self._policy.pause_s(num_pauses), self._deadline.remaining_s()))
+        self._check_deadline()
+
+    def _check_deadline(self) -> None:
+        if self._deadline.expired():
+            raise DeadlineExceeded(f"the request was not finished within {self._request.timeout_s:g} s")
+
+    def _report_end(self) -> None:
+        self._connections.tell_conductor(self._ended(self._outcome))
+
+    def _ended(self, outcome: str) -> RequestEnded:
+        first = self._first
+        return RequestEnded(
+            request_id=self._request.request_id,
+            ttft_s=self.ttft_s,
+            cached_tokens=0 if first is None else first.local_tokens + first.pool_tokens,
+            pool_tokens=0 if first is None else first.pool_tokens,
+            output_tokens=len(self._output),
+            outcome=outcome,
+        )

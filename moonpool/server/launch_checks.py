@@ -1,0 +1,116 @@
+"""What can be known before anything is started. Each check raises one clear MoonpoolError, or returns quickly."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from moonpool.base.errors import ConfigError, ModelError, NoSpace
+from moonpool.base.units import format_nbytes
+from moonpool.engine.gguf_file import GgufFile
+from moonpool.engine.model_files import ModelFiles, read_config
+
+_PROC = Path("/proc")
+_CGROUPS = Path("/sys/fs/cgroup")
+# The processes themselves (interpreter, torch, weights) need room beside the pool and the pages.
+RESERVE_NBYTES = 512 * 1024**2
+
+
+def choose_port(host: str, port: int) -> int:
+    """`port` if it can be listened at, a free one for 0; ConfigError otherwise."""
+    try:
+        family, kind, proto, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (socket.gaierror, OverflowError) as error:
+        raise ConfigError(f"cannot listen at {host}:{port}: {error}", param="host") from error
+    with socket.socket(family, kind, proto) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(where)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                message = f"port {port} of {host} is taken by another program; choose another with --port"
+                raise ConfigError(message, param="port") from error
+            raise ConfigError(f"cannot listen at {host}:{port}: {error.strerror or error}", param="host") from error
+        return int(probe.getsockname()[1])
+
+
+def require_memory(pool_nbytes: int, pages_nbytes: int) -> None:
+    """NoSpace unless the machine, and the container if there is one, has that much to give."""
+    need, have = pool_nbytes + pages_nbytes + RESERVE_NBYTES, available_nbytes()
+    if need > have:
+        raise NoSpace(
+            f"not enough memory: the pool wants {format_nbytes(pool_nbytes)} (--dram) and the workers' pages "
+            f"{format_nbytes(pages_nbytes)} (--kv per worker), but {format_nbytes(have)} are available"
+        )
+
+
+def require_whole_model(files: ModelFiles) -> None:
+    """ModelError when the model is of an unknown kind or a weight file is cut short. Reads headers only."""
+    read_config(files)
+    if files.kind == "gguf":
+        GgufFile.open(files.root).require_whole()
+        return
+    from safetensors import SafetensorError, safe_open  # here: only a Hugging Face folder needs it
+
+    for path in files.weights:
+        try:
+            with safe_open(path, framework="np"):
+                pass  # opening compares the header's sizes with the file's
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{path} is truncated or not a safetensors file: {error}") from error
+
+
+def available_nbytes(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
+    """What could be allocated now without swapping, as far as the kernel can say."""
+    return min([_machine_nbytes(proc), *_cgroup_rooms(proc, cgroups)])
+
+
+def _machine_nbytes(proc: Path) -> int:
+    for line in (proc / "meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    raise ConfigError("/proc/meminfo does not say how much memory is available")
+
+
+def _cgroup_rooms(proc: Path, cgroups: Path) -> Iterator[int]:
+    """Room left in every control group around this process, version 2 and 1."""
+    for line in _read(proc / "self" / "cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        root = cgroups / controllers
+        limit, usage = ("memory.max", "memory.current") if not controllers else _V1_FILES
+        here = root / path.lstrip("/")
+        for folder in (here, *here.parents):
+            yield from _room(folder, limit, usage)
+            if folder == root:
+                break
+
+
+_V1_FILES = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+
+
+def _room(folder: Path, limit_file: str, usage_file: str) -> Iterator[int]:
+    limit, usage = _read(folder / limit_file).strip(), _read(folder / usage_file).strip()
+    if limit.isdigit() and usage.isdigit():
+        yield max(0, int(limit) - int(usage) + _reclaimable_nbytes(folder))
+
+
+def _reclaimable_nbytes(folder: Path) -> int:
+    """Cached file pages count as used but are given back when needed."""
+    for line in _read(folder / "memory.stat").splitlines():
+        name, _, value = line.partition(" ")
+        if name == "inactive_file":
+            return int(value)
+    return 0
+
+
+def _read(path: Path) -> str:
+    """Empty when there is no such file: not every machine has every kind of control group."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

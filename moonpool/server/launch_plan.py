@@ -1,0 +1,158 @@
+"""What `moonpool serve` starts: its configuration, and from it every role with its options and its needs. Pure."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from moonpool.base.errors import ConfigError
+from moonpool.base.units import parse_nbytes
+from moonpool.engine.config import Device, DType
+from moonpool.engine.worker.config import WorkerConfig
+
+MASTER, NODE, CONDUCTOR, FRONTEND = "master", "node", "conductor", "frontend"
+# A worker loads torch and the weights and warms up; on two cores four of them do it at once.
+_WORKER_START_S = 300.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """The whole service on one machine."""
+
+    model: str = "smollm2"  # a name from `moonpool model list`, a Hugging Face folder or a .gguf file
+    prefill: int = 1  # number of prefill workers
+    decode: int = 1  # number of decode workers
+    dram: str = "1GB"  # memory of the pool
+    kv: str = "512MB"  # memory for KV pages, per worker
+    host: str = "127.0.0.1"  # where the OpenAI API listens
+    port: int = 8000  # 0 takes a free one
+    block_tokens: int = WorkerConfig.block_tokens  # tokens per KV block
+    max_batch_tokens: int = WorkerConfig.max_batch_tokens  # tokens computed per step
+    max_num_seqs: int = WorkerConfig.max_num_seqs  # sequences a worker runs at once
+    max_model_len: int | None = None  # longest prompt and answer together; default: what the model allows
+    dtype: DType = WorkerConfig.dtype
+    device: Device = WorkerConfig.device
+    threads: int | None = None  # CPU threads per worker; default: chosen by the worker
+    tenants_file: str | None = None  # JSON: {"tenants": [{"name": ..., "api_keys": [...]}]}; default: one open tenant
+    state_dir: str | None = None  # secrets and the pool's epoch; default: MOONPOOL_STATE or ~/.local/state/moonpool
+    log_dir: str | None = None  # a file per role; default: all to standard error
+    log_level: str = field(default="INFO", metadata={"help": "DEBUG, INFO, WARNING or ERROR"})
+
+    @property
+    def pool_nbytes(self) -> int:
+        return parse_nbytes(self.dram)
+
+    @property
+    def kv_nbytes(self) -> int:
+        return parse_nbytes(self.kv)
+
+    @property
+    def num_workers(self) -> int:
+        return self.prefill + self.decode
+
+    def check(self) -> None:
+        """ConfigError when a value makes no sense, whatever the machine."""
+        if self.prefill < 1 or self.decode < 1:
+            raise ConfigError("there must be at least one prefill and one decode worker", param="prefill")
+        if not 0 <= self.port < 65536:
+            raise ConfigError(f"{self.port} is not a port", param="port")
+        if self.pool_nbytes <= 0 or self.kv_nbytes <= 0:
+            raise ConfigError("--dram and --kv must be more than nothing", param="dram")
+        if self.log_level.upper() not in logging.getLevelNamesMapping():
+            raise ConfigError(f"{self.log_level!r} is not a log level", param="log_level")
+        if self.threads is not None and self.threads < 1:
+            raise ConfigError("--threads must be at least 1", param="threads")
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """One process: `moonpool COMMAND` with `options`. `after` and `first_after` as in supervisor.ChildSpec."""
+
+    name: str
+    command: str
+    options: Mapping[str, object]
+    after: tuple[str, ...] = ()
+    first_after: tuple[str, ...] = ()
+    start_timeout_s: float = 60.0
+
+
+def plan_roles(config: ServeConfig, run_dir: Path, state_dir: Path) -> list[Role]:
+    """All roles, each after those it needs."""
+    workers = [_worker(config, run_dir, "prefill", i) for i in range(config.prefill)]
+    workers += [_worker(config, run_dir, "decode", i) for i in range(config.decode)]
+    names = tuple(worker.name for worker in workers)
+    pool = [_master(config, run_dir, state_dir), _node(config, run_dir), _conductor(config, run_dir)]
+    return [*pool, *workers, _frontend(config, run_dir, state_dir, names)]
+
+
+def socket_address(run_dir: Path, name: str) -> str:
+    """Where the role of that name serves; the same after a restart."""
+    return f"unix:{run_dir / name}.sock"
+
+
+def _master(config: ServeConfig, run_dir: Path, state_dir: Path) -> Role:
+    options = {
+        "listen": socket_address(run_dir, MASTER),
+        "data_dir": str(state_dir / MASTER),
+        "log_level": config.log_level,
+    }
+    return Role(MASTER, "master", options)
+
+
+def _node(config: ServeConfig, run_dir: Path) -> Role:
+    options = {
+        "name": NODE,
+        "master_address": socket_address(run_dir, MASTER),
+        "run_dir": str(run_dir),
+        "dram_nbytes": config.pool_nbytes,
+        "log_level": config.log_level,
+    }
+    return Role(NODE, "node", options, after=(MASTER,))
+
+
+def _conductor(config: ServeConfig, run_dir: Path) -> Role:
+    options = {
+        "address": socket_address(run_dir, CONDUCTOR),
+        "store_address": socket_address(run_dir, MASTER),
+        "log_level": config.log_level,
+    }
+    return Role(CONDUCTOR, "conductor", options, first_after=(MASTER,))
+
+
+def _worker(config: ServeConfig, run_dir: Path, role: str, index: int) -> Role:
+    name = f"{role}-{index}"
+    options = {
+        "name": name,
+        "role": role,
+        "model": config.model,
+        "address": socket_address(run_dir, name),
+        "conductor_address": socket_address(run_dir, CONDUCTOR),
+        "master_address": socket_address(run_dir, MASTER),
+        "run_dir": str(run_dir),
+        "kv_nbytes": config.kv_nbytes,
+        "block_tokens": config.block_tokens,
+        "max_batch_tokens": config.max_batch_tokens,
+        "max_num_seqs": config.max_num_seqs,
+        "max_model_len": config.max_model_len,
+        "dtype": config.dtype,
+        "device": config.device,
+        "threads": config.threads,
+        "log_level": config.log_level,
+    }
+    return Role(name, "worker", options, after=(CONDUCTOR,), first_after=(NODE,), start_timeout_s=_WORKER_START_S)
+
+
+def _frontend(config: ServeConfig, run_dir: Path, state_dir: Path, workers: tuple[str, ...]) -> Role:
+    options = {
+        "host": config.host,
+        "port": config.port,
+        "model": config.model,
+        "conductor_address": socket_address(run_dir, CONDUCTOR),
+        "max_model_len": config.max_model_len,
+        "tenants_file": config.tenants_file,
+        "state_dir": str(state_dir),
+        "log_level": config.log_level,
+    }
+    return Role(FRONTEND, "frontend", options, after=(CONDUCTOR,), first_after=workers)

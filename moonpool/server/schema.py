@@ -1,0 +1,299 @@
+"""What clients may send: the bodies of OpenAI's chat and text completions, checked before anything else happens.
+
+A field that we know has exactly its documented type and range; a feature that we do not have is refused by name, so
+that nobody gets an answer to another question than the one asked. Fields that we have never heard of are ignored:
+clients send new ones long before servers know them, and all of them are optional hints.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from moonpool.engine.sequence import SamplingParams
+
+_T = TypeVar("_T")
+
+MAX_CHOICES = 16
+MAX_PROMPTS = 64
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+MAX_TOP_LOGPROBS = 20
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for text completions; a chat may fill the context
+
+
+def refusal(message: str, param: str | None = None) -> PydanticCustomError:
+    """A validation error that names the field it is about, which pydantic alone cannot for whole-body checks."""
+    return PydanticCustomError("refused", "{reason}", {"reason": message, "param": param})
+
+
+def _well_formed(text: str) -> str:
+    """JSON can write half a character ("\\ud800"), which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise refusal("the text holds half a surrogate pair, which is no character") from None
+    return text
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+
+
+class SamplingBody(Body):
+    """What both endpoints share. `null` means the default, as OpenAI's clients send it."""
+
+    UNSUPPORTED: ClassVar[dict[str, str]] = {
+        "logit_bias": "logit_bias is not supported",
+        "guided_json": "guided decoding is not supported",
+        "guided_regex": "guided decoding is not supported",
+        "guided_choice": "guided decoding is not supported",
+        "guided_grammar": "guided decoding is not supported",
+    }
+
+    model: str = Field(description="A name listed by /v1/models.")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES, description="Choices per prompt.")
+    max_tokens: int | None = Field(None, ge=1)
+    min_tokens: int | None = Field(None, ge=0)
+    temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy.")
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, description="0 and -1 mean: no limit.")
+    min_p: float | None = Field(None, ge=0, le=1)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = Field(None, max_length=MAX_STOPS)
+    ignore_eos: bool | None = None
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    user: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            for name, reason in cls.UNSUPPORTED.items():
+                if data.get(name):
+                    raise refusal(reason, name)
+        return data
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _check_stops(cls, stop: Any) -> Any:
+        stops = [] if stop is None else stop if isinstance(stop, list) else [stop]
+        if not all(isinstance(text, str) for text in stops):
+            raise refusal("stop must be a string or a list of strings")
+        if len(stops) > MAX_STOPS:
+            raise refusal(f"at most {MAX_STOPS} stop strings are allowed")
+        if any(not 1 <= len(_well_formed(text)) <= MAX_STOP_CHARS for text in stops):
+            raise refusal(f"a stop string has 1 to {MAX_STOP_CHARS} characters")
+        return stop
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> SamplingBody:
+        if self.stream_options is not None and not self.stream:
+            raise refusal("stream_options is only allowed when stream is true", "stream_options")
+        return self
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def num_choices(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
+    def includes_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        """The most output tokens; None is as many as fit the context."""
+        return self.max_tokens
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """How many alternatives per token; None is no logprobs at all."""
+        return None
+
+    def sampling(self, *, max_tokens: int, seed: int) -> SamplingParams:
+        """Raises InvalidInput for what only shows when fields are seen together."""
+        return SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=_or(self.min_tokens, 0),
+            temperature=_or(self.temperature, 1.0),
+            top_p=_or(self.top_p, 1.0),
+            top_k=self.top_k if self.top_k is not None and self.top_k > 0 else None,
+            min_p=_or(self.min_p, 0.0),
+            seed=seed,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=_or(self.ignore_eos, False),
+            presence_penalty=_or(self.presence_penalty, 0.0),
+            frequency_penalty=_or(self.frequency_penalty, 0.0),
+            repetition_penalty=_or(self.repetition_penalty, 1.0),
+            logprobs=self.wanted_logprobs,
+        )
+
+
+class ChatMessage(Body):
+    """One turn. Content may be a list of text parts; any other kind of part is refused."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str, AfterValidator(_well_formed)] = Field(
+        description="Text, or a list of parts {type: text, text: ...}."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_tools(cls, data: Any) -> Any:
+        if isinstance(data, dict) and (data.get("role") in ("tool", "function") or data.get("tool_calls")):
+            raise refusal("tool calls are not supported")
+        return data
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _join_parts(cls, content: Any) -> Any:
+        if not isinstance(content, list):
+            return content
+        if not content:
+            raise refusal("content is an empty list")
+        return "\n".join(_part_text(part) for part in content)
+
+    def as_template_input(self) -> dict[str, str]:
+        """For the chat template, which knows no developers."""
+        return {"role": "system" if self.role == "developer" else self.role, "content": self.content}
+
+
+class ChatBody(SamplingBody):
+    """POST /v1/chat/completions."""
+
+    UNSUPPORTED: ClassVar[dict[str, str]] = {
+        **SamplingBody.UNSUPPORTED,
+        "tools": "tools are not supported",
+        "functions": "functions are not supported",
+        "audio": "audio output is not supported",
+        "web_search_options": "web search is not supported",
+    }
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1, description="Newer name of max_tokens; wins over it.")
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    response_format: dict[str, Any] | None = None
+    modalities: list[str] | None = None
+
+    @field_validator("response_format")
+    @classmethod
+    def _only_text(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        if value is not None and value.get("type") != "text":
+            raise refusal('only response_format {"type": "text"} is supported')
+        return value
+
+    @field_validator("modalities")
+    @classmethod
+    def _only_text_out(cls, value: list[str] | None) -> list[str] | None:
+        if value is not None and value != ["text"]:
+            raise refusal('only modalities ["text"] is supported')
+        return value
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> ChatBody:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise refusal("top_logprobs needs logprobs to be true", "top_logprobs")
+        return self
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class CompletionBody(SamplingBody):
+    """POST /v1/completions."""
+
+    UNSUPPORTED: ClassVar[dict[str, str]] = {
+        **SamplingBody.UNSUPPORTED,
+        "echo": "echo is not supported",
+        "suffix": "suffix is not supported",
+    }
+
+    prompt: str | list[str] | list[int] | list[list[int]] = Field(description="Text or token ids, one or several.")
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    best_of: int | None = Field(None, ge=1)
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _check_prompt(cls, prompt: Any) -> Any:
+        if not _is_prompt(prompt):
+            raise refusal("prompt must be a string, a list of strings, a list of token ids or a list of such lists")
+        if isinstance(prompt, list) and not isinstance(prompt[0], int) and len(prompt) > MAX_PROMPTS:
+            raise refusal(f"at most {MAX_PROMPTS} prompts are allowed")
+        for text in [prompt] if isinstance(prompt, str) else prompt:
+            if isinstance(text, str):
+                _well_formed(text)
+        return prompt
+
+    @model_validator(mode="after")
+    def _check_best_of(self) -> CompletionBody:
+        if self.best_of is not None and self.best_of != self.num_choices:
+            raise refusal("best_of is not supported", "best_of")
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One entry per prompt, whatever shape they came in."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return list(cast(list[str | list[int]], self.prompt))
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        return self.logprobs
+
+
+def _or(value: _T | None, default: _T) -> _T:
+    return default if value is None else value
+
+
+def _part_text(part: Any) -> str:
+    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+        raise refusal("a content part must be an object with a type")
+    if part["type"] != "text":
+        raise refusal(f"content parts of type {part['type'][:40]!r} are not supported; only text is")
+    if not isinstance(part.get("text"), str):
+        raise refusal("a text part needs a string in text")
+    return str(part["text"])
+
+
+def _is_prompt(prompt: Any) -> bool:
+    if isinstance(prompt, str):
+        return True
+    if not isinstance(prompt, list) or not prompt:
+        return False
+    return (
+        all(isinstance(entry, str) for entry in prompt)
+        or _are_tokens(prompt)
+        or all(isinstance(entry, list) and entry and _are_tokens(entry) for entry in prompt)
+    )
+
+
+def _are_tokens(entries: list[Any]) -> bool:
+    return all(type(entry) is int and entry >= 0 for entry in entries)

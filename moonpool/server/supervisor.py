@@ -1,0 +1,283 @@
+"""What a launcher does next: which child to start, restart, stop or kill, and when to give up. Pure.
+
+    handle(event, now_s) -> actions        and next_wake_s(): when to send the next Tick
+
+A child starts when those it needs are ready. One that ends without being asked is started again after a growing
+pause; too many ends within a minute, or a reason given before the service was first complete, stop everything. A
+stop goes against the order of need (nobody loses what it still uses), and by force when time is up.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+BACKOFF_FIRST_S = 0.2
+BACKOFF_MAX_S = 5.0
+MAX_CRASHES = 5
+CRASH_WINDOW_S = 60.0
+STOP_ALL_AFTER_S = 2.0
+KILL_AFTER_S = 3.5
+
+
+@dataclass(frozen=True, slots=True)
+class ChildSpec:
+    """`after`: these must be ready before any start; `first_after`: only before the first one."""
+
+    name: str
+    after: tuple[str, ...] = ()
+    first_after: tuple[str, ...] = ()
+    start_timeout_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed. The first one begins the service."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Exited:
+    """`reason` is what the child itself said about it, `status` what the system saw."""
+
+    name: str
+    status: str
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequested:
+    """A second one no longer waits."""
+
+
+Event = Tick | Ready | Exited | StopRequested
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Terminate:
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Complete:
+    """Every child is ready for the first time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restarting:
+    """For the log: a child ended and will be started again."""
+
+    name: str
+    why: str
+    delay_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """No child is left. `failure` is None when it was asked for."""
+
+    failure: str | None = None
+
+
+Action = Start | Terminate | Kill | Complete | Restarting | Finish
+
+
+class State(Enum):
+    WAITING = auto()  # not running; to be started once those it needs are ready and its pause is over
+    STARTING = auto()
+    READY = auto()
+    TERMINATING = auto()
+    KILLED = auto()
+    GONE = auto()  # not running and not to be started again
+
+
+_ALIVE = frozenset({State.STARTING, State.READY, State.TERMINATING, State.KILLED})
+
+
+@dataclass(slots=True)
+class _Child:
+    spec: ChildSpec
+    state: State = State.WAITING
+    was_ready: bool = False
+    not_before_s: float = 0.0
+    started_s: float = 0.0
+    killed_for: str | None = None  # our own reason, when it was us who ended it
+    crashes_s: deque[float] = field(default_factory=deque)
+
+    @property
+    def alive(self) -> bool:
+        return self.state in _ALIVE
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return self.spec.after if self.was_ready else self.spec.after + self.spec.first_after
+
+
+class Supervisor:
+    """Feed it events in the order they happen; do its actions in the order given."""
+
+    def __init__(self, specs: Sequence[ChildSpec]) -> None:
+        self._children = {spec.name: _Child(spec) for spec in specs}
+        self._complete = False
+        self._stop_since_s: float | None = None
+        self._failure: str | None = None
+        self._finished = False
+        self._check_order()
+
+    @property
+    def stopping(self) -> bool:
+        return self._stop_since_s is not None
+
+    def state_of(self, name: str) -> State:
+        return self._children[name].state
+
+    def handle(self, event: Event, now_s: float) -> list[Action]:
+        """What to do now. After Finish there is nothing more."""
+        actions: list[Action] = []
+        match event:
+            case Ready(name):
+                self._on_ready(self._children[name])
+            case Exited():
+                actions += self._on_exit(self._children[event.name], event, now_s)
+            case StopRequested() if self.stopping:
+                actions += self._kill_all()
+            case StopRequested():
+                self._begin_stop(now_s, None)
+            case Tick():
+                pass
+        actions += self._stop_step(now_s) if self.stopping else self._run_step(now_s)
+        return actions
+
+    def next_wake_s(self) -> float | None:
+        """When something is due even if nothing happens; None when only an event can change anything."""
+        if self._stop_since_s is not None:
+            return self._next_stop_wake_s(self._stop_since_s)
+        due = [child.started_s + child.spec.start_timeout_s for child in self._in(State.STARTING)]
+        due += [child.not_before_s for child in self._in(State.WAITING) if self._needs_met(child)]
+        return min(due, default=None)
+
+    # events
+
+    def _on_ready(self, child: _Child) -> None:
+        if child.state is State.STARTING:
+            child.state = State.READY
+            child.was_ready = True
+
+    def _on_exit(self, child: _Child, event: Exited, now_s: float) -> list[Action]:
+        if self.stopping:
+            child.state = State.GONE
+            return []
+        why = event.reason or child.killed_for or event.status
+        if event.reason is not None and not self._complete:
+            child.state = State.GONE
+            self._begin_stop(now_s, f"{child.spec.name}: {why}")
+            return []
+        return self._on_crash(child, why, now_s)
+
+    def _on_crash(self, child: _Child, why: str, now_s: float) -> list[Action]:
+        crashes = child.crashes_s
+        crashes.append(now_s)
+        while crashes[0] < now_s - CRASH_WINDOW_S:
+            crashes.popleft()
+        if len(crashes) >= MAX_CRASHES:
+            child.state = State.GONE
+            times = f"{len(crashes)} times within {CRASH_WINDOW_S:g} s"
+            self._begin_stop(now_s, f"{child.spec.name} ended {times}, the last time: {why}")
+            return []
+        delay_s = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** (len(crashes) - 1))
+        child.state, child.not_before_s = State.WAITING, now_s + delay_s
+        return [Restarting(child.spec.name, why, delay_s)]
+
+    # running
+
+    def _run_step(self, now_s: float) -> list[Action]:
+        actions: list[Action] = []
+        for child in self._in(State.WAITING):
+            if now_s >= child.not_before_s and self._needs_met(child):
+                child.state, child.started_s, child.killed_for = State.STARTING, now_s, None
+                actions.append(Start(child.spec.name))
+        for child in self._in(State.STARTING):
+            if now_s >= child.started_s + child.spec.start_timeout_s:
+                # Its end is then a crash like any other.
+                child.state = State.KILLED
+                child.killed_for = f"not ready within {child.spec.start_timeout_s:g} s"
+                actions.append(Kill(child.spec.name))
+        if not self._complete and all(child.state is State.READY for child in self._children.values()):
+            self._complete = True
+            actions.append(Complete())
+        return actions
+
+    def _needs_met(self, child: _Child) -> bool:
+        return all(self._children[name].state is State.READY for name in child.needs)
+
+    # stopping
+
+    def _begin_stop(self, now_s: float, failure: str | None) -> None:
+        self._stop_since_s, self._failure = now_s, failure
+        for child in self._in(State.WAITING):
+            child.state = State.GONE
+
+    def _stop_step(self, now_s: float) -> list[Action]:
+        assert self._stop_since_s is not None
+        stopping_s = now_s - self._stop_since_s
+        if stopping_s >= KILL_AFTER_S:
+            actions = self._kill_all()
+        else:
+            actions = self._terminate(everyone=stopping_s >= STOP_ALL_AFTER_S)
+        if not self._finished and not any(child.alive for child in self._children.values()):
+            self._finished = True
+            actions.append(Finish(self._failure))
+        return actions
+
+    def _terminate(self, *, everyone: bool) -> list[Action]:
+        actions: list[Action] = []
+        for child in self._in(State.STARTING, State.READY):
+            if everyone or not self._is_used(child.spec.name):
+                actions.append(Terminate(child.spec.name))
+        for action in actions:
+            assert isinstance(action, Terminate)
+            self._children[action.name].state = State.TERMINATING
+        return actions
+
+    def _is_used(self, name: str) -> bool:
+        return any(c.alive and name in c.spec.after + c.spec.first_after for c in self._children.values())
+
+    def _kill_all(self) -> list[Action]:
+        actions: list[Action] = []
+        for child in self._children.values():
+            if child.alive and child.state is not State.KILLED:
+                child.state = State.KILLED
+                actions.append(Kill(child.spec.name))
+        return actions
+
+    def _next_stop_wake_s(self, since_s: float) -> float | None:
+        if self._in(State.STARTING, State.READY):
+            return since_s + STOP_ALL_AFTER_S
+        return since_s + KILL_AFTER_S if self._in(State.TERMINATING) else None
+
+    def _in(self, *states: State) -> list[_Child]:
+        return [child for child in self._children.values() if child.state in states]
+
+    def _check_order(self) -> None:
+        """Needs name earlier children only, so there is always one that can start."""
+        seen: set[str] = set()
+        for child in self._children.values():
+            missing = set(child.spec.after + child.spec.first_after) - seen
+            assert not missing, f"{child.spec.name} needs {sorted(missing)}, which come later or never"
+            seen.add(child.spec.name)

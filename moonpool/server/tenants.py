@@ -1,0 +1,148 @@
+"""Who is asking: API keys become tenants, and each tenant has a secret that keeps its KV apart from all others'.
+
+    tenant secret = BLAKE2b(key=cluster secret, tenant name)
+
+The cluster secret is made once and kept in the state folder, so a restart finds the same keys in the pool. Neither
+secrets nor API keys appear in a log, an error or a repr; API keys are kept as keyed hashes only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import logging
+import os
+import secrets
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from moonpool.base.config import from_json
+from moonpool.base.errors import ConfigError, Unauthorized
+
+SECRET_NBYTES = 32
+SECRET_FILE = "cluster.secret"
+DEFAULT_TENANT = "default"
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Tenant:
+    name: str
+    secret: bytes = field(repr=False)
+
+
+class TenantEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    api_keys: list[str] = []
+
+    def __repr__(self) -> str:
+        return f"TenantEntry(name={self.name!r}, {len(self.api_keys)} keys)"
+
+
+@dataclass(frozen=True)
+class TenantsFile:
+    """The configuration file: {"tenants": [{"name": "acme", "api_keys": ["..."]}]}."""
+
+    tenants: list[TenantEntry]
+
+
+class Tenants:
+    """Finds the tenant of an Authorization header. Without entries everybody is the default tenant, key or not."""
+
+    def __init__(self, cluster_secret: bytes, entries: list[TenantEntry]) -> None:
+        self._salt = secrets.token_bytes(SECRET_NBYTES)
+        self._default = _tenant(cluster_secret, DEFAULT_TENANT) if not entries else None
+        self._by_key: list[tuple[bytes, Tenant]] = []
+        for entry in entries:
+            tenant = _tenant(cluster_secret, entry.name)
+            self._by_key += [(self._hash(key), tenant) for key in entry.api_keys]
+
+    def find(self, authorization: str | None) -> Tenant:
+        """Raises Unauthorized when keys are configured and this is none of them."""
+        if self._default is not None:
+            return self._default
+        scheme, _, key = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not key:
+            raise Unauthorized("no API key was given; send it as 'Authorization: Bearer KEY'")
+        hashed, found = self._hash(key.strip()), None
+        for known, tenant in self._by_key:  # all of them, always: the time taken tells nothing
+            if hmac.compare_digest(known, hashed):
+                found = tenant
+        if found is None:
+            raise Unauthorized("the API key is not known here")
+        return found
+
+    def _hash(self, key: str) -> bytes:
+        return hashlib.blake2b(key.encode("utf-8", "surrogatepass"), key=self._salt, digest_size=32).digest()
+
+
+def load_tenants(state_dir: Path, tenants_file: Path | None) -> Tenants:
+    """Raises ConfigError when the file cannot be used, or the secret can be neither read nor made."""
+    entries = [] if tenants_file is None else _read_entries(tenants_file)
+    return Tenants(load_cluster_secret(state_dir), entries)
+
+
+def load_cluster_secret(state_dir: Path) -> bytes:
+    """The secret of this state folder, made on first use. Any number of processes may ask at once."""
+    path = state_dir / SECRET_FILE
+    try:
+        state_dir.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            _create_secret(path)
+        if path.stat().st_mode & 0o077:
+            _LOG.warning("%s can be read by others than its owner; chmod 600 it", path)
+        secret = bytes.fromhex(path.read_text("ascii"))
+    except OSError as error:
+        raise ConfigError(f"cannot keep the cluster secret in {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} does not hold a secret; restore it, or remove it to start anew") from error
+    if len(secret) != SECRET_NBYTES:
+        raise ConfigError(f"{path} does not hold a secret of {SECRET_NBYTES} bytes")
+    return secret
+
+
+def _create_secret(path: Path) -> None:
+    """Whole or not at all: written aside (mode 0600), then linked; whoever links first wins."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{SECRET_FILE}.")
+    try:
+        with os.fdopen(handle, "w", encoding="ascii") as file:
+            file.write(secrets.token_hex(SECRET_NBYTES))
+            file.flush()
+            os.fsync(file.fileno())
+        with contextlib.suppress(FileExistsError):
+            os.link(name, path)
+    finally:
+        os.unlink(name)
+
+
+def _read_entries(path: Path) -> list[TenantEntry]:
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read the tenants file {path}: {error.strerror or error}") from error
+    try:
+        entries = from_json(TenantsFile, text).tenants
+    except ConfigError as error:
+        raise ConfigError(f"tenants file {path}: {error}") from error
+    _check_entries(path, entries)
+    return entries
+
+
+def _check_entries(path: Path, entries: list[TenantEntry]) -> None:
+    names = [entry.name for entry in entries]
+    keys = [key for entry in entries for key in entry.api_keys]
+    if not entries or not all(names):
+        raise ConfigError(f"tenants file {path}: there must be at least one tenant, and each needs a name")
+    if len(set(names)) != len(names):
+        raise ConfigError(f"tenants file {path}: two tenants have the same name")
+    if not all(keys) or len(set(keys)) != len(keys):
+        raise ConfigError(f"tenants file {path}: an API key is empty or given twice")
+
+
+def _tenant(cluster_secret: bytes, name: str) -> Tenant:
+    digest = hashlib.blake2b(name.encode(), key=cluster_secret, digest_size=SECRET_NBYTES, person=b"moonpool-tenant")
+    return Tenant(name, digest.digest())

@@ -1,0 +1,139 @@
+"""Connections of the front end to the conductor and the workers, and what the front end knows about the cluster.
+
+One connection per process, shared by all requests; a worker that came back under its old address is another process
+and gets another connection. A lost connection is forgotten, the next request makes a new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from moonpool.base.clock import Clock, SystemClock
+from moonpool.base.cluster import CONDUCTOR_SERVICE, WORKER_SERVICE, WorkerRole
+from moonpool.base.errors import MoonpoolError, PeerLost, Unavailable
+from moonpool.base.rpc import AsyncClient, Call
+from moonpool.conductor.messages import ConductorStatus, Status, WorkerRef, WorkerStatus
+
+STATUS_TIMEOUT_S = 5.0
+TELL_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 0.2
+_LOG = logging.getLogger(__name__)
+_Key = tuple[str, str, int]
+
+
+class Connections:
+    """Hands out clients. Close it to end all of them."""
+
+    def __init__(self, conductor_address: str) -> None:
+        self._conductor_address = conductor_address
+        self._clients: dict[_Key, asyncio.Task[AsyncClient]] = {}
+        self._telling: set[asyncio.Task[None]] = set()
+        self.closed = False
+
+    async def conductor(self) -> AsyncClient:
+        return await self._get((CONDUCTOR_SERVICE, self._conductor_address, 0))
+
+    async def worker(self, ref: WorkerRef) -> AsyncClient:
+        """PeerLost when it is gone, also when another incarnation answers at its address."""
+        client = await self._get((WORKER_SERVICE, ref.address, ref.incarnation))
+        if client.peer is not None and client.peer.incarnation != ref.incarnation:
+            client.close()
+            raise PeerLost(f"worker {ref.name} was restarted")
+        return client
+
+    def tell_conductor(self, call: Call[None]) -> None:
+        """Says it in the background. A conductor that is gone has forgotten what this is about."""
+        task = asyncio.create_task(self._tell(call))
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
+
+    async def close(self) -> None:
+        """Idempotent. Every call that still waits gets PeerLost."""
+        if self._telling:
+            await asyncio.wait(self._telling, timeout=CLOSE_TIMEOUT_S)
+        self.closed = True
+        tasks = list(self._clients.values())
+        self._clients.clear()
+        for task in tasks:
+            task.cancel()
+        for made in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(made, AsyncClient):
+                made.close()
+                await made.closed.wait()
+
+    async def _tell(self, call: Call[Any]) -> None:
+        try:
+            await (await self.conductor()).call(call, timeout_s=TELL_TIMEOUT_S)
+        except MoonpoolError as error:
+            _LOG.debug("the conductor did not hear %s: %s", type(call).__name__, error)
+
+    async def _get(self, key: _Key) -> AsyncClient:
+        if self.closed:
+            raise Unavailable("the front end is stopping")
+        self._forget_lost()
+        task = self._clients.get(key)
+        if task is None:
+            service, address, _ = key
+            task = self._clients[key] = asyncio.create_task(AsyncClient.connect(address, service, name="frontend"))
+        # Shielded: a client that disconnects must not break the connection for the others that wait for it.
+        return await asyncio.shield(task)
+
+    def _forget_lost(self) -> None:
+        for key, task in list(self._clients.items()):
+            if task.done() and (task.cancelled() or task.exception() or task.result().closed.is_set()):
+                del self._clients[key]
+
+
+@dataclass(frozen=True)
+class ClusterView:
+    """What all registered workers have in common."""
+
+    identity: bytes
+    block_tokens: int
+    max_tokens: int  # of one sequence: what fits the pages of every worker
+
+
+class Cluster:
+    """The conductor's list of workers, at most `max_age_s` old."""
+
+    def __init__(self, connections: Connections, *, max_age_s: float = 1.0, clock: Clock | None = None) -> None:
+        self._connections = connections
+        self._max_age_s = max_age_s
+        self._clock = clock or SystemClock()
+        self._view: ClusterView | None = None
+        self._seen_s = 0.0
+
+    async def status(self, timeout_s: float = STATUS_TIMEOUT_S) -> ConductorStatus:
+        """Fresh from the conductor."""
+        conductor = await self._connections.conductor()
+        return await conductor.call(Status(), timeout_s=timeout_s)
+
+    async def view(self) -> ClusterView:
+        """What was last known stays true while workers restart. Raises Unavailable before the first pair is there."""
+        now_s = self._clock.now_s()
+        if self._view is None or now_s - self._seen_s > self._max_age_s:
+            try:
+                self._view = _common((await self.status()).workers)
+                self._seen_s = now_s
+            except Unavailable:
+                if self._view is None:
+                    raise
+        return self._view
+
+
+def missing_roles(workers: tuple[WorkerStatus, ...]) -> list[str]:
+    """Roles of which no worker is registered."""
+    present = {worker.info.role for worker in workers}
+    return [role.value for role in WorkerRole if role not in present]
+
+
+def _common(workers: tuple[WorkerStatus, ...]) -> ClusterView:
+    missing = missing_roles(workers)
+    if missing:
+        raise Unavailable(f"no {' and no '.join(missing)} worker is registered")
+    info = workers[0].info  # the conductor lets only workers in that agree on both
+    pages = min(worker.info.num_pages for worker in workers)
+    return ClusterView(info.identity, info.block_tokens, pages * info.block_tokens)

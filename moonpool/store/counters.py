@@ -1,0 +1,27 @@
+"""What a client did, in plain numbers that any thread may add to."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+from moonpool.base.errors import MoonpoolError
+
+
+class ClientCounters:
+    """Names: bytes_read, bytes_written, hits, misses, corrupt_replicas, and refused_<code> per error code."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: Counter[str] = Counter(bytes_read=0, bytes_written=0, hits=0, misses=0, corrupt_replicas=0)
+
+    def add(self, name: str, amount: int = 1) -> None:
+        with self._lock:
+            self._values[name] += amount
+
+    def add_refusal(self, error: MoonpoolError) -> None:
+        self.add(f"refused_{error.code}")
+
+    def snapshot(self) -> dict[str, int]:
+        with self._lock:
+            return dict(self._values)

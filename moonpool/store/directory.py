@@ -1,0 +1,55 @@
+"""From a placement to memory: which segments there are, and the open handles to them. Thread-safe."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+
+from moonpool.base.errors import NotFound
+from moonpool.store.messages import Placement
+from moonpool.transfer.descriptor import SegmentDescriptor
+from moonpool.transfer.engine import TransferEngine
+from moonpool.transfer.host import host_id
+from moonpool.transfer.transports.base import RemoteSegment
+
+
+class SegmentDirectory:
+    """Asks the master (`list_segments`) only when it meets a segment or an incarnation it does not know."""
+
+    def __init__(self, engine: TransferEngine, list_segments: Callable[[], list[SegmentDescriptor]]) -> None:
+        self._engine = engine
+        self._list_segments = list_segments
+        self._lock = threading.Lock()
+        self._known: dict[str, SegmentDescriptor] = {}
+
+    def open(self, placement: Placement) -> RemoteSegment:
+        """NotFound when that incarnation is not mounted any more; PeerLost when its owner is gone."""
+        descriptor = self._known.get(placement.segment)
+        if descriptor is None or descriptor.incarnation != placement.incarnation:
+            self._refresh()
+            descriptor = self._known.get(placement.segment)
+        if descriptor is None or descriptor.incarnation != placement.incarnation:
+            raise NotFound(f"segment {placement.segment!r} was mounted anew or is gone")
+        return self._engine.open(descriptor)
+
+    def nearest_first(self, placements: Iterable[Placement]) -> list[Placement]:
+        """Replicas on this machine first."""
+        return sorted(placements, key=lambda each: not self._is_local(each.segment))
+
+    def local_segment(self) -> str | None:
+        """A segment on this machine, to prefer for new objects; None when there is none."""
+        if not self._known:
+            self._refresh()
+        return next((name for name in sorted(self._known) if self._is_local(name)), None)
+
+    def _is_local(self, name: str) -> bool:
+        descriptor = self._known.get(name)
+        return descriptor is not None and descriptor.host == host_id()
+
+    def _refresh(self) -> None:
+        fresh = {each.name: each for each in self._list_segments()}
+        with self._lock:
+            old, self._known = self._known, fresh
+        for name, descriptor in old.items():
+            if name not in fresh or fresh[name].incarnation != descriptor.incarnation:
+                self._engine.forget(descriptor)

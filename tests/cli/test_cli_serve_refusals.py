@@ -1,0 +1,94 @@
+"""`moonpool serve` where it cannot work: one clear line, exit code 1, nothing started, nothing left."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def runtime() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="mp-") as path:
+        yield Path(path)
+
+
+def refusal(runtime: Path, *arguments: str) -> str:
+    """The one line that `moonpool serve` ends with."""
+    begin_s = time.monotonic()
+    ran = subprocess.run(
+        [sys.executable, "-m", "moonpool", "serve", "--state-dir", str(runtime / "state"), *arguments],
+        env={**os.environ, "XDG_RUNTIME_DIR": str(runtime)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ran.returncode == 1
+    assert ran.stdout == ""
+    assert time.monotonic() - begin_s < 10  # a second or two, were the machine ours alone
+    assert [path.name for path in runtime.iterdir() if path.name.startswith("moonpool-")] == []
+    (line,) = ran.stderr.splitlines()
+    assert line.startswith("moonpool serve: ")
+    return line
+
+
+def tiny_model(folder: Path, missing_nbytes: int) -> str:
+    """A GGUF file with one tensor of 1,024 floats, cut short by `missing_nbytes`."""
+    import numpy as np
+    from gguf import GGUFWriter
+
+    path = folder / "tiny.gguf"
+    writer = GGUFWriter(path, "llama")
+    writer.add_context_length(64)
+    writer.add_embedding_length(32)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_tensor("token_embd.weight", np.zeros((32, 32), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    path.write_bytes(path.read_bytes()[: path.stat().st_size - missing_nbytes])
+    return str(path)
+
+
+def test_a_taken_port(runtime: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert f"port {port} of 127.0.0.1 is taken" in refusal(runtime, "--port", str(port))
+
+
+def test_a_pool_larger_than_the_machine(runtime: Path) -> None:
+    assert "not enough memory" in refusal(runtime, "--port", "0", "--dram", "100TB")
+
+
+def test_a_truncated_model(runtime: Path) -> None:
+    line = refusal(runtime, "--port", "0", "--model", tiny_model(runtime, missing_nbytes=1000))
+    assert "tiny.gguf is truncated" in line
+
+
+def test_an_unknown_model(runtime: Path) -> None:
+    assert "neither a known model" in refusal(runtime, "--port", "0", "--model", "no-such-model")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("--dram", "lots"), "not a size"),
+        (("--prefill", "0"), "at least one prefill"),
+        (("--port", "99999"), "is not a port"),
+        (("--tenants-file", "/nowhere.json"), "tenants file"),
+        (("--log-level", "LOUD"), "LOUD"),
+    ],
+)
+def test_wrong_settings(runtime: Path, arguments: tuple[str, ...], reason: str) -> None:
+    assert reason in refusal(runtime, "--port", "0", *arguments)

@@ -1,0 +1,293 @@
+"""The tcp transport against peers that misbehave: real sockets, hand-made bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from moonpool.base.errors import ConfigError, DeadlineExceeded, Overloaded, PeerLost, ProtocolError, Unavailable
+from moonpool.transfer.descriptor import SegmentDescriptor
+from moonpool.transfer.segment import Segment
+from moonpool.transfer.transports.tcp import TcpTransport
+from moonpool.transfer.transports.tcp_frames import (
+    RESPONSE_NBYTES,
+    Op,
+    Request,
+    Status,
+    pack_request,
+    pack_response,
+    unpack_error,
+    unpack_response,
+)
+
+NBYTES = 1 << 20
+
+
+class Owner:
+    """A fenced segment served by tcp, with connections of one's own to it."""
+
+    def __init__(self, **settings: float) -> None:
+        self.segment = Segment.allocate("seg", NBYTES, granule_nbytes=4096, incarnation=1)
+        self.transport = TcpTransport("127.0.0.1", **settings)  # type: ignore[arg-type]
+        self.endpoint = self.transport.serve(self.segment)
+        self.port = int(self.endpoint.rpartition(":")[2])
+        self.descriptor = describe(self.endpoint)
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=5)
+
+    def close(self) -> None:
+        self.transport.close()
+        self.segment.close()
+
+
+def describe(endpoint: str) -> SegmentDescriptor:
+    return SegmentDescriptor(name="seg", nbytes=NBYTES, incarnation=1, host="h", endpoints=(endpoint,))
+
+
+@pytest.fixture
+def owner() -> Iterator[Owner]:
+    made = Owner()
+    yield made
+    made.close()
+
+
+def answer(sock: socket.socket) -> tuple[Status, int, bytes]:
+    response = unpack_response(sock.recv(RESPONSE_NBYTES, socket.MSG_WAITALL))
+    return response.status, response.request_id, sock.recv(response.nbytes, socket.MSG_WAITALL)
+
+
+def test_pipelined_requests_are_answered_in_order(owner: Owner) -> None:
+    owner.segment.memory[:6] = b"abcdef"
+    with owner.connect() as sock:
+        sock.sendall(b"".join(pack_request(Request(Op.READ, n + 1, "seg", 1, n, 1)) for n in range(6)))
+        answers = [answer(sock) for _ in range(6)]
+    assert answers == [(Status.OK, n + 1, b"abcdef"[n : n + 1]) for n in range(6)]
+
+
+def test_a_refused_write_leaves_the_connection_in_step(owner: Owner) -> None:
+    with owner.connect() as sock:
+        sock.sendall(pack_request(Request(Op.WRITE, 1, "seg", 1, NBYTES - 10, 200_000, 1)) + bytes(200_000))
+        sock.sendall(pack_request(Request(Op.WRITE, 2, "other", 1, 0, 5, 1)) + b"12345")
+        sock.sendall(pack_request(Request(Op.WRITE, 3, "seg", 1, 0, 5, 1)) + b"12345")
+        answers = [answer(sock) for _ in range(3)]
+    assert [(status, id_) for status, id_, _ in answers] == [(Status.ERROR, 1), (Status.ERROR, 2), (Status.OK, 3)]
+    assert [unpack_error(answers[n][2]).code for n in (0, 1)] == ["invalid_input", "not_found"]
+    assert bytes(owner.segment.memory[:5]) == b"12345"
+
+
+def test_a_slow_writer_that_was_overtaken_cannot_overwrite(owner: Owner) -> None:
+    fence = owner.segment.fence
+    assert fence is not None
+    with owner.connect() as slow, owner.connect() as fast:
+        slow.sendall(pack_request(Request(Op.WRITE, 1, "seg", 1, 0, 8192, 5)) + b"s" * 4096)
+        wait_for(lambda: owner.segment.memory[4095] == ord("s"))
+        fast.sendall(pack_request(Request(Op.WRITE, 1, "seg", 1, 0, 8192, 6)) + b"f" * 8192)
+        assert answer(fast)[0] is Status.OK
+        slow.sendall(b"s" * 4096)
+        status, _, text = answer(slow)
+    assert status is Status.ERROR
+    assert unpack_error(text).code == "stale_generation"
+    assert bytes(owner.segment.memory[:8192]) == b"f" * 8192
+
+
+def test_a_broken_frame_gets_an_answer_and_the_door(owner: Owner) -> None:
+    with owner.connect() as sock:
+        sock.sendall(b"GET / HTTP/1.1\r\nHost: wrong-protocol\r\n\r\nmore than 48 bytes")
+        status, id_, text = answer(sock)
+        assert (status, id_) == (Status.ERROR, 0)
+        assert isinstance(unpack_error(text), ProtocolError)
+        with contextlib.suppress(ConnectionResetError):
+            assert sock.recv(1) == b""
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.binary(min_size=1, max_size=120), st.booleans(), st.booleans())
+def test_random_bytes_never_hurt_the_owner(owner: Owner, data: bytes, with_magic: bool, with_name: bool) -> None:
+    before = bytes(owner.segment.memory)
+    with owner.connect() as sock:
+        sock.sendall((b"MPTX\x01\x01" if with_magic else b"") + (b"\x03\x00" if with_name else b"") + data)
+        sock.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionResetError):
+            while sock.recv(65536):
+                pass
+    assert bytes(owner.segment.memory) == before
+    good = owner.transport.open(owner.descriptor, owner.endpoint, timeout_s=5)
+    good.read_into(0, [bytearray(10)], timeout_s=5)
+
+
+def test_a_stalled_request_is_cut_off() -> None:
+    owner = Owner(stall_timeout_s=0.1)
+    try:
+        with owner.connect() as idle, owner.connect() as stalled:
+            stalled.sendall(pack_request(Request(Op.WRITE, 1, "seg", 1, 0, 100, 1)) + b"only a part")
+            assert stalled.recv(1) == b""
+            # An idle connection is not a stalled one.
+            idle.sendall(pack_request(Request(Op.READ, 1, "seg", 1, 0, 1)))
+            assert answer(idle)[0] is Status.OK
+    finally:
+        owner.close()
+
+
+def test_too_many_connections_are_refused_and_places_come_free() -> None:
+    owner = Owner(max_connections=1)
+    client = TcpTransport(None)
+    try:
+        with owner.connect() as first:
+            first.sendall(pack_request(Request(Op.READ, 1, "seg", 1, 0, 1)))
+            answer(first)
+            with pytest.raises((Overloaded, PeerLost)):
+                client.open(owner.descriptor, owner.endpoint, timeout_s=5)
+        wait_for(lambda: can_open(client, owner))
+    finally:
+        client.close()
+        owner.close()
+
+
+def can_open(client: TcpTransport, owner: Owner) -> bool:
+    try:
+        client.open(owner.descriptor, owner.endpoint, timeout_s=5)
+    except (Overloaded, Unavailable):
+        return False
+    return True
+
+
+class Silent:
+    """Listens, reads, answers the first `answers` requests as empty successes, then nothing."""
+
+    def __init__(self, answers: int = 1) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"tcp:127.0.0.1:{self._listener.getsockname()[1]}"
+        self.accepted: list[socket.socket] = []
+        self.heard = threading.Semaphore(0)
+        self._answers = answers
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                sock, _ = self._listener.accept()
+                self.accepted.append(sock)
+                thread = threading.Thread(target=self._serve, args=(sock,))
+                self._threads.append(thread)
+                thread.start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := sock.recv(65536):
+                if self._answers:
+                    self._answers -= 1
+                    sock.sendall(pack_response(int.from_bytes(data[8:16], "little"), 0))
+                self.heard.release()
+
+    def hang_up(self) -> None:
+        for sock in [*self.accepted, self._listener]:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.hang_up()
+        for thread in self._threads:
+            thread.join(5)
+        for sock in [*self.accepted, self._listener]:
+            sock.close()
+
+
+@pytest.fixture
+def silent() -> Iterator[Silent]:
+    made = Silent()
+    yield made
+    made.close()
+
+
+def test_a_silent_owner_costs_the_deadline_and_no_more(silent: Silent) -> None:
+    client = TcpTransport(None)
+    remote = client.open(describe(silent.endpoint), silent.endpoint, timeout_s=5)
+    for _ in range(2):
+        started = time.monotonic()
+        with pytest.raises(DeadlineExceeded, match=r"0\.2 s"):
+            remote.read_into(0, [bytearray(100)], timeout_s=0.2)
+        assert 0.19 < time.monotonic() - started < 1.5
+    with pytest.raises(DeadlineExceeded):
+        remote.write_from(0, [np.zeros(NBYTES, np.uint8)], generation=1, timeout_s=0.1)
+    client.close()
+
+
+def test_waiting_for_a_lane_counts_too(silent: Silent) -> None:
+    client = TcpTransport(None, lanes=1)
+    remote = client.open(describe(silent.endpoint), silent.endpoint, timeout_s=5)
+    failures: list[Exception] = []
+
+    def read(timeout_s: float) -> None:
+        try:
+            remote.read_into(0, [bytearray(1)], timeout_s=timeout_s)
+        except Unavailable as error:
+            failures.append(error)
+
+    silent.heard.acquire(timeout=5)
+    holder = threading.Thread(target=read, args=(30,))
+    holder.start()
+    assert silent.heard.acquire(timeout=5)
+    read(0.1)
+    assert [type(error) for error in failures] == [DeadlineExceeded]
+    client.close()  # wakes the one that holds the lane
+    holder.join(5)
+    assert [type(error) for error in failures] == [DeadlineExceeded, PeerLost]
+
+
+def test_waiting_callers_learn_at_once_that_the_owner_hung_up(silent: Silent) -> None:
+    client = TcpTransport(None)
+    remote = client.open(describe(silent.endpoint), silent.endpoint, timeout_s=5)
+    silent.heard.acquire(timeout=5)
+    lost = threading.Event()
+
+    def read() -> None:
+        with pytest.raises(PeerLost):
+            remote.read_into(0, [bytearray(1)], timeout_s=60)
+        lost.set()
+
+    waiter = threading.Thread(target=read)
+    waiter.start()
+    assert silent.heard.acquire(timeout=5)
+    silent.hang_up()
+    assert lost.wait(2)
+    waiter.join(5)
+    client.close()
+
+
+def test_a_dropped_lane_is_replaced(owner: Owner) -> None:
+    client = TcpTransport(None, lanes=1)
+    remote = client.open(owner.descriptor, owner.endpoint, timeout_s=5)
+    with pytest.raises(DeadlineExceeded):
+        remote.read_into(0, [bytearray(1)], timeout_s=0)
+    owner.segment.memory[:2] = b"ok"
+    buffer = bytearray(2)
+    remote.read_into(0, [buffer], timeout_s=5)
+    assert buffer == b"ok"
+    client.close()
+
+
+def test_listening_everywhere_needs_a_name_for_others() -> None:
+    with pytest.raises(ConfigError, match="tcp_advertise_host"):
+        TcpTransport("0.0.0.0")
+    transport = TcpTransport("0.0.0.0", advertise_host="example.test")
+    with Segment.over("s", bytearray(1), incarnation=1) as segment:
+        assert transport.serve(segment).startswith("tcp:example.test:")
+        transport.close()
+
+
+def wait_for(condition: object, timeout_s: float = 5.0) -> None:
+    """Polls until the condition holds; for effects in another thread that nothing announces."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline, "the condition never came true"
+        time.sleep(0.005)
