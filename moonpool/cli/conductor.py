@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import typer
-
 from moonpool.base.process import ProcessConfig, run_role
 from moonpool.cli.options import command_from
 from moonpool.conductor.service import Conductor, ConductorConfig
 
 
 def _run(config: ConductorConfig, process: ProcessConfig) -> None:
-    raise typer.Exit(run_role(config.name, lambda: Conductor(config), process))
+    run_role(config.name, lambda: Conductor(config), process)
 
 
 command = command_from(_run, ConductorConfig, ProcessConfig)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import typer
-
 from moonpool.base.process import ProcessConfig, run_role
 from moonpool.cli.options import command_from
 from moonpool.server.frontend import Frontend, FrontendConfig
 
 
 def _run(config: FrontendConfig, process: ProcessConfig) -> None:
-    raise typer.Exit(run_role("frontend", lambda: Frontend(config), process))
+    run_role("frontend", lambda: Frontend(config), process)
 
 
 command = command_from(_run, FrontendConfig, ProcessConfig)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import typer
-
 from moonpool.base.process import ProcessConfig, run_role
 from moonpool.cli.options import command_from
 from moonpool.store.master import Master, MasterConfig
 
 
 def _run(config: MasterConfig, process: ProcessConfig) -> None:
-    raise typer.Exit(run_role("master", lambda: Master(config), process))
+    run_role("master", lambda: Master(config), process)
 
 
 command = command_from(_run, MasterConfig, ProcessConfig)

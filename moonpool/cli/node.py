@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import typer
-
 from moonpool.base.process import ProcessConfig, run_role
 from moonpool.cli.options import command_from
 from moonpool.store.node import Node, NodeConfig
 
 
 def _run(config: NodeConfig, process: ProcessConfig) -> None:
-    raise typer.Exit(run_role(config.name, lambda: Node(config), process))
+    run_role(config.name, lambda: Node(config), process)
 
 
 command = command_from(_run, NodeConfig, ProcessConfig)

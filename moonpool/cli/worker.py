@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import typer
-
 from moonpool.base.process import ProcessConfig, Service, run_role
 from moonpool.cli.options import command_from
 from moonpool.engine.worker.config import WorkerConfig
 
 
 def _run(config: WorkerConfig, process: ProcessConfig) -> None:
-    raise typer.Exit(run_role(config.name, lambda: _make(config), process))
+    run_role(config.name, lambda: _make(config), process)
 
 
 def _make(config: WorkerConfig) -> Service:

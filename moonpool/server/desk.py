@@ -123,7 +123,7 @@ class Desk:
 
     def _check(self, prompt: list[int], body: SamplingBody, max_len: int) -> int:
         """The output's room; InvalidInput for sampling values that do not go together."""
-        room = output_room(len(prompt), body.wanted_tokens, max_len)
+        room = output_room(len(prompt), body, max_len)
         if body.min_tokens is not None and body.min_tokens > room:
             raise InvalidInput(f"min_tokens must be at most {room} here", param="min_tokens")
         body.sampling(max_tokens=room, seed=0)

@@ -53,9 +53,7 @@ class FrontendConfig:
 class Frontend:
     """A base.process.Service. `start` returns the URL."""
 
-    def __init__(
-        self, config: FrontendConfig, load: Callable[[FrontendConfig], ServedModel] | None = None
-    ) -> None:
+    def __init__(self, config: FrontendConfig, load: Callable[[FrontendConfig], ServedModel] | None = None) -> None:
         self.config = config
         self._load = load or load_model
         self._connections: Connections | None = None

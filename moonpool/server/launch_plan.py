@@ -68,13 +68,14 @@ class ServeConfig:
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """One process: `moonpool COMMAND` with `options`. `after` and `first_after` as in supervisor.ChildSpec."""
+    """One process: `moonpool COMMAND` with `options`. `after`, `first_after` and `uses` as in supervisor.ChildSpec."""
 
     name: str
     command: str
     options: Mapping[str, object]
     after: tuple[str, ...] = ()
     first_after: tuple[str, ...] = ()
+    uses: tuple[str, ...] = ()
     start_timeout_s: float = 60.0
 
 
@@ -155,4 +156,4 @@ def _frontend(config: ServeConfig, run_dir: Path, state_dir: Path, workers: tupl
         "state_dir": str(state_dir),
         "log_level": config.log_level,
     }
-    return Role(FRONTEND, "frontend", options, after=(CONDUCTOR,), first_after=workers)
+    return Role(FRONTEND, "frontend", options, after=(CONDUCTOR,), uses=workers)

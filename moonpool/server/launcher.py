@@ -8,6 +8,7 @@ themselves (base/lifeline.py).
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -34,6 +35,7 @@ from moonpool.server.supervisor import (
     Tick,
 )
 
+_LOG = logging.getLogger(__name__)
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -52,7 +54,7 @@ class Launcher:
         self._on_complete = on_complete
         self._log_dir = log_dir
         self._supervisor = Supervisor(
-            [ChildSpec(role.name, role.after, role.first_after, role.start_timeout_s) for role in roles]
+            [ChildSpec(r.name, r.after, r.first_after, r.uses, r.start_timeout_s) for r in roles]
         )
         self._clock = SystemClock()
         self._progress = Progress(self._clock)
@@ -100,8 +102,10 @@ class Launcher:
             case Start(name):
                 await self._start(self._roles[name])
             case Terminate(name):
+                _LOG.debug("%s: SIGTERM", name)
                 self._children[name].terminate()
             case Kill(name):
+                _LOG.debug("%s: SIGKILL", name)
                 self._children[name].kill()
             case Restarting(name, why, delay_s):
                 say(f"{name} ended ({why}); starting it again in {delay_s:.1f} s", "yellow")
@@ -129,4 +133,5 @@ class Launcher:
             self._events.put_nowait(Ready(name))
         status = await child.wait()
         self._progress.ended(name)
+        _LOG.debug("%s: %s", name, status)
         self._events.put_nowait(Exited(name, status, report.error if report is not None else None))

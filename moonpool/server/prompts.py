@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from moonpool.base.errors import InvalidInput, PromptTooLong
-from moonpool.server.schema import ChatBody, CompletionBody
+from moonpool.server.schema import ChatBody, CompletionBody, SamplingBody
 from moonpool.server.text import TokenDecoder
 
 
@@ -43,18 +43,21 @@ def encode_completion(codec: TextCodec, body: CompletionBody) -> list[list[int]]
     return prompts
 
 
-def output_room(num_prompt_tokens: int, wanted_tokens: int | None, max_model_len: int) -> int:
+def output_room(num_prompt_tokens: int, body: SamplingBody, max_model_len: int) -> int:
     """How many tokens may be generated. PromptTooLong when prompt and wish do not fit the context together."""
     room = max_model_len - num_prompt_tokens
+    wanted_tokens = body.wanted_tokens
     if room < 1:
         raise PromptTooLong(
             f"the prompt has {num_prompt_tokens} tokens; the context is {max_model_len} tokens, output included",
-            param="messages",
+            param=body.PROMPT_FIELD,
         )
-    if wanted_tokens is not None and wanted_tokens > room:
+    if wanted_tokens is None:
+        return room if body.DEFAULT_TOKENS is None else min(room, body.DEFAULT_TOKENS)
+    if wanted_tokens > room:
         raise PromptTooLong(
             f"{num_prompt_tokens} prompt tokens and {wanted_tokens} output tokens "
             f"exceed the context of {max_model_len} tokens",
             param="max_tokens",
         )
-    return room if wanted_tokens is None else wanted_tokens
+    return wanted_tokens

@@ -49,6 +49,8 @@ class StreamOptions(Body):
 class SamplingBody(Body):
     """What both endpoints share. `null` means the default, as OpenAI's clients send it."""
 
+    PROMPT_FIELD: ClassVar[str] = "prompt"
+    DEFAULT_TOKENS: ClassVar[int | None] = None  # None: as many as fit the context
     UNSUPPORTED: ClassVar[dict[str, str]] = {
         "logit_bias": "logit_bias is not supported",
         "guided_json": "guided decoding is not supported",
@@ -117,7 +119,7 @@ class SamplingBody(Body):
 
     @property
     def wanted_tokens(self) -> int | None:
-        """The most output tokens; None is as many as fit the context."""
+        """The most output tokens; None is the endpoint's default."""
         return self.max_tokens
 
     @property
@@ -176,6 +178,7 @@ class ChatMessage(Body):
 class ChatBody(SamplingBody):
     """POST /v1/chat/completions."""
 
+    PROMPT_FIELD: ClassVar[str] = "messages"
     UNSUPPORTED: ClassVar[dict[str, str]] = {
         **SamplingBody.UNSUPPORTED,
         "tools": "tools are not supported",
@@ -223,6 +226,7 @@ class ChatBody(SamplingBody):
 class CompletionBody(SamplingBody):
     """POST /v1/completions."""
 
+    DEFAULT_TOKENS: ClassVar[int | None] = DEFAULT_COMPLETION_TOKENS
     UNSUPPORTED: ClassVar[dict[str, str]] = {
         **SamplingBody.UNSUPPORTED,
         "echo": "echo is not supported",
@@ -259,10 +263,6 @@ class CompletionBody(SamplingBody):
         if isinstance(self.prompt[0], int):
             return [self.prompt]
         return list(cast(list[str | list[int]], self.prompt))
-
-    @property
-    def wanted_tokens(self) -> int | None:
-        return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property
     def wanted_logprobs(self) -> int | None:

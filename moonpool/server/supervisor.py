@@ -24,12 +24,20 @@ KILL_AFTER_S = 3.5
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """`after`: these must be ready before any start; `first_after`: only before the first one."""
+    """`after`: these must be ready before any start; `first_after`: only before the first one.
+
+    At a stop it goes before all of these, and before those in `uses`, which it can start without.
+    """
 
     name: str
     after: tuple[str, ...] = ()
     first_after: tuple[str, ...] = ()
+    uses: tuple[str, ...] = ()
     start_timeout_s: float = 60.0
+
+    @property
+    def stops_before(self) -> tuple[str, ...]:
+        return self.after + self.first_after + self.uses
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +264,7 @@ class Supervisor:
         return actions
 
     def _is_used(self, name: str) -> bool:
-        return any(c.alive and name in c.spec.after + c.spec.first_after for c in self._children.values())
+        return any(child.alive and name in child.spec.stops_before for child in self._children.values())
 
     def _kill_all(self) -> list[Action]:
         actions: list[Action] = []
@@ -278,6 +286,6 @@ class Supervisor:
         """Needs name earlier children only, so there is always one that can start."""
         seen: set[str] = set()
         for child in self._children.values():
-            missing = set(child.spec.after + child.spec.first_after) - seen
+            missing = set(child.spec.stops_before) - seen
             assert not missing, f"{child.spec.name} needs {sorted(missing)}, which come later or never"
             seen.add(child.spec.name)

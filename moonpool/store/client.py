@@ -13,8 +13,16 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from moonpool.base.errors import AlreadyExists, InvalidInput, MoonpoolError, NotFound, PeerLost, Refused, from_wire
-from moonpool.base.errors import StaleGeneration as StaleGenerationError
+from moonpool.base.errors import (
+    AlreadyExists,
+    InvalidInput,
+    MoonpoolError,
+    NotFound,
+    PeerLost,
+    Refused,
+    StaleGeneration,
+    from_wire,
+)
 from moonpool.base.rpc import BlockingClient, Call
 from moonpool.store import messages as m
 from moonpool.store.counters import ClientCounters
@@ -112,7 +120,8 @@ class StoreClient:
             )
             for each in requests
         ]
-        outcomes = self._call(m.PutStart(items=items))
+        # Said twice it is refused at worst: a first one that did arrive holds its keys until it is discarded.
+        outcomes = self._ask(m.PutStart(items=items))
         return [self._session(request, outcome) for request, outcome in zip(requests, outcomes, strict=True)]
 
     def finish_puts(self, sessions: Sequence[PutSession]) -> list[MoonpoolError | None]:
@@ -182,7 +191,7 @@ class StoreClient:
 
         Raises Unavailable when the master or every node that holds it is out of reach.
         """
-        found = self._get(key, lambda nbytes: memoryview(np.empty(nbytes, dtype=np.uint8)))
+        found = self._get(key, lambda nbytes: np.empty(nbytes, dtype=np.uint8).data)
         return None if found is None else found.tobytes()
 
     def get_into(self, key: bytes, into: Buffer) -> int | None:
@@ -204,7 +213,7 @@ class StoreClient:
                 return None
             try:
                 return _read_all(self.open_read(info, identity=None), take)
-            except StaleGenerationError as error:
+            except StaleGeneration as error:
                 self._counters.add_refusal(error)
             except (Refused, NotFound) as error:
                 self._counters.add_refusal(error)

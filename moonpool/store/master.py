@@ -12,9 +12,11 @@ from typing import Any
 
 from moonpool.base.clock import Clock, SystemClock
 from moonpool.base.errors import ConfigError
+from moonpool.base.metrics import GetMetrics
 from moonpool.base.rpc import Call, Peer, RpcServer
 from moonpool.store import messages as m
 from moonpool.store.events import ChangeFeed
+from moonpool.store.metrics import pool_metrics
 from moonpool.store.rules import PoolRules
 from moonpool.store.state import EPOCH_BITS, PoolState
 
@@ -23,10 +25,10 @@ EPOCH_FILE = "epoch"
 
 @dataclass(frozen=True, kw_only=True)
 class MasterConfig(PoolRules):
-    """`data_dir` keeps the epoch between lives; two masters must not share it."""
+    """The pool's rules, and how the master serves them. Two masters must not share a `data_dir`."""
 
-    data_dir: str
-    listen: str = "tcp:127.0.0.1:7700"
+    data_dir: str  # where the epoch is kept between lives
+    listen: str = "tcp:127.0.0.1:7700"  # unix:/path or tcp:host:port
     tick_s: float = 0.05  # how often time is looked at
     event_delay_s: float = 0.005  # changes are gathered this long before listeners hear of them
     max_pending_event_keys: int = 1_000_000  # a listener this far behind is dropped
@@ -111,6 +113,7 @@ class Master:
             m.Unpin: lambda c, peer: state.unpin(self._connection(peer), c.keys, now()),
             m.Why: lambda c, _: state.why(c.key, now()),
             m.Stats: lambda c, _: state.stats(),
+            GetMetrics: lambda c, _: pool_metrics(state.stats()),
             m.Subscribe: self._subscribe,
         }
         changes: dict[type[Call[Any]], Callable[[Any], Any]] = {

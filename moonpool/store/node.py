@@ -28,17 +28,17 @@ _GOODBYE_TIMEOUT_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class NodeConfig:
-    """`tcp_host` None keeps the segment to this machine."""
+    """What a node offers, and where. The name is unique in the pool and stays the same across restarts."""
 
-    name: str
+    name: str  # unique in the pool, the same after a restart
     master_address: str
-    dram_nbytes: int
-    run_dir: str
-    tcp_host: str | None = "127.0.0.1"
+    dram_nbytes: int  # memory for the pool, taken at start
+    run_dir: str  # where processes of this machine find its socket
+    tcp_host: str | None = "127.0.0.1"  # for other machines; None keeps the memory to this one
     tcp_port: int = 0
-    tcp_advertise_host: str | None = None
-    start_timeout_s: float = 10.0
-    retry_s: float = 0.2
+    tcp_advertise_host: str | None = None  # what others connect to, if not tcp_host
+    start_timeout_s: float = 10.0  # for the master to answer
+    retry_s: float = 0.2  # between attempts to reach a lost master
 
     def __post_init__(self) -> None:
         if self.dram_nbytes < GRANULE_NBYTES:

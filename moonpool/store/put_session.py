@@ -60,6 +60,7 @@ class PutSession:
         self._timeout_s = timeout_s
         self._replicas = list(grant.replicas)
         self._failed: list[str] = []
+        self._failure: MoonpoolError | None = None
         self._checksums: list[int | None] = [None] * len(request.piece_nbytes)
         first = header_nbytes(len(request.key), len(request.piece_nbytes))
         self._offsets = list(accumulate(request.piece_nbytes, initial=first))
@@ -102,20 +103,20 @@ class PutSession:
         return Written(self.key, self.generation, tuple(self._failed))
 
     def _write(self, at: int, view: memoryview) -> None:
-        failure: MoonpoolError | None = None
         for placement in list(self._replicas):
             try:
                 remote = self._directory.open(placement)
                 remote.write_from(placement.offset + at, [view], generation=self.generation, timeout_s=self._timeout_s)
             except (Unavailable, NotFound, StaleGeneration) as error:
-                failure = error
                 self._give_up(placement, error)
         if not self._replicas:
-            raise failure or Unavailable(f"no replica of {self.key.hex()[:16]} can be written")
+            assert self._failure is not None, "a grant has a replica, so one has failed"
+            raise self._failure
 
     def _give_up(self, placement: Placement, error: MoonpoolError) -> None:
         # After a lost connection or a deadline the bytes may still be on their way to the other side.
         self.settled = self.settled and not isinstance(error, Unavailable)
+        self._failure = error
         if placement in self._replicas:  # another thread may have been first
             self._replicas.remove(placement)
             self._failed.append(placement.segment)

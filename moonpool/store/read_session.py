@@ -109,7 +109,7 @@ class ReadSession:
         raise failure
 
     def _give_up(self, error: MoonpoolError) -> None:
-        """Reports wrong bytes. If the master says that the object is another by now, nothing is corrupt: we are late."""
+        """Reports wrong bytes. When the master says that the object is another by now, we were only late."""
         if isinstance(error, Unavailable | NotFound):
             return
         if not self._report_corrupt(self.info, self._placement):

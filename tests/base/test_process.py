@@ -37,7 +37,7 @@ class Service:
         if self.kind == "hangs": time.sleep(60)
 
 fd = int(sys.argv[2]) if len(sys.argv) > 2 else None
-sys.exit(run_role("test", lambda: Service(sys.argv[1]), ProcessConfig(ready_fd=fd)))
+run_role("test", lambda: Service(sys.argv[1]), ProcessConfig(ready_fd=fd))
 """
 
 

@@ -144,6 +144,9 @@ def impostor(tmp_path: Path, talk: Callable[[socket.socket], None]) -> Iterator[
             peer, _ = listener.accept()
             with peer:
                 talk(peer)
+                peer.shutdown(socket.SHUT_WR)
+                while peer.recv(65536):
+                    pass
 
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
@@ -164,6 +167,7 @@ HELLO = encode_value(FrameKind.HELLO, 0, Hello("testing"))
         HELLO + struct.pack("<2sBBIQ", b"MP", 1, 2, 2**32 - 1, 1),
         encode_frame(FrameKind.REPLY, 0, b""),
     ],
+    ids=["http", "other call", "not msgpack", "other type", "too large", "no hello"],
 )
 def test_nonsense_from_the_server(tmp_path: Path, answer: bytes) -> None:
     with impostor(tmp_path, lambda peer: peer.sendall(answer)) as address:

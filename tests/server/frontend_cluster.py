@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -108,7 +108,8 @@ class ToyWorker:
         self.die_after: int | None = None
         self.die_during_prefill = False
         self.errors: list[MoonpoolError] = []
-        self.stall = False
+        self.may_go_on = asyncio.Event()
+        self.may_go_on.set()
         self.gone = asyncio.Event()
         self.num_pages = 1000
         self._conductor_address = conductor_address
@@ -174,8 +175,7 @@ class ToyWorker:
         for count in itertools.count():
             if count == self.die_after:
                 await self._die()
-            while self.stall:
-                await asyncio.sleep(0.01)
+            await self.may_go_on.wait()
             await asyncio.sleep(self.token_s)
             out = toy_token(spec.params, tokens)
             tokens.append(out.token)
@@ -193,8 +193,7 @@ class ToyWorker:
                 raise self.errors.pop(0)
             if self.die_during_prefill or len(self.specs) - 1 == self.die_after:
                 await self._die()
-            while self.stall:
-                await asyncio.sleep(0.01)
+            await self.may_go_on.wait()
             return await self._hand_over(call)
         finally:
             self.num_active -= 1
@@ -298,9 +297,16 @@ class ToyCluster:
 
     async def until_idle(self) -> None:
         """Returns when no worker holds anything for anybody."""
-        async with asyncio.timeout(5):
-            while any(worker.num_active for worker in self.workers.values()):
-                await asyncio.sleep(0.005)
+        await until(lambda: not any(worker.num_active for worker in self.workers.values()))
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Waits for something that other tasks bring about, five seconds at most."""
+    for _ in range(1000):
+        if holds():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("it did not happen")
 
 
 def load_toy(config: FrontendConfig) -> ServedModel:

@@ -115,7 +115,9 @@ async def test_n_choices_streamed(client):
 
 async def test_without_a_seed_answers_differ(client):
     texts = {
-        (await client.chat.completions.create(model=MODEL, messages=messages(), max_tokens=12)).choices[0].message.content
+        (await client.chat.completions.create(model=MODEL, messages=messages(), max_tokens=12))
+        .choices[0]
+        .message.content
         for _ in range(3)
     }
     assert len(texts) > 1
@@ -158,7 +160,12 @@ def _content(logprobs) -> list:
 
 @pytest.mark.parametrize(
     "prompt",
-    ["once upon", ["once upon"], [111, 110, 99, 101, 32, 117, 112, 111, 110], [[111, 110, 99, 101, 32, 117, 112, 111, 110]]],
+    [
+        "once upon",
+        ["once upon"],
+        [111, 110, 99, 101, 32, 117, 112, 111, 110],
+        [[111, 110, 99, 101, 32, 117, 112, 111, 110]],
+    ],
 )
 async def test_completions_take_text_and_tokens(client, prompt):
     answer = await client.completions.create(model=MODEL, prompt=prompt, seed=0)

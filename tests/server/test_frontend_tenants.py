@@ -77,7 +77,9 @@ def test_keys_lead_to_tenants_with_their_own_secrets(tmp_path):
     assert repr(a.secret) not in repr(a)
 
 
-@pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer ", f"Basic {KEY}", KEY, "Bearer wrong", "Bearer \udc80"])
+@pytest.mark.parametrize(
+    "header", [None, "", "Bearer", "Bearer ", f"Basic {KEY}", KEY, "Bearer wrong", "Bearer \udc80"]
+)
 def test_other_keys_are_refused_without_repeating_them(tmp_path, header):
     tenants = load_tenants(tmp_path, tenants_file(tmp_path, {"tenants": [{"name": "a", "api_keys": [KEY]}]}))
     with pytest.raises(Unauthorized) as caught:

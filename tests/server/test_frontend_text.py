@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 from frontend_cluster import LetterDecoder
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +23,7 @@ def naive(text: str, stops: list[str]) -> tuple[str, bool]:
 
 def cut(text: str, cuts: list[int]) -> list[str]:
     edges = [0, *sorted(at % (len(text) + 1) for at in cuts), len(text)]
-    return [text[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+    return [text[start:end] for start, end in itertools.pairwise(edges)]
 
 
 @given(LETTERS, STOPS, st.lists(st.integers(0, 100), max_size=10))

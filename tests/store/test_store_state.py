@@ -77,7 +77,13 @@ def test_a_taken_key_is_refused() -> None:
 
 def test_bad_items_do_not_fail_their_neighbours() -> None:
     state = pool("a")
-    items = [PutItem(b"", G), PutItem(b"ok", G), PutItem(b"z", 0), PutItem(b"r", G, num_replicas=0), PutItem(b"b", 99 * G)]
+    items = [
+        PutItem(b"", G),
+        PutItem(b"ok", G),
+        PutItem(b"z", 0),
+        PutItem(b"r", G, num_replicas=0),
+        PutItem(b"b", 99 * G),
+    ]
     outcomes = state.put_start(items, 0.0)
     assert [each.refusal.code if each.refusal else None for each in outcomes] == [
         "invalid_input", None, "invalid_input", "invalid_input", "no_space",

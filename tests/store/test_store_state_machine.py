@@ -14,7 +14,13 @@ from moonpool.transfer.descriptor import SegmentDescriptor
 
 G = GRANULE_NBYTES
 RULES = PoolRules(
-    lease_s=5, high_watermark=0.8, low_watermark=0.5, put_discard_s=8, put_release_s=20, segment_ttl_s=30, step_objects=3
+    lease_s=5,
+    high_watermark=0.8,
+    low_watermark=0.5,
+    put_discard_s=8,
+    put_release_s=20,
+    segment_ttl_s=30,
+    step_objects=3,
 )
 KEYS = st.sampled_from([b"k%d" % number for number in range(12)])
 SEGMENTS = st.sampled_from(["a", "b", "c"])

@@ -1,7 +1,8 @@
 """A process that serves one segment until its standard input ends (so it never outlives the test).
 
-usage: segment_owner.py RUN_DIR NBYTES INCARNATION TCP_PORT(0: any) GRANULE(0: none) ; prints the descriptor as JSON, then answers each
-line "crc" with the checksum of its memory.
+usage: segment_owner.py RUN_DIR NBYTES INCARNATION TCP_PORT GRANULE_NBYTES      (0: any port, no fence)
+
+Prints the descriptor as JSON, then answers every line it reads with the checksum of its memory.
 """
 
 from __future__ import annotations

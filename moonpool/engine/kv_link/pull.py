@@ -16,7 +16,8 @@ from moonpool.base.errors import DeadlineExceeded, MoonpoolError, NotFound
 from moonpool.base.keys import object_key
 from moonpool.engine.kv_link.pieces import PieceMemory
 from moonpool.engine.step import Admitted
-from moonpool.store.client import ReadSession, StoreClient
+from moonpool.store.client import StoreClient
+from moonpool.store.read_session import ReadSession
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,8 @@ from moonpool.base.rpc import BlockingClient
 from moonpool.engine.kv_link.outbox import Outbox, Urgency
 from moonpool.engine.kv_link.pieces import PieceMemory
 from moonpool.engine.messages import AbortHandoff, CommitHandoff, OpenHandoff, Ticket, TokenOut
-from moonpool.store.client import PutRequest, PutSession, StoreClient
+from moonpool.store.client import StoreClient
+from moonpool.store.put_session import PutRequest, PutSession
 from moonpool.transfer.engine import TransferEngine
 from moonpool.transfer.transports.base import RemoteSegment
 

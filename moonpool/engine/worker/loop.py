@@ -85,9 +85,10 @@ class EngineLoop:
             self._on_fatal(error)
 
     def _step(self) -> bool:
-        outputs = self._engine.step()
-        self._on_step(outputs)
-        return self._engine.scheduler.last_step_computed
+        """Whether anything was computed."""
+        before = self._engine.num_steps
+        self._on_step(self._engine.step())
+        return self._engine.num_steps > before
 
     def _drain(self, stalled: bool) -> bool:
         """Runs what was posted, waiting for it when there is nothing else to do. False: closed."""

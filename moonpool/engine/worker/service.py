@@ -237,8 +237,8 @@ class Worker:
             reserved_pages=self._reservations.num_pages,
             num_waiting=scheduler.roster.num_waiting,
             num_running=scheduler.roster.num_running,
-            pool_read_nbytes=counters["read_nbytes"],
-            pool_written_nbytes=counters["written_nbytes"],
+            pool_read_nbytes=counters["bytes_read"],
+            pool_written_nbytes=counters["bytes_written"],
             handoff_nbytes=self._samples.handoff_nbytes,
             pull_failures={**self._samples.pull_failures, **self._pool.failures},
         )

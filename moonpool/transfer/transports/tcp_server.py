@@ -85,13 +85,13 @@ class TcpServer:
 
     def _start(self, sock: socket.socket) -> None:
         with self._lock:
-            admitted = not self._closed.is_set() and len(self._connections) < self._max_connections
-            if admitted:
+            if not self._closed.is_set() and len(self._connections) < self._max_connections:
                 thread = threading.Thread(target=self._run, args=(sock,), name=f"tcp-serve-{self.port}", daemon=True)
                 self._connections[sock] = thread
                 thread.start()
-        if not admitted:
-            with sock, contextlib.suppress(OSError):
+                return
+        with sock, contextlib.suppress(OSError):
+            if not self._closed.is_set():
                 send_all(sock, [pack_refusal(0, Overloaded("too many connections to this owner"))], Deadline(0.1))
                 sock.shutdown(socket.SHUT_WR)
 

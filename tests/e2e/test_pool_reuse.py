@@ -1,0 +1,128 @@
+"""KV is reused through the pool: across a killed worker, across workers, across turns, across restarts.
+
+A hit in a worker's own pages does not count here: the bytes that workers read from the pool are what is checked.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from e2e_service import BLOCK_TOKENS, Service, keys_of, running, wait_until
+
+from moonpool.base.keys import object_key
+from moonpool.store.messages import SERVICE as STORE
+from moonpool.store.messages import Exist
+
+pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
+
+
+def long_prompt(seed: int, num_tokens: int = 1500) -> list[int]:
+    return [(seed * 7919 + i * 104_729) % 40_000 + 500 for i in range(num_tokens)]
+
+
+def wait_stored(service: Service, tokens: list[int]) -> None:
+    """Putting is behind the answer; a reuse that is asked for must have something to reuse."""
+    keys = [object_key(key) for key in keys_of(tokens)]
+    wait_until(
+        lambda: all(service.ask(service.address("master"), STORE, Exist(keys=keys))), 20, "all blocks are in the pool"
+    )
+
+
+def test_after_kill_9_the_pool_answers_for_the_lost_pages(one_each: Service) -> None:
+    prompt = long_prompt(1)
+    cold = one_each.generate(prompt)
+    wait_stored(one_each, prompt)
+    one_each.kill_and_wait_back("prefill-0")
+    assert one_each.stats("prefill-0").cached_pages == 0
+    warm = one_each.generate(prompt)
+    check_reused(one_each, "prefill-0", cold, warm, prompt)
+
+
+def test_another_prefill_worker_takes_it(two_each: Service) -> None:
+    prompt = long_prompt(2)
+    cold = two_each.generate(prompt)
+    wait_stored(two_each, prompt)
+    first = holder(two_each, prompt)
+    other = {"prefill-0": "prefill-1", "prefill-1": "prefill-0"}[first]
+    read_before = two_each.stats(other).pool_read_nbytes
+    two_each.role(first).suspend()  # it stays registered but answers nobody: only the other one can take it
+    try:
+        two_each.role(first).kill()
+        wait_until(lambda: two_each.worker_incarnation(first) is None, 10, f"{first} is gone")
+        warm = two_each.generate(prompt)
+    finally:
+        wait_until(lambda: two_each.worker_incarnation(first) is not None, 60, f"{first} is back")
+    check_reused(two_each, other, cold, warm, prompt, read_before)
+
+
+def holder(service: Service, prompt: list[int]) -> str:
+    """The prefill worker in whose pages the prompt is."""
+    by_cached = {name: service.stats(name).cached_pages for name in ("prefill-0", "prefill-1")}
+    return max(by_cached, key=lambda name: by_cached[name])
+
+
+def check_reused(service: Service, worker: str, cold: object, warm: object, prompt: list[int], before: int = 0) -> None:
+    assert warm.tokens == cold.tokens  # type: ignore[attr-defined]
+    reply = warm.prefill  # type: ignore[attr-defined]
+    assert reply.local_tokens == 0, "this worker had nothing of its own"
+    assert reply.pool_tokens >= 0.9 * len(prompt)
+    stats = service.stats(worker)
+    page_nbytes = reply.pool_nbytes // (reply.pool_tokens // BLOCK_TOKENS)
+    assert stats.pool_read_nbytes - before >= reply.pool_tokens // BLOCK_TOKENS * page_nbytes
+    assert warm.ttft_s <= cold.ttft_s / 5, f"{cold.ttft_s:.2f} s cold, {warm.ttft_s:.2f} s warm"  # type: ignore[attr-defined]
+
+
+def test_the_next_turn_hits_what_decoding_produced(one_each: Service) -> None:
+    prompt = long_prompt(3, 100)
+    first = one_each.generate(prompt, 160, ignore_eos=True)
+    turn = prompt + first.tokens
+    produced = len(turn) - 1  # the last token's KV is never computed
+    wait_stored(one_each, turn[: produced // BLOCK_TOKENS * BLOCK_TOKENS])
+    one_each.kill_and_wait_back("prefill-0")
+    second = one_each.generate([*turn, *long_prompt(4, 30)])
+    assert second.prefill is not None
+    assert second.prefill.local_tokens == 0
+    assert second.prefill.pool_tokens == produced // BLOCK_TOKENS * BLOCK_TOKENS > len(prompt)
+
+
+def test_usage_reports_cached_tokens_over_http(one_each: Service) -> None:
+    body = {"model": "smollm2", "prompt": long_prompt(5, 700), "max_tokens": 4, "temperature": 0}
+    cached = []
+    for _ in range(2):
+        events = list(one_each.stream("/v1/completions", {**body, "stream_options": {"include_usage": True}}))
+        cached.append(events[-1]["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert cached == [0, 640]
+
+
+def test_after_a_restart_of_everything_the_keys_are_the_same(tmp_path: Path) -> None:
+    """The tenants' secrets are on disk: the same text leads to the same blocks, under the same keys."""
+    text = "The lighthouse keeper wrote down every ship that passed, its flag and its heading. " * 12
+    found = []
+    for _ in range(2):
+        with running(tmp_path) as service:
+            list(service.stream("/v1/completions", {"model": "smollm2", "prompt": text, "max_tokens": 2}))
+            wait_until(lambda s=service: s.status().pool_blocks > 0, 20, "the pool has blocks")  # type: ignore[misc]
+            found.append(stored_keys(service))
+    assert found[0], "nothing was stored"
+    assert found[0] == found[1]
+
+
+def stored_keys(service: Service) -> set[bytes]:
+    """All keys in the pool, from the master's own event stream."""
+    import asyncio
+
+    from moonpool.base.rpc import AsyncClient
+    from moonpool.store.messages import Subscribe
+
+    async def read() -> set[bytes]:
+        client = await AsyncClient.connect(service.address("master"), STORE)
+        keys: set[bytes] = set()
+        async for batch in client.stream(Subscribe()):
+            keys.update(batch.stored)
+            if batch.snapshot:
+                break
+        client.close()
+        return keys
+
+    return asyncio.run(read())

@@ -1,0 +1,130 @@
+"""Prefill and decode apart give the very tokens that one process gives, and that transformers gives.
+
+Twenty prompts of 1 to 1,500 tokens, conversations among them, first cold and then with hits; and the bytes in the
+decode workers' pages are those that prefill computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+from e2e_service import Service, keys_of
+
+from moonpool.base.errors import NotFound
+from moonpool.engine.model_files import read_config, resolve
+from moonpool.engine.tokenizer import Tokenizer, load_tokenizer
+
+pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
+
+MODEL = "smollm2"
+MAX_TOKENS = 12
+LENGTHS = (1, 2, 3, 17, 63, 64, 65, 127, 128, 129, 200, 320, 449, 640, 1000, 1500)
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return load_tokenizer(resolve(MODEL))
+
+
+@cache
+def prompts() -> list[list[int]]:
+    """Sixteen texts cut to length, and two conversations of two turns each, the second turn containing the first."""
+    story = " ".join(
+        f"In the year {1500 + 3 * i}, traveller {i % 13} crossed river {i * 7 % 29} and met {i % 5 + 1} merchants."
+        for i in range(200)
+    )
+    tokens = tokenizer().encode(story)
+    cut = [tokens[length : 2 * length] if 2 * length < len(tokens) else tokens[:length] for length in LENGTHS]
+    assert [len(prompt) for prompt in cut] == list(LENGTHS)
+    return cut + [tokenizer().encode(text) for text in conversations()]
+
+
+def conversations() -> list[str]:
+    def render(turns: list[tuple[str, str]]) -> str:
+        messages = [{"role": role, "content": content} for role, content in turns]
+        return tokenizer().render_chat(messages, add_generation_prompt=True)
+
+    first = [("user", "Name three rivers of Europe and say one sentence about each of them.")]
+    second = [*first, ("assistant", "The Rhine, the Danube and the Loire. " * 8), ("user", "Which is the longest?")]
+    other = [("system", "You answer in one short sentence."), ("user", "Why is the sky blue?")]
+    fourth = [*other, ("assistant", "Because air scatters blue light most."), ("user", "And at sunset?")]
+    return [render(turns) for turns in (first, second, other, fourth)]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    """What transformers says, on the same weights."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    path = resolve(MODEL).root
+    model = AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=torch.float32).eval()
+    eos = list(read_config(resolve(MODEL)).eos_ids)
+    answers = []
+    with torch.inference_mode():
+        for prompt in prompts():
+            out = model.generate(
+                torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=MAX_TOKENS,
+                do_sample=False, eos_token_id=eos, pad_token_id=eos[0],
+            )  # fmt: skip
+            answers.append(out[0, len(prompt) :].tolist())
+    return answers
+
+
+@pytest.fixture(scope="module")
+def single_process() -> Iterator[list[list[int]]]:
+    """What the engine says when everything happens in one process."""
+    from engine_in_process import small_engine
+
+    from moonpool.engine.sequence import SamplingParams
+
+    engine = small_engine(MODEL, num_pages=80)
+    params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
+    yield [engine.generate([prompt], params)[0].tokens for prompt in prompts()]
+
+
+def check(service: Service, expected: list[list[int]]) -> None:
+    cold = [service.generate(prompt, MAX_TOKENS) for prompt in prompts()]
+    assert [answer.tokens for answer in cold] == expected
+    warm = [service.generate(prompt, MAX_TOKENS) for prompt in prompts()]
+    assert [answer.tokens for answer in warm] == expected
+    for answer, prompt in zip(warm, prompts(), strict=True):
+        assert answer.prefill is not None
+        reused = answer.prefill.local_tokens + answer.prefill.pool_tokens
+        assert reused == (len(prompt) - 1) // 64 * 64
+    together = service.generate_all(prompts(), MAX_TOKENS)
+    assert [answer.tokens for answer in together] == expected
+    check_pages(service)
+
+
+def check_pages(service: Service) -> None:
+    """Every block that several workers hold has the same bytes in all of them."""
+    names = [worker.info.name for worker in service.status().workers]
+    assert {name.split("-")[0] for name in names} == {"prefill", "decode"}
+    num_shared = 0
+    for prompt in prompts():
+        for key in keys_of(prompt):
+            found = {}
+            for name in names:
+                try:
+                    found[name] = service.piece_checksums(name, key)
+                except NotFound:
+                    continue
+            assert len(set(found.values())) <= 1, f"pages differ: {sorted(found)}"
+            num_shared += {name.split("-")[0] for name in found} == {"prefill", "decode"}
+    assert num_shared >= 20, "too few blocks were found on both sides to prove anything"
+
+
+def test_one_process_equals_transformers(single_process: list[list[int]], expected: list[list[int]]) -> None:
+    assert len(expected) == 20
+    assert single_process == expected
+
+
+def test_one_prefill_one_decode(one_each: Service, expected: list[list[int]]) -> None:
+    check(one_each, expected)
+
+
+def test_two_prefill_two_decode(two_each: Service, expected: list[list[int]]) -> None:
+    check(two_each, expected)
