@@ -20,9 +20,6 @@ import torch
 
 from moonpool.engine.sequence import SamplingParams
 
-# Enough candidates that sorting the whole vocabulary is the exception.
-NUM_CANDIDATES = 1024
-
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
@@ -100,12 +97,13 @@ def _index(tokens: set[int] | Counter[int], like: torch.Tensor) -> torch.Tensor:
 
 
 def _draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
-    """Inverse CDF over the filtered distribution, in double precision. logits [rows, vocab]."""
-    scaled = logits.double() / _column([row.params.temperature for row in rows], logits)
-    scaled -= scaled.amax(dim=-1, keepdim=True)  # the most likely token stands at 0
-    weights = scaled.exp()
-    floor = _column([row.params.min_p for row in rows], logits)
-    weights = weights.masked_fill(weights < floor, 0.0)
+    """Inverse CDF over the filtered distribution, summed in double precision. logits [rows, vocab]."""
+    temperature = _column([row.params.temperature for row in rows], logits)
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature.to(logits.dtype)
+    weights = scaled.exp_().double()  # the most likely token weighs 1
+    if any(row.params.min_p > 0 for row in rows):
+        floor = _column([row.params.min_p for row in rows], logits)
+        weights = weights.masked_fill_(weights < floor, 0.0)
     weights = _filter(weights, rows)
     cumulative = weights.cumsum(dim=-1)
     u = _column([uniform(row.params.seed, len(row.tokens)) for row in rows], logits)
@@ -124,40 +122,30 @@ def _filter(weights: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     filtered = [i for i, row in enumerate(rows) if row.params.top_k is not None or row.params.top_p < 1]
     if not filtered:
         return weights
+    own = weights if len(filtered) == len(rows) else weights[filtered]
     thresholds = torch.zeros(len(rows), 1, dtype=weights.dtype, device=weights.device)
-    narrow = [i for i in filtered if (rows[i].params.top_k or 0) <= NUM_CANDIDATES]
-    wide = [i for i in filtered if i not in narrow]
-    if narrow and weights.shape[-1] > NUM_CANDIDATES:
-        best = weights[narrow].topk(NUM_CANDIDATES, dim=-1).values
-        found, is_enough = _thresholds(best, weights[narrow].sum(-1), [rows[i] for i in narrow])
-        thresholds[narrow] = found
-        wide += [i for i, enough in zip(narrow, is_enough, strict=True) if not enough]
-    else:
-        wide = filtered
-    if wide:
-        ordered = weights[wide].sort(dim=-1, descending=True).values
-        thresholds[wide], _ = _thresholds(ordered, weights[wide].sum(-1), [rows[i] for i in wide])
-    return weights.masked_fill(weights < thresholds, 0.0)
+    thresholds[filtered] = _thresholds(own, [rows[i].params for i in filtered])
+    return weights.masked_fill_(weights < thresholds, 0.0)
 
 
-def _thresholds(
-    ordered: torch.Tensor, totals: torch.Tensor, rows: Sequence[SampleRow]
-) -> tuple[torch.Tensor, list[bool]]:
-    """The least weight each row keeps [rows, 1], and whether `ordered` (largest first) reached far enough."""
-    width = ordered.shape[-1]
-    ks = [min(row.params.top_k or width, width) for row in rows]
-    has_k = torch.tensor([[row.params.top_k is not None] for row in rows], device=ordered.device)
-    rank = torch.arange(width, device=ordered.device)
-    k = torch.tensor(ks, device=ordered.device).unsqueeze(-1)
-    kept = ordered.masked_fill(rank >= k, 0.0)
+def _thresholds(weights: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """The least weight that each row keeps [rows, 1]."""
+    vocab = weights.shape[-1]
+    total = weights.sum(dim=-1, keepdim=True)
+    top_p = _column([p.top_p for p in params], weights)
+    # All tokens lighter than this weigh less than 1 - top_p together, so none of them is in the nucleus:
+    # only the few above it need sorting.
+    candidates = (weights >= total * (1 - top_p) / vocab).sum(dim=-1).tolist()
+    ks = [count if p.top_k is None else min(p.top_k, vocab) for p, count in zip(params, candidates, strict=True)]
+    ordered = weights.topk(max(ks), dim=-1).values  # largest first
+    k = torch.tensor(ks, device=weights.device).unsqueeze(-1)
+    kept = ordered.masked_fill(torch.arange(max(ks), device=weights.device) >= k, 0.0)
     cumulative = kept.cumsum(dim=-1)
-    mass = torch.where(has_k, cumulative[:, -1:], totals.unsqueeze(-1))
-    wanted = mass * _column([row.params.top_p for row in rows], ordered)
+    has_k = torch.tensor([[p.top_k is not None] for p in params], device=weights.device)
+    wanted = torch.where(has_k, cumulative[:, -1:], total) * top_p
     # A token is kept when those before it do not make up the wanted mass.
     num_kept = (cumulative - kept < wanted).sum(dim=-1, keepdim=True)
-    num_kept = torch.minimum(num_kept, k).clamp(min=1)
-    is_enough = (has_k | (cumulative[:, -1:] >= wanted)).squeeze(-1).tolist()
-    return ordered.gather(-1, num_kept - 1), is_enough
+    return ordered.gather(-1, torch.minimum(num_kept, k).clamp_(min=1) - 1)
 
 
 def _with_logprobs(logits: torch.Tensor, row: SampleRow, token: int) -> SampledToken:

@@ -309,7 +309,7 @@ class Scheduler:
         return sealed
 
     def _accept(self, sequence: Sequence, token: int) -> Accepted:
-        is_last = token in self._stop_ids(sequence) and token not in self.barred_tokens(sequence.request_id)
+        is_last = self._ends(sequence, token)
         sequence.append(token)
         reason: FinishReason | None = None
         if is_last:
@@ -328,16 +328,19 @@ class Scheduler:
         else:
             self._leave(sequence)
 
-    def _stop_ids(self, sequence: Sequence) -> frozenset[int]:
-        own = frozenset(sequence.params.stop_token_ids)
-        return own if sequence.params.ignore_eos else own | self.config.eos_token_ids
+    def _ends(self, sequence: Sequence, token: int) -> bool:
+        params = sequence.params
+        if sequence.num_output_tokens < params.min_tokens:
+            return False
+        return token in params.stop_token_ids or (not params.ignore_eos and token in self.config.eos_token_ids)
 
     def barred_tokens(self, request_id: str) -> frozenset[int]:
         """Tokens that may not be sampled next: those that would end the sequence before its min_tokens."""
         sequence = self.roster.sequences[request_id]
         if sequence.num_output_tokens >= sequence.params.min_tokens:
             return frozenset()
-        return self._stop_ids(sequence)
+        own = frozenset(sequence.params.stop_token_ids)
+        return own if sequence.params.ignore_eos else own | self.config.eos_token_ids
 
     # -- what others ask -----------------------------------------------------------------------------------
 

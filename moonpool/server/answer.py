@@ -62,7 +62,7 @@ async def answer(request: Request, order: Order, form: AnswerFormat, *, stream: 
     except BaseException:
         await chunks.aclose()
         raise
-    return EventStream(_prepended(first, chunks))
+    return EventStream(first, chunks)
 
 
 async def _collect(order: Order) -> list[ChoiceResult]:
@@ -100,11 +100,3 @@ async def _chunks(request: Request, order: Order, form: AnswerFormat) -> AsyncGe
 
 async def _next(chunks: AsyncGenerator[bytes, None]) -> bytes:
     return await anext(chunks)
-
-
-async def _prepended(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    async with aclosing(rest):
-        if first:
-            yield first
-        async for chunk in rest:
-            yield chunk

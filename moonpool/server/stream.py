@@ -45,15 +45,16 @@ async def _gone(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Sends chunks as they are made. Owns `chunks`: closes it at the end and when the client goes away."""
+    """Sends `first`, then the rest as it is made. Owns `rest`: closes it at the end and when the client goes away."""
 
-    def __init__(self, chunks: AsyncGenerator[bytes, None]) -> None:
-        self._chunks = chunks
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None]) -> None:
+        self._first = first
+        self._rest = rest
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._chunks):
+        async with aclosing(self._rest):
             try:
                 await while_connected(receive, self._send_all(send))
             except Cancelled as error:  # there is nobody to tell
@@ -61,6 +62,7 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for chunk in self._chunks:
+        await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        async for chunk in self._rest:
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 
 from moonpool.base.errors import Overloaded
 from moonpool.store.messages import EventBatch
@@ -48,7 +48,7 @@ class ChangeFeed:
                 listener.pending.clear()
             listener.wake.set()
 
-    async def subscribe(self, snapshot: Callable[[], Iterator[Keys]]) -> AsyncIterator[EventBatch]:
+    async def subscribe(self, snapshot: Callable[[], Iterator[Keys]]) -> AsyncGenerator[EventBatch, None]:
         """The snapshot, then every batch published since it was begun. `snapshot` yields keys part by part."""
         listener = _Listener()
         self._listeners.add(listener)

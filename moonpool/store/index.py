@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from moonpool.store.eviction import EvictionPolicy
 from moonpool.store.fates import Fate, Fates
-from moonpool.store.messages import Placement
 from moonpool.store.objects import NUM_SHARDS, PendingPut, ShardedDict, StoredObject
 from moonpool.store.pins import PinTable
 from moonpool.store.rules import PoolRules
@@ -65,8 +64,9 @@ class ObjectIndex:
                 self.policy.on_access(entry)
         return entry
 
-    def insert(self, put: PendingPut, placements: tuple[Placement, ...]) -> None:
-        entry = StoredObject(put.key, put.nbytes, put.generation, placements)
+    def insert(self, put: PendingPut) -> None:
+        """Makes a finished put visible."""
+        entry = StoredObject(put.key, put.nbytes, put.generation, put.placements)
         entry.hard_pinned = put.pinned
         self._objects[put.key] = entry
         self._num_objects += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,7 +97,7 @@ class Master:
         if changes is not None:
             self._feed.publish(*changes)
 
-    def _subscribe(self, call: m.Subscribe, peer: Peer) -> AsyncIterator[m.EventBatch]:
+    def _subscribe(self, call: m.Subscribe, peer: Peer) -> AsyncGenerator[m.EventBatch, None]:
         return self._feed.subscribe(self.state.snapshot)
 
     # calls

@@ -93,8 +93,9 @@ class Node:
         if self._attending is not None:
             self._attending.cancel()
             await asyncio.wait([self._attending])
-        if self._client is not None:
-            await self._say_goodbye(self._client)
+        client, self._client = self._client, None
+        if client is not None:
+            await self._say_goodbye(client)
         if self._engine is not None:
             await asyncio.to_thread(self._engine.close)
         if self._segment is not None:
@@ -130,7 +131,9 @@ class Node:
                 self._client = await AsyncClient.connect(self.config.master_address, SERVICE, name=self.config.name)
                 await self._attend(self._client)
             except Unavailable as error:
-                _LOG.warning("%s: the master is out of reach: %s", self.segment_name, error)
+                if self._mounted.is_set():  # once per outage
+                    _LOG.warning("%s: the master is out of reach: %s", self.segment_name, error)
+                    self._mounted.clear()
             if self._client is not None:
                 self._client.close()
             await asyncio.sleep(self.config.retry_s)
@@ -138,7 +141,9 @@ class Node:
     async def _attend(self, client: AsyncClient) -> None:
         """Beats until the connection is lost. A master that knows the segment goes on as before."""
         while not client.closed.is_set():
-            if not await self._beat(client):
+            if await self._beat(client):
+                self._mounted.set()
+            else:
                 await self._mount(client)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._heartbeat_s):

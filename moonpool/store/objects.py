@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Generic, TypeVar
+from zlib import crc32
 
 from moonpool.store.eviction import Evictable
 from moonpool.store.messages import Placement
@@ -54,7 +55,11 @@ class PendingPut:
 
 
 class ShardedDict(Generic[V]):
-    """A dict by key of many small dicts: none of them is large enough for its growth to be felt as a pause."""
+    """A dict by key of many small dicts: none of them is large enough for its growth to be felt as a pause.
+
+    The shard is a function of the key alone (hash() of bytes is not, from one process to the next), so that the
+    order of a walk, and with it a replay, is the same everywhere.
+    """
 
     __slots__ = ("_shards",)
 
@@ -62,13 +67,13 @@ class ShardedDict(Generic[V]):
         self._shards: list[dict[bytes, V]] = [{} for _ in range(NUM_SHARDS)]
 
     def get(self, key: bytes) -> V | None:
-        return self._shards[hash(key) % NUM_SHARDS].get(key)
+        return self._shards[crc32(key) % NUM_SHARDS].get(key)
 
     def __setitem__(self, key: bytes, value: V) -> None:
-        self._shards[hash(key) % NUM_SHARDS][key] = value
+        self._shards[crc32(key) % NUM_SHARDS][key] = value
 
     def __delitem__(self, key: bytes) -> None:
-        del self._shards[hash(key) % NUM_SHARDS][key]
+        del self._shards[crc32(key) % NUM_SHARDS][key]
 
     def __len__(self) -> int:
         return sum(map(len, self._shards))

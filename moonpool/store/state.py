@@ -50,6 +50,7 @@ class PoolState:
         self.epoch = epoch
         self._generation = epoch << EPOCH_BITS
         self._segments = SegmentTable()
+        self._is_alive = self._segments.is_alive
         self._space = SpaceReturns(self._segments)
         order: EvictionPolicy[StoredObject] = LeastRecentlyUsed() if policy is None else policy
         self._index = ObjectIndex(rules, self._segments, self._space, order)
@@ -233,15 +234,15 @@ class PoolState:
             if stored is not None and stored.generation == item.generation:
                 return None
             return _stale("the put was discarded: it took too long, or its space was taken back")
-        alive = tuple(filter(self._segments.is_alive, put.placements))
-        written = tuple(each for each in alive if each.segment not in item.failed_segments)
-        if not written:
+        lost = [each for each in put.placements if each.segment in item.failed_segments or not self._is_alive(each)]
+        if len(lost) == len(put.placements):
             self._abandon(put, Fate.PUT_ABANDONED, put.started_s + self.rules.put_release_s, now_s)
             return _stale("no replica of the put is left: its nodes are gone or could not be written to")
         del self._puts[item.key]
-        failed = [each for each in alive if each.segment in item.failed_segments]
-        self._space.rest(failed, put.nbytes, put.started_s + self.rules.put_release_s, now_s)
-        self._index.insert(put, written)
+        if lost:
+            self._space.rest(lost, put.nbytes, put.started_s + self.rules.put_release_s, now_s)
+            put.placements = tuple(each for each in put.placements if each not in lost)
+        self._index.insert(put)
         return None
 
     def _abandon(self, put: PendingPut, fate: Fate, free_at_s: float, now_s: float) -> None:

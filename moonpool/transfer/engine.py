@@ -160,13 +160,21 @@ class TransferEngine:
         ]
 
     def _work(self) -> None:
-        while (run := self._queue.take()) is not None:
-            batch, parts = run
-            for part in parts:
-                try:
-                    batch.run(part)
-                except Exception as error:  # noqa: BLE001 - a bug must fail its batch, not hang it
-                    batch.settle(part, Internal(f"{type(error).__name__}: {error}"))
+        while self._work_once():
+            pass
+
+    def _work_once(self) -> bool:
+        """One run of slices. A function of its own, so that an idle thread keeps no caller's buffers alive."""
+        run = self._queue.take()
+        if run is None:
+            return False
+        batch, parts = run
+        for part in parts:
+            try:
+                batch.run(part)
+            except Exception as error:  # noqa: BLE001 - a bug must fail its batch, not hang it
+                batch.settle(part, Internal(f"{type(error).__name__}: {error}"))
+        return True
 
 
 def _make_transports(config: TransferConfig, fabric: MemoryFabric | None) -> list[Transport]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# Measured on loopback: below 256 KiB the per-call cost shows, above 4 MiB a second lane helps less.
+# Measured over two lanes of loopback tcp: 256 KiB slices move 0.4 GB/s, 1 MiB ones 0.8 to 1.7, 4 MiB ones 1.1 to 1.7.
+# The smallest of the good sizes shares a batch most evenly over the lanes.
 DEFAULT_SLICE_NBYTES = 1024 * 1024
 
 

@@ -34,7 +34,8 @@ class Fence:
 
     Threads of one process see check and stamp as one step. Between processes that map the same table they are
     two, so a writer calls confirm() when its bytes are in place: two writers that raced cannot both succeed
-    unseen, and the loser's bytes are never announced.
+    unseen, and the loser's bytes are never announced. Space is handed out in whole granules, else neighbours of
+    different generations would keep each other out.
     """
 
     def __init__(self, table: NDArray[np.uint64], granule_nbytes: int) -> None:
@@ -90,8 +91,7 @@ class Segment:
     def __init__(
         self, name: str, memory: memoryview, *, incarnation: int, fence: Fence | None = None, fd: int | None = None
     ) -> None:
-        if not 0 < len(name.encode()) <= MAX_NAME_NBYTES:
-            raise InvalidInput(f"a segment's name has 1 to {MAX_NAME_NBYTES} bytes, {name!r} does not")
+        _check_name(name)
         self.name = name
         self.nbytes = memory.nbytes
         self.incarnation = incarnation
@@ -105,6 +105,7 @@ class Segment:
 
         NoSpace when the machine has not that much left: without this check the kernel would kill the process.
         """
+        _check_name(name)
         _check_sizes(nbytes, granule_nbytes)
         total = file_nbytes(nbytes, granule_nbytes)
         available = available_memory_nbytes()
@@ -113,7 +114,7 @@ class Segment:
                 f"segment {name!r} wants {format_nbytes(total)} of memory and only {format_nbytes(available)} "
                 "are available; ask for less or free some"
             )
-        fd = os.memfd_create(f"moonpool-{name}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = os.memfd_create(f"moonpool-{name}"[:60], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             _take_pages(fd, total, name)
             return cls.from_fd(name, fd, nbytes, granule_nbytes=granule_nbytes, incarnation=incarnation)
@@ -193,6 +194,11 @@ def file_nbytes(nbytes: int, granule_nbytes: int | None) -> int:
     if granule_nbytes is None:
         return nbytes
     return fence_offset(nbytes) + num_granules(nbytes, granule_nbytes) * _GENERATION_NBYTES
+
+
+def _check_name(name: str) -> None:
+    if not 0 < len(name.encode()) <= MAX_NAME_NBYTES or not name.isprintable():
+        raise InvalidInput(f"a segment's name has 1 to {MAX_NAME_NBYTES} printable bytes, {name!r} does not")
 
 
 def _check_sizes(nbytes: int, granule_nbytes: int | None) -> None:

@@ -14,10 +14,10 @@ import numpy as np
 
 from moonpool.base.checksum import crc32c
 from moonpool.base.cluster import WORKER_SERVICE
-from moonpool.base.errors import MoonpoolError
+from moonpool.base.errors import MoonpoolError, PeerLost
 from moonpool.base.keys import object_key
 from moonpool.base.object_header import ObjectKind
-from moonpool.base.rpc import BlockingClient
+from moonpool.base.rpc import BlockingClient, Call
 from moonpool.engine.kv_link.outbox import Outbox, Urgency
 from moonpool.engine.kv_link.pieces import PieceMemory
 from moonpool.engine.messages import AbortHandoff, CommitHandoff, OpenHandoff, Ticket, TokenOut
@@ -100,6 +100,13 @@ class DecodePeers:
             self._clients[address] = BlockingClient(address, WORKER_SERVICE, name=self._name)
         return self._clients[address]
 
+    def reach(self, address: str, call: Call[None]) -> None:
+        """The first call of a hand-off. A connection that has died since the last one is made anew."""
+        try:
+            self.get(address).call(call, timeout_s=_HANDOFF_TIMEOUT_S)
+        except PeerLost:
+            self.get(address).call(call, timeout_s=_HANDOFF_TIMEOUT_S)
+
     def close(self) -> None:
         for client in self._clients.values():
             client.close()
@@ -172,9 +179,9 @@ class Push:
         if self._opened or self._failure is not None:
             return
         ticket = self._ticket
+        call = OpenHandoff(request_id=ticket.request_id, epoch=ticket.epoch, generation=ticket.generation)
         try:
-            call = OpenHandoff(request_id=ticket.request_id, epoch=ticket.epoch, generation=ticket.generation)
-            self._peers.get(ticket.address).call(call, timeout_s=_HANDOFF_TIMEOUT_S)
+            self._peers.reach(ticket.address, call)
             self._opened = True
             self._remote = self._transfer.open(ticket.segment)
         except MoonpoolError as error:

@@ -19,7 +19,7 @@ import numpy as np
 from moonpool.base.checksum import crc32c
 from moonpool.base.clock import Clock
 from moonpool.base.cluster import DecodeSample
-from moonpool.base.errors import Corrupt, MoonpoolError, NoSpace, NotFound
+from moonpool.base.errors import Corrupt, DeadlineExceeded, MoonpoolError, NoSpace, NotFound
 from moonpool.engine.engine import StepOutput
 from moonpool.engine.kv_link.outbox import Outbox, Urgency
 from moonpool.engine.kv_link.pieces import PieceMemory
@@ -97,8 +97,7 @@ class DecodeRole:
         assert self.loop is not None
         try:
             await asyncio.wrap_future(self.loop.call(lambda: self._enter(stream)))
-            async with asyncio.timeout(spec.timeout_s):
-                incoming = await asyncio.wrap_future(stream.reserved)
+            incoming = await self._reserved(stream)
             yield DecodeItem(ticket=self._ticket(incoming))
             ended = False
             while not ended:
@@ -109,6 +108,13 @@ class DecodeRole:
                 yield item
         finally:
             self.loop.post(lambda: self._leave(stream))
+
+    async def _reserved(self, stream: Stream) -> Incoming:
+        try:
+            async with asyncio.timeout(stream.spec.timeout_s):
+                return await asyncio.wrap_future(stream.reserved)
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"no pages became free within {stream.spec.timeout_s:g} s") from error
 
     def _ticket(self, incoming: Incoming) -> Ticket:
         address, segment = self._describe()

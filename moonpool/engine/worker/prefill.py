@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from moonpool.base.clock import Clock
 from moonpool.base.cluster import PrefillSample, PullSample
-from moonpool.base.errors import Cancelled, MoonpoolError
+from moonpool.base.errors import Cancelled, DeadlineExceeded, MoonpoolError
 from moonpool.engine.engine import StepOutput
 from moonpool.engine.kv_link.pull import Puller, PullJob
 from moonpool.engine.kv_link.push import Push
@@ -84,6 +84,8 @@ class PrefillRole:
             await asyncio.wrap_future(self.loop.call(lambda: self._add(name, sequence, prompt)))
             async with asyncio.timeout(spec.timeout_s):
                 return await reply
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"the prompt was not computed within {spec.timeout_s:g} s") from error
         finally:
             # Ended, given up or timed out: whatever is left of it goes. Nothing happens when it has ended.
             self.loop.post(lambda: self._drop(name, prompt))
