@@ -23,7 +23,7 @@ MAX_EVENTS = 65_536
 
 
 @dataclass(frozen=True, slots=True)
-class Reservation:
+class PageGrant:
     """Pages for KV to come; the first `num_present_blocks` of them hold the right KV already."""
 
     pages: list[int]
@@ -124,7 +124,7 @@ class PageManager:
 
     # -- holders: pages in somebody's hands who is not a sequence ------------------------------------------
 
-    def reserve(self, owner: str, num_pages: int, keys: Sequence[bytes] = ()) -> Reservation:
+    def reserve(self, owner: str, num_pages: int, keys: Sequence[bytes] = ()) -> PageGrant:
         """Pages under a name, for KV that will arrive from elsewhere. NoSpace, AlreadyExists: none given.
 
         The leading run of `keys` that is published here is reused; its pages must not be written.
@@ -138,7 +138,7 @@ class PageManager:
             self.free(present)
             raise
         self._holders[owner] = [*present, *fresh]
-        return Reservation(pages=[*present, *fresh], num_present_blocks=len(present))
+        return PageGrant(pages=[*present, *fresh], num_present_blocks=len(present))
 
     def hold(self, owner: str, pages: Iterable[int]) -> None:
         """One more reference to pages in use or cached, under a name: their bytes stay while somebody copies

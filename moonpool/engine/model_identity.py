@@ -27,9 +27,7 @@ def weights_digest(files: ModelFiles) -> str:
     return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
-def cache_identity(
-    config: ModelConfig, files: ModelFiles, dtype: DType, block_tokens: int
-) -> CacheIdentity:
+def cache_identity(config: ModelConfig, files: ModelFiles, dtype: DType, block_tokens: int) -> CacheIdentity:
     """The identity of KV computed from these files in this dtype and block size."""
     return CacheIdentity(
         model_name=files.name,

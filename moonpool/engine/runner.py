@@ -60,15 +60,11 @@ class Runner:
         )
 
     def _plan(self, spans: Sequence[Span], num_rows: int) -> list[AttentionGroup]:
-        return plan_attention(
-            spans, self.kv, num_rows=num_rows, dtype=self.model.dtype, device=self.model.device
-        )
+        return plan_attention(spans, self.kv, num_rows=num_rows, dtype=self.model.dtype, device=self.model.device)
 
     def _write_rows(self, chunks: Sequence[Chunk], positions: np.ndarray) -> np.ndarray:
         block_tokens = self.kv.layout.block_tokens
-        pages = np.concatenate(
-            [np.asarray(c.pages)[np.arange(c.start, c.end) // block_tokens] for c in chunks]
-        )
+        pages = np.concatenate([np.asarray(c.pages)[np.arange(c.start, c.end) // block_tokens] for c in chunks])
         return self.kv.token_index(pages, positions % block_tokens)
 
     def _index(self, values: np.ndarray) -> torch.Tensor:

@@ -1,9 +1,9 @@
 """Text to tokens and back, for Hugging Face folders and GGUF files alike, with the model's chat template. No torch.
 
-    tokenizer = load_tokenizer(files)
-    ids = tokenizer.encode(tokenizer.render_chat([{"role": "user", "content": "Hello"}]))
-    stream = tokenizer.stream()
-    text = "".join(stream.push(token) for token in output) + stream.flush()
+tokenizer = load_tokenizer(files)
+ids = tokenizer.encode(tokenizer.render_chat([{"role": "user", "content": "Hello"}]))
+stream = tokenizer.stream()
+text = "".join(stream.push(token) for token in output) + stream.flush()
 """
 
 from __future__ import annotations

@@ -108,9 +108,7 @@ def _assemble(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> Llama
         for index in range(config.num_layers)
     )
     embedding = tensors["embedding"]
-    return LlamaWeights(
-        embedding=embedding, layers=layers, norm=tensors["norm"], head=tensors.get("head", embedding)
-    )
+    return LlamaWeights(embedding=embedding, layers=layers, norm=tensors["norm"], head=tensors.get("head", embedding))
 
 
 def _fused(
@@ -135,9 +133,7 @@ def _parts(name: str) -> tuple[str, ...]:
     return tuple(f"model.layers.{index}.{part}" for part in _LAYER_PARTS[local])
 
 
-def _mapped(
-    files: ModelFiles, config: ModelConfig, dtype: DType, progress: Progress | None
-) -> dict[str, torch.Tensor]:
+def _mapped(files: ModelFiles, config: ModelConfig, dtype: DType, progress: Progress | None) -> dict[str, torch.Tensor]:
     target = cache_folder("prepared") / f"{weights_digest(files)}-{dtype}-v{_LAYOUT_VERSION}.safetensors"
     with locked(target):
         tensors = _open_prepared(target, config)
@@ -149,9 +145,7 @@ def _mapped(
     return tensors
 
 
-def _prepare(
-    target: Path, files: ModelFiles, config: ModelConfig, dtype: DType, progress: Progress | None
-) -> None:
+def _prepare(target: Path, files: ModelFiles, config: ModelConfig, dtype: DType, progress: Progress | None) -> None:
     with open_source(files, config) as source, written_whole(target) as partial:
         save_file(dict(_fused(source, config, dtype, progress)), partial)
 

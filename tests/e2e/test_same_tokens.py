@@ -6,7 +6,6 @@ decode workers' pages are those that prefill computed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 
 import pytest
@@ -74,7 +73,7 @@ def expected() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def single_process() -> Iterator[list[list[int]]]:
+def single_process() -> list[list[int]]:
     """What the engine says when everything happens in one process."""
     from engine_in_process import small_engine
 
@@ -82,7 +81,7 @@ def single_process() -> Iterator[list[list[int]]]:
 
     engine = small_engine(MODEL, num_pages=80)
     params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
-    yield [engine.generate([prompt], params)[0].tokens for prompt in prompts()]
+    return [engine.generate([prompt], params)[0].tokens for prompt in prompts()]
 
 
 def check(service: Service, expected: list[list[int]]) -> None:

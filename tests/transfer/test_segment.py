@@ -88,7 +88,7 @@ def test_more_than_the_machine_has_is_refused_with_both_sizes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "nbytes", "granule"), [("", 1, None), ("n" * 256, 1, None), ("n", 0, None), ("n", 1, 0)]
+    ("name", "nbytes", "granule"), [("", 1, None), ("n" * 256, 1, None), ("n", 0, None), ("n", 1, 0), ("a\0b", 1, None)]
 )
 def test_bad_sizes_and_names(name: str, nbytes: int, granule: int | None) -> None:
     before = fd_count()

@@ -61,9 +61,7 @@ def plan_attention(
     ]
 
 
-def attend(
-    query: torch.Tensor, groups: Sequence[AttentionGroup], kv: KvMemory, layer: int
-) -> torch.Tensor:
+def attend(query: torch.Tensor, groups: Sequence[AttentionGroup], kv: KvMemory, layer: int) -> torch.Tensor:
     """Attention of query [rows, heads, dim] over the pages: [rows, heads * dim]."""
     if len(groups) == 1 and groups[0].rows is None:
         return _attend_group(query, groups[0], kv, layer).flatten(1)
@@ -86,9 +84,7 @@ def _attend_group(query: torch.Tensor, group: AttentionGroup, kv: KvMemory, laye
     return _attend_many(query, k, v, group)
 
 
-def _attend_one(
-    query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: AttentionGroup
-) -> torch.Tensor:
+def _attend_one(query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: AttentionGroup) -> torch.Tensor:
     """One span: a KV head is a batch entry and the query heads that share it are its heads, at stride 0."""
     tokens, heads, dim = query.shape
     kv_heads = k.shape[0]
@@ -98,9 +94,7 @@ def _attend_one(
     return out.permute(2, 0, 1, 3).reshape(tokens, heads, dim)
 
 
-def _attend_many(
-    query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: AttentionGroup
-) -> torch.Tensor:
+def _attend_many(query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: AttentionGroup) -> torch.Tensor:
     """Many short spans: the query heads that share a KV head become further query rows of it."""
     _, heads, dim = query.shape
     spans, queries, kv_heads = group.num_spans, group.num_queries, k.shape[1]

@@ -69,7 +69,9 @@ def build(config: WorkerConfig, incarnation: int) -> Built:
     limits = SchedulerConfig(
         max_batch_tokens=config.max_batch_tokens,
         max_num_seqs=config.max_num_seqs,
-        max_seq_tokens=min(config.max_model_len or model.max_position, model.max_position),
+        max_seq_tokens=min(
+            config.max_model_len or model.max_position, model.max_position, layout.num_pages * layout.block_tokens
+        ),
         eos_token_ids=frozenset(model.eos_ids),
     )
     pieces = HostPieces(segment.memory, layout) if on_host else DevicePieces(segment.memory, kv)

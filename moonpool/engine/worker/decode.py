@@ -19,7 +19,7 @@ import numpy as np
 from moonpool.base.checksum import crc32c
 from moonpool.base.clock import Clock
 from moonpool.base.cluster import DecodeSample
-from moonpool.base.errors import Corrupt, DeadlineExceeded, MoonpoolError, NoSpace, NotFound
+from moonpool.base.errors import Corrupt, DeadlineExceeded, MoonpoolError, NoSpace, NotFound, PromptTooLong
 from moonpool.engine.engine import StepOutput
 from moonpool.engine.kv_link.outbox import Outbox, Urgency
 from moonpool.engine.kv_link.pieces import PieceMemory
@@ -167,9 +167,9 @@ class DecodeRole:
 
     def _enter(self, stream: Stream) -> None:
         spec = stream.spec
-        most = pages_for(spec.num_prompt_tokens + spec.params.max_tokens - 1, self._block_tokens)
-        if most > self._scheduler.pages.num_pages:
-            raise NoSpace(f"the request may need {most} pages and this worker has {self._scheduler.pages.num_pages}")
+        limit = self._scheduler.config.max_seq_tokens
+        if len(spec.tokens) >= limit:
+            raise PromptTooLong(f"{len(spec.tokens)} tokens leave no room to answer within {limit}", param="prompt")
         self._streams[engine_name(spec)] = stream
         self._waiting.append(stream)
         self.at_boundary()

@@ -1,0 +1,17 @@
+"""Every engine test keeps prepared weights and digests in its own cache folder, unless it asks for the default model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+torch.set_num_threads(1)  # tests run beside each other; two spinning pools on two cores crawl
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("MOONPOOL_CACHE", str(folder))
+    return folder

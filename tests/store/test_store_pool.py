@@ -1,0 +1,423 @@
+"""Master, node and client together, over sockets and shared memory, with the master's clock in the test's hand."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+from store_pool import MIB, LocalPool, wait_until
+
+from moonpool.base.errors import (
+    AlreadyExists,
+    ConfigError,
+    Corrupt,
+    IdentityMismatch,
+    InvalidInput,
+    MoonpoolError,
+    NoSpace,
+    Overloaded,
+    PeerLost,
+    StaleGeneration,
+)
+from moonpool.base.metrics import GetMetrics
+from moonpool.base.object_header import ALIGN_NBYTES, ObjectKind
+from moonpool.base.rpc import AsyncClient
+from moonpool.store.client import OPAQUE_PIECE_NBYTES, StoreClient
+from moonpool.store.master import next_epoch
+from moonpool.store.messages import SERVICE, ObjectInfo, Subscribe
+from moonpool.store.node import Node, NodeConfig
+from moonpool.store.put_session import PutRequest, PutSession
+from moonpool.transfer.engine import TransferConfig, TransferEngine
+
+# For pools of a few granules, where one object is over every mark.
+NO_WATERMARK = {"high_watermark": 1.0, "low_watermark": 1.0}
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[LocalPool]:
+    pool = LocalPool(tmp_path, 16 * MIB)
+    yield pool
+    pool.check_integrity()
+    pool.close()
+
+
+def begin(client: StoreClient, request: PutRequest) -> PutSession:
+    session = client.begin_puts([request])[0]
+    assert isinstance(session, PutSession), session
+    return session
+
+
+def info_of(client: StoreClient, key: bytes) -> ObjectInfo:
+    info = client.lookup([key])[0]
+    assert info is not None
+    return info
+
+
+def flip(pool: LocalPool, info: ObjectInfo, at: int, node: int = 0) -> None:
+    """Changes one bit of the object in the node's memory."""
+    name = pool.nodes[node].segment_name
+    offset = next(each.offset for each in info.replicas if each.segment == name)
+    pool.nodes[node].segment.memory[offset + at] ^= 0x10
+
+
+@pytest.mark.parametrize("shm", [True, False], ids=["shm", "tcp"])
+@pytest.mark.parametrize("nbytes", [0, 1, 4096, 100_000, OPAQUE_PIECE_NBYTES + 5])
+def test_what_is_put_is_got(pool: LocalPool, shm: bool, nbytes: int) -> None:
+    client, data = pool.client(shm=shm), random.Random(nbytes).randbytes(nbytes)
+    assert client.get(b"k") is None
+    assert client.put(b"k", data)
+    assert not client.put(b"k", b"other"), "the old value stays"
+    assert client.get(b"k") == data
+    into = bytearray(nbytes + 3)
+    assert client.get_into(b"k", into) == nbytes
+    assert into[:nbytes] == data
+    assert client.exist([b"k", b"l"]) == [True, False]
+    counters = client.counters()
+    assert (counters["bytes_written"], counters["bytes_read"]) == (nbytes, 2 * nbytes)
+    assert (counters["hits"], counters["misses"], counters["refused_already_exists"]) == (2, 1, 1)
+    if nbytes:
+        with pytest.raises(InvalidInput):
+            client.get_into(b"k", bytearray(nbytes - 1))
+
+
+def test_pieces_one_by_one(pool: LocalPool) -> None:
+    client, identity = pool.client(), b"i" * 32
+    request = PutRequest(b"block", (100, 200), ObjectKind.BLOCK, identity, valid_tokens=64)
+    session = begin(client, request)
+    assert isinstance(client.begin_puts([request])[0], AlreadyExists)
+    session.write_piece(1, b"b" * 200)
+    with pytest.raises(InvalidInput):
+        session.write_piece(0, b"a" * 99)
+    session.write_piece(0, memoryview(b"a" * 100))
+    assert client.lookup([b"block"]) == [None], "not visible yet"
+    assert client.finish_puts([session]) == [None]
+
+    read = client.open_read(info_of(client, b"block"), identity)
+    assert (read.header.valid_tokens, read.header.kind, read.nbytes) == (64, ObjectKind.BLOCK, 300)
+    into = bytearray(200)
+    read.read_piece(1, into)
+    assert into == b"b" * 200
+    read.finish()
+    with pytest.raises(InvalidInput):
+        read.read_piece(0, into)
+    with pytest.raises(IdentityMismatch):
+        client.open_read(info_of(client, b"block"), b"j" * 32)
+    assert client.counters()["refused_identity_mismatch"] == 1
+
+
+def test_more_pieces_than_one_header_page_holds(pool: LocalPool) -> None:
+    client = pool.client()
+    session = begin(client, PutRequest(b"many", (8,) * 1000))
+    for index in range(1000):
+        session.write_piece(index, index.to_bytes(8, "little"))
+    assert client.finish_puts([session]) == [None]
+    found = client.get(b"many")
+    assert found == b"".join(index.to_bytes(8, "little") for index in range(1000))
+
+
+def test_an_unfinished_piece_or_an_abort_frees_the_key(pool: LocalPool) -> None:
+    client = pool.client()
+    first, second = begin(client, PutRequest(b"1", (10,))), begin(client, PutRequest(b"2", (10,)))
+    second.write_piece(0, bytes(10))
+    errors = client.finish_puts([first, second])
+    assert isinstance(errors[0], InvalidInput)
+    assert errors[1] is None
+    assert client.put(b"1", b"again")
+    third = begin(client, PutRequest(b"3", (10,)))
+    client.abort_puts([third])
+    assert "gave the put up" in client.why(b"3")
+    assert isinstance(client.finish_puts([third])[0], InvalidInput)
+
+
+def test_flipped_bits_are_a_miss_and_quarantined(pool: LocalPool) -> None:
+    client, chance = pool.client(), random.Random(5)
+    places = [*chance.sample(range(64 + 2), 20), *chance.sample(range(ALIGN_NBYTES, ALIGN_NBYTES + 5000), 30)]
+    for number, at in enumerate(places):
+        key, data = b"k%d" % number, chance.randbytes(5000)
+        assert client.put(key, data)
+        flip(pool, info_of(client, key), at)
+        found = client.get(key)
+        assert found is None, at
+        assert "wrong bytes" in client.why(key)
+        assert client.put(key, data), "the key can be stored again"
+        assert client.get(key) == data
+    assert client.counters()["corrupt_replicas"] == len(places)
+    assert client.stats().counters["corrupt_replicas"] == len(places)
+
+
+def test_a_session_says_corrupt(pool: LocalPool) -> None:
+    client = pool.client()
+    client.put(b"k", b"x" * 5000)
+    info = info_of(client, b"k")
+    read = client.open_read(info, None)
+    flip(pool, info, ALIGN_NBYTES + 17)
+    with pytest.raises(Corrupt):
+        read.read_piece(0, bytearray(5000))
+
+
+def test_the_other_replica_is_read(tmp_path: Path) -> None:
+    pool = LocalPool(tmp_path, num_nodes=2)
+    try:
+        client, data = pool.client(), random.Random(1).randbytes(50_000)
+        for number, at in enumerate((3, ALIGN_NBYTES + 3)):  # in the header, in the piece
+            key = b"k%d" % number
+            assert client.put(key, data, num_replicas=2)
+            info = info_of(client, key)
+            assert len(info.replicas) == 2
+            flip(pool, info, at, node=0)
+            assert client.get(key) == data
+            assert [each.segment for each in info_of(client, key).replicas] == [pool.nodes[1].segment_name]
+        assert client.counters()["corrupt_replicas"] == 2
+        pool.check_integrity()
+    finally:
+        pool.close()
+
+
+def test_reused_space_is_never_read_as_the_old_object(tmp_path: Path) -> None:
+    pool = LocalPool(tmp_path, dram_nbytes=4 * ALIGN_NBYTES, lease_s=10, **NO_WATERMARK)
+    try:
+        client = pool.client()
+        client.put(b"old", b"o" * 3 * ALIGN_NBYTES)
+        info = info_of(client, b"old")
+        unread, read = client.open_read(info, None), client.open_read(info, None)
+        into = bytearray(3 * ALIGN_NBYTES)
+        read.read_piece(0, into)
+        read.finish()
+        pool.advance(10)
+        assert client.put(b"new", b"n" * 3 * ALIGN_NBYTES), "evicts the old one and takes its space"
+        with pytest.raises(StaleGeneration):
+            read.finish()
+        with pytest.raises(StaleGeneration):
+            unread.read_piece(0, into)
+        with pytest.raises(StaleGeneration):
+            client.open_read(info, None)
+        assert client.get(b"old") is None
+        assert client.get(b"new") == b"n" * 3 * ALIGN_NBYTES
+        assert client.counters()["corrupt_replicas"] == 0, "nobody was corrupt, somebody was late"
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize("shm", [True, False], ids=["shm", "tcp"])
+def test_a_late_writer_cannot_touch_the_new_owner(tmp_path: Path, shm: bool) -> None:
+    pool = LocalPool(tmp_path, dram_nbytes=2 * ALIGN_NBYTES, **NO_WATERMARK)
+    try:
+        slow, client = pool.client(shm=shm), pool.client()
+        late = begin(slow, PutRequest(b"k", (100,)))
+        pool.advance(30)
+        with pytest.raises(NoSpace):
+            client.put(b"k", b"new")
+        pool.advance(570)
+        assert client.put(b"k", b"new" * 30)
+        with pytest.raises(StaleGeneration):
+            late.write_piece(0, b"late" * 25)
+        assert isinstance(slow.finish_puts([late])[0], StaleGeneration)
+        assert client.get(b"k") == b"new" * 30
+    finally:
+        pool.close()
+
+
+def test_a_put_ended_too_late_is_refused(pool: LocalPool) -> None:
+    client = pool.client()
+    late = begin(client, PutRequest(b"k", (100,)))
+    late.write_piece(0, bytes(100))
+    pool.advance(30)
+    assert isinstance(client.finish_puts([late])[0], StaleGeneration)
+    assert client.put(b"k", b"new")
+
+
+def test_pressure_spares_leased_and_pinned(tmp_path: Path) -> None:
+    pool = LocalPool(tmp_path, dram_nbytes=40 * 2 * ALIGN_NBYTES)
+    try:
+        client = pool.client()
+        for number in range(38):
+            client.put(b"%d" % number, b"v%d" % number)
+        assert client.pin([b"0"]) == [True]
+        client.lookup([b"1"])
+        for number in range(100, 200):
+            client.put(b"%d" % number, b"x")
+        assert client.get(b"0") == b"v0"
+        assert client.get(b"1") == b"v1"
+        assert client.get(b"2") is None
+        assert "evicted" in client.why(b"2")
+        client.close()
+        wait_until(lambda: pool.on_loop(lambda: pool.master.state.remove([b"0"], False, 1e6)[0]))
+        pool.check_integrity()
+    finally:
+        pool.close()
+
+
+def test_many_threads_and_clients(pool: LocalPool) -> None:
+    shared, failures = pool.client(), []
+
+    def work(seed: int) -> None:
+        client = shared if seed % 2 else pool.client()
+        for step in range(40):
+            key = b"%d" % ((seed + step) % 25)
+            client.put(key, key * 500)
+            if client.get(key) not in (key * 500, None):
+                failures.append(key)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failures
+    assert shared.stats().num_objects == 25
+
+
+def test_listeners_get_a_snapshot_and_then_changes(pool: LocalPool) -> None:
+    client = pool.client()
+    client.put(b"before", b"1")
+
+    async def listen() -> tuple[set[bytes], set[bytes], list[int]]:
+        subscriber = await AsyncClient.connect(pool.address, SERVICE)
+        stored: set[bytes] = set()
+        removed: set[bytes] = set()
+        sequence: list[int] = []
+        async with aclosing(subscriber.stream(Subscribe(), item_timeout_s=10)) as batches:  # type: ignore[type-var]
+            async for batch in batches:
+                assert batch.snapshot == (not sequence)
+                sequence.append(batch.sequence)
+                if batch.snapshot:
+                    assert batch.stored == (b"before",)
+                    pool.loop.loop.run_in_executor(None, change)
+                stored.update(batch.stored)
+                removed.update(batch.removed)
+                if b"last" in stored:
+                    break
+        subscriber.close()
+        return stored, removed, sequence
+
+    def change() -> None:
+        client.put(b"after", b"2")
+        client.remove([b"before"])
+        client.put(b"last", b"3")
+
+    stored, removed, sequence = pool.loop.run(listen())
+    assert stored == {b"before", b"after", b"last"}
+    assert removed == {b"before"}
+    assert sequence == list(range(len(sequence)))
+
+
+def test_a_slow_listener_is_dropped(tmp_path: Path) -> None:
+    pool = LocalPool(tmp_path, max_pending_event_keys=10)
+    try:
+
+        async def listen() -> None:
+            feed = pool.master._feed
+            async with aclosing(feed.subscribe(pool.master.state.snapshot)) as batches:
+                assert (await anext(batches)).snapshot
+                feed.publish(tuple(b"%d" % number for number in range(11)), ())
+                with pytest.raises(Overloaded):
+                    await anext(batches)
+            assert len(feed) == 0
+
+        pool.loop.run(listen())
+    finally:
+        pool.close()
+
+
+def test_a_forgotten_node_mounts_again_empty(tmp_path: Path) -> None:
+    pool = LocalPool(tmp_path, segment_ttl_s=10)
+    try:
+        client = pool.client()
+        client.put(b"k", b"old")
+        late = begin(client, PutRequest(b"late", (100,)))
+        incarnation = pool.nodes[0].segment.incarnation
+        pool.advance(10)
+        wait_until(lambda: any(each.incarnation != incarnation for each in pool.on_loop(pool.master.state.segments)))
+        assert client.get(b"k") is None
+        assert "node that left" in client.why(b"k")
+        wait_until(lambda: not isinstance(client.begin_puts([PutRequest(b"probe", (1,))])[0], NoSpace))
+        assert client.put(b"k", b"new")
+        with pytest.raises(MoonpoolError, match=r"mounted anew|is gone"):
+            late.write_piece(0, bytes(100))
+        assert client.get(b"k") == b"new"
+    finally:
+        pool.close()
+
+
+def test_master_restart(tmp_path: Path) -> None:
+    pool = LocalPool(tmp_path)
+    try:
+        client = pool.client()
+        client.put(b"k", b"old")
+        old = info_of(client, b"k")
+        pool.loop.run(pool.master.close())
+        with pytest.raises(PeerLost):
+            client.exist([b"k"])
+        pool.start_master()
+        assert client.exist([b"k"]) == [False], "what it held is not adopted yet"
+        wait_until(lambda: bool(client.stats().segments))
+        wait_until(lambda: not isinstance(client.begin_puts([PutRequest(b"probe", (1,))])[0], NoSpace))
+        assert client.put(b"k", b"new")
+        assert client.get(b"k") == b"new"
+        assert info_of(client, b"k").generation > old.generation
+        with pytest.raises(StaleGeneration):
+            client.open_read(ObjectInfo(b"k", old.generation, old.nbytes, info_of(client, b"k").replicas, 1), None)
+    finally:
+        pool.close()
+
+
+def test_metrics(pool: LocalPool) -> None:
+    pool.client().put(b"k", b"v")
+
+    async def ask() -> dict[str, float]:
+        client = await AsyncClient.connect(pool.address, SERVICE)
+        families = await client.call(GetMetrics())
+        client.close()
+        return {
+            sample.name + str(sample.labels.get("event", "")): sample.value for f in families for sample in f.samples
+        }
+
+    values = pool.loop.run(ask())
+    assert values["moonpool_pool_objects"] == 1
+    assert values["moonpool_pool_used_bytes"] == 2 * ALIGN_NBYTES
+    assert values["moonpool_pool_events_totalstored"] == 1
+
+
+def test_a_node_leaves(pool: LocalPool) -> None:
+    client = pool.client()
+    client.put(b"k", b"v")
+    info = info_of(client, b"k")
+    pool.loop.run(pool.nodes[0].close())
+    assert client.get(b"k") is None
+    assert client.stats().capacity_nbytes == 0
+    assert isinstance(client.begin_puts([PutRequest(b"l", (1,))])[0], NoSpace)
+    with pytest.raises(MoonpoolError, match=r"gone|left|closed|mounted anew|connect"):
+        client.open_read(info, None)
+
+
+async def test_a_node_without_memory_or_master_says_so(tmp_path: Path) -> None:
+    config = {"name": "n", "master_address": f"unix:{tmp_path}/none.sock", "run_dir": str(tmp_path)}
+    with pytest.raises(NoSpace):
+        await Node(NodeConfig(dram_nbytes=1 << 50, **config)).start()
+    with pytest.raises(PeerLost):
+        await Node(NodeConfig(dram_nbytes=MIB, start_timeout_s=0.2, **config)).start()
+    with pytest.raises(ConfigError):
+        NodeConfig(dram_nbytes=100, **config)
+
+
+def test_no_master_is_peer_lost(tmp_path: Path) -> None:
+    with TransferEngine(TransferConfig(run_dir=str(tmp_path), tcp_host=None)) as engine:
+        client = StoreClient(f"unix:{tmp_path}/none.sock", engine)
+        with pytest.raises(PeerLost):
+            client.get(b"k")
+        client.close()
+        client.close()
+
+
+def test_the_epoch_rises_and_a_bad_file_is_refused(tmp_path: Path) -> None:
+    assert [next_epoch(tmp_path / "new"), next_epoch(tmp_path / "new")] == [1, 2]
+    (tmp_path / "new" / "epoch").write_text("nonsense")
+    with pytest.raises(ConfigError):
+        next_epoch(tmp_path / "new")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError):
+        next_epoch(tmp_path / "file")

@@ -1,0 +1,153 @@
+"""The pool as processes, killed with -9 at the worst moments."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from store_pool import MIB, RoleProcess, wait_until
+
+from moonpool.base.errors import MoonpoolError, NoSpace
+from moonpool.store.client import StoreClient
+from moonpool.store.put_session import PutRequest
+from moonpool.transfer.engine import TransferConfig, TransferEngine
+
+Start = Callable[..., RoleProcess]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts a role; all are ended afterwards."""
+    with ExitStack() as stack:
+
+        def start(role: str, **config: Any) -> RoleProcess:
+            process = RoleProcess(role, **config)
+            stack.callback(process.close)
+            return process
+
+        yield start
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[StoreClient]:
+    with (
+        TransferEngine(TransferConfig(run_dir=str(tmp_path), tcp_host=None)) as engine,
+        StoreClient(address(tmp_path), engine) as client,
+    ):
+        yield client
+
+
+def address(tmp_path: Path) -> str:
+    return f"unix:{tmp_path}/m.sock"
+
+
+def master_config(tmp_path: Path, **rules: Any) -> dict[str, Any]:
+    times = {"heartbeat_s": 0.1, "segment_ttl_s": 5.0, "tick_s": 0.01, "lease_s": 0.2}
+    return {"data_dir": str(tmp_path / "data"), "listen": address(tmp_path), **times, **rules}
+
+
+def node_config(tmp_path: Path, name: str, dram_nbytes: int = 4 * MIB) -> dict[str, Any]:
+    return {
+        "name": name,
+        "master_address": address(tmp_path),
+        "dram_nbytes": dram_nbytes,
+        "run_dir": str(tmp_path),
+        "retry_s": 0.05,
+    }
+
+
+def puts_work(client: StoreClient, key: bytes, data: bytes) -> bool:
+    try:
+        return client.put(key, data)
+    except MoonpoolError:
+        return False
+
+
+def test_clients_in_several_processes_agree(tmp_path: Path, start: Start, client: StoreClient) -> None:
+    start("master", **master_config(tmp_path))
+    start("node", **node_config(tmp_path, "n0", MIB))  # too small for all of it, so there is eviction
+    clients = [
+        start("put_and_get", address=address(tmp_path), run_dir=str(tmp_path), seed=seed, num_keys=150, shm=seed != 2)
+        for seed in range(3)
+    ]
+    assert [each.finish() for each in clients] == [0, 0, 0]
+    stats = client.stats()
+    assert stats.counters["evicted"] > 0
+    assert stats.counters["puts_in_progress"] == 0
+
+
+def test_a_client_killed_mid_put_blocks_its_key_only_for_a_while(
+    tmp_path: Path, start: Start, client: StoreClient
+) -> None:
+    start("master", **master_config(tmp_path, put_discard_s=0.5, put_release_s=0.6))
+    start("node", **node_config(tmp_path, "n0"))
+    client.put(b"pinned", b"1")
+    writer = start("hang", address=address(tmp_path), run_dir=str(tmp_path), key="k")
+    assert not client.put(b"k", b"mine"), "another put is under way"
+    assert not client.remove([b"pinned"])[0]
+    writer.kill()
+    wait_until(lambda: client.put(b"k", b"mine"))
+    assert client.get(b"k") == b"mine"
+    wait_until(lambda: client.remove([b"pinned"])[0])
+    wait_until(lambda: client.stats().used_nbytes == 2 * 4096)
+
+
+def test_a_killed_node_leaves_the_other_replica(tmp_path: Path, start: Start, client: StoreClient) -> None:
+    start("master", **master_config(tmp_path, segment_ttl_s=1.0))
+    nodes = {f"n{number}.dram": start("node", **node_config(tmp_path, f"n{number}")) for number in range(2)}
+    data = random.Random(0).randbytes(100_000)
+    assert client.put(b"both", data, num_replicas=2)
+    info = client.lookup([b"both"])[0]
+    assert info is not None
+    nodes[info.replicas[0].segment].kill()
+    assert client.get(b"both") == data, "before the master knows"
+    wait_until(lambda: len(client.stats().segments) == 1)
+    assert client.get(b"both") == data
+    assert client.put(b"more", data, num_replicas=2)
+    assert client.get(b"more") == data
+    assert client.counters()["corrupt_replicas"] == 0
+
+
+def test_a_killed_master_comes_back(tmp_path: Path, start: Start, client: StoreClient) -> None:
+    master = start("master", **master_config(tmp_path))
+    start("node", **node_config(tmp_path, "n0"))
+    assert client.put(b"k", b"old")
+    master.kill()
+    assert not puts_work(client, b"l", b"lost")
+    start("master", **master_config(tmp_path))
+    wait_until(lambda: puts_work(client, b"k", b"new"))
+    assert client.get(b"k") == b"new"
+
+
+def test_a_killed_node_comes_back_as_another(tmp_path: Path, start: Start, client: StoreClient) -> None:
+    start("master", **master_config(tmp_path))
+    node = start("node", **node_config(tmp_path, "n0"))
+    assert client.put(b"k", b"old")
+    session = client.begin_puts([PutRequest(b"late", (10,))])[0]
+    assert not isinstance(session, MoonpoolError)
+    node.kill()
+    start("node", **node_config(tmp_path, "n0"))
+    assert client.get(b"k") is None
+    assert client.put(b"k", b"new")
+    assert client.get(b"k") == b"new"
+    with pytest.raises(MoonpoolError):
+        session.write_piece(0, bytes(10))
+    client.abort_puts([session])
+    assert client.put(b"late", b"again")
+
+
+def test_a_full_pool_refuses_and_recovers(tmp_path: Path, start: Start, client: StoreClient) -> None:
+    start("master", **master_config(tmp_path))
+    start("node", **node_config(tmp_path, "n0", 64 * 1024))
+    assert client.put(b"hard", bytes(20_000), pinned=True)
+    assert client.put(b"held", bytes(20_000))
+    client.pin([b"held"])
+    with pytest.raises(NoSpace):
+        client.put(b"new", bytes(20_000))
+    client.unpin([b"held"])
+    assert client.put(b"new", bytes(20_000))
+    assert client.exist([b"hard", b"held", b"new"]) == [True, False, True]

@@ -1,0 +1,212 @@
+"""Owners in processes of their own, stopped, restarted and killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from moonpool.base.checksum import crc32c
+from moonpool.base.errors import DeadlineExceeded, NotFound, PeerLost, StaleGeneration
+from moonpool.transfer import SegmentDescriptor, TransferConfig, TransferEngine
+
+NBYTES = 32 << 20
+SCRIPT = str(Path(__file__).with_name("segment_owner.py"))
+WAYS = pytest.mark.parametrize("way", ["shm", "tcp"])
+
+
+class OwnerProcess:
+    """One running segment_owner.py."""
+
+    def __init__(self, run_dir: Path, *, incarnation: int = 1, tcp_port: int = 0) -> None:
+        arguments = [str(run_dir), str(NBYTES), str(incarnation), str(tcp_port), "65536"]
+        self.process = subprocess.Popen(
+            [sys.executable, SCRIPT, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        self.descriptor = msgspec.json.decode(line, type=SegmentDescriptor)
+
+    def only(self, way: str) -> SegmentDescriptor:
+        kept = tuple(e for e in self.descriptor.endpoints if e.startswith(f"{way}:"))
+        return msgspec.structs.replace(self.descriptor, endpoints=kept)
+
+    @property
+    def tcp_port(self) -> int:
+        return int(self.only("tcp").endpoints[0].rpartition(":")[2])
+
+    def checksum(self) -> int:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write("crc\n")
+        self.process.stdin.flush()
+        return int(self.process.stdout.readline())
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def stop(self) -> None:
+        """Returns when no thread of the process runs any more."""
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
+
+    def resume(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+@pytest.fixture
+def owner(tmp_path: Path) -> Iterator[OwnerProcess]:
+    made = OwnerProcess(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[TransferEngine]:
+    with TransferEngine(TransferConfig(run_dir=str(tmp_path / "own"), tcp_host=None)) as made:
+        yield made
+
+
+@WAYS
+def test_bytes_cross_the_process_border(owner: OwnerProcess, engine: TransferEngine, way: str) -> None:
+    remote = engine.open(owner.only(way))
+    assert remote.transport == way
+    expected = bytearray(np.random.default_rng(1).bytes(NBYTES))
+    back = bytearray(NBYTES)
+    remote.read_into(0, [back], timeout_s=10)
+    assert back == expected
+    expected[1000:5000] = b"w" * 4000
+    remote.write_from(1000, [b"w" * 1500, b"w" * 2500], generation=2, timeout_s=10)
+    assert owner.checksum() == crc32c(expected)
+    with pytest.raises(StaleGeneration):
+        remote.write_from(60_000, [b"late" * 2000], generation=1, timeout_s=10)
+    assert owner.checksum() == crc32c(expected)
+
+
+def test_the_fence_is_one_for_all_ways(owner: OwnerProcess, tmp_path: Path) -> None:
+    with (
+        TransferEngine(TransferConfig(run_dir=str(tmp_path / "a"), tcp_host=None)) as first,
+        TransferEngine(TransferConfig(run_dir=str(tmp_path / "b"), tcp_host=None)) as second,
+    ):
+        by_shm, by_tcp = first.open(owner.only("shm")), second.open(owner.only("tcp"))
+        by_shm.write_from(0, [b"x"], generation=5, timeout_s=5)
+        with pytest.raises(StaleGeneration):
+            by_tcp.write_from(0, [b"y"], generation=4, timeout_s=5)
+        by_tcp.write_from(0, [b"y"], generation=6, timeout_s=5)
+        with pytest.raises(StaleGeneration):
+            by_shm.write_from(0, [b"x"], generation=5, timeout_s=5)
+
+
+@WAYS
+@pytest.mark.parametrize("op", ["read", "write"])
+def test_killed_in_the_middle(tmp_path: Path, way: str, op: str) -> None:
+    """Every caller has an error within 2 s, and nothing is left behind."""
+    threads, fds = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    for turn in range(3):
+        kill_in_the_middle(tmp_path / str(turn), way, op)
+    assert threading.active_count() == threads
+    assert len(os.listdir("/proc/self/fd")) == fds
+
+
+def kill_in_the_middle(run_dir: Path, way: str, op: str) -> None:
+    run_dir.mkdir()
+    owner = OwnerProcess(run_dir)
+    ended: list[float] = []
+    moving = threading.Semaphore(0)
+    with TransferEngine(TransferConfig(run_dir=str(run_dir / "own"), tcp_host=None)) as engine:
+        remote = engine.open(owner.only(way))
+
+        def move() -> None:
+            buffer = bytearray(NBYTES // 2)
+            with contextlib.suppress(PeerLost):
+                while True:
+                    if op == "read":
+                        remote.read_into(0, [buffer], timeout_s=60)
+                    else:
+                        remote.write_from(0, [buffer], generation=1, timeout_s=60)
+                    moving.release()
+            ended.append(time.monotonic())
+
+        callers = [threading.Thread(target=move) for _ in range(3)]
+        for caller in callers:
+            caller.start()
+        assert moving.acquire(timeout=30)
+        owner.kill()
+        killed_at = time.monotonic()
+        for caller in callers:
+            caller.join(10)
+        assert len(ended) == 3
+        assert max(ended) - killed_at < 2
+    owner.close()
+
+
+@WAYS
+def test_a_restarted_owner_voids_old_handles(tmp_path: Path, engine: TransferEngine, way: str) -> None:
+    first = OwnerProcess(tmp_path)
+    remote = engine.open(first.only(way))
+    remote.read_into(0, [bytearray(1)], timeout_s=5)
+    first.kill()
+    first.close()
+    with pytest.raises(PeerLost):
+        remote.read_into(0, [bytearray(1)], timeout_s=5)
+    second = OwnerProcess(tmp_path, incarnation=2, tcp_port=first.tcp_port)
+    try:
+        with pytest.raises((NotFound, PeerLost)):
+            remote.read_into(0, [bytearray(1)], timeout_s=5)
+        fresh = engine.open(second.only(way))
+        assert fresh is not remote
+        buffer = bytearray(100)
+        fresh.read_into(0, [buffer], timeout_s=5)
+        assert buffer == np.random.default_rng(2).bytes(100)
+    finally:
+        second.close()
+
+
+def test_a_stopped_owner_costs_the_deadline_and_may_come_back(owner: OwnerProcess, engine: TransferEngine) -> None:
+    by_tcp = engine.open(owner.only("tcp"))
+    by_tcp.read_into(0, [bytearray(1)], timeout_s=5)
+    owner.stop()
+    started = time.monotonic()
+    with pytest.raises(DeadlineExceeded):
+        by_tcp.read_into(0, [bytearray(NBYTES)], timeout_s=0.3)
+    with pytest.raises(DeadlineExceeded):
+        by_tcp.write_from(0, [bytearray(NBYTES)], generation=1, timeout_s=0.3)
+    assert time.monotonic() - started < 2
+    owner.resume()
+    by_tcp.read_into(0, [bytearray(NBYTES)], timeout_s=10)
+
+
+def test_mapping_from_a_stopped_owner_has_a_deadline_too(
+    owner: OwnerProcess, engine: TransferEngine, tmp_path: Path
+) -> None:
+    owner.stop()
+    with TransferEngine(TransferConfig(run_dir=str(tmp_path / "hasty"), tcp_host=None, timeout_s=0.3)) as hasty:
+        with pytest.raises(DeadlineExceeded):
+            hasty.open(owner.only("shm"))
+    owner.resume()
+    engine.open(owner.only("shm")).read_into(0, [bytearray(10)], timeout_s=10)
+
+
+def test_an_owner_ends_with_its_input(owner: OwnerProcess, tmp_path: Path) -> None:
+    assert owner.process.stdin is not None
+    owner.process.stdin.close()
+    assert owner.process.wait(10) == 0
+    assert not list(tmp_path.glob("*.sock"))
