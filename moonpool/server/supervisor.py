@@ -243,11 +243,11 @@ class Supervisor:
 
     def _stop_step(self, now_s: float) -> list[Action]:
         assert self._stop_since_s is not None
-        stopping_s = now_s - self._stop_since_s
-        if stopping_s >= KILL_AFTER_S:
+        # Compared as next_wake_s() adds them up: rounding must not make a wake come too early for what is due then.
+        if now_s >= self._stop_since_s + KILL_AFTER_S:
             actions = self._kill_all()
         else:
-            actions = self._terminate(everyone=stopping_s >= STOP_ALL_AFTER_S)
+            actions = self._terminate(everyone=now_s >= self._stop_since_s + STOP_ALL_AFTER_S)
         if not self._finished and not any(child.alive for child in self._children.values()):
             self._finished = True
             actions.append(Finish(self._failure))
