@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn, Protocol, runtime_checkable
 
 import msgspec
+import uvloop
 
 from moonpool.base.errors import ConfigError, Internal, MoonpoolError
 from moonpool.base.log import setup_logging
@@ -25,6 +26,7 @@ from moonpool.base.log import setup_logging
 CLOSE_TIMEOUT_S = 3.0
 EXIT_FAILED = 1
 EXIT_BUG = 70
+_MAX_REASON = 2000  # characters
 _LOG = logging.getLogger(__name__)
 
 
@@ -80,14 +82,14 @@ def _run(role: str, make: Callable[[], Service], config: ProcessConfig) -> int:
         print(f"moonpool {role}: {error}", file=sys.stderr)
         return EXIT_FAILED
     try:
-        asyncio.run(_serve(make, ready))
+        uvloop.run(_serve(make, ready))
     except MoonpoolError as error:
-        if not ready.tell(Report(error=str(error))):
+        if not ready.tell(Report(error=str(error)[:_MAX_REASON])):
             print(f"moonpool {role}: {error}", file=sys.stderr)
         return EXIT_FAILED
     except Exception as error:  # noqa: BLE001 - a bug too must reach whoever waits for this process
         _LOG.exception("a bug ended this process")
-        ready.tell(Report(error=f"a bug: {type(error).__name__}: {error}"))
+        ready.tell(Report(error=f"a bug: {type(error).__name__}: {error}"[:_MAX_REASON]))
         return EXIT_BUG
     return 0
 
@@ -162,7 +164,7 @@ class _ReadyPipe:
             return False
         fd, self._fd = self._fd, None
         try:
-            os.write(fd, msgspec.json.encode(report) + b"\n")
+            os.write(fd, msgspec.json.encode(report) + b"\n")  # a pipe takes this much without blocking
         except BrokenPipeError:
             return False
         finally:

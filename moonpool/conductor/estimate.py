@@ -20,11 +20,12 @@ from moonpool.base.cluster import DecodeSample, PrefillSample, PullSample
 
 Vector = NDArray[np.float64]
 
-_FADE = 0.99  # weight of a sample after each later one: about the last hundred count
-_PRIOR_WEIGHT = 0.02  # of the prior curve, in samples
+_FADE = 0.98  # weight of a sample after each later one: about the last fifty count
+_PRIOR_WEIGHT = 3e-4  # of the prior curve, in samples
 _TRUSTED_RATIO = 1.5  # measured/predicted beyond this, either way, weighs less
-_SCALE_STEP = 0.2  # how fast the prior curve follows
+_SCALE_STEP = 0.1  # how fast the prior curve's scale and the usual error follow
 _MIN_SECONDS = 1e-6
+_MAX_SECONDS = 86_400.0
 
 
 class LearnedCost:
@@ -35,6 +36,7 @@ class LearnedCost:
         self._gram: Vector = np.zeros((len(prior), len(prior)))
         self._moment: Vector = np.zeros(len(prior))
         self._log_scale = 0.0
+        self._usual_off = 0.0
         self._fitted: Vector | None = self._prior
         self.num_samples = 0
 
@@ -42,15 +44,18 @@ class LearnedCost:
         return float(np.dot(self.coefficients(), features))
 
     def learn(self, features: Sequence[float], seconds: float) -> None:
-        """Takes one measurement in; useless ones (not finite, not positive) are ignored."""
-        if not (math.isfinite(seconds) and seconds > 0):
+        """Takes one measurement in; impossible ones (not positive, over a day, not a number) are ignored."""
+        if not 0 < seconds <= _MAX_SECONDS:
             return
         seconds = max(seconds, _MIN_SECONDS)
-        weight = self._trust(self.predict(features) / seconds)
+        predicted = max(self.predict(features), _MIN_SECONDS) if self.num_samples else seconds
+        weight = self._trust(seconds / predicted)
         self._rescale(seconds / float(np.dot(self._prior, features)), weight)
-        row = self._prior * np.asarray(features, dtype=np.float64) / seconds
+        # Errors are relative to the larger of the two, so that none counts for more than 1.
+        unit = max(seconds, predicted)
+        row = self._prior * np.asarray(features, dtype=np.float64) / unit
         self._gram = self._gram * _FADE + weight * np.outer(row, row)
-        self._moment = self._moment * _FADE + weight * row
+        self._moment = self._moment * _FADE + weight * row * (seconds / unit)
         self.num_samples += 1
         self._fitted = None
 
@@ -63,9 +68,11 @@ class LearnedCost:
         return self._fitted
 
     def _trust(self, ratio: float) -> float:
-        """1 for what was expected, falling with the distance; a fresh model trusts everything."""
-        off = abs(math.log(max(ratio, _MIN_SECONDS)))
-        limit = math.log(_TRUSTED_RATIO)
+        """1 for what was expected, falling with the distance. When all are far off, it is the model that is wrong."""
+        off = abs(math.log(ratio))
+        limit = max(math.log(_TRUSTED_RATIO), 2 * self._usual_off)
+        # One wild sample moves the usual error by a bounded step.
+        self._usual_off += _SCALE_STEP * (min(off, 2.0) - self._usual_off)
         return 1.0 if self.num_samples < 8 or off <= limit else (limit / off) ** 2
 
     def _rescale(self, ratio: float, weight: float) -> None:
@@ -79,7 +86,10 @@ def _nonnegative_minimum(gram: Vector, moment: Vector) -> Vector:
     for size in range(1, len(moment) + 1):
         for support in combinations(range(len(moment)), size):
             chosen = list(support)
-            part = np.linalg.solve(gram[np.ix_(chosen, chosen)], moment[chosen])
+            try:
+                part = np.linalg.solve(gram[np.ix_(chosen, chosen)], moment[chosen])
+            except np.linalg.LinAlgError:
+                continue  # these features cannot be told apart by the samples; a smaller support can do as well
             value = -float(np.dot(part, moment[chosen]))
             if value < best_value and bool((part >= 0).all()):
                 best, best_value = np.zeros(len(moment)), value

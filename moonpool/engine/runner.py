@@ -38,25 +38,19 @@ class Runner:
         return self.model.forward(self._prepare(chunks), self.kv, hooks).float()
 
     def _prepare(self, chunks: Sequence[Chunk]) -> Step:
-        lengths = [len(chunk.tokens) for chunk in chunks]
-        first_rows = [0, *np.cumsum(lengths).tolist()]
-        num_rows = first_rows.pop()
         positions = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks])
-        spans = [
-            Span(row, chunk.start, length, chunk.pages)
-            for row, chunk, length in zip(first_rows, chunks, lengths, strict=True)
-        ]
-        last = [span.first_row + span.length - 1 for span, c in zip(spans, chunks, strict=True) if c.wants_logits]
-        all_wanted = len(last) == num_rows
+        spans = _spans(chunks)
         wanting = [span for span, chunk in zip(spans, chunks, strict=True) if chunk.wants_logits]
         last_tokens = [Span(row, span.end - 1, 1, span.pages) for row, span in enumerate(wanting)]
+        all_wanted = len(wanting) == len(positions)
+        last_rows = np.array([span.first_row + span.length - 1 for span in wanting], dtype=np.int64)
         return Step(
             tokens=self._index(np.concatenate([np.asarray(chunk.tokens) for chunk in chunks])),
             positions=self._index(positions),
             write_index=self._index(self._write_rows(chunks, positions)),
-            groups=self._plan(spans, num_rows),
-            wanted=None if all_wanted else self._index(np.asarray(last, dtype=np.int64)),
-            wanted_groups=[] if all_wanted else self._plan(last_tokens, len(last)),
+            groups=self._plan(spans, len(positions)),
+            wanted=None if all_wanted else self._index(last_rows),
+            wanted_groups=[] if all_wanted else self._plan(last_tokens, len(wanting)),
         )
 
     def _plan(self, spans: Sequence[Span], num_rows: int) -> list[AttentionGroup]:
@@ -69,6 +63,15 @@ class Runner:
 
     def _index(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self.model.device)
+
+
+def _spans(chunks: Sequence[Chunk]) -> list[Span]:
+    """Where each chunk's rows lie in the step."""
+    spans, row = [], 0
+    for chunk in chunks:
+        spans.append(Span(row, chunk.start, len(chunk.tokens), chunk.pages))
+        row += len(chunk.tokens)
+    return spans
 
 
 def _first_written(chunks: Sequence[Chunk], block_tokens: int) -> list[int]:

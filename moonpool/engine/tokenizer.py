@@ -21,9 +21,8 @@ from moonpool.engine.gguf_file import GgufFile
 from moonpool.engine.gguf_vocabulary import build_tokenizer, special_tokens
 from moonpool.engine.model_files import ModelFiles, read_config, read_json
 
+# What decoding shows in place of bytes that are no character (yet): one mark or, by byte fallback, one per byte.
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-# A UTF-8 character has at most four bytes, so at most three of them can be waiting for the last.
-_MAX_UNFINISHED = 3
 
 
 class Tokenizer:
@@ -94,7 +93,7 @@ class StreamDecoder:
         """The new whole characters; often one word, sometimes nothing."""
         self._window.append(token)
         text = self._decode(self._window)
-        whole = _without_unfinished(text)
+        whole = text.rstrip(_UNFINISHED)
         new = whole[self._num_emitted :]
         self._num_emitted = max(self._num_emitted, len(whole))
         if len(whole) == len(text):
@@ -114,14 +113,6 @@ class StreamDecoder:
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)
-
-
-def _without_unfinished(text: str) -> str:
-    """The text without trailing characters that may yet become another one."""
-    end = len(text)
-    while end > 0 and len(text) - end < _MAX_UNFINISHED and text[end - 1] == _UNFINISHED:
-        end -= 1
-    return text[:end]
 
 
 def load_tokenizer(files: ModelFiles) -> Tokenizer:

@@ -41,7 +41,8 @@ class Progress:
         while True:
             await asyncio.sleep(_ALIVE_EVERY_S)
             if self._since_s:
-                say(f"starting {', '.join(self._since_s)} ... {self.elapsed_s:.0f} s")
+                longest_s = self._clock.now_s() - min(self._since_s.values())
+                say(f"starting {', '.join(self._since_s)} ... {longest_s:.0f} s")
 
 
 def say(text: str, colour: str | None = None) -> None:

@@ -65,14 +65,16 @@ class Launcher:
     async def run(self) -> str | None:
         """Returns when no child is left: None when asked to stop, else why it gave up."""
         loop = asyncio.get_running_loop()
-        for signum in _STOP_SIGNALS:
+        # nohup ignores SIGHUP on purpose; that is the user's word and stays.
+        signals = [each for each in _STOP_SIGNALS if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
+        for signum in signals:
             loop.add_signal_handler(signum, self._events.put_nowait, StopRequested())
         alive = asyncio.create_task(self._progress.keep_alive())
         try:
             return await self._run_until_finished()
         finally:
             alive.cancel()
-            for signum in _STOP_SIGNALS:
+            for signum in signals:
                 loop.remove_signal_handler(signum)
 
     async def _run_until_finished(self) -> str | None:

@@ -1,4 +1,4 @@
-"""Every engine test keeps prepared weights and digests in its own cache folder, unless it asks for the default model."""
+"""A cache folder of its own for each test that prepares a model; the default model is shared by all."""
 
 from __future__ import annotations
 

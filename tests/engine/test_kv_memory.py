@@ -31,9 +31,7 @@ def test_pieces_tile_the_memory(pages: int, layers: int, heads: int, tokens: int
 
 
 def test_writes_land_where_the_layout_says_and_reads_find_them() -> None:
-    layout = KvLayout(
-        num_pages=4, num_layers=3, num_kv_heads=2, block_tokens=16, head_dim=8, dtype="float32"
-    )
+    layout = KvLayout(num_pages=4, num_layers=3, num_kv_heads=2, block_tokens=16, head_dim=8, dtype="float32")
     buffer = bytearray(layout.total_nbytes)
     kv = KvMemory(layout, buffer=memoryview(buffer))
     k, v = torch.randn(2, 5, 2, 8)
@@ -52,9 +50,7 @@ def test_writes_land_where_the_layout_says_and_reads_find_them() -> None:
 
 
 def test_clear_zeroes_only_its_pages() -> None:
-    layout = KvLayout(
-        num_pages=3, num_layers=1, num_kv_heads=1, block_tokens=16, head_dim=4, dtype="bfloat16"
-    )
+    layout = KvLayout(num_pages=3, num_layers=1, num_kv_heads=1, block_tokens=16, head_dim=4, dtype="bfloat16")
     kv = KvMemory(layout)
     kv.tensor.fill_(1)
     kv.clear([1])

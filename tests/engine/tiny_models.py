@@ -82,9 +82,7 @@ def greedy_by_transformers(model: PreTrainedModel, prompt: Sequence[int], num_ne
     return out
 
 
-def greedy(
-    runner: Runner, prompt: Sequence[int], num_new: int, pages: Sequence[int], chunk: int = 10**9
-) -> list[int]:
+def greedy(runner: Runner, prompt: Sequence[int], num_new: int, pages: Sequence[int], chunk: int = 10**9) -> list[int]:
     """One sequence alone, prefilled in chunks."""
     tokens, done = list(prompt), 0
     while len(tokens) < len(prompt) + num_new:

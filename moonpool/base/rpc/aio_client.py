@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from moonpool.base.address import parse_address
 from moonpool.base.errors import DeadlineExceeded, MoonpoolError, Overloaded, PeerLost, ProtocolError
@@ -124,7 +124,7 @@ class AsyncClient(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+        transport = cast(asyncio.Transport, transport)  # uvloop does not derive its own from it
         self._transport = transport
         transport.write(encode_value(FrameKind.HELLO, 0, self._hello))
 

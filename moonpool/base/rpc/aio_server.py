@@ -14,7 +14,7 @@ import logging
 import os
 import stat
 from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from moonpool.base.address import Address, parse_address
 from moonpool.base.errors import Cancelled, ConfigError, MoonpoolError, Overloaded, ProtocolError
@@ -74,6 +74,8 @@ class RpcServer:
         """Idempotent. Stops listening, ends every connection, waits for the handlers to end."""
         for server in self._servers:
             server.close()
+        for _ in range(2):
+            await asyncio.sleep(0)  # the loop needs two passes to make a Peer of a connection it has just accepted
         peers = list(self.peers)
         tasks = [task for peer in peers for task in peer.tasks()]
         for peer in peers:
@@ -137,7 +139,7 @@ class Peer(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+        transport = cast(asyncio.Transport, transport)  # uvloop does not derive its own from it
         self._transport = transport
         self._greeting = asyncio.get_running_loop().call_later(_HELLO_TIMEOUT_S, self.abort)
         self._server.peers.add(self)

@@ -1,0 +1,280 @@
+"""The conductor's state: registrations, queues, owners and records, on a virtual clock."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from moonpool.base.cluster import PrefillSample, ReportWorker, WorkerInfo, WorkerLoad, WorkerRole
+from moonpool.base.errors import IdentityMismatch, InvalidInput, NotFound, Overloaded, Unavailable
+from moonpool.base.keys import object_key
+from moonpool.conductor.backlog import Backlog
+from moonpool.conductor.messages import DecisionRecord, RequestEnded, Route
+from moonpool.conductor.policy import PolicyConfig
+from moonpool.conductor.prefix_index import PrefixIndex
+from moonpool.conductor.records import RecordRing
+from moonpool.conductor.state import ConductorState
+
+KEYS = [bytes([number]) * 32 for number in range(10)]
+
+
+def info(name: str, incarnation: int = 1, **changes: object) -> WorkerInfo:
+    role = WorkerRole.PREFILL if name.startswith("p") else WorkerRole.DECODE
+    made = WorkerInfo(
+        name=name,
+        role=role,
+        address=f"unix:/run/{name}.sock",
+        incarnation=incarnation,
+        identity=b"\1" * 32,
+        model="tiny",
+        block_tokens=64,
+        num_pages=1000,
+        max_num_seqs=8,
+        page_nbytes=1 << 20,
+    )
+    return msgspec.structs.replace(made, **changes)
+
+
+def report(name: str, sequence: int = 1, incarnation: int = 1, **fields: object) -> ReportWorker:
+    fields.setdefault("load", WorkerLoad(free_pages=1000))
+    return ReportWorker(name=name, incarnation=incarnation, sequence=sequence, **fields)
+
+
+def route(request_id: str, num_blocks: int = 10, **fields: object) -> Route:
+    return Route(request_id=request_id, keys=KEYS[:num_blocks], num_tokens=num_blocks * 64 + 5, max_tokens=16, **fields)
+
+
+def state_with(*names: str, policy: PolicyConfig | None = None) -> ConductorState:
+    state = ConductorState(policy or PolicyConfig(), PrefixIndex(), 100)
+    for name in names:
+        state.register(info(name))
+    return state
+
+
+def assigned(state: ConductorState) -> dict[str, int]:
+    return {one.info.name: one.assigned for one in state.status()}
+
+
+def test_requests_spread_over_idle_workers_and_leave_when_they_end() -> None:
+    state = state_with("p0", "p1", "d0", "d1")
+    one = state.route(route("r1", 0), "fe", 0.0, 0.0)
+    two = state.route(route("r2", 0), "fe", 0.0, 0.0)
+    assert (one.prefill.name, two.prefill.name) == ("p0", "p1")
+    assert (one.decode.name, two.decode.name) == ("d0", "d1")
+    state.prefill_ended("r1", 1.0)
+    state.prefill_ended("r1", 1.0)
+    assert assigned(state) == {"p0": 0, "p1": 1, "d0": 1, "d1": 1}
+    state.request_ended(RequestEnded(request_id="r1"), 2.0)
+    state.request_ended(RequestEnded(request_id="r2"), 2.0)
+    state.request_ended(RequestEnded(request_id="never heard of"), 2.0)
+    assert assigned(state) == {"p0": 0, "p1": 0, "d0": 0, "d1": 0}
+    assert state.num_open == 0
+
+
+def test_the_same_prefix_follows_its_blocks() -> None:
+    state = state_with("p0", "p1", "d0")
+    state.report(report("p1", cached=tuple(KEYS)))
+    decision = state.route(route("r1"), "fe", 0.0, 0.0)
+    assert decision.prefill.name == "p1"
+    assert {one.worker: one.local_blocks for one in decision.candidates} == {"p0": 0, "p1": 10}
+
+
+def test_a_prefix_on_its_way_to_a_worker_counts_there() -> None:
+    state = state_with("p0", "p1", "d0")
+    state.costs.learn(prefills=[PrefillSample(640, 0, 60.0)])
+    first = state.route(route("r1"), "fe", 0.0, 0.0)
+    second = state.route(route("r2"), "fe", 59.0, 0.0)
+    assert first.prefill == second.prefill
+    state.request_ended(RequestEnded(request_id="r1", outcome="failed"), 60.0)
+    state.request_ended(RequestEnded(request_id="r2", outcome="failed"), 60.0)
+    third = state.route(route("r3"), "fe", 61.0, 0.0)
+    assert [one.local_blocks for one in third.candidates] == [0, 0]
+
+
+def test_the_pool_is_pulled_from() -> None:
+    state = state_with("p0", "d0")
+    state.index.replace_pool([object_key(key) for key in KEYS[:7]])
+    decision = state.route(route("r1"), "fe", 0.0, 0.0)
+    assert decision.pool_blocks == decision.candidates[0].pulled_blocks == 7
+    assert decision.ttft_s == pytest.approx(decision.candidates[0].ttft_s)
+
+
+def test_excluded_workers_are_never_chosen() -> None:
+    state = state_with("p0", "p1", "d0", "d1")
+    decision = state.route(route("r1", exclude=("p0", "d0")), "fe", 0.0, 0.0)
+    assert (decision.prefill.name, decision.decode.name) == ("p1", "d1")
+    with pytest.raises(Unavailable, match="no prefill"):
+        state.route(route("r2", exclude=("p0", "p1")), "fe", 0.0, 0.0)
+    with pytest.raises(Unavailable, match="no decode"):
+        state.route(route("r2", exclude=("d0", "d1")), "fe", 0.0, 0.0)
+
+
+def test_routing_again_takes_the_earlier_assignment_back() -> None:
+    state = state_with("p0", "p1", "d0", "d1")
+    state.route(route("r1"), "fe", 0.0, 0.0)
+    state.route(route("r1", exclude=("p0", "d0")), "fe", 1.0, 0.0)
+    assert assigned(state) == {"p0": 0, "p1": 1, "d0": 0, "d1": 1}
+    assert [(one.request_id, one.attempt) for one in state.records.newest(9)] == [("r1", 2)]
+
+
+def test_a_lost_worker_is_out_at_once_and_comes_back_empty() -> None:
+    state = state_with("p0", "d0")
+    worker = state.register(info("p1"))
+    state.report(report("p1", cached=tuple(KEYS)))
+    state.route(route("r1"), "fe", 0.0, 0.0)
+    state.unregister(worker)
+    assert assigned(state) == {"d0": 1, "p0": 0}
+    state.register(info("p1", incarnation=2))
+    assert assigned(state) == {"d0": 1, "p0": 0, "p1": 0}
+    decision = state.route(route("r1", exclude=("p0",)), "fe", 0.0, 0.0)
+    assert decision.prefill.incarnation == 2
+    assert decision.candidates[0].local_blocks == 0
+
+
+def test_a_late_goodbye_does_not_hurt_the_successor() -> None:
+    state = state_with("d0")
+    old = state.register(info("p0"))
+    state.register(info("p0", incarnation=2))
+    state.unregister(old)
+    assert state.route(route("r1"), "fe", 0.0, 0.0).prefill.incarnation == 2
+    with pytest.raises(NotFound, match="not registered"):
+        state.report(report("p0", incarnation=1))
+    state.report(report("p0", incarnation=2))
+
+
+@pytest.mark.parametrize("changes", [{"identity": b"\2" * 32}, {"model": "other"}, {"block_tokens": 32}])
+def test_workers_that_cannot_share_are_refused(changes: dict[str, object]) -> None:
+    state = state_with("p0")
+    with pytest.raises(IdentityMismatch, match="cannot share KV"):
+        state.register(info("d0", **changes))
+    state.register(info("p0", incarnation=2, **changes))  # alone, it may become another
+
+
+def test_a_report_gap_asks_for_a_new_registration() -> None:
+    state = state_with("p0", "d0")
+    state.report(report("p0", 1, cached=tuple(KEYS)))
+    with pytest.raises(NotFound, match="register again"):
+        state.report(report("p0", 3, load=WorkerLoad(num_waiting=7)))
+    worker = next(one for one in state.status() if one.info.name == "p0")
+    assert (worker.indexed_blocks, worker.load.num_waiting) == (0, 7)
+    state.report(report("d0", 9))  # a decode worker's pages are not indexed
+
+
+def test_a_front_end_that_goes_takes_its_requests_along() -> None:
+    state = state_with("p0", "d0")
+    state.route(route("r1"), "one", 0.0, 0.0)
+    state.route(route("r2"), "two", 0.0, 0.0)
+    state.owner_gone("one", 1.0)
+    assert assigned(state) == {"p0": 1, "d0": 1}
+    assert [one.outcome for one in state.records.newest(9)] == ["abandoned", "open"]
+
+
+def test_records_say_what_was_predicted_and_measured() -> None:
+    state = state_with("p0", "d0", policy=PolicyConfig(ttft_slo_s=5.0))
+    decision = state.route(route("r1"), "fe", 0.0, 123.0)
+    state.request_ended(
+        RequestEnded(request_id="r1", ttft_s=0.5, cached_tokens=64, pool_tokens=64, output_tokens=9), 1.0
+    )
+    with pytest.raises(Overloaded):
+        state.route(Route(request_id="r2", keys=[], num_tokens=10**6, max_tokens=1), "fe", 2.0, 124.0)
+    done, refused = state.records.newest(9)
+    assert (done.routed_at_s, done.predicted_ttft_s, done.measured_ttft_s) == (123.0, decision.ttft_s, 0.5)
+    assert (done.outcome, done.cached_tokens, done.output_tokens) == ("done", 64, 9)
+    assert (refused.outcome, refused.prefill) == ("overloaded", None)
+    assert state.counters["overloaded"] == 1
+
+
+def test_a_request_without_tokens_is_refused() -> None:
+    with pytest.raises(InvalidInput):
+        state_with("p0", "d0").route(Route(request_id="r", keys=[], num_tokens=0, max_tokens=1), "fe", 0.0, 0.0)
+
+
+def test_decode_load_counts_what_is_on_its_way_and_what_is_reported() -> None:
+    state = state_with("p0", "d0", "d1")
+    state.report(report("d0", load=WorkerLoad(num_running=3, running_tokens=3000, free_pages=900)))
+    assert state.route(route("r1"), "fe", 0.0, 0.0).decode.name == "d1"
+    state.report(report("d1", load=WorkerLoad(free_pages=2)))
+    assert state.route(route("r2"), "fe", 0.0, 0.0).decode.name == "d0"
+
+
+def test_backlog_counts_the_time_the_head_has_had() -> None:
+    backlog = Backlog()
+    assert backlog.wait_s(0.0) == 0.0
+    backlog.add("a", 2.0, 10.0)
+    backlog.add("b", 3.0, 10.5)
+    assert backlog.wait_s(11.0) == pytest.approx(4.0)
+    assert backlog.wait_s(99.0) == pytest.approx(3.0)
+    backlog.remove("a", 13.0)
+    assert backlog.wait_s(13.0) == pytest.approx(3.0)
+    backlog.remove("b", 14.0)
+    backlog.remove("b", 14.0)
+    assert (backlog.wait_s(14.0), len(backlog)) == (0.0, 0)
+
+
+def test_the_ring_keeps_the_newest() -> None:
+    ring = RecordRing(3)
+    for number in range(5):
+        ring.add(DecisionRecord(request_id=str(number), routed_at_s=0.0, num_tokens=1, max_tokens=1))
+    assert [one.request_id for one in ring.newest(2)] == ["3", "4"]
+    assert [one.request_id for one in ring.newest(99)] == ["2", "3", "4"]
+    assert ring.newest(0) == []
+    assert ring.get("0") is None
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Whatever happens in whatever order: the queues hold exactly the open requests of the living."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = state_with()
+        self.now_s = 0.0
+        self.workers: dict[str, list] = {}
+
+    @rule(name=st.sampled_from(["p0", "p1", "d0", "d1"]), incarnation=st.integers(1, 3))
+    def register(self, name: str, incarnation: int) -> None:
+        self.workers.setdefault(name, []).append(self.state.register(info(name, incarnation)))
+
+    @rule(name=st.sampled_from(["p0", "p1", "d0", "d1"]), which=st.integers(0, 9))
+    def goodbye(self, name: str, which: int) -> None:
+        if self.workers.get(name):
+            self.state.unregister(self.workers[name][which % len(self.workers[name])])
+
+    @rule(number=st.integers(0, 5), blocks=st.integers(0, 10), owner=st.sampled_from("xy"))
+    def route(self, number: int, blocks: int, owner: str) -> None:
+        self.now_s += 0.1
+        try:
+            decision = self.state.route(route(f"r{number}", blocks), owner, self.now_s, 0.0)
+        except Unavailable:
+            return
+        assert decision.ttft_s == min(one.ttft_s for one in decision.candidates)
+
+    @rule(number=st.integers(0, 5))
+    def prefilled(self, number: int) -> None:
+        self.state.prefill_ended(f"r{number}", self.now_s)
+
+    @rule(number=st.integers(0, 5))
+    def ended(self, number: int) -> None:
+        self.state.request_ended(RequestEnded(request_id=f"r{number}"), self.now_s)
+
+    @rule(owner=st.sampled_from("xy"))
+    def front_end_gone(self, owner: str) -> None:
+        self.state.owner_gone(owner, self.now_s)
+
+    @invariant()
+    def no_more_assigned_than_open(self) -> None:
+        for role in "pd":
+            total = sum(count for name, count in assigned(self.state).items() if name.startswith(role))
+            assert total <= self.state.num_open
+
+    @invariant()
+    def nothing_is_expected_when_nothing_is_open(self) -> None:
+        if self.state.num_open == 0:
+            assert set(self.state.index.leading_blocks(KEYS).workers.values()) <= {0}
+            assert sum(assigned(self.state).values()) == 0
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)

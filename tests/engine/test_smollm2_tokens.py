@@ -1,0 +1,69 @@
+"""The default model gives the tokens transformers gives on the same weights, for prompts of 1 to 1,500 tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_models import greedy, greedy_by_transformers, load_runner
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from moonpool.engine.model_files import read_config, resolve
+from moonpool.engine.runner import Runner
+from moonpool.engine.tokenizer import Tokenizer, load_tokenizer
+from moonpool.engine.weight_sources import open_source
+
+pytestmark = pytest.mark.model
+
+_TEXT = (
+    "The pool keeps every block that was ever computed, until somebody needs its place. A block is sixty-four "
+    "tokens of one conversation; whoever says the same words again finds it there. "
+)
+
+
+@pytest.fixture(scope="module")
+def runner() -> Runner:
+    return load_runner("smollm2", num_pages=64, block_tokens=64)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return load_tokenizer(resolve("smollm2"))
+
+
+@pytest.fixture(scope="module")
+def reference() -> PreTrainedModel:
+    files = resolve("smollm2")
+    config = read_config(files)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_kv_heads,
+            max_position_embeddings=config.max_position,
+            rms_norm_eps=config.rms_norm_eps,
+            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+            tie_word_embeddings=config.tied_embeddings,
+        )
+    ).eval()
+    with torch.no_grad(), open_source(files, config) as source:
+        for name, parameter in model.named_parameters():
+            parameter.copy_(source.read(name))
+    return model
+
+
+@pytest.mark.parametrize(("length", "chunk", "num_new"), [(1, 512, 16), (30, 7, 16), (129, 64, 16), (1500, 512, 4)])
+def test_greedy_tokens_equal_transformers(
+    runner: Runner, tokenizer: Tokenizer, reference: PreTrainedModel, length: int, chunk: int, num_new: int
+) -> None:
+    prompt = (tokenizer.encode(_TEXT) * 40)[:length]
+    expected = greedy_by_transformers(reference, prompt, num_new)
+    assert greedy(runner, prompt, num_new, range(10, 40), chunk=chunk) == expected
+
+
+def test_it_knows_the_capital_of_france(runner: Runner, tokenizer: Tokenizer) -> None:
+    chat = tokenizer.render_chat([{"role": "user", "content": "What is the capital of France?"}])
+    answer = greedy(runner, tokenizer.encode(chat), 8, range(4))
+    assert "Paris" in tokenizer.decode(answer)

@@ -1,0 +1,85 @@
+"""What is started, with which options, after what."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moonpool.base.config import from_mapping
+from moonpool.base.errors import ConfigError
+from moonpool.base.process import ProcessConfig
+from moonpool.conductor.service import ConductorConfig
+from moonpool.engine.worker.config import WorkerConfig
+from moonpool.server.frontend import FrontendConfig
+from moonpool.server.launch_child import to_arguments
+from moonpool.server.launch_plan import Role, ServeConfig, plan_roles
+from moonpool.server.supervisor import ChildSpec, Supervisor
+from moonpool.store.master import MasterConfig
+from moonpool.store.node import NodeConfig
+
+CONFIGS: dict[str, type[Any]] = {
+    "master": MasterConfig,
+    "node": NodeConfig,
+    "conductor": ConductorConfig,
+    "worker": WorkerConfig,
+    "frontend": FrontendConfig,
+}
+RUN, STATE = Path("/run/mp"), Path("/state")
+
+
+def plan(**settings: Any) -> dict[str, Role]:
+    return {role.name: role for role in plan_roles(ServeConfig(**settings), RUN, STATE)}
+
+
+def test_two_and_two() -> None:
+    names = ["master", "node", "conductor", "prefill-0", "prefill-1", "decode-0", "decode-1", "frontend"]
+    assert list(plan(prefill=2, decode=2)) == names
+
+
+@pytest.mark.parametrize("name", ["master", "node", "conductor", "prefill-0", "decode-0", "frontend"])
+def test_every_option_is_known_to_its_role(name: str) -> None:
+    role = plan(max_model_len=512, threads=2, tenants_file="/t.json")[name]
+    config, process = CONFIGS[role.command], {field.name for field in fields(ProcessConfig)}
+    own = {field.name for field in fields(config)}
+    assert set(role.options) <= own | process
+    from_mapping(config, {key: value for key, value in role.options.items() if key in own})
+
+
+def test_roles_find_each_other() -> None:
+    roles = plan(dram="2GB", kv="100MB")
+    worker = roles["prefill-0"].options
+    assert worker["master_address"] == roles["master"].options["listen"] == "unix:/run/mp/master.sock"
+    assert worker["conductor_address"] == roles["conductor"].options["address"]
+    assert roles["frontend"].options["conductor_address"] == worker["conductor_address"]
+    assert worker["kv_nbytes"] == 100_000_000
+    assert roles["node"].options["dram_nbytes"] == 2_000_000_000
+
+
+def test_the_plan_can_be_supervised() -> None:
+    roles = plan(prefill=2, decode=3).values()
+    Supervisor([ChildSpec(role.name, role.after, role.first_after, role.uses) for role in roles])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"prefill": 0},
+        {"decode": -1},
+        {"port": 70000},
+        {"dram": "0"},
+        {"kv": "much"},
+        {"threads": 0},
+        {"log_level": "X"},
+    ],
+)
+def test_senseless_settings_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        ServeConfig(**settings).check()
+
+
+def test_options_become_arguments() -> None:
+    options = {"run_dir": "/x", "threads": None, "num": 3, "verify": True, "shm": False}
+    assert to_arguments(options) == ["--run-dir", "/x", "--num", "3", "--verify", "--no-shm"]
