@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
-XDIST  ?= 2
+
 
 .PHONY: setup serve check test soak bench clean
 
@@ -34,9 +34,11 @@ check: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# The end-to-end tests measure time and memory of whole services, so they run alone.
 test: $(VENV)/.dev
 	$(BIN)/moonpool model fetch smollm2
-	$(BIN)/pytest -m "not gpu and not soak" $(ARGS)
+	$(BIN)/pytest -m "not gpu and not soak" -n 2 --ignore tests/e2e $(ARGS)
+	$(BIN)/pytest -m "not gpu and not soak" tests/e2e $(ARGS)
 
 soak: $(VENV)/.dev
 	$(BIN)/moonpool model fetch smollm2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from moonpool.base.process import ProcessConfig, Service, run_role
 from moonpool.cli.options import command_from
 from moonpool.engine.worker.config import WorkerConfig
@@ -12,6 +14,8 @@ def _run(config: WorkerConfig, process: ProcessConfig) -> None:
 
 
 def _make(config: WorkerConfig) -> Service:
+    # Several workers share the cores: threads that wait by spinning would take them from those who compute.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from moonpool.engine.worker.service import Worker  # here: it brings torch, which --help does not need
 
     return Worker(config)

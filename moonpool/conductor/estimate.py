@@ -83,7 +83,7 @@ class LearnedCost:
 def _nonnegative_minimum(gram: Vector, moment: Vector) -> Vector:
     """argmin over x >= 0 of x'Gx - 2x'm, exactly: the best feasible solution over all supports (there are few)."""
     best, best_value = np.zeros(len(moment)), 0.0
-    for size in range(1, len(moment) + 1):
+    for size in range(len(moment), 0, -1):
         for support in combinations(range(len(moment)), size):
             chosen = list(support)
             try:
@@ -94,6 +94,8 @@ def _nonnegative_minimum(gram: Vector, moment: Vector) -> Vector:
             if value < best_value and bool((part >= 0).all()):
                 best, best_value = np.zeros(len(moment)), value
                 best[chosen] = part
+        if size == len(moment) and best_value < 0:
+            return best  # no bound is touched: nothing can be better, and it is the usual case
     return best
 
 

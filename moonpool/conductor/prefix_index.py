@@ -110,9 +110,10 @@ class _WorkerPart:
 
     def unexpect(self, keys: Iterable[bytes]) -> None:
         for key in map(_fingerprint, keys):
-            if self.expected[key] > 1:
-                self.expected[key] -= 1
-            else:
+            count = self.expected.get(key, 0)
+            if count > 1:
+                self.expected[key] = count - 1
+            elif count:
                 del self.expected[key]
 
 

@@ -29,6 +29,7 @@ _BACKLOG = 2048
 class FrontendConfig:
     conductor_address: str = field(metadata={"help": "where the conductor listens"})
     state_dir: str = field(metadata={"help": "folder for what must survive a restart, secrets included"})
+    master_address: str | None = field(default=None, metadata={"help": "the pool's master, for its metrics"})
     model: str = field(default="smollm2", metadata={"help": "model name, Hugging Face folder or .gguf file"})
     model_name: str | None = field(default=None, metadata={"help": "name shown to clients; the model's own if unset"})
     host: str = field(default="127.0.0.1", metadata={"help": "address to serve at"})
@@ -69,7 +70,7 @@ class Frontend:
         model = await asyncio.to_thread(self._load, config)
         tenants_file = None if config.tenants_file is None else Path(config.tenants_file)
         tenants = await asyncio.to_thread(load_tenants, Path(config.state_dir), tenants_file)
-        self._connections = Connections(config.conductor_address)
+        self._connections = Connections(config.conductor_address, config.master_address)
         self._desk = Desk(
             model,
             tenants,

@@ -151,6 +151,7 @@ def _frontend(config: ServeConfig, run_dir: Path, state_dir: Path, workers: tupl
         "port": config.port,
         "model": config.model,
         "conductor_address": socket_address(run_dir, CONDUCTOR),
+        "master_address": socket_address(run_dir, MASTER),
         "max_model_len": config.max_model_len,
         "tenants_file": config.tenants_file,
         "state_dir": str(state_dir),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 from moonpool.base.errors import MoonpoolError
 from moonpool.base.metrics import GetMetrics, MergedCollector, MetricFamily, snapshot
@@ -13,6 +13,7 @@ from moonpool.conductor.messages import WorkerRef, WorkerStatus
 from moonpool.engine.messages import PrefillReply
 from moonpool.server.workers import Cluster, Connections
 
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per counter that nobody reads
 SCRAPE_TIMEOUT_S = 1.0
 _TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _TBT_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
@@ -63,11 +64,20 @@ async def _scrape_all(own: FrontendMetrics, connections: Connections, cluster: C
     except MoonpoolError:
         own.unanswered.inc()
         return []
-    asked = [_ask(conductor, "conductor", "conductor")]
+    asked = [_ask(conductor, "conductor", "conductor"), _ask_master(connections)]
     asked += [_ask_worker(connections, worker) for worker in workers]
     answers = await asyncio.gather(*asked)
     own.unanswered.inc(sum(part is None for part in answers))
     return [part for part in answers if part is not None]
+
+
+async def _ask_master(connections: Connections) -> _Part | None:
+    try:
+        async with asyncio.timeout(SCRAPE_TIMEOUT_S):
+            client = await connections.master()
+    except (MoonpoolError, TimeoutError):
+        return None
+    return ("master", "master", []) if client is None else await _ask(client, "master", "master")
 
 
 async def _ask_worker(connections: Connections, worker: WorkerStatus) -> _Part | None:

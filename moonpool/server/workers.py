@@ -16,6 +16,7 @@ from moonpool.base.cluster import CONDUCTOR_SERVICE, WORKER_SERVICE, WorkerRole
 from moonpool.base.errors import MoonpoolError, PeerLost, Unavailable
 from moonpool.base.rpc import AsyncClient, Call
 from moonpool.conductor.messages import ConductorStatus, Status, WorkerRef, WorkerStatus
+from moonpool.store.messages import SERVICE as STORE_SERVICE
 
 STATUS_TIMEOUT_S = 5.0
 TELL_TIMEOUT_S = 5.0
@@ -27,14 +28,21 @@ _Key = tuple[str, str, int]
 class Connections:
     """Hands out clients. Close it to end all of them."""
 
-    def __init__(self, conductor_address: str) -> None:
+    def __init__(self, conductor_address: str, master_address: str | None = None) -> None:
         self._conductor_address = conductor_address
+        self._master_address = master_address
         self._clients: dict[_Key, asyncio.Task[AsyncClient]] = {}
         self._telling: set[asyncio.Task[None]] = set()
         self.closed = False
 
     async def conductor(self) -> AsyncClient:
         return await self._get((CONDUCTOR_SERVICE, self._conductor_address, 0))
+
+    async def master(self) -> AsyncClient | None:
+        """The pool's master, for its numbers; None when this front end was not told of one."""
+        if self._master_address is None:
+            return None
+        return await self._get((STORE_SERVICE, self._master_address, 0))
 
     async def worker(self, ref: WorkerRef) -> AsyncClient:
         """PeerLost when it is gone, also when another incarnation answers at its address."""

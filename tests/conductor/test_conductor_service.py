@@ -272,5 +272,6 @@ async def test_a_gap_in_the_pools_events_starts_afresh(tmp_path: Path) -> None:
 async def test_the_address_may_be_taken(cluster: Cluster) -> None:
     with pytest.raises(ConfigError, match="cannot listen"):
         await Conductor(ConductorConfig(address=cluster.address)).start()
+    assert (await cluster.status()).workers == ()  # undisturbed
     await cluster.conductor.close()
     await cluster.conductor.close()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import httpx
 import pytest
 from e2e_service import BLOCK_TOKENS, Service, keys_of, running, wait_until
 
@@ -84,6 +85,21 @@ def test_the_next_turn_hits_what_decoding_produced(one_each: Service) -> None:
     assert second.prefill is not None
     assert second.prefill.local_tokens == 0
     assert second.prefill.pool_tokens == produced // BLOCK_TOKENS * BLOCK_TOKENS > len(prompt)
+
+
+def test_the_next_chat_turn_starts_warm(one_each: Service) -> None:
+    """Over HTTP, as a person talks: the second turn's prompt contains the first answer, rendered and tokenized anew."""
+    messages = [{"role": "user", "content": "Tell me a story about a lighthouse keeper and a storm, at length."}]
+    body = {"model": "smollm2", "messages": messages, "max_tokens": 150, "temperature": 0}
+    num_before = one_each.status().pool_blocks
+    first = httpx.post(f"{one_each.url}/v1/chat/completions", json=body, timeout=60).json()
+    full_blocks = (first["usage"]["total_tokens"] - 1) // BLOCK_TOKENS
+    assert full_blocks > first["usage"]["prompt_tokens"] // BLOCK_TOKENS, "decoding filled at least one block"
+    wait_until(lambda: one_each.status().pool_blocks >= num_before + full_blocks, 20, "the blocks are in the pool")
+    answer = first["choices"][0]["message"]["content"]
+    messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "What happened next?"}]
+    second = httpx.post(f"{one_each.url}/v1/chat/completions", json={**body, "max_tokens": 1}, timeout=60).json()
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= full_blocks * BLOCK_TOKENS
 
 
 def test_usage_reports_cached_tokens_over_http(one_each: Service) -> None:

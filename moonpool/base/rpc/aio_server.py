@@ -74,8 +74,6 @@ class RpcServer:
         """Idempotent. Stops listening, ends every connection, waits for the handlers to end."""
         for server in self._servers:
             server.close()
-        for _ in range(2):
-            await asyncio.sleep(0)  # the loop needs two passes to make a Peer of a connection it has just accepted
         peers = list(self.peers)
         tasks = [task for peer in peers for task in peer.tasks()]
         for peer in peers:
