@@ -17,24 +17,17 @@ import time
 from collections.abc import Callable
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
-from moonpool.engine.blocks import PageManager
-from moonpool.engine.config import ModelConfig
+from moonpool.engine.config import EngineConfig, ModelConfig
 from moonpool.engine.engine import Engine
-from moonpool.engine.kv_memory import KvLayout
-from moonpool.engine.kv_tensor import KvMemory
+from moonpool.engine.load import load_runner, make_scheduler
 from moonpool.engine.model_files import ModelFiles, read_config, resolve
-from moonpool.engine.models.llama import LlamaModel
-from moonpool.engine.runner import Runner
-from moonpool.engine.scheduler import Scheduler, SchedulerConfig
 from moonpool.engine.sequence import SamplingParams
-from moonpool.engine.weight_sources import open_source
-from moonpool.engine.weights import load_weights
 
 PREFILL_TOKENS = 512
 DECODE_SEQUENCES, PROMPT_TOKENS, NEW_TOKENS = 8, 128, 64
-BLOCK_TOKENS, NUM_PAGES = 64, 64
+NUM_PAGES = 64
 Prompts = list[list[int]]
 
 
@@ -42,14 +35,13 @@ class Ours:
     """The single-process engine."""
 
     def __init__(self, files: ModelFiles, config: ModelConfig) -> None:
-        model = LlamaModel(config, load_weights(files, config))
-        layout = KvLayout.of(config, num_pages=NUM_PAGES, block_tokens=BLOCK_TOKENS, dtype="float32")
-        self._runner = Runner(model, KvMemory(layout))
+        self._model = config
+        self._config = EngineConfig(num_pages=NUM_PAGES, max_num_seqs=DECODE_SEQUENCES, max_model_len=2048)
+        self._runner = load_runner(files, config, self._config)
 
     def _engine(self) -> Engine:
         """A fresh one each time, so that no prompt is found in an earlier run's pages."""
-        config = SchedulerConfig(max_batch_tokens=512, max_num_seqs=DECODE_SEQUENCES, max_seq_tokens=2048)
-        return Engine(Scheduler(config, PageManager(NUM_PAGES, BLOCK_TOKENS)), self._runner)
+        return Engine(make_scheduler(self._model, self._config), self._runner)
 
     def prefill_s(self, prompts: Prompts) -> float:
         engine = self._engine()
@@ -82,11 +74,11 @@ def _submit(engine: Engine, prompts: Prompts, max_tokens: int) -> None:
 class Theirs:
     """`transformers` with our weights and its defaults (sdpa attention, dynamic cache)."""
 
-    def __init__(self, files: ModelFiles, config: ModelConfig) -> None:
-        self._model = LlamaForCausalLM(_transformers_config(config)).eval()
-        with torch.no_grad(), open_source(files, config) as source:
-            for name, parameter in self._model.named_parameters():
-                parameter.copy_(source.read(name))
+    def __init__(self, files: ModelFiles) -> None:
+        path = files.root
+        self._model = AutoModelForCausalLM.from_pretrained(
+            str(path.parent), gguf_file=path.name, dtype=torch.float32
+        ).eval()
 
     def prefill_s(self, prompts: Prompts) -> float:
         start = time.perf_counter()
@@ -111,26 +103,10 @@ class Theirs:
         return out.logits[:, -1:].argmax(-1), out.past_key_values
 
 
-def _transformers_config(config: ModelConfig) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        num_key_value_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        max_position_embeddings=config.max_position,
-        rms_norm_eps=config.rms_norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-        tie_word_embeddings=config.tied_embeddings,
-    )
-
-
 def measure(files: ModelFiles, repeat: int) -> dict[str, float]:
     """Best seconds of each contender, all of them taking turns."""
     config = read_config(files)
-    ours, theirs = Ours(files, config), Theirs(files, config)
+    ours, theirs = Ours(files, config), Theirs(files)
     contenders: dict[str, Callable[[Prompts], float]] = {
         "prefill": ours.prefill_s,
         "prefill transformers": theirs.prefill_s,

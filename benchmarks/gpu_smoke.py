@@ -23,17 +23,16 @@ import torch
 
 from moonpool.base.identity import CacheIdentity
 from moonpool.base.keys import chain_keys
-from moonpool.engine.blocks import PageManager
-from moonpool.engine.config import ModelConfig
+from moonpool.engine.config import EngineConfig, ModelConfig
 from moonpool.engine.engine import Engine
 from moonpool.engine.kv_link.device_pieces import DevicePieces
 from moonpool.engine.kv_link.pull import Puller
 from moonpool.engine.kv_link.push import PoolWriter
 from moonpool.engine.kv_memory import PIECE_LAYOUT, KvLayout
 from moonpool.engine.kv_tensor import KvMemory
+from moonpool.engine.load import make_scheduler
 from moonpool.engine.models.llama import LlamaModel
 from moonpool.engine.runner import Runner
-from moonpool.engine.scheduler import Scheduler, SchedulerConfig
 from moonpool.engine.sequence import SamplingParams
 from moonpool.engine.step import Admitted
 from moonpool.engine.weights import random_weights
@@ -128,9 +127,8 @@ def pool(run_dir: str) -> Iterator[str]:
 def run_engine(side: Side) -> list[int]:
     """Prefill and decode; returns the pages that hold the prompt's KV."""
     weights = random_weights(MODEL, dtype="bfloat16", device="cuda")
-    pages = PageManager(NUM_PAGES, BLOCK_TOKENS)
-    limits = SchedulerConfig(max_batch_tokens=2048, max_num_seqs=16, max_seq_tokens=8192)
-    engine = Engine(Scheduler(limits, pages), Runner(LlamaModel(MODEL, weights), side.kv))
+    config = EngineConfig(num_pages=NUM_PAGES, block_tokens=BLOCK_TOKENS, max_batch_tokens=2048, max_model_len=8192)
+    engine = Engine(make_scheduler(MODEL, config), Runner(LlamaModel(MODEL, weights), side.kv))
     one = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
     engine.generate([[t + 1 for t in TOKENS]], one)  # warm-up, other tokens
     started_s = time.perf_counter()
@@ -142,7 +140,7 @@ def run_engine(side: Side) -> list[int]:
     engine.generate(prompts, SamplingParams(max_tokens=65, temperature=0.0, ignore_eos=True))
     say("decode of 8 sequences", 8 * 64 / (time.perf_counter() - started_s), "tokens/s")
     keys = chain_keys(bytes(32), TOKENS, BLOCK_TOKENS)
-    found = [pages.page_of(key) for key in keys]
+    found = [engine.scheduler.pages.page_of(key) for key in keys]
     assert all(page is not None for page in found), "the prompt's pages are still cached"
     return [page for page in found if page is not None]
 

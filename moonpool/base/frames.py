@@ -28,6 +28,8 @@ class FrameKind(IntEnum):
     ITEM = 4  # one element of a stream
     END = 5  # the stream is complete
     CANCEL = 6  # the caller no longer wants the answer
+    PING = 7  # the client asks for a sign of life; call id 0, no body
+    PONG = 8  # the server gives it
 
 
 _KINDS = {int(kind): kind for kind in FrameKind}

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from moonpool.base.clock import Clock, SystemClock
 from moonpool.base.cluster import CONDUCTOR_SERVICE, RegisterWorker, ReportWorker
 from moonpool.base.metrics import GetMetrics, MetricFamily, snapshot
-from moonpool.base.rpc import Call, Peer, RpcServer
+from moonpool.base.rpc import Call, Patience, Peer, RpcServer
 from moonpool.conductor.messages import (
     ConductorStatus,
     Decision,
@@ -47,7 +47,9 @@ class ConductorConfig:
 class Conductor:
     """`await start()`, then it serves until `await close()`."""
 
-    def __init__(self, config: ConductorConfig, *, clock: Clock | None = None) -> None:
+    def __init__(
+        self, config: ConductorConfig, *, clock: Clock | None = None, patience: Patience | None = None
+    ) -> None:
         self.config = config
         self.registry = CollectorRegistry()
         self._clock: Clock = clock or SystemClock()
@@ -59,7 +61,7 @@ class Conductor:
         )
         self._feeding: asyncio.Task[None] | None = None
         self._front_ends: set[Peer] = set()
-        self._server = self._make_server()
+        self._server = self._make_server(patience or Patience())
         self.registry.register(ConductorCollector(self._state, lambda: self.pool_connected))
 
     @property
@@ -82,7 +84,7 @@ class Conductor:
                 await feeding
         await self._server.close()
 
-    def _make_server(self) -> RpcServer:
+    def _make_server(self, patience: Patience) -> RpcServer:
         handlers: dict[type[Call[Any]], Callable[[Any, Peer], Any]] = {
             RegisterWorker: self._register,
             ReportWorker: lambda call, peer: self._state.report(call),
@@ -93,7 +95,9 @@ class Conductor:
             Records: self._records,
             GetMetrics: self._metrics,
         }
-        return RpcServer(CONDUCTOR_SERVICE, handlers, name=self.config.name, incarnation=time.time_ns())
+        return RpcServer(
+            CONDUCTOR_SERVICE, handlers, name=self.config.name, incarnation=time.time_ns(), patience=patience
+        )
 
     # handlers
 

@@ -104,14 +104,15 @@ class ModelConfig:
             raise ModelError(f"the GGUF metadata is incomplete or malformed: {error!r}") from error
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """How one engine runs. `num_pages` pages of `block_tokens` tokens hold the KV of everything it serves."""
 
     num_pages: int
     block_tokens: int = 64
     max_batch_tokens: int = 512  # tokens computed in one step: chunked prefill's budget
-    max_num_seqs: int = 64
+    max_num_seqs: int = 32
+    max_model_len: int | None = None  # prompt and output together; None: what the model allows
     dtype: DType = "float32"
     device: Device = "cpu"
     threads: int | None = None  # None: as many as torch finds

@@ -75,11 +75,11 @@ def expected() -> list[list[int]]:
 @pytest.fixture(scope="module")
 def single_process() -> list[list[int]]:
     """What the engine says when everything happens in one process."""
-    from engine_in_process import small_engine
-
+    from moonpool.engine.config import EngineConfig
+    from moonpool.engine.load import load_engine
     from moonpool.engine.sequence import SamplingParams
 
-    engine = small_engine(MODEL, num_pages=80)
+    engine = load_engine(MODEL, EngineConfig(num_pages=80))
     params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
     return [engine.generate([prompt], params)[0].tokens for prompt in prompts()]
 

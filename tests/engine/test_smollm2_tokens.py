@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from tiny_models import greedy, greedy_by_transformers, load_runner
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from moonpool.engine.model_files import read_config, resolve
+from moonpool.engine.model_files import resolve
 from moonpool.engine.runner import Runner
 from moonpool.engine.tokenizer import Tokenizer, load_tokenizer
-from moonpool.engine.weight_sources import open_source
 
 pytestmark = pytest.mark.model
 
@@ -32,26 +31,9 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def reference() -> PreTrainedModel:
-    files = resolve("smollm2")
-    config = read_config(files)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_heads,
-            num_key_value_heads=config.num_kv_heads,
-            max_position_embeddings=config.max_position,
-            rms_norm_eps=config.rms_norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-            tie_word_embeddings=config.tied_embeddings,
-        )
-    ).eval()
-    with torch.no_grad(), open_source(files, config) as source:
-        for name, parameter in model.named_parameters():
-            parameter.copy_(source.read(name))
-    return model
+    """The same file, read by transformers itself."""
+    path = resolve("smollm2").root
+    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
 
 
 @pytest.mark.parametrize(("length", "chunk", "num_new"), [(1, 512, 16), (30, 7, 16), (129, 64, 16), (1500, 512, 4)])

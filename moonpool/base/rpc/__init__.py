@@ -7,12 +7,14 @@
     client = BlockingClient("unix:/run/master.sock", "store")
     client.call(Exist(keys=[...]))           # -> list[bool]
 
-No pickle, no code from the peer; sizes and types are checked before use. Every call has a deadline.
+No pickle, no code from the peer; sizes and types are checked before use. Every call has a deadline, and both ends of
+an AsyncClient's connection notice within seconds when the other process is frozen or gone.
 """
 
 from moonpool.base.rpc.aio_client import AsyncClient
 from moonpool.base.rpc.aio_server import Peer, RpcServer
 from moonpool.base.rpc.blocking import BlockingClient
 from moonpool.base.rpc.protocol import Call, Hello, StreamCall
+from moonpool.base.rpc.silence import Patience
 
-__all__ = ["AsyncClient", "BlockingClient", "Call", "Hello", "Peer", "RpcServer", "StreamCall"]
+__all__ = ["AsyncClient", "BlockingClient", "Call", "Hello", "Patience", "Peer", "RpcServer", "StreamCall"]

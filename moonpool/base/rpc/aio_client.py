@@ -1,7 +1,8 @@
 """The asyncio driver: one connection, any number of calls and streams at once.
 
-When the connection ends, every waiting call gets PeerLost at once; a client never reconnects by itself, its
-owner decides. Cancelling the waiting task tells the server to cancel the handler.
+When the connection ends, or the other process is silent for too long (rpc/silence.py), every waiting call gets
+PeerLost at once; a client never reconnects by itself, its owner decides. Cancelling the waiting task tells the
+server to cancel the handler.
 """
 
 from __future__ import annotations
@@ -24,16 +25,18 @@ from moonpool.base.rpc.protocol import (
     encode_call,
     encode_value,
 )
+from moonpool.base.rpc.silence import DEFAULT_PATIENCE, Patience, Watch
 
 R = TypeVar("R")
 # A reader this far behind is stuck; its stream fails and it may ask again for a fresh start.
 _MAX_WAITING_ITEMS = 65_536
+_PING = encode_frame(FrameKind.PING, 0)
 
 
 class AsyncClient(asyncio.Protocol):
     """Make one with `await AsyncClient.connect(...)`."""
 
-    def __init__(self, address: str, hello: Hello) -> None:
+    def __init__(self, address: str, hello: Hello, patience: Patience = DEFAULT_PATIENCE) -> None:
         self.address = address
         self.peer: Hello | None = None
         self.closed = asyncio.Event()
@@ -44,14 +47,22 @@ class AsyncClient(asyncio.Protocol):
         self._calls: dict[int, asyncio.Future[Frame]] = {}
         self._streams: dict[int, asyncio.Queue[Frame | MoonpoolError]] = {}
         self._transport: asyncio.Transport | None = None
+        self._watch = Watch(patience, lost=self._on_silence, ping=lambda: self._send(_PING))
 
     @classmethod
     async def connect(
-        cls, address: str, service: str, *, name: str = "", incarnation: int = 0, timeout_s: float = 5.0
+        cls,
+        address: str,
+        service: str,
+        *,
+        name: str = "",
+        incarnation: int = 0,
+        timeout_s: float = 5.0,
+        patience: Patience = DEFAULT_PATIENCE,
     ) -> AsyncClient:
         """Raises PeerLost when nobody answers there, ProtocolError when it is another service."""
         loop, at = asyncio.get_running_loop(), parse_address(address)
-        client = cls(address, Hello(service, name, incarnation))
+        client = cls(address, Hello(service, name, incarnation, pings=True), patience)
         try:
             async with asyncio.timeout(timeout_s):
                 if at.scheme == "unix":
@@ -127,8 +138,10 @@ class AsyncClient(asyncio.Protocol):
         transport = cast(asyncio.Transport, transport)  # uvloop does not derive its own from it
         self._transport = transport
         transport.write(encode_value(FrameKind.HELLO, 0, self._hello))
+        self._watch.start()
 
     def data_received(self, data: bytes) -> None:
+        self._watch.heard()
         try:
             for frame in self._frames.feed(data):
                 self._on_frame(frame)
@@ -137,12 +150,15 @@ class AsyncClient(asyncio.Protocol):
             self.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._watch.stop()
         self._fail_all(PeerLost(f"{self.address} closed the connection"))
         self.closed.set()
 
     def _on_frame(self, frame: Frame) -> None:
         if not self._greeted.done():
             self._greeted.set_result(decode_hello(frame))
+        elif frame.kind is FrameKind.PONG:
+            return  # having been heard was all
         elif frame.call_id in self._calls:
             future = self._calls[frame.call_id]
             if not future.done():
@@ -170,6 +186,10 @@ class AsyncClient(asyncio.Protocol):
         except TimeoutError as error:
             raise DeadlineExceeded(f"{self.address} sent nothing for {timeout_s:g} s") from error
 
+    def _on_silence(self) -> None:
+        self._fail_all(PeerLost(f"{self.address} has not answered for {self._watch.patience.silence_limit_s:g} s"))
+        self.close()
+
     def _fail_all(self, error: MoonpoolError) -> None:
         if not self._greeted.done():
             self._greeted.set_exception(error)
@@ -180,10 +200,14 @@ class AsyncClient(asyncio.Protocol):
             queue.put_nowait(error)
 
     def _cancel(self, call_id: int) -> None:
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(encode_frame(FrameKind.CANCEL, call_id))
+        self._send(encode_frame(FrameKind.CANCEL, call_id))
 
     def _write(self, data: bytes) -> None:
         if self._transport is None or self._transport.is_closing():
             raise PeerLost(f"{self.address} is not connected")
-        self._transport.write(data)
+        self._send(data)
+
+    def _send(self, data: bytes) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(data)
+            self._watch.said()

@@ -1,8 +1,8 @@
 """The asyncio server: decodes calls, runs handlers, answers each one exactly once.
 
 A handler is a plain function (answered at once, the fast way), a coroutine function, or for a StreamCall an async
-generator. It gets the call and the Peer. When a peer goes away its running handlers are cancelled and its
-`on_close` callbacks run.
+generator. It gets the call and the Peer. When a peer goes away, or promised pings and is silent for too long
+(rpc/silence.py), its running handlers are cancelled and its `on_close` callbacks run.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ from moonpool.base.rpc.protocol import (
     encode_error,
     encode_value,
 )
+from moonpool.base.rpc.silence import DEFAULT_PATIENCE, Patience, Watch
 
 _LOG = logging.getLogger(__name__)
 _MAX_CALLS_PER_PEER = 4096
 _HELLO_TIMEOUT_S = 10.0
+_PONG = encode_frame(FrameKind.PONG, 0)
 
 Handler = Callable[[Any, "Peer"], Any]
 
@@ -46,10 +48,12 @@ class RpcServer:
         *,
         name: str = "",
         incarnation: int = 0,
+        patience: Patience = DEFAULT_PATIENCE,
     ) -> None:
         self.hello = Hello(service, name, incarnation)
         self.decoder = CallDecoder(handlers)
         self.handlers = dict(handlers)
+        self.patience = patience
         self._servers: list[asyncio.Server] = []
         self._paths: list[str] = []
         self.peers: set[Peer] = set()
@@ -111,6 +115,7 @@ class Peer(asyncio.Protocol):
         self._writable.set()
         self._transport: asyncio.Transport | None = None
         self._greeting: asyncio.TimerHandle | None = None
+        self._watch = Watch(server.patience, lost=self._on_silence)
         self.hello: Hello | None = None
         self.closed = False
         self.ended = asyncio.Event()
@@ -143,6 +148,7 @@ class Peer(asyncio.Protocol):
         self._server.peers.add(self)
 
     def data_received(self, data: bytes) -> None:
+        self._watch.heard()
         try:
             for frame in self._frames.feed(data):
                 self._on_frame(frame)
@@ -155,6 +161,7 @@ class Peer(asyncio.Protocol):
         self.closed = True
         self._writable.set()
         self._server.peers.discard(self)
+        self._watch.stop()
         if self._greeting is not None:
             self._greeting.cancel()
         for task in self.tasks():
@@ -180,6 +187,8 @@ class Peer(asyncio.Protocol):
             self._greet(decode_hello(frame))
         elif frame.kind is FrameKind.CALL:
             self._on_call(frame)
+        elif frame.kind is FrameKind.PING:
+            self._send(_PONG)
         elif frame.kind is FrameKind.CANCEL:
             task = self._running.get(frame.call_id)
             if task is not None:
@@ -194,6 +203,14 @@ class Peer(asyncio.Protocol):
         assert self._greeting is not None
         self._greeting.cancel()
         self._send(encode_value(FrameKind.HELLO, 0, self._server.hello))
+        if hello.pings:
+            self._watch.start()
+
+    def _on_silence(self) -> None:
+        assert self.hello is not None
+        who, limit_s = self.hello.name or "a peer", self._watch.patience.silence_limit_s
+        _LOG.warning("%s: %s has been silent for %g s and is cut off", self._server.hello.service, who, limit_s)
+        self.abort()
 
     def _on_call(self, frame: Frame) -> None:
         if frame.call_id in self._running:

@@ -2,7 +2,8 @@
 
 A call that fails by time or by a lost connection closes the socket, because the stream's state is unknown; the
 next call connects anew. An error that the other side answered leaves the connection as it is. Safe to share
-between threads (calls queue up on a lock, for no longer than their deadline).
+between threads (calls queue up on a lock, for no longer than their deadline). It sends no pings: the deadline of a
+call ends its wait for a frozen server.
 """
 
 from __future__ import annotations
@@ -99,6 +100,8 @@ class BlockingClient:
         sock.settimeout(deadline.remaining_s() or 0.001)
         sock.sendall(request)
         frame = self._receive(sock, deadline)
+        while frame.kind is FrameKind.PONG:  # a sign of life, not an answer
+            frame = self._receive(sock, deadline)
         if frame.call_id == 0 and frame.kind is FrameKind.ERROR:
             raise decode_error(frame.body)  # about the connection as a whole
         if frame.call_id != call_id:

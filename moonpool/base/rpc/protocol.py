@@ -34,11 +34,13 @@ class StreamCall(Call[R], Generic[R]):
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True):
-    """First message of either side. `incarnation` tells a restarted process from its predecessor."""
+    """First message of either side. `incarnation` tells a restarted process from its predecessor; a client that
+    `pings` promises to be heard every few seconds."""
 
     service: str
     name: str = ""
     incarnation: int = 0
+    pings: bool = False
 
 
 class WireError(msgspec.Struct, frozen=True, array_like=True):

@@ -127,6 +127,9 @@ def _plan_group(
     starts = np.array([span.start for span in spans])
     first_rows = np.array([span.first_row for span in spans])
     num_queries, num_keys = int(lengths.max()), int((starts + lengths).max())
+    if device.type != "cpu":
+        # A GPU's kernel is chosen anew for each shape (about 50 ms): whole pages change the shape seldom.
+        num_keys = pages_for(num_keys, kv.layout.block_tokens) * kv.layout.block_tokens
     offsets = np.arange(num_queries)
     rows = (first_rows[:, None] + np.minimum(offsets, lengths[:, None] - 1)).reshape(-1)
     in_order = len(rows) == num_rows and bool((rows == np.arange(num_rows)).all())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from moonpool.engine.config import Device, DType
+from moonpool.engine.config import Device, DType, EngineConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,13 +20,26 @@ class WorkerConfig:
     master_address: str
     run_dir: str  # for Unix sockets; private to this user
     kv_nbytes: int = 400_000_000  # KV memory of this worker
-    block_tokens: int = 64
-    max_batch_tokens: int = 512
-    max_num_seqs: int = 32
-    max_model_len: int | None = None  # None: what the model allows
-    dtype: DType = "float32"
-    device: Device = "cpu"
-    threads: int | None = None
+    block_tokens: int = EngineConfig.block_tokens
+    max_batch_tokens: int = EngineConfig.max_batch_tokens  # computed per step
+    max_num_seqs: int = EngineConfig.max_num_seqs  # in the batch at once
+    max_model_len: int | None = EngineConfig.max_model_len  # None: what the model allows
+    dtype: DType = EngineConfig.dtype
+    device: Device = EngineConfig.device
+    threads: int | None = EngineConfig.threads  # None: as many as torch finds
     tcp_host: str | None = None  # serve KV memory over TCP too, for workers on other machines
     report_interval_s: float = 0.05
     pull_timeout_s: float = 10.0
+
+    def engine(self, num_pages: int) -> EngineConfig:
+        """The engine's share of this configuration."""
+        return EngineConfig(
+            num_pages=num_pages,
+            block_tokens=self.block_tokens,
+            max_batch_tokens=self.max_batch_tokens,
+            max_num_seqs=self.max_num_seqs,
+            max_model_len=self.max_model_len,
+            dtype=self.dtype,
+            device=self.device,
+            threads=self.threads,
+        )

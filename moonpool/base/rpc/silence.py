@@ -1,0 +1,127 @@
+"""Notices a peer that is frozen, or whose machine is gone, although its connection looks open.
+
+The client pings when either direction was quiet for an interval; the server answers at once. A peer from which
+nothing was heard for the limit is lost. So a peer may stall for limit minus interval at any moment and survive.
+
+Time in which this process could not listen is not the peer's silence: by as much as the timer was late, the peer
+gets more time, and after a long stop always one full interval. `Silence` decides, `Watch` is its timer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from moonpool.base.errors import ConfigError
+
+PING_INTERVAL_S = 3.0
+SILENCE_LIMIT_S = 10.0
+_TIMER_GRAIN_S = 0.001  # uvloop counts in milliseconds; less would spin until the moment has come
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """A server's limit must suit the interval of its clients, not only its own."""
+
+    ping_interval_s: float = PING_INTERVAL_S
+    silence_limit_s: float = SILENCE_LIMIT_S
+
+    def __post_init__(self) -> None:
+        # One interval until the ping, one that a stop of our own may swallow, one for the answer.
+        if not 0 < 3 * self.ping_interval_s <= self.silence_limit_s:
+            raise ConfigError(
+                f"a silence limit of {self.silence_limit_s:g} s needs pings at least every "
+                f"{self.silence_limit_s / 3:g} s, not every {self.ping_interval_s:g} s"
+            )
+
+
+DEFAULT_PATIENCE = Patience()
+
+
+class Verdict(Enum):
+    WAIT = auto()
+    PING = auto()
+    LOST = auto()
+
+
+class Silence:
+    """How long one peer has been silent. Pure: look at it whenever `next_look_s` has come."""
+
+    __slots__ = ("_patience", "_pinged_s", "heard_s", "next_look_s", "said_s")
+
+    def __init__(self, patience: Patience, now_s: float) -> None:
+        self._patience = patience
+        self.heard_s = self.said_s = self._pinged_s = now_s
+        self.next_look_s = now_s + patience.ping_interval_s
+
+    def look(self, now_s: float) -> Verdict:
+        """What to do now; PING counts as said. Sets `next_look_s`."""
+        self._forgive(now_s)
+        lost_s = self.heard_s + self._patience.silence_limit_s
+        if now_s >= lost_s:
+            return Verdict.LOST
+        verdict = Verdict.WAIT
+        if now_s >= self._ping_due_s():
+            self.said_s = self._pinged_s = now_s
+            verdict = Verdict.PING
+        self.next_look_s = min(self._ping_due_s(), lost_s)
+        return verdict
+
+    def _ping_due_s(self) -> float:
+        # What we said counts too: under a stream the client only listens, and the server must hear of it.
+        return max(min(self.heard_s, self.said_s), self._pinged_s) + self._patience.ping_interval_s
+
+    def _forgive(self, now_s: float) -> None:
+        late_s = max(0.0, now_s - self.next_look_s)
+        heard_s = self.heard_s + late_s
+        if late_s > self._patience.ping_interval_s:
+            heard_s = max(heard_s, now_s + self._patience.ping_interval_s - self._patience.silence_limit_s)
+        self.heard_s = min(now_s, heard_s)
+
+
+class Watch:
+    """One timer over one connection, from start() to stop(). `lost` is called at most once per start."""
+
+    def __init__(
+        self, patience: Patience, *, lost: Callable[[], None], ping: Callable[[], None] | None = None
+    ) -> None:
+        self.patience = patience
+        self._lost, self._ping = lost, ping
+        self._silence = Silence(patience, time.monotonic())
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        now_s = time.monotonic()
+        self._silence = Silence(self.patience, now_s)
+        self._arm(now_s)
+
+    def stop(self) -> None:
+        """Idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def heard(self) -> None:
+        # Not the loop's time: uvloop's stands still while callbacks run.
+        self._silence.heard_s = time.monotonic()
+
+    def said(self) -> None:
+        self._silence.said_s = time.monotonic()
+
+    def _arm(self, now_s: float) -> None:
+        delay_s = max(_TIMER_GRAIN_S, self._silence.next_look_s - now_s)
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        now_s = time.monotonic()
+        verdict = self._silence.look(now_s)
+        if verdict is Verdict.LOST:
+            self._lost()
+            return
+        if verdict is Verdict.PING and self._ping is not None:
+            self._ping()
+        self._arm(now_s)

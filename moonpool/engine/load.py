@@ -1,0 +1,64 @@
+"""A model ready to run: the engine for one's own program, without workers, pool or front end.
+
+    engine = load_engine("smollm2", EngineConfig(num_pages=64))
+    engine.generate([tokens], SamplingParams(max_tokens=16))
+
+A worker is built from the same parts (worker/build.py), with KV memory that other processes reach.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from moonpool.engine.blocks import PageManager
+from moonpool.engine.config import EngineConfig, ModelConfig
+from moonpool.engine.engine import Engine
+from moonpool.engine.kv_memory import KvLayout
+from moonpool.engine.kv_tensor import KvMemory
+from moonpool.engine.model_files import ModelFiles, read_config, resolve
+from moonpool.engine.models.llama import LlamaModel
+from moonpool.engine.runner import Runner
+from moonpool.engine.scheduler import Scheduler, SchedulerConfig
+from moonpool.engine.weights import Progress, load_weights
+
+
+def load_engine(model: str, config: EngineConfig) -> Engine:
+    """`model` is a fetched name, a Hugging Face folder or a .gguf file. ModelError, NoSpace or ConfigError."""
+    files = resolve(model)
+    shape = read_config(files)
+    runner = load_runner(files, shape, config)
+    return Engine(make_scheduler(shape, config), runner)
+
+
+def load_runner(
+    files: ModelFiles,
+    model: ModelConfig,
+    config: EngineConfig,
+    *,
+    buffer: memoryview | None = None,
+    progress: Progress | None = None,
+) -> Runner:
+    """Weights and KV memory; the latter over `buffer` where one is given (CPU only)."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    weights = load_weights(files, model, dtype=config.dtype, device=config.device, progress=progress)
+    kv = KvMemory(kv_layout(model, config), device=config.device, buffer=buffer)
+    return Runner(LlamaModel(model, weights), kv)
+
+
+def make_scheduler(model: ModelConfig, config: EngineConfig) -> Scheduler:
+    """No sequence grows beyond the model, the configuration or the pages, so that none can get stuck."""
+    longest = min(
+        config.max_model_len or model.max_position, model.max_position, config.num_pages * config.block_tokens
+    )
+    limits = SchedulerConfig(
+        max_batch_tokens=config.max_batch_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_seq_tokens=longest,
+        eos_token_ids=frozenset(model.eos_ids),
+    )
+    return Scheduler(limits, PageManager(config.num_pages, config.block_tokens))
+
+
+def kv_layout(model: ModelConfig, config: EngineConfig) -> KvLayout:
+    return KvLayout.of(model, num_pages=config.num_pages, block_tokens=config.block_tokens, dtype=config.dtype)

@@ -1,0 +1,19 @@
+"""examples/02_engine_by_hand.py runs and shows what it says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.model
+
+
+def test_engine_by_hand() -> None:
+    script = Path(__file__).parents[2] / "examples" / "02_engine_by_hand.py"
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "The capital of France is Paris." in done.stdout
+    assert "192 of them reused" in done.stdout

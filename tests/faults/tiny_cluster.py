@@ -1,0 +1,371 @@
+"""A whole cluster in this process: master, node, conductor and real workers with a tiny model, over Unix sockets.
+
+Everything is real but the size, and a broken engine: instead of ending the process it ends the test. Since all
+workers' memory is here, a test can look at pages, hook any step and cut any connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tiny_models import BLOCK_TOKENS, load_runner
+
+from moonpool.base.keys import chain_keys, object_key
+from moonpool.conductor.service import Conductor, ConductorConfig
+from moonpool.engine.blocks import PageManager
+from moonpool.engine.engine import Engine
+from moonpool.engine.kv_link.pieces import PieceMemory
+from moonpool.engine.messages import PrefillReply, WorkerStats
+from moonpool.engine.scheduler import Scheduler, SchedulerConfig
+from moonpool.engine.sequence import SamplingParams
+from moonpool.engine.worker.build import Built
+from moonpool.engine.worker.config import WorkerConfig
+from moonpool.engine.worker.service import Worker
+from moonpool.server.generation import ChoiceRequest, Generation, RetryPolicy
+from moonpool.server.workers import Connections
+from moonpool.store.master import Master, MasterConfig
+from moonpool.store.node import Node, NodeConfig
+
+T = TypeVar("T")
+ROOT = bytes(range(32))  # of a tenant that only tests have
+VOCAB = 211
+PAGE_NBYTES = 3 * 2 * 2 * BLOCK_TOKENS * 8 * 4  # of the tiny llama
+RETRY = RetryPolicy(max_attempts=6, backoff_s=0.01, max_backoff_s=0.05, worker_wait_s=5.0)
+_NAMES = itertools.count()
+
+
+def prompt_of(num_tokens: int, seed: int = 0) -> list[int]:
+    """Random tokens, none of them special."""
+    rng = random.Random(seed)
+    return [rng.randrange(3, VOCAB) for _ in range(num_tokens)]
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+
+
+class Oracle:
+    """What an engine alone, undisturbed and with an empty cache answers."""
+
+    def __init__(self, model: str) -> None:
+        self._runner = load_runner(model, num_pages=64)
+        self.tokens = lru_cache(maxsize=None)(self._tokens)  # noqa: B019 - lives as long as the session
+
+    def __call__(self, prompt: list[int], params: SamplingParams) -> list[int]:
+        return list(self.tokens(tuple(prompt), params))
+
+    def _tokens(self, prompt: tuple[int, ...], params: SamplingParams) -> list[int]:
+        limits = SchedulerConfig(max_batch_tokens=512, max_num_seqs=1, max_seq_tokens=1024)
+        engine = Engine(Scheduler(limits, PageManager(64, BLOCK_TOKENS)), self._runner)
+        return engine.generate([prompt], params)[0].tokens
+
+
+class TinyWorker(Worker):
+    """A worker whose engine reports its death instead of ending the process."""
+
+    def __init__(self, config: WorkerConfig, on_fatal: Callable[[BaseException], None]) -> None:
+        super().__init__(config)
+        self._tell_fatal = on_fatal
+
+    def _connect(self, built: Built) -> None:
+        super()._connect(built)
+        self._loop._on_fatal = self._tell_fatal
+
+    @property
+    def role(self) -> Any:
+        return self._role
+
+    @property
+    def pages(self) -> PageManager:
+        return self._built.scheduler.pages
+
+    @property
+    def pieces(self) -> PieceMemory:
+        return self._built.pieces
+
+    @property
+    def num_preemptions(self) -> int:
+        return self._built.scheduler.num_preemptions
+
+    async def on_engine(self, function: Callable[[], T]) -> T:
+        """Runs it where the pages are looked after."""
+        return await asyncio.wrap_future(self._loop.call(function))
+
+    def post(self, function: Callable[[], None]) -> None:
+        self._loop.post(function)
+
+    def page_bytes(self, page: int) -> bytes:
+        layout = self._built.layout
+        return b"".join(bytes(self.pieces.read(page, layer)) for layer in range(layout.num_layers))
+
+    def is_idle(self) -> bool:
+        stats, role = self.stats(), self.role
+        nothing_left = not (getattr(role, "_prompts", None) or getattr(role, "_streams", None))
+        is_quiet = (stats.reserved_pages, stats.num_waiting, stats.num_running) == (0, 0, 0)
+        return nothing_left and is_quiet and stats.free_pages == stats.num_pages and not len(self._outbox)
+
+    async def die(self) -> None:
+        """As by kill -9 seen from outside: all its connections end at once; what its threads do is up to the test."""
+        reporting, self._reporting = self._reporting, None
+        assert reporting is not None and self._server is not None
+        reporting.cancel()
+        await asyncio.gather(reporting, return_exceptions=True)
+        await self._server.close()
+        await asyncio.to_thread(self._peers.close)
+        await asyncio.to_thread(self._loop.close)
+
+
+@dataclass
+class Answer:
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    prefills: list[PrefillReply] = field(default_factory=list)
+    num_attempts: int = 0
+
+
+class TinyCluster:
+    """Use `async with tiny_cluster(...)`."""
+
+    def __init__(self, model: str, run_dir: Path, dram_nbytes: int, settings: dict[str, Any]) -> None:
+        self._model, self._dir, self._dram_nbytes, self._settings = model, run_dir, dram_nbytes, settings
+        self.workers: dict[str, TinyWorker] = {}
+        self.dead: set[str] = set()
+        self._fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+
+    def __getattr__(self, name: str) -> TinyWorker:
+        """prefill0, decode0, ..."""
+        try:
+            return self.workers[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    # -- its roles ---------------------------------------------------------------------------------------------
+
+    def _at(self, name: str) -> str:
+        return f"unix:{self._dir / name}"
+
+    async def start_pool(self, dram_nbytes: int | None = None) -> None:
+        """A master and a node, new ones if there were others before, at the same addresses."""
+        self.master = Master(
+            MasterConfig(data_dir=str(self._dir / "m"), listen=self._at("m.sock"), heartbeat_s=0.05, tick_s=0.01)
+        )
+        await self.master.start()
+        self.node = Node(
+            NodeConfig(
+                name="n",
+                master_address=self._at("m.sock"),
+                dram_nbytes=dram_nbytes or self._dram_nbytes,
+                run_dir=str(self._dir / "r"),
+                tcp_host=None,
+                retry_s=0.02,
+            )
+        )
+        await self.node.start()
+
+    async def stop_pool(self) -> None:
+        await self.node.close()
+        await self.master.close()
+
+    async def start_conductor(self) -> None:
+        self.conductor = Conductor(ConductorConfig(address=self._at("c.sock"), store_address=self._at("m.sock")))
+        await self.conductor.start()
+        self.connections = Connections(self._at("c.sock"))
+
+    async def start_worker(self, role: str, number: int, num_pages: int) -> TinyWorker:
+        name = f"{role}{number}"
+        config = WorkerConfig(
+            name=name,
+            role=role,  # type: ignore[arg-type]
+            model=self._model,
+            address=self._at(f"{role[0]}{number}.sock"),
+            conductor_address=self._at("c.sock"),
+            master_address=self._at("m.sock"),
+            run_dir=str(self._dir / "r"),
+            kv_nbytes=num_pages * PAGE_NBYTES,
+            block_tokens=BLOCK_TOKENS,
+            report_interval_s=0.02,
+            **self._settings,
+        )
+        worker = self.workers[name] = TinyWorker(config, self._on_fatal)
+        await worker.start()
+        return worker
+
+    async def kill(self, name: str) -> None:
+        self.dead.add(name)
+        await self.workers[name].die()
+
+    def _on_fatal(self, error: BaseException) -> None:
+        """On an engine's thread."""
+
+        def fail() -> None:
+            if not self._fatal.done():
+                self._fatal.set_exception(AssertionError(f"an engine died: {error!r}"))
+
+        self._loop.call_soon_threadsafe(fail)
+
+    def check_engines(self) -> None:
+        """Raises when an engine has died."""
+        if self._fatal.done():
+            self._fatal.result()
+
+    async def close(self) -> None:
+        await self.connections.close()
+        for worker in self.workers.values():
+            await worker.close()
+        await self.conductor.close()
+        await self.stop_pool()
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        on_tokens: Callable[[Answer], None] | None = None,
+        timeout_s: float = 20.0,
+    ) -> Answer:
+        """Fails at once when an engine dies meanwhile."""
+        work = asyncio.create_task(self._generate(prompt, params, on_tokens, timeout_s))
+        try:
+            await asyncio.wait((work, self._fatal), return_when=asyncio.FIRST_COMPLETED)
+            self.check_engines()
+            return await work
+        finally:
+            work.cancel()
+            await asyncio.wait((work,))
+
+    async def _generate(
+        self, prompt: list[int], params: SamplingParams, on_tokens: Callable[[Answer], None] | None, timeout_s: float
+    ) -> Answer:
+        request = ChoiceRequest(f"r{next(_NAMES)}", prompt, ROOT, BLOCK_TOKENS, params, timeout_s)
+        generation, answer = Generation(request, self.connections, RETRY), Answer()
+        async with aclosing(generation.events()) as events:
+            async for batch in events:
+                answer.num_attempts = generation.num_attempts
+                answer.tokens += [out.token for out in batch.tokens]
+                answer.finish_reason = batch.finish_reason
+                if batch.prefill is not None:
+                    answer.prefills.append(batch.prefill)
+                if on_tokens is not None:
+                    on_tokens(answer)
+        answer.num_attempts = generation.num_attempts
+        return answer
+
+    # -- what must hold ------------------------------------------------------------------------------------------
+
+    def stats(self, name: str) -> WorkerStats:
+        return self.workers[name].stats()
+
+    @property
+    def puts_in_progress(self) -> int:
+        return self.master.state.stats().counters["puts_in_progress"]
+
+    async def until(self, holds: Callable[[], bool], what: str, timeout_s: float = 5.0) -> None:
+        """For what threads bring about in their own time."""
+        end_s = time.monotonic() + timeout_s
+        while not holds():
+            self.check_engines()
+            assert time.monotonic() < end_s, f"not within {timeout_s:g} s: {what}"
+            await asyncio.sleep(0.002)
+
+    async def check_idle(self) -> None:
+        """Every page is free, nobody waits or runs, no put is open, and all the books balance."""
+        living = {name: worker for name, worker in self.workers.items() if name not in self.dead}
+        for name, worker in living.items():
+            await self.until(worker.is_idle, f"{name} holds nothing: {worker.stats()}, {worker.pages.holders()}")
+        await self.until(lambda: self.puts_in_progress == 0, "no put is open")
+        for worker in living.values():
+            await worker.on_engine(worker._built.scheduler.check_integrity)
+            assert worker.pages.holders() == {}
+        self.master.state.check_integrity()
+        self.check_engines()
+
+    # -- making the pool the only place where KV is --------------------------------------------------------------
+
+    def object_keys(self, tokens: list[int]) -> list[bytes]:
+        return [object_key(key) for key in chain_keys(ROOT, tokens, BLOCK_TOKENS)]
+
+    async def forget_pages(self, *names: str) -> None:
+        """These workers lose their cached pages; what was put into the pool stays there."""
+        await self.check_idle()
+        for name in names or tuple(self.workers):
+            worker = self.workers[name]
+            await worker.on_engine(worker.pages.drop_cached)
+
+    def object_memory(self, key: bytes) -> memoryview:
+        """The bytes of an object's replica, header first, in the node's memory."""
+        entry = self.master.state._index.get(key, time.monotonic())
+        assert entry is not None, "the object is stored"
+        offset = entry.placements[0].offset
+        return self.node.segment.memory[offset : offset + entry.nbytes]
+
+
+@asynccontextmanager
+async def tiny_cluster(
+    model: str,
+    *,
+    num_prefill: int = 1,
+    num_decode: int = 1,
+    prefill_pages: int = 48,
+    decode_pages: int = 48,
+    dram_nbytes: int = 8 << 20,
+    **settings: Any,
+) -> AsyncIterator[TinyCluster]:
+    """Checks at the end that nothing is held anywhere. `settings` go to every WorkerConfig."""
+    async with AsyncExitStack() as stack:
+        # Not tmp_path: a Unix socket's path has at most 107 bytes.
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mp"))
+        cluster = TinyCluster(model, Path(folder), dram_nbytes, settings)
+        await cluster.start_pool()
+        await cluster.start_conductor()
+        stack.push_async_callback(cluster.close)
+        for number in range(num_prefill):
+            await cluster.start_worker("prefill", number, prefill_pages)
+        for number in range(num_decode):
+            await cluster.start_worker("decode", number, decode_pages)
+        yield cluster
+        await cluster.check_idle()
+
+
+class Gate:
+    """Stops the n-th call of a function, on whatever thread, until the test lets it go on."""
+
+    def __init__(self, at: int = 1) -> None:
+        self._left = at
+        self._lock = threading.Lock()
+        self._reached = threading.Event()
+        self._open = threading.Event()
+
+    def around(self, function: Callable[..., T]) -> Callable[..., T]:
+        def gated(*args: Any, **kwargs: Any) -> T:
+            self.stop_here()
+            return function(*args, **kwargs)
+
+        return gated
+
+    def stop_here(self) -> None:
+        with self._lock:
+            self._left -= 1
+            is_mine = self._left == 0
+        if is_mine:
+            self._reached.set()
+            assert self._open.wait(20), "a gate was never opened"
+
+    async def reached(self) -> None:
+        assert await asyncio.to_thread(self._reached.wait, 10), "the gate was never reached"
+
+    def open(self) -> None:
+        self._open.set()
