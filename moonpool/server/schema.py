@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from moonpool.engine.sequence import SamplingParams
+from moonpool.engine.sequence import SamplingDefaults, SamplingParams
 
 _T = TypeVar("_T")
 
@@ -127,21 +127,22 @@ class SamplingBody(Body):
         """How many alternatives per token; None is no logprobs at all."""
         return None
 
-    def sampling(self, *, max_tokens: int, seed: int) -> SamplingParams:
+    def sampling(self, *, max_tokens: int, seed: int, defaults: SamplingDefaults) -> SamplingParams:
         """Raises InvalidInput for what only shows when fields are seen together."""
+        top_k = _or(self.top_k, defaults.top_k)
         return SamplingParams(
             max_tokens=max_tokens,
             min_tokens=_or(self.min_tokens, 0),
-            temperature=_or(self.temperature, 1.0),
-            top_p=_or(self.top_p, 1.0),
-            top_k=self.top_k if self.top_k is not None and self.top_k > 0 else None,
-            min_p=_or(self.min_p, 0.0),
+            temperature=_or(self.temperature, defaults.temperature),
+            top_p=_or(self.top_p, defaults.top_p),
+            top_k=top_k if top_k is not None and top_k > 0 else None,
+            min_p=_or(self.min_p, defaults.min_p),
             seed=seed,
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=_or(self.ignore_eos, False),
             presence_penalty=_or(self.presence_penalty, 0.0),
             frequency_penalty=_or(self.frequency_penalty, 0.0),
-            repetition_penalty=_or(self.repetition_penalty, 1.0),
+            repetition_penalty=_or(self.repetition_penalty, defaults.repetition_penalty),
             logprobs=self.wanted_logprobs,
         )
 

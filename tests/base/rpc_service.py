@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from moonpool.base.errors import NotFound, Overloaded
-from moonpool.base.rpc import Call, Peer, RpcServer, StreamCall
+from moonpool.base.rpc import Call, Patience, Peer, RpcServer, StreamCall
+from moonpool.base.rpc.silence import DEFAULT_PATIENCE
 
 
 class Echo(Call[bytes]):
@@ -34,6 +37,18 @@ class Blobs(StreamCall[bytes]):
     nbytes: int
 
 
+class Ticks(StreamCall[int]):
+    """An item every so often, without end."""
+
+    every_s: float
+
+
+class Block(Call[None]):
+    """Stops the server's whole event loop for that long."""
+
+    seconds: float
+
+
 class Big(Call[bytes]):
     nbytes: int
 
@@ -49,7 +64,7 @@ class Unknown(Call[int]):
 class Service:
     """Make it on the loop that serves it. Its numbers say what happened inside."""
 
-    def __init__(self) -> None:
+    def __init__(self, patience: Patience = DEFAULT_PATIENCE) -> None:
         self.gate = asyncio.Event()
         self.started = asyncio.Event()
         self.ended = asyncio.Event()  # a slow call or a stream was cancelled
@@ -63,11 +78,14 @@ class Service:
                 Fail: self.fail,
                 Count: self.count,
                 Blobs: self.blobs,
+                Ticks: self.ticks,
+                Block: lambda call, peer: time.sleep(call.seconds),
                 Big: lambda call, peer: bytes(call.nbytes),
                 Unsendable: lambda call, peer: object(),
             },
             name="server-1",
             incarnation=77,
+            patience=patience,
         )
 
     def echo(self, call: Echo, peer: Peer) -> bytes:
@@ -104,6 +122,11 @@ class Service:
                 await asyncio.sleep(0)
         finally:
             self.ended.set()
+
+    async def ticks(self, call: Ticks, peer: Peer) -> AsyncIterator[int]:
+        for number in itertools.count():
+            yield number
+            await asyncio.sleep(call.every_s)
 
 
 class ServedService:

@@ -178,6 +178,14 @@ def test_nonsense_from_the_server(tmp_path: Path, answer: bytes) -> None:
         client.close()
 
 
+def test_a_stray_sign_of_life_is_no_answer(tmp_path: Path) -> None:
+    answer = HELLO + 2 * encode_frame(FrameKind.PONG, 0) + encode_value(FrameKind.REPLY, 1, b"the answer")
+    with impostor(tmp_path, lambda peer: peer.sendall(answer)) as address:
+        client = BlockingClient(address, "testing")
+        assert client.call(Echo(b"x"), timeout_s=5) == b"the answer"
+        client.close()
+
+
 def test_a_server_that_stops_in_the_middle_of_a_frame(tmp_path: Path) -> None:
     with impostor(tmp_path, lambda peer: peer.sendall(HELLO + b"MP\1")) as address:
         client = BlockingClient(address, "testing")

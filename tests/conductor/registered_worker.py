@@ -1,0 +1,35 @@
+"""A process that is nothing but a worker's connection to the conductor, renewed whenever it is lost.
+
+python registered_worker.py CONDUCTOR_ADDRESS NAME PING_INTERVAL_S SILENCE_LIMIT_S
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from moonpool.base.cluster import CONDUCTOR_SERVICE, RegisterWorker, WorkerInfo, WorkerRole
+from moonpool.base.rpc import AsyncClient, Patience
+
+
+async def stay_registered(address: str, name: str, patience: Patience) -> None:
+    info = WorkerInfo(
+        name=name,
+        role=WorkerRole.PREFILL,
+        address=f"unix:/run/{name}.sock",
+        incarnation=1,
+        identity=b"\1" * 32,
+        model="tiny",
+        block_tokens=64,
+        num_pages=1000,
+        max_num_seqs=8,
+        page_nbytes=1 << 20,
+    )
+    while True:
+        client = await AsyncClient.connect(address, CONDUCTOR_SERVICE, name=name, patience=patience)
+        await client.call(RegisterWorker(info))
+        await client.closed.wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(stay_registered(sys.argv[1], sys.argv[2], Patience(float(sys.argv[3]), float(sys.argv[4]))))

@@ -1,0 +1,54 @@
+"""A worker whose process is frozen leaves the conductor's list, and is back when it moves again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from moonpool.base.cluster import CONDUCTOR_SERVICE
+from moonpool.base.rpc import AsyncClient, Patience
+from moonpool.conductor.messages import Status
+from moonpool.conductor.service import Conductor, ConductorConfig
+
+PATIENCE = Patience(ping_interval_s=0.1, silence_limit_s=0.8)
+
+
+@contextlib.asynccontextmanager
+async def worker(address: str, name: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    script = Path(__file__).with_name("registered_worker.py")
+    intervals = [str(PATIENCE.ping_interval_s), str(PATIENCE.silence_limit_s)]
+    process = await asyncio.create_subprocess_exec(sys.executable, str(script), address, name, *intervals)
+    try:
+        yield process
+    finally:
+        process.kill()  # works on a stopped process too
+        await process.wait()
+
+
+async def until_workers(observer: AsyncClient, names: set[str], within_s: float) -> None:
+    async with asyncio.timeout(within_s):
+        while {one.info.name for one in (await observer.call(Status())).workers} != names:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+async def test_a_frozen_worker_is_forgotten_and_registers_again(tmp_path: Path) -> None:
+    conductor = Conductor(ConductorConfig(address=f"unix:{tmp_path}/c.sock"), patience=PATIENCE)
+    address = await conductor.start()
+    observer = await AsyncClient.connect(address, CONDUCTOR_SERVICE, patience=PATIENCE)
+    try:
+        async with worker(address, "p0") as frozen, worker(address, "p1"):
+            await until_workers(observer, {"p0", "p1"}, within_s=20)
+            frozen.send_signal(signal.SIGSTOP)
+            stopped_s = time.monotonic()
+            await until_workers(observer, {"p1"}, within_s=PATIENCE.silence_limit_s + 5)
+            assert time.monotonic() - stopped_s > PATIENCE.silence_limit_s / 2  # by silence, not by the signal
+            frozen.send_signal(signal.SIGCONT)
+            await until_workers(observer, {"p0", "p1"}, within_s=20)
+    finally:
+        observer.close()
+        await conductor.close()

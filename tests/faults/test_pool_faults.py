@@ -1,0 +1,224 @@
+"""A pool that lies, forgets, fills up or is gone costs time, never a token and never a request."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import msgspec
+import pytest
+from tiny_cluster import Answer, Gate, Oracle, TinyCluster, greedy, prompt_of, tiny_cluster
+
+from moonpool.base.errors import MoonpoolError
+from moonpool.base.object_header import ObjectHeader, ObjectKind, Piece, unpack
+from moonpool.store.client import StoreClient
+from moonpool.store.read_session import ReadSession
+from moonpool.transfer.engine import TransferConfig, TransferEngine
+
+PROMPT = prompt_of(90)  # five full blocks and a partial one
+PARAMS = greedy(12)
+
+
+async def ask(cluster: TinyCluster, oracle: Oracle, prompt: list[int] = PROMPT) -> Answer:
+    answer = await cluster.generate(prompt, PARAMS)
+    assert answer.tokens == oracle(prompt, PARAMS)
+    await cluster.check_idle()
+    return answer
+
+
+async def warm_pool_only(cluster: TinyCluster, oracle: Oracle) -> list[bytes]:
+    """Afterwards PROMPT's full blocks are in the pool and in no worker; their keys."""
+    await ask(cluster, oracle)
+    await cluster.forget_pages()
+    keys = cluster.object_keys(PROMPT)
+    assert cluster.master.state.exist(keys, time.monotonic()) == [True] * 5
+    return keys
+
+
+def is_stored(cluster: TinyCluster, key: bytes) -> bool:
+    return cluster.master.state.lookup([key], False, time.monotonic())[0] is not None
+
+
+@pytest.mark.parametrize(("block", "piece"), [(0, 0), (3, 2), (4, 1)])
+async def test_a_bit_flipped_in_the_pool_ends_the_pull_there(
+    tiny_model: str, oracle: Oracle, block: int, piece: int
+) -> None:
+    async with tiny_cluster(tiny_model) as cluster:
+        keys = await warm_pool_only(cluster, oracle)
+        memory = cluster.object_memory(keys[block])
+        memory[unpack(memory).piece_offset(piece) + 5] ^= 0x10
+        answer = await ask(cluster, oracle)
+        assert answer.num_attempts == 1
+        assert answer.prefills[0].pool_tokens == block * 16, "what lies before it is used"
+        assert cluster.stats("prefill0").pull_failures == {"corrupt": 1}
+        assert not is_stored(cluster, keys[block]), "the replica is never handed out again"
+        await cluster.forget_pages()
+        again = await ask(cluster, oracle)
+        assert again.prefills[0].pool_tokens == block * 16
+        assert cluster.stats("prefill0").pull_failures == {"corrupt": 1}, "a miss now, not a failure"
+
+
+async def test_a_damaged_header_is_as_bad_as_damaged_kv(tiny_model: str, oracle: Oracle) -> None:
+    async with tiny_cluster(tiny_model) as cluster:
+        keys = await warm_pool_only(cluster, oracle)
+        cluster.object_memory(keys[2])[30] ^= 1
+        answer = await ask(cluster, oracle)
+        assert answer.prefills[0].pool_tokens == 32
+        assert cluster.stats("prefill0").pull_failures == {"corrupt": 1}
+        assert not is_stored(cluster, keys[2])
+
+
+def forge(memory: memoryview, **changes: Any) -> None:
+    """Writes another header, whole and with a right checksum, over the one that is there."""
+    header = unpack(memory)
+    packed = ObjectHeader(**{**msgspec.structs.asdict(header), **changes}).pack()
+    memory[: len(packed)] = packed
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"identity": bytes(reversed(range(32)))}, "identity_mismatch"),
+        ({"key": bytes(36)}, "stale_generation"),
+        ({"valid_tokens": 15}, "corrupt"),
+        ({"kind": ObjectKind.OPAQUE}, "corrupt"),
+        ({"pieces": (Piece(2048, 0), Piece(2048, 0))}, "corrupt"),
+    ],
+    ids=lambda value: "".join(value) if isinstance(value, dict) else value,
+)
+async def test_something_else_under_the_right_key_is_refused(
+    tiny_model: str, oracle: Oracle, changes: dict[str, Any], code: str
+) -> None:
+    async with tiny_cluster(tiny_model) as cluster:
+        keys = await warm_pool_only(cluster, oracle)
+        forge(cluster.object_memory(keys[1]), **changes)
+        answer = await ask(cluster, oracle)
+        assert answer.num_attempts == 1
+        assert answer.prefills[0].pool_tokens == 16
+        assert cluster.stats("prefill0").pull_failures == {code: 1}
+
+
+@pytest.mark.parametrize("gone", [0, 2])
+async def test_a_block_that_leaves_between_look_up_and_pull(
+    tiny_model: str, oracle: Oracle, monkeypatch: pytest.MonkeyPatch, gone: int
+) -> None:
+    async with tiny_cluster(tiny_model) as cluster:
+        keys = await warm_pool_only(cluster, oracle)
+        puller = cluster.prefill0.role._puller
+        count_stored = puller.count_stored
+
+        def count_then_remove(chain_keys: list[bytes]) -> int:
+            found = int(count_stored(chain_keys))
+            assert puller._store.remove([keys[gone]], force=True) == [True]
+            return found
+
+        monkeypatch.setattr(puller, "count_stored", count_then_remove)
+        answer = await ask(cluster, oracle)
+        assert answer.num_attempts == 1
+        assert answer.prefills[0].pool_tokens == gone * 16
+        assert cluster.stats("prefill0").pull_failures == {"not_found": 1}
+
+
+async def test_a_block_whose_space_is_reused_while_it_is_read(
+    tiny_model: str, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pieces were right when they were read one by one; the last look at the header tells."""
+    async with tiny_cluster(tiny_model) as cluster:
+        keys = await warm_pool_only(cluster, oracle)
+        memory, finish = cluster.object_memory(keys[3]), ReadSession.finish
+
+        def reuse_then_finish(session: ReadSession) -> None:
+            if session.info.key == keys[3]:
+                forge(memory, generation=session.info.generation + 1)
+            finish(session)
+
+        monkeypatch.setattr(ReadSession, "finish", reuse_then_finish)
+        answer = await ask(cluster, oracle)
+        assert answer.prefills[0].pool_tokens == 48
+        assert cluster.stats("prefill0").pull_failures == {"stale_generation": 1}
+
+
+async def test_without_a_pool_requests_go_on_and_find_the_next_one(tiny_model: str, oracle: Oracle) -> None:
+    async with tiny_cluster(tiny_model) as cluster:
+        await warm_pool_only(cluster, oracle)
+        await cluster.stop_pool()
+        started_s = time.monotonic()
+        for seed in range(3):
+            answer = await cluster.generate(prompt_of(60, seed), PARAMS)
+            assert answer.tokens == oracle(prompt_of(60, seed), PARAMS)
+            assert (answer.num_attempts, answer.prefills[0].pool_tokens) == (1, 0)
+        assert time.monotonic() - started_s < 3, "a pool that is away is a miss, not a wait"
+        await cluster.until(lambda: cluster.stats("decode0").pull_failures.get("peer_lost", 0) > 0, "it is counted")
+        assert cluster.stats("prefill0").pull_failures.keys() == {"peer_lost"}
+
+        await cluster.start_pool()
+        await ask(cluster, oracle, prompt_of(80, seed=9))
+        await cluster.forget_pages()
+        again = await ask(cluster, oracle, prompt_of(80, seed=9))
+        assert again.prefills[0].pool_tokens == 64, "the new pool is used without a restart"
+
+
+async def test_a_pool_that_dies_under_a_pull(tiny_model: str, oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with tiny_cluster(tiny_model) as cluster:
+        await warm_pool_only(cluster, oracle)
+        gate = Gate(at=4)  # inside the first layer
+        monkeypatch.setattr(ReadSession, "read_piece", gate.around(ReadSession.read_piece))
+        asking = asyncio.create_task(cluster.generate(PROMPT, PARAMS))
+        await gate.reached()
+        await cluster.stop_pool()
+        gate.open()
+        answer = await asking
+        assert answer.tokens == oracle(PROMPT, PARAMS)
+        assert answer.num_attempts == 1
+        assert answer.prefills[0].pool_tokens < 80
+        assert cluster.stats("prefill0").pull_failures["peer_lost"] >= 1
+        await cluster.start_pool()
+
+
+async def test_a_pull_that_takes_too_long_is_left_behind(
+    tiny_model: str, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request computes its prompt elsewhere; what the late puller still writes, garbage here, touches nothing."""
+    async with tiny_cluster(tiny_model, pull_timeout_s=0.4) as cluster:
+        keys = await warm_pool_only(cluster, oracle)
+        gate = Gate(at=3)
+        monkeypatch.setattr(ReadSession, "read_piece", gate.around(ReadSession.read_piece))
+        started_s = time.monotonic()
+        asking = asyncio.create_task(cluster.generate(PROMPT, PARAMS))
+        await gate.reached()
+        piece = cluster.object_memory(keys[2])[4096 : 4096 + 2048]
+        piece[:] = b"?" * len(piece)
+        answer = await asking
+        assert answer.tokens == oracle(PROMPT, PARAMS)
+        assert time.monotonic() - started_s < 0.9, "one deadline for the pull, not one per layer"
+        assert (answer.num_attempts, answer.prefills[0].pool_tokens) == (1, 0)
+        assert cluster.stats("prefill0").pull_failures == {"deadline_exceeded": 1}
+        assert [len(pages) for pages in cluster.prefill0.pages.holders().values()] == [5], "the puller may write there"
+        gate.open()
+        await cluster.check_idle()
+        assert (await ask(cluster, oracle)).prefills[0].local_tokens == 80
+        await cluster.forget_pages("decode0")
+        assert (await ask(cluster, oracle)).prefills[0].local_tokens == 80
+
+
+async def test_a_pool_full_of_pinned_objects(tiny_model: str, oracle: Oracle) -> None:
+    async with tiny_cluster(tiny_model, dram_nbytes=64 * 1024) as cluster:
+        with TransferEngine(TransferConfig(run_dir=cluster.prefill0.config.run_dir, tcp_host=None)) as engine:
+            with StoreClient(cluster.prefill0.config.master_address, engine) as client:
+                await asyncio.to_thread(_fill_and_pin, client)
+                for seed in range(2):
+                    answer = await ask(cluster, oracle, prompt_of(90, seed))
+                    assert (answer.num_attempts, answer.prefills[0].pool_tokens) == (1, 0)
+                assert cluster.stats("prefill0").pull_failures == {"no_space": 10}
+                assert cluster.stats("decode0").pull_failures == {"no_space": 2}
+
+
+def _fill_and_pin(client: StoreClient) -> None:
+    number = 0
+    try:
+        while True:
+            client.put(b"pinned %d" % number, bytes(4096), pinned=True)
+            number += 1
+    except MoonpoolError as error:
+        assert error.code == "no_space"
