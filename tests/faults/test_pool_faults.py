@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
 import pytest
 from tiny_cluster import Answer, Gate, Oracle, TinyCluster, greedy, prompt_of, tiny_cluster
 
-from moonpool.base.errors import MoonpoolError
+from moonpool.base.errors import NoSpace
 from moonpool.base.object_header import ObjectHeader, ObjectKind, Piece, unpack
 from moonpool.store.client import StoreClient
 from moonpool.store.read_session import ReadSession
@@ -159,6 +161,42 @@ async def test_without_a_pool_requests_go_on_and_find_the_next_one(tiny_model: s
         assert again.prefills[0].pool_tokens == 64, "the new pool is used without a restart"
 
 
+async def test_a_pool_that_hangs_costs_one_timeout_and_not_one_per_request(tiny_model: str, oracle: Oracle) -> None:
+    """Also for hand-offs, which leave by the same thread as puts."""
+    async with tiny_cluster(tiny_model, pool_timeout_s=0.3, pool_rest_s=2.0) as cluster:
+        await warm_pool_only(cluster, oracle)
+        await cluster.stop_pool()
+        async with mute_server(cluster.prefill0.config.master_address.removeprefix("unix:")):
+            started_s = time.monotonic()
+            for turn in range(3):
+                prompts = [prompt_of(60, 3 * turn + n) for n in range(3)]
+                answers = await asyncio.gather(*(cluster.generate(prompt, PARAMS) for prompt in prompts))
+                assert [answer.tokens for answer in answers] == [oracle(prompt, PARAMS) for prompt in prompts]
+                assert [answer.num_attempts for answer in answers] == [1, 1, 1]
+            assert time.monotonic() - started_s < 1.5
+        failures = cluster.stats("prefill0").pull_failures
+        assert failures["unavailable"] > 0, "what was not asked is counted too"
+
+        await cluster.start_pool()
+        await cluster.until(lambda: not cluster.prefill0._pool_health.rests, "the rest is over")
+        await ask(cluster, oracle, prompt_of(80, seed=9))
+        await cluster.forget_pages()
+        assert (await ask(cluster, oracle, prompt_of(80, seed=9))).prefills[0].pool_tokens == 64
+
+
+@contextlib.asynccontextmanager
+async def mute_server(path: str) -> AsyncIterator[None]:
+    """Accepts connections there and never says a word, as a stopped process does."""
+    writers: list[asyncio.StreamWriter] = []
+    server = await asyncio.start_unix_server(lambda _, writer: writers.append(writer), path)
+    try:
+        yield
+    finally:
+        server.close()
+        for writer in writers:
+            writer.close()
+
+
 async def test_a_pool_that_dies_under_a_pull(tiny_model: str, oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
     async with tiny_cluster(tiny_model) as cluster:
         await warm_pool_only(cluster, oracle)
@@ -215,10 +253,6 @@ async def test_a_pool_full_of_pinned_objects(tiny_model: str, oracle: Oracle) ->
 
 
 def _fill_and_pin(client: StoreClient) -> None:
-    number = 0
-    try:
-        while True:
+    with contextlib.suppress(NoSpace):
+        for number in range(1000):
             client.put(b"pinned %d" % number, bytes(4096), pinned=True)
-            number += 1
-    except MoonpoolError as error:
-        assert error.code == "no_space"

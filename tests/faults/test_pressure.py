@@ -44,7 +44,9 @@ async def test_long_answers_preempt_each_other(tiny_model: str, oracle: Oracle) 
 async def test_prompts_queue_for_the_pages_of_a_prefill_worker(tiny_model: str, oracle: Oracle) -> None:
     """Sharing a prefix, so that pages are shared, evicted and pulled back all the time."""
     shared = prompt_of(40, seed=77)
-    async with tiny_cluster(tiny_model, prefill_pages=9, decode_pages=20, max_batch_tokens=24) as cluster:
+    async with tiny_cluster(
+        tiny_model, prefill_pages=9, decode_pages=20, max_batch_tokens=24, max_num_seqs=8
+    ) as cluster:
         prompts = [(shared if n % 2 else []) + prompt_of(60 + n, n) for n in range(12)]
         await ask_all(cluster, oracle, prompts, greedy(8))
         await ask_all(cluster, oracle, prompts, greedy(8))

@@ -60,7 +60,7 @@ class Oracle:
 
     def __init__(self, model: str) -> None:
         self._runner = load_runner(model, num_pages=64)
-        self.tokens = lru_cache(maxsize=None)(self._tokens)  # noqa: B019 - lives as long as the session
+        self.tokens = lru_cache(maxsize=None)(self._tokens)
 
     def __call__(self, prompt: list[int], params: SamplingParams) -> list[int]:
         return list(self.tokens(tuple(prompt), params))
@@ -118,7 +118,8 @@ class TinyWorker(Worker):
     async def die(self) -> None:
         """As by kill -9 seen from outside: all its connections end at once; what its threads do is up to the test."""
         reporting, self._reporting = self._reporting, None
-        assert reporting is not None and self._server is not None
+        assert reporting is not None
+        assert self._server is not None
         reporting.cancel()
         await asyncio.gather(reporting, return_exceptions=True)
         await self._server.close()
@@ -202,6 +203,10 @@ class TinyCluster:
         await worker.start()
         return worker
 
+    @property
+    def living(self) -> dict[str, TinyWorker]:
+        return {name: worker for name, worker in self.workers.items() if name not in self.dead}
+
     async def kill(self, name: str) -> None:
         self.dead.add(name)
         await self.workers[name].die()
@@ -283,11 +288,10 @@ class TinyCluster:
 
     async def check_idle(self) -> None:
         """Every page is free, nobody waits or runs, no put is open, and all the books balance."""
-        living = {name: worker for name, worker in self.workers.items() if name not in self.dead}
-        for name, worker in living.items():
+        for name, worker in self.living.items():
             await self.until(worker.is_idle, f"{name} holds nothing: {worker.stats()}, {worker.pages.holders()}")
         await self.until(lambda: self.puts_in_progress == 0, "no put is open")
-        for worker in living.values():
+        for worker in self.living.values():
             await worker.on_engine(worker._built.scheduler.check_integrity)
             assert worker.pages.holders() == {}
         self.master.state.check_integrity()

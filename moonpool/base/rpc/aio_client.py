@@ -47,7 +47,7 @@ class AsyncClient(asyncio.Protocol):
         self._calls: dict[int, asyncio.Future[Frame]] = {}
         self._streams: dict[int, asyncio.Queue[Frame | MoonpoolError]] = {}
         self._transport: asyncio.Transport | None = None
-        self._watch = Watch(patience, lost=self._on_silence, ping=lambda: self._send(_PING))
+        self._watch = Watch(patience, lost=self._on_silence, ping=self._ping)
 
     @classmethod
     async def connect(
@@ -186,6 +186,9 @@ class AsyncClient(asyncio.Protocol):
         except TimeoutError as error:
             raise DeadlineExceeded(f"{self.address} sent nothing for {timeout_s:g} s") from error
 
+    def _ping(self) -> None:
+        self._send(_PING)
+
     def _on_silence(self) -> None:
         self._fail_all(PeerLost(f"{self.address} has not answered for {self._watch.patience.silence_limit_s:g} s"))
         self.close()
@@ -200,14 +203,16 @@ class AsyncClient(asyncio.Protocol):
             queue.put_nowait(error)
 
     def _cancel(self, call_id: int) -> None:
-        self._send(encode_frame(FrameKind.CANCEL, call_id))
+        self._send(encode_frame(FrameKind.CANCEL, call_id))  # without a connection the server has cancelled it already
 
     def _write(self, data: bytes) -> None:
-        if self._transport is None or self._transport.is_closing():
+        if not self._send(data):
             raise PeerLost(f"{self.address} is not connected")
-        self._send(data)
 
-    def _send(self, data: bytes) -> None:
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(data)
-            self._watch.said()
+    def _send(self, data: bytes) -> bool:
+        """Whether there was still a connection to send it on."""
+        if self._transport is None or self._transport.is_closing():
+            return False
+        self._transport.write(data)
+        self._watch.said()
+        return True

@@ -3,6 +3,7 @@
 pieces         the bytes of one layer of one page, wherever the page lies
 pull           pool -> pages, layer by layer, while the model computes
 outbox         one thread that sends, hand-offs before everything else
+pool_health    whether the pool is worth asking now
 push           pages -> a decode worker's reserved pages, and -> the pool
 reservations   the decode side of a hand-off: who may write which page until when
 """

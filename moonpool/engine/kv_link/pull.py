@@ -1,7 +1,8 @@
 """Pool -> pages, layer by layer, while the model computes.
 
 A pull never makes a request fail and never lets a wrong byte through: blocks that are gone, belong to another
-model or do not match their checksum end the good prefix there, and the engine computes the rest.
+model or do not match their checksum end the good prefix there, and the engine computes the rest. A pull that is too
+late is left behind: it may still write into its pages, so nobody else gets them before it says that it has ended.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from moonpool.base.clock import Clock, SystemClock
-from moonpool.base.errors import DeadlineExceeded, MoonpoolError, NotFound
+from moonpool.base.errors import Corrupt, DeadlineExceeded, MoonpoolError, NotFound
 from moonpool.base.keys import object_key
+from moonpool.base.object_header import ObjectHeader, ObjectKind
 from moonpool.engine.kv_link.pieces import PieceMemory
+from moonpool.engine.kv_link.pool_health import PoolHealth
+from moonpool.engine.kv_memory import KvLayout
 from moonpool.engine.step import Admitted
 from moonpool.store.client import StoreClient
 from moonpool.store.read_session import ReadSession
@@ -40,6 +44,7 @@ class PullJob:
     def __init__(self, admitted: Admitted, on_layer: LayerListener, on_end: Callable[[], None]) -> None:
         self.admitted = admitted
         self.result: PullResult | None = None
+        self.left_behind = False  # the engine waits for it no more
         self._on_layer = on_layer
         self._on_end = on_end
         self._num_layers = 0
@@ -51,22 +56,26 @@ class PullJob:
             self._changed.wait_for(lambda: self._num_layers > layer or self.result is not None, timeout_s)
 
     def wait_end(self, timeout_s: float) -> PullResult:
-        """The outcome; a failure of time when there is none yet (the puller may still write then)."""
+        """The outcome. When there is none in time the job is left behind, for good: nobody hears of its layers any
+        more, and the pages are the puller's until it has called `on_end`.
+        """
         with self._changed:
-            if self._changed.wait_for(lambda: self.result is not None, timeout_s):
-                assert self.result is not None
-                return self.result
-        return PullResult(0, 0, timeout_s, DeadlineExceeded(f"the pool did not deliver within {timeout_s:g} s"))
+            if not self._changed.wait_for(lambda: self.result is not None, timeout_s):
+                self.left_behind = True
+                self.result = PullResult(0, 0, timeout_s, DeadlineExceeded("the pool did not deliver in time"))
+            assert self.result is not None
+            return self.result
 
     def layer_done(self, layer: int, num_good: int) -> None:
         with self._changed:
             self._num_layers = layer + 1
             self._changed.notify_all()
-        self._on_layer(layer, num_good)
+            if not self.left_behind:  # under the lock, so that nothing is told after wait_end has given up
+                self._on_layer(layer, num_good)
 
     def end(self, result: PullResult) -> None:
         with self._changed:
-            self.result = result
+            self.result = self.result or result
             self._changed.notify_all()
         self._on_end()
 
@@ -81,19 +90,24 @@ class Puller:
         identity: bytes,
         *,
         num_threads: int = 2,
+        health: PoolHealth | None = None,
         clock: Clock | None = None,
     ) -> None:
         self._store = store
         self._memory = memory
         self._identity = identity
+        self._health = health or PoolHealth()
         self._clock: Clock = clock or SystemClock()
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="pull")
 
     def count_stored(self, keys: list[bytes]) -> int:
         """How many leading blocks the pool holds now; 0 when it cannot be asked. Blocks while it asks."""
+        if self._health.rests:
+            return 0
         try:
             found = self._store.lookup([object_key(key) for key in keys], prefix=True)
-        except MoonpoolError:
+        except MoonpoolError as error:
+            self._health.note(error)
             return 0  # counted by the store client; a pool that is away is a miss
         return next((i for i, info in enumerate(found) if info is None), len(found))
 
@@ -119,6 +133,7 @@ class Puller:
         except BaseException as error:
             job.end(PullResult(0, 0, 0.0, MoonpoolError(f"bug in a pull: {error!r}")))
             raise
+        self._health.note(failure)
         nbytes = len(sessions) * self._memory.layout.page_nbytes
         job.end(PullResult(len(sessions), nbytes, self._clock.now_s() - started_s, failure))
 
@@ -129,7 +144,9 @@ class Puller:
             if info is None:
                 return sessions, NotFound("the block has left the pool")
             try:
-                sessions.append(self._store.open_read(info, self._identity))
+                session = self._store.open_read(info, self._identity)
+                _check_block(session.header, self._memory.layout)
+                sessions.append(session)
             except MoonpoolError as error:
                 return sessions, error
         return sessions, None
@@ -139,6 +156,8 @@ class Puller:
     ) -> tuple[list[ReadSession], MoonpoolError | None]:
         for layer in range(self._memory.layout.num_layers):
             for index, session in enumerate(sessions):
+                if job.left_behind:
+                    return [], failure
                 try:
                     page = job.admitted.pages[index]
                     self._memory.fill(page, layer, lambda view, s=session, n=layer: s.read_piece(n, view))  # type: ignore[misc]
@@ -152,3 +171,11 @@ class Puller:
             except MoonpoolError as error:
                 return sessions[:index], error
         return sessions, failure
+
+
+def _check_block(header: ObjectHeader, layout: KvLayout) -> None:
+    """Corrupt unless the object is one whole block with the pieces that our pages have."""
+    pieces = [piece.nbytes for piece in header.pieces]
+    is_block = header.kind is ObjectKind.BLOCK and header.valid_tokens == layout.block_tokens
+    if not is_block or pieces != [layout.piece_nbytes] * layout.num_layers:
+        raise Corrupt(f"{header.key.hex()[:16]} is not a whole block of {layout.block_tokens} tokens")

@@ -7,19 +7,22 @@ was preempted or rewound computes them again): the last bytes and the last check
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from moonpool.base.checksum import crc32c
 from moonpool.base.cluster import WORKER_SERVICE
-from moonpool.base.errors import MoonpoolError, PeerLost
+from moonpool.base.errors import Cancelled, Internal, MoonpoolError, PeerLost, Unavailable
 from moonpool.base.keys import object_key
 from moonpool.base.object_header import ObjectKind
 from moonpool.base.rpc import BlockingClient, Call
 from moonpool.engine.kv_link.outbox import Outbox, Urgency
 from moonpool.engine.kv_link.pieces import PieceMemory
+from moonpool.engine.kv_link.pool_health import PoolHealth
 from moonpool.engine.messages import AbortHandoff, CommitHandoff, OpenHandoff, Ticket, TokenOut
 from moonpool.store.client import StoreClient
 from moonpool.store.put_session import PutRequest, PutSession
@@ -32,14 +35,20 @@ _HANDOFF_TIMEOUT_S = 10.0
 class PoolWriter:
     """Puts blocks into the pool, from the outbox's thread. What cannot be put is counted by its error's code."""
 
-    def __init__(self, store: StoreClient, memory: PieceMemory, identity: bytes) -> None:
+    def __init__(
+        self, store: StoreClient, memory: PieceMemory, identity: bytes, health: PoolHealth | None = None
+    ) -> None:
         self._store = store
         self._memory = memory
         self._identity = identity
+        self._health = health or PoolHealth()
         self.failures: Counter[str] = Counter()
 
     def begin(self, keys: Sequence[bytes]) -> dict[bytes, PutSession]:
         """Sessions for the blocks that the pool does not have and has room for."""
+        if self._health.rests:
+            self.failures[Unavailable.code] += len(keys)
+            return {}
         layout = self._memory.layout
         requests = [
             PutRequest(
@@ -54,19 +63,28 @@ class PoolWriter:
         try:
             outcomes = self._store.begin_puts(requests)
         except MoonpoolError as error:
+            self._health.note(error)
             self.failures[error.code] += len(keys)
             return {}
         self.failures.update(o.code for o in outcomes if isinstance(o, MoonpoolError) and o.code != "already_exists")
         return {key: o for key, o in zip(keys, outcomes, strict=True) if isinstance(o, PutSession)}
 
     def write(self, session: PutSession, page: int, layer: int, checksum: int | None = None) -> None:
-        session.write_piece(layer, self._memory.read(page, layer), checksum)
+        """Raises what the session raises, and Unavailable at once while the pool rests."""
+        if self._health.rests:
+            raise Unavailable("the pool did not answer in time a moment ago")
+        try:
+            session.write_piece(layer, self._memory.read(page, layer), checksum)
+        except MoonpoolError as error:
+            self._health.note(error)
+            raise
 
     def finish(self, sessions: Sequence[PutSession]) -> None:
         try:
             outcomes = self._store.finish_puts(sessions)
             self.failures.update(o.code for o in outcomes if o is not None)
         except MoonpoolError as error:
+            self._health.note(error)
             self.failures[error.code] += len(sessions)
 
     def abort(self, sessions: Sequence[PutSession]) -> None:
@@ -131,6 +149,9 @@ class Push:
         self._keys = list(keys)  # of the full blocks
         self._outbox, self._memory, self._pool = outbox, memory, pool
         self._peers, self._transfer = peers, transfer
+        # The decode worker's pages look like ours, but it may have more or fewer of them.
+        num_pages = ticket.segment.nbytes // memory.layout.page_nbytes
+        self._remote_layout = replace(memory.layout, num_pages=num_pages)
         self._pages: Sequence[int] = ()
         self._remote: RemoteSegment | None = None
         self._opened = False
@@ -194,7 +215,7 @@ class Push:
                 continue
             assert self._remote is not None
             view = self._memory.read(page, layer)
-            offset, nbytes = self._memory.layout.piece(ticket.pages[block], layer)
+            offset, nbytes = self._remote_layout.piece(ticket.pages[block], layer)
             try:
                 self._checksums[block, layer] = crc32c(view)
                 self._remote.write_from(offset, [view], generation=ticket.generation, timeout_s=_HANDOFF_TIMEOUT_S)
@@ -205,8 +226,9 @@ class Push:
 
     def _commit(self, first: TokenOut, num_tokens: int) -> MoonpoolError | None:
         ticket = self._ticket
+        if self._failure is None and not self._sent[ticket.num_present_blocks :].all():
+            self._failure = Internal(f"request {ticket.request_id}: a piece was never handed over")
         if self._failure is None:
-            assert self._sent[ticket.num_present_blocks :].all(), "a piece was never handed over"
             call = CommitHandoff(
                 request_id=ticket.request_id,
                 epoch=ticket.epoch,
@@ -224,16 +246,15 @@ class Push:
         return self._failure
 
     def _abort(self) -> None:
+        self._failure = self._failure or Cancelled("the hand-off was given up")  # so that nothing is sent any more
         if not self._opened:
             return
         self._opened = False
         ticket = self._ticket
         call = AbortHandoff(request_id=ticket.request_id, epoch=ticket.epoch, generation=ticket.generation)
-        try:
+        # A decode worker that cannot be told sees our connection close, which says the same.
+        with contextlib.suppress(MoonpoolError):
             self._peers.get(ticket.address).call(call, timeout_s=_HANDOFF_TIMEOUT_S)
-        except MoonpoolError as error:
-            # A decode worker that cannot be told sees our connection close, which says the same.
-            self._failure = self._failure or error
 
     def _begin_puts(self, keys: Sequence[bytes]) -> None:
         if self._sessions is None:

@@ -30,6 +30,8 @@ class WorkerConfig:
     tcp_host: str | None = None  # serve KV memory over TCP too, for workers on other machines
     report_interval_s: float = 0.05
     pull_timeout_s: float = 10.0
+    pool_timeout_s: float = 2.0  # for one answer of the pool
+    pool_rest_s: float = 10.0  # how long a pool that did not answer is left alone
 
     def engine(self, num_pages: int) -> EngineConfig:
         """The engine's share of this configuration."""

@@ -7,6 +7,7 @@ the pool, so that the next turn of a conversation finds them.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -50,6 +51,13 @@ _MAX_WAITING_PUTS = 1024
 T = TypeVar("T")
 
 
+def _uncancellable() -> Future[Incoming]:
+    """A future that only the engine's thread settles: a client that gives up just stops waiting for it."""
+    future: Future[Incoming] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
 @dataclass(slots=True)
 class Stream:
     """One request's way back to the front end."""
@@ -57,7 +65,7 @@ class Stream:
     spec: RequestSpec
     items: asyncio.Queue[DecodeItem | MoonpoolError]
     loop: asyncio.AbstractEventLoop
-    reserved: Future[Incoming] = field(default_factory=Future)
+    reserved: Future[Incoming] = field(default_factory=_uncancellable)
     left: bool = False
 
     def send(self, item: DecodeItem | MoonpoolError) -> None:
@@ -86,6 +94,7 @@ class DecodeRole:
         self._block_tokens = scheduler.pages.block_tokens
         self._streams: dict[str, Stream] = {}
         self._waiting: deque[Stream] = deque()  # for pages
+        self._put_numbers = itertools.count()
         self._step_started_s = 0.0
         self._step_chunks: Sequence[Chunk] = ()
         self.loop: EngineLoop | None = None  # set once, before the loop starts
@@ -175,8 +184,8 @@ class DecodeRole:
         self.at_boundary()
 
     def at_boundary(self) -> None:
-        """Gives pages to those who wait for them, first come first served."""
-        while self._waiting:
+        """Gives pages to those who wait for them, first come first served; preempted requests came before."""
+        while self._waiting and not self._scheduler.roster.waiting:
             stream = self._waiting[0]
             if not stream.left:
                 try:
@@ -267,7 +276,7 @@ class DecodeRole:
             if len(self._outbox) >= _MAX_WAITING_PUTS:
                 self._pool.failures["outbox_full"] += 1
                 continue
-            owner = f"put:{block.request_id}:{block.index}"
+            owner = f"put:{next(self._put_numbers)}"  # a block may be put again while its first put still waits
             pages.hold(owner, [page])
             self._outbox.put(Urgency.POOL, partial(self._put, block.key, page, owner))
 

@@ -6,12 +6,13 @@ sleeps until somebody posts.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from moonpool.base.errors import Cancelled, MoonpoolError
 from moonpool.engine.engine import Engine, StepOutput
@@ -20,6 +21,29 @@ T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
 # Nothing can be computed although requests wait (all pages are in others' hands): look again this often.
 _STALLED_WAIT_S = 0.02
+
+
+class _Call(Generic[T]):
+    """A posted function whose outcome somebody waits for."""
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self.future: Future[T] = Future()
+        self._function = function
+
+    def __call__(self) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            self.future.set_result(self._function())
+        except MoonpoolError as error:
+            self.future.set_exception(error)
+        except BaseException as error:
+            self.future.set_exception(error)
+            raise
+
+    def refuse(self) -> None:
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_exception(Cancelled("the worker is shutting down"))
 
 
 class EngineLoop:
@@ -37,6 +61,7 @@ class EngineLoop:
         self._on_step, self._at_boundary, self._on_fatal = on_step, at_boundary, on_fatal
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closed = False
+        self._ended = False  # nothing posted from now on will run
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -47,25 +72,15 @@ class EngineLoop:
         self._inbox.put(function)
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """As post, with the outcome in a future; Cancelled when the loop is closed before."""
-        future: Future[T] = Future()
-
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(function())
-            except MoonpoolError as error:
-                future.set_exception(error)
-            except BaseException as error:
-                future.set_exception(error)
-                raise
-
+        """As post, with the outcome in a future; Cancelled when the loop ends before."""
+        call = _Call(function)
         if self._closed:
-            future.set_exception(Cancelled("the worker is shutting down"))
+            call.refuse()
         else:
-            self.post(run)
-        return future
+            self._inbox.put(call)
+        if self._ended:  # perhaps it ended just before that
+            self._refuse_rest()
+        return call.future
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Ends the thread after the running step; idempotent."""
@@ -73,6 +88,20 @@ class EngineLoop:
         self._inbox.put(None)
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
+        if self._thread.ident is None:  # never started
+            self._end()
+
+    def _end(self) -> None:
+        self._ended = True
+        self._refuse_rest()
+
+    def _refuse_rest(self) -> None:
+        """Nobody will run what is still posted; those who wait for it must know."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                item = self._inbox.get_nowait()
+                if isinstance(item, _Call):
+                    item.refuse()
 
     def _run(self) -> None:
         try:
@@ -83,6 +112,8 @@ class EngineLoop:
         except BaseException as error:  # noqa: BLE001 - told to the owner, who ends the process
             _LOG.exception("the engine failed")
             self._on_fatal(error)
+        finally:
+            self._end()
 
     def _step(self) -> bool:
         """Whether anything was computed."""

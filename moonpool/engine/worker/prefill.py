@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from moonpool.base.clock import Clock
+from moonpool.base.clock import Clock, Deadline
 from moonpool.base.cluster import PrefillSample, PullSample
 from moonpool.base.errors import Cancelled, DeadlineExceeded, MoonpoolError
 from moonpool.engine.engine import StepOutput
@@ -63,6 +63,7 @@ class PrefillRole:
         self._prompts: dict[str, Prompt] = {}
         self._chunks: Sequence[Chunk] = ()
         self._jobs: list[PullJob] = []
+        self._pull_deadline = Deadline(0, clock)  # one for all pulls of a step: others wait for it too
         self.loop: EngineLoop | None = None  # set once, before the loop starts
 
     # -- the RPC face, on the event loop ---------------------------------------------------------------------
@@ -161,6 +162,7 @@ class PrefillRole:
 
     def begin_step(self, chunks: Sequence[Chunk], admitted: Sequence[Admitted]) -> LayerHooks:
         self._chunks, self._jobs = chunks, []
+        self._pull_deadline = Deadline(self._pull_timeout_s, self._clock)
         for entry in admitted:
             prompt, sequence = self._prompts[entry.request_id], self._scheduler.get(entry.request_id)
             assert sequence is not None
@@ -190,7 +192,7 @@ class PrefillRole:
 
     def before_layer(self, layer: int) -> None:
         for job in self._jobs:
-            job.wait_layer(layer, self._pull_timeout_s)
+            job.wait_layer(layer, self._pull_deadline.remaining_s())
 
     def after_layer(self, layer: int) -> None:
         for chunk in self._chunks:
@@ -203,14 +205,22 @@ class PrefillRole:
 
     def _settle_pull(self, job: PullJob) -> int:
         """How many leading tokens of the request have KV that can be trusted."""
-        result, prompt = job.wait_end(self._pull_timeout_s), self._prompts[job.admitted.request_id]
+        name = job.admitted.request_id
+        result, prompt = job.wait_end(self._pull_deadline.remaining_s()), self._prompts[name]
         prompt.pool_tokens = result.num_good * self._block_tokens
         prompt.pool_nbytes = result.nbytes
         if result.failure is not None:
             self._samples.pull_failures[result.failure.code] += 1
         if result.nbytes:
             self._samples.pulls.append(PullSample(result.nbytes, result.seconds))
+        if job.left_behind:
+            self._start_over(name, prompt)
         return prompt.local_tokens + prompt.pool_tokens
+
+    def _start_over(self, name: str, prompt: Prompt) -> None:
+        """Computes the prompt in other pages, without the pool: the puller may still write to those it had."""
+        self._scheduler.cancel(name)
+        self._scheduler.add(self._sequence(prompt.spec))
 
     def completed(self, full_blocks: Sequence[FullBlock]) -> None:
         """Nothing: the blocks are on their way already, layer by layer."""

@@ -24,6 +24,7 @@ from moonpool.base.process import EXIT_BUG
 from moonpool.base.rpc import Call, Peer, RpcServer
 from moonpool.engine.engine import Engine
 from moonpool.engine.kv_link.outbox import Outbox
+from moonpool.engine.kv_link.pool_health import PoolHealth
 from moonpool.engine.kv_link.pull import Puller
 from moonpool.engine.kv_link.push import DecodePeers, PoolWriter, Push
 from moonpool.engine.kv_link.reservations import Reservations
@@ -46,7 +47,7 @@ from moonpool.engine.worker.metrics import WorkerCollector
 from moonpool.engine.worker.prefill import PrefillRole
 from moonpool.engine.worker.reporter import Books, Reporter
 from moonpool.engine.worker.samples import Samples
-from moonpool.store.client import StoreClient
+from moonpool.store.client import ClientConfig, StoreClient
 from moonpool.transfer.descriptor import SegmentDescriptor
 from moonpool.transfer.engine import TransferConfig, TransferEngine
 
@@ -93,10 +94,14 @@ class Worker:
         self._transfer = TransferEngine(TransferConfig(run_dir=config.run_dir, tcp_host=config.tcp_host))
         own.callback(self._transfer.close)
         self._segment: SegmentDescriptor = self._transfer.serve(built.segment)
-        self._store = StoreClient(config.master_address, self._transfer)
+        limits = ClientConfig(
+            name=config.name, rpc_timeout_s=config.pool_timeout_s, transfer_timeout_s=config.pool_timeout_s
+        )
+        self._store = StoreClient(config.master_address, self._transfer, limits)
         own.callback(self._store.close)
         identity = built.identity.digest()
-        self._pool = PoolWriter(self._store, built.pieces, identity)
+        self._pool_health = PoolHealth(config.pool_rest_s)
+        self._pool = PoolWriter(self._store, built.pieces, identity, self._pool_health)
         self._peers = DecodePeers(config.name)
         own.callback(self._peers.close)
         self._outbox = Outbox()
@@ -116,7 +121,7 @@ class Worker:
         self.registry.register(WorkerCollector(self.stats))
 
     def _make_prefill(self, built: Built, identity: bytes) -> PrefillRole:
-        puller = Puller(self._store, built.pieces, identity)
+        puller = Puller(self._store, built.pieces, identity, health=self._pool_health)
         self._closers.callback(puller.close)
 
         def make_push(ticket: Ticket, keys: Sequence[bytes]) -> Push:
