@@ -211,3 +211,13 @@ def test_a_commit_that_is_refused_is_followed_by_an_abort() -> None:
     bench.compute()
     assert isinstance(bench.commit(), StaleGeneration)
     assert bench.decode.said == [OpenHandoff, CommitHandoff, AbortHandoff]
+
+
+def test_closed_peers_make_no_new_connections() -> None:
+    peers = DecodePeers("p")
+    peers.get("unix:/d1")
+    peers.close()
+    peers.close()
+    for address in ("unix:/d1", "unix:/d2"):
+        with pytest.raises(PeerLost):
+            peers.get(address)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tiny_cluster import Answer, Gate, Oracle, TinyCluster, greedy, prompt_of, tiny_cluster
 
+from moonpool.engine.messages import RequestSpec
 from moonpool.server.attempt import Attempt
 
 PROMPT = prompt_of(100)
@@ -21,12 +22,17 @@ async def waiting_for_pages(cluster: TinyCluster, patch: pytest.MonkeyPatch, gat
     decode = cluster.decode0
     await decode.on_engine(lambda: decode.pages.reserve("test", 48))
     reserve = decode.role._reserve
-    patch.setattr(decode.role, "_reserve", lambda spec: (gate._reached.set(), reserve(spec))[1])
+
+    def reserve_and_tell(spec: RequestSpec) -> Any:
+        gate.mark_reached()
+        return reserve(spec)
+
+    patch.setattr(decode.role, "_reserve", reserve_and_tell)
 
 
 async def with_a_ticket(cluster: TinyCluster, patch: pytest.MonkeyPatch, gate: Gate) -> None:
     async def never(*_: object) -> None:
-        gate._reached.set()
+        gate.mark_reached()
         await asyncio.Event().wait()
 
     patch.setattr(Attempt, "_prefill", never)
@@ -43,12 +49,12 @@ async def in_the_first_chunk(cluster: TinyCluster, patch: pytest.MonkeyPatch, ga
 
 
 async def in_the_third_chunk(cluster: TinyCluster, patch: pytest.MonkeyPatch, gate: Gate) -> None:
-    gate._left = 2 * 3 + 2  # three layers per chunk
+    gate.at = 2 * 3 + 2  # three layers per chunk
     await in_the_first_chunk(cluster, patch, gate)
 
 
 async def while_pieces_go_out(cluster: TinyCluster, patch: pytest.MonkeyPatch, gate: Gate) -> None:
-    gate._left = 5
+    gate.at = 5
     pieces = cluster.prefill0.pieces
     patch.setattr(pieces, "read", gate.around(pieces.read))
 
@@ -64,12 +70,12 @@ async def before_the_first_decode_step(cluster: TinyCluster, patch: pytest.Monke
 
 
 async def in_the_middle_of_decoding(cluster: TinyCluster, patch: pytest.MonkeyPatch, gate: Gate) -> None:
-    gate._left = 20
+    gate.at = 20
     await before_the_first_decode_step(cluster, patch, gate)
 
 
 async def while_a_decoded_block_is_put(cluster: TinyCluster, patch: pytest.MonkeyPatch, gate: Gate) -> None:
-    gate._left = 2
+    gate.at = 2
     pieces = cluster.decode0.pieces
     patch.setattr(pieces, "read", gate.around(pieces.read))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -93,6 +94,16 @@ async def test_every_page_arrives_byte_for_byte(
         assert cluster.stats("prefill0").pull_failures == cluster.stats("decode0").pull_failures == {}
 
 
+@pytest.mark.parametrize(("prefill_pages", "decode_pages"), [(7, 60), (60, 7)])
+async def test_workers_need_not_have_the_same_number_of_pages(
+    tiny_model: str, oracle: Oracle, prefill_pages: int, decode_pages: int
+) -> None:
+    async with tiny_cluster(tiny_model, prefill_pages=prefill_pages, decode_pages=decode_pages) as cluster:
+        prompts = [prompt_of(70, seed) for seed in range(12)]
+        answers = await asyncio.gather(*(cluster.generate(prompt, PARAMS) for prompt in prompts))
+        assert [answer.tokens for answer in answers] == [oracle(prompt, PARAMS) for prompt in prompts]
+
+
 @pytest.mark.parametrize("index", [0, 7, 14])  # first piece; one in between; last layer of the partial block
 async def test_a_bit_flipped_on_the_way_is_found_at_commit(
     tiny_model: str, oracle: Oracle, monkeypatch: pytest.MonkeyPatch, index: int
@@ -147,6 +158,26 @@ async def test_a_prefill_worker_that_dies_while_it_writes(
         assert answer.tokens == oracle(PROMPT, PARAMS)
         assert answer.num_attempts == 2
         assert isinstance(late.result(), StaleGeneration)
+
+
+async def test_a_prefill_worker_that_dies_while_its_commit_is_checked(
+    tiny_model: str, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate()
+    async with tiny_cluster(tiny_model, num_prefill=2) as cluster:
+        role = cluster.decode0.role
+        monkeypatch.setattr(role, "_verify", gate.around(role._verify))
+        asking = asyncio.create_task(cluster.generate(PROMPT, PARAMS))
+        await gate.reached()
+        await cluster.kill(next(name for name in cluster.workers if getattr(cluster.workers[name].role, "_puller", 0)))
+        await cluster.until(lambda: not role._streams or len(role._streams) > 1, "the front end has given up")
+        gate.open()
+        answer = await asking
+        assert answer.tokens == oracle(PROMPT, PARAMS)
+        assert answer.num_attempts == 2
+        await cluster.check_idle()
+        gc.collect()  # tasks tell of errors that nobody looked at when they are collected
+        cluster.check_engines()
 
 
 @pytest.mark.parametrize("after", [1, 7])

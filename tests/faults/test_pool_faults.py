@@ -163,7 +163,7 @@ async def test_without_a_pool_requests_go_on_and_find_the_next_one(tiny_model: s
 
 async def test_a_pool_that_hangs_costs_one_timeout_and_not_one_per_request(tiny_model: str, oracle: Oracle) -> None:
     """Also for hand-offs, which leave by the same thread as puts."""
-    async with tiny_cluster(tiny_model, pool_timeout_s=0.3, pool_rest_s=2.0) as cluster:
+    async with tiny_cluster(tiny_model, pool_timeout_s=0.5, pool_rest_s=2.0) as cluster:
         await warm_pool_only(cluster, oracle)
         await cluster.stop_pool()
         async with mute_server(cluster.prefill0.config.master_address.removeprefix("unix:")):
@@ -173,7 +173,7 @@ async def test_a_pool_that_hangs_costs_one_timeout_and_not_one_per_request(tiny_
                 answers = await asyncio.gather(*(cluster.generate(prompt, PARAMS) for prompt in prompts))
                 assert [answer.tokens for answer in answers] == [oracle(prompt, PARAMS) for prompt in prompts]
                 assert [answer.num_attempts for answer in answers] == [1, 1, 1]
-            assert time.monotonic() - started_s < 1.5
+            assert time.monotonic() - started_s < 2.5, "three turns, each with a look-up and a put that hang, take 3 s"
         failures = cluster.stats("prefill0").pull_failures
         assert failures["unavailable"] > 0, "what was not asked is counted too"
 
@@ -229,7 +229,7 @@ async def test_a_pull_that_takes_too_long_is_left_behind(
         piece[:] = b"?" * len(piece)
         answer = await asking
         assert answer.tokens == oracle(PROMPT, PARAMS)
-        assert time.monotonic() - started_s < 0.9, "one deadline for the pull, not one per layer"
+        assert time.monotonic() - started_s < 1.4, "one deadline for the pull, not one per layer"
         assert (answer.num_attempts, answer.prefills[0].pool_tokens) == (1, 0)
         assert cluster.stats("prefill0").pull_failures == {"deadline_exceeded": 1}
         assert [len(pages) for pages in cluster.prefill0.pages.holders().values()] == [5], "the puller may write there"

@@ -30,7 +30,7 @@ async def test_requests_queue_for_the_pages_of_a_decode_worker(tiny_model: str, 
 
         cluster.decode0._loop._at_boundary = watch
         await ask_all(cluster, oracle, [prompt_of(60 + n, n) for n in range(10)], greedy(6))
-        assert max(waited) >= 5
+        assert max(waited) >= 3
         assert most_reserved <= 12
         assert cluster.stats("decode0").pull_failures == {}
 

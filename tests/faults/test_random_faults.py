@@ -1,7 +1,7 @@
 """Random requests that share prefixes, random cancels and random faults, all at once.
 
 Every request that is not cancelled ends, with the right tokens; every cancelled one has seen only right tokens; and
-when all is over nothing is held anywhere.
+when all is over nothing is held anywhere, and the pool holds nothing wrong.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from tiny_cluster import Answer, Oracle, TinyCluster, prompt_of, tiny_cluster
+from tiny_cluster import Answer, Oracle, TinyCluster, greedy, prompt_of, tiny_cluster
 
 from moonpool.engine.sequence import SamplingParams
 from moonpool.transfer.transports.shm import ShmRemote
@@ -134,6 +134,15 @@ async def run(model: str, oracle: Oracle, requests: Sequence[Request], faults: S
             chaos.saw_tokens(0)
             await asyncio.gather(*(ask(cluster, oracle, chaos, request) for request in requests))
             await chaos.finish()
+            await check_pool(cluster, oracle, requests)
+
+
+async def check_pool(cluster: TinyCluster, oracle: Oracle, requests: Sequence[Request]) -> None:
+    """What the mix left in the pool gives the right tokens too, to workers that have nothing else."""
+    await cluster.forget_pages(*cluster.living)
+    for request in requests:
+        prompt, params = request.prompt + oracle(request.prompt, request.params), greedy(4)
+        assert (await cluster.generate(prompt, params)).tokens == oracle(prompt, params)
 
 
 async def ask(cluster: TinyCluster, oracle: Oracle, chaos: Chaos, request: Request) -> None:

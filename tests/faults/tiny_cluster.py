@@ -144,6 +144,8 @@ class TinyCluster:
         self.dead: set[str] = set()
         self._fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._loop = asyncio.get_running_loop()
+        self._bugs: list[dict[str, Any]] = []
+        self._loop.set_exception_handler(lambda _, context: self._bugs.append(context))
 
     def __getattr__(self, name: str) -> TinyWorker:
         """prefill0, decode0, ..."""
@@ -178,6 +180,9 @@ class TinyCluster:
     async def stop_pool(self) -> None:
         await self.node.close()
         await self.master.close()
+        await asyncio.sleep(0)
+        for peer in list(self.master._server.peers):  # a connection that was accepted just when the server closed
+            peer.abort()
 
     async def start_conductor(self) -> None:
         self.conductor = Conductor(ConductorConfig(address=self._at("c.sock"), store_address=self._at("m.sock")))
@@ -221,9 +226,10 @@ class TinyCluster:
         self._loop.call_soon_threadsafe(fail)
 
     def check_engines(self) -> None:
-        """Raises when an engine has died."""
+        """Raises when an engine has died or an error of a task went nowhere."""
         if self._fatal.done():
             self._fatal.result()
+        assert not self._bugs, self._bugs
 
     async def close(self) -> None:
         await self.connections.close()
@@ -348,7 +354,8 @@ class Gate:
     """Stops the n-th call of a function, on whatever thread, until the test lets it go on."""
 
     def __init__(self, at: int = 1) -> None:
-        self._left = at
+        self.at = at
+        self._num_calls = 0
         self._lock = threading.Lock()
         self._reached = threading.Event()
         self._open = threading.Event()
@@ -363,12 +370,16 @@ class Gate:
     def stop_here(self) -> bool:
         """Whether this was the call to stop."""
         with self._lock:
-            self._left -= 1
-            is_mine = self._left == 0
+            self._num_calls += 1
+            is_mine = self._num_calls == self.at
         if is_mine:
-            self._reached.set()
+            self.mark_reached()
             assert self._open.wait(20), "a gate was never opened"
         return is_mine
+
+    def mark_reached(self) -> None:
+        """For places that stop by themselves."""
+        self._reached.set()
 
     async def reached(self) -> None:
         assert await asyncio.to_thread(self._reached.wait, 10), "the gate was never reached"

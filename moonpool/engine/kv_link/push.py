@@ -107,13 +107,16 @@ class PoolWriter:
 
 
 class DecodePeers:
-    """Connections to decode workers, one each, for the outbox's thread alone."""
+    """Connections to decode workers, one each, for the outbox's thread alone; any thread may close them."""
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._closed = False
         self._clients: dict[str, BlockingClient] = {}
 
     def get(self, address: str) -> BlockingClient:
+        if self._closed:
+            raise PeerLost("this worker is shutting down")
         if address not in self._clients:
             self._clients[address] = BlockingClient(address, WORKER_SERVICE, name=self._name)
         return self._clients[address]
@@ -126,9 +129,10 @@ class DecodePeers:
             self.get(address).call(call, timeout_s=_HANDOFF_TIMEOUT_S)
 
     def close(self) -> None:
-        for client in self._clients.values():
+        """Idempotent. Wakes who waits for an answer; there are no new connections afterwards."""
+        self._closed = True
+        for client in list(self._clients.values()):
             client.close()
-        self._clients.clear()
 
 
 class Push:

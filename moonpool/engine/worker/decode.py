@@ -94,6 +94,7 @@ class DecodeRole:
         self._block_tokens = scheduler.pages.block_tokens
         self._streams: dict[str, Stream] = {}
         self._waiting: deque[Stream] = deque()  # for pages
+        self._commits: set[asyncio.Task[None]] = set()
         self._put_numbers = itertools.count()
         self._step_started_s = 0.0
         self._step_chunks: Sequence[Chunk] = ()
@@ -150,7 +151,15 @@ class DecodeRole:
 
     async def commit_handoff(self, call: CommitHandoff) -> None:
         """Runs to its end even when the writer goes away meanwhile: the pages must end up somewhere."""
-        await asyncio.shield(asyncio.get_running_loop().create_task(self._commit(call)))
+        task = asyncio.get_running_loop().create_task(self._commit(call))
+        self._commits.add(task)
+        task.add_done_callback(self._committed)
+        await asyncio.shield(task)
+
+    def _committed(self, task: asyncio.Task[None]) -> None:
+        self._commits.discard(task)
+        if not task.cancelled():
+            task.exception()  # seen: the writer may be gone, and to the reader a failed commit is a prefill that failed
 
     async def _commit(self, call: CommitHandoff) -> None:
         begin = self._reservations.begin_commit

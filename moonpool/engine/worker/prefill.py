@@ -89,6 +89,7 @@ class PrefillRole:
             raise DeadlineExceeded(f"the prompt was not computed within {spec.timeout_s:g} s") from error
         finally:
             # Ended, given up or timed out: whatever is left of it goes. Nothing happens when it has ended.
+            reply.cancel()
             self.loop.post(lambda: self._drop(name, prompt))
 
     def _sequence(self, spec: RequestSpec) -> RequestSequence:
