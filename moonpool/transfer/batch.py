@@ -10,6 +10,7 @@ from enum import Enum
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import DeadlineExceeded, MoonpoolError
 from moonpool.transfer.buffers import Buffer, as_bytes_views, cut, total_nbytes
+from moonpool.transfer.paths import MultiPathRemote
 from moonpool.transfer.plan import Slice, cut_batch
 from moonpool.transfer.transports.base import RemoteSegment
 
@@ -44,7 +45,8 @@ class Batch:
         self._timeout_s = timeout_s
         self._deadline = Deadline(timeout_s)
         self._views = [as_bytes_views(r.buffers, writable=r.op is TransferOp.READ) for r in requests]
-        self.slices = cut_batch([total_nbytes(views) for views in self._views], slice_nbytes)
+        sizes = [total_nbytes(views) for views in self._views]
+        self.slices = cut_batch(sizes, [_limit(r, n, slice_nbytes) for r, n in zip(requests, sizes, strict=True)])
         self._slices_left = [0] * len(self._requests)
         for part in self.slices:
             self._slices_left[part.request] += 1
@@ -114,3 +116,8 @@ class Batch:
             request.remote.read_into(offset, views, timeout_s=remaining_s)
         else:
             request.remote.write_from(offset, views, generation=request.generation, timeout_s=remaining_s)
+
+
+def _limit(request: TransferRequest, nbytes: int, slice_nbytes: int) -> int:
+    """A remote of several paths cuts by itself, and better when it sees the whole."""
+    return max(nbytes, slice_nbytes) if isinstance(request.remote, MultiPathRemote) else slice_nbytes

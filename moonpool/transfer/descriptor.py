@@ -8,10 +8,11 @@ import msgspec
 class SegmentDescriptor(msgspec.Struct, frozen=True, kw_only=True):
     """A span of memory that its owner serves.
 
-    `host` names the machine's running kernel: an `shm:` endpoint is of use only to processes with the same one.
-    `endpoints` are tried in order of speed: `shm:/path/to.sock`, `tcp:host:port`. `incarnation` changes with
-    every start of the owner; handles opened for an earlier one are void. A fenced segment (`granule_nbytes`)
-    keeps a generation per granule: a write that carries an older generation than a granule has is refused.
+    `host` names the machine's running kernel: `shm:` and `file:` endpoints are of use only to processes with the same
+    one. `endpoints` are tried in order of speed: `shm:/path/to.sock`, `tcp:host:port`, `file:/path`. `incarnation`
+    changes with every start of the owner; handles opened for an earlier one are void. A fenced segment
+    (`granule_nbytes`) keeps a generation per granule: a write that carries an older generation than a granule has is
+    refused.
     """
 
     name: str

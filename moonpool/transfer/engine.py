@@ -13,15 +13,20 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from weakref import WeakValueDictionary
 
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import ConfigError, Internal, NotFound, Overloaded, PeerLost, Unavailable
 from moonpool.transfer.batch import Batch, TransferRequest
 from moonpool.transfer.descriptor import SegmentDescriptor
 from moonpool.transfer.host import host_id
+from moonpool.transfer.path_load import PlanConfig
+from moonpool.transfer.paths import MultiPathRemote, PeerPaths
 from moonpool.transfer.plan import DEFAULT_SLICE_NBYTES, Slice, take_run
 from moonpool.transfer.segment import Segment
 from moonpool.transfer.transports.base import RemoteSegment, Transport
+from moonpool.transfer.transports.file import FileTransport
 from moonpool.transfer.transports.memory import MemoryFabric, MemoryTransport
 from moonpool.transfer.transports.shm import ShmTransport
 from moonpool.transfer.transports.tcp import TcpTransport
@@ -33,14 +38,16 @@ _JOIN_TIMEOUT_S = 5.0
 class TransferConfig:
     """`run_dir` holds the shm socket; `tcp_host` None means not to listen. Nothing here is secret: whoever reaches
     the tcp port can read and write the segments served, so it is the loopback interface unless told otherwise.
+    `tcp_hosts` are further addresses of this machine, one per rail; peers use all of them together.
     """
 
     run_dir: str
     shm: bool = True
     tcp_host: str | None = "127.0.0.1"
+    tcp_hosts: tuple[str, ...] = ()
     tcp_port: int = 0
     tcp_advertise_host: str | None = None  # what others should connect to, if not tcp_host
-    lanes: int = 2  # connections per peer
+    lanes: int = 2  # connections per peer and path
     timeout_s: float = 10.0
     num_threads: int = 2
     slice_nbytes: int = DEFAULT_SLICE_NBYTES
@@ -53,25 +60,24 @@ class TransferEngine:
     def __init__(self, config: TransferConfig, *, fabric: MemoryFabric | None = None) -> None:
         if config.lanes < 1 or config.num_threads < 1 or config.slice_nbytes < 1:
             raise ConfigError("lanes, num_threads and slice_nbytes must be at least 1")
+        if config.tcp_hosts and config.tcp_host is None:
+            raise ConfigError("tcp_hosts are addresses beside tcp_host, which is missing")
         self._config = config
         self._lock = threading.Lock()
         self._remotes: dict[tuple[str, int], RemoteSegment] = {}
+        self._peers: WeakValueDictionary[tuple[str, ...], PeerPaths] = WeakValueDictionary()  # held by their remotes
         self._closed = False
         self._queue = _SliceQueue(config.max_queued_slices, config.slice_nbytes)
         self._transports = _make_transports(config, fabric)  # fastest first
-        self._threads = [
-            threading.Thread(target=self._work, name=f"transfer-{number}", daemon=True)
-            for number in range(config.num_threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        self._grow_threads(config.num_threads)
 
     def serve(self, segment: Segment) -> SegmentDescriptor:
         """Offers the segment to others, by every transport that can, until unserve() or close().
 
         AlreadyExists when the name is taken. The segment stays the caller's and must outlive this.
         """
-        endpoints = tuple(t.serve(segment) for t in self._transports if t.can_serve(segment))
+        endpoints = tuple(t.serve(segment) for t in self._transports if _can_serve(t, segment))
         return SegmentDescriptor(
             name=segment.name,
             nbytes=segment.nbytes,
@@ -87,7 +93,8 @@ class TransferEngine:
             transport.unserve(name)
 
     def open(self, descriptor: SegmentDescriptor) -> RemoteSegment:
-        """A handle by the fastest endpoint that works, the same one each time for a name and incarnation.
+        """A handle by the fastest transport that works, the same one each time for a name and incarnation. Several
+        tcp endpoints are used together.
 
         Owned by the engine: close() of the handle is for those who know that nobody else uses it.
         """
@@ -119,12 +126,17 @@ class TransferEngine:
         with self._lock:
             self._closed = True
             remotes, self._remotes = list(self._remotes.values()), {}
+            peers = list(self._peers.values())
+        for peer in peers:
+            peer.close()
         for remote in remotes:
             remote.close()
         for transport in self._transports:
             transport.close()
         for thread in self._threads:
             thread.join(_JOIN_TIMEOUT_S)
+        for peer in peers:
+            peer.join(_JOIN_TIMEOUT_S)
 
     def __enter__(self) -> TransferEngine:
         return self
@@ -144,20 +156,66 @@ class TransferEngine:
 
     def _connect(self, descriptor: SegmentDescriptor) -> RemoteSegment:
         failure: Unavailable | None = None
-        for transport, endpoint in self._ways_to(descriptor):
+        for transport, endpoints in self._ways_to(descriptor):
             try:
-                return transport.open(descriptor, endpoint, timeout_s=self._config.timeout_s)
+                if transport.scheme == TcpTransport.scheme and len(endpoints) > 1:
+                    return self._connect_paths(transport, descriptor, endpoints)
+                return self._connect_first(transport, descriptor, endpoints)
             except Unavailable as error:
                 failure = error
         raise failure or NotFound(f"segment {descriptor.name!r} has no endpoint that can be reached from here")
 
-    def _ways_to(self, descriptor: SegmentDescriptor) -> list[tuple[Transport, str]]:
-        return [
-            (transport, endpoint)
-            for transport in self._transports
-            for endpoint in descriptor.endpoints
-            if endpoint.partition(":")[0] == transport.scheme and transport.usable(descriptor, endpoint)
+    def _connect_first(
+        self, transport: Transport, descriptor: SegmentDescriptor, endpoints: Sequence[str]
+    ) -> RemoteSegment:
+        failure: Unavailable | None = None
+        for endpoint in endpoints:
+            try:
+                return transport.open(descriptor, endpoint, timeout_s=self._config.timeout_s)
+            except Unavailable as error:
+                failure = error
+        assert failure is not None
+        raise failure
+
+    def _connect_paths(
+        self, transport: Transport, descriptor: SegmentDescriptor, endpoints: Sequence[str]
+    ) -> MultiPathRemote:
+        openers = [
+            partial(_open_for, transport, descriptor, endpoint)  # takes the timeout
+            for endpoint in endpoints
         ]
+        paths = self._paths_to(tuple(endpoints))
+        remote = MultiPathRemote(paths, descriptor.nbytes, openers)
+        remote.connect(self._config.timeout_s)
+        self._grow_threads(self._config.lanes * len(endpoints))
+        return remote
+
+    def _paths_to(self, endpoints: tuple[str, ...]) -> PeerPaths:
+        with self._lock:
+            if self._closed:
+                raise PeerLost("the transfer engine is closed")
+            config = PlanConfig(max_slice_nbytes=self._config.slice_nbytes, slices_per_path=self._config.lanes)
+            paths = self._peers.get(endpoints) or PeerPaths(endpoints, config)
+            self._peers[endpoints] = paths
+            return paths
+
+    def _ways_to(self, descriptor: SegmentDescriptor) -> list[tuple[Transport, list[str]]]:
+        """Usable endpoints by transport, fastest first. Of several listeners of one scheme the first opens for all."""
+        by_scheme: dict[str, tuple[Transport, list[str]]] = {}
+        for transport in self._transports:
+            own = [e for e in descriptor.endpoints if e.partition(":")[0] == transport.scheme]
+            usable = [endpoint for endpoint in own if transport.usable(descriptor, endpoint)]
+            if usable:
+                by_scheme.setdefault(transport.scheme, (transport, usable))
+        return list(by_scheme.values())
+
+    def _grow_threads(self, num_threads: int) -> None:
+        """At least so many; a batch on several paths needs one for each lane to keep all of them busy."""
+        with self._lock:
+            while len(self._threads) < num_threads and not self._closed:
+                name = f"transfer-{len(self._threads)}"
+                self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
+                self._threads[-1].start()
 
     def _work(self) -> None:
         while self._work_once():
@@ -177,22 +235,33 @@ class TransferEngine:
         return True
 
 
+def _open_for(transport: Transport, descriptor: SegmentDescriptor, endpoint: str, timeout_s: float) -> RemoteSegment:
+    return transport.open(descriptor, endpoint, timeout_s=timeout_s)
+
+
+def _can_serve(transport: Transport, segment: Segment) -> bool:
+    """Those that move memory have nothing to take hold of in a file."""
+    return transport.can_serve(segment) and (segment.in_memory or isinstance(transport, FileTransport))
+
+
 def _make_transports(config: TransferConfig, fabric: MemoryFabric | None) -> list[Transport]:
-    transports: list[Transport] = []
+    transports: list[Transport] = [FileTransport()]
     try:
         if fabric is not None:
             transports.append(MemoryTransport(fabric))
         if config.shm:
             transports.append(ShmTransport(config.run_dir))
-        transports.append(
-            TcpTransport(
-                config.tcp_host,
-                config.tcp_port,
-                lanes=config.lanes,
-                advertise_host=config.tcp_advertise_host,
-                stall_timeout_s=config.timeout_s,
+        for number, host in enumerate((config.tcp_host, *config.tcp_hosts)):
+            advertise_host = config.tcp_advertise_host if number == 0 else None
+            transports.append(
+                TcpTransport(
+                    host,
+                    config.tcp_port,
+                    lanes=config.lanes,
+                    advertise_host=advertise_host,
+                    stall_timeout_s=config.timeout_s,
+                )
             )
-        )
     except BaseException:
         for transport in transports:
             transport.close()

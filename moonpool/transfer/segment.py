@@ -14,7 +14,7 @@ import fcntl
 import mmap
 import os
 import threading
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ from moonpool.base.errors import InvalidInput, NoSpace, ProtocolError, StaleGene
 from moonpool.base.units import format_nbytes
 from moonpool.transfer.buffers import Buffer, as_bytes_view
 from moonpool.transfer.host import available_memory_nbytes
+from moonpool.transfer.topology.numa import bind_file_to_node
 
 MAX_NAME_NBYTES = 255
 _GENERATION_NBYTES = 8
@@ -88,6 +89,8 @@ class Borrowed(NamedTuple):
 class Segment:
     """A named span of memory. Make one with allocate(), over() or from_fd()."""
 
+    in_memory: ClassVar[bool] = True  # False: it lies in a file, and only the transport made for that can serve it
+
     def __init__(
         self, name: str, memory: memoryview, *, incarnation: int, fence: Fence | None = None, fd: int | None = None
     ) -> None:
@@ -100,13 +103,21 @@ class Segment:
         self._memory: memoryview | None = memory
 
     @classmethod
-    def allocate(cls, name: str, nbytes: int, *, granule_nbytes: int | None = None, incarnation: int) -> Segment:
-        """Zeroed shared memory (a memfd), every page taken now.
+    def allocate(
+        cls,
+        name: str,
+        nbytes: int,
+        *,
+        granule_nbytes: int | None = None,
+        incarnation: int,
+        numa_node: int | None = None,
+    ) -> Segment:
+        """Zeroed shared memory (a memfd), every page taken now, on NUMA node `numa_node` where that can be had.
 
         NoSpace when the machine has not that much left: without this check the kernel would kill the process.
         """
         _check_name(name)
-        _check_sizes(nbytes, granule_nbytes)
+        check_sizes(nbytes, granule_nbytes)
         total = file_nbytes(nbytes, granule_nbytes)
         available = available_memory_nbytes()
         if total > available:
@@ -116,6 +127,9 @@ class Segment:
             )
         fd = os.memfd_create(f"moonpool-{name}"[:60], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
+            if numa_node is not None:
+                os.ftruncate(fd, total)
+                bind_file_to_node(fd, total, numa_node)
             _take_pages(fd, total, name)
             return cls.from_fd(name, fd, nbytes, granule_nbytes=granule_nbytes, incarnation=incarnation)
         except BaseException:
@@ -127,7 +141,7 @@ class Segment:
         cls, name: str, fd: int, nbytes: int, *, granule_nbytes: int | None = None, incarnation: int
     ) -> Segment:
         """Maps a memfd laid out as above. Takes the descriptor over when it returns; leaves it when it raises."""
-        _check_sizes(nbytes, granule_nbytes)
+        check_sizes(nbytes, granule_nbytes)
         total = file_nbytes(nbytes, granule_nbytes)
         if os.fstat(fd).st_size < total:
             # Touching pages beyond the file's end would kill the process.
@@ -145,7 +159,7 @@ class Segment:
         other processes reach it by tcp only.
         """
         memory = as_bytes_view(buffer, writable=True)
-        _check_sizes(memory.nbytes, granule_nbytes)
+        check_sizes(memory.nbytes, granule_nbytes)
         fence = None
         if granule_nbytes is not None:
             fence = Fence(np.zeros(num_granules(memory.nbytes, granule_nbytes), dtype=np.uint64), granule_nbytes)
@@ -201,7 +215,7 @@ def _check_name(name: str) -> None:
         raise InvalidInput(f"a segment's name has 1 to {MAX_NAME_NBYTES} printable bytes, {name!r} does not")
 
 
-def _check_sizes(nbytes: int, granule_nbytes: int | None) -> None:
+def check_sizes(nbytes: int, granule_nbytes: int | None) -> None:
     if nbytes <= 0:
         raise InvalidInput(f"a segment needs at least one byte, not {nbytes}")
     if granule_nbytes is not None and granule_nbytes <= 0:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,11 +18,13 @@ from moonpool.transfer.descriptor import SegmentDescriptor
 from moonpool.transfer.host import host_id
 from moonpool.transfer.segment import Segment
 from moonpool.transfer.transports.base import RemoteSegment, Transport
+from moonpool.transfer.transports.file import FileTransport
+from moonpool.transfer.transports.file_segment import FileSegment
 from moonpool.transfer.transports.memory import MemoryFabric, MemoryTransport
 from moonpool.transfer.transports.shm import ShmTransport
 from moonpool.transfer.transports.tcp import TcpTransport
 
-WAYS = ("memory", "shm", "tcp")
+WAYS = ("memory", "shm", "tcp", "file")
 NBYTES = 64 * 1024
 GRANULE = 4096
 T = 5.0
@@ -30,8 +33,10 @@ T = 5.0
 class World:
     """An owner and a peer of one kind of transport; everything made here is closed by the fixture."""
 
-    def __init__(self, make: Callable[[], Transport]) -> None:
+    def __init__(self, make: Callable[[], Transport], folder: Path | None = None) -> None:
+        """Segments lie in files in `folder`, or in memory when there is none."""
         self._make = make
+        self._folder = folder
         self._closables: list[Transport | Segment | RemoteSegment] = []
         self.owner = self.transport()
         self.peer = self.transport()
@@ -44,9 +49,22 @@ class World:
     def segment(
         self, name: str = "seg", nbytes: int = NBYTES, *, granule_nbytes: int | None = None, incarnation: int = 1
     ) -> Segment:
-        made = Segment.allocate(name, nbytes, granule_nbytes=granule_nbytes, incarnation=incarnation)
+        if self._folder is None:
+            made = Segment.allocate(name, nbytes, granule_nbytes=granule_nbytes, incarnation=incarnation)
+        else:
+            made = _file_segment(self._folder / name, nbytes, granule_nbytes, incarnation)
         self._closables.append(made)
         return made
+
+    @staticmethod
+    def contents(segment: Segment, nbytes: int | None = None) -> bytes:
+        """The segment's first bytes, all of them unless told."""
+        nbytes = segment.nbytes if nbytes is None else nbytes
+        if not isinstance(segment, FileSegment):
+            return bytes(segment.memory[:nbytes])
+        found = bytearray(nbytes)
+        segment.read_into(0, [found], timeout_s=T)
+        return bytes(found)
 
     def serve(self, segment: Segment) -> tuple[SegmentDescriptor, str]:
         endpoint = self.owner.serve(segment)
@@ -69,6 +87,14 @@ class World:
             made.close()
 
 
+def _file_segment(path: Path, nbytes: int, granule_nbytes: int | None, incarnation: int) -> FileSegment:
+    """A later incarnation finds the file of the first, as a restarted owner does."""
+    if incarnation > 1:
+        return FileSegment.open(path, incarnation=incarnation)
+    FileSegment.remove(path)
+    return FileSegment.create(path, nbytes, granule_nbytes=granule_nbytes, incarnation=incarnation)
+
+
 @pytest.fixture(params=WAYS)
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     fabric = MemoryFabric()
@@ -76,8 +102,9 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         "memory": lambda: MemoryTransport(fabric),
         "shm": lambda: ShmTransport(str(tmp_path_factory.mktemp("run"))),
         "tcp": lambda: TcpTransport("127.0.0.1"),
+        "file": FileTransport,
     }
-    made = World(makers[request.param])
+    made = World(makers[request.param], tmp_path_factory.mktemp("disk") if request.param == "file" else None)
     try:
         yield made
     finally:
@@ -111,7 +138,7 @@ def test_round_trip_equals_a_plain_array(
     pieces = [pattern(size, seed + number) for number, size in enumerate(sizes)]
     expected[offset : offset + sum(sizes)] = np.concatenate([np.zeros(0, np.uint8), *pieces])
     remote.write_from(offset, pieces, generation=1, timeout_s=T)
-    assert bytes(segment.memory) == expected.tobytes()
+    assert world.contents(segment) == expected.tobytes()
 
     offset, sizes = read
     targets = [np.full(size, 7, dtype=np.uint8) for size in sizes]
@@ -147,7 +174,7 @@ def test_large_transfer(world: World) -> None:
     remote = world.open(segment)
     data = pattern(nbytes)
     remote.write_from(0, [data], generation=1, timeout_s=30)
-    assert (np.frombuffer(segment.memory, dtype=np.uint8) == data).all()
+    assert world.contents(segment) == data.tobytes()
     back = np.zeros(nbytes, dtype=np.uint8)
     remote.read_into(0, [back], timeout_s=30)
     assert (back == data).all()
@@ -195,14 +222,14 @@ def test_an_older_generation_is_refused_and_writes_nothing(world: World) -> None
     segment = world.segment(granule_nbytes=GRANULE)
     remote = world.open(segment)
     remote.write_from(0, [b"new" * 1000], generation=7, timeout_s=T)
-    before = bytes(segment.memory)
+    before = world.contents(segment)
     with pytest.raises(StaleGeneration):
         remote.write_from(2000, [b"old" * 1000], generation=6, timeout_s=T)
-    assert bytes(segment.memory) == before
+    assert world.contents(segment) == before
     # The handle is still good, the same generation may write again, a newer one takes over.
     remote.write_from(0, [b"same"], generation=7, timeout_s=T)
     remote.write_from(0, [b"next"], generation=8, timeout_s=T)
-    assert bytes(segment.memory[:4]) == b"next"
+    assert world.contents(segment, 4) == b"next"
     assert segment.fence is not None
     assert segment.fence.generation_at(0) == 8
     assert segment.fence.generation_at(GRANULE) == 0
@@ -216,7 +243,7 @@ def test_the_owner_takes_space_back(world: World) -> None:
     segment.fence.stamp(0, NBYTES, 4)
     with pytest.raises(StaleGeneration):
         remote.write_from(0, [b"y"], generation=3, timeout_s=T)
-    assert bytes(segment.memory[:1]) == b"x"
+    assert world.contents(segment, 1) == b"x"
 
 
 def test_an_unfenced_segment_ignores_generations(world: World) -> None:
@@ -224,14 +251,14 @@ def test_an_unfenced_segment_ignores_generations(world: World) -> None:
     remote = world.open(segment)
     remote.write_from(0, [b"a"], generation=9, timeout_s=T)
     remote.write_from(0, [b"b"], generation=1, timeout_s=T)
-    assert bytes(segment.memory[:1]) == b"b"
+    assert world.contents(segment, 1) == b"b"
 
 
 def test_views_show_the_owners_memory_and_cannot_write(world: World) -> None:
     segment = world.segment()
     remote = world.open(segment)
     view = remote.view(10, 20)
-    if remote.transport == "tcp":
+    if remote.transport in ("tcp", "file"):
         assert view is None
         return
     assert view is not None
@@ -267,9 +294,9 @@ def test_a_new_incarnation_voids_old_handles(world: World) -> None:
         remote.read_into(0, [bytearray(4)], timeout_s=T)
     with pytest.raises(NotFound, match="incarnation"):
         remote.write_from(0, [b"late"], generation=1, timeout_s=T)
-    assert bytes(new.memory[:4]) == bytes(4)
+    assert world.contents(new, 4) == bytes(4)
     fresh.write_from(0, [b"good"], generation=1, timeout_s=T)
-    assert bytes(new.memory[:4]) == b"good"
+    assert world.contents(new, 4) == b"good"
 
 
 def test_a_withdrawn_segment_is_not_found_and_may_return(world: World) -> None:
@@ -349,10 +376,109 @@ def test_callers_end_when_the_owner_closes_in_the_middle(world: World) -> None:
     assert time.monotonic() - closed_at < 2
 
 
+SIZES = (0, 1, 4096, 100, 70_000, 300_000, 4095)
+
+
+def scattered(count: int, seed: int = 0) -> tuple[list[tuple[int, np.ndarray]], int]:
+    """Items of all sizes, none touching another, and the size of a segment that holds them."""
+    items, at = [], 3
+    for number in range(count):
+        items.append((at, pattern(SIZES[number % len(SIZES)], seed + number)))
+        at += items[-1][1].size + 5
+    return items, at
+
+
+@pytest.mark.parametrize("granule_nbytes", [None, GRANULE])
+@pytest.mark.parametrize("count", [0, 1, 64, 65, 300])
+def test_many_at_once_equal_one_by_one(world: World, count: int, granule_nbytes: int | None) -> None:
+    items, nbytes = scattered(count)
+    segment = world.segment(nbytes=nbytes, granule_nbytes=granule_nbytes)
+    remote = world.open(segment)
+    expected = np.zeros(nbytes, dtype=np.uint8)
+    for offset, data in items:
+        expected[offset : offset + data.size] = data
+    remote.write_many(items, generation=2, timeout_s=30)
+    assert world.contents(segment) == expected.tobytes()
+    back = [(offset, np.zeros_like(data)) for offset, data in items]
+    remote.read_many(back, timeout_s=30)
+    assert all((got == data).all() for (_, got), (_, data) in zip(back, items, strict=True))
+
+
+def test_many_with_one_outside_move_nothing(world: World) -> None:
+    segment = world.segment()
+    remote = world.open(segment)
+    for offset in (-1, NBYTES - 3):
+        with pytest.raises(InvalidInput):
+            remote.write_many([(0, b"good"), (offset, b"long")], generation=1, timeout_s=T)
+        with pytest.raises(InvalidInput):
+            remote.read_many([(0, bytearray(4)), (offset, bytearray(4))], timeout_s=T)
+    with pytest.raises(InvalidInput, match="read-only"):
+        remote.read_many([(0, bytearray(4)), (4, bytes(4))], timeout_s=T)
+    assert world.contents(segment, 4) == bytes(4)
+
+
+@pytest.mark.parametrize("stale", [0, 7, 99])
+def test_many_with_one_refused_keep_the_handle_in_step(world: World, stale: int) -> None:
+    segment = world.segment(nbytes=100 * GRANULE, granule_nbytes=GRANULE)
+    remote = world.open(segment)
+    assert segment.fence is not None
+    segment.fence.stamp(stale * GRANULE, 1, 9)
+    for _ in range(3):
+        with pytest.raises(StaleGeneration):
+            remote.write_many([(n * GRANULE, pattern(GRANULE, n)) for n in range(100)], generation=5, timeout_s=T)
+        assert world.contents(segment)[stale * GRANULE : (stale + 1) * GRANULE] == bytes(GRANULE)
+        fresh = pattern(100 * GRANULE, 77)
+        fresh[stale * GRANULE : (stale + 1) * GRANULE] = 0
+        remote.write_many(
+            [(n * GRANULE, fresh[n * GRANULE : (n + 1) * GRANULE]) for n in range(100) if n != stale],
+            generation=5,
+            timeout_s=T,
+        )
+        back = np.ones(100 * GRANULE, dtype=np.uint8)
+        remote.read_many([(n * GRANULE, back[n * GRANULE : (n + 1) * GRANULE]) for n in range(100)], timeout_s=T)
+        assert (back == fresh).all()
+
+
+def test_many_of_a_withdrawn_segment_are_not_found(world: World) -> None:
+    segment = world.segment()
+    remote = world.open(segment)
+    world.owner.unserve("seg")
+    with pytest.raises(NotFound):
+        remote.read_many([(n, bytearray(1)) for n in range(200)], timeout_s=T)
+    with pytest.raises(NotFound):
+        remote.write_many([(n, b"x") for n in range(200)], generation=1, timeout_s=T)
+    world.serve(segment)
+    remote.read_many([(n, bytearray(1)) for n in range(200)], timeout_s=T)
+    world.owner.close()
+    with pytest.raises(PeerLost):
+        remote.read_many([(n, bytearray(1)) for n in range(200)], timeout_s=30)
+    remote.close()
+    with pytest.raises(PeerLost):
+        remote.write_many([(0, b"x")], generation=1, timeout_s=30)
+
+
+def test_parallel_callers_of_many_do_not_mix(world: World) -> None:
+    segment = world.segment(nbytes=8 * NBYTES)
+    remote = world.open(segment)
+
+    def work(lane: int) -> bool:
+        ok = True
+        for turn in range(10):
+            data, back = pattern(NBYTES, lane * 100 + turn), np.zeros(NBYTES, dtype=np.uint8)
+            cuts = [slice(at, at + 512) for at in range(0, NBYTES, 512)]
+            remote.write_many([(lane * NBYTES + c.start, data[c]) for c in cuts], generation=1, timeout_s=30)
+            remote.read_many([(lane * NBYTES + c.start, back[c]) for c in reversed(cuts)], timeout_s=30)
+            ok = ok and bool((back == data).all())
+        return ok
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(8)))
+
+
 def test_memory_of_any_kind_where_the_transport_can(world: World) -> None:
     buffer = bytearray(100)
     segment = Segment.over("own", buffer, incarnation=1)
-    assert world.owner.can_serve(segment) == (world.owner.scheme != "shm")
+    assert world.owner.can_serve(segment) == (world.owner.scheme in ("memory", "tcp"))
     if world.owner.can_serve(segment):
         remote = world.open(segment)
         remote.write_from(0, [b"abc"], generation=0, timeout_s=T)

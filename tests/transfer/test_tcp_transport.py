@@ -13,7 +13,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moonpool.base.errors import ConfigError, DeadlineExceeded, Overloaded, PeerLost, ProtocolError, Unavailable
+from moonpool.base.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    InvalidInput,
+    Overloaded,
+    PeerLost,
+    ProtocolError,
+    Unavailable,
+)
 from moonpool.transfer.descriptor import SegmentDescriptor
 from moonpool.transfer.segment import Segment
 from moonpool.transfer.transports.tcp import TcpTransport
@@ -82,6 +90,61 @@ def test_a_refused_write_leaves_the_connection_in_step(owner: Owner) -> None:
     assert [(status, id_) for status, id_, _ in answers] == [(Status.ERROR, 1), (Status.ERROR, 2), (Status.OK, 3)]
     assert [unpack_error(answers[n][2]).code for n in (0, 1)] == ["invalid_input", "not_found"]
     assert bytes(owner.segment.memory[:5]) == b"12345"
+
+
+def test_reads_see_the_writes_before_them_and_not_those_after(owner: Owner) -> None:
+    with owner.connect() as sock:
+        frames = b""
+        for n in range(50):
+            frames += pack_request(Request(Op.WRITE, 2 * n + 1, "seg", 1, 0, 1, 1)) + bytes([n])
+            frames += pack_request(Request(Op.READ, 2 * n + 2, "seg", 1, 0, 1))
+        sock.sendall(frames)
+        answers = [answer(sock) for _ in range(100)]
+    assert [data for _, _, data in answers[1::2]] == [bytes([n]) for n in range(50)]
+
+
+def test_a_frame_may_come_byte_by_byte(owner: Owner) -> None:
+    frame = pack_request(Request(Op.WRITE, 1, "seg", 1, 0, 5, 1)) + b"12345"
+    with owner.connect() as sock:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for byte in frame * 3:
+            sock.sendall(bytes([byte]))
+        assert [answer(sock)[0] for _ in range(3)] == [Status.OK] * 3
+    assert bytes(owner.segment.memory[:5]) == b"12345"
+
+
+@pytest.mark.parametrize("bad", [0, 63, 64, 199])
+def test_an_item_that_only_the_owner_refuses_leaves_the_lane_in_step(owner: Owner, bad: int) -> None:
+    client = TcpTransport(None, lanes=1)
+    remote = client.open(owner.descriptor, owner.endpoint, timeout_s=5)
+    remote.nbytes = 2 * NBYTES  # as if the segment had been larger once
+    owner.segment.memory[:200] = bytes(range(200))
+    items = [(NBYTES if n == bad else n, bytearray(1)) for n in range(200)]
+    with pytest.raises(InvalidInput, match="outside"):
+        remote.read_many(items, timeout_s=5)
+    assert [bytes(data) for _, data in items] == [bytes([0 if n == bad else n]) for n in range(200)]
+    with pytest.raises(InvalidInput, match="outside"):
+        remote.write_many([(NBYTES if n == bad else n, b"w" * 3000) for n in range(200)], generation=1, timeout_s=5)
+    back = bytearray(100)
+    remote.read_into(1000, [back], timeout_s=5)
+    assert back == b"w" * 100
+    client.close()
+
+
+def test_many_to_a_silent_owner_cost_the_deadline_and_no_more() -> None:
+    silent = Silent()
+    client = TcpTransport(None)
+    try:
+        remote = client.open(describe(silent.endpoint), silent.endpoint, timeout_s=5)
+        started = time.monotonic()
+        with pytest.raises(DeadlineExceeded, match=r"0\.2 s"):
+            remote.read_many([(n, bytearray(10)) for n in range(500)], timeout_s=0.2)
+        with pytest.raises(DeadlineExceeded, match=r"0\.2 s"):
+            remote.write_many([(0, bytes(NBYTES))] * 64, generation=1, timeout_s=0.2)
+        assert 0.39 < time.monotonic() - started < 2
+    finally:
+        client.close()
+        silent.close()
 
 
 def test_a_slow_writer_that_was_overtaken_cannot_overwrite(owner: Owner) -> None:

@@ -17,8 +17,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
+from moonpool.base.clock import Deadline
 from moonpool.base.errors import AlreadyExists, InvalidInput, NotFound
-from moonpool.transfer.buffers import Buffer
+from moonpool.transfer.buffers import Buffer, as_bytes_view
 from moonpool.transfer.descriptor import SegmentDescriptor
 from moonpool.transfer.segment import Segment
 
@@ -40,6 +41,21 @@ class RemoteSegment(ABC):
         """Puts the buffers' bytes, one after the other, at `offset`. When this returns the owner's memory holds
         them. `generation` is checked and stamped where the segment is fenced, and ignored where it is not.
         """
+
+    def read_many(self, items: Sequence[tuple[int, Buffer]], *, timeout_s: float) -> None:
+        """read_into() for each (offset, buffer), under one deadline and in no promised order: the fast way to move
+        many small pieces. InvalidInput, with nothing moved, when an item cannot be used; else the first error there
+        was, and any of the other items may have been moved.
+        """
+        deadline = Deadline(timeout_s)
+        for offset, view in place_items(items, self.nbytes, writable=True):
+            self.read_into(offset, [view], timeout_s=deadline.remaining_s())
+
+    def write_many(self, items: Sequence[tuple[int, Buffer]], *, generation: int, timeout_s: float) -> None:
+        """write_from() for each (offset, buffer), as read_many(). Items must not overlap."""
+        deadline = Deadline(timeout_s)
+        for offset, view in place_items(items, self.nbytes, writable=False):
+            self.write_from(offset, [view], generation=generation, timeout_s=deadline.remaining_s())
 
     def view(self, offset: int, nbytes: int) -> memoryview | None:
         """The bytes themselves, read-only and without a copy; None where the transport cannot. The view stays
@@ -120,6 +136,19 @@ def check_bounds(offset: int, nbytes: int, segment_nbytes: int) -> None:
     """InvalidInput unless offset .. offset + nbytes lies inside the segment."""
     if offset < 0 or nbytes < 0 or offset + nbytes > segment_nbytes:
         raise InvalidInput(f"bytes {offset} to {offset + nbytes} are outside the segment of {segment_nbytes} bytes")
+
+
+def place_items(
+    items: Sequence[tuple[int, Buffer]], segment_nbytes: int, writable: bool
+) -> list[tuple[int, memoryview]]:
+    """Each item's offset and memory; InvalidInput unless all of them are usable and inside the segment."""
+    placed: list[tuple[int, memoryview]] = []
+    for offset, buffer in items:
+        view = as_bytes_view(buffer, writable)
+        if offset < 0 or offset + view.nbytes > segment_nbytes:
+            check_bounds(offset, view.nbytes, segment_nbytes)
+        placed.append((offset, view))
+    return placed
 
 
 def rest_of(endpoint: str, scheme: str) -> str:

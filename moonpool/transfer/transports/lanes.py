@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import PeerLost
-from moonpool.transfer.transports.sockets import hang_up, is_quiet, tune
+from moonpool.transfer.transports.sockets import abandon, hang_up, is_quiet, tune
 
 
 class LanePool:
@@ -109,4 +109,4 @@ class LanePool:
                 self._idle.append(sock)
             self._changed.notify()
         if not keep:
-            sock.close()
+            abandon(sock)

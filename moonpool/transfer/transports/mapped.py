@@ -5,13 +5,11 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 
-import numpy as np
-
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import PeerLost
-from moonpool.transfer.buffers import Buffer, as_bytes_views, total_nbytes
+from moonpool.transfer.buffers import Buffer, as_bytes_views, copy_bytes, total_nbytes
 from moonpool.transfer.segment import Borrowed
-from moonpool.transfer.transports.base import RemoteSegment, check_bounds
+from moonpool.transfer.transports.base import RemoteSegment, check_bounds, place_items
 
 # view() waits only when the owner must be asked again, after a connection was lost.
 _VIEW_TIMEOUT_S = 2.0
@@ -29,7 +27,7 @@ class MappedRemote(RemoteSegment):
         check_bounds(offset, total_nbytes(views), self.nbytes)
         memory = self._borrow(Deadline(timeout_s)).memory
         for view in views:
-            _copy(view, memory[offset : offset + view.nbytes])
+            copy_bytes(view, memory[offset : offset + view.nbytes])
             offset += view.nbytes
 
     def write_from(self, offset: int, buffers: Sequence[Buffer], *, generation: int, timeout_s: float) -> None:
@@ -40,10 +38,31 @@ class MappedRemote(RemoteSegment):
         if fence is not None:
             fence.admit(offset, nbytes, generation)
         for view in views:
-            _copy(memory[at : at + view.nbytes], view)
+            copy_bytes(memory[at : at + view.nbytes], view)
             at += view.nbytes
         if fence is not None:
             fence.confirm(offset, nbytes, generation)
+        if self._borrow(deadline).memory is not memory:
+            raise PeerLost("the segment's owner left during the write")
+
+    def read_many(self, items: Sequence[tuple[int, Buffer]], *, timeout_s: float) -> None:
+        placed = place_items(items, self.nbytes, writable=True)
+        memory = self._borrow(Deadline(timeout_s)).memory
+        for offset, view in placed:
+            copy_bytes(view, memory[offset : offset + view.nbytes])
+
+    def write_many(self, items: Sequence[tuple[int, Buffer]], *, generation: int, timeout_s: float) -> None:
+        placed, deadline = place_items(items, self.nbytes, writable=False), Deadline(timeout_s)
+        memory, fence = self._borrow(deadline)
+        spans = _spans(placed) if fence is not None else []
+        if fence is not None:
+            for offset, nbytes in spans:
+                fence.admit(offset, nbytes, generation)
+        for offset, view in placed:
+            copy_bytes(memory[offset : offset + view.nbytes], view)
+        if fence is not None:
+            for offset, nbytes in spans:
+                fence.confirm(offset, nbytes, generation)
         if self._borrow(deadline).memory is not memory:
             raise PeerLost("the segment's owner left during the write")
 
@@ -52,6 +71,12 @@ class MappedRemote(RemoteSegment):
         return self._borrow(Deadline(_VIEW_TIMEOUT_S)).memory[offset : offset + nbytes].toreadonly()
 
 
-def _copy(target: memoryview, source: memoryview) -> None:
-    # numpy lets other threads run while it copies; slice assignment between memoryviews does not.
-    np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
+def _spans(placed: Sequence[tuple[int, memoryview]]) -> list[tuple[int, int]]:
+    """(offset, nbytes) of what the items cover; items that follow each other are one span, asked for once."""
+    spans: list[tuple[int, int]] = []
+    for offset, view in placed:
+        if spans and sum(spans[-1]) == offset:
+            spans[-1] = (spans[-1][0], spans[-1][1] + view.nbytes)
+        else:
+            spans.append((offset, view.nbytes))
+    return spans

@@ -5,6 +5,7 @@ the owner takes no part in it. Only segments made by Segment.allocate() have a m
 from __future__ import annotations
 
 import os
+import select
 import socket
 import threading
 import uuid
@@ -20,7 +21,7 @@ from moonpool.transfer.segment import Borrowed, Segment
 from moonpool.transfer.transports.base import ServedSegments, Transport, check_bounds, rest_of
 from moonpool.transfer.transports.mapped import MappedRemote
 from moonpool.transfer.transports.shm_server import AskSegment, SegmentMemory, ShmServer
-from moonpool.transfer.transports.sockets import connect_unix, is_quiet, receive_exactly, receive_with_fds, send_all
+from moonpool.transfer.transports.sockets import connect_unix, receive_exactly, receive_with_fds, send_all
 
 MAX_CONNECTIONS = 1024
 _MAX_REPLY_NBYTES = 4096
@@ -64,12 +65,19 @@ class _Attachment:
     """One mapping and the connection that says whether its owner lives."""
 
     def __init__(self, sock: socket.socket, segment: Segment) -> None:
-        self.sock = sock
-        self.segment = segment
+        self.borrowed = segment.borrow()
+        self._sock = sock
+        self._segment = segment
+        self._said = select.poll()
+        self._said.register(sock, select.POLLIN)
+
+    def owner_lives(self) -> bool:
+        """The owner says nothing on this connection; it only ends it."""
+        return not self._said.poll(0)
 
     def close(self) -> None:
-        self.sock.close()
-        self.segment.close()
+        self._sock.close()
+        self._segment.close()
 
 
 class ShmRemote(MappedRemote):
@@ -91,16 +99,16 @@ class ShmRemote(MappedRemote):
 
     def _borrow(self, deadline: Deadline) -> Borrowed:
         # One thread attaches, the others wait for it, each within its own deadline.
-        if not self._lock.acquire(timeout=deadline.remaining_s()):
+        if not self._lock.acquire(blocking=False) and not self._lock.acquire(timeout=deadline.remaining_s()):
             raise DeadlineExceeded(f"the owner at {self._path} did not answer in time")
         try:
             if self._closed:
                 raise PeerLost(f"this handle of segment {self._descriptor.name!r} is closed")
-            if self._attachment is not None and not is_quiet(self._attachment.sock):
+            if self._attachment is not None and not self._attachment.owner_lives():
                 self._detach()
             if self._attachment is None:
                 self._attachment = self._attach(deadline)
-            return self._attachment.segment.borrow()
+            return self._attachment.borrowed
         finally:
             self._lock.release()
 

@@ -20,6 +20,7 @@ from moonpool.base.clock import Deadline
 _IOV_MAX = 1024
 _KEEPALIVE_IDLE_S = 30
 _TIMEVAL = struct.Struct("@ll")
+_NO_LINGER = struct.pack("@ii", 1, 0)
 
 
 def receive_exactly(sock: socket.socket, views: Sequence[memoryview], deadline: Deadline | None) -> None:
@@ -36,7 +37,20 @@ def receive_exactly(sock: socket.socket, views: Sequence[memoryview], deadline: 
             continue  # the kernel's timer ran out; the next _limit() knows whether ours did
         if count == 0:
             raise ConnectionResetError("the other side closed the connection")
-        rest = _after(rest, count)
+        rest = after(rest, count)
+
+
+def receive_some(sock: socket.socket, view: memoryview, deadline: Deadline | None) -> int:
+    """Waits for the first bytes and takes what has arrived by then, at most the view's size."""
+    while True:
+        _limit(sock, socket.SO_RCVTIMEO, deadline)
+        try:
+            count = sock.recv_into(view)
+        except BlockingIOError:
+            continue
+        if count == 0:
+            raise ConnectionResetError("the other side closed the connection")
+        return count
 
 
 def wait_readable(sock: socket.socket, deadline: Deadline) -> None:
@@ -64,7 +78,7 @@ def send_all(sock: socket.socket, views: Sequence[bytes | memoryview], deadline:
             count = sock.sendmsg(rest[:_IOV_MAX])
         except BlockingIOError:
             continue
-        rest = _after(rest, count)
+        rest = after(rest, count)
 
 
 def receive_with_fds(sock: socket.socket, nbytes: int, deadline: Deadline) -> tuple[bytes, list[int]]:
@@ -110,6 +124,17 @@ def tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_S)
 
 
+def abandon(sock: socket.socket) -> None:
+    """Closes a connection together with what it has not sent yet.
+
+    A plain close leaves the kernel to deliver those bytes whenever the peer can be reached again: a write that was
+    given up, and done again elsewhere, would land once more over newer bytes.
+    """
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+    sock.close()
+
+
 def hang_up(sock: socket.socket) -> None:
     """Wakes a thread that waits on this socket. That thread owns the descriptor and closes it."""
     with contextlib.suppress(OSError):
@@ -126,7 +151,7 @@ def _limit(sock: socket.socket, option: int, deadline: Deadline | None) -> None:
     sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(remaining_s), int(remaining_s % 1 * 1e6)))
 
 
-def _after(views: list[memoryview], count: int) -> list[memoryview]:
+def after(views: list[memoryview], count: int) -> list[memoryview]:
     """What is left of the views when their first `count` bytes are done."""
     done = 0
     while done < len(views) and count >= views[done].nbytes:

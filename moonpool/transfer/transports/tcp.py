@@ -1,34 +1,24 @@
 """Between machines: our own binary protocol (tcp_frames.py) over a few lanes per peer.
 
-A caller takes a lane (a connection) for one request and its answer and gives it back; when all lanes are busy it
-waits, within its deadline. A lane on which anything went wrong is dropped, since its state is unknown.
+A caller takes a lane (a connection) for its requests and their answers and gives it back; when all lanes are busy
+it waits, within its deadline. A lane on which anything went wrong is dropped, since its state is unknown.
 """
 
 from __future__ import annotations
 
-import itertools
-import socket
 import threading
 from collections.abc import Sequence
 
 from moonpool.base.address import parse_address
 from moonpool.base.clock import Deadline
-from moonpool.base.errors import ConfigError, DeadlineExceeded, InvalidInput, MoonpoolError, PeerLost, ProtocolError
+from moonpool.base.errors import ConfigError, DeadlineExceeded, InvalidInput, PeerLost
 from moonpool.transfer.buffers import Buffer, as_bytes_views, total_nbytes
 from moonpool.transfer.descriptor import SegmentDescriptor
 from moonpool.transfer.segment import Segment
-from moonpool.transfer.transports.base import RemoteSegment, ServedSegments, Transport, check_bounds
+from moonpool.transfer.transports.base import RemoteSegment, ServedSegments, Transport, check_bounds, place_items
 from moonpool.transfer.transports.lanes import LanePool
-from moonpool.transfer.transports.sockets import receive_exactly, send_all
-from moonpool.transfer.transports.tcp_frames import (
-    RESPONSE_NBYTES,
-    Op,
-    Request,
-    Status,
-    pack_request,
-    unpack_error,
-    unpack_response,
-)
+from moonpool.transfer.transports.tcp_frames import Op, pack_requests
+from moonpool.transfer.transports.tcp_pipeline import Order, Pipeline
 from moonpool.transfer.transports.tcp_server import TcpServer
 
 MAX_CONNECTIONS = 256
@@ -112,73 +102,52 @@ class TcpRemote(RemoteSegment):
         self.nbytes = descriptor.nbytes
         self._pool = pool
         self._descriptor = descriptor
-        self._ids = itertools.count(1)  # atomic in CPython; 0 means the connection itself
         self._closed = False
 
     def probe(self, timeout_s: float) -> None:
         """Raises what a read would; the last byte's address is checked, so a smaller segment is found out."""
-        self._request(Op.READ, self.nbytes, 0, 0, [], [], timeout_s)
+        self._exchange(Op.READ, [Order(self.nbytes, 0, [])], 0, timeout_s)
 
     def read_into(self, offset: int, buffers: Sequence[Buffer], *, timeout_s: float) -> None:
-        views = as_bytes_views(buffers, writable=True)
-        nbytes = total_nbytes(views)
-        check_bounds(offset, nbytes, self.nbytes)
-        self._request(Op.READ, offset, nbytes, 0, [], views, timeout_s)
+        self._exchange(Op.READ, [self._order(offset, as_bytes_views(buffers, writable=True))], 0, timeout_s)
 
     def write_from(self, offset: int, buffers: Sequence[Buffer], *, generation: int, timeout_s: float) -> None:
-        views = as_bytes_views(buffers, writable=False)
-        nbytes = total_nbytes(views)
-        check_bounds(offset, nbytes, self.nbytes)
-        self._request(Op.WRITE, offset, nbytes, generation, views, [], timeout_s)
+        orders = [self._order(offset, as_bytes_views(buffers, writable=False))]
+        self._exchange(Op.WRITE, orders, generation, timeout_s)
+
+    def read_many(self, items: Sequence[tuple[int, Buffer]], *, timeout_s: float) -> None:
+        self._exchange(Op.READ, self._orders(items, writable=True), 0, timeout_s)
+
+    def write_many(self, items: Sequence[tuple[int, Buffer]], *, generation: int, timeout_s: float) -> None:
+        self._exchange(Op.WRITE, self._orders(items, writable=False), generation, timeout_s)
 
     def close(self) -> None:
         """The lanes stay: they belong to the transport and serve its other handles."""
         self._closed = True
 
-    def _request(
-        self,
-        op: Op,
-        offset: int,
-        nbytes: int,
-        generation: int,
-        outgoing: list[memoryview],
-        incoming: list[memoryview],
-        timeout_s: float,
-    ) -> None:
+    def _order(self, offset: int, views: list[memoryview]) -> Order:
+        nbytes = total_nbytes(views)
+        check_bounds(offset, nbytes, self.nbytes)
+        return Order(offset, nbytes, views)
+
+    def _orders(self, items: Sequence[tuple[int, Buffer]], *, writable: bool) -> list[Order]:
+        return [Order(offset, view.nbytes, [view]) for offset, view in place_items(items, self.nbytes, writable)]
+
+    def _exchange(self, op: Op, orders: list[Order], generation: int, timeout_s: float) -> None:
+        """Carries the orders out on one lane; raises the first refusal once all are answered."""
         if self._closed:
             raise PeerLost(f"this handle of segment {self._descriptor.name!r} is closed")
-        name, incarnation, deadline = self._descriptor.name, self._descriptor.incarnation, Deadline(timeout_s)
-        request = Request(op, next(self._ids), name, incarnation, offset, nbytes, generation)
-        head = pack_request(request)
+        if not orders:
+            return
+        deadline = Deadline(timeout_s)
+        numbered = ((number, order.offset, order.nbytes) for number, order in enumerate(orders, 1))
+        heads = pack_requests(op, self._descriptor.name, self._descriptor.incarnation, generation, numbered)
         try:
             with self._pool.lane(deadline) as sock:
-                send_all(sock, [head, *outgoing], deadline)
-                refusal = _receive_answer(sock, request, incoming, deadline)
+                refusal = Pipeline(sock, op, heads, orders, deadline).run()
         except TimeoutError as error:
             raise DeadlineExceeded(f"{self._pool} did not answer within {timeout_s:g} s") from error
         except OSError as error:
             raise PeerLost(f"{self._pool}: {error}") from error
         if refusal is not None:
             raise refusal
-
-
-def _receive_answer(
-    sock: socket.socket, request: Request, incoming: list[memoryview], deadline: Deadline
-) -> MoonpoolError | None:
-    """The owner's refusal if it sent one; raises when the connection is of no more use."""
-    frame = memoryview(bytearray(RESPONSE_NBYTES))
-    receive_exactly(sock, [frame], deadline)
-    response = unpack_response(frame)
-    if response.request_id not in (request.request_id, 0):
-        raise ProtocolError(f"the owner answered request {response.request_id} instead of {request.request_id}")
-    if response.status is Status.ERROR:
-        text = memoryview(bytearray(response.nbytes))
-        receive_exactly(sock, [text], deadline)
-        error = unpack_error(text)
-        if response.request_id == 0:
-            raise error
-        return error
-    if response.nbytes != total_nbytes(incoming):
-        raise ProtocolError(f"the owner sent {response.nbytes} bytes instead of {total_nbytes(incoming)}")
-    receive_exactly(sock, incoming, deadline)
-    return None

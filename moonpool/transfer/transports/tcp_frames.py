@@ -13,14 +13,16 @@ Response, 24 bytes, then for a READ that succeeded the data, or for a failure it
     16  nbytes u64: data of a READ, 0 for a WRITE, length of the text for an ERROR (at most 1,024)
     24  data, or text: an error code of base/errors.py, one space, a sentence; UTF-8
 
-Requests of one connection are answered in order; several may be under way. A WRITE is answered when its bytes are
-in the owner's memory. A refused WRITE's data is read and thrown away, so the connection stays in step. One
-request carries at most 1 GiB. Whoever receives a frame that breaks these rules closes the connection.
+Requests of one connection are answered in order; several may be under way. A request once begun is sent whole: the
+owner may keep earlier answers until it has it. A WRITE is answered when its bytes are in the owner's memory. A
+refused WRITE's data is read and thrown away, so the connection stays in step. One request carries at most 1 GiB.
+Whoever receives a frame that breaks these rules closes the connection.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -46,6 +48,11 @@ class Op(IntEnum):
 class Status(IntEnum):
     OK = 0
     ERROR = 1
+
+
+# Calling an enum for its member takes longer than the rest of a frame.
+_OPS = {member.value: member for member in Op}
+_STATUSES = {member.value: member for member in Status}
 
 
 class Request(NamedTuple):
@@ -86,26 +93,46 @@ class Response(NamedTuple):
 
 def pack_request(request: Request) -> bytes:
     """Header and name; a WRITE's data follows. InvalidInput when a value does not fit its field."""
-    name = request.name.encode()
-    numbers = (request.request_id, request.incarnation, request.offset, request.nbytes, request.generation)
-    if not 0 < len(name) <= MAX_NAME_NBYTES or not all(0 <= number < _U64 for number in numbers):
-        raise InvalidInput("the request does not fit the frame: name of 1 to 255 bytes, unsigned 64-bit numbers")
-    if request.nbytes > MAX_DATA_NBYTES:
-        raise InvalidInput(f"one request carries at most {MAX_DATA_NBYTES} bytes, not {request.nbytes}")
-    return _REQUEST.pack(MAGIC, VERSION, request.op, len(name), *numbers) + name
+    return pack_requests(
+        request.op,
+        request.name,
+        request.incarnation,
+        request.generation,
+        [(request.request_id, request.offset, request.nbytes)],
+    )[0]
+
+
+def pack_requests(
+    op: Op, name: str, incarnation: int, generation: int, orders: Iterable[tuple[int, int, int]]
+) -> list[bytes]:
+    """As pack_request(), for each (request_id, offset, nbytes)."""
+    text = name.encode()
+    if not 0 < len(text) <= MAX_NAME_NBYTES:
+        raise InvalidInput(f"a segment's name has 1 to {MAX_NAME_NBYTES} bytes, not {len(text)}")
+    heads: list[bytes] = []
+    try:
+        for request_id, offset, nbytes in orders:
+            if nbytes > MAX_DATA_NBYTES:
+                raise InvalidInput(f"one request carries at most {MAX_DATA_NBYTES} bytes, not {nbytes}")
+            fields = (MAGIC, VERSION, op, len(text), request_id, incarnation, offset, nbytes, generation)
+            heads.append(_REQUEST.pack(*fields) + text)
+    except struct.error as error:
+        raise InvalidInput(f"the request does not fit the frame: {error}") from error
+    return heads
 
 
 def unpack_request(frame: bytes | bytearray | memoryview) -> RequestHead:
     """The first 48 bytes of a request; ProtocolError when they break a rule. Allocates nothing."""
     magic, version, op, name_nbytes, request_id, incarnation, offset, nbytes, generation = _unpack(_REQUEST, frame)
     _check_start(magic, version)
-    if op not in (Op.READ, Op.WRITE):
+    known_op = _OPS.get(op)
+    if known_op is None:
         raise ProtocolError(f"unknown operation {op}")
     if not 0 < name_nbytes <= MAX_NAME_NBYTES:
         raise ProtocolError(f"a name of {name_nbytes} bytes is not allowed")
     if nbytes > MAX_DATA_NBYTES or offset + nbytes >= _U64:
         raise ProtocolError(f"a request for {nbytes} bytes at {offset} is over the limit")
-    return RequestHead(Op(op), name_nbytes, request_id, incarnation, offset, nbytes, generation)
+    return RequestHead(known_op, name_nbytes, request_id, incarnation, offset, nbytes, generation)
 
 
 def pack_response(request_id: int, nbytes: int) -> bytes:
@@ -123,11 +150,12 @@ def unpack_response(frame: bytes | bytearray | memoryview) -> Response:
     """The first 24 bytes of a response; ProtocolError when they break a rule. Allocates nothing."""
     magic, version, status, reserved, request_id, nbytes = _unpack(_RESPONSE, frame)
     _check_start(magic, version)
-    if status not in (Status.OK, Status.ERROR) or reserved != 0:
+    known_status = _STATUSES.get(status)
+    if known_status is None or reserved != 0:
         raise ProtocolError(f"unknown status {status}")
-    if nbytes > (MAX_DATA_NBYTES if status == Status.OK else MAX_ERROR_NBYTES):
+    if nbytes > (MAX_DATA_NBYTES if known_status is Status.OK else MAX_ERROR_NBYTES):
         raise ProtocolError(f"an answer of {nbytes} bytes is over the limit")
-    return Response(Status(status), request_id, nbytes)
+    return Response(known_status, request_id, nbytes)
 
 
 def unpack_error(text: bytes | bytearray | memoryview) -> MoonpoolError:

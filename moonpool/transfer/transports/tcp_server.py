@@ -31,12 +31,11 @@ from moonpool.transfer.transports.tcp_frames import (
     pack_response,
     unpack_request,
 )
+from moonpool.transfer.transports.tcp_streams import INBOX_NBYTES, PART_NBYTES, Inbox, Outbox
 
 _log = logging.getLogger(__name__)
 _JOIN_TIMEOUT_S = 5.0
 _ACCEPT_PAUSE_S = 0.05
-# Data moves in parts of this size. Each has the stall timeout to itself: a large request on a slow wire is no stall.
-_PART_NBYTES = 4 * 1024 * 1024
 _DISCARD_NBYTES = 64 * 1024
 
 
@@ -114,33 +113,47 @@ class _Connection:
         self._sock = sock
         self._served = served
         self._stall_timeout_s = stall_timeout_s
-        self._head = memoryview(bytearray(REQUEST_NBYTES))
+        self._inbox = Inbox(sock, INBOX_NBYTES)
+        self._outbox = Outbox(sock, stall_timeout_s)
 
     def serve(self) -> None:
         while True:
-            receive_exactly(self._sock, [self._head], None)
             try:
-                head = unpack_request(self._head)
-                name = memoryview(bytearray(head.name_nbytes))
-                receive_exactly(self._sock, [name], self._stall_deadline())
-                request = head.with_name(name)
+                request = self._next()
             except ProtocolError as error:
-                self._send(pack_refusal(0, error))
+                self._outbox.add(pack_refusal(0, error))
+                self._outbox.flush()
                 return
             (self._read if request.op is Op.READ else self._write)(request)
+            self._inbox.expect(request.nbytes if request.op is Op.WRITE else 0)
+
+    def _next(self) -> Request:
+        """Answers wait while more requests are here, and go before this side waits."""
+        inbox = self._inbox
+        if inbox.nbytes < REQUEST_NBYTES and not inbox.receive_present():
+            self._outbox.flush()
+            inbox.receive(1, None)
+        if inbox.nbytes < REQUEST_NBYTES:
+            self._outbox.flush()
+            inbox.receive(REQUEST_NBYTES, self._stall_deadline())
+        head = unpack_request(inbox.take(REQUEST_NBYTES))
+        if inbox.nbytes < head.name_nbytes:
+            self._outbox.flush()
+            inbox.receive(head.name_nbytes, self._stall_deadline())
+        return head.with_name(inbox.take(head.name_nbytes))
 
     def _read(self, request: Request) -> None:
         try:
             memory, _ = self._target(request)
         except MoonpoolError as error:
-            self._send(pack_refusal(request.request_id, error))
+            self._outbox.add(pack_refusal(request.request_id, error))
             return
-        self._send(pack_response(request.request_id, request.nbytes), memory[:_PART_NBYTES])
-        for start in range(_PART_NBYTES, request.nbytes, _PART_NBYTES):
-            self._send(memory[start : start + _PART_NBYTES])
+        self._outbox.add(pack_response(request.request_id, request.nbytes), memory)
 
     def _write(self, request: Request) -> None:
         """Every byte announced is taken off the wire, kept or not."""
+        if self._outbox.has_data:
+            self._outbox.flush()
         left = request.nbytes
         try:
             memory, fence = self._target(request)
@@ -152,14 +165,18 @@ class _Connection:
                 fence.confirm(request.offset, request.nbytes, request.generation)
         except MoonpoolError as error:
             self._discard(left)
-            self._send(pack_refusal(request.request_id, error))
+            self._outbox.add(pack_refusal(request.request_id, error))
             return
-        self._send(pack_response(request.request_id, 0))
+        self._outbox.add(pack_response(request.request_id, 0))
 
     def _receive_some(self, rest: memoryview, request: Request, fence: Fence | None) -> int:
         """Takes a part of the data into its place and says how much."""
+        here = min(self._inbox.nbytes, rest.nbytes)
+        if here:
+            rest[:here] = self._inbox.take(here)
+            return here
         if fence is None:
-            part = rest[:_PART_NBYTES]
+            part = rest[:PART_NBYTES]
             receive_exactly(self._sock, [part], self._stall_deadline())
             return part.nbytes
         # A writer may be slow and be overtaken while its bytes are on the wire. Only bytes that are here already
@@ -175,14 +192,12 @@ class _Connection:
         return memory[request.offset : request.offset + request.nbytes], fence
 
     def _discard(self, nbytes: int) -> None:
+        nbytes -= self._inbox.take(min(nbytes, self._inbox.nbytes)).nbytes
         scratch = memoryview(bytearray(min(nbytes, _DISCARD_NBYTES)))
         while nbytes > 0:
             part = scratch[: min(nbytes, _DISCARD_NBYTES)]
             receive_exactly(self._sock, [part], self._stall_deadline())
             nbytes -= part.nbytes
-
-    def _send(self, *parts: bytes | memoryview) -> None:
-        send_all(self._sock, parts, self._stall_deadline())
 
     def _stall_deadline(self) -> Deadline:
         return Deadline(self._stall_timeout_s)

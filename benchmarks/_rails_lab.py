@@ -1,0 +1,336 @@
+"""Two machines joined by two rails, on one kernel: network namespaces, veth pairs, shaped by tc. Needs root.
+
+    with RailsLab([1000, 250]) as lab:            # Mbit/s of each rail
+        lab.transfer(op="read", nbytes=256 << 20)
+        with lab.silent(1):                       # packets vanish; nobody is told
+            ...
+
+The owner of a segment runs in one namespace, its reader and writer in the other, both as processes of this file
+(`_rails_lab.py owner|client ...`). Used by transfer_rails.py and by tests/transfer/test_two_rails.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from moonpool.base.checksum import crc32c
+from moonpool.transfer import (
+    Batch,
+    RemoteSegment,
+    Segment,
+    SegmentDescriptor,
+    TransferConfig,
+    TransferEngine,
+    TransferOp,
+    TransferRequest,
+)
+
+SEGMENT_NBYTES = 64 << 20
+_GRANULE_NBYTES = 64 << 10
+_REQUEST_NBYTES = 16 << 20
+_SAMPLE_S = 0.01
+_TIMEOUT_S = 30.0
+_numbers = itertools.count()
+
+
+def missing() -> str | None:
+    """Why this machine cannot have such a lab; None if it can."""
+    if os.geteuid() != 0:
+        return "two rails need root (network namespaces)"
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            return f"two rails need {tool}: apt-get install -y iproute2"
+    try:
+        with RailsLab([1000], processes=False):
+            return None
+    except subprocess.CalledProcessError as error:
+        return f"two rails: {' '.join(error.cmd)}: {error.stderr.strip()}"
+
+
+class Sample(NamedTuple):
+    """Bytes acknowledged on each rail, at a moment of time.monotonic()."""
+
+    at_s: float
+    done_nbytes: list[int]
+
+
+class Result(NamedTuple):
+    nbytes: int
+    seconds: float  # spent in transfers
+    samples: list[Sample]
+    correct: bool
+
+    @property
+    def rate(self) -> float:
+        return self.nbytes / self.seconds
+
+    @property
+    def longest_stall_s(self) -> float:
+        """The longest time in which no byte was acknowledged on any rail."""
+        longest_s, last = 0.0, self.samples[0]
+        for sample in self.samples[1:]:
+            if sum(sample.done_nbytes) != sum(last.done_nbytes):
+                longest_s, last = max(longest_s, sample.at_s - last.at_s), sample
+        return max(longest_s, self.samples[-1].at_s - last.at_s)
+
+    def first_use_s(self, rail: int, after_s: float) -> float | None:
+        """When the rail carried bytes for the first time after that moment."""
+        before = max((s.done_nbytes[rail] for s in self.samples if s.at_s <= after_s), default=0)
+        return next((s.at_s for s in self.samples if s.at_s > after_s and s.done_nbytes[rail] > before), None)
+
+
+class Worker:
+    """A process of this file in a namespace. It ends when its standard input does."""
+
+    def __init__(self, namespace: str, *arguments: str) -> None:
+        command = ["ip", "netns", "exec", namespace, sys.executable, __file__, *arguments]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def send(self, **command: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(command) + "\n")
+        self._process.stdin.flush()
+
+    def receive(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"a worker of the lab ended with {self._process.wait(10)}")
+        return json.loads(line)
+
+    def close(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._process.communicate(timeout=20)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+class RailsLab:
+    """Names are this process's own; everything is removed on exit."""
+
+    def __init__(self, rates_mbit: list[int], *, processes: bool = True) -> None:
+        number = next(_numbers)
+        self._owner_ns, self._client_ns = f"mpo{os.getpid()}x{number}", f"mpc{os.getpid()}x{number}"
+        self._rates_mbit = rates_mbit
+        self._processes = processes
+        self._undo = contextlib.ExitStack()
+
+    def __enter__(self) -> RailsLab:
+        _sweep()
+        with contextlib.ExitStack() as undo:
+            for namespace in (self._owner_ns, self._client_ns):
+                _run("ip", "netns", "add", namespace)
+                undo.callback(_run, "ip", "netns", "del", namespace)
+            for rail, rate_mbit in enumerate(self._rates_mbit):
+                self._add_rail(rail, rate_mbit)
+            if self._processes:
+                self._start_workers(undo)
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._undo.close()
+
+    def transfer(self, **command: object) -> Result:
+        """`op` read or write; `nbytes` or `seconds` of it; `only` one rail (all when it is missing)."""
+        self.start(**command)
+        return self.finish()
+
+    def start(self, **command: object) -> None:
+        """Returns when the transfer has begun."""
+        self.client.send(**command)
+        assert self.client.receive() == "started"
+        self._op = command["op"]
+
+    def finish(self) -> Result:
+        result = self.client.receive()
+        samples = [Sample(*sample) for sample in result["samples"]]
+        correct = result["correct"]
+        if self._op == "write":
+            self.owner.send()
+            correct = self.owner.receive() == result["checksum"]
+        return Result(result["nbytes"], result["seconds"], samples, correct)
+
+    @contextlib.contextmanager
+    def unplugged(self, rail: int) -> Iterator[None]:
+        """The owner's end is down; the client's loses its carrier."""
+        link = ("ip", "-n", self._owner_ns, "link", "set", f"rail{rail}")
+        _run(*link, "down")
+        try:
+            yield
+        finally:
+            _run(*link, "up")
+
+    @contextlib.contextmanager
+    def silent(self, rail: int) -> Iterator[None]:
+        """Packets vanish both ways: they are sent to a hardware address that nobody has. (netem's loss would do the
+        same, but not every kernel has it.)
+        """
+        for namespace, address in self._neighbours(rail):
+            entry = ("neigh", "replace", address, "lladdr", "02:00:00:00:00:99", "nud", "permanent")
+            _run("ip", "-n", namespace, *entry, "dev", f"rail{rail}")
+        try:
+            yield
+        finally:
+            for namespace, address in self._neighbours(rail):
+                _run("ip", "-n", namespace, "neigh", "del", address, "dev", f"rail{rail}")
+
+    def fault(self, kind: str, rail: int) -> contextlib.AbstractContextManager[None]:
+        return {"unplugged": self.unplugged, "silent": self.silent}[kind](rail)
+
+    def _neighbours(self, rail: int) -> list[tuple[str, str]]:
+        return [(self._owner_ns, f"10.77.{rail}.2"), (self._client_ns, f"10.77.{rail}.1")]
+
+    def _add_rail(self, rail: int, rate_mbit: int) -> None:
+        name = f"rail{rail}"
+        _run("ip", "-n", self._owner_ns, "link", "add", name, "type", "veth", "peer", "name", name,
+             "netns", self._client_ns)  # fmt: skip
+        for namespace, host in ((self._owner_ns, 1), (self._client_ns, 2)):
+            _run("ip", "-n", namespace, "addr", "add", f"10.77.{rail}.{host}/24", "dev", name)
+            _run("ip", "-n", namespace, "link", "set", name, "up")
+            shape = ("tbf", "rate", f"{rate_mbit}mbit", "burst", "256kb", "latency", "20ms")
+            _run("tc", "-n", namespace, "qdisc", "add", "dev", name, "root", *shape)
+
+    def _start_workers(self, undo: contextlib.ExitStack) -> None:
+        run_dir = undo.enter_context(tempfile.TemporaryDirectory())
+        hosts = [f"10.77.{rail}.1" for rail in range(len(self._rates_mbit))]
+        self.owner = Worker(self._owner_ns, "owner", run_dir, *hosts)
+        undo.push(_ender(self.owner))
+        descriptor = self.owner.receive()
+        self.client = Worker(self._client_ns, "client", run_dir, json.dumps(descriptor))
+        undo.push(_ender(self.client))
+
+
+def _ender(worker: Worker) -> Any:
+    def end(kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        try:
+            worker.close()
+        finally:
+            worker.kill()
+
+    return end
+
+
+def _sweep() -> None:
+    """Removes the namespaces of labs whose process was killed."""
+    listed = subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True).stdout
+    for name, pid in re.findall(r"^(mp[oc](\d+)x\d+)\b", listed, re.M):
+        if not Path("/proc", pid).exists():
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)  # another may be quicker
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+def owner_main(run_dir: str, *hosts: str) -> None:
+    """Serves one segment; answers every line with its checksum."""
+    config = TransferConfig(run_dir=run_dir, shm=False, tcp_host=hosts[0], tcp_hosts=hosts[1:])
+    with (
+        Segment.allocate("pool", SEGMENT_NBYTES, granule_nbytes=_GRANULE_NBYTES, incarnation=1) as segment,
+        TransferEngine(config) as engine,
+    ):
+        segment.memory[:] = np.random.default_rng(1).bytes(SEGMENT_NBYTES)
+        print(msgspec.json.encode(engine.serve(segment)).decode(), flush=True)
+        for _ in sys.stdin:
+            print(crc32c(segment.memory), flush=True)
+
+
+def client_main(run_dir: str, descriptor_json: str) -> None:
+    client = _Client(run_dir, msgspec.json.decode(descriptor_json, type=SegmentDescriptor))
+    for line in sys.stdin:
+        client.obey(**json.loads(line))
+
+
+class _Client:
+    """Knows at any time what the segment must hold: what it was made with, and then what was written."""
+
+    def __init__(self, run_dir: str, descriptor: SegmentDescriptor) -> None:
+        self._run_dir = run_dir
+        self._descriptor = descriptor
+        self._generations = itertools.count(1)
+        self._right = np.frombuffer(bytearray(np.random.default_rng(1).bytes(SEGMENT_NBYTES)), np.uint8)
+        self._buffer = np.zeros_like(self._right)
+
+    def obey(self, op: str, nbytes: int = 0, seconds: float = 0.0, only: int | None = None) -> None:
+        endpoints = self._descriptor.endpoints if only is None else (self._descriptor.endpoints[only],)
+        with TransferEngine(TransferConfig(run_dir=self._run_dir, shm=False, tcp_host=None)) as engine:
+            remote = engine.open(msgspec.structs.replace(self._descriptor, endpoints=endpoints))
+            remote.read_into(0, [self._buffer[: 8 << 20]], timeout_s=_TIMEOUT_S)  # speeds of connections that exist
+            print(json.dumps("started"), flush=True)
+            with _Sampler(remote) as sampler:
+                moved, busy_s, correct = self._transfer(engine, remote, TransferOp(op), nbytes, seconds)
+        result = {"nbytes": moved, "seconds": busy_s, "correct": correct, "samples": sampler.samples}
+        print(json.dumps({**result, "checksum": crc32c(self._right)}), flush=True)
+
+    def _transfer(
+        self, engine: TransferEngine, remote: RemoteSegment, op: TransferOp, nbytes: int, seconds: float
+    ) -> tuple[int, float, bool]:
+        """The segment over and over, until `nbytes` and `seconds` are reached. Each write inverts what was there."""
+        moved, busy_s, correct = 0, 0.0, True
+        while moved < nbytes or busy_s < seconds:
+            size = min(nbytes - moved, SEGMENT_NBYTES) if not seconds else SEGMENT_NBYTES
+            self._buffer[:size] = ~self._right[:size] if op is TransferOp.WRITE else 0
+            started_s = time.monotonic()
+            self._submit(engine, remote, op, size).wait()
+            busy_s += time.monotonic() - started_s
+            moved += size
+            if op is TransferOp.WRITE:
+                self._right[:size] = self._buffer[:size]
+            correct = correct and bool((self._buffer[:size] == self._right[:size]).all())
+        return moved, busy_s, correct
+
+    def _submit(self, engine: TransferEngine, remote: RemoteSegment, op: TransferOp, nbytes: int) -> Batch:
+        generation = next(self._generations)
+        requests = [
+            TransferRequest(op, remote, at, [self._buffer[at : min(at + _REQUEST_NBYTES, nbytes)]], generation)
+            for at in range(0, nbytes, _REQUEST_NBYTES)
+        ]
+        return engine.submit(requests, timeout_s=_TIMEOUT_S)
+
+
+class _Sampler:
+    """Writes down, again and again, what each rail has done."""
+
+    def __init__(self, remote: RemoteSegment) -> None:
+        self._remote = remote
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.samples: list[Sample] = []
+
+    def __enter__(self) -> _Sampler:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        report = getattr(self._remote, "report", list)  # a single path has none
+        while not self._stop.wait(_SAMPLE_S):
+            self.samples.append(Sample(time.monotonic(), [path.done_nbytes for path in report()]))
+
+
+if __name__ == "__main__":
+    Path(sys.argv[2]).mkdir(exist_ok=True)
+    {"owner": owner_main, "client": client_main}[sys.argv[1]](*sys.argv[2:])

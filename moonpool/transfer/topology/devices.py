@@ -1,0 +1,93 @@
+"""What a machine is made of, as far as moving bytes goes: NUMA nodes, NICs, GPUs, NVMe drives, and the choice of NICs.
+
+All plain data that may travel: a peer that knows our topology can pick the NIC at our end too. None means that the
+machine does not say.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+NicKind: TypeAlias = Literal["net", "rdma"]
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a device sits. `pci` leads from the host bridge down to the device; it is empty off the PCI bus."""
+
+    pci: tuple[str, ...] = ()
+    numa_node: int | None = None
+
+    @property
+    def pci_address(self) -> str | None:
+        return self.pci[-1] if self.pci else None
+
+
+class NumaNode(msgspec.Struct, frozen=True, kw_only=True):
+    """`distances` is the firmware's table: node -> cost of reaching its memory from here (10 is local)."""
+
+    node: int
+    cpus: tuple[int, ...]
+    memory_nbytes: int | None = None
+    distances: dict[int, int] = {}
+
+
+class Nic(msgspec.Struct, frozen=True, kw_only=True):
+    """A network interface (kind "net", used by tcp) or an RDMA device (kind "rdma", used by nixl).
+
+    One card is often both, under two names and at one place. `addresses` are the interface's own IP addresses.
+    """
+
+    name: str
+    kind: NicKind
+    place: Place
+    up: bool
+    virtual: bool = False
+    loopback: bool = False
+    speed_gbit_s: float | None = None
+    addresses: tuple[str, ...] = ()
+    link_layer: str | None = None
+
+
+class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+    """`index` is NVML's, or the order on the PCI bus: the machine's numbering, whatever CUDA_VISIBLE_DEVICES says."""
+
+    index: int
+    place: Place
+    uuid: str | None = None
+    name: str | None = None
+
+
+class NvmeDrive(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    place: Place
+    model: str | None = None
+    state: str | None = None
+    nbytes: int | None = None
+
+
+class Hardware(msgspec.Struct, frozen=True, kw_only=True):
+    nodes: tuple[NumaNode, ...]
+    nics: tuple[Nic, ...] = ()
+    gpus: tuple[Gpu, ...] = ()
+    drives: tuple[NvmeDrive, ...] = ()
+
+
+class NicChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """NICs for one memory location: the preferred ones share the work, the secondary ones stand in, best first."""
+
+    preferred: tuple[str, ...]
+    secondary: tuple[str, ...] = ()
+
+
+# Memory location ("cpu:0", "cuda:3") -> NICs.
+Matrix: TypeAlias = dict[str, NicChoice]
+
+
+class Topology(msgspec.Struct, frozen=True, kw_only=True):
+    """The hardware and one matrix per kind of NIC. A kind without any NIC has empty choices."""
+
+    hardware: Hardware
+    net: Matrix
+    rdma: Matrix

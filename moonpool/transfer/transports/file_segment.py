@@ -1,0 +1,206 @@
+"""A segment that lies in a file, on a block device or on a DAX device.
+
+It has no memory: its bytes are read and written by offset. It outlives its owner; the next one opens it again and
+finds the bytes that were synced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Sequence
+from typing import ClassVar
+
+from moonpool.base.clock import Deadline
+from moonpool.base.errors import AlreadyExists, InvalidInput, NoSpace
+from moonpool.base.units import format_nbytes
+from moonpool.transfer.buffers import Buffer, as_bytes_views, total_nbytes
+from moonpool.transfer.segment import Segment, check_sizes
+from moonpool.transfer.transports.base import check_bounds
+from moonpool.transfer.transports.file_dax import DaxDisk, dax_geometry
+from moonpool.transfer.transports.file_disk import FileDisk, OpenDisk
+from moonpool.transfer.transports.file_handle import own_errors
+from moonpool.transfer.transports.file_sidecar import Sidecar, pack_grant, sidecar_path
+
+_FILE_UNIT_NBYTES = 64 * 1024  # a multiple of every block size
+
+
+class FencedFile:
+    """An open file and its sidecar, as owner and peers use it: bounds and generations are checked. Owns both."""
+
+    def __init__(self, path: str, nbytes: int | None = None) -> None:
+        """The first `nbytes` of it (None: all). NotFound when file or sidecar is missing, Unavailable when the file
+        has become shorter.
+        """
+        self.path = os.path.realpath(path)
+        self.sidecar = Sidecar.open(self.path)
+        self.nbytes = self.sidecar.nbytes if nbytes is None else nbytes
+        try:
+            check_bounds(0, self.nbytes, self.sidecar.nbytes)
+            self.disk = open_disk(self.path, self.nbytes)
+        except BaseException:
+            self.sidecar.close()
+            raise
+
+    def read_into(self, offset: int, buffers: Sequence[Buffer], deadline: Deadline) -> None:
+        views = as_bytes_views(buffers, writable=True)
+        check_bounds(offset, total_nbytes(views), self.nbytes)
+        self.disk.read(offset, views, deadline)
+
+    def write_from(self, offset: int, buffers: Sequence[Buffer], generation: int, deadline: Deadline) -> None:
+        views, fence = as_bytes_views(buffers, writable=False), self.sidecar.fence
+        nbytes = total_nbytes(views)
+        check_bounds(offset, nbytes, self.nbytes)
+        if fence is not None:
+            fence.admit(offset, nbytes, generation)
+        self.disk.write(offset, views, deadline)
+        if fence is not None:
+            fence.confirm(offset, nbytes, generation)
+
+    def close(self) -> None:
+        """Idempotent; calls under way end first."""
+        self.disk.close()  # first: nobody may write when the fence is gone
+        self.sidecar.close()
+
+
+class FileSegment(Segment):
+    """Make one with create() or open(). Paths are made absolute and free of links, so that all see one name."""
+
+    in_memory: ClassVar[bool] = False
+
+    def __init__(self, name: str, file: FencedFile, *, incarnation: int) -> None:
+        super().__init__(name, memoryview(b""), incarnation=incarnation, fence=file.sidecar.fence)
+        pack_grant(name, incarnation)  # refuses what could not be served
+        self.nbytes = file.nbytes
+        self.path = file.path
+        self.sidecar = file.sidecar
+        self._file = file
+
+    @classmethod
+    def create(
+        cls,
+        path: str | os.PathLike[str],
+        nbytes: int,
+        *,
+        name: str | None = None,
+        granule_nbytes: int | None = None,
+        incarnation: int,
+    ) -> FileSegment:
+        """A new file of zeros with all its space taken, or an existing device, whose bytes stay as they are.
+
+        `name` is the file's own unless given. AlreadyExists when there is a file or a living process serves the
+        device, NoSpace when the disk has not that much, InvalidInput when the device is in use (mounted).
+        """
+        where = os.path.realpath(path)
+        check_sizes(nbytes, granule_nbytes)
+        with own_errors(where):
+            made = _take_space(where, nbytes)
+        try:
+            Sidecar.create(where, nbytes, granule_nbytes).close()
+            return cls.open(where, name=name, incarnation=incarnation)
+        except BaseException:
+            if made:
+                cls.remove(where)
+            raise
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], *, name: str | None = None, incarnation: int) -> FileSegment:
+        """What create() made, by this or an earlier process. NotFound when it is not there, Unavailable when it
+        has become shorter.
+        """
+        file = FencedFile(os.fspath(path))
+        try:
+            return cls(name or os.path.basename(file.path), file, incarnation=incarnation)
+        except BaseException:
+            file.close()
+            raise
+
+    @staticmethod
+    def remove(path: str | os.PathLike[str]) -> None:
+        """Deletes the file (never a device) and what belongs to it; nothing happens where there is none."""
+        where = os.path.realpath(path)
+        with own_errors(where), contextlib.suppress(FileNotFoundError):
+            os.unlink(sidecar_path(where))
+        with own_errors(where), contextlib.suppress(FileNotFoundError):
+            if stat.S_ISREG(os.stat(where).st_mode):
+                os.unlink(where)
+
+    @property
+    def location(self) -> str:
+        return f"ssd:{self.path}"
+
+    @property
+    def direct(self) -> bool:
+        """Whether transfers go past the page cache; false on filesystems that cannot (tmpfs)."""
+        return self._file.disk.direct
+
+    @property
+    def num_bounces(self) -> int:
+        """How often bytes of this handle were copied because something was not aligned."""
+        return self._file.disk.num_bounces
+
+    @property
+    def memory(self) -> memoryview:
+        raise InvalidInput(f"segment {self.name!r} lies in {self.path} and has no memory; read_into() reads it")
+
+    def read_into(self, offset: int, buffers: Sequence[Buffer], *, timeout_s: float) -> None:
+        """As RemoteSegment's, for the owner."""
+        self._file.read_into(offset, buffers, Deadline(timeout_s))
+
+    def write_from(self, offset: int, buffers: Sequence[Buffer], *, generation: int, timeout_s: float) -> None:
+        """As RemoteSegment's, for the owner."""
+        self._file.write_from(offset, buffers, generation, Deadline(timeout_s))
+
+    def sync(self) -> None:
+        """Returns when everything written before, by whomever, is durable."""
+        self._file.disk.sync()
+
+    def close(self) -> None:
+        """Idempotent. The file stays; calls under way end first; peers find the owner gone."""
+        super().close()
+        self._file.close()
+
+
+def open_disk(path: str, nbytes: int) -> OpenDisk:
+    """The way to read and write what lies at `path`."""
+    with own_errors(path):
+        mode = os.stat(path).st_mode
+    return DaxDisk(path, nbytes) if stat.S_ISCHR(mode) else FileDisk(path, nbytes)
+
+
+def _take_space(path: str, nbytes: int) -> bool:
+    """True when it made a new file; a device is only checked."""
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        _make_file(path, nbytes)
+        return True
+    if not (stat.S_ISBLK(mode) or stat.S_ISCHR(mode)):
+        raise AlreadyExists(f"{path} exists")
+    capacity = dax_geometry(path)[0] if stat.S_ISCHR(mode) else _device_nbytes(path)
+    if nbytes > capacity:
+        raise NoSpace(f"{path} has {format_nbytes(capacity)}, not {format_nbytes(nbytes)}")
+    return False
+
+
+def _make_file(path: str, nbytes: int) -> None:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        # Whole blocks, so that the last one can be read and written directly too.
+        os.posix_fallocate(fd, 0, -(-nbytes // _FILE_UNIT_NBYTES) * _FILE_UNIT_NBYTES)
+        os.fsync(fd)
+    except BaseException:
+        os.unlink(path)
+        raise
+    finally:
+        os.close(fd)
+
+
+def _device_nbytes(path: str) -> int:
+    """Asks for the device alone for a moment: one that is mounted or belongs to a RAID is not ours to write on."""
+    fd = os.open(path, os.O_RDWR | os.O_EXCL | os.O_CLOEXEC)
+    try:
+        return os.lseek(fd, 0, os.SEEK_END)
+    finally:
+        os.close(fd)

@@ -1,0 +1,131 @@
+"""Owners killed with -9 in the middle of transfers, again and again: errors in time, nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from moonpool.base.errors import PeerLost
+from moonpool.transfer import RemoteSegment, SegmentDescriptor, Transport
+from moonpool.transfer.transports.shm import ShmTransport
+from moonpool.transfer.transports.tcp import TcpTransport
+
+NBYTES = 4 << 20
+SCRIPT = str(Path(__file__).with_name("owner_nursery.py"))
+WAYS = pytest.mark.parametrize("way", ["shm", "tcp"])
+
+
+class Born(msgspec.Struct):
+    pid: int
+    shm: SegmentDescriptor
+    tcp: SegmentDescriptor
+
+
+class Nursery:
+    def __init__(self, run_dir: Path) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, SCRIPT, str(run_dir), str(NBYTES)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def bear(self) -> Born:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write("one more\n")
+        self._process.stdin.flush()
+        return msgspec.json.decode(self._process.stdout.readline(), type=Born)
+
+    def close(self) -> None:
+        self._process.communicate(timeout=10)
+
+
+@pytest.fixture
+def nursery(tmp_path: Path) -> Iterator[Nursery]:
+    made = Nursery(tmp_path)
+    yield made
+    made.close()
+
+
+def moves(remote: RemoteSegment, buffer: np.ndarray) -> list[Callable[[], None]]:
+    """One of each kind, so that each round's callers are hit in different places."""
+    small = [(at, buffer[at : at + 4096]) for at in range(0, NBYTES, 8192)]
+    return [
+        lambda: remote.read_into(0, [buffer], timeout_s=60),
+        lambda: remote.write_from(0, [buffer], generation=1, timeout_s=60),
+        lambda: remote.read_many(small, timeout_s=60),
+        lambda: remote.write_many(small, generation=1, timeout_s=60),
+    ]
+
+
+def kill_once(nursery: Nursery, transport: Transport, way: str) -> None:
+    owner = nursery.bear()
+    descriptor: SegmentDescriptor = getattr(owner, way)
+    remote = transport.open(descriptor, descriptor.endpoints[0], timeout_s=10)
+    ended: list[tuple[type[BaseException], float]] = []
+    moving = threading.Semaphore(0)
+
+    def repeat(move: Callable[[], None]) -> None:
+        try:
+            while True:
+                move()
+                moving.release()
+        except Exception as error:  # noqa: BLE001 - the test asks which one it was
+            ended.append((type(error), time.monotonic()))
+
+    work = moves(remote, np.zeros(NBYTES, dtype=np.uint8))
+    callers = [threading.Thread(target=repeat, args=(move,)) for move in work]
+    for caller in callers:
+        caller.start()
+    assert moving.acquire(timeout=30)
+    os.kill(owner.pid, signal.SIGKILL)
+    killed_at = time.monotonic()
+    for caller in callers:
+        caller.join(10)
+    remote.close()
+    assert [kind for kind, _ in ended] == [PeerLost] * len(work)
+    assert max(at for _, at in ended) - killed_at < 2
+
+
+def kill_again_and_again(nursery: Nursery, run_dir: Path, way: str, rounds: int) -> None:
+    threads, fds = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    for turn in range(rounds):
+        transport = ShmTransport(str(run_dir / "own")) if way == "shm" else TcpTransport(None, lanes=3)
+        kill_once(nursery, transport, way)
+        transport.close()
+        if turn == 4:
+            resident = resident_nbytes()  # the allocator has seen all there is to see
+    assert threading.active_count() == threads
+    assert len(os.listdir("/proc/self/fd")) == fds
+    gc.collect()
+    assert "memfd:moonpool" not in Path("/proc/self/maps").read_text()
+    assert resident_nbytes() - resident < 4 * NBYTES
+
+
+def resident_nbytes() -> int:
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@WAYS
+def test_killed_in_the_middle_25_times(nursery: Nursery, tmp_path: Path, way: str) -> None:
+    kill_again_and_again(nursery, tmp_path, way, 25)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@WAYS
+def test_killed_in_the_middle_500_times(nursery: Nursery, tmp_path: Path, way: str) -> None:
+    kill_again_and_again(nursery, tmp_path, way, 500)

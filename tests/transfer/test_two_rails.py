@@ -1,0 +1,92 @@
+"""Two machines, two rails, real packets: throughput, a rail cut in the middle, its return. See _rails_lab.py.
+
+The thresholds leave room for a busy machine; benchmarks/transfer_rails.py holds the real claims.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from _rails_lab import RailsLab, missing
+
+OPS = pytest.mark.parametrize("op", ["read", "write"])
+FAULTS = pytest.mark.parametrize("fault", ["unplugged", "silent"])
+REASON = missing()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def equal() -> Iterator[RailsLab]:
+    with RailsLab([1000, 1000]) as lab:
+        yield lab
+
+
+@OPS
+def test_two_rails_carry_what_two_rails_can(equal: RailsLab, op: str) -> None:
+    one = equal.transfer(op=op, nbytes=96 * MIB, only=0)
+    both = equal.transfer(op=op, nbytes=192 * MIB)
+    print(f"{op}: {both.rate / 1e6:.0f} MB/s by two rails, {one.rate / 1e6:.0f} by one: {both.rate / one.rate:.2f}")
+    assert one.correct
+    assert both.correct
+    assert both.rate >= 1.6 * one.rate
+
+
+@OPS
+def test_uneven_rails_carry_their_sum(op: str) -> None:
+    with RailsLab([1000, 250]) as lab:
+        fast, slow = lab.transfer(op=op, nbytes=64 * MIB, only=0), lab.transfer(op=op, nbytes=24 * MIB, only=1)
+        both = lab.transfer(op=op, nbytes=192 * MIB)
+    ratio = both.rate / (fast.rate + slow.rate)
+    print(f"{op}: {both.rate / 1e6:.0f} MB/s, {ratio:.2f} of the sum")
+    assert both.correct
+    assert ratio >= 0.75
+
+
+@OPS
+@FAULTS
+def test_a_rail_cut_in_the_middle_costs_no_byte_and_no_second(equal: RailsLab, op: str, fault: str) -> None:
+    cut_and_return(equal, op, fault, away_s=1.2, seconds=3.2)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@OPS
+@FAULTS
+def test_rails_cut_again_and_again(equal: RailsLab, op: str, fault: str) -> None:
+    for turn in range(5):
+        cut_and_return(equal, op, fault, away_s=1.0 + turn, seconds=8.0 + turn, rail=turn % 2)
+
+
+@OPS
+def test_a_rail_silent_from_the_start(equal: RailsLab, op: str) -> None:
+    started_s = time.monotonic()
+    with equal.silent(0):
+        result = equal.transfer(op=op, nbytes=64 * MIB)
+    assert result.correct
+    assert time.monotonic() - started_s < 10
+    assert result.samples[-1].done_nbytes[0] == 0
+
+
+def cut_and_return(lab: RailsLab, op: str, fault: str, *, away_s: float, seconds: float, rail: int = 1) -> None:
+    lab.start(op=op, seconds=seconds)
+    time.sleep(0.4)  # in the middle
+    with lab.fault(fault, rail):
+        time.sleep(away_s)
+    returned_s = time.monotonic()
+    result = lab.finish()
+    used_s = result.first_use_s(rail, returned_s)
+    print(
+        f"{op}, {fault}: longest stall {result.longest_stall_s:.2f} s, back after {(used_s or 1e9) - returned_s:.2f} s"
+    )
+    assert result.correct
+    assert result.longest_stall_s < 1.0
+    assert used_s is not None
+    assert used_s - returned_s < 5.0
