@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import socket
@@ -182,6 +183,7 @@ def test_a_killed_owner_is_noticed_at_once(tmp_path: Path, peer: TransferEngine)
 
 
 def test_close_ends_callers_threads_and_sockets(tmp_path: Path, segment: Segment) -> None:
+    gc.collect()  # what earlier tests left to the collector must not be counted now and be gone later
     threads, fds = threading.active_count(), len(os.listdir("/proc/self/fd"))
     owner = make_engine(tmp_path / "owner")
     peer = TransferEngine(TransferConfig(run_dir=str(tmp_path / "peer"), tcp_host=None))
@@ -208,8 +210,8 @@ def test_close_ends_callers_threads_and_sockets(tmp_path: Path, segment: Segment
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and thread.name.startswith("tcp-"):
             thread.join(5)
-    assert threading.active_count() == threads
-    assert len(os.listdir("/proc/self/fd")) == fds
+    assert threading.active_count() <= threads
+    assert len(os.listdir("/proc/self/fd")) <= fds
 
 
 def test_a_closed_handle_does_not_hurt_its_neighbours(

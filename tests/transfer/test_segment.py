@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from moonpool.transfer.segment import Fence, Segment, fence_offset, file_nbytes
 
 
 def fd_count() -> int:
+    gc.collect()
     return len(os.listdir("/proc/self/fd"))
 
 

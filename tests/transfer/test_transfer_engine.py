@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -196,6 +197,7 @@ def test_the_queue_is_bounded(tmp_path: Path) -> None:
 
 
 def test_close_ends_threads_sockets_and_waiters(tmp_path: Path, segment: Segment) -> None:
+    gc.collect()  # what earlier tests left to the collector must not be counted now and be gone later
     threads, fds = threading.active_count(), len(os.listdir("/proc/self/fd"))
     gate = Gate()
     owner, peer = TransferEngine(config(tmp_path)), TransferEngine(config(tmp_path, num_threads=1))
@@ -222,8 +224,8 @@ def test_close_ends_threads_sockets_and_waiters(tmp_path: Path, segment: Segment
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and thread.name.startswith(("tcp-", "Thread-")):
             thread.join(5)
-    assert threading.active_count() == threads
-    assert len(os.listdir("/proc/self/fd")) == fds
+    assert threading.active_count() <= threads
+    assert len(os.listdir("/proc/self/fd")) <= fds
     assert not list(tmp_path.iterdir())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -119,11 +120,12 @@ def test_the_fence_is_one_for_all_ways(owner: OwnerProcess, tmp_path: Path) -> N
 @pytest.mark.parametrize("op", ["read", "write"])
 def test_killed_in_the_middle(tmp_path: Path, way: str, op: str) -> None:
     """Every caller has an error within 2 s, and nothing is left behind."""
+    gc.collect()  # what earlier tests left to the collector must not be counted now and be gone later
     threads, fds = threading.active_count(), len(os.listdir("/proc/self/fd"))
     for turn in range(3):
         kill_in_the_middle(tmp_path / str(turn), way, op)
-    assert threading.active_count() == threads
-    assert len(os.listdir("/proc/self/fd")) == fds
+    assert threading.active_count() <= threads
+    assert len(os.listdir("/proc/self/fd")) <= fds
 
 
 def kill_in_the_middle(run_dir: Path, way: str, op: str) -> None:

@@ -100,6 +100,7 @@ def kill_once(nursery: Nursery, transport: Transport, way: str) -> None:
 
 
 def kill_again_and_again(nursery: Nursery, run_dir: Path, way: str, rounds: int) -> None:
+    gc.collect()  # what earlier tests left to the collector must not be counted now and be gone later
     threads, fds = threading.active_count(), len(os.listdir("/proc/self/fd"))
     for turn in range(rounds):
         transport = ShmTransport(str(run_dir / "own")) if way == "shm" else TcpTransport(None, lanes=3)
@@ -107,8 +108,8 @@ def kill_again_and_again(nursery: Nursery, run_dir: Path, way: str, rounds: int)
         transport.close()
         if turn == 4:
             resident = resident_nbytes()  # the allocator has seen all there is to see
-    assert threading.active_count() == threads
-    assert len(os.listdir("/proc/self/fd")) == fds
+    assert threading.active_count() <= threads
+    assert len(os.listdir("/proc/self/fd")) <= fds
     gc.collect()
     assert "memfd:moonpool" not in Path("/proc/self/maps").read_text()
     assert resident_nbytes() - resident < 4 * NBYTES
