@@ -104,6 +104,13 @@ def header_nbytes(key_nbytes: int, num_pieces: int) -> int:
     return -(-used // ALIGN_NBYTES) * ALIGN_NBYTES
 
 
+def announced_nbytes(buffer: bytes | bytearray | memoryview) -> int:
+    """The size that a header claims for itself: how much to read before `unpack`, and no more than a claim."""
+    if len(buffer) < _FIXED.size:
+        raise Corrupt("object header is cut short")
+    return int(_FIXED.unpack_from(buffer)[6])
+
+
 def unpack(buffer: bytes | bytearray | memoryview) -> ObjectHeader:
     """The header at the start of `buffer`; Corrupt when it is not one or does not fit."""
     view = memoryview(buffer)

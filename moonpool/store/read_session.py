@@ -7,14 +7,13 @@ returned; they may lie in the caller's buffer after an error.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from moonpool.base.checksum import verify
 from moonpool.base.errors import Corrupt, InvalidInput, MoonpoolError, NotFound, StaleGeneration, Unavailable
-from moonpool.base.object_header import ALIGN_NBYTES, ObjectHeader, unpack
+from moonpool.base.object_header import ALIGN_NBYTES, ObjectHeader, announced_nbytes, unpack
 from moonpool.store.counters import ClientCounters
 from moonpool.store.directory import SegmentDirectory
 from moonpool.store.messages import ObjectInfo, Placement
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
 
 # Enough of the header to see whose it is: magic to identity.
 _PREFIX_NBYTES = 64
-# header_nbytes, where docs/formats.md puts it.
-_HEADER_NBYTES = struct.Struct("<16xI")
 
 ReportCorrupt = Callable[[ObjectInfo, Placement], bool]
 
@@ -118,7 +115,7 @@ class ReadSession:
 
     def _read_header(self) -> None:
         raw = self._read_start(min(ALIGN_NBYTES, self.info.nbytes))
-        (nbytes,) = _HEADER_NBYTES.unpack_from(raw)
+        nbytes = announced_nbytes(raw)
         if len(raw) < nbytes <= self.info.nbytes:
             raw = self._read_start(nbytes)
         header = unpack(raw)

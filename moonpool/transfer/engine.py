@@ -77,7 +77,7 @@ class TransferEngine:
 
         AlreadyExists when the name is taken. The segment stays the caller's and must outlive this.
         """
-        endpoints = tuple(t.serve(segment) for t in self._transports if _can_serve(t, segment))
+        endpoints = tuple(t.serve(segment) for t in self._transports if t.can_serve(segment))
         return SegmentDescriptor(
             name=segment.name,
             nbytes=segment.nbytes,
@@ -237,11 +237,6 @@ class TransferEngine:
 
 def _open_for(transport: Transport, descriptor: SegmentDescriptor, endpoint: str, timeout_s: float) -> RemoteSegment:
     return transport.open(descriptor, endpoint, timeout_s=timeout_s)
-
-
-def _can_serve(transport: Transport, segment: Segment) -> bool:
-    """Those that move memory have nothing to take hold of in a file."""
-    return transport.can_serve(segment) and (segment.in_memory or isinstance(transport, FileTransport))
 
 
 def _make_transports(config: TransferConfig, fabric: MemoryFabric | None) -> list[Transport]:

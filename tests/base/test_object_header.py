@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from moonpool.base.checksum import ChecksumKind, crc32c
 from moonpool.base.errors import Corrupt, IdentityMismatch, StaleGeneration
 from moonpool.base.keys import object_key
-from moonpool.base.object_header import ALIGN_NBYTES, ObjectHeader, ObjectKind, Piece, header_nbytes, unpack
+from moonpool.base.object_header import (
+    ALIGN_NBYTES,
+    ObjectHeader,
+    ObjectKind,
+    Piece,
+    announced_nbytes,
+    header_nbytes,
+    unpack,
+)
 
 GOLDEN = ObjectHeader(
     key=object_key(bytes(range(32)), 1, 2),
@@ -103,3 +111,11 @@ def test_check_tells_whose_bytes_they_are() -> None:
 def test_a_digest_of_another_length_is_not_cut_to_fit() -> None:
     with pytest.raises(AssertionError):
         ObjectHeader(key=b"k", generation=1, pieces=(), identity=b"\1" * 40).pack()
+
+
+def test_a_header_announces_its_own_size() -> None:
+    header = ObjectHeader(key=b"k", generation=1, pieces=(Piece(1, 2),) * 900)
+    packed = header.pack()
+    assert announced_nbytes(packed[:ALIGN_NBYTES]) == len(packed) == 3 * ALIGN_NBYTES
+    with pytest.raises(Corrupt):
+        announced_nbytes(packed[:20])

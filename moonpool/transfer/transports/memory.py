@@ -44,7 +44,7 @@ class MemoryTransport(Transport):
         fabric.join(self._owner, self._served)
 
     def can_serve(self, segment: Segment) -> bool:
-        return True
+        return segment.in_memory
 
     def serve(self, segment: Segment) -> str:
         self._served.add(segment)

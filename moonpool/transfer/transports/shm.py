@@ -40,7 +40,7 @@ class ShmTransport(Transport):
         self._server = ShmServer(self._served, self._path, max_connections=max_connections)
 
     def can_serve(self, segment: Segment) -> bool:
-        return segment.fd is not None
+        return segment.in_memory and segment.fd is not None
 
     def serve(self, segment: Segment) -> str:
         self._served.add(segment)

@@ -56,7 +56,7 @@ class TcpTransport(Transport):
             )
 
     def can_serve(self, segment: Segment) -> bool:
-        return self._server is not None
+        return self._server is not None and segment.in_memory
 
     def serve(self, segment: Segment) -> str:
         if self._server is None:
