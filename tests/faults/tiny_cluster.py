@@ -109,6 +109,9 @@ class TinyWorker(Worker):
         layout = self._built.layout
         return b"".join(bytes(self.pieces.read(page, layer)) for layer in range(layout.num_layers))
 
+    def sends_on(self, thread: threading.Thread | None) -> bool:
+        return self._outbox._thread is thread
+
     def is_idle(self) -> bool:
         stats, role = self.stats(), self.role
         nothing_left = not (getattr(role, "_prompts", None) or getattr(role, "_streams", None))
@@ -356,6 +359,7 @@ class Gate:
     def __init__(self, at: int = 1) -> None:
         self.at = at
         self._num_calls = 0
+        self.thread: threading.Thread | None = None  # the one that was stopped
         self._lock = threading.Lock()
         self._reached = threading.Event()
         self._open = threading.Event()
@@ -373,6 +377,7 @@ class Gate:
             self._num_calls += 1
             is_mine = self._num_calls == self.at
         if is_mine:
+            self.thread = threading.current_thread()
             self.mark_reached()
             assert self._open.wait(20), "a gate was never opened"
         return is_mine
