@@ -7,7 +7,6 @@ from __future__ import annotations
 import threading
 import uuid
 
-from moonpool.base.clock import Deadline
 from moonpool.base.errors import PeerLost
 from moonpool.transfer.descriptor import SegmentDescriptor
 from moonpool.transfer.segment import Borrowed, Segment
@@ -73,12 +72,12 @@ class MemoryRemote(MappedRemote):
         self._name, self._incarnation = descriptor.name, descriptor.incarnation
         self._closed = False
         self.nbytes = descriptor.nbytes
-        check_bounds(0, self.nbytes, self._borrow(Deadline(0)).memory.nbytes)
+        check_bounds(0, self.nbytes, self._borrow(0.0).memory.nbytes)
 
     def close(self) -> None:
         self._closed = True
 
-    def _borrow(self, deadline: Deadline) -> Borrowed:
+    def _borrow(self, timeout_s: float) -> Borrowed:
         if self._closed:
             raise PeerLost(f"this handle of segment {self._name!r} is closed")
         served = self._fabric.served_by(self._owner)

@@ -68,14 +68,18 @@ class _Attachment:
         self.borrowed = segment.borrow()
         self._sock = sock
         self._segment = segment
-        self._said = select.poll()
-        self._said.register(sock, select.POLLIN)
+        self._said = select.epoll(1)  # unlike poll objects, several threads may ask it at once
+        self._said.register(sock, select.EPOLLIN)
 
     def owner_lives(self) -> bool:
         """The owner says nothing on this connection; it only ends it."""
-        return not self._said.poll(0)
+        try:
+            return not self._said.poll(0, 1)
+        except (ValueError, OSError):  # closed by another thread
+            return False
 
     def close(self) -> None:
+        self._said.close()
         self._sock.close()
         self._segment.close()
 
@@ -90,14 +94,21 @@ class ShmRemote(MappedRemote):
         self._lock = threading.Lock()
         self._closed = False
         self._attachment: _Attachment | None = None
-        self._borrow(Deadline(timeout_s))
+        self._borrow(timeout_s)
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
             self._detach()
 
-    def _borrow(self, deadline: Deadline) -> Borrowed:
+    def _borrow(self, timeout_s: float) -> Borrowed:
+        # Without the lock: at worst the owner, or this handle, was closed a moment ago, and the mapping outlives both.
+        attachment = self._attachment
+        if attachment is not None and attachment.owner_lives():
+            return attachment.borrowed
+        return self._borrow_anew(Deadline(timeout_s))
+
+    def _borrow_anew(self, deadline: Deadline) -> Borrowed:
         # One thread attaches, the others wait for it, each within its own deadline.
         if not self._lock.acquire(blocking=False) and not self._lock.acquire(timeout=deadline.remaining_s()):
             raise DeadlineExceeded(f"the owner at {self._path} did not answer in time")

@@ -1,7 +1,5 @@
-"""The owner's side of the tcp transport: one listening thread, one thread per connection, a bounded number.
-
-Nothing is touched before name, incarnation, bounds and generation are checked; data moves straight between the
-socket and the segment. A connection that breaks the protocol, or stalls inside a request, is closed.
+"""The owner's side of the tcp transport: one listening thread, one thread per connection (tcp_connection.py), a bounded
+number of them.
 """
 
 from __future__ import annotations
@@ -12,31 +10,15 @@ import socket
 import threading
 
 from moonpool.base.clock import Deadline
-from moonpool.base.errors import MoonpoolError, Overloaded, ProtocolError
-from moonpool.transfer.segment import Fence
-from moonpool.transfer.transports.base import ServedSegments, check_bounds
-from moonpool.transfer.transports.sockets import (
-    hang_up,
-    receive_exactly,
-    receive_present,
-    send_all,
-    tune,
-    wait_readable,
-)
-from moonpool.transfer.transports.tcp_frames import (
-    REQUEST_NBYTES,
-    Op,
-    Request,
-    pack_refusal,
-    pack_response,
-    unpack_request,
-)
-from moonpool.transfer.transports.tcp_streams import INBOX_NBYTES, PART_NBYTES, Inbox, Outbox
+from moonpool.base.errors import Overloaded
+from moonpool.transfer.transports.base import ServedSegments
+from moonpool.transfer.transports.sockets import hang_up, send_all, tune
+from moonpool.transfer.transports.tcp_connection import TcpConnection
+from moonpool.transfer.transports.tcp_frames import pack_refusal
 
 _log = logging.getLogger(__name__)
 _JOIN_TIMEOUT_S = 5.0
 _ACCEPT_PAUSE_S = 0.05
-_DISCARD_NBYTES = 64 * 1024
 
 
 class TcpServer:
@@ -98,106 +80,9 @@ class TcpServer:
         try:
             with sock:
                 tune(sock)
-                _Connection(sock, self._served, self._stall_timeout_s).serve()
+                TcpConnection(sock, self._served, self._stall_timeout_s).serve()
         except OSError as error:
             _log.debug("tcp: connection ended: %s", error)
         finally:
             with self._lock:
                 self._connections.pop(sock, None)
-
-
-class _Connection:
-    """Answers the requests of one connection, in order, until the other side leaves."""
-
-    def __init__(self, sock: socket.socket, served: ServedSegments, stall_timeout_s: float) -> None:
-        self._sock = sock
-        self._served = served
-        self._stall_timeout_s = stall_timeout_s
-        self._inbox = Inbox(sock, INBOX_NBYTES)
-        self._outbox = Outbox(sock, stall_timeout_s)
-
-    def serve(self) -> None:
-        while True:
-            try:
-                request = self._next()
-            except ProtocolError as error:
-                self._outbox.add(pack_refusal(0, error))
-                self._outbox.flush()
-                return
-            (self._read if request.op is Op.READ else self._write)(request)
-            self._inbox.expect(request.nbytes if request.op is Op.WRITE else 0)
-
-    def _next(self) -> Request:
-        """Answers wait while more requests are here, and go before this side waits."""
-        inbox = self._inbox
-        if inbox.nbytes < REQUEST_NBYTES and not inbox.receive_present():
-            self._outbox.flush()
-            inbox.receive(1, None)
-        if inbox.nbytes < REQUEST_NBYTES:
-            self._outbox.flush()
-            inbox.receive(REQUEST_NBYTES, self._stall_deadline())
-        head = unpack_request(inbox.take(REQUEST_NBYTES))
-        if inbox.nbytes < head.name_nbytes:
-            self._outbox.flush()
-            inbox.receive(head.name_nbytes, self._stall_deadline())
-        return head.with_name(inbox.take(head.name_nbytes))
-
-    def _read(self, request: Request) -> None:
-        try:
-            memory, _ = self._target(request)
-        except MoonpoolError as error:
-            self._outbox.add(pack_refusal(request.request_id, error))
-            return
-        self._outbox.add(pack_response(request.request_id, request.nbytes), memory)
-
-    def _write(self, request: Request) -> None:
-        """Every byte announced is taken off the wire, kept or not."""
-        if self._outbox.has_data:
-            self._outbox.flush()
-        left = request.nbytes
-        try:
-            memory, fence = self._target(request)
-            if fence is not None:
-                fence.admit(request.offset, request.nbytes, request.generation)
-            while left:
-                left -= self._receive_some(memory[-left:], request, fence)
-            if fence is not None:
-                fence.confirm(request.offset, request.nbytes, request.generation)
-        except MoonpoolError as error:
-            self._discard(left)
-            self._outbox.add(pack_refusal(request.request_id, error))
-            return
-        self._outbox.add(pack_response(request.request_id, 0))
-
-    def _receive_some(self, rest: memoryview, request: Request, fence: Fence | None) -> int:
-        """Takes a part of the data into its place and says how much."""
-        here = min(self._inbox.nbytes, rest.nbytes)
-        if here:
-            rest[:here] = self._inbox.take(here)
-            return here
-        if fence is None:
-            part = rest[:PART_NBYTES]
-            receive_exactly(self._sock, [part], self._stall_deadline())
-            return part.nbytes
-        # A writer may be slow and be overtaken while its bytes are on the wire. Only bytes that are here already
-        # are let in, and the fence is asked right before: the new owner of the space is not overwritten later.
-        wait_readable(self._sock, self._stall_deadline())
-        fence.confirm(request.offset, request.nbytes, request.generation)
-        return receive_present(self._sock, rest)
-
-    def _target(self, request: Request) -> tuple[memoryview, Fence | None]:
-        segment = self._served.find(request.name, request.incarnation)
-        check_bounds(request.offset, request.nbytes, segment.nbytes)
-        memory, fence = segment.borrow()
-        return memory[request.offset : request.offset + request.nbytes], fence
-
-    def _discard(self, nbytes: int) -> None:
-        nbytes -= self._inbox.take(min(nbytes, self._inbox.nbytes)).nbytes
-        scratch = memoryview(bytearray(min(nbytes, _DISCARD_NBYTES)))
-        while nbytes > 0:
-            part = scratch[: min(nbytes, _DISCARD_NBYTES)]
-            receive_exactly(self._sock, [part], self._stall_deadline())
-            nbytes -= part.nbytes
-
-    def _stall_deadline(self) -> Deadline:
-        return Deadline(self._stall_timeout_s)
