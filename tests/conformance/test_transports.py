@@ -13,9 +13,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moonpool.base.errors import AlreadyExists, InvalidInput, NotFound, PeerLost, StaleGeneration
+from moonpool.base.errors import AlreadyExists, InvalidInput, NotFound, Overloaded, PeerLost, StaleGeneration
 from moonpool.transfer.descriptor import SegmentDescriptor
 from moonpool.transfer.host import host_id
+from moonpool.transfer.mailbox import MAX_MESSAGE_NBYTES, Notification
 from moonpool.transfer.segment import Segment
 from moonpool.transfer.transports.base import RemoteSegment, Transport
 from moonpool.transfer.transports.file import FileTransport
@@ -24,7 +25,7 @@ from moonpool.transfer.transports.memory import MemoryFabric, MemoryTransport
 from moonpool.transfer.transports.shm import ShmTransport
 from moonpool.transfer.transports.tcp import TcpTransport
 
-WAYS = ("memory", "shm", "tcp", "file")
+WAYS = ("memory", "shm", "tcp", "file", "tcp-file")
 NBYTES = 64 * 1024
 GRANULE = 4096
 T = 5.0
@@ -103,8 +104,9 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         "shm": lambda: ShmTransport(str(tmp_path_factory.mktemp("run"))),
         "tcp": lambda: TcpTransport("127.0.0.1"),
         "file": FileTransport,
+        "tcp-file": lambda: TcpTransport("127.0.0.1"),  # a file, served by its owner to other machines
     }
-    made = World(makers[request.param], tmp_path_factory.mktemp("disk") if request.param == "file" else None)
+    made = World(makers[request.param], tmp_path_factory.mktemp("disk") if "file" in request.param else None)
     try:
         yield made
     finally:
@@ -473,6 +475,45 @@ def test_parallel_callers_of_many_do_not_mix(world: World) -> None:
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(work, range(8)))
+
+
+def _refused_after(act: Callable[[], None]) -> int:
+    """How often it worked before it was Overloaded."""
+    for count in range(10_000):
+        try:
+            act()
+        except Overloaded:
+            return count
+    raise AssertionError("it never ended")
+
+
+def test_messages_reach_the_owner_in_order(world: World) -> None:
+    segment = world.segment()
+    remote = world.open(segment)
+    if remote.transport == "file":
+        with pytest.raises(InvalidInput):
+            remote.notify(b"hello", timeout_s=T)
+        return
+    for number in range(5):
+        remote.notify(b"%d" % number, timeout_s=T)
+    remote.notify(bytes(MAX_MESSAGE_NBYTES), timeout_s=T)
+    assert world.owner.desk.mailbox.take() == [
+        *(Notification("seg", b"%d" % number) for number in range(5)),
+        Notification("seg", bytes(MAX_MESSAGE_NBYTES)),
+    ]
+    with pytest.raises(InvalidInput, match="at most"):
+        remote.notify(bytes(MAX_MESSAGE_NBYTES + 1), timeout_s=T)
+    assert _refused_after(lambda: remote.notify(bytes(MAX_MESSAGE_NBYTES), timeout_s=T)) > 100
+    assert world.owner.desk.mailbox.take()
+    world.owner.unserve("seg")
+    with pytest.raises(NotFound):
+        remote.notify(b"late", timeout_s=T)
+    world.owner.close()
+    with pytest.raises(PeerLost):
+        remote.notify(b"later", timeout_s=T)
+    remote.close()
+    with pytest.raises(PeerLost):
+        remote.notify(b"never", timeout_s=T)
 
 
 def test_memory_of_any_kind_where_the_transport_can(world: World) -> None:

@@ -282,11 +282,14 @@ def user(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 def test_the_engine_serves_files_by_file_and_memory_by_memory(segment: FileSegment) -> None:
     with TransferEngine(TransferConfig(run_dir="/nonexistent", shm=False)) as engine:
         descriptor = engine.serve(segment)
-        assert descriptor.endpoints == (f"file:{segment.path}",)
+        local, distant = descriptor.endpoints
+        assert local == f"file:{segment.path}"
+        assert distant.startswith("tcp:")  # other machines read it through its owner
         assert descriptor.granule_nbytes == 65536
         [endpoint] = engine.serve(Segment.over("m", bytearray(10), incarnation=1)).endpoints
         assert endpoint.startswith("tcp:")
         remote = engine.open(descriptor)
+        assert remote.transport == "file"
         remote.write_from(5, [b"hello"], generation=1, timeout_s=T)
         assert read(segment, 5, 5) == b"hello"
         engine.unserve("seg")

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from moonpool.base.errors import Internal, InvalidInput, MoonpoolError, ProtocolError, StaleGeneration
 from moonpool.transfer.transports.tcp_frames import (
+    MAX_ASK_NBYTES,
     MAX_DATA_NBYTES,
     MAX_ERROR_NBYTES,
     REQUEST_NBYTES,
@@ -18,6 +19,7 @@ from moonpool.transfer.transports.tcp_frames import (
     Request,
     Response,
     Status,
+    pack_ask,
     pack_refusal,
     pack_request,
     pack_response,
@@ -54,7 +56,18 @@ def test_golden_responses() -> None:
     )
 
 
-@given(st.sampled_from(Op), u64, names, u64, st.integers(0, 2**63), st.integers(0, MAX_DATA_NBYTES), u64)
+def test_golden_ask() -> None:
+    assert pack_ask(7, b"\x91\xa9Introduce").hex() == (
+        "4d505458010300000700000000000000" + "00" * 16 + "0b00000000000000" + "00" * 8 + "91a9496e74726f64756365"
+    )
+    assert unpack_request(pack_ask(7, b"x" * MAX_ASK_NBYTES)).nbytes == MAX_ASK_NBYTES
+    with pytest.raises(InvalidInput):
+        pack_ask(7, b"x" * (MAX_ASK_NBYTES + 1))
+
+
+@given(
+    st.sampled_from([Op.READ, Op.WRITE]), u64, names, u64, st.integers(0, 2**63), st.integers(0, MAX_DATA_NBYTES), u64
+)
 def test_requests_survive(op: Op, id_: int, name: str, inc: int, offset: int, nbytes: int, generation: int) -> None:
     request = Request(op, id_, name, inc, offset, nbytes, generation)
     frame = pack_request(request)
@@ -104,7 +117,7 @@ GOOD = pack_request(Request(Op.READ, 1, "n", 1, 0, 1))
 
 @pytest.mark.parametrize(
     ("at", "value"),
-    [(0, b"X"), (4, b"\x02"), (5, b"\x00"), (5, b"\x03"), (6, b"\x00\x00"), (6, b"\x00\x01"), (32, b"\xff" * 8)],
+    [(0, b"X"), (4, b"\x02"), (5, b"\x00"), (5, b"\x04"), (6, b"\x00\x00"), (6, b"\x00\x01"), (32, b"\xff" * 8)],
 )
 def test_broken_requests_are_refused(at: int, value: bytes) -> None:
     with pytest.raises(ProtocolError):

@@ -57,6 +57,13 @@ class RemoteSegment(ABC):
         for offset, view in place_items(items, self.nbytes, writable=False):
             self.write_from(offset, [view], generation=generation, timeout_s=deadline.remaining_s())
 
+    def notify(self, message: bytes, *, timeout_s: float) -> None:
+        """Leaves a message with the segment's owner, who has it when this returns. Writes that ended before are in
+        place by the time the owner reads it. Overloaded when the owner takes no messages, InvalidInput when there is
+        no owner to take them (a file) or it is over 32 KiB.
+        """
+        raise InvalidInput(f"nobody takes messages for a segment reached by {self.transport}")
+
     def view(self, offset: int, nbytes: int) -> memoryview | None:
         """The bytes themselves, read-only and without a copy; None where the transport cannot. The view stays
         readable after close(), but nothing stops the owner from changing what it shows.
@@ -102,17 +109,17 @@ class Transport(ABC):
 
 
 class ServedSegments:
-    """What an owner offers through one transport, by name. Thread-safe."""
+    """What an owner offers, by name; its transports may share one. Thread-safe."""
 
     def __init__(self) -> None:
         self._segments: dict[str, Segment] = {}
         self._lock = threading.Lock()
 
     def add(self, segment: Segment) -> None:
+        """AlreadyExists when another segment has that name."""
         with self._lock:
-            if segment.name in self._segments:
+            if self._segments.setdefault(segment.name, segment) is not segment:
                 raise AlreadyExists(f"segment {segment.name!r} is already served")
-            self._segments[segment.name] = segment
 
     def remove(self, name: str) -> None:
         with self._lock:

@@ -9,8 +9,10 @@ import uuid
 
 from moonpool.base.errors import PeerLost
 from moonpool.transfer.descriptor import SegmentDescriptor
+from moonpool.transfer.desk import Desk, Notify
+from moonpool.transfer.mailbox import check_message
 from moonpool.transfer.segment import Borrowed, Segment
-from moonpool.transfer.transports.base import ServedSegments, Transport, check_bounds, rest_of
+from moonpool.transfer.transports.base import Transport, check_bounds, rest_of
 from moonpool.transfer.transports.mapped import MappedRemote
 
 
@@ -18,49 +20,49 @@ class MemoryFabric:
     """Who is alive in this process, by a name no other process has."""
 
     def __init__(self) -> None:
-        self._owners: dict[str, ServedSegments] = {}
+        self._owners: dict[str, Desk] = {}
         self._lock = threading.Lock()
 
-    def join(self, owner: str, served: ServedSegments) -> None:
+    def join(self, owner: str, desk: Desk) -> None:
         with self._lock:
-            self._owners[owner] = served
+            self._owners[owner] = desk
 
     def leave(self, owner: str) -> None:
         with self._lock:
             self._owners.pop(owner, None)
 
-    def served_by(self, owner: str) -> ServedSegments | None:
+    def desk_of(self, owner: str) -> Desk | None:
         return self._owners.get(owner)
 
 
 class MemoryTransport(Transport):
     scheme = "memory"
 
-    def __init__(self, fabric: MemoryFabric) -> None:
+    def __init__(self, fabric: MemoryFabric, *, desk: Desk | None = None) -> None:
         self._fabric = fabric
         self._owner = uuid.uuid4().hex
-        self._served = ServedSegments()
-        fabric.join(self._owner, self._served)
+        self.desk = desk or Desk()
+        fabric.join(self._owner, self.desk)
 
     def can_serve(self, segment: Segment) -> bool:
         return segment.in_memory
 
     def serve(self, segment: Segment) -> str:
-        self._served.add(segment)
+        self.desk.serve(segment)
         return f"{self.scheme}:{self._owner}"
 
     def unserve(self, name: str) -> None:
-        self._served.remove(name)
+        self.desk.withdraw(name)
 
     def usable(self, descriptor: SegmentDescriptor, endpoint: str) -> bool:
-        return self._fabric.served_by(rest_of(endpoint, self.scheme)) is not None
+        return self._fabric.desk_of(rest_of(endpoint, self.scheme)) is not None
 
     def open(self, descriptor: SegmentDescriptor, endpoint: str, *, timeout_s: float) -> MemoryRemote:
         return MemoryRemote(self._fabric, rest_of(endpoint, self.scheme), descriptor)
 
     def close(self) -> None:
         self._fabric.leave(self._owner)
-        self._served.clear()
+        self.desk.close()
 
 
 class MemoryRemote(MappedRemote):
@@ -77,10 +79,17 @@ class MemoryRemote(MappedRemote):
     def close(self) -> None:
         self._closed = True
 
+    def notify(self, message: bytes, *, timeout_s: float) -> None:
+        check_message(message)
+        self._desk().answer(Notify(self._name, self._incarnation, message))
+
     def _borrow(self, timeout_s: float) -> Borrowed:
+        return self._desk().segments.find(self._name, self._incarnation).borrow()
+
+    def _desk(self) -> Desk:
         if self._closed:
             raise PeerLost(f"this handle of segment {self._name!r} is closed")
-        served = self._fabric.served_by(self._owner)
-        if served is None:
+        desk = self._fabric.desk_of(self._owner)
+        if desk is None:
             raise PeerLost(f"the owner of segment {self._name!r} is gone")
-        return served.find(self._name, self._incarnation).borrow()
+        return desk

@@ -13,18 +13,20 @@ import uuid
 from moonpool.base.address import parse_address
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import DeadlineExceeded, PeerLost, ProtocolError
-from moonpool.base.frames import HEADER_NBYTES, FrameKind, decode_header
-from moonpool.base.rpc.protocol import decode_error, decode_reply, encode_call
+from moonpool.base.frames import HEADER_NBYTES
+from moonpool.base.rpc.protocol import encode_call
 from moonpool.transfer.descriptor import SegmentDescriptor
+from moonpool.transfer.desk import Desk, Notify
 from moonpool.transfer.host import host_id
+from moonpool.transfer.mailbox import check_message
 from moonpool.transfer.segment import Borrowed, Segment
-from moonpool.transfer.transports.base import ServedSegments, Transport, check_bounds, rest_of
+from moonpool.transfer.transports.base import Transport, check_bounds, rest_of
 from moonpool.transfer.transports.mapped import MappedRemote
-from moonpool.transfer.transports.shm_server import AskSegment, SegmentMemory, ShmServer
-from moonpool.transfer.transports.sockets import connect_unix, receive_exactly, receive_with_fds, send_all
+from moonpool.transfer.transports.shm_server import AskSegment, ShmServer
+from moonpool.transfer.transports.sockets import connect_unix, receive_with_fds, send_all
+from moonpool.transfer.transports.unix_ask import UnixLine, receive_reply, unix_errors
 
 MAX_CONNECTIONS = 1024
-_MAX_REPLY_NBYTES = 4096
 
 
 class ShmTransport(Transport):
@@ -32,22 +34,22 @@ class ShmTransport(Transport):
 
     scheme = "shm"
 
-    def __init__(self, run_dir: str, *, max_connections: int = MAX_CONNECTIONS) -> None:
+    def __init__(self, run_dir: str, *, desk: Desk | None = None, max_connections: int = MAX_CONNECTIONS) -> None:
         os.makedirs(run_dir, mode=0o700, exist_ok=True)
         path = os.path.join(os.path.abspath(run_dir), f"shm-{os.getpid()}-{uuid.uuid4().hex[:8]}.sock")
         self._path = parse_address(f"unix:{path}").path  # refuses a path too long for the kernel
-        self._served = ServedSegments()
-        self._server = ShmServer(self._served, self._path, max_connections=max_connections)
+        self.desk = desk or Desk()
+        self._server = ShmServer(self.desk, self._path, max_connections=max_connections)
 
     def can_serve(self, segment: Segment) -> bool:
         return segment.in_memory and segment.fd is not None
 
     def serve(self, segment: Segment) -> str:
-        self._served.add(segment)
+        self.desk.serve(segment)
         return f"{self.scheme}:{self._path}"
 
     def unserve(self, name: str) -> None:
-        self._served.remove(name)
+        self.desk.withdraw(name)
         self._server.hang_up_segment(name)
 
     def usable(self, descriptor: SegmentDescriptor, endpoint: str) -> bool:
@@ -58,7 +60,7 @@ class ShmTransport(Transport):
 
     def close(self) -> None:
         self._server.close()
-        self._served.clear()
+        self.desk.close()
 
 
 class _Attachment:
@@ -96,6 +98,12 @@ class ShmRemote(MappedRemote):
         self._attachment: _Attachment | None = None
         self._borrow(timeout_s)
 
+    def notify(self, message: bytes, *, timeout_s: float) -> None:
+        check_message(message)
+        if self._closed:
+            raise PeerLost(f"this handle of segment {self._descriptor.name!r} is closed")
+        UnixLine(self._path).ask(Notify(self._descriptor.name, self._descriptor.incarnation, message), timeout_s)
+
     def close(self) -> None:
         with self._lock:
             self._closed = True
@@ -129,17 +137,13 @@ class ShmRemote(MappedRemote):
             attachment.close()
 
     def _attach(self, deadline: Deadline) -> _Attachment:
-        try:
+        with unix_errors(self._path):
             sock = connect_unix(self._path, deadline)
             try:
                 return _Attachment(sock, self._fetch(sock, deadline))
             except BaseException:
                 sock.close()
                 raise
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"the owner at {self._path} did not answer in time") from error
-        except OSError as error:
-            raise PeerLost(f"the owner at {self._path} is gone: {error.strerror or error}") from error
 
     def _fetch(self, sock: socket.socket, deadline: Deadline) -> Segment:
         """Asks for the memory and maps it."""
@@ -147,7 +151,7 @@ class ShmRemote(MappedRemote):
         send_all(sock, [encode_call(ask, 1)], deadline)
         header, fds = receive_with_fds(sock, HEADER_NBYTES, deadline)
         try:
-            memory = _receive_reply(sock, ask, header, deadline)
+            memory = receive_reply(sock, ask, header, deadline)
             if len(fds) != 1:
                 raise ProtocolError("the owner's answer carries no memory")
             check_bounds(0, self.nbytes, memory.nbytes)
@@ -158,15 +162,3 @@ class ShmRemote(MappedRemote):
             for fd in fds:
                 os.close(fd)
             raise
-
-
-def _receive_reply(sock: socket.socket, ask: AskSegment, header: bytes, deadline: Deadline) -> SegmentMemory:
-    kind, nbytes, _ = decode_header(header)
-    if nbytes > _MAX_REPLY_NBYTES:
-        raise ProtocolError(f"an answer of {nbytes} bytes is over the limit")
-    body = memoryview(bytearray(nbytes))
-    receive_exactly(sock, [body], deadline)
-    if kind is FrameKind.ERROR:
-        raise decode_error(bytes(body))
-    memory: SegmentMemory = decode_reply(ask, bytes(body))
-    return memory

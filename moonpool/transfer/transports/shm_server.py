@@ -1,8 +1,8 @@
 """The owner's side of the shm transport: hands a segment's memfd to processes that ask over a Unix socket.
 
-A client asks once, with one CALL frame, and gets a REPLY frame with the descriptor attached, or an ERROR frame. It
-then keeps the connection open and says nothing more: as long as it is open the owner lives and serves the segment.
-One thread does it all.
+A client asks once, with one CALL frame, and gets a REPLY frame, or an ERROR frame. If it asked for a segment the reply
+has the descriptor attached, and the client keeps the connection open and says nothing more: as long as it is open the
+owner lives and serves the segment. Calls to the desk (transfer/desk.py) are taken too. One thread does it all.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ import os
 import selectors
 import socket
 import threading
+from typing import Any
 
 import msgspec
 
 from moonpool.base.errors import MoonpoolError, NotFound, Overloaded, ProtocolError
 from moonpool.base.frames import HEADER_NBYTES, FrameDecoder, FrameKind
 from moonpool.base.rpc.protocol import Call, CallDecoder, encode_error, encode_value
-from moonpool.transfer.transports.base import ServedSegments
+from moonpool.transfer.desk import CALLS, Desk
 from moonpool.transfer.transports.sockets import hang_up
 
 _log = logging.getLogger(__name__)
 _JOIN_TIMEOUT_S = 5.0
 _ACCEPT_PAUSE_S = 0.05
-_MAX_REQUEST_NBYTES = HEADER_NBYTES + 1024
+_MAX_REQUEST_NBYTES = HEADER_NBYTES + 64 * 1024  # on one connection, in all
 
 
 class SegmentMemory(msgspec.Struct, frozen=True, array_like=True):
@@ -40,7 +41,7 @@ class AskSegment(Call[SegmentMemory]):
     incarnation: int
 
 
-_CALLS = CallDecoder([AskSegment])
+_CALLS = CallDecoder([AskSegment, *CALLS])
 
 
 class _Client:
@@ -56,8 +57,8 @@ class _Client:
 class ShmServer:
     """Listens at `path` from construction to close(), which removes the path again."""
 
-    def __init__(self, served: ServedSegments, path: str, *, max_connections: int) -> None:
-        self._served = served
+    def __init__(self, desk: Desk, path: str, *, max_connections: int) -> None:
+        self._desk = desk
         self._path = path
         self._max_connections = max_connections
         self._lock = threading.Lock()
@@ -140,16 +141,26 @@ class ShmServer:
         try:
             frames = client.frames.feed(data)
             if client.segment is None and frames:
-                self._grant(client, frames[0].call_id, _decode(frames[0].kind, frames[0].body))
+                self._reply(client, frames[0].call_id, _decode(frames[0].kind, frames[0].body))
         except MoonpoolError as error:
             client.sock.send(encode_error(0, error))
             return False
         return True
 
+    def _reply(self, client: _Client, call_id: int, call: Call[Any]) -> None:
+        if isinstance(call, AskSegment):
+            self._grant(client, call_id, call)
+            return
+        reply = encode_value(FrameKind.REPLY, call_id, self._desk.answer(call))
+        if client.sock.send(reply) < len(
+            reply
+        ):  # nobody waits here for a reader, so an answer fits the socket or fails
+            raise ConnectionAbortedError(f"an answer of {len(reply)} bytes did not fit")
+
     def _grant(self, client: _Client, call_id: int, ask: AskSegment) -> None:
         # Under the lock, so that after hang_up_segment() nobody is being given a descriptor that is about to close.
         with self._lock:
-            segment = self._served.find(ask.name, ask.incarnation)
+            segment = self._desk.segments.find(ask.name, ask.incarnation)
             fence, fd = segment.fence, segment.fd
             if fd is None:
                 raise NotFound(f"segment {ask.name!r} is closed")
@@ -158,12 +169,10 @@ class ShmServer:
             socket.send_fds(client.sock, [encode_value(FrameKind.REPLY, call_id, memory)], [fd])
 
 
-def _decode(kind: FrameKind, body: bytes) -> AskSegment:
+def _decode(kind: FrameKind, body: bytes) -> Call[Any]:
     if kind is not FrameKind.CALL:
         raise ProtocolError("the first frame must be a CALL")
-    ask = _CALLS.decode(body)
-    assert isinstance(ask, AskSegment)
-    return ask
+    return _CALLS.decode(body)
 
 
 def _listen(path: str) -> socket.socket:

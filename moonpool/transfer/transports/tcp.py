@@ -11,12 +11,15 @@ from collections.abc import Sequence
 
 from moonpool.base.address import parse_address
 from moonpool.base.clock import Deadline
-from moonpool.base.errors import ConfigError, DeadlineExceeded, InvalidInput, PeerLost
+from moonpool.base.errors import ConfigError, InvalidInput, PeerLost
 from moonpool.transfer.buffers import Buffer, as_bytes_views, total_nbytes
 from moonpool.transfer.descriptor import SegmentDescriptor
+from moonpool.transfer.desk import Desk, Line, Notify
+from moonpool.transfer.mailbox import check_message
 from moonpool.transfer.segment import Segment
-from moonpool.transfer.transports.base import RemoteSegment, ServedSegments, Transport, check_bounds, place_items
+from moonpool.transfer.transports.base import RemoteSegment, Transport, check_bounds, place_items
 from moonpool.transfer.transports.lanes import LanePool
+from moonpool.transfer.transports.tcp_ask import TcpLine, tcp_errors
 from moonpool.transfer.transports.tcp_frames import Op, pack_requests
 from moonpool.transfer.transports.tcp_pipeline import Order, Pipeline
 from moonpool.transfer.transports.tcp_server import TcpServer
@@ -36,12 +39,13 @@ class TcpTransport(Transport):
         host: str | None = "127.0.0.1",
         port: int = 0,
         *,
+        desk: Desk | None = None,
         lanes: int = 2,
         advertise_host: str | None = None,
         max_connections: int = MAX_CONNECTIONS,
         stall_timeout_s: float = STALL_TIMEOUT_S,
     ) -> None:
-        self._served = ServedSegments()
+        self.desk = desk or Desk()
         self._pools: dict[tuple[str, int], LanePool] = {}
         self._lanes = lanes
         self._lock = threading.Lock()
@@ -52,31 +56,32 @@ class TcpTransport(Transport):
             if self._advertise_host in _WILDCARDS:
                 raise ConfigError(f"listening on {host} needs an address to tell others (tcp_advertise_host)")
             self._server = TcpServer(
-                self._served, host, port, stall_timeout_s=stall_timeout_s, max_connections=max_connections
+                self.desk, host, port, stall_timeout_s=stall_timeout_s, max_connections=max_connections
             )
 
     def can_serve(self, segment: Segment) -> bool:
-        return self._server is not None and segment.in_memory
+        return self._server is not None
 
     def serve(self, segment: Segment) -> str:
         if self._server is None:
             raise InvalidInput("this tcp transport does not listen")
-        self._served.add(segment)
+        self.desk.serve(segment)
         return f"{self.scheme}:{self._advertise_host}:{self._server.port}"
 
     def unserve(self, name: str) -> None:
-        self._served.remove(name)
+        self.desk.withdraw(name)
 
     def usable(self, descriptor: SegmentDescriptor, endpoint: str) -> bool:
         return True
 
     def open(self, descriptor: SegmentDescriptor, endpoint: str, *, timeout_s: float) -> TcpRemote:
-        address = parse_address(endpoint)
-        if address.scheme != self.scheme:
-            raise InvalidInput(f"{endpoint!r} is not a tcp endpoint")
-        remote = TcpRemote(self._pool(address.host, address.port), descriptor)
+        remote = TcpRemote(self._pool_at(endpoint), descriptor)
         remote.probe(timeout_s)
         return remote
+
+    def line(self, endpoint: str) -> Line:
+        """To the desk behind `endpoint`."""
+        return TcpLine(self._pool_at(endpoint))
 
     def close(self) -> None:
         with self._lock:
@@ -86,9 +91,13 @@ class TcpTransport(Transport):
             pool.close()
         if self._server is not None:
             self._server.close()
-        self._served.clear()
+        self.desk.close()
 
-    def _pool(self, host: str, port: int) -> LanePool:
+    def _pool_at(self, endpoint: str) -> LanePool:
+        address = parse_address(endpoint)
+        if address.scheme != self.scheme:
+            raise InvalidInput(f"{endpoint!r} is not a tcp endpoint")
+        host, port = address.host, address.port
         with self._lock:
             if self._closed:
                 raise PeerLost("this transport is closed")
@@ -121,6 +130,11 @@ class TcpRemote(RemoteSegment):
     def write_many(self, items: Sequence[tuple[int, Buffer]], *, generation: int, timeout_s: float) -> None:
         self._exchange(Op.WRITE, self._orders(items, writable=False), generation, timeout_s)
 
+    def notify(self, message: bytes, *, timeout_s: float) -> None:
+        check_message(message)
+        self._check_open()
+        TcpLine(self._pool).ask(Notify(self._descriptor.name, self._descriptor.incarnation, message), timeout_s)
+
     def close(self) -> None:
         """The lanes stay: they belong to the transport and serve its other handles."""
         self._closed = True
@@ -135,19 +149,17 @@ class TcpRemote(RemoteSegment):
 
     def _exchange(self, op: Op, orders: list[Order], generation: int, timeout_s: float) -> None:
         """Carries the orders out on one lane; raises the first refusal once all are answered."""
-        if self._closed:
-            raise PeerLost(f"this handle of segment {self._descriptor.name!r} is closed")
+        self._check_open()
         if not orders:
             return
         deadline = Deadline(timeout_s)
         numbered = ((number, order.offset, order.nbytes) for number, order in enumerate(orders, 1))
         heads = pack_requests(op, self._descriptor.name, self._descriptor.incarnation, generation, numbered)
-        try:
-            with self._pool.lane(deadline) as sock:
-                refusal = Pipeline(sock, op, heads, orders, deadline).run()
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"{self._pool} did not answer within {timeout_s:g} s") from error
-        except OSError as error:
-            raise PeerLost(f"{self._pool}: {error}") from error
+        with tcp_errors(self._pool, timeout_s), self._pool.lane(deadline) as sock:
+            refusal = Pipeline(sock, op, heads, orders, deadline).run()
         if refusal is not None:
             raise refusal
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise PeerLost(f"this handle of segment {self._descriptor.name!r} is closed")

@@ -2,15 +2,19 @@
 
 Request, 48 bytes, then the name, then for a WRITE the data:
 
-     0  magic "MPTX"       4  version u8 = 1      5  op u8: 1 READ, 2 WRITE     6  name_nbytes u16: 1..255
+     0  magic "MPTX"       4  version u8 = 1      5  op u8: 1 READ, 2 WRITE,    6  name_nbytes u16: 1..255
+                                                     3 ASK                          (0 for an ASK)
      8  request_id u64    16  incarnation u64    24  offset u64                32  nbytes u64
-    40  generation u64 (0 for a READ)            48  name, UTF-8               48 + name_nbytes  data (WRITE)
+    40  generation u64 (0 for a READ)            48  name, UTF-8               48 + name_nbytes  data (WRITE, ASK)
 
-Response, 24 bytes, then for a READ that succeeded the data, or for a failure its text:
+An ASK carries one call to the owner's desk (transfer/desk.py), msgpack, at most 64 KiB; its other fields are 0.
+
+Response, 24 bytes, then for a READ or ASK that succeeded the data, or for a failure its text:
 
      0  magic "MPTX"       4  version u8 = 1      5  status u8: 0 OK, 1 ERROR   6  reserved u16 = 0
      8  request_id u64 of the request answered (0: the connection itself is refused)
-    16  nbytes u64: data of a READ, 0 for a WRITE, length of the text for an ERROR (at most 1,024)
+    16  nbytes u64: data of a READ, 0 for a WRITE, the answer to an ASK (msgpack, at most 1 MiB), the text of an ERROR
+        (at most 1,024)
     24  data, or text: an error code of base/errors.py, one space, a sentence; UTF-8
 
 Requests of one connection are answered in order; several may be under way. A request once begun is sent whole: the
@@ -32,6 +36,8 @@ from moonpool.transfer.segment import MAX_NAME_NBYTES
 MAGIC = b"MPTX"
 VERSION = 1
 MAX_DATA_NBYTES = 1 << 30
+MAX_ASK_NBYTES = 64 * 1024
+MAX_ANSWER_NBYTES = 1024 * 1024
 MAX_ERROR_NBYTES = 1024
 _REQUEST = struct.Struct("<4sBBHQQQQQ")
 _RESPONSE = struct.Struct("<4sBBHQQ")
@@ -43,6 +49,7 @@ _U64 = 1 << 64
 class Op(IntEnum):
     READ = 1
     WRITE = 2
+    ASK = 3
 
 
 class Status(IntEnum):
@@ -121,6 +128,13 @@ def pack_requests(
     return heads
 
 
+def pack_ask(request_id: int, body: bytes) -> bytes:
+    """A whole request. InvalidInput when the call is too large."""
+    if len(body) > MAX_ASK_NBYTES:
+        raise InvalidInput(f"a call has at most {MAX_ASK_NBYTES} bytes, not {len(body)}")
+    return _REQUEST.pack(MAGIC, VERSION, Op.ASK, 0, request_id, 0, 0, len(body), 0) + body
+
+
 def unpack_request(frame: bytes | bytearray | memoryview) -> RequestHead:
     """The first 48 bytes of a request; ProtocolError when they break a rule. Allocates nothing."""
     magic, version, op, name_nbytes, request_id, incarnation, offset, nbytes, generation = _unpack(_REQUEST, frame)
@@ -128,9 +142,9 @@ def unpack_request(frame: bytes | bytearray | memoryview) -> RequestHead:
     known_op = _OPS.get(op)
     if known_op is None:
         raise ProtocolError(f"unknown operation {op}")
-    if not 0 < name_nbytes <= MAX_NAME_NBYTES:
+    if not 0 < name_nbytes <= MAX_NAME_NBYTES and (name_nbytes, known_op) != (0, Op.ASK):
         raise ProtocolError(f"a name of {name_nbytes} bytes is not allowed")
-    if nbytes > MAX_DATA_NBYTES or offset + nbytes >= _U64:
+    if nbytes > (MAX_ASK_NBYTES if known_op is Op.ASK else MAX_DATA_NBYTES) or offset + nbytes >= _U64:
         raise ProtocolError(f"a request for {nbytes} bytes at {offset} is over the limit")
     return RequestHead(known_op, name_nbytes, request_id, incarnation, offset, nbytes, generation)
 

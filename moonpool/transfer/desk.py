@@ -1,0 +1,186 @@
+"""What a peer may ask an engine beside moving bytes: what it serves, who it is, and leave a message.
+
+One desk per engine; its transports bring the calls (tcp by an ASK frame, shm by its Unix socket) and share its table of
+segments. Transports whose bytes pass the owner's processor by (nixl, cuda) ask here for what they need to reach a
+segment, and for the fence's leave before and after a write.
+
+Every call is small (64 KiB at most) and answered at once; none makes the owner wait for anybody.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+import msgspec
+
+from moonpool.base.errors import InvalidInput, NotFound
+from moonpool.base.rpc.protocol import Call, CallDecoder
+from moonpool.transfer.descriptor import SegmentDescriptor
+from moonpool.transfer.host import host_id
+from moonpool.transfer.mailbox import Mailbox, Notification
+from moonpool.transfer.segment import Fence, Segment
+from moonpool.transfer.topology import Topology
+from moonpool.transfer.transports.base import ServedSegments, check_bounds
+
+R = TypeVar("R")
+Spans: TypeAlias = list[tuple[int, int]]  # (offset, nbytes)
+
+
+class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine, as it introduces itself. `topology` is None where it was not looked at."""
+
+    host: str
+    incarnation: int
+    topology: Topology | None = None
+
+
+class Describe(Call[SegmentDescriptor]):
+    """How to reach a segment of which only the name is known."""
+
+    name: str
+
+
+class Introduce(Call[PeerInfo]):
+    pass
+
+
+class Notify(Call[None]):
+    """Leaves a message; Overloaded when nobody takes them."""
+
+    name: str
+    incarnation: int
+    message: bytes
+
+
+class Admit(Call[None]):
+    """The fence's leave to write; see Fence.admit_all(). With no spans it asks only whether the segment is served."""
+
+    name: str
+    incarnation: int
+    spans: Spans
+    generation: int
+
+
+class Confirm(Call[None]):
+    """Whether the spans still belong to the generation, after a write."""
+
+    name: str
+    incarnation: int
+    spans: Spans
+    generation: int
+
+
+class Attach(Call[bytes]):
+    """What the transport `scheme` needs to reach the segment, in its own format."""
+
+    scheme: str
+    name: str
+    incarnation: int
+    hello: bytes = b""
+
+
+CALLS: tuple[type[Call[Any]], ...] = (Describe, Introduce, Notify, Admit, Confirm, Attach)
+_DECODER = CallDecoder(CALLS)
+
+
+class Line(Protocol):
+    """A way to somebody's desk."""
+
+    def ask(self, call: Call[R], timeout_s: float) -> R:
+        """The owner's answer or its error; PeerLost or DeadlineExceeded when there is none."""
+        ...
+
+
+class Desk:
+    """Thread-safe; answers without waiting."""
+
+    def __init__(self, incarnation: int = 0, topology: Topology | None = None) -> None:
+        self.segments = ServedSegments()
+        self.mailbox = Mailbox()
+        self._info = PeerInfo(host=host_id(), incarnation=incarnation, topology=topology)
+        self._descriptors: dict[str, SegmentDescriptor] = {}
+        self._attach: dict[str, Callable[[Segment, bytes], bytes]] = {}
+        self._lock = threading.Lock()
+
+    def serve(self, segment: Segment) -> None:
+        """AlreadyExists when another segment has that name; the same one may come again, by another transport."""
+        self.segments.add(segment)
+
+    def publish(self, descriptor: SegmentDescriptor) -> None:
+        """From now on Describe answers with it."""
+        with self._lock:
+            self._descriptors[descriptor.name] = descriptor
+
+    def withdraw(self, name: str) -> None:
+        """Idempotent."""
+        with self._lock:
+            self._descriptors.pop(name, None)
+        self.segments.remove(name)
+
+    def on_attach(self, scheme: str, answer: Callable[[Segment, bytes], bytes]) -> None:
+        """Calls `answer(segment, hello)` for Attach calls of that transport."""
+        self._attach[scheme] = answer
+
+    def close(self) -> None:
+        self.segments.clear()
+        self.mailbox.close()
+
+    def answer_body(self, body: bytes) -> bytes:
+        """A call as it came, answered as it goes; raises MoonpoolErrors, ProtocolError for what is no call."""
+        return msgspec.msgpack.encode(self.answer(_DECODER.decode(body)))
+
+    def answer(self, call: Call[Any]) -> object:
+        match call:
+            case Describe(name):
+                return self._describe(name)
+            case Introduce():
+                return self._info
+            case Notify(name, incarnation, message):
+                self.segments.find(name, incarnation)
+                self.mailbox.put(Notification(name, message))
+                return None
+            case Admit(name, incarnation, spans, generation):
+                fence = self._fence(name, incarnation, spans)
+                if fence is not None:
+                    fence.admit_all(spans, generation)
+                return None
+            case Confirm(name, incarnation, spans, generation):
+                fence = self._fence(name, incarnation, spans)
+                if fence is not None:
+                    fence.confirm_all(spans, generation)
+                return None
+            case Attach(scheme, name, incarnation, hello):
+                return self._attached(scheme, self.segments.find(name, incarnation), hello)
+        raise InvalidInput(f"{type(call).__name__} is not answered here")
+
+    def _describe(self, name: str) -> SegmentDescriptor:
+        with self._lock:
+            descriptor = self._descriptors.get(name)
+        if descriptor is None:
+            raise NotFound(f"no segment {name!r} is served here")
+        return descriptor
+
+    def _fence(self, name: str, incarnation: int, spans: Spans) -> Fence | None:
+        segment = self.segments.find(name, incarnation)
+        for offset, nbytes in spans:
+            check_bounds(offset, nbytes, segment.nbytes)
+        return segment.fence
+
+    def _attached(self, scheme: str, segment: Segment, hello: bytes) -> bytes:
+        answer = self._attach.get(scheme)
+        if answer is None:
+            raise NotFound(f"segment {segment.name!r} is not served by {scheme} here")
+        return answer(segment, hello)
+
+
+class LocalLine:
+    """To a desk of this process."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+
+    def ask(self, call: Call[R], timeout_s: float) -> R:
+        answer: Any = self._desk.answer(call)
+        return answer  # type: ignore[no-any-return]

@@ -1,0 +1,72 @@
+"""Small questions to an owner over its tcp port: one ASK frame, one answer (tcp_frames.py, transfer/desk.py)."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import msgspec
+
+from moonpool.base.clock import Deadline
+from moonpool.base.errors import DeadlineExceeded, MoonpoolError, PeerLost, ProtocolError
+from moonpool.base.rpc.protocol import Call, decode_reply
+from moonpool.transfer.transports.lanes import LanePool
+from moonpool.transfer.transports.sockets import receive_exactly, send_all
+from moonpool.transfer.transports.tcp_frames import (
+    MAX_ANSWER_NBYTES,
+    RESPONSE_NBYTES,
+    Status,
+    pack_ask,
+    unpack_error,
+    unpack_response,
+)
+
+R = TypeVar("R")
+_REQUEST_ID = 1  # one question at a time, and no answer is ever left on a lane
+
+
+class TcpLine:
+    """To the desk behind a pool of lanes, which it shares with the data."""
+
+    def __init__(self, pool: LanePool) -> None:
+        self._pool = pool
+
+    def ask(self, call: Call[R], timeout_s: float) -> R:
+        frame, deadline = pack_ask(_REQUEST_ID, msgspec.msgpack.encode(call)), Deadline(timeout_s)
+        with tcp_errors(self._pool, timeout_s), self._pool.lane(deadline) as sock:
+            send_all(sock, [frame], deadline)
+            answer = _receive_answer(sock, deadline)
+        if isinstance(answer, MoonpoolError):
+            raise answer
+        reply: R = decode_reply(call, answer)
+        return reply
+
+
+@contextmanager
+def tcp_errors(pool: LanePool, timeout_s: float) -> Iterator[None]:
+    """The kernel's words for a lost or silent peer, in ours."""
+    try:
+        yield
+    except TimeoutError as error:
+        raise DeadlineExceeded(f"{pool} did not answer within {timeout_s:g} s") from error
+    except OSError as error:
+        raise PeerLost(f"{pool}: {error}") from error
+
+
+def _receive_answer(sock: socket.socket, deadline: Deadline) -> bytes | MoonpoolError:
+    """The body, or the owner's refusal; a refused connection is raised, so that the lane is dropped."""
+    head = memoryview(bytearray(RESPONSE_NBYTES))
+    receive_exactly(sock, [head], deadline)
+    response = unpack_response(head)
+    if response.request_id not in (_REQUEST_ID, 0) or response.nbytes > MAX_ANSWER_NBYTES:
+        raise ProtocolError(f"the owner answered request {response.request_id} with {response.nbytes} bytes")
+    body = memoryview(bytearray(response.nbytes))
+    receive_exactly(sock, [body], deadline)
+    if response.status is Status.OK:
+        return bytes(body)
+    error = unpack_error(body)
+    if response.request_id == 0:
+        raise error
+    return error

@@ -1,0 +1,158 @@
+"""The desk answers the same by whatever line it is asked."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from moonpool.base.errors import (
+    AlreadyExists,
+    DeadlineExceeded,
+    InvalidInput,
+    NotFound,
+    Overloaded,
+    PeerLost,
+    ProtocolError,
+    StaleGeneration,
+)
+from moonpool.transfer.descriptor import SegmentDescriptor
+from moonpool.transfer.desk import Admit, Attach, Confirm, Describe, Desk, Introduce, Line, LocalLine, Notify
+from moonpool.transfer.host import host_id
+from moonpool.transfer.mailbox import Mailbox, Notification
+from moonpool.transfer.segment import Segment
+from moonpool.transfer.topology import read_topology
+from moonpool.transfer.transports.shm import ShmTransport
+from moonpool.transfer.transports.tcp import TcpTransport
+from moonpool.transfer.transports.unix_ask import UnixLine
+
+T = 5.0
+
+
+class Office:
+    """A desk with one fenced segment, and a line to it."""
+
+    def __init__(self, way: str, run_dir: Path) -> None:
+        self.desk = Desk(incarnation=7, topology=read_topology())
+        self.segment = Segment.over("seg", bytearray(1000), granule_nbytes=100, incarnation=3)
+        self.desk.serve(self.segment)
+        self.close: Callable[[], None] = lambda: None
+        self.line: Line = LocalLine(self.desk)
+        if way == "tcp":
+            owner, peer = TcpTransport("127.0.0.1", desk=self.desk), TcpTransport(None)
+            self.line = peer.line(owner.serve(self.segment))
+            self.close = lambda: (owner.close(), peer.close(), None)[-1]
+        if way == "unix":
+            shm = ShmTransport(str(run_dir), desk=self.desk)
+            self.line = UnixLine(shm.serve(self.segment).removeprefix("shm:"))
+            self.close = shm.close
+
+
+@pytest.fixture(params=["local", "tcp", "unix"])
+def office(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Office]:
+    made = Office(request.param, tmp_path)
+    yield made
+    made.close()
+
+
+def test_it_introduces_its_engine(office: Office) -> None:
+    info = office.line.ask(Introduce(), T)
+    assert (info.host, info.incarnation) == (host_id(), 7)
+    assert info.topology == read_topology()
+
+
+def test_it_describes_what_was_published(office: Office) -> None:
+    with pytest.raises(NotFound, match="seg"):
+        office.line.ask(Describe("seg"), T)
+    descriptor = SegmentDescriptor(name="seg", nbytes=1000, incarnation=3, host="h", endpoints=("tcp:a:1",))
+    office.desk.publish(descriptor)
+    assert office.line.ask(Describe("seg"), T) == descriptor
+    office.desk.withdraw("seg")
+    with pytest.raises(NotFound):
+        office.line.ask(Describe("seg"), T)
+
+
+def test_the_fence_is_asked_at_a_distance(office: Office) -> None:
+    fence = office.segment.fence
+    assert fence is not None
+    office.line.ask(Admit("seg", 3, [(0, 100), (250, 100)], 5), T)
+    assert [fence.generation_at(at) for at in (0, 100, 200, 300, 400)] == [5, 0, 5, 5, 0]
+    office.line.ask(Confirm("seg", 3, [(0, 100), (250, 100)], 5), T)
+    fence.stamp(300, 1, 6)
+    with pytest.raises(StaleGeneration):
+        office.line.ask(Confirm("seg", 3, [(0, 100), (250, 100)], 5), T)
+    with pytest.raises(StaleGeneration):
+        office.line.ask(Admit("seg", 3, [(100, 100), (250, 100)], 5), T)
+    assert fence.generation_at(100) == 0, "all or none"
+    with pytest.raises(InvalidInput):
+        office.line.ask(Admit("seg", 3, [(950, 51)], 9), T)
+    with pytest.raises(InvalidInput):
+        office.line.ask(Confirm("seg", 3, [(-1, 5)], 9), T)
+    with pytest.raises(NotFound, match="incarnation"):
+        office.line.ask(Admit("seg", 2, [], 0), T)
+
+
+def test_transports_answer_for_themselves(office: Office) -> None:
+    with pytest.raises(NotFound, match="nixl"):
+        office.line.ask(Attach("nixl", "seg", 3), T)
+    office.desk.on_attach("nixl", lambda segment, hello: segment.name.encode() + hello)
+    assert office.line.ask(Attach("nixl", "seg", 3, b"!"), T) == b"seg!"
+    with pytest.raises(NotFound):
+        office.line.ask(Attach("nixl", "gone", 3, b"!"), T)
+
+
+def test_messages_are_kept_until_taken(office: Office) -> None:
+    office.line.ask(Notify("seg", 3, b"one"), T)
+    office.line.ask(Notify("seg", 3, b"two"), T)
+    assert office.desk.mailbox.take(T) == [Notification("seg", b"one"), Notification("seg", b"two")]
+    assert office.desk.mailbox.take() == []
+    with pytest.raises(NotFound):
+        office.line.ask(Notify("seg", 4, b"late"), T)
+
+
+def test_one_name_one_segment() -> None:
+    desk, segment = Desk(), Segment.over("seg", bytearray(1), incarnation=1)
+    desk.serve(segment)
+    desk.serve(segment)
+    with pytest.raises(AlreadyExists):
+        desk.serve(Segment.over("seg", bytearray(1), incarnation=1))
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"\xc1", msgspec.msgpack.encode(["Shutdown"]), msgspec.msgpack.encode(["Describe", 5])]
+)
+def test_what_is_no_call_is_refused(body: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        Desk().answer_body(body)
+
+
+def test_nobody_there(tmp_path: Path) -> None:
+    peer = TcpTransport(None)
+    with pytest.raises(PeerLost):
+        peer.line("tcp:127.0.0.1:9").ask(Introduce(), T)
+    with pytest.raises(PeerLost):
+        UnixLine(str(tmp_path / "no.sock")).ask(Introduce(), T)
+    peer.close()
+
+
+def test_an_owner_that_does_not_answer(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        peer = TcpTransport(None)
+        with pytest.raises(DeadlineExceeded):
+            peer.line(f"tcp:127.0.0.1:{silent.getsockname()[1]}").ask(Introduce(), 0.1)
+        peer.close()
+
+
+def test_a_mailbox_is_bounded() -> None:
+    box = Mailbox(max_messages=2, max_nbytes=10)
+    box.put(Notification("s", b"12345"))
+    with pytest.raises(Overloaded):
+        box.put(Notification("s", b"123456"))
+    box.put(Notification("s", b"12345"))
+    with pytest.raises(Overloaded):
+        box.put(Notification("s", b""))
+    assert len(box.take()) == 2
+    box.put(Notification("s", b"1234567890"))
