@@ -15,10 +15,12 @@ from moonpool.base.errors import ConfigError
 from moonpool.base.metrics import GetMetrics
 from moonpool.base.rpc import Call, Peer, RpcServer
 from moonpool.store import messages as m
+from moonpool.store.board import SegmentBoard
 from moonpool.store.events import ChangeFeed
 from moonpool.store.metrics import pool_metrics
 from moonpool.store.rules import PoolRules
 from moonpool.store.state import EPOCH_BITS, PoolState
+from moonpool.transfer.descriptor import SegmentDescriptor
 
 EPOCH_FILE = "epoch"
 
@@ -43,6 +45,7 @@ class Master:
         self._connections = itertools.count(1)
         self._connection_of: dict[Peer, int] = {}
         self._feed = ChangeFeed(config.max_pending_event_keys)
+        self._board = SegmentBoard()
         self._publish_planned = False
         self._server: RpcServer | None = None
         self._ticking: asyncio.Task[None] | None = None
@@ -109,6 +112,9 @@ class Master:
             m.Exist: lambda c, _: state.exist(c.keys, now()),
             m.Heartbeat: lambda c, _: state.heartbeat(c.segment, c.incarnation, now()),
             m.Segments: lambda c, _: state.segments(),
+            m.Announce: lambda c, _: self._board.announce(c.descriptor, c.ttl_s, now()),
+            m.Retract: lambda c, _: self._board.retract(c.name, c.incarnation),
+            m.FindSegment: lambda c, _: self._find_segment(c.name),
             m.Pin: lambda c, peer: state.pin(self._connection(peer), c.keys, now()),
             m.Unpin: lambda c, peer: state.unpin(self._connection(peer), c.keys, now()),
             m.Why: lambda c, _: state.why(c.key, now()),
@@ -126,6 +132,10 @@ class Master:
             m.ReportCorrupt: lambda c: state.report_corrupt(c.key, c.generation, c.segment, now()),
         }
         return {**reads, **{call: self._and_publish(handler) for call, handler in changes.items()}}
+
+    def _find_segment(self, name: str) -> SegmentDescriptor | None:
+        announced = self._board.find(name, self._clock.now_s())
+        return announced or next((each for each in self.state.segments() if each.name == name), None)
 
     def _and_publish(self, handler: Callable[[Any], Any]) -> Callable[[Any, Peer], Any]:
         def handle(call: Any, _: Peer) -> Any:

@@ -140,6 +140,24 @@ class Segments(Call[list[SegmentDescriptor]]):
     """All mounted segments."""
 
 
+class Announce(Call[None]):
+    """An engine's own segment, not offered to the pool, for others to find; forgotten after `ttl_s` unless renewed."""
+
+    descriptor: SegmentDescriptor
+    ttl_s: float
+
+
+class Retract(Call[None]):
+    name: str
+    incarnation: int
+
+
+class FindSegment(Call[SegmentDescriptor | None]):
+    """An announced segment, or one of the pool's."""
+
+    name: str
+
+
 class PutStart(Call[list[PutOutcome]]):
     items: list[PutItem]
 

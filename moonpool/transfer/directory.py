@@ -1,0 +1,95 @@
+"""From a segment's name to its descriptor: who knows it, and how to ask.
+
+Three kinds, one interface (tests/conformance/test_directories.py):
+    MemoryDirectory    engines of one process
+    MasterDirectory    the store's master (moonpool/store/master_directory.py)
+    none at all        `name@host:port` asks the owner itself, at its tcp port: see parse_target()
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import NamedTuple, Protocol
+
+from moonpool.base.errors import AlreadyExists, InvalidInput, NotFound
+from moonpool.transfer.descriptor import SegmentDescriptor
+
+
+class Directory(Protocol):
+    """Names and their segments. Of two incarnations of one name the newer counts, whoever comes first."""
+
+    def publish(self, descriptor: SegmentDescriptor) -> None:
+        """Others find it from now on, until withdraw(), close(), or this process dies.
+
+        AlreadyExists when a newer incarnation has the name.
+        """
+        ...
+
+    def withdraw(self, descriptor: SegmentDescriptor) -> None:
+        """Nothing happens unless this very incarnation is published."""
+        ...
+
+    def find(self, name: str) -> SegmentDescriptor:
+        """NotFound when nobody published it."""
+        ...
+
+    def close(self) -> None:
+        """Idempotent. Withdraws what was published through this object."""
+        ...
+
+
+class Target(NamedTuple):
+    """A segment as a person writes it; `peer` is where to ask, None for the directory."""
+
+    name: str
+    peer: str | None
+
+
+def parse_target(text: str) -> Target:
+    """`name@host:port` or `name`; the last "@" counts, names may contain others."""
+    name, at, peer = text.rpartition("@")
+    if not at:
+        return Target(text, None)
+    host, colon, port = peer.rpartition(":")
+    if not name or not host or not colon or not port.isdigit():
+        raise InvalidInput(f"{text!r} is neither a segment's name nor name@host:port")
+    return Target(name, f"tcp:{peer}")
+
+
+def check_newer(held: SegmentDescriptor | None, offered: SegmentDescriptor) -> None:
+    """AlreadyExists when `held` is of a newer incarnation: its owner lives, or lived later."""
+    if held is not None and held.incarnation > offered.incarnation:
+        raise AlreadyExists(
+            f"segment {offered.name!r} is published by a newer incarnation ({held.incarnation}, this is "
+            f"{offered.incarnation}); two owners need two names"
+        )
+
+
+class MemoryDirectory:
+    """For engines of one process, and for tests."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: dict[str, SegmentDescriptor] = {}
+
+    def publish(self, descriptor: SegmentDescriptor) -> None:
+        with self._lock:
+            check_newer(self._known.get(descriptor.name), descriptor)
+            self._known[descriptor.name] = descriptor
+
+    def withdraw(self, descriptor: SegmentDescriptor) -> None:
+        with self._lock:
+            held = self._known.get(descriptor.name)
+            if held is not None and held.incarnation == descriptor.incarnation:
+                del self._known[descriptor.name]
+
+    def find(self, name: str) -> SegmentDescriptor:
+        with self._lock:
+            descriptor = self._known.get(name)
+        if descriptor is None:
+            raise NotFound(f"nobody has published a segment {name!r}")
+        return descriptor
+
+    def close(self) -> None:
+        with self._lock:
+            self._known.clear()
