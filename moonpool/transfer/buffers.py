@@ -1,4 +1,6 @@
-"""Memory of the caller, seen as plain bytes: anything with the buffer protocol, contiguous, never copied."""
+"""Memory of the caller, seen as plain bytes: anything with the buffer protocol, tensors and raw pointers; contiguous,
+never copied.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +8,30 @@ import contextlib
 import ctypes
 import mmap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
 from moonpool.base.errors import InvalidInput
+from moonpool.transfer.foreign import DeviceSpan, RawMemory, host_view
 
 if TYPE_CHECKING:
     import typing_extensions
 
+    class Tensor(Protocol):
+        """A torch tensor, as far as we know it."""
+
+        def data_ptr(self) -> int: ...
+        def is_contiguous(self) -> bool: ...
+
+    class DeviceArray(Protocol):
+        """GPU memory; only the cuda transport takes it."""
+
+        @property
+        def __cuda_array_interface__(self) -> dict[str, Any]: ...
+
     # numpy declares its buffers to type checkers from Python 3.12 on only.
-    Buffer: TypeAlias = typing_extensions.Buffer | np.ndarray[Any, Any]
+    Buffer: TypeAlias = typing_extensions.Buffer | np.ndarray[Any, Any] | RawMemory | DeviceSpan | Tensor | DeviceArray
 else:
     Buffer = object
 
@@ -28,11 +43,14 @@ _SMALL_COPY_NBYTES = 16 * 1024  # over in about 1 us, sooner than another thread
 def as_bytes_view(buffer: Buffer, writable: bool) -> memoryview:
     """The buffer's memory as a flat memoryview of format "B"; the view borrows and keeps the buffer alive.
 
-    InvalidInput when it is no buffer, not C-contiguous, or read-only although `writable` is asked for.
+    InvalidInput when it is no buffer, not C-contiguous, on a GPU, or read-only although `writable` is asked for.
     """
     try:
         view = memoryview(buffer)  # type: ignore[arg-type]  # see Buffer
     except TypeError as error:
+        foreign = host_view(buffer, writable)
+        if foreign is not None:
+            return foreign
         raise InvalidInput(f"{type(buffer).__name__} does not offer its memory (buffer protocol)") from error
     if not view.c_contiguous:
         raise InvalidInput("the buffer is not C-contiguous")

@@ -12,7 +12,7 @@ class SegmentDescriptor(msgspec.Struct, frozen=True, kw_only=True):
     one. `endpoints` are tried in order of speed: `shm:/path/to.sock`, `tcp:host:port`, `file:/path`. `incarnation`
     changes with every start of the owner; handles opened for an earlier one are void. A fenced segment
     (`granule_nbytes`) keeps a generation per granule: a write that carries an older generation than a granule has is
-    refused.
+    refused. `location` says where the memory lies (location.py), in the owner's own words.
     """
 
     name: str
@@ -21,3 +21,4 @@ class SegmentDescriptor(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     endpoints: tuple[str, ...]
     granule_nbytes: int | None = None
+    location: str = "cpu"

@@ -24,6 +24,7 @@ from moonpool.base.errors import InvalidInput, NoSpace, ProtocolError, StaleGene
 from moonpool.base.units import format_nbytes
 from moonpool.transfer.buffers import Buffer, as_bytes_view
 from moonpool.transfer.host import available_memory_nbytes
+from moonpool.transfer.location import Location
 from moonpool.transfer.topology.numa import bind_file_to_node
 
 MAX_NAME_NBYTES = 255
@@ -114,7 +115,14 @@ class Segment:
     in_memory: ClassVar[bool] = True  # False: it lies in a file, and only the transport made for that can serve it
 
     def __init__(
-        self, name: str, memory: memoryview, *, incarnation: int, fence: Fence | None = None, fd: int | None = None
+        self,
+        name: str,
+        memory: memoryview,
+        *,
+        incarnation: int,
+        fence: Fence | None = None,
+        fd: int | None = None,
+        location: str = "cpu",
     ) -> None:
         _check_name(name)
         self.name = name
@@ -122,6 +130,7 @@ class Segment:
         self.incarnation = incarnation
         self.fence = fence
         self.fd = fd
+        self.location = location  # see location.py
         self._memory: memoryview | None = memory
 
     @classmethod
@@ -153,7 +162,9 @@ class Segment:
                 os.ftruncate(fd, total)
                 bind_file_to_node(fd, total, numa_node)
             _take_pages(fd, total, name)
-            return cls.from_fd(name, fd, nbytes, granule_nbytes=granule_nbytes, incarnation=incarnation)
+            made = cls.from_fd(name, fd, nbytes, granule_nbytes=granule_nbytes, incarnation=incarnation)
+            made.location = str(Location("cpu", numa_node))
+            return made
         except BaseException:
             os.close(fd)
             raise
@@ -176,16 +187,22 @@ class Segment:
         return cls(name, whole[:nbytes], incarnation=incarnation, fence=fence, fd=fd)
 
     @classmethod
-    def over(cls, name: str, buffer: Buffer, *, granule_nbytes: int | None = None, incarnation: int) -> Segment:
+    def over(
+        cls,
+        name: str,
+        buffer: Buffer,
+        *,
+        granule_nbytes: int | None = None,
+        incarnation: int,
+        location: str = "cpu",
+    ) -> Segment:
         """Any writable, contiguous memory of this process, borrowed until close(). It has no descriptor, so
         other processes reach it by tcp only.
         """
         memory = as_bytes_view(buffer, writable=True)
         check_sizes(memory.nbytes, granule_nbytes)
-        fence = None
-        if granule_nbytes is not None:
-            fence = Fence(np.zeros(num_granules(memory.nbytes, granule_nbytes), dtype=np.uint64), granule_nbytes)
-        return cls(name, memory[:], incarnation=incarnation, fence=fence)
+        fence = make_fence(memory.nbytes, granule_nbytes)
+        return cls(name, memory[:], incarnation=incarnation, fence=fence, location=location)
 
     @property
     def memory(self) -> memoryview:
@@ -214,6 +231,13 @@ class Segment:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def make_fence(nbytes: int, granule_nbytes: int | None) -> Fence | None:
+    """A fence in this process's own memory, all generations 0; None for segments without."""
+    if granule_nbytes is None:
+        return None
+    return Fence(np.zeros(num_granules(nbytes, granule_nbytes), dtype=np.uint64), granule_nbytes)
 
 
 def num_granules(nbytes: int, granule_nbytes: int) -> int:

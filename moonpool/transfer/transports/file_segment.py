@@ -70,7 +70,8 @@ class FileSegment(Segment):
     in_memory: ClassVar[bool] = False
 
     def __init__(self, name: str, file: FencedFile, *, incarnation: int) -> None:
-        super().__init__(name, memoryview(b""), incarnation=incarnation, fence=file.sidecar.fence)
+        where = f"ssd:{file.path}"
+        super().__init__(name, memoryview(b""), incarnation=incarnation, fence=file.sidecar.fence, location=where)
         pack_grant(name, incarnation)  # refuses what could not be served
         self.nbytes = file.nbytes
         self.path = file.path
@@ -125,10 +126,6 @@ class FileSegment(Segment):
         with own_errors(where), contextlib.suppress(FileNotFoundError):
             if stat.S_ISREG(os.stat(where).st_mode):
                 os.unlink(where)
-
-    @property
-    def location(self) -> str:
-        return f"ssd:{self.path}"
 
     @property
     def direct(self) -> bool:

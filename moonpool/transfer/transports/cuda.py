@@ -1,0 +1,220 @@
+"""GPU memory between processes of one machine, by CUDA IPC: the owner says where its memory lies, the other maps it and
+copies between it and its own memory, main or GPU's. The owner takes no part in a transfer.
+
+What the owner must be asked (where the memory is, whether it is still served, the fence's leave) goes by its desk.
+Before each transfer the offer is asked for again: an owner that is gone, or has put other memory under the name, is
+found out before a byte moves, and the old mapping is let go. A peer that maps a segment could reach the whole
+allocation that it lies in, so the desk should be one that only this user's processes reach (a Unix socket).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from weakref import WeakKeyDictionary
+
+from moonpool.base.clock import Deadline
+from moonpool.base.errors import InvalidInput, NotFound, PeerLost, Unavailable
+from moonpool.transfer.buffers import Buffer
+from moonpool.transfer.descriptor import SegmentDescriptor
+from moonpool.transfer.desk import Admit, Attach, Confirm, Desk, Line, Notify
+from moonpool.transfer.host import host_id
+from moonpool.transfer.mailbox import check_message
+from moonpool.transfer.segment import Segment
+from moonpool.transfer.transports.base import RemoteSegment, Transport, check_bounds, rest_of
+from moonpool.transfer.transports.cuda_copy import Memory, Mover, Placed, as_memory, mover_of
+from moonpool.transfer.transports.cuda_driver import driver
+from moonpool.transfer.transports.cuda_ipc import Offers, Reach, decode_offer, hello, reach
+from moonpool.transfer.transports.cuda_segment import DeviceSegment, memories_nbytes, place
+
+_MAX_SPANS = 2048  # in one call: a call has at most 64 KiB
+
+
+class CudaTransport(Transport):
+    """`desk_endpoint` is where others reach `desk` ("unix:/path", "tcp:host:port"; None: opens others' segments only);
+    `line_to` makes a line to such an endpoint.
+    """
+
+    scheme = "cuda"
+
+    def __init__(self, desk: Desk, desk_endpoint: str | None, line_to: Callable[[str], Line]) -> None:
+        self.desk = desk
+        self._desk_endpoint = desk_endpoint
+        self._line_to = line_to
+        self._offers: WeakKeyDictionary[DeviceSegment, Offers] = WeakKeyDictionary()
+        self._lock = threading.Lock()
+        self._closed = False
+        desk.on_attach(self.scheme, self._answer)
+
+    def can_serve(self, segment: Segment) -> bool:
+        return self._desk_endpoint is not None and isinstance(segment, DeviceSegment)
+
+    def serve(self, segment: Segment) -> str:
+        if self._desk_endpoint is None or not isinstance(segment, DeviceSegment):
+            raise InvalidInput(f"segment {segment.name!r} cannot be served by {self.scheme}")
+        with self._lock:
+            if self._closed:
+                raise PeerLost("this transport is closed")
+            self.desk.serve(segment)
+            self._offers[segment] = Offers(segment)
+        return f"{self.scheme}:{self._desk_endpoint}"
+
+    def unserve(self, name: str) -> None:
+        self.desk.withdraw(name)
+
+    def usable(self, descriptor: SegmentDescriptor, endpoint: str) -> bool:
+        if descriptor.host != host_id():
+            return False
+        try:
+            driver()
+        except Unavailable:
+            return False
+        return True
+
+    def open(self, descriptor: SegmentDescriptor, endpoint: str, *, timeout_s: float) -> CudaRemote:
+        if self._closed:
+            raise PeerLost("this transport is closed")
+        return CudaRemote(self._line_to(rest_of(endpoint, self.scheme)), descriptor, timeout_s)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._offers.clear()
+        self.desk.close()
+
+    def _answer(self, segment: Segment, asked: bytes) -> bytes:
+        """On the desk's thread."""
+        offers = self._offers.get(segment) if isinstance(segment, DeviceSegment) else None
+        if offers is None:
+            raise NotFound(f"segment {segment.name!r} is not served by {self.scheme} here")
+        return offers.answer(asked)
+
+
+class CudaRemote(RemoteSegment):
+    """A peer's handle. Buffers may lie in main memory (fastest when pinned) or on a GPU."""
+
+    transport = CudaTransport.scheme
+
+    def __init__(self, line: Line, descriptor: SegmentDescriptor, timeout_s: float) -> None:
+        self.nbytes = descriptor.nbytes
+        self._line = line
+        self._name, self._incarnation = descriptor.name, descriptor.incarnation
+        self._attach = Attach(self.transport, self._name, self._incarnation, hello())
+        self._lock = threading.Lock()
+        self._reached: tuple[bytes, Reach] | None = None
+        self._fenced = False
+        self._closed = False
+        self._reach(Deadline(timeout_s))
+
+    def read_into(self, offset: int, buffers: Sequence[Buffer], *, timeout_s: float) -> None:
+        memories = [as_memory(buffer, writable=True) for buffer in buffers]
+        check_bounds(offset, memories_nbytes(memories), self.nbytes)
+        self._read(place(offset, memories), Deadline(timeout_s))
+
+    def write_from(self, offset: int, buffers: Sequence[Buffer], *, generation: int, timeout_s: float) -> None:
+        memories = [as_memory(buffer, writable=False) for buffer in buffers]
+        nbytes = memories_nbytes(memories)
+        check_bounds(offset, nbytes, self.nbytes)
+        deadline = Deadline(timeout_s)
+        with self._memory(deadline) as (address, mover), self._fence([(offset, nbytes)], generation, deadline):
+            mover.write(place(address + offset, memories), deadline)
+
+    def read_many(self, items: Sequence[tuple[int, Buffer]], *, timeout_s: float) -> None:
+        self._read(self._place(items, writable=True), Deadline(timeout_s))
+
+    def write_many(self, items: Sequence[tuple[int, Buffer]], *, generation: int, timeout_s: float) -> None:
+        placed = self._place(items, writable=False)
+        deadline = Deadline(timeout_s)
+        spans = [(offset, memory.nbytes) for offset, memory in placed]
+        with self._memory(deadline) as (address, mover), self._fence(spans, generation, deadline):
+            mover.write([(address + offset, memory) for offset, memory in placed], deadline)
+
+    def notify(self, message: bytes, *, timeout_s: float) -> None:
+        check_message(message)
+        self._check_open()
+        self._line.ask(Notify(self._name, self._incarnation, message), timeout_s)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._reached = None
+
+    def _place(self, items: Sequence[tuple[int, Buffer]], writable: bool) -> list[tuple[int, Memory]]:
+        placed = [(offset, as_memory(buffer, writable)) for offset, buffer in items]
+        for offset, memory in placed:
+            check_bounds(offset, memory.nbytes, self.nbytes)
+        return placed
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise PeerLost(f"this handle of segment {self._name!r} is closed")
+
+    def _read(self, placed: Sequence[Placed], deadline: Deadline) -> None:
+        # Asked before, not during the copy: memory that its owner has freed meanwhile must not be touched.
+        with self._memory(deadline) as (address, mover):
+            mover.read([(address + offset, memory) for offset, memory in placed], deadline)
+
+    @contextmanager
+    def _memory(self, deadline: Deadline) -> Iterator[tuple[int, Mover]]:
+        """Where the owner's memory begins, and who copies there; it stays mapped until the block ends."""
+        span, device = self._reach(deadline)
+        try:
+            yield span.address, mover_of(device)
+        finally:
+            del span  # an error's traceback would keep it, and so the memory of a dead owner
+
+    def _reach(self, deadline: Deadline) -> Reach:
+        """The owner's memory as it stands now; raises what base.py lists when there is none."""
+        self._check_open()
+        try:
+            answer = self._line.ask(self._attach, deadline.remaining_s())
+        except (NotFound, PeerLost):
+            self._reached = None
+            raise
+        reached = self._reached
+        if reached is not None and reached[0] == answer:
+            return reached[1]
+        return self._reach_anew(answer)
+
+    def _reach_anew(self, answer: bytes) -> Reach:
+        offer = decode_offer(answer)
+        check_bounds(0, self.nbytes, offer.nbytes)
+        self._reached = None  # first: the old memory may be all that keeps the GPU full
+        made = reach(offer)
+        with self._lock:
+            self._check_open()
+            self._fenced = offer.fenced
+            self._reached = answer, made
+        return made
+
+    @contextmanager
+    def _fence(self, spans: list[tuple[int, int]], generation: int, deadline: Deadline) -> Iterator[None]:
+        """Asks the owner before a write and, that it stayed, after it."""
+        spans = _joined(spans) if self._fenced else []
+        if self._fenced:
+            for at in range(0, len(spans), _MAX_SPANS):
+                self._ask(Admit, spans[at : at + _MAX_SPANS], generation, deadline)
+        yield
+        for at in range(0, max(1, len(spans)), _MAX_SPANS):
+            self._ask(Confirm, spans[at : at + _MAX_SPANS], generation, deadline)
+
+    def _ask(
+        self, call: type[Admit] | type[Confirm], spans: list[tuple[int, int]], generation: int, deadline: Deadline
+    ) -> None:
+        try:
+            self._line.ask(call(self._name, self._incarnation, spans, generation), deadline.remaining_s())
+        except (NotFound, PeerLost):
+            self._reached = None
+            raise
+
+
+def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Spans that follow each other as one, empty ones left out: they are asked for by call."""
+    joined: list[tuple[int, int]] = []
+    for offset, nbytes in spans:
+        if joined and sum(joined[-1]) == offset:
+            joined[-1] = (joined[-1][0], joined[-1][1] + nbytes)
+        elif nbytes:
+            joined.append((offset, nbytes))
+    return joined

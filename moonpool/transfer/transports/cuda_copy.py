@@ -1,0 +1,245 @@
+"""Copies between a GPU's memory and any other: pageable main memory through pinned slots, two in turn, so that the bus
+and the processor work at the same time; pinned main memory and GPU memory directly.
+
+Every call returns when the bytes are in place. A copy that was started is waited for, whatever happens meanwhile: the
+driver cannot take it back, and the caller's memory is the caller's again afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from queue import SimpleQueue
+from typing import NamedTuple, TypeAlias
+
+from moonpool.base.clock import Deadline
+from moonpool.base.errors import DeadlineExceeded, Internal, InvalidInput, MoonpoolError
+from moonpool.transfer.buffers import Buffer, address_of, as_bytes_view, copy_bytes
+from moonpool.transfer.crew import Crew
+from moonpool.transfer.foreign import DeviceSpan, device_span
+from moonpool.transfer.transports.cuda_driver import Device, driver
+from moonpool.transfer.transports.cuda_plan import Load, Piece, cut_loads, share_out
+
+SLOT_NBYTES = 4 * 1024 * 1024
+_MIN_SHARE_NBYTES = 4 * 1024 * 1024  # less is not worth waking another thread
+_MIN_DIRECT_NBYTES = 32 * 1024  # below, the slot costs less than asking the driver
+MAX_LANES = 4
+
+Memory: TypeAlias = memoryview | DeviceSpan
+Placed: TypeAlias = tuple[int, Memory]  # address on the GPU, and the other memory
+
+
+def as_memory(buffer: Buffer, writable: bool) -> Memory:
+    """Main memory as a view, GPU memory as a span; InvalidInput as as_bytes_view()."""
+    span = None if isinstance(buffer, (memoryview, bytearray, bytes)) else device_span(buffer)
+    if span is None:
+        return as_bytes_view(buffer, writable)
+    if writable and span.readonly:
+        raise InvalidInput("the device array is read-only and cannot be read into")
+    return span
+
+
+class _Slot(NamedTuple):
+    address: int
+    memory: memoryview
+    event: int
+
+
+class _Lane:
+    """A stream and its two slots, for one thread at a time."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._stream = device.stream()
+        self._slots = [_Slot(*device.pinned(SLOT_NBYTES), device.event()) for _ in range(2)]
+
+    @contextmanager
+    def open(self) -> Iterator[_Lane]:
+        """Copies of the block are over when it ends."""
+        with self._device.current():
+            try:
+                yield self
+            finally:
+                self._device.wait_stream(self._stream)
+
+    def start_read(self, address: int, target: DeviceSpan | int, nbytes: int) -> None:
+        if isinstance(target, int):
+            self._device.copy(target, address, nbytes, self._stream)
+        else:
+            self._between(target.address, driver().device_of(target.address), address, self._device, nbytes)
+
+    def start_write(self, address: int, source: DeviceSpan | int, nbytes: int) -> None:
+        if isinstance(source, int):
+            self._device.copy(address, source, nbytes, self._stream)
+        else:
+            self._between(address, self._device, source.address, driver().device_of(source.address), nbytes)
+
+    def read(self, pieces: Sequence[Piece], deadline: Deadline) -> None:
+        full: tuple[_Slot, Load] | None = None
+        for number, load in enumerate(cut_loads(pieces, SLOT_NBYTES)):
+            _check_time(deadline)
+            slot = self._slots[number % 2]
+            for address, start, nbytes in load.runs:
+                self._device.copy(slot.address + start, address, nbytes, self._stream)
+            self._device.record(slot.event, self._stream)
+            if full is not None:
+                self._empty(*full)
+            full = slot, load
+        if full is not None:
+            self._empty(*full)
+
+    def write(self, pieces: Sequence[Piece], deadline: Deadline) -> None:
+        for number, load in enumerate(cut_loads(pieces, SLOT_NBYTES)):
+            _check_time(deadline)
+            slot = self._slots[number % 2]
+            if number >= len(self._slots):
+                self._device.wait_event(slot.event)
+            for start, view in load.parts:
+                copy_bytes(slot.memory[start : start + view.nbytes], view)
+            for address, start, nbytes in load.runs:
+                self._device.copy(address, slot.address + start, nbytes, self._stream)
+            self._device.record(slot.event, self._stream)
+
+    def _empty(self, slot: _Slot, load: Load) -> None:
+        self._device.wait_event(slot.event)
+        for start, view in load.parts:
+            copy_bytes(view, slot.memory[start : start + view.nbytes])
+
+    def _between(self, target: int, target_device: Device, source: int, source_device: Device, nbytes: int) -> None:
+        if target_device.index == source_device.index:
+            self._device.copy(target, source, nbytes, self._stream)
+        else:
+            self._device.copy_between(target, target_device, source, source_device, nbytes, self._stream)
+
+
+_Stage: TypeAlias = Callable[[_Lane, Sequence[Piece], Deadline], None]
+_Start: TypeAlias = Callable[[_Lane, int, DeviceSpan | int, int], None]
+
+
+class Mover:
+    """The lanes of one GPU, shared by everything in this process. Use mover_of(). Thread-safe."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._changed = threading.Condition()
+        self._idle: list[_Lane] = []
+        self._num_lanes = 0
+        self._crew = Crew(f"cuda-copy-{device.index}", MAX_LANES)
+        self._max_shares = max(1, min(MAX_LANES, (os.cpu_count() or 1) // 2))
+
+    def read(self, placed: Sequence[Placed], deadline: Deadline) -> None:
+        """From the GPU. Bounds are the caller's business."""
+        self._move(placed, deadline, _Lane.read, _Lane.start_read)
+
+    def write(self, placed: Sequence[Placed], deadline: Deadline) -> None:
+        """To the GPU."""
+        self._move(placed, deadline, _Lane.write, _Lane.start_write)
+
+    def _move(self, placed: Sequence[Placed], deadline: Deadline, stage: _Stage, start: _Start) -> None:
+        direct, staged = _sort_out(placed)
+        shares = share_out(staged, self._max_shares, _MIN_SHARE_NBYTES)
+        ended: SimpleQueue[MoonpoolError | None] = SimpleQueue()
+        for share in shares[1:]:
+            self._crew.run(partial(self._carry, share, deadline, stage, ended))
+        error = _attempt(partial(self._carry_own, shares[0], direct, deadline, stage, start))
+        others = [ended.get() for _ in shares[1:]]  # all of them: the caller's memory is in use until then
+        error = error or next((other for other in others if other is not None), None)
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error, others  # else error and frame keep each other, and the caller's memory, alive
+
+    def _carry(
+        self,
+        share: Sequence[Piece],
+        deadline: Deadline,
+        stage: _Stage,
+        ended: SimpleQueue[MoonpoolError | None],
+    ) -> None:
+        def carry() -> None:
+            with self._lane(deadline) as lane:
+                stage(lane, share, deadline)
+
+        ended.put(_attempt(carry))
+
+    def _carry_own(
+        self,
+        share: Sequence[Piece],
+        direct: Sequence[tuple[int, DeviceSpan | int, int]],
+        deadline: Deadline,
+        stage: _Stage,
+        start: _Start,
+    ) -> None:
+        if not share and not direct:
+            return
+        with self._lane(deadline) as lane:
+            for address, other, nbytes in direct:
+                start(lane, address, other, nbytes)
+            stage(lane, share, deadline)
+
+    @contextmanager
+    def _lane(self, deadline: Deadline) -> Iterator[_Lane]:
+        lane = self._take(deadline)
+        try:
+            with lane.open():
+                yield lane
+        finally:
+            with self._changed:
+                self._idle.append(lane)
+                self._changed.notify()
+
+    def _take(self, deadline: Deadline) -> _Lane:
+        with self._changed:
+            while not self._idle:
+                if self._num_lanes < MAX_LANES:
+                    made = _Lane(self.device)
+                    self._num_lanes += 1
+                    return made
+                if not self._changed.wait(deadline.remaining_s()):
+                    raise DeadlineExceeded(f"all copies of {self.device} were busy")
+            return self._idle.pop()
+
+
+@cache
+def mover_of(device: Device) -> Mover:
+    return Mover(device)
+
+
+def _sort_out(placed: Sequence[Placed]) -> tuple[list[tuple[int, DeviceSpan | int, int]], list[Piece]]:
+    """(address on the GPU, other memory, nbytes) of what can be copied directly, and what goes through slots."""
+    direct: list[tuple[int, DeviceSpan | int, int]] = []
+    staged: list[Piece] = []
+    for address, memory in placed:
+        if isinstance(memory, DeviceSpan):
+            if memory.nbytes:
+                direct.append((address, memory, memory.nbytes))
+        elif memory.nbytes >= _MIN_DIRECT_NBYTES and _is_pinned(memory):
+            direct.append((address, address_of(memory), memory.nbytes))
+        else:
+            staged.append(Piece(address, memory))
+    return direct, staged
+
+
+def _is_pinned(view: memoryview) -> bool:
+    start = address_of(view)
+    return driver().is_pinned(start) and driver().is_pinned(start + view.nbytes - 1)
+
+
+def _check_time(deadline: Deadline) -> None:
+    if deadline.expired():
+        raise DeadlineExceeded("the copy to or from the GPU was not done in time")
+
+
+def _attempt(act: Callable[[], None]) -> MoonpoolError | None:
+    """Why it failed; None when it did not."""
+    try:
+        act()
+    except MoonpoolError as error:
+        return error
+    except Exception as error:  # noqa: BLE001 - a bug must fail its call, not hang it
+        return Internal(f"{type(error).__name__}: {error}")
+    return None
