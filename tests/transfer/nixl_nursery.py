@@ -1,0 +1,54 @@
+"""Makes owners of a segment that is served by nixl: each is a fork of this process, which itself never loads UCX.
+
+usage: nixl_nursery.py NBYTES GRANULE_NBYTES
+
+For every line it reads it forks an owner and prints {"pid": ..., "descriptor": ...}. The owners serve until they are
+killed; those that still live end with this process, and it ends with its standard input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+
+import msgspec
+import numpy as np
+
+from moonpool.transfer.descriptor import SegmentDescriptor
+from moonpool.transfer.host import host_id
+from moonpool.transfer.segment import Segment
+from moonpool.transfer.transports.nixl import NixlTransport
+from moonpool.transfer.transports.tcp import TcpTransport
+
+
+def own(nbytes: int, granule_nbytes: int) -> None:
+    """Never returns."""
+    segment = Segment.allocate("pool", nbytes, granule_nbytes=granule_nbytes or None, incarnation=1)
+    segment.memory[:] = np.random.default_rng(1).bytes(nbytes)
+    tcp = TcpTransport("127.0.0.1")
+    transport = NixlTransport(tcp.desk, tcp.serve(segment), tcp.line)
+    endpoints = (transport.serve(segment),)
+    descriptor = SegmentDescriptor(name="pool", nbytes=nbytes, incarnation=1, host=host_id(), endpoints=endpoints)
+    print(msgspec.json.encode({"pid": os.getpid(), "descriptor": descriptor}).decode(), flush=True)
+    while True:
+        signal.pause()
+
+
+def main(nbytes: int, granule_nbytes: int) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries the dead
+    owners: list[int] = []
+    for _ in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            os.close(sys.stdin.fileno())
+            own(nbytes, granule_nbytes)
+        owners.append(pid)
+    for pid in owners:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))
