@@ -39,7 +39,8 @@ from moonpool.engine.weights import random_weights
 from moonpool.store.client import StoreClient
 from moonpool.store.master import Master, MasterConfig
 from moonpool.store.node import Node, NodeConfig
-from moonpool.transfer.engine import TransferConfig, TransferEngine
+from moonpool.transfer.config import TransferConfig
+from moonpool.transfer.engine import TransferEngine
 from moonpool.transfer.segment import Segment
 
 MODEL = ModelConfig(

@@ -5,7 +5,7 @@
         ConfigError           a setting is wrong or unknown
         UnknownModel          no such model
         PromptTooLong         the prompt does not fit the context
-        Unauthorized          no or wrong API key
+        Unauthorized          no or wrong API key, secret or certificate
       NotFound                no such object, request or peer
       AlreadyExists           the key is taken
       NoSpace                 the pool, the pages or the machine's memory are full
@@ -16,6 +16,7 @@
         Corrupt               the checksum does not match
       Unavailable             the other side cannot answer
         PeerLost              the connection or the process is gone
+          HandleClosed        this side closed the handle itself
         DeadlineExceeded      it did not answer in time
         Cancelled             the caller gave up
       ProtocolError           the other side speaks nonsense or another version
@@ -111,6 +112,10 @@ class Unavailable(MoonpoolError):
 
 class PeerLost(Unavailable):
     code = "peer_lost"
+
+
+class HandleClosed(PeerLost):
+    code = "handle_closed"
 
 
 class DeadlineExceeded(Unavailable):

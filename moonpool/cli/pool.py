@@ -14,7 +14,8 @@ from moonpool.base.errors import ConfigError, InvalidInput
 from moonpool.server.launch_plan import MASTER, socket_address
 from moonpool.server.launch_run_dir import live_run_dirs
 from moonpool.store.client import ClientConfig, StoreClient
-from moonpool.transfer.engine import TransferConfig, TransferEngine
+from moonpool.transfer.config import TransferConfig
+from moonpool.transfer.engine import TransferEngine
 
 MasterOption = Annotated[
     str | None,

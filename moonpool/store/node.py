@@ -18,7 +18,8 @@ from moonpool.base.rpc import AsyncClient
 from moonpool.base.units import format_nbytes
 from moonpool.store.allocator import GRANULE_NBYTES
 from moonpool.store.messages import SERVICE, Heartbeat, MountSegment, UnmountSegment
-from moonpool.transfer.engine import TransferConfig, TransferEngine
+from moonpool.transfer.config import TransferConfig
+from moonpool.transfer.engine import TransferEngine
 from moonpool.transfer.segment import Segment
 
 _LOG = logging.getLogger(__name__)

@@ -5,8 +5,13 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import TypeVar
+
+from moonpool.base.errors import Cancelled, Internal, MoonpoolError, PeerLost
+from moonpool.transfer.pending import Pending
 
 _IDLE_S = 10.0
+T = TypeVar("T")
 
 
 class Crew:
@@ -34,6 +39,15 @@ class Crew:
             self._threads.add(thread)
             thread.start()
             return True
+
+    def call(self, act: Callable[[], T]) -> Pending[T]:
+        """Its result, or what it raised. cancel() is for work that touches nothing of the caller's: it ends the waiting
+        at once; work that has begun goes on, and nobody gets its result.
+        """
+        errand = _Errand(act)
+        if not self.run(errand.run):
+            errand.fail(PeerLost("the transfer engine is closed"))
+        return errand
 
     def close(self) -> None:
         """Idempotent. Takes no more work; the threads end when they have done what was taken."""
@@ -71,3 +85,27 @@ class Crew:
                 self._threads.discard(threading.current_thread())
                 return None
             return self._work.popleft()
+
+
+class _Errand(Pending[T]):
+    def __init__(self, act: Callable[[], T]) -> None:
+        super().__init__(lambda: self.fail(Cancelled("nobody waits for it any more")))
+        self._act = act
+
+    def run(self) -> None:
+        if self.done():
+            return
+        error = attempt(lambda: self.resolve(self._act()))
+        if error is not None:
+            self.fail(error)
+
+
+def attempt(act: Callable[..., object], *arguments: object) -> MoonpoolError | None:
+    """Why it failed; None when it did not."""
+    try:
+        act(*arguments)
+    except MoonpoolError as error:
+        return error
+    except Exception as error:  # noqa: BLE001 - a bug must fail what it happened in, not hang it
+        return Internal(f"{type(error).__name__}: {error}")
+    return None

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import msgspec
 
 from moonpool.base.errors import InvalidInput, NotFound
-from moonpool.base.rpc.protocol import Call, CallDecoder
+from moonpool.base.rpc.protocol import Call, CallDecoder, as_moonpool_error
 from moonpool.transfer.descriptor import SegmentDescriptor
 from moonpool.transfer.host import host_id
 from moonpool.transfer.mailbox import Mailbox, Notification
@@ -96,10 +96,11 @@ class Line(Protocol):
 class Desk:
     """Thread-safe; answers without waiting."""
 
-    def __init__(self, incarnation: int = 0, topology: Topology | None = None) -> None:
+    def __init__(self, incarnation: int = 0, topology: Callable[[], Topology | None] = lambda: None) -> None:
         self.segments = ServedSegments()
         self.mailbox = Mailbox()
-        self._info = PeerInfo(host=host_id(), incarnation=incarnation, topology=topology)
+        self._incarnation = incarnation
+        self._topology = topology
         self._descriptors: dict[str, SegmentDescriptor] = {}
         self._attach: dict[str, Callable[[Segment, bytes], bytes]] = {}
         self._lock = threading.Lock()
@@ -136,7 +137,7 @@ class Desk:
             case Describe(name):
                 return self._describe(name)
             case Introduce():
-                return self._info
+                return PeerInfo(host=host_id(), incarnation=self._incarnation, topology=self._topology())
             case Notify(name, incarnation, message):
                 self.segments.find(name, incarnation)
                 self.mailbox.put(Notification(name, message))
@@ -172,7 +173,10 @@ class Desk:
         answer = self._attach.get(scheme)
         if answer is None:
             raise NotFound(f"segment {segment.name!r} is not served by {scheme} here")
-        return answer(segment, hello)
+        try:
+            return answer(segment, hello)
+        except Exception as error:
+            raise as_moonpool_error(error) from error
 
 
 class LocalLine:

@@ -1,6 +1,7 @@
 """What `moonpool doctor` finds out about moving bytes here: each check tries the real thing and says it in a sentence.
 
-A check never raises: what the system refuses is its finding. All of them together take a fraction of a second.
+A check never raises: what the system refuses is its finding. All of them together take a fraction of a second, a few
+seconds where there is a GPU to set up.
 """
 
 from __future__ import annotations
@@ -17,8 +18,12 @@ from typing import Literal
 
 import msgspec
 
+from moonpool.base.errors import MoonpoolError, Unavailable
 from moonpool.base.units import format_nbytes
 from moonpool.transfer.topology import Hardware
+from moonpool.transfer.transports import nixl_agent
+from moonpool.transfer.transports.cuda_driver import driver
+from moonpool.transfer.transports.cuda_probe import probe_ipc
 from moonpool.transfer.transports.file_alignment import find_alignment
 
 # Sockets to every worker and client, mapped segments and files: fewer than this runs out under load.
@@ -27,7 +32,7 @@ _TIMEOUT_S = 1.0
 _PROBE = b"moonpool"
 _LONG_SOCKET_NAME = "s" * 32  # as long as the longest of a service's own
 _TRANSPORTS = "moonpool.transfer.transports"
-_CUDA_DEVICE = Path("/dev/nvidiactl")  # there when NVIDIA's driver is loaded and given to this container
+_CUDA_TIMEOUT_S = 20.0  # two processes set up the GPU
 
 Status = Literal["ok", "missing", "broken"]
 
@@ -162,29 +167,36 @@ def _file() -> Finding:
 
 def _nixl(hardware: Hardware) -> Finding:
     rdma = [nic.name for nic in hardware.nics if nic.kind == "rdma" and nic.up]
-    devices = f"RDMA: {', '.join(rdma)}" if rdma else "no RDMA device is active here, so it would run over tcp and shm"
-    if not _is_built("nixl"):
-        return _not_built("nixl", "tcp", devices)
-    if not any(map(_is_installed, ("nixl", "nixl_cu12", "nixl_cu13"))):
-        hint = "pip install nixl-cu12 (it runs without CUDA too)"
+    devices = f"RDMA: {', '.join(rdma)}" if rdma else "no RDMA device is active here, and tcp is faster without one"
+    package = nixl_agent.installed_package()
+    if package is None:
+        hint = "pip install 'moonpool[nixl]' (it needs no CUDA)"
         return Finding(name="nixl", status="missing", says=f"the package is not installed; {devices}", hint=hint)
-    return Finding(name="nixl", status="ok", says=devices)
+    try:
+        backends = nixl_agent.available_backends()
+    except MoonpoolError as error:
+        return Finding(name="nixl", status="broken", says=str(error), hint="pip install --force-reinstall nixl-cu12")
+    if nixl_agent.BACKEND not in backends:
+        says = f"{package} has no plug-in for {nixl_agent.BACKEND}, only for {', '.join(backends) or 'nothing'}"
+        return Finding(name="nixl", status="broken", says=says, hint="unset NIXL_PLUGIN_DIR, or reinstall nixl-cu12")
+    return Finding(name="nixl", status="ok", says=f"{package} with {nixl_agent.BACKEND}; {devices}")
 
 
 def _cuda(hardware: Hardware) -> Finding:
     if not hardware.gpus:
         return Finding(name="cuda", status="missing", says="there is no NVIDIA GPU here; nothing else needs one")
-    found = f"{len(hardware.gpus)} GPUs"
-    if not _is_built("cuda"):
-        return _not_built("cuda", "main memory", found)
-    if not _CUDA_DEVICE.exists():
-        hint = "install NVIDIA's driver, or start the container with --gpus all"
-        return Finding(name="cuda", status="missing", says=f"{found}, but no driver for them", hint=hint)
-    if not _is_installed("torch"):
-        return Finding(
-            name="cuda", status="missing", says=f"{found}, but no torch", hint="pip install 'moonpool[engine]'"
-        )
-    return Finding(name="cuda", status="ok", says=found)
+    try:
+        cuda = driver()
+    except Unavailable as error:
+        return Finding(name="cuda", status="missing", says=f"{len(hardware.gpus)} GPUs, but {error}")
+    found = f"{', '.join(f'{device} ({device.name})' for device in cuda.devices)}, driver for CUDA {cuda.version}"
+    try:
+        probe_ipc(cuda.devices[0], _CUDA_TIMEOUT_S)
+    except MoonpoolError as error:
+        hint = "give the processes one IPC and PID namespace (docker run --ipc=host --pid=host), or use tcp"
+        says = f"{found}; memory cannot pass between processes: {error}"
+        return Finding(name="cuda", status="broken", says=says, hint=hint)
+    return Finding(name="cuda", status="ok", says=f"GPU memory between processes of this machine: {found}")
 
 
 def _not_built(name: str, instead: str, found: str | None = None) -> Finding:
@@ -194,10 +206,6 @@ def _not_built(name: str, instead: str, found: str | None = None) -> Finding:
 
 def _is_built(transport: str) -> bool:
     return importlib.util.find_spec(f"{_TRANSPORTS}.{transport}") is not None
-
-
-def _is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
 
 
 def _broken(name: str, says: str, hint: str) -> Finding:

@@ -1,314 +1,265 @@
 """The transfer engine: serves this process's segments, opens those of others, moves batches of bytes.
 
 with TransferEngine(TransferConfig(run_dir="/tmp/x")) as engine:
-    remote = engine.open(descriptor)                       # the fastest way there is
+    engine.register("kv", tensor)                          # memory of any kind; others find it by its name
+    remote = engine.open("kv@10.0.0.7:4711")               # by name and peer, by name (directory), or by descriptor
     remote.read_into(0, [page], timeout_s=1.0)             # here and now, on the caller's thread
     batch = engine.submit([TransferRequest(TransferOp.READ, remote, 0, [page])])
     batch.wait()                                           # or on the engine's threads
+
+    remote = await engine.opening("kv@10.0.0.7:4711")      # the same from a coroutine
+    await engine.submit([TransferRequest(TransferOp.READ, remote, 0, [page])], priority=Priority.HANDOFF)
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections import deque
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
-from weakref import WeakValueDictionary
+from functools import cached_property, partial
+from pathlib import Path
 
-from moonpool.base.clock import Deadline
-from moonpool.base.errors import ConfigError, Internal, NotFound, Overloaded, PeerLost, Unavailable
+from moonpool.base.errors import AlreadyExists, InvalidInput, Unavailable
+from moonpool.transfer.assembly import Assembly
 from moonpool.transfer.batch import Batch, TransferRequest
+from moonpool.transfer.buffers import Buffer
+from moonpool.transfer.config import AUTO, TransferConfig
+from moonpool.transfer.crew import Crew
 from moonpool.transfer.descriptor import SegmentDescriptor
+from moonpool.transfer.desk import Describe, Desk, Introduce, PeerInfo
+from moonpool.transfer.directory import Directory, parse_target
 from moonpool.transfer.host import host_id
-from moonpool.transfer.path_load import PlanConfig
-from moonpool.transfer.paths import MultiPathRemote, PeerPaths
-from moonpool.transfer.plan import DEFAULT_SLICE_NBYTES, Slice, take_run
+from moonpool.transfer.mailbox import Notification
+from moonpool.transfer.opening import Remotes
+from moonpool.transfer.pending import Pending
+from moonpool.transfer.priority import Priority
+from moonpool.transfer.register import make_segment
 from moonpool.transfer.segment import Segment
-from moonpool.transfer.transports.base import RemoteSegment, Transport
-from moonpool.transfer.transports.file import FileTransport
-from moonpool.transfer.transports.memory import MemoryFabric, MemoryTransport
-from moonpool.transfer.transports.shm import ShmTransport
-from moonpool.transfer.transports.tcp import TcpTransport
+from moonpool.transfer.slice_queue import SliceOrder, SliceQueue
+from moonpool.transfer.topology import Topology, read_topology
+from moonpool.transfer.transports.base import RemoteSegment
+from moonpool.transfer.transports.memory import MemoryFabric
+from moonpool.transfer.workers import Workers
 
 _JOIN_TIMEOUT_S = 5.0
-
-
-@dataclass(frozen=True)
-class TransferConfig:
-    """`run_dir` holds the shm socket; `tcp_host` None means not to listen. Nothing here is secret: whoever reaches
-    the tcp port can read and write the segments served, so it is the loopback interface unless told otherwise.
-    `tcp_hosts` are further addresses of this machine, one per rail; peers use all of them together.
-    """
-
-    run_dir: str
-    shm: bool = True
-    tcp_host: str | None = "127.0.0.1"
-    tcp_hosts: tuple[str, ...] = ()
-    tcp_port: int = 0
-    tcp_advertise_host: str | None = None  # what others should connect to, if not tcp_host
-    lanes: int = 2  # connections per peer and path
-    timeout_s: float = 10.0
-    num_threads: int = 2
-    slice_nbytes: int = DEFAULT_SLICE_NBYTES
-    max_queued_slices: int = 65_536
+_CREW_SIZE = 16  # segments being opened and messages being sent at once
 
 
 class TransferEngine:
-    """Thread-safe. Owns its transports, its threads and the remote segments it opened; never the segments served."""
+    """Thread-safe. Owns its transports, its threads, the remote segments it opened and those it registered; borrows
+    the segments given to serve(), and the directory.
+    """
 
-    def __init__(self, config: TransferConfig, *, fabric: MemoryFabric | None = None) -> None:
-        if config.lanes < 1 or config.num_threads < 1 or config.slice_nbytes < 1:
-            raise ConfigError("lanes, num_threads and slice_nbytes must be at least 1")
-        if config.tcp_hosts and config.tcp_host is None:
-            raise ConfigError("tcp_hosts are addresses beside tcp_host, which is missing")
+    def __init__(
+        self, config: TransferConfig, *, directory: Directory | None = None, fabric: MemoryFabric | None = None
+    ) -> None:
         self._config = config
+        self._directory = directory
+        self.incarnation = time.time_ns()  # of the segments registered here: a later start has a greater one
+        self._desk = Desk(self.incarnation, lambda: self.topology)
+        wanted = config.tcp_host == AUTO or config.topology_file is not None
+        self._assembly = Assembly(config, self._desk, self.topology if wanted else None, fabric)
+        self._remotes = Remotes(self._assembly.transports, config.plan, config.timeout_s)
+        self._crew = Crew("transfer-crew", _CREW_SIZE)
+        order: SliceOrder[Batch] = SliceOrder(config.max_queued_slices, config.slice_nbytes, config.promote_after_s)
+        self._workers = Workers(SliceQueue(order), config.num_threads)
         self._lock = threading.Lock()
-        self._remotes: dict[tuple[str, int], RemoteSegment] = {}
-        self._peers: WeakValueDictionary[tuple[str, ...], PeerPaths] = WeakValueDictionary()  # held by their remotes
-        self._closed = False
-        self._queue = _SliceQueue(config.max_queued_slices, config.slice_nbytes)
-        self._transports = _make_transports(config, fabric)  # fastest first
-        self._threads: list[threading.Thread] = []
-        self._grow_threads(config.num_threads)
+        self._served: dict[str, SegmentDescriptor] = {}
+        self._registered: dict[str, Segment] = {}
+
+    @cached_property
+    def topology(self) -> Topology:
+        """This machine's, with the overrides of `topology_file`; looked at when first asked for."""
+        return read_topology(Path(self._config.topology_file) if self._config.topology_file is not None else None)
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """`host:port` of its tcp ports: what others write behind the @ of a segment's name."""
+        return self._assembly.addresses
+
+    # -- what this process offers ------------------------------------------------------------------------------
+
+    def register(
+        self,
+        name: str,
+        memory: Buffer | None = None,
+        *,
+        nbytes: int | None = None,
+        location: str | None = None,
+        granule_nbytes: int | None = None,
+    ) -> SegmentDescriptor:
+        """Offers memory: any writable buffer, a tensor, a RawMemory pointer, or `nbytes` of new memory at `location`
+        ("cpu:0", "cuda:0", "ssd:/path"). See register.make_segment() for what is refused, serve() for the rest.
+        """
+        segment = make_segment(
+            name,
+            memory,
+            nbytes=nbytes,
+            location=location,
+            granule_nbytes=granule_nbytes,
+            incarnation=self.incarnation,
+        )
+        try:
+            descriptor = self.serve(segment)
+        except BaseException:
+            segment.close()
+            raise
+        with self._lock:
+            self._registered[name] = segment
+        return descriptor
+
+    def segment(self, name: str) -> Segment:
+        """What register() made."""
+        with self._lock:
+            return self._registered[name]
+
+    def unregister(self, name: str) -> None:
+        """Withdraws the memory and lets it go; unknown names are ignored."""
+        self.unserve(name)
+        with self._lock:
+            segment = self._registered.pop(name, None)
+        if segment is not None:
+            segment.close()
 
     def serve(self, segment: Segment) -> SegmentDescriptor:
         """Offers the segment to others, by every transport that can, until unserve() or close().
 
         AlreadyExists when the name is taken. The segment stays the caller's and must outlive this.
         """
-        endpoints = tuple(t.serve(segment) for t in self._transports if t.can_serve(segment))
-        return SegmentDescriptor(
-            name=segment.name,
-            nbytes=segment.nbytes,
-            incarnation=segment.incarnation,
-            host=host_id(),
-            endpoints=endpoints,
-            granule_nbytes=segment.fence.granule_nbytes if segment.fence is not None else None,
-        )
+        with self._lock:
+            if segment.name in self._served:
+                raise AlreadyExists(f"segment {segment.name!r} is already served")
+            endpoints = self._assembly.serve(segment)
+            descriptor = SegmentDescriptor(
+                name=segment.name,
+                nbytes=segment.nbytes,
+                incarnation=segment.incarnation,
+                host=host_id(),
+                endpoints=endpoints.preferred,
+                secondary=endpoints.secondary,
+                granule_nbytes=segment.fence.granule_nbytes if segment.fence is not None else None,
+                location=segment.location,
+            )
+            self._served[segment.name] = descriptor
+        self._desk.publish(descriptor)
+        if self._directory is not None:
+            try:
+                self._directory.publish(descriptor)
+            except BaseException:
+                self.unserve(segment.name)
+                raise
+        return descriptor
 
     def unserve(self, name: str) -> None:
         """Withdraws a segment; unknown names are ignored."""
-        for transport in self._transports:
-            transport.unserve(name)
+        self._assembly.unserve(name)
+        self._desk.withdraw(name)
+        with self._lock:
+            descriptor = self._served.pop(name, None)
+        if descriptor is not None and self._directory is not None:
+            self._directory.withdraw(descriptor)
 
-    def open(self, descriptor: SegmentDescriptor) -> RemoteSegment:
+    def notifications(self, timeout_s: float = 0.0) -> list[Notification]:
+        """Takes the messages that peers left, waiting at most so long for the first."""
+        return self._desk.mailbox.take(timeout_s)
+
+    def notified(self) -> Pending[None]:
+        """Over when notifications() has something to take, or the engine is closed."""
+        return self._desk.mailbox.arrival()
+
+    # -- what others offer -------------------------------------------------------------------------------------
+
+    def introduce(self, peer: str) -> PeerInfo:
+        """Asks the engine at `host:port` who it is: its machine, its start, its topology."""
+        return self._assembly.line_to(f"tcp:{peer}").ask(Introduce(), self._config.timeout_s)
+
+    def find(self, target: str) -> SegmentDescriptor:
+        """What `name@host:port` (asked of the peer itself) or `name` (of the directory) stands for; NotFound."""
+        name, peer = parse_target(target)
+        if peer is not None:
+            return self._assembly.line_to(peer).ask(Describe(name), self._config.timeout_s)
+        if self._directory is None:
+            raise InvalidInput(f"without a directory {name!r} says too little; write {name}@host:port")
+        return self._directory.find(name)
+
+    def open(self, target: SegmentDescriptor | str) -> RemoteSegment:
         """A handle by the fastest transport that works, the same one each time for a name and incarnation. Several
-        tcp endpoints are used together.
+        tcp endpoints are used together. A text is looked up by find() each time, so a restarted owner is found anew.
 
         Owned by the engine: close() of the handle is for those who know that nobody else uses it.
         """
-        key = (descriptor.name, descriptor.incarnation)
-        with self._lock:
-            remote = self._remotes.get(key)
-        return remote if remote is not None else self._keep(key, self._connect(descriptor))
+        return self._remotes.open(self.find(target) if isinstance(target, str) else target)
+
+    def opening(self, target: SegmentDescriptor | str) -> Pending[RemoteSegment]:
+        """open() without waiting, to be awaited or waited for."""
+        remote = None if isinstance(target, str) else self._remotes.find(target)
+        if remote is None:
+            return self._crew.call(partial(self.open, target))
+        found: Pending[RemoteSegment] = Pending()
+        found.resolve(remote)
+        return found
 
     def forget(self, descriptor: SegmentDescriptor) -> None:
         """Closes the handle of a segment that is gone for good."""
-        with self._lock:
-            remote = self._remotes.pop((descriptor.name, descriptor.incarnation), None)
-        if remote is not None:
-            remote.close()
+        self._remotes.forget(descriptor)
 
-    def submit(self, requests: Sequence[TransferRequest], *, timeout_s: float | None = None) -> Batch:
-        """Starts the requests on the engine's threads, all under one deadline. Slices of large ones run in
-        parallel; there is no order between requests. Overloaded when the queue stays full until the deadline.
+    def submit(
+        self,
+        requests: Sequence[TransferRequest],
+        *,
+        timeout_s: float | None = None,
+        priority: Priority = Priority.PREFETCH,
+        notify: bytes | None = None,
+        room_timeout_s: float | None = None,
+    ) -> Batch:
+        """Starts the requests on the engine's threads, all under one deadline. Slices of large ones run in parallel,
+        small ones go together; there is no order between requests.
+
+        `notify` is left with the owner of each segment once all requests have succeeded, and before the batch is done;
+        the batch fails if that fails. Overloaded, with nothing begun, when the queue of this priority stays full for
+        `room_timeout_s` (None: until the deadline); on an event loop make it 0.
         """
         timeout_s = self._config.timeout_s if timeout_s is None else timeout_s
-        batch = Batch(requests, timeout_s=timeout_s, slice_nbytes=self._config.slice_nbytes)
-        self._queue.put(batch, Deadline(timeout_s))
+        batch = Batch(
+            requests,
+            queue=self._workers.queue,
+            crew=self._crew,
+            timeout_s=timeout_s,
+            slice_nbytes=self._config.slice_nbytes,
+            priority=priority,
+            notify=notify,
+        )
+        batch.start(timeout_s if room_timeout_s is None else min(room_timeout_s, timeout_s))
         return batch
 
     def close(self) -> None:
         """Idempotent. Unfinished transfers fail with PeerLost; all threads, sockets and mappings go."""
-        for batch, part in self._queue.close():
-            batch.settle(part, PeerLost("the transfer engine was closed"))
+        self._withdraw_all()
+        self._workers.close()
+        self._remotes.close()
+        self._assembly.close()
+        self._desk.close()
+        self._crew.close()
+        self._workers.join(_JOIN_TIMEOUT_S)
+        self._remotes.join(_JOIN_TIMEOUT_S)
+        self._crew.join(_JOIN_TIMEOUT_S)
         with self._lock:
-            self._closed = True
-            remotes, self._remotes = list(self._remotes.values()), {}
-            peers = list(self._peers.values())
-        for peer in peers:
-            peer.close()
-        for remote in remotes:
-            remote.close()
-        for transport in self._transports:
-            transport.close()
-        for thread in self._threads:
-            thread.join(_JOIN_TIMEOUT_S)
-        for peer in peers:
-            peer.join(_JOIN_TIMEOUT_S)
+            registered, self._registered = list(self._registered.values()), {}
+        for segment in registered:
+            segment.close()
+
+    def _withdraw_all(self) -> None:
+        """From the directory; a directory that cannot be reached forgets by itself."""
+        with self._lock:
+            served, self._served = list(self._served.values()), {}
+        if self._directory is not None:
+            for descriptor in served:
+                with contextlib.suppress(Unavailable):
+                    self._directory.withdraw(descriptor)
 
     def __enter__(self) -> TransferEngine:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _keep(self, key: tuple[str, int], remote: RemoteSegment) -> RemoteSegment:
-        """The handle to use from now on: this one, or one that another thread opened first."""
-        with self._lock:
-            kept = None if self._closed else self._remotes.setdefault(key, remote)
-        if kept is not remote:
-            remote.close()
-        if kept is None:
-            raise PeerLost("the transfer engine is closed")
-        return kept
-
-    def _connect(self, descriptor: SegmentDescriptor) -> RemoteSegment:
-        failure: Unavailable | None = None
-        for transport, endpoints in self._ways_to(descriptor):
-            try:
-                if transport.scheme == TcpTransport.scheme and len(endpoints) > 1:
-                    return self._connect_paths(transport, descriptor, endpoints)
-                return self._connect_first(transport, descriptor, endpoints)
-            except Unavailable as error:
-                failure = error
-        raise failure or NotFound(f"segment {descriptor.name!r} has no endpoint that can be reached from here")
-
-    def _connect_first(
-        self, transport: Transport, descriptor: SegmentDescriptor, endpoints: Sequence[str]
-    ) -> RemoteSegment:
-        failure: Unavailable | None = None
-        for endpoint in endpoints:
-            try:
-                return transport.open(descriptor, endpoint, timeout_s=self._config.timeout_s)
-            except Unavailable as error:
-                failure = error
-        assert failure is not None
-        raise failure
-
-    def _connect_paths(
-        self, transport: Transport, descriptor: SegmentDescriptor, endpoints: Sequence[str]
-    ) -> MultiPathRemote:
-        openers = [
-            partial(_open_for, transport, descriptor, endpoint)  # takes the timeout
-            for endpoint in endpoints
-        ]
-        paths = self._paths_to(tuple(endpoints))
-        remote = MultiPathRemote(paths, descriptor.nbytes, openers)
-        remote.connect(self._config.timeout_s)
-        self._grow_threads(self._config.lanes * len(endpoints))
-        return remote
-
-    def _paths_to(self, endpoints: tuple[str, ...]) -> PeerPaths:
-        with self._lock:
-            if self._closed:
-                raise PeerLost("the transfer engine is closed")
-            config = PlanConfig(max_slice_nbytes=self._config.slice_nbytes, slices_per_path=self._config.lanes)
-            paths = self._peers.get(endpoints) or PeerPaths(endpoints, config)
-            self._peers[endpoints] = paths
-            return paths
-
-    def _ways_to(self, descriptor: SegmentDescriptor) -> list[tuple[Transport, list[str]]]:
-        """Usable endpoints by transport, fastest first. Of several listeners of one scheme the first opens for all."""
-        by_scheme: dict[str, tuple[Transport, list[str]]] = {}
-        for transport in self._transports:
-            own = [e for e in descriptor.endpoints if e.partition(":")[0] == transport.scheme]
-            usable = [endpoint for endpoint in own if transport.usable(descriptor, endpoint)]
-            if usable:
-                by_scheme.setdefault(transport.scheme, (transport, usable))
-        return list(by_scheme.values())
-
-    def _grow_threads(self, num_threads: int) -> None:
-        """At least so many; a batch on several paths needs one for each lane to keep all of them busy."""
-        with self._lock:
-            while len(self._threads) < num_threads and not self._closed:
-                name = f"transfer-{len(self._threads)}"
-                self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
-                self._threads[-1].start()
-
-    def _work(self) -> None:
-        while self._work_once():
-            pass
-
-    def _work_once(self) -> bool:
-        """One run of slices. A function of its own, so that an idle thread keeps no caller's buffers alive."""
-        run = self._queue.take()
-        if run is None:
-            return False
-        batch, parts = run
-        for part in parts:
-            try:
-                batch.run(part)
-            except Exception as error:  # noqa: BLE001 - a bug must fail its batch, not hang it
-                batch.settle(part, Internal(f"{type(error).__name__}: {error}"))
-        return True
-
-
-def _open_for(transport: Transport, descriptor: SegmentDescriptor, endpoint: str, timeout_s: float) -> RemoteSegment:
-    return transport.open(descriptor, endpoint, timeout_s=timeout_s)
-
-
-def _make_transports(config: TransferConfig, fabric: MemoryFabric | None) -> list[Transport]:
-    transports: list[Transport] = [FileTransport()]
-    try:
-        if fabric is not None:
-            transports.append(MemoryTransport(fabric))
-        if config.shm:
-            transports.append(ShmTransport(config.run_dir))
-        for number, host in enumerate((config.tcp_host, *config.tcp_hosts)):
-            advertise_host = config.tcp_advertise_host if number == 0 else None
-            transports.append(
-                TcpTransport(
-                    host,
-                    config.tcp_port,
-                    lanes=config.lanes,
-                    advertise_host=advertise_host,
-                    stall_timeout_s=config.timeout_s,
-                )
-            )
-    except BaseException:
-        for transport in transports:
-            transport.close()
-        raise
-    return transports
-
-
-class _SliceQueue:
-    """Batches in order of arrival, handed out in runs of slices. Holds a bounded number of slices."""
-
-    def __init__(self, max_slices: int, slice_nbytes: int) -> None:
-        self._max_slices = max_slices
-        self._slice_nbytes = slice_nbytes
-        self._changed = threading.Condition()
-        self._waiting: deque[tuple[Batch, int]] = deque()  # batch and the index of its next slice
-        self._num_slices = 0
-        self._closed = False
-
-    def put(self, batch: Batch, deadline: Deadline) -> None:
-        """Waits for room; a batch larger than the queue is taken when the queue is empty."""
-        if not batch.slices:
-            return
-        with self._changed:
-            while self._num_slices and self._num_slices + len(batch.slices) > self._max_slices and not self._closed:
-                if not self._changed.wait(deadline.remaining_s()):
-                    raise Overloaded("too many transfers are waiting")
-            if self._closed:
-                raise PeerLost("the transfer engine is closed")
-            self._waiting.append((batch, 0))
-            self._num_slices += len(batch.slices)
-            self._changed.notify_all()
-
-    def take(self) -> tuple[Batch, list[Slice]] | None:
-        """The next run of slices; waits for one. None when the queue is closed."""
-        with self._changed:
-            while not self._waiting and not self._closed:
-                self._changed.wait()
-            if self._closed:
-                return None
-            batch, start = self._waiting.popleft()
-            end = take_run(batch.slices, start, self._slice_nbytes)
-            if end < len(batch.slices):
-                self._waiting.appendleft((batch, end))
-            self._num_slices -= end - start
-            self._changed.notify_all()
-            return batch, batch.slices[start:end]
-
-    def close(self) -> list[tuple[Batch, Slice]]:
-        """Idempotent; what was not handed out."""
-        with self._changed:
-            self._closed = True
-            left = [(batch, part) for batch, start in self._waiting for part in batch.slices[start:]]
-            self._waiting.clear()
-            self._changed.notify_all()
-            return left

@@ -7,7 +7,8 @@ from collections import deque
 from typing import NamedTuple
 
 from moonpool.base.clock import Deadline
-from moonpool.base.errors import InvalidInput, Overloaded
+from moonpool.base.errors import Cancelled, InvalidInput, Overloaded
+from moonpool.transfer.pending import Pending
 
 MAX_MESSAGE_NBYTES = 32 * 1024
 _MAX_MESSAGES = 4096
@@ -29,6 +30,7 @@ class Mailbox:
         self._max_nbytes = max_nbytes
         self._changed = threading.Condition()
         self._messages: deque[Notification] = deque()
+        self._waiting: set[Pending[None]] = set()
         self._nbytes = 0
         self._closed = False
 
@@ -42,6 +44,18 @@ class Mailbox:
             self._messages.append(notification)
             self._nbytes += size
             self._changed.notify()
+        self._tell()
+
+    def arrival(self) -> Pending[None]:
+        """Over when there is something to take, or the box is closed. It takes nothing: who gives up loses nothing."""
+        pending: Pending[None] = Pending(lambda: self._give_up(pending))
+        with self._changed:
+            is_here = bool(self._messages) or self._closed
+            if not is_here:
+                self._waiting.add(pending)
+        if is_here:
+            pending.resolve(None)
+        return pending
 
     def take(self, timeout_s: float = 0.0) -> list[Notification]:
         """All that is there, in order of arrival; waits for the first one at most so long, empty if none came."""
@@ -59,6 +73,19 @@ class Mailbox:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+        self._tell()
+
+    def _tell(self) -> None:
+        """Without the lock: what they do next is not known here."""
+        with self._changed:
+            waiting, self._waiting = self._waiting, set()
+        for pending in waiting:
+            pending.resolve(None)
+
+    def _give_up(self, pending: Pending[None]) -> None:
+        with self._changed:
+            self._waiting.discard(pending)
+        pending.fail(Cancelled("no longer waited for"))
 
 
 def check_message(message: bytes) -> None:

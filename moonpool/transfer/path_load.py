@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from moonpool.base.errors import Cancelled, DeadlineExceeded, MoonpoolError, Overloaded, ProtocolError, Unavailable
+from moonpool.base.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    HandleClosed,
+    MoonpoolError,
+    Overloaded,
+    ProtocolError,
+    Unavailable,
+)
+from moonpool.transfer.priority import DEFAULT_PROMOTE_AFTER_S
 
 
 @dataclass(frozen=True)
@@ -21,6 +30,7 @@ class PlanConfig:
     first_throughput: float = 125e6  # bytes per second, of a path that was not measured yet
     sample_s: float = 0.02  # busy time that makes one measurement
     sample_weight: float = 0.3  # of the newest measurement in the average
+    promote_after_s: float = DEFAULT_PROMOTE_AFTER_S  # see priority.Turns
 
 
 class PathState(Enum):
@@ -87,9 +97,8 @@ class PathLoad:
         self.state, self.error = PathState.RESTING, error
         self.num_failures += 1
         self.rest_until_s = now_s + min(config.first_rest_s * 2.0 ** min(self.num_failures - 1, 30), config.max_rest_s)
-        if isinstance(
-            error, DeadlineExceeded
-        ):  # perhaps it is alive and slower than believed: smaller slices next time
+        if isinstance(error, DeadlineExceeded):
+            # Perhaps it is alive and slower than believed: smaller slices next time.
             self.throughput = max(self.throughput / 2, config.min_slice_nbytes / config.slice_timeout_s)
 
     def _forget_sample(self) -> None:
@@ -98,4 +107,6 @@ class PathLoad:
 
 def is_retriable(error: MoonpoolError) -> bool:
     """Whether another path may do better: the path failed, not the request."""
-    return isinstance(error, Unavailable | Overloaded | ProtocolError) and not isinstance(error, Cancelled)
+    if isinstance(error, Cancelled | HandleClosed):
+        return False
+    return isinstance(error, Unavailable | Overloaded | ProtocolError)

@@ -5,27 +5,35 @@ cut_batch() is for peers with one path. A Planner is for a peer with several; it
   failed on where there is one; so bytes may be moved twice, always the same ones to the same place.
 - A slice goes where it is expected to arrive first, (in flight + slice) / throughput, and is as large as lets all paths
   finish together. A slow path gets no slice that the others would have moved sooner.
+- Secondary paths carry nothing while a preferred one works, except slices that the preferred ones have failed on.
 - A path that fails rests, twice as long each time up to a bound, and is tried with a probe that carries nobody's bytes,
   then with one small slice, before it carries its share again.
 - The peer's own answer (bad range, stale generation, not served) fails the task at once. So does the loss of the last
   path, if it was refused; if it fell silent, probing goes on until the task's deadline, since a frozen peer may return.
-- A failed task is reported when none of its slices is under way: the caller's buffers are then untouched.
+- A task of higher priority goes first; tasks of one priority take turns. Turns in priority.py keeps the rest alive.
+- A failed or cancelled task is reported when none of its slices is under way: its buffers are untouched from then on.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-from moonpool.base.errors import DeadlineExceeded, MoonpoolError, PeerLost
+from moonpool.base.errors import Cancelled, DeadlineExceeded, MoonpoolError, PeerLost
 from moonpool.transfer.path_load import PathLoad, PathState, PlanConfig, is_retriable
+from moonpool.transfer.priority import Priority, Turns
 
 # Measured over two lanes of loopback tcp: 256 KiB slices move 0.4 GB/s, 1 MiB ones 0.8 to 1.7, 4 MiB ones 1.1 to 1.7.
 # The smallest of the good sizes shares a batch most evenly over the lanes.
 DEFAULT_SLICE_NBYTES = 1024 * 1024
+MAX_RUN_SLICES = 512  # tiny ones take about 10 us each: a run is over in some milliseconds, and others get their turn
+# Tasks asked in a row whether they want a path that is free. When none does, something is under way, and the next ones
+# are asked when that ends.
+_MAX_TRIES = 16
 
 
 class Slice(NamedTuple):
@@ -42,23 +50,27 @@ def cut_batch(request_nbytes: Sequence[int], slice_nbytes: int | Sequence[int] =
     of no bytes still has one slice, so that its checks are made and it is reported done.
     """
     limits = [slice_nbytes] * len(request_nbytes) if isinstance(slice_nbytes, int) else slice_nbytes
-    assert all(limit > 0 for limit in limits)
-    return [
-        Slice(request, start, min(limit, nbytes - start))
-        for request, (nbytes, limit) in enumerate(zip(request_nbytes, limits, strict=True))
-        for start in range(0, max(nbytes, 1), limit)
-    ]
+    slices: list[Slice] = []
+    for request, (nbytes, limit) in enumerate(zip(request_nbytes, limits, strict=True)):
+        assert limit > 0
+        if nbytes <= limit:
+            slices.append(Slice(request, 0, nbytes))  # most are: a batch of small ones must not cost more than them
+        else:
+            slices += (Slice(request, at, min(limit, nbytes - at)) for at in range(0, nbytes, limit))
+    return slices
 
 
 def take_run(slices: Sequence[Slice], start: int, slice_nbytes: int = DEFAULT_SLICE_NBYTES) -> int:
     """End of the run that one thread should take from `start` on: at least one slice, together no larger than
-    one full slice. Small transfers are thus handed out by the dozen, large ones one by one.
+    one full slice. Small transfers are thus handed out by the hundred, large ones one by one.
     """
-    end, nbytes = start, 0
-    while end < len(slices) and (end == start or nbytes + slices[end].nbytes <= slice_nbytes):
+    nbytes = 0
+    limit = min(len(slices), start + MAX_RUN_SLICES)
+    for end in range(start, limit):
         nbytes += slices[end].nbytes
-        end += 1
-    return end
+        if nbytes > slice_nbytes and end > start:
+            return end
+    return limit
 
 
 class Assignment(NamedTuple):
@@ -86,9 +98,12 @@ class _Piece(NamedTuple):
 
 @dataclass
 class _Task:
+    priority: Priority
+    submitted_s: float
     deadline_s: float
     pieces: deque[_Piece]
     waiting_nbytes: int
+    cancelled: bool = False
     num_under_way: int = 0
     error: MoonpoolError | None = None
 
@@ -101,23 +116,29 @@ class Planner:
 
     num_paths: int
     config: PlanConfig = field(default_factory=PlanConfig)
+    num_secondary: int = 0  # of the paths, the last ones
 
     def __post_init__(self) -> None:
         self.paths = [PathLoad(self.config.first_throughput) for _ in range(self.num_paths)]
         self._tasks: dict[int, _Task] = {}
-        self._turns: deque[int] = deque()  # tasks with pieces, each served in turn
+        self._lines: list[deque[int]] = [deque() for _ in Priority]  # tasks with pieces, served in turn
+        self._turns = Turns(self.config.promote_after_s)
+        self._deadlines: list[tuple[float, int]] = []  # a heap; those of tasks that ended stay until they are on top
         self._ended: list[tuple[int, MoonpoolError | None]] = []
-        self._waiting_nbytes = 0
+        self._waiting_nbytes = [0] * len(Priority)
         self._num_tasks = 0
 
-    def submit(self, request_nbytes: Sequence[int], deadline_s: float, now_s: float) -> int:
+    def submit(
+        self, request_nbytes: Sequence[int], deadline_s: float, now_s: float, priority: Priority = Priority.PREFETCH
+    ) -> int:
         """A new task of these requests, to be done by `deadline_s`."""
         assert request_nbytes
         self._num_tasks += 1
         pieces = deque(_Piece(request, 0, nbytes) for request, nbytes in enumerate(request_nbytes))
-        self._tasks[self._num_tasks] = _Task(deadline_s, pieces, sum(request_nbytes))
-        self._turns.append(self._num_tasks)
-        self._waiting_nbytes += sum(request_nbytes)
+        self._tasks[self._num_tasks] = _Task(priority, now_s, deadline_s, pieces, sum(request_nbytes))
+        self._lines[priority].append(self._num_tasks)
+        self._note_deadline(deadline_s, self._num_tasks)
+        self._waiting_nbytes[priority] += sum(request_nbytes)
         if all(path.state is PathState.RESTING for path in self.paths):
             for path in self.paths:  # somebody asks: do not let it wait for a rest to end
                 path.rest_until_s = now_s
@@ -125,9 +146,8 @@ class Planner:
 
     def next_assignments(self, now_s: float) -> list[Assignment]:
         """What to start now. Tasks past their deadline fail here."""
-        for number, task in list(self._tasks.items()):
-            if now_s >= task.deadline_s and task.error is None:
-                self._fail(number, DeadlineExceeded(f"not done in time; {self._trouble()}"))
+        while (deadline := self._next_deadline()) is not None and now_s >= deadline[0]:
+            self._fail(deadline[1], DeadlineExceeded(f"not done in time; {self._trouble()}"))
         assignments: list[Assignment] = []
         while (assignment := self._assign(now_s)) is not None:
             assignments.append(assignment)
@@ -146,8 +166,9 @@ class Planner:
         """When something may change by itself: a deadline or the end of a rest. None without tasks."""
         if not self._tasks:
             return None
-        deadlines = [task.deadline_s for task in self._tasks.values() if task.error is None]
-        return min([*deadlines, *(p.rest_until_s for p in self.paths if p.state is PathState.RESTING)], default=None)
+        times = [path.rest_until_s for path in self.paths if path.state is PathState.RESTING]
+        deadline = self._next_deadline()
+        return min([*times, deadline[0]] if deadline is not None else times, default=None)
 
     def completed(self, assignment: Assignment, now_s: float) -> None:
         """Its bytes were acknowledged."""
@@ -168,7 +189,9 @@ class Planner:
         # A slice that the task's own deadline cut short says nothing about the path.
         if assignment.timeout_s >= 4 * self.config.slice_s or not isinstance(error, DeadlineExceeded):
             path.broke(error, now_s, self.config)
-        if assignment.attempt + 1 >= self.config.max_attempts:
+        if task.cancelled:
+            self._fail(assignment.task, _cancelled())
+        elif assignment.attempt + 1 >= self.config.max_attempts:
             self._fail(assignment.task, error)
         elif task.error is None:
             self._requeue(assignment)
@@ -185,6 +208,16 @@ class Planner:
         elif load.state is PathState.PROBING:
             load.state, load.error = PathState.TRIAL, None
 
+    def cancel(self, task: int) -> None:
+        """Starts no more of it. It ends with Cancelled, or as done when its rest was under way already and arrives.
+        One that has ended is ignored.
+        """
+        found = self._tasks.get(task)
+        if found is not None:
+            found.cancelled = True
+            if found.pieces:
+                self._fail(task, _cancelled())
+
     def fail_all(self, error: MoonpoolError) -> None:
         """Gives up on every task."""
         for number in list(self._tasks):
@@ -197,9 +230,11 @@ class Planner:
 
     def check_integrity(self) -> None:
         """AssertionError when the books do not balance."""
-        assert self._waiting_nbytes == sum(task.waiting_nbytes for task in self._tasks.values())
         assert sum(p.num_under_way for p in self.paths) == sum(t.num_under_way for t in self._tasks.values())
-        assert sorted(self._turns) == sorted(n for n, task in self._tasks.items() if task.pieces)
+        for priority in Priority:
+            own = {number: task for number, task in self._tasks.items() if task.priority is priority}
+            assert self._waiting_nbytes[priority] == sum(task.waiting_nbytes for task in own.values())
+            assert sorted(self._lines[priority]) == sorted(n for n, task in own.items() if task.pieces)
         for task in self._tasks.values():
             assert task.waiting_nbytes == sum(piece.nbytes for piece in task.pieces)
             assert task.error is None or not task.pieces
@@ -212,55 +247,83 @@ class Planner:
             assert path.throughput > 0
 
     def _assign(self, now_s: float) -> Assignment | None:
-        for _ in range(len(self._turns)):
-            number = self._turns[0]
-            task = self._tasks[number]
-            piece = task.pieces[0]
-            choice = self._choose(piece)
-            if choice is not None:
-                return self._start(number, task, piece, *choice, now_s)
-            self._turns.rotate(-1)
+        since_s = [self._tasks[line[0]].submitted_s if line else None for line in self._lines]
+        for priority in self._turns.order(since_s, now_s):
+            assignment = self._assign_from(priority, now_s)
+            if assignment is not None:
+                self._turns.served(priority, since_s, now_s)
+                return assignment
         return None
 
-    def _choose(self, piece: _Piece) -> tuple[int, int] | None:
+    def _assign_from(self, priority: Priority, now_s: float) -> Assignment | None:
+        line = self._lines[priority]
+        if not any(path.usable and path.num_under_way < self._limit(path) for path in self.paths):
+            return None
+        waiting_nbytes = sum(self._waiting_nbytes[: priority + 1])  # what goes first, or in turn
+        for _ in range(min(len(line), _MAX_TRIES)):
+            number = line[0]
+            task = self._tasks[number]
+            choice = self._choose(task.pieces[0], waiting_nbytes)
+            if choice is not None:
+                return self._start(number, task, *choice, now_s)
+            line.rotate(-1)
+        return None
+
+    def _choose(self, piece: _Piece, waiting_nbytes: int) -> tuple[int, int] | None:
         """(path, nbytes) for the head of the piece; None when it had better wait."""
-        usable = [(number, path) for number, path in enumerate(self.paths) if path.usable]
-        untried = [(number, path) for number, path in usable if number not in piece.failed_on]
+        candidates = self._candidates(piece)
         best: tuple[float, int, int] | None = None
-        for number, path in untried or usable:
-            if path.num_under_way < (self.config.slices_per_path if path.state is PathState.UP else 1):
-                nbytes = self._slice_nbytes(path, piece.nbytes, usable)
+        for number, path in candidates:
+            if path.num_under_way < self._limit(path):
+                nbytes = self._slice_nbytes(path, piece.nbytes, candidates, waiting_nbytes)
                 finish_s = (path.in_flight_nbytes + nbytes) / path.throughput
                 best = min(best or (finish_s, number, nbytes), (finish_s, number, nbytes))
         if best is None:
             return None
         # Idle ones are no reason to wait: nothing would happen. Busy ones report, and this is asked again.
-        others = [path for number, path in untried or usable if number != best[1] and path.num_under_way]
-        if others and best[0] > _together_s(others, self._waiting_nbytes):
+        others = [path for number, path in candidates if number != best[1] and path.num_under_way]
+        if others and best[0] > _together_s(others, waiting_nbytes):
             return None  # they will have moved everything, this included, before that path had
         return best[1], best[2]
 
-    def _slice_nbytes(self, path: PathLoad, piece_nbytes: int, usable: Iterable[tuple[int, PathLoad]]) -> int:
+    def _candidates(self, piece: _Piece) -> list[tuple[int, PathLoad]]:
+        """The paths that may carry it: those it has not failed on before those it has, preferred before secondary."""
+        usable = [(number, path) for number, path in enumerate(self.paths) if path.usable]
+        untried = [(number, path) for number, path in usable if number not in piece.failed_on]
+        first_secondary = self.num_paths - self.num_secondary
+        for group in (untried, usable):
+            preferred = [(number, path) for number, path in group if number < first_secondary]
+            if preferred or group:
+                return preferred or group
+        return []
+
+    def _limit(self, path: PathLoad) -> int:
+        return self.config.slices_per_path if path.state is PathState.UP else 1
+
+    def _slice_nbytes(
+        self, path: PathLoad, piece_nbytes: int, usable: Iterable[tuple[int, PathLoad]], waiting_nbytes: int
+    ) -> int:
         """The path's share of what waits if all are to finish together, within its limits; no crumbs are left."""
         low = self.config.min_slice_nbytes
         if path.state is PathState.TRIAL:
             return min(piece_nbytes, low)
         high = min(max(int(path.throughput * self.config.slice_s), low), self.config.max_slice_nbytes)
-        finish_s = _together_s([load for _, load in usable], self._waiting_nbytes)
+        finish_s = _together_s([load for _, load in usable], waiting_nbytes)
         share = int(finish_s * path.throughput) - path.in_flight_nbytes
         nbytes = min(max(share, low), high)
         return piece_nbytes if piece_nbytes < nbytes + low else nbytes
 
-    def _start(self, number: int, task: _Task, piece: _Piece, path: int, nbytes: int, now_s: float) -> Assignment:
+    def _start(self, number: int, task: _Task, path: int, nbytes: int, now_s: float) -> Assignment:
+        piece, line = task.pieces[0], self._lines[task.priority]
         if nbytes < piece.nbytes:
             task.pieces[0] = piece._replace(start=piece.start + nbytes, nbytes=piece.nbytes - nbytes)
         else:
             task.pieces.popleft()
-        self._turns.popleft()
+        line.popleft()
         if task.pieces:
-            self._turns.append(number)
+            line.append(number)
         task.waiting_nbytes -= nbytes
-        self._waiting_nbytes -= nbytes
+        self._waiting_nbytes[task.priority] -= nbytes
         task.num_under_way += 1
         self.paths[path].started(nbytes, now_s)
         # Half of what is left, so that there is time for another path after a silent one.
@@ -271,10 +334,10 @@ class Planner:
         task = self._tasks[lost.task]
         failed_on = lost.failed_on | {lost.path}
         if not task.pieces:
-            self._turns.append(lost.task)
+            self._lines[task.priority].append(lost.task)
         task.pieces.appendleft(_Piece(lost.request, lost.start, lost.nbytes, failed_on, lost.attempt + 1))
         task.waiting_nbytes += lost.nbytes
-        self._waiting_nbytes += lost.nbytes
+        self._waiting_nbytes[task.priority] += lost.nbytes
 
     def _fail_if_cut_off(self) -> None:
         """Fails every task when all paths were refused. Silence is waited out until the deadlines."""
@@ -286,9 +349,9 @@ class Planner:
         task = self._tasks[number]
         task.error = task.error or error
         if task.pieces:
-            self._turns.remove(number)
+            self._lines[task.priority].remove(number)
         task.pieces.clear()
-        self._waiting_nbytes -= task.waiting_nbytes
+        self._waiting_nbytes[task.priority] -= task.waiting_nbytes
         task.waiting_nbytes = 0
         self._end_if_over(number)
 
@@ -298,9 +361,28 @@ class Planner:
             del self._tasks[number]
             self._ended.append((number, task.error))
 
+    def _note_deadline(self, deadline_s: float, number: int) -> None:
+        heapq.heappush(self._deadlines, (deadline_s, number))
+        if len(self._deadlines) > 2 * len(self._tasks) + 64:
+            self._deadlines = [(task.deadline_s, number) for number, task in self._tasks.items()]
+            heapq.heapify(self._deadlines)
+
+    def _next_deadline(self) -> tuple[float, int] | None:
+        """The earliest of a task that has not failed, and the task."""
+        while self._deadlines:
+            task = self._tasks.get(self._deadlines[0][1])
+            if task is not None and task.error is None:
+                return self._deadlines[0]
+            heapq.heappop(self._deadlines)
+        return None
+
     def _trouble(self) -> str:
         errors = [f"path {number}: {path.error}" for number, path in enumerate(self.paths) if path.error is not None]
         return "; ".join(errors) or "no path failed"
+
+
+def _cancelled() -> Cancelled:
+    return Cancelled("the transfer was cancelled")
 
 
 def _together_s(paths: Sequence[PathLoad], waiting_nbytes: int) -> float:

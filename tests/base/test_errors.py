@@ -12,7 +12,9 @@ from moonpool.base.rpc.protocol import as_moonpool_error, decode_error, encode_e
 
 
 def all_classes(root: type[MoonpoolError] = MoonpoolError) -> list[type[MoonpoolError]]:
-    return [root] + [found for child in root.__subclasses__() for found in all_classes(child)]
+    """Those a module keeps to itself (_Name) never cross the wire."""
+    public = [child for child in root.__subclasses__() if not child.__name__.startswith("_")]
+    return [root] + [found for child in public for found in all_classes(child)]
 
 
 @pytest.mark.parametrize("cls", all_classes())

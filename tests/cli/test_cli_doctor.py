@@ -37,6 +37,7 @@ from moonpool.transfer.doctor import (
     transport_findings,
 )
 from moonpool.transfer.topology import Gpu, Hardware, Nic, NumaNode, NvmeDrive, Place, build_topology, read_topology
+from moonpool.transfer.transports import nixl_agent
 
 PLACE = Place(pci=("pci0000:00", "0000:00:01.0"), numa_node=0)
 SERVER = Hardware(
@@ -122,6 +123,17 @@ def test_transports_say_what_they_lack() -> None:
     on_server = {finding.name: finding.says for finding in transport_findings(WELL, SERVER)}
     assert "eth0" in on_server["tcp"]
     assert "mlx5_0" in on_server["nixl"]
+
+
+def test_nixl_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    if nixl_agent.installed_package() is not None:
+        found = {finding.name: finding for finding in transport_findings(WELL, SERVER)}["nixl"]
+        assert (found.status, "UCX" in found.says) == ("ok", True)
+    monkeypatch.setattr(nixl_agent, "_PACKAGES", ("moonpool_no_such_package",))
+    missing = {finding.name: finding for finding in transport_findings(WELL, LAPTOP)}["nixl"]
+    assert missing.status == "missing"
+    assert missing.hint is not None
+    assert "moonpool[nixl]" in missing.hint
 
 
 def test_the_basics_work_here() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from paths_transport import PathsTransport
 
 from moonpool.base.errors import AlreadyExists, InvalidInput, NotFound, Overloaded, PeerLost, StaleGeneration
 from moonpool.transfer.descriptor import SegmentDescriptor
@@ -22,10 +23,23 @@ from moonpool.transfer.transports.base import RemoteSegment, Transport
 from moonpool.transfer.transports.file import FileTransport
 from moonpool.transfer.transports.file_segment import FileSegment
 from moonpool.transfer.transports.memory import MemoryFabric, MemoryTransport
+from moonpool.transfer.transports.nixl import NixlTransport
+from moonpool.transfer.transports.nixl_agent import installed_package
 from moonpool.transfer.transports.shm import ShmTransport
 from moonpool.transfer.transports.tcp import TcpTransport
 
-WAYS = ("memory", "shm", "tcp", "file", "tcp-file")
+WAYS = (
+    "memory",
+    "shm",
+    "tcp",
+    "tcp-guarded",
+    "paths",
+    "file",
+    "tcp-file",
+    pytest.param(
+        "nixl", marks=pytest.mark.skipif(installed_package() is None, reason="nixl is missing: pip install nixl-cu12")
+    ),
+)
 NBYTES = 64 * 1024
 GRANULE = 4096
 T = 5.0
@@ -88,6 +102,22 @@ class World:
             made.close()
 
 
+class NixlBesideTcp(NixlTransport):
+    """With the tcp port that brings questions to its desk, as an engine has it."""
+
+    def __init__(self) -> None:
+        self._tcp = TcpTransport("127.0.0.1")
+        self.desk = self._tcp.desk
+        with Segment.over("probe", bytearray(1), incarnation=1) as probe:
+            endpoint = self._tcp.serve(probe)
+            self._tcp.unserve("probe")
+        super().__init__(self.desk, endpoint, self._tcp.line)
+
+    def close(self) -> None:
+        super().close()
+        self._tcp.close()
+
+
 def _file_segment(path: Path, nbytes: int, granule_nbytes: int | None, incarnation: int) -> FileSegment:
     """A later incarnation finds the file of the first, as a restarted owner does."""
     if incarnation > 1:
@@ -103,8 +133,11 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         "memory": lambda: MemoryTransport(fabric),
         "shm": lambda: ShmTransport(str(tmp_path_factory.mktemp("run"))),
         "tcp": lambda: TcpTransport("127.0.0.1"),
+        "tcp-guarded": lambda: TcpTransport("127.0.0.1", guard=request.getfixturevalue("guard")),
+        "paths": PathsTransport,
         "file": FileTransport,
         "tcp-file": lambda: TcpTransport("127.0.0.1"),  # a file, served by its owner to other machines
+        "nixl": NixlBesideTcp,
     }
     made = World(makers[request.param], tmp_path_factory.mktemp("disk") if "file" in request.param else None)
     try:
@@ -260,7 +293,7 @@ def test_views_show_the_owners_memory_and_cannot_write(world: World) -> None:
     segment = world.segment()
     remote = world.open(segment)
     view = remote.view(10, 20)
-    if remote.transport in ("tcp", "file"):
+    if remote.transport in ("tcp", "paths", "file", "nixl"):
         assert view is None
         return
     assert view is not None
@@ -519,7 +552,7 @@ def test_messages_reach_the_owner_in_order(world: World) -> None:
 def test_memory_of_any_kind_where_the_transport_can(world: World) -> None:
     buffer = bytearray(100)
     segment = Segment.over("own", buffer, incarnation=1)
-    assert world.owner.can_serve(segment) == (world.owner.scheme in ("memory", "tcp"))
+    assert world.owner.can_serve(segment) == (world.owner.scheme in ("memory", "tcp", "paths", "nixl"))
     if world.owner.can_serve(segment):
         remote = world.open(segment)
         remote.write_from(0, [b"abc"], generation=0, timeout_s=T)

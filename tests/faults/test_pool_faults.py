@@ -16,7 +16,8 @@ from moonpool.base.errors import NoSpace
 from moonpool.base.object_header import ObjectHeader, ObjectKind, Piece, unpack
 from moonpool.store.client import StoreClient
 from moonpool.store.read_session import ReadSession
-from moonpool.transfer.engine import TransferConfig, TransferEngine
+from moonpool.transfer.config import TransferConfig
+from moonpool.transfer.engine import TransferEngine
 
 PROMPT = prompt_of(90)  # five full blocks and a partial one
 PARAMS = greedy(12)

@@ -17,7 +17,8 @@ from moonpool.base.clock import VirtualClock
 from moonpool.store.client import ClientConfig, StoreClient
 from moonpool.store.master import Master, MasterConfig
 from moonpool.store.node import Node, NodeConfig
-from moonpool.transfer.engine import TransferConfig, TransferEngine
+from moonpool.transfer.config import TransferConfig
+from moonpool.transfer.engine import TransferEngine
 
 T = TypeVar("T")
 MIB = 1024 * 1024

@@ -14,7 +14,8 @@ from moonpool.store.client import StoreClient
 from moonpool.store.master import Master, MasterConfig
 from moonpool.store.node import Node, NodeConfig
 from moonpool.store.put_session import PutRequest, PutSession
-from moonpool.transfer.engine import TransferConfig, TransferEngine
+from moonpool.transfer.config import TransferConfig
+from moonpool.transfer.engine import TransferEngine
 
 
 def say(line: str) -> None:

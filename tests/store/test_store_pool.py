@@ -31,7 +31,8 @@ from moonpool.store.master import next_epoch
 from moonpool.store.messages import SERVICE, ObjectInfo, Subscribe
 from moonpool.store.node import Node, NodeConfig
 from moonpool.store.put_session import PutRequest, PutSession
-from moonpool.transfer.engine import TransferConfig, TransferEngine
+from moonpool.transfer.config import TransferConfig
+from moonpool.transfer.engine import TransferEngine
 
 # For pools of a few granules, where one object is over every mark.
 NO_WATERMARK = {"high_watermark": 1.0, "low_watermark": 1.0}

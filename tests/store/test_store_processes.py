@@ -14,7 +14,8 @@ from store_pool import MIB, RoleProcess, wait_until
 from moonpool.base.errors import MoonpoolError, NoSpace
 from moonpool.store.client import StoreClient
 from moonpool.store.put_session import PutRequest
-from moonpool.transfer.engine import TransferConfig, TransferEngine
+from moonpool.transfer.config import TransferConfig
+from moonpool.transfer.engine import TransferEngine
 
 Start = Callable[..., RoleProcess]
 

@@ -12,6 +12,7 @@ import pytest
 from moonpool.base.errors import (
     AlreadyExists,
     DeadlineExceeded,
+    Internal,
     InvalidInput,
     NotFound,
     Overloaded,
@@ -36,7 +37,7 @@ class Office:
     """A desk with one fenced segment, and a line to it."""
 
     def __init__(self, way: str, run_dir: Path) -> None:
-        self.desk = Desk(incarnation=7, topology=read_topology())
+        self.desk = Desk(incarnation=7, topology=read_topology)
         self.segment = Segment.over("seg", bytearray(1000), granule_nbytes=100, incarnation=3)
         self.desk.serve(self.segment)
         self.close: Callable[[], None] = lambda: None
@@ -102,6 +103,10 @@ def test_transports_answer_for_themselves(office: Office) -> None:
     assert office.line.ask(Attach("nixl", "seg", 3, b"!"), T) == b"seg!"
     with pytest.raises(NotFound):
         office.line.ask(Attach("nixl", "gone", 3, b"!"), T)
+    office.desk.on_attach("nixl", lambda segment, hello: bytes(hello[99]))
+    with pytest.raises(Internal, match="IndexError"):
+        office.line.ask(Attach("nixl", "seg", 3, b"!"), T)
+    assert office.line.ask(Introduce(), T).incarnation == 7, "the desk outlives a transport's bug"
 
 
 def test_messages_are_kept_until_taken(office: Office) -> None:

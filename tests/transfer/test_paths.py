@@ -28,6 +28,7 @@ from moonpool.base.errors import (
     StaleGeneration,
 )
 from moonpool.transfer import (
+    MultiPathRemote,
     RemoteSegment,
     Segment,
     SegmentDescriptor,
@@ -38,7 +39,7 @@ from moonpool.transfer import (
 )
 from moonpool.transfer.buffers import Buffer, as_bytes_views
 from moonpool.transfer.path_load import PathState, PlanConfig
-from moonpool.transfer.paths import MultiPathRemote, PeerPaths
+from moonpool.transfer.paths import PeerPaths
 
 NBYTES = 16 << 20
 LAB = str(Path(__file__).parents[2] / "benchmarks" / "_rails_lab.py")
@@ -203,7 +204,8 @@ def test_close_ends_callers_threads_and_sockets(tmp_path: Path, segment: Segment
     peer.close()
     for caller in callers:
         caller.join(5)
-    assert [type(error) for error in errors] == [PeerLost] * 4
+    assert len(errors) == 4
+    assert all(isinstance(error, PeerLost) for error in errors)
     with pytest.raises(PeerLost):
         remote.read_into(0, [bytearray(1)], timeout_s=1)
     owner.close()
@@ -233,7 +235,8 @@ def test_a_closed_handle_does_not_hurt_its_neighbours(
         kept.read_into(0, [bytearray(NBYTES)], timeout_s=5)
         peer.forget(msgspec.structs.replace(descriptor, name="other"))
         reader.join(5)
-        assert [type(error) for error in errors] == [PeerLost]
+        assert len(errors) == 1
+        assert isinstance(errors[0], PeerLost)
         assert all(path.state is PathState.UP for path in kept.report())
         kept.read_into(0, [bytearray(NBYTES)], timeout_s=5)
         owner.unserve("other")

@@ -230,10 +230,10 @@ def test_close_ends_threads_sockets_and_waiters(tmp_path: Path, segment: Segment
 
 
 def test_names_and_settings_are_checked(tmp_path: Path, segment: Segment) -> None:
-    with TransferEngine(config(tmp_path)) as engine:
+    with TransferEngine(config(tmp_path)) as engine, Segment.allocate("seg", 1, incarnation=2) as namesake:
         engine.serve(segment)
         with pytest.raises(AlreadyExists):
-            engine.serve(segment)
+            engine.serve(namesake)
         engine.unserve("seg")
         engine.unserve("seg")
         engine.serve(segment)

@@ -100,7 +100,8 @@ def decode_hello(frame: Frame) -> Hello:
 def _decode(decoder: msgspec.msgpack.Decoder[Any], body: bytes) -> Any:
     try:
         return decoder.decode(body)
-    except msgspec.DecodeError as error:  # ValidationError is a DecodeError
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        # Text that is none and values nested without end are found by msgspec, and named by Python.
         raise ProtocolError(f"the peer sent something else than agreed: {error}") from error
 
 

@@ -48,8 +48,9 @@ from moonpool.engine.worker.prefill import PrefillRole
 from moonpool.engine.worker.reporter import Books, Reporter
 from moonpool.engine.worker.samples import Samples
 from moonpool.store.client import ClientConfig, StoreClient
+from moonpool.transfer.config import TransferConfig
 from moonpool.transfer.descriptor import SegmentDescriptor
-from moonpool.transfer.engine import TransferConfig, TransferEngine
+from moonpool.transfer.engine import TransferEngine
 
 
 class Worker:

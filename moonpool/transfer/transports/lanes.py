@@ -1,26 +1,43 @@
-"""A small pool of connections to one peer. Made on demand, kept while idle, dropped on the first failure."""
+"""A small pool of connections to one peer. Made on demand, kept while idle, dropped on the first failure.
+
+Behind a guard (tcp_guard.py) a connection is a lane only when both ends have shown who they are.
+"""
 
 from __future__ import annotations
 
 import socket
+import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from moonpool.base.clock import Deadline
-from moonpool.base.errors import PeerLost
-from moonpool.transfer.transports.sockets import abandon, hang_up, is_quiet, tune
+from moonpool.base.errors import InvalidInput, MoonpoolError, PeerLost, Unauthorized
+from moonpool.base.secret import Secret
+from moonpool.base.tls import explain_tls
+from moonpool.transfer.transports import tcp_tls
+from moonpool.transfer.transports.sockets import abandon, hang_up, is_quiet, receive_exactly, send_all, tune
+from moonpool.transfer.transports.tcp_frames import (
+    MAGIC,
+    MAX_ERROR_NBYTES,
+    RESPONSE_NBYTES,
+    unpack_error,
+    unpack_response,
+)
+from moonpool.transfer.transports.tcp_guard import FRAME_NBYTES, CallerSide, Guard, read_refusal
 
 
 class LanePool:
     """At most `size` connections to host:port; further callers wait for one."""
 
-    def __init__(self, host: str, port: int, size: int) -> None:
+    def __init__(self, host: str, port: int, size: int, guard: Guard | None = None) -> None:
         self._address = (host, port)
         self._size = size
+        self._guard = guard
         self._changed = threading.Condition()
         self._idle: list[socket.socket] = []
         self._busy: set[socket.socket] = set()
+        self._greeting: set[socket.socket] = set()  # connected, not yet let in
         self._connecting = 0
         self._closed = False
 
@@ -29,7 +46,8 @@ class LanePool:
 
     @contextmanager
     def lane(self, deadline: Deadline) -> Iterator[socket.socket]:
-        """A connection of one's own. TimeoutError or OSError when there is none in time, PeerLost after close().
+        """A connection of one's own. TimeoutError or OSError when there is none in time, Unauthorized when the two
+        ends do not accept each other, PeerLost after close().
 
         It goes back to the pool when the block ends well; any exception drops it.
         """
@@ -46,7 +64,7 @@ class LanePool:
         with self._changed:
             self._closed = True
             idle, self._idle = self._idle, []
-            for sock in self._busy:
+            for sock in self._busy | self._greeting:
                 hang_up(sock)
             self._changed.notify_all()
         for sock in idle:
@@ -80,7 +98,9 @@ class LanePool:
     def _connect(self, deadline: Deadline) -> socket.socket:
         try:
             sock = self._dial(deadline)
-        except OSError:
+            if self._guard is not None:
+                sock = self._greet(sock, self._guard, deadline)
+        except BaseException:
             with self._changed:
                 self._connecting -= 1
                 self._changed.notify()
@@ -93,13 +113,49 @@ class LanePool:
         return sock
 
     def _dial(self, deadline: Deadline) -> socket.socket:
-        sock = socket.create_connection(self._address, max(deadline.remaining_s(), 0.001))
+        try:
+            sock = socket.create_connection(self._address, max(deadline.remaining_s(), 0.001))
+        except UnicodeError as error:
+            raise InvalidInput(f"{self._address[0]!r} is not the name of a host") from error
         try:
             tune(sock)
         except OSError:
             sock.close()
             raise
         return sock
+
+    def _greet(self, sock: socket.socket, guard: Guard, deadline: Deadline) -> socket.socket:
+        """The connection, inside TLS if so configured, when both sides have shown who they are; else it is closed."""
+        with self._changed:  # close() must see the plain connection or the one inside TLS, not none
+            if guard.tls is not None:
+                sock = tcp_tls.wrap_client(sock, guard.tls, self._address[0])
+            self._greeting.add(sock)
+            if self._closed:
+                hang_up(sock)
+        try:
+            with self._explained():
+                if isinstance(sock, ssl.SSLSocket):
+                    tcp_tls.handshake(sock, deadline)
+                _prove(sock, guard.secret, deadline)
+        except BaseException:
+            sock.close()
+            raise
+        finally:
+            with self._changed:
+                self._greeting.discard(sock)
+        return sock
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Refusals with the peer's name and, for TLS, in words that say what to do."""
+        try:
+            yield
+        except ssl.SSLError as error:
+            raise Unauthorized(
+                f"{self}: {explain_tls(error)}; see tls_cert_file and tls_ca_file on both sides"
+            ) from error
+        except MoonpoolError as error:
+            raise type(error)(f"{self}: {error}") from error
 
     def _give_back(self, sock: socket.socket, healthy: bool) -> None:
         with self._changed:
@@ -110,3 +166,24 @@ class LanePool:
             self._changed.notify()
         if not keep:
             abandon(sock)
+
+
+def _prove(sock: socket.socket, secret: Secret | None, deadline: Deadline) -> None:
+    """The caller's part of tcp_guard.py."""
+    side = CallerSide(secret)
+    proof = side.proof(_exchange(sock, side.hello(), deadline))
+    side.check_welcome(_exchange(sock, proof, deadline))
+
+
+def _exchange(sock: socket.socket, said: bytes, deadline: Deadline) -> memoryview:
+    """The owner's next frame; raises what its refusal means."""
+    send_all(sock, [said], deadline)
+    frame = memoryview(bytearray(FRAME_NBYTES))
+    head, rest = frame[:RESPONSE_NBYTES], frame[RESPONSE_NBYTES:]
+    receive_exactly(sock, [head], deadline)
+    if head[: len(MAGIC)] != MAGIC:
+        receive_exactly(sock, [rest], deadline)
+        return frame
+    text = memoryview(bytearray(min(unpack_response(head).nbytes, MAX_ERROR_NBYTES)))
+    receive_exactly(sock, [text], deadline)
+    raise read_refusal(unpack_error(text))

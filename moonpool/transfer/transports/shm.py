@@ -41,6 +41,11 @@ class ShmTransport(Transport):
         self.desk = desk or Desk()
         self._server = ShmServer(self.desk, self._path, max_connections=max_connections)
 
+    @property
+    def desk_endpoint(self) -> str:
+        """Where processes of this machine reach the desk."""
+        return f"unix:{self._path}"
+
     def can_serve(self, segment: Segment) -> bool:
         return segment.in_memory and segment.fd is not None
 

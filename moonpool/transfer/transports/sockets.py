@@ -2,7 +2,8 @@
 
 Timeouts are the kernel's own (SO_RCVTIMEO, SO_SNDTIMEO): a call then blocks once for all its bytes, where Python's
 socket timeouts would wake up for every piece. TimeoutError means that the deadline passed, ConnectionError that
-the other side is gone; both leave the stream in an unknown state.
+the other side is gone; both leave the stream in an unknown state. All functions take TLS connections too
+(tcp_tls.py), except those for Unix sockets.
 """
 
 from __future__ import annotations
@@ -13,18 +14,25 @@ import select
 import socket
 import struct
 from collections.abc import Sequence
+from ssl import SSLSocket
 
 from moonpool.base.clock import Deadline
+from moonpool.transfer.transports import tcp_tls
 
 # The kernel takes this many pieces per call at most.
 _IOV_MAX = 1024
 _KEEPALIVE_IDLE_S = 30
 _TIMEVAL = struct.Struct("@ll")
+_FAREWELL_NBYTES = 64 * 1024
+_FAREWELLS = 16
 _NO_LINGER = struct.pack("@ii", 1, 0)
 
 
 def receive_exactly(sock: socket.socket, views: Sequence[memoryview], deadline: Deadline | None) -> None:
     """Fills all views in order. Without a deadline it waits until the other side sends or goes."""
+    if isinstance(sock, SSLSocket):
+        tcp_tls.receive_exactly(sock, views, deadline)
+        return
     rest = [view for view in views if view.nbytes]
     while rest:
         _limit(sock, socket.SO_RCVTIMEO, deadline)
@@ -42,6 +50,8 @@ def receive_exactly(sock: socket.socket, views: Sequence[memoryview], deadline: 
 
 def receive_some(sock: socket.socket, view: memoryview, deadline: Deadline | None) -> int:
     """Waits for the first bytes and takes what has arrived by then, at most the view's size."""
+    if isinstance(sock, SSLSocket):
+        return tcp_tls.receive_some(sock, view, deadline)
     while True:
         _limit(sock, socket.SO_RCVTIMEO, deadline)
         try:
@@ -55,23 +65,40 @@ def receive_some(sock: socket.socket, view: memoryview, deadline: Deadline | Non
 
 def wait_readable(sock: socket.socket, deadline: Deadline) -> None:
     """Returns when a receive would not block; nothing is taken off the wire."""
-    poller = select.poll()
-    poller.register(sock, select.POLLIN)
-    if not poller.poll(deadline.remaining_s() * 1000):
-        raise TimeoutError("the deadline passed")
+    if isinstance(sock, SSLSocket) and sock.pending():
+        return
+    _wait_raw(sock, deadline)
 
 
 def receive_present(sock: socket.socket, view: memoryview) -> int:
-    """Takes what has arrived already, at most the view's size. Call it after wait_readable()."""
-    count = sock.recv_into(view, view.nbytes, socket.MSG_DONTWAIT)
+    """Takes what has arrived already, at most the view's size; 0 when that is nothing of use yet."""
+    count = _receive_waiting(sock, view)
     if count == 0:
         raise ConnectionResetError("the other side closed the connection")
-    return count
+    return count or 0
+
+
+def receive_ahead(sock: socket.socket, view: memoryview) -> int:
+    """As receive_present(), for who does not depend on it: 0 also when nothing will come any more."""
+    return _receive_waiting(sock, view) or 0
+
+
+def _receive_waiting(sock: socket.socket, view: memoryview) -> int | None:
+    """None: nothing is here. 0: nothing will come any more."""
+    if isinstance(sock, SSLSocket):
+        return tcp_tls.receive_waiting(sock, view)
+    try:
+        return sock.recv_into(view, 0, socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return None
 
 
 def send_all(sock: socket.socket, views: Sequence[bytes | memoryview], deadline: Deadline | None) -> None:
     """Sends all views in order."""
     rest = [memoryview(view) for view in views if len(view)]
+    if isinstance(sock, SSLSocket):
+        tcp_tls.send_all(sock, rest, deadline)
+        return
     while rest:
         _limit(sock, socket.SO_SNDTIMEO, deadline)
         try:
@@ -111,6 +138,8 @@ def connect_unix(path: str, deadline: Deadline) -> socket.socket:
 
 def is_quiet(sock: socket.socket) -> bool:
     """True when the idle connection is open and nothing was said on it: safe to use for a new request."""
+    if isinstance(sock, SSLSocket) and sock.pending():
+        return False
     poller = select.poll()
     poller.register(sock, select.POLLIN)
     return not poller.poll(0)
@@ -138,7 +167,28 @@ def abandon(sock: socket.socket) -> None:
 def hang_up(sock: socket.socket) -> None:
     """Wakes a thread that waits on this socket. That thread owns the descriptor and closes it."""
     with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
+        # The plain one: a TLS socket's own would take the encryption away from under the thread that uses it.
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+
+def part_ways(sock: socket.socket, deadline: Deadline) -> None:
+    """Ends a connection such that what was sent last arrives: a plain close resets it while bytes of the other side
+    lie unread, and the reset overtakes them. Takes a bounded part of what still comes, within the deadline.
+    """
+    scratch = bytearray(_FAREWELL_NBYTES)
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(sock, socket.SHUT_WR)
+        for _ in range(_FAREWELLS):
+            _wait_raw(sock, deadline)
+            if not socket.socket.recv_into(sock, scratch, 0, socket.MSG_DONTWAIT):
+                return
+
+
+def _wait_raw(sock: socket.socket, deadline: Deadline) -> None:
+    poller = select.poll()
+    poller.register(sock, select.POLLIN)
+    if not poller.poll(deadline.remaining_s() * 1000):
+        raise TimeoutError("the deadline passed")
 
 
 def _limit(sock: socket.socket, option: int, deadline: Deadline | None) -> None:

@@ -2,6 +2,9 @@
 
 A caller takes a lane (a connection) for its requests and their answers and gives it back; when all lanes are busy
 it waits, within its deadline. A lane on which anything went wrong is dropped, since its state is unknown.
+
+With a guard (tcp_guard.py) both ends of every connection prove who they are before anything else; Unauthorized says
+that they do not accept each other. Without one the port is open to whoever reaches it.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from moonpool.transfer.transports.base import RemoteSegment, Transport, check_bo
 from moonpool.transfer.transports.lanes import LanePool
 from moonpool.transfer.transports.tcp_ask import TcpLine, tcp_errors
 from moonpool.transfer.transports.tcp_frames import Op, pack_requests
+from moonpool.transfer.transports.tcp_guard import Guard
 from moonpool.transfer.transports.tcp_pipeline import Order, Pipeline
 from moonpool.transfer.transports.tcp_server import TcpServer
 
@@ -44,10 +48,12 @@ class TcpTransport(Transport):
         advertise_host: str | None = None,
         max_connections: int = MAX_CONNECTIONS,
         stall_timeout_s: float = STALL_TIMEOUT_S,
+        guard: Guard | None = None,
     ) -> None:
         self.desk = desk or Desk()
         self._pools: dict[tuple[str, int], LanePool] = {}
         self._lanes = lanes
+        self._guard = guard
         self._lock = threading.Lock()
         self._closed = False
         self._server: TcpServer | None = None
@@ -56,17 +62,28 @@ class TcpTransport(Transport):
             if self._advertise_host in _WILDCARDS:
                 raise ConfigError(f"listening on {host} needs an address to tell others (tcp_advertise_host)")
             self._server = TcpServer(
-                self.desk, host, port, stall_timeout_s=stall_timeout_s, max_connections=max_connections
+                self.desk,
+                host,
+                port,
+                stall_timeout_s=stall_timeout_s,
+                max_connections=max_connections,
+                guard=guard,
             )
+
+    @property
+    def endpoint(self) -> str | None:
+        """Where others reach this one's segments and desk; None when it does not listen."""
+        return None if self._server is None else f"{self.scheme}:{self._advertise_host}:{self._server.port}"
 
     def can_serve(self, segment: Segment) -> bool:
         return self._server is not None
 
     def serve(self, segment: Segment) -> str:
-        if self._server is None:
+        endpoint = self.endpoint
+        if endpoint is None:
             raise InvalidInput("this tcp transport does not listen")
         self.desk.serve(segment)
-        return f"{self.scheme}:{self._advertise_host}:{self._server.port}"
+        return endpoint
 
     def unserve(self, name: str) -> None:
         self.desk.withdraw(name)
@@ -101,7 +118,7 @@ class TcpTransport(Transport):
         with self._lock:
             if self._closed:
                 raise PeerLost("this transport is closed")
-            return self._pools.setdefault((host, port), LanePool(host, port, self._lanes))
+            return self._pools.setdefault((host, port), LanePool(host, port, self._lanes, self._guard))
 
 
 class TcpRemote(RemoteSegment):

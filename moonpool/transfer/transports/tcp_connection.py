@@ -127,8 +127,11 @@ class TcpConnection:
         memory = memory[request.offset : request.offset + request.nbytes]
         if fence is not None:
             fence.admit(request.offset, request.nbytes, request.generation)
+        deadline, renew_at = self._stall_deadline(), self._left - PART_NBYTES
         while self._left:
-            self._left -= self._receive_some(memory[-self._left :], request, fence)
+            if self._left <= renew_at:
+                deadline, renew_at = self._stall_deadline(), self._left - PART_NBYTES
+            self._left -= self._receive_some(memory[-self._left :], request, fence, deadline)
         if fence is not None:
             fence.confirm(request.offset, request.nbytes, request.generation)
 
@@ -148,19 +151,21 @@ class TcpConnection:
         if view.nbytes:
             self._inbox.fill([view], 0, self._stall_deadline())
 
-    def _receive_some(self, rest: memoryview, request: Request, fence: Fence | None) -> int:
-        """Takes a part of the data into its place and says how much."""
+    def _receive_some(self, rest: memoryview, request: Request, fence: Fence | None, deadline: Deadline) -> int:
+        """Takes a part of the data into its place and says how much. The deadline is a part's, not a byte's: who sends
+        byte by byte stalls too.
+        """
         here = min(self._inbox.nbytes, rest.nbytes)
         if here:
             rest[:here] = self._inbox.take(here)
             return here
         if fence is None:
             part = rest[:PART_NBYTES]
-            receive_exactly(self._sock, [part], self._stall_deadline())
+            receive_exactly(self._sock, [part], deadline)
             return part.nbytes
         # A writer may be slow and be overtaken while its bytes are on the wire. Only bytes that are here already
         # are let in, and the fence is asked right before: the new owner of the space is not overwritten later.
-        wait_readable(self._sock, self._stall_deadline())
+        wait_readable(self._sock, deadline)
         fence.confirm(request.offset, request.nbytes, request.generation)
         return receive_present(self._sock, rest)
 

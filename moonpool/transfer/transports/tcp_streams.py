@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 
 from moonpool.base.clock import Deadline
-from moonpool.transfer.transports.sockets import after, receive_exactly, receive_some, send_all
+from moonpool.transfer.transports.sockets import after, receive_ahead, receive_exactly, receive_some, send_all
 
 # Data moves in parts of this size. Each has the stall timeout to itself: a large request on a slow wire is no stall.
 PART_NBYTES = 4 * 1024 * 1024
@@ -53,10 +53,7 @@ class Inbox:
     def receive_present(self) -> bool:
         """Takes what has arrived, without waiting; False when there is nothing, or nothing will come any more."""
         self._to_front()
-        try:
-            count = self._sock.recv_into(self._buffer[self._end : self._end + self._appetite], 0, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
+        count = receive_ahead(self._sock, self._buffer[self._end : self._end + self._appetite])
         self._end += count
         return count > 0
 
@@ -103,6 +100,7 @@ class Outbox:
 
     def add(self, head: bytes, data: memoryview | None = None) -> None:
         self._parts.append(head)
+        self._nbytes += len(head)
         if data is not None and data.nbytes:
             self._add_data(data)
         if self._nbytes >= _OUTBOX_NBYTES or len(self._parts) >= _OUTBOX_PARTS:

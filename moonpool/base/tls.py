@@ -1,0 +1,86 @@
+"""Mutual TLS 1.3: both sides show a certificate that one common authority signed.
+
+No other authority is trusted, the system's included, and nothing older than TLS 1.3 is spoken. Certificates are read
+once: a process that should use renewed ones is restarted.
+"""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass
+from typing import NoReturn
+
+from moonpool.base.errors import ConfigError
+from moonpool.base.secret import read_private_file
+
+_MAX_KEY_NBYTES = 64 * 1024
+# What OpenSSL says when the first bytes that come back are not TLS.
+_NOT_TLS = frozenset({"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG", "RECORD_LAYER_FAILURE"})
+
+
+@dataclass(frozen=True)
+class TlsConfig:
+    """PEM files. The certificate must allow both roles (serverAuth and clientAuth), since every process dials and
+    answers, and must name the addresses under which others dial this one, unless they do not check (`check_host`).
+    """
+
+    cert_file: str
+    key_file: str
+    ca_file: str
+    check_host: bool = True
+
+    def load(self) -> TlsIdentity:
+        """ConfigError when a file is missing, unfit or, the key's, open to other users."""
+        return TlsIdentity(self)
+
+
+class TlsIdentity:
+    """The two contexts of one process: to dial with and to answer with."""
+
+    def __init__(self, config: TlsConfig) -> None:
+        read_private_file(config.key_file, _MAX_KEY_NBYTES)
+        self.check_host = config.check_host
+        self.client = _context(ssl.PROTOCOL_TLS_CLIENT, config)
+        self.client.check_hostname = config.check_host
+        self.server = _context(ssl.PROTOCOL_TLS_SERVER, config)
+        self.server.num_tickets = 0  # connections are long; a ticket would make an idle one look as if somebody spoke
+
+
+def _context(protocol: int, config: TlsConfig) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    try:
+        context.load_cert_chain(config.cert_file, config.key_file, password=_no_password)
+    except ssl.SSLError as error:
+        raise ConfigError(
+            f"{config.cert_file} and {config.key_file} are no pair of PEM files: {error.reason}"
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"cannot read {config.cert_file}: {error.strerror}") from error
+    try:
+        context.load_verify_locations(config.ca_file)
+    except ssl.SSLError as error:
+        raise ConfigError(f"{config.ca_file} is no PEM file of certificates: {error.reason}") from error
+    except OSError as error:
+        raise ConfigError(f"cannot read {config.ca_file}: {error.strerror}") from error
+    return context
+
+
+def _no_password() -> NoReturn:
+    """Else OpenSSL would ask at the terminal."""
+    raise ConfigError("the TLS key is encrypted; give it without a passphrase, in a file of mode 600")
+
+
+def explain_tls(error: ssl.SSLError) -> str:
+    """Why TLS with a peer failed, as a part of a sentence about that peer."""
+    reason = error.reason or ""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not accepted here: {error.verify_message}"
+    if reason in _NOT_TLS:
+        return "it does not speak TLS"
+    words = reason.rpartition("ALERT_")[2].replace("_", " ").lower()
+    if "ALERT" in reason and ("certificate" in words or words == "unknown ca"):
+        return f"it does not accept this side's certificate: {words}"
+    return f"TLS failed: {words or error}"

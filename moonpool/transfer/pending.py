@@ -1,0 +1,123 @@
+"""A result on its way. One class for threads and for asyncio, so that nothing here has a blocking and an async twin."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Generator
+from typing import Any, Generic, TypeVar, cast
+
+from moonpool.base.errors import DeadlineExceeded, MoonpoolError
+
+_LOG = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Pending(Generic[T]):
+    """wait() for it on a thread, await it on any event loop, or leave a callback. Thread-safe.
+
+    When a task that awaits it is cancelled, cancel() is called and the await still ends only when all is over; then
+    CancelledError goes on. An await that ended sooner would give the task its buffers back while others fill or send
+    them: what it puts there next would be overwritten, or sent in place of the right bytes. The wait is bounded: what
+    is under way ends with its deadline, what has not begun is dropped. Others who wait for the same get Cancelled.
+    """
+
+    def __init__(self, canceller: Callable[[], None] | None = None) -> None:
+        """`canceller` asks whoever works on it to stop; without one cancel() changes nothing."""
+        self._over = threading.Event()
+        self._ending = threading.Lock()
+        self._canceller = canceller
+        self._callbacks: list[Callable[[Pending[T]], object]] = []
+        self._result: T | None = None
+        self._failure: MoonpoolError | None = None
+
+    def done(self) -> bool:
+        """True when it has succeeded or failed and nothing of the caller's is touched any more."""
+        return self._over.is_set()
+
+    def done_within(self, timeout_s: float) -> bool:
+        """done(), after waiting for it at most so long."""
+        return self._over.wait(timeout_s)
+
+    def wait(self, timeout_s: float | None = None) -> T:
+        """The result; raises what it failed with. DeadlineExceeded when it takes longer than `timeout_s` (None: its
+        own deadline ends it); it goes on then.
+        """
+        if not self._over.wait(timeout_s):
+            raise DeadlineExceeded(f"not done after {timeout_s:g} s")
+        return self._outcome()
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self._awaited().__await__()
+
+    def cancel(self) -> None:
+        """Asks for an end. wait() says what became of it: Cancelled, unless it was too late."""
+        canceller = self._canceller
+        if canceller is not None and not self.done():
+            canceller()
+
+    @property
+    def failure(self) -> MoonpoolError | None:
+        """What wait() raises; None as long as it is not done, and when it succeeded."""
+        return self._failure
+
+    def add_done_callback(self, callback: Callable[[Pending[T]], object]) -> None:
+        """Calls it once, with this, when it is over: at once if it is, else on the thread that ends it. So it must be
+        short. What it raises is logged and goes no further.
+        """
+        with self._ending:
+            if not self.done():
+                self._callbacks.append(callback)
+                return
+        self._call(callback)
+
+    def resolve(self, result: T) -> None:
+        """For whoever brings the result; the first of resolve() and fail() counts."""
+        self._end(result, None)
+
+    def fail(self, error: MoonpoolError) -> None:
+        self._end(None, error)
+
+    def _end(self, result: T | None, failure: MoonpoolError | None) -> None:
+        with self._ending:
+            if self.done():
+                return
+            self._result, self._failure, self._canceller = result, failure, None
+            callbacks, self._callbacks = self._callbacks, []
+            self._over.set()
+        for callback in callbacks:
+            self._call(callback)
+
+    def _call(self, callback: Callable[[Pending[T]], object]) -> None:
+        try:
+            callback(self)
+        except Exception:  # noqa: BLE001 - a stranger's bug must not end a thread of ours
+            _LOG.exception("a callback of a finished transfer failed")
+
+    def _outcome(self) -> T:
+        if self._failure is not None:
+            raise self._failure
+        return cast(T, self._result)
+
+    async def _awaited(self) -> T:
+        loop, arrived = asyncio.get_running_loop(), asyncio.Event()
+        self.add_done_callback(lambda _: _call_soon(loop, arrived.set))
+        cancellation: asyncio.CancelledError | None = None
+        while not self.done():
+            try:
+                await arrived.wait()
+            except asyncio.CancelledError as error:
+                cancellation = error
+                self.cancel()
+        if cancellation is not None:
+            raise cancellation
+        return self._outcome()
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+    try:
+        loop.call_soon_threadsafe(callback)
+    except RuntimeError:
+        if not loop.is_closed():  # then nobody waits there any more
+            raise

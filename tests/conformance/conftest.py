@@ -1,0 +1,22 @@
+"""What the guarded way of the transport suite needs: certificates and a secret."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from moonpool.base.secret import Secret
+from moonpool.transfer.transports.tcp_guard import Guard
+
+sys.path.append(str(Path(__file__).parents[1] / "transfer"))  # for tls_authority
+
+
+@pytest.fixture(scope="session")
+def guard(tmp_path_factory: pytest.TempPathFactory) -> Guard:
+    """A secret and TLS, both."""
+    from tls_authority import Authority
+
+    tls = Authority(tmp_path_factory.mktemp("tls")).issue("member")
+    return Guard(secret=Secret(b"correct horse battery staple"), tls=tls.load())

@@ -1,0 +1,60 @@
+"""Two tcp listeners of one owner, used together as an engine does: the way "paths" of the transport suite."""
+
+from __future__ import annotations
+
+import threading
+
+from moonpool.transfer.descriptor import SegmentDescriptor
+from moonpool.transfer.desk import Desk
+from moonpool.transfer.multipath import MultiPathRemote
+from moonpool.transfer.path_load import PlanConfig
+from moonpool.transfer.paths import PeerPaths
+from moonpool.transfer.segment import Segment
+from moonpool.transfer.transports.base import RemoteSegment, Transport, rest_of
+from moonpool.transfer.transports.tcp import TcpTransport
+
+
+class PathsTransport(Transport):
+    """Its endpoints name those of both listeners."""
+
+    scheme = "paths"
+
+    def __init__(self) -> None:
+        self.desk = Desk()
+        self._rails = [TcpTransport("127.0.0.1", desk=self.desk) for _ in range(2)]
+        self._lock = threading.Lock()
+        self._peers: dict[str, PeerPaths] = {}
+
+    def can_serve(self, segment: Segment) -> bool:
+        return all(rail.can_serve(segment) for rail in self._rails)
+
+    def serve(self, segment: Segment) -> str:
+        return f"{self.scheme}:{'+'.join(rail.serve(segment) for rail in self._rails)}"
+
+    def unserve(self, name: str) -> None:
+        for rail in self._rails:
+            rail.unserve(name)
+
+    def usable(self, descriptor: SegmentDescriptor, endpoint: str) -> bool:
+        return True
+
+    def open(self, descriptor: SegmentDescriptor, endpoint: str, *, timeout_s: float) -> MultiPathRemote:
+        endpoints = rest_of(endpoint, self.scheme).split("+")
+        with self._lock:
+            paths = self._peers.setdefault(endpoint, PeerPaths(endpoints, PlanConfig()))
+
+        def open_by(own_endpoint: str, timeout_s: float) -> RemoteSegment:
+            return self._rails[0].open(descriptor, own_endpoint, timeout_s=timeout_s)
+
+        openers = [lambda timeout_s, own=own: open_by(own, timeout_s) for own in endpoints]
+        remote = MultiPathRemote(paths, descriptor.nbytes, openers)
+        remote.connect(timeout_s)
+        return remote
+
+    def close(self) -> None:
+        for paths in self._peers.values():
+            paths.close()
+        for rail in self._rails:
+            rail.close()
+        for paths in self._peers.values():
+            paths.join(5)

@@ -1,0 +1,146 @@
+"""MultiPathRemote.start(): transfers that nobody waits for, over paths that fail on purpose."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from slow_remote import FakeRemote
+
+from moonpool.base.errors import Cancelled, DeadlineExceeded, InvalidInput, PeerLost
+from moonpool.transfer.multipath import MultiPathRemote
+from moonpool.transfer.path_load import PlanConfig
+from moonpool.transfer.paths import PeerPaths
+from moonpool.transfer.pending import Pending
+from moonpool.transfer.priority import Priority
+
+FAST = PlanConfig(
+    max_slice_nbytes=4096,
+    min_slice_nbytes=512,
+    slice_timeout_s=0.1,
+    first_rest_s=0.01,
+    max_rest_s=0.05,
+    max_attempts=50,
+)
+Before = Callable[[list[tuple[int, int]]], None]
+NBYTES = 200_000
+
+
+@pytest.fixture
+def make_paths() -> Iterator[Callable[..., tuple[MultiPathRemote, bytearray]]]:
+    made: list[PeerPaths] = []
+
+    def make(*befores: Before) -> tuple[MultiPathRemote, bytearray]:
+        paths = PeerPaths([f"fake:{number}" for number in range(len(befores))], FAST)
+        made.append(paths)
+        memory = bytearray(random.Random(5).randbytes(NBYTES))
+        remotes = [FakeRemote(NBYTES, before) for before in befores]
+        for each in remotes:
+            each.memory = memory
+        remote = MultiPathRemote(paths, NBYTES, [lambda timeout_s, each=each: each for each in remotes])
+        remote.connect(1.0)
+        return remote, memory
+
+    yield make
+    for paths in made:
+        paths.close()
+        paths.join(5)
+    assert not [thread.name for thread in threading.enumerate() if thread.name == "transfer-path"]
+
+
+def fine(spans: list[tuple[int, int]]) -> None:
+    pass
+
+
+def silent(spans: list[tuple[int, int]]) -> None:
+    time.sleep(FAST.slice_timeout_s)
+    raise DeadlineExceeded("silence")
+
+
+def read(remote: MultiPathRemote, buffer: bytearray, offset: int = 0, timeout_s: float = 30.0) -> Pending[None]:
+    return remote.start(
+        [(offset, [memoryview(buffer)])], generation=None, timeout_s=timeout_s, priority=Priority.PREFETCH
+    )
+
+
+def test_random_faults_and_cancellations_lose_no_byte(
+    make_paths: Callable[..., tuple[MultiPathRemote, bytearray]],
+) -> None:
+    chance = random.Random(7)
+
+    def flaky(spans: list[tuple[int, int]]) -> None:
+        if chance.random() < 0.2:
+            raise PeerLost("a cable was pulled")
+        if chance.random() < 0.02:
+            silent(spans)
+
+    remote, memory = make_paths(flaky, fine, flaky)
+    for _ in range(5):
+        moving = []
+        for number in range(20):
+            offset, buffer = number * 1000, bytearray(chance.choice([10, 5000, 100_000]))
+            moving.append((offset, buffer, read(remote, buffer, offset)))
+        for number, (_, _, pending) in enumerate(moving):
+            if number % 5 == 0:
+                pending.cancel()
+        for offset, buffer, pending in moving:
+            assert pending.done_within(30)
+            if pending.failure is None:
+                assert buffer == memory[offset : offset + len(buffer)]
+            else:
+                assert isinstance(pending.failure, Cancelled)
+        assert sum(pending.failure is None for _, _, pending in moving) >= 16
+        assert all(path.in_flight_nbytes == 0 for path in remote.report())
+
+
+def test_silence_everywhere_ends_at_the_deadline(
+    make_paths: Callable[..., tuple[MultiPathRemote, bytearray]],
+) -> None:
+    remote, _ = make_paths(silent, silent)
+    started_s = time.monotonic()
+    pending, sooner = read(remote, bytearray(NBYTES), timeout_s=0.6), read(remote, bytearray(10), timeout_s=0.3)
+    with pytest.raises(DeadlineExceeded):
+        sooner.wait(5)
+    assert 0.25 < time.monotonic() - started_s < 0.5
+    with pytest.raises(DeadlineExceeded):
+        pending.wait(5)
+    assert 0.5 < time.monotonic() - started_s < 1.1
+
+
+def test_paths_are_probed_though_nobody_waits(make_paths: Callable[..., tuple[MultiPathRemote, bytearray]]) -> None:
+    broken = True
+
+    def sick(spans: list[tuple[int, int]]) -> None:
+        if broken:
+            silent(spans)
+
+    remote, memory = make_paths(sick, sick)
+    buffer = bytearray(NBYTES)
+    pending = read(remote, buffer)
+    assert not pending.done_within(0.3)
+    broken = False
+    pending.wait(2)
+    assert buffer == memory
+
+
+def test_cancel_ends_what_waits_for_paths_that_rest(
+    make_paths: Callable[..., tuple[MultiPathRemote, bytearray]],
+) -> None:
+    remote, _ = make_paths(silent, silent)
+    pending = read(remote, bytearray(NBYTES))
+    assert not pending.done_within(0.15)
+    pending.cancel()
+    with pytest.raises(Cancelled):
+        pending.wait(1)
+
+
+def test_what_can_be_said_at_once_is(make_paths: Callable[..., tuple[MultiPathRemote, bytearray]]) -> None:
+    remote, _ = make_paths(fine)
+    with pytest.raises(InvalidInput):
+        read(remote, bytearray(1), NBYTES)
+    remote.close()
+    with pytest.raises(PeerLost):
+        read(remote, bytearray(1))

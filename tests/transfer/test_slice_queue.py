@@ -1,0 +1,229 @@
+"""The order in which batches are served: purely, over random histories, and then with threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moonpool.base.errors import Overloaded, PeerLost
+from moonpool.transfer.plan import MAX_RUN_SLICES, Slice, cut_batch
+from moonpool.transfer.priority import Priority, Turns
+from moonpool.transfer.slice_queue import SliceOrder, SliceQueue
+
+HANDOFF, PREFETCH, REPLICATION = Priority
+LIMIT = 100
+AFTER_S = 0.1
+
+
+@dataclass(eq=False)
+class Job:
+    priority: Priority
+    slices: Sequence[Slice]
+    num_elsewhere: int = 0
+    added_s: float = 0.0
+    handed_out: list[Slice] = field(default_factory=list)
+
+    @property
+    def num_slices(self) -> int:
+        return len(self.slices) + self.num_elsewhere
+
+
+def job(priority: Priority, num_slices: int = 1, nbytes: int = LIMIT) -> Job:
+    return Job(priority, cut_batch([nbytes] * num_slices, LIMIT))
+
+
+def order(max_slices: int = 1000) -> SliceOrder[Job]:
+    return SliceOrder(max_slices, LIMIT, AFTER_S)
+
+
+def test_higher_first_then_by_arrival() -> None:
+    line = order()
+    jobs = [job(priority) for priority in (REPLICATION, PREFETCH, HANDOFF, PREFETCH, HANDOFF, REPLICATION)]
+    for each in jobs:
+        line.add(each, 0.0)
+    taken = []
+    while (run := line.take(0.01)) is not None:
+        taken.append(jobs.index(run.work))
+    assert taken == [2, 4, 1, 3, 0, 5]
+
+
+def test_overdue_work_has_every_fourth_turn() -> None:
+    line = order()
+    low, high = job(REPLICATION, 100), job(HANDOFF, 100)
+    line.add(low, 0.0)
+    line.add(high, 0.01)
+    served = [line.take(0.05).work is low for _ in range(4)]  # type: ignore[union-attr]
+    assert not any(served), "not overdue yet"
+    served = [line.take(0.2).work is low for _ in range(40)]  # type: ignore[union-attr]
+    assert sum(served) == 10
+    assert all(sum(served[at : at + 4]) == 1 for at in range(0, 40, 4))
+
+
+def test_two_overdue_priorities_share_that_turn() -> None:
+    line = order()
+    jobs = [job(REPLICATION, 100), job(PREFETCH, 100), job(HANDOFF, 100)]
+    for number, each in enumerate(jobs):
+        line.add(each, number / 100)
+    served = [line.take(0.2).work.priority for _ in range(80)]  # type: ignore[union-attr]
+    assert [served.count(priority) for priority in Priority] == [60, 10, 10]
+
+
+def test_runs_are_bounded_in_bytes_and_number() -> None:
+    line = SliceOrder[Job](10**6, LIMIT)
+    line.add(job(PREFETCH, 3, LIMIT), 0.0)
+    line.add(job(PREFETCH, 2000, 0), 0.0)
+    lengths = []
+    while (run := line.take(0.0)) is not None:
+        lengths.append(len(run.slices))
+    assert lengths == [1, 1, 1, *[MAX_RUN_SLICES] * 3, 2000 - 3 * MAX_RUN_SLICES]
+
+
+def test_each_priority_has_its_own_bound() -> None:
+    line = order(max_slices=10)
+    line.add(job(REPLICATION, 10), 0.0)
+    assert not line.has_room(job(REPLICATION))
+    assert line.has_room(job(HANDOFF, 10))
+    assert line.has_room(job(PREFETCH, 99))  # larger than the bound: alone
+    elsewhere = Job(HANDOFF, [], num_elsewhere=10)
+    line.add(elsewhere, 0.0)
+    assert not line.has_room(job(HANDOFF))
+    assert line.withdraw(elsewhere) == []
+    line.release(HANDOFF, 10)
+    assert line.has_room(job(HANDOFF, 10))
+    line.check_integrity()
+
+
+# What happens: a batch arrives, a thread asks for work, a batch is cancelled; each after some time.
+events_ = st.lists(
+    st.tuples(
+        st.sampled_from(["add", "take", "take", "take", "withdraw"]),
+        st.sampled_from(Priority),
+        st.lists(st.integers(0, 3 * LIMIT), min_size=1, max_size=6),
+        st.floats(0, 0.2),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=300)
+@given(events_)
+def test_nothing_is_lost_doubled_starved_or_out_of_order(
+    events: list[tuple[str, Priority, list[int], float]],
+) -> None:
+    line, now_s = order(), 0.0
+    waiting: list[Job] = []
+    everyone: list[Job] = []
+    watch = Watch()
+    for what, priority, sizes, pause_s in events:
+        now_s += pause_s
+        if what == "add":
+            made = Job(priority, cut_batch(sizes, LIMIT), added_s=now_s)
+            line.add(made, now_s)
+            waiting.append(made)
+            everyone.append(made)
+        elif what == "take":
+            watch.take(line, waiting, now_s)
+        elif waiting:
+            victim = waiting.pop(len(sizes) % len(waiting))
+            victim.handed_out += line.withdraw(victim)
+            assert line.withdraw(victim) == []
+        line.check_integrity()
+    while waiting:
+        watch.take(line, waiting, now_s)
+    assert line.take(now_s) is None
+    assert all(each.handed_out == each.slices for each in everyone)
+
+
+class Watch:
+    """Takes runs and checks whose turn it was."""
+
+    def __init__(self) -> None:
+        self._passed_over = dict.fromkeys(Priority, 0)
+
+    def take(self, line: SliceOrder[Job], waiting: list[Job], now_s: float) -> None:
+        run = line.take(now_s)
+        if run is None:
+            assert not waiting
+            return
+        heads = {each.priority: each for each in reversed(waiting)}  # the first of each
+        highest = heads[min(heads)]
+        before_s = min(highest.added_s, now_s - AFTER_S)
+        overdue = {p for p, head in heads.items() if p > highest.priority and head.added_s < before_s}
+        assert run.work is heads[run.work.priority]
+        assert run.work is highest or run.work.priority in overdue
+        for priority in Priority:
+            served = priority is run.work.priority or priority not in overdue
+            self._passed_over[priority] = 0 if served else self._passed_over[priority] + 1
+        assert max(self._passed_over.values()) < 8, "starved"  # every fourth turn, shared by two
+        run.work.handed_out += run.slices
+        if len(run.work.handed_out) == len(run.work.slices):
+            waiting.remove(run.work)
+
+
+@given(st.lists(st.tuples(*[st.none() | st.floats(0, 1)] * 3), min_size=1, max_size=50))
+def test_turns_only_ever_name_those_that_wait(states: list[tuple[float | None, ...]]) -> None:
+    turns = Turns(AFTER_S)
+    for since_s in states:
+        named = turns.order(since_s, 1.0)
+        assert sorted(named) == [priority for priority in Priority if since_s[priority] is not None]
+        assert sorted(named[1:]) == named[1:]
+        if named:
+            turns.served(named[0], since_s, 1.0)
+
+
+def test_a_full_low_queue_does_not_keep_high_work_out() -> None:
+    queue = SliceQueue(order(max_slices=2))
+    queue.put(job(REPLICATION, 2), 0)
+    with pytest.raises(Overloaded, match="replication"):
+        queue.put(job(REPLICATION), 0.01)
+    urgent = job(HANDOFF)
+    queue.put(urgent, 0)
+    run = queue.take()
+    assert run is not None
+    assert run.work is urgent
+
+
+def test_many_threads_take_everything_once() -> None:
+    queue = SliceQueue(order(max_slices=20))
+    jobs = [job(Priority(number % 3), number % 7 + 1) for number in range(300)]
+    taken: list[Slice] = []
+
+    def take_all() -> None:
+        while (run := queue.take()) is not None:
+            taken.extend((*part, id(run.work)) for part in run.slices)  # type: ignore[misc]
+
+    takers = [threading.Thread(target=take_all) for _ in range(4)]
+    for taker in takers:
+        taker.start()
+    with ThreadPoolExecutor(6) as pool:  # putters that must wait for room again and again
+        list(pool.map(lambda each: queue.put(each, 10.0), jobs))
+    done = job(REPLICATION)
+    queue.put(done, 10.0)
+    left = queue.close()
+    for taker in takers:
+        taker.join(10)
+        assert not taker.is_alive()
+    taken += [(*part, id(work)) for work, parts in left for part in parts]  # type: ignore[misc]
+    assert sorted(taken) == sorted((*part, id(each)) for each in [*jobs, done] for part in each.slices)
+    with pytest.raises(PeerLost):
+        queue.put(done, 0)
+
+
+def test_close_wakes_those_that_wait_for_room_or_work() -> None:
+    queue = SliceQueue(order(max_slices=1))
+    idle = SliceQueue(order())
+    queue.put(job(PREFETCH), 0)
+    with ThreadPoolExecutor(2) as pool:
+        putting = pool.submit(queue.put, job(PREFETCH), 10.0)
+        taking = pool.submit(idle.take)
+        assert [len(run.slices) for run in queue.close()] == [1]
+        assert idle.close() == []
+        with pytest.raises(PeerLost):
+            putting.result(5)
+        assert taking.result(5) is None

@@ -1,0 +1,130 @@
+"""The exchange of proofs that opens a guarded connection, pure: golden bytes, impostors, nonsense."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moonpool.base.errors import ConfigError, NotFound, Overloaded, ProtocolError, Unauthorized
+from moonpool.base.secret import Secret
+from moonpool.transfer.transports.tcp_frames import REQUEST_NBYTES
+from moonpool.transfer.transports.tcp_guard import FRAME_NBYTES, CallerSide, Guard, OwnerSide, RareLog, read_refusal
+
+VALUE = b"correct horse battery staple"
+GUARD = Guard(secret=Secret(VALUE))
+
+
+def test_a_guard_guards_something(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="a secret, for TLS or for both"):
+        Guard()
+    assert Guard.from_files(None, None) is None
+    path = tmp_path / "secret"
+    path.write_bytes(VALUE + b"\n")
+    path.chmod(0o600)
+    made = Guard.from_files(str(path), None)
+    assert made is not None
+    assert made.secret == GUARD.secret
+    assert "correct" not in repr(made)
+
+
+def test_golden_exchange() -> None:
+    """The vector of docs/formats.md."""
+    secret = Secret(b"moonpool test secret")
+    caller, owner = CallerSide(secret, bytes(range(32))), OwnerSide(secret, bytes(range(32, 64)))
+    hello = caller.hello()
+    challenge = owner.challenge(hello)
+    proof = caller.proof(challenge)
+    welcome = owner.welcome(proof)
+    caller.check_welcome(welcome)
+    assert hello.hex() == "4d50544701010100" + bytes(range(32)).hex() + "00" * 8
+    assert challenge.hex() == "4d50544701020100" + bytes(range(32, 64)).hex() + "00" * 8
+    value = "78353ec9d641620365aa094dabea4234e3738c2865636073345a1cecc531aae3"
+    assert proof.hex() == "4d50544701030100" + value + "00" * 8
+    value = "dc8a89adb355e100ce834acddca6e45e8cb4445bd4972b458b29c7b067b68829"
+    assert welcome.hex() == "4d50544701040100" + value + "00" * 8
+
+
+def test_a_hello_is_refused_at_once_by_an_owner_without_a_guard() -> None:
+    assert len(CallerSide(GUARD.secret).hello()) == FRAME_NBYTES >= REQUEST_NBYTES
+
+
+def test_nonces_are_new_each_time() -> None:
+    assert CallerSide(GUARD.secret).hello() != CallerSide(GUARD.secret).hello()
+    hello = CallerSide(GUARD.secret).hello()
+    assert OwnerSide(GUARD.secret).challenge(hello) != OwnerSide(GUARD.secret).challenge(hello)
+
+
+def test_nothing_heard_before_helps_an_impostor() -> None:
+    caller, owner = CallerSide(GUARD.secret), OwnerSide(GUARD.secret)
+    proof = caller.proof(owner.challenge(caller.hello()))
+    welcome = owner.welcome(proof)
+    again = OwnerSide(GUARD.secret)
+    again.challenge(caller.hello())
+    with pytest.raises(Unauthorized):  # an old proof
+        again.welcome(proof)
+    victim = CallerSide(GUARD.secret)
+    victim.proof(OwnerSide(GUARD.secret).challenge(victim.hello()))
+    with pytest.raises(Unauthorized):  # an old welcome
+        victim.check_welcome(welcome)
+    mirrored = CallerSide(GUARD.secret)
+    echo = bytearray(mirrored.hello())
+    echo[5] = 2
+    own_proof = bytearray(mirrored.proof(echo))
+    own_proof[5] = 4
+    with pytest.raises(Unauthorized):  # its own words sent back
+        mirrored.check_welcome(own_proof)
+
+
+@settings(max_examples=300)
+@given(st.integers(0, FRAME_NBYTES * 8 - 1), st.sampled_from(["hello", "challenge", "proof", "welcome"]))
+def test_no_bit_may_change(bit: int, step: str) -> None:
+    """A changed nonce is found when the proofs are compared."""
+    caller, owner = CallerSide(GUARD.secret), OwnerSide(GUARD.secret)
+
+    def passed(name: str, frame: bytes) -> bytes:
+        if name != step:
+            return frame
+        changed = bytearray(frame)
+        changed[bit // 8] ^= 1 << bit % 8
+        return bytes(changed)
+
+    def meet() -> None:
+        challenge = passed("challenge", owner.challenge(passed("hello", caller.hello())))
+        caller.check_welcome(passed("welcome", owner.welcome(passed("proof", caller.proof(challenge)))))
+
+    with pytest.raises((Unauthorized, ProtocolError)):
+        meet()
+
+
+@settings(max_examples=500)
+@given(st.binary(max_size=60), st.booleans(), st.booleans())
+def test_nonsense_is_refused_and_nothing_else_happens(data: bytes, whole: bool, with_secret: bool) -> None:
+    secret = GUARD.secret if with_secret else None
+    if whole:
+        data = (b"MPTG\x01" + data)[:FRAME_NBYTES].ljust(FRAME_NBYTES, b"\0")
+    caller, owner = CallerSide(secret), OwnerSide(secret)
+    for feed in (owner.challenge, caller.proof):
+        with contextlib.suppress(ProtocolError, Unauthorized):
+            assert len(feed(data)) == FRAME_NBYTES
+    for check in (owner.welcome, caller.check_welcome):
+        if secret is not None or not whole:
+            with pytest.raises((ProtocolError, Unauthorized)):
+                check(data)
+
+
+def test_an_unproven_owner_is_not_believed() -> None:
+    """It must not be able to say that a segment is gone, or anything else that callers act on."""
+    assert isinstance(read_refusal(NotFound("the segment is gone")), Unauthorized)
+    assert isinstance(read_refusal(ProtocolError("what?")), Unauthorized)
+    assert isinstance(read_refusal(Overloaded("later")), Overloaded)
+
+
+def test_attempts_are_logged_once_per_address_and_minute() -> None:
+    log = RareLog(every_s=60, max_addresses=3)
+    assert [log.is_due("a", now_s) for now_s in (0, 1, 59.9, 60, 61, 130)] == [True, False, False, True, False, True]
+    assert [log.is_due(name, 131) for name in "bcde"] == [True, True, False, False]
+    assert log.is_due("e", 200)
