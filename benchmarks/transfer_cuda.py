@@ -28,10 +28,10 @@ from moonpool.transfer.buffers import address_of
 from moonpool.transfer.descriptor import SegmentDescriptor
 from moonpool.transfer.desk import Desk
 from moonpool.transfer.host import host_id
-from moonpool.transfer.transports.cuda import CudaRemote, CudaTransport
-from moonpool.transfer.transports.cuda_driver import driver
-from moonpool.transfer.transports.cuda_segment import DeviceSegment
-from moonpool.transfer.transports.tcp import TcpTransport
+from moonpool.transfer.transports.cuda.driver import driver
+from moonpool.transfer.transports.cuda.segment import DeviceSegment
+from moonpool.transfer.transports.cuda.transport import CudaRemote, CudaTransport
+from moonpool.transfer.transports.tcp.transport import TcpTransport
 
 MIB = 1 << 20
 T = 30.0

@@ -26,7 +26,7 @@ from collections.abc import Callable
 import numpy as np
 
 from moonpool.transfer import FileSegment, SegmentDescriptor, aligned_buffer, host_id
-from moonpool.transfer.transports.file import FileRemote, FileTransport
+from moonpool.transfer.transports.file.transport import FileRemote, FileTransport
 
 MIB = 1 << 20
 

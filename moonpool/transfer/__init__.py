@@ -19,8 +19,8 @@ from moonpool.transfer.priority import Priority
 from moonpool.transfer.register import make_segment
 from moonpool.transfer.segment import Fence, Segment
 from moonpool.transfer.transports.base import RemoteSegment, Transport
-from moonpool.transfer.transports.cuda_segment import DeviceSegment
-from moonpool.transfer.transports.file_segment import FileSegment
+from moonpool.transfer.transports.cuda.segment import DeviceSegment
+from moonpool.transfer.transports.file.segment import FileSegment
 from moonpool.transfer.transports.memory import MemoryFabric
 
 __all__ = [

@@ -11,14 +11,14 @@ from moonpool.transfer.rails import Rail, find_rails, split_rails
 from moonpool.transfer.segment import Segment
 from moonpool.transfer.topology import Topology
 from moonpool.transfer.transports.base import Transport
-from moonpool.transfer.transports.cuda import CudaTransport
-from moonpool.transfer.transports.file import FileTransport
+from moonpool.transfer.transports.cuda.transport import CudaTransport
+from moonpool.transfer.transports.file.transport import FileTransport
 from moonpool.transfer.transports.memory import MemoryFabric, MemoryTransport
-from moonpool.transfer.transports.nixl import NixlTransport
-from moonpool.transfer.transports.shm import ShmTransport
-from moonpool.transfer.transports.tcp import TcpTransport
-from moonpool.transfer.transports.tcp_guard import Guard
-from moonpool.transfer.transports.unix_ask import UnixLine
+from moonpool.transfer.transports.nixl.transport import NixlTransport
+from moonpool.transfer.transports.shm.ask import UnixLine
+from moonpool.transfer.transports.shm.transport import ShmTransport
+from moonpool.transfer.transports.tcp.guard import Guard
+from moonpool.transfer.transports.tcp.transport import TcpTransport
 
 T = TypeVar("T", bound=Transport)
 

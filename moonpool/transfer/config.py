@@ -10,7 +10,7 @@ from moonpool.base.tls import TlsConfig
 from moonpool.transfer.path_load import PlanConfig
 from moonpool.transfer.plan import DEFAULT_SLICE_NBYTES
 from moonpool.transfer.priority import DEFAULT_PROMOTE_AFTER_S
-from moonpool.transfer.transports.tcp_guard import Guard
+from moonpool.transfer.transports.tcp.guard import Guard
 
 AUTO = "auto"
 

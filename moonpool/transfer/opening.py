@@ -13,7 +13,7 @@ from moonpool.transfer.multipath import MultiPathRemote
 from moonpool.transfer.path_load import PlanConfig
 from moonpool.transfer.paths import PeerPaths
 from moonpool.transfer.transports.base import RemoteSegment, Transport
-from moonpool.transfer.transports.tcp import TcpTransport
+from moonpool.transfer.transports.tcp.transport import TcpTransport
 
 
 class Remotes:

@@ -14,9 +14,9 @@ from moonpool.transfer.buffers import Buffer
 from moonpool.transfer.foreign import RawMemory, device_span
 from moonpool.transfer.location import Location, parse_location
 from moonpool.transfer.segment import Segment
-from moonpool.transfer.transports.cuda_segment import DeviceSegment
-from moonpool.transfer.transports.file_segment import FileSegment
-from moonpool.transfer.transports.file_sidecar import sidecar_path
+from moonpool.transfer.transports.cuda.segment import DeviceSegment
+from moonpool.transfer.transports.file.segment import FileSegment
+from moonpool.transfer.transports.file.sidecar import sidecar_path
 
 
 def make_segment(

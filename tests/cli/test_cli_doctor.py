@@ -37,7 +37,7 @@ from moonpool.transfer.doctor import (
     transport_findings,
 )
 from moonpool.transfer.topology import Gpu, Hardware, Nic, NumaNode, NvmeDrive, Place, build_topology, read_topology
-from moonpool.transfer.transports import nixl_agent
+from moonpool.transfer.transports.nixl import agent as nixl_agent
 
 PLACE = Place(pci=("pci0000:00", "0000:00:01.0"), numa_node=0)
 SERVER = Hardware(

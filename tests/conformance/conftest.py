@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moonpool.base.secret import Secret
-from moonpool.transfer.transports.tcp_guard import Guard
+from moonpool.transfer.transports.tcp.guard import Guard
 
 sys.path.append(str(Path(__file__).parents[1] / "transfer"))  # for tls_authority
 

@@ -11,7 +11,7 @@ from moonpool.transfer.path_load import PlanConfig
 from moonpool.transfer.paths import PeerPaths
 from moonpool.transfer.segment import Segment
 from moonpool.transfer.transports.base import RemoteSegment, Transport, rest_of
-from moonpool.transfer.transports.tcp import TcpTransport
+from moonpool.transfer.transports.tcp.transport import TcpTransport
 
 
 class PathsTransport(Transport):

@@ -20,13 +20,13 @@ from moonpool.transfer.host import host_id
 from moonpool.transfer.mailbox import MAX_MESSAGE_NBYTES, Notification
 from moonpool.transfer.segment import Segment
 from moonpool.transfer.transports.base import RemoteSegment, Transport
-from moonpool.transfer.transports.file import FileTransport
-from moonpool.transfer.transports.file_segment import FileSegment
+from moonpool.transfer.transports.file.segment import FileSegment
+from moonpool.transfer.transports.file.transport import FileTransport
 from moonpool.transfer.transports.memory import MemoryFabric, MemoryTransport
-from moonpool.transfer.transports.nixl import NixlTransport
-from moonpool.transfer.transports.nixl_agent import installed_package
-from moonpool.transfer.transports.shm import ShmTransport
-from moonpool.transfer.transports.tcp import TcpTransport
+from moonpool.transfer.transports.nixl.agent import installed_package
+from moonpool.transfer.transports.nixl.transport import NixlTransport
+from moonpool.transfer.transports.shm.transport import ShmTransport
+from moonpool.transfer.transports.tcp.transport import TcpTransport
 
 WAYS = (
     "memory",

@@ -14,7 +14,7 @@ from moonpool.base.errors import MoonpoolError, StaleGeneration
 from moonpool.engine.kv_link.push import Push
 from moonpool.engine.messages import TokenOut
 from moonpool.engine.sequence import SamplingParams
-from moonpool.transfer.transports.shm import ShmRemote
+from moonpool.transfer.transports.shm.transport import ShmRemote
 
 PROMPT = prompt_of(70)
 PARAMS = greedy(20)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tiny_cluster import Answer, Oracle, TinyCluster, greedy, prompt_of, tiny_cluster
 
 from moonpool.engine.sequence import SamplingParams
-from moonpool.transfer.transports.shm import ShmRemote
+from moonpool.transfer.transports.shm.transport import ShmRemote
 
 Fault = Literal[
     "flip a bit of a hand-off",

@@ -21,9 +21,9 @@ from moonpool.transfer import SegmentDescriptor, host_id
 from moonpool.transfer.desk import Desk
 from moonpool.transfer.register import make_segment
 from moonpool.transfer.segment import Segment
-from moonpool.transfer.transports.cuda import CudaTransport
-from moonpool.transfer.transports.cuda_segment import DeviceSegment
-from moonpool.transfer.transports.tcp import TcpTransport
+from moonpool.transfer.transports.cuda.segment import DeviceSegment
+from moonpool.transfer.transports.cuda.transport import CudaTransport
+from moonpool.transfer.transports.tcp.transport import TcpTransport
 
 
 def make(kind: str, nbytes: int, granule_nbytes: int | None) -> DeviceSegment:

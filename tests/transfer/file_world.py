@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from moonpool.transfer import FileSegment, Segment, SegmentDescriptor, host_id
-from moonpool.transfer.transports.file import FileRemote
+from moonpool.transfer.transports.file.transport import FileRemote
 
 MIB = 1 << 20
 T = 10.0

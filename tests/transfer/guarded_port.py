@@ -8,10 +8,10 @@ from typing import Any
 from moonpool.transfer.descriptor import SegmentDescriptor
 from moonpool.transfer.desk import Desk
 from moonpool.transfer.segment import Segment
-from moonpool.transfer.transports.lanes import LanePool
-from moonpool.transfer.transports.tcp import TcpRemote
-from moonpool.transfer.transports.tcp_guard import Guard
-from moonpool.transfer.transports.tcp_server import TcpServer
+from moonpool.transfer.transports.tcp.guard import Guard
+from moonpool.transfer.transports.tcp.lanes import LanePool
+from moonpool.transfer.transports.tcp.server import TcpServer
+from moonpool.transfer.transports.tcp.transport import TcpRemote
 
 NBYTES = 64 * 1024
 

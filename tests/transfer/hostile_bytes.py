@@ -15,7 +15,7 @@ import msgspec
 
 from moonpool.base.rpc.protocol import Call
 from moonpool.transfer.desk import Admit, Attach, Confirm, Describe, Introduce, Notify
-from moonpool.transfer.transports.tcp_frames import Op
+from moonpool.transfer.transports.tcp.frames import Op
 
 NBYTES = 64 * 1024
 NAMES = (b"seg", b"fenced", b"private", b"gone", b"", b"\xff\xfe", "sëg".encode(), b"n" * 255, b"\0")
@@ -130,7 +130,7 @@ class Hostile:
 
 
 def pack(op: int, name: bytes, incarnation: int, offset: int, nbytes: int, generation: int, id_: int) -> bytes:
-    """A request's head by the book (tcp_frames.py), whatever the values; written anew here, so that the test does not
+    """A request's head by the book (tcp/frames.py), whatever the values; written anew here, so that the test does not
     trust what it tests.
     """
     numbers = (id_, incarnation, offset, nbytes, generation)

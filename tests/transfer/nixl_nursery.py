@@ -19,8 +19,8 @@ import numpy as np
 from moonpool.transfer.descriptor import SegmentDescriptor
 from moonpool.transfer.host import host_id
 from moonpool.transfer.segment import Segment
-from moonpool.transfer.transports.nixl import NixlTransport
-from moonpool.transfer.transports.tcp import TcpTransport
+from moonpool.transfer.transports.nixl.transport import NixlTransport
+from moonpool.transfer.transports.tcp.transport import TcpTransport
 
 
 def own(nbytes: int, granule_nbytes: int) -> None:

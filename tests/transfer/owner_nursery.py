@@ -17,8 +17,8 @@ import msgspec
 
 from moonpool.transfer import Segment, SegmentDescriptor
 from moonpool.transfer.host import host_id
-from moonpool.transfer.transports.shm import ShmTransport
-from moonpool.transfer.transports.tcp import TcpTransport
+from moonpool.transfer.transports.shm.transport import ShmTransport
+from moonpool.transfer.transports.tcp.transport import TcpTransport
 
 
 def own(run_dir: str, nbytes: int) -> None:

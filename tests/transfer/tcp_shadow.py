@@ -1,4 +1,4 @@
-"""What an owner should make of a stream of bytes, by the book: a slow reading of tcp_frames.py's docstring that shares
+"""What an owner should make of a stream of bytes, by the book: a slow reading of tcp/frames.py's docstring that shares
 no code with the server, except for what calls (ASK) mean and for the fence.
 """
 

@@ -17,11 +17,11 @@ from moonpool.transfer import SegmentDescriptor, host_id
 from moonpool.transfer.desk import Desk
 from moonpool.transfer.register import make_segment
 from moonpool.transfer.segment import Segment
-from moonpool.transfer.transports.cuda import CudaTransport
-from moonpool.transfer.transports.cuda_driver import cuda_error, driver
-from moonpool.transfer.transports.cuda_ipc import Offer, decode_offer, hello
-from moonpool.transfer.transports.cuda_plan import Piece, cut_loads, share_out
-from moonpool.transfer.transports.tcp import TcpTransport
+from moonpool.transfer.transports.cuda.driver import cuda_error, driver
+from moonpool.transfer.transports.cuda.ipc import Offer, decode_offer, hello
+from moonpool.transfer.transports.cuda.plan import Piece, cut_loads, share_out
+from moonpool.transfer.transports.cuda.transport import CudaTransport
+from moonpool.transfer.transports.tcp.transport import TcpTransport
 
 
 @st.composite

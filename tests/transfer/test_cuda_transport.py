@@ -29,12 +29,12 @@ from moonpool.transfer.desk import Desk
 from moonpool.transfer.foreign import DeviceSpan, RawMemory
 from moonpool.transfer.register import make_segment
 from moonpool.transfer.segment import Segment
-from moonpool.transfer.transports import cuda_ipc
 from moonpool.transfer.transports.base import Transport
-from moonpool.transfer.transports.cuda import CudaRemote, CudaTransport
-from moonpool.transfer.transports.cuda_driver import driver
-from moonpool.transfer.transports.cuda_segment import DeviceSegment
-from moonpool.transfer.transports.tcp import TcpTransport
+from moonpool.transfer.transports.cuda import ipc as cuda_ipc
+from moonpool.transfer.transports.cuda.driver import driver
+from moonpool.transfer.transports.cuda.segment import DeviceSegment
+from moonpool.transfer.transports.cuda.transport import CudaRemote, CudaTransport
+from moonpool.transfer.transports.tcp.transport import TcpTransport
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 

@@ -26,9 +26,9 @@ from moonpool.transfer.host import host_id
 from moonpool.transfer.mailbox import Mailbox, Notification
 from moonpool.transfer.segment import Segment
 from moonpool.transfer.topology import read_topology
-from moonpool.transfer.transports.shm import ShmTransport
-from moonpool.transfer.transports.tcp import TcpTransport
-from moonpool.transfer.transports.unix_ask import UnixLine
+from moonpool.transfer.transports.shm.ask import UnixLine
+from moonpool.transfer.transports.shm.transport import ShmTransport
+from moonpool.transfer.transports.tcp.transport import TcpTransport
 
 T = 5.0
 

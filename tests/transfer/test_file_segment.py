@@ -27,10 +27,11 @@ from moonpool.base.errors import (
     Unavailable,
 )
 from moonpool.transfer import FileSegment, aligned_buffer
-from moonpool.transfer.transports import file_alignment, file_dax
-from moonpool.transfer.transports.file import FileTransport
-from moonpool.transfer.transports.file_alignment import BUFFERED, Alignment, find_alignment
-from moonpool.transfer.transports.file_handle import SharedFd, own_errors
+from moonpool.transfer.transports.file import alignment as file_alignment
+from moonpool.transfer.transports.file import dax as file_dax
+from moonpool.transfer.transports.file.alignment import BUFFERED, Alignment, find_alignment
+from moonpool.transfer.transports.file.handle import SharedFd, own_errors
+from moonpool.transfer.transports.file.transport import FileTransport
 
 
 @pytest.fixture

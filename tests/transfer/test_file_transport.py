@@ -27,11 +27,11 @@ from moonpool.base.errors import (
 )
 from moonpool.transfer import FileSegment, Segment, SegmentDescriptor, TransferConfig, TransferEngine, aligned_buffer
 from moonpool.transfer.buffers import address_of
-from moonpool.transfer.transports import file_disk
-from moonpool.transfer.transports.file import FileRemote, FileTransport
-from moonpool.transfer.transports.file_alignment import Alignment
-from moonpool.transfer.transports.file_handle import lock, try_lock, unlock
-from moonpool.transfer.transports.file_plan import Cursor, plan_spans
+from moonpool.transfer.transports.file import disk as file_disk
+from moonpool.transfer.transports.file.alignment import Alignment
+from moonpool.transfer.transports.file.handle import lock, try_lock, unlock
+from moonpool.transfer.transports.file.plan import Cursor, plan_spans
+from moonpool.transfer.transports.file.transport import FileRemote, FileTransport
 
 USER = str(Path(__file__).with_name("file_user.py"))
 CONFIG = TransferConfig(run_dir="/nonexistent", shm=False, tcp_host=None)

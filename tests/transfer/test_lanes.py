@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from moonpool.base.clock import Deadline
-from moonpool.transfer.transports.lanes import LanePool
 from moonpool.transfer.transports.sockets import send_all
+from moonpool.transfer.transports.tcp.lanes import LanePool
 
 
 @pytest.fixture

@@ -24,12 +24,12 @@ from moonpool.transfer.descriptor import SegmentDescriptor
 from moonpool.transfer.desk import Desk
 from moonpool.transfer.host import host_id
 from moonpool.transfer.segment import Segment
-from moonpool.transfer.transports import nixl_agent
 from moonpool.transfer.transports.base import RemoteSegment
-from moonpool.transfer.transports.nixl import NixlTransport
-from moonpool.transfer.transports.nixl_chunks import cut_chunks, merge_spans
-from moonpool.transfer.transports.nixl_peer import NixlAddress
-from moonpool.transfer.transports.tcp import TcpTransport
+from moonpool.transfer.transports.nixl import agent as nixl_agent
+from moonpool.transfer.transports.nixl.chunks import cut_chunks, merge_spans
+from moonpool.transfer.transports.nixl.peer import NixlAddress
+from moonpool.transfer.transports.nixl.transport import NixlTransport
+from moonpool.transfer.transports.tcp.transport import TcpTransport
 
 NBYTES = 16 << 20
 T = 10.0
@@ -171,7 +171,7 @@ def test_the_package_has_ucx() -> None:
 
 @needs_nixl
 def test_a_process_that_used_it_ends_well_and_prints_nothing() -> None:
-    script = "from moonpool.transfer.transports.nixl_agent import Agent; Agent(loopback_only=True).close()"
+    script = "from moonpool.transfer.transports.nixl.agent import Agent; Agent(loopback_only=True).close()"
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"", b"")
 

@@ -18,7 +18,7 @@ from moonpool.transfer.buffers import as_bytes_view
 from moonpool.transfer.foreign import RawMemory, device_span
 from moonpool.transfer.register import make_segment
 from moonpool.transfer.segment import Segment
-from moonpool.transfer.transports.file_segment import FileSegment
+from moonpool.transfer.transports.file.segment import FileSegment
 
 
 def check_shared(segment: Segment, memory: Any) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moonpool.base.errors import Internal, InvalidInput, MoonpoolError, ProtocolError, StaleGeneration
-from moonpool.transfer.transports.tcp_frames import (
+from moonpool.transfer.transports.tcp.frames import (
     MAX_ASK_NBYTES,
     MAX_DATA_NBYTES,
     MAX_ERROR_NBYTES,

@@ -32,12 +32,10 @@ from moonpool.transfer.descriptor import SegmentDescriptor
 from moonpool.transfer.desk import CALLS, Desk, Introduce
 from moonpool.transfer.host import host_id
 from moonpool.transfer.segment import Segment
-from moonpool.transfer.transports.lanes import LanePool, _prove
-from moonpool.transfer.transports.shm import ShmRemote
-from moonpool.transfer.transports.shm_server import AskSegment, ShmServer
-from moonpool.transfer.transports.tcp import TcpRemote
-from moonpool.transfer.transports.tcp_ask import TcpLine, _receive_answer
-from moonpool.transfer.transports.tcp_frames import (
+from moonpool.transfer.transports.shm.server import AskSegment, ShmServer
+from moonpool.transfer.transports.shm.transport import ShmRemote
+from moonpool.transfer.transports.tcp.ask import TcpLine, _receive_answer
+from moonpool.transfer.transports.tcp.frames import (
     RESPONSE_NBYTES,
     Op,
     pack_refusal,
@@ -47,9 +45,11 @@ from moonpool.transfer.transports.tcp_frames import (
     unpack_request,
     unpack_response,
 )
-from moonpool.transfer.transports.tcp_guard import FRAME_NBYTES, CallerSide, Guard, OwnerSide
-from moonpool.transfer.transports.tcp_pipeline import Order, Pipeline
-from moonpool.transfer.transports.tcp_server import TcpServer
+from moonpool.transfer.transports.tcp.guard import FRAME_NBYTES, CallerSide, Guard, OwnerSide
+from moonpool.transfer.transports.tcp.lanes import LanePool, _prove
+from moonpool.transfer.transports.tcp.pipeline import Order, Pipeline
+from moonpool.transfer.transports.tcp.server import TcpServer
+from moonpool.transfer.transports.tcp.transport import TcpRemote
 
 # The shares of 50,000; each has its own test.
 SERVER, PIPELINE, ANSWERS, HANDSHAKE, UNIX = 24_000, 14_000, 6_000, 3_000, 3_000

@@ -24,8 +24,7 @@ from moonpool.base.errors import (
 )
 from moonpool.base.secret import Secret
 from moonpool.transfer.path_load import is_retriable
-from moonpool.transfer.transports.lanes import LanePool
-from moonpool.transfer.transports.tcp_frames import (
+from moonpool.transfer.transports.tcp.frames import (
     RESPONSE_NBYTES,
     Op,
     Request,
@@ -35,7 +34,8 @@ from moonpool.transfer.transports.tcp_frames import (
     unpack_error,
     unpack_response,
 )
-from moonpool.transfer.transports.tcp_guard import FRAME_NBYTES, CallerSide, Guard, OwnerSide
+from moonpool.transfer.transports.tcp.guard import FRAME_NBYTES, CallerSide, Guard, OwnerSide
+from moonpool.transfer.transports.tcp.lanes import LanePool
 
 VALUE = b"correct horse battery staple"
 GUARD = Guard(secret=Secret(VALUE))

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from moonpool.base.errors import ConfigError, NotFound, Overloaded, ProtocolError, Unauthorized
 from moonpool.base.secret import Secret
-from moonpool.transfer.transports.tcp_frames import REQUEST_NBYTES
-from moonpool.transfer.transports.tcp_guard import FRAME_NBYTES, CallerSide, Guard, OwnerSide, RareLog, read_refusal
+from moonpool.transfer.transports.tcp.frames import REQUEST_NBYTES
+from moonpool.transfer.transports.tcp.guard import FRAME_NBYTES, CallerSide, Guard, OwnerSide, RareLog, read_refusal
 
 VALUE = b"correct horse battery staple"
 GUARD = Guard(secret=Secret(VALUE))

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 from guarded_port import NBYTES, Port
 
-from moonpool.transfer.transports.tcp_frames import Op, Request, pack_request, pack_response
-from moonpool.transfer.transports.tcp_streams import Outbox
+from moonpool.transfer.transports.tcp.frames import Op, Request, pack_request, pack_response
+from moonpool.transfer.transports.tcp.streams import Outbox
 
 STALL_S = 0.4
 READ = pack_request(Request(Op.READ, 1, "seg", 1, 0, NBYTES))

@@ -20,8 +20,6 @@ from moonpool.base.clock import Deadline
 from moonpool.base.errors import ConfigError, PeerLost, StaleGeneration, Unauthorized
 from moonpool.base.secret import Secret
 from moonpool.base.tls import TlsConfig
-from moonpool.transfer.transports import tcp_tls
-from moonpool.transfer.transports.lanes import LanePool
 from moonpool.transfer.transports.sockets import (
     abandon,
     hang_up,
@@ -33,8 +31,10 @@ from moonpool.transfer.transports.sockets import (
     send_all,
     wait_readable,
 )
-from moonpool.transfer.transports.tcp_frames import Op, Request, pack_request, unpack_error
-from moonpool.transfer.transports.tcp_guard import Guard
+from moonpool.transfer.transports.tcp import tls as tcp_tls
+from moonpool.transfer.transports.tcp.frames import Op, Request, pack_request, unpack_error
+from moonpool.transfer.transports.tcp.guard import Guard
+from moonpool.transfer.transports.tcp.lanes import LanePool
 
 SECRET = Secret(b"correct horse battery staple")
 

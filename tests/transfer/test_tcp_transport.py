@@ -24,8 +24,7 @@ from moonpool.base.errors import (
 )
 from moonpool.transfer.descriptor import SegmentDescriptor
 from moonpool.transfer.segment import Segment
-from moonpool.transfer.transports.tcp import TcpTransport
-from moonpool.transfer.transports.tcp_frames import (
+from moonpool.transfer.transports.tcp.frames import (
     RESPONSE_NBYTES,
     Op,
     Request,
@@ -35,6 +34,7 @@ from moonpool.transfer.transports.tcp_frames import (
     unpack_error,
     unpack_response,
 )
+from moonpool.transfer.transports.tcp.transport import TcpTransport
 
 NBYTES = 1 << 20
 

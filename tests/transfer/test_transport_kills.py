@@ -18,8 +18,8 @@ import pytest
 
 from moonpool.base.errors import PeerLost
 from moonpool.transfer import RemoteSegment, SegmentDescriptor, Transport
-from moonpool.transfer.transports.shm import ShmTransport
-from moonpool.transfer.transports.tcp import TcpTransport
+from moonpool.transfer.transports.shm.transport import ShmTransport
+from moonpool.transfer.transports.tcp.transport import TcpTransport
 
 NBYTES = 4 << 20
 SCRIPT = str(Path(__file__).with_name("owner_nursery.py"))

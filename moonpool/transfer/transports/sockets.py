@@ -3,7 +3,7 @@
 Timeouts are the kernel's own (SO_RCVTIMEO, SO_SNDTIMEO): a call then blocks once for all its bytes, where Python's
 socket timeouts would wake up for every piece. TimeoutError means that the deadline passed, ConnectionError that
 the other side is gone; both leave the stream in an unknown state. All functions take TLS connections too
-(tcp_tls.py), except those for Unix sockets.
+(tcp/tls.py), except those for Unix sockets.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from ssl import SSLSocket
 
 from moonpool.base.clock import Deadline
-from moonpool.transfer.transports import tcp_tls
+from moonpool.transfer.transports.tcp import tls as tcp_tls
 
 # The kernel takes this many pieces per call at most.
 _IOV_MAX = 1024

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from moonpool.transfer.buffers import address_of
-from moonpool.transfer.transports.file_alignment import Alignment
+from moonpool.transfer.transports.file.alignment import Alignment
 
 
 class Span(NamedTuple):

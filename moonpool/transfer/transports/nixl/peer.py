@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 import msgspec
 
 from moonpool.base.errors import PeerLost, ProtocolError
-from moonpool.transfer.transports.nixl_agent import Agent, Memory, Op, Transfer
-from moonpool.transfer.transports.nixl_chunks import Chunk
-from moonpool.transfer.transports.nixl_staging import Slot
+from moonpool.transfer.transports.nixl.agent import Agent, Memory, Op, Transfer
+from moonpool.transfer.transports.nixl.chunks import Chunk
+from moonpool.transfer.transports.nixl.staging import Slot
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 

@@ -1,9 +1,9 @@
-"""Between machines: our own binary protocol (tcp_frames.py) over a few lanes per peer.
+"""Between machines: our own binary protocol (tcp/frames.py) over a few lanes per peer.
 
 A caller takes a lane (a connection) for its requests and their answers and gives it back; when all lanes are busy
 it waits, within its deadline. A lane on which anything went wrong is dropped, since its state is unknown.
 
-With a guard (tcp_guard.py) both ends of every connection prove who they are before anything else; Unauthorized says
+With a guard (tcp/guard.py) both ends of every connection prove who they are before anything else; Unauthorized says
 that they do not accept each other. Without one the port is open to whoever reaches it.
 """
 
@@ -21,12 +21,12 @@ from moonpool.transfer.desk import Desk, Line, Notify
 from moonpool.transfer.mailbox import check_message
 from moonpool.transfer.segment import Segment
 from moonpool.transfer.transports.base import RemoteSegment, Transport, check_bounds, place_items
-from moonpool.transfer.transports.lanes import LanePool
-from moonpool.transfer.transports.tcp_ask import TcpLine, tcp_errors
-from moonpool.transfer.transports.tcp_frames import Op, pack_requests
-from moonpool.transfer.transports.tcp_guard import Guard
-from moonpool.transfer.transports.tcp_pipeline import Order, Pipeline
-from moonpool.transfer.transports.tcp_server import TcpServer
+from moonpool.transfer.transports.tcp.ask import TcpLine, tcp_errors
+from moonpool.transfer.transports.tcp.frames import Op, pack_requests
+from moonpool.transfer.transports.tcp.guard import Guard
+from moonpool.transfer.transports.tcp.lanes import LanePool
+from moonpool.transfer.transports.tcp.pipeline import Order, Pipeline
+from moonpool.transfer.transports.tcp.server import TcpServer
 
 MAX_CONNECTIONS = 256
 STALL_TIMEOUT_S = 10.0

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import MoonpoolError, ProtocolError
 from moonpool.transfer.transports.sockets import send_all
-from moonpool.transfer.transports.tcp_frames import (
+from moonpool.transfer.transports.tcp.frames import (
     RESPONSE_NBYTES,
     Op,
     Status,
@@ -23,7 +23,7 @@ from moonpool.transfer.transports.tcp_frames import (
     unpack_error,
     unpack_response,
 )
-from moonpool.transfer.transports.tcp_streams import Inbox
+from moonpool.transfer.transports.tcp.streams import Inbox
 
 # Requests per run; at most two runs are in flight. Their heads are 38 KiB at the very most, and so are in any socket.
 _RUN = 64

@@ -18,10 +18,10 @@ from moonpool.base.units import format_nbytes
 from moonpool.transfer.buffers import Buffer, as_bytes_views, total_nbytes
 from moonpool.transfer.segment import Segment, check_sizes
 from moonpool.transfer.transports.base import check_bounds
-from moonpool.transfer.transports.file_dax import DaxDisk, dax_geometry
-from moonpool.transfer.transports.file_disk import FileDisk, OpenDisk
-from moonpool.transfer.transports.file_handle import own_errors
-from moonpool.transfer.transports.file_sidecar import Sidecar, pack_grant, sidecar_path
+from moonpool.transfer.transports.file.dax import DaxDisk, dax_geometry
+from moonpool.transfer.transports.file.disk import FileDisk, OpenDisk
+from moonpool.transfer.transports.file.handle import own_errors
+from moonpool.transfer.transports.file.sidecar import Sidecar, pack_grant, sidecar_path
 
 _FILE_UNIT_NBYTES = 64 * 1024  # a multiple of every block size
 

@@ -1,4 +1,4 @@
-"""Small questions to an owner over its tcp port: one ASK frame, one answer (tcp_frames.py, transfer/desk.py)."""
+"""Small questions to an owner over its tcp port: one ASK frame, one answer (tcp/frames.py, transfer/desk.py)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import msgspec
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import DeadlineExceeded, MoonpoolError, PeerLost, ProtocolError
 from moonpool.base.rpc.protocol import Call, decode_reply
-from moonpool.transfer.transports.lanes import LanePool
 from moonpool.transfer.transports.sockets import receive_exactly, send_all
-from moonpool.transfer.transports.tcp_frames import (
+from moonpool.transfer.transports.tcp.frames import (
     MAX_ANSWER_NBYTES,
     RESPONSE_NBYTES,
     Status,
@@ -22,6 +21,7 @@ from moonpool.transfer.transports.tcp_frames import (
     unpack_error,
     unpack_response,
 )
+from moonpool.transfer.transports.tcp.lanes import LanePool
 
 R = TypeVar("R")
 _REQUEST_ID = 1  # one question at a time, and no answer is ever left on a lane

@@ -12,7 +12,7 @@ from moonpool.base.errors import DeadlineExceeded, PeerLost, ProtocolError
 from moonpool.base.frames import HEADER_NBYTES, FrameKind, decode_header
 from moonpool.base.rpc.protocol import Call, decode_error, decode_reply, encode_call
 from moonpool.transfer.transports.sockets import connect_unix, receive_exactly, send_all
-from moonpool.transfer.transports.tcp_frames import MAX_ANSWER_NBYTES
+from moonpool.transfer.transports.tcp.frames import MAX_ANSWER_NBYTES
 
 R = TypeVar("R")
 

@@ -22,9 +22,9 @@ from moonpool.transfer.mailbox import check_message
 from moonpool.transfer.segment import Borrowed, Segment
 from moonpool.transfer.transports.base import Transport, check_bounds, rest_of
 from moonpool.transfer.transports.mapped import MappedRemote
-from moonpool.transfer.transports.shm_server import AskSegment, ShmServer
+from moonpool.transfer.transports.shm.ask import UnixLine, receive_reply, unix_errors
+from moonpool.transfer.transports.shm.server import AskSegment, ShmServer
 from moonpool.transfer.transports.sockets import connect_unix, receive_with_fds, send_all
-from moonpool.transfer.transports.unix_ask import UnixLine, receive_reply, unix_errors
 
 MAX_CONNECTIONS = 1024
 

@@ -20,8 +20,8 @@ from moonpool.base.errors import DeadlineExceeded, Internal, InvalidInput, Moonp
 from moonpool.transfer.buffers import Buffer, address_of, as_bytes_view, copy_bytes
 from moonpool.transfer.crew import Crew
 from moonpool.transfer.foreign import DeviceSpan, device_span
-from moonpool.transfer.transports.cuda_driver import Device, driver
-from moonpool.transfer.transports.cuda_plan import Load, Piece, cut_loads, share_out
+from moonpool.transfer.transports.cuda.driver import Device, driver
+from moonpool.transfer.transports.cuda.plan import Load, Piece, cut_loads, share_out
 
 SLOT_NBYTES = 4 * 1024 * 1024
 _MIN_SHARE_NBYTES = 4 * 1024 * 1024  # less is not worth waking another thread

@@ -11,7 +11,7 @@ import threading
 
 from moonpool.base.clock import Deadline
 from moonpool.transfer.buffers import address_of, aligned_buffer
-from moonpool.transfer.transports.nixl_agent import Agent, Memory
+from moonpool.transfer.transports.nixl.agent import Agent, Memory
 
 
 class Slot:

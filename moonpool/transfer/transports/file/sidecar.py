@@ -22,7 +22,7 @@ import numpy as np
 
 from moonpool.base.errors import AlreadyExists, Corrupt, InvalidInput, NotFound, PeerLost
 from moonpool.transfer.segment import Fence, num_granules
-from moonpool.transfer.transports.file_handle import SharedFd, is_locked_elsewhere, own_errors, try_lock, unlock
+from moonpool.transfer.transports.file.handle import SharedFd, is_locked_elsewhere, own_errors, try_lock, unlock
 
 _MAGIC = b"MOONFILE"
 _VERSION = 1

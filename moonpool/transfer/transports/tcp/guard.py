@@ -8,13 +8,13 @@ Four frames of 48 bytes each, inside TLS where that is configured. All numbers a
     caller  1 HELLO      value: the caller's nonce, 32 random bytes
     owner   2 CHALLENGE  value: the owner's nonce
     caller  3 PROOF      value: HMAC-SHA256(secret, "moonpool-tcp-guard" 01 "C" caller's nonce, owner's nonce)
-    owner   4 WELCOME    value: the same with "O" for "C"; requests (tcp_frames.py) may follow
+    owner   4 WELCOME    value: the same with "O" for "C"; requests (tcp/frames.py) may follow
 
 Both sides thus show that they know the secret, and neither learns anything of it; the caller, who can be anybody, shows
 it first. An answer cannot be used again, as both nonces are new, nor sent back, as the roles differ. Where only TLS is
 configured `secret` is 0 in all frames, and both values of the last two are 32 bytes of 0.
 
-An owner that does not let the caller in answers with a refusal (tcp_frames.py, request id 0) in place of its next frame
+An owner that does not let the caller in answers with a refusal (tcp/frames.py, request id 0) in place of its next frame
 and closes the connection. A HELLO is as long as a request's head, so an owner without a guard refuses it at once; so
 does an owner with a guard that gets a request instead.
 
@@ -34,7 +34,7 @@ from typing import TypeAlias
 from moonpool.base.errors import ConfigError, MoonpoolError, Overloaded, ProtocolError, Unauthorized
 from moonpool.base.secret import Secret
 from moonpool.base.tls import TlsConfig, TlsIdentity
-from moonpool.transfer.transports.tcp_frames import MAGIC as REQUEST_MAGIC
+from moonpool.transfer.transports.tcp.frames import MAGIC as REQUEST_MAGIC
 
 MAGIC = b"MPTG"
 VERSION = 1

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 from moonpool.base.errors import Internal
 from moonpool.transfer.buffers import Buffer
 from moonpool.transfer.segment import Segment
-from moonpool.transfer.transports.file_bounce import BouncePool
+from moonpool.transfer.transports.file.bounce import BouncePool
 
 _PART_NBYTES = 1024 * 1024
 _MAX_PARTS = 16

@@ -29,10 +29,10 @@ from moonpool.transfer.location import parse_location
 from moonpool.transfer.mailbox import check_message
 from moonpool.transfer.segment import Segment
 from moonpool.transfer.transports.base import RemoteSegment, Transport, check_bounds, place_items, rest_of
-from moonpool.transfer.transports.nixl_agent import Agent, Memory, Op, check_installed
-from moonpool.transfer.transports.nixl_chunks import cut_chunks, merge_spans
-from moonpool.transfer.transports.nixl_link import MAX_SLOTS, SLOT_NBYTES, Link
-from moonpool.transfer.transports.nixl_peer import NixlAddress, Peer, decode_address
+from moonpool.transfer.transports.nixl.agent import Agent, Memory, Op, check_installed
+from moonpool.transfer.transports.nixl.chunks import cut_chunks, merge_spans
+from moonpool.transfer.transports.nixl.link import MAX_SLOTS, SLOT_NBYTES, Link
+from moonpool.transfer.transports.nixl.peer import NixlAddress, Peer, decode_address
 
 _PULSE_TIMEOUT_S = 1.0  # for an owner to say that it lives, while a transfer is under way
 _SPANS_PER_CALL = 2000  # about 40 KiB; a desk takes 64

@@ -14,9 +14,9 @@ from moonpool.base.errors import MoonpoolError, ProtocolError
 from moonpool.transfer.desk import Desk
 from moonpool.transfer.segment import Fence, Segment
 from moonpool.transfer.transports.base import check_bounds
-from moonpool.transfer.transports.file_bounce import BouncePool
+from moonpool.transfer.transports.file.bounce import BouncePool
 from moonpool.transfer.transports.sockets import receive_exactly, receive_present, wait_readable
-from moonpool.transfer.transports.tcp_frames import (
+from moonpool.transfer.transports.tcp.frames import (
     REQUEST_NBYTES,
     Op,
     Request,
@@ -24,8 +24,8 @@ from moonpool.transfer.transports.tcp_frames import (
     pack_response,
     unpack_request,
 )
-from moonpool.transfer.transports.tcp_staging import parts_of, staged
-from moonpool.transfer.transports.tcp_streams import INBOX_NBYTES, PART_NBYTES, Inbox, Outbox
+from moonpool.transfer.transports.tcp.staging import parts_of, staged
+from moonpool.transfer.transports.tcp.streams import INBOX_NBYTES, PART_NBYTES, Inbox, Outbox
 
 _DISCARD_NBYTES = 64 * 1024
 

@@ -16,8 +16,8 @@ from moonpool.transfer.buffers import Buffer
 from moonpool.transfer.foreign import DeviceSpan, device_span
 from moonpool.transfer.segment import Segment, check_sizes, make_fence
 from moonpool.transfer.transports.base import check_bounds
-from moonpool.transfer.transports.cuda_copy import Memory, Placed, as_memory, mover_of
-from moonpool.transfer.transports.cuda_driver import Device, driver
+from moonpool.transfer.transports.cuda.copy import Memory, Placed, as_memory, mover_of
+from moonpool.transfer.transports.cuda.driver import Device, driver
 
 
 class DeviceSegment(Segment):

@@ -9,9 +9,9 @@ from contextlib import closing
 
 from moonpool.base.errors import DeadlineExceeded, MoonpoolError, Unavailable
 from moonpool.transfer.foreign import DeviceSpan
-from moonpool.transfer.transports.cuda_driver import Device
-from moonpool.transfer.transports.cuda_ipc import Offers, decode_offer, hello, reach
-from moonpool.transfer.transports.cuda_segment import DeviceSegment
+from moonpool.transfer.transports.cuda.driver import Device
+from moonpool.transfer.transports.cuda.ipc import Offers, decode_offer, hello, reach
+from moonpool.transfer.transports.cuda.segment import DeviceSegment
 
 _PROBE_NBYTES = 4096
 _TIMEOUT_S = 10.0

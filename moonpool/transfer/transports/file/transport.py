@@ -1,6 +1,6 @@
 """Between processes that can open one path on one machine: local NVMe, an NVMe-oF namespace, a DAX or CXL device.
 
-The owner takes no part in a transfer. That it lives, and what it serves, stands in the file beside (file_sidecar.py);
+The owner takes no part in a transfer. That it lives, and what it serves, stands in the file beside (file/sidecar.py);
 a peer looks there before each transfer, and after each write.
 """
 
@@ -17,8 +17,8 @@ from moonpool.transfer.descriptor import SegmentDescriptor
 from moonpool.transfer.host import host_id
 from moonpool.transfer.segment import Segment
 from moonpool.transfer.transports.base import RemoteSegment, Transport, check_bounds, rest_of
-from moonpool.transfer.transports.file_segment import FencedFile, FileSegment
-from moonpool.transfer.transports.file_sidecar import pack_grant
+from moonpool.transfer.transports.file.segment import FencedFile, FileSegment
+from moonpool.transfer.transports.file.sidecar import pack_grant
 
 
 class FileTransport(Transport):

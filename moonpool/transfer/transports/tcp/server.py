@@ -1,7 +1,7 @@
-"""The owner's side of the tcp transport: one listening thread, one thread per connection (tcp_connection.py), a bounded
+"""The owner's side of the tcp transport: one listening thread, one thread per connection (tcp/connection.py), a bounded
 number of them.
 
-Behind a guard a caller first proves itself (tcp_door.py). Those who have not yet are counted apart, have little time,
+Behind a guard a caller first proves itself (tcp/door.py). Those who have not yet are counted apart, have little time,
 and make room for new ones, the oldest first: they cannot take the places of those who have.
 """
 
@@ -17,11 +17,11 @@ from moonpool.base.clock import Deadline
 from moonpool.base.errors import MoonpoolError, Overloaded
 from moonpool.transfer.desk import Desk
 from moonpool.transfer.transports.sockets import hang_up, send_all, tune
-from moonpool.transfer.transports.tcp_connection import TcpConnection
-from moonpool.transfer.transports.tcp_door import Door
-from moonpool.transfer.transports.tcp_frames import pack_refusal
-from moonpool.transfer.transports.tcp_guard import Guard
-from moonpool.transfer.transports.tcp_staging import staging_buffers
+from moonpool.transfer.transports.tcp.connection import TcpConnection
+from moonpool.transfer.transports.tcp.door import Door
+from moonpool.transfer.transports.tcp.frames import pack_refusal
+from moonpool.transfer.transports.tcp.guard import Guard
+from moonpool.transfer.transports.tcp.staging import staging_buffers
 
 _log = logging.getLogger(__name__)
 _JOIN_TIMEOUT_S = 5.0

@@ -1,6 +1,6 @@
 """A small pool of connections to one peer. Made on demand, kept while idle, dropped on the first failure.
 
-Behind a guard (tcp_guard.py) a connection is a lane only when both ends have shown who they are.
+Behind a guard (tcp/guard.py) a connection is a lane only when both ends have shown who they are.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from moonpool.base.clock import Deadline
 from moonpool.base.errors import InvalidInput, MoonpoolError, PeerLost, Unauthorized
 from moonpool.base.secret import Secret
 from moonpool.base.tls import explain_tls
-from moonpool.transfer.transports import tcp_tls
 from moonpool.transfer.transports.sockets import abandon, hang_up, is_quiet, receive_exactly, send_all, tune
-from moonpool.transfer.transports.tcp_frames import (
+from moonpool.transfer.transports.tcp import tls as tcp_tls
+from moonpool.transfer.transports.tcp.frames import (
     MAGIC,
     MAX_ERROR_NBYTES,
     RESPONSE_NBYTES,
     unpack_error,
     unpack_response,
 )
-from moonpool.transfer.transports.tcp_guard import FRAME_NBYTES, CallerSide, Guard, read_refusal
+from moonpool.transfer.transports.tcp.guard import FRAME_NBYTES, CallerSide, Guard, read_refusal
 
 
 class LanePool:
@@ -169,7 +169,7 @@ class LanePool:
 
 
 def _prove(sock: socket.socket, secret: Secret | None, deadline: Deadline) -> None:
-    """The caller's part of tcp_guard.py."""
+    """The caller's part of tcp/guard.py."""
     side = CallerSide(secret)
     proof = side.proof(_exchange(sock, side.hello(), deadline))
     side.check_welcome(_exchange(sock, proof, deadline))

@@ -20,10 +20,10 @@ from collections.abc import Callable, Sequence
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import DeadlineExceeded, Unavailable
 from moonpool.transfer.buffers import copy_bytes, cut, total_nbytes
-from moonpool.transfer.transports.file_alignment import BUFFERED, Alignment, find_alignment
-from moonpool.transfer.transports.file_bounce import BlockLocks, BouncePool
-from moonpool.transfer.transports.file_handle import SharedFd, lock, own_errors, unlock
-from moonpool.transfer.transports.file_plan import Cursor, Span, plan_spans
+from moonpool.transfer.transports.file.alignment import BUFFERED, Alignment, find_alignment
+from moonpool.transfer.transports.file.bounce import BlockLocks, BouncePool
+from moonpool.transfer.transports.file.handle import SharedFd, lock, own_errors, unlock
+from moonpool.transfer.transports.file.plan import Cursor, Span, plan_spans
 
 _PART_NBYTES = 8 * 1024 * 1024  # one system call; the deadline is looked at between them
 _MAX_VIEWS = 1024  # what the kernel takes in one list

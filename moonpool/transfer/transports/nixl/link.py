@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import DeadlineExceeded, PeerLost
 from moonpool.transfer.buffers import copy_bytes
-from moonpool.transfer.transports.nixl_agent import Agent, Op
-from moonpool.transfer.transports.nixl_chunks import Chunk
-from moonpool.transfer.transports.nixl_peer import Flight, NixlAddress, Peer
-from moonpool.transfer.transports.nixl_staging import Slot, Staging
+from moonpool.transfer.transports.nixl.agent import Agent, Op
+from moonpool.transfer.transports.nixl.chunks import Chunk
+from moonpool.transfer.transports.nixl.peer import Flight, NixlAddress, Peer
+from moonpool.transfer.transports.nixl.staging import Slot, Staging
 
 SLOT_NBYTES = 4 * 1024 * 1024
 MAX_SLOTS = 16

@@ -23,10 +23,10 @@ from moonpool.transfer.host import host_id
 from moonpool.transfer.mailbox import check_message
 from moonpool.transfer.segment import Segment
 from moonpool.transfer.transports.base import RemoteSegment, Transport, check_bounds, rest_of
-from moonpool.transfer.transports.cuda_copy import Memory, Mover, Placed, as_memory, mover_of
-from moonpool.transfer.transports.cuda_driver import driver
-from moonpool.transfer.transports.cuda_ipc import Offers, Reach, decode_offer, hello, reach
-from moonpool.transfer.transports.cuda_segment import DeviceSegment, memories_nbytes, place
+from moonpool.transfer.transports.cuda.copy import Memory, Mover, Placed, as_memory, mover_of
+from moonpool.transfer.transports.cuda.driver import driver
+from moonpool.transfer.transports.cuda.ipc import Offers, Reach, decode_offer, hello, reach
+from moonpool.transfer.transports.cuda.segment import DeviceSegment, memories_nbytes, place
 
 _MAX_SPANS = 2048  # in one call: a call has at most 64 KiB
 

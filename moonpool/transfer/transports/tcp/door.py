@@ -1,4 +1,4 @@
-"""Lets callers of a guarded tcp port in, or not: the owner's part of tcp_guard.py on a real socket."""
+"""Lets callers of a guarded tcp port in, or not: the owner's part of tcp/guard.py on a real socket."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from collections.abc import Callable
 from moonpool.base.clock import Deadline, SystemClock
 from moonpool.base.errors import MoonpoolError, Overloaded, Unauthorized
 from moonpool.base.tls import explain_tls
-from moonpool.transfer.transports import tcp_tls
 from moonpool.transfer.transports.sockets import part_ways, receive_exactly, send_all, wait_readable
-from moonpool.transfer.transports.tcp_frames import pack_refusal
-from moonpool.transfer.transports.tcp_guard import FRAME_NBYTES, Guard, OwnerSide, RareLog
+from moonpool.transfer.transports.tcp import tls as tcp_tls
+from moonpool.transfer.transports.tcp.frames import pack_refusal
+from moonpool.transfer.transports.tcp.guard import FRAME_NBYTES, Guard, OwnerSide, RareLog
 
 _log = logging.getLogger(__name__)
 _TLS_HANDSHAKE = b"\x16"  # the first byte of whoever opens a TLS connection

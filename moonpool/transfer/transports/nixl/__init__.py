@@ -1,0 +1,1 @@
+"""RDMA, RoCE, EFA and NVLink through NIXL and UCX; an optional extra."""

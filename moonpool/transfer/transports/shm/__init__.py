@@ -1,0 +1,1 @@
+"""Between processes of one machine: the memory itself, passed over a Unix socket."""

@@ -1,0 +1,1 @@
+"""Between machines: our own binary protocol over a few connections per peer."""
