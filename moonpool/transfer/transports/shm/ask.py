@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TypeVar
 
 from moonpool.base.clock import Deadline
-from moonpool.base.errors import DeadlineExceeded, PeerLost, ProtocolError
+from moonpool.base.errors import ProtocolError
 from moonpool.base.frames import HEADER_NBYTES, FrameKind, decode_header
 from moonpool.base.rpc.protocol import Call, decode_error, decode_reply, encode_call
+from moonpool.transfer.transports.peer_errors import PeerErrors
 from moonpool.transfer.transports.sockets import connect_unix, receive_exactly, send_all
 from moonpool.transfer.transports.tcp.frames import MAX_ANSWER_NBYTES
 
@@ -25,22 +24,11 @@ class UnixLine:
 
     def ask(self, call: Call[R], timeout_s: float) -> R:
         deadline = Deadline(timeout_s)
-        with unix_errors(self._path), connect_unix(self._path, deadline) as sock:
+        with PeerErrors(f"the owner at {self._path}", timeout_s), connect_unix(self._path, deadline) as sock:
             send_all(sock, [encode_call(call, 1)], deadline)
             header = memoryview(bytearray(HEADER_NBYTES))
             receive_exactly(sock, [header], deadline)
             return receive_reply(sock, call, bytes(header), deadline)
-
-
-@contextmanager
-def unix_errors(path: str) -> Iterator[None]:
-    """The kernel's words for a lost or silent peer, in ours."""
-    try:
-        yield
-    except TimeoutError as error:
-        raise DeadlineExceeded(f"the owner at {path} did not answer in time") from error
-    except OSError as error:
-        raise PeerLost(f"the owner at {path} is gone: {error.strerror or error}") from error
 
 
 def receive_reply(sock: socket.socket, call: Call[R], header: bytes, deadline: Deadline) -> R:

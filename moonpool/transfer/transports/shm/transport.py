@@ -22,7 +22,8 @@ from moonpool.transfer.mailbox import check_message
 from moonpool.transfer.segment import Borrowed, Segment
 from moonpool.transfer.transports.base import Transport, check_bounds, rest_of
 from moonpool.transfer.transports.mapped import MappedRemote
-from moonpool.transfer.transports.shm.ask import UnixLine, receive_reply, unix_errors
+from moonpool.transfer.transports.peer_errors import PeerErrors
+from moonpool.transfer.transports.shm.ask import UnixLine, receive_reply
 from moonpool.transfer.transports.shm.server import AskSegment, ShmServer
 from moonpool.transfer.transports.sockets import connect_unix, receive_with_fds, send_all
 
@@ -119,6 +120,7 @@ class ShmRemote(MappedRemote):
         attachment = self._attachment
         if attachment is not None and attachment.owner_lives():
             return attachment.borrowed
+        del attachment  # else an error raised below keeps this frame, and with it the mapping of an owner that is gone
         return self._borrow_anew(Deadline(timeout_s))
 
     def _borrow_anew(self, deadline: Deadline) -> Borrowed:
@@ -142,7 +144,7 @@ class ShmRemote(MappedRemote):
             attachment.close()
 
     def _attach(self, deadline: Deadline) -> _Attachment:
-        with unix_errors(self._path):
+        with PeerErrors(f"the owner at {self._path}"):
             sock = connect_unix(self._path, deadline)
             try:
                 return _Attachment(sock, self._fetch(sock, deadline))

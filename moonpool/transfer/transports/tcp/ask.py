@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TypeVar
 
 import msgspec
 
 from moonpool.base.clock import Deadline
-from moonpool.base.errors import DeadlineExceeded, MoonpoolError, PeerLost, ProtocolError
+from moonpool.base.errors import MoonpoolError, ProtocolError
 from moonpool.base.rpc.protocol import Call, decode_reply
+from moonpool.transfer.transports.peer_errors import PeerErrors
 from moonpool.transfer.transports.sockets import receive_exactly, send_all
 from moonpool.transfer.transports.tcp.frames import (
     MAX_ANSWER_NBYTES,
@@ -35,24 +34,13 @@ class TcpLine:
 
     def ask(self, call: Call[R], timeout_s: float) -> R:
         frame, deadline = pack_ask(_REQUEST_ID, msgspec.msgpack.encode(call)), Deadline(timeout_s)
-        with tcp_errors(self._pool, timeout_s), self._pool.lane(deadline) as sock:
+        with PeerErrors(self._pool, timeout_s), self._pool.lane(deadline) as sock:
             send_all(sock, [frame], deadline)
             answer = _receive_answer(sock, deadline)
         if isinstance(answer, MoonpoolError):
             raise answer
         reply: R = decode_reply(call, answer)
         return reply
-
-
-@contextmanager
-def tcp_errors(pool: LanePool, timeout_s: float) -> Iterator[None]:
-    """The kernel's words for a lost or silent peer, in ours."""
-    try:
-        yield
-    except TimeoutError as error:
-        raise DeadlineExceeded(f"{pool} did not answer within {timeout_s:g} s") from error
-    except OSError as error:
-        raise PeerLost(f"{pool}: {error}") from error
 
 
 def _receive_answer(sock: socket.socket, deadline: Deadline) -> bytes | MoonpoolError:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from moonpool.base.address import host_port
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import InvalidInput, MoonpoolError, PeerLost, Unauthorized
 from moonpool.base.secret import Secret
@@ -42,7 +43,7 @@ class LanePool:
         self._closed = False
 
     def __str__(self) -> str:
-        return f"tcp:{self._address[0]}:{self._address[1]}"
+        return f"tcp:{host_port(*self._address)}"
 
     @contextmanager
     def lane(self, deadline: Deadline) -> Iterator[socket.socket]:

@@ -13,8 +13,9 @@ import socket
 import ssl
 import threading
 
+from moonpool.base.address import host_port
 from moonpool.base.clock import Deadline
-from moonpool.base.errors import MoonpoolError, Overloaded
+from moonpool.base.errors import ConfigError, MoonpoolError, Overloaded
 from moonpool.transfer.desk import Desk
 from moonpool.transfer.transports.sockets import hang_up, send_all, tune
 from moonpool.transfer.transports.tcp.connection import TcpConnection
@@ -40,7 +41,7 @@ class _Caller:
 
 
 class TcpServer:
-    """Listens from construction to close()."""
+    """Listens from construction to close(); ConfigError when it cannot, because the port is taken, for instance."""
 
     def __init__(
         self,
@@ -61,7 +62,10 @@ class TcpServer:
         self._callers: dict[_Caller, None] = {}  # in order of arrival
         self._closed = threading.Event()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, port), family=family, backlog=128)
+        try:
+            self._listener = socket.create_server((host, port), family=family, backlog=128)
+        except OSError as error:
+            raise ConfigError(f"cannot listen at tcp:{host_port(host, port)}: {error.strerror or error}") from error
         self.port: int = self._listener.getsockname()[1]
         self._thread = threading.Thread(target=self._listen, name=f"tcp-listen-{self.port}", daemon=True)
         self._thread.start()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from moonpool.base.address import parse_address
+from moonpool.base.address import host_port, parse_address
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import ConfigError, InvalidInput, PeerLost
 from moonpool.transfer.buffers import Buffer, as_bytes_views, total_nbytes
@@ -21,7 +21,8 @@ from moonpool.transfer.desk import Desk, Line, Notify
 from moonpool.transfer.mailbox import check_message
 from moonpool.transfer.segment import Segment
 from moonpool.transfer.transports.base import RemoteSegment, Transport, check_bounds, place_items
-from moonpool.transfer.transports.tcp.ask import TcpLine, tcp_errors
+from moonpool.transfer.transports.peer_errors import PeerErrors
+from moonpool.transfer.transports.tcp.ask import TcpLine
 from moonpool.transfer.transports.tcp.frames import Op, pack_requests
 from moonpool.transfer.transports.tcp.guard import Guard
 from moonpool.transfer.transports.tcp.lanes import LanePool
@@ -73,7 +74,9 @@ class TcpTransport(Transport):
     @property
     def endpoint(self) -> str | None:
         """Where others reach this one's segments and desk; None when it does not listen."""
-        return None if self._server is None else f"{self.scheme}:{self._advertise_host}:{self._server.port}"
+        if self._server is None or self._advertise_host is None:
+            return None
+        return f"{self.scheme}:{host_port(self._advertise_host, self._server.port)}"
 
     def can_serve(self, segment: Segment) -> bool:
         return self._server is not None
@@ -172,7 +175,7 @@ class TcpRemote(RemoteSegment):
         deadline = Deadline(timeout_s)
         numbered = ((number, order.offset, order.nbytes) for number, order in enumerate(orders, 1))
         heads = pack_requests(op, self._descriptor.name, self._descriptor.incarnation, generation, numbered)
-        with tcp_errors(self._pool, timeout_s), self._pool.lane(deadline) as sock:
+        with PeerErrors(self._pool, timeout_s), self._pool.lane(deadline) as sock:
             refusal = Pipeline(sock, op, heads, orders, deadline).run()
         if refusal is not None:
             raise refusal
