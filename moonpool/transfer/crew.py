@@ -7,10 +7,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
-from moonpool.base.errors import Cancelled, Internal, MoonpoolError, PeerLost
+from moonpool.base.errors import Cancelled, Internal, MoonpoolError, Overloaded, PeerLost
 from moonpool.transfer.pending import Pending
 
 _IDLE_S = 10.0
+_MAX_ERRANDS = 4096  # waiting for a thread
 T = TypeVar("T")
 
 
@@ -41,11 +42,13 @@ class Crew:
             return True
 
     def call(self, act: Callable[[], T]) -> Pending[T]:
-        """Its result, or what it raised. cancel() is for work that touches nothing of the caller's: it ends the waiting
+        """Its result, or what it raised; Overloaded when too much waits already. cancel() is for work that touches nothing of the caller's: it ends the waiting
         at once; work that has begun goes on, and nobody gets its result.
         """
         errand = _Errand(act)
-        if not self.run(errand.run):
+        if len(self._work) >= _MAX_ERRANDS:
+            errand.fail(Overloaded(f"{len(self._work)} segments wait to be opened already"))
+        elif not self.run(errand.run):
             errand.fail(PeerLost("the transfer engine is closed"))
         return errand
 

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import uvloop
 
-from moonpool.base.errors import Cancelled, DeadlineExceeded, Internal, NotFound, PeerLost
+from moonpool.base.errors import Cancelled, DeadlineExceeded, Internal, NotFound, Overloaded, PeerLost
 from moonpool.transfer.crew import Crew
 from moonpool.transfer.pending import Pending
 
@@ -176,3 +176,18 @@ def test_a_crews_calls() -> None:
     crew.join(5)
     with pytest.raises(PeerLost):
         crew.call(lambda: 1).wait(0)
+
+
+def test_a_crew_takes_so_many_calls_and_no_more() -> None:
+    crew, gate = Crew("test", 1), threading.Event()
+    first = crew.call(gate.wait)
+    while crew._work:  # until its thread has begun with it
+        threading.Event().wait(0.001)
+    waiting = [crew.call(lambda: "done") for _ in range(4096)]
+    with pytest.raises(Overloaded):
+        crew.call(lambda: "one too many").wait(1)
+    gate.set()
+    assert first.wait(5)
+    assert {each.wait(5) for each in waiting} == {"done"}
+    crew.close()
+    crew.join(5)
