@@ -18,11 +18,11 @@ import msgspec
 
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import Cancelled, DeadlineExceeded, MoonpoolError, PeerLost
-from moonpool.transfer.buffers import Buffer
+from moonpool.transfer.buffers import Buffer, Memory, as_memory, cut
 from moonpool.transfer.crew import Crew, attempt
 from moonpool.transfer.multipath import MultiPathRemote
 from moonpool.transfer.pending import Pending
-from moonpool.transfer.places import Memory, Place, as_memory, cut_memories, move, nbytes_of
+from moonpool.transfer.places import Place, move, nbytes_of
 from moonpool.transfer.plan import Slice, cut_batch, take_run
 from moonpool.transfer.priority import Priority
 from moonpool.transfer.slice_queue import SliceQueue
@@ -246,7 +246,7 @@ class Batch(Pending[None]):
                 group = groups.setdefault(key, _Group(*key, [], []))
             memories = self._memories[number]
             if nbytes != self._sizes[number]:
-                memories = cut_memories(memories, start, nbytes)
+                memories = cut(memories, start, nbytes)
             group.places.append((request.offset + start, memories))
             group.parts.append(part)
         return list(groups.values())

@@ -8,12 +8,12 @@ import contextlib
 import ctypes
 import mmap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
 from moonpool.base.errors import InvalidInput
-from moonpool.transfer.foreign import DeviceSpan, RawMemory, host_view
+from moonpool.transfer.foreign import DeviceSpan, RawMemory, device_span, host_view
 
 if TYPE_CHECKING:
     import typing_extensions
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 else:
     Buffer = object
 
+Memory: TypeAlias = memoryview | DeviceSpan  # a DeviceSpan is for transports that reach GPUs; others refuse it
+M = TypeVar("M", bound=Memory)
+_PLAIN = (memoryview, bytearray, bytes, np.ndarray)
 _EMPTY = bytearray()
 _HUGE_PAGE_NBYTES = 2 * 1024 * 1024
 _SMALL_COPY_NBYTES = 16 * 1024  # over in about 1 us, sooner than another thread could make use of the time
@@ -68,6 +71,16 @@ def as_bytes_views(buffers: Sequence[Buffer], writable: bool) -> list[memoryview
     """as_bytes_view of each, in order, empty ones left out."""
     views = [as_bytes_view(buffer, writable) for buffer in buffers]
     return [view for view in views if view.nbytes]
+
+
+def as_memory(buffer: Buffer, writable: bool) -> Memory:
+    """Main memory as a view, GPU memory as a span; InvalidInput as as_bytes_view()."""
+    span = None if isinstance(buffer, _PLAIN) else device_span(buffer)
+    if span is None:
+        return as_bytes_view(buffer, writable)
+    if writable and span.readonly:
+        raise InvalidInput("the device array is read-only and cannot be read into")
+    return span
 
 
 def aligned_buffer(nbytes: int, alignment: int = 4096) -> memoryview:
@@ -114,15 +127,15 @@ def total_nbytes(views: Sequence[memoryview]) -> int:
     return sum(view.nbytes for view in views)
 
 
-def cut(views: Sequence[memoryview], start: int, nbytes: int) -> list[memoryview]:
-    """The parts of the views that hold bytes start .. start + nbytes of their concatenation."""
-    parts: list[memoryview] = []
+def cut(memories: Sequence[M], start: int, nbytes: int) -> list[M]:
+    """The parts that hold bytes start .. start + nbytes of their concatenation."""
+    parts: list[M] = []
     at = 0
-    for view in views:
-        low, high = max(start - at, 0), min(start + nbytes - at, view.nbytes)
+    for memory in memories:
+        low, high = max(start - at, 0), min(start + nbytes - at, memory.nbytes)
         if low < high:
-            parts.append(view[low:high])
-        at += view.nbytes
+            parts.append(memory[low:high])  # type: ignore[arg-type]  # a part is of the same kind
+        at += memory.nbytes
         if at >= start + nbytes:
             break
     return parts

@@ -42,8 +42,8 @@ class Crew:
             return True
 
     def call(self, act: Callable[[], T]) -> Pending[T]:
-        """Its result, or what it raised; Overloaded when too much waits already. cancel() is for work that touches nothing of the caller's: it ends the waiting
-        at once; work that has begun goes on, and nobody gets its result.
+        """Its result, or what it raised; Overloaded when too much waits already. cancel() is for work that touches
+        nothing of the caller's: it ends the waiting at once; work that has begun goes on, and nobody gets its result.
         """
         errand = _Errand(act)
         if len(self._work) >= _MAX_ERRANDS:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -21,11 +21,11 @@ from moonpool.transfer.descriptor import SegmentDescriptor
 from moonpool.transfer.host import host_id
 from moonpool.transfer.mailbox import Mailbox, Notification
 from moonpool.transfer.segment import Fence, Segment
+from moonpool.transfer.spans import Spans
 from moonpool.transfer.topology import Topology
 from moonpool.transfer.transports.base import ServedSegments, check_bounds
 
 R = TypeVar("R")
-Spans: TypeAlias = list[tuple[int, int]]  # (offset, nbytes)
 
 
 class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):

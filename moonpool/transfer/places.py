@@ -5,46 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from moonpool.base.errors import InvalidInput
-from moonpool.transfer.buffers import Buffer, as_bytes_view
-from moonpool.transfer.foreign import DeviceSpan, device_span
+from moonpool.transfer.buffers import Buffer, Memory, cut
 from moonpool.transfer.transports.base import RemoteSegment, check_bounds
 
-Memory: TypeAlias = memoryview | DeviceSpan  # a DeviceSpan is for transports that reach GPUs; others refuse it
 Place: TypeAlias = tuple[int, Sequence[Memory]]  # an offset, and the memory of its bytes, one after the other
 
 _NOTHING = memoryview(bytearray())
-
-
-def as_memory(buffer: Buffer, writable: bool) -> Memory:
-    """The caller's memory, borrowed; InvalidInput when it cannot be used."""
-    try:
-        return as_bytes_view(buffer, writable)
-    except InvalidInput:
-        span = device_span(buffer)
-        if span is None or (writable and span.readonly):
-            raise
-        return span
 
 
 def nbytes_of(memories: Sequence[Memory]) -> int:
     if len(memories) == 1:
         return memories[0].nbytes
     return sum(memory.nbytes for memory in memories)
-
-
-def cut_memories(memories: Sequence[Memory], start: int, nbytes: int) -> list[Memory]:
-    """The parts that hold bytes start .. start + nbytes of their concatenation."""
-    parts: list[Memory] = []
-    at = 0
-    for memory in memories:
-        low, high = max(start - at, 0), min(start + nbytes - at, memory.nbytes)
-        if low < high:
-            parts.append(memory[low:high])
-        at += memory.nbytes
-        if at >= start + nbytes:
-            break
-    return parts
 
 
 def cut_places(places: Sequence[Place], start: int, nbytes: int) -> list[Place]:
@@ -58,7 +30,7 @@ def cut_places(places: Sequence[Place], start: int, nbytes: int) -> list[Place]:
         low, high = max(start - at, 0), min(start + nbytes - at, own_nbytes)
         if low < high:
             whole = high - low == own_nbytes
-            parts.append((offset + low, memories if whole else cut_memories(memories, low, high - low)))
+            parts.append((offset + low, memories if whole else cut(memories, low, high - low)))
         at += own_nbytes
         if at >= start + nbytes:
             break

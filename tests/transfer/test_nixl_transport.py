@@ -24,9 +24,10 @@ from moonpool.transfer.descriptor import SegmentDescriptor
 from moonpool.transfer.desk import Desk
 from moonpool.transfer.host import host_id
 from moonpool.transfer.segment import Segment
+from moonpool.transfer.spans import merge_spans
 from moonpool.transfer.transports.base import RemoteSegment
 from moonpool.transfer.transports.nixl import agent as nixl_agent
-from moonpool.transfer.transports.nixl.chunks import cut_chunks, merge_spans
+from moonpool.transfer.transports.nixl.chunks import cut_chunks
 from moonpool.transfer.transports.nixl.peer import NixlAddress
 from moonpool.transfer.transports.nixl.transport import NixlTransport
 from moonpool.transfer.transports.tcp.transport import TcpTransport
@@ -147,7 +148,8 @@ def test_chunks_hold_every_byte_once(sizes: list[int], gaps: list[int], max_nbyt
         seen.extend(zip(places, values, strict=True))
     expected = [offset + n for offset, view in placed for n in range(view.nbytes)]
     assert seen == [(place, place % 256) for place in expected]
-    assert [offset + n for offset, nbytes in merge_spans(placed) for n in range(nbytes)] == expected
+    spans = merge_spans((offset, view.nbytes) for offset, view in placed)
+    assert [offset + n for offset, nbytes in spans for n in range(nbytes)] == expected
 
 
 def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from moonpool.base.errors import PeerLost
 from moonpool.transfer.buffers import Buffer, as_bytes_view, copy_bytes, total_nbytes
 from moonpool.transfer.segment import Borrowed
+from moonpool.transfer.spans import merge_spans
 from moonpool.transfer.transports.base import RemoteSegment, check_bounds, place_items
 
 # Time for the owner to answer where nobody named one: a connection was lost and it must be asked again.
@@ -55,7 +56,7 @@ class MappedRemote(RemoteSegment):
     def write_many(self, items: Sequence[tuple[int, Buffer]], *, generation: int, timeout_s: float) -> None:
         placed = place_items(items, self.nbytes, writable=False)
         memory, fence = self._borrow(timeout_s)
-        spans = _spans(placed) if fence is not None else []
+        spans = merge_spans((offset, view.nbytes) for offset, view in placed) if fence is not None else []
         if fence is not None:
             fence.admit_all(spans, generation)
         for offset, view in placed:
@@ -71,14 +72,3 @@ class MappedRemote(RemoteSegment):
     def _check_owner_stayed(self, memory: memoryview) -> None:
         if self._borrow(_VIEW_TIMEOUT_S).memory is not memory:
             raise PeerLost("the segment's owner left during the write")
-
-
-def _spans(placed: Sequence[tuple[int, memoryview]]) -> list[tuple[int, int]]:
-    """(offset, nbytes) of what the items cover; items that follow each other are one span, asked for once."""
-    spans: list[tuple[int, int]] = []
-    for offset, view in placed:
-        if spans and sum(spans[-1]) == offset:
-            spans[-1] = (spans[-1][0], spans[-1][1] + view.nbytes)
-        else:
-            spans.append((offset, view.nbytes))
-    return spans

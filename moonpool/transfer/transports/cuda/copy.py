@@ -16,10 +16,10 @@ from queue import SimpleQueue
 from typing import NamedTuple, TypeAlias
 
 from moonpool.base.clock import Deadline
-from moonpool.base.errors import DeadlineExceeded, Internal, InvalidInput, MoonpoolError
-from moonpool.transfer.buffers import Buffer, address_of, as_bytes_view, copy_bytes
+from moonpool.base.errors import DeadlineExceeded, Internal, MoonpoolError
+from moonpool.transfer.buffers import Memory, address_of, copy_bytes
 from moonpool.transfer.crew import Crew
-from moonpool.transfer.foreign import DeviceSpan, device_span
+from moonpool.transfer.foreign import DeviceSpan
 from moonpool.transfer.transports.cuda.driver import Device, driver
 from moonpool.transfer.transports.cuda.plan import Load, Piece, cut_loads, share_out
 
@@ -28,18 +28,7 @@ _MIN_SHARE_NBYTES = 4 * 1024 * 1024  # less is not worth waking another thread
 _MIN_DIRECT_NBYTES = 32 * 1024  # below, the slot costs less than asking the driver
 MAX_LANES = 4
 
-Memory: TypeAlias = memoryview | DeviceSpan
 Placed: TypeAlias = tuple[int, Memory]  # address on the GPU, and the other memory
-
-
-def as_memory(buffer: Buffer, writable: bool) -> Memory:
-    """Main memory as a view, GPU memory as a span; InvalidInput as as_bytes_view()."""
-    span = None if isinstance(buffer, (memoryview, bytearray, bytes)) else device_span(buffer)
-    if span is None:
-        return as_bytes_view(buffer, writable)
-    if writable and span.readonly:
-        raise InvalidInput("the device array is read-only and cannot be read into")
-    return span
 
 
 class _Slot(NamedTuple):

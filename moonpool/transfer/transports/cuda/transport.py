@@ -16,14 +16,14 @@ from weakref import WeakKeyDictionary
 
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import InvalidInput, NotFound, PeerLost, Unavailable
-from moonpool.transfer.buffers import Buffer
+from moonpool.transfer.buffers import Buffer, Memory, as_memory
 from moonpool.transfer.descriptor import SegmentDescriptor
 from moonpool.transfer.desk import Admit, Attach, Confirm, Desk, Line, Notify
 from moonpool.transfer.host import host_id
 from moonpool.transfer.mailbox import check_message
 from moonpool.transfer.segment import Segment
 from moonpool.transfer.transports.base import RemoteSegment, Transport, check_bounds, rest_of
-from moonpool.transfer.transports.cuda.copy import Memory, Mover, Placed, as_memory, mover_of
+from moonpool.transfer.transports.cuda.copy import Mover, Placed, mover_of
 from moonpool.transfer.transports.cuda.driver import driver
 from moonpool.transfer.transports.cuda.ipc import Offers, Reach, decode_offer, hello, reach
 from moonpool.transfer.transports.cuda.segment import DeviceSegment, memories_nbytes, place

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from moonpool.transfer.desk import Spans
+from moonpool.transfer.spans import Spans, extend_spans
 
 MAX_SPANS = 4096  # per chunk; beyond that NIXL's own work per descriptor is all there is to win from
 
@@ -40,19 +40,3 @@ def cut_chunks(
             at += part.nbytes
     if chunk.nbytes:
         yield chunk
-
-
-def merge_spans(placed: Sequence[tuple[int, memoryview]]) -> Spans:
-    """What the items cover, those that follow each other as one span; empty ones left out."""
-    spans: Spans = []
-    for offset, view in placed:
-        if view.nbytes:
-            extend_spans(spans, offset, view.nbytes)
-    return spans
-
-
-def extend_spans(spans: Spans, offset: int, nbytes: int) -> None:
-    if spans and sum(spans[-1]) == offset:
-        spans[-1] = (spans[-1][0], spans[-1][1] + nbytes)
-    else:
-        spans.append((offset, nbytes))

@@ -24,13 +24,14 @@ from moonpool.base.clock import Deadline
 from moonpool.base.errors import DeadlineExceeded, InvalidInput, MoonpoolError, NotFound, PeerLost
 from moonpool.transfer.buffers import Buffer, address_of, as_bytes_views, total_nbytes
 from moonpool.transfer.descriptor import SegmentDescriptor
-from moonpool.transfer.desk import Admit, Attach, Confirm, Desk, Line, Notify, Spans
+from moonpool.transfer.desk import Admit, Attach, Confirm, Desk, Line, Notify
 from moonpool.transfer.location import parse_location
 from moonpool.transfer.mailbox import check_message
 from moonpool.transfer.segment import Segment
+from moonpool.transfer.spans import Spans, merge_spans
 from moonpool.transfer.transports.base import RemoteSegment, Transport, check_bounds, place_items, rest_of
 from moonpool.transfer.transports.nixl.agent import Agent, Memory, Op, check_installed
-from moonpool.transfer.transports.nixl.chunks import cut_chunks, merge_spans
+from moonpool.transfer.transports.nixl.chunks import cut_chunks
 from moonpool.transfer.transports.nixl.link import MAX_SLOTS, SLOT_NBYTES, Link
 from moonpool.transfer.transports.nixl.peer import NixlAddress, Peer, decode_address
 
@@ -229,7 +230,11 @@ class NixlRemote(RemoteSegment):
 
     def _move_once(self, op: Op, placed: list[tuple[int, memoryview]], generation: int, deadline: Deadline) -> None:
         peer = self._connect(deadline)
-        spans = merge_spans(placed) if op is Op.WRITE and peer.address.fenced else []
+        spans = (
+            merge_spans((offset, view.nbytes) for offset, view in placed)
+            if op is Op.WRITE and peer.address.fenced
+            else []
+        )
         if op is Op.WRITE:
             self._ask_fence(Admit, spans, generation, deadline)
         chunks = cut_chunks(placed, self._link.slot_nbytes)
