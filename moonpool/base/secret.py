@@ -58,13 +58,16 @@ def read_private_file(path: str, max_nbytes: int) -> bytes:
     """A small file's content; ConfigError when it cannot be read, is too large or open to other users."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe must not make us wait
-        with open(fd, "rb") as file:
+        try:
             mode = os.fstat(fd).st_mode
             if not stat.S_ISREG(mode):
                 raise ConfigError(f"{path} is not a file")
             if mode & _OTHERS:
                 raise ConfigError(f"{path} is open to every user of this machine; chmod 600 it")
-            content = file.read(max_nbytes + 1)
+            with open(fd, "rb", closefd=False) as file:
+                content = file.read(max_nbytes + 1)
+        finally:
+            os.close(fd)  # not left to open(), which keeps a folder's descriptor when it refuses it
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
     if len(content) > max_nbytes:

@@ -1,8 +1,9 @@
 """Command-line options from configuration dataclasses: each default is written once, in the dataclass.
 
 A field `max_num_seqs: int = 8` becomes `--max-num-seqs INTEGER [default: 8]`; its help is the field's metadata
-`{"help": ...}` or else the comment behind it; a field without a default is required. Values are checked by
-base/config.py, so a command line and a mapping are held to the same types.
+`{"help": ...}` or else the comment behind it; a field without a default is required; a tuple is an option that may be
+repeated; the word `none` stands for None where a text may be None. Values are checked by base/config.py, so a command
+line and a mapping are held to the same types.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from moonpool.base.config import from_mapping
 
 _TRAILING_COMMENT = re.compile(r"^\s+(\w+)\s*:.*?#\s*(.+?)\s*$", re.MULTILINE)
 _PLAIN = (int, float, bool, str)
+NONE = "none"  # as a value: no value, in place of the default
 
 
 def command_from(run: Callable[..., None], *configs: type[Any]) -> Callable[..., None]:
@@ -48,15 +50,20 @@ def _collect(config: type[Any], values: dict[str, Any], prefix: str = "") -> dic
     hints, found = get_type_hints(config), {}
     for field in fields(config):
         name, hint = prefix + field.name, hints[field.name]
-        found[field.name] = _collect(hint, values, name + "_") if _is_nested(hint) else values[name]
+        found[field.name] = _collect(hint, values, name + "_") if _is_nested(hint) else _value(hint, values[name])
     return found
+
+
+def _value(hint: Any, value: Any) -> Any:
+    is_none = value == NONE and _without_none(hint) == (str, True)
+    return None if is_none else value
 
 
 def _parameters(config: type[Any], prefix: str = "") -> list[inspect.Parameter]:
     hints, comments = get_type_hints(config), _comments(config)
     parameters: list[inspect.Parameter] = []
-    for field in fields(config):
-        name, hint = prefix + field.name, hints[field.name]
+    for field in sorted(fields(config), key=lambda each: each.name not in inspect.get_annotations(config)):
+        name, hint = prefix + field.name, hints[field.name]  # its own fields first, then inherited ones
         if _is_nested(hint):
             parameters += _parameters(hint, name + "_")
         else:
@@ -70,6 +77,8 @@ def _parameter(name: str, field: Field[Any], hint: Any, comment: str | None) -> 
     choices = _choices(base)
     if choices:
         help_text = f"{help_text} ({' | '.join(choices)})" if help_text else " | ".join(choices)
+    if base is str and optional and field.default is not None:
+        help_text = f"{help_text} (or {NONE})" if help_text else f"or {NONE}"
     flag = name.replace("_", "-")
     kind = _option_type(base)
     option = typer.Option(f"--{flag}/--no-{flag}" if base is bool else f"--{flag}", help=help_text)

@@ -17,6 +17,7 @@ from pathlib import Path
 from moonpool.base.errors import ConfigError, Unavailable
 from moonpool.base.lifeline import Lifeline
 from moonpool.base.log import setup_logging
+from moonpool.base.secret import Secret
 from moonpool.engine.model_files import resolve
 from moonpool.server.launch_checks import choose_port, require_memory, require_whole_model
 from moonpool.server.launch_plan import ServeConfig, plan_roles
@@ -36,6 +37,8 @@ def serve(config: ServeConfig, prepare_model: Callable[[str], None]) -> None:
     require_memory(config.pool_nbytes, config.num_workers * config.kv_nbytes)
     state_dir = _own_folder(Path(config.state_dir).expanduser() if config.state_dir else default_state_dir())
     log_dir = _own_folder(Path(config.log_dir).expanduser()) if config.log_dir else None
+    if config.secret_file is not None:
+        Secret.from_file(config.secret_file)
     load_tenants(state_dir, Path(config.tenants_file) if config.tenants_file else None)
     prepare_model(config.model)
     require_whole_model(resolve(config.model))

@@ -36,6 +36,7 @@ class ServeConfig:
     device: Device = WorkerConfig.device
     threads: int | None = None  # CPU threads per worker; default: chosen by the worker
     tenants_file: str | None = None  # JSON: {"tenants": [{"name": ..., "api_keys": [...]}]}; default: one open tenant
+    secret_file: str | None = None  # node and workers ask for this secret at their tcp ports; mode 600
     state_dir: str | None = None  # secrets and the pool's epoch; default: MOONPOOL_STATE or ~/.local/state/moonpool
     log_dir: str | None = None  # a file per role; default: all to standard error
     log_level: str = field(default="INFO", metadata={"help": "DEBUG, INFO, WARNING or ERROR"})
@@ -108,6 +109,7 @@ def _node(config: ServeConfig, run_dir: Path) -> Role:
         "master_address": socket_address(run_dir, MASTER),
         "run_dir": str(run_dir),
         "dram_nbytes": config.pool_nbytes,
+        "secret_file": config.secret_file,
         "log_level": config.log_level,
     }
     return Role(NODE, "node", options, after=(MASTER,))
@@ -140,6 +142,7 @@ def _worker(config: ServeConfig, run_dir: Path, role: str, index: int) -> Role:
         "dtype": config.dtype,
         "device": config.device,
         "threads": config.threads,
+        "secret_file": config.secret_file,
         "log_level": config.log_level,
     }
     return Role(name, "worker", options, after=(CONDUCTOR,), first_after=(NODE,), start_timeout_s=_WORKER_START_S)

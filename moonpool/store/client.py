@@ -171,7 +171,7 @@ class StoreClient:
     def open_read(self, info: ObjectInfo, identity: bytes | None) -> ReadSession:
         """Checks the header, replica by replica. `identity` None reads an object of any.
 
-        Raises IdentityMismatch, StaleGeneration, Corrupt, NotFound or Unavailable when no replica will do.
+        Raises IdentityMismatch, StaleGeneration, Corrupt, NotFound, Unauthorized or Unavailable if no replica will do.
         """
         try:
             return ReadSession(
@@ -189,7 +189,8 @@ class StoreClient:
     def get(self, key: bytes) -> bytes | None:
         """The object's bytes; None when it is not there or no replica passes the checks (why() knows more).
 
-        Raises Unavailable when the master or every node that holds it is out of reach.
+        Raises Unavailable when the master or every node that holds it is out of reach, Unauthorized when they ask for
+        another secret or certificate than the engine has (TransferConfig.secret_file): that is no miss.
         """
         found = self._get(key, lambda nbytes: np.empty(nbytes, dtype=np.uint8).data)
         return None if found is None else found.tobytes()

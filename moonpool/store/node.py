@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 from moonpool.base.errors import ConfigError, MoonpoolError, PeerLost, Unavailable
 from moonpool.base.rpc import AsyncClient
-from moonpool.base.units import format_nbytes
 from moonpool.store.allocator import GRANULE_NBYTES
 from moonpool.store.messages import SERVICE, Heartbeat, MountSegment, UnmountSegment
-from moonpool.transfer.config import TransferConfig
+from moonpool.store.reach import check_numa_node, in_words, warn_if_open
+from moonpool.transfer.config import TransferConfig, WireConfig
 from moonpool.transfer.engine import TransferEngine
 from moonpool.transfer.segment import Segment
 
@@ -28,16 +28,14 @@ _GOODBYE_TIMEOUT_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeConfig:
+class NodeConfig(WireConfig):
     """What a node offers, and where. The name is unique in the pool and stays the same across restarts."""
 
     name: str  # unique in the pool, the same after a restart
     master_address: str
     dram_nbytes: int  # memory for the pool, taken at start
     run_dir: str  # where processes of this machine find its socket
-    tcp_host: str | None = "127.0.0.1"  # for other machines; None keeps the memory to this one
-    tcp_port: int = 0
-    tcp_advertise_host: str | None = None  # what others connect to, if not tcp_host
+    numa_node: int | None = None  # takes the memory there, as far as that node has some
     start_timeout_s: float = 10.0  # for the master to answer
     retry_s: float = 0.2  # between attempts to reach a lost master
 
@@ -66,16 +64,12 @@ class Node:
         return self._segment
 
     async def start(self) -> None:
-        """NoSpace when the memory is not there, PeerLost when no master answers in time."""
+        """NoSpace when the memory is not there, PeerLost when no master answers in time, ConfigError."""
+        check_numa_node(self.config.numa_node)
         try:
-            self._segment = await asyncio.to_thread(
-                Segment.allocate,
-                self.segment_name,
-                self.config.dram_nbytes,
-                granule_nbytes=GRANULE_NBYTES,
-                incarnation=0,
-            )
-            self._engine = TransferEngine(self._transfer_config())
+            self._engine = TransferEngine(self._transfer_config())  # first: a wrong setting costs no memory
+            warn_if_open(_LOG, self.config, self._engine.addresses)
+            self._segment = await asyncio.to_thread(self._allocate)
             self._attending = asyncio.get_running_loop().create_task(self._attend_forever())
             await self._first_mount(self._attending)
         except BaseException:
@@ -103,12 +97,16 @@ class Node:
             self._segment.close()
 
     def _transfer_config(self) -> TransferConfig:
-        return TransferConfig(
-            run_dir=self.config.run_dir,
-            tcp_host=self.config.tcp_host,
-            tcp_port=self.config.tcp_port,
-            tcp_advertise_host=self.config.tcp_advertise_host,
-            num_threads=1,  # it moves nothing by itself
+        # One thread: it moves nothing by itself.
+        return TransferConfig(run_dir=self.config.run_dir, num_threads=1, **self.config.wires())
+
+    def _allocate(self) -> Segment:
+        return Segment.allocate(
+            self.segment_name,
+            self.config.dram_nbytes,
+            granule_nbytes=GRANULE_NBYTES,
+            incarnation=0,
+            numa_node=self.config.numa_node,
         )
 
     async def _first_mount(self, attending: asyncio.Task[None]) -> None:
@@ -166,7 +164,7 @@ class Node:
         await asyncio.to_thread(self.segment.fence.stamp, 0, self.segment.nbytes, reply.generation_floor)
         self._heartbeat_s = reply.heartbeat_s
         if await self._beat(client):
-            _LOG.info("%s: mounted, %s", self.segment_name, format_nbytes(self.segment.nbytes))
+            _LOG.info("mounted %s", in_words(descriptor))
             self._mounted.set()
 
     async def _say_goodbye(self, client: AsyncClient) -> None:

@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from moonpool.base.checksum import crc32c
-from moonpool.base.errors import InvalidInput, MoonpoolError, NotFound, StaleGeneration, Unavailable
+from moonpool.base.errors import InvalidInput, MoonpoolError, NotFound, StaleGeneration, Unauthorized, Unavailable
 from moonpool.base.object_header import NO_IDENTITY, ObjectHeader, ObjectKind, Piece, header_nbytes
 from moonpool.store.counters import ClientCounters
 from moonpool.store.directory import SegmentDirectory
@@ -107,7 +107,7 @@ class PutSession:
             try:
                 remote = self._directory.open(placement)
                 remote.write_from(placement.offset + at, [view], generation=self.generation, timeout_s=self._timeout_s)
-            except (Unavailable, NotFound, StaleGeneration) as error:
+            except (Unavailable, NotFound, StaleGeneration, Unauthorized) as error:
                 self._give_up(placement, error)
         if not self._replicas:
             assert self._failure is not None, "a grant has a replica, so one has failed"
@@ -117,6 +117,8 @@ class PutSession:
         # After a lost connection or a deadline the bytes may still be on their way to the other side.
         self.settled = self.settled and not isinstance(error, Unavailable)
         self._failure = error
+        if isinstance(error, Unauthorized):
+            self._counters.add_refusal(error)
         if placement in self._replicas:  # another thread may have been first
             self._replicas.remove(placement)
             self._failed.append(placement.segment)

@@ -12,7 +12,15 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from moonpool.base.checksum import verify
-from moonpool.base.errors import Corrupt, InvalidInput, MoonpoolError, NotFound, StaleGeneration, Unavailable
+from moonpool.base.errors import (
+    Corrupt,
+    InvalidInput,
+    MoonpoolError,
+    NotFound,
+    StaleGeneration,
+    Unauthorized,
+    Unavailable,
+)
 from moonpool.base.object_header import ALIGN_NBYTES, ObjectHeader, announced_nbytes, unpack
 from moonpool.store.counters import ClientCounters
 from moonpool.store.directory import SegmentDirectory
@@ -79,7 +87,7 @@ class ReadSession:
                 at = self._placement.offset + self._offsets[index]
                 self._remote.read_into(at, [view], timeout_s=self._timeout_s)
                 verify(self.header.checksum_kind, view, piece.checksum, f"piece {index} of {self.info.key.hex()[:16]}")
-            except (Unavailable, NotFound, Corrupt) as error:
+            except (Unavailable, NotFound, Unauthorized, Corrupt) as error:
                 self._give_up(error)
                 self._open_next(error)
             else:
@@ -98,7 +106,7 @@ class ReadSession:
             try:
                 self._remote = self._directory.open(self._placement)
                 self._read_header()
-            except (Unavailable, NotFound, Corrupt, StaleGeneration) as error:
+            except (Unavailable, NotFound, Unauthorized, Corrupt, StaleGeneration) as error:
                 self._give_up(error)
                 failure = error
             else:
@@ -107,7 +115,7 @@ class ReadSession:
 
     def _give_up(self, error: MoonpoolError) -> None:
         """Reports wrong bytes. When the master says that the object is another by now, we were only late."""
-        if isinstance(error, Unavailable | NotFound):
+        if isinstance(error, Unavailable | NotFound | Unauthorized):
             return
         if not self._report_corrupt(self.info, self._placement):
             raise StaleGeneration(f"{self.info.key.hex()[:16]} was removed or replaced while it was read") from error

@@ -50,6 +50,8 @@ def test_no_file_no_pipe_and_no_folder_is_a_secret(tmp_path: Path) -> None:
     for name in ("missing", "pipe", "."):
         with pytest.raises(ConfigError):
             Secret.from_file(str(tmp_path / name))
+    open_files = [fd.resolve() for fd in Path("/proc/self/fd").iterdir()]
+    assert not [file for file in open_files if file.is_relative_to(tmp_path)], "none is left open"
 
 
 def test_a_secret_is_not_shown_copied_or_pickled() -> None:

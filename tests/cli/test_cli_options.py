@@ -90,3 +90,42 @@ def test_a_wrong_command_line_is_a_usage_error(arguments: tuple[str, ...]) -> No
 def test_a_value_outside_the_choices_is_a_config_error() -> None:
     result, _ = run("--name", "a", "--dtype", "int3")
     assert isinstance(result.exception, ConfigError)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wires:
+    host: str | None = "127.0.0.1"  # where to listen
+    hosts: tuple[str, ...] = ()
+    file: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Role(Wires):
+    title: str  # its own
+    nothing: str = "x"
+
+
+def run_role(*arguments: str) -> tuple[Any, list[Any]]:
+    seen: list[Any] = []
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(command_from(seen.append, Role))
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200", "NO_COLOR": "1"}), seen
+
+
+def test_none_is_said_by_name() -> None:
+    result, seen = run_role("--title", "none", "--host", "none", "--file", "none", "--nothing", "none")
+    assert result.exit_code == 0, result.output
+    assert seen == [Role(title="none", host=None, nothing="none")], "a text that may not be None stays one"
+
+
+def test_a_tuple_is_an_option_to_repeat() -> None:
+    assert run_role("--title", "a", "--hosts", "10.0.0.1", "--hosts", "10.1.0.1")[1][0].hosts == (
+        "10.0.0.1",
+        "10.1.0.1",
+    )
+
+
+def test_own_fields_come_before_inherited_ones_in_the_help() -> None:
+    text = run_role("--help")[0].output
+    assert text.index("--title") < text.index("--host")
+    assert "where to listen (or none)" in text

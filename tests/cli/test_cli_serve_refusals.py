@@ -32,7 +32,7 @@ def refusal(runtime: Path, *arguments: str) -> str:
     )
     assert ran.returncode == 1
     assert ran.stdout == ""
-    assert time.monotonic() - begin_s < 10  # a second or two, were the machine ours alone
+    assert time.monotonic() - begin_s < 30  # a second or two, were the machine ours alone
     assert [path.name for path in runtime.iterdir() if path.name.startswith("moonpool-")] == []
     (line,) = ran.stderr.splitlines()
     assert line.startswith("moonpool serve: ")
@@ -87,6 +87,7 @@ def test_an_unknown_model(runtime: Path) -> None:
         (("--prefill", "0"), "at least one prefill"),
         (("--port", "99999"), "is not a port"),
         (("--tenants-file", "/nowhere.json"), "tenants file"),
+        (("--secret-file", "/nowhere"), "cannot read /nowhere"),
         (("--log-level", "LOUD"), "LOUD"),
     ],
 )

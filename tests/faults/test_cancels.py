@@ -76,8 +76,15 @@ async def in_the_middle_of_decoding(cluster: TinyCluster, patch: pytest.MonkeyPa
 
 async def while_a_decoded_block_is_put(cluster: TinyCluster, patch: pytest.MonkeyPatch, gate: Gate) -> None:
     gate.at = 2
-    pieces = cluster.decode0.pieces
-    patch.setattr(pieces, "read", gate.around(pieces.read))
+    pool, role = cluster.decode0._pool, cluster.decode0.role
+    begin_step = role.begin_step
+
+    def begin_step_or_wait(*args: Any) -> Any:
+        gate.follow()  # or all tokens might be out before the client leaves
+        return begin_step(*args)
+
+    patch.setattr(pool, "write", gate.around(pool.write))
+    patch.setattr(role, "begin_step", begin_step_or_wait)
 
 
 STAGES: list[Arm] = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,6 +50,7 @@ class PageComparer:
         self.cluster = cluster
         self.equal: list[list[bool]] = []
         self.num_present: list[int] = []
+        self.transports: set[str] = set()
         commit = Push._commit
 
         def compare_then_commit(push: Push, first: TokenOut, num_tokens: int) -> MoonpoolError | None:
@@ -62,13 +64,16 @@ class PageComparer:
         pairs = zip(push._pages, push._ticket.pages, strict=True)
         self.equal.append([ours.page_bytes(a) == theirs.page_bytes(b) for a, b in pairs])
         self.num_present.append(push._ticket.num_present_blocks)
+        assert push._remote is not None
+        self.transports.add(push._remote.transport)
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
 async def test_every_page_arrives_byte_for_byte(
-    tiny_model: str, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+    tiny_model: str, oracle: Oracle, monkeypatch: pytest.MonkeyPatch, transport: str
 ) -> None:
     # Chunks of 40 tokens end inside blocks of 16.
-    async with tiny_cluster(tiny_model, max_batch_tokens=40) as cluster:
+    async with tiny_cluster(tiny_model, shm=transport == "shm", max_batch_tokens=40) as cluster:
         comparer = PageComparer(cluster, monkeypatch)
 
         async def ask(prompt: list[int]) -> Answer:
@@ -90,6 +95,7 @@ async def test_every_page_arrives_byte_for_byte(
 
         assert comparer.equal == [[True] * n for n in (5, 4, 1, 6, 5, 7, 6)]
         assert comparer.num_present == [0, 0, 0, 2, 0, 0, 5]
+        assert comparer.transports == {transport}
         await cluster.check_idle()
         assert cluster.stats("prefill0").pull_failures == cluster.stats("decode0").pull_failures == {}
 
@@ -166,11 +172,17 @@ async def test_a_prefill_worker_that_dies_while_its_commit_is_checked(
 ) -> None:
     gate = Gate()
     async with tiny_cluster(tiny_model, num_prefill=2) as cluster:
-        role = cluster.decode0.role
+        role, commit, senders = cluster.decode0.role, Push._commit, list[threading.Thread]()
+
+        def tell_and_commit(push: Push, *args: Any) -> MoonpoolError | None:
+            senders.append(threading.current_thread())
+            return commit(push, *args)
+
+        monkeypatch.setattr(Push, "_commit", tell_and_commit)
         monkeypatch.setattr(role, "_verify", gate.around(role._verify))
         asking = asyncio.create_task(cluster.generate(PROMPT, PARAMS))
         await gate.reached()
-        await cluster.kill(next(name for name in cluster.workers if getattr(cluster.workers[name].role, "_puller", 0)))
+        await cluster.kill(next(name for name, worker in cluster.workers.items() if worker.sends_on(senders[0])))
         await cluster.until(lambda: not role._streams or len(role._streams) > 1, "the front end has given up")
         gate.open()
         answer = await asking
@@ -184,7 +196,8 @@ async def test_a_prefill_worker_that_dies_while_its_commit_is_checked(
 @pytest.mark.parametrize("after", [1, 7])
 async def test_a_decode_worker_that_dies_with_the_tokens(tiny_model: str, oracle: Oracle, after: int) -> None:
     """Sampled tokens are a function of seed and position: a replanned request goes on with the same ones."""
-    params = SamplingParams(max_tokens=24, temperature=0.9, top_p=0.95, seed=11, ignore_eos=True)
+    params = SamplingParams(max_tokens=120, temperature=0.9, top_p=0.95, seed=11, ignore_eos=True)
+    # Long enough that it is still being decoded when the client has seen a few tokens.
     async with tiny_cluster(tiny_model, num_decode=2) as cluster:
         kills: list[asyncio.Task[None]] = []
 
@@ -199,5 +212,5 @@ async def test_a_decode_worker_that_dies_with_the_tokens(tiny_model: str, oracle
         await kills[0]
         assert disturbed.num_attempts == 2
         assert undisturbed.tokens == disturbed.tokens == oracle(PROMPT, params)
-        other = SamplingParams(max_tokens=24, temperature=0.9, top_p=0.95, seed=12, ignore_eos=True)
+        other = SamplingParams(max_tokens=120, temperature=0.9, top_p=0.95, seed=12, ignore_eos=True)
         assert oracle(PROMPT, other) != disturbed.tokens, "the seed matters"

@@ -1,4 +1,5 @@
 """A whole cluster in this process: master, node, conductor and real workers with a tiny model, over Unix sockets.
+KV moves by shared memory or, with `shm=False`, by tcp, as between machines.
 
 Everything is real but the size, and a broken engine: instead of ending the process it ends the test. Since all
 workers' memory is here, a test can look at pages, hook any step and cut any connection.
@@ -141,8 +142,11 @@ class Answer:
 class TinyCluster:
     """Use `async with tiny_cluster(...)`."""
 
-    def __init__(self, model: str, run_dir: Path, dram_nbytes: int, settings: dict[str, Any]) -> None:
-        self._model, self._dir, self._dram_nbytes, self._settings = model, run_dir, dram_nbytes, settings
+    def __init__(
+        self, model: str, run_dir: Path, node_settings: dict[str, Any], shm: bool, settings: dict[str, Any]
+    ) -> None:
+        self._model, self._dir, self._node_settings, self._settings = model, run_dir, node_settings, settings
+        self._wires: dict[str, Any] = {"shm": shm, "tcp_host": None if shm else "127.0.0.1"}
         self.workers: dict[str, TinyWorker] = {}
         self.dead: set[str] = set()
         self._fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -172,10 +176,10 @@ class TinyCluster:
             NodeConfig(
                 name="n",
                 master_address=self._at("m.sock"),
-                dram_nbytes=dram_nbytes or self._dram_nbytes,
                 run_dir=str(self._dir / "r"),
-                tcp_host=None,
                 retry_s=0.02,
+                **self._wires,
+                **self._node_settings | ({"dram_nbytes": dram_nbytes} if dram_nbytes else {}),
             )
         )
         await self.node.start()
@@ -205,6 +209,7 @@ class TinyCluster:
             kv_nbytes=num_pages * PAGE_NBYTES,
             block_tokens=BLOCK_TOKENS,
             report_interval_s=0.02,
+            **self._wires,
             **self._settings,
         )
         worker = self.workers[name] = TinyWorker(config, self._on_fatal)
@@ -287,7 +292,7 @@ class TinyCluster:
     def puts_in_progress(self) -> int:
         return self.master.state.stats().counters["puts_in_progress"]
 
-    async def until(self, holds: Callable[[], bool], what: str, timeout_s: float = 5.0) -> None:
+    async def until(self, holds: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
         """For what threads bring about in their own time."""
         end_s = time.monotonic() + timeout_s
         while not holds():
@@ -335,13 +340,18 @@ async def tiny_cluster(
     prefill_pages: int = 48,
     decode_pages: int = 48,
     dram_nbytes: int = 8 << 20,
+    shm: bool = True,
+    node_secret: str | None = None,
     **settings: Any,
 ) -> AsyncIterator[TinyCluster]:
-    """Checks at the end that nothing is held anywhere. `settings` go to every WorkerConfig."""
+    """Checks at the end that nothing is held anywhere. `settings` go to every WorkerConfig; `node_secret` is the node's
+    secret_file.
+    """
     async with AsyncExitStack() as stack:
         # Not tmp_path: a Unix socket's path has at most 107 bytes.
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mp"))
-        cluster = TinyCluster(model, Path(folder), dram_nbytes, settings)
+        node_settings = {"dram_nbytes": dram_nbytes, "secret_file": node_secret}
+        cluster = TinyCluster(model, Path(folder), node_settings, shm, settings)
         await cluster.start_pool()
         await cluster.start_conductor()
         stack.push_async_callback(cluster.close)
@@ -385,6 +395,10 @@ class Gate:
     def mark_reached(self) -> None:
         """For places that stop by themselves."""
         self._reached.set()
+
+    def follow(self) -> None:
+        """Stops too, if the call to stop has come; for what could run away meanwhile."""
+        assert not self._reached.is_set() or self._open.wait(20), "a gate was never opened"
 
     async def reached(self) -> None:
         assert await asyncio.to_thread(self._reached.wait, 10), "the gate was never reached"

@@ -41,7 +41,7 @@ def test_two_and_two() -> None:
 
 @pytest.mark.parametrize("name", ["master", "node", "conductor", "prefill-0", "decode-0", "frontend"])
 def test_every_option_is_known_to_its_role(name: str) -> None:
-    role = plan(max_model_len=512, threads=2, tenants_file="/t.json")[name]
+    role = plan(max_model_len=512, threads=2, tenants_file="/t.json", secret_file="/s")[name]
     config, process = CONFIGS[role.command], {field.name for field in fields(ProcessConfig)}
     own = {field.name for field in fields(config)}
     assert set(role.options) <= own | process
@@ -56,6 +56,12 @@ def test_roles_find_each_other() -> None:
     assert roles["frontend"].options["conductor_address"] == worker["conductor_address"]
     assert worker["kv_nbytes"] == 100_000_000
     assert roles["node"].options["dram_nbytes"] == 2_000_000_000
+
+
+def test_the_secret_goes_to_those_who_listen() -> None:
+    with_secret = {name for name, role in plan(secret_file="/s").items() if role.options.get("secret_file") == "/s"}
+    assert with_secret == {"node", "prefill-0", "decode-0"}
+    assert not any("--secret-file" in to_arguments(role.options) for role in plan().values())
 
 
 def test_the_plan_can_be_supervised() -> None:

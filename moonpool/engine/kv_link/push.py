@@ -16,13 +16,14 @@ import numpy as np
 
 from moonpool.base.checksum import crc32c
 from moonpool.base.cluster import WORKER_SERVICE
-from moonpool.base.errors import Cancelled, Internal, MoonpoolError, PeerLost, Unavailable
+from moonpool.base.errors import Cancelled, Internal, MoonpoolError, PeerLost, Unauthorized, Unavailable
 from moonpool.base.keys import object_key
 from moonpool.base.object_header import ObjectKind
 from moonpool.base.rpc import BlockingClient, Call
 from moonpool.engine.kv_link.outbox import Outbox, Urgency
 from moonpool.engine.kv_link.pieces import PieceMemory
 from moonpool.engine.kv_link.pool_health import PoolHealth
+from moonpool.engine.kv_link.refusals import RefusalLog
 from moonpool.engine.messages import AbortHandoff, CommitHandoff, OpenHandoff, Ticket, TokenOut
 from moonpool.store.client import StoreClient
 from moonpool.store.put_session import PutRequest, PutSession
@@ -113,6 +114,7 @@ class DecodePeers:
         self._name = name
         self._closed = False
         self._clients: dict[str, BlockingClient] = {}
+        self.refusal_log = RefusalLog("its requests fail")
 
     def get(self, address: str) -> BlockingClient:
         if self._closed:
@@ -210,7 +212,7 @@ class Push:
             self._opened = True
             self._remote = self._transfer.open(ticket.segment)
         except MoonpoolError as error:
-            self._failure = error
+            self._failure = self._explain(error)
 
     def _send(self, layer: int, pairs: Sequence[tuple[int, int]]) -> None:
         ticket = self._ticket
@@ -224,9 +226,19 @@ class Push:
                 self._checksums[block, layer] = crc32c(view)
                 self._remote.write_from(offset, [view], generation=ticket.generation, timeout_s=_HANDOFF_TIMEOUT_S)
             except MoonpoolError as error:
-                self._failure = error
+                self._failure = self._explain(error)
             self._sent[block, layer] = True
             self.sent_nbytes += nbytes
+
+    def _explain(self, error: MoonpoolError) -> MoonpoolError:
+        """As the front end should see it: a decode worker that does not let us in is no fault of the client's API key,
+        and another one may do.
+        """
+        if not isinstance(error, Unauthorized):
+            return error
+        message = f"this prefill worker cannot write to the decode worker at {self._ticket.address}: {error}"
+        self._peers.refusal_log.note(Unauthorized(message))
+        return Unavailable(message)
 
     def _commit(self, first: TokenOut, num_tokens: int) -> MoonpoolError | None:
         ticket = self._ticket

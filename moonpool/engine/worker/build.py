@@ -8,6 +8,9 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
+from pathlib import Path
+
+import torch
 
 from moonpool.base.clock import SystemClock
 from moonpool.base.errors import ConfigError
@@ -24,6 +27,7 @@ from moonpool.engine.scheduler import Scheduler
 from moonpool.engine.sequence import Chunk
 from moonpool.engine.worker.config import WorkerConfig
 from moonpool.transfer.segment import Segment
+from moonpool.transfer.topology import Hardware, read_topology
 
 _LOG = logging.getLogger(__name__)
 _TELL_EVERY_S = 1.0
@@ -50,7 +54,11 @@ def build(config: WorkerConfig, incarnation: int) -> Built:
     layout = kv_layout(model, engine)
     identity = cache_identity(model, files, config.dtype, config.block_tokens)
     segment = Segment.allocate(
-        f"{config.name}/kv", layout.total_nbytes, granule_nbytes=layout.page_nbytes, incarnation=incarnation
+        f"{config.name}/kv",
+        layout.total_nbytes,
+        granule_nbytes=layout.page_nbytes,
+        incarnation=incarnation,
+        numa_node=_numa_node(config),
     )
     on_host = config.device == "cpu"
     buffer = segment.memory if on_host else None
@@ -58,6 +66,22 @@ def build(config: WorkerConfig, incarnation: int) -> Built:
     _warm_up(runner, layout)
     pieces = HostPieces(segment.memory, layout) if on_host else DevicePieces(segment.memory, runner.kv)
     return Built(files, identity, layout, segment, pieces, runner, make_scheduler(model, engine))
+
+
+def gpu_numa_node(hardware: Hardware, uuid: str) -> int | None:
+    """The node of that GPU; where UUIDs are not known (no NVML), that of all GPUs if they share one, else None."""
+    own = [gpu for gpu in hardware.gpus if gpu.uuid is not None and gpu.uuid.removeprefix("GPU-") == uuid]
+    nodes = {gpu.place.numa_node for gpu in own or hardware.gpus}
+    return nodes.pop() if len(nodes) == 1 else None
+
+
+def _numa_node(config: WorkerConfig) -> int | None:
+    """Where the KV memory should lie: as configured, else beside the GPU that it is copied to and from."""
+    if config.numa_node is not None or config.device == "cpu":
+        return config.numa_node
+    uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    topology_file = Path(config.topology_file) if config.topology_file is not None else None
+    return gpu_numa_node(read_topology(topology_file).hardware, uuid)
 
 
 def _num_pages(config: WorkerConfig, model: ModelConfig) -> int:

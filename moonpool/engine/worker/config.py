@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moonpool.engine.config import Device, DType, EngineConfig
+from moonpool.transfer.config import TransferConfig, WireConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerConfig:
+class WorkerConfig(WireConfig):
     """Each default is written here and nowhere else."""
 
     name: str  # unique in the cluster; a restarted worker keeps it
@@ -27,7 +28,8 @@ class WorkerConfig:
     dtype: DType = EngineConfig.dtype
     device: Device = EngineConfig.device
     threads: int | None = EngineConfig.threads  # None: as many as torch finds
-    tcp_host: str | None = None  # serve KV memory over TCP too, for workers on other machines
+    numa_node: int | None = None  # for the KV memory; with a GPU the default is the node it is attached to
+    tcp_host: str | None = None  # serve KV memory by tcp too, for workers on other machines; auto: by all good NICs
     report_interval_s: float = 0.05
     pull_timeout_s: float = 10.0
     pool_timeout_s: float = 2.0  # for one answer of the pool
@@ -45,3 +47,7 @@ class WorkerConfig:
             device=self.device,
             threads=self.threads,
         )
+
+    def transfer(self) -> TransferConfig:
+        """The transfer engine's share of it."""
+        return TransferConfig(run_dir=self.run_dir, **self.wires())

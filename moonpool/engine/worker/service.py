@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,9 +50,11 @@ from moonpool.engine.worker.prefill import PrefillRole
 from moonpool.engine.worker.reporter import Books, Reporter
 from moonpool.engine.worker.samples import Samples
 from moonpool.store.client import ClientConfig, StoreClient
-from moonpool.transfer.config import TransferConfig
+from moonpool.store.reach import check_numa_node, in_words, warn_if_open
 from moonpool.transfer.descriptor import SegmentDescriptor
 from moonpool.transfer.engine import TransferEngine
+
+_LOG = logging.getLogger(__name__)
 
 
 class Worker:
@@ -67,6 +71,8 @@ class Worker:
 
     async def start(self) -> str:
         """Loads the model and serves; returns the address once the conductor knows this worker."""
+        check_numa_node(self.config.numa_node)
+        self.config.transfer().guard()  # a file that is missing should be known before the model is loaded
         self._built = built = await asyncio.to_thread(build, self.config, self.incarnation)
         self._closers.callback(built.segment.close)
         self._connect(built)
@@ -92,9 +98,11 @@ class Worker:
 
     def _connect(self, built: Built) -> None:
         config, own = self.config, self._closers
-        self._transfer = TransferEngine(TransferConfig(run_dir=config.run_dir, tcp_host=config.tcp_host))
+        self._transfer = TransferEngine(config.transfer())
         own.callback(self._transfer.close)
         self._segment: SegmentDescriptor = self._transfer.serve(built.segment)
+        _LOG.info("serves %s", in_words(self._segment))
+        warn_if_open(_LOG, config, self._transfer.addresses)
         limits = ClientConfig(
             name=config.name, rpc_timeout_s=config.pool_timeout_s, transfer_timeout_s=config.pool_timeout_s
         )
@@ -246,5 +254,9 @@ class Worker:
             pool_read_nbytes=counters["bytes_read"],
             pool_written_nbytes=counters["bytes_written"],
             handoff_nbytes=self._samples.handoff_nbytes,
-            pull_failures={**self._samples.pull_failures, **self._pool.failures},
+            pull_failures=self._failures(),
         )
+
+    def _failures(self) -> dict[str, int]:
+        # Copied first, in one step each: other threads count while this one adds.
+        return dict(Counter(dict(self._samples.pull_failures)) + Counter(dict(self._pool.failures)))

@@ -29,4 +29,4 @@ class PeerErrors:
             when = "in time" if self._timeout_s is None else f"within {self._timeout_s:g} s"
             raise DeadlineExceeded(f"{self._peer} did not answer {when}") from error
         if isinstance(error, OSError):
-            raise PeerLost(f"{self._peer}: {error.strerror or error}") from error
+            raise PeerLost(f"{self._peer} is out of reach: {error.strerror or error}") from error

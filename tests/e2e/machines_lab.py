@@ -1,0 +1,208 @@
+"""Machines on one kernel: each a network namespace with an address, a kernel of its own by name (what host_id() reads)
+and folders of its own, all joined by one virtual switch. Roles are real processes, started as typed. Needs root.
+
+    with MachinesLab(tmp, 2) as (a, b):
+        a.start("master", "master", "--listen", f"tcp:{a.address}:7700", ...)
+        b.http("http://10.88.0.1:8000/health")
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moonpool.base.lifeline import Lifeline
+
+MOONPOOL = [sys.executable, "-m", "moonpool"]
+_numbers = itertools.count()
+# Before the command runs, this file takes the place of the kernel's name, for that process and its children alone.
+_AS_ANOTHER_KERNEL = 'mount --bind "$0" /proc/sys/kernel/random/boot_id && exec "$@"'
+_HTTP = """
+import json, sys, urllib.error, urllib.request
+url, body = sys.argv[1], sys.argv[2].encode() or None
+request = urllib.request.Request(url, body, {"content-type": "application/json"})
+try:
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        status, text = reply.status, reply.read()
+except urllib.error.HTTPError as error:
+    status, text = error.code, error.read()
+print(json.dumps([status, text.decode()]))
+"""
+
+
+class HttpReply(NamedTuple):
+    status: int
+    text: str
+
+    @property
+    def body(self) -> Any:
+        return json.loads(self.text)
+
+
+class RoleProcess:
+    """A role on a machine; `ready()` once it serves. Its log is a file."""
+
+    def __init__(self, process: subprocess.Popen[bytes], ready_fd: int, log_path: Path) -> None:
+        self._process = process
+        self._ready = os.fdopen(ready_fd)
+        self._log_path = log_path
+
+    def ready(self) -> RoleProcess:
+        report = self._ready.readline()
+        self._ready.close()
+        assert "ready" in (json.loads(report) if report else {}), f"it did not start: {report}\n{self.log()}"
+        return self
+
+    def log(self) -> str:
+        return self._log_path.read_text()
+
+    def kill(self) -> None:
+        """kill -9; returns when it is gone."""
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> None:
+        self._end(signal.SIGTERM)
+
+    def _end(self, signum: int) -> None:
+        if self._process.poll() is None:
+            self._process.send_signal(signum)
+        try:
+            self._process.wait(10)
+        finally:
+            self._process.kill()
+            self._process.wait()
+            self._ready.close()
+
+
+class Machine:
+    def __init__(self, namespace: str, address: str, folder: Path, lifeline: Lifeline) -> None:
+        self.namespace, self.address, self.folder = namespace, address, folder
+        self.run_dir = folder / "run"
+        self._lifeline = lifeline
+        self._boot_id = folder / "boot_id"
+        self._boot_id.write_text(f"{uuid.uuid4()}\n")
+        self._roles: list[RoleProcess] = []
+
+    def start(self, name: str, command: str, *arguments: str, env: Mapping[str, str] = {}) -> RoleProcess:
+        """`moonpool COMMAND ARGUMENTS...`, not yet ready."""
+        read_fd, write_fd = os.pipe()
+        log_path = self.folder / f"{name}.log"
+        with log_path.open("ab") as log:
+            process = subprocess.Popen(
+                self._here(*MOONPOOL, command, *arguments, "--ready-fd", str(write_fd)),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(write_fd, self._lifeline.fd),
+                env={**os.environ, **self._lifeline.environment, **env},
+            )
+        os.close(write_fd)
+        self._roles.append(RoleProcess(process, read_fd, log_path))
+        return self._roles[-1]
+
+    def moonpool(self, *arguments: str, env: Mapping[str, str] = {}) -> subprocess.CompletedProcess[str]:
+        """A command by hand."""
+        command = self._here(*MOONPOOL, *arguments)
+        return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=60)
+
+    def http(self, url: str, body: Mapping[str, object] | None = None) -> HttpReply:
+        """Asked from this machine."""
+        command = self._here(sys.executable, "-c", _HTTP, url, json.dumps(body) if body is not None else "")
+        ran = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=90)
+        return HttpReply(*json.loads(ran.stdout))
+
+    def received_nbytes(self) -> int:
+        """By its network card, from other machines."""
+        shown = _run("ip", "-n", self.namespace, "-s", "-j", "link", "show", "eth0")
+        return int(json.loads(shown)[0]["stats64"]["rx"]["bytes"])
+
+    def close(self) -> None:
+        """The last one started first."""
+        for role in reversed(self._roles):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                role.stop()
+
+    def _here(self, *command: str) -> list[str]:
+        # `ip netns exec` also gives the process its own view of mounts.
+        return ["ip", "netns", "exec", self.namespace, "sh", "-c", _AS_ANOTHER_KERNEL, str(self._boot_id), *command]
+
+
+class MachinesLab:
+    """Names are this process's own; everything is removed on exit."""
+
+    def __init__(self, num_machines: int) -> None:
+        self._names = [f"mpm{os.getpid()}x{next(_numbers)}" for _ in range(num_machines)]
+        self._undo = contextlib.ExitStack()
+
+    def __enter__(self) -> list[Machine]:
+        _sweep()
+        with contextlib.ExitStack() as undo:
+            # Not tmp_path: a Unix socket's path has at most 107 bytes.
+            folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="mp")))
+            lifeline = undo.enter_context(Lifeline())
+            switch = f"mpm{os.getpid()}x{next(_numbers)}"
+            self._add_namespace(undo, switch)
+            _run("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
+            _run("ip", "-n", switch, "link", "set", "br0", "up")
+            machines = []
+            for number, name in enumerate(self._names, 1):
+                self._add_namespace(undo, name)
+                address = f"10.88.0.{number}"
+                _plug_in(name, switch, f"port{number}", address)
+                (folder / str(number)).mkdir()
+                machines.append(Machine(name, address, folder / str(number), lifeline))
+                undo.callback(machines[-1].close)
+            self._undo = undo.pop_all()
+        return machines
+
+    def __exit__(self, *error: object) -> None:
+        self._undo.close()
+
+    def _add_namespace(self, undo: contextlib.ExitStack, name: str) -> None:
+        _run("ip", "netns", "add", name)
+        undo.callback(_run, "ip", "netns", "del", name)
+
+
+def missing() -> str | None:
+    """Why this machine cannot have such a lab; None if it can."""
+    if os.geteuid() != 0:
+        return "several machines need root (network namespaces)"
+    if shutil.which("ip") is None:
+        return "several machines need ip: apt-get install -y iproute2"
+    try:
+        with MachinesLab(1) as [machine]:
+            subprocess.run(machine._here("true"), check=True, capture_output=True, text=True)
+    except subprocess.CalledProcessError as error:
+        return f"several machines: {' '.join(error.cmd)}: {error.stderr.strip()}"
+    return None
+
+
+def _plug_in(namespace: str, switch: str, port: str, address: str) -> None:
+    _run("ip", "-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", namespace)
+    _run("ip", "-n", switch, "link", "set", port, "master", "br0", "up")
+    _run("ip", "-n", namespace, "addr", "add", f"{address}/24", "dev", "eth0")
+    for link in ("lo", "eth0"):
+        _run("ip", "-n", namespace, "link", "set", link, "up")
+
+
+def _sweep() -> None:
+    """Removes the namespaces of labs whose process was killed."""
+    for name, pid in re.findall(r"^(mpm(\d+)x\d+)\b", _run("ip", "netns", "list"), re.M):
+        if not Path("/proc", pid).exists():
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)  # another may be quicker
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
