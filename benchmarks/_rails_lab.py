@@ -5,6 +5,9 @@
         with lab.silent(1):                       # packets vanish; nobody is told
             ...
 
+RailsLab([1000, 1000], preferred=1) has an owner whose topology says that rail 1 serves its memory and rail 0 stands in;
+the paths in its samples are then in this order.
+
 The owner of a segment runs in one namespace, its reader and writer in the other, both as processes of this file
 (`_rails_lab.py owner|client ...`). Used by transfer_rails.py and by tests/transfer/test_two_rails.py.
 """
@@ -34,7 +37,6 @@ from moonpool.base.checksum import crc32c
 from moonpool.transfer import (
     Batch,
     RemoteSegment,
-    Segment,
     SegmentDescriptor,
     TransferConfig,
     TransferEngine,
@@ -99,8 +101,9 @@ class Result(NamedTuple):
 class Worker:
     """A process of this file in a namespace. It ends when its standard input does."""
 
-    def __init__(self, namespace: str, *arguments: str) -> None:
-        command = ["ip", "netns", "exec", namespace, sys.executable, __file__, *arguments]
+    def __init__(self, namespace: str, *arguments: str, into: list[str] | None = None) -> None:
+        """`into` is another way into the namespace."""
+        command = [*(into or ["ip", "netns", "exec", namespace]), sys.executable, __file__, *arguments]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def send(self, **command: object) -> None:
@@ -127,10 +130,11 @@ class Worker:
 class RailsLab:
     """Names are this process's own; everything is removed on exit."""
 
-    def __init__(self, rates_mbit: list[int], *, processes: bool = True) -> None:
+    def __init__(self, rates_mbit: list[int], *, preferred: int | None = None, processes: bool = True) -> None:
         number = next(_numbers)
         self._owner_ns, self._client_ns = f"mpo{os.getpid()}x{number}", f"mpc{os.getpid()}x{number}"
         self._rates_mbit = rates_mbit
+        self._preferred = preferred
         self._processes = processes
         self._undo = contextlib.ExitStack()
 
@@ -197,6 +201,32 @@ class RailsLab:
     def fault(self, kind: str, rail: int) -> contextlib.AbstractContextManager[None]:
         return {"unplugged": self.unplugged, "silent": self.silent}[kind](rail)
 
+    def sent_nbytes(self, rail: int) -> int:
+        """By the owner's interface, since it was made."""
+        return self._counter(rail, "tx")
+
+    def received_nbytes(self, rail: int) -> int:
+        return self._counter(rail, "rx")
+
+    def owner_addresses(self, *, own_sysfs: bool) -> list[str]:
+        """Where an engine in the owner's namespace listens that finds its rails by itself. Without a /sys of its own it
+        sees the machine's, as in some containers.
+        """
+        into = None if own_sysfs else ["nsenter", f"--net=/run/netns/{self._owner_ns}"]
+        with tempfile.TemporaryDirectory() as run_dir:
+            worker = Worker(self._owner_ns, "listener", run_dir, into=into)
+            try:
+                found: list[str] = worker.receive()
+                worker.close()
+                return found
+            finally:
+                worker.kill()
+
+    def _counter(self, rail: int, direction: str) -> int:
+        command = ["ip", "-j", "-s", "-n", self._owner_ns, "link", "show", "dev", f"rail{rail}"]
+        [link] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        return int(link["stats64"][direction]["bytes"])
+
     def _neighbours(self, rail: int) -> list[tuple[str, str]]:
         return [(self._owner_ns, f"10.77.{rail}.2"), (self._client_ns, f"10.77.{rail}.1")]
 
@@ -213,11 +243,22 @@ class RailsLab:
     def _start_workers(self, undo: contextlib.ExitStack) -> None:
         run_dir = undo.enter_context(tempfile.TemporaryDirectory())
         hosts = [f"10.77.{rail}.1" for rail in range(len(self._rates_mbit))]
-        self.owner = Worker(self._owner_ns, "owner", run_dir, *hosts)
+        if self._preferred is None:
+            self.owner = Worker(self._owner_ns, "owner", run_dir, *hosts)
+        else:
+            topology = self._write_topology(Path(run_dir), self._preferred)
+            self.owner = Worker(self._owner_ns, "placed_owner", run_dir, topology, *hosts)
         undo.push(_ender(self.owner))
         descriptor = self.owner.receive()
         self.client = Worker(self._client_ns, "client", run_dir, json.dumps(descriptor))
         undo.push(_ender(self.client))
+
+    def _write_topology(self, folder: Path, preferred: int) -> str:
+        others = [f"rail{rail}" for rail in range(len(self._rates_mbit)) if rail != preferred]
+        choice = {"preferred": [f"rail{preferred}"], "secondary": others}
+        file = folder / "topology.json"
+        file.write_text(json.dumps({"net": {"cpu:0": choice}}))
+        return str(file)
 
 
 def _ender(worker: Worker) -> Any:
@@ -242,15 +283,27 @@ def _run(*command: str) -> None:
     subprocess.run(command, check=True, capture_output=True, text=True)
 
 
+def listener_main(run_dir: str) -> None:
+    with TransferEngine(TransferConfig(run_dir=run_dir, shm=False, tcp_host="auto")) as engine:
+        print(json.dumps(engine.addresses), flush=True)
+        sys.stdin.read()
+
+
+def placed_owner_main(run_dir: str, topology_file: str, *hosts: str) -> None:
+    own(TransferConfig(run_dir=run_dir, shm=False, tcp_host=hosts[0], tcp_hosts=hosts[1:], topology_file=topology_file))
+
+
 def owner_main(run_dir: str, *hosts: str) -> None:
-    """Serves one segment; answers every line with its checksum."""
-    config = TransferConfig(run_dir=run_dir, shm=False, tcp_host=hosts[0], tcp_hosts=hosts[1:])
-    with (
-        Segment.allocate("pool", SEGMENT_NBYTES, granule_nbytes=_GRANULE_NBYTES, incarnation=1) as segment,
-        TransferEngine(config) as engine,
-    ):
+    own(TransferConfig(run_dir=run_dir, shm=False, tcp_host=hosts[0], tcp_hosts=hosts[1:]))
+
+
+def own(config: TransferConfig) -> None:
+    """Serves one segment of node 0; answers every line with its checksum."""
+    with TransferEngine(config) as engine:
+        descriptor = engine.register("pool", nbytes=SEGMENT_NBYTES, location="cpu:0", granule_nbytes=_GRANULE_NBYTES)
+        segment = engine.segment("pool")
         segment.memory[:] = np.random.default_rng(1).bytes(SEGMENT_NBYTES)
-        print(msgspec.json.encode(engine.serve(segment)).decode(), flush=True)
+        print(msgspec.json.encode(descriptor).decode(), flush=True)
         for _ in sys.stdin:
             print(crc32c(segment.memory), flush=True)
 
@@ -272,9 +325,12 @@ class _Client:
         self._buffer = np.zeros_like(self._right)
 
     def obey(self, op: str, nbytes: int = 0, seconds: float = 0.0, only: int | None = None) -> None:
-        endpoints = self._descriptor.endpoints if only is None else (self._descriptor.endpoints[only],)
+        descriptor = self._descriptor
+        if only is not None:
+            rails = (*descriptor.endpoints, *descriptor.secondary)
+            descriptor = msgspec.structs.replace(descriptor, endpoints=(rails[only],), secondary=())
         with TransferEngine(TransferConfig(run_dir=self._run_dir, shm=False, tcp_host=None)) as engine:
-            remote = engine.open(msgspec.structs.replace(self._descriptor, endpoints=endpoints))
+            remote = engine.open(descriptor)
             remote.read_into(0, [self._buffer[: 8 << 20]], timeout_s=_TIMEOUT_S)  # speeds of connections that exist
             print(json.dumps("started"), flush=True)
             with _Sampler(remote) as sampler:
@@ -333,4 +389,5 @@ class _Sampler:
 
 if __name__ == "__main__":
     Path(sys.argv[2]).mkdir(exist_ok=True)
-    {"owner": owner_main, "client": client_main}[sys.argv[1]](*sys.argv[2:])
+    roles = {"owner": owner_main, "placed_owner": placed_owner_main, "client": client_main, "listener": listener_main}
+    roles[sys.argv[1]](*sys.argv[2:])

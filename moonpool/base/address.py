@@ -1,4 +1,7 @@
-"""Addresses as one string: `unix:/path/to.sock` or `tcp:host:port`. Port 0 asks the system for a free one."""
+"""Addresses as one string: `unix:/path/to.sock` or `tcp:host:port`. Port 0 asks the system for a free one.
+
+An IPv6 address stands in brackets, `tcp:[::1]:7000`, and is kept without them.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,12 @@ class Address(msgspec.Struct, frozen=True):
     port: int = 0
 
     def __str__(self) -> str:
-        return f"unix:{self.path}" if self.scheme == "unix" else f"tcp:{self.host}:{self.port}"
+        return f"unix:{self.path}" if self.scheme == "unix" else f"tcp:{host_port(self.host, self.port)}"
+
+
+def host_port(host: str, port: int) -> str:
+    """`host:port`, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def parse_address(text: str) -> Address:
@@ -30,6 +38,10 @@ def parse_address(text: str) -> Address:
             raise ConfigError(f"socket path {rest!r} is longer than {UNIX_PATH_NBYTES - 1} bytes")
         return Address("unix", path=rest)
     host, _, port = rest.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1] if ":" in host else ""
+    elif ":" in host:
+        host = ""  # IPv6 without brackets: where the port begins is a guess
     if scheme == "tcp" and host and port.isascii() and port.isdigit() and int(port) < 65536:
-        return Address("tcp", host=host.strip("[]"), port=int(port))
+        return Address("tcp", host=host, port=int(port))
     raise ConfigError(f"{text!r} is not an address; write unix:/path/to.sock or tcp:127.0.0.1:7000")

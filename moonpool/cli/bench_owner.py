@@ -1,25 +1,29 @@
-"""The other process of `moonpool bench transfer`: serves one segment until its standard input ends.
+"""The other process of `moonpool bench transfer`: serves two segments, one fenced, until its standard input ends.
 
-python -m moonpool.cli.bench_owner RUN_DIR NBYTES      prints the segment's descriptor as JSON
+python -m moonpool.cli.bench_owner RUN_DIR NBYTES SETTINGS      prints the segments' descriptors as JSON
+
+SETTINGS are those of WireConfig that differ from their defaults, as JSON.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 
 import msgspec
 
-from moonpool.transfer import Segment, TransferConfig, TransferEngine
+from moonpool.transfer import TransferConfig, TransferEngine
+
+GRANULE_NBYTES = 4096
 
 
-def main(run_dir: str, nbytes: int) -> None:
-    with (
-        Segment.allocate("bench", nbytes, incarnation=1) as segment,
-        TransferEngine(TransferConfig(run_dir=run_dir)) as engine,
-    ):
-        print(msgspec.json.encode(engine.serve(segment)).decode(), flush=True)
+def main(run_dir: str, nbytes: int, settings_json: str) -> None:
+    with TransferEngine(TransferConfig(run_dir=run_dir, **json.loads(settings_json))) as engine:
+        plain = engine.register("bench", nbytes=nbytes)
+        fenced = engine.register("fenced", nbytes=nbytes, granule_nbytes=GRANULE_NBYTES)
+        print(msgspec.json.encode([plain, fenced]).decode(), flush=True)
         sys.stdin.read()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])

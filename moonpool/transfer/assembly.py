@@ -58,15 +58,19 @@ class Assembly:
         return UnixLine(rest) if scheme == "unix" else self._dialler.line(endpoint)
 
     def serve(self, segment: Segment) -> Endpoints:
-        """By every transport that can; where the topology is known, by the rails of its memory first."""
-        made = {transport: transport.serve(segment) for transport in self.transports if transport.can_serve(segment)}
-        far: set[Transport] = set()
+        """By every transport that can, or none; where the topology is known, by the rails of its memory first."""
+        try:
+            made = {each: each.serve(segment) for each in self.transports if each.can_serve(segment)}
+        except BaseException:
+            self.unserve(segment.name)
+            raise
+        near, far = list(self._rails), list[Rail]()
         if self._topology is not None:
-            _, distant = split_rails(self._topology, self._rails, segment.location)
-            far = {transport for transport, rail in zip(self._tcp, self._rails, strict=True) if rail in distant}
+            near, far = split_rails(self._topology, self._rails, segment.location)
+        rail_of: dict[Transport, Rail] = dict(zip(self._tcp, self._rails, strict=True))
         return Endpoints(
-            tuple(endpoint for transport, endpoint in made.items() if transport not in far),
-            tuple(endpoint for transport, endpoint in made.items() if transport in far),
+            tuple(made[each] for each in made if each not in rail_of or rail_of[each] in near),
+            tuple(made[each] for each in made if each in rail_of and rail_of[each] in far),
         )
 
     def unserve(self, name: str) -> None:

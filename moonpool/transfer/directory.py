@@ -11,7 +11,8 @@ from __future__ import annotations
 import threading
 from typing import NamedTuple, Protocol
 
-from moonpool.base.errors import AlreadyExists, InvalidInput, NotFound
+from moonpool.base.address import parse_address
+from moonpool.base.errors import AlreadyExists, ConfigError, InvalidInput, NotFound
 from moonpool.transfer.descriptor import SegmentDescriptor
 
 
@@ -46,14 +47,16 @@ class Target(NamedTuple):
 
 
 def parse_target(text: str) -> Target:
-    """`name@host:port` or `name`; the last "@" counts, names may contain others."""
-    name, at, peer = text.rpartition("@")
-    if not at:
+    """`name@host:port`, or a name. Names may contain "@": the last one counts, and only with a ":" behind it."""
+    name, _, peer = text.rpartition("@")
+    if ":" not in peer or "@" not in text:
         return Target(text, None)
-    host, colon, port = peer.rpartition(":")
-    if not name or not host or not colon or not port.isdigit():
-        raise InvalidInput(f"{text!r} is neither a segment's name nor name@host:port")
-    return Target(name, f"tcp:{peer}")
+    if not name:
+        raise InvalidInput(f"{text!r} names a peer and no segment")
+    try:
+        return Target(name, str(parse_address(f"tcp:{peer}")))
+    except ConfigError as error:
+        raise InvalidInput(f"{text!r} is no name@host:port; an IPv6 address stands in brackets") from error
 
 
 def check_newer(held: SegmentDescriptor | None, offered: SegmentDescriptor) -> None:

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from functools import cached_property, partial
 from pathlib import Path
 
-from moonpool.base.errors import AlreadyExists, InvalidInput, Unavailable
-from moonpool.transfer.assembly import Assembly
+from moonpool.base.errors import AlreadyExists, InvalidInput, PeerLost, Unavailable
+from moonpool.transfer.assembly import Assembly, Endpoints
 from moonpool.transfer.batch import Batch, TransferRequest
 from moonpool.transfer.buffers import Buffer
 from moonpool.transfer.config import AUTO, TransferConfig
@@ -43,6 +43,7 @@ from moonpool.transfer.transports.memory import MemoryFabric
 from moonpool.transfer.workers import Workers
 
 _JOIN_TIMEOUT_S = 5.0
+_CLOSED = "the transfer engine is closed"
 _CREW_SIZE = 16  # segments being opened and messages being sent at once
 
 
@@ -65,6 +66,7 @@ class TransferEngine:
         order: SliceOrder[Batch] = SliceOrder(config.max_queued_slices, config.slice_nbytes, config.promote_after_s)
         self._workers = Workers(SliceQueue(order), config.num_threads)
         self._lock = threading.Lock()
+        self._closed = False
         self._served: dict[str, SegmentDescriptor] = {}
         self._registered: dict[str, Segment] = {}
 
@@ -106,8 +108,11 @@ class TransferEngine:
             segment.close()
             raise
         with self._lock:
-            self._registered[name] = segment
-        return descriptor
+            if not self._closed:
+                self._registered[name] = segment
+                return descriptor
+        segment.close()
+        raise PeerLost(_CLOSED)
 
     def segment(self, name: str) -> Segment:
         """What register() made."""
@@ -116,49 +121,42 @@ class TransferEngine:
 
     def unregister(self, name: str) -> None:
         """Withdraws the memory and lets it go; unknown names are ignored."""
-        self.unserve(name)
-        with self._lock:
-            segment = self._registered.pop(name, None)
-        if segment is not None:
-            segment.close()
+        try:
+            self.unserve(name)
+        finally:
+            with self._lock:
+                segment = self._registered.pop(name, None)
+            if segment is not None:
+                segment.close()
 
     def serve(self, segment: Segment) -> SegmentDescriptor:
         """Offers the segment to others, by every transport that can, until unserve() or close().
 
-        AlreadyExists when the name is taken. The segment stays the caller's and must outlive this.
+        AlreadyExists when the name is taken; Unavailable when the directory cannot be told. Nothing is offered then.
+        The segment stays the caller's and must outlive this.
         """
         with self._lock:
+            if self._closed:
+                raise PeerLost(_CLOSED)
             if segment.name in self._served:
                 raise AlreadyExists(f"segment {segment.name!r} is already served")
-            endpoints = self._assembly.serve(segment)
-            descriptor = SegmentDescriptor(
-                name=segment.name,
-                nbytes=segment.nbytes,
-                incarnation=segment.incarnation,
-                host=host_id(),
-                endpoints=endpoints.preferred,
-                secondary=endpoints.secondary,
-                granule_nbytes=segment.fence.granule_nbytes if segment.fence is not None else None,
-                location=segment.location,
-            )
-            self._served[segment.name] = descriptor
-        self._desk.publish(descriptor)
+            descriptor = self._served[segment.name] = _describe(segment, self._assembly.serve(segment))
+            self._desk.publish(descriptor)
         if self._directory is not None:
             try:
                 self._directory.publish(descriptor)
             except BaseException:
-                self.unserve(segment.name)
+                self._unserve_here(segment.name)
                 raise
+            if self._served.get(segment.name) is not descriptor:  # unserve() or close() came between
+                self._withdraw(descriptor)
         return descriptor
 
     def unserve(self, name: str) -> None:
-        """Withdraws a segment; unknown names are ignored."""
-        self._assembly.unserve(name)
-        self._desk.withdraw(name)
-        with self._lock:
-            descriptor = self._served.pop(name, None)
-        if descriptor is not None and self._directory is not None:
-            self._directory.withdraw(descriptor)
+        """Withdraws a segment; unknown names are ignored. A directory out of reach forgets it by itself."""
+        descriptor = self._unserve_here(name)
+        if descriptor is not None:
+            self._withdraw(descriptor)
 
     def notifications(self, timeout_s: float = 0.0) -> list[Notification]:
         """Takes the messages that peers left, waiting at most so long for the first."""
@@ -184,8 +182,8 @@ class TransferEngine:
         return self._directory.find(name)
 
     def open(self, target: SegmentDescriptor | str) -> RemoteSegment:
-        """A handle by the fastest transport that works, the same one each time for a name and incarnation. Several
-        tcp endpoints are used together. A text is looked up by find() each time, so a restarted owner is found anew.
+        """A handle by the fastest transport that works, the same one each time for a descriptor. Several tcp endpoints
+        are used together. A text is looked up by find() each time, so a restarted owner is found anew.
 
         Owned by the engine: close() of the handle is for those who know that nobody else uses it.
         """
@@ -249,17 +247,39 @@ class TransferEngine:
         for segment in registered:
             segment.close()
 
-    def _withdraw_all(self) -> None:
-        """From the directory; a directory that cannot be reached forgets by itself."""
+    def _unserve_here(self, name: str) -> SegmentDescriptor | None:
         with self._lock:
-            served, self._served = list(self._served.values()), {}
+            self._assembly.unserve(name)
+            self._desk.withdraw(name)
+            return self._served.pop(name, None)
+
+    def _withdraw(self, descriptor: SegmentDescriptor) -> None:
         if self._directory is not None:
-            for descriptor in served:
-                with contextlib.suppress(Unavailable):
-                    self._directory.withdraw(descriptor)
+            with contextlib.suppress(Unavailable):
+                self._directory.withdraw(descriptor)
+
+    def _withdraw_all(self) -> None:
+        with self._lock:
+            self._closed = True
+            served, self._served = list(self._served.values()), {}
+        for descriptor in served:
+            self._withdraw(descriptor)
 
     def __enter__(self) -> TransferEngine:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _describe(segment: Segment, endpoints: Endpoints) -> SegmentDescriptor:
+    return SegmentDescriptor(
+        name=segment.name,
+        nbytes=segment.nbytes,
+        incarnation=segment.incarnation,
+        host=host_id(),
+        endpoints=endpoints.preferred,
+        secondary=endpoints.secondary,
+        granule_nbytes=segment.fence.granule_nbytes if segment.fence is not None else None,
+        location=segment.location,
+    )

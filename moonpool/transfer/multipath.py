@@ -9,12 +9,12 @@ from queue import SimpleQueue
 
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import DeadlineExceeded, HandleClosed, MoonpoolError, PeerLost, Unavailable
-from moonpool.transfer.buffers import Buffer
+from moonpool.transfer.buffers import Buffer, as_memory
 from moonpool.transfer.crew import attempt
 from moonpool.transfer.path_load import is_retriable
 from moonpool.transfer.paths import Mover, PathReport, PeerPaths
 from moonpool.transfer.pending import Pending
-from moonpool.transfer.places import Place, as_memory, check_places, cut_places, move
+from moonpool.transfer.places import Place, check_places, cut_places, move
 from moonpool.transfer.priority import Priority
 from moonpool.transfer.transports.base import RemoteSegment
 
@@ -74,7 +74,8 @@ class MultiPathRemote(RemoteSegment):
         """
         deadline = Deadline(timeout_s)
         report = self._paths.report()
-        order = sorted(range(len(report)), key=lambda path: (report[path].num_failures, -report[path].throughput))
+        rank = [(path.num_failures, path.is_secondary, -path.throughput) for path in report]
+        order = sorted(range(len(report)), key=rank.__getitem__)
         for tried, path in enumerate(order, 1):
             share_s = deadline.remaining_s() / 2 if tried < len(order) else deadline.remaining_s()
             error = attempt(self._notify_by, path, message, Deadline(share_s))

@@ -24,7 +24,8 @@ class Remotes:
         self._plan = plan
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._remotes: dict[tuple[str, int], RemoteSegment] = {}
+        # Not by name and incarnation alone: two owners may have chosen the same.
+        self._remotes: dict[SegmentDescriptor, RemoteSegment] = {}
         # By their preferred and secondary endpoints; held by their remotes.
         self._peers: WeakValueDictionary[tuple[tuple[str, ...], tuple[str, ...]], PeerPaths] = WeakValueDictionary()
         self._closed_peers: list[PeerPaths] = []
@@ -33,15 +34,15 @@ class Remotes:
     def find(self, descriptor: SegmentDescriptor) -> RemoteSegment | None:
         """The handle, if it was opened before."""
         with self._lock:
-            return self._remotes.get((descriptor.name, descriptor.incarnation))
+            return self._remotes.get(descriptor)
 
     def open(self, descriptor: SegmentDescriptor) -> RemoteSegment:
-        """The same handle each time for a name and incarnation."""
+        """The same handle each time for a descriptor."""
         return self.find(descriptor) or self._keep(descriptor, self._connect(descriptor))
 
     def forget(self, descriptor: SegmentDescriptor) -> None:
         with self._lock:
-            remote = self._remotes.pop((descriptor.name, descriptor.incarnation), None)
+            remote = self._remotes.pop(descriptor, None)
         if remote is not None:
             remote.close()
 
@@ -63,9 +64,8 @@ class Remotes:
 
     def _keep(self, descriptor: SegmentDescriptor, remote: RemoteSegment) -> RemoteSegment:
         """The handle to use from now on: this one, or one that another thread opened first."""
-        key = (descriptor.name, descriptor.incarnation)
         with self._lock:
-            kept = None if self._closed else self._remotes.setdefault(key, remote)
+            kept = None if self._closed else self._remotes.setdefault(descriptor, remote)
         if kept is not remote:
             remote.close()
         if kept is None:

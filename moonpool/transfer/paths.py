@@ -37,6 +37,7 @@ class PathReport(NamedTuple):
     in_flight_nbytes: int
     done_nbytes: int
     num_failures: int
+    is_secondary: bool = False
 
 
 class _Job(NamedTuple):
@@ -90,11 +91,15 @@ class PeerPaths:
             self._advance(_NOBODY)
 
     def report(self) -> list[PathReport]:
+        first_secondary = self._planner.num_paths - self._planner.num_secondary
         with self._lock:
             return [
-                PathReport(name, p.state, p.throughput, p.in_flight_nbytes, p.done_nbytes, p.num_failures)
-                for name, p in zip(self.endpoints, self._planner.paths, strict=True)
-            ]
+                PathReport(
+                    self.endpoints[number], path.state, path.throughput, path.in_flight_nbytes, path.done_nbytes,
+                    path.num_failures, number >= first_secondary,
+                )
+                for number, path in enumerate(self._planner.paths)
+            ]  # fmt: skip
 
     def close(self) -> None:
         """Idempotent."""

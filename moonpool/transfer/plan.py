@@ -5,7 +5,8 @@ cut_batch() is for peers with one path. A Planner is for a peer with several; it
   failed on where there is one; so bytes may be moved twice, always the same ones to the same place.
 - A slice goes where it is expected to arrive first, (in flight + slice) / throughput, and is as large as lets all paths
   finish together. A slow path gets no slice that the others would have moved sooner.
-- Secondary paths carry nothing while a preferred one works, except slices that the preferred ones have failed on.
+- Secondary paths carry nothing while a preferred one is up, or could be tried with a slice; except slices that the
+  preferred ones have failed on.
 - A path that fails rests, twice as long each time up to a bound, and is tried with a probe that carries nobody's bytes,
   then with one small slice, before it carries its share again.
 - The peer's own answer (bad range, stale generation, not served) fails the task at once. So does the loss of the last
@@ -119,6 +120,7 @@ class Planner:
     num_secondary: int = 0  # of the paths, the last ones
 
     def __post_init__(self) -> None:
+        assert 0 <= self.num_secondary < self.num_paths
         self.paths = [PathLoad(self.config.first_throughput) for _ in range(self.num_paths)]
         self._tasks: dict[int, _Task] = {}
         self._lines: list[deque[int]] = [deque() for _ in Priority]  # tasks with pieces, served in turn
@@ -290,12 +292,13 @@ class Planner:
         """The paths that may carry it: those it has not failed on before those it has, preferred before secondary."""
         usable = [(number, path) for number, path in enumerate(self.paths) if path.usable]
         untried = [(number, path) for number, path in usable if number not in piece.failed_on]
-        first_secondary = self.num_paths - self.num_secondary
-        for group in (untried, usable):
-            preferred = [(number, path) for number, path in group if number < first_secondary]
-            if preferred or group:
-                return preferred or group
-        return []
+        group = untried or usable
+        preferred = [(number, path) for number, path in group if number < self.num_paths - self.num_secondary]
+        secondary = group[len(preferred) :]
+        # One that is on trial, and busy with that, may fail again: nobody waits for it who need not.
+        if secondary and not any(path.state is PathState.UP or not path.num_under_way for _, path in preferred):
+            return secondary
+        return preferred
 
     def _limit(self, path: PathLoad) -> int:
         return self.config.slices_per_path if path.state is PathState.UP else 1

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from moonpool.base.errors import ConfigError
-from moonpool.transfer.topology import Nic, Topology
+from moonpool.transfer.topology import Nic, NicChoice, Topology
 
 
 class Rail(NamedTuple):
@@ -30,14 +30,21 @@ def find_rails(topology: Topology) -> tuple[Rail, ...]:
 
 
 def split_rails(topology: Topology, rails: Sequence[Rail], location: str) -> tuple[list[Rail], list[Rail]]:
-    """(preferred, secondary) for memory at `location`. Where the matrix says nothing (memory of no known NUMA node, a
-    drive) all are preferred.
+    """(preferred, secondary) for memory at `location`; a rail that the matrix does not name for it is neither. Where
+    it says nothing (a drive; memory of no known node, if the nodes differ) all are preferred. An address of no known
+    NIC is secondary.
     """
-    choice = topology.net.get(location)
+    choice = topology.net.get(location) or _only_choice(topology, location)
     near = [rail for rail in rails if choice is not None and rail.nic in choice.preferred]
     if choice is None or not near:
         return list(rails), []
-    return near, [rail for rail in rails if rail not in near]
+    return near, [rail for rail in rails if rail.nic in choice.secondary or not rail.nic]
+
+
+def _only_choice(topology: Topology, location: str) -> NicChoice | None:
+    """For main memory of whatever node, when all nodes choose the same."""
+    choices = {choice for place, choice in topology.net.items() if place.startswith("cpu:")}
+    return choices.pop() if location == "cpu" and len(choices) == 1 else None
 
 
 def _address(nic: Nic) -> str | None:

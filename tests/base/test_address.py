@@ -16,11 +16,12 @@ from moonpool.base.errors import ConfigError
         ("tcp:127.0.0.1:7000", Address("tcp", host="127.0.0.1", port=7000)),
         ("tcp:node-7:0", Address("tcp", host="node-7")),
         ("tcp:[::1]:80", Address("tcp", host="::1", port=80)),
+        ("tcp:[fe80::1%eth0]:80", Address("tcp", host="fe80::1%eth0", port=80)),
     ],
 )
 def test_parse_and_back(text: str, address: Address) -> None:
     assert parse_address(text) == address
-    assert parse_address(str(address)) == address
+    assert str(address) == text
 
 
 @pytest.mark.parametrize(
@@ -37,6 +38,12 @@ def test_parse_and_back(text: str, address: Address) -> None:
         "tcp:h:²",
         "http:h:80",
         "h:80",
+        "tcp:::1:80",
+        "tcp:fd00::1:80",
+        "tcp:[::1:80",
+        "tcp:::1]:80",
+        "tcp:[]:80",
+        "tcp:[h]:80",
     ],
 )
 def test_bad_text(text: str) -> None:

@@ -22,7 +22,7 @@ from moonpool.base.rpc import AsyncClient, Hello, Patience
 from moonpool.base.rpc.protocol import encode_value
 
 QUICK = Patience(ping_interval_s=0.1, silence_limit_s=0.8)  # notices a frozen peer
-CALM = Patience(ping_interval_s=0.2, silence_limit_s=2.0)  # must not lose one that is merely slow
+CALM = Patience(ping_interval_s=0.2, silence_limit_s=3.0)  # must not lose one that is merely slow
 ENDLESS = Patience(ping_interval_s=0.1, silence_limit_s=600.0)  # pings, and never gives up
 NOTICED_S = 0.8 + 5.0  # with room for a loaded machine
 Place = tuple[str, str]

@@ -8,7 +8,6 @@ import resource
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -76,15 +75,14 @@ def test_this_machine_in_json_and_its_exit_code() -> None:
 def test_it_is_quick_and_imports_no_torch() -> None:
     code = "import sys; from moonpool.cli.main import main\ntry: main(['doctor'])\nexcept SystemExit: pass\n"
     code += "sys.exit('torch' in sys.modules)"
-    best_s = float("inf")
-    for _ in range(3):  # the machine may be busy; one quick run proves the point
-        begin_s = time.monotonic()
-        ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-        best_s = min(best_s, time.monotonic() - begin_s)
+    begin = resource.getrusage(resource.RUSAGE_CHILDREN)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    end = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert ran.returncode == 0, ran.stderr
     assert "Transports, fastest first" in ran.stdout
     assert "\x1b" not in ran.stdout  # no colours into a pipe
-    assert best_s < 2.0
+    # Of work: a second here, and the machine may be busy with others'.
+    assert end.ru_utime + end.ru_stime - begin.ru_utime - begin.ru_stime < 3.0
 
 
 def test_a_machine_that_cannot_serve_is_exit_code_1_with_the_reason(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from moonpool.base.rpc import AsyncClient, Patience
 from moonpool.conductor.messages import Status
 from moonpool.conductor.service import Conductor, ConductorConfig
 
-PATIENCE = Patience(ping_interval_s=0.1, silence_limit_s=0.8)
+PATIENCE = Patience(ping_interval_s=0.1, silence_limit_s=1.5)
 
 
 @contextlib.asynccontextmanager

@@ -106,7 +106,7 @@ def test_closing_withdraws(two: tuple[Directory, Directory]) -> None:
 
 def eventually(holds: Callable[[], bool]) -> None:
     pause = threading.Event()
-    for _ in range(500):
+    for _ in range(1000):
         if holds():
             return
         pause.wait(0.01)
@@ -122,7 +122,7 @@ def is_found(directory: Directory, name: str) -> bool:
 
 
 def test_a_dead_owner_is_forgotten_and_a_living_one_is_not(master: MasterThread) -> None:
-    living, dying = MasterDirectory(master.address, ttl_s=0.3), MasterDirectory(master.address, ttl_s=0.3)
+    living, dying = MasterDirectory(master.address, ttl_s=1.5), MasterDirectory(master.address, ttl_s=1.5)
     living.publish(segment("alive"))
     dying.publish(segment("dead"))
     dying._ending.set()  # as if its process were gone: no renewal, no farewell
@@ -143,7 +143,7 @@ def test_a_restarted_master_is_told_again(master: MasterThread) -> None:
 
 
 def test_a_name_taken_by_a_newer_owner_is_given_up(master: MasterThread, caplog: pytest.LogCaptureFixture) -> None:
-    old, new = MasterDirectory(master.address, ttl_s=0.3), MasterDirectory(master.address, ttl_s=0.3)
+    old, new = MasterDirectory(master.address, ttl_s=1.5), MasterDirectory(master.address, ttl_s=1.5)
     old.publish(segment("kv", incarnation=1))
     new.publish(segment("kv", incarnation=2))
     eventually(lambda: "newer incarnation" in caplog.text)

@@ -42,7 +42,7 @@ WAYS = (
 )
 NBYTES = 64 * 1024
 GRANULE = 4096
-T = 5.0
+T = 20.0
 
 
 class World:

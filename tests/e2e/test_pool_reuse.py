@@ -42,9 +42,11 @@ def test_after_kill_9_the_pool_answers_for_the_lost_pages(one_each: Service) -> 
 
 def test_another_prefill_worker_takes_it(two_each: Service) -> None:
     prompt = long_prompt(2)
+    sent_before = sent_nbytes(two_each)
     cold = two_each.generate(prompt)
     wait_stored(two_each, prompt)
-    first = holder(two_each, prompt)
+    wait_until(lambda: sent_nbytes(two_each) != sent_before, 10, "the hand-off is counted")
+    first = next(name for name, nbytes in sent_nbytes(two_each).items() if nbytes > sent_before[name])
     other = {"prefill-0": "prefill-1", "prefill-1": "prefill-0"}[first]
     read_before = two_each.stats(other).pool_read_nbytes
     two_each.role(first).suspend()  # it stays registered but answers nobody: only the other one can take it
@@ -57,10 +59,9 @@ def test_another_prefill_worker_takes_it(two_each: Service) -> None:
     check_reused(two_each, other, cold, warm, prompt, read_before)
 
 
-def holder(service: Service, prompt: list[int]) -> str:
-    """The prefill worker in whose pages the prompt is."""
-    by_cached = {name: service.stats(name).cached_pages for name in ("prefill-0", "prefill-1")}
-    return max(by_cached, key=lambda name: by_cached[name])
+def sent_nbytes(service: Service) -> dict[str, int]:
+    """What each prefill worker has handed over: it grows where a prompt is computed."""
+    return {name: service.stats(name).handoff_nbytes for name in ("prefill-0", "prefill-1")}
 
 
 def check_reused(service: Service, worker: str, cold: object, warm: object, prompt: list[int], before: int = 0) -> None:
@@ -117,8 +118,10 @@ def test_after_a_restart_of_everything_the_keys_are_the_same(tmp_path: Path) -> 
     found = []
     for _ in range(2):
         with running(tmp_path) as service:
-            list(service.stream("/v1/completions", {"model": "smollm2", "prompt": text, "max_tokens": 2}))
-            wait_until(lambda s=service: s.status().pool_blocks > 0, 20, "the pool has blocks")  # type: ignore[misc]
+            body = {"model": "smollm2", "prompt": text, "max_tokens": 2, "stream_options": {"include_usage": True}}
+            *_, last = service.stream("/v1/completions", body)
+            num_blocks = last["usage"]["prompt_tokens"] // BLOCK_TOKENS
+            wait_until(lambda s=service, n=num_blocks: s.status().pool_blocks >= n, 20, "the pool has all blocks")  # type: ignore[misc]
             found.append(stored_keys(service))
     assert found[0], "nothing was stored"
     assert found[0] == found[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 from moonpool.transfer import FileSegment, Segment, SegmentDescriptor, host_id
@@ -12,6 +13,8 @@ T = 10.0
 
 
 def fd_count() -> int:
+    """Without what earlier tests left to the collector."""
+    gc.collect()
     return len(os.listdir("/proc/self/fd"))
 
 

@@ -7,7 +7,7 @@ import itertools
 from dataclasses import dataclass, field
 
 from moonpool.base.errors import DeadlineExceeded, MoonpoolError, PeerLost
-from moonpool.transfer.path_load import PlanConfig
+from moonpool.transfer.path_load import PathState, PlanConfig
 from moonpool.transfer.plan import Assignment, Planner
 from moonpool.transfer.priority import Priority
 
@@ -41,9 +41,9 @@ class Rail:
 class World:
     """Runs a planner over rails. Records what each task was told to have got."""
 
-    def __init__(self, rails: list[Rail], config: PlanConfig = CONFIG) -> None:
+    def __init__(self, rails: list[Rail], config: PlanConfig = CONFIG, num_secondary: int = 0) -> None:
         self.rails, self.config = rails, config
-        self.planner = Planner(len(rails), config)
+        self.planner = Planner(len(rails), config, num_secondary)
         self.now_s = 0.0
         self.events: list[tuple[float, int, object, MoonpoolError | None]] = []
         self.order = itertools.count()
@@ -90,6 +90,7 @@ class World:
 
     def _advance(self) -> None:
         for given_ in self.planner.next_assignments(self.now_s):
+            self._check_path(given_)
             end_s, error = self.rails[given_.path].outcome(given_.nbytes, given_.timeout_s, self.now_s)
             heapq.heappush(self.events, (end_s, next(self.order), given_, error))
         for path in self.planner.probes_due(self.now_s):
@@ -103,6 +104,16 @@ class World:
             self.ended[task] = (self.now_s, failure)
             if failure is None:
                 self._check_whole(task)
+
+    def _check_path(self, given_: Assignment) -> None:
+        """A secondary path is taken only when no preferred one is there to be taken."""
+        num_preferred = len(self.rails) - self.planner.num_secondary
+        if given_.path < num_preferred:
+            return
+        for number, path in enumerate(self.planner.paths[:num_preferred]):
+            if number not in given_.failed_on:
+                assert path.state is not PathState.UP
+                assert path.state is not PathState.TRIAL or path.num_under_way, "it could have been tried"
 
     def _check_whole(self, task: int) -> None:
         """What is reported done was acknowledged, every byte exactly once."""

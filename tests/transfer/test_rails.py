@@ -67,6 +67,24 @@ def test_the_override_decides(tmp_path: Path) -> None:
     assert [rail.nic for rail in split_rails(topology, rails, "cpu:0")[0]] == ["eno1"]
 
 
+def test_memory_of_any_node_follows_the_nodes_where_they_agree(tmp_path: Path) -> None:
+    topology = topology_of(eight_gpus_four_nics(tmp_path), addresses(4))
+    rails = find_rails(topology)
+    assert split_rails(topology, rails, "cpu") == (list(rails), [])
+    choice = b'{"preferred": ["ens1"], "secondary": ["ens0"]}'
+    topology = apply_override(topology, b'{"net": {"cpu:0": %b, "cpu:1": %b}}' % (choice, choice))
+    near, far = split_rails(topology, rails, "cpu")
+    assert [rail.nic for rail in near] == ["ens1"]
+    assert [rail.nic for rail in far] == ["ens0"], "no others than those named"
+
+
+def test_an_address_of_no_known_nic_stands_in(tmp_path: Path) -> None:
+    topology = topology_of(eight_gpus_four_nics(tmp_path), addresses(4))
+    stranger, known = Rail("", "192.0.2.1"), Rail("ens0", "10.0.0.1")
+    assert split_rails(topology, [stranger, known], "cuda:0") == ([known], [stranger])
+    assert split_rails(topology, [stranger], "cuda:0") == ([stranger], [])
+
+
 def test_loopback_when_there_is_nothing_else(tmp_path: Path) -> None:
     tree = SysfsTree(tmp_path)
     tree.online_nodes("0")

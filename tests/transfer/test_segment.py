@@ -66,7 +66,7 @@ def test_close_leaves_borrowed_views_readable_and_leaks_nothing() -> None:
     with pytest.raises(Unavailable):
         _ = segment.memory
     del view, array
-    assert fd_count() == before
+    assert fd_count() <= before
 
 
 def test_over_borrows_a_buffer() -> None:
@@ -86,7 +86,7 @@ def test_more_than_the_machine_has_is_refused_with_both_sizes() -> None:
     before = fd_count()
     with pytest.raises(NoSpace, match=r"wants 1024\.0 TiB of memory and only .* are available"):
         Segment.allocate("huge", 1 << 50, incarnation=1)
-    assert fd_count() == before
+    assert fd_count() <= before
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_bad_sizes_and_names(name: str, nbytes: int, granule: int | None) -> Non
     before = fd_count()
     with pytest.raises(InvalidInput):
         Segment.allocate(name, nbytes, granule_nbytes=granule, incarnation=1)
-    assert fd_count() == before
+    assert fd_count() <= before
 
 
 @given(

@@ -63,8 +63,8 @@ def trickle(sock: socket.socket, data: bytes, pause_s: float, give_up_s: float) 
 def test_a_trickle_is_a_stall(port: Port, first: bytes, rest: bytes) -> None:
     with port.connect() as sock:
         sock.sendall(first)
-        took_s = trickle(sock, rest, 0.02, give_up_s=3.0)
-        assert took_s < STALL_S + 1.0
+        took_s = trickle(sock, rest, 0.02, give_up_s=5.0)
+        assert took_s < STALL_S + 2.0
         wait_until(lambda: num_serving(port) == 0)
 
 
@@ -74,18 +74,20 @@ def test_a_peer_that_never_reads_its_answers_is_let_go(port: Port) -> None:
         with contextlib.suppress(TimeoutError, ConnectionError):
             for _ in range(2000):
                 sock.sendall(READ)
-        wait_until(lambda: num_serving(port) == 0, timeout_s=STALL_S + 3)
+        wait_until(lambda: num_serving(port) == 0, timeout_s=STALL_S + 10)
 
 
-def test_slow_peers_do_not_slow_others_down(port: Port) -> None:
-    with contextlib.ExitStack() as stack:
+def test_slow_peers_do_not_slow_others_down() -> None:
+    stall_s = 4.0
+    port = Port(None, stall_timeout_s=stall_s)
+    with contextlib.closing(port), contextlib.ExitStack() as stack:
         for _ in range(8):
             stack.enter_context(port.connect()).sendall(WRITE + b"begin")
         remote = port.remote(None)
         started = time.monotonic()
         for _ in range(20):
             remote.read_into(0, [bytearray(100)], timeout_s=5)
-        assert time.monotonic() - started < STALL_S
+        assert time.monotonic() - started < stall_s
 
 
 def test_an_idle_peer_is_no_stalled_one(port: Port) -> None:
@@ -118,7 +120,7 @@ def read_all(sock: socket.socket) -> None:
         pass
 
 
-def wait_until(condition: object, timeout_s: float = 3.0) -> None:
+def wait_until(condition: object, timeout_s: float = 10.0) -> None:
     """Polls: nothing announces that another thread ended."""
     deadline = time.monotonic() + timeout_s
     while not condition():  # type: ignore[operator]

@@ -317,7 +317,7 @@ def test_deadlines_hold_on_both_directions(pair: Pair) -> None:
             receive_some(right, view, Deadline(deadline_s))
         with pytest.raises(TimeoutError):
             receive_exactly(right, [view], Deadline(deadline_s))
-        assert time.monotonic() - started < 1
+        assert time.monotonic() - started < 3
     with pytest.raises(TimeoutError):
         send_all(left, [bytes(64 << 20)], Deadline(0.2))  # nobody reads
 

@@ -64,6 +64,17 @@ def test_this_machine() -> None:
     assert all(choice.preferred for choice in topology.net.values())
 
 
+def test_interfaces_that_sysfs_does_not_show_are_used(tree: SysfsTree) -> None:
+    """A container with the machine's /sys: its own interfaces are known by their addresses alone."""
+    tree.net("eth0", tree.pci("pci0000:00", "0000:00:03.0", numa_node=0))
+    tree.loopback()
+    found = build_topology(read(tree, lo=("127.0.0.1",), veth7=("10.1.1.2",), other=("127.0.0.5", "::1")))
+    veth, other = nic(found.hardware, "veth7"), nic(found.hardware, "other")
+    assert (veth.up, veth.virtual, veth.loopback, veth.addresses) == (True, True, False, ("10.1.1.2",))
+    assert other.loopback
+    assert found.net["cpu:0"].preferred == ("veth7",)
+
+
 def test_an_empty_tree_is_a_machine_of_one_node(tree: SysfsTree) -> None:
     found = build_topology(read(tree))
     assert [node.node for node in found.hardware.nodes] == [0]

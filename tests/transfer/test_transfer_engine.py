@@ -239,12 +239,13 @@ def test_names_and_settings_are_checked(tmp_path: Path, segment: Segment) -> Non
         engine.serve(segment)
     with pytest.raises(ConfigError):
         TransferEngine(config(tmp_path, lanes=0))
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ConfigError, match="longer than"):
         TransferEngine(config(tmp_path / ("x" * 100)))
     with pytest.raises(ConfigError, match="tcp_advertise_host"):
         TransferEngine(config(tmp_path, tcp_host="0.0.0.0"))
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_memory_without_a_descriptor_goes_by_tcp(tmp_path: Path) -> None:

@@ -243,7 +243,7 @@ def test_urgent_work_waits_for_one_slice_at_most(tmp_path: Path) -> None:
         assert bulk.done_within(5)
     print(f"worst wait {max(seconds) * 1e3:.1f} ms behind slices of {slice_s * 1e3:.0f} ms")
     assert sorted(seconds)[len(seconds) // 2] < 2 * slice_s
-    assert max(seconds) < 0.1 + 2 * slice_s  # the machine may be busy
+    assert max(seconds) < 0.5  # the machine may be busy; all of the bulk takes more than a second
 
 
 def test_priorities_and_the_share_of_the_rest(tmp_path: Path) -> None:

@@ -118,15 +118,12 @@ def test_several_paths_let_a_hand_off_through(paths: Paths) -> None:
         )
         for _ in range(4)
     ]
-    started_s = time.monotonic()
-    urgent = peer.submit(reads(remote, 10, 4 * KIB), priority=Priority.HANDOFF)
-    urgent.wait(10)
-    took_s = time.monotonic() - started_s
-    assert not all(batch.done() for batch in bulk)
+    peer.submit(reads(remote, 10, 4 * KIB), priority=Priority.HANDOFF).wait(10)
+    num_done = sum(statuses(batch).count(DONE) for batch in bulk)
     for batch in bulk:
         batch.cancel()
         assert batch.done_within(5)
-    assert took_s < 0.5
+    assert num_done <= 4, "of 16"
 
 
 def test_several_paths_count_against_the_bound(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ The thresholds leave room for a busy machine; benchmarks/transfer_rails.py holds
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -90,3 +91,59 @@ def cut_and_return(lab: RailsLab, op: str, fault: str, *, away_s: float, seconds
     assert result.longest_stall_s < 1.0
     assert used_s is not None
     assert used_s - returned_s < 5.0
+
+
+@pytest.fixture(scope="module")
+def uneven() -> Iterator[RailsLab]:
+    """By the owner's topology rail 1 serves its memory; rail 0 stands in."""
+    with RailsLab([1000, 1000], preferred=1) as lab:
+        yield lab
+
+
+PREFERRED_PATH, SECONDARY_PATH = 0, 1  # in the samples
+
+
+@OPS
+def test_the_rail_of_the_memory_carries_all(uneven: RailsLab, op: str) -> None:
+    counter = uneven.sent_nbytes if op == "read" else uneven.received_nbytes
+    before = [counter(rail) for rail in (0, 1)]
+    result = uneven.transfer(op=op, nbytes=96 * MIB)
+    grown = [counter(rail) - then for rail, then in zip((0, 1), before, strict=True)]
+    print(f"{op}: rail 0 carried {grown[0]} bytes, rail 1 {grown[1]}")
+    assert result.correct
+    assert result.samples[-1].done_nbytes[SECONDARY_PATH] == 0
+    assert grown[0] < MIB / 2  # connections, and the client's first look
+    assert grown[1] > 96 * MIB
+
+
+@OPS
+@FAULTS
+def test_the_other_rail_stands_in_while_it_is_cut(uneven: RailsLab, op: str, fault: str) -> None:
+    uneven.start(op=op, seconds=4.5)
+    time.sleep(0.4)  # in the middle
+    cut_s = time.monotonic()
+    with uneven.fault(fault, 1):
+        time.sleep(1.2)
+    returned_s = time.monotonic()
+    result = uneven.finish()
+    used_s = result.first_use_s(PREFERRED_PATH, returned_s)
+    print(
+        f"{op}, {fault}: longest stall {result.longest_stall_s:.2f} s, back {(used_s or 1e9) - returned_s:.2f} s later"
+    )
+    assert result.correct
+    assert result.longest_stall_s < 1.0
+    assert result.first_use_s(SECONDARY_PATH, 0.0) is not None
+    assert (result.first_use_s(SECONDARY_PATH, 0.0) or 0.0) > cut_s
+    assert used_s is not None
+    assert used_s - returned_s < 5.0
+    late = [sample.done_nbytes for sample in result.samples if sample.at_s > used_s + 0.7]
+    assert late[-1][SECONDARY_PATH] == late[0][SECONDARY_PATH], "what returned carries everything again"
+    assert late[-1][PREFERRED_PATH] > late[0][PREFERRED_PATH]
+
+
+@pytest.mark.parametrize("own_sysfs", [True, False], ids=["own-sysfs", "machine-sysfs"])
+def test_rails_are_found_in_a_container(uneven: RailsLab, own_sysfs: bool) -> None:
+    if not own_sysfs and shutil.which("nsenter") is None:
+        pytest.skip("entering a namespace without its /sys needs nsenter: apt-get install -y util-linux")
+    hosts = [address.rpartition(":")[0] for address in uneven.owner_addresses(own_sysfs=own_sysfs)]
+    assert sorted(hosts) == ["10.77.0.1", "10.77.1.1"]

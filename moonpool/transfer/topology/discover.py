@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
@@ -45,7 +46,12 @@ def numa_nodes(sysfs: Sysfs) -> tuple[NumaNode, ...]:
 
 
 def net_interfaces(sysfs: Sysfs, addresses: Mapping[str, tuple[str, ...]]) -> list[Nic]:
-    return [_net_interface(sysfs, name, addresses.get(name, ())) for name in _folders(sysfs, _NET)]
+    """Those of sysfs; and those that have addresses and are not in it, because it is another namespace's: the
+    machine's own /sys inside a container.
+    """
+    names = _folders(sysfs, _NET)
+    unseen = [_unseen_interface(name, addresses[name]) for name in addresses if name not in names]
+    return [*(_net_interface(sysfs, name, addresses.get(name, ())) for name in names), *unseen]
 
 
 def rdma_devices(sysfs: Sysfs) -> list[Nic]:
@@ -125,6 +131,12 @@ def _net_interface(sysfs: Sysfs, name: str, addresses: tuple[str, ...]) -> Nic:
         speed_gbit_s=speed_mbit_s / 1000 if speed_mbit_s > 0 else None,  # -1: the driver does not know
         addresses=addresses,
     )
+
+
+def _unseen_interface(name: str, addresses: tuple[str, ...]) -> Nic:
+    """Most likely a veth. It has an address, so it is taken to be up."""
+    loopback = all(ipaddress.ip_address(address).is_loopback for address in addresses)
+    return Nic(name=name, kind="net", place=Place(), up=True, virtual=True, loopback=loopback, addresses=addresses)
 
 
 def _physical_below(sysfs: Sysfs, name: str, depth: int = 4) -> str | None:

@@ -49,6 +49,8 @@ class Pipeline:
         self._orders = orders
         self._deadline = deadline
         self._inbox = Inbox(sock, sum(RESPONSE_NBYTES + order.nbytes for order in orders) if op is Op.READ else 0)
+        if op is Op.READ and orders:
+            self._inbox.expect(orders[0].nbytes)
 
     def run(self) -> MoonpoolError | None:
         """The first refusal, when every order is answered. Raises when the lane is of no more use."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 
 from moonpool.base.clock import Deadline
+from moonpool.transfer.buffers import total_nbytes
 from moonpool.transfer.transports.sockets import after, receive_ahead, receive_exactly, receive_some, send_all
 
 # Data moves in parts of this size. Each has the stall timeout to itself: a large request on a slow wire is no stall.
@@ -64,11 +65,15 @@ class Inbox:
         return self._buffer[start : self._start]
 
     def fill(self, views: list[memoryview], next_nbytes: int, deadline: Deadline) -> None:
-        """Fills the views: with what is here, then straight from the socket, together with the `next_nbytes` (at
-        most 4 KiB) that are known to follow.
+        """Fills the views with what is here, then with what comes: a little by way of the inbox, together with what
+        follows it; much straight from the socket, together with the `next_nbytes` (at most 4 KiB) known to follow.
         """
-        rest = views
-        while rest and self._end > self._start:
+        rest, direct = views, total_nbytes(views) >= _DIRECT_NBYTES
+        while rest:
+            if self._start == self._end:
+                if direct:
+                    break
+                self.receive(1, deadline)
             here = min(self._end - self._start, rest[0].nbytes)
             rest[0][:here] = self.take(here)
             rest = after(rest, here)
