@@ -88,5 +88,5 @@ class SegmentDirectory:
             old, self._known = self._known, fresh
             self._refusals = {name: refusal for name, refusal in self._refusals.items() if name in fresh}
         for name, descriptor in old.items():
-            if name not in fresh or fresh[name].incarnation != descriptor.incarnation:
+            if fresh.get(name) != descriptor:
                 self._engine.forget(descriptor)
