@@ -124,6 +124,8 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
 
 
 def total_nbytes(views: Sequence[memoryview]) -> int:
+    if len(views) == 1:  # mostly
+        return views[0].nbytes
     return sum(view.nbytes for view in views)
 
 

@@ -23,7 +23,7 @@ from moonpool.transfer.transports.tcp.frames import (
     unpack_error,
     unpack_response,
 )
-from moonpool.transfer.transports.tcp.streams import Inbox
+from moonpool.transfer.transports.tcp.streams import DIRECT_NBYTES, Inbox
 
 # Requests per run; at most two runs are in flight. Their heads are 38 KiB at the very most, and so are in any socket.
 _RUN = 64
@@ -48,7 +48,9 @@ class Pipeline:
         self._heads = heads
         self._orders = orders
         self._deadline = deadline
-        self._inbox = Inbox(sock, sum(RESPONSE_NBYTES + order.nbytes for order in orders) if op is Op.READ else 0)
+        # Large data goes past the inbox; room for it would have to be taken from the system anew each time.
+        small = [RESPONSE_NBYTES + order.nbytes for order in orders if order.nbytes < DIRECT_NBYTES]
+        self._inbox = Inbox(sock, sum(small) if op is Op.READ else 0)
         if op is Op.READ and orders:
             self._inbox.expect(orders[0].nbytes)
 

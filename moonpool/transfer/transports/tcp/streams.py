@@ -18,7 +18,7 @@ INBOX_NBYTES = 256 * 1024
 # What is taken on suspicion after a large request: the next one's head, and little of data that has a place to go to.
 _GLANCE_NBYTES = 4096
 # Data of this size and more is not taken ahead.
-_DIRECT_NBYTES = 64 * 1024
+DIRECT_NBYTES = 64 * 1024
 # Answers are sent by the 4 MiB: after each MiB that passes through it the processor's cache has forgotten all else, so
 # what Python does per call costs several times the usual.
 _OUTBOX_NBYTES = PART_NBYTES
@@ -41,7 +41,7 @@ class Inbox:
 
     def expect(self, nbytes: int) -> None:
         """Says how much data the last message had: the next is likely of the same kind."""
-        self._appetite = _GLANCE_NBYTES if nbytes >= _DIRECT_NBYTES else INBOX_NBYTES
+        self._appetite = _GLANCE_NBYTES if nbytes >= DIRECT_NBYTES else INBOX_NBYTES
 
     def receive(self, nbytes: int, deadline: Deadline | None) -> None:
         """Returns when `nbytes` (at most 4 KiB) or more are here."""
@@ -68,7 +68,7 @@ class Inbox:
         """Fills the views with what is here, then with what comes: a little by way of the inbox, together with what
         follows it; much straight from the socket, together with the `next_nbytes` (at most 4 KiB) known to follow.
         """
-        rest, direct = views, total_nbytes(views) >= _DIRECT_NBYTES
+        rest, direct = views, total_nbytes(views) >= DIRECT_NBYTES
         while rest:
             if self._start == self._end:
                 if direct:
