@@ -5,8 +5,10 @@ The thresholds leave room for a busy machine; benchmarks/transfer_rails.py holds
 
 from __future__ import annotations
 
+import fcntl
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +24,14 @@ FAULTS = pytest.mark.parametrize("fault", ["unplugged", "silent"])
 REASON = missing()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    """One at a time on this machine: two of these at once would measure each other."""
+    with open(Path(tempfile.gettempdir()) / "moonpool-rails-lab.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @pytest.fixture(scope="module")

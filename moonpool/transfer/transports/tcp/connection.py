@@ -127,13 +127,21 @@ class TcpConnection:
         memory = memory[request.offset : request.offset + request.nbytes]
         if fence is not None:
             fence.admit(request.offset, request.nbytes, request.generation)
+        if self._inbox.nbytes >= self._left:  # a small one that came together with others
+            memory[:] = self._inbox.take(self._left)
+            self._left = 0
+        else:
+            self._receive_data(memory, request, fence)
+        if fence is not None:
+            fence.confirm(request.offset, request.nbytes, request.generation)
+
+    def _receive_data(self, memory: memoryview, request: Request, fence: Fence | None) -> None:
+        """Part by part. The deadline is a part's, not a byte's: who sends byte by byte stalls too."""
         deadline, renew_at = self._stall_deadline(), self._left - PART_NBYTES
         while self._left:
             if self._left <= renew_at:
                 deadline, renew_at = self._stall_deadline(), self._left - PART_NBYTES
             self._left -= self._receive_some(memory[-self._left :], request, fence, deadline)
-        if fence is not None:
-            fence.confirm(request.offset, request.nbytes, request.generation)
 
     def _write_staged(self, segment: Segment, request: Request) -> None:
         target = staged(segment)
@@ -152,9 +160,7 @@ class TcpConnection:
             self._inbox.fill([view], 0, self._stall_deadline())
 
     def _receive_some(self, rest: memoryview, request: Request, fence: Fence | None, deadline: Deadline) -> int:
-        """Takes a part of the data into its place and says how much. The deadline is a part's, not a byte's: who sends
-        byte by byte stalls too.
-        """
+        """Takes some of the data into its place and says how much."""
         here = min(self._inbox.nbytes, rest.nbytes)
         if here:
             rest[:here] = self._inbox.take(here)
