@@ -37,7 +37,7 @@ def warn_if_open(log: logging.Logger, config: WireConfig, addresses: Iterable[st
     """
     named = {config.tcp_host, *config.tcp_hosts} - {None, AUTO}
     hosts = named | {parse_address(f"tcp:{address}").host for address in addresses}
-    if any(not _is_loopback(host) for host in hosts if host) and config.guard() is None:
+    if any(not _is_loopback(host) for host in hosts if host) and not config.is_guarded:
         log.warning(
             "whoever reaches %s can read and write this memory; set --secret-file (or the --tls-* files) here and on "
             "all peers, or keep the port in a private network",

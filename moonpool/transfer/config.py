@@ -40,6 +40,11 @@ class WireConfig:
         """These settings alone, to hand on: TransferConfig(run_dir=..., **config.wires())."""
         return {field.name: getattr(self, field.name) for field in fields(WireConfig)}
 
+    @property
+    def is_guarded(self) -> bool:
+        """Whether callers have to show anything; reads no file."""
+        return any((self.secret_file, self.tls_cert_file, self.tls_key_file, self.tls_ca_file))
+
     def guard(self) -> Guard | None:
         """Who may talk to the tcp port; None: everybody. ConfigError when a file is missing or unfit."""
         files = (self.tls_cert_file, self.tls_key_file, self.tls_ca_file)

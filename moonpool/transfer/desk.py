@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from moonpool.base.clock import Deadline
 from moonpool.base.errors import InvalidInput, NotFound
 from moonpool.base.rpc.protocol import Call, CallDecoder, as_moonpool_error
 from moonpool.transfer.descriptor import SegmentDescriptor
@@ -26,6 +27,7 @@ from moonpool.transfer.topology import Topology
 from moonpool.transfer.transports.base import ServedSegments, check_bounds
 
 R = TypeVar("R")
+_SPANS_PER_CALL = 2000  # about 40 KiB; a call has at most 64
 
 
 class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -177,6 +179,23 @@ class Desk:
             return answer(segment, hello)
         except Exception as error:
             raise as_moonpool_error(error) from error
+
+
+def ask_fence(
+    line: Line,
+    call: type[Admit | Confirm],
+    name: str,
+    incarnation: int,
+    spans: Spans,
+    generation: int,
+    deadline: Deadline,
+) -> None:
+    """The fence's word on all spans, in as many calls as they need. With no spans it is still asked once, and so makes
+    sure that the owner serves this incarnation.
+    """
+    for start in range(0, max(1, len(spans)), _SPANS_PER_CALL):
+        some = spans[start : start + _SPANS_PER_CALL]
+        line.ask(call(name, incarnation, some, generation), deadline.remaining_s())
 
 
 class LocalLine:

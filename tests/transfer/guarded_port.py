@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from moonpool.transfer.descriptor import SegmentDescriptor
@@ -47,3 +49,16 @@ class Port:
             pool.close()
         self.server.close()
         self.segment.close()
+
+
+@contextmanager
+def many_ports() -> Iterator[Callable[..., Port]]:
+    """Makes ports, and closes them at the end."""
+    with ExitStack() as stack:
+
+        def make(guard: Guard | None, **settings: float) -> Port:
+            made = Port(guard, **settings)
+            stack.callback(made.close)
+            return made
+
+        yield make

@@ -8,13 +8,13 @@ killed; those that still live end with this process, and it ends with its standa
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import sys
 
 import msgspec
 import numpy as np
+from nursery import fork_owners
 
 from moonpool.transfer.descriptor import SegmentDescriptor
 from moonpool.transfer.host import host_id
@@ -36,19 +36,5 @@ def own(nbytes: int, granule_nbytes: int) -> None:
         signal.pause()
 
 
-def main(nbytes: int, granule_nbytes: int) -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries the dead
-    owners: list[int] = []
-    for _ in sys.stdin:
-        pid = os.fork()
-        if pid == 0:
-            os.close(sys.stdin.fileno())
-            own(nbytes, granule_nbytes)
-        owners.append(pid)
-    for pid in owners:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    fork_owners(lambda: own(int(sys.argv[1]), int(sys.argv[2])))

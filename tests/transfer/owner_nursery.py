@@ -8,12 +8,12 @@ serve until they are killed; those that still live end with this process, and it
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import sys
 
 import msgspec
+from nursery import fork_owners
 
 from moonpool.transfer import Segment, SegmentDescriptor
 from moonpool.transfer.host import host_id
@@ -35,19 +35,5 @@ def own(run_dir: str, nbytes: int) -> None:
         signal.pause()
 
 
-def main(run_dir: str, nbytes: int) -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries the dead
-    owners: list[int] = []
-    for _ in sys.stdin:
-        pid = os.fork()
-        if pid == 0:
-            os.close(sys.stdin.fileno())
-            own(run_dir, nbytes)
-        owners.append(pid)
-    for pid in owners:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    fork_owners(lambda: own(sys.argv[1], int(sys.argv[2])))

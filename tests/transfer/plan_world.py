@@ -14,6 +14,15 @@ from moonpool.transfer.priority import Priority
 MIB = 1 << 20
 RATE = 125e6
 CONFIG = PlanConfig()
+# For tests that wait for real: small slices, short rests.
+FAST = PlanConfig(
+    max_slice_nbytes=4096,
+    min_slice_nbytes=512,
+    slice_timeout_s=0.1,
+    first_rest_s=0.01,
+    max_rest_s=0.05,
+    max_attempts=50,
+)
 
 
 @dataclass

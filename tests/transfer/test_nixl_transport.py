@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from nursery import Nursery, kill_under
 
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import ConfigError, DeadlineExceeded, MoonpoolError, NotFound, PeerLost, ProtocolError
@@ -35,30 +36,12 @@ from moonpool.transfer.transports.tcp.transport import TcpTransport
 
 NBYTES = 16 << 20
 T = 10.0
-NURSERY = str(Path(__file__).with_name("nixl_nursery.py"))
 needs_nixl = pytest.mark.skipif(nixl_agent.installed_package() is None, reason="nixl is missing: pip install nixl-cu12")
 
 
 class Owner(msgspec.Struct):
     pid: int
     descriptor: SegmentDescriptor
-
-
-class Nursery:
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, NURSERY, str(NBYTES), "65536"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def bear(self) -> Owner:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write("one more\n")
-        self._process.stdin.flush()
-        return msgspec.json.decode(self._process.stdout.readline(), type=Owner)
-
-    def close(self) -> None:
-        self._process.communicate(timeout=10)
 
 
 class Asker:
@@ -98,8 +81,8 @@ class Offerer:
 
 
 @pytest.fixture
-def nursery() -> Iterator[Nursery]:
-    made = Nursery()
+def nursery() -> Iterator[Nursery[Owner]]:
+    made = Nursery("nixl_nursery.py", NBYTES, 65536, born=Owner)
     yield made
     made.close()
 
@@ -197,7 +180,7 @@ def test_an_address_that_makes_no_sense_is_an_error(offerer: Offerer, asker: Ask
 
 
 @needs_nixl
-def test_a_stopped_owner_costs_no_more_than_the_deadline(nursery: Nursery, asker: Asker) -> None:
+def test_a_stopped_owner_costs_no_more_than_the_deadline(nursery: Nursery[Owner], asker: Asker) -> None:
     owner = nursery.bear()
     remote = asker.open(owner.descriptor)
     os.kill(owner.pid, signal.SIGSTOP)
@@ -215,7 +198,7 @@ def test_a_stopped_owner_costs_no_more_than_the_deadline(nursery: Nursery, asker
 
 
 @needs_nixl
-def test_a_write_given_up_does_not_land_on_a_later_one(nursery: Nursery, asker: Asker) -> None:
+def test_a_write_given_up_does_not_land_on_a_later_one(nursery: Nursery[Owner], asker: Asker) -> None:
     owner = nursery.bear()
     remote = asker.open(owner.descriptor)
     remote.write_from(0, [bytes(100)], generation=1, timeout_s=T)
@@ -232,7 +215,7 @@ def test_a_write_given_up_does_not_land_on_a_later_one(nursery: Nursery, asker: 
 
 
 @needs_nixl
-def test_closing_does_not_wait_for_a_stopped_owner(nursery: Nursery) -> None:
+def test_closing_does_not_wait_for_a_stopped_owner(nursery: Nursery[Owner]) -> None:
     owner, asker = nursery.bear(), Asker()
     remote = asker.open(owner.descriptor)
     os.kill(owner.pid, signal.SIGSTOP)
@@ -319,35 +302,17 @@ def moves(remote: RemoteSegment) -> list[Callable[[], None]]:
     ]
 
 
-def kill_once(nursery: Nursery) -> None:
+def kill_once(nursery: Nursery[Owner]) -> None:
     owner, asker = nursery.bear(), Asker()
     remote = asker.open(owner.descriptor)
-    ended: list[tuple[type[BaseException], float]] = []
-    moving = threading.Semaphore(0)
-
-    def repeat(move: Callable[[], None]) -> None:
-        try:
-            while True:
-                move()
-                moving.release()
-        except Exception as error:  # noqa: BLE001 - the test asks which one it was
-            ended.append((type(error), time.monotonic()))
-
-    callers = [threading.Thread(target=repeat, args=(move,)) for move in moves(remote)]
-    for caller in callers:
-        caller.start()
-    assert moving.acquire(timeout=30)
-    os.kill(owner.pid, signal.SIGKILL)
-    killed_at = time.monotonic()
-    for caller in callers:
-        caller.join(10)
+    kinds, last_s = kill_under(moves(remote), owner.pid)
     asker.close()
-    assert len(ended) == 4
-    assert all(issubclass(kind, PeerLost) for kind, _ in ended)
-    assert max(at for _, at in ended) - killed_at < 2
+    assert len(kinds) == 4
+    assert all(issubclass(kind, PeerLost) for kind in kinds)
+    assert last_s < 2
 
 
-def kill_again_and_again(nursery: Nursery, rounds: int) -> None:
+def kill_again_and_again(nursery: Nursery[Owner], rounds: int) -> None:
     kill_once(nursery)  # what UCX keeps for the life of the process is there now
     gc.collect()
     threads, fds, shm = native_threads(), len(os.listdir("/proc/self/fd")), set(os.listdir("/dev/shm"))
@@ -380,12 +345,12 @@ def resident_nbytes() -> int:
 
 
 @needs_nixl
-def test_killed_in_the_middle_8_times(nursery: Nursery) -> None:
+def test_killed_in_the_middle_8_times(nursery: Nursery[Owner]) -> None:
     kill_again_and_again(nursery, 8)
 
 
 @needs_nixl
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-def test_killed_in_the_middle_200_times(nursery: Nursery) -> None:
+def test_killed_in_the_middle_200_times(nursery: Nursery[Owner]) -> None:
     kill_again_and_again(nursery, 200)

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from plan_world import FAST
 
 from moonpool.base.errors import (
     ConfigError,
@@ -38,7 +39,7 @@ from moonpool.transfer import (
     TransferRequest,
 )
 from moonpool.transfer.buffers import Buffer, as_bytes_views
-from moonpool.transfer.path_load import PathState, PlanConfig
+from moonpool.transfer.path_load import PathState
 from moonpool.transfer.paths import PeerPaths
 
 NBYTES = 16 << 20
@@ -272,16 +273,6 @@ class FakeRemote(RemoteSegment):
 
     def close(self) -> None:
         pass
-
-
-FAST = PlanConfig(
-    max_slice_nbytes=4096,
-    min_slice_nbytes=512,
-    slice_timeout_s=0.1,
-    first_rest_s=0.01,
-    max_rest_s=0.05,
-    max_attempts=50,
-)
 
 
 @pytest.fixture

@@ -8,23 +8,15 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from plan_world import FAST
 from slow_remote import FakeRemote
 
 from moonpool.base.errors import Cancelled, DeadlineExceeded, InvalidInput, PeerLost
 from moonpool.transfer.multipath import MultiPathRemote
-from moonpool.transfer.path_load import PlanConfig
 from moonpool.transfer.paths import PeerPaths
 from moonpool.transfer.pending import Pending
 from moonpool.transfer.priority import Priority
 
-FAST = PlanConfig(
-    max_slice_nbytes=4096,
-    min_slice_nbytes=512,
-    slice_timeout_s=0.1,
-    first_rest_s=0.01,
-    max_rest_s=0.05,
-    max_attempts=50,
-)
 Before = Callable[[list[tuple[int, int]]], None]
 NBYTES = 200_000
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from guarded_port import Port
+from guarded_port import Port, many_ports
 
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import (
@@ -45,13 +45,7 @@ READ = pack_request(Request(Op.READ, 1, "seg", 1, 0, 1))
 
 @pytest.fixture
 def ports() -> Iterator[Callable[..., Port]]:
-    with contextlib.ExitStack() as stack:
-
-        def make(guard: Guard | None, **settings: float) -> Port:
-            made = Port(guard, **settings)
-            stack.callback(made.close)
-            return made
-
+    with many_ports() as make:
         yield make
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from guarded_port import NBYTES, Port
+from guarded_port import NBYTES, Port, many_ports
 from tls_authority import Authority
 
 from moonpool.base.clock import Deadline
@@ -64,13 +64,7 @@ def guard(tls: TlsConfig, secret: Secret | None = None) -> Guard:
 
 @pytest.fixture
 def ports() -> Iterator[Callable[..., Port]]:
-    with contextlib.ExitStack() as stack:
-
-        def make(guard: Guard | None, **settings: float) -> Port:
-            made = Port(guard, **settings)
-            stack.callback(made.close)
-            return made
-
+    with many_ports() as make:
         yield make
 
 

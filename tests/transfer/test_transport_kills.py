@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
+from nursery import Nursery, kill_under
 
 from moonpool.base.errors import PeerLost
 from moonpool.transfer import RemoteSegment, SegmentDescriptor, Transport
@@ -22,7 +19,6 @@ from moonpool.transfer.transports.shm.transport import ShmTransport
 from moonpool.transfer.transports.tcp.transport import TcpTransport
 
 NBYTES = 4 << 20
-SCRIPT = str(Path(__file__).with_name("owner_nursery.py"))
 WAYS = pytest.mark.parametrize("way", ["shm", "tcp"])
 
 
@@ -32,29 +28,9 @@ class Born(msgspec.Struct):
     tcp: SegmentDescriptor
 
 
-class Nursery:
-    def __init__(self, run_dir: Path) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, SCRIPT, str(run_dir), str(NBYTES)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def bear(self) -> Born:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write("one more\n")
-        self._process.stdin.flush()
-        return msgspec.json.decode(self._process.stdout.readline(), type=Born)
-
-    def close(self) -> None:
-        self._process.communicate(timeout=10)
-
-
 @pytest.fixture
-def nursery(tmp_path: Path) -> Iterator[Nursery]:
-    made = Nursery(tmp_path)
+def nursery(tmp_path: Path) -> Iterator[Nursery[Born]]:
+    made = Nursery("owner_nursery.py", tmp_path, NBYTES, born=Born)
     yield made
     made.close()
 
@@ -70,36 +46,18 @@ def moves(remote: RemoteSegment, buffer: np.ndarray) -> list[Callable[[], None]]
     ]
 
 
-def kill_once(nursery: Nursery, transport: Transport, way: str) -> None:
+def kill_once(nursery: Nursery[Born], transport: Transport, way: str) -> None:
     owner = nursery.bear()
     descriptor: SegmentDescriptor = getattr(owner, way)
     remote = transport.open(descriptor, descriptor.endpoints[0], timeout_s=10)
-    ended: list[tuple[type[BaseException], float]] = []
-    moving = threading.Semaphore(0)
-
-    def repeat(move: Callable[[], None]) -> None:
-        try:
-            while True:
-                move()
-                moving.release()
-        except Exception as error:  # noqa: BLE001 - the test asks which one it was
-            ended.append((type(error), time.monotonic()))
-
     work = moves(remote, np.zeros(NBYTES, dtype=np.uint8))
-    callers = [threading.Thread(target=repeat, args=(move,)) for move in work]
-    for caller in callers:
-        caller.start()
-    assert moving.acquire(timeout=30)
-    os.kill(owner.pid, signal.SIGKILL)
-    killed_at = time.monotonic()
-    for caller in callers:
-        caller.join(10)
+    kinds, last_s = kill_under(work, owner.pid)
     remote.close()
-    assert [kind for kind, _ in ended] == [PeerLost] * len(work)
-    assert max(at for _, at in ended) - killed_at < 2
+    assert kinds == [PeerLost] * len(work)
+    assert last_s < 2
 
 
-def kill_again_and_again(nursery: Nursery, run_dir: Path, way: str, rounds: int) -> None:
+def kill_again_and_again(nursery: Nursery[Born], run_dir: Path, way: str, rounds: int) -> None:
     gc.collect()  # what earlier tests left to the collector must not be counted now and be gone later
     threads, fds = threading.active_count(), len(os.listdir("/proc/self/fd"))
     for turn in range(rounds):
@@ -121,12 +79,12 @@ def resident_nbytes() -> int:
 
 
 @WAYS
-def test_killed_in_the_middle_25_times(nursery: Nursery, tmp_path: Path, way: str) -> None:
+def test_killed_in_the_middle_25_times(nursery: Nursery[Born], tmp_path: Path, way: str) -> None:
     kill_again_and_again(nursery, tmp_path, way, 25)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @WAYS
-def test_killed_in_the_middle_500_times(nursery: Nursery, tmp_path: Path, way: str) -> None:
+def test_killed_in_the_middle_500_times(nursery: Nursery[Born], tmp_path: Path, way: str) -> None:
     kill_again_and_again(nursery, tmp_path, way, 500)

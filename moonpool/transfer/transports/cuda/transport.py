@@ -18,17 +18,16 @@ from moonpool.base.clock import Deadline
 from moonpool.base.errors import InvalidInput, NotFound, PeerLost, Unavailable
 from moonpool.transfer.buffers import Buffer, Memory, as_memory
 from moonpool.transfer.descriptor import SegmentDescriptor
-from moonpool.transfer.desk import Admit, Attach, Confirm, Desk, Line, Notify
+from moonpool.transfer.desk import Admit, Attach, Confirm, Desk, Line, Notify, ask_fence
 from moonpool.transfer.host import host_id
 from moonpool.transfer.mailbox import check_message
 from moonpool.transfer.segment import Segment
+from moonpool.transfer.spans import Spans, merge_spans
 from moonpool.transfer.transports.base import RemoteSegment, Transport, check_bounds, rest_of
 from moonpool.transfer.transports.cuda.copy import Mover, Placed, mover_of
 from moonpool.transfer.transports.cuda.driver import driver
 from moonpool.transfer.transports.cuda.ipc import Offers, Reach, decode_offer, hello, reach
 from moonpool.transfer.transports.cuda.segment import DeviceSegment, memories_nbytes, place
-
-_MAX_SPANS = 2048  # in one call: a call has at most 64 KiB
 
 
 class CudaTransport(Transport):
@@ -191,30 +190,15 @@ class CudaRemote(RemoteSegment):
     @contextmanager
     def _fence(self, spans: list[tuple[int, int]], generation: int, deadline: Deadline) -> Iterator[None]:
         """Asks the owner before a write and, that it stayed, after it."""
-        spans = _joined(spans) if self._fenced else []
-        if self._fenced:
-            for at in range(0, len(spans), _MAX_SPANS):
-                self._ask(Admit, spans[at : at + _MAX_SPANS], generation, deadline)
+        merged = merge_spans(spans) if self._fenced else []
+        if merged:
+            self._ask(Admit, merged, generation, deadline)
         yield
-        for at in range(0, max(1, len(spans)), _MAX_SPANS):
-            self._ask(Confirm, spans[at : at + _MAX_SPANS], generation, deadline)
+        self._ask(Confirm, merged, generation, deadline)
 
-    def _ask(
-        self, call: type[Admit] | type[Confirm], spans: list[tuple[int, int]], generation: int, deadline: Deadline
-    ) -> None:
+    def _ask(self, call: type[Admit | Confirm], spans: Spans, generation: int, deadline: Deadline) -> None:
         try:
-            self._line.ask(call(self._name, self._incarnation, spans, generation), deadline.remaining_s())
+            ask_fence(self._line, call, self._name, self._incarnation, spans, generation, deadline)
         except (NotFound, PeerLost):
             self._reached = None
             raise
-
-
-def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Spans that follow each other as one, empty ones left out: they are asked for by call."""
-    joined: list[tuple[int, int]] = []
-    for offset, nbytes in spans:
-        if joined and sum(joined[-1]) == offset:
-            joined[-1] = (joined[-1][0], joined[-1][1] + nbytes)
-        elif nbytes:
-            joined.append((offset, nbytes))
-    return joined

@@ -24,7 +24,7 @@ from moonpool.base.clock import Deadline
 from moonpool.base.errors import DeadlineExceeded, InvalidInput, MoonpoolError, NotFound, PeerLost
 from moonpool.transfer.buffers import Buffer, address_of, as_bytes_views, total_nbytes
 from moonpool.transfer.descriptor import SegmentDescriptor
-from moonpool.transfer.desk import Admit, Attach, Confirm, Desk, Line, Notify
+from moonpool.transfer.desk import Admit, Attach, Confirm, Desk, Line, Notify, ask_fence
 from moonpool.transfer.location import parse_location
 from moonpool.transfer.mailbox import check_message
 from moonpool.transfer.segment import Segment
@@ -36,7 +36,6 @@ from moonpool.transfer.transports.nixl.link import MAX_SLOTS, SLOT_NBYTES, Link
 from moonpool.transfer.transports.nixl.peer import NixlAddress, Peer, decode_address
 
 _PULSE_TIMEOUT_S = 1.0  # for an owner to say that it lives, while a transfer is under way
-_SPANS_PER_CALL = 2000  # about 40 KiB; a desk takes 64
 
 
 class NixlTransport(Transport):
@@ -277,10 +276,7 @@ class NixlRemote(RemoteSegment):
         peer.retire()
 
     def _ask_fence(self, call: type[Admit | Confirm], spans: Spans, generation: int, deadline: Deadline) -> None:
-        """With no spans it still makes sure that the owner serves this incarnation."""
-        for start in range(0, max(1, len(spans)), _SPANS_PER_CALL):
-            some = spans[start : start + _SPANS_PER_CALL]
-            self._line.ask(call(self._name, self._incarnation, some, generation), deadline.remaining_s())
+        ask_fence(self._line, call, self._name, self._incarnation, spans, generation, deadline)
 
     def _check_pulse(self, deadline: Deadline) -> None:
         """Raises when the owner is gone or has withdrawn the segment; an owner that is only slow may go on."""
