@@ -1,27 +1,40 @@
 """Where in a segment an object goes: a pure offset allocator over granules of 4 KiB.
 
-Free ranges lie in bins by size, eight bins to each doubling, and merge with their free neighbours at once. An
-allocation first looks at the lowest-lying ranges of its own bin, then takes the lowest-lying range of the next
-bin that is not empty, where every range fits.
+An allocation takes the best fit, of equal ones the lowest, and cuts it at its low side; what is freed merges with its
+free neighbours at once. The owner gives offset and size back: only free ranges are remembered, in two sorted orders,
+so a call costs O(log n) in their number and none of them ever waits for a table to grow.
 
-What it promises:
-- Internal waste is less than one granule per allocation.
-- An allocation of n granules fails only when no free range has n + n/8 granules or more; so space that is free
-  and unusable for n is in ranges shorter than that.
-- allocate and free cost O(log n) in the number of free ranges, whatever the number of allocations, which the
-  allocator itself does not remember: the owner gives offset and size back.
+What it promises (sizes in granules; n is what is asked for):
+- Internal waste is less than one granule per object.
+- An allocation fails only when no free range is as long as n. Between two free ranges lies at least one object, so
+  with k objects there are at most k + 1 free ranges, and at most (k + 1) * (n - 1) granules are free when it fails.
+- When every object has the same length n there is no external waste: every object begins at a multiple of n, so every
+  free range is a multiple of n long, save the last by what the segment's length leaves over.
+- Where things go depends on what is taken, not on how it came about: a rebuilt allocator goes on as the old one would.
+
+What it cannot promise: that mixed sizes leave no holes. An allocator that never moves an object can be driven, by
+sizes up to n, to need (log2 n) / 2 times the space that is in use (Robson, 1971). A pool that meets such holes
+evicts; the tests say how full it stays under churn.
 """
 
 from __future__ import annotations
 
-from heapq import heapify, heappop, heappush
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from moonpool.base.errors import InvalidInput
+from moonpool.store.allocator_index import AddressOrder, Granules, SizeOrder
 
 GRANULE_NBYTES = 4096
-# Bins per doubling: 2**3, so a bin's ranges differ by at most an eighth.
-_SUB_BITS = 3
-# How many ranges of its own bin an allocation tries before it takes a larger one.
-_TRIES = 8
-_COMPACT_SLACK = 64
+# What a batch keeps together when no range holds the whole of it: 256 KiB, which is enough for one read to be worth
+# its call, or a sixteenth of the longest range. More would use up the long ranges and leave large objects no place.
+_TOGETHER_NBYTES = 64 * GRANULE_NBYTES
+_TOGETHER_SHARE = 16
 
 
 def num_granules(nbytes: int) -> int:
@@ -29,35 +42,34 @@ def num_granules(nbytes: int) -> int:
     return -(-nbytes // GRANULE_NBYTES)
 
 
-def _bin_of(granules: int) -> int:
-    if granules < 1 << _SUB_BITS:
-        return granules
-    shift = granules.bit_length() - 1 - _SUB_BITS
-    return (shift << _SUB_BITS) + (granules >> shift)
-
-
-class _Bin:
-    """Starts of free ranges of about one size, lowest first. Ranges that left are skipped when met."""
-
-    __slots__ = ("heap", "num_ranges")
-
-    def __init__(self) -> None:
-        self.heap: list[int] = []
-        self.num_ranges = 0
-
-
 class OffsetAllocator:
     """Hands out byte ranges of a span of `nbytes` (rounded down to whole granules)."""
 
     def __init__(self, nbytes: int) -> None:
-        self.num_granules = nbytes // GRANULE_NBYTES
-        self._size_at: dict[int, int] = {}  # first granule of a free range -> its length
-        self._start_of: dict[int, int] = {}  # granule behind a free range -> its first
-        self._bins = [_Bin() for _ in range(_bin_of(self.num_granules) + 1)]
-        self._filled = 0  # bit b: bin b has a range
-        self._free = 0
-        if self.num_granules:
-            self._put(0, self.num_granules)
+        self._set_free(nbytes // GRANULE_NBYTES, np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+
+    @classmethod
+    def rebuilt(cls, nbytes: int, offsets: npt.NDArray[Any], sizes: npt.NDArray[Any]) -> OffsetAllocator:
+        """An allocator in which exactly these spans (both in bytes, in any order) are taken.
+
+        Raises InvalidInput when they overlap, are empty, lie outside or do not begin at a granule.
+        """
+        offsets, sizes = offsets.astype(np.int64), sizes.astype(np.int64)
+        if len(sizes) and (sizes.min() <= 0 or (offsets % GRANULE_NBYTES).any()):
+            raise InvalidInput("a span is empty or does not begin at a granule")
+        if len(sizes) and (offsets.min() < 0 or max(offsets.max(), sizes.max()) > nbytes):
+            raise InvalidInput("a span lies outside the segment")
+        order = np.argsort(offsets, kind="stable")
+        starts = offsets[order] // GRANULE_NBYTES
+        ends = starts - -sizes[order] // GRANULE_NBYTES
+        if (starts[1:] < ends[:-1]).any():
+            raise InvalidInput("two spans overlap")
+        capacity = nbytes // GRANULE_NBYTES
+        if len(ends) and ends[-1] > capacity:
+            raise InvalidInput("a span lies outside the segment")
+        made = cls.__new__(cls)
+        made._set_free(capacity, starts, ends)
+        return made
 
     @property
     def capacity_nbytes(self) -> int:
@@ -73,117 +85,118 @@ class OffsetAllocator:
 
     @property
     def num_free_ranges(self) -> int:
-        return len(self._size_at)
+        return self._by_address.num_ranges
 
     def largest_free_nbytes(self) -> int:
         """Length of the longest free range."""
-        return max(self._size_at.values(), default=0) * GRANULE_NBYTES
+        return self._by_size.largest() * GRANULE_NBYTES
 
     def allocate(self, nbytes: int) -> int | None:
         """The offset of `nbytes` free bytes, now taken; None when no range fits."""
         assert nbytes > 0, "an allocation has at least one byte"
-        granules = num_granules(nbytes)
-        start = self._find(granules)
-        if start is None:
-            return None
-        size = self._take(start)
-        if size > granules:
-            self._put(start + granules, size - granules)
-        return start * GRANULE_NBYTES
+        granules = -(-nbytes // GRANULE_NBYTES)
+        return self._cut(granules) if granules <= self._free else None
+
+    def allocate_many(self, sizes: Sequence[int]) -> list[int | None]:
+        """An offset for each size, by position; None where no range fitted when its turn came.
+
+        Neighbours in the batch are neighbours in the segment: all of them when one range holds the batch, else as
+        many as can be kept together without using up the long ranges.
+        """
+        assert min(sizes, default=1) > 0, "an allocation has at least one byte"
+        ends = _ends_of(sizes)
+        offsets: list[int | None] = []
+        while (done := len(offsets)) < len(sizes):
+            begin = ends[done]
+            stop = bisect_right(ends, begin + self._room_for(ends[-1] - begin, ends[done + 1] - begin), done) - 1
+            if stop == done:
+                offsets.append(None)
+                continue
+            offset = self._cut((ends[stop] - begin) // GRANULE_NBYTES)
+            assert offset is not None, "the longest range is long enough"
+            shift = offset - begin
+            offsets += [shift + end for end in ends[done:stop]]
+        return offsets
 
     def free(self, offset: int, nbytes: int) -> None:
         """Takes a range back, with the offset and size it was allocated with."""
-        start, granules = offset // GRANULE_NBYTES, num_granules(nbytes)
-        assert offset % GRANULE_NBYTES == 0, "the range was not allocated here"
-        assert 0 <= start <= self.num_granules - granules, "the range was not allocated here"
-        assert start not in self._size_at, "the range is free already"
-        if (before := self._start_of.get(start)) is not None:
-            granules += self._take(before)
-            start = before
-        if (start + granules) in self._size_at:
-            granules += self._take(start + granules)
-        self._put(start, granules)
+        start, misfit = divmod(offset, GRANULE_NBYTES)
+        end = start + -(-nbytes // GRANULE_NBYTES)
+        assert not misfit, "the range was not allocated here"
+        assert 0 <= start < end <= self.num_granules, "the range was not allocated here"
+        first, last = self._by_address.give(start, end)
+        self._free += end - start
+        bits, by_size = self._end_bits, self._by_size
+        merged = (last - first) << bits | last
+        if first < start:
+            if last > end:
+                by_size.remove((last - end) << bits | last)
+            by_size.replace((start - first) << bits | start, merged)
+        elif last > end:
+            by_size.replace((last - end) << bits | last, merged)
+        else:
+            by_size.add(merged)
+
+    def free_many(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Takes many ranges back, (offset, nbytes) each: those that touch as one."""
+        begin = end = 0
+        for offset, nbytes in sorted(spans):
+            if offset != end:
+                if begin != end:
+                    self.free(begin, end - begin)
+                begin = end = offset
+            end += -(-nbytes // GRANULE_NBYTES) * GRANULE_NBYTES
+        if begin != end:
+            self.free(begin, end - begin)
 
     def free_ranges(self) -> list[tuple[int, int]]:
         """(offset, nbytes) of every free range, in order."""
-        return [(start * GRANULE_NBYTES, size * GRANULE_NBYTES) for start, size in sorted(self._size_at.items())]
+        return [(start * GRANULE_NBYTES, (end - start) * GRANULE_NBYTES) for start, end in self._by_address.ranges()]
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the structures disagree."""
-        end = -1
-        for start, size in sorted(self._size_at.items()):
-            assert size > 0, "free ranges are not empty"
-            assert start > end, "free ranges neither overlap nor touch"
-            end = start + size
-            assert self._start_of.get(end) == start, "a range can be found by its end"
-            assert start in self._bins[_bin_of(size)].heap, "a range is in its bin"
-        assert end <= self.num_granules, "free ranges lie inside"
-        assert len(self._start_of) == len(self._size_at), "no range is known by its end only"
-        assert sum(self._size_at.values()) == self._free, "the free count is the sum of the ranges"
-        counts = [0] * len(self._bins)
-        for size in self._size_at.values():
-            counts[_bin_of(size)] += 1
-        assert counts == [each.num_ranges for each in self._bins], "bins count their ranges"
-        assert self._filled == sum(1 << at for at, count in enumerate(counts) if count), "the bin map is right"
+        self._by_address.check_integrity()
+        self._by_size.check_integrity()
+        ranges = list(self._by_address.ranges())
+        assert all(start >= 0 and end <= self.num_granules for start, end in ranges), "free ranges lie inside"
+        keys = sorted((end - start) << self._end_bits | end for start, end in ranges)
+        assert keys == list(self._by_size.keys()), "both orders hold the same ranges"
+        assert sum(end - start for start, end in ranges) == self._free, "the free count is the sum of the ranges"
 
-    def _find(self, granules: int) -> int | None:
-        own = _bin_of(granules)
-        if own >= len(self._bins):
+    def _set_free(self, capacity: int, starts: Granules, ends: Granules) -> None:
+        """Frees what lies between the taken spans, which are in order."""
+        firsts, lasts = np.append(0, ends), np.append(starts, capacity)
+        gaps = lasts > firsts
+        firsts, lasts = firsts[gaps], lasts[gaps]
+        self.num_granules = capacity
+        self._free = int((lasts - firsts).sum())
+        self._by_address = AddressOrder(firsts, lasts, capacity)
+        self._by_size = SizeOrder(firsts, lasts, capacity)
+        self._end_bits = self._by_size.end_bits
+        self._end_mask = (1 << self._end_bits) - 1
+
+    def _room_for(self, batch_nbytes: int, first_nbytes: int) -> int:
+        """Bytes of a batch, whose first object is given too, that go to one place."""
+        longest = self._by_size.largest() * GRANULE_NBYTES
+        if batch_nbytes <= longest:
+            return batch_nbytes
+        return min(longest, max(_TOGETHER_NBYTES, longest // _TOGETHER_SHARE, first_nbytes))
+
+    def _cut(self, granules: int) -> int | None:
+        """The offset of the first granules of the best fit, now taken."""
+        key = self._by_size.cut(granules)
+        if key is None:
             return None
-        if self._filled >> own & 1 and (start := self._find_in_own(own, granules)) is not None:
-            return start
-        larger = self._filled >> (own + 1)
-        if not larger:
-            return None
-        return self._lowest(own + 1 + (larger & -larger).bit_length() - 1)
-
-    def _find_in_own(self, index: int, granules: int) -> int | None:
-        """Ranges here may be up to an eighth too short, so a few are tried."""
-        heap, short = self._bins[index].heap, []
-        found = None
-        for _ in range(min(_TRIES, self._bins[index].num_ranges)):
-            start = self._lowest(index)
-            if self._size_at[start] >= granules:
-                found = start
-                break
-            short.append(heappop(heap))
-            if len(short) == self._bins[index].num_ranges:
-                break
-        for start in short:
-            heappush(heap, start)
-        return found
-
-    def _lowest(self, index: int) -> int:
-        """The lowest range of a bin that has one. Entries of ranges that left or moved to another bin go."""
-        heap = self._bins[index].heap
-        while (size := self._size_at.get(heap[0])) is None or _bin_of(size) != index:
-            heappop(heap)
-        return heap[0]
-
-    def _put(self, start: int, granules: int) -> None:
-        self._size_at[start] = granules
-        self._start_of[start + granules] = start
-        self._free += granules
-        index = _bin_of(granules)
-        found = self._bins[index]
-        heappush(found.heap, start)
-        found.num_ranges += 1
-        self._filled |= 1 << index
-        if len(found.heap) > 2 * found.num_ranges + _COMPACT_SLACK:
-            self._compact(index)
-
-    def _take(self, start: int) -> int:
-        granules = self._size_at.pop(start)
-        del self._start_of[start + granules]
+        end = key & self._end_mask
+        start = end - (key >> self._end_bits)
+        self._by_address.take(start, end, granules)
         self._free -= granules
-        index = _bin_of(granules)
-        self._bins[index].num_ranges -= 1
-        if not self._bins[index].num_ranges:
-            self._filled &= ~(1 << index)
-            self._bins[index].heap.clear()
-        return granules
+        return start * GRANULE_NBYTES
 
-    def _compact(self, index: int) -> None:
-        sizes, heap = self._size_at, self._bins[index].heap
-        heap[:] = {start for start in heap if start in sizes and _bin_of(sizes[start]) == index}
-        heapify(heap)
+
+def _ends_of(sizes: Sequence[int]) -> Sequence[int]:
+    """Where each object of a batch ends when they lie one behind the other from 0; first comes 0 itself."""
+    if sizes and sizes.count(sizes[0]) == len(sizes):  # one size: nothing to add up
+        step = num_granules(sizes[0]) * GRANULE_NBYTES
+        return range(0, step * len(sizes) + 1, step)
+    return list(accumulate((-(-nbytes // GRANULE_NBYTES) * GRANULE_NBYTES for nbytes in sizes), initial=0))
