@@ -1,0 +1,206 @@
+"""How records lie in a journal or snapshot file (docs/formats.md). Everything is little-endian.
+
+    file    0  magic "MPJL"   4  version u16   6  kind u16   8  number u64   16  CRC-32C of bytes 0..16   20  frames
+    frame   0  word u32: body size, top bit set on a control frame   4  CRC-32C u32   8  body, 1 byte to 64 MiB
+
+A frame's CRC runs over its body and starts from its word, so neither can change unseen; no run of zeros is a frame.
+A control frame's body is {what 8 bytes, its own offset u64, value u64}:
+
+    MARK    all of this file before offset `value`, and all earlier files, were on disk when this was written
+    END     nothing follows; in a snapshot, `value` is how much of the journal of its number was on disk before it
+
+So damage behind which a mark speaks for the damaged place is corruption. Other damage is the unsynced tail of a crash.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from moonpool.base.checksum import crc32c
+from moonpool.base.errors import Corrupt, InvalidInput
+
+MAX_RECORD_NBYTES = 64 * 1024 * 1024
+MARK = b"MPJ-MARK"
+END = b"MPJ-END!"
+_MAGIC = b"MPJL"
+_VERSION = 1
+_HEADER = struct.Struct("<4sHHQ")
+_CRC = struct.Struct("<I")
+_FRAME = struct.Struct("<II")
+_CONTROL = struct.Struct("<8sQQ")
+_CONTROL_BIT = 1 << 31
+HEADER_NBYTES = _HEADER.size + _CRC.size
+CONTROL_NBYTES = _FRAME.size + _CONTROL.size
+_READ_NBYTES = 1024 * 1024
+
+
+class FileKind(IntEnum):
+    JOURNAL = 1
+    SNAPSHOT = 2
+
+
+class Control(NamedTuple):
+    """What a control frame says, and where it stands."""
+
+    what: bytes
+    at: int
+    value: int
+
+
+def pack_header(kind: FileKind, number: int) -> bytes:
+    """The first HEADER_NBYTES of a file."""
+    head = _HEADER.pack(_MAGIC, _VERSION, kind, number)
+    return head + _CRC.pack(crc32c(head))
+
+
+def header_fault(data: bytes, kind: FileKind, number: int, path: Path) -> str | None:
+    """What a crash may have done to a file's first HEADER_NBYTES, None when they are good.
+
+    Corrupt when they are good but of another file, or of a version that this code cannot read.
+    """
+    if len(data) < HEADER_NBYTES:
+        return "its header is cut short"
+    magic, version, found_kind, found_number = _HEADER.unpack_from(data)
+    if magic != _MAGIC or _CRC.unpack_from(data, _HEADER.size)[0] != crc32c(data[: _HEADER.size]):
+        return "its header is damaged"
+    if version != _VERSION:
+        raise Corrupt(f"{path} has format {version}, this Moonpool reads {_VERSION}; start the one that wrote it")
+    if (found_kind, found_number) != (kind, number):
+        raise Corrupt(f"{path} holds what was written under another name (kind {found_kind}, number {found_number})")
+    return None
+
+
+def check_size(record: bytes) -> None:
+    """InvalidInput when it is empty or over MAX_RECORD_NBYTES."""
+    if not 0 < len(record) <= MAX_RECORD_NBYTES:
+        raise InvalidInput(f"a record has 1 to {MAX_RECORD_NBYTES} bytes, not {len(record)}")
+
+
+def pack_frame_head(record: bytes) -> bytes:
+    """What precedes `record` in a file; InvalidInput as in `check_size`."""
+    check_size(record)
+    nbytes = len(record)
+    return _FRAME.pack(nbytes, crc32c(record, nbytes))
+
+
+def pack_records(records: bytes | Sequence[bytes]) -> bytes:
+    """One record or several, framed; InvalidInput as in `check_size`."""
+    if isinstance(records, bytes):
+        return pack_frame_head(records) + records
+    return b"".join([part for record in records for part in (pack_frame_head(record), record)])
+
+
+def pack_control(control: Control) -> bytes:
+    """A whole control frame, CONTROL_NBYTES."""
+    body = _CONTROL.pack(*control)
+    word = len(body) | _CONTROL_BIT
+    return _FRAME.pack(word, crc32c(body, word)) + body
+
+
+class RecordFile:
+    """Reads one file from its start to the first fault, the END frame or `upto`, whichever comes first.
+
+    After `records()` is exhausted, `end` is where the last good frame ends, `closing` the END frame if there was one,
+    and `fault` what is wrong behind `end`, or None. Nothing that fails its checksum is ever yielded.
+    """
+
+    def __init__(self, path: Path, kind: FileKind, number: int) -> None:
+        self.path = path
+        self.end = 0
+        self.nbytes = 0
+        self.closing: Control | None = None
+        self.fault: str | None = None
+        self._kind = kind
+        self._number = number
+
+    @property
+    def whole(self) -> bool:
+        """Closed by its writer, and every frame as it was written."""
+        return self.fault is None and self.closing is not None
+
+    def scan(self) -> RecordFile:
+        """Reads all of it for its faults alone. OSError when it cannot be read, Corrupt when it is another file."""
+        for _ in self.records():
+            pass
+        return self
+
+    def records(self, upto: int | None = None) -> Iterator[bytes]:
+        """The bodies of the records, in order. OSError and Corrupt as above."""
+        with open(self.path, "rb", buffering=_READ_NBYTES) as file:
+            self.nbytes = file.seek(0, 2) if upto is None else upto
+            file.seek(0)
+            self.fault = header_fault(file.read(HEADER_NBYTES), self._kind, self._number, self.path)
+            self.end = 0 if self.fault else HEADER_NBYTES
+            while self.fault is None and self.closing is None and self.end < self.nbytes:
+                body = self._next_record(file)
+                if body is not None:
+                    yield body
+        if self.closing is not None and self.end < self.nbytes:
+            self.fault = "bytes follow its end"
+
+    def _next_record(self, file: BinaryIO) -> bytes | None:
+        """None at a control frame or a fault."""
+        left = self.nbytes - self.end - _FRAME.size
+        word, crc = _FRAME.unpack(file.read(_FRAME.size)) if left > 0 else (0, 0)
+        nbytes = word & ~_CONTROL_BIT
+        if not 0 < nbytes <= min(left, MAX_RECORD_NBYTES):
+            self.fault = "a record is cut short or its size is damaged"
+            return None
+        body = file.read(nbytes)
+        if len(body) < nbytes or crc32c(body, word) != crc:
+            self.fault = "a record's checksum does not match"
+            return None
+        if word & _CONTROL_BIT and not self._take_control(body):
+            return None
+        self.end += _FRAME.size + nbytes
+        return None if word & _CONTROL_BIT else body
+
+    def _take_control(self, body: bytes) -> bool:
+        control = _as_control(body)
+        if control is None or control.at != self.end:
+            self.fault = "a control frame makes no sense"
+            return False
+        if control.what == END:
+            self.closing = control
+        return True
+
+
+def _as_control(body: bytes) -> Control | None:
+    control = Control(*_CONTROL.unpack(body)) if len(body) == _CONTROL.size else None
+    return control if control is not None and control.what in (MARK, END) else None
+
+
+def find_mark(path: Path, start: int, speaks_for: int) -> Control | None:
+    """A MARK at or behind `start`, whatever lies between, that says that byte `speaks_for` was on disk."""
+    with open(path, "rb") as file:
+        file.seek(start)
+        base, data = start, b""
+        while block := file.read(_READ_NBYTES):
+            data += block
+            for at in _places(data, MARK):
+                mark = _mark_at(data, at - _FRAME.size, base)
+                if mark is not None and mark.value > speaks_for:
+                    return mark
+            keep = min(len(data), CONTROL_NBYTES - 1)  # a mark may lie across two blocks
+            base, data = base + len(data) - keep, data[len(data) - keep :]
+    return None
+
+
+def _places(data: bytes, what: bytes) -> Iterator[int]:
+    at = data.find(what)
+    while at >= 0:
+        yield at
+        at = data.find(what, at + 1)
+
+
+def _mark_at(data: bytes, at: int, base: int) -> Control | None:
+    """The mark whose frame starts at data[at]; its own offset in it keeps look-alikes inside of records out."""
+    frame = data[at : at + CONTROL_NBYTES] if at >= 0 else b""
+    if len(frame) < CONTROL_NBYTES:
+        return None
+    control = Control(*_CONTROL.unpack_from(frame, _FRAME.size))
+    return control if pack_control(control) == frame and control.at == base + at else None
