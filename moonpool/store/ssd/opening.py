@@ -1,0 +1,112 @@
+"""What a log's folder holds when its owner starts: the index of all files, found by their own indexes or by search."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass, field
+
+from moonpool.base.clock import Deadline
+from moonpool.base.errors import MoonpoolError
+from moonpool.store.ssd.folder import Folder
+from moonpool.store.ssd.index import Index
+from moonpool.store.ssd.layout import UNIT_NBYTES, Entry, FileHeader, parse_file_header
+from moonpool.store.ssd.log_file import LogFile, on_disk
+from moonpool.store.ssd.recovery import Found, Reader, recover
+from moonpool.store.ssd.writer import write_footer
+from moonpool.transfer.buffers import aligned_buffer
+
+_FIRST_BUFFER_NBYTES = 64 * 1024
+_READ_TIMEOUT_S = 600.0  # of one file; recovery has no one waiting with less patience
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Recovered:
+    index: Index = field(default_factory=Index)
+    num_torn: int = 0
+    num_unreadable_files: int = 0
+
+
+def recover_folder(folder: Folder) -> Recovered:
+    """Reads every file's index, or the file. Raises Unavailable when the disk cannot be read: nothing is given up for
+    that. A file without a valid header is given up: it never held anything, or nothing in it can be told apart.
+    """
+    recovered = Recovered()
+    reader = _Reader()
+    for number in sorted(folder.sizes):
+        with folder.borrow(number) as file:
+            found = _recover_file(folder, number, reader.of(file))
+        if found is None:
+            recovered.num_unreadable_files += 1
+            logger.warning("%s has no valid header and is given up", folder.path_of(number))
+        entries = [] if found is None else found.entries
+        recovered.num_torn += 0 if found is None else found.num_torn
+        if entries or not _retired(folder, number):
+            recovered.index.open_file(number)
+        for entry in entries:
+            recovered.index.add(entry)
+    return recovered
+
+
+def _retired(folder: Folder, number: int) -> bool:
+    try:
+        folder.retire(number)
+    except MoonpoolError as error:
+        logger.warning("log file %d is empty and stays until it is compacted: %s", number, error)
+        return False
+    return True
+
+
+def _recover_file(folder: Folder, number: int, read: Reader) -> Found | None:
+    header = parse_file_header(read(0, UNIT_NBYTES), number) if folder.sizes[number] >= UNIT_NBYTES else None
+    if header is None:
+        return None
+    if folder.sizes[number] < header.file_nbytes:
+        _restore_size(folder, header)
+    found = recover(read, header)
+    if not found.sealed and found.entries:
+        logger.info("log file %d was searched: %d records, %d torn", number, len(found.entries), found.num_torn)
+        _seal(folder, header, found.entries)
+    return found
+
+
+def _restore_size(folder: Folder, header: FileHeader) -> None:
+    path = folder.path_of(header.number)
+    logger.warning("%s was cut short; what is left of it is searched", path)
+    with on_disk(path):
+        os.truncate(path, header.file_nbytes)
+    folder.sizes[header.number] = header.file_nbytes
+
+
+def _seal(folder: Folder, header: FileHeader, entries: list[Entry]) -> None:
+    """So that the next start need not search again. Nothing depends on it."""
+    try:
+        file = folder.open_to_write(header.number)
+        try:
+            file.sync()
+            write_footer(file, header, entries)
+        finally:
+            file.close()
+    except MoonpoolError as error:
+        logger.warning("log file %d is left without an index: %s", header.number, error)
+
+
+class _Reader:
+    """Reads files into one buffer, which grows."""
+
+    def __init__(self) -> None:
+        self._buffer = aligned_buffer(_FIRST_BUFFER_NBYTES)
+
+    def of(self, file: LogFile) -> Reader:
+        deadline = Deadline(_READ_TIMEOUT_S)
+
+        def read(offset: int, nbytes: int) -> memoryview:
+            if nbytes > self._buffer.nbytes:
+                self._buffer = aligned_buffer(nbytes)
+            view = self._buffer[:nbytes]
+            file.read(offset, [view], deadline)
+            return view
+
+        return read
