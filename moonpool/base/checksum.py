@@ -18,6 +18,8 @@ class ChecksumKind(IntEnum):
 
 def crc32c(buffer: Any, initial: int = 0) -> int:
     """CRC-32C (Castagnoli) of a contiguous buffer; `initial` continues an earlier value."""
+    if type(buffer) is bytes:
+        return int(google_crc32c.extend(initial, buffer))
     # The C library takes bytes and arrays but no memoryview; an array over the same memory costs about 1 us.
     return int(google_crc32c.extend(initial, np.frombuffer(buffer, dtype=np.uint8)))
 

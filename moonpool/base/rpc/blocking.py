@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 from typing import TypeVar
@@ -31,6 +32,9 @@ from moonpool.base.rpc.protocol import (
 )
 
 R = TypeVar("R")
+_INBOX_NBYTES = 64 * 1024  # most answers come in one piece
+_SLACK_S = 0.02  # a wait may be this much off its deadline: the kernel is told anew only when it is more
+_TIMEVAL = struct.Struct("@ll")
 
 
 class BlockingClient:
@@ -42,6 +46,9 @@ class BlockingClient:
         self._connect_timeout_s = connect_timeout_s
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
+        self._limit_s = 0.0  # how long the socket waits
+        self._inbox = bytearray(_INBOX_NBYTES)
+        self._filled = 0  # bytes in it
         self._ids = itertools.count(1)
         self._closed = False
         self.peer: Hello | None = None
@@ -83,7 +90,7 @@ class BlockingClient:
             raise DeadlineExceeded(f"{self._address} was busy with other calls for {timeout_s:g} s")
         try:
             yield deadline
-        except TimeoutError as error:
+        except (TimeoutError, BlockingIOError) as error:
             self._drop()
             raise DeadlineExceeded(f"{self._address} did not answer within {timeout_s:g} s") from error
         except OSError as error:
@@ -97,7 +104,7 @@ class BlockingClient:
 
     def _exchange(self, request: bytes, call_id: int, deadline: Deadline) -> Frame:
         sock = self._connected(deadline)
-        sock.settimeout(deadline.remaining_s() or 0.001)
+        self._wait_at_most(sock, deadline)
         sock.sendall(request)
         frame = self._receive(sock, deadline)
         while frame.kind is FrameKind.PONG:  # a sign of life, not an answer
@@ -113,6 +120,9 @@ class BlockingClient:
             raise PeerLost(f"this client of {self._address} is closed")
         if self._socket is None:
             self._socket = self._open(min(deadline.remaining_s(), self._connect_timeout_s))
+            self._socket.settimeout(None)  # from here on the kernel keeps the time: one system call less per wait
+            self._limit_s, self._filled = 0.0, 0
+            self._wait_at_most(self._socket, deadline)
             self._socket.sendall(encode_value(FrameKind.HELLO, 0, self._hello))
             self.peer = decode_hello(self._receive(self._socket, deadline))
         return self._socket
@@ -132,19 +142,49 @@ class BlockingClient:
         return sock
 
     def _receive(self, sock: socket.socket, deadline: Deadline) -> Frame:
-        kind, nbytes, call_id = decode_header(self._exactly(sock, HEADER_NBYTES, deadline))
-        return Frame(kind, call_id, bytes(self._exactly(sock, nbytes, deadline)))
+        self._fill(sock, HEADER_NBYTES, deadline)
+        kind, nbytes, call_id = decode_header(self._inbox)
+        end = HEADER_NBYTES + nbytes
+        if end > len(self._inbox):
+            return Frame(kind, call_id, self._large_body(sock, nbytes, deadline))
+        self._fill(sock, end, deadline)
+        body = bytes(memoryview(self._inbox)[HEADER_NBYTES:end])
+        self._filled -= end
+        if self._filled:  # the next frame has begun
+            self._inbox[: self._filled] = self._inbox[end : end + self._filled]
+        return Frame(kind, call_id, body)
 
-    def _exactly(self, sock: socket.socket, nbytes: int, deadline: Deadline) -> bytearray:
-        buffer = bytearray(nbytes)
-        view, got = memoryview(buffer), 0
+    def _fill(self, sock: socket.socket, nbytes: int, deadline: Deadline) -> None:
+        """At least `nbytes` in the inbox, and whatever more is there."""
+        while self._filled < nbytes:
+            self._filled += self._take(sock, memoryview(self._inbox)[self._filled :], deadline)
+
+    def _large_body(self, sock: socket.socket, nbytes: int, deadline: Deadline) -> bytes:
+        body = bytearray(nbytes)
+        view, got = memoryview(body), self._filled - HEADER_NBYTES
+        view[:got] = memoryview(self._inbox)[HEADER_NBYTES : self._filled]
+        self._filled = 0
         while got < nbytes:
-            sock.settimeout(deadline.remaining_s() or 0.001)
-            count = sock.recv_into(view[got:])
-            if count == 0:
-                raise PeerLost(f"{self._address} closed the connection")
-            got += count
-        return buffer
+            got += self._take(sock, view[got:], deadline)
+        return bytes(body)
+
+    def _take(self, sock: socket.socket, into: memoryview, deadline: Deadline) -> int:
+        self._wait_at_most(sock, deadline)
+        count = sock.recv_into(into)
+        if count == 0:
+            raise PeerLost(f"{self._address} closed the connection")
+        return count
+
+    def _wait_at_most(self, sock: socket.socket, deadline: Deadline) -> None:
+        """The kernel ends a wait of this socket when the deadline has come, give or take a little."""
+        left_s = deadline.remaining_s()
+        if left_s <= 0.0:
+            raise TimeoutError
+        if abs(left_s - self._limit_s) > min(_SLACK_S, left_s / 10):
+            self._limit_s = left_s
+            value = _TIMEVAL.pack(int(left_s), int(left_s % 1 * 1e6) + 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
 
     def _drop(self) -> None:
         if self._socket is not None:
