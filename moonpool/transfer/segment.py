@@ -30,6 +30,7 @@ from moonpool.transfer.topology.numa import bind_file_to_node
 MAX_NAME_NBYTES = 255
 _GENERATION_NBYTES = 8
 _MAX_GENERATION = 2**64 - 1
+_FEW = 8  # granules, up to which numpy takes longer than a loop
 
 
 class Fence:
@@ -49,7 +50,17 @@ class Fence:
 
     def admit(self, offset: int, nbytes: int, generation: int) -> None:
         """Stamps the touched granules with `generation`; StaleGeneration, stamping none, if one is newer."""
-        self.admit_all([(offset, nbytes)], generation)
+        granules = self._few_granules(offset, nbytes, generation)
+        if granules is None:
+            self.admit_all([(offset, nbytes)], generation)
+            return
+        cells = self._cells
+        with self._lock:
+            for at in granules:
+                if cells[at] > generation:
+                    raise self._stale(offset, cells[at], generation)
+            for at in granules:
+                cells[at] = generation
 
     def admit_all(self, spans: Sequence[tuple[int, int]], generation: int) -> None:
         """admit() of each (offset, nbytes), all or none."""
@@ -63,7 +74,14 @@ class Fence:
 
     def confirm(self, offset: int, nbytes: int, generation: int) -> None:
         """StaleGeneration unless every touched granule still carries `generation`."""
-        self.confirm_all([(offset, nbytes)], generation)
+        granules = self._few_granules(offset, nbytes, generation)
+        if granules is None:
+            self.confirm_all([(offset, nbytes)], generation)
+            return
+        cells = self._cells
+        for at in granules:
+            if cells[at] != generation:
+                raise self._stale(offset, cells[at], generation)
 
     def confirm_all(self, spans: Sequence[tuple[int, int]], generation: int) -> None:
         for offset, first, end in self._touched(spans, generation):
@@ -79,6 +97,18 @@ class Fence:
 
     def generation_at(self, offset: int) -> int:
         return self._cells[offset // self.granule_nbytes]
+
+    def spans_above(self, generation: int) -> list[tuple[int, int]]:
+        """(offset, nbytes) of all space stamped with a greater generation, in whole granules; neighbours are merged."""
+        newer = np.concatenate(([False], self._table > np.uint64(generation), [False]))
+        edges = np.flatnonzero(newer[1:] != newer[:-1]).reshape(-1, 2) * self.granule_nbytes
+        return [(start, end - start) for start, end in edges.tolist()]
+
+    def _few_granules(self, offset: int, nbytes: int, generation: int) -> range | None:
+        """The granules of a small span, which are quicker to go through one by one; None for others."""
+        if not 0 < nbytes <= _FEW * self.granule_nbytes or not 0 <= generation <= _MAX_GENERATION:
+            return None
+        return range(offset // self.granule_nbytes, (offset + nbytes - 1) // self.granule_nbytes + 1)
 
     def _touched(self, spans: Sequence[tuple[int, int]], generation: int) -> list[tuple[int, int, int]]:
         """(offset, first granule, one past the last) of each span that is not empty."""

@@ -34,18 +34,13 @@ class MappedRemote(RemoteSegment):
             offset += view.nbytes
 
     def write_from(self, offset: int, buffers: Sequence[Buffer], *, generation: int, timeout_s: float) -> None:
-        views, at = [as_bytes_view(buffer, False) for buffer in buffers], offset
-        nbytes = total_nbytes(views)
-        check_bounds(offset, nbytes, self.nbytes)
-        memory, fence = self._borrow(timeout_s)
-        if fence is not None:
-            fence.admit(offset, nbytes, generation)
-        for view in views:
-            copy_bytes(memory[at : at + view.nbytes], view)
-            at += view.nbytes
-        if fence is not None:
-            fence.confirm(offset, nbytes, generation)
-        self._check_owner_stayed(memory)
+        writer = self.writer(timeout_s)
+        writer.write(offset, [as_bytes_view(buffer, False) for buffer in buffers], generation)
+        writer.finish()
+
+    def writer(self, timeout_s: float) -> MappedWriter:
+        """For many writes in a row, each of a generation of its own: the owner is asked for once."""
+        return MappedWriter(self, self._borrow(timeout_s))
 
     def read_many(self, items: Sequence[tuple[int, Buffer]], *, timeout_s: float) -> None:
         placed = place_items(items, self.nbytes, writable=True)
@@ -63,12 +58,40 @@ class MappedRemote(RemoteSegment):
             copy_bytes(memory[offset : offset + view.nbytes], view)
         if fence is not None:
             fence.confirm_all(spans, generation)
-        self._check_owner_stayed(memory)
+        self.check_owner_stayed(memory)
 
     def view(self, offset: int, nbytes: int) -> memoryview | None:
         check_bounds(offset, nbytes, self.nbytes)
         return self._borrow(_VIEW_TIMEOUT_S).memory[offset : offset + nbytes].toreadonly()
 
-    def _check_owner_stayed(self, memory: memoryview) -> None:
+    def check_owner_stayed(self, memory: memoryview) -> None:
+        """PeerLost when what was written to `memory` is nobody's any more."""
         if self._borrow(_VIEW_TIMEOUT_S).memory is not memory:
             raise PeerLost("the segment's owner left during the write")
+
+
+class MappedWriter:
+    """Writes into mapped memory, from one thread, soon. Nothing is certain before finish()."""
+
+    __slots__ = ("_fence", "_memory", "_remote")
+
+    def __init__(self, remote: MappedRemote, borrowed: Borrowed) -> None:
+        self._remote = remote
+        self._memory, self._fence = borrowed
+
+    def write(self, offset: int, views: Sequence[memoryview], generation: int) -> None:
+        """As RemoteSegment.write_from, of views of bytes."""
+        memory, fence, at = self._memory, self._fence, offset
+        nbytes = total_nbytes(views)
+        check_bounds(offset, nbytes, self._remote.nbytes)
+        if fence is not None:
+            fence.admit(offset, nbytes, generation)
+        for view in views:
+            copy_bytes(memory[at : at + view.nbytes], view)
+            at += view.nbytes
+        if fence is not None:
+            fence.confirm(offset, nbytes, generation)
+
+    def finish(self) -> None:
+        """PeerLost when the owner left meanwhile: then all that was written is lost."""
+        self._remote.check_owner_stayed(self._memory)

@@ -67,9 +67,9 @@ class OpenDisk(ABC):
 class FileDisk(OpenDisk):
     """A regular file or a block device of at least `nbytes` (rounded up to whole blocks)."""
 
-    def __init__(self, path: str, nbytes: int) -> None:
+    def __init__(self, path: str, nbytes: int, *, writable: bool = True) -> None:
         with own_errors(path):
-            fd, self._alignment = _open(path)
+            fd, self._alignment = _open(path, os.O_RDWR if writable else os.O_RDONLY)
         self.path = path
         self.direct = self._alignment.direct
         self._fd = SharedFd(fd, path)
@@ -203,13 +203,13 @@ def scatter(source: memoryview, views: Sequence[memoryview]) -> None:
         at += view.nbytes
 
 
-def _open(path: str) -> tuple[int, Alignment]:
+def _open(path: str, access: int) -> tuple[int, Alignment]:
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
+        fd = os.open(path, access | os.O_CLOEXEC | os.O_DIRECT)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        return os.open(path, os.O_RDWR | os.O_CLOEXEC), BUFFERED
+        return os.open(path, access | os.O_CLOEXEC), BUFFERED
     try:
         alignment = find_alignment(fd)
         if not alignment.direct:

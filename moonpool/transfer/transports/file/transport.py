@@ -17,6 +17,7 @@ from moonpool.transfer.descriptor import SegmentDescriptor
 from moonpool.transfer.host import host_id
 from moonpool.transfer.segment import Segment
 from moonpool.transfer.transports.base import RemoteSegment, Transport, check_bounds, rest_of
+from moonpool.transfer.transports.file.folder import FolderRemote, FolderSegment, is_folder
 from moonpool.transfer.transports.file.segment import FencedFile, FileSegment
 from moonpool.transfer.transports.file.sidecar import pack_grant
 
@@ -26,15 +27,15 @@ class FileTransport(Transport):
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._served: dict[str, FileSegment] = {}
+        self._served: dict[str, FileSegment | FolderSegment] = {}
         self._closed = False
 
     def can_serve(self, segment: Segment) -> bool:
-        return isinstance(segment, FileSegment)
+        return isinstance(segment, FileSegment | FolderSegment)
 
     def serve(self, segment: Segment) -> str:
         """AlreadyExists when the name or the file is taken, by another process too."""
-        if not isinstance(segment, FileSegment):
+        if not isinstance(segment, FileSegment | FolderSegment):
             raise InvalidInput(f"segment {segment.name!r} lies in memory, not in a file")
         with self._lock:
             if self._closed:
@@ -54,8 +55,9 @@ class FileTransport(Transport):
     def usable(self, descriptor: SegmentDescriptor, endpoint: str) -> bool:
         return descriptor.host == host_id() and os.path.exists(rest_of(endpoint, self.scheme))
 
-    def open(self, descriptor: SegmentDescriptor, endpoint: str, *, timeout_s: float) -> FileRemote:
-        return FileRemote(rest_of(endpoint, self.scheme), descriptor)
+    def open(self, descriptor: SegmentDescriptor, endpoint: str, *, timeout_s: float) -> FileRemote | FolderRemote:
+        path = rest_of(endpoint, self.scheme)
+        return FolderRemote(path, descriptor) if is_folder(path) else FileRemote(path, descriptor)
 
     def close(self) -> None:
         with self._lock:
