@@ -25,6 +25,14 @@ class EvictionPolicy(Protocol):
         """
         ...
 
+    def insert_many(
+        self, slots: Sequence[int], parents: Sequence[int | None] | None, fingerprints: Sequence[int]
+    ) -> None:
+        """insert() for each, in this order: new objects, under distinct slots that are not in the policy. A parent that
+        is among them stands before its children.
+        """
+        ...
+
     def access(self, slots: Sequence[int]) -> None:
         """One look-up that found these, in the caller's order: of a prefix chain, parents first. Pinned ones may be
         among them; ones that were never inserted may not."""
@@ -50,3 +58,11 @@ class EvictionPolicy(Protocol):
     def check_integrity(self) -> None:
         """Raises AssertionError when the policy's columns disagree. Looks at every slot: for tests."""
         ...
+
+
+def insert_each(
+    policy: EvictionPolicy, slots: Sequence[int], parents: Sequence[int | None] | None, fingerprints: Sequence[int]
+) -> None:
+    """insert_many() for policies that gain nothing from knowing many at once."""
+    for at, slot in enumerate(slots):
+        policy.insert(slot, None if parents is None else parents[at], 0, fingerprints[at])

@@ -61,6 +61,14 @@ class Candidates:
         """Among the ready ones. There must be room for the slot."""
         self._put(slot, _READY)
 
+    def add_many(self, slots: NDArray[np.int64]) -> None:
+        """As add() of each."""
+        members, where = self._lists[_READY], view(self._where)
+        assert not where[slots].any(), "none of the slots is in a list"
+        where[slots] = _READY
+        view(self._places)[slots] = np.arange(len(members), len(members) + len(slots))
+        members.frombytes(slots.astype(np.uint32).tobytes())
+
     def reserve(self, slot: int) -> None:
         """Makes room for slots up to this one."""
         grow(slot, self._where, self._places)

@@ -22,7 +22,8 @@ class Ghosts:
         self.size = size
         self._all_marks, self._all_stamps = np.zeros(size, np.uint8), np.zeros(size, np.uint32)
         # Single items are read and written faster through memoryviews than through numpy.
-        self._fingerprints = np.zeros(size, np.uint32).data
+        self._all_fingerprints = np.zeros(size, np.uint32)
+        self._fingerprints = self._all_fingerprints.data
         self._marks, self._stamps = self._all_marks.data, self._all_stamps.data
 
     @staticmethod
@@ -46,6 +47,18 @@ class Ghosts:
             return None
         mark, self._marks[place] = self._marks[place] - 1, 0
         return mark, now - self._stamps[place] & _32_BITS
+
+    def take_many(
+        self, fingerprints: NDArray[np.uint32], now: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.int64]]:
+        """take() for each, at its own moment: which of them were remembered, their marks and ages."""
+        spread = fingerprints.astype(np.uint64) * np.uint64(_SPREAD) & np.uint64(_32_BITS)
+        places = spread * np.uint64(self.size) >> np.uint64(32)
+        marks = self._all_marks[places]
+        found = np.flatnonzero((marks != 0) & (self._all_fingerprints[places] == fingerprints))
+        self._all_marks[places[found]] = 0
+        ages = now[found] - self._all_stamps[places[found]].astype(np.int64) & _32_BITS
+        return found, marks[found] - np.uint8(1), ages
 
     def sample(self, part: slice, now: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
         """The marks and ages of those in that part of the table."""

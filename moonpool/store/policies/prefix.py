@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,6 +57,33 @@ class PrefixAware(SweepPolicy):
             self._begin_life(slot, fingerprint)
         self._stamps[slot] = self._clock
         self._adopt(slot, None if parent == slot else parent)
+        if self._clock >= self._learn_at:
+            self._learn()
+
+    def insert_many(
+        self, slots: Sequence[int], parents: Sequence[int | None] | None, fingerprints: Sequence[int]
+    ) -> None:
+        if self._pending:
+            self._account()
+        highest = max(max(slots), max((each for each in parents or () if each is not None), default=0))
+        if highest >= len(self._present):
+            self._reserve(highest)
+        at, marks = np.array(slots, np.int64), np.array(fingerprints, np.uint32)
+        stamps = np.arange(self._clock + 1, self._clock + 1 + len(slots))
+        self._clock += len(slots)
+        self._count += len(slots)
+        assert not view(self._present)[at].any(), "none of the slots is in the policy"
+        view(self._present)[at] = 1
+        view(self._fingerprints)[at] = marks
+        view(self._lives)[at] += np.uint32(1)
+        view(self._stamps)[at] = stamps
+        for column in (self._uses, self._children, self._depths, self._parents):
+            view(column)[at] = 0
+        self._recognise(at, marks, stamps)
+        if parents is not None:
+            self._link_many(slots, parents)
+            at = at[view(self._children)[at] == 0]
+        self._candidates.add_many(at)
         if self._clock >= self._learn_at:
             self._learn()
 
@@ -112,6 +139,18 @@ class PrefixAware(SweepPolicy):
         else:
             self._candidates.discard(parent)
 
+    def _link_many(self, slots: Sequence[int], parents: Sequence[int | None]) -> None:
+        """New slots to their parents, as _adopt(); which of them are candidates is settled when all are linked."""
+        children, depths, lives = self._children, self._depths, self._lives
+        for slot, parent in zip(slots, parents, strict=True):
+            if parent is None or parent == slot or depths[parent] >= _MAX_DEPTH:
+                continue
+            self._parents[slot], self._parent_lives[slot] = parent + 1, lives[parent]
+            if not children[parent]:
+                self._candidates.discard(parent)
+            children[parent] += 1
+            depths[slot] = depths[parent] + 1
+
     def _orphan(self, slot: int, parent: int, is_victim: bool) -> None:
         self._parents[slot] = 0
         self._children[parent] -= 1
@@ -152,6 +191,14 @@ class PrefixAware(SweepPolicy):
         if ghost is not None:
             self._model.ended(*ghost)
             self._uses[slot] = min(ghost[0] + 1, NUM_CLASSES - 1)
+
+    def _recognise(self, slots: NDArray[np.int64], fingerprints: NDArray[np.uint32], stamps: NDArray[np.int64]) -> None:
+        """Those that come back go on with the uses they had."""
+        watched = np.flatnonzero(fingerprints & np.uint32(self._watch_mask) == 0)
+        found, uses, ages = self._ghosts.take_many(fingerprints[watched], stamps[watched])
+        if len(found):
+            self._model.ended_many(count(uses, ages, each=1))
+            view(self._uses)[slots[watched[found]]] = np.minimum(uses + np.uint8(1), np.uint8(NUM_CLASSES - 1))
 
     def _account(self) -> None:
         pending, self._pending = self._pending, array("I")

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from moonpool.store.policies.base import insert_each
 from moonpool.store.policies.columns import CHUNK_SLOTS, grow, view
 from moonpool.store.policies.ghosts import Ghosts
 
@@ -57,6 +58,11 @@ class S3Fifo:
         ghost = self._ghosts.take(fingerprint, self._clock)
         known = ghost is not None and ghost[1] <= len(self)
         self._push(slot, _MAIN_ROOT if known else _SMALL_ROOT)
+
+    def insert_many(
+        self, slots: Sequence[int], parents: Sequence[int | None] | None, fingerprints: Sequence[int]
+    ) -> None:
+        insert_each(self, slots, parents, fingerprints)
 
     def access(self, slots: Sequence[int]) -> None:
         self._pending.extend(slots)

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from moonpool.store.policies.base import insert_each
 from moonpool.store.policies.columns import Candidates, grow, view
 
 SAMPLE = 2048
@@ -39,6 +40,11 @@ class SweepPolicy(ABC):
 
     @abstractmethod
     def insert(self, slot: int, parent: int | None, nbytes: int, fingerprint: int) -> None: ...
+
+    def insert_many(
+        self, slots: Sequence[int], parents: Sequence[int | None] | None, fingerprints: Sequence[int]
+    ) -> None:
+        insert_each(self, slots, parents, fingerprints)
 
     @abstractmethod
     def remove(self, slot: int) -> None: ...
