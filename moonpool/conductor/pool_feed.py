@@ -44,22 +44,23 @@ class PoolFeed:
         client = await AsyncClient.connect(self._address, SERVICE, name=self._name)
         try:
             async with contextlib.aclosing(client.stream(Subscribe())) as batches:  # type: ignore[type-var]
-                expected: int | None = None
+                last: int | None = None
                 async for batch in batches:
-                    self._apply(batch, expected)
-                    expected = batch.sequence + 1
+                    self._apply(batch, last)
+                    last = batch.sequence
         finally:
             client.close()
 
-    def _apply(self, batch: EventBatch, expected: int | None) -> None:
-        if batch.snapshot and expected is None:
+    def _apply(self, batch: EventBatch, last: int | None) -> None:
+        """`last` is the sequence of the batch before. The parts of a snapshot have one sequence together."""
+        if batch.snapshot:
             self._index.replace_pool(batch.stored)
             self.connected = True
             _LOG.info("the pool holds %d blocks", self._index.pool_blocks)
-        elif batch.sequence == expected:
+        elif last is not None and batch.sequence in (last, last + 1):
             self._index.update_pool(batch.stored, batch.removed)
         else:
-            raise ProtocolError(f"batch {batch.sequence} came instead of {expected or 'a snapshot'}")
+            raise ProtocolError(f"batch {batch.sequence} came after {last}; the snapshot comes first")
 
     def _lost(self) -> None:
         self.connected = False

@@ -1,39 +1,49 @@
-"""The master's shell: sockets, time and the epoch file around the pure PoolState, which decides everything."""
+"""The master's shell: sockets, time, the journal and listeners around the pure PoolState, which decides everything.
+
+Every event's records are in the journal before the event is answered, so whatever a client was told survives the
+master's death. Snapshots are written in steps between events.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import itertools
-import os
-from collections.abc import AsyncGenerator, Callable
+import logging
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from moonpool.base.clock import Clock, SystemClock
-from moonpool.base.errors import ConfigError
-from moonpool.base.metrics import GetMetrics
-from moonpool.base.rpc import Call, Peer, RpcServer
+from moonpool.base.errors import MoonpoolError
+from moonpool.base.rpc import Peer, RpcServer
 from moonpool.store import messages as m
 from moonpool.store.board import SegmentBoard
 from moonpool.store.events import ChangeFeed
-from moonpool.store.metrics import pool_metrics
+from moonpool.store.journal import Journal, JournalConfig, JournalHealth, SnapshotWriter, forget
+from moonpool.store.master_calls import handlers
+from moonpool.store.order_streams import OrderStreams
 from moonpool.store.rules import PoolRules
 from moonpool.store.state import EPOCH_BITS, PoolState
 from moonpool.transfer.descriptor import SegmentDescriptor
 
-EPOCH_FILE = "epoch"
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MasterConfig(PoolRules):
     """The pool's rules, and how the master serves them. Two masters must not share a `data_dir`."""
 
-    data_dir: str  # where the epoch is kept between lives
+    data_dir: str  # where the journal and the epoch are kept between lives
     listen: str = "tcp:127.0.0.1:7700"  # unix:/path or tcp:host:port
+    journal: bool = True  # off: a restarted master knows nothing of what was stored before
+    forget_journal: bool = False  # sets an unreadable journal aside at the start and begins without it
+    journal_sync_s: float = 0.1  # a machine that loses power loses at most this; 0: nothing, at a price per call
     tick_s: float = 0.05  # how often time is looked at
     event_delay_s: float = 0.005  # changes are gathered this long before listeners hear of them
     max_pending_event_keys: int = 1_000_000  # a listener this far behind is dropped
+    max_replay_event_keys: int = 1_000_000  # what a listener that comes back can be told again
 
 
 class Master:
@@ -41,15 +51,18 @@ class Master:
 
     def __init__(self, config: MasterConfig, clock: Clock | None = None) -> None:
         self.config = config
-        self._clock = clock or SystemClock()
+        self.clock = clock or SystemClock()
+        self.board = SegmentBoard()
+        self.order_streams = OrderStreams()
         self._connections = itertools.count(1)
         self._connection_of: dict[Peer, int] = {}
-        self._feed = ChangeFeed(config.max_pending_event_keys)
-        self._board = SegmentBoard()
+        self._beating: dict[Peer, set[tuple[str, int]]] = {}
         self._publish_planned = False
         self._server: RpcServer | None = None
         self._ticking: asyncio.Task[None] | None = None
         self._state: PoolState | None = None
+        self._journal: Journal | None = None
+        self._feed: ChangeFeed | None = None
 
     @property
     def state(self) -> PoolState:
@@ -57,14 +70,39 @@ class Master:
         assert self._state is not None, "the master was not started"
         return self._state
 
+    def journal_health(self) -> JournalHealth | None:
+        """None before the start."""
+        return None if self._journal is None else self._journal.health()
+
     async def start(self) -> str:
-        """The address it serves at. ConfigError when that or the data directory cannot be used."""
-        epoch = next_epoch(Path(self.config.data_dir))
-        self._state = PoolState(self.config, epoch)
-        self._server = RpcServer(m.SERVICE, self._handlers(), name="master", incarnation=epoch)
-        address = await self._server.listen(self.config.listen)
+        """The address it serves at. ConfigError when that or the data directory cannot be used; Corrupt when the
+        journal there cannot be trusted.
+        """
+        config = JournalConfig(sync_s=self.config.journal_sync_s)
+        if self.config.forget_journal:
+            aside = await asyncio.to_thread(forget, Path(self.config.data_dir))
+            _LOG.warning("what this master knew is set aside in %s", aside or "no place: there was nothing")
+        journal, replay = await asyncio.to_thread(Journal.open, Path(self.config.data_dir), config)
+        self._journal = journal
+        try:
+            self._restore(journal.epoch, replay)
+            self._server = RpcServer(m.SERVICE, handlers(self), name="master", incarnation=journal.epoch)
+            address = await self._server.listen(self.config.listen)
+        except BaseException:
+            journal.close()
+            raise
+        gc.freeze()  # what is there now stays: no reason to look through it again and again
         self._ticking = asyncio.get_running_loop().create_task(self._tick_forever())
         return address
+
+    def _restore(self, epoch: int, replay: Iterator[bytes]) -> None:
+        self._state = PoolState(self.config, epoch, journalled=self.config.journal)
+        self._feed = ChangeFeed(
+            self.config.max_pending_event_keys, self.config.max_replay_event_keys, epoch << EPOCH_BITS
+        )
+        count = self._state.restore(replay if self.config.journal else iter(()), self.clock.now_s())
+        if count:
+            _LOG.info("epoch %d begins with %d objects from the journal", epoch, len(self._state.index))
 
     async def wait(self) -> None:
         """Returns after close(); raises what ended the master otherwise."""
@@ -80,72 +118,70 @@ class Master:
             await asyncio.wait([self._ticking])
         if self._server is not None:
             await self._server.close()
+        if self._journal is not None:
+            await asyncio.to_thread(self._journal.close)
+
+    # time
 
     async def _tick_forever(self) -> None:
+        snapshot: _Snapshot | None = None
         while True:
-            more = self.state.tick(self._clock.now_s())
-            self._publish_soon()
-            await asyncio.sleep(0 if more else self.config.tick_s)
+            more = self.state.tick(self.clock.now_s())
+            with contextlib.suppress(MoonpoolError):  # the journal has logged it, and asks for a snapshot
+                self.after_event()
+            assert self._journal is not None
+            if snapshot is None and self.config.journal and self._journal.should_snapshot:
+                snapshot = self._begin_snapshot(self._journal)
+            if snapshot is not None and not snapshot.step():
+                snapshot = None
+            await asyncio.sleep(0 if more or snapshot is not None else self.config.tick_s)
 
-    # changes to listeners
+    def _begin_snapshot(self, journal: Journal) -> _Snapshot | None:
+        try:
+            writer = journal.begin_snapshot()
+        except MoonpoolError as error:
+            _LOG.warning("no snapshot now: %s", error)
+            return None
+        # Its first step is taken here, at the very moment from which the new journal goes on.
+        return _Snapshot(writer, self.state.snapshot_records(self.clock.now_s()))
 
-    def _publish_soon(self) -> None:
+    # after every event
+
+    def after_event(self) -> None:
+        """Writes down what happened, before anybody is told; wakes listeners and nodes.
+
+        NoSpace or Unavailable when the journal cannot be written: then it has happened and may be forgotten.
+        """
+        records = self.state.take_records()
         if not self._publish_planned:
             self._publish_planned = True
             asyncio.get_running_loop().call_later(self.config.event_delay_s, self._publish)
+        if self.state.orders.has_news:
+            self.order_streams.wake(self.state.orders.nodes_with_news())
+        if records:
+            assert self._journal is not None
+            self._journal.append(records)
 
     def _publish(self) -> None:
         self._publish_planned = False
         changes = self.state.take_changes()
         if changes is not None:
-            self._feed.publish(*changes)
+            assert self._feed is not None
+            self._feed.publish(changes)
 
-    def _subscribe(self, call: m.Subscribe, peer: Peer) -> AsyncGenerator[m.EventBatch, None]:
-        return self._feed.subscribe(self.state.snapshot)
+    # for the handlers
 
-    # calls
+    def subscribe(self, since: int | None) -> AsyncGenerator[m.EventBatch, None]:
+        assert self._feed is not None
+        self._publish()  # what is not told yet belongs before the snapshot
+        return self._feed.subscribe(since, self.state.snapshot)
 
-    def _handlers(self) -> dict[type[Call[Any]], Callable[[Any, Peer], Any]]:
-        state, now = self.state, self._clock.now_s
-        reads: dict[type[Call[Any]], Callable[[Any, Peer], Any]] = {
-            m.Lookup: lambda c, _: state.lookup(c.keys, c.prefix, now()),
-            m.Exist: lambda c, _: state.exist(c.keys, now()),
-            m.Heartbeat: lambda c, _: state.heartbeat(c.segment, c.incarnation, now()),
-            m.Segments: lambda c, _: state.segments(),
-            m.Announce: lambda c, _: self._board.announce(c.descriptor, c.ttl_s, now()),
-            m.Retract: lambda c, _: self._board.retract(c.name, c.incarnation),
-            m.FindSegment: lambda c, _: self._find_segment(c.name),
-            m.Pin: lambda c, peer: state.pin(self._connection(peer), c.keys, now()),
-            m.Unpin: lambda c, peer: state.unpin(self._connection(peer), c.keys, now()),
-            m.Why: lambda c, _: state.why(c.key, now()),
-            m.Stats: lambda c, _: state.stats(),
-            GetMetrics: lambda c, _: pool_metrics(state.stats()),
-            m.Subscribe: self._subscribe,
-        }
-        changes: dict[type[Call[Any]], Callable[[Any], Any]] = {
-            m.MountSegment: lambda c: state.mount(c.node, c.descriptor, now()),
-            m.UnmountSegment: lambda c: state.unmount(c.segment, c.incarnation),
-            m.PutStart: lambda c: state.put_start(c.items, now()),
-            m.PutEnd: lambda c: state.put_end(c.items, now()),
-            m.PutRevoke: lambda c: state.put_revoke(c.items, c.settled, now()),
-            m.Remove: lambda c: state.remove(c.keys, c.force, now()),
-            m.ReportCorrupt: lambda c: state.report_corrupt(c.key, c.generation, c.segment, now()),
-        }
-        return {**reads, **{call: self._and_publish(handler) for call, handler in changes.items()}}
+    def find_segment(self, name: str) -> SegmentDescriptor | None:
+        announced = self.board.find(name, self.clock.now_s())
+        known = (each.descriptor for each in self.state.segments())
+        return announced or next((each for each in known if each.name == name), None)
 
-    def _find_segment(self, name: str) -> SegmentDescriptor | None:
-        announced = self._board.find(name, self._clock.now_s())
-        return announced or next((each for each in self.state.segments() if each.name == name), None)
-
-    def _and_publish(self, handler: Callable[[Any], Any]) -> Callable[[Any, Peer], Any]:
-        def handle(call: Any, _: Peer) -> Any:
-            answer = handler(call)
-            self._publish_soon()
-            return answer
-
-        return handle
-
-    def _connection(self, peer: Peer) -> int:
+    def connection(self, peer: Peer) -> int:
         """The number the state knows this connection by; its pins end with it."""
         number = self._connection_of.get(peer)
         if number is None:
@@ -153,24 +189,39 @@ class Master:
             peer.on_close(lambda: self._on_close(peer))
         return number
 
+    def note_beat(self, peer: Peer, segment: str, incarnation: int) -> None:
+        """Remembers whose segment it is, to know at once when its node is gone."""
+        if peer not in self._beating:
+            self._beating[peer] = set()
+            peer.on_close(lambda: self._on_node_gone(peer))
+        self._beating[peer].add((segment, incarnation))
+
     def _on_close(self, peer: Peer) -> None:
-        self.state.connection_closed(self._connection_of.pop(peer), self._clock.now_s())
+        self.state.connection_closed(self._connection_of.pop(peer), self.clock.now_s())
+
+    def _on_node_gone(self, peer: Peer) -> None:
+        for segment, incarnation in self._beating.pop(peer):
+            self.state.members.disconnected(segment, incarnation, self.clock.now_s())
 
 
-def next_epoch(data_dir: Path) -> int:
-    """One more than in the last life, and on disk before anybody hears of it."""
-    path = data_dir / EPOCH_FILE
-    try:
-        data_dir.mkdir(parents=True, exist_ok=True)
-        last = int(path.read_text()) if path.exists() else 0
-        if not 0 <= last < 2**EPOCH_BITS - 1:
-            raise ValueError(f"{last} is out of range")
-        fresh = path.with_suffix(".new")
-        with open(fresh, "w") as file:
-            file.write(f"{last + 1}\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(fresh, path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot keep the master's epoch in {path}: {error}", param="data_dir") from error
-    return last + 1
+class _Snapshot:
+    """A snapshot under way: one bounded step at a time."""
+
+    def __init__(self, writer: SnapshotWriter, steps: Iterator[list[bytes]]) -> None:
+        self._writer = writer
+        self._steps = steps
+        self._queue = next(steps)
+
+    def step(self) -> bool:
+        """False when it has ended, well or not; the journal logs which."""
+        try:
+            while self._queue and self._writer.ready:
+                self._writer.add(self._queue.pop(0))
+            if not self._queue:
+                self._queue = next(self._steps)
+            return True
+        except StopIteration:
+            self._writer.finish_soon()
+        except MoonpoolError as error:
+            _LOG.warning("the snapshot was given up: %s", error)
+        return False

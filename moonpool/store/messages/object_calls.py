@@ -1,0 +1,125 @@
+"""Clients to the master: putting, finding, keeping and removing objects."""
+
+from __future__ import annotations
+
+import msgspec
+
+from moonpool.base.rpc import Call
+from moonpool.store.messages.values import ObjectInfo, ObjectPage, PutOptions, PutReply, Refusal, RemovedCount
+
+
+class PutStart(Call[PutReply]):
+    """A wish to store `sizes[i]` bytes (header included) under `keys[i]`.
+
+    `session` is the writer's, when it may write in place on its own machine: such space is not used again before the
+    writer says that it has stopped or its node's desk says that it is gone. `parents[i]` is the key of the block that
+    block i continues; the members of a group (`groups[i]`, b"" for none) are evicted together.
+
+    With `settled_up_to` the session says that it has none of its puts in its hands whose generation is up to that one:
+    it has ended them, or has never heard of them because an answer was lost.
+    """
+
+    keys: list[bytes]
+    sizes: list[int]
+    options: PutOptions
+    session: int = 0
+    parents: list[bytes] | None = None
+    groups: list[bytes] | None = None
+    settled_up_to: int = 0
+
+
+class PutEnd(Call[dict[int, Refusal]]):
+    """Makes the objects visible. A late one (space taken back meanwhile) is refused as stale_generation.
+
+    `failed` names, by position, the segments whose replicas could not be written; the objects become visible without.
+    """
+
+    keys: list[bytes]
+    generations: list[int]
+    failed: dict[int, tuple[str, ...]] = msgspec.field(default_factory=dict)
+
+
+class PutRenew(Call[list[bool]]):
+    """Unfinished puts that go on: the time after which they are discarded starts anew. False where there is none."""
+
+    keys: list[bytes]
+    generations: list[int]
+
+
+class PutRevoke(Call[None]):
+    """Gives the space of unfinished puts back. Unknown ones are ignored.
+
+    `settled` says that no write of the caller can still be under way; otherwise the space rests before it is reused.
+    """
+
+    keys: list[bytes]
+    generations: list[int]
+    settled: bool = True
+
+
+class Lookup(Call[list[ObjectInfo | None]]):
+    """Where the objects are, each leased for reading unless `lease` is False (then nobody promises anything).
+
+    With `prefix` all behind the first missing key is None. With a `session` each one found is pinned for that
+    process, as Pin does.
+    """
+
+    keys: list[bytes]
+    prefix: bool = False
+    lease: bool = True
+    session: int = 0
+
+
+class Exist(Call[list[bool]]):
+    """As Lookup, leases included, without the places."""
+
+    keys: list[bytes]
+
+
+class Remove(Call[list[bool]]):
+    """True where no object is under the key now; leased or pinned ones stay unless `force`."""
+
+    keys: list[bytes]
+    force: bool = False
+
+
+class RemoveMatching(Call[RemovedCount]):
+    """Removes what the regular expression finds (None: everything), in steps: ask again with the cursor."""
+
+    pattern: str | None = None
+    force: bool = False
+    cursor: int = 0
+
+
+class ListObjects(Call[ObjectPage]):
+    """Objects whose key the regular expression finds (None: all), in steps; grants no lease."""
+
+    pattern: str | None = None
+    cursor: int = 0
+    limit: int = 1000
+
+
+class Pin(Call[list[bool]]):
+    """Keeps the objects; pins count. True where the object exists.
+
+    Without a session the pin ends with this connection; with one it ends with that process (SessionsGone).
+    """
+
+    keys: list[bytes]
+    session: int = 0
+
+
+class Unpin(Call[None]):
+    keys: list[bytes]
+    session: int = 0
+
+
+class ReportCorrupt(Call[bool]):
+    """A reader found wrong bytes: this replica is quarantined and never handed out again.
+
+    False when the object has no replica of that generation there any more, so the reader was late.
+    """
+
+    key: bytes
+    generation: int
+    segment: str

@@ -1,0 +1,100 @@
+"""Nodes to the master: segments, processes, orders. And segments that engines announce."""
+
+from __future__ import annotations
+
+from moonpool.base.rpc import Call, StreamCall
+from moonpool.store.messages.values import HeartbeatReply, HeldItem, MountReply, Order, OrderResult, SegmentInfo, Tier
+from moonpool.transfer.descriptor import SegmentDescriptor
+
+
+class MountSegment(Call[MountReply]):
+    """A node offers memory or disk. A new incarnation of a known name voids what the earlier one held, except that
+    what an SSD segment holds is told to the master again by Inventory.
+    """
+
+    node: str
+    descriptor: SegmentDescriptor
+    tier: Tier = Tier.DRAM
+    desk: str | None = None
+    capacity_nbytes: int | None = None  # of an SSD segment, whose descriptor spans its address space
+
+
+class UnmountSegment(Call[None]):
+    """A node takes its memory back; objects that lived only there are gone (those on SSD until it comes back)."""
+
+    segment: str
+    incarnation: int
+
+
+class Heartbeat(Call[HeartbeatReply]):
+    segment: str
+    incarnation: int
+
+
+class Recount(Call[None]):
+    """The node's answer to `recount_above`: spans (offset, nbytes) stamped with higher generations, and which client
+    sessions its desk knows. Those spans are not used before they have rested.
+    """
+
+    segment: str
+    incarnation: int
+    spans: list[tuple[int, int]]
+    sessions: list[int]
+
+
+class SessionsGone(Call[None]):
+    """These processes have ended: what they held in place (views, unfinished puts) is free."""
+
+    sessions: list[int]
+
+
+class Inventory(Call[list[bool]]):
+    """Records of an SSD segment that was mounted anew, in parts. False where a record is not wanted: drop it.
+
+    With `last` nothing more follows, and what the master expected and did not hear of is lost.
+    """
+
+    segment: str
+    incarnation: int
+    items: list[HeldItem]
+    last: bool
+
+
+class Relocated(Call[list[bool]]):
+    """Compaction moved records: (key, generation, new offset). False where the record is not wanted any more."""
+
+    segment: str
+    incarnation: int
+    items: list[tuple[bytes, int, int]]
+
+
+class Orders(StreamCall[list[Order]]):
+    """What this node shall do, as it comes up. Unanswered ones are sent again to a node that asks anew."""
+
+    node: str
+
+
+class OrdersDone(Call[None]):
+    results: list[OrderResult]
+
+
+class Segments(Call[list[SegmentInfo]]):
+    """All mounted segments."""
+
+
+class Announce(Call[None]):
+    """An engine's own segment, not offered to the pool, for others to find; forgotten after `ttl_s` unless renewed."""
+
+    descriptor: SegmentDescriptor
+    ttl_s: float
+
+
+class Retract(Call[None]):
+    name: str
+    incarnation: int
+
+
+class FindSegment(Call[SegmentDescriptor | None]):
+    """An announced segment, or one of the pool's."""
+
+    name: str

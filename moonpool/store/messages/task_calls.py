@@ -1,0 +1,33 @@
+"""Copies, moves and drains that somebody asks for."""
+
+from __future__ import annotations
+
+from moonpool.base.rpc import Call
+from moonpool.store.messages.values import TaskInfo
+
+
+class CopyObject(Call[int]):
+    """One more replica on each target segment; the number of the task."""
+
+    key: bytes
+    targets: tuple[str, ...]
+
+
+class MoveObject(Call[int]):
+    key: bytes
+    source: str
+    target: str
+
+
+class DrainSegment(Call[int]):
+    """Nothing new is placed there, and what is there moves away; the number of the task."""
+
+    segment: str
+
+
+class QueryTask(Call[TaskInfo | None]):
+    task_id: int
+
+
+class CancelTask(Call[bool]):
+    task_id: int

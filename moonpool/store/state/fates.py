@@ -1,0 +1,85 @@
+"""What became of keys, in bounded memory: the newest endings are remembered, the oldest forgotten. Pure."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from enum import IntEnum
+
+
+class Fate(IntEnum):
+    """How a key ended. The numbers stand in journals."""
+
+    EVICTED_WATERMARK = 1
+    EVICTED_FOR_PUT = 2
+    REMOVED = 3
+    CORRUPT = 4
+    NODE_GONE = 5
+    PUT_ABANDONED = 6
+    PUT_REVOKED = 7
+    SSD_EVICTED = 8
+    NOT_RECOVERED = 9
+    REPLACED = 10
+
+    @property
+    def sentence(self) -> str:
+        """Completes "this object ..."."""
+        return _SENTENCES[self]
+
+
+_SENTENCES = {
+    Fate.EVICTED_WATERMARK: "was evicted: the pool was above its high watermark and the policy chose it",
+    Fate.EVICTED_FOR_PUT: "was evicted to make room for a put that found no space; the policy chose it",
+    Fate.REMOVED: "was removed by a caller",
+    Fate.CORRUPT: "was quarantined: wrong bytes were found in its last replica",
+    Fate.NODE_GONE: "was on a node that left or died, and nowhere else",
+    Fate.PUT_ABANDONED: "expired unfinished: its put was discarded because its writer did not end it in time",
+    Fate.PUT_REVOKED: "was never finished: its writer gave the put up",
+    Fate.SSD_EVICTED: "was evicted from SSD, where its last replica was: the disk's share was full",
+    Fate.NOT_RECOVERED: "was not there any more when its node, or the master, came back",
+    Fate.REPLACED: "was replaced by an upsert",
+}
+
+
+class Fates:
+    """The last `limit` endings, by key."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._fates: OrderedDict[bytes, tuple[Fate, float]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._fates)
+
+    def record(self, key: bytes, fate: Fate, now_s: float) -> None:
+        fates = self._fates
+        fates.pop(key, None)
+        fates[key] = (fate, now_s)
+        if len(fates) > self._limit:
+            fates.popitem(last=False)
+
+    def forget(self, key: bytes) -> None:
+        self._fates.pop(key, None)
+
+    def forget_many(self, keys: Iterable[bytes]) -> None:
+        fates = self._fates
+        if fates:
+            for key in keys:
+                fates.pop(key, None)
+
+    def items(self) -> Iterator[tuple[bytes, Fate, float]]:
+        """Oldest first."""
+        for key, (fate, at_s) in self._fates.items():
+            yield key, fate, at_s
+
+    def restore(self, items: Iterable[tuple[bytes, Fate, float]]) -> None:
+        for key, fate, at_s in items:
+            self.record(key, fate, at_s)
+
+    def tell(self, key: bytes, now_s: float) -> str:
+        """A sentence about a key that is not stored."""
+        if key not in self._fates:
+            forgotten = f" (or that was longer ago than the last {self._limit} endings)"
+            return "this object was never stored" + (forgotten if len(self._fates) >= self._limit else "")
+        fate, at_s = self._fates[key]
+        return f"this object {fate.sentence}, {now_s - at_s:.1f} s ago"

@@ -1,0 +1,79 @@
+"""Do the parts of the pool's state agree? For tests and for idle moments; costs time in proportion to its size."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from moonpool.store.allocator import GRANULE_NBYTES, num_granules
+from moonpool.store.messages import Tier
+from moonpool.store.state.index import ObjectIndex
+from moonpool.store.state.segments import MountedSegment, Place, SegmentTable
+from moonpool.store.state.table import KEPT, Flag, ObjectTable
+
+
+def check_pool(segments: SegmentTable, index: ObjectIndex, spans: Iterable[tuple[Place, int]]) -> None:
+    """Raises AssertionError naming what disagrees. `spans` is all space that somebody owns, objects included."""
+    taken: dict[int, list[tuple[int, int]]] = {number: [] for number in segments.by_number}
+    for (number, offset), nbytes in spans:
+        if number in taken:
+            taken[number].append((offset, offset + num_granules(nbytes) * GRANULE_NBYTES))
+    for number, segment in segments.by_number.items():
+        if segment.tier is Tier.DRAM:
+            _check_dram(segment, taken[number])
+        else:
+            _check_ssd(segment, index.table)
+    _check_table(index.table)
+    _check_order(index)
+
+
+def object_spans(table: ObjectTable) -> Iterable[tuple[Place, int]]:
+    for slot in table.slots():
+        for replica in table.dram_replicas(slot):
+            yield (replica.segment, replica.offset), table.nbytes[slot]
+
+
+def _check_dram(segment: MountedSegment, taken: list[tuple[int, int]]) -> None:
+    """Taken spans and free ranges tile the segment without gap or overlap."""
+    assert segment.allocator is not None
+    segment.allocator.check_integrity()
+    name = segment.name
+    assert len(taken) == segment.num_replicas, f"{name}: {segment.num_replicas} replicas counted, {len(taken)} found"
+    free = [(offset, offset + nbytes) for offset, nbytes in segment.allocator.free_ranges()]
+    at = 0
+    for start, end in sorted(taken + free):
+        assert start == at, f"{name}: space at {at} is owned by nobody or by two"
+        at = end
+    assert at == segment.allocator.capacity_nbytes, f"{name}: space at the end is lost"
+
+
+def _check_ssd(segment: MountedSegment, table: ObjectTable) -> None:
+    sizes = [table.nbytes[slot] for slot in table.slots() if table.ssd_segment[slot] == segment.number]
+    assert len(sizes) == segment.num_replicas, f"{segment.name}: records are counted"
+    used = sum(num_granules(nbytes) * GRANULE_NBYTES for nbytes in sizes)
+    assert used == segment.ssd_used_nbytes, f"{segment.name}: bytes are counted"
+
+
+def _check_table(table: ObjectTable) -> None:
+    slots = list(table.slots())
+    assert len(slots) == len(table), "objects are counted"
+    found = {slot: key for shard in table.shards for key, slot in shard.items()}
+    assert found == {slot: table.keys[slot] for slot in slots}, "every key finds its slot"
+    for slot in slots:
+        assert table.dram_segment[slot] or table.ssd_segment[slot], "an object has a replica"
+    dormant = [slot for slot in slots if table.flags[slot] & Flag.DORMANT]
+    assert len(dormant) == table.num_dormant, "dormant objects are counted"
+    assert set(table.extras) == {slot for slot in slots if table.flags[slot] & Flag.EXTRA}, "extra replicas are marked"
+    assert set(table.group_of) == {slot for slot in slots if table.flags[slot] & Flag.GROUPED}, "groups are marked"
+    members = {slot for group in table.groups.values() for slot in group}
+    assert members == set(table.group_of), "groups know their members"
+
+
+def _check_order(index: ObjectIndex) -> None:
+    table = index.table
+    index.policy.check_integrity()
+    expected = {slot for slot in table.slots() if table.dram_segment[slot] and not table.flags[slot] & KEPT}
+    assert len(index.policy) == len(expected), "the policy orders what may be evicted"
+    pinned = {slot for slot in table.slots() if table.flags[slot] & Flag.PINNED}
+    counts: Counter[int] = index.pins.counts()
+    assert set(counts) == pinned, "pinned objects are marked"

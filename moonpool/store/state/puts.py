@@ -1,0 +1,387 @@
+"""Putting: space is granted, written by the client, and made visible at the end. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from moonpool.base.errors import AlreadyExists, InvalidInput, MoonpoolError, NoSpace, StaleGeneration
+from moonpool.store.messages import Placement, PutOptions, PutReply, Refusal
+from moonpool.store.rules import PoolRules
+from moonpool.store.state.bulk import LEAST, insert_plain, is_plain
+from moonpool.store.state.evictor import Evictor
+from moonpool.store.state.fates import Fate
+from moonpool.store.state.generations import Generations
+from moonpool.store.state.identities import Identities
+from moonpool.store.state.index import FIRST_SESSION, ObjectIndex
+from moonpool.store.state.pending import PendingPut, Terms
+from moonpool.store.state.records import Freed, Granted, PutsAbandoned, PutsEnded
+from moonpool.store.state.segments import Place, SegmentTable
+from moonpool.store.state.space import SpaceReturns
+from moonpool.store.state.table import Flag, Replica
+
+MAX_KEY_NBYTES = 1024
+MAX_REPLICAS = 16
+
+
+class Puts:
+    def __init__(
+        self,
+        rules: PoolRules,
+        index: ObjectIndex,
+        segments: SegmentTable,
+        space: SpaceReturns,
+        evictor: Evictor,
+        generations: Generations,
+        identities: Identities,
+    ) -> None:
+        self._rules = rules
+        self._index = index
+        self._segments = segments
+        self._space = space
+        self._evictor = evictor
+        self._generations = generations
+        self._identities = identities
+        self.pending: dict[bytes, PendingPut] = {}  # the one that is discarded first comes first
+        self.counters = dict.fromkeys(("refused", "discarded"), 0)
+
+    # beginning
+
+    def start(
+        self,
+        keys: Sequence[bytes],
+        sizes: Sequence[int],
+        options: PutOptions,
+        session: int,
+        parents: Sequence[bytes] | None,
+        groups: Sequence[bytes] | None,
+        now_s: float,
+    ) -> PutReply:
+        """Space for each item, on up to num_replicas distinct segments and at least one; or why not."""
+        _check_batch(keys, sizes, options, session, parents, groups)
+        refusals: dict[int, Refusal] = {}
+        terms = self._terms(options, session)
+        wanted = self._admitted(keys, sizes, options, refusals, now_s)
+        places = self._place([sizes[at] for at in wanted], options, now_s)
+        generations = [0] * len(keys)
+        replicas: list[tuple[Placement, ...]] = [()] * len(keys)
+        first = self._generations.take(len(wanted)) - 1
+        granted: list[int] = []
+        pending, by_number = self.pending, self._segments.by_number
+        last_number, name, incarnation = 0, "", 0
+        for at, found in zip(wanted, places, strict=True):
+            key = keys[at]
+            if not found or key in pending:  # the same key twice in one batch: the first has it
+                refusals[at] = self._refusal(key, sizes[at], found)
+                continue
+            first += 1
+            put = pending[key] = PendingPut(key, sizes[at], first, found, terms, now_s)
+            if parents is not None:
+                put.parent = parents[at]
+            if groups is not None:
+                put.group = groups[at]
+            generations[at] = first
+            number, offset = found[0]
+            if number != last_number:
+                descriptor, last_number = by_number[number].descriptor, number
+                name, incarnation = descriptor.name, descriptor.incarnation
+            if len(found) == 1:
+                replicas[at] = (Placement(name, offset, incarnation, first),)
+            else:
+                replicas[at] = self._placements(found, first)
+            granted.append(at)
+        self.counters["refused"] += len(refusals)
+        if granted and self._index.outcomes.enabled:
+            self._record_grants(granted, keys, sizes, generations, terms, groups)
+        return PutReply(generations, replicas, refusals, self._generations.last)
+
+    def _placements(self, places: Sequence[Place], generation: int) -> tuple[Placement, ...]:
+        at = [(self._segments.by_number[number].descriptor, offset) for number, offset in places]
+        return tuple(Placement(each.name, offset, each.incarnation, generation) for each, offset in at)
+
+    def _admitted(
+        self,
+        keys: Sequence[bytes],
+        sizes: Sequence[int],
+        options: PutOptions,
+        refusals: dict[int, Refusal],
+        now_s: float,
+    ) -> list[int]:
+        """The items that may have space; refusals for the others."""
+        admitted, seen, replace, pending = [], set(), options.replace, self.pending
+        for at, slot in enumerate(self._index.find_many(keys, now_s)):
+            key = keys[at]
+            put = pending.get(key)
+            if not 0 < len(key) <= MAX_KEY_NBYTES or sizes[at] <= 0:
+                refusals[at] = _refusal(
+                    InvalidInput(f"a key has 1 to {MAX_KEY_NBYTES} bytes and its object at least one")
+                )
+            elif slot is not None and not replace:
+                refusals[at] = _STORED
+            elif key in seen or (put is not None and not self._make_way(put, replace, now_s)):
+                refusals[at] = _UNDER_WAY
+            else:
+                seen.add(key)
+                admitted.append(at)
+        return admitted
+
+    def _make_way(self, put: PendingPut, replace: bool, now_s: float) -> bool:
+        """An upsert does not wait for an unfinished put of the same key; others wait until it is discarded."""
+        if replace:
+            self._abandon([put], Fate.PUT_REVOKED, False, now_s)
+            return True
+        return self._discard_if_late(put, now_s)
+
+    def _place(self, sizes: list[int], options: PutOptions, now_s: float) -> list[list[Place]]:
+        table = self._index.table
+        if len(table) + len(self.pending) + len(sizes) > table.max_objects:
+            return [[] for _ in sizes]
+        least = options.num_replicas if options.all_replicas else 1
+        places = self._segments.place_many(sizes, options.num_replicas, options.preferred)
+        short = [at for at, found in enumerate(places) if len(found) < least]
+        self._give_back(short, places, sizes, now_s)
+        # Nothing is evicted for what an empty pool could not hold.
+        short = [at for at in short if self._segments.could_hold(sizes[at], least)]
+        while short and self._evictor.make_room(sum(sizes[at] for at in short), now_s):
+            again = self._segments.place_many([sizes[at] for at in short], options.num_replicas, options.preferred)
+            for at, found in zip(short, again, strict=True):
+                places[at] = found
+            short = [at for at in short if len(places[at]) < least]
+            self._give_back(short, places, sizes, now_s)
+        return places
+
+    def _give_back(self, short: Sequence[int], places: list[list[Place]], sizes: Sequence[int], now_s: float) -> None:
+        for at in short:
+            self._space.rest(places[at], sizes[at], now_s, now_s)
+            places[at] = []
+
+    def _terms(self, options: PutOptions, session: int) -> Terms:
+        flags = Flag.HARD_PIN if options.hard_pin else 0
+        identity = self._identities.number_of(options.identity)
+        return Terms(session, flags, identity, options.soft_pin_s, options.replace)
+
+    def _refusal(self, key: bytes, nbytes: int, found: Sequence[Place]) -> Refusal:
+        if found:
+            return _UNDER_WAY
+        if self._index.table.is_full:
+            return _refusal(NoSpace(f"the master's table is full: {self._rules.max_objects} objects (max_objects)"))
+        if not self._segments.could_hold(nbytes):
+            return _refusal(NoSpace(f"no mounted segment could hold {nbytes} bytes"))
+        return _refusal(NoSpace(f"no space for {nbytes} bytes: what is stored is leased, pinned or being written"))
+
+    def _record_grants(
+        self,
+        granted: list[int],
+        keys: Sequence[bytes],
+        sizes: Sequence[int],
+        generations: Sequence[int],
+        terms: Terms,
+        groups: Sequence[bytes] | None,
+    ) -> None:
+        pending = self.pending
+        self._index.outcomes.add(
+            Granted(
+                [keys[at] for at in granted],
+                [sizes[at] for at in granted],
+                [generations[at] for at in granted],
+                [pending[keys[at]].places for at in granted],
+                terms.session,
+                terms.flags,
+                terms.identity,
+                terms.soft_pin_s,
+                terms.replace,
+                None if groups is None else [groups[at] for at in granted],
+            )
+        )
+
+    # ending
+
+    def end(
+        self, keys: Sequence[bytes], generations: Sequence[int], failed: Mapping[int, tuple[str, ...]], now_s: float
+    ) -> tuple[dict[int, Refusal], list[int]]:
+        """Makes the objects visible; refusals by position, and the new slots.
+
+        Said twice it is no error; said too late it is StaleGeneration.
+        """
+        refusals: dict[int, Refusal] = {}
+        done: list[PendingPut] = []
+        left: dict[int, list[Place]] = {}
+        pending, by_number = self.pending, self._segments.by_number
+        too_old_s = now_s - self._rules.put_discard_s
+        for at, key in enumerate(keys):
+            put = pending.get(key)
+            if put is None or put.generation != generations[at] or put.renewed_s <= too_old_s:
+                if put is not None and put.generation == generations[at]:
+                    self._abandon([put], Fate.PUT_ABANDONED, False, now_s)
+                refusal = self._late(key, generations[at], now_s)
+                if refusal is not None:
+                    refusals[at] = refusal
+                continue
+            if at in failed or put.places[0][0] not in by_number or len(put.places) > 1:
+                if not self._drop_failed(put, failed.get(at, ()), now_s):
+                    refusals[at] = _LOST
+                    continue
+                left[len(done)] = put.places
+            del pending[key]
+            done.append(put)
+        slots = self._store_all(done, now_s)
+        if done:
+            self._index.outcomes.add(PutsEnded([put.key for put in done], [put.generation for put in done], left))
+        return refusals, slots
+
+    def _store_all(self, done: Sequence[PendingPut], now_s: float) -> list[int]:
+        if len(done) >= LEAST and all(map(is_plain, done)):
+            olds = self._index.table.find_many([put.key for put in done])
+            if olds.count(None) == len(olds):
+                return insert_plain(self._index, done)
+        return [self.store(put, now_s) for put in done]
+
+    def _late(self, key: bytes, generation: int, now_s: float) -> Refusal | None:
+        """None when that very put is stored: it was said twice. Who says it has stopped writing."""
+        if self._space.settled(generation):
+            self._index.outcomes.add(Freed([generation]))
+        slot = self._index.find(key, now_s)
+        if slot is not None and self._index.table.version[slot] == generation:
+            return None
+        return _DISCARDED
+
+    def _drop_failed(self, put: PendingPut, failed: Sequence[str], now_s: float) -> bool:
+        """Leaves out what could not be written or is gone; False when nothing is left."""
+        by_number = self._segments.by_number
+        left = [place for place in put.places if place[0] in by_number and by_number[place[0]].name not in failed]
+        if not left:
+            self._abandon([put], Fate.PUT_ABANDONED, False, now_s)
+            return False
+        lost = [place for place in put.places if place not in left]
+        put.places = left
+        # A write that failed by its time may still arrive.
+        self._space.rest(lost, put.nbytes, now_s + self._rules.put_release_s, now_s)
+        return True
+
+    def store(self, put: PendingPut, now_s: float) -> int:
+        """Makes the object of a finished put, in place of the one that its key had."""
+        index, table, terms = self._index, self._index.table, put.terms
+        old = table.find(put.key)
+        if old is not None:
+            index.drop(old, Fate.REPLACED, now_s)
+        parent = table.find(put.parent) if put.parent else None
+        dram = [Replica(number, offset, put.generation) for number, offset in put.places]
+        slot = index.insert(put.key, put.nbytes, dram, put.generation, terms.flags, terms.identity, parent)
+        if terms.soft_pin_s > 0:
+            table.soft_pins[slot] = now_s + terms.soft_pin_s
+            table.flags[slot] |= Flag.SOFT_PIN
+        if put.group:
+            table.join_group(slot, put.group)
+        return slot
+
+    def renew(self, keys: Sequence[bytes], generations: Sequence[int], now_s: float) -> list[bool]:
+        """Unfinished puts that go on. True where there is one."""
+        renewed = []
+        for key, generation in zip(keys, generations, strict=True):
+            put = self.pending.get(key)
+            alive = put is not None and put.generation == generation and not self._discard_if_late(put, now_s)
+            if alive and put is not None:
+                put.renewed_s = now_s
+                self.pending[key] = self.pending.pop(key)  # to the end of the line
+            renewed.append(alive)
+        return renewed
+
+    def revoke(self, keys: Sequence[bytes], generations: Sequence[int], settled: bool, now_s: float) -> None:
+        """Ends unfinished puts. The space rests unless no write can still be under way (`settled`)."""
+        ended, freed = [], []
+        for key, generation in zip(keys, generations, strict=True):
+            put = self.pending.get(key)
+            if put is not None and put.generation == generation:
+                ended.append(put)
+            elif settled and self._space.settled(generation):
+                freed.append(generation)
+        if ended:
+            self._abandon(ended, Fate.PUT_REVOKED, settled, now_s)
+        if freed:
+            self._index.outcomes.add(Freed(freed))
+
+    def let_go(self, keys: Sequence[bytes], session: int, up_to: int, now_s: float) -> None:
+        """The session has none of its puts in its hands up to that generation. Those of `keys` make way at once, the
+        others are discarded in time.
+        """
+        found = [self.pending[key] for key in dict.fromkeys(keys) if key in self.pending] if self.pending else []
+        lost = [put for put in found if put.terms.session == session and put.generation <= up_to]
+        if lost:
+            self._abandon(lost, Fate.PUT_REVOKED, False, now_s)
+        self._space.let_go(session, up_to, now_s + self._rules.put_release_s)
+
+    def discard_late(self, now_s: float, limit: int) -> bool:
+        """Ends up to `limit` puts whose time is over. True when there may be more."""
+        late: list[PendingPut] = []
+        for put in self.pending.values():
+            if now_s < put.renewed_s + self._rules.put_discard_s or len(late) == limit:
+                break
+            late.append(put)
+        if late:
+            self._abandon(late, Fate.PUT_ABANDONED, False, now_s)
+        return len(late) == limit
+
+    def session_gone(self, session: int, now_s: float) -> None:
+        """The writer has ended: its unfinished puts will never be, and nothing writes there any more."""
+        mine = [put for put in self.pending.values() if put.terms.session == session]
+        if mine:
+            self._abandon(mine, Fate.PUT_ABANDONED, True, now_s)
+
+    def sessions(self) -> set[int]:
+        return {put.terms.session for put in self.pending.values() if put.terms.session >= FIRST_SESSION}
+
+    def spans(self) -> Iterator[tuple[Place, int]]:
+        for put in self.pending.values():
+            for place in put.places:
+                yield place, put.nbytes
+
+    def _discard_if_late(self, put: PendingPut, now_s: float) -> bool:
+        if now_s < put.renewed_s + self._rules.put_discard_s:
+            return False
+        self._abandon([put], Fate.PUT_ABANDONED, False, now_s)
+        return True
+
+    def _abandon(self, puts: Sequence[PendingPut], fate: Fate, settled: bool, now_s: float) -> None:
+        for put in puts:
+            del self.pending[put.key]
+            if settled:
+                self._space.rest(put.places, put.nbytes, now_s, now_s)
+            elif put.terms.session >= FIRST_SESSION:
+                self._space.hold_put(put.generation, put.places, put.nbytes, put.terms.session)
+            else:
+                self._space.rest_put(put.generation, put.places, put.nbytes, put.renewed_s + self._rules.put_release_s)
+            self._index.fates.record(put.key, fate, now_s)
+        self.counters["discarded"] += len(puts)
+        self._index.outcomes.add(
+            PutsAbandoned(
+                [put.key for put in puts],
+                [put.generation for put in puts],
+                [int(fate)] * len(puts),
+                [not settled] * len(puts),
+            )
+        )
+
+
+def _check_batch(
+    keys: Sequence[bytes],
+    sizes: Sequence[int],
+    options: PutOptions,
+    session: int,
+    parents: Sequence[bytes] | None,
+    groups: Sequence[bytes] | None,
+) -> None:
+    if len(sizes) != len(keys) or any(column is not None and len(column) != len(keys) for column in (parents, groups)):
+        raise InvalidInput("the columns of a put have different lengths")
+    if not 0 < options.num_replicas <= MAX_REPLICAS:
+        raise InvalidInput(f"a put has 1 to {MAX_REPLICAS} replicas", param="num_replicas")
+    if session and session < FIRST_SESSION:
+        raise InvalidInput(f"a session is 0 or at least {FIRST_SESSION}", param="session")
+
+
+def _refusal(error: MoonpoolError) -> Refusal:
+    return Refusal(error.code, str(error))
+
+
+_STORED = _refusal(AlreadyExists("the key is stored already"))
+_UNDER_WAY = _refusal(AlreadyExists("another put of this key is under way"))
+_DISCARDED = _refusal(StaleGeneration("the put was discarded: it took too long, or its space was taken back"))
+_LOST = _refusal(StaleGeneration("no replica of the put is left: its nodes are gone or could not be written to"))

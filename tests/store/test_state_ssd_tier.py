@@ -1,0 +1,543 @@
+"""DRAM over SSD: what is written behind, what comes back, what goes, and what a node that came back still has."""
+
+from __future__ import annotations
+
+import pytest
+from state_pool import G, Pool, held
+
+from moonpool.base.errors import Corrupt, NoSpace, Overloaded, StaleGeneration
+from moonpool.store import messages as m
+
+
+def offload(pool: Pool, node: str = "a") -> dict[bytes, m.HeldItem]:
+    """Carries out everything; what the node's log then holds of it."""
+    items = {}
+    while orders := pool.orders(node):
+        for order in orders:
+            offset = pool.answer(order)
+            if order.kind is m.OrderKind.OFFLOAD:
+                assert offset is not None
+                items[order.key] = held(order, offset)
+    return items
+
+
+def on_ssd_alone(pool: Pool, *keys: bytes, **options: bytes) -> dict[bytes, m.HeldItem]:
+    """Objects whose replicas in memory were evicted."""
+    for key in keys:
+        pool.put(key, **options)
+    items = offload(pool)
+    everything = pool.state.stats().capacity_nbytes // G
+    pool.put(b"filler", everything)
+    pool.remove(b"filler")
+    assert all(pool.places(key) == ["a.ssd"] for key in keys)
+    offload(pool)
+    return items
+
+
+def come_back(pool: Pool, *items: m.HeldItem, last: bool = True) -> list[bool]:
+    """The node's process was killed, and another one has its folder."""
+    pool.now_s += 5
+    pool.mount("a")
+    pool.mount_ssd("a", 100, last=False)
+    return pool.inventory("a", items, last)
+
+
+# down
+
+
+def test_every_object_is_offloaded_in_the_order_it_was_stored() -> None:
+    pool = Pool("a", ssd_granules=100, offloads_in_flight=2)
+    pool.mount("b")
+    for number in range(4):
+        pool.put(b"%d" % number, 2, preferred=("a.dram",))
+    pool.put(b"elsewhere", preferred=("b.dram",))
+    orders = pool.orders("a")
+    assert [order.key for order in orders] == [b"0", b"1"]
+    assert all(order.kind is m.OrderKind.OFFLOAD for order in orders)
+    assert orders[0].source.segment == "a.dram"
+    offset = pool.answer(orders[0])
+    found = pool.find(b"0")
+    assert found is not None
+    assert [each.segment for each in found.replicas] == ["a.dram", "a.ssd"], "memory before disk"
+    assert found.replicas[1] == m.Placement("a.ssd", offset or 0, 1, orders[0].source.generation)
+    assert [order.key for order in pool.orders("a")] == [b"1", b"2"]
+    pool.carry_out("a")
+    assert pool.counters["offloaded"] == 4
+    assert pool.places(b"elsewhere") == ["b.dram"], "its node has no SSD"
+
+
+def test_an_object_goes_to_the_ssd_of_any_node_that_has_it() -> None:
+    pool = Pool("b")
+    pool.mount("a")
+    pool.mount_ssd("a")
+    pool.put(b"k", num_replicas=2, preferred=("b.dram", "a.dram"))
+    pool.carry_out("a")
+    assert pool.places(b"k") == ["b.dram", "a.dram", "a.ssd"]
+
+
+def test_an_object_that_moved_meanwhile_goes_to_the_ssd_of_its_new_node() -> None:
+    pool = Pool("a", "b", ssd_granules=100, offloads_in_flight=1)
+    pool.put(b"first", preferred=("a.dram",))
+    pool.put(b"k", preferred=("a.dram",))
+    pool.state.move(b"k", "a.dram", "b.dram", 0.0)
+    (copy,) = pool.orders("b")
+    pool.answer(copy)
+    pool.carry_out("a", "b")
+    assert pool.places(b"k") == ["b.dram", "b.ssd"]
+
+
+@pytest.mark.parametrize("error", [NoSpace("disk full"), Overloaded("busy")])
+def test_a_disk_that_refuses_is_asked_again_a_while_later(error: NoSpace) -> None:
+    pool = Pool("a", ssd_granules=100)
+    pool.put(b"k")
+    (order,) = pool.orders("a")
+    pool.answer(order, error)
+    assert pool.orders("a") == []
+    pool.tick(0.5)
+    assert pool.orders("a") == []
+    pool.tick(0.6)
+    assert len(pool.orders("a")) == 1
+    assert pool.counters["offload_failures"] == 1
+
+
+def test_a_node_that_does_not_answer_is_asked_again() -> None:
+    pool = Pool("a", ssd_granules=100, order_timeout_s=60)
+    pool.put(b"k")
+    pool.wait(60)
+    pool.wait(2)
+    (order,) = pool.orders("a")
+    pool.answer(order)
+    assert pool.places(b"k") == ["a.dram", "a.ssd"]
+
+
+def test_what_cannot_be_read_is_not_tried_again() -> None:
+    pool = Pool("a", ssd_granules=100)
+    for key, error in ((b"stale", StaleGeneration("gone")), (b"bad", Corrupt("wrong bytes"))):
+        pool.put(key)
+        (order,) = pool.orders("a")
+        pool.answer(order, error)
+        pool.tick(5)
+        assert pool.orders("a") == []
+    assert pool.places(b"stale") == ["a.dram"]
+    assert not pool.has(b"bad"), "a corrupt source is quarantined"
+
+
+def test_a_record_of_what_was_removed_meanwhile_is_dropped() -> None:
+    pool = Pool("a", ssd_granules=100)
+    pool.put(b"k")
+    (order,) = pool.orders("a")
+    pool.remove(b"k")
+    offset = pool.answer(order)
+    (drop,) = pool.orders("a")
+    assert drop.kind is m.OrderKind.DROP
+    assert (drop.key, drop.source.generation, drop.source.offset) == (b"k", order.source.generation, offset)
+    pool.answer(drop)
+    assert pool.orders("a") == []
+
+
+def test_removing_and_replacing_drop_the_record() -> None:
+    pool = Pool("a", ssd_granules=100)
+    for remove in (True, False):
+        pool.put(b"k")
+        offload(pool)
+        if remove:
+            pool.remove(b"k")
+        else:
+            pool.put(b"k", replace=True)
+        kinds = [order.kind for order in pool.orders("a")]
+        assert m.OrderKind.DROP in kinds
+        offload(pool)
+
+
+# going
+
+
+def test_above_the_mark_the_oldest_unused_records_go() -> None:
+    pool = Pool("a", granules=30, ssd_granules=10, ssd_high_watermark=0.8, lease_s=1)
+    for number in range(8):
+        pool.put(b"%d" % number)
+    offload(pool)
+    pool.exist(b"0", b"1")
+    pool.tick(5)
+    pool.put(b"8")
+    pool.put(b"9")
+    offload(pool)
+    pool.tick()
+    gone = [number for number in range(10) if "a.ssd" not in pool.places(b"%d" % number)]
+    assert gone == [2, 3], "0 and 1 were used since the hand passed by"
+    assert pool.counters["evicted_ssd"] == 2
+    drops = [order for order in pool.orders("a") if order.kind is m.OrderKind.DROP]
+    assert [order.key for order in drops] == [b"2", b"3"]
+    changes = pool.state.take_changes()
+    assert changes is not None
+    assert dict(changes.tiers).get(b"0") == m.Tier.DRAM | m.Tier.SSD
+    assert b"2" in changes.stored
+    assert b"2" not in dict(changes.tiers), "in DRAM alone"
+
+
+def test_the_last_replica_of_an_object_goes_with_its_record() -> None:
+    pool = Pool("a", granules=4, ssd_granules=10, ssd_high_watermark=0.5)
+    on_ssd_alone(pool, b"old")
+    for number in range(5):
+        pool.put(b"%d" % number)
+        offload(pool)
+        pool.tick()
+    assert "evicted from SSD" in pool.why(b"old")
+    ssd = next(each for each in pool.state.stats().segments if each.tier is m.Tier.SSD)
+    assert ssd.used_nbytes <= 5 * G
+
+
+def test_what_its_ssd_has_let_go_does_not_outlive_others_in_memory() -> None:
+    pool = Pool("a", granules=4, ssd_granules=4, ssd_high_watermark=0.5, high_watermark=1.0)
+    for number in range(4):
+        pool.put(b"%d" % number)
+        offload(pool)
+        pool.tick()
+    assert pool.places(b"0") == ["a.dram"]
+    assert pool.places(b"3") == ["a.dram", "a.ssd"]
+    pool.put(b"new", 2)
+    assert not pool.has(b"0")
+    assert pool.places(b"3") == ["a.dram", "a.ssd"]
+
+
+def test_records_that_are_kept_stay_and_nobody_spins() -> None:
+    pool = Pool("a", granules=10, ssd_granules=4, ssd_high_watermark=0.5, step_objects=2)
+    for number in range(4):
+        pool.put(b"%d" % number, hard_pin=True)
+    offload(pool)
+    assert not pool.state.tick(pool.now_s), "there is nothing that it could do"
+    assert all("a.ssd" in pool.places(b"%d" % number) for number in range(4))
+
+
+def test_groups_go_from_an_ssd_together() -> None:
+    pool = Pool("a", granules=20, ssd_granules=10, ssd_high_watermark=0.5, lease_s=1)
+    for number in range(6):
+        pool.put(b"%d" % number, groups=b"g" if number in (0, 3) else b"")
+    offload(pool)
+    pool.tick()
+    gone = [number for number in range(6) if "a.ssd" not in pool.places(b"%d" % number)]
+    assert gone == [0, 3]
+
+
+def test_a_large_object_makes_its_room_on_a_full_ssd() -> None:
+    pool = Pool("a", granules=40, ssd_granules=10, ssd_high_watermark=0.9)
+    for number in range(9):
+        pool.put(b"%d" % number)
+    offload(pool)
+    pool.put(b"large", 5)
+    pool.put(b"huge", 20)
+    pool.put(b"small")
+    for _ in range(3):
+        pool.tick(1)
+        offload(pool)
+    assert pool.places(b"large") == ["a.dram", "a.ssd"]
+    assert pool.places(b"huge") == ["a.dram"], "the disk could never hold it, and nobody waits behind it"
+    assert pool.places(b"small") == ["a.dram", "a.ssd"]
+
+
+def test_a_long_queue_is_looked_at_in_steps() -> None:
+    pool = Pool("a", granules=64, ssd_granules=1000, offloads_in_flight=1, step_objects=4)
+    for number in range(40):
+        pool.put(b"%d" % number)
+    for number in range(40):
+        pool.remove(b"%d" % number)
+    pool.put(b"k")
+    for _ in range(20):
+        pool.tick(0.1)
+        offload(pool)
+    assert pool.places(b"k") == ["a.dram", "a.ssd"]
+
+
+# up
+
+
+def test_an_object_comes_back_when_it_is_asked_for_again() -> None:
+    pool = Pool("a", ssd_granules=100, promote_after_hits=2)
+    on_ssd_alone(pool, b"k")
+    pool.exist(b"k")
+    assert pool.orders("a") == []
+    pool.exist(b"k")
+    (order,) = pool.orders("a")
+    assert order.kind is m.OrderKind.COPY
+    assert (order.source.segment, order.target and order.target.segment) == ("a.ssd", "a.dram")
+    pool.answer(order)
+    assert pool.places(b"k") == ["a.dram", "a.ssd"]
+    assert pool.counters["ssd_hits"] == 2
+    assert pool.counters["promoted"] == 1
+    pool.tick(100)
+    pool.put(b"filler", 10)
+    assert pool.places(b"k") == ["a.ssd"], "it was evicted from memory again, and nothing had to be written"
+
+
+def test_promotion_can_be_turned_off() -> None:
+    pool = Pool("a", ssd_granules=100, promote_after_hits=0)
+    on_ssd_alone(pool, b"k")
+    for _ in range(5):
+        pool.exist(b"k")
+    assert pool.orders("a") == []
+
+
+def test_hits_of_an_earlier_object_do_not_count() -> None:
+    pool = Pool("a", ssd_granules=100, promote_after_hits=2, lease_s=1)
+    on_ssd_alone(pool, b"k")
+    pool.exist(b"k")
+    pool.remove(b"k", force=True)
+    pool.tick(2)
+    on_ssd_alone(pool, b"other")  # in the same slot
+    pool.exist(b"other")
+    assert pool.orders("a") == []
+
+
+def test_the_next_blocks_of_a_prefix_come_along() -> None:
+    pool = Pool("a", granules=12, ssd_granules=100, promote_after_hits=1, read_ahead_blocks=2)
+    for number in range(6):
+        pool.put(b"%d" % number, parents=b"%d" % (number - 1) if number else b"")
+    on_ssd_alone(pool)
+    pool.put(b"filler", 12)
+    pool.remove(b"filler")
+    assert pool.places(b"0") == ["a.ssd"]
+    pool.state.lookup([b"0", b"1"], pool.now_s, prefix=True)
+    asked = [order.key for order in pool.orders("a") if order.kind is m.OrderKind.COPY]
+    assert asked == [b"0", b"1", b"2", b"3"]
+    pool.carry_out("a")
+    assert pool.places(b"3") == ["a.dram", "a.ssd"]
+    assert pool.places(b"4") == ["a.ssd"]
+
+
+def test_a_corrupt_record_is_quarantined() -> None:
+    pool = Pool("a", ssd_granules=100)
+    pool.put(b"k")
+    offload(pool)
+    assert pool.corrupt(b"k", "a.ssd")
+    assert pool.places(b"k") == ["a.dram"]
+    assert [order.kind for order in pool.orders("a")] == [m.OrderKind.DROP]
+    offload(pool)
+    on_ssd_alone(pool, b"other")
+    assert pool.corrupt(b"other", "a.ssd")
+    assert "wrong bytes" in pool.why(b"other")
+
+
+def test_wrong_bytes_in_memory_leave_a_record_that_is_away() -> None:
+    pool = Pool("a", ssd_granules=100)
+    pool.mount("b")
+    pool.put(b"k", preferred=("a.dram",))
+    items = offload(pool)
+    pool.state.copy(b"k", ["b.dram"], 0.0)
+    pool.carry_out("b")
+    pool.unmount("a.dram")
+    pool.unmount("a.ssd")
+    assert pool.corrupt(b"k", "b.dram")
+    assert not pool.has(b"k")
+    assert "node is away" in pool.why(b"k")
+    assert come_back(pool, items[b"k"]) == [True]
+    assert pool.places(b"k") == ["a.ssd"]
+
+
+# a node that comes back
+
+
+def test_a_node_comes_back_with_its_records() -> None:
+    pool = Pool("a", ssd_granules=100)
+    items = on_ssd_alone(pool, b"1", b"2")
+    pool.state.take_changes()
+    assert come_back(pool, items[b"1"], last=False) == [True]
+    assert pool.places(b"1") == ["a.ssd"]
+    assert not pool.has(b"2")
+    assert pool.inventory("a", [items[b"2"]]) == [True]
+    found = pool.find(b"2")
+    assert found is not None
+    assert found.replicas[0].incarnation == 2
+    pool.tick()
+    changes = pool.state.take_changes()
+    assert changes is not None
+    assert dict(changes.tiers) == {b"1": m.Tier.SSD, b"2": m.Tier.SSD}
+    pool.put(b"new")
+    assert [order.key for order in pool.orders("a")] == [b"new"], "it is written to again"
+
+
+def test_what_a_node_came_back_without_is_lost() -> None:
+    pool = Pool("a", ssd_granules=100)
+    items = on_ssd_alone(pool, b"1", b"2")
+    come_back(pool, items[b"1"])
+    pool.tick()
+    assert pool.has(b"1")
+    assert not pool.has(b"2")
+    assert "not there any more when its node" in pool.why(b"2")
+    assert pool.counters["objects_away"] == 0
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_what_was_removed_while_its_node_was_away_does_not_come_back(force: bool) -> None:
+    pool = Pool("a", ssd_granules=100)
+    items = on_ssd_alone(pool, b"1", b"2", b"3")
+    pool.unmount("a.ssd")
+    assert not pool.has(b"1")
+    assert pool.remove(b"1", force=force)
+    assert pool.state.remove_matching("2", force, 0, pool.now_s).num_removed == 1
+    pool.mount("b")
+    pool.put(b"3", preferred=("b.dram",))
+    assert come_back(pool, *items.values()) == [False, False, False]
+    pool.tick()
+    assert not pool.has(b"1")
+    assert not pool.has(b"2")
+    assert pool.places(b"3") == ["b.dram"], "put anew meanwhile"
+
+
+def test_a_record_that_was_to_be_dropped_does_not_come_back() -> None:
+    pool = Pool("a", granules=20, ssd_granules=4, ssd_high_watermark=0.5)
+    for number in range(4):
+        pool.put(b"%d" % number)
+    items = offload(pool)
+    pool.tick()
+    dropped = [order for order in pool.orders("a") if order.kind is m.OrderKind.DROP]
+    assert dropped
+    wanted = pool.inventory("a", list(items.values()))
+    gone = {order.key for order in dropped}
+    assert [item.key for item, keep in zip(items.values(), wanted, strict=True) if not keep] == sorted(gone)
+    assert all(pool.places(key) == ["a.dram"] for key in gone)
+
+
+def test_an_offload_that_was_not_reported_is_adopted() -> None:
+    """The node wrote the record and died before it could say so."""
+    pool = Pool("a", ssd_granules=100)
+    pool.put(b"written")
+    pool.put(b"not")
+    written = pool.orders("a")[0]
+    pool.unmount("a.dram")
+    pool.unmount("a.ssd")
+    pool.tick()
+    assert not pool.has(b"written")
+    assert "node is away" in pool.why(b"written")
+    assert come_back(pool, held(written)) == [True]
+    pool.tick()
+    assert pool.places(b"written") == ["a.ssd"]
+    assert "not there any more" in pool.why(b"not")
+
+
+@pytest.mark.parametrize("swept", [False, True])
+def test_an_unreported_offload_is_adopted_whatever_comes_back_first(swept: bool) -> None:
+    """The SSD is mounted, and tells what it has, while the master takes the old memory for alive."""
+    pool = Pool("a", ssd_granules=100, step_objects=1)
+    for number in range(5):
+        pool.put(b"%d" % number)
+    written = [order for order in pool.orders("a") if order.key != b"2"]
+    pool.now_s += 5
+    pool.mount_ssd("a", 100)
+    items = [held(order, at * G) for at, order in enumerate(written)]
+    assert pool.inventory("a", items) == [True] * 4
+    pool.mount("a")
+    if swept:
+        pool.tick()
+    reply = pool.beat("a")["a.ssd"]
+    assert reply.recount_above is not None, "it is asked once more, for what was written since"
+    assert pool.inventory("a", items) == [True] * 4
+    assert pool.beat("a")["a.ssd"].recount_above is None
+    pool.tick()
+    assert all(pool.places(b"%d" % number) == ["a.ssd"] for number in (0, 1, 3, 4))
+    assert not pool.has(b"2")
+
+
+def test_memory_that_ends_alone_asks_its_ssd() -> None:
+    pool = Pool("a", ssd_granules=100)
+    pool.put(b"reported")
+    offload(pool)
+    pool.put(b"unreported")
+    (order,) = pool.orders("a")
+    pool.unmount("a.dram")
+    assert pool.places(b"reported") == ["a.ssd"]
+    assert not pool.has(b"unreported")
+    assert pool.beat("a")["a.ssd"].recount_above is not None
+    reported = pool.find(b"reported")
+    assert reported is not None
+    item = m.HeldItem(b"reported", reported.replicas[0].generation, G, reported.replicas[0].offset)
+    assert pool.inventory("a", [item, held(order, 77 * G)]) == [True, True]
+    assert pool.places(b"unreported") == ["a.ssd"]
+
+
+def test_a_replica_elsewhere_makes_nobody_wait() -> None:
+    pool = Pool("a", ssd_granules=100)
+    pool.mount("b")
+    pool.put(b"k", num_replicas=2)
+    (order,) = pool.orders("a")
+    pool.unmount("a.dram")
+    pool.unmount("a.ssd")
+    pool.tick()
+    assert pool.places(b"k") == ["b.dram"]
+    assert come_back(pool, held(order)) == [True], "and the record is welcome all the same"
+    assert pool.places(b"k") == ["b.dram", "a.ssd"]
+
+
+def test_an_order_that_is_carried_out_twice_harms_nothing() -> None:
+    """Its answer was lost; an inventory told of the record; then the order was sent again."""
+    pool = Pool("a", ssd_granules=100)
+    pool.put(b"k")
+    (order,) = pool.orders("a")
+    assert pool.inventory("a", [held(order, 0)]) == [True]
+    pool.answer(order, offset=5 * G)
+    assert pool.orders("a") == [], "the record is not dropped"
+    found = pool.find(b"k")
+    assert found is not None
+    assert found.replicas[1].offset == 5 * G
+
+
+def test_records_of_other_generations_or_sizes_are_not_wanted() -> None:
+    pool = Pool("a", ssd_granules=100)
+    item = on_ssd_alone(pool, b"k")[b"k"]
+    other = m.HeldItem(b"k", item.generation - 1, item.nbytes, 50 * G)
+    longer = m.HeldItem(b"k", item.generation, item.nbytes + 1, 60 * G)
+    assert come_back(pool, other, longer, item) == [False, False, True]
+
+
+def test_one_record_of_an_object_is_enough() -> None:
+    pool = Pool("a", "b", ssd_granules=100)
+    pool.put(b"k", num_replicas=2, preferred=("a.dram", "b.dram"))
+    (order,) = pool.orders("a")
+    pool.answer(order)
+    wrong = pool.inventory("b", [held(order, 0)])
+    assert wrong == [False]
+    assert pool.places(b"k") == ["a.dram", "b.dram", "a.ssd"]
+
+
+def test_compaction_moves_records() -> None:
+    pool = Pool("a", ssd_granules=100)
+    item = on_ssd_alone(pool, b"k")[b"k"]
+    moves = [(b"k", item.generation, 9 * G), (b"k", item.generation + 1, 0), (b"?", 1, 0)]
+    assert pool.state.members.relocated("a.ssd", 1, moves) == [True, False, False]
+    found = pool.find(b"k")
+    assert found is not None
+    assert found.replicas[0].offset == 9 * G
+    pool.restart()
+    found = pool.find(b"k")
+    assert found is not None
+    assert found.replicas[0].offset == 9 * G
+
+
+# a master that knows nothing
+
+
+def test_a_master_that_knows_nothing_takes_what_ssds_have() -> None:
+    pool = Pool()
+    pool.mount("a")
+    pool.mount_ssd("a", 100, last=False)
+    items = [m.HeldItem(b"%d" % number, 2**40 + number, G, number * G) for number in range(3)]
+    assert pool.inventory("a", items[:2], last=False) == [True, True]
+    assert pool.inventory("a", items[2:]) == [True]
+    assert pool.places(b"0") == ["a.ssd"]
+    assert pool.start(b"new").generation > 2**40 + 2, "generations stay unique"
+    pool.remove(b"1")
+    assert pool.inventory("a", items) == [True, False, True], "it was asked before, and knows what it removed"
+    assert come_back(pool, *items) == [True, False, True]
+
+
+def test_a_master_goes_on_taking_what_it_has_not_seen_after_it_came_back() -> None:
+    pool = Pool()
+    pool.mount("a")
+    pool.mount_ssd("a")
+    pool.restart()
+    pool.snapshot()
+    pool.restart()
+    pool.mount("b")
+    pool.mount_ssd("b", 100, last=False)
+    assert pool.inventory("b", [m.HeldItem(b"k", 5, G, 0)]) == [True]
+    assert pool.inventory("a", [m.HeldItem(b"other", 6, G, 0)]) == [False], "that one has spoken"
+    assert pool.places(b"k") == ["b.ssd"]
