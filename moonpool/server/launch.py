@@ -37,6 +37,8 @@ def serve(config: ServeConfig, prepare_model: Callable[[str], None]) -> None:
     require_memory(config.pool_nbytes, config.num_workers * config.kv_nbytes)
     state_dir = _own_folder(Path(config.state_dir).expanduser() if config.state_dir else default_state_dir())
     log_dir = _own_folder(Path(config.log_dir).expanduser()) if config.log_dir else None
+    if config.ssd is not None:
+        config = replace(config, ssd=str(_own_folder(Path(config.ssd).expanduser())))
     if config.secret_file is not None:
         Secret.from_file(config.secret_file)
     load_tenants(state_dir, Path(config.tenants_file) if config.tenants_file else None)

@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from moonpool.base.errors import ConfigError
-from moonpool.base.units import parse_nbytes
+from moonpool.base.run_dirs import MASTER, socket_address
+from moonpool.base.units import format_nbytes, parse_nbytes
 from moonpool.engine.config import Device, DType
 from moonpool.engine.worker.config import WorkerConfig
 
-MASTER, NODE, CONDUCTOR, FRONTEND = "master", "node", "conductor", "frontend"
+NODE, CONDUCTOR, FRONTEND = "node", "conductor", "frontend"
 # A worker loads torch and the weights and warms up; on two cores four of them do it at once.
 _WORKER_START_S = 300.0
+_LEAST_SSD_NBYTES = 64 * 1024**2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +27,8 @@ class ServeConfig:
     prefill: int = 1  # number of prefill workers
     decode: int = 1  # number of decode workers
     dram: str = "1GB"  # memory of the pool
+    ssd: str | None = None  # a folder for blocks that are cold; they are found again after a restart
+    ssd_size: str = "10GB"  # disk space of the pool, with --ssd
     kv: str = "512MB"  # memory for KV pages, per worker
     host: str = "127.0.0.1"  # where the OpenAI API listens
     port: int = 8000  # 0 takes a free one
@@ -46,6 +50,10 @@ class ServeConfig:
         return parse_nbytes(self.dram)
 
     @property
+    def ssd_nbytes(self) -> int:
+        return 0 if self.ssd is None else parse_nbytes(self.ssd_size)
+
+    @property
     def kv_nbytes(self) -> int:
         return parse_nbytes(self.kv)
 
@@ -61,6 +69,8 @@ class ServeConfig:
             raise ConfigError(f"{self.port} is not a port", param="port")
         if self.pool_nbytes <= 0 or self.kv_nbytes <= 0:
             raise ConfigError("--dram and --kv must be more than nothing", param="dram")
+        if self.ssd is not None and self.ssd_nbytes < _LEAST_SSD_NBYTES:
+            raise ConfigError(f"--ssd-size must be {format_nbytes(_LEAST_SSD_NBYTES)} at least", param="ssd_size")
         if self.log_level.upper() not in logging.getLevelNamesMapping():
             raise ConfigError(f"{self.log_level!r} is not a log level", param="log_level")
         if self.threads is not None and self.threads < 1:
@@ -89,11 +99,6 @@ def plan_roles(config: ServeConfig, run_dir: Path, state_dir: Path) -> list[Role
     return [*pool, *workers, _frontend(config, run_dir, state_dir, names)]
 
 
-def socket_address(run_dir: Path, name: str) -> str:
-    """Where the role of that name serves; the same after a restart."""
-    return f"unix:{run_dir / name}.sock"
-
-
 def _master(config: ServeConfig, run_dir: Path, state_dir: Path) -> Role:
     options = {
         "listen": socket_address(run_dir, MASTER),
@@ -109,6 +114,8 @@ def _node(config: ServeConfig, run_dir: Path) -> Role:
         "master_address": socket_address(run_dir, MASTER),
         "run_dir": str(run_dir),
         "dram_nbytes": config.pool_nbytes,
+        "ssd_dir": config.ssd,
+        "ssd_nbytes": config.ssd_nbytes,
         "secret_file": config.secret_file,
         "log_level": config.log_level,
     }

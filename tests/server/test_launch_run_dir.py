@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from moonpool.base.errors import ConfigError
-from moonpool.server.launch_run_dir import RunDir, live_run_dirs, sweep
+from moonpool.base.run_dirs import live_run_dirs
+from moonpool.server.launch_run_dir import RunDir, sweep
 
 OWNER = """
 import sys, time

@@ -1,0 +1,222 @@
+"""Takes the master's orders and answers every one of them.
+
+Orders wait in lanes and are carried out on threads: in their order where a lane is one thread wide, several in one go
+where it takes more than one. An order belongs to the connection it came by: when that ends, those that wait are
+forgotten (the master sends them again), and those under way end before any new one begins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, asynccontextmanager
+
+from moonpool.base.errors import MoonpoolError, Overloaded, PeerLost, Unavailable
+from moonpool.base.rpc import AsyncClient
+from moonpool.base.rpc.protocol import as_moonpool_error
+from moonpool.store.messages import Order, OrderKind, OrderResult, Orders, OrdersDone, Refusal
+
+_LOG = logging.getLogger(__name__)
+_CALL_TIMEOUT_S = 5.0
+_ANSWERS_PER_CALL = 1000
+# An order that waited longer is not begun: the master gives it up soon, and then its target is somebody else's.
+MAX_WAIT_S = 20.0
+
+CarryOut = Callable[[list[Order]], list[OrderResult]]
+
+
+def refused(order: Order, error: MoonpoolError) -> OrderResult:
+    return OrderResult(order.order_id, Refusal(error.code, str(error)))
+
+
+class Lane:
+    """Orders that are carried out by the same hand. `carry_out` runs on a thread, gets up to `max_orders` (and
+    `max_nbytes`, unless it is a single one) and answers each.
+    """
+
+    def __init__(
+        self, carry_out: CarryOut, *, width: int = 1, max_orders: int = 1, max_nbytes: int = 64 * 1024 * 1024
+    ) -> None:
+        self.width = width
+        self.num_holds = 0  # while there is one nothing of this lane is begun
+        self._carry_out = carry_out
+        self._max_orders, self._max_nbytes = max_orders, max_nbytes
+        self._waiting: deque[tuple[float, Order]] = deque()
+
+    def add(self, order: Order) -> None:
+        self._waiting.append((time.monotonic(), order))
+
+    def clear(self) -> None:
+        self._waiting.clear()
+
+    def take(self) -> list[Order]:
+        """The next ones to be carried out in one go."""
+        taken: list[Order] = []
+        nbytes = 0
+        while self._waiting and len(taken) < self._max_orders:
+            nbytes += self._waiting[0][1].nbytes
+            if taken and nbytes > self._max_nbytes:
+                break
+            taken.append(self._waiting.popleft()[1])
+        return taken
+
+    def take_late(self) -> list[Order]:
+        """Those that waited too long."""
+        late: list[Order] = []
+        while self._waiting and self._waiting[0][0] < time.monotonic() - MAX_WAIT_S:
+            late.append(self._waiting.popleft()[1])
+        return late
+
+    def run(self, orders: list[Order]) -> list[OrderResult]:
+        """An answer per order, whatever happens."""
+        try:
+            return self._carry_out(orders)
+        except Exception as error:  # noqa: BLE001 - every order gets an answer, a bug's included
+            if not isinstance(error, MoonpoolError):
+                _LOG.exception("a bug while orders were carried out")
+            return [refused(order, as_moonpool_error(error)) for order in orders]
+
+
+class OrderRunner:
+    """Keeps the stream of orders open and the lanes busy. `counters` holds (kind, outcome): how often."""
+
+    def __init__(self, node: str, lanes: Mapping[OrderKind, Lane]) -> None:
+        self.counters: Counter[tuple[OrderKind, str]] = Counter()
+        self._node = node
+        self._lanes = dict(lanes)
+        num_threads = sum(lane.width for lane in set(lanes.values()))
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="orders")
+        self._running: dict[asyncio.Task[None], Lane] = {}
+        self._answers: list[OrderResult] = []
+        self._answered = asyncio.Event()
+        self._num_answers = self._num_told = 0  # those the master has, or does not need any more, are told
+        self._more_told = asyncio.Event()
+        self._streaming: asyncio.Task[None] | None = None
+        self._num_pauses = 0
+        self._may_run = asyncio.Event()
+        self._may_run.set()
+
+    async def attend(self, client: AsyncClient) -> None:
+        """Takes orders until the connection is lost."""
+        while not client.closed.is_set():
+            await self._may_run.wait()
+            await self._idle()
+            self._forget_answers()
+            stream = self._streaming = asyncio.get_running_loop().create_task(self._stream(client))
+            try:
+                await asyncio.wait([stream])
+            finally:
+                stream.cancel()
+                await asyncio.gather(stream, return_exceptions=True)
+            if not stream.cancelled():  # else it was paused
+                stream.result()
+
+    @asynccontextmanager
+    async def paused(self) -> AsyncIterator[None]:
+        """Nothing is carried out inside; the master sends what was forgotten again afterwards."""
+        self._num_pauses += 1
+        self._may_run.clear()
+        try:
+            if self._streaming is not None:
+                self._streaming.cancel()
+                await asyncio.wait([self._streaming])
+            await self._idle()
+            yield
+        finally:
+            self._num_pauses -= 1
+            if self._num_pauses == 0:
+                self._may_run.set()
+
+    @asynccontextmanager
+    async def hold(self, lane: Lane) -> AsyncIterator[None]:
+        """Nothing of this lane is carried out inside, and the master has every answer."""
+        lane.num_holds += 1
+        try:
+            while running := [task for task, its in self._running.items() if its is lane]:
+                await asyncio.wait(running)
+            num_answers = self._num_answers
+            while self._num_told < num_answers:
+                await self._more_told.wait()
+            yield
+        finally:
+            lane.num_holds -= 1
+            self._start(lane)
+
+    async def close(self) -> None:
+        """Idempotent. Waits for what is under way."""
+        await self._idle()
+        self._pool.shutdown(wait=False)
+
+    async def _idle(self) -> None:
+        for lane in self._lanes.values():
+            lane.clear()
+        while self._running:
+            await asyncio.wait(self._running)
+
+    def _forget_answers(self) -> None:
+        """They are of orders that the master sends again."""
+        self._answers.clear()
+        self._answered.clear()
+        self._note_told(self._num_answers - self._num_told)
+
+    def _note_told(self, count: int) -> None:
+        self._num_told += count
+        self._more_told.set()
+        self._more_told = asyncio.Event()
+
+    async def _stream(self, client: AsyncClient) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._answer_forever(client))
+            async with aclosing(client.stream(Orders(node=self._node))) as batches:  # type: ignore[type-var]
+                async for orders in batches:
+                    self._take(orders)
+            raise PeerLost("the master sends no orders any more")
+
+    def _take(self, orders: Sequence[Order]) -> None:
+        for order in orders:
+            self._lanes[order.kind].add(order)
+        for lane in {self._lanes[order.kind] for order in orders}:
+            self._start(lane)
+
+    def _start(self, lane: Lane) -> None:
+        if lane.num_holds:
+            return
+        late = lane.take_late()
+        self._done(late, [refused(order, Overloaded("the node had too much to do")) for order in late])
+        while sum(each is lane for each in self._running.values()) < lane.width and (orders := lane.take()):
+            task = asyncio.get_running_loop().create_task(self._carry_out(lane, orders))
+            self._running[task] = lane
+            task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._start(self._running.pop(task))
+
+    async def _carry_out(self, lane: Lane, orders: list[Order]) -> None:
+        self._done(orders, await asyncio.get_running_loop().run_in_executor(self._pool, lane.run, orders))
+
+    def _done(self, orders: list[Order], results: list[OrderResult]) -> None:
+        for order, result in zip(orders, results, strict=True):
+            self.counters[order.kind, "done" if result.refusal is None else result.refusal.code] += 1
+        if results:
+            self._answers += results
+            self._num_answers += len(results)
+            self._answered.set()
+
+    async def _answer_forever(self, client: AsyncClient) -> None:
+        """While one call is under way the next answers gather, so there are few calls and no wait."""
+        while True:
+            await self._answered.wait()
+            some, self._answers = self._answers[:_ANSWERS_PER_CALL], self._answers[_ANSWERS_PER_CALL:]
+            if not self._answers:
+                self._answered.clear()
+            try:
+                await client.call(OrdersDone(results=some), timeout_s=_CALL_TIMEOUT_S)
+            except Unavailable:
+                raise
+            except MoonpoolError as error:
+                _LOG.warning("the master did not take %d answers: %s", len(some), error)
+            self._note_told(len(some))
