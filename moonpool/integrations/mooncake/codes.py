@@ -1,0 +1,68 @@
+"""The numbers Mooncake's API answers with, and which of them stands for which of our errors."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from moonpool.base.errors import (
+    AlreadyExists,
+    Corrupt,
+    DeadlineExceeded,
+    InvalidInput,
+    MoonpoolError,
+    NoSpace,
+    NotFound,
+    Overloaded,
+    ProtocolError,
+    Refused,
+    StaleGeneration,
+    Unauthorized,
+    Unavailable,
+)
+
+
+class ErrorCode(IntEnum):
+    """Those of upstream's codes that can happen here."""
+
+    OK = 0
+    INTERNAL_ERROR = -1
+    NO_AVAILABLE_HANDLE = -200
+    INVALID_PARAMS = -600
+    ILLEGAL_CLIENT = -601
+    INVALID_READ = -701
+    OBJECT_NOT_FOUND = -704
+    OBJECT_ALREADY_EXISTS = -705
+    OBJECT_HAS_LEASE = -706
+    LEASE_EXPIRED = -707
+    TRANSFER_FAIL = -800
+    CHECKSUM_MISMATCH = -801
+    RPC_FAIL = -900
+    RPC_TIMEOUT = -901
+    NOT_SUPPORTED = -1012
+
+
+# The first class that fits decides, so the special ones stand before the general ones.
+_CODES: tuple[tuple[type[MoonpoolError], ErrorCode], ...] = (
+    (Unauthorized, ErrorCode.ILLEGAL_CLIENT),
+    (InvalidInput, ErrorCode.INVALID_PARAMS),
+    (NotFound, ErrorCode.OBJECT_NOT_FOUND),
+    (AlreadyExists, ErrorCode.OBJECT_ALREADY_EXISTS),
+    (NoSpace, ErrorCode.NO_AVAILABLE_HANDLE),
+    (Overloaded, ErrorCode.NO_AVAILABLE_HANDLE),  # what callers take for "come back later"
+    (Corrupt, ErrorCode.CHECKSUM_MISMATCH),
+    (StaleGeneration, ErrorCode.LEASE_EXPIRED),
+    (Refused, ErrorCode.INVALID_READ),
+    (DeadlineExceeded, ErrorCode.RPC_TIMEOUT),
+    (Unavailable, ErrorCode.RPC_FAIL),
+    (ProtocolError, ErrorCode.RPC_FAIL),
+)
+
+
+def code_of(error: MoonpoolError) -> ErrorCode:
+    """For what the master said, or did not say."""
+    return next((code for kind, code in _CODES if isinstance(error, kind)), ErrorCode.INTERNAL_ERROR)
+
+
+def transfer_code_of(error: MoonpoolError) -> ErrorCode:
+    """For what happened while bytes were moved: a node out of reach is a failed transfer, not a failed master."""
+    return ErrorCode.TRANSFER_FAIL if isinstance(error, Unavailable) else code_of(error)

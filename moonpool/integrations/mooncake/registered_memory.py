@@ -1,0 +1,79 @@
+"""The only memory of the caller that is ever touched: what it registered, by address.
+
+A pointer is an int here, so nothing keeps the memory alive and nothing says what it is. register() therefore looks
+whether the process has it mapped for reading and writing (memory of a GPU has not: it is refused instead of
+crashing the process), and view() gives out nothing that is not wholly inside one registered range. That it stays
+mapped until unregister() is the caller's promise.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right, insort
+from pathlib import Path
+
+from moonpool.base.errors import InvalidInput
+from moonpool.transfer.buffers import as_bytes_view
+from moonpool.transfer.foreign import RawMemory
+
+_MAPS = Path("/proc/self/maps")
+
+
+class RegisteredMemory:
+    """Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._starts: list[int] = []  # sorted
+        self._views: dict[int, memoryview] = {}  # by start
+
+    def register(self, address: int, nbytes: int) -> None:
+        """InvalidInput when it is no main memory of this process or overlaps what is registered."""
+        memory = RawMemory(address, nbytes)
+        if not is_mapped(address, nbytes, _MAPS.read_text()):
+            raise InvalidInput(f"{nbytes} bytes at {address:#x} are no main memory that this process can write")
+        with self._lock:
+            after = bisect_right(self._starts, address + nbytes - 1)
+            before = self._starts[after - 1] if after else None
+            if before is not None and before + self._views[before].nbytes > address:
+                raise InvalidInput(f"{nbytes} bytes at {address:#x} overlap registered memory")
+            insort(self._starts, address)
+            self._views[address] = as_bytes_view(memory, writable=True)
+
+    def unregister(self, address: int) -> None:
+        """InvalidInput when nothing was registered at exactly that address."""
+        with self._lock:
+            if self._views.pop(address, None) is None:
+                raise InvalidInput(f"nothing is registered at {address:#x}")
+            self._starts.remove(address)
+
+    def view(self, address: int, nbytes: int) -> memoryview:
+        """The bytes there. InvalidInput unless they are inside one registered range."""
+        with self._lock:
+            at = bisect_right(self._starts, address)
+            start = self._starts[at - 1] if at else 0
+            whole = self._views.get(start)
+        if whole is None or nbytes < 0 or address + nbytes > start + whole.nbytes:
+            raise InvalidInput(f"{nbytes} bytes at {address:#x} are not registered")
+        return whole[address - start : address - start + nbytes]
+
+    def clear(self) -> None:
+        with self._lock:
+            self._starts.clear()
+            self._views.clear()
+
+
+def is_mapped(address: int, nbytes: int, maps: str) -> bool:
+    """Whether all of it is readable and writable. `maps` is the text of /proc/self/maps, which is in order."""
+    at, end = address, address + nbytes
+    for line in maps.splitlines():
+        span, _, rest = line.partition(" ")
+        low, _, high = span.partition("-")
+        if int(high, 16) <= at:
+            continue
+        if int(low, 16) > at or not rest.startswith("rw"):
+            return False
+        at = int(high, 16)
+        if at >= end:
+            return True
+    return False

@@ -1,0 +1,88 @@
+"""`ReplicateConfig`: what a put wishes for, in upstream's words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+from moonpool.integrations.mooncake.codes import ErrorCode
+from moonpool.store.client import PutOptions
+
+_MAX_TTL_MS = 2**64
+_SOFT_PIN_TTL_MS = 30 * 60 * 1000
+_MAX_SOFT_PIN_TTL_MS = 24 * 60 * 60 * 1000
+
+
+class SoftPinAction(IntEnum):
+    PRESERVE = 0
+    ENABLE = 1
+    DISABLE = 2
+
+
+class ObjectDataType(IntEnum):
+    """What the bytes are for; recorded by nobody, taken so that callers need not care."""
+
+    UNKNOWN = 0
+    KVCACHE = 1
+    TENSOR = 2
+    WEIGHT = 3
+    SAMPLE = 4
+    ACTIVATION = 5
+    GRADIENT = 6
+    OPTIMIZER_STATE = 7
+    METADATA = 8
+    GENERAL = 9
+
+
+@dataclass(slots=True)
+class ReplicateConfig:
+    """Unknown attributes are AttributeErrors; a time that is no unsigned 64-bit number is a TypeError."""
+
+    replica_num: int = 1
+    nof_replica_num: int = 0
+    dfs_replica_num: int = 0
+    soft_pin_action: SoftPinAction = SoftPinAction.PRESERVE
+    soft_pin_ttl_ms: int | None = None
+    with_hard_pin: bool = False
+    preferred_segments: list[str] = field(default_factory=list)
+    preferred_segment: str = ""
+    preferred_nof_segments: list[str] = field(default_factory=list)
+    prefer_alloc_in_same_node: bool = False
+    data_type: ObjectDataType = ObjectDataType.UNKNOWN
+    group_ids: list[str] | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "soft_pin_ttl_ms" and value is not None and not 0 <= value < _MAX_TTL_MS:
+            raise TypeError(f"soft_pin_ttl_ms is an unsigned 64-bit number or None, not {value}")
+        object.__setattr__(self, name, value)
+
+    @property
+    def preferred(self) -> str | None:
+        """The segment to try first; the older of the two settings counts more, as upstream has it."""
+        return self.preferred_segment or next(iter(self.preferred_segments), None)
+
+    def check(self, num_keys: int) -> ErrorCode:
+        """OK, or why no put may be made with it."""
+        if self.replica_num < 1 or self.nof_replica_num < 0 or self.dfs_replica_num < 0:
+            return ErrorCode.INVALID_PARAMS
+        if self.nof_replica_num or self.dfs_replica_num:
+            return ErrorCode.NOT_SUPPORTED
+        if self.soft_pin_ttl_ms is not None and self.soft_pin_action is not SoftPinAction.ENABLE:
+            return ErrorCode.INVALID_PARAMS
+        if self.group_ids is not None and len(self.group_ids) != num_keys:
+            return ErrorCode.INVALID_PARAMS
+        if self.prefer_alloc_in_same_node and self.replica_num != 1:
+            return ErrorCode.INVALID_PARAMS
+        return ErrorCode.OK
+
+    def options(self, segment: str | None) -> PutOptions:
+        """The same in the store's words; `segment` is the preferred one by the name it has there."""
+        ttl_ms = _SOFT_PIN_TTL_MS if self.soft_pin_ttl_ms is None else self.soft_pin_ttl_ms
+        soft_pin_ms = min(ttl_ms, _MAX_SOFT_PIN_TTL_MS) if self.soft_pin_action is SoftPinAction.ENABLE else 0
+        return PutOptions(
+            num_replicas=self.replica_num,
+            preferred=() if segment is None else (segment,),
+            hard_pin=self.with_hard_pin,
+            soft_pin_s=soft_pin_ms / 1000,
+        )

@@ -1,0 +1,64 @@
+"""Everything one `setup` starts, and its orderly end: the client, its transfer engine, the memory offered."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import tempfile
+from contextlib import ExitStack
+
+from moonpool.integrations.mooncake.embedded_node import EmbeddedNode
+from moonpool.integrations.mooncake.pool import Pool
+from moonpool.integrations.mooncake.setup_config import SetupConfig, credentials
+from moonpool.store.client import ClientConfig, StoreClient
+from moonpool.store.node import NodeConfig
+from moonpool.transfer.config import TransferConfig
+from moonpool.transfer.engine import TransferEngine
+
+# An engine that waits for a master which is away computes nothing meanwhile; a miss costs it less.
+_PATIENCE_S = 1.0
+_HOST_CHARS = 40  # of it in a name, which is part of a socket's path, which has 107
+_NUMBERS = itertools.count(1)  # a process may set up several stores
+
+
+class Session:
+    """Raises what a client or a node raises when it cannot start, and leaves nothing behind then."""
+
+    def __init__(self, config: SetupConfig) -> None:
+        self.config = config
+        self.name = f"mooncake-{config.host[:_HOST_CHARS]}-{os.getpid()}-{next(_NUMBERS)}"
+        self._node: EmbeddedNode | None = None
+        with ExitStack() as stack:
+            run_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="mp-mc-"))
+            self.client = self._connect(stack, run_dir)
+            self.pool = Pool(self.client)
+            self.pool.is_well()
+            if config.offered_nbytes:
+                self._node = EmbeddedNode(self._node_config(run_dir))
+                stack.callback(self._node.close)
+            self._stack = stack.pop_all()
+
+    @property
+    def segment_name(self) -> str | None:
+        """Of the memory it offers; None when it offers none."""
+        return None if self._node is None else self._node.segment_name
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._stack.close()
+
+    def _connect(self, stack: ExitStack, run_dir: str) -> StoreClient:
+        wires = TransferConfig(run_dir=run_dir, tcp_host=None, num_threads=1, **credentials())
+        engine = stack.enter_context(TransferEngine(wires))
+        settings = ClientConfig(name=self.name, retry_s=_PATIENCE_S)
+        return stack.enter_context(StoreClient(self.config.master_address, engine, settings))
+
+    def _node_config(self, run_dir: str) -> NodeConfig:
+        return NodeConfig(
+            name=self.name,
+            master_address=self.config.master_address,
+            dram_nbytes=self.config.offered_nbytes,
+            run_dir=os.path.join(run_dir, "node"),
+            tcp_host=self.config.host,
+            **credentials(),
+        )

@@ -1,0 +1,120 @@
+"""What `setup` is told, and what of it means something here.
+
+The master's address and the size of the memory offered do; upstream's metadata server, NICs and staging buffer have no
+counterpart: the master knows where everything is, and bytes go straight between the caller's memory and the pool's.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from moonpool.base.address import host_port, parse_address
+from moonpool.base.config import from_mapping
+from moonpool.base.errors import ConfigError
+from moonpool.base.units import parse_nbytes
+from moonpool.transfer.config import WireConfig
+
+_LOG = logging.getLogger(__name__)
+_FOREIGN_SCHEMES = ("etcd://", "redis://", "k8s://", "http://", "https://")
+_P2P = "P2PHANDSHAKE"
+# The same variables as for Moonpool's own commands: what the pool's nodes ask of whoever reaches their ports.
+_CREDENTIALS = {
+    "secret_file": "MOONPOOL_SECRET_FILE",
+    "tls_cert_file": "MOONPOOL_TLS_CERT_FILE",
+    "tls_key_file": "MOONPOOL_TLS_KEY_FILE",
+    "tls_ca_file": "MOONPOOL_TLS_CA_FILE",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetupConfig:
+    """Upstream's settings with upstream's defaults. Sizes may be written "16MB", which is binary here as there."""
+
+    local_hostname: str  # of this process, with or without a port; others reach its memory at this address
+    metadata_server: str
+    global_segment_size: int | str = 16 * 1024 * 1024  # memory to offer to the pool; 0 offers none
+    local_buffer_size: int | str = 16 * 1024 * 1024
+    protocol: str = "tcp"
+    rdma_devices: str = ""
+    master_server_addr: str = "127.0.0.1:50051"
+    enable_ssd_offload: bool = False
+    ssd_offload_path: str = ""
+    tenant_id: str = "default"
+    enable_client_http_server: bool = False
+    client_http_port: int = 9300
+    ipc_socket_path: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.local_hostname:
+            raise ConfigError("local_hostname is missing", param="local_hostname")
+        if not self.tenant_id or "/" in self.tenant_id:
+            raise ConfigError(f"{self.tenant_id!r} is no tenant; write letters without a slash", param="tenant_id")
+        _ = (self.offered_nbytes, self.master_address)  # refused here when they cannot be read, not half way through
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> SetupConfig:
+        """ConfigError when a key is unknown, missing or of the wrong type."""
+        return from_mapping(cls, values)
+
+    @property
+    def master_address(self) -> str:
+        """Of our master, as we write addresses."""
+        text = self.master_server_addr
+        if text.startswith(_FOREIGN_SCHEMES):
+            raise ConfigError(f"{text!r} names no Moonpool master; write host:port or unix:/path")
+        return str(parse_address(text if text.startswith(("unix:", "tcp:")) else f"tcp:{text}"))
+
+    @property
+    def offered_nbytes(self) -> int:
+        return _binary_nbytes(self.global_segment_size)
+
+    @property
+    def host(self) -> str:
+        """local_hostname without its port, and without brackets."""
+        return _split_host(self.local_hostname)[0]
+
+    @property
+    def hostname(self) -> str:
+        """`host:number`, as upstream names a client; without a port given, the number is the process's."""
+        host, port = _split_host(self.local_hostname)
+        return host_port(host, os.getpid() if port is None else port)
+
+    @property
+    def namespace(self) -> bytes:
+        """In front of every key, so that tenants, and Moonpool's own blocks, are out of each other's reach."""
+        return f"mooncake/{self.tenant_id}/".encode()
+
+    def say_what_is_ignored(self) -> None:
+        """One line for each setting that asks for what is not done here."""
+        if self.metadata_server and self.metadata_server != _P2P:
+            _LOG.info("metadata_server %r is not asked: Moonpool's master has its part", self.metadata_server)
+        if self.protocol != "tcp":
+            _LOG.info("protocol %r: bytes go through shared memory or tcp", self.protocol)
+        for name in ("enable_ssd_offload", "enable_client_http_server", "ipc_socket_path"):
+            if getattr(self, name):
+                _LOG.warning("%s is not for this client to do; the pool's nodes have their own settings", name)
+
+
+def credentials() -> dict[str, Any]:
+    """WireConfig's settings of who may reach whom, from the environment."""
+    assert set(_CREDENTIALS) <= {field.name for field in fields(WireConfig)}
+    return {name: value for name, variable in _CREDENTIALS.items() if (value := os.environ.get(variable))}
+
+
+def _split_host(text: str) -> tuple[str, int | None]:
+    """The host and its port, if it has one. Colons without brackets are those of an IPv6 address."""
+    host, _, port = text.rpartition(":")
+    has_port = port.isascii() and port.isdigit() and (text.count(":") == 1 or host.endswith("]"))
+    return (host.strip("[]"), int(port)) if has_port else (text.strip("[]"), None)
+
+
+def _binary_nbytes(size: int | str) -> int:
+    """Upstream's "16MB" is 16 * 1024 * 1024."""
+    if isinstance(size, int):
+        return parse_nbytes(size)
+    text = size.strip().lower().removesuffix("b")
+    return parse_nbytes(f"{text}ib" if text[-1:] in {"k", "m", "g", "t"} else text)
