@@ -17,6 +17,7 @@ import msgspec
 
 from moonpool import __version__
 from moonpool.base.errors import MoonpoolError
+from moonpool.base.run_dirs import base_dir, live_run_dirs
 from moonpool.base.units import format_nbytes
 from moonpool.cli.doctor_packages import check_packages
 from moonpool.engine.cache_folder import cache_folder
@@ -24,7 +25,6 @@ from moonpool.engine.model_fetch import NAMED_MODELS, fetched_path
 from moonpool.server.launch import default_state_dir
 from moonpool.server.launch_checks import RESERVE_NBYTES, available_nbytes, choose_port, require_memory
 from moonpool.server.launch_plan import ServeConfig
-from moonpool.server.launch_run_dir import base_dir, live_run_dirs
 from moonpool.transfer.doctor import (
     Finding,
     check_descriptor_passing,

@@ -1,36 +1,46 @@
-"""`moonpool get KEY`."""
+"""`moonpool get KEY`: piece by piece, each verified before it is written, never the whole object in memory."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, BinaryIO
 
 import typer
 
-from moonpool.base.errors import InvalidInput, NotFound
-from moonpool.cli.pool import HexOption, MasterOption, parse_key, pool
+from moonpool.base.errors import NotFound, Refused
+from moonpool.cli.pool import HexOption, MasterOption, pool
+from moonpool.cli.progress import Show, bytes_moved
+from moonpool.store import Store
+from moonpool.store.keys_text import read_key
+from moonpool.store.whole_file import whole_file
 
 
 def command(
-    key: Annotated[str, typer.Argument(help="the object's name")],
+    key: Annotated[str, typer.Argument(help="the object's key")],
     out: Annotated[str, typer.Option(help="file to write to; - is standard output")] = "-",
     master: MasterOption = None,
     hex: HexOption = False,
 ) -> None:
-    with pool(master) as client:
-        data = client.get(parse_key(key, hex))
-        if data is None:
-            raise NotFound(f"{key!r} cannot be had: {client.why(parse_key(key, hex))}")
-    _write(out, data)
+    wanted = read_key(key, hex)
+    with pool(master) as store, bytes_moved(f"get {key}") as show:
+        try:
+            if out == "-":
+                _copy(store, wanted, sys.stdout.buffer, show)
+                sys.stdout.buffer.flush()
+                return
+            with whole_file(Path(out)) as file:
+                _copy(store, wanted, file, show)
+        except (NotFound, Refused) as error:
+            raise NotFound(f"{key!r} cannot be had: {store.why(wanted)}") from error
 
 
-def _write(out: str, data: bytes) -> None:
-    if out == "-":
-        sys.stdout.buffer.write(data)
-        sys.stdout.buffer.flush()
-        return
-    try:
-        Path(out).write_bytes(data)
-    except OSError as error:
-        raise InvalidInput(f"cannot write {out}: {error.strerror or error}") from error
+def _copy(store: Store, key: bytes, file: BinaryIO, show: Show) -> None:
+    done = 0
+    with store.get_session(key) as session:
+        buffer = memoryview(bytearray(max(session.piece_sizes, default=0)))
+        for index, nbytes in enumerate(session.piece_sizes):
+            session.read_into(index, buffer[:nbytes])
+            file.write(buffer[:nbytes])
+            done += nbytes
+            show(done, session.nbytes)

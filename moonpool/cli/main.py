@@ -28,6 +28,7 @@ COMMANDS = {
     "frontend": ("moonpool.cli.frontend", "Run the OpenAI front end."),
     "put": ("moonpool.cli.put", "Store a file in the pool."),
     "get": ("moonpool.cli.get", "Read an object from the pool."),
+    "ls": ("moonpool.cli.ls", "List objects of the pool."),
     "rm": ("moonpool.cli.rm", "Remove objects from the pool."),
     "stat": ("moonpool.cli.stat", "Show what the pool holds."),
     "why": ("moonpool.cli.why", "Say what became of a key."),

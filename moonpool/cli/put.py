@@ -1,8 +1,13 @@
-"""`moonpool put KEY FILE`."""
+"""`moonpool put FILE`: a file as one object, or each tensor of a safetensors file as one.
+
+A file is mapped and goes to the pool piece by piece; standard input is read to its end first.
+"""
 
 from __future__ import annotations
 
+import mmap
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -10,28 +15,63 @@ import typer
 
 from moonpool.base.errors import AlreadyExists, InvalidInput
 from moonpool.base.units import format_nbytes
-from moonpool.cli.pool import HexOption, MasterOption, parse_key, pool
+from moonpool.cli.pool import HexOption, MasterOption, pool
+from moonpool.cli.progress import bytes_moved
+from moonpool.store import Store
+from moonpool.store.keys_text import read_key
+from moonpool.store.put_settings import PutSettings
+
+_STDIN = "-"
+_PIECE_NBYTES = 4 * 1024 * 1024
 
 
 def command(
-    key: Annotated[str, typer.Argument(help="under which name")],
     file: Annotated[str, typer.Argument(help="what to store; - is standard input")],
+    key: Annotated[str | None, typer.Option(help="under which key; default: the file's name")] = None,
     replicas: Annotated[int, typer.Option(help="number of copies, each on another node")] = 1,
     pinned: Annotated[bool, typer.Option("--pinned", help="never evict it")] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="take the place of what is under the key")] = False,
+    tensors: Annotated[
+        bool,
+        typer.Option("--tensors", help="a safetensors file: each tensor is an object; --key is put before their names"),
+    ] = False,
     master: MasterOption = None,
     hex: HexOption = False,
 ) -> None:
-    data = _read(file)
-    with pool(master) as client:
-        if not client.put(parse_key(key, hex), data, num_replicas=replicas, pinned=pinned):
-            raise AlreadyExists(f"{key!r} is in the pool already; remove it first")
-    print(f"stored {format_nbytes(len(data))} as {key}", file=sys.stderr)
+    settings = PutSettings(num_replicas=replicas, pinned=pinned, replace=replace)
+    with pool(master) as store, bytes_moved(f"put {file}") as show:
+        if tensors:
+            keys = store.load_safetensors(file, prefix=key or "", progress=show, **settings)
+            print(f"stored {len(keys)} tensors", file=sys.stderr)
+            return
+        if key is None and file == _STDIN:
+            raise InvalidInput("standard input has no name; say under which --key")
+        name = key or Path(file).name
+        data = _read(file)
+        _put(store, read_key(name, hex), data, settings, lambda done: show(done, data.nbytes))
+    print(f"stored {format_nbytes(data.nbytes)} as {name}", file=sys.stderr)
 
 
-def _read(file: str) -> bytes:
-    if file == "-":
-        return sys.stdin.buffer.read()
+def _put(store: Store, key: bytes, data: memoryview, settings: PutSettings, show: Callable[[int], None]) -> None:
+    """Piece by piece, so that its progress is seen."""
+    pieces = [data[at : at + _PIECE_NBYTES] for at in range(0, data.nbytes, _PIECE_NBYTES)]
     try:
-        return Path(file).read_bytes()
+        with store.put_session(key, [piece.nbytes for piece in pieces], **settings) as session:
+            for index, piece in enumerate(pieces):
+                session.write(index, piece)
+                show(index * _PIECE_NBYTES + piece.nbytes)
+    except AlreadyExists as error:
+        raise AlreadyExists("the key is in the pool already; remove it first, or --replace it") from error
+
+
+def _read(file: str) -> memoryview:
+    if file == _STDIN:
+        return memoryview(sys.stdin.buffer.read())
+    path = Path(file)
+    try:
+        if not path.is_file() or path.stat().st_size == 0:  # what cannot be mapped: a pipe, nothing
+            return memoryview(path.read_bytes())
+        with path.open("rb") as opened:
+            return memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
     except OSError as error:
         raise InvalidInput(f"cannot read {file}: {error.strerror or error}") from error

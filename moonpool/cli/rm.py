@@ -1,23 +1,50 @@
-"""`moonpool rm KEY...`."""
+"""`moonpool rm KEY...`, `moonpool rm --matching REGEX`, `moonpool rm --all`."""
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
 
-from moonpool.base.errors import Overloaded
-from moonpool.cli.pool import HexOption, MasterOption, parse_key, pool
+from moonpool.base.errors import InvalidInput, Overloaded
+from moonpool.cli.pool import HexOption, MasterOption, pool
+from moonpool.cli.progress import objects_seen
+from moonpool.store import Store
+from moonpool.store.keys_text import read_key
 
 
 def command(
-    keys: Annotated[list[str], typer.Argument(help="names of objects")],
+    keys: Annotated[list[str] | None, typer.Argument(help="keys of objects")] = None,
+    matching: Annotated[
+        str | None, typer.Option(help="all in whose key this regular expression finds something")
+    ] = None,
+    all: Annotated[bool, typer.Option("--all", help="every object of the pool")] = False,
     force: Annotated[bool, typer.Option("--force", help="even while they are being read or pinned")] = False,
     master: MasterOption = None,
     hex: HexOption = False,
 ) -> None:
-    with pool(master) as client:
-        gone = client.remove([parse_key(key, hex) for key in keys], force=force)
+    if sum((bool(keys), matching is not None, all)) != 1:
+        raise InvalidInput("say what to remove: KEY..., --matching REGEX or --all")
+    with pool(master) as store:
+        if keys:
+            _remove_keys(store, keys, hex, force)
+        else:
+            _remove_matching(store, None if all else matching, force)
+
+
+def _remove_keys(store: Store, keys: list[str], is_hex: bool, force: bool) -> None:
+    gone = store.remove_many([read_key(key, is_hex) for key in keys], force=force)
     kept = [key for key, is_gone in zip(keys, gone, strict=True) if not is_gone]
     if kept:
         raise Overloaded(f"in use and not removed (--force would): {', '.join(kept)}")
+
+
+def _remove_matching(store: Store, pattern: str | None, force: bool) -> None:
+    with objects_seen("removing"):
+        num_removed, num_kept = (
+            store.remove_all(force=force) if pattern is None else store.remove_matching(pattern, force=force)
+        )
+    print(f"removed {num_removed} objects", file=sys.stderr)
+    if num_kept:
+        raise Overloaded(f"{num_kept} are in use and were not removed (--force would)")

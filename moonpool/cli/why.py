@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from moonpool.cli.pool import HexOption, MasterOption, parse_key, pool
+from moonpool.cli.pool import HexOption, MasterOption, pool
+from moonpool.store.keys_text import read_key
 
 
 def command(
@@ -14,5 +15,5 @@ def command(
     master: MasterOption = None,
     hex: HexOption = False,
 ) -> None:
-    with pool(master) as client:
-        print(client.why(parse_key(key, hex)))
+    with pool(master) as store:
+        print(store.why(read_key(key, hex)))

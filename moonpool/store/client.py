@@ -1,43 +1,38 @@
 """The pool, for a program: put, get and everything between, blocking and thread-safe.
 
-Every call has a deadline. When the master is gone a call raises PeerLost at once and the next one connects anew;
-pins are held by the connection and end with it. Bytes that fail a check are never returned: `get` answers None and
-counts, a session raises.
+Every call has a deadline. A master that is being restarted is waited for (`retry_s`), then a call raises PeerLost and
+the next one connects anew. Pins made by pin() are held by the connection and end with it. Bytes that fail a check are
+never returned: their replica is reported, another one is read, and where there is none the answer says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import Literal, cast
 
-import numpy as np
-
-from moonpool.base.errors import (
-    AlreadyExists,
-    InvalidInput,
-    MoonpoolError,
-    NotFound,
-    PeerLost,
-    Refused,
-    StaleGeneration,
-    from_wire,
-)
-from moonpool.base.rpc import BlockingClient, Call
+from moonpool.base.clock import Clock, SystemClock
+from moonpool.base.errors import AlreadyExists, InvalidInput, MoonpoolError, NotFound, Refused, StaleGeneration
 from moonpool.store import messages as m
 from moonpool.store.counters import ClientCounters
 from moonpool.store.directory import SegmentDirectory
-from moonpool.store.messages import ObjectInfo, Placement, StoreStats
-from moonpool.store.put_session import PutRequest, PutSession
-from moonpool.store.read_session import ReadSession
-from moonpool.transfer.buffers import as_bytes_view
+from moonpool.store.flight import FlightCrew
+from moonpool.store.get_batch import Got
+from moonpool.store.holder import Holder
+from moonpool.store.messages import ListedObject, ObjectInfo, PutOptions, StoreStats
+from moonpool.store.put_batch import OPAQUE_PIECE_NBYTES, PutBatches
+from moonpool.store.put_calls import PutCalls
+from moonpool.store.put_request import DEFAULT_OPTIONS, Put, PutRequest, bundle
+from moonpool.store.put_session import PutSession, PutTools
+from moonpool.store.read_session import ReadSession, ReadTools
+from moonpool.store.reads import Reads, report_corrupt
+from moonpool.store.recovery import read_ranges
+from moonpool.store.retry import MasterLine
+from moonpool.store.views import ObjectView
+from moonpool.transfer.buffers import Buffer, as_bytes_view
 from moonpool.transfer.engine import TransferEngine
 
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
-
-R = TypeVar("R")
-OPAQUE_PIECE_NBYTES = 4 * 1024 * 1024
+__all__ = ["OPAQUE_PIECE_NBYTES", "ClientConfig", "ObjectView", "Put", "PutOptions", "PutRequest", "StoreClient"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,23 +40,66 @@ class ClientConfig:
     name: str = ""  # how the master's log calls this client
     connect_timeout_s: float = 2.0
     rpc_timeout_s: float = 10.0
-    transfer_timeout_s: float = 10.0  # per piece and replica
+    retry_s: float | None = None  # how long a master that is away is waited for; default: rpc_timeout_s
+    transfer_timeout_s: float = 10.0  # for one transfer, per replica
+    renew_after_s: float = 10.0  # unfinished puts are renewed this often; a third of the master's put_discard_s
+    max_view_nbytes: int = 1 << 30  # in view at once; beyond it views are copies
+    max_verified_views: int = 65_536  # objects that are remembered as verified
 
 
 class StoreClient:
-    """Borrows the transfer engine. Close it to end its connection and its pins."""
+    """Borrows the transfer engine. Close it to end its connections, its pins and its views."""
 
-    def __init__(self, master_address: str, engine: TransferEngine, config: ClientConfig | None = None) -> None:
-        self._config = config or ClientConfig()
-        self._rpc = BlockingClient(
-            master_address, m.SERVICE, name=self._config.name, connect_timeout_s=self._config.connect_timeout_s
+    def __init__(
+        self,
+        master_address: str,
+        engine: TransferEngine,
+        config: ClientConfig | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        config = config or ClientConfig()
+        self._line = line = MasterLine(
+            master_address,
+            name=config.name,
+            connect_timeout_s=config.connect_timeout_s,
+            timeout_s=config.rpc_timeout_s,
+            retry_s=config.retry_s,
         )
         self._counters = ClientCounters()
-        self._directory = SegmentDirectory(engine, lambda: self._ask(m.Segments()))
+        directory = SegmentDirectory(engine, lambda: line.ask(m.Segments()))
+        self._holder = Holder(directory, name=config.name, timeout_s=config.connect_timeout_s)
+        self._calls = PutCalls(line, directory, self._holder, self._counters)
+        self._put_tools = PutTools(
+            holder=self._holder,
+            counters=self._counters,
+            clock=clock or SystemClock(),
+            timeout_s=config.transfer_timeout_s,
+            renew_after_s=config.renew_after_s,
+            renew=self._renew,
+        )
+        self._crew = FlightCrew()
+        self._puts = PutBatches(self._crew, self._calls, self._put_tools)
+        self._read_tools = ReadTools(
+            directory=directory,
+            counters=self._counters,
+            timeout_s=config.transfer_timeout_s,
+            report_corrupt=lambda info, place: report_corrupt(line, info, place),
+        )
+        self._reads = Reads(
+            line,
+            self._crew,
+            self._holder,
+            self._read_tools,
+            max_view_nbytes=config.max_view_nbytes,
+            max_verified_views=config.max_verified_views,
+        )
 
     def close(self) -> None:
         """Idempotent."""
-        self._rpc.close()
+        self._reads.close()
+        self._line.close()
+        self._crew.close()
+        self._holder.close()  # last: until here something may be written in place
 
     def __enter__(self) -> StoreClient:
         return self
@@ -70,59 +108,93 @@ class StoreClient:
         self.close()
 
     def counters(self) -> dict[str, int]:
-        """bytes_read, bytes_written, hits, misses, corrupt_replicas, refused_<code>."""
+        """bytes_read, bytes_written, bytes_viewed, hits, misses, corrupt_replicas, refused_<code>."""
         return self._counters.snapshot()
 
     # asking the master
 
     def lookup(self, keys: Sequence[bytes], prefix: bool = False) -> list[ObjectInfo | None]:
         """Where the objects are, each leased for info.lease_s. With `prefix` all behind the first gap is None."""
-        found = self._ask(m.Lookup(keys=list(keys), prefix=prefix))
-        num_found = len(found) - found.count(None)
-        self._counters.add("hits", num_found)
-        self._counters.add("misses", len(found) - num_found)
-        return found
+        return self._reads.lookup(list(keys), prefix=prefix)
 
     def exist(self, keys: Sequence[bytes]) -> list[bool]:
         """As lookup, leases included, without the places; counts neither hit nor miss."""
-        return self._ask(m.Exist(keys=list(keys)))
+        return self._line.ask(m.Exist(keys=list(keys)))
 
     def remove(self, keys: Sequence[bytes], force: bool = False) -> list[bool]:
         """True where no object is under the key now. Leased and pinned ones stay unless `force`."""
-        return self._ask(m.Remove(keys=list(keys), force=force))
+        return self._line.ask(m.Remove(keys=list(keys), force=force))
+
+    def remove_matching(self, pattern: str | None = None, force: bool = False) -> tuple[int, int]:
+        """Removes what the regular expression finds (None: everything); how many went and how many stayed."""
+        num_removed, num_kept = 0, 0
+        cursor: int | None = 0
+        while cursor is not None:
+            step = self._line.ask(m.RemoveMatching(pattern=pattern, force=force, cursor=cursor))
+            num_removed, num_kept, cursor = num_removed + step.num_removed, num_kept + step.num_kept, step.cursor
+        return num_removed, num_kept
+
+    def list_objects(self, pattern: str | None = None) -> Iterator[ListedObject]:
+        """What is stored under keys that the regular expression finds (None: all), in no order; asks as it goes."""
+        cursor: int | None = 0
+        while cursor is not None:
+            page = self._line.ask(m.ListObjects(pattern=pattern, cursor=cursor))
+            yield from page.objects
+            cursor = page.cursor
 
     def pin(self, keys: Sequence[bytes]) -> list[bool]:
         """Keeps the objects until unpin or until this client's connection ends; pins count."""
-        return self._call(m.Pin(keys=list(keys)))
+        return self._line.ask_once(m.Pin(keys=list(keys)))
 
     def unpin(self, keys: Sequence[bytes]) -> None:
-        self._call(m.Unpin(keys=list(keys)))
+        self._line.ask_once(m.Unpin(keys=list(keys)))
 
-    def why(self, key: bytes) -> str:
+    def why(self, key: bytes, identity: bytes = b"") -> str:
         """What became of a key, in a sentence."""
-        return self._ask(m.Why(key=key))
+        return self._line.ask(m.Why(key=key, identity=identity))
 
     def stats(self) -> StoreStats:
-        return self._ask(m.Stats())
+        return self._line.ask(m.Stats())
 
     # putting
 
+    def put(
+        self, key: bytes, data: Buffer, *, num_replicas: int = 1, pinned: bool = False, replace: bool = False
+    ) -> bool:
+        """Stores opaque bytes. False when the key was taken, in which case the old value stays."""
+        options = DEFAULT_OPTIONS
+        if num_replicas != 1 or pinned or replace:
+            options = PutOptions(num_replicas=num_replicas, hard_pin=pinned, replace=replace)
+        error = self.put_many([Put(key, [data], options=options)])[0]
+        if error is not None and not isinstance(error, AlreadyExists):
+            raise error
+        return error is None
+
+    def put_many(self, puts: Sequence[Put]) -> list[MoonpoolError | None]:
+        """Stores the objects; per position None or why not: AlreadyExists (the old value stays unless
+        options.replace), NoSpace, InvalidInput, Unavailable. The buffers are the caller's again when this returns.
+        """
+        return self._puts.put_many(puts)
+
     def begin_puts(self, requests: Sequence[PutRequest]) -> list[PutSession | MoonpoolError]:
-        """Space for each request, in one call; or why not: AlreadyExists, NoSpace, InvalidInput."""
-        local = self._directory.local_segment()
-        items = [
-            m.PutItem(
-                key=each.key,
-                nbytes=each.nbytes,
-                num_replicas=each.num_replicas,
-                preferred_segment=each.preferred_segment or local,
-                pinned=each.pinned,
-            )
-            for each in requests
-        ]
-        # Said twice it is refused at worst: a first one that did arrive holds its keys until it is discarded.
-        outcomes = self._ask(m.PutStart(items=items))
-        return [self._session(request, outcome) for request, outcome in zip(requests, outcomes, strict=True)]
+        """Space for each request, in few calls; or why not: AlreadyExists, NoSpace, InvalidInput."""
+        begun: list[PutSession | MoonpoolError | None] = [None] * len(requests)
+        sizes = [request.nbytes for request in requests]
+        for positions in bundle(requests, sizes, range(len(requests))):
+            granted = self._calls.start([requests[p] for p in positions], [sizes[p] for p in positions])
+            for index, position in enumerate(positions):
+                begun[position] = granted.errors[index] or PutSession(
+                    requests[position],
+                    granted.generations[index],
+                    granted.replicas[index],
+                    granted.session,
+                    self._put_tools,
+                )
+        return [each for each in begun if each is not None]
+
+    def renew_puts(self, sessions: Sequence[PutSession]) -> list[bool]:
+        """The master discards them later; False where it has already. Writing pieces does it when it is due."""
+        return self._calls.renew([each.key for each in sessions], [each.generation for each in sessions])
 
     def finish_puts(self, sessions: Sequence[PutSession]) -> list[MoonpoolError | None]:
         """Writes the headers and makes the objects visible, in one call. Those that fail are aborted.
@@ -132,59 +204,22 @@ class StoreClient:
         results: list[MoonpoolError | None] = [_attempt(session.write_header) for session in sessions]
         self.abort_puts([each for each, error in zip(sessions, results, strict=True) if error is not None])
         written = [index for index, error in enumerate(results) if error is None]
-        if written:
-            refusals = self._ask(m.PutEnd(items=[sessions[index].written() for index in written]))
-            for index, refusal in zip(written, refusals, strict=True):
-                results[index] = None if refusal is None else self._refused(refusal)
+        refused = self._calls.finish(
+            [sessions[index].key for index in written],
+            [sessions[index].generation for index in written],
+            {at: sessions[index].failed for at, index in enumerate(written) if sessions[index].failed},
+        )
+        for at, error in refused.items():
+            results[written[at]] = error
         return results
 
     def abort_puts(self, sessions: Sequence[PutSession]) -> None:
         """Gives the space back. Best effort: what the master does not hear of it discards by itself in time."""
         for settled in (True, False):
-            items = [each.written() for each in sessions if each.settled is settled]
-            if items:
-                _attempt(lambda: self._call(m.PutRevoke(items=items, settled=settled)))  # noqa: B023 - runs here
-
-    def put(self, key: bytes, data: Buffer, *, num_replicas: int = 1, pinned: bool = False) -> bool:
-        """Stores opaque bytes. False when the key was taken, in which case the old value stays."""
-        view = as_bytes_view(data, writable=False)
-        sizes = tuple(len(view[at : at + OPAQUE_PIECE_NBYTES]) for at in range(0, len(view), OPAQUE_PIECE_NBYTES))
-        session = self.begin_puts([PutRequest(key, sizes, num_replicas=num_replicas, pinned=pinned)])[0]
-        if isinstance(session, AlreadyExists):
-            return False
-        if isinstance(session, MoonpoolError):
-            raise session
-        try:
-            for index in range(len(sizes)):
-                start = index * OPAQUE_PIECE_NBYTES
-                session.write_piece(index, view[start : start + OPAQUE_PIECE_NBYTES])
-        except BaseException:
-            self.abort_puts([session])
-            raise
-        error = self.finish_puts([session])[0]
-        if error is not None:
-            raise error
-        return True
+            some = [each for each in sessions if each.settled is settled]
+            self._calls.give_back([each.key for each in some], [each.generation for each in some], settled)
 
     # getting
-
-    def open_read(self, info: ObjectInfo, identity: bytes | None) -> ReadSession:
-        """Checks the header, replica by replica. `identity` None reads an object of any.
-
-        Raises IdentityMismatch, StaleGeneration, Corrupt, NotFound, Unauthorized or Unavailable if no replica will do.
-        """
-        try:
-            return ReadSession(
-                info,
-                identity,
-                self._directory,
-                self._report_corrupt,
-                self._counters,
-                self._config.transfer_timeout_s,
-            )
-        except MoonpoolError as error:
-            self._counters.add_refusal(error)
-            raise
 
     def get(self, key: bytes) -> bytes | None:
         """The object's bytes; None when it is not there or no replica passes the checks (why() knows more).
@@ -192,71 +227,69 @@ class StoreClient:
         Raises Unavailable when the master or every node that holds it is out of reach, Unauthorized when they ask for
         another secret or certificate than the engine has (TransferConfig.secret_file): that is no miss.
         """
-        found = self._get(key, lambda nbytes: np.empty(nbytes, dtype=np.uint8).data)
-        return None if found is None else found.tobytes()
+        return self.get_many([key])[0]
+
+    def get_many(self, keys: Sequence[bytes], identity: bytes | None = None) -> list[bytes | None]:
+        """get() of each; raises the first error that is no miss."""
+        return [cast(bytes | None, _or_none(got)) for got in self._reads.read(keys, [None] * len(keys), identity)]
 
     def get_into(self, key: bytes, into: Buffer) -> int | None:
         """As get, into the caller's memory; how many bytes. InvalidInput when they do not fit."""
-        target = as_bytes_view(into, writable=True)
+        return cast(int | None, _or_none(self._reads.read([key], [[as_bytes_view(into, True)]], None)[0]))
 
-        def take(nbytes: int) -> memoryview:
-            if nbytes > target.nbytes:
-                raise InvalidInput(f"the object has {nbytes} bytes, the buffer {target.nbytes}")
-            return target[:nbytes]
+    def get_many_into(
+        self, keys: Sequence[bytes], buffers: Sequence[Sequence[Buffer]], identity: bytes | None = None
+    ) -> list[int | MoonpoolError]:
+        """Each object into its buffers, filled one after the other, however they are cut; how many bytes it has.
 
-        found = self._get(key, take)
-        return None if found is None else found.nbytes
+        Errors by position: NotFound for a miss, InvalidInput when it does not fit, IdentityMismatch, Corrupt,
+        Unavailable. Buffers of a key that failed may hold anything. InvalidInput is raised for a buffer of no use.
+        """
+        if len(keys) != len(buffers):
+            raise InvalidInput(f"{len(keys)} keys and buffers for {len(buffers)}")
+        targets = [[as_bytes_view(buffer, True) for buffer in some] for some in buffers]
+        return cast("list[int | MoonpoolError]", self._reads.read(keys, targets, identity))
 
-    def _get(self, key: bytes, take: Callable[[int], memoryview]) -> memoryview | None:
-        for _ in range(2):  # an object replaced while it was read is looked up once more
-            info = self.lookup([key])[0]
-            if info is None:
-                return None
-            try:
-                return _read_all(self.open_read(info, identity=None), take)
-            except StaleGeneration as error:
-                self._counters.add_refusal(error)
-            except (Refused, NotFound) as error:
-                self._counters.add_refusal(error)
-                return None
-        return None
+    def get_ranges(self, key: bytes, ranges: Sequence[tuple[int, Buffer]], identity: bytes | None = None) -> int | None:
+        """Bytes of the object from each offset on, as many as fit that buffer; how many in all, or None as get().
 
-    # the wire
+        Every piece that a range touches is read and verified whole. InvalidInput beyond the object's end.
+        """
+        wanted = [(offset, as_bytes_view(buffer, True)) for offset, buffer in ranges]
+        return _attempted(lambda: self._reads.read_one(key, identity, lambda session: read_ranges(session, wanted)))
 
-    def _session(self, request: PutRequest, outcome: m.PutOutcome) -> PutSession | MoonpoolError:
-        if outcome.grant is not None:
-            timeout_s = self._config.transfer_timeout_s
-            return PutSession(request, outcome.grant, self._directory, self._counters, timeout_s)
-        assert outcome.refusal is not None, "an outcome is a grant or a refusal"
-        return self._refused(outcome.refusal)
+    def size(self, key: bytes) -> int | None:
+        """How many bytes get() would give, or None as get(); read from the object's header."""
+        return _attempted(lambda: self._reads.read_one(key, None, lambda session: session.nbytes))
 
-    def _refused(self, refusal: m.Refusal) -> MoonpoolError:
-        error = from_wire(refusal.code, refusal.message)
-        self._counters.add_refusal(error)
-        return error
+    def view(
+        self,
+        keys: Sequence[bytes],
+        *,
+        identity: bytes | None = None,
+        verify: Literal["once", "always"] = "once",
+    ) -> list[ObjectView | MoonpoolError]:
+        """The objects where they lie, or by position why not, as get_many_into. Close each view.
 
-    def _report_corrupt(self, info: ObjectInfo, placement: Placement) -> bool:
-        call = m.ReportCorrupt(key=info.key, generation=info.generation, segment=placement.segment)
-        return self._call(call)
+        What lies on other machines or disks, and what goes beyond `max_view_nbytes`, is copied. The bytes of an
+        allocation are verified when they are first seen, with `always` each time.
+        """
+        return self._reads.view(list(keys), identity, verify == "always")
 
-    def _call(self, call: Call[R]) -> R:
-        return self._rpc.call(call, timeout_s=self._config.rpc_timeout_s)
+    def open_read(self, info: ObjectInfo, identity: bytes | None) -> ReadSession:
+        """Checks the header, replica by replica. `identity` None reads an object of any.
 
-    def _ask(self, call: Call[R]) -> R:
-        """For calls that may be said twice: a connection that broke since the last call is not the caller's concern."""
+        Raises IdentityMismatch, StaleGeneration, Corrupt, NotFound, Unauthorized or Unavailable if no replica will do.
+        """
         try:
-            return self._call(call)
-        except PeerLost:
-            return self._call(call)
+            return ReadSession(info, identity, self._read_tools)
+        except MoonpoolError as error:
+            self._counters.add_refusal(error)
+            raise
 
-
-def _read_all(session: ReadSession, take: Callable[[int], memoryview]) -> memoryview:
-    target, at = take(session.nbytes), 0
-    for index, piece in enumerate(session.header.pieces):
-        session.read_piece(index, target[at : at + piece.nbytes])
-        at += piece.nbytes
-    session.finish()
-    return target
+    def _renew(self, session: PutSession) -> None:
+        if not self.renew_puts([session])[0]:
+            raise StaleGeneration(f"the put of {session.key.hex()[:16]} took too long and was discarded")
 
 
 def _attempt(action: Callable[[], object]) -> MoonpoolError | None:
@@ -265,3 +298,20 @@ def _attempt(action: Callable[[], object]) -> MoonpoolError | None:
     except MoonpoolError as error:
         return error
     return None
+
+
+def _attempted(action: Callable[[], int]) -> int | None:
+    """None for a miss."""
+    try:
+        return action()
+    except (Refused, NotFound):
+        return None
+
+
+def _or_none(got: Got) -> int | bytes | None:
+    """None for a miss; other errors are raised."""
+    if isinstance(got, Refused | NotFound):
+        return None
+    if isinstance(got, MoonpoolError):
+        raise got
+    return got

@@ -4,23 +4,41 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Iterable
 
 from moonpool.base.errors import MoonpoolError
 
 
 class ClientCounters:
-    """Names: bytes_read, bytes_written, hits, misses, corrupt_replicas, and refused_<code> per error code."""
+    """Names: bytes_read, bytes_written, bytes_viewed, hits, misses, corrupt_replicas, and refused_<code> per error."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._values: Counter[str] = Counter(bytes_read=0, bytes_written=0, hits=0, misses=0, corrupt_replicas=0)
+        self._values: Counter[str] = Counter(
+            bytes_read=0, bytes_written=0, bytes_viewed=0, hits=0, misses=0, corrupt_replicas=0
+        )
 
     def add(self, name: str, amount: int = 1) -> None:
         with self._lock:
             self._values[name] += amount
 
+    def add_lookup(self, num_hits: int, num_misses: int) -> None:
+        with self._lock:
+            self._values["hits"] += num_hits
+            self._values["misses"] += num_misses
+
+    def add_reads(self, num_hits: int, num_misses: int, nbytes: int) -> None:
+        with self._lock:
+            self._values["hits"] += num_hits
+            self._values["misses"] += num_misses
+            self._values["bytes_read"] += nbytes
+
     def add_refusal(self, error: MoonpoolError) -> None:
         self.add(f"refused_{error.code}")
+
+    def add_refusals(self, errors: Iterable[MoonpoolError]) -> None:
+        with self._lock:
+            self._values.update(f"refused_{error.code}" for error in errors)
 
     def snapshot(self) -> dict[str, int]:
         with self._lock:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from moonpool.base.clock import Clock, SystemClock
 from moonpool.base.errors import NotFound, Unauthorized
-from moonpool.store.messages import Placement
+from moonpool.store.messages import Placement, SegmentInfo, Tier
 from moonpool.transfer.descriptor import SegmentDescriptor
 from moonpool.transfer.engine import TransferEngine
 from moonpool.transfer.host import host_id
@@ -16,6 +16,7 @@ from moonpool.transfer.transports.base import RemoteSegment
 
 # An owner that did not let us in is not asked again so soon: only a changed setting and a restart make a difference.
 REFUSED_FOR_S = 10.0
+_UNKNOWN_RANK = 4  # behind local memory, other memory, local disks, other disks
 
 
 class _Refusal(NamedTuple):
@@ -33,39 +34,75 @@ class SegmentDirectory:
     def __init__(
         self,
         engine: TransferEngine,
-        list_segments: Callable[[], list[SegmentDescriptor]],
+        list_segments: Callable[[], list[SegmentInfo]],
         clock: Clock | None = None,
     ) -> None:
         self._engine = engine
         self._list_segments = list_segments
         self._clock: Clock = clock or SystemClock()
         self._lock = threading.Lock()
-        self._known: dict[str, SegmentDescriptor] = {}
+        self._known: dict[str, SegmentInfo] = {}
+        self._ranks: dict[str, int] = {}  # by segment: the lower, the sooner it is read
         self._refusals: dict[str, _Refusal] = {}  # by segment
+        self._handles: dict[tuple[str, int], RemoteSegment] = {}  # by segment and incarnation; the engine's
+        self.local: tuple[SegmentInfo, ...] = ()  # on this machine; another object after each change
+
+    def info(self, placement: Placement) -> SegmentInfo:
+        """NotFound when that incarnation of the segment is not mounted any more."""
+        info = self._known.get(placement.segment)
+        if info is None or info.descriptor.incarnation != placement.incarnation:
+            self.refresh()
+            info = self._known.get(placement.segment)
+        if info is None or info.descriptor.incarnation != placement.incarnation:
+            raise NotFound(f"segment {placement.segment!r} was mounted anew or is gone")
+        return info
 
     def open(self, placement: Placement) -> RemoteSegment:
         """NotFound when that incarnation is not mounted any more; PeerLost when its owner is gone; Unauthorized when
         the owner asks for another secret or certificate than this process has.
         """
-        descriptor = self._known.get(placement.segment)
-        if descriptor is None or descriptor.incarnation != placement.incarnation:
-            self._refresh()
-            descriptor = self._known.get(placement.segment)
-        if descriptor is None or descriptor.incarnation != placement.incarnation:
-            raise NotFound(f"segment {placement.segment!r} was mounted anew or is gone")
-        return self._open(descriptor)
+        handle = self._handles.get((placement.segment, placement.incarnation))
+        return self.open_segment(self.info(placement)) if handle is None else handle
 
-    def nearest_first(self, placements: Iterable[Placement]) -> list[Placement]:
-        """Replicas on this machine first."""
-        return sorted(placements, key=lambda each: not self._is_local(each.segment))
+    def open_segment(self, info: SegmentInfo) -> RemoteSegment:
+        """As open(), for a segment that info() gave."""
+        descriptor = info.descriptor
+        handle = self._handles.get((descriptor.name, descriptor.incarnation))
+        if handle is None:
+            handle = self._open_anew(descriptor)
+            with self._lock:
+                if self._known.get(descriptor.name) is info:
+                    self._handles[descriptor.name, descriptor.incarnation] = handle
+        return handle
+
+    def best_first(self, placements: Iterable[Placement]) -> list[Placement]:
+        """In the order in which they should be read: this machine's memory, others' memory, this machine's disks, the
+        rest.
+        """
+        ranks = self._ranks
+        return sorted(placements, key=lambda each: ranks.get(each.segment, _UNKNOWN_RANK))
 
     def local_segment(self) -> str | None:
-        """A segment on this machine, to prefer for new objects; None when there is none."""
+        """Memory of the pool on this machine, to prefer for new objects; None when there is none."""
         if not self._known:
-            self._refresh()
-        return next((name for name in sorted(self._known) if self._is_local(name)), None)
+            self.refresh()
+        return next((each.descriptor.name for each in self.local if each.tier & Tier.DRAM), None)
 
-    def _open(self, descriptor: SegmentDescriptor) -> RemoteSegment:
+    def refresh(self) -> None:
+        fresh = {each.descriptor.name: each for each in self._list_segments()}
+        local = tuple(info for _, info in sorted(fresh.items()) if _is_local(info))
+        with self._lock:
+            old, self._known = self._known, fresh
+            self._ranks = {name: _rank(info) for name, info in fresh.items()}
+            self._refusals = {name: refusal for name, refusal in self._refusals.items() if name in fresh}
+            self._handles.clear()
+            if local != self.local:
+                self.local = local
+        for name, info in old.items():
+            if name not in fresh or fresh[name].descriptor != info.descriptor:
+                self._engine.forget(info.descriptor)
+
+    def _open_anew(self, descriptor: SegmentDescriptor) -> RemoteSegment:
         refusal = self._refusals.get(descriptor.name)
         if refusal is not None and refusal.holds(descriptor.incarnation, self._clock.now_s()):
             raise Unauthorized(refusal.message)
@@ -78,15 +115,10 @@ class SegmentDirectory:
                 self._refusals[descriptor.name] = refusal
             raise Unauthorized(message) from error
 
-    def _is_local(self, name: str) -> bool:
-        descriptor = self._known.get(name)
-        return descriptor is not None and descriptor.host == host_id()
 
-    def _refresh(self) -> None:
-        fresh = {each.name: each for each in self._list_segments()}
-        with self._lock:
-            old, self._known = self._known, fresh
-            self._refusals = {name: refusal for name, refusal in self._refusals.items() if name in fresh}
-        for name, descriptor in old.items():
-            if fresh.get(name) != descriptor:
-                self._engine.forget(descriptor)
+def _is_local(info: SegmentInfo) -> bool:
+    return info.descriptor.host == host_id()
+
+
+def _rank(info: SegmentInfo) -> int:
+    return (0 if info.tier & Tier.DRAM else 2) + (0 if _is_local(info) else 1)

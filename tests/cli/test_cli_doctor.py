@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from moonpool.base.run_dirs import base_dir
 from moonpool.cli.doctor_checks import (
     check_cache,
     check_memory,
@@ -24,7 +25,6 @@ from moonpool.cli.doctor_checks import (
 from moonpool.cli.doctor_packages import Requirement, check_packages, is_at_least, package_finding, parse_requirement
 from moonpool.cli.doctor_text import in_words
 from moonpool.server.launch_plan import ServeConfig
-from moonpool.server.launch_run_dir import base_dir
 from moonpool.transfer.doctor import (
     Finding,
     check_descriptor_passing,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -10,8 +12,13 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import NamedTuple
+from unittest.mock import patch
 
 import pytest
+
+from moonpool.cli.main import main
+from moonpool.store import Store
 
 MOONPOOL = [sys.executable, "-m", "moonpool"]
 
@@ -42,38 +49,140 @@ def master() -> Iterator[str]:
         yield address
 
 
-def moonpool(master: str, *arguments: str, data: bytes = b"") -> subprocess.CompletedProcess[bytes]:
-    command = [*MOONPOOL, *arguments]
-    return subprocess.run(
-        command, input=data, capture_output=True, timeout=60, env={**os.environ, "MOONPOOL_MASTER": master}
-    )
+class Ran(NamedTuple):
+    returncode: int
+    stdout: bytes
+    stderr: bytes
+
+
+def moonpool(master: str, *arguments: str, data: bytes = b"") -> Ran:
+    """The command in this process, which is quicker; test_as_a_process does it in one of its own."""
+    out, err = io.BytesIO(), io.BytesIO()
+    with (
+        patch.dict(os.environ, MOONPOOL_MASTER=master),
+        patch("sys.stdin", io.TextIOWrapper(io.BytesIO(data))),
+        patch("sys.stdout", io.TextIOWrapper(out, write_through=True)),
+        patch("sys.stderr", io.TextIOWrapper(err, write_through=True)),
+    ):
+        try:
+            main(arguments)
+            code = 0
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return Ran(code, out.getvalue(), err.getvalue())
+
+
+def test_as_a_process(master: str) -> None:
+    environment = {**os.environ, "MOONPOOL_MASTER": master}
+    put = [*MOONPOOL, "put", "-", "--key", "piped"]
+    subprocess.run(put, input=b"by hand", env=environment, timeout=60, check=True, capture_output=True)
+    got = subprocess.run([*MOONPOOL, "get", "piped"], env=environment, timeout=60, check=True, capture_output=True)
+    assert (got.stdout, got.stderr) == (b"by hand", b"")
+    moonpool(master, "rm", "piped", "--force")
 
 
 def test_put_get_why_rm(master: str, tmp_path: Path) -> None:
     data = os.urandom(5_000_000)
-    (tmp_path / "in").write_bytes(data)
-    assert moonpool(master, "put", "weights", str(tmp_path / "in")).returncode == 0
+    (tmp_path / "weights").write_bytes(data)
+    stored = moonpool(master, "put", str(tmp_path / "weights"))
+    assert (stored.returncode, stored.stdout, stored.stderr) == (0, b"", b"stored 4.8 MiB as weights\n")
     assert moonpool(master, "get", "weights").stdout == data
     assert moonpool(master, "get", "weights", "--out", str(tmp_path / "out")).returncode == 0
     assert (tmp_path / "out").read_bytes() == data
     assert b"stored" in moonpool(master, "why", "weights").stdout
-    taken = moonpool(master, "put", "weights", "-", data=b"other")
+    taken = moonpool(master, "put", "-", "--key", "weights", data=b"other")
     assert (taken.returncode, taken.stdout) == (1, b"")
     assert b"already" in taken.stderr
+    assert moonpool(master, "put", "-", "--key", "weights", "--replace", data=b"other").returncode == 0
+    assert moonpool(master, "get", "weights").stdout == b"other"
     assert moonpool(master, "rm", "weights", "--force").returncode == 0
-    gone = moonpool(master, "get", "weights")
+    gone = moonpool(master, "get", "weights", "--out", str(tmp_path / "out"))
     assert gone.returncode == 1
     assert gone.stderr.startswith(b"moonpool get: 'weights' cannot be had: ")
+    assert (tmp_path / "out").read_bytes() == data  # as it was
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "weights"]
+
+
+def test_files_of_all_kinds(master: str, tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    assert moonpool(master, "put", str(tmp_path / "empty")).returncode == 0
+    assert moonpool(master, "get", "empty").stdout == b""
+    assert moonpool(master, "get", "empty", "--out", "/dev/null").returncode == 0
+    assert not Path("/dev/null").is_file()
+    for arguments, reason in [
+        (("put", str(tmp_path / "none")), b"cannot read"),
+        (("put", str(tmp_path)), b"cannot read"),
+        (("put", "-"), b"--key"),
+        (("get", "empty", "--out", str(tmp_path / "none" / "out")), b"cannot write"),
+    ]:
+        ran = moonpool(master, *arguments)
+        assert (ran.returncode, len(ran.stderr.splitlines())) == (1, 1)
+        assert reason in ran.stderr
+    moonpool(master, "rm", "empty", "--force")
+
+
+def test_ls_and_rm_of_many(master: str) -> None:
+    for key in ("a/1", "a/2", "b/1"):
+        moonpool(master, "put", "-", "--key", key, data=b"12345")
+    moonpool(master, "put", "-", "--key", "ff00", "--hex", data=b"x")
+    assert sorted(moonpool(master, "ls").stdout.decode().split()) == ["a/1", "a/2", "b/1", "hex:ff00"]
+    assert sorted(moonpool(master, "ls", "^a/").stdout.split()) == [b"a/1", b"a/2"]
+    assert moonpool(master, "ls", "^a/1", "--hex").stdout == b"612f31\n"
+    assert b" dram x1 b/1" in moonpool(master, "ls", "-l", "b").stdout
+    (listed,) = [json.loads(line) for line in moonpool(master, "ls", "b", "--json").stdout.splitlines()]
+    assert (listed["key"], listed["tiers"], listed["num_replicas"]) == ("b/1", ["dram"], 1)
+    assert moonpool(master, "get", "hex:ff00").stdout == b"x"
+    assert moonpool(master, "ls", "(").stderr.count(b"\n") == 1
+    matching = moonpool(master, "rm", "--matching", "^a/")
+    assert (matching.returncode, matching.stderr) == (0, b"removed 2 objects\n")
+    everything = moonpool(master, "rm", "--all")  # one was just read
+    assert everything.returncode == 1
+    assert everything.stderr.splitlines()[0] == b"removed 1 objects"
+    assert moonpool(master, "rm", "--all", "--force").returncode == 0
+    assert moonpool(master, "ls").stdout == b""
+    for wrong in (("rm",), ("rm", "key", "--all"), ("rm", "--all", "--matching", "x")):
+        assert b"say what to remove" in moonpool(master, *wrong).stderr
+
+
+def test_tensors_of_a_file(master: str, tmp_path: Path) -> None:
+    text = json.dumps({"w": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}}).encode()
+    (tmp_path / "m.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"abc")
+    ran = moonpool(master, "put", str(tmp_path / "m.safetensors"), "--tensors", "--key", "m/")
+    assert (ran.returncode, ran.stderr) == (0, b"stored 1 tensors\n")
+    with Store(master) as store:
+        assert store.get_tensor("m/w").tolist() == list(b"abc")  # type: ignore[union-attr]
 
 
 def test_stat(master: str) -> None:
-    assert b" of " in moonpool(master, "stat").stdout
+    shown = moonpool(master, "stat").stdout.decode()
+    assert "DRAM: " in shown
+    assert "  n.dram  ok, " in shown
+    assert "journal: ok" in shown
     stats = json.loads(moonpool(master, "stat", "--json").stdout)
     assert stats["segments"][0]["name"] == "n.dram"
+    assert stats["tiers"]["dram"]["capacity_nbytes"] == stats["segments"][0]["capacity_nbytes"]
+    assert stats["journal"]["durable"] == 1
+
+
+def test_progress_is_for_terminals(master: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(9_000_000))
+    leader, follower = os.openpty()
+    command = [*MOONPOOL, "put", str(tmp_path / "file"), "--master", master]
+    process = subprocess.Popen(command, stderr=follower, stdin=subprocess.DEVNULL)
+    os.close(follower)
+    shown = b""
+    with contextlib.suppress(OSError):  # the end of a terminal
+        while some := os.read(leader, 4096):
+            shown += some
+    os.close(leader)
+    assert process.wait(timeout=60) == 0
+    assert b"put " in shown
+    assert b"stored 8.6 MiB as file" in shown
+    moonpool(master, "rm", "file", "--force")
 
 
 def test_keys_in_hexadecimal(master: str) -> None:
-    assert moonpool(master, "put", "00ff", "-", "--hex", data=b"x").returncode == 0
+    assert moonpool(master, "put", "-", "--key", "00ff", "--hex", data=b"x").returncode == 0
     assert moonpool(master, "get", "00FF", "--hex").stdout == b"x"
     assert moonpool(master, "why", "zz", "--hex").stderr == b"moonpool why: 'zz' is not hexadecimal\n"
 

@@ -210,7 +210,7 @@ def test_a_worker_with_another_secret(two: TwoMachines) -> None:
 def test_commands_by_hand_need_the_secret_too(two: TwoMachines, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"kept on A")
     env = {"MOONPOOL_MASTER": two.master}
-    assert two.a.moonpool("put", "k", str(tmp_path / "file"), env=env).returncode == 0, "by shared memory"
+    assert two.a.moonpool("put", str(tmp_path / "file"), "--key", "k", env=env).returncode == 0, "by shared memory"
     refused = two.b.moonpool("get", "k", env=env)
     assert refused.returncode == 1
     assert len(refused.stderr.splitlines()) == 1

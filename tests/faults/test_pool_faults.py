@@ -43,7 +43,7 @@ async def warm_pool_only(cluster: TinyCluster, oracle: Oracle) -> list[bytes]:
 
 
 def is_stored(cluster: TinyCluster, key: bytes) -> bool:
-    return cluster.master.state.lookup([key], False, time.monotonic())[0] is not None
+    return cluster.master.state.lookup([key], time.monotonic())[0] is not None
 
 
 @pytest.mark.parametrize(("block", "piece"), [(0, 0), (3, 2), (4, 1)])
@@ -136,7 +136,7 @@ async def test_a_block_whose_space_is_reused_while_it_is_read(
 
         def reuse_then_finish(session: ReadSession) -> None:
             if session.info.key == keys[3]:
-                forge(memory, generation=session.info.generation + 1)
+                forge(memory, generation=session.info.replicas[0].generation + 1)
             finish(session)
 
         monkeypatch.setattr(ReadSession, "finish", reuse_then_finish)

@@ -111,7 +111,7 @@ class Chaos:
             await self._cluster.kill(name)
 
     def _some_object(self) -> list[bytes]:
-        return [key for part in self._cluster.master.state.snapshot() for key in part][:1]
+        return [key for part in self._cluster.master.state.snapshot() for key, _ in part][:1]
 
     def _hook_writes(self, patch: pytest.MonkeyPatch) -> None:
         write_from = ShmRemote.write_from

@@ -325,10 +325,10 @@ class TinyCluster:
 
     def object_memory(self, key: bytes) -> memoryview:
         """The bytes of an object's replica, header first, in the node's memory."""
-        entry = self.master.state._index.get(key, time.monotonic())
-        assert entry is not None, "the object is stored"
-        offset = entry.placements[0].offset
-        return self.node.segment.memory[offset : offset + entry.nbytes]
+        [info] = self.master.state.lookup([key], time.monotonic(), lease=False)
+        assert info is not None, "the object is stored"
+        offset = info.replicas[0].offset
+        return self.node.segment.memory[offset : offset + info.nbytes]
 
 
 @asynccontextmanager

@@ -14,7 +14,7 @@ from moonpool.base.clock import VirtualClock
 from moonpool.base.errors import ConfigError, Unauthorized
 from moonpool.store.client import ClientConfig, StoreClient
 from moonpool.store.directory import REFUSED_FOR_S, SegmentDirectory
-from moonpool.store.messages import Placement
+from moonpool.store.messages import Placement, SegmentInfo, Tier
 from moonpool.store.node import Node, NodeConfig
 from moonpool.transfer.config import TransferConfig
 from moonpool.transfer.descriptor import SegmentDescriptor
@@ -129,14 +129,15 @@ class ClosedEngine:
 def test_an_owner_that_refused_is_left_alone_for_a_while() -> None:
     engine, clock, incarnations = ClosedEngine(), VirtualClock(), [1]
 
-    def segments() -> list[SegmentDescriptor]:
-        return [SegmentDescriptor(name="s", nbytes=1, incarnation=incarnations[-1], host="h", endpoints=())]
+    def segments() -> list[SegmentInfo]:
+        found = SegmentDescriptor(name="s", nbytes=1, incarnation=incarnations[-1], host="h", endpoints=())
+        return [SegmentInfo(found, "n", Tier.DRAM, None)]
 
     directory = SegmentDirectory(engine, segments, clock)  # type: ignore[arg-type]
 
     def ask() -> None:
         with pytest.raises(Unauthorized, match=r"'s': set secret_file"):
-            directory.open(Placement(segment="s", incarnation=incarnations[-1], offset=0))
+            directory.open(Placement(segment="s", incarnation=incarnations[-1], offset=0, generation=1))
 
     for _ in range(3):
         ask()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,7 +14,7 @@ from store_pool import MIB, RoleProcess, wait_until
 
 from moonpool.base.errors import MoonpoolError, NoSpace
 from moonpool.store.client import StoreClient
-from moonpool.store.put_session import PutRequest
+from moonpool.store.put_request import PutRequest
 from moonpool.transfer.config import TransferConfig
 from moonpool.transfer.engine import TransferEngine
 
@@ -118,10 +119,15 @@ def test_a_killed_master_comes_back(tmp_path: Path, start: Start, client: StoreC
     start("node", **node_config(tmp_path, "n0"))
     assert client.put(b"k", b"old")
     master.kill()
-    assert not puts_work(client, b"l", b"lost")
+    got: list[bytes | None] = []
+    asking = threading.Thread(target=lambda: got.append(client.get(b"k")))
+    asking.start()
     start("master", **master_config(tmp_path))
-    wait_until(lambda: puts_work(client, b"k", b"new"))
-    assert client.get(b"k") == b"new"
+    asking.join(20)
+    assert got == [b"old"], "who asked meanwhile has waited, and nothing is forgotten"
+    wait_until(lambda: puts_work(client, b"l", b"new"))
+    assert client.get(b"l") == b"new"
+    assert not client.put(b"k", b"new")
 
 
 def test_a_killed_node_comes_back_as_another(tmp_path: Path, start: Start, client: StoreClient) -> None:

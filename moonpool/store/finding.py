@@ -1,0 +1,39 @@
+"""Finding the pool: its master, and the files that let this process in, as given or from the environment."""
+
+from __future__ import annotations
+
+import os
+
+from moonpool.base.errors import ConfigError
+from moonpool.base.run_dirs import MASTER, live_run_dirs, socket_address
+
+MASTER_VARIABLE = "MOONPOOL_MASTER"
+CREDENTIAL_VARIABLES = {
+    "secret_file": "MOONPOOL_SECRET_FILE",
+    "tls_cert_file": "MOONPOOL_TLS_CERT_FILE",
+    "tls_key_file": "MOONPOOL_TLS_KEY_FILE",
+    "tls_ca_file": "MOONPOOL_TLS_CA_FILE",
+}
+
+
+def find_master(advice: str = f"give its master's address, or set {MASTER_VARIABLE}") -> str:
+    """MOONPOOL_MASTER, else the master of the one service that runs on this machine.
+
+    ConfigError, with the advice, when there is none or more than one.
+    """
+    address = os.environ.get(MASTER_VARIABLE)
+    if address:
+        return address
+    running = live_run_dirs()
+    if len(running) != 1:
+        found = "no service runs" if not running else f"{len(running)} services run"
+        raise ConfigError(f"{found} on this machine; {advice}")
+    return socket_address(running[0], MASTER)
+
+
+def credentials(**given: str | None) -> dict[str, str | None]:
+    """TransferConfig's files, each as given or else as its environment variable says."""
+    return {
+        setting: given.get(setting) or os.environ.get(variable) or None
+        for setting, variable in CREDENTIAL_VARIABLES.items()
+    }

@@ -1,0 +1,93 @@
+"""Transfers in bundles, a few of them under way at once: the caller works on what has landed while the rest flies.
+
+Bundles of some MiB keep a connection busy without a pause; two threads keep two connections busy.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Generic, NamedTuple, TypeVar
+
+from moonpool.base.errors import MoonpoolError, PeerLost
+
+T = TypeVar("T")
+
+BUNDLE_NBYTES = 4 * 1024 * 1024
+BUNDLE_ITEMS = 256
+_NUM_THREADS = 2
+_MAX_UNDER_WAY = 3  # bundles of one caller
+
+
+class FlightCrew:
+    """The threads, for all callers of a client. Started when first needed."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="store-flight")
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def start(self, job: Callable[[], None]) -> Future[None]:
+        """PeerLost after close()."""
+        with self._lock:
+            if self._closed:
+                raise PeerLost("this client is closed")
+            return self._threads.submit(job)
+
+    def close(self) -> None:
+        """Idempotent. Waits for what is under way, which ends with its deadline."""
+        with self._lock:
+            self._closed = True
+        self._threads.shutdown(wait=True)
+
+
+class Landed(NamedTuple, Generic[T]):
+    """What a bundle was about, and why it failed, if it did."""
+
+    tag: T
+    error: MoonpoolError | None
+
+
+class Flight(Generic[T]):
+    """One caller's bundles, which land in the order in which they were added. A context manager: when it ends, however
+    it does, nothing is under way and all memory is the caller's again.
+    """
+
+    def __init__(self, crew: FlightCrew) -> None:
+        self._crew = crew
+        self._under_way: deque[tuple[T, Future[None] | MoonpoolError]] = deque()
+
+    def __enter__(self) -> Flight[T]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for _landed in self.land_all():
+            pass
+
+    def add(self, job: Callable[[], None], tag: T) -> list[Landed[T]]:
+        """Starts a bundle, and gives those that had to land to keep to the limit."""
+        try:
+            self._under_way.append((tag, self._crew.start(job)))
+        except MoonpoolError as error:
+            self._under_way.append((tag, error))
+        return [self._land()] if len(self._under_way) > _MAX_UNDER_WAY else []
+
+    def land_all(self) -> Iterator[Landed[T]]:
+        """The rest, as it comes."""
+        while self._under_way:
+            yield self._land()
+
+    def _land(self) -> Landed[T]:
+        tag, under_way = self._under_way[0]
+        try:
+            if isinstance(under_way, MoonpoolError):
+                return Landed(tag, under_way)
+            under_way.result()
+            return Landed(tag, None)
+        except MoonpoolError as error:
+            return Landed(tag, error)
+        finally:
+            if isinstance(under_way, MoonpoolError) or under_way.done():  # an interrupted wait is taken up again
+                self._under_way.popleft()

@@ -1,0 +1,162 @@
+"""Reading many whole objects at once, each checked as read_session.py does it.
+
+The good case is fast: objects in this machine's memory are copied by the caller's thread, each checksum taken while its
+bytes are warm; others arrive as far_read.py says. Whatever is not as expected is read again by a ReadSession, which
+reports it, tries the other replicas and says what is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import google_crc32c
+import numpy as np
+from numpy.typing import NDArray
+
+from moonpool.base.errors import InvalidInput, MoonpoolError, NotFound, Unauthorized, Unavailable
+from moonpool.store.cuts import scatter
+from moonpool.store.far_read import FarObject, FarRead, is_verified
+from moonpool.store.flight import FlightCrew
+from moonpool.store.headers import GENERATION, GENERATION_AT, Glance, glance
+from moonpool.store.messages import ObjectInfo, Placement
+from moonpool.store.read_session import ReadTools
+from moonpool.store.recovery import Recovery, Targets, missing, read_whole
+from moonpool.transfer.transports.base import RemoteSegment
+
+Got: TypeAlias = int | bytes | MoonpoolError  # how many bytes, or the bytes themselves, or why not
+
+SMALL_NBYTES = 16 * 1024  # copied sooner by a slice than by an array
+_BYTE = np.uint8
+_extend, _bytes_of = google_crc32c.extend, np.frombuffer
+
+
+class BatchRead:
+    """One round of reading what one look-up found. For one thread."""
+
+    def __init__(
+        self,
+        keys: Sequence[bytes],
+        infos: Sequence[ObjectInfo | None],
+        targets: Sequence[Targets],
+        identity: bytes | None,
+        *,
+        crew: FlightCrew,
+        tools: ReadTools,
+        recovery: Recovery,
+    ) -> None:
+        self._keys, self._infos, self._targets = keys, infos, targets
+        self._identity = identity
+        self._crew, self._tools, self._recovery = crew, tools, recovery
+        self._got: list[Got | None] = [None] * len(keys)
+
+    def run(self) -> list[Got]:
+        """What became of each key: NotFound for a miss."""
+        for found in self._by_segment().values():
+            place = found[0][2]
+            try:
+                self._read_segment(self._tools.directory.open(place), found)
+            except (Unavailable, NotFound, Unauthorized) as error:
+                self._recovery.failures[place.segment, place.incarnation] = error
+        self._count()
+        return [self._recover(position) if got is None else got for position, got in enumerate(self._got)]
+
+    def _by_segment(self) -> dict[tuple[str, int], list[_Found]]:
+        """What was found, by the segment that is best to read from."""
+        by_segment: dict[tuple[str, int], list[_Found]] = {}
+        best_first = self._tools.directory.best_first
+        for position, info in enumerate(self._infos):
+            if info is None:
+                self._got[position] = missing(self._keys[position])
+            elif info.replicas:
+                replicas = info.replicas
+                place = replicas[0] if len(replicas) == 1 else best_first(replicas)[0]
+                by_segment.setdefault((place.segment, place.incarnation), []).append((position, info, place))
+        return by_segment
+
+    def _read_segment(self, remote: RemoteSegment, found: list[_Found]) -> None:
+        memory = remote.view(0, remote.nbytes)
+        if memory is not None:
+            self._read_mapped(memory, found)
+            return
+        far = FarRead(remote, self._crew, self._identity, self._tools.timeout_s)
+        for each in far.run([FarObject(*one, self._targets[one[0]]) for one in found]):
+            self._got[each.position] = each.got()
+        if far.failure is not None:
+            raise far.failure
+
+    def _read_mapped(self, memory: memoryview, found: list[_Found]) -> None:
+        array = _bytes_of(memory, _BYTE)
+        plans = self._plan(memory, found)
+        read = [
+            (position, place, _copy(memory, array, start, seen, pieces))
+            for position, place, start, seen, pieces in plans
+        ]
+        # Believed is what was read where the same generation stands after reading as before.
+        generation_of = GENERATION.unpack_from
+        for position, place, got in read:
+            if got is not None and generation_of(memory, place.offset + GENERATION_AT)[0] == place.generation:
+                self._got[position] = got
+
+    def _plan(self, memory: memoryview, found: list[_Found]) -> list[_Plan]:
+        """All headers first: after a large copy the processor has forgotten the code that reads them."""
+        targets, identity = self._targets, self._identity
+        plans: list[_Plan] = []
+        for position, info, place in found:
+            seen = glance(memory, place.offset, info.nbytes, info.key, place.generation, identity)
+            if seen is None:
+                continue
+            try:
+                into = targets[position]
+                pieces = None if into is None else scatter(seen.sizes, into)
+                plans.append((position, place, place.offset + seen.start, seen, pieces))
+            except InvalidInput as error:
+                self._got[position] = error
+        return plans
+
+    def _count(self) -> None:
+        nbytes = 0
+        for got in self._got:
+            if isinstance(got, int):
+                nbytes += got
+            elif isinstance(got, bytes):
+                nbytes += len(got)
+        num_misses = self._infos.count(None)
+        self._tools.counters.add_reads(len(self._infos) - num_misses, num_misses, nbytes)
+
+    def _recover(self, position: int) -> Got:
+        info, targets = self._infos[position], self._targets[position]
+        assert info is not None, "what was not found is no riddle"
+        try:
+            return self._recovery.read(info, lambda session: read_whole(session, targets))
+        except MoonpoolError as error:
+            return error
+
+
+_Found: TypeAlias = tuple[int, ObjectInfo, Placement]  # position, what it is, the replica to read
+# position, the replica, where its pieces begin, what they are, and the memory for each (None: new bytes)
+_Plan: TypeAlias = tuple[int, Placement, int, Glance, list[list[memoryview]] | None]
+
+
+def _copy(
+    memory: memoryview, array: NDArray[Any], start: int, seen: Glance, pieces: list[list[memoryview]] | None
+) -> int | bytes | None:
+    """The object, copied and checked; None when a checksum does not match."""
+    if pieces is None:
+        data = bytes(memory[start : start + sum(seen.sizes)])
+        return data if is_verified(scatter(seen.sizes, [memoryview(data)]), seen) else None
+    at = start
+    for views, checksum in zip(pieces, seen.checksums, strict=True):
+        found = 0
+        for view in views:
+            end = at + view.nbytes
+            copied = _bytes_of(view, _BYTE)
+            if end - at <= SMALL_NBYTES:
+                view[:] = memory[at:end]
+            else:
+                copied[...] = array[at:end]
+            found = _extend(found, copied)
+            at = end
+        if found != checksum:
+            return None
+    return at - start

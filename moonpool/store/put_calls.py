@@ -1,0 +1,146 @@
+"""What is said to the master around a put: begin, go on, end, give back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+
+from moonpool.base.errors import AlreadyExists, MoonpoolError, NotFound, Unavailable, from_wire
+from moonpool.store import messages as m
+from moonpool.store.counters import ClientCounters
+from moonpool.store.directory import SegmentDirectory
+from moonpool.store.grants import Grants
+from moonpool.store.holder import Holder
+from moonpool.store.messages import Placement
+from moonpool.store.put_request import W, put_start
+from moonpool.store.retry import MasterLine
+
+
+class Granted:
+    """A bundle of puts that was begun, by position: space, or in `errors` the reason why there is none."""
+
+    def __init__(self, keys: list[bytes], session: int, reply: m.PutReply, errors: list[MoonpoolError | None]) -> None:
+        self.keys, self.session = keys, session
+        self.generations, self.replicas = reply.generations, reply.replicas
+        self.errors = errors
+        self.failed: dict[int, tuple[str, ...]] = {}  # segments whose replicas could not be written
+        self.unsettled: set[int] = set()  # bytes may still be on their way to the other side
+
+    def open(self) -> list[int]:
+        """The positions that have space, and a replica that did not fail."""
+        return [position for position, error in enumerate(self.errors) if error is None]
+
+    def fail(self, position: int, placement: Placement, error: MoonpoolError) -> None:
+        """One replica cannot be written; with the last one the put fails."""
+        failed = self.failed[position] = (*self.failed.get(position, ()), placement.segment)
+        if isinstance(error, Unavailable):
+            self.unsettled.add(position)
+        if len(failed) == len(self.replicas[position]):
+            self.errors[position] = error
+
+
+class PutCalls:
+    """Thread-safe."""
+
+    def __init__(self, line: MasterLine, directory: SegmentDirectory, holder: Holder, counters: ClientCounters) -> None:
+        self._line, self._directory, self._holder, self._counters = line, directory, holder, counters
+        self._grants = Grants()
+
+    def start(self, wishes: Sequence[W], sizes: Sequence[int]) -> Granted:
+        """Space for wishes that have their options in common."""
+        granted, repeated = self._start(wishes, sizes)
+        if not granted.session and self._may_write_in_place(granted):
+            self.revoke(granted, granted.open())  # the first node of this machine has come; once more, with a session
+            granted, repeated = self._start(wishes, sizes)
+        if repeated:  # what the lost answer granted is let go by beginning once more
+            self.revoke(granted, granted.open())
+            granted, repeated = self._start(wishes, sizes)
+        if repeated:
+            self._doubt(granted.keys, granted.errors)
+        self._counters.add_refusals(error for error in granted.errors if error is not None)
+        return granted
+
+    def _may_write_in_place(self, granted: Granted) -> bool:
+        """Whether a grant led to nodes that a session has to be known at."""
+        for place in {place.segment: place for places in granted.replicas for place in places}.values():
+            with contextlib.suppress(NotFound):
+                self._directory.info(place)  # which looks again, if the segment is new
+        return self._holder.session() != 0
+
+    def _start(self, wishes: Sequence[W], sizes: Sequence[int]) -> tuple[Granted, bool]:
+        """What was granted, and whether the call was said twice."""
+        session, local = self._holder.session(), self._directory.local_segment()
+        began_at, settled_up_to = self._grants.ask()
+        try:
+            call = put_start(wishes, sizes, session, local, settled_up_to)
+            reply, repeated = self._line.ask_noting_repeats(call)
+            self._grants.take_up(reply.generations, reply.last_generation)
+        finally:
+            self._grants.end_ask(began_at)
+        errors: list[MoonpoolError | None] = [None] * len(call.keys)
+        for position, refusal in reply.refusals.items():
+            errors[position] = from_wire(refusal.code, refusal.message)
+        return Granted(call.keys, session, reply, errors), repeated
+
+    def end(self, granted: Granted) -> None:
+        """Makes visible what was written and gives the rest back; `errors` then says what became of each.
+
+        When the master cannot be asked, whether they are visible is not known.
+        """
+        self.revoke(granted, [position for position in granted.failed if granted.errors[position] is not None])
+        written = granted.open()
+        keys = [granted.keys[position] for position in written]
+        generations = [granted.generations[position] for position in written]
+        failed = {index: granted.failed[p] for index, p in enumerate(written) if p in granted.failed}
+        try:
+            refused = self.finish(keys, generations, failed)
+        except MoonpoolError as lost:
+            refused = dict.fromkeys(range(len(written)), lost)
+        for index, error in refused.items():
+            granted.errors[written[index]] = error
+
+    def finish(
+        self, keys: list[bytes], generations: list[int], failed: dict[int, tuple[str, ...]]
+    ) -> dict[int, MoonpoolError]:
+        """Makes the objects visible; by position why not."""
+        if not keys:
+            return {}
+        try:
+            refusals = self._line.ask(m.PutEnd(keys=keys, generations=generations, failed=failed))
+        finally:
+            self._grants.let_go(generations)
+        errors = {position: from_wire(refusal.code, refusal.message) for position, refusal in refusals.items()}
+        self._counters.add_refusals(errors.values())
+        return errors
+
+    def revoke(self, granted: Granted, positions: Iterable[int]) -> None:
+        """Gives the space of these back."""
+        with_space = [position for position in positions if granted.replicas[position]]
+        for settled in (True, False):
+            some = [position for position in with_space if (position not in granted.unsettled) is settled]
+            keys = [granted.keys[position] for position in some]
+            self.give_back(keys, [granted.generations[position] for position in some], settled)
+
+    def give_back(self, keys: list[bytes], generations: list[int], settled: bool) -> None:
+        """Best effort: what the master does not hear of it discards by itself in time."""
+        if keys:
+            try:
+                self._line.ask_once(m.PutRevoke(keys=keys, generations=generations, settled=settled))
+            except MoonpoolError as error:
+                self._counters.add_refusal(error)
+            finally:
+                self._grants.let_go(generations)
+
+    def renew(self, keys: list[bytes], generations: list[int]) -> list[bool]:
+        """False where there is no such put any more."""
+        return self._line.ask(m.PutRenew(keys=keys, generations=generations)) if keys else []
+
+    def _doubt(self, keys: Sequence[bytes], errors: list[MoonpoolError | None]) -> None:
+        """The call was said twice. A key that is taken, but not by an object, may be taken by ourselves."""
+        taken = [position for position, error in enumerate(errors) if isinstance(error, AlreadyExists)]
+        existing = self._line.ask(m.Exist([keys[position] for position in taken])) if taken else []
+        for position, exists in zip(taken, existing, strict=True):
+            if not exists:
+                errors[position] = Unavailable(
+                    "the master was lost while it began this put; the key is free again when it has discarded that one"
+                )

@@ -1,0 +1,136 @@
+"""From keys to bytes: look-ups, and the ways to read what they find."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+from moonpool.base.errors import MoonpoolError
+from moonpool.store import messages as m
+from moonpool.store.flight import FlightCrew
+from moonpool.store.get_batch import BatchRead, Got
+from moonpool.store.holder import Holder
+from moonpool.store.messages import ObjectInfo, Placement
+from moonpool.store.read_session import ReadSession, ReadTools
+from moonpool.store.recovery import Recovery, Targets, missing, read_pieces
+from moonpool.store.retry import MasterLine
+from moonpool.store.views import ObjectView, Pin, VerifiedCache, Viewer, ViewLedger
+
+T = TypeVar("T")
+BATCH_OBJECTS = 1000  # looked up and read in one round, so that leases stay fresh
+
+
+class Reads:
+    """Whole objects, objects piece by piece, and views. Thread-safe."""
+
+    def __init__(
+        self,
+        line: MasterLine,
+        crew: FlightCrew,
+        holder: Holder,
+        tools: ReadTools,
+        *,
+        max_view_nbytes: int,
+        max_verified_views: int,
+    ) -> None:
+        self._line, self._crew, self._holder, self._tools = line, crew, holder, tools
+        self._ledger = ViewLedger(max_view_nbytes, self._unpin)
+        self._viewer = Viewer(self._ledger, VerifiedCache(max_verified_views))
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._ledger.close()
+
+    def lookup(self, keys: list[bytes], *, prefix: bool = False, session: int = 0) -> list[ObjectInfo | None]:
+        """Leased, counted and, with a session, pinned."""
+        found = self._line.ask(m.Lookup(keys=keys, prefix=prefix, session=session))
+        num_misses = found.count(None)
+        self._tools.counters.add_lookup(len(found) - num_misses, num_misses)
+        return found
+
+    def read(self, keys: Sequence[bytes], targets: Sequence[Targets], identity: bytes | None) -> list[Got]:
+        """Whole objects, into their targets or into new bytes."""
+        got: list[Got] = []
+        recovery = self._recovery(identity)
+        for start in range(0, len(keys), BATCH_OBJECTS):
+            some = list(keys[start : start + BATCH_OBJECTS])
+            infos = self._line.ask(m.Lookup(keys=some))
+            got += BatchRead(
+                some,
+                infos,
+                targets[start : start + BATCH_OBJECTS],
+                identity,
+                crew=self._crew,
+                tools=self._tools,
+                recovery=recovery,
+            ).run()
+        return got
+
+    def read_one(self, key: bytes, identity: bytes | None, read: Callable[[ReadSession], T]) -> T:
+        """What `read` takes from the open object. NotFound for a miss; raises what ReadSession raises."""
+        info = self.lookup([key])[0]
+        if info is None:
+            raise missing(key)
+        return self._recovery(identity).read(info, read)
+
+    def view(self, keys: list[bytes], identity: bytes | None, always_verify: bool) -> list[ObjectView | MoonpoolError]:
+        """Pinned where they lie in this machine's memory, copies elsewhere."""
+        infos, pins = self._pinning_lookup(keys)
+        recovery = self._recovery(identity)
+        views: list[ObjectView | MoonpoolError] = []
+        for key, info in zip(keys, infos, strict=True):
+            if info is None:
+                views.append(missing(key))
+                continue
+            pin = next(pins, None)
+            view = None if pin is None else self._view_in_place(info, pin, identity, always_verify)
+            views.append(view or self._view_copy(info, recovery))
+            if pin is not None and view is None:
+                self._ledger.drop(pin)
+        in_place = [each.nbytes for each in views if isinstance(each, ObjectView) and not each.is_copy]
+        self._tools.counters.add("bytes_viewed", sum(in_place))
+        return views
+
+    def _pinning_lookup(self, keys: list[bytes]) -> tuple[list[ObjectInfo | None], Iterator[Pin]]:
+        """What was found, and the pins of it; none where no node of this machine would notice our end."""
+        session = self._holder.session()
+        if not session:
+            return self.lookup(keys), iter(())
+        with self._ledger.pinning:
+            infos = self.lookup(keys, session=session)
+            pins = self._ledger.note_pins([info.key for info in infos if info is not None])
+        return infos, iter(pins)
+
+    def _view_in_place(
+        self, info: ObjectInfo, pin: Pin, identity: bytes | None, always_verify: bool
+    ) -> ObjectView | None:
+        """None when there is no replica here that can be trusted to stay; a copy tells what is wrong, if anything."""
+        for place in self._tools.directory.best_first(info.replicas):
+            try:
+                segment = self._tools.directory.info(place)
+                if self._holder.holds(segment):
+                    remote = self._tools.directory.open_segment(segment)
+                    return self._viewer.view(info, pin, place, remote, identity, always_verify)
+            except MoonpoolError:
+                continue
+        return None
+
+    def _view_copy(self, info: ObjectInfo, recovery: Recovery) -> ObjectView | MoonpoolError:
+        try:
+            return ObjectView(info.key, recovery.read(info, read_pieces), is_copy=True)
+        except MoonpoolError as error:
+            return error
+
+    def _recovery(self, identity: bytes | None) -> Recovery:
+        return Recovery(self._tools, self._look_again, identity)
+
+    def _look_again(self, key: bytes) -> ObjectInfo | None:
+        return self._line.ask(m.Lookup(keys=[key]))[0]
+
+    def _unpin(self, keys: list[bytes]) -> None:
+        self._line.ask_once(m.Unpin(keys=keys, session=self._holder.number))
+
+
+def report_corrupt(line: MasterLine, info: ObjectInfo, place: Placement) -> bool:
+    """False when the object has no such replica any more: the reader was late."""
+    return line.ask(m.ReportCorrupt(key=info.key, generation=place.generation, segment=place.segment))

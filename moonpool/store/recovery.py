@@ -1,0 +1,83 @@
+"""Reading an object one way or the other: from whichever replica will do, looked up once more when it was too late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias, TypeVar
+
+import numpy as np
+
+from moonpool.base.errors import InvalidInput, MoonpoolError, NotFound, StaleGeneration, Unavailable
+from moonpool.store.cuts import Range, cut_ranges, scatter, without_overlaps
+from moonpool.store.messages import ObjectInfo
+from moonpool.store.read_session import Failures, ReadSession, ReadTools
+
+T = TypeVar("T")
+Targets: TypeAlias = Sequence[memoryview] | None  # where an object's bytes go; None: into new bytes
+LookAgain = Callable[[bytes], ObjectInfo | None]
+
+
+class Recovery:
+    """Remembers which segments could not be reached, so that the next object does not wait for them again."""
+
+    def __init__(self, tools: ReadTools, look_again: LookAgain, identity: bytes | None) -> None:
+        self._tools, self._look_again, self._identity = tools, look_again, identity
+        self.failures: Failures = {}
+
+    def read(self, info: ObjectInfo, read: Callable[[ReadSession], T]) -> T:
+        """What `read` gives. Raises NotFound when the object is gone, and what ReadSession raises."""
+        try:
+            return self._read_once(info, read)
+        except (StaleGeneration, Unavailable, NotFound):
+            fresh = self._look_again(info.key)
+        if fresh is None:
+            raise missing(info.key)
+        return self._read_once(fresh, read)
+
+    def _read_once(self, info: ObjectInfo, read: Callable[[ReadSession], T]) -> T:
+        try:
+            session = ReadSession(info, self._identity, self._tools, self.failures)
+            got = read(session)
+            session.finish()
+        except MoonpoolError as error:
+            self._tools.counters.add_refusal(error)
+            raise
+        return got
+
+
+def missing(key: bytes) -> NotFound:
+    return NotFound(f"{key.hex()[:16]} is not in the pool")
+
+
+def read_whole(session: ReadSession, targets: Targets) -> int | bytes:
+    """Into the targets, or into new bytes. InvalidInput when it does not fit."""
+    room = [np.empty(session.nbytes, np.uint8).data] if targets is None else targets
+    for index, views in enumerate(scatter(_sizes(session), room)):
+        session.read_parts(index, [(view.nbytes, view) for view in views])
+    return session.nbytes if targets is not None else bytes(room[0])
+
+
+def read_ranges(session: ReadSession, ranges: Sequence[Range]) -> int:
+    """Every piece that is touched is read and verified whole. How many bytes; InvalidInput outside the object."""
+    for offset, _ in ranges:
+        if offset < 0:
+            raise InvalidInput(f"a range cannot begin at {offset}")
+    for some in without_overlaps(ranges):
+        for index, parts in cut_ranges(_sizes(session), some):
+            session.read_parts(index, parts)
+    return sum(view.nbytes for _, view in ranges)
+
+
+def read_pieces(session: ReadSession) -> tuple[memoryview, ...]:
+    """A private copy, cut as it was put."""
+    copy = np.empty(session.nbytes, np.uint8)
+    copy_view, pieces, at = copy.data, list[memoryview](), 0
+    for index, nbytes in enumerate(_sizes(session)):
+        pieces.append(copy_view[at : at + nbytes])
+        session.read_piece(index, pieces[-1])
+        at += nbytes
+    return tuple(piece.toreadonly() for piece in pieces)
+
+
+def _sizes(session: ReadSession) -> list[int]:
+    return [piece.nbytes for piece in session.header.pieces]

@@ -1,0 +1,120 @@
+"""The line to the master: patient, but never for longer than it was told."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from store_pool import LoopThread
+
+from moonpool.base.errors import DeadlineExceeded, PeerLost
+from moonpool.base.rpc import Peer, RpcServer
+from moonpool.store.messages import SERVICE, Exist
+from moonpool.store.retry import LONGEST_PAUSE_S, MasterLine, pauses
+
+
+class FakeMaster:
+    """Answers Exist, and can be away."""
+
+    def __init__(self, folder: Path, loop: LoopThread) -> None:
+        self.address = f"unix:{folder}/m.sock"
+        self._loop = loop
+        self._server: RpcServer | None = None
+        self.num_asked = 0
+        self.lost_answers = 0  # so many calls are done, and the connection ends instead of an answer
+
+    def start(self) -> None:
+        async def listen() -> RpcServer:
+            server = RpcServer(SERVICE, {Exist: self._exist})
+            await server.listen(self.address)
+            return server
+
+        self._server = self._loop.run(listen())
+
+    def stop(self) -> None:
+        server, self._server = self._server, None
+        if server is not None:
+            self._loop.run(server.close())
+
+    def _exist(self, call: Exist, peer: Peer) -> list[bool]:
+        self.num_asked += 1
+        if self.lost_answers:
+            self.lost_answers -= 1
+            peer.abort()
+        return [True] * len(call.keys)
+
+
+@pytest.fixture
+def master(tmp_path: Path) -> Iterator[FakeMaster]:
+    loop = LoopThread()
+    master = FakeMaster(tmp_path, loop)
+    yield master
+    master.stop()
+    loop.close()
+
+
+def line_to(master: FakeMaster, **limits: float | None) -> MasterLine:
+    given = {"connect_timeout_s": 1.0, "timeout_s": 10.0, "retry_s": None, **limits}
+    return MasterLine(master.address, name="t", **given)  # type: ignore[arg-type]
+
+
+def test_pauses_grow_to_a_limit() -> None:
+    found = list(islice(pauses(), 9))
+    assert found == [0.0, 0.02, 0.04, 0.08, 0.16, 0.32, LONGEST_PAUSE_S, LONGEST_PAUSE_S, LONGEST_PAUSE_S]
+
+
+def test_a_restart_is_ridden_through(master: FakeMaster) -> None:
+    master.start()
+    line = line_to(master)
+    assert line.ask_noting_repeats(Exist([b"k"])) == ([True], False)
+    master.stop()
+    answers: list[tuple[list[bool], bool]] = []
+    asking = threading.Thread(target=lambda: answers.append(line.ask_noting_repeats(Exist([b"k"]))))
+    asking.start()
+    master.start()
+    asking.join(10)
+    assert answers == [([True], True)]
+    line.close()
+
+
+def test_it_gives_up_when_it_was_told_to(master: FakeMaster) -> None:
+    line = line_to(master, retry_s=0.1)
+    started_s = time.monotonic()
+    with pytest.raises(PeerLost):
+        line.ask(Exist([b"k"]))
+    assert 0.1 <= time.monotonic() - started_s < 5
+    line.close()
+
+
+def test_an_answer_that_was_lost_is_asked_for_again(master: FakeMaster) -> None:
+    master.start()
+    line = line_to(master)
+    master.lost_answers = 1
+    assert line.ask_noting_repeats(Exist([b"k"])) == ([True], True)
+    assert master.num_asked == 2
+    master.lost_answers = 1
+    with pytest.raises(PeerLost):
+        line.ask_once(Exist([b"k"]))
+    line.close()
+
+
+def test_close_wakes_who_waits(master: FakeMaster) -> None:
+    line = line_to(master)
+    errors: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            line.ask(Exist([b"k"]))
+        except (PeerLost, DeadlineExceeded) as error:
+            errors.append(error)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    line.close()
+    asking.join(5)
+    assert not asking.is_alive()
+    assert isinstance(errors[0], PeerLost)
