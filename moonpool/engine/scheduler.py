@@ -304,7 +304,8 @@ class Scheduler:
         for index in range(first, end):
             page, key = sequence.pages[index], sequence.keys[index]
             self.pages.publish(page, key)
-            sealed.append(FullBlock(sequence.request_id, index, page, key))
+            parent = sequence.keys[index - 1] if index else None
+            sealed.append(FullBlock(sequence.request_id, index, page, key, parent))
         sequence.num_sealed_blocks = max(first, end)
         return sealed
 

@@ -28,6 +28,7 @@ class FullBlock:
     index: int
     page: int
     key: bytes
+    parent: bytes | None = None  # the key of the block before it
 
 
 @dataclass(frozen=True, slots=True)

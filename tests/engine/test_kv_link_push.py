@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from moonpool.base.checksum import crc32c
+from moonpool.base.clock import Clock, VirtualClock
 from moonpool.base.errors import Internal, MoonpoolError, PeerLost, StaleGeneration
 from moonpool.base.rpc import Call
 from moonpool.engine.kv_link.outbox import Outbox, Urgency
@@ -82,12 +83,33 @@ class DecodeWorker:
 class NoPool:
     """A pool that wants nothing."""
 
-    def begin(self, keys: Sequence[bytes]) -> dict[bytes, PutSession]:
+    def begin(self, keys: Sequence[bytes], parents: Mapping[bytes, bytes]) -> dict[bytes, PutSession]:
         return {}
 
 
+class SlowPool:
+    """A pool that takes every block and notes what it was told."""
+
+    def __init__(self) -> None:
+        self.parents: dict[bytes, bytes] = {}
+        self.kept: list[int] = []
+        self.finished: list[int] = []
+
+    def begin(self, keys: Sequence[bytes], parents: Mapping[bytes, bytes]) -> dict[bytes, PutSession]:
+        self.parents = dict(parents)
+        return {key: cast(PutSession, object()) for key in keys}
+
+    def write(self, session: PutSession, page: int, layer: int) -> None: ...
+
+    def keep(self, sessions: Sequence[PutSession]) -> None:
+        self.kept.append(len(sessions))
+
+    def finish(self, sessions: Sequence[PutSession]) -> None:
+        self.finished.append(len(sessions))
+
+
 class Bench:
-    def __init__(self, *, num_present: int = 0) -> None:
+    def __init__(self, *, num_present: int = 0, pool: object = None, clock: Clock | None = None) -> None:
         self.memory = memoryview(bytearray(np.random.default_rng(1).bytes(LAYOUT.total_nbytes)))
         self.decode, self.outbox = DecodeWorker(), HandOutbox()
         segment = SegmentDescriptor(name="d/kv", nbytes=len(self.decode.memory), incarnation=1, host="", endpoints=())
@@ -105,9 +127,10 @@ class Bench:
             [b"k0", b"k1"],
             outbox=cast(Outbox, self.outbox),
             memory=HostPieces(self.memory, LAYOUT),
-            pool=cast(PoolWriter, NoPool()),
+            pool=cast(PoolWriter, pool or NoPool()),
             peers=cast(DecodePeers, self.decode),
             transfer=cast(TransferEngine, self.decode),
+            clock=clock,
         )
         self.outcomes: list[MoonpoolError | None] = []
 
@@ -136,6 +159,21 @@ def test_every_page_goes_to_its_place_whatever_the_other_side_s_size() -> None:
     assert isinstance(sent, CommitHandoff)
     pieces = [HostPieces(bench.memory, LAYOUT).read(page, layer) for page in (1, 3, 0) for layer in range(2)]
     assert sent.checksums == np.array([crc32c(piece) for piece in pieces], dtype="<u4").tobytes()
+
+
+def test_puts_of_a_prompt_that_takes_long_are_kept_alive() -> None:
+    """The pool discards a put after half a minute; a long prompt takes longer."""
+    pool, clock = SlowPool(), VirtualClock()
+    bench = Bench(pool=pool, clock=clock)
+    bench.push.begin([1, 3, 0], 0, 0)
+    for _ in range(8):
+        clock.advance(4.0)
+        bench.push.layer_ready(0, [0])
+        bench.outbox.run()
+    assert pool.kept == [2] * 3
+    bench.compute()
+    assert bench.commit() is None
+    assert pool.parents == {b"k1": b"k0"}
 
 
 def test_what_is_present_is_not_sent() -> None:

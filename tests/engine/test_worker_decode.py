@@ -77,7 +77,7 @@ class RememberingPool:
         self._pieces = pieces
         self.puts: list[tuple[bytes, bytes]] = []
 
-    def put_page(self, key: bytes, page: int) -> None:
+    def put_page(self, key: bytes, page: int, parent: bytes | None = None) -> None:
         self.puts.append((key, bytes(self._pieces.read(page, 0))))
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from moonpool.base.checksum import crc32c
+from moonpool.base.clock import Clock, SystemClock
 from moonpool.base.cluster import WORKER_SERVICE
 from moonpool.base.errors import Cancelled, Internal, MoonpoolError, PeerLost, Unauthorized, Unavailable
 from moonpool.base.keys import object_key
@@ -26,11 +27,13 @@ from moonpool.engine.kv_link.pool_health import PoolHealth
 from moonpool.engine.kv_link.refusals import RefusalLog
 from moonpool.engine.messages import AbortHandoff, CommitHandoff, OpenHandoff, Ticket, TokenOut
 from moonpool.store.client import StoreClient
-from moonpool.store.put_session import PutRequest, PutSession
+from moonpool.store.put_request import PutRequest
+from moonpool.store.put_session import PutSession
 from moonpool.transfer.engine import TransferEngine
 from moonpool.transfer.transports.base import RemoteSegment
 
 _HANDOFF_TIMEOUT_S = 10.0
+_KEEP_EVERY_S = 5.0  # well within the time after which the pool discards an unfinished put
 
 
 class PoolWriter:
@@ -45,8 +48,10 @@ class PoolWriter:
         self._health = health or PoolHealth()
         self.failures: Counter[str] = Counter()
 
-    def begin(self, keys: Sequence[bytes]) -> dict[bytes, PutSession]:
-        """Sessions for the blocks that the pool does not have and has room for."""
+    def begin(self, keys: Sequence[bytes], parents: Mapping[bytes, bytes]) -> dict[bytes, PutSession]:
+        """Sessions for the blocks that the pool does not have and has room for. `parents` says which block each one
+        continues, so that the pool evicts a conversation from its end.
+        """
         if self._health.rests:
             self.failures[Unavailable.code] += len(keys)
             return {}
@@ -58,6 +63,7 @@ class PoolWriter:
                 kind=ObjectKind.BLOCK,
                 identity=self._identity,
                 valid_tokens=layout.block_tokens,
+                parent=object_key(parents[key]) if key in parents else b"",
             )
             for key in keys
         ]
@@ -80,6 +86,13 @@ class PoolWriter:
             self._health.note(error)
             raise
 
+    def keep(self, sessions: Sequence[PutSession]) -> None:
+        """A prompt may take longer to compute than the pool waits for a put: its sessions are still meant."""
+        try:
+            self._store.renew_puts(sessions)
+        except MoonpoolError as error:  # a put that was discarded says so when it ends
+            self._health.note(error)
+
     def finish(self, sessions: Sequence[PutSession]) -> None:
         try:
             outcomes = self._store.finish_puts(sessions)
@@ -94,9 +107,9 @@ class PoolWriter:
         except MoonpoolError as error:  # the master forgets them by itself after a while
             self.failures[error.code] += len(sessions)
 
-    def put_page(self, key: bytes, page: int) -> None:
-        """The whole block at once, for blocks that decoding completed."""
-        for session in self.begin([key]).values():
+    def put_page(self, key: bytes, page: int, parent: bytes | None = None) -> None:
+        """The whole block at once, for blocks that decoding completed. `parent` is the key of the one before it."""
+        for session in self.begin([key], {} if parent is None else {key: parent}).values():
             try:
                 for layer in range(self._memory.layout.num_layers):
                     self.write(session, page, layer)
@@ -150,6 +163,7 @@ class Push:
         pool: PoolWriter,
         peers: DecodePeers,
         transfer: TransferEngine,
+        clock: Clock | None = None,
     ) -> None:
         self._ticket = ticket
         self._keys = list(keys)  # of the full blocks
@@ -162,6 +176,8 @@ class Push:
         self._remote: RemoteSegment | None = None
         self._opened = False
         self._sessions: dict[bytes, PutSession] | None = None
+        self._clock = clock or SystemClock()
+        self._kept_s = 0.0
         self._checksums = np.zeros((len(ticket.pages), memory.layout.num_layers), dtype="<u4")
         self._sent = np.zeros(self._checksums.shape, dtype=bool)
         self._failure: MoonpoolError | None = None
@@ -274,10 +290,15 @@ class Push:
 
     def _begin_puts(self, keys: Sequence[bytes]) -> None:
         if self._sessions is None:
-            self._sessions = self._pool.begin(keys) if keys else {}
+            parents = dict(zip(self._keys[1:], self._keys, strict=False))  # each block continues the one before it
+            self._sessions = self._pool.begin(keys, parents) if keys else {}
+            self._kept_s = self._clock.now_s()
 
     def _put(self, layer: int, pairs: Sequence[tuple[int, int]]) -> None:
         assert self._sessions is not None
+        if self._sessions and self._clock.now_s() - self._kept_s >= _KEEP_EVERY_S:
+            self._kept_s = self._clock.now_s()
+            self._pool.keep(list(self._sessions.values()))
         for block, page in pairs:
             session = self._sessions.get(self._keys[block]) if block < len(self._keys) else None
             if session is None:

@@ -287,11 +287,11 @@ class DecodeRole:
                 continue
             owner = f"put:{next(self._put_numbers)}"  # a block may be put again while its first put still waits
             pages.hold(owner, [page])
-            self._outbox.put(Urgency.POOL, partial(self._put, block.key, page, owner))
+            self._outbox.put(Urgency.POOL, partial(self._put, block, page, owner))
 
-    def _put(self, key: bytes, page: int, owner: str) -> None:
+    def _put(self, block: FullBlock, page: int, owner: str) -> None:
         try:
-            self._pool.put_page(key, page)
+            self._pool.put_page(block.key, page, block.parent)
         finally:
             assert self.loop is not None
             self.loop.post(lambda: self._scheduler.pages.release(owner))

@@ -104,7 +104,10 @@ class Worker:
         _LOG.info("serves %s", in_words(self._segment))
         warn_if_open(_LOG, config, self._transfer.addresses)
         limits = ClientConfig(
-            name=config.name, rpc_timeout_s=config.pool_timeout_s, transfer_timeout_s=config.pool_timeout_s
+            name=config.name,
+            rpc_timeout_s=config.pool_timeout_s,
+            retry_s=0.0,  # a pool that is away is a miss: computing goes on meanwhile
+            transfer_timeout_s=config.pool_timeout_s,
         )
         self._store = StoreClient(config.master_address, self._transfer, limits)
         own.callback(self._store.close)
