@@ -10,6 +10,7 @@ from moonpool.transfer.buffers import Buffer, as_bytes_view, copy_bytes, total_n
 from moonpool.transfer.segment import Borrowed
 from moonpool.transfer.spans import merge_spans
 from moonpool.transfer.transports.base import RemoteSegment, check_bounds, place_items
+from moonpool.transfer.transports.prefault import Prefault
 
 # Time for the owner to answer where nobody named one: a connection was lost and it must be asked again.
 _VIEW_TIMEOUT_S = 2.0
@@ -17,6 +18,8 @@ _VIEW_TIMEOUT_S = 2.0
 
 class MappedRemote(RemoteSegment):
     """Needs to know one thing: the segment's memory, as long as its owner lives."""
+
+    _mapped: tuple[memoryview, Prefault] | None = None  # which pages of the memory are known to be mapped in
 
     @abstractmethod
     def _borrow(self, timeout_s: float) -> Borrowed:
@@ -40,7 +43,11 @@ class MappedRemote(RemoteSegment):
 
     def writer(self, timeout_s: float) -> MappedWriter:
         """For many writes in a row, each of a generation of its own: the owner is asked for once."""
-        return MappedWriter(self, self._borrow(timeout_s))
+        borrowed = self._borrow(timeout_s)
+        mapped = self._mapped
+        if mapped is None or mapped[0] is not borrowed.memory:
+            mapped = self._mapped = (borrowed.memory, Prefault(borrowed.memory))
+        return MappedWriter(self, borrowed, mapped[1])
 
     def read_many(self, items: Sequence[tuple[int, Buffer]], *, timeout_s: float) -> None:
         placed = place_items(items, self.nbytes, writable=True)
@@ -73,10 +80,11 @@ class MappedRemote(RemoteSegment):
 class MappedWriter:
     """Writes into mapped memory, from one thread, soon. Nothing is certain before finish()."""
 
-    __slots__ = ("_fence", "_memory", "_remote")
+    __slots__ = ("_fence", "_memory", "_prefault", "_remote")
 
-    def __init__(self, remote: MappedRemote, borrowed: Borrowed) -> None:
+    def __init__(self, remote: MappedRemote, borrowed: Borrowed, prefault: Prefault) -> None:
         self._remote = remote
+        self._prefault = prefault
         self._memory, self._fence = borrowed
 
     def write(self, offset: int, views: Sequence[memoryview], generation: int) -> None:
@@ -86,6 +94,7 @@ class MappedWriter:
         check_bounds(offset, nbytes, self._remote.nbytes)
         if fence is not None:
             fence.admit(offset, nbytes, generation)
+        self._prefault.before_write(offset, nbytes)
         for view in views:
             copy_bytes(memory[at : at + view.nbytes], view)
             at += view.nbytes

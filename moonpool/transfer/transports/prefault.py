@@ -1,0 +1,39 @@
+"""Pages mapped in before they are written: one system call for some MiB, in place of a fault for every page.
+
+The first write to a page of shared memory costs a fault in every process that maps it, ten times what copying the
+page costs. Only speed depends on this: where the kernel does not know the call (before 5.14), faults it is.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+_MADV_POPULATE_WRITE = 23  # Python 3.11 and 3.12 do not name it
+_CHUNK_NBYTES = 4 * 1024 * 1024
+# Smaller writes touch few pages, and most of what they touch was touched before.
+_LEAST_NBYTES = 64 * 1024
+
+
+class Prefault:
+    """For one mapping, of which `memory` is a part from its start on. Threads may race: a page is mapped in once."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._map = memory.obj if isinstance(memory.obj, mmap.mmap) else None
+        self._nbytes = memory.nbytes
+        self._done = bytearray(-(-memory.nbytes // _CHUNK_NBYTES))
+
+    def before_write(self, offset: int, nbytes: int) -> None:
+        if nbytes < _LEAST_NBYTES or self._map is None:
+            return
+        done = self._done
+        for chunk in range(offset // _CHUNK_NBYTES, (offset + nbytes - 1) // _CHUNK_NBYTES + 1):
+            if not done[chunk]:
+                done[chunk] = 1
+                self._map_in(chunk * _CHUNK_NBYTES)
+
+    def _map_in(self, start: int) -> None:
+        assert self._map is not None
+        try:
+            self._map.madvise(_MADV_POPULATE_WRITE, start, min(_CHUNK_NBYTES, self._nbytes - start))
+        except (OSError, ValueError):  # an old kernel, or memory that cannot be had now: the write itself will tell
+            self._map = None
