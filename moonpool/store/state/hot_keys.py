@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moonpool.store.messages import Tier
 from moonpool.store.rules import PoolRules
 from moonpool.store.state.copies import Copies
 from moonpool.store.state.index import ObjectIndex
@@ -31,7 +30,7 @@ class HotKeys:
     @property
     def is_used(self) -> bool:
         """One node has nowhere to copy to."""
-        return self._rules.hot_hits > 0 and len({each.node for each in self._segments.of_tier(Tier.DRAM)}) > 1
+        return self._rules.hot_hits > 0 and self._segments.num_dram_nodes > 1
 
     def on_found(self, slots: Sequence[int], now_s: float) -> None:
         hits, limit = self._hits, self._rules.hot_hits

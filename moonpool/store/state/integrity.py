@@ -23,8 +23,12 @@ def check_pool(segments: SegmentTable, index: ObjectIndex, spans: Iterable[tuple
             _check_dram(segment, taken[number])
         else:
             _check_ssd(segment, index.table)
+    dram = [each for each in segments.all() if each.tier is Tier.DRAM]
+    assert segments.used_nbytes == sum(each.used_nbytes for each in dram), "used bytes are counted"
+    assert segments.capacity_nbytes == sum(each.capacity_nbytes for each in dram), "the pool knows its size"
     _check_table(index.table)
     _check_order(index)
+    _check_readable(index)
 
 
 def object_spans(table: ObjectTable) -> Iterable[tuple[Place, int]]:
@@ -77,3 +81,11 @@ def _check_order(index: ObjectIndex) -> None:
     pinned = {slot for slot in table.slots() if table.flags[slot] & Flag.PINNED}
     counts: Counter[int] = index.pins.counts()
     assert set(counts) == pinned, "pinned objects are marked"
+
+
+def _check_readable(index: ObjectIndex) -> None:
+    """Objects are dormant if and only if no replica can be read; while losses are swept they may lag behind."""
+    table = index.table
+    for slot in table.slots():
+        dormant = bool(table.flags[slot] & Flag.DORMANT)
+        assert dormant is not bool(index.placements(slot)) or index.losses.pending, "dormant objects cannot be read"

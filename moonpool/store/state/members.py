@@ -98,7 +98,7 @@ class Members:
         if segment is None or segment.is_away:
             return HeartbeatReply(known=False, epoch=self._epoch)
         segment.heard_s, segment.gone_since_s = now_s, None
-        if segment.recount_above is None and segment.tier is Tier.DRAM:
+        if segment.recount_above in (None, _NO_SPANS) and segment.tier is Tier.DRAM:
             segment.acknowledged = True
         return HeartbeatReply(known=True, epoch=self._epoch, recount_above=segment.recount_above)
 
@@ -192,6 +192,7 @@ class Members:
             self._index.lose_replicas(slot, lost, Fate.NOT_RECOVERED, rested_s, now_s)
         new = unowned(allocator, spans)
         segment.allocator = with_taken(allocator, new)
+        self._segments.count_totals()
         segment.num_replicas += len(new)
         for offset, nbytes in new:
             self._space.rest([(segment.number, offset)], nbytes, rested_s, now_s)
@@ -242,7 +243,7 @@ class Members:
         self._index.outcomes.add(SessionsEnded(gone))
 
     def heard_of(self, session: int) -> None:
-        """The process lives. If the only desk that knew it is gone, nobody will tell of its end: that is asked again."""
+        """The process lives. If the only desk that knew it is gone, nobody tells of its end: that is asked again."""
         if session in self.unseen_sessions:
             self.unseen_sessions.discard(session)
             self._doubtful_sessions.add(session)

@@ -20,6 +20,7 @@ from moonpool.store.messages import Tier
 from moonpool.store.state import records as r
 from moonpool.store.state.fates import Fate
 from moonpool.store.state.index import FIRST_SESSION
+from moonpool.store.state.losses import UNKNOWN_OFFSET
 from moonpool.store.state.pending import PendingPut, Terms
 from moonpool.store.state.recovered_pins import RecoveredPins
 from moonpool.store.state.segments import MountedSegment, Place
@@ -231,6 +232,7 @@ class _Recovery:
         self._finish_segments()
         table = index.table
         used = (table.dram_segments[: table.end] != 0) | (table.ssd_segments[: table.end] != 0)
+        state.table_of_segments.count_totals()
         table.leases[: table.end][used] = self._now_s + state.rules.lease_s
         state.ssd.restore()
         self._start_sweep()
@@ -265,8 +267,10 @@ class _Recovery:
         named.update(np.unique(table.ssd_segments[: table.end]).tolist())
         named.update(replica.segment for extras in table.extras.values() for replica in extras)
         lost = {number for number in named if number and not segments.is_live(number)}
+        hoped = table.ssd_offsets[: table.end] == UNKNOWN_OFFSET
+        lost.update(np.unique(table.ssd_segments[: table.end][hoped]).tolist())
         losses.heirs = {number: heir for number, heir in losses.heirs.items() if number in lost}
-        losses.start_sweep(sorted(lost))
+        losses.start_sweep(sorted(lost - {0}))
 
     def _make_allocator(self, segment: MountedSegment, others: list[tuple[int, int]]) -> None:
         table = self._index.table

@@ -115,6 +115,11 @@ class SegmentTable:
         self.by_number: dict[int, MountedSegment] = {}
         self._by_name: dict[str, MountedSegment] = {}
         self.last_number = 0  # never used twice, so a number of an ended segment means nothing for ever
+        # Totals over all DRAM, asked for at every step of an eviction.
+        self.capacity_nbytes = 0
+        self.used_nbytes = 0
+        self.num_dram_nodes = 0
+        self._ssd_of_node: dict[str, MountedSegment] = {}
 
     def get(self, name: str) -> MountedSegment | None:
         return self._by_name.get(name)
@@ -135,15 +140,15 @@ class SegmentTable:
         return (each for each in self._by_name.values() if each.tier is tier)
 
     def ssd_of(self, node: str) -> MountedSegment | None:
-        return next((each for each in self.of_tier(Tier.SSD) if each.node == node), None)
+        return self._ssd_of_node.get(node)
 
-    @property
-    def capacity_nbytes(self) -> int:
-        return sum(each.capacity_nbytes for each in self._by_name.values() if each.tier is Tier.DRAM)
-
-    @property
-    def used_nbytes(self) -> int:
-        return sum(each.used_nbytes for each in self._by_name.values() if each.tier is Tier.DRAM)
+    def count_totals(self) -> None:
+        """To be called when segments came or went, or an allocator was replaced."""
+        dram = list(self.of_tier(Tier.DRAM))
+        self.capacity_nbytes = sum(each.capacity_nbytes for each in dram)
+        self.used_nbytes = sum(each.used_nbytes for each in dram)
+        self.num_dram_nodes = len({each.node for each in dram})
+        self._ssd_of_node = {each.node: each for each in self.of_tier(Tier.SSD)}
 
     # coming and going
 
@@ -170,6 +175,7 @@ class SegmentTable:
         self.last_number = max(self.last_number, number)
         made = MountedSegment(number, node, descriptor, tier, desk, capacity_nbytes)
         self.by_number[number] = self._by_name[descriptor.name] = made
+        self.count_totals()
         return made
 
     def end(self, segment: MountedSegment) -> None:
@@ -177,6 +183,7 @@ class SegmentTable:
         self.by_number.pop(segment.number, None)
         if self._by_name.get(segment.name) is segment:
             del self._by_name[segment.name]
+        self.count_totals()
 
     # space
 
@@ -225,7 +232,9 @@ class SegmentTable:
                 if (share_node or node not in nodes[at]) and all(number != taken for taken, _ in places[at])
             ]
         assert segment.allocator is not None, "ranked segments are in DRAM"
+        free_before = segment.allocator.free_nbytes
         offsets = segment.allocator.allocate_many([sizes[at] for at in missing])
+        self.used_nbytes += free_before - segment.allocator.free_nbytes
         for at, offset in zip(missing, offsets, strict=True):
             if offset is not None:
                 places[at].append((number, offset))
@@ -238,6 +247,7 @@ class SegmentTable:
         segment = self.by_number.get(number)
         if segment is not None and segment.allocator is not None:
             segment.allocator.free(offset, nbytes)
+            self.used_nbytes -= num_granules(nbytes) * GRANULE_NBYTES
             segment.num_replicas -= 1
 
     def count_ssd(self, number: int, nbytes: int, sign: int) -> None:

@@ -18,7 +18,7 @@ from moonpool.store.state.table import Flag
 if TYPE_CHECKING:
     from moonpool.store.state.pool import PoolState
 
-STEP_SLOTS = 2048
+STEP_SLOTS = 1024
 
 
 def keys(index: ObjectIndex) -> Iterator[list[tuple[bytes, Tier]]]:
@@ -33,6 +33,8 @@ def keys(index: ObjectIndex) -> Iterator[list[tuple[bytes, Tier]]]:
 
 def records(state: PoolState, now_s: float) -> Iterator[list[bytes]]:
     yield [r.encode([record]) for record in _small(state, now_s)]
+    for fated in _fates(state.index, now_s):
+        yield [r.encode([fated])]
     table, start = state.index.table, 0
     while start < table.end:
         placed = _placed(state.index, start, min(start + STEP_SLOTS, table.end), now_s)
@@ -67,8 +69,15 @@ def _small(state: PoolState, now_s: float) -> Iterator[r.Record]:
     for generation, (places, nbytes, session) in state.space.of_puts.items():
         yield r.HeldPut(generation, session, list(places), nbytes)
     yield from _pins(index)
-    fates = list(index.fates.items())
-    yield r.Fated([key for key, _, _ in fates], [int(fate) for _, fate, _ in fates], [now_s - at for _, _, at in fates])
+
+
+def _fates(index: ObjectIndex, now_s: float) -> Iterator[r.Fated]:
+    every = list(index.fates.items())
+    for start in range(0, len(every), STEP_SLOTS):
+        part = every[start : start + STEP_SLOTS]
+        yield r.Fated(
+            [key for key, _, _ in part], [int(fate) for _, fate, _ in part], [now_s - at for _, _, at in part]
+        )
 
 
 def _pins(index: ObjectIndex) -> Iterator[r.Record]:
