@@ -70,6 +70,10 @@ class FrameDecoder:
 
     def feed(self, data: bytes | bytearray | memoryview) -> list[Frame]:
         """All frames completed by `data`, in order."""
+        if not self._buffer and type(data) is bytes and len(data) >= HEADER_NBYTES:
+            kind, nbytes, call_id = decode_header(data)
+            if len(data) == HEADER_NBYTES + nbytes:  # mostly: one call, read at once
+                return [Frame(kind, call_id, data[HEADER_NBYTES:])]
         self._buffer += data
         frames: list[Frame] = []
         at = 0

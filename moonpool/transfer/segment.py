@@ -24,7 +24,7 @@ from moonpool.base.errors import InvalidInput, NoSpace, ProtocolError, StaleGene
 from moonpool.base.units import format_nbytes
 from moonpool.transfer.buffers import Buffer, as_bytes_view
 from moonpool.transfer.host import available_memory_nbytes
-from moonpool.transfer.location import Location
+from moonpool.transfer.location import Location, parse_location
 from moonpool.transfer.topology.numa import bind_file_to_node
 
 MAX_NAME_NBYTES = 255
@@ -100,6 +100,8 @@ class Fence:
 
     def spans_above(self, generation: int) -> list[tuple[int, int]]:
         """(offset, nbytes) of all space stamped with a greater generation, in whole granules; neighbours are merged."""
+        if generation >= _MAX_GENERATION:
+            return []
         newer = np.concatenate(([False], self._table > np.uint64(generation), [False]))
         edges = np.flatnonzero(newer[1:] != newer[:-1]).reshape(-1, 2) * self.granule_nbytes
         return [(start, end - start) for start, end in edges.tolist()]
@@ -162,6 +164,7 @@ class Segment:
         self.fd = fd
         self.location = location  # see location.py
         self._memory: memoryview | None = memory
+        self._granule_nbytes = None if fence is None else fence.granule_nbytes
 
     @classmethod
     def allocate(
@@ -246,6 +249,22 @@ class Segment:
         """Memory and fence together, usable even if the segment is closed meanwhile; Unavailable after close()."""
         fence = self.fence  # before `memory`: close() clears them in the other order
         return Borrowed(self.memory, fence)
+
+    def renew(self) -> None:
+        """Other memory in place of this one, of the same size, zeroed, its generations 0; whoever has the old one mapped
+        keeps that for himself. For segments made by allocate(), while nobody serves them or borrows from them here.
+
+        NoSpace when the machine has not that much left; then there is none until a later call succeeds.
+        """
+        self.close()  # first, for it is as much once more
+        made = Segment.allocate(
+            self.name,
+            self.nbytes,
+            granule_nbytes=self._granule_nbytes,
+            incarnation=self.incarnation,
+            numa_node=parse_location(self.location).index,
+        )
+        self.fence, self.fd, self._memory = made.fence, made.fd, made._memory
 
     def close(self) -> None:
         """Idempotent. See the module's docstring for what lives on."""

@@ -7,9 +7,12 @@ can be checked against what is really there.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from moonpool.store import messages as m
 from moonpool.store.allocator import GRANULE_NBYTES, num_granules
+from moonpool.store.state import PoolState
+from moonpool.store.state.table import Flag
 
 G = GRANULE_NBYTES
 FOREVER = float("inf")
@@ -94,3 +97,62 @@ class FakeNode:
         if place.segment.endswith(".ssd"):
             return (key, place.generation) in self.log
         return self.memory.get((place.incarnation, place.offset)) == (key, place.generation)
+
+
+@dataclass
+class OpenPut:
+    key: bytes
+    generation: int
+    replicas: tuple[m.Placement, ...]
+    nbytes: int
+    session: int
+    hard: bool
+    renewed_s: float
+
+
+@dataclass
+class Stored:
+    """An acknowledged object."""
+
+    generation: int
+    hard: bool
+    lease_until_s: float = 0.0
+    replicas: tuple[m.Placement, ...] = ()
+    generations: set[int] = field(default_factory=set)
+    maybe_bad: set[tuple[str, int]] = field(default_factory=set)
+
+
+def picture(state: PoolState) -> dict[str, Any]:
+    """What must survive the master."""
+    table, pins = state.index.table, state.index.pins
+    objects = {
+        table.keys[slot]: (
+            table.version[slot],
+            table.nbytes[slot],
+            table.dram_replicas(slot),
+            table.ssd_replica(slot),
+            table.flags[slot] & Flag.HARD_PIN,
+            table.group_of.get(slot),
+            table.identity[slot],
+        )
+        for slot in table.slots()
+    }
+    held = [
+        (each.key, each.slot is None, sorted(holder for holder in holders if holder >= 2**32))
+        for each, holders in pins.all()
+    ]
+    segments = {
+        number: (each.name, each.incarnation, each.is_away, each.draining, each.floor)
+        for number, each in state.table_of_segments.by_number.items()
+    }
+    return {
+        "objects": objects,
+        "puts": {put.key: (put.generation, put.places, put.group) for put in state.puts.pending.values()},
+        "pins": sorted(each for each in held if each[2]),
+        "segments": segments,
+    }
+
+
+def held_puts(state: PoolState) -> dict[int, object]:
+    """Space of ended puts that processes may be writing to."""
+    return {generation: kept for generation, kept in state.space.of_puts.items() if kept[2]}

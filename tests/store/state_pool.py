@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from moonpool.base.errors import MoonpoolError
@@ -11,6 +11,7 @@ from moonpool.store import messages as m
 from moonpool.store.allocator import GRANULE_NBYTES
 from moonpool.store.rules import PoolRules
 from moonpool.store.state import PoolState
+from moonpool.store.state.index import FIRST_SESSION
 from moonpool.transfer.descriptor import SegmentDescriptor
 
 G = GRANULE_NBYTES
@@ -31,7 +32,10 @@ class Grant(NamedTuple):
 
 
 class Pool:
-    """`now_s` is moved by tests. Nodes do nothing by themselves; `carry_out` answers their orders well."""
+    """`now_s` is moved by tests. Nodes do nothing by themselves; `carry_out` answers their orders well.
+
+    Every desk knows the processes that were heard of (`sessions`), until they are gone.
+    """
 
     def __init__(self, *nodes: str, granules: int = 10, ssd_granules: int = 0, **rules: Any) -> None:
         self.rules = PoolRules(**{**RULES, **rules})
@@ -41,6 +45,7 @@ class Pool:
         self.state = PoolState(self.rules, self.epoch, journalled=True)
         self.state.restore(iter(()), self.now_s)
         self.incarnations: dict[str, int] = {}
+        self.sessions: set[int] = set()
         self._ssd_offsets = itertools.count(0, G)
         for node in nodes:
             self.mount(node, granules)
@@ -57,7 +62,8 @@ class Pool:
         name = f"{node}.dram"
         incarnation = self.incarnations[name] = self.incarnations.get(name, 0) + 1
         reply = self.state.mount(node, descriptor(name, granules, incarnation), self.now_s, desk=f"unix:/{node}")
-        self.state.heartbeat(name, incarnation, self.now_s)
+        if self.state.heartbeat(name, incarnation, self.now_s).recount_above is not None:
+            self.recount(name)
         self.check()
         return reply
 
@@ -109,6 +115,7 @@ class Pool:
     # clients
 
     def try_start(self, key: bytes, granules: int = 1, *, session: int = 0, **columns: Any) -> Grant | m.Refusal:
+        self.sessions |= {session} if session else set()
         lists = {name: [columns.pop(name)] for name in ("parents", "groups") if name in columns}
         options = m.PutOptions(**columns)
         reply = self.state.put_start([key], [granules * G], options, self.now_s, session=session, **lists)
@@ -141,6 +148,7 @@ class Pool:
 
     def find(self, key: bytes, *, lease: bool = False, session: int = 0) -> m.ObjectInfo | None:
         """Without a lease unless asked for."""
+        self.sessions |= {session} if session else set()
         found = self.state.lookup([key], self.now_s, lease=lease, session=session)[0]
         self.check()
         return found
@@ -166,6 +174,7 @@ class Pool:
         return gone
 
     def pin(self, holder: int, key: bytes) -> bool:
+        self.sessions |= {holder} if holder >= FIRST_SESSION else set()
         pinned = self.state.pin(holder, [key], self.now_s)[0]
         self.check()
         return pinned
@@ -175,6 +184,7 @@ class Pool:
         self.check()
 
     def sessions_gone(self, *sessions: int) -> None:
+        self.sessions.difference_update(sessions)
         self.state.sessions_gone(sessions, self.now_s)
         self.check()
 
@@ -215,15 +225,20 @@ class Pool:
         self.state.restore(iter(self.journal if journal is None else journal), self.now_s)
         self.check()
 
-    def restart(self, *, sessions: Sequence[int] = (), spans: Sequence[tuple[int, int]] = ()) -> None:
-        """As crash, with nodes that answer for the meantime at once: the same for every one."""
+    def restart(self) -> None:
+        """As crash, with nodes that answer for the meantime at once."""
         self.crash()
-        for name, reply in self.beat().items():
-            if reply.recount_above is not None and name.endswith(".dram"):
-                self.recount(name, spans, sessions)
+        self.answer_recounts()
 
-    def recount(self, name: str, spans: Sequence[tuple[int, int]] = (), sessions: Sequence[int] = ()) -> None:
-        self.state.members.recount(name, self.incarnations[name], spans, sessions, self.now_s)
+    def answer_recounts(self, *nodes: str) -> None:
+        """Of all nodes when none is named."""
+        for name, reply in self.beat(*nodes).items():
+            if reply.recount_above is not None and name.endswith(".dram"):
+                self.recount(name)
+
+    def recount(self, name: str, spans: Sequence[tuple[int, int]] = (), sessions: Iterable[int] | None = None) -> None:
+        known = self.sessions if sessions is None else sessions
+        self.state.members.recount(name, self.incarnations[name], spans, sorted(known), self.now_s)
         self.check()
 
     def snapshot(self) -> None:
@@ -244,3 +259,28 @@ class Pool:
 def held(order: m.Order, offset: int = 0) -> m.HeldItem:
     """The record that an OFFLOAD made."""
     return m.HeldItem(order.key, order.source.generation, order.nbytes, offset)
+
+
+def offload(pool: Pool, node: str = "a") -> dict[bytes, m.HeldItem]:
+    """Carries out everything; what the node's log then holds of it."""
+    items = {}
+    while orders := pool.orders(node):
+        for order in orders:
+            offset = pool.answer(order)
+            if order.kind is m.OrderKind.OFFLOAD:
+                assert offset is not None
+                items[order.key] = held(order, offset)
+    return items
+
+
+def on_ssd_alone(pool: Pool, *keys: bytes, **options: bytes) -> dict[bytes, m.HeldItem]:
+    """Objects whose replicas in memory were evicted."""
+    for key in keys:
+        pool.put(key, **options)
+    items = offload(pool)
+    everything = pool.state.stats().capacity_nbytes // G
+    pool.put(b"filler", everything)
+    pool.remove(b"filler")
+    assert all(pool.places(key) == ["a.ssd"] for key in keys)
+    offload(pool)
+    return items

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from state_pool import SESSION, Pool
+from state_pool import Pool
 
 from moonpool.base.errors import Corrupt, DeadlineExceeded, NoSpace
 from moonpool.store import messages as m
@@ -121,7 +121,7 @@ def test_one_copy_of_a_key_at_a_time() -> None:
 
 def test_a_copy_under_way_is_forgotten_with_the_master_and_its_space_with_it() -> None:
     pool, order = copying()
-    pool.restart(sessions=[SESSION])
+    pool.restart()
     assert pool.used == 2
     assert pool.orders("b") == []
     pool.answer(order)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from state_pool import SESSION, Pool
+from state_pool import SESSION, Pool, descriptor
 
 OTHER = SESSION + 1
 
@@ -112,7 +112,7 @@ def test_pins_of_processes_outlive_the_master_and_those_of_connections_do_not() 
     pool.put(b"theirs")
     pool.pin(SESSION, b"mine")
     pool.pin(1, b"theirs")
-    pool.restart(sessions=[SESSION])
+    pool.restart()
     pool.tick(2)
     assert not pool.remove(b"mine")
     assert pool.remove(b"theirs")
@@ -133,7 +133,7 @@ def test_bytes_that_pins_hold_outlive_the_master() -> None:
         pool.carry_out("a")
         if snapshot:
             pool.snapshot()
-        pool.restart(sessions=[SESSION, OTHER])
+        pool.restart()
         pool.tick(2)
         assert pool.used == 3
         pool.unpin(OTHER, b"removed")
@@ -158,7 +158,7 @@ def test_a_replaced_object_that_is_looked_at_outlives_the_master() -> None:
         if when == "between":
             pool.snapshot()
         pool.put(b"k", 1, replace=True)
-        pool.restart(sessions=[SESSION, OTHER])
+        pool.restart()
         pool.tick(2)
         assert pool.used == 6
         pool.sessions_gone(SESSION)
@@ -178,7 +178,7 @@ def test_processes_that_no_node_knows_are_gone() -> None:
     pool.crash()
     pool.recount("a.dram", sessions=[OTHER])
     assert pool.used == 3, "the other node has not spoken yet"
-    pool.recount("b.dram")
+    pool.recount("b.dram", sessions=[])
     pool.tick(2)
     assert pool.used == 1
     assert not pool.remove(b"k")
@@ -190,10 +190,52 @@ def test_a_node_that_does_not_come_back_keeps_no_process_alive() -> None:
     pool = Pool("a", "b", granules=4, segment_ttl_s=10, lease_s=1)
     pool.put(b"k", preferred=("a.dram",))
     pool.pin(SESSION, b"k")
+    pool.sessions.clear()  # only b knew it
     pool.crash()
-    pool.recount("a.dram")
+    pool.answer_recounts("a")
     pool.tick(5)
     assert not pool.remove(b"k")
     pool.beat("a")
     pool.tick(6)
+    pool.answer_recounts("a")
+    pool.tick()
     assert pool.remove(b"k")
+
+
+def test_processes_of_a_node_that_is_gone_are_asked_for() -> None:
+    pool = Pool("a", "b", granules=4, lease_s=1)
+    pool.put(b"k", preferred=("a.dram",))
+    for session in (SESSION, OTHER):
+        pool.pin(session, b"k")
+    pool.unmount("b.dram")
+    assert pool.beat("a")["a.dram"].recount_above is not None
+    pool.put(b"new", preferred=("a.dram",))
+    pool.sessions.discard(OTHER)  # its desk was b's, and it is dead
+    pool.answer_recounts("a")
+    pool.tick(5)
+    assert not pool.remove(b"k")
+    pool.sessions_gone(SESSION)
+    assert pool.remove(b"k")
+
+
+def test_a_question_about_processes_makes_no_segment_wait() -> None:
+    pool = Pool("a", "b", granules=4)
+    pool.put(b"k", preferred=("a.dram",))
+    pool.pin(SESSION, b"k")
+    pool.now_s = 5.0
+    pool.state.mount("b", descriptor("b.dram", 4, 9), pool.now_s)
+    assert pool.state.heartbeat("b.dram", 9, pool.now_s).recount_above is not None
+    pool.put(b"new", preferred=("b.dram",))
+    assert pool.places(b"new") == ["b.dram"]
+
+
+def test_a_process_that_is_heard_of_lives() -> None:
+    pool = Pool("a", granules=4, lease_s=1)
+    pool.put(b"k")
+    pool.pin(SESSION, b"k")
+    pool.sessions.clear()
+    pool.crash()
+    assert pool.find(b"k", session=SESSION), "before any node has spoken"
+    pool.answer_recounts()
+    pool.tick(5)
+    assert not pool.remove(b"k")

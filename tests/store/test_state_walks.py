@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from test_state_machine import KEYS, NODES, PoolMachine
+from state_world import KEYS, NODES
+from test_state_machine import PoolMachine
 
 from moonpool.store.policies import POLICIES
 from moonpool.store.state import snapshot

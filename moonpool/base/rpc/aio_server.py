@@ -12,6 +12,7 @@ import contextlib
 import inspect
 import logging
 import os
+import socket
 import stat
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, cast
@@ -33,6 +34,7 @@ from moonpool.base.rpc.silence import DEFAULT_PATIENCE, Patience, Watch
 _LOG = logging.getLogger(__name__)
 _MAX_CALLS_PER_PEER = 4096
 _HELLO_TIMEOUT_S = 10.0
+_KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _KEEPALIVE_PROBES = 15, 5, 3
 _PONG = encode_frame(FrameKind.PONG, 0)
 
 Handler = Callable[[Any, "Peer"], Any]
@@ -103,6 +105,16 @@ async def _free_socket_path(path: str) -> None:
     raise ConfigError(f"cannot listen at unix:{path}: another process serves there")
 
 
+def _keep_alive(transport: asyncio.Transport) -> None:
+    """Lets the kernel find out when the machine of a peer that does not ping is gone; what it held must not stay."""
+    sock = transport.get_extra_info("socket")
+    if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_INTERVAL_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVE_PROBES)
+
+
 class Peer(asyncio.Protocol):
     """One connection, seen from the server. `hello` is who they said they are."""
 
@@ -146,6 +158,7 @@ class Peer(asyncio.Protocol):
         self._transport = transport
         self._greeting = asyncio.get_running_loop().call_later(_HELLO_TIMEOUT_S, self.abort)
         self._server.peers.add(self)
+        _keep_alive(transport)
 
     def data_received(self, data: bytes) -> None:
         self._watch.heard()
@@ -220,7 +233,7 @@ class Peer(asyncio.Protocol):
             if len(self._running) >= _MAX_CALLS_PER_PEER:
                 raise Overloaded(f"over {_MAX_CALLS_PER_PEER} calls of one peer are running")
             answer = self._server.handlers[type(call)](call, self)
-            if not call.streams and not inspect.isawaitable(answer):
+            if not call.streams and not hasattr(answer, "__await__"):  # isawaitable() would take longer than the rest
                 self._send(encode_value(FrameKind.REPLY, frame.call_id, answer))
                 return
         except Exception as error:  # noqa: BLE001 - every call gets an answer, a bug's included

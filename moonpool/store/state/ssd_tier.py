@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from moonpool.base.errors import Corrupt, DeadlineExceeded, NoSpace, Overloaded
+from moonpool.base.errors import Corrupt, DeadlineExceeded, NoSpace, Overloaded, Unavailable
 from moonpool.store.allocator import GRANULE_NBYTES, num_granules
 from moonpool.store.messages import HeldItem, Order, OrderKind, OrderResult, Placement, Tier
 from moonpool.store.rules import PoolRules
@@ -24,7 +24,7 @@ from moonpool.store.state.table import Flag, Replica
 
 _MAX_TRACKED_HITS = 50_000
 _STALL_S = 1.0  # before a disk that refused is asked again
-_TRY_AGAIN = (NoSpace.code, Overloaded.code, DeadlineExceeded.code)
+_TRY_AGAIN = (NoSpace.code, Unavailable.code, Overloaded.code, DeadlineExceeded.code)
 
 
 class _Shelf:

@@ -177,7 +177,7 @@ class FolderRemote(RemoteSegment):
         self.nbytes = FOLDER_NBYTES
         self._name = descriptor.name
         self._grant = pack_grant(descriptor.name, descriptor.incarnation)
-        self._sidecar = Sidecar.open(path)
+        self._sidecar = Sidecar.open(path, writable=False)
         self._files = FolderFiles(path)
         try:
             self._sidecar.check(self._grant)

@@ -41,10 +41,11 @@ def sidecar_path(path: str) -> str:
 class Sidecar:
     """One process's mapping of it. Make one with create() or open()."""
 
-    def __init__(self, fd: int, path: str) -> None:
+    def __init__(self, fd: int, path: str, *, writable: bool = True) -> None:
         """Takes the descriptor over when it returns."""
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         with own_errors(path):
-            whole = memoryview(mmap.mmap(fd, os.fstat(fd).st_size))
+            whole = memoryview(mmap.mmap(fd, os.fstat(fd).st_size, prot=protection))
         self.nbytes, self.granule_nbytes = _read_header(whole, path)
         self.fence: Fence | None = None
         if self.granule_nbytes is not None:
@@ -76,15 +77,17 @@ class Sidecar:
         return cls.open(path)
 
     @classmethod
-    def open(cls, path: str) -> Sidecar:
-        """NotFound when there is none, Corrupt when it is not what this module writes."""
+    def open(cls, path: str, *, writable: bool = True) -> Sidecar:
+        """NotFound when there is none, Corrupt when it is not what this module writes. Who only reads needs no more
+        than that, and gets along with a disk that became read-only.
+        """
         target = sidecar_path(path)
         with own_errors(target):
-            fd = os.open(target, os.O_RDWR | os.O_CLOEXEC)
+            fd = os.open(target, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
         try:
             if os.fstat(fd).st_size < _TABLE_AT:
                 raise Corrupt(f"{target} is cut short")
-            return cls(fd, target)
+            return cls(fd, target, writable=writable)
         except BaseException:
             os.close(fd)
             raise
