@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from moonpool.base.address import parse_address
 from moonpool.base.clock import Deadline
-from moonpool.base.errors import DeadlineExceeded, PeerLost, ProtocolError
+from moonpool.base.errors import DeadlineExceeded, PeerLost, ProtocolError, Unavailable
 from moonpool.base.frames import HEADER_NBYTES, Frame, FrameKind, decode_header
 from moonpool.base.rpc.protocol import (
     DEFAULT_TIMEOUT_S,
@@ -57,8 +57,10 @@ class BlockingClient:
         """The answer, or the error the other side raised; DeadlineExceeded or PeerLost when there is none."""
         call_id = next(self._ids)
         request = encode_call(call, call_id)
-        with self._turn(timeout_s) as deadline:
-            frame = self._exchange(request, call_id, deadline)
+        frame = self._quick_exchange(request, call_id, timeout_s)
+        if frame is None:
+            with self._turn(timeout_s) as deadline:
+                frame = self._exchange(request, call_id, deadline)
         if frame.kind is FrameKind.ERROR:
             raise decode_error(frame.body)
         answer: R = decode_reply(call, frame.body)
@@ -82,6 +84,35 @@ class BlockingClient:
         with self._lock:
             self._drop()
 
+    # A small call takes 20 us on the wire and in the kernel, so what is done around it is felt. Most calls find a
+    # connection that nobody else uses and get their answer in one piece: those go the short way.
+
+    def _quick_exchange(self, request: bytes, call_id: int, timeout_s: float) -> Frame | None:
+        """The answer; None, with nothing sent, when the call has to go the long way."""
+        lock, sock = self._lock, self._socket
+        if sock is None or not lock.acquire(False):
+            return None
+        try:
+            if self._socket is not sock or self._closed or self._filled or abs(timeout_s - self._limit_s) > _SLACK_S:
+                return None
+            sock.sendall(request)
+            count = sock.recv_into(self._inbox)
+            if count >= HEADER_NBYTES:
+                kind, nbytes, answered = decode_header(self._inbox)
+                if count == HEADER_NBYTES + nbytes and answered == call_id:
+                    return Frame(kind, call_id, bytes(memoryview(self._inbox)[HEADER_NBYTES:count]))
+            elif count == 0:
+                raise PeerLost(f"{self._address} closed the connection")
+            self._filled = count
+            return self._answer(sock, call_id, Deadline(timeout_s))
+        except BaseException as error:
+            self._drop()  # the stream's state is unknown
+            if isinstance(error, OSError):
+                raise self._named(error, timeout_s) from error
+            raise
+        finally:
+            lock.release()
+
     @contextlib.contextmanager
     def _turn(self, timeout_s: float) -> Iterator[Deadline]:
         """The socket for one exchange; it is closed when the exchange does not come to its end."""
@@ -90,22 +121,26 @@ class BlockingClient:
             raise DeadlineExceeded(f"{self._address} was busy with other calls for {timeout_s:g} s")
         try:
             yield deadline
-        except (TimeoutError, BlockingIOError) as error:
+        except BaseException as error:
             self._drop()
-            raise DeadlineExceeded(f"{self._address} did not answer within {timeout_s:g} s") from error
-        except OSError as error:
-            self._drop()
-            raise PeerLost(f"{self._address}: {error}") from error
-        except BaseException:
-            self._drop()
+            if isinstance(error, OSError):
+                raise self._named(error, timeout_s) from error
             raise
         finally:
             self._lock.release()
+
+    def _named(self, error: OSError, timeout_s: float) -> Unavailable:
+        if isinstance(error, (TimeoutError, BlockingIOError)):
+            return DeadlineExceeded(f"{self._address} did not answer within {timeout_s:g} s")
+        return PeerLost(f"{self._address}: {error}")
 
     def _exchange(self, request: bytes, call_id: int, deadline: Deadline) -> Frame:
         sock = self._connected(deadline)
         self._wait_at_most(sock, deadline)
         sock.sendall(request)
+        return self._answer(sock, call_id, deadline)
+
+    def _answer(self, sock: socket.socket, call_id: int, deadline: Deadline) -> Frame:
         frame = self._receive(sock, deadline)
         while frame.kind is FrameKind.PONG:  # a sign of life, not an answer
             frame = self._receive(sock, deadline)
