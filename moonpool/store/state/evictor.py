@@ -79,7 +79,7 @@ class Evictor:
 
     def _own_round(self, slot: int, now_s: float) -> int:
         table = self._index.table
-        if table.lease_until_s[slot] > now_s:
+        if table.lease_until_s[slot] > now_s or table.flags[slot] & Flag.PINNED:
             return 3
         if table.flags[slot] & Flag.SOFT_PIN:
             if table.soft_pins[slot] > now_s:

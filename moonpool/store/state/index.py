@@ -306,8 +306,6 @@ class ObjectIndex:
         key = table.keys[slot]
         assert key is not None
         if self.pins.add(holder, key, slot, table.nbytes[slot]):
-            if table.dram_segment[slot] and not table.flags[slot] & KEPT:
-                self.policy.remove(slot)
             table.flags[slot] |= Flag.PINNED
         if holder >= FIRST_SESSION:
             self.outcomes.add(Pinned(holder, [key]))
@@ -328,10 +326,7 @@ class ObjectIndex:
         self._space.rest(pinned.left, pinned.nbytes, pinned.free_at_s, now_s)
         slot = pinned.slot
         if slot is not None:
-            flags = self.table.flags[slot] & ~Flag.PINNED
-            self.table.flags[slot] = flags
-            if self.table.dram_segment[slot] and not flags & KEPT:
-                self._enter_order(slot)
+            self.table.flags[slot] &= ~Flag.PINNED
 
     # being readable
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from moonpool.base.errors import InvalidInput, NotFound
+from moonpool.base.errors import InvalidInput, NotFound, StaleGeneration
 from moonpool.store.allocator import OffsetAllocator
 from moonpool.store.messages import HeartbeatReply, HeldItem, MountReply, Tier
 from moonpool.store.rules import PoolRules
@@ -20,6 +21,7 @@ from moonpool.store.state.space import SpaceReturns
 from moonpool.store.state.ssd_tier import SsdTier
 from moonpool.transfer.descriptor import SegmentDescriptor
 
+_MAX_ENDED_SESSIONS = 16_384
 _NO_SPANS = 2**64 - 1  # a recount above the highest generation tells of the sessions alone
 
 
@@ -50,6 +52,7 @@ class Members:
         # Of an earlier life, or of a desk that is gone with its node: until they or their nodes have spoken.
         self.unseen_sessions: set[int] = set()
         self._doubtful_sessions: set[int] = set()  # they have spoken; would anybody notice their end?
+        self.ended_sessions: OrderedDict[int, None] = OrderedDict()  # the newest; they must not be used again
 
     # segments
 
@@ -234,6 +237,7 @@ class Members:
     def sessions_gone(self, sessions: Iterable[int], now_s: float) -> None:
         """These processes have ended: their pins, their unfinished puts and what they held are over."""
         gone = list(sessions)
+        self.note_ended(gone)
         for session in gone:
             self._index.unpin_all(session, now_s)
             self._puts.session_gone(session, now_s)
@@ -242,8 +246,18 @@ class Members:
                 self._index.outcomes.add(Freed(freed))
         self._index.outcomes.add(SessionsEnded(gone))
 
+    def note_ended(self, sessions: Iterable[int]) -> None:
+        self.ended_sessions.update(dict.fromkeys(sessions))
+        while len(self.ended_sessions) > _MAX_ENDED_SESSIONS:
+            self.ended_sessions.popitem(last=False)
+
     def heard_of(self, session: int) -> None:
-        """The process lives. If the only desk that knew it is gone, nobody tells of its end: that is asked again."""
+        """The process lives. If the only desk that knew it is gone, nobody tells of its end: that is asked again.
+
+        StaleGeneration when the session was given up: its pins are not counted any more, so it must begin another.
+        """
+        if session in self.ended_sessions:
+            raise StaleGeneration("this session is over: its process was taken for gone, or has said so itself")
         if session in self.unseen_sessions:
             self.unseen_sessions.discard(session)
             self._doubtful_sessions.add(session)

@@ -220,6 +220,7 @@ class _Recovery:
 
     def _sessions_ended(self, record: r.SessionsEnded) -> None:
         self._pins.ended(record.sessions)
+        self._state.members.note_ended(record.sessions)
         for session in record.sessions:
             self._state.space.session_gone(session)
 

@@ -48,6 +48,7 @@ def _small(state: PoolState, now_s: float) -> Iterator[r.Record]:
     yield r.Began(state.epoch, segments.last_number, state.generations.last, members.adopts, sorted(members.listed))
     for number, at in segments.by_number.items():
         yield r.Mounted(number, at.node, at.descriptor, at.tier, at.desk, at.capacity_nbytes, at.floor, at.draining)
+    yield r.SessionsEnded(list(members.ended_sessions))
     yield r.SegmentsAway([number for number, each in segments.by_number.items() if each.is_away])
     yield r.SegmentsEnded(list(index.losses.heirs), list(index.losses.heirs.values()))
     for number, digest in state.identities.items():

@@ -39,8 +39,9 @@ class Flag:
     WAITING = 128  # to be written to an SSD
 
 
-# Whoever has one of these is not in the eviction order.
-KEPT = Flag.HARD_PIN | Flag.PINNED | Flag.DORMANT
+# Whoever has one of these is not in the eviction order. One that processes pin stays in it, and is passed over: pins
+# come and go with every view.
+KEPT = Flag.HARD_PIN | Flag.DORMANT
 
 
 class ObjectTable:
