@@ -85,10 +85,12 @@ class StoreClient:
             timeout_s=config.transfer_timeout_s,
             report_corrupt=lambda info, place: report_corrupt(line, info, place),
         )
+        # Views have sessions of their own, for these may change (views.py).
+        self._view_holder = Holder(directory, name=config.name, timeout_s=config.connect_timeout_s)
         self._reads = Reads(
             line,
             self._crew,
-            self._holder,
+            self._view_holder,
             self._read_tools,
             max_view_nbytes=config.max_view_nbytes,
             max_verified_views=config.max_verified_views,
@@ -99,6 +101,7 @@ class StoreClient:
         self._reads.close()
         self._line.close()
         self._crew.close()
+        self._view_holder.close()
         self._holder.close()  # last: until here something may be written in place
 
     def __enter__(self) -> StoreClient:

@@ -18,6 +18,7 @@ class Grants:
         self._open: set[int] = set()
         self._asking: list[int] = []  # per call under way: the last generation that was known when it was begun
         self._last = 0
+        self._is_doubtful = False
 
     def ask(self) -> tuple[int, int]:
         """A call begins: what to end it with, and up to which generation nothing is in anybody's hands."""
@@ -29,6 +30,15 @@ class Grants:
         """It ended, however; what it was granted is taken up before."""
         with self._lock:
             self._asking.remove(began_at)
+
+    def doubt(self) -> None:
+        """An answer was lost."""
+        self._is_doubtful = True
+
+    def take_doubt(self) -> bool:
+        """Whether an answer was lost since this was last asked."""
+        was, self._is_doubtful = self._is_doubtful, False
+        return was
 
     def take_up(self, generations: Iterable[int], last: int) -> None:
         """These were granted (0: not), and `last` was the last one given to anybody."""

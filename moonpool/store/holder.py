@@ -29,7 +29,7 @@ class Holder:
     """
 
     def __init__(self, directory: SegmentDirectory, *, name: str, timeout_s: float) -> None:
-        self.number = _LEAST_SESSION + secrets.randbelow(_END_OF_SESSIONS - _LEAST_SESSION)
+        self.number = _new_number()
         self._directory = directory
         self._name, self._timeout_s = name, timeout_s
         self._lock = threading.Lock()
@@ -43,6 +43,13 @@ class Holder:
             self._directory.local_segment()  # asks the master if nobody has yet
             self._register_everywhere()
         return self.number if self._registered else 0
+
+    def renew(self, session: int) -> None:
+        """Another one from now on, unless that has happened. The desks know the earlier one until this client ends."""
+        with self._lock:
+            if self.number == session:
+                self.number = _new_number()
+                self._registered, self._seen = frozenset(), None
 
     def holds(self, info: SegmentInfo) -> bool:
         """Whether the node would notice the end of this process."""
@@ -97,3 +104,7 @@ class Holder:
             line.call(call, timeout_s=self._timeout_s)
         except PeerLost:  # the node has been started again since
             line.call(call, timeout_s=self._timeout_s)
+
+
+def _new_number() -> int:
+    return _LEAST_SESSION + secrets.randbelow(_END_OF_SESSIONS - _LEAST_SESSION)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Sequence
 
-from moonpool.base.errors import AlreadyExists, MoonpoolError, NotFound, Unavailable, from_wire
+from moonpool.base.errors import AlreadyExists, MoonpoolError, NotFound, StaleGeneration, Unavailable, from_wire
 from moonpool.store import messages as m
 from moonpool.store.counters import ClientCounters
 from moonpool.store.directory import SegmentDirectory
@@ -19,8 +19,16 @@ from moonpool.store.retry import MasterLine
 class Granted:
     """A bundle of puts that was begun, by position: space, or in `errors` the reason why there is none."""
 
-    def __init__(self, keys: list[bytes], session: int, reply: m.PutReply, errors: list[MoonpoolError | None]) -> None:
+    def __init__(
+        self,
+        keys: list[bytes],
+        session: int,
+        reply: m.PutReply,
+        errors: list[MoonpoolError | None],
+        repeated: bool = False,
+    ) -> None:
         self.keys, self.session = keys, session
+        self.repeated = repeated  # the call was said twice: what the first one was granted is not known
         self.generations, self.replicas = reply.generations, reply.replicas
         self.errors = errors
         self.failed: dict[int, tuple[str, ...]] = {}  # segments whose replicas could not be written
@@ -48,14 +56,14 @@ class PutCalls:
 
     def start(self, wishes: Sequence[W], sizes: Sequence[int]) -> Granted:
         """Space for wishes that have their options in common."""
-        granted, repeated = self._start(wishes, sizes)
+        granted = self._start(wishes, sizes)
         if not granted.session and self._may_write_in_place(granted):
             self.revoke(granted, granted.open())  # the first node of this machine has come; once more, with a session
-            granted, repeated = self._start(wishes, sizes)
-        if repeated:  # what the lost answer granted is let go by beginning once more
+            granted = self._start(wishes, sizes)
+        if self._grants.take_doubt():  # what a lost answer had granted is let go by beginning once more
             self.revoke(granted, granted.open())
-            granted, repeated = self._start(wishes, sizes)
-        if repeated:
+            granted = self._start(wishes, sizes)
+        if granted.repeated:
             self._doubt(granted.keys, granted.errors)
         self._counters.add_refusals(error for error in granted.errors if error is not None)
         return granted
@@ -67,20 +75,30 @@ class PutCalls:
                 self._directory.info(place)  # which looks again, if the segment is new
         return self._holder.session() != 0
 
-    def _start(self, wishes: Sequence[W], sizes: Sequence[int]) -> tuple[Granted, bool]:
-        """What was granted, and whether the call was said twice."""
-        session, local = self._holder.session(), self._directory.local_segment()
+    def _start(self, wishes: Sequence[W], sizes: Sequence[int]) -> Granted:
+        session = self._holder.session()
+        try:
+            return self._start_for(session, wishes, sizes)
+        except StaleGeneration:  # the master has given the session up; this process goes on with another
+            self._holder.renew(session)
+            return self._start_for(self._holder.session(), wishes, sizes)
+
+    def _start_for(self, session: int, wishes: Sequence[W], sizes: Sequence[int]) -> Granted:
+        local = self._directory.local_segment()
         began_at, settled_up_to = self._grants.ask()
+        repeated = True
         try:
             call = put_start(wishes, sizes, session, local, settled_up_to)
             reply, repeated = self._line.ask_noting_repeats(call)
             self._grants.take_up(reply.generations, reply.last_generation)
         finally:
             self._grants.end_ask(began_at)
+            if repeated:
+                self._grants.doubt()
         errors: list[MoonpoolError | None] = [None] * len(call.keys)
         for position, refusal in reply.refusals.items():
             errors[position] = from_wire(refusal.code, refusal.message)
-        return Granted(call.keys, session, reply, errors), repeated
+        return Granted(call.keys, session, reply, errors, repeated)
 
     def end(self, granted: Granted) -> None:
         """Makes visible what was written and gives the rest back; `errors` then says what became of each.

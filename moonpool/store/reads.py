@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-from moonpool.base.errors import MoonpoolError
+from moonpool.base.errors import MoonpoolError, StaleGeneration
 from moonpool.store import messages as m
 from moonpool.store.flight import FlightCrew
 from moonpool.store.get_batch import BatchRead, Got
@@ -34,16 +34,18 @@ class Reads:
         max_verified_views: int,
     ) -> None:
         self._line, self._crew, self._holder, self._tools = line, crew, holder, tools
-        self._ledger = ViewLedger(max_view_nbytes, self._unpin)
+        self._ledger = ViewLedger(max_view_nbytes, self._unpin, self._end_session)
         self._viewer = Viewer(self._ledger, VerifiedCache(max_verified_views))
 
     def close(self) -> None:
         """Idempotent."""
         self._ledger.close()
 
-    def lookup(self, keys: list[bytes], *, prefix: bool = False, session: int = 0) -> list[ObjectInfo | None]:
-        """Leased, counted and, with a session, pinned."""
-        found = self._line.ask(m.Lookup(keys=keys, prefix=prefix, session=session))
+    def lookup(self, keys: list[bytes], *, prefix: bool = False) -> list[ObjectInfo | None]:
+        """Leased and counted."""
+        return self._counted(self._line.ask(m.Lookup(keys=keys, prefix=prefix)))
+
+    def _counted(self, found: list[ObjectInfo | None]) -> list[ObjectInfo | None]:
         num_misses = found.count(None)
         self._tools.counters.add_lookup(len(found) - num_misses, num_misses)
         return found
@@ -93,13 +95,33 @@ class Reads:
 
     def _pinning_lookup(self, keys: list[bytes]) -> tuple[list[ObjectInfo | None], Iterator[Pin]]:
         """What was found, and the pins of it; none where no node of this machine would notice our end."""
-        session = self._holder.session()
-        if not session:
-            return self.lookup(keys), iter(())
         with self._ledger.pinning:
-            infos = self.lookup(keys, session=session)
-            pins = self._ledger.note_pins([info.key for info in infos if info is not None])
-        return infos, iter(pins)
+            session = self._holder.session()
+            if session:
+                session, infos = self._lookup_for(session, keys)
+                found = [info.key for info in self._counted(infos) if info is not None]
+                return infos, iter(self._ledger.note_pins(found, session) if session else ())
+        return self.lookup(keys), iter(())
+
+    def _lookup_for(self, session: int, keys: list[bytes]) -> tuple[int, list[ObjectInfo | None]]:
+        """What was found, and the session that it is pinned for."""
+        try:
+            found, repeated = self._line.ask_noting_repeats(m.Lookup(keys=keys, session=session))
+        except StaleGeneration:  # the master has given the session up; this process goes on with another
+            self._retire(session)
+            session = self._holder.session()
+            found, repeated = self._line.ask_noting_repeats(m.Lookup(keys=keys, session=session))
+        except MoonpoolError:
+            self._retire(session)
+            raise
+        if repeated:  # perhaps they are pinned twice
+            self._retire(session)
+        return session, found
+
+    def _retire(self, session: int) -> None:
+        """What the master holds for it is not known any more."""
+        self._holder.renew(session)
+        self._ledger.retire(session)
 
     def _view_in_place(
         self, info: ObjectInfo, pin: Pin, identity: bytes | None, always_verify: bool
@@ -127,8 +149,14 @@ class Reads:
     def _look_again(self, key: bytes) -> ObjectInfo | None:
         return self._line.ask(m.Lookup(keys=[key]))[0]
 
-    def _unpin(self, keys: list[bytes]) -> None:
-        self._line.ask_once(m.Unpin(keys=keys, session=self._holder.number))
+    def _unpin(self, session: int, keys: list[bytes]) -> None:
+        try:
+            self._line.ask_once(m.Unpin(keys=keys, session=session))
+        except MoonpoolError:
+            self._retire(session)
+
+    def _end_session(self, session: int) -> None:
+        self._line.ask(m.SessionsGone(sessions=[session]))
 
 
 def report_corrupt(line: MasterLine, info: ObjectInfo, place: Placement) -> bool:

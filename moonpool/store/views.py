@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -28,6 +28,7 @@ from moonpool.transfer.transports.base import RemoteSegment
 
 _GATHER_S = 0.02  # views closed within this time are let go together
 _JOIN_TIMEOUT_S = 5.0
+_TRY_AGAIN_S = 1.0
 
 
 class ObjectView:
@@ -75,11 +76,18 @@ class VerifiedCache:
 class Pin:
     """One pin of a key, held by the master for this process."""
 
-    __slots__ = ("is_over", "key")
+    __slots__ = ("is_over", "key", "session")
 
-    def __init__(self, key: bytes) -> None:
-        self.key = key
+    def __init__(self, key: bytes, session: int) -> None:
+        self.key, self.session = key, session
         self.is_over = False
+
+
+class _Nudge:
+    """Nothing is gone, but there is something to do."""
+
+
+_NUDGE = _Nudge()
 
 
 class _Anchor(weakref.ref["NDArray[Any]"]):
@@ -96,18 +104,28 @@ class ViewLedger:
 
     Of several pins of one key the master ends the oldest first, and they may keep different objects: the key may have
     been given another value in between. So a pin that is over waits for the older ones of its key.
+
+    When an answer about pins was lost, nobody here knows how many the master holds. Then their session is retired: it
+    gets no more views, and when its last one is gone all that it holds is given up by `end_session`.
     """
 
-    def __init__(self, max_nbytes: int, unpin: Callable[[list[bytes]], None]) -> None:
+    def __init__(
+        self,
+        max_nbytes: int,
+        unpin: Callable[[int, list[bytes]], None],
+        end_session: Callable[[int], None],
+    ) -> None:
         self._max_nbytes = max_nbytes
-        self._unpin = unpin
+        self._unpin, self._end_session = unpin, end_session
         self._lock = threading.Lock()
         self._nbytes = 0
         self._anchors: dict[int, _Anchor] = {}
-        self._pins: dict[bytes, deque[Pin]] = {}  # oldest first
+        self._pins: dict[tuple[int, bytes], deque[Pin]] = {}  # by session and key, oldest first
+        self._num_pins: Counter[int] = Counter()  # by session
+        self._retired: set[int] = set()
         self.pinning = threading.Lock()  # hold it from the look-up that pins to note_pins(), to keep their order
         # Put to from wherever an array happens to be collected, within a put too: no other queue bears that.
-        self._gone: SimpleQueue[_Anchor | Pin | None] = SimpleQueue()
+        self._gone: SimpleQueue[_Anchor | Pin | _Nudge | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
 
@@ -124,13 +142,21 @@ class ViewLedger:
             self._nbytes += nbytes
             return True
 
-    def note_pins(self, keys: Sequence[bytes]) -> list[Pin]:
+    def note_pins(self, keys: Sequence[bytes], session: int) -> list[Pin]:
         """These were pinned, just now."""
-        pins = [Pin(key) for key in keys]
+        pins = [Pin(key, session) for key in keys]
         with self._lock:
             for pin in pins:
-                self._pins.setdefault(pin.key, deque()).append(pin)
+                self._pins.setdefault((session, pin.key), deque()).append(pin)
+            self._num_pins[session] += len(pins)
         return pins
+
+    def retire(self, session: int) -> None:
+        """An answer about its pins was lost. Idempotent; no look-up pins for it any more."""
+        with self._lock:
+            self._retired.add(session)
+        self._gone.put(_NUDGE)
+        self._run()
 
     def keep(self, pin: Pin, array: NDArray[Any]) -> None:
         """The pin, and the room reserved for it, are given back when nothing shows the array's memory."""
@@ -170,13 +196,32 @@ class ViewLedger:
         while is_open:
             gone = self._take()
             is_open = None not in gone
-            keys = [key for each in gone if each is not None for key in self._forget(each)]
-            # Said twice it might let go of another view, so it is said once. At the latest they end with the client.
-            with contextlib.suppress(MoonpoolError):
-                if keys:
-                    self._unpin(keys)
+            over: dict[int, list[bytes]] = {}
+            for each in gone:
+                if isinstance(each, _Anchor | Pin):
+                    session, keys = self._forget(each)
+                    over.setdefault(session, []).extend(keys)
+            for session, keys in over.items():
+                # Said twice it might let go of another view, so it is said once.
+                with contextlib.suppress(MoonpoolError):
+                    if keys and session not in self._retired:
+                        self._unpin(session, keys)
+            self._end_retired()
 
-    def _take(self) -> list[_Anchor | Pin | None]:
+    def _end_retired(self) -> None:
+        with self.pinning:  # whoever looks up for such a session has noted its pins by then
+            over = [session for session in self._retired if not self._num_pins[session]]
+        for session in over:
+            try:
+                self._end_session(session)
+            except MoonpoolError:
+                if not self._closing.wait(_TRY_AGAIN_S):  # at the latest it ends with the client
+                    self._gone.put(_NUDGE)
+            else:
+                self._retired.discard(session)
+                del self._num_pins[session]
+
+    def _take(self) -> list[_Anchor | Pin | _Nudge | None]:
         """Waits for what is gone; then takes all that went within a moment."""
         gone = [self._gone.get()]
         self._closing.wait(_GATHER_S)
@@ -185,8 +230,8 @@ class ViewLedger:
                 gone.append(self._gone.get_nowait())
         return gone
 
-    def _forget(self, gone: _Anchor | Pin) -> list[bytes]:
-        """The key, as many times as the master is to end a pin of it now."""
+    def _forget(self, gone: _Anchor | Pin) -> tuple[int, list[bytes]]:
+        """Whose pin it was, and the key, as many times as the master is to end a pin of it now."""
         pin = gone
         if isinstance(pin, _Anchor):
             del self._anchors[id(pin)]
@@ -194,14 +239,15 @@ class ViewLedger:
         with self._lock:
             self._nbytes -= gone.nbytes if isinstance(gone, _Anchor) else 0
             pin.is_over = True
-            pins = self._pins[pin.key]
+            pins = self._pins[pin.session, pin.key]
             num_over = 0
             while pins and pins[0].is_over:
                 pins.popleft()
                 num_over += 1
             if not pins:
-                del self._pins[pin.key]
-        return [pin.key] * num_over
+                del self._pins[pin.session, pin.key]
+            self._num_pins[pin.session] -= num_over
+        return pin.session, [pin.key] * num_over
 
 
 class Viewer:

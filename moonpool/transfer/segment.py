@@ -251,7 +251,7 @@ class Segment:
         return Borrowed(self.memory, fence)
 
     def renew(self) -> None:
-        """Other memory in place of this one, of the same size, zeroed, its generations 0; whoever has the old one mapped
+        """Other memory in place of this one, of the same size, zeroed, its generations 0. Who has the old one mapped
         keeps that for himself. For segments made by allocate(), while nobody serves them or borrows from them here.
 
         NoSpace when the machine has not that much left; then there is none until a later call succeeds.

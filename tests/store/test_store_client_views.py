@@ -26,13 +26,18 @@ def test_what_was_verified_is_remembered_as_long_as_there_is_room() -> None:
     assert place(0, generation=2) not in cache
 
 
+SESSION = 2**40
+
+
 class Unpinned:
     def __init__(self) -> None:
         self.keys: list[bytes] = []
+        self.ended: list[int] = []
         self.fails = False
         self.called = threading.Event()
 
-    def __call__(self, keys: list[bytes]) -> None:
+    def __call__(self, session: int, keys: list[bytes]) -> None:
+        assert session == SESSION
         self.called.set()
         if self.fails:
             raise PeerLost("gone")
@@ -41,10 +46,10 @@ class Unpinned:
 
 def test_a_view_lasts_as_long_as_anything_made_from_it() -> None:
     unpinned = Unpinned()
-    ledger = ViewLedger(100, unpinned)
+    ledger = ViewLedger(100, unpinned, unpinned.ended.append)
     assert ledger.reserve(60)
     array = np.zeros(60, np.uint8)
-    ledger.keep(ledger.note_pins([b"k"])[0], array)
+    ledger.keep(ledger.note_pins([b"k"], SESSION)[0], array)
     part = np.frombuffer(array.data[10:20], np.uint8)[3:]  # a slice of an array of a slice
     del array
     assert not ledger.reserve(41), "over the limit"
@@ -60,8 +65,8 @@ def test_a_view_lasts_as_long_as_anything_made_from_it() -> None:
 
 def test_pins_are_given_back_together_and_before_the_end() -> None:
     unpinned = Unpinned()
-    ledger = ViewLedger(100, unpinned)
-    for pin in ledger.note_pins([b"%d" % number for number in range(50)]):
+    ledger = ViewLedger(100, unpinned, unpinned.ended.append)
+    for pin in ledger.note_pins([b"%d" % number for number in range(50)], SESSION):
         ledger.drop(pin)
     ledger.close()
     assert sorted(unpinned.keys) == sorted(b"%d" % number for number in range(50))
@@ -70,12 +75,12 @@ def test_pins_are_given_back_together_and_before_the_end() -> None:
 
 def test_a_lost_master_ends_no_thread() -> None:
     unpinned = Unpinned()
-    ledger = ViewLedger(100, unpinned)
+    ledger = ViewLedger(100, unpinned, unpinned.ended.append)
     unpinned.fails = True
-    ledger.drop(ledger.note_pins([b"lost"])[0])
+    ledger.drop(ledger.note_pins([b"lost"], SESSION)[0])
     assert unpinned.called.wait(5)
     unpinned.fails = False
-    ledger.drop(ledger.note_pins([b"next"])[0])
+    ledger.drop(ledger.note_pins([b"next"], SESSION)[0])
     ledger.close()
     assert b"next" in unpinned.keys
 
@@ -83,11 +88,42 @@ def test_a_lost_master_ends_no_thread() -> None:
 def test_a_newer_pin_of_a_key_waits_for_the_older_ones() -> None:
     """The master ends the oldest first, and that one may keep the value from before a replacement."""
     unpinned = Unpinned()
-    ledger = ViewLedger(100, unpinned)
-    old, new, other = ledger.note_pins([b"k", b"k", b"other"])
+    ledger = ViewLedger(100, unpinned, unpinned.ended.append)
+    old, new, other = ledger.note_pins([b"k", b"k", b"other"], SESSION)
     ledger.drop(new)
     ledger.drop(other)
     wait_until(lambda: unpinned.keys == [b"other"])
     ledger.drop(old)
     wait_until(lambda: unpinned.keys == [b"other", b"k", b"k"])
+    ledger.close()
+
+
+def test_a_retired_session_ends_with_its_last_view() -> None:
+    """An answer about its pins was lost, so the master may hold more of them than are known here."""
+    unpinned = Unpinned()
+    ledger = ViewLedger(100, unpinned, unpinned.ended.append)
+    first, second = ledger.note_pins([b"a", b"b"], SESSION)
+    ledger.retire(SESSION)
+    ledger.drop(first)
+    (other,) = ledger.note_pins([b"c"], SESSION)  # its look-up was under way
+    ledger.drop(second)
+    ledger.retire(SESSION + 1)  # which has none
+    wait_until(lambda: unpinned.ended == [SESSION + 1])
+    ledger.drop(other)
+    wait_until(lambda: unpinned.ended == [SESSION + 1, SESSION])
+    ledger.close()
+    assert unpinned.keys == []
+
+
+def test_the_end_of_a_session_is_said_until_it_is_heard() -> None:
+    said: list[int] = []
+
+    def fail_once(session: int) -> None:
+        said.append(session)
+        if len(said) == 1:
+            raise PeerLost("gone")
+
+    ledger = ViewLedger(100, Unpinned(), fail_once)
+    ledger.retire(SESSION)
+    wait_until(lambda: said == [SESSION, SESSION])
     ledger.close()

@@ -43,7 +43,9 @@ class Recount(Call[None]):
 
 
 class SessionsGone(Call[None]):
-    """These processes have ended: what they held in place (views, unfinished puts) is free."""
+    """These processes have ended, or say so of a session of theirs: what they held in place (views, unfinished puts)
+    is free.
+    """
 
     sessions: list[int]
 

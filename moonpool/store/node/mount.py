@@ -16,9 +16,10 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import ClassVar
 
-from moonpool.base.errors import AlreadyExists, MoonpoolError, NotFound
+from moonpool.base.errors import AlreadyExists, MoonpoolError, NoSpace, NotFound
 from moonpool.base.rpc import AsyncClient
 from moonpool.store.messages import Heartbeat, HeartbeatReply, MountReply, MountSegment, Recount, Tier, UnmountSegment
+from moonpool.store.node.seldom import SeldomLog
 from moonpool.store.reach import in_words
 from moonpool.transfer.descriptor import SegmentDescriptor
 from moonpool.transfer.engine import TransferEngine
@@ -102,6 +103,8 @@ class Mount(ABC):
         self._is_settled = False
         async with self._pause_orders():
             self._engine.unserve(self.segment.name)
+            if not await self._make_ready():
+                return False
             self.segment.incarnation = time.time_ns()
             descriptor = self._engine.serve(self.segment)
             try:
@@ -132,6 +135,10 @@ class Mount(ABC):
     def _in_words(self, descriptor: SegmentDescriptor) -> str:
         return in_words(descriptor)
 
+    async def _make_ready(self) -> bool:
+        """What must be done before it is offered; False when that cannot be done now."""
+        return True
+
     @abstractmethod
     def _offer(self, descriptor: SegmentDescriptor) -> MountSegment:
         """What is said to the master."""
@@ -146,7 +153,11 @@ class Mount(ABC):
 
 
 class DramMount(Mount):
-    """Memory: empty after a mount, with every generation granted before fenced off."""
+    """Memory: empty after a mount, with every generation granted before fenced off.
+
+    The master that forgot the memory forgot its pins too. Processes that may hold it in place (a view, a copy that was
+    stopped half way) keep it as it is: the pool gets other memory.
+    """
 
     tier = Tier.DRAM
     keeps_contents = False
@@ -164,11 +175,25 @@ class DramMount(Mount):
         super().__init__(node, segment, engine, pause_orders)
         self._desk = desk
         self._sessions = sessions
+        self._may_be_held = False  # in place, by processes of this machine
+        self._complaints = SeldomLog(_LOG, f"{segment.name} cannot be mounted anew: %s")
+
+    async def _make_ready(self) -> bool:
+        if self.segment.fence is not None and not (self._may_be_held and self._sessions()):
+            return True
+        try:
+            await asyncio.to_thread(self.segment.renew)
+        except NoSpace as error:  # until those processes let go of the old memory
+            self._complaints.warn(error)
+            return False
+        self._may_be_held = False
+        return True
 
     def _offer(self, descriptor: SegmentDescriptor) -> MountSegment:
         return MountSegment(node=self._node, descriptor=descriptor, tier=self.tier, desk=self._desk)
 
     async def _fence_off(self, reply: MountReply) -> None:
+        self._may_be_held = True
         fence = self.segment.fence
         assert fence is not None, "the pool's memory is fenced"
         await asyncio.to_thread(fence.stamp, 0, self.segment.nbytes, reply.generation_floor)
