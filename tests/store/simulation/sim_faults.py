@@ -1,0 +1,205 @@
+"""What goes wrong, when and for how long: chosen by the seed. Each seed has a few kinds of trouble, not all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .sim_scheduler import Process
+from .sim_world import Member, World
+
+
+class Faults:
+    """`start_client` brings a client (back) to life."""
+
+    def __init__(self, world: World, start_client: Callable[[Member], None]) -> None:
+        self._world, self._rng = world, world.rng
+        self._start_client = start_client
+        self.is_over = False
+        kinds: dict[str, Callable[[], None]] = {
+            "kill master": self._kill_master,
+            "power master": self._power_master,
+            "kill node": self._kill_node,
+            "power node": self._power_node,
+            "kill client": self._kill_client,
+            "stop client": self._stop_client,
+            "stop node": self._stop_node,
+            "stop master": self._stop_master,
+            "partition": self._partition,
+            "sever": self._sever,
+            "spikes": self._spikes,
+            "stalls": self._stalls,
+            "flip": self._flip,
+        }
+        count = self._rng.choice((0, 1, 2, 3, 4, 6, len(kinds)))
+        chosen = self._rng.sample(sorted(kinds), count)
+        self.kinds = {name: kinds[name] for name in chosen}
+        world.flips = "flip" in self.kinds
+
+    def plan(self, duration_s: float) -> None:
+        """Troubles from now on, for so long."""
+        if not self.kinds:
+            return
+        at_s = 0.0
+        while (at_s := at_s + self._rng.expovariate(0.4)) < duration_s:
+            name = self._rng.choice(sorted(self.kinds))
+            self._world.scheduler.call_later(at_s, None, self._strike, name)
+
+    def _strike(self, name: str) -> None:
+        if not self.is_over:
+            self.kinds[name]()
+
+    def _later(self, most_s: float, action: Callable[..., None], *args: Any) -> None:
+        self._world.scheduler.call_later(self._rng.random() * most_s + 0.05, None, action, *args)
+
+    # deaths
+
+    def _kill_master(self) -> None:
+        process = self._world.master.process
+        if process is not None and process.is_alive:
+            self._world.note("kill", process.name)
+            self._world.scheduler.kill(process)
+            self._later(4.0, self._world.start_master)
+
+    def _power_master(self) -> None:
+        world, process = self._world, self._world.master.process
+        if process is None or not process.is_alive:
+            return
+        world.note("power lost", process.name)
+        world.network.lose_power(process)
+        world.scheduler.kill(process)
+        world.journal_disk.lose_power(self._rng)
+        world.history.power_lost(world.journal_disk.synced_s)
+        self._later(4.0, world.start_master)
+
+    def _kill_node(self) -> None:
+        member = self._rng.choice(self._world.nodes)
+        if member.is_alive and member.process is not None:
+            self._world.note("kill", member.process.name)
+            self._world.scheduler.kill(member.process)
+            self._later(self._rng.choice((2.0, 20.0)), self._world.start_node, member)
+
+    def _power_node(self) -> None:
+        """The whole host, with the clients there."""
+        world, member = self._world, self._rng.choice(self._world.nodes)
+        if not member.is_alive or member.process is None:
+            return
+        world.note("power lost", member.process.name)
+        there = [each for each in world.clients if each.host == member.host and each.is_alive]
+        for each in (member, *there):
+            assert each.process is not None
+            world.network.lose_power(each.process)
+            world.scheduler.kill(each.process)
+        world.disks.find(f"/disk/{member.name}/")[0].lose_power(self._rng)
+        self._later(self._rng.choice((2.0, 20.0)), world.start_node, member)
+        for each in there:
+            self._later(5.0, self._start_client, each)
+
+    def _kill_client(self) -> None:
+        member = self._rng.choice(self._world.clients)
+        if member.is_alive and member.process is not None:
+            self._world.note("kill", member.process.name)
+            self._world.scheduler.kill(member.process)
+            self._later(3.0, self._start_client, member)
+
+    # stops
+
+    def _stop_client(self) -> None:
+        """At any time, or in the middle of a copy."""
+        member, most_s = self._rng.choice(self._world.clients), self._rng.choice((2.0, 15.0, 60.0))
+        if self._rng.random() < 0.3:
+            self._stop(member, most_s)
+        elif member.process is not None and member.is_alive:
+            self._world.stop_in_copy[member.process] = lambda: self._stop(member, most_s)
+
+    def _stop_node(self) -> None:
+        self._stop(self._rng.choice(self._world.nodes), self._rng.choice((2.0, 20.0)))
+
+    def _stop_master(self) -> None:
+        self._stop(self._world.master, self._rng.choice((1.0, 12.0)))
+
+    def _stop(self, member: Member, most_s: float) -> None:
+        process = member.process
+        if process is not None and process.is_alive and not process.is_stopped:
+            self._world.note("stop", process.name)
+            self._world.scheduler.stop(process)
+            self._later(most_s, self.go_on, process, self._world.scheduler.now_s)
+
+    def go_on(self, process: Process, since_s: float) -> None:
+        if process.is_alive and process.is_stopped:
+            self._world.note("go on", process.name)
+            process.stopped_s += self._world.scheduler.now_s - since_s
+            self._world.scheduler.go_on(process)
+
+    # the network
+
+    def _partition(self) -> None:
+        network = self._world.network
+        hosts = ["m", *(each.host for each in self._world.nodes), "c"]
+        a, b = self._rng.sample(hosts, 2) if self._rng.random() < 0.5 else ("m", self._rng.choice(hosts[1:]))
+        self._world.note("partition", a, b)
+        network.partition(a, b)
+        self._later(self._rng.choice((3.0, 15.0)), self._heal, a, b)
+
+    def _heal(self, a: str, b: str) -> None:
+        self._world.note("heal", a, b)
+        self._world.network.heal(a, b)
+
+    def _sever(self) -> None:
+        links = [each for each in self._world.network.links if not each.is_local]
+        if links:
+            link = self._rng.choice(links)
+            self._world.note("sever", link.client.process.name, link.server.process.name)
+            self._world.network.sever(link)
+
+    def _spikes(self) -> None:
+        self._world.network.spike = 0.1
+        self._later(10.0, self._no_spikes)
+
+    def _no_spikes(self) -> None:
+        self._world.network.spike = 0.0
+
+    def _stalls(self) -> None:
+        self._world.stall = 0.2
+        self._later(10.0, self._no_stalls)
+
+    def _no_stalls(self) -> None:
+        self._world.stall = 0.0
+
+    # damage
+
+    def _flip(self) -> None:
+        """One bit, of an object that is stored where that can be chosen."""
+        world, rng = self._world, self._rng
+        if not world.master.is_alive or world.state is None:
+            return
+        table = world.state.index.table
+        slots = list(table.slots())
+        if not slots:
+            return
+        slot = rng.choice(slots)
+        at = rng.randrange(table.nbytes[slot])
+        where = world.state.index.placements(slot)
+        if not where:
+            return
+        place = rng.choice(where)
+        world.note("flip", table.keys[slot], place)
+        world.history.num_flips += 1
+        world.flip(place, at, 1 << rng.randrange(8))
+
+    # the end
+
+    def stop_all(self) -> None:
+        """No more troubles; those under way end now."""
+        world = self._world
+        self.is_over = True
+        world.stop_in_copy.clear()
+        self._no_spikes()
+        self._no_stalls()
+        world.network.heal_all()
+        for member in (world.master, *world.nodes, *world.clients):
+            if member.process is not None and member.process.is_stopped:
+                self.go_on(member.process, world.scheduler.now_s)
+        world.start_master()
+        for member in world.nodes:
+            world.start_node(member)

@@ -1,0 +1,150 @@
+"""What clients asked and were told, and whether one store without any fault could have told them that.
+
+Every value is put once, so a value read names its put. Reading one is wrong when its key had another value, or none,
+for certain since that put had ended and before the read began. A miss is wrong when the object was acknowledged, and
+neither removed, nor did the store itself give it up for a reason that it may have.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from moonpool.store.state.fates import Fate
+
+NEVER_S = float("inf")
+_EVICTED = (Fate.EVICTED_WATERMARK, Fate.EVICTED_FOR_PUT, Fate.SSD_EVICTED)
+_LOST = (Fate.NODE_GONE, Fate.NOT_RECOVERED)
+
+
+class Write:
+    """A put or a removal. `done_s` is when it had taken effect for certain, `ended_s` when it could not any more."""
+
+    __slots__ = ("began_s", "done_s", "ended_s", "is_pinned", "is_put", "key", "nbytes", "number", "void_s")
+
+    def __init__(self, number: int, key: bytes, is_put: bool, nbytes: int, is_pinned: bool, now_s: float) -> None:
+        self.number, self.key, self.is_put, self.nbytes, self.is_pinned = number, key, is_put, nbytes, is_pinned
+        self.began_s = now_s
+        self.done_s = self.ended_s = NEVER_S
+        self.void_s = NEVER_S  # a power loss at that time may have undone it
+
+
+class History:
+    def __init__(self, now: Callable[[], float], violated: Callable[[str], None]) -> None:
+        self._now, self._violated = now, violated
+        self._writes: dict[bytes, list[Write]] = {}
+        self._by_number: dict[int, Write] = {}
+        self._fates: dict[bytes, list[tuple[float, Fate]]] = {}
+        self.losses_s: list[float] = []  # of nodes, or of the end of the journal
+        self.num_flips = 0
+        self.num_power_losses = 0  # of the master
+        self.num_reads = self.num_hits = self.num_acknowledged = 0
+
+    # what was asked
+
+    def put_begins(self, key: bytes, nbytes: int, is_pinned: bool = False) -> Write:
+        return self._begin(key, True, nbytes, is_pinned)
+
+    def removal_begins(self, key: bytes) -> Write:
+        return self._begin(key, False, 0, False)
+
+    def _begin(self, key: bytes, is_put: bool, nbytes: int, is_pinned: bool) -> Write:
+        write = Write(len(self._by_number) + 1, key, is_put, nbytes, is_pinned, self._now())
+        self._by_number[write.number] = write
+        self._writes.setdefault(key, []).append(write)
+        return write
+
+    def ended(self, write: Write, done: bool | None) -> None:
+        """True: it is done. False: it is not and never will be. None: nobody knows."""
+        if done:
+            write.done_s = min(write.done_s, self._now())
+            write.ended_s = self._now()
+            self.num_acknowledged += write.is_put
+        elif done is False:
+            write.ended_s = self._now()
+            if write.done_s == NEVER_S:
+                self._writes[write.key].remove(write)
+
+    # what was told
+
+    def read(self, key: bytes, data: bytes, began_s: float) -> None:
+        """A read that began then has brought these bytes now."""
+        self.num_reads += 1
+        self.num_hits += 1
+        write = self._by_number.get(int.from_bytes(data[:8], "little"))
+        if write is None or not write.is_put or write.key != key or data != content(write.number, write.nbytes):
+            self._violated(f"reading {key!r} brought {len(data)} bytes that nobody put there: {data[:24].hex()}")
+            return
+        if write not in self._writes[key]:
+            self._violated(f"reading {key!r} brought the value of put {write.number}, which was refused")
+        for other in self._writes[key]:
+            is_void = other.void_s < self._now()
+            if other.began_s > write.ended_s and other.done_s < began_s and not is_void and other is not write:
+                what = f"put {other.number}" if other.is_put else f"removal {other.number}"
+                self._violated(f"reading {key!r} brought the value of put {write.number}, but {what} came after it")
+        write.done_s = min(write.done_s, self._now())
+
+    def missed(self, key: bytes, began_s: float, is_away: Callable[[bytes], bool]) -> None:
+        """A read that began then has found nothing."""
+        self.num_reads += 1
+        found = [each for each in self._writes.get(key, ()) if self._is_certain(each, began_s)]
+        if not found:
+            return
+        put = max(found, key=lambda each: each.began_s)
+        reason = self._excuse(key, put.began_s, put.is_pinned)
+        if reason is None and not is_away(key):
+            fates = [(round(at_s, 3), fate.name) for at_s, fate in self._fates.get(key, ())]
+            self._violated(f"{key!r} was acknowledged at {put.done_s:.3f} (put {put.number}) and is gone; {fates}")
+
+    def _is_certain(self, write: Write, began_s: float) -> bool:
+        return write.is_put and write.done_s < began_s and write.void_s == NEVER_S
+
+    def _excuse(self, key: bytes, since_s: float, is_pinned: bool) -> str | None:
+        """Why an object stored since then need not be there."""
+        for write in self._writes[key]:
+            if not write.is_put and write.ended_s >= since_s:
+                return "removed"
+        for at_s, fate in self._fates.get(key, ()):
+            if at_s < since_s:
+                continue
+            if fate in _EVICTED and not is_pinned:
+                return "evicted"
+            if fate in _LOST and any(lost_s >= since_s for lost_s in self.losses_s):
+                return "lost with its node, or with power"
+            if fate is Fate.CORRUPT and self.may_be_damaged:
+                return "damaged"
+        return None
+
+    @property
+    def may_be_damaged(self) -> bool:
+        """Bits were flipped; or a master lost power and believes in objects that were overwritten since."""
+        return bool(self.num_flips or self.num_power_losses)
+
+    # what happened to the world
+
+    def note_fate(self, key: bytes, fate: Fate) -> None:
+        self._fates.setdefault(key, []).append((self._now(), fate))
+
+    def power_lost(self, durable_s: float) -> None:
+        """What was done after that moment may be undone; what had made way for it is not there any more."""
+        self.losses_s.append(self._now())
+        self.num_power_losses += 1
+        for write in self._by_number.values():
+            if write.done_s >= durable_s and write.void_s == NEVER_S and write.done_s < NEVER_S:
+                write.void_s = self._now()
+
+    def keys(self) -> list[bytes]:
+        return sorted(self._writes)
+
+
+def content(number: int, nbytes: int) -> bytes:
+    """The bytes of put `number`, unlike those of any other."""
+    words = struct.pack("<QQ", number, number * 0x9E3779B97F4A7C15 % 2**64)
+    return (words * (nbytes // 16 + 1))[:nbytes]
+
+
+def describe(value: Any) -> str:
+    """Short, for the log of a seed."""
+    text = str(value)
+    return text if len(text) <= 100 else text[:97] + "..."

@@ -1,0 +1,147 @@
+"""Bugs to plant: what the simulation is worth is how soon it finds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import moonpool.store.far_read
+import moonpool.store.get_batch
+import moonpool.store.node.copying
+import moonpool.store.node.desk
+import moonpool.store.node.mount
+import moonpool.store.views
+from moonpool.store.state.copies import Copies
+from moonpool.store.state.index import ObjectIndex
+from moonpool.store.state.members import Members
+from moonpool.store.state.pins import PinTable
+from moonpool.store.state.puts import Puts
+from moonpool.store.state.reads import Reads
+from moonpool.store.state.records import Outcomes, PutsEnded
+from moonpool.store.state.space import SpaceReturns
+from moonpool.store.state.ssd_tier import SsdTier
+from moonpool.transfer.segment import Fence
+
+Change = tuple[Any, str, Any]
+
+
+def _discard_frees_at_once() -> list[Change]:
+    original = Puts._abandon
+    return [(Puts, "_abandon", lambda self, puts, fate, settled, now_s: original(self, puts, fate, True, now_s))]
+
+
+def _sessions_hold_nothing() -> list[Change]:
+    def hold_put(self: SpaceReturns, generation: int, places: Any, nbytes: int, session: int) -> None:
+        self.rest_put(generation, places, nbytes, 0.0)
+
+    return [(SpaceReturns, "hold_put", hold_put)]
+
+
+def _removals_are_not_journalled() -> list[Change]:
+    return [(Outcomes, "dropped", lambda self, key, fate: None)]
+
+
+def _puts_are_not_journalled() -> list[Change]:
+    original = Outcomes.add
+
+    def add(self: Outcomes, record: Any) -> None:
+        if not isinstance(record, PutsEnded):
+            original(self, record)
+
+    return [(Outcomes, "add", add)]
+
+
+def _removed_records_are_adopted() -> list[Change]:
+    original = SsdTier._adopt
+    return [(SsdTier, "_adopt", lambda self, segment, item, _, now_s: original(self, segment, item, True, now_s))]
+
+
+def _the_fence_admits_everybody() -> list[Change]:
+    return [(Fence, "admit", Fence.stamp), (Fence, "confirm", lambda *args: None)]
+
+
+def _views_are_not_pinned() -> list[Change]:
+    original = Reads.lookup
+    return [
+        (
+            Reads,
+            "lookup",
+            lambda self, keys, prefix, lease, session, now_s: original(self, keys, prefix, lease, 0, now_s),
+        )
+    ]
+
+
+def _checksums_are_believed() -> list[Change]:
+    modules = (moonpool.store.far_read, moonpool.store.get_batch, moonpool.store.views)
+    return [(module, "is_verified", lambda pieces, seen: True) for module in modules]
+
+
+def _damage_is_not_quarantined() -> list[Change]:
+    return [(Copies, "quarantine", lambda self, *args: True)]
+
+
+def _unwritten_replicas_count() -> list[Change]:
+    original = Puts.end
+    return [(Puts, "end", lambda self, keys, generations, failed, now_s: original(self, keys, generations, {}, now_s))]
+
+
+def _ends_are_not_told() -> list[Change]:
+    return [(moonpool.store.node.desk.NodeDesk, "_left", lambda self, peer: self._sessions_of.pop(peer) and None)]
+
+
+def _memory_is_mounted_again_as_it_is() -> list[Change]:
+    async def make_ready(self: Any) -> bool:
+        return True
+
+    return [(moonpool.store.node.mount.DramMount, "_make_ready", make_ready)]
+
+
+def _lost_desks_are_not_missed() -> list[Change]:
+    return [(Members, "_ask_about", lambda self, sessions: None)]
+
+
+def _pins_of_removed_objects_are_not_restored() -> list[Change]:
+    return [(PinTable, "add_removed", lambda self, holders, key, places, nbytes: None)]
+
+
+def _recounts_are_ignored() -> list[Change]:
+    return [(Members, "_take_out", lambda self, *args: None)]
+
+
+def _moves_are_not_journalled() -> list[Change]:
+    return [(ObjectIndex, "record", lambda self, slot: None)]
+
+
+MUTATIONS: dict[str, Callable[[], list[Change]]] = {
+    "discard frees at once": _discard_frees_at_once,
+    "sessions hold nothing": _sessions_hold_nothing,
+    "removals are not journalled": _removals_are_not_journalled,
+    "puts are not journalled": _puts_are_not_journalled,
+    "moves are not journalled": _moves_are_not_journalled,
+    "removed records are adopted": _removed_records_are_adopted,
+    "the fence admits everybody": _the_fence_admits_everybody,
+    "views are not pinned": _views_are_not_pinned,
+    "pins of removed objects are not restored": _pins_of_removed_objects_are_not_restored,
+    "checksums are believed": _checksums_are_believed,
+    "damage is not quarantined": _damage_is_not_quarantined,
+    "unwritten replicas count": _unwritten_replicas_count,
+    "ends of processes are not told": _ends_are_not_told,
+    "memory is mounted again as it is": _memory_is_mounted_again_as_it_is,
+    "lost desks are not missed": _lost_desks_are_not_missed,
+    "recounts are ignored": _recounts_are_ignored,
+}
+
+
+@contextmanager
+def planted(name: str) -> Iterator[None]:
+    """Inside sim_patches.simulated(), which notes what it must note around the original."""
+    changes = MUTATIONS[name]()
+    before = [(where, attribute, getattr(where, attribute)) for where, attribute, _ in changes]
+    for where, attribute, value in changes:
+        setattr(where, attribute, value)
+    try:
+        yield
+    finally:
+        for where, attribute, value in before:
+            setattr(where, attribute, value)

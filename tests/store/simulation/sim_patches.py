@@ -1,0 +1,281 @@
+"""Puts the simulated world under the production code: clocks, sockets, threads, disks and the transfer engine.
+
+The modules keep their code; only the names by which they reach the outside (`time`, `socket`, `threading`, `os`,
+TransferEngine...) lead to the world of the seed that runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import moonpool.base.clock
+import moonpool.base.rpc.blocking
+import moonpool.base.rpc.silence
+import moonpool.store.directory
+import moonpool.store.flight
+import moonpool.store.get_batch
+import moonpool.store.holder
+import moonpool.store.master
+import moonpool.store.node.desk
+import moonpool.store.node.link
+import moonpool.store.node.mount
+import moonpool.store.node.offloading
+import moonpool.store.node.orders
+import moonpool.store.node.replicas
+import moonpool.store.node.seldom
+import moonpool.store.node.service
+import moonpool.store.node.ssd
+import moonpool.store.retry
+import moonpool.store.ssd.folder
+import moonpool.store.ssd.log_file
+import moonpool.store.ssd.opening
+import moonpool.store.state.copies
+import moonpool.store.state.fates
+import moonpool.store.state.segments
+import moonpool.store.state.snapshot
+import moonpool.store.views
+import moonpool.transfer.transports.file.handle
+import moonpool.transfer.transports.mapped
+from moonpool.base.errors import DeadlineExceeded, PeerLost
+
+from .sim_disk import SimFcntl
+from .sim_loop import SimEvent, SimLock, SimPool, SimQueue
+from .sim_memory import SimEngine, SimFolder
+from .sim_net import SimSocketModule
+
+STORE = moonpool.store
+_SNAPSHOT_SLOTS = 4  # in one step: so that a small table is written in many
+
+
+class Here:
+    """The world of the seed that runs."""
+
+    world: Any = None
+
+
+def _world() -> Any:
+    return Here.world
+
+
+class _Thread:
+    def __init__(self, target: Callable[[], None], name: str = "", daemon: bool = True) -> None:
+        self._target, self._name = target, name
+        self._sim: Any = None
+
+    def start(self) -> None:
+        scheduler = _world().scheduler
+        self._sim = scheduler.start_thread(scheduler.current, self._target, self._name)
+
+    def join(self, timeout: float | None = None) -> None:
+        scheduler = _world().scheduler
+        until_s = scheduler.now_s + (timeout or 0.0)
+        while not self._sim.is_over and scheduler.now_s < until_s:
+            scheduler.sleep(0.01)
+
+
+def _call_from_thread(self: Any, call: Any, *, timeout_s: float) -> Any:
+    """MasterLink's, for simulated threads."""
+    client = self.client
+    if client is None:
+        raise PeerLost("the master is not connected")
+    scheduler = _world().scheduler
+    process = scheduler.current
+    done, outcome = SimEvent(scheduler), []
+
+    async def ask() -> None:
+        try:
+            outcome.append(await client.call(call, timeout_s=timeout_s))
+        except Exception as error:  # noqa: BLE001 - raised by the thread that waits
+            outcome.append(error)
+        done.set()
+
+    scheduler.call_at(scheduler.now_s, process, lambda: process.loop.create_task(ask()))
+    if not done.wait(timeout_s + 1.0):
+        raise DeadlineExceeded("the master was not asked in time")
+    if isinstance(outcome[0], Exception):
+        raise outcome[0]
+    return outcome[0]
+
+
+def _time() -> Any:
+    return SimpleNamespace(
+        monotonic=lambda: _world().scheduler.now_s,
+        time=lambda: _world().scheduler.now_s,
+        time_ns=lambda: _world().incarnation(),
+        sleep=lambda seconds: _world().scheduler.sleep(seconds),
+    )
+
+
+def _threading() -> Any:
+    return SimpleNamespace(
+        Lock=lambda: SimLock(_world().scheduler), Event=lambda: SimEvent(_world().scheduler), Thread=_Thread
+    )
+
+
+def _with_pauses(original: Any) -> Any:
+    """The same, with a moment before it and one behind in which others run."""
+
+    def paused(*args: Any) -> Any:
+        world = _world()
+        if not world.scheduler.may_block:
+            return original(*args)
+        world.pause()
+        result = original(*args)
+        world.pause()
+        return result
+
+    return paused
+
+
+def _record(original: Any) -> Any:
+    def record(self: Any, key: bytes, fate: Any, now_s: float) -> None:
+        original(self, key, fate, now_s)
+        _world().history.note_fate(key, fate)
+
+    return record
+
+
+def _quarantine(original: Any) -> Any:
+    def quarantine(self: Any, key: bytes, generation: int, segment: str, now_s: float) -> bool:
+        world, is_counted = _world(), _is_counted(self._segments.get(segment))
+        found: bool = original(self, key, generation, segment, now_s)
+        world.note("quarantine", key, generation, segment, found)
+        if found and not world.history.num_flips and (is_counted or not world.history.num_power_losses):
+            world.violated(f"a replica of {key!r} on {segment} is damaged, and nobody has done it")
+        return found
+
+    return quarantine
+
+
+def _is_counted(segment: Any) -> bool:
+    """Whether the master has heard what was overwritten there in the time that its journal lost."""
+    return segment is None or segment.recount_above is None or segment.recount_above == 2**64 - 1
+
+
+def _end(original: Any) -> Any:
+    def end(self: Any, segment: Any) -> None:
+        original(self, segment)
+        _world().note_expelled()
+
+    return end
+
+
+class _Passing:
+    """A module of which some names lead elsewhere."""
+
+    def __init__(self, get: Callable[[], Any]) -> None:
+        self._get = get
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._get(), name)
+
+
+def _patches() -> list[tuple[Any, str, Any]]:
+    time, threading = _time(), _threading()
+    disks = _Passing(lambda: _world().disks)
+    node = STORE.node
+    nothing: Callable[..., None] = lambda *args, **kwargs: None  # noqa: E731
+    secrets = SimpleNamespace(randbelow=lambda limit: _world().scheduler.rng.randrange(limit))
+    return [
+        *[
+            (module, "time", time)
+            for module in (moonpool.base.clock, moonpool.base.rpc.silence, node.mount, node.orders, node.ssd)
+        ],
+        (node.seldom, "time", time),
+        (moonpool.base.rpc.blocking, "socket", SimSocketModule(lambda: _world().network)),
+        *[
+            (module, "threading", threading)
+            for module in (moonpool.base.rpc.blocking, STORE.holder, STORE.retry, STORE.views)
+        ],
+        (STORE.views, "SimpleQueue", lambda: SimQueue(_world().scheduler)),
+        (STORE.holder, "secrets", secrets),
+        (STORE.directory, "host_id", lambda: _world().scheduler.current.host),
+        (STORE.get_batch, "glance", _with_pauses(STORE.get_batch.glance)),
+        *[
+            (STORE.ssd.SsdLog, name, _with_pauses(getattr(STORE.ssd.SsdLog, name)))
+            for name in ("append_many", "sync", "remove")
+        ],
+        (STORE.master, "Journal", SimpleNamespace(open=lambda *args: _world().open_journal())),
+        (STORE.master, "gc", SimpleNamespace(freeze=nothing)),
+        (STORE.state.snapshot, "STEP_SLOTS", _SNAPSHOT_SLOTS),
+        (node.ssd, "_COMPACT_EVERY_S", 2.0),
+        (STORE.state.fates.Fates, "record", _record(STORE.state.fates.Fates.record)),
+        (STORE.state.copies.Copies, "quarantine", _quarantine(STORE.state.copies.Copies.quarantine)),
+        (STORE.state.segments.SegmentTable, "end", _end(STORE.state.segments.SegmentTable.end)),
+        (SimPool, "scheduler", staticmethod(lambda: _world().scheduler)),
+        *[(module, "ThreadPoolExecutor", SimPool) for module in (node.orders, node.offloading, STORE.flight)],
+        (node.desk, "os", SimpleNamespace(path=_Paths, makedirs=nothing)),
+        (node.service, "TransferEngine", lambda config: SimEngine(_world(), _world().scheduler.current)),
+        (node.service, "check_numa_node", nothing),
+        (node.service, "warn_if_open", nothing),
+        (
+            node.ssd,
+            "FolderSegment",
+            SimpleNamespace(
+                open=lambda name, path, incarnation: SimFolder(name, f"{path}/", _world().disks, incarnation)
+            ),
+        ),
+        (node.link.MasterLink, "call_from_thread", _call_from_thread),
+        *[
+            (module, "os", disks)
+            for module in (
+                STORE.ssd.folder,
+                STORE.ssd.log_file,
+                STORE.ssd.opening,
+                moonpool.transfer.transports.file.handle,
+            )
+        ],
+        (STORE.ssd.folder, "fcntl", SimFcntl(lambda: _world().disks)),
+        *[
+            (module, "copy_bytes", lambda target, source: _world().watch.copy(target, source))
+            for module in (moonpool.transfer.transports.mapped, node.replicas)
+        ],
+    ]
+
+
+class _Paths:
+    @staticmethod
+    def dirname(path: str) -> str:
+        return path.rpartition("/")[0]
+
+
+class _Bugs(logging.Handler):
+    """Errors that production code only logs are bugs all the same."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        world = _world()
+        if world is not None and not world.scheduler.is_over:
+            error = record.exc_info[1] if record.exc_info else None
+            world.scheduler.fail(error or AssertionError(record.getMessage()))
+
+
+@contextmanager
+def simulated() -> Iterator[None]:
+    """Inside, the store's modules live in Here.world. Not nested, and not beside anything that uses the store."""
+    patches = _patches()
+    before = [(where, name, where.__dict__.get(name)) for where, name, _ in patches]
+    logger, bugs = logging.getLogger("moonpool"), _Bugs(logging.ERROR)
+    level, propagate, collects = logger.level, logger.propagate, gc.isenabled()
+    for where, name, value in patches:
+        setattr(where, name, value)
+    logger.addHandler(bugs)
+    logger.setLevel(logging.ERROR)
+    logger.propagate = False
+    gc.disable()  # when cycles are collected must not depend on what ran before
+    try:
+        yield
+    finally:
+        for where, name, value in before:
+            setattr(where, name, value)
+        logger.removeHandler(bugs)
+        logger.setLevel(level)
+        logger.propagate = propagate
+        if collects:
+            gc.enable()
+        asyncio._set_running_loop(None)

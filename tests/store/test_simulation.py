@@ -1,0 +1,95 @@
+"""The whole store under seeds: `python -m tests.store.simulation SEED` replays one that failed here."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from simulation.sim_mutations import MUTATIONS, planted
+from simulation.sim_patches import simulated
+from simulation.sim_run import Outcome, run_seed
+
+LEAST_EVENTS = 500
+NUM_SEEDS, NUM_SOAK_SEEDS = 1_000, 10_000
+PER_TEST = 50  # so that workers share them evenly, and a failure names few
+QUICK_MUTATIONS = ("puts are not journalled", "removed records are adopted", "views are not pinned")
+MUTATION_SEEDS = 200
+ROOT = Path(__file__).parents[2]
+
+
+def check(outcomes: list[Outcome]) -> None:
+    failed = [outcome for outcome in outcomes if outcome.failure is not None]
+    if failed:
+        seeds = ", ".join(str(outcome.seed) for outcome in failed)
+        raise AssertionError(f"replay with python -m tests.store.simulation SEED: {seeds}") from failed[0].failure
+
+
+def run_seeds(seeds: range) -> list[Outcome]:
+    outcomes = []
+    with simulated():
+        for seed in seeds:
+            outcomes.append(run_seed(seed))
+            gc.collect(1)  # between the seeds, where it changes nothing
+    gc.collect()
+    return outcomes
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS, PER_TEST))
+def test_seeds(first: int) -> None:
+    outcomes = run_seeds(range(first, first + PER_TEST))
+    check(outcomes)
+    few = [outcome.seed for outcome in outcomes if outcome.num_events + outcome.num_messages < LEAST_EVENTS]
+    assert not few, "every seed is a history worth the name"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("first", range(NUM_SEEDS, NUM_SOAK_SEEDS, 10 * PER_TEST))
+def test_many_seeds(first: int) -> None:
+    check(run_seeds(range(first, first + 10 * PER_TEST)))
+
+
+def find(name: str) -> int | None:
+    """The first seed that finds a planted bug."""
+    with simulated(), planted(name):
+        return next((seed for seed in range(MUTATION_SEEDS) if run_seed(seed).failure is not None), None)
+
+
+@pytest.mark.parametrize("name", QUICK_MUTATIONS)
+def test_planted_bugs_are_found(name: str) -> None:
+    assert find(name) is not None
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", sorted(set(MUTATIONS) - set(QUICK_MUTATIONS)))
+def test_all_planted_bugs_are_found(name: str) -> None:
+    assert find(name) is not None
+
+
+def test_a_seed_has_one_history() -> None:
+    """The same in this process, however often, and in others, whatever their hashes."""
+    seeds = range(20, 23)
+    here, again = ([outcome.digest for outcome in run_seeds(seeds)] for _ in range(2))
+    assert here == again
+    lines = [replay(seed, hash_seed).splitlines() for seed, hash_seed in zip(seeds, "012", strict=True)]
+    assert [next(line for line in some if line.startswith("seed")).split()[-1] for some in lines] == here
+
+
+def replay(seed: int, hash_seed: str = "0") -> str:
+    command = [sys.executable, "-m", "tests.store.simulation", str(seed)]
+    environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, timeout=60, check=True, capture_output=True, text=True
+    ).stdout
+
+
+def test_replaying_tells_the_history() -> None:
+    told = replay(3)
+    assert " start master.1" in told
+    assert "seed 3: " in told
+    assert "troubles: " in told
