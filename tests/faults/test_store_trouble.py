@@ -1,0 +1,362 @@
+"""No space, no disk, no file handles, no master: clear errors or misses while it lasts, and all is well afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from store_fleet import MIB, Fleet, open_fleet, wait_until
+from store_load import read_ledger
+from store_nursery import Nursery, Role, open_nursery
+from store_values import value_of, version_in
+
+from moonpool.base.errors import DeadlineExceeded, MoonpoolError, NoSpace, Unavailable
+from moonpool.store.client import Put, StoreClient
+
+NBYTES = 100_000
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    with open_nursery() as made:
+        yield made
+
+
+@contextmanager
+def small_disk(folder: Path, nbytes: int) -> Iterator[Path]:
+    """A file system of its own."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("NOT TESTED: only root may mount a file system")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill_disk(folder: Path) -> Path:
+    """Takes all that is left; the file to remove when it should be over."""
+    hog = folder / "hog"
+    with hog.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    return hog
+
+
+@contextmanager
+def limited(role: Role, which: int, soft: int) -> Iterator[None]:
+    """The process cannot have more than that for a while."""
+    before = resource.prlimit(role.pid, which)
+    resource.prlimit(role.pid, which, (soft, before[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(role.pid, which, before)
+
+
+def no_handles(role: Role) -> contextlib.AbstractContextManager[None]:
+    """It cannot open anything more."""
+    used = {int(name) for name in os.listdir(f"/proc/{role.pid}/fd")}
+    lowest_free = next(number for number in range(len(used) + 1) if number not in used)
+    return limited(role, resource.RLIMIT_NOFILE, lowest_free)
+
+
+def put(client: StoreClient, number: int, **options: Any) -> bool:
+    return client.put(b"key-%d" % number, value_of(number, 1, NBYTES), **options)
+
+
+def put_all(client: StoreClient, numbers: Iterable[int]) -> None:
+    for number in numbers:
+        put(client, number)
+
+
+def has(client: StoreClient, number: int) -> bool:
+    data = client.get(b"key-%d" % number)
+    assert data is None or version_in(data, number) == 1
+    return data is not None
+
+
+def works(action: Callable[[], bool]) -> bool:
+    try:
+        return action()
+    except MoonpoolError:
+        return False
+
+
+# a full pool
+
+
+@pytest.mark.parametrize("kept_by", ["lease", "pin", "view", "hard pin"])
+def test_a_pool_that_is_all_in_use(nursery: Nursery, kept_by: str) -> None:
+    with open_fleet(nursery, lease_s=1.0 if kept_by == "lease" else 0.05) as fleet:
+        fleet.start_node("n0", dram_nbytes=1 * MIB)
+        client = fleet.client()
+        numbers = range(9)
+        keys = [b"key-%d" % number for number in numbers]
+        for number in numbers:
+            assert put(client, number, pinned=kept_by == "hard pin")
+        views: list[Any] = client.view(keys) if kept_by == "view" else []
+        if kept_by == "pin":
+            assert client.pin(keys) == [True] * 9
+        assert client.exist(keys) == [True] * 9
+        time.sleep(0 if kept_by == "lease" else 0.1)
+        with pytest.raises(NoSpace, match="leased, pinned or being written"):
+            put_all(client, range(100, 110))
+        for view, number in zip(views, numbers, strict=False):
+            assert version_in(view.pieces[0], number) == 1
+            view.close()
+        views.clear()
+        if kept_by == "pin":
+            client.unpin(keys)
+        if kept_by == "hard pin":
+            client.remove(keys, force=True)
+        wait_until(lambda: works(lambda: put(client, 200)), "there is room again")
+        assert has(client, 200)
+        fleet.check()
+
+
+# disks
+
+
+@pytest.mark.parametrize("how", ["full", "limit"])
+def test_a_log_that_cannot_grow(nursery: Nursery, how: str) -> None:
+    """What cannot be offloaded stays in memory, and is offloaded when that has passed."""
+    with contextlib.ExitStack() as stack:
+        fleet = stack.enter_context(open_fleet(nursery))
+        if how == "full":
+            disk = stack.enter_context(small_disk(fleet.folder / "n0.ssd", 24 * MIB))
+        node = fleet.start_node("n0", ssd_nbytes=64 * MIB)
+        fleet.wait_ok()
+        if how == "full":
+            hog = fill_disk(disk)
+        client = fleet.client()
+        with limited(node, resource.RLIMIT_FSIZE, 0) if how == "limit" else contextlib.nullcontext():
+            for number in range(20):
+                assert put(client, number)
+            wait_until(lambda: fleet.counter("offload_failures") > 0, "the disk refused")
+            assert fleet.counter("offloaded") == 0
+            assert all(has(client, number) for number in range(20))
+            if how == "full":
+                hog.unlink()
+        wait_until(lambda: fleet.counter("offloaded") >= 20, "all are offloaded, the early ones too")
+        node.kill()
+        fleet.start_node("n0")
+        fleet.wait_ok()
+        assert all(has(client, number) for number in range(20))
+        fleet.check()
+        fleet.close()
+
+
+def test_a_log_on_a_read_only_disk(nursery: Nursery) -> None:
+    """Its node goes on without; what is there is away until it can be written again."""
+    with contextlib.ExitStack() as stack:
+        fleet = stack.enter_context(open_fleet(nursery))
+        disk = stack.enter_context(small_disk(fleet.folder / "n0.ssd", 64 * MIB))
+        node = fleet.start_node("n0", ssd_nbytes=32 * MIB)
+        fleet.wait_ok()
+        client = fleet.client()
+        for number in range(10):
+            assert put(client, number)
+        wait_until(lambda: fleet.counter("offloaded") == 10, "they are on disk")
+        node.kill()
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        try:
+            fleet.start_node("n0")
+            for number in range(10, 20):
+                assert put(client, number)
+                assert has(client, number)
+            assert not any(works(lambda number=number: has(client, number)) for number in range(10))  # type: ignore[misc]
+            assert client.remove([b"key-0"], force=True) == [True]
+        finally:
+            subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+        fleet.wait_ok()
+        assert [number for number in range(20) if not has(client, number)] == [0]
+        wait_until(lambda: fleet.counter("offloaded") >= 20, "the rest is offloaded too")
+        fleet.nodes["n0"].kill()
+        fleet.start_node("n0")
+        fleet.wait_ok()
+        assert [number for number in range(20) if not has(client, number)] == [0]
+        fleet.close()
+
+
+@pytest.mark.parametrize("how", ["full", "limit"])
+def test_a_journal_that_cannot_grow(nursery: Nursery, how: str) -> None:
+    """Nothing new is acknowledged, what is there can be read; afterwards nothing acknowledged is missing."""
+    with contextlib.ExitStack() as stack:
+        fleet = stack.enter_context(open_fleet(nursery, put_discard_s=0.5, put_release_s=0.6, lease_s=0.1, start=False))
+        if how == "full":
+            disk = stack.enter_context(small_disk(fleet.data_dir, 4 * MIB))
+        master = fleet.start_master()
+        fleet.start_node("n0")
+        fleet.wait_ok()
+        client = fleet.client()
+        for number in range(10):
+            assert put(client, number)
+        with limited(master, resource.RLIMIT_FSIZE, 0) if how == "limit" else contextlib.nullcontext():
+            hog = fill_disk(disk) if how == "full" else None
+            with pytest.raises(NoSpace, match="journal"):
+                put_all(client, range(10, 1000))  # the last page of the file has some room
+            assert all(has(client, number) for number in range(10))
+            assert "stored" in client.why(b"key-3")
+            fleet.check()
+            if hog is not None:
+                hog.unlink()
+        wait_until(lambda: works(lambda: put(client, 2000)), "puts work again")
+        acknowledged = [number for number in range(1000) if client.exist([b"key-%d" % number])[0]]
+        wait_until(lambda: not lacks(fleet, acknowledged), "a snapshot has made up for what was lost", timeout_s=30.0)
+        fleet.restart_master()
+        assert all(has(client, number) for number in (*acknowledged, 2000))
+        wait_until(lambda: works(lambda: put(client, 2001)), "puts work")
+        put(client, 2002)  # it says that nothing is left of those that failed
+        fleet.wait_settled()
+        fleet.close()
+
+
+def lacks(fleet: Fleet, numbers: list[int]) -> bool:
+    """Whether a master that started now would miss any of them."""
+    restored = fleet.restored()
+    restored.check_integrity()
+    return not all(restored.exist([b"key-%d" % number for number in numbers], 0.0))
+
+
+# file handles
+
+
+def test_a_master_without_file_handles(nursery: Nursery) -> None:
+    with open_fleet(nursery) as fleet:
+        fleet.start_node("n0")
+        old = fleet.client()
+        assert put(old, 1)
+        assert fleet.master is not None
+        with no_handles(fleet.master):
+            new = fleet.client(rpc_timeout_s=0.5, connect_timeout_s=0.5)
+            with pytest.raises(Unavailable):
+                new.get(b"key-1")
+            assert has(old, 1), "who is there is served"
+            assert put(old, 2)
+        wait_until(lambda: works(lambda: has(new, 1)), "new ones are let in again")
+        assert put(new, 3)
+        fleet.wait_ok()
+        fleet.check()
+
+
+@pytest.mark.parametrize("shm", [True, False], ids=["shm", "tcp"])
+def test_a_node_without_file_handles(nursery: Nursery, shm: bool) -> None:
+    with open_fleet(nursery, put_discard_s=0.5, put_release_s=0.6) as fleet:
+        node = fleet.start_node("n0")
+        old, new = fleet.client(), fleet.client(shm=shm, transfer_timeout_s=0.5, connect_timeout_s=0.5)
+        assert put(old, 1)
+        port = fleet.port_of("n0.dram")
+        with no_handles(node), socket.create_connection(("127.0.0.1", port)):  # accept() has taken one beforehand
+            with pytest.raises(Unavailable):
+                new.get(b"key-1")
+            assert not works(lambda: put(new, 2))
+            assert has(old, 1), "who is there is served"
+            assert put(old, 3)
+        wait_until(lambda: works(lambda: has(new, 1)), "new ones are let in again")
+        wait_until(lambda: works(lambda: put(new, 4)), "and may put")
+        assert fleet.counter("corrupt_replicas") == 0
+        fleet.wait_settled()
+
+
+def test_a_client_without_file_handles(nursery: Nursery) -> None:
+    with open_fleet(nursery, put_discard_s=0.5, put_release_s=0.6) as fleet:
+        fleet.start_node("n0")
+        ledger = fleet.folder / "ledger"
+        load = fleet.actor(
+            "load",
+            ledger=str(ledger),
+            client_number=0,
+            num_clients=1,
+            num_keys=10,
+            max_nbytes=10_000,
+            seed=1,
+            rpc_timeout_s=0.2,
+        )
+        load.expect("ready")
+        load.expect("paused")
+        with no_handles(load):
+            load.say("go")
+            wait_until(lambda: len(read_ledger(ledger).errors) > 10, "it is told")
+            told = read_ledger(ledger)
+            assert set(told.errors) <= {"unavailable", "peer_lost"}, told.errors
+            assert told.num_acknowledged == 0
+        wait_until(lambda: read_ledger(ledger).num_acknowledged > 10, "it works again")
+        load.say("pause")
+        load.expect("paused")
+        assert read_ledger(ledger).wrong == []
+        fleet.wait_settled()
+
+
+# names and masters
+
+
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
+def test_a_second_node_of_one_name(nursery: Nursery, where: str) -> None:
+    """On one machine its desk is taken; on another the master refuses it while the first one lives."""
+    with open_fleet(nursery) as fleet:
+        fleet.start_node("n0")
+        client = fleet.client()
+        assert put(client, 1)
+        run_dir = fleet.run_dir if where == "here" else str(fleet.folder / "elsewhere")
+        second = fleet.bear_node("n0", dram_nbytes=MIB, run_dir=run_dir, start_timeout_s=0.7)
+        assert second.hear().startswith("error config ")
+        second.wait_gone()
+        assert has(client, 1)
+        assert put(client, 2)
+        assert len(fleet.stats().segments) == 1
+
+
+def test_a_master_that_never_comes_back(nursery: Nursery) -> None:
+    with open_fleet(nursery) as fleet:
+        fleet.start_node("n0")
+        client = fleet.client(rpc_timeout_s=1.0)
+        assert put(client, 1)
+        (view,) = client.view([b"key-1"])
+        assert fleet.master is not None
+        fleet.master.kill()
+        for ask in (
+            lambda: client.get(b"key-1"),
+            lambda: client.exist([b"key-1"]),
+            lambda: put(client, 2),
+            lambda: client.view([b"key-1"]),
+        ):
+            began_s = time.monotonic()
+            with pytest.raises(Unavailable):
+                ask()
+            assert time.monotonic() - began_s < 3.0, "it ends at its deadline"
+        errors = client.put_many([Put(b"a", [b"1"]), Put(b"b", [b"2"])])
+        assert [isinstance(error, Unavailable) for error in errors] == [True, True]
+        assert version_in(view.pieces[0], 1) == 1  # type: ignore[union-attr]
+
+
+def test_space_that_was_granted_to_nobodys_knowledge_comes_back(nursery: Nursery) -> None:
+    """The master stands still, the client gives up, and the put is begun all the same."""
+    with open_fleet(nursery, put_discard_s=0.4, put_release_s=0.5) as fleet:
+        fleet.start_node("n0")
+        client = fleet.client(rpc_timeout_s=0.3)
+        assert put(client, 1)
+        assert fleet.master is not None
+        fleet.master.stop()
+        with pytest.raises(DeadlineExceeded):
+            put(client, 2)
+        fleet.master.resume()
+        wait_until(lambda: works(lambda: bool(fleet.check().homeless)), "it was granted")
+        assert put(client, 2), "whose key it is knows better"
+        assert has(client, 2)
+        fleet.master.stop()
+        with pytest.raises(DeadlineExceeded):
+            put(client, 3)
+        fleet.master.resume()
+        assert put(client, 4)
+        wait_until(lambda: fleet.check().homeless == [] or (put(client, 5, replace=True) and False), "it is free")
