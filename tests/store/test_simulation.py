@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 from simulation.sim_mutations import MUTATIONS, planted
 from simulation.sim_patches import simulated
-from simulation.sim_run import Outcome, run_seed
+from simulation.sim_run import LEAST_EVENTS, Outcome, run_seed
 
-LEAST_EVENTS = 500
 NUM_SEEDS, NUM_SOAK_SEEDS = 1_000, 10_000
 PER_TEST = 50  # so that workers share them evenly, and a failure names few
 QUICK_MUTATIONS = ("puts are not journalled", "removed records are adopted", "views are not pinned")

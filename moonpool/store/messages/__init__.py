@@ -36,6 +36,7 @@ from moonpool.store.messages.segment_calls import (
 )
 from moonpool.store.messages.task_calls import CancelTask, CopyObject, DrainSegment, MoveObject, QueryTask
 from moonpool.store.messages.values import (
+    SESSIONS_ALONE,
     EventBatch,
     HeartbeatReply,
     HeldItem,
@@ -62,6 +63,7 @@ SERVICE = "store"
 
 __all__ = [
     "SERVICE",
+    "SESSIONS_ALONE",
     "Announce",
     "CancelTask",
     "CopyObject",

@@ -81,6 +81,10 @@ class MountReply(msgspec.Struct, frozen=True):
     generation_floor: int
 
 
+# As `recount_above`: nothing is above it, so the node tells of its desk's sessions alone.
+SESSIONS_ALONE = 2**64 - 1
+
+
 class HeartbeatReply(msgspec.Struct, frozen=True, array_like=True):
     """`known` False: mount the segment again, as a new incarnation.
 

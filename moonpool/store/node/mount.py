@@ -18,7 +18,16 @@ from typing import ClassVar
 
 from moonpool.base.errors import AlreadyExists, MoonpoolError, NoSpace, NotFound
 from moonpool.base.rpc import AsyncClient
-from moonpool.store.messages import Heartbeat, HeartbeatReply, MountReply, MountSegment, Recount, Tier, UnmountSegment
+from moonpool.store.messages import (
+    SESSIONS_ALONE,
+    Heartbeat,
+    HeartbeatReply,
+    MountReply,
+    MountSegment,
+    Recount,
+    Tier,
+    UnmountSegment,
+)
 from moonpool.store.node.seldom import SeldomLog
 from moonpool.store.reach import in_words
 from moonpool.transfer.descriptor import SegmentDescriptor
@@ -89,7 +98,7 @@ class Mount(ABC):
         return self.mounted.is_set() and self._told == (self.segment.incarnation, self._epoch)
 
     async def _answer_recount(self, client: AsyncClient, above: int) -> None:
-        async with self._pause_orders():
+        async with contextlib.nullcontext() if above == SESSIONS_ALONE else self._pause_orders():
             told = (self.segment.incarnation, self._epoch)
             try:
                 await self._recount(client, above)
@@ -209,4 +218,5 @@ class DramMount(Mount):
             sessions=self._sessions(),
         )
         await client.call(call, timeout_s=CALL_TIMEOUT_S)
-        _LOG.info("%s: the master is back; %d spans are newer than it knew", self.segment.name, len(spans))
+        if above != SESSIONS_ALONE:
+            _LOG.info("%s: the master is back; %d spans are newer than it knew", self.segment.name, len(spans))

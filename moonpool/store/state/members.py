@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from moonpool.base.errors import InvalidInput, NotFound, StaleGeneration
 from moonpool.store.allocator import OffsetAllocator
-from moonpool.store.messages import HeartbeatReply, HeldItem, MountReply, Tier
+from moonpool.store.messages import SESSIONS_ALONE, HeartbeatReply, HeldItem, MountReply, Tier
 from moonpool.store.rules import PoolRules
 from moonpool.store.state.fates import Fate
 from moonpool.store.state.generations import Generations
@@ -22,7 +22,6 @@ from moonpool.store.state.ssd_tier import SsdTier
 from moonpool.transfer.descriptor import SegmentDescriptor
 
 _MAX_ENDED_SESSIONS = 16_384
-_NO_SPANS = 2**64 - 1  # a recount above the highest generation tells of the sessions alone
 
 
 class Members:
@@ -51,6 +50,7 @@ class Members:
         self.listed: set[str] = set()  # SSD segments that have shown all they hold, in this life or an earlier one
         # Of an earlier life, or of a desk that is gone with its node: until they or their nodes have spoken.
         self.unseen_sessions: set[int] = set()
+        self._known_sessions: set[int] = set()  # a desk has named them since a desk was lost last
         self._doubtful_sessions: set[int] = set()  # they have spoken; would anybody notice their end?
         self.ended_sessions: OrderedDict[int, None] = OrderedDict()  # the newest; they must not be used again
 
@@ -101,7 +101,7 @@ class Members:
         if segment is None or segment.is_away:
             return HeartbeatReply(known=False, epoch=self._epoch)
         segment.heard_s, segment.gone_since_s = now_s, None
-        if segment.recount_above in (None, _NO_SPANS) and segment.tier is Tier.DRAM:
+        if segment.recount_above in (None, SESSIONS_ALONE) and segment.tier is Tier.DRAM:
             segment.acknowledged = True
         return HeartbeatReply(known=True, epoch=self._epoch, recount_above=segment.recount_above)
 
@@ -117,6 +117,7 @@ class Members:
         segment.recount_above = None
         segment.acknowledged = segment.tier is Tier.DRAM
         known = set(sessions)
+        self._known_sessions |= known
         self.unseen_sessions -= known
         self._doubtful_sessions -= known
         self._forget_unseen_sessions(now_s)
@@ -162,6 +163,7 @@ class Members:
             if segment.tier is Tier.DRAM:
                 self._orders.node_gone(segment.node, now_s)
         if any(segment.tier is Tier.DRAM for segment in ended):
+            self._known_sessions.clear()
             pinning = {holder for holder in self._index.pins.holders() if holder >= FIRST_SESSION}
             self._ask_about(pinning | set(self._space.sessions()) | self._puts.sessions())
 
@@ -237,6 +239,7 @@ class Members:
     def sessions_gone(self, sessions: Iterable[int], now_s: float) -> None:
         """These processes have ended: their pins, their unfinished puts and what they held are over."""
         gone = list(sessions)
+        self._known_sessions.difference_update(gone)
         self.note_ended(gone)
         for session in gone:
             self._index.unpin_all(session, now_s)
@@ -252,13 +255,13 @@ class Members:
             self.ended_sessions.popitem(last=False)
 
     def heard_of(self, session: int) -> None:
-        """The process lives. If the only desk that knew it is gone, nobody tells of its end: that is asked again.
+        """The process lives. Unless a desk knows it, perhaps one that is gone, nobody tells of its end: that is asked.
 
         StaleGeneration when the session was given up: its pins are not counted any more, so it must begin another.
         """
         if session in self.ended_sessions:
             raise StaleGeneration("this session is over: its process was taken for gone, or has said so itself")
-        if session in self.unseen_sessions:
+        if session >= FIRST_SESSION and session not in self._known_sessions:
             self.unseen_sessions.discard(session)
             self._doubtful_sessions.add(session)
 
@@ -268,7 +271,7 @@ class Members:
             self.unseen_sessions |= sessions
             for each in self._segments.of_tier(Tier.DRAM):
                 if each.recount_above is None:
-                    each.recount_above = _NO_SPANS
+                    each.recount_above = SESSIONS_ALONE
 
     def _forget_unseen_sessions(self, now_s: float) -> None:
         """Once every node has spoken, or is gone, processes that none of them knows are gone too."""

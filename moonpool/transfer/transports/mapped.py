@@ -19,7 +19,7 @@ _VIEW_TIMEOUT_S = 2.0
 class MappedRemote(RemoteSegment):
     """Needs to know one thing: the segment's memory, as long as its owner lives."""
 
-    _mapped: tuple[memoryview, Prefault] | None = None  # which pages of the memory are known to be mapped in
+    _prefault: Prefault | None = None  # which pages of the memory are known to be mapped in
 
     @abstractmethod
     def _borrow(self, timeout_s: float) -> Borrowed:
@@ -44,10 +44,10 @@ class MappedRemote(RemoteSegment):
     def writer(self, timeout_s: float) -> MappedWriter:
         """For many writes in a row, each of a generation of its own: the owner is asked for once."""
         borrowed = self._borrow(timeout_s)
-        mapped = self._mapped
-        if mapped is None or mapped[0] is not borrowed.memory:
-            mapped = self._mapped = (borrowed.memory, Prefault(borrowed.memory))
-        return MappedWriter(self, borrowed, mapped[1])
+        prefault = self._prefault
+        if prefault is None or not prefault.is_of(borrowed.memory):
+            prefault = self._prefault = Prefault(borrowed.memory)
+        return MappedWriter(self, borrowed, prefault)
 
     def read_many(self, items: Sequence[tuple[int, Buffer]], *, timeout_s: float) -> None:
         placed = place_items(items, self.nbytes, writable=True)
@@ -94,7 +94,7 @@ class MappedWriter:
         check_bounds(offset, nbytes, self._remote.nbytes)
         if fence is not None:
             fence.admit(offset, nbytes, generation)
-        self._prefault.before_write(offset, nbytes)
+        self._prefault.before_write(memory, offset, nbytes)
         for view in views:
             copy_bytes(memory[at : at + view.nbytes], view)
             at += view.nbytes

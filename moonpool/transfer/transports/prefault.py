@@ -7,6 +7,7 @@ page costs. Only speed depends on this: where the kernel does not know the call 
 from __future__ import annotations
 
 import mmap
+import weakref
 
 _MADV_POPULATE_WRITE = 23  # Python 3.11 and 3.12 do not name it
 _CHUNK_NBYTES = 4 * 1024 * 1024
@@ -15,25 +16,32 @@ _LEAST_NBYTES = 64 * 1024
 
 
 class Prefault:
-    """For one mapping, of which `memory` is a part from its start on. Threads may race: a page is mapped in once."""
+    """For one mapping, of which `memory` is a part from its start on. Threads may race: a page is mapped in once.
+
+    It remembers which pages are there, and does not keep the mapping.
+    """
 
     def __init__(self, memory: memoryview) -> None:
-        self._map = memory.obj if isinstance(memory.obj, mmap.mmap) else None
-        self._nbytes = memory.nbytes
+        self._of = weakref.ref(memory)
+        self._can = isinstance(memory.obj, mmap.mmap)
         self._done = bytearray(-(-memory.nbytes // _CHUNK_NBYTES))
 
-    def before_write(self, offset: int, nbytes: int) -> None:
-        if nbytes < _LEAST_NBYTES or self._map is None:
+    def is_of(self, memory: memoryview) -> bool:
+        return self._of() is memory
+
+    def before_write(self, memory: memoryview, offset: int, nbytes: int) -> None:
+        if nbytes < _LEAST_NBYTES or not self._can:
             return
         done = self._done
         for chunk in range(offset // _CHUNK_NBYTES, (offset + nbytes - 1) // _CHUNK_NBYTES + 1):
             if not done[chunk]:
                 done[chunk] = 1
-                self._map_in(chunk * _CHUNK_NBYTES)
+                self._map_in(memory, chunk * _CHUNK_NBYTES)
 
-    def _map_in(self, start: int) -> None:
-        assert self._map is not None
+    def _map_in(self, memory: memoryview, start: int) -> None:
+        mapped = memory.obj
+        assert isinstance(mapped, mmap.mmap)
         try:
-            self._map.madvise(_MADV_POPULATE_WRITE, start, min(_CHUNK_NBYTES, self._nbytes - start))
+            mapped.madvise(_MADV_POPULATE_WRITE, start, min(_CHUNK_NBYTES, memory.nbytes - start))
         except (OSError, ValueError):  # an old kernel, or memory that cannot be had now: the write itself will tell
-            self._map = None
+            self._can = False

@@ -32,8 +32,8 @@ _BUGS = (Internal, ProtocolError, AssertionError)
 class _View:
     """A view that is held: its bytes stay what they are."""
 
-    def __init__(self, view: ObjectView, data: bytes, until_s: float) -> None:
-        self.view, self.data, self.until_s = view, data, until_s
+    def __init__(self, view: ObjectView, data: bytes, began_s: float, until_s: float) -> None:
+        self.view, self.data, self.began_s, self.until_s = view, data, began_s, until_s
 
 
 class Program:
@@ -202,7 +202,7 @@ class Program:
             data = b"".join(bytes(piece) for piece in view.pieces)
             if not self._world.flips:
                 self._got(key, data, began_s)
-            self._views.append(_View(view, data, self._world.scheduler.now_s + self._rng.expovariate(0.2)))
+            self._views.append(_View(view, data, began_s, self._world.scheduler.now_s + self._rng.expovariate(0.2)))
 
     def _close_views(self, everything: bool = False) -> None:
         now_s = self._world.scheduler.now_s
@@ -210,7 +210,8 @@ class Program:
         self._views = [each for each in self._views if each not in over]
         for each in over:
             data = b"".join(bytes(piece) for piece in each.view.pieces)
-            if data != each.data and not self._world.flips:
+            is_forgotten = self._world.history.may_be_forgotten(each.began_s)
+            if data != each.data and not self._world.flips and not is_forgotten:
                 self._world.violated(f"a view of {each.view.key!r} changed while it was held by {self._member.name}")
             each.view.close()
 

@@ -38,7 +38,7 @@ class History:
         self._fates: dict[bytes, list[tuple[float, Fate]]] = {}
         self.losses_s: list[float] = []  # of nodes, or of the end of the journal
         self.num_flips = 0
-        self.num_power_losses = 0  # of the master
+        self.lost_times_s: list[tuple[float, float]] = []  # from when on nothing was durable, and when power was lost
         self.num_reads = self.num_hits = self.num_acknowledged = 0
 
     # what was asked
@@ -119,7 +119,11 @@ class History:
     @property
     def may_be_damaged(self) -> bool:
         """Bits were flipped; or a master lost power and believes in objects that were overwritten since."""
-        return bool(self.num_flips or self.num_power_losses)
+        return bool(self.num_flips or self.lost_times_s)
+
+    def may_be_forgotten(self, pinned_s: float) -> bool:
+        """A pin of that moment, by a master that lost power."""
+        return any(durable_s <= pinned_s <= lost_s for durable_s, lost_s in self.lost_times_s)
 
     # what happened to the world
 
@@ -127,11 +131,13 @@ class History:
         self._fates.setdefault(key, []).append((self._now(), fate))
 
     def power_lost(self, durable_s: float) -> None:
-        """What was done after that moment may be undone; what had made way for it is not there any more."""
+        """What was done after that moment, or is being done, may be undone; what had made way for it is not there any
+        more.
+        """
         self.losses_s.append(self._now())
-        self.num_power_losses += 1
+        self.lost_times_s.append((durable_s, self._now()))
         for write in self._by_number.values():
-            if write.done_s >= durable_s and write.void_s == NEVER_S and write.done_s < NEVER_S:
+            if write.done_s >= durable_s and write.void_s == NEVER_S:
                 write.void_s = self._now()
 
     def keys(self) -> list[bytes]:

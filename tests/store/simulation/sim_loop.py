@@ -65,6 +65,10 @@ class SimLoop(asyncio.AbstractEventLoop):
 
     def create_task(self, coro: Any, *, name: str | None = None, context: Any = None) -> SimTask:
         task = SimTask(coro, loop=self, name=name or "task", context=context)
+        if not self._process.is_alive:  # begun while the others were being closed
+            task._log_destroy_pending = False
+            _close(coro)
+            return task
         self._tasks[task._number] = task
         task.add_done_callback(self._forget)
         return task

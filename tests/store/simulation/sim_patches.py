@@ -43,6 +43,7 @@ import moonpool.store.views
 import moonpool.transfer.transports.file.handle
 import moonpool.transfer.transports.mapped
 from moonpool.base.errors import DeadlineExceeded, PeerLost
+from moonpool.store.messages import SESSIONS_ALONE
 
 from .sim_disk import SimFcntl
 from .sim_loop import SimEvent, SimLock, SimPool, SimQueue
@@ -146,7 +147,7 @@ def _quarantine(original: Any) -> Any:
         world, is_counted = _world(), _is_counted(self._segments.get(segment))
         found: bool = original(self, key, generation, segment, now_s)
         world.note("quarantine", key, generation, segment, found)
-        if found and not world.history.num_flips and (is_counted or not world.history.num_power_losses):
+        if found and not world.history.num_flips and (is_counted or not world.history.lost_times_s):
             world.violated(f"a replica of {key!r} on {segment} is damaged, and nobody has done it")
         return found
 
@@ -155,7 +156,7 @@ def _quarantine(original: Any) -> Any:
 
 def _is_counted(segment: Any) -> bool:
     """Whether the master has heard what was overwritten there in the time that its journal lost."""
-    return segment is None or segment.recount_above is None or segment.recount_above == 2**64 - 1
+    return segment is None or segment.recount_above in (None, SESSIONS_ALONE)
 
 
 def _end(original: Any) -> Any:

@@ -12,7 +12,8 @@ from .sim_faults import Faults
 from .sim_patches import Here
 from .sim_world import Member, World
 
-USED_S = 10.0  # for so long clients work while things go wrong
+USED_S = 11.0  # for so long clients work while things go wrong
+LEAST_EVENTS = 500  # or longer, until so much has happened
 PATIENCE_S = 100.0  # for so long the store may take to be itself again
 
 
@@ -85,7 +86,8 @@ class Simulation:
             world.clients.append(member)
             self.start_client(member)
         self.faults.plan(USED_S)
-        for _ in range(8):
+        until_s = world.scheduler.now_s + USED_S
+        while world.scheduler.now_s < until_s or world.num_events + world.network.num_messages < LEAST_EVENTS:
             world.scheduler.run_for(USED_S / 8)
             world.check_state()
 
