@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from moonpool.cli.pool import HexOption, MasterOption, pool
-from moonpool.store.keys_text import read_key
+from moonpool.store.api.keys_text import read_key
 
 
 def command(

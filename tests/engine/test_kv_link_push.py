@@ -17,7 +17,7 @@ from moonpool.engine.kv_link.pieces import HostPieces
 from moonpool.engine.kv_link.push import DecodePeers, PoolWriter, Push
 from moonpool.engine.kv_memory import KvLayout
 from moonpool.engine.messages import AbortHandoff, CommitHandoff, OpenHandoff, Ticket, TokenOut
-from moonpool.store.put_session import PutSession
+from moonpool.store.client.put_session import PutSession
 from moonpool.transfer.descriptor import SegmentDescriptor
 from moonpool.transfer.engine import TransferEngine
 

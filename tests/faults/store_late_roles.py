@@ -19,7 +19,7 @@ from store_values import value_of, version_in
 
 from moonpool.base.errors import MoonpoolError
 from moonpool.store.client import ClientConfig, Put, StoreClient
-from moonpool.store.put_request import DEFAULT_OPTIONS
+from moonpool.store.client.put_request import DEFAULT_OPTIONS
 from moonpool.transfer.buffers import copy_bytes
 from moonpool.transfer.config import TransferConfig
 from moonpool.transfer.engine import TransferEngine

@@ -18,7 +18,7 @@ from moonpool.base.errors import DeadlineExceeded, MoonpoolError, NoSpace
 from moonpool.base.object_header import ObjectHeader, ObjectKind, Piece, unpack
 from moonpool.engine.kv_link.pool_health import PoolHealth
 from moonpool.store.client import StoreClient
-from moonpool.store.read_session import ReadSession
+from moonpool.store.client.read_session import ReadSession
 from moonpool.transfer.config import TransferConfig
 from moonpool.transfer.engine import TransferEngine
 

@@ -84,8 +84,8 @@ def gone_and_reused(fleet: Fleet, client: StoreClient, force: bool = True) -> li
 
 # copies
 
-SHM_POINTS = ["moonpool.store.get_batch:_copy", "moonpool.store.get_batch:is_verified"]
-TCP_POINTS = ["moonpool.store.far_read:FarRead._read_now", "moonpool.store.far_read:FarRead._unchanged"]
+SHM_POINTS = ["moonpool.store.client.get_batch:_copy", "moonpool.store.client.get_batch:is_verified"]
+TCP_POINTS = ["moonpool.store.client.far_read:FarRead._read_now", "moonpool.store.client.far_read:FarRead._unchanged"]
 COPIES = [(True, where) for where in SHM_POINTS] + [(False, where) for where in TCP_POINTS]
 
 

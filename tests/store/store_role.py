@@ -11,10 +11,10 @@ from typing import Any
 
 from moonpool.base.errors import NoSpace
 from moonpool.store.client import StoreClient
+from moonpool.store.client.put_request import PutRequest
+from moonpool.store.client.put_session import PutSession
 from moonpool.store.master import Master, MasterConfig
 from moonpool.store.node import Node, NodeConfig
-from moonpool.store.put_request import PutRequest
-from moonpool.store.put_session import PutSession
 from moonpool.transfer.config import TransferConfig
 from moonpool.transfer.engine import TransferEngine
 

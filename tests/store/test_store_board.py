@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.base.errors import AlreadyExists, InvalidInput, Overloaded
-from moonpool.store.board import SegmentBoard
+from moonpool.store.master.board import SegmentBoard
 from moonpool.transfer.descriptor import SegmentDescriptor
 
 

@@ -17,10 +17,10 @@ from moonpool.base.clock import VirtualClock
 from moonpool.base.errors import AlreadyExists, IdentityMismatch, InvalidInput, NoSpace, NotFound, StaleGeneration
 from moonpool.base.object_header import ALIGN_NBYTES, ObjectKind
 from moonpool.store.client import OPAQUE_PIECE_NBYTES, ClientConfig, ObjectView, Put, PutOptions, StoreClient
-from moonpool.store.directory import SegmentDirectory
+from moonpool.store.client.directory import SegmentDirectory
+from moonpool.store.client.put_request import PutRequest
+from moonpool.store.client.put_session import PutSession
 from moonpool.store.messages import Placement, SegmentInfo, Tier
-from moonpool.store.put_request import PutRequest
-from moonpool.store.put_session import PutSession
 from moonpool.transfer.config import TransferConfig
 from moonpool.transfer.descriptor import SegmentDescriptor
 from moonpool.transfer.engine import TransferEngine

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.base.errors import InvalidInput
-from moonpool.store.cuts import cut_ranges, gather, scatter, without_overlaps
+from moonpool.store.client.cuts import cut_ranges, gather, scatter, without_overlaps
+from moonpool.store.client.put_request import MAX_BATCH_NBYTES, MAX_BATCH_OBJECTS, Put, bundle, put_start
 from moonpool.store.messages import PutOptions
-from moonpool.store.put_request import MAX_BATCH_NBYTES, MAX_BATCH_OBJECTS, Put, bundle, put_start
 
 SIZES = st.lists(st.integers(0, 40), max_size=8)
 

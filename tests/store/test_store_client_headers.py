@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.base.object_header import ALIGN_NBYTES, ObjectHeader, ObjectKind, Piece, header_nbytes
-from moonpool.store.headers import glance, pack_header, padded_nbytes
+from moonpool.store.client.headers import glance, pack_header, padded_nbytes
 
 PIECES = st.lists(st.tuples(st.integers(0, 2**40), st.integers(0, 2**32 - 1)), max_size=400)
 

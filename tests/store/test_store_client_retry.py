@@ -13,8 +13,8 @@ from store_pool import LoopThread
 
 from moonpool.base.errors import DeadlineExceeded, PeerLost
 from moonpool.base.rpc import Peer, RpcServer
+from moonpool.store.client.retry import LONGEST_PAUSE_S, MasterLine, pauses
 from moonpool.store.messages import SERVICE, Exist
-from moonpool.store.retry import LONGEST_PAUSE_S, MasterLine, pauses
 
 
 class FakeMaster:

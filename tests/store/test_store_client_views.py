@@ -8,8 +8,8 @@ import numpy as np
 from store_pool import wait_until
 
 from moonpool.base.errors import PeerLost
+from moonpool.store.client.views import VerifiedCache, ViewLedger
 from moonpool.store.messages import Placement
-from moonpool.store.views import VerifiedCache, ViewLedger
 
 
 def place(offset: int, generation: int = 1) -> Placement:

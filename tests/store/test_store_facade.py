@@ -22,8 +22,8 @@ from moonpool.base.errors import (
     StaleGeneration,
 )
 from moonpool.store import Store
+from moonpool.store.client.views import ObjectView
 from moonpool.store.messages import Tier
-from moonpool.store.views import ObjectView
 
 
 @pytest.fixture

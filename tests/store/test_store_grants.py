@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.store.grants import Grants
+from moonpool.store.client.grants import Grants
 
 
 def test_nothing_is_let_go_that_may_still_be_granted() -> None:

@@ -13,7 +13,7 @@ from store_pool import MIB, LocalPool
 from moonpool.base.clock import VirtualClock
 from moonpool.base.errors import ConfigError, Unauthorized
 from moonpool.store.client import ClientConfig, StoreClient
-from moonpool.store.directory import REFUSED_FOR_S, SegmentDirectory
+from moonpool.store.client.directory import REFUSED_FOR_S, SegmentDirectory
 from moonpool.store.messages import Placement, SegmentInfo, Tier
 from moonpool.store.node import Node, NodeConfig
 from moonpool.transfer.config import TransferConfig

@@ -14,7 +14,7 @@ from store_pool import MIB, RoleProcess, wait_until
 
 from moonpool.base.errors import MoonpoolError, NoSpace
 from moonpool.store.client import StoreClient
-from moonpool.store.put_request import PutRequest
+from moonpool.store.client.put_request import PutRequest
 from moonpool.transfer.config import TransferConfig
 from moonpool.transfer.engine import TransferEngine
 

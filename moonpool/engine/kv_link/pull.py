@@ -21,7 +21,7 @@ from moonpool.engine.kv_link.pool_health import PoolHealth
 from moonpool.engine.kv_memory import KvLayout
 from moonpool.engine.step import Admitted
 from moonpool.store.client import StoreClient
-from moonpool.store.read_session import ReadSession
+from moonpool.store.client.read_session import ReadSession
 
 
 @dataclass(frozen=True, slots=True)

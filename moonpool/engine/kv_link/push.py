@@ -27,8 +27,8 @@ from moonpool.engine.kv_link.pool_health import PoolHealth
 from moonpool.engine.kv_link.refusals import RefusalLog
 from moonpool.engine.messages import AbortHandoff, CommitHandoff, OpenHandoff, Ticket, TokenOut
 from moonpool.store.client import StoreClient
-from moonpool.store.put_request import PutRequest
-from moonpool.store.put_session import PutSession
+from moonpool.store.client.put_request import PutRequest
+from moonpool.store.client.put_session import PutSession
 from moonpool.transfer.engine import TransferEngine
 from moonpool.transfer.transports.base import RemoteSegment
 

@@ -14,7 +14,7 @@ from moonpool.base.errors import ConfigError, MoonpoolError, PeerLost, Unavailab
 from moonpool.base.metrics import MetricFamily
 from moonpool.base.rpc import AsyncClient
 from moonpool.store.allocator import GRANULE_NBYTES
-from moonpool.store.directory import SegmentDirectory
+from moonpool.store.client.directory import SegmentDirectory
 from moonpool.store.messages import OrderKind, Placement, SegmentInfo, Segments
 from moonpool.store.node.config import NodeConfig
 from moonpool.store.node.copying import Copier

@@ -18,7 +18,7 @@ from moonpool.base.errors import (
 )
 from moonpool.store import messages as m
 from moonpool.store.client import ObjectView, Put, PutOptions, PutRequest, StoreClient
-from moonpool.store.put_session import PutSession
+from moonpool.store.client.put_session import PutSession
 
 from .sim_history import Write, content
 from .sim_world import Member, World

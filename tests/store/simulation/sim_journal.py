@@ -34,7 +34,7 @@ class JournalDisk:
 
 
 class SimJournal:
-    """Stands for Journal in store/master.py."""
+    """Stands for Journal in store/master/service.py."""
 
     def __init__(
         self, disk: JournalDisk, scheduler: Scheduler, process: Process, sync_s: float, snapshot_entries: int

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import moonpool.store.far_read
-import moonpool.store.get_batch
+import moonpool.store.client.far_read
+import moonpool.store.client.get_batch
+import moonpool.store.client.views
 import moonpool.store.node.copying
 import moonpool.store.node.desk
 import moonpool.store.node.mount
-import moonpool.store.views
 from moonpool.store.state.copies import Copies
 from moonpool.store.state.index import ObjectIndex
 from moonpool.store.state.members import Members
@@ -73,7 +73,7 @@ def _views_are_not_pinned() -> list[Change]:
 
 
 def _checksums_are_believed() -> list[Change]:
-    modules = (moonpool.store.far_read, moonpool.store.get_batch, moonpool.store.views)
+    modules = (moonpool.store.client.far_read, moonpool.store.client.get_batch, moonpool.store.client.views)
     return [(module, "is_verified", lambda pieces, seen: True) for module in modules]
 
 

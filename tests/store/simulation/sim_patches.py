@@ -17,11 +17,13 @@ from typing import Any
 import moonpool.base.clock
 import moonpool.base.rpc.blocking
 import moonpool.base.rpc.silence
-import moonpool.store.directory
-import moonpool.store.flight
-import moonpool.store.get_batch
-import moonpool.store.holder
-import moonpool.store.master
+import moonpool.store.client.directory
+import moonpool.store.client.flight
+import moonpool.store.client.get_batch
+import moonpool.store.client.holder
+import moonpool.store.client.retry
+import moonpool.store.client.views
+import moonpool.store.master.service
 import moonpool.store.node.desk
 import moonpool.store.node.link
 import moonpool.store.node.mount
@@ -31,7 +33,6 @@ import moonpool.store.node.replicas
 import moonpool.store.node.seldom
 import moonpool.store.node.service
 import moonpool.store.node.ssd
-import moonpool.store.retry
 import moonpool.store.ssd.folder
 import moonpool.store.ssd.log_file
 import moonpool.store.ssd.opening
@@ -39,7 +40,6 @@ import moonpool.store.state.copies
 import moonpool.store.state.fates
 import moonpool.store.state.segments
 import moonpool.store.state.snapshot
-import moonpool.store.views
 import moonpool.transfer.transports.file.handle
 import moonpool.transfer.transports.mapped
 from moonpool.base.errors import DeadlineExceeded, PeerLost
@@ -192,25 +192,25 @@ def _patches() -> list[tuple[Any, str, Any]]:
         (moonpool.base.rpc.blocking, "socket", SimSocketModule(lambda: _world().network)),
         *[
             (module, "threading", threading)
-            for module in (moonpool.base.rpc.blocking, STORE.holder, STORE.retry, STORE.views)
+            for module in (moonpool.base.rpc.blocking, STORE.client.holder, STORE.client.retry, STORE.client.views)
         ],
-        (STORE.views, "SimpleQueue", lambda: SimQueue(_world().scheduler)),
-        (STORE.holder, "secrets", secrets),
-        (STORE.directory, "host_id", lambda: _world().scheduler.current.host),
-        (STORE.get_batch, "glance", _with_pauses(STORE.get_batch.glance)),
+        (STORE.client.views, "SimpleQueue", lambda: SimQueue(_world().scheduler)),
+        (STORE.client.holder, "secrets", secrets),
+        (STORE.client.directory, "host_id", lambda: _world().scheduler.current.host),
+        (STORE.client.get_batch, "glance", _with_pauses(STORE.client.get_batch.glance)),
         *[
             (STORE.ssd.SsdLog, name, _with_pauses(getattr(STORE.ssd.SsdLog, name)))
             for name in ("append_many", "sync", "remove")
         ],
-        (STORE.master, "Journal", SimpleNamespace(open=lambda *args: _world().open_journal())),
-        (STORE.master, "gc", SimpleNamespace(freeze=nothing)),
+        (STORE.master.service, "Journal", SimpleNamespace(open=lambda *args: _world().open_journal())),
+        (STORE.master.service, "gc", SimpleNamespace(freeze=nothing)),
         (STORE.state.snapshot, "STEP_SLOTS", _SNAPSHOT_SLOTS),
         (node.ssd, "_COMPACT_EVERY_S", 2.0),
         (STORE.state.fates.Fates, "record", _record(STORE.state.fates.Fates.record)),
         (STORE.state.copies.Copies, "quarantine", _quarantine(STORE.state.copies.Copies.quarantine)),
         (STORE.state.segments.SegmentTable, "end", _end(STORE.state.segments.SegmentTable.end)),
         (SimPool, "scheduler", staticmethod(lambda: _world().scheduler)),
-        *[(module, "ThreadPoolExecutor", SimPool) for module in (node.orders, node.offloading, STORE.flight)],
+        *[(module, "ThreadPoolExecutor", SimPool) for module in (node.orders, node.offloading, STORE.client.flight)],
         (node.desk, "os", SimpleNamespace(path=_Paths, makedirs=nothing)),
         (node.service, "TransferEngine", lambda config: SimEngine(_world(), _world().scheduler.current)),
         (node.service, "check_numa_node", nothing),

@@ -15,13 +15,13 @@ import numpy as np
 
 from moonpool.base.errors import MoonpoolError, NotFound, StaleGeneration, Unauthorized, Unavailable
 from moonpool.base.object_header import ObjectKind
-from moonpool.store.cuts import gather
-from moonpool.store.flight import BUNDLE_ITEMS, BUNDLE_NBYTES, Flight, FlightCrew, Landed
-from moonpool.store.headers import pack_header, padded_nbytes
+from moonpool.store.client.cuts import gather
+from moonpool.store.client.flight import BUNDLE_ITEMS, BUNDLE_NBYTES, Flight, FlightCrew, Landed
+from moonpool.store.client.headers import pack_header, padded_nbytes
+from moonpool.store.client.put_calls import Granted, PutCalls
+from moonpool.store.client.put_request import Put, bundle
+from moonpool.store.client.put_session import REPLICA_ERRORS, PutTools
 from moonpool.store.messages import Placement
-from moonpool.store.put_calls import Granted, PutCalls
-from moonpool.store.put_request import Put, bundle
-from moonpool.store.put_session import REPLICA_ERRORS, PutTools
 from moonpool.transfer.buffers import as_bytes_view
 from moonpool.transfer.transports.base import RemoteSegment
 from moonpool.transfer.transports.mapped import MappedRemote, MappedWriter

@@ -8,9 +8,9 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 
 from moonpool.base.errors import InvalidInput, MoonpoolError, NotFound, StaleGeneration, Unavailable
-from moonpool.store.cuts import Range, cut_ranges, scatter, without_overlaps
+from moonpool.store.client.cuts import Range, cut_ranges, scatter, without_overlaps
+from moonpool.store.client.read_session import Failures, ReadSession, ReadTools
 from moonpool.store.messages import ObjectInfo
-from moonpool.store.read_session import Failures, ReadSession, ReadTools
 
 T = TypeVar("T")
 Targets: TypeAlias = Sequence[memoryview] | None  # where an object's bytes go; None: into new bytes

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from moonpool.base.errors import InvalidInput
-from moonpool.store.tensor_form import TensorForm
+from moonpool.store.tensors.tensor_form import TensorForm
 
 METADATA = "__metadata__"
 SIZE_NBYTES = 8

@@ -14,21 +14,21 @@ from typing import Literal, cast
 from moonpool.base.clock import Clock, SystemClock
 from moonpool.base.errors import AlreadyExists, InvalidInput, MoonpoolError, NotFound, Refused, StaleGeneration
 from moonpool.store import messages as m
-from moonpool.store.counters import ClientCounters
-from moonpool.store.directory import SegmentDirectory
-from moonpool.store.flight import FlightCrew
-from moonpool.store.get_batch import Got
-from moonpool.store.holder import Holder
+from moonpool.store.client.counters import ClientCounters
+from moonpool.store.client.directory import SegmentDirectory
+from moonpool.store.client.flight import FlightCrew
+from moonpool.store.client.get_batch import Got
+from moonpool.store.client.holder import Holder
+from moonpool.store.client.put_batch import OPAQUE_PIECE_NBYTES, PutBatches
+from moonpool.store.client.put_calls import PutCalls
+from moonpool.store.client.put_request import DEFAULT_OPTIONS, Put, PutRequest, bundle
+from moonpool.store.client.put_session import PutSession, PutTools
+from moonpool.store.client.read_session import ReadSession, ReadTools
+from moonpool.store.client.reads import Reads, report_corrupt
+from moonpool.store.client.recovery import read_ranges
+from moonpool.store.client.retry import MasterLine
+from moonpool.store.client.views import ObjectView
 from moonpool.store.messages import ListedObject, ObjectInfo, PutOptions, StoreStats
-from moonpool.store.put_batch import OPAQUE_PIECE_NBYTES, PutBatches
-from moonpool.store.put_calls import PutCalls
-from moonpool.store.put_request import DEFAULT_OPTIONS, Put, PutRequest, bundle
-from moonpool.store.put_session import PutSession, PutTools
-from moonpool.store.read_session import ReadSession, ReadTools
-from moonpool.store.reads import Reads, report_corrupt
-from moonpool.store.recovery import read_ranges
-from moonpool.store.retry import MasterLine
-from moonpool.store.views import ObjectView
 from moonpool.transfer.buffers import Buffer, as_bytes_view
 from moonpool.transfer.engine import TransferEngine
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from moonpool.base.errors import MoonpoolError
-from moonpool.store.cache import WINDOW_KEYS, ObjectCache, RecentKeys
+from moonpool.store.api.cache import WINDOW_KEYS, ObjectCache, RecentKeys
 from moonpool.store.client import StoreClient
-from moonpool.store.cuts import scatter
-from moonpool.store.directory import SegmentDirectory
+from moonpool.store.client.cuts import scatter
+from moonpool.store.client.directory import SegmentDirectory
 from moonpool.store.messages import ObjectInfo
 from moonpool.transfer.buffers import Buffer, as_bytes_view
 from moonpool.transfer.host import host_id

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import DeadlineExceeded, NotFound
 from moonpool.store import messages as m
-from moonpool.store.keys_text import Key, key_bytes
+from moonpool.store.api.keys_text import Key, key_bytes
+from moonpool.store.client.retry import MasterLine
 from moonpool.store.messages import TaskInfo
-from moonpool.store.retry import MasterLine
 
 RUNNING = "running"
 _FIRST_POLL_S = 0.005

@@ -14,9 +14,9 @@ import numpy as np
 
 from moonpool.base.errors import MoonpoolError, NotFound, Unauthorized, Unavailable
 from moonpool.base.object_header import ALIGN_NBYTES
-from moonpool.store.cuts import scatter
-from moonpool.store.flight import BUNDLE_ITEMS, BUNDLE_NBYTES, Flight, FlightCrew, Landed
-from moonpool.store.headers import Glance, glance
+from moonpool.store.client.cuts import scatter
+from moonpool.store.client.flight import BUNDLE_ITEMS, BUNDLE_NBYTES, Flight, FlightCrew, Landed
+from moonpool.store.client.headers import Glance, glance
 from moonpool.store.messages import ObjectInfo, Placement
 from moonpool.transfer.buffers import cut
 from moonpool.transfer.transports.base import RemoteSegment

@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moonpool.base.errors import InvalidInput, MoonpoolError, NotFound, Unauthorized, Unavailable
-from moonpool.store.cuts import scatter
-from moonpool.store.far_read import FarObject, FarRead, is_verified
-from moonpool.store.flight import FlightCrew
-from moonpool.store.headers import GENERATION, GENERATION_AT, Glance, glance
+from moonpool.store.client.cuts import scatter
+from moonpool.store.client.far_read import FarObject, FarRead, is_verified
+from moonpool.store.client.flight import FlightCrew
+from moonpool.store.client.headers import GENERATION, GENERATION_AT, Glance, glance
+from moonpool.store.client.read_session import ReadTools
+from moonpool.store.client.recovery import Recovery, Targets, missing, read_whole
 from moonpool.store.messages import ObjectInfo, Placement
-from moonpool.store.read_session import ReadTools
-from moonpool.store.recovery import Recovery, Targets, missing, read_whole
 from moonpool.transfer.transports.base import RemoteSegment
 
 Got: TypeAlias = int | bytes | MoonpoolError  # how many bytes, or the bytes themselves, or why not

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moonpool.base.errors import InvalidInput
-from moonpool.store.tensor_form import ITEM_NBYTES, TensorForm
+from moonpool.store.tensors.tensor_form import ITEM_NBYTES, TensorForm
 from moonpool.transfer.buffers import as_bytes_view
 
 Library: TypeAlias = Literal["numpy", "torch"]

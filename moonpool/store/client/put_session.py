@@ -13,11 +13,11 @@ from moonpool.base.checksum import crc32c
 from moonpool.base.clock import Clock
 from moonpool.base.errors import InvalidInput, MoonpoolError, NotFound, StaleGeneration, Unauthorized, Unavailable
 from moonpool.base.object_header import header_nbytes
-from moonpool.store.counters import ClientCounters
-from moonpool.store.headers import pack_header
-from moonpool.store.holder import Holder
+from moonpool.store.client.counters import ClientCounters
+from moonpool.store.client.headers import pack_header
+from moonpool.store.client.holder import Holder
+from moonpool.store.client.put_request import PutRequest
 from moonpool.store.messages import Placement
-from moonpool.store.put_request import PutRequest
 from moonpool.transfer.buffers import Buffer, as_bytes_view
 
 # What may go wrong with one replica and leave the others usable.

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 
 from moonpool.base.errors import AlreadyExists, MoonpoolError, NotFound, StaleGeneration, Unavailable, from_wire
 from moonpool.store import messages as m
-from moonpool.store.counters import ClientCounters
-from moonpool.store.directory import SegmentDirectory
-from moonpool.store.grants import Grants
-from moonpool.store.holder import Holder
+from moonpool.store.client.counters import ClientCounters
+from moonpool.store.client.directory import SegmentDirectory
+from moonpool.store.client.grants import Grants
+from moonpool.store.client.holder import Holder
+from moonpool.store.client.put_request import W, put_start
+from moonpool.store.client.retry import MasterLine
 from moonpool.store.messages import Placement
-from moonpool.store.put_request import W, put_start
-from moonpool.store.retry import MasterLine
 
 
 class Granted:

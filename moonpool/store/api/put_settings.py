@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, TypedDict
 
 from moonpool.base.errors import InvalidInput
-from moonpool.store.keys_text import Key, key_bytes
+from moonpool.store.api.keys_text import Key, key_bytes
 from moonpool.store.messages import PutOptions
 
 

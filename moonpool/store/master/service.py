@@ -19,11 +19,11 @@ from moonpool.base.clock import Clock, SystemClock
 from moonpool.base.errors import MoonpoolError
 from moonpool.base.rpc import Peer, RpcServer
 from moonpool.store import messages as m
-from moonpool.store.board import SegmentBoard
-from moonpool.store.events import ChangeFeed
 from moonpool.store.journal import Journal, JournalConfig, JournalHealth, SnapshotWriter, forget
-from moonpool.store.master_calls import handlers
-from moonpool.store.order_streams import OrderStreams
+from moonpool.store.master.board import SegmentBoard
+from moonpool.store.master.calls import handlers
+from moonpool.store.master.events import ChangeFeed
+from moonpool.store.master.order_streams import OrderStreams
 from moonpool.store.rules import PoolRules
 from moonpool.store.state import EPOCH_BITS, PoolState
 from moonpool.transfer.descriptor import SegmentDescriptor

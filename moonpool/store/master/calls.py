@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from moonpool.base.metrics import GetMetrics
 from moonpool.base.rpc import Call, Peer
 from moonpool.store import messages as m
-from moonpool.store.metrics import pool_metrics
+from moonpool.store.master.metrics import pool_metrics
 
 if TYPE_CHECKING:
     from moonpool.store.master import Master

@@ -20,22 +20,22 @@ from numpy.typing import NDArray
 from moonpool.base.errors import AlreadyExists, InvalidInput, MoonpoolError, NotFound, Refused
 from moonpool.base.metrics import GetMetrics, MetricFamily
 from moonpool.store import messages as m
-from moonpool.store import safetensors_files
-from moonpool.store.arrays import Library
-from moonpool.store.cache import ObjectCache
-from moonpool.store.cached_reads import CachedReads
+from moonpool.store.api.cache import ObjectCache
+from moonpool.store.api.cached_reads import CachedReads
+from moonpool.store.api.event_feed import EventFeed
+from moonpool.store.api.finding import credentials, find_master
+from moonpool.store.api.keys_text import Key, key_bytes, keys_bytes
+from moonpool.store.api.piece_sessions import PieceReader, PieceWriter
+from moonpool.store.api.pool_tasks import PoolTasks
+from moonpool.store.api.put_settings import PutSettings, as_wish
 from moonpool.store.client import ClientConfig, Put, PutRequest, StoreClient
-from moonpool.store.directory import SegmentDirectory
-from moonpool.store.event_feed import EventFeed
-from moonpool.store.finding import credentials, find_master
-from moonpool.store.keys_text import Key, key_bytes, keys_bytes
+from moonpool.store.client.directory import SegmentDirectory
+from moonpool.store.client.retry import MasterLine
+from moonpool.store.client.views import ObjectView
 from moonpool.store.messages import ListedObject, ObjectInfo, StoreStats
-from moonpool.store.piece_sessions import PieceReader, PieceWriter
-from moonpool.store.pool_tasks import PoolTasks
-from moonpool.store.put_settings import PutSettings, as_wish
-from moonpool.store.retry import MasterLine
-from moonpool.store.tensors import TensorCalls
-from moonpool.store.views import ObjectView
+from moonpool.store.tensors import safetensors_files
+from moonpool.store.tensors.arrays import Library
+from moonpool.store.tensors.tensor_calls import TensorCalls
 from moonpool.transfer.buffers import Buffer
 from moonpool.transfer.config import TransferConfig
 from moonpool.transfer.engine import TransferEngine

@@ -15,8 +15,8 @@ from collections.abc import AsyncGenerator, Iterator
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import MoonpoolError, Overloaded, Unavailable
 from moonpool.base.rpc import AsyncClient
+from moonpool.store.client.retry import pauses
 from moonpool.store.messages import SERVICE, EventBatch, Subscribe
-from moonpool.store.retry import pauses
 
 _JOIN_TIMEOUT_S = 5.0
 

@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moonpool.base.errors import MoonpoolError
-from moonpool.store.cuts import scatter
-from moonpool.store.far_read import is_verified
-from moonpool.store.headers import Glance, glance
+from moonpool.store.client.cuts import scatter
+from moonpool.store.client.far_read import is_verified
+from moonpool.store.client.headers import Glance, glance
 from moonpool.store.messages import ObjectInfo, Placement
 from moonpool.transfer.transports.base import RemoteSegment
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from moonpool.base.clock import Clock, SystemClock
 from moonpool.base.errors import MoonpoolError, NotFound, StaleGeneration, Unavailable
 from moonpool.store.client import StoreClient
+from moonpool.store.client.put_request import PutRequest
+from moonpool.store.client.put_session import PutSession
+from moonpool.store.client.read_session import ReadSession
+from moonpool.store.client.recovery import missing
 from moonpool.store.messages import ObjectInfo
-from moonpool.store.put_request import PutRequest
-from moonpool.store.put_session import PutSession
-from moonpool.store.read_session import ReadSession
-from moonpool.store.recovery import missing
 from moonpool.transfer.buffers import Buffer
 
 

@@ -22,9 +22,9 @@ from moonpool.base.errors import (
     Unavailable,
 )
 from moonpool.base.object_header import ALIGN_NBYTES, ObjectHeader, announced_nbytes, unpack
-from moonpool.store.counters import ClientCounters
-from moonpool.store.cuts import Part
-from moonpool.store.directory import SegmentDirectory
+from moonpool.store.client.counters import ClientCounters
+from moonpool.store.client.cuts import Part
+from moonpool.store.client.directory import SegmentDirectory
 from moonpool.store.messages import ObjectInfo, Placement
 from moonpool.transfer.buffers import Buffer, as_bytes_view
 from moonpool.transfer.transports.base import RemoteSegment

@@ -7,14 +7,14 @@ from typing import TypeVar
 
 from moonpool.base.errors import MoonpoolError, StaleGeneration
 from moonpool.store import messages as m
-from moonpool.store.flight import FlightCrew
-from moonpool.store.get_batch import BatchRead, Got
-from moonpool.store.holder import Holder
+from moonpool.store.client.flight import FlightCrew
+from moonpool.store.client.get_batch import BatchRead, Got
+from moonpool.store.client.holder import Holder
+from moonpool.store.client.read_session import ReadSession, ReadTools
+from moonpool.store.client.recovery import Recovery, Targets, missing, read_pieces
+from moonpool.store.client.retry import MasterLine
+from moonpool.store.client.views import ObjectView, Pin, VerifiedCache, Viewer, ViewLedger
 from moonpool.store.messages import ObjectInfo, Placement
-from moonpool.store.read_session import ReadSession, ReadTools
-from moonpool.store.recovery import Recovery, Targets, missing, read_pieces
-from moonpool.store.retry import MasterLine
-from moonpool.store.views import ObjectView, Pin, VerifiedCache, Viewer, ViewLedger
 
 T = TypeVar("T")
 BATCH_OBJECTS = 1000  # looked up and read in one round, so that leases stay fresh

@@ -13,7 +13,7 @@ import threading
 from moonpool.base.errors import MoonpoolError, PeerLost
 from moonpool.base.rpc import BlockingClient
 from moonpool.store import desk
-from moonpool.store.directory import SegmentDirectory
+from moonpool.store.client.directory import SegmentDirectory
 from moonpool.store.messages import Placement, SegmentInfo
 from moonpool.transfer.transports.base import RemoteSegment
 from moonpool.transfer.transports.mapped import MappedRemote
