@@ -18,6 +18,7 @@ VERSION = 1
 HEADER_NBYTES = 16
 MAX_BODY_NBYTES = 64 * 1024 * 1024
 _HEADER = struct.Struct("<2sBBIQ")
+_QUICK = struct.Struct("<4sIQ")  # the same, its first three fields as one
 
 
 class FrameKind(IntEnum):
@@ -33,6 +34,7 @@ class FrameKind(IntEnum):
 
 
 _KINDS = {int(kind): kind for kind in FrameKind}
+_STARTS = {kind: MAGIC + bytes((VERSION, kind)) for kind in FrameKind}
 
 
 class Frame(NamedTuple):
@@ -45,7 +47,17 @@ def encode_frame(kind: FrameKind, call_id: int, body: bytes = b"") -> bytes:
     """One frame as bytes; ProtocolError when the body is larger than any peer would take."""
     if len(body) > MAX_BODY_NBYTES:
         raise ProtocolError(f"a message of {len(body)} bytes is over the limit of {MAX_BODY_NBYTES}")
-    return _HEADER.pack(MAGIC, VERSION, kind, len(body), call_id) + body
+    return _QUICK.pack(_STARTS[kind], len(body), call_id) + body
+
+
+def whole_frame(kind: FrameKind, data: bytes | bytearray, nbytes: int) -> int | None:
+    """The call id, when the first `nbytes` of `data` are one frame of that kind and nothing else; None otherwise, and
+    decode_header says what they are. Most of what is received is that: one call, or its answer, read at once.
+    """
+    if nbytes < HEADER_NBYTES:
+        return None
+    start, body_nbytes, call_id = _QUICK.unpack_from(data)
+    return call_id if start == _STARTS[kind] and nbytes == HEADER_NBYTES + body_nbytes <= MAX_BODY_NBYTES else None
 
 
 def decode_header(header: bytes | bytearray | memoryview) -> tuple[FrameKind, int, int]:
@@ -68,12 +80,13 @@ class FrameDecoder:
     def __init__(self) -> None:
         self._buffer = bytearray()
 
+    @property
+    def is_empty(self) -> bool:
+        """No frame has begun."""
+        return not self._buffer
+
     def feed(self, data: bytes | bytearray | memoryview) -> list[Frame]:
         """All frames completed by `data`, in order."""
-        if not self._buffer and type(data) is bytes and len(data) >= HEADER_NBYTES:
-            kind, nbytes, call_id = decode_header(data)
-            if len(data) == HEADER_NBYTES + nbytes:  # mostly: one call, read at once
-                return [Frame(kind, call_id, data[HEADER_NBYTES:])]
         self._buffer += data
         frames: list[Frame] = []
         at = 0

@@ -13,6 +13,7 @@ import errno
 import fcntl
 import mmap
 import os
+import sys
 import threading
 from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
@@ -46,6 +47,9 @@ class Fence:
         self.granule_nbytes = granule_nbytes
         self._table = table
         self._cells = table.data  # the same memory: one number is had ten times faster than from an array
+        self._raw = self._cells.cast(
+            "B"
+        )  # and once more, as bytes: comparing and setting many alike is ten times faster
         self._lock = threading.Lock()
 
     def admit(self, offset: int, nbytes: int, generation: int) -> None:
@@ -85,8 +89,8 @@ class Fence:
 
     def confirm_all(self, spans: Sequence[tuple[int, int]], generation: int) -> None:
         for offset, first, end in self._touched(spans, generation):
-            one = end - first == 1
-            if self._cells[first] != generation if one else (self._table[first:end] != np.uint64(generation)).any():
+            raw = self._raw[first * _GENERATION_NBYTES : end * _GENERATION_NBYTES]
+            if bytes(raw) != _repeated(generation, end - first):
                 raise self._stale(offset, self._newest(first, end), generation)
 
     def stamp(self, offset: int, nbytes: int, generation: int) -> None:
@@ -120,18 +124,24 @@ class Fence:
         return [(offset, offset // size, (offset + nbytes - 1) // size + 1) for offset, nbytes in spans if nbytes]
 
     def _newest(self, first: int, end: int) -> int:
-        return self._cells[first] if end - first == 1 else int(self._table[first:end].max())
+        generation = self._cells[first]
+        raw = self._raw[first * _GENERATION_NBYTES : end * _GENERATION_NBYTES]
+        if bytes(raw) == _repeated(generation, end - first):  # space is used again as it was, or has never been used
+            return generation
+        return int(self._table[first:end].max())
 
     def _set(self, touched: Sequence[tuple[int, int, int]], generation: int) -> None:
         for _, first, end in touched:
-            if end - first == 1:
-                self._cells[first] = generation
-            else:
-                self._table[first:end] = generation
+            self._raw[first * _GENERATION_NBYTES : end * _GENERATION_NBYTES] = _repeated(generation, end - first)
 
     @staticmethod
     def _stale(offset: int, found: int, generation: int) -> StaleGeneration:
         return StaleGeneration(f"space at offset {offset} belongs to generation {found}, the write is of {generation}")
+
+
+def _repeated(generation: int, count: int) -> bytes:
+    """So many cells of the table that all have this generation."""
+    return generation.to_bytes(_GENERATION_NBYTES, sys.byteorder) * count
 
 
 class Borrowed(NamedTuple):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.base.errors import ProtocolError
-from moonpool.base.frames import MAX_BODY_NBYTES, Frame, FrameDecoder, FrameKind, decode_header, encode_frame
+from moonpool.base.frames import MAX_BODY_NBYTES, Frame, FrameDecoder, FrameKind, decode_header, encode_frame, whole_frame
 
 FRAMES = st.builds(Frame, st.sampled_from(FrameKind), st.integers(0, 2**64 - 1), st.binary(max_size=200))
 
@@ -29,6 +29,16 @@ def test_any_chunking_gives_the_same_frames(frames: list[Frame], cuts: list[int]
         got += decoder.feed(data[at : at + step])
         at += step
     assert got == frames
+
+
+@given(FRAMES, st.sampled_from(FrameKind), st.binary(max_size=3))
+def test_one_whole_frame_of_a_kind_is_known_at_once(frame: Frame, kind: FrameKind, rest: bytes) -> None:
+    data = encode_frame(*frame)
+    assert whole_frame(frame.kind, data, len(data)) == frame.call_id
+    assert (whole_frame(kind, data, len(data)) is not None) == (kind is frame.kind)
+    for cut in (0, 1, 15, 16, len(data) - 1):
+        assert cut == len(data) or whole_frame(frame.kind, data, cut) is None
+    assert not rest or whole_frame(frame.kind, data + rest, len(data) + len(rest)) is None
 
 
 @pytest.mark.parametrize(

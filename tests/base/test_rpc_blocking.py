@@ -49,6 +49,34 @@ def test_threads_share_one_client(client: BlockingClient) -> None:
         assert list(pool.map(lambda data: client.call(Echo(data)), sent)) == sent
 
 
+def test_work_is_done_while_the_answer_is_on_its_way(served: ServedService, client: BlockingClient) -> None:
+    client.connect()
+    done: list[int] = []
+
+    def some() -> bool:
+        done.append(len(done))
+        if len(done) == 3:
+            served.soon(served.service.gate.set)
+        return len(done) < 1_000_000  # it ends as soon as the answer is there
+
+    client.call(Echo(b"warm"))  # from then on with the kernel's limit of this call
+    assert client.call(Slow(), meanwhile=some) == "at last"
+    assert 3 <= len(done) < 1_000_000
+    assert client.call(Echo(b"2")) == b"2"
+
+
+def test_work_that_fails_meanwhile_leaves_no_answer_behind(client: BlockingClient) -> None:
+    client.connect()
+    client.call(Echo(b"warm"))
+
+    def fail() -> bool:
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        client.call(Echo(b"1"), meanwhile=fail)
+    assert client.call(Echo(b"2")) == b"2"
+
+
 @pytest.mark.parametrize(
     ("call", "error"),
     [

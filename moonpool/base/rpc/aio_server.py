@@ -19,7 +19,7 @@ from typing import Any, cast
 
 from moonpool.base.address import Address, parse_address
 from moonpool.base.errors import Cancelled, ConfigError, MoonpoolError, Overloaded, ProtocolError
-from moonpool.base.frames import Frame, FrameDecoder, FrameKind, encode_frame
+from moonpool.base.frames import HEADER_NBYTES, Frame, FrameDecoder, FrameKind, encode_frame, whole_frame
 from moonpool.base.rpc.protocol import (
     Call,
     CallDecoder,
@@ -128,6 +128,7 @@ class Peer(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._greeting: asyncio.TimerHandle | None = None
         self._watch = Watch(server.patience, lost=self._on_silence)
+        self._watched = False  # it has promised to be heard
         self.hello: Hello | None = None
         self.closed = False
         self.ended = asyncio.Event()
@@ -161,7 +162,13 @@ class Peer(asyncio.Protocol):
         _keep_alive(transport)
 
     def data_received(self, data: bytes) -> None:
-        self._watch.heard()
+        if self._watched:
+            self._watch.heard()
+        elif self.hello is not None and self._frames.is_empty:  # one call of a client that waits for its answer, mostly
+            call_id = whole_frame(FrameKind.CALL, data, len(data))
+            if call_id is not None and call_id not in self._running:
+                self._on_call(call_id, data[HEADER_NBYTES:])
+                return
         try:
             for frame in self._frames.feed(data):
                 self._on_frame(frame)
@@ -199,7 +206,9 @@ class Peer(asyncio.Protocol):
         if self.hello is None:
             self._greet(decode_hello(frame))
         elif frame.kind is FrameKind.CALL:
-            self._on_call(frame)
+            if frame.call_id in self._running:
+                raise ProtocolError(f"call {frame.call_id} is still running")
+            self._on_call(frame.call_id, frame.body)
         elif frame.kind is FrameKind.PING:
             self._send(_PONG)
         elif frame.kind is FrameKind.CANCEL:
@@ -217,6 +226,7 @@ class Peer(asyncio.Protocol):
         self._greeting.cancel()
         self._send(encode_value(FrameKind.HELLO, 0, self._server.hello))
         if hello.pings:
+            self._watched = True
             self._watch.start()
 
     def _on_silence(self) -> None:
@@ -225,24 +235,23 @@ class Peer(asyncio.Protocol):
         _LOG.warning("%s: %s has been silent for %g s and is cut off", self._server.hello.service, who, limit_s)
         self.abort()
 
-    def _on_call(self, frame: Frame) -> None:
-        if frame.call_id in self._running:
-            raise ProtocolError(f"call {frame.call_id} is still running")
+    def _on_call(self, call_id: int, body: bytes) -> None:
+        server = self._server
         try:
-            call = self._server.decoder.decode(frame.body)
+            call = server.decoder.decode(body)
             if len(self._running) >= _MAX_CALLS_PER_PEER:
                 raise Overloaded(f"over {_MAX_CALLS_PER_PEER} calls of one peer are running")
-            answer = self._server.handlers[type(call)](call, self)
+            answer = server.handlers[type(call)](call, self)
             if not call.streams and not hasattr(answer, "__await__"):  # isawaitable() would take longer than the rest
-                self._send(encode_value(FrameKind.REPLY, frame.call_id, answer))
+                self._send(encode_value(FrameKind.REPLY, call_id, answer))
                 return
         except Exception as error:  # noqa: BLE001 - every call gets an answer, a bug's included
-            self._fail(frame.call_id, error)
+            self._fail(call_id, error)
             return
         if call.streams:
-            self._spawn(frame.call_id, self._stream(frame.call_id, answer))
+            self._spawn(call_id, self._stream(call_id, answer))
         else:
-            task = self._spawn(frame.call_id, self._reply(frame.call_id, answer))
+            task = self._spawn(call_id, self._reply(call_id, answer))
             if inspect.iscoroutine(answer):
                 task.add_done_callback(lambda _: answer.close())  # a call cancelled before it began
 

@@ -13,13 +13,13 @@ import itertools
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from moonpool.base.address import parse_address
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import DeadlineExceeded, PeerLost, ProtocolError, Unavailable
-from moonpool.base.frames import HEADER_NBYTES, Frame, FrameKind, decode_header
+from moonpool.base.frames import HEADER_NBYTES, Frame, FrameKind, decode_header, whole_frame
 from moonpool.base.rpc.protocol import (
     DEFAULT_TIMEOUT_S,
     Call,
@@ -53,17 +53,25 @@ class BlockingClient:
         self._closed = False
         self.peer: Hello | None = None
 
-    def call(self, call: Call[R], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> R:
-        """The answer, or the error the other side raised; DeadlineExceeded or PeerLost when there is none."""
+    def call(
+        self, call: Call[R], *, timeout_s: float = DEFAULT_TIMEOUT_S, meanwhile: Callable[[], bool] | None = None
+    ) -> R:
+        """The answer, or the error the other side raised; DeadlineExceeded or PeerLost when there is none.
+
+        `meanwhile` is done while the answer is on its way, again and again while it returns True; not at all when
+        something has to be waited for before.
+        """
         call_id = next(self._ids)
         request = encode_call(call, call_id)
-        frame = self._quick_exchange(request, call_id, timeout_s)
-        if frame is None:
+        body: bytes | bytearray | Frame | None = self._quick_exchange(request, call_id, timeout_s, meanwhile)
+        if body is None:
             with self._turn(timeout_s) as deadline:
-                frame = self._exchange(request, call_id, deadline)
-        if frame.kind is FrameKind.ERROR:
-            raise decode_error(frame.body)
-        answer: R = decode_reply(call, frame.body)
+                body = self._exchange(request, call_id, deadline)
+        if isinstance(body, Frame):
+            if body.kind is FrameKind.ERROR:
+                raise decode_error(body.body)
+            body = body.body
+        answer: R = decode_reply(call, body)
         return answer
 
     def connect(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Hello:
@@ -87,8 +95,10 @@ class BlockingClient:
     # A small call takes 20 us on the wire and in the kernel, so what is done around it is felt. Most calls find a
     # connection that nobody else uses and get their answer in one piece: those go the short way.
 
-    def _quick_exchange(self, request: bytes, call_id: int, timeout_s: float) -> Frame | None:
-        """The answer; None, with nothing sent, when the call has to go the long way."""
+    def _quick_exchange(
+        self, request: bytes, call_id: int, timeout_s: float, meanwhile: Callable[[], bool] | None
+    ) -> bytearray | Frame | None:
+        """The answer, or its body alone; None, with nothing sent, when the call has to go the long way."""
         lock, sock = self._lock, self._socket
         if sock is None or not lock.acquire(False):
             return None
@@ -96,12 +106,13 @@ class BlockingClient:
             if self._socket is not sock or self._closed or self._filled or abs(timeout_s - self._limit_s) > _SLACK_S:
                 return None
             sock.sendall(request)
-            count = sock.recv_into(self._inbox)
-            if count >= HEADER_NBYTES:
-                kind, nbytes, answered = decode_header(self._inbox)
-                if count == HEADER_NBYTES + nbytes and answered == call_id:
-                    return Frame(kind, call_id, bytes(memoryview(self._inbox)[HEADER_NBYTES:count]))
-            elif count == 0:
+            while meanwhile is not None and meanwhile() and not _is_readable(sock):
+                pass
+            inbox = self._inbox
+            count = sock.recv_into(inbox)
+            if whole_frame(FrameKind.REPLY, inbox, count) == call_id:
+                return inbox[HEADER_NBYTES:count]
+            if count == 0:
                 raise PeerLost(f"{self._address} closed the connection")
             self._filled = count
             return self._answer(sock, call_id, Deadline(timeout_s))
@@ -225,3 +236,11 @@ class BlockingClient:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+
+
+def _is_readable(sock: socket.socket) -> bool:
+    try:
+        sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    return True

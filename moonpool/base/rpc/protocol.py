@@ -64,6 +64,11 @@ def _decoder(reply: Any) -> msgspec.msgpack.Decoder[Any]:
     return msgspec.msgpack.Decoder(reply)
 
 
+@cache
+def _reply_decoder(call: type[Call[Any]]) -> msgspec.msgpack.Decoder[Any]:
+    return _decoder(reply_type(call))
+
+
 def encode_call(call: Call[Any], call_id: int) -> bytes:
     return encode_frame(FrameKind.CALL, call_id, _ENCODER.encode(call))
 
@@ -84,8 +89,8 @@ def decode_error(body: bytes) -> MoonpoolError:
     return from_wire(wire.code, wire.message, wire.retry_after_s, wire.param)
 
 
-def decode_reply(call: Call[Any], body: bytes) -> Any:
-    return _decode(_decoder(reply_type(type(call))), body)
+def decode_reply(call: Call[Any], body: bytes | bytearray | memoryview) -> Any:
+    return _decode(_reply_decoder(type(call)), body)
 
 
 def decode_hello(frame: Frame) -> Hello:
@@ -97,7 +102,7 @@ def decode_hello(frame: Frame) -> Hello:
     return hello
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[Any], body: bytes) -> Any:
+def _decode(decoder: msgspec.msgpack.Decoder[Any], body: bytes | bytearray | memoryview) -> Any:
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -90,8 +90,8 @@ class MappedWriter:
     def write(self, offset: int, views: Sequence[memoryview], generation: int) -> None:
         """As RemoteSegment.write_from, of views of bytes."""
         memory, fence, at = self._memory, self._fence, offset
-        nbytes = total_nbytes(views)
-        check_bounds(offset, nbytes, self._remote.nbytes)
+        nbytes = sum([view.nbytes for view in views])
+        check_bounds(offset, nbytes, memory.nbytes)
         if fence is not None:
             fence.admit(offset, nbytes, generation)
         self._prefault.before_write(memory, offset, nbytes)
