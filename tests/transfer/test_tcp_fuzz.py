@@ -47,7 +47,7 @@ from moonpool.transfer.transports.tcp.frames import (
 )
 from moonpool.transfer.transports.tcp.guard import FRAME_NBYTES, CallerSide, Guard, OwnerSide
 from moonpool.transfer.transports.tcp.lanes import LanePool, _prove
-from moonpool.transfer.transports.tcp.pipeline import Order, Pipeline
+from moonpool.transfer.transports.tcp.pipeline import Order, Pipeline, Target
 from moonpool.transfer.transports.tcp.server import TcpServer
 from moonpool.transfer.transports.tcp.transport import TcpRemote
 
@@ -134,7 +134,7 @@ def test_a_guarded_owner_fed_damaged_proofs(times: int) -> None:
     """Whoever has not proved itself changes nothing, whatever it sends after."""
     owner = Owner(Guard(secret=GUARD.secret, timeout_s=5.0, max_unproven=16))
     shadow = Memories(NBYTES)
-    write = pack_requests(Op.WRITE, "seg", 1, 1, [(1, 0, 4)])[0] + b"evil"
+    write = pack_requests(Op.WRITE, "seg", 1, [(1, 0, 4, 1)])[0] + b"evil"
 
     def run(hostile: Hostile) -> int:
         for _ in range(50):
@@ -213,10 +213,9 @@ def test_a_caller_fed_damaged_answers(times: int) -> None:
 
 def take_answers(op: Op, orders: list[Order], said: bytes, right: bytes) -> bool:
     """Whether the lane stays in use: all was answered, be it with a refusal."""
-    heads = pack_requests(op, "seg", 1, 1, [(n, order.offset, order.nbytes) for n, order in enumerate(orders, 1)])
     with said_by_owner(said) as sock:
         try:
-            refusal = Pipeline(sock, op, heads, orders, Deadline(10)).run()
+            refusal = Pipeline(sock, op, Target("seg", 1), Deadline(10)).run(orders)
         except (MoonpoolError, ConnectionError):
             return False
     if refusal is None:

@@ -1,13 +1,16 @@
 """Reading whole objects from a segment that is not mapped here: over a network, or from a disk.
 
-Header and bytes arrive together, so that it takes one way there and back; the header is looked at once more when all
-have arrived. What is not as expected is left out, and somebody else finds out why.
+Header and bytes arrive together, so that it takes one way there and back; the header is looked at once more when they
+have arrived. Two threads, the caller's and one of the crew, each keep a stream going, and check what has come while
+the next comes. What is not as expected is left out, and somebody else finds out why.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 
 import google_crc32c
 import numpy as np
@@ -15,7 +18,7 @@ import numpy as np
 from moonpool.base.errors import MoonpoolError, NotFound, Unauthorized, Unavailable
 from moonpool.base.object_header import ALIGN_NBYTES
 from moonpool.store.client.cuts import scatter
-from moonpool.store.client.flight import BUNDLE_ITEMS, BUNDLE_NBYTES, Flight, FlightCrew, Landed
+from moonpool.store.client.flight import BUNDLE_ITEMS, BUNDLE_NBYTES, FlightCrew
 from moonpool.store.client.headers import Glance, glance
 from moonpool.store.messages import ObjectInfo, Placement
 from moonpool.transfer.buffers import cut
@@ -29,11 +32,16 @@ _extend, _bytes_of = google_crc32c.extend, np.frombuffer
 class FarObject:
     """One object on its way: its header, and memory for its bytes (None: new memory)."""
 
-    __slots__ = ("_targets", "header", "info", "is_lost", "place", "position", "views")
+    __slots__ = (
+        "_targets", "header", "info", "is_right", "is_unchanged", "num_arrived", "num_bundles", "place", "position",
+        "views",
+    )  # fmt: skip
 
     def __init__(self, position: int, info: ObjectInfo, place: Placement, targets: Sequence[memoryview] | None) -> None:
         self.position, self.info, self.place, self._targets = position, info, place, targets
-        self.is_lost = False  # a part of it did not arrive
+        self.num_bundles = self.num_arrived = 0  # how many it is spread over, and how many have come
+        self.is_right = False  # all of it has come and was checked
+        self.is_unchanged: bool | None = None  # None: nobody has looked at its header again yet
         self.header = memoryview(bytearray(ALIGN_NBYTES))
         nbytes = max(0, info.nbytes - ALIGN_NBYTES)
         self.views = [np.empty(nbytes, np.uint8).data] if targets is None else cut(targets, 0, nbytes)
@@ -52,25 +60,28 @@ class FarObject:
         seen = glance(self.header, 0, self.info.nbytes, self.info.key, self.place.generation, identity)
         return seen is not None and is_verified(scatter(seen.sizes, self.views), seen)
 
+    def has_prefix(self, prefix: memoryview) -> bool:
+        return bytes(prefix) == bytes(self.header[:PREFIX_NBYTES])
+
     def got(self) -> int | bytes:
         """The new bytes, or how many there are in the caller's memory."""
         return bytes(self.views[0]) if self._targets is None else self.nbytes - self.header.nbytes
 
 
 class _Bundle:
-    """What is fetched together: parts of objects, and those of the objects that are complete with it."""
+    """What is fetched together: parts of objects."""
 
     def __init__(self) -> None:
         self.items: list[tuple[int, memoryview]] = []
         self.nbytes = 0
-        self.touched: list[FarObject] = []
-        self.complete: list[FarObject] = []
+        self.objects: list[FarObject] = []
 
     def add(self, each: FarObject, offset: int, view: memoryview) -> None:
         self.items.append((offset, view))
         self.nbytes += view.nbytes
-        if not self.touched or self.touched[-1] is not each:
-            self.touched.append(each)
+        if not self.objects or self.objects[-1] is not each:
+            self.objects.append(each)
+            each.num_bundles += 1
 
     @property
     def is_full(self) -> bool:
@@ -83,6 +94,8 @@ class FarRead:
     def __init__(self, remote: RemoteSegment, crew: FlightCrew, identity: bytes | None, timeout_s: float) -> None:
         self._remote, self._crew = remote, crew
         self._identity, self._timeout_s = identity, timeout_s
+        self._rest: deque[_Bundle] = deque()
+        self._lock = threading.Lock()
         self.failure: MoonpoolError | None = None
 
     def run(self, objects: Sequence[FarObject]) -> list[FarObject]:
@@ -91,7 +104,7 @@ class FarRead:
         try:
             if len(fitting) == 1 and fitting[0].nbytes <= DIRECT_NBYTES:
                 return self._unchanged(self._read_now(fitting[0]))
-            return self._unchanged(self._fly(fitting))
+            return self._stream(fitting)
         except (Unavailable, NotFound, Unauthorized) as error:
             self.failure = error
             return []
@@ -100,38 +113,70 @@ class FarRead:
         self._remote.read_into(only.place.offset, [only.header, *only.views], timeout_s=self._timeout_s)
         return [only] if only.check(self._identity) else []
 
-    def _fly(self, objects: Iterable[FarObject]) -> list[FarObject]:
-        good: list[FarObject] = []
-        with Flight[_Bundle](self._crew) as flight:
-            for bundle in _bundles(objects):
-                good += self._good(flight.add(partial(self._fetch, bundle), bundle))
-                if self.failure is not None:
-                    break
-            good += self._good(flight.land_all())
-        return good
+    def _stream(self, objects: Sequence[FarObject]) -> list[FarObject]:
+        """By two threads, each of which has a stream of its own and checks what has come while the next comes."""
+        self._rest.extend(_bundles(objects))
+        if len(self._rest) > 1:
+            self._crew.together(self._work, self._rest.clear)
+        else:
+            self._work()
+        doubtful = [each for each in objects if each.is_right and each.is_unchanged is None]
+        if doubtful and self.failure is None:
+            for each in self._unchanged(doubtful):
+                each.is_unchanged = True
+        return [each for each in objects if each.is_right and each.is_unchanged]
 
-    def _fetch(self, bundle: _Bundle) -> None:
-        self._remote.read_many(bundle.items, timeout_s=self._timeout_s)
-
-    def _good(self, landed: Iterable[Landed[_Bundle]]) -> list[FarObject]:
-        good: list[FarObject] = []
-        for bundle, error in landed:
-            if error is not None:
-                for each in bundle.touched:
-                    each.is_lost = True
-                if isinstance(error, Unavailable):
+    def _work(self) -> None:
+        while (num_left := len(self._rest)) and self.failure is None:
+            try:
+                self._take_share()
+            except MoonpoolError as error:  # of what did not come others find out why
+                if isinstance(error, Unavailable | Unauthorized) or len(self._rest) == num_left:
                     self.failure = error
-            good += [each for each in bundle.complete if not each.is_lost and each.check(self._identity)]
-        return good
+
+    def _take_share(self) -> None:
+        """Bundles as long as there are any, then the headers of what has come whole once more."""
+        taken: list[_Bundle] = []
+        again: list[FarObject] = []
+        prefixes: list[memoryview] = []
+
+        def batches() -> Iterator[Sequence[tuple[int, memoryview]]]:
+            with contextlib.suppress(IndexError):
+                while True:
+                    taken.append(self._rest.popleft())
+                    yield taken[-1].items
+            again.extend([each for bundle in taken for each in bundle.objects if each.num_bundles == 1])
+            prefixes.extend(_prefixes(again))
+            yield [(each.place.offset, prefix) for each, prefix in zip(again, prefixes, strict=True)]
+
+        with contextlib.closing(self._remote.read_in_turn(batches(), timeout_s=self._timeout_s)) as arrivals:
+            for number in arrivals:
+                if number < len(taken):
+                    self._check(taken[number])
+        for each, prefix in zip(again, prefixes, strict=True):
+            each.is_unchanged = each.has_prefix(prefix)
+
+    def _check(self, bundle: _Bundle) -> None:
+        """Those that are complete with it; the parts of a large one come in any order."""
+        with self._lock:
+            for each in bundle.objects:
+                each.num_arrived += 1
+            complete = [each for each in bundle.objects if each.num_arrived == each.num_bundles]
+        for each in complete:
+            each.is_right = each.check(self._identity)
 
     def _unchanged(self, good: list[FarObject]) -> list[FarObject]:
         """Those before which the same header stands after reading as before."""
-        prefixes = memoryview(bytearray(PREFIX_NBYTES * len(good)))
-        parts = [prefixes[at : at + PREFIX_NBYTES] for at in range(0, prefixes.nbytes, PREFIX_NBYTES)]
-        items = [(each.place.offset, part) for each, part in zip(good, parts, strict=True)]
+        prefixes = _prefixes(good)
+        items = [(each.place.offset, prefix) for each, prefix in zip(good, prefixes, strict=True)]
         self._remote.read_many(items, timeout_s=self._timeout_s)
-        pairs = zip(good, parts, strict=True)
-        return [each for each, part in pairs if bytes(part) == bytes(each.header[:PREFIX_NBYTES])]
+        return [each for each, prefix in zip(good, prefixes, strict=True) if each.has_prefix(prefix)]
+
+
+def _prefixes(objects: Sequence[FarObject]) -> list[memoryview]:
+    """Room for the beginning of each header."""
+    room = memoryview(bytearray(PREFIX_NBYTES * len(objects)))
+    return [room[at : at + PREFIX_NBYTES] for at in range(0, room.nbytes, PREFIX_NBYTES)]
 
 
 def _bundles(objects: Iterable[FarObject]) -> Iterator[_Bundle]:
@@ -146,7 +191,6 @@ def _bundles(objects: Iterable[FarObject]) -> Iterator[_Bundle]:
                     bundle = _Bundle()
                 bundle.add(each, offset + at, view[at : at + BUNDLE_NBYTES])
             offset += view.nbytes
-        bundle.complete.append(each)
     if bundle.items:
         yield bundle
 

@@ -15,7 +15,7 @@ from moonpool.base.errors import MoonpoolError, PeerLost
 
 T = TypeVar("T")
 
-BUNDLE_NBYTES = 4 * 1024 * 1024
+BUNDLE_NBYTES = 8 * 1024 * 1024
 BUNDLE_ITEMS = 256
 _NUM_THREADS = 2
 _MAX_UNDER_WAY = 3  # bundles of one caller
@@ -35,6 +35,18 @@ class FlightCrew:
             if self._closed:
                 raise PeerLost("this client is closed")
             return self._threads.submit(job)
+
+    def together(self, work: Callable[[], None], stop: Callable[[], None]) -> None:
+        """Does the work on the caller's thread and, as soon as one is free, on one of the crew. Returns or raises when
+        both have ended; `stop` makes the other end soon when the caller's part is over. PeerLost after close().
+        """
+        helper = self.start(work)
+        try:
+            work()
+        finally:
+            stop()
+            if not helper.cancel():
+                helper.result()
 
     def close(self) -> None:
         """Idempotent. Waits for what is under way, which ends with its deadline."""

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import ClassVar
 
 from moonpool.base.clock import Deadline
-from moonpool.base.errors import AlreadyExists, InvalidInput, NotFound
+from moonpool.base.errors import AlreadyExists, InvalidInput, MoonpoolError, NotFound, StaleGeneration, Unauthorized
 from moonpool.transfer.buffers import Buffer, as_bytes_view
 from moonpool.transfer.descriptor import SegmentDescriptor
 from moonpool.transfer.segment import Segment
@@ -28,6 +28,9 @@ class RemoteSegment(ABC):
     """Another process's segment, opened for one incarnation. Safe to use from several threads at once."""
 
     transport: ClassVar[str]
+    # Whether a byte that was read has never been, and will never be, another one at that offset: what a read returns is
+    # of one piece then, and need not be looked at again. A read of bytes that are gone, or went meanwhile, raises.
+    written_once: ClassVar[bool] = False
     nbytes: int
 
     @abstractmethod
@@ -56,6 +59,33 @@ class RemoteSegment(ABC):
         deadline = Deadline(timeout_s)
         for offset, view in place_items(items, self.nbytes, writable=False):
             self.write_from(offset, [view], generation=generation, timeout_s=deadline.remaining_s())
+
+    def read_in_turn(
+        self, batches: Iterable[Sequence[tuple[int, Buffer]]], *, timeout_s: float
+    ) -> Generator[int, None, None]:
+        """read_many() of each batch, which has `timeout_s` to itself; gives its number, from 0 on, when it is here. The
+        owner's memory is read in this order. The next batch may be taken, and asked for, before the last is here: the
+        caller works on one while the other comes. Raises the first error; then, and once closed, no buffer is in use.
+        """
+        for number, items in enumerate(batches):
+            self.read_many(items, timeout_s=timeout_s)
+            yield number
+
+    def write_each(
+        self, items: Sequence[tuple[int, Sequence[Buffer], int]], *, timeout_s: float
+    ) -> list[MoonpoolError | None]:
+        """write_from() for each (offset, buffers, generation), under one deadline; for each None, or how the owner
+        refused it. Raises when the owner is out of reach: then any of them may have been written. No overlaps.
+        """
+        deadline = Deadline(timeout_s)
+        outcomes: list[MoonpoolError | None] = []
+        for offset, buffers, generation in items:
+            try:
+                self.write_from(offset, buffers, generation=generation, timeout_s=deadline.remaining_s())
+                outcomes.append(None)
+            except (NotFound, StaleGeneration, Unauthorized) as refusal:
+                outcomes.append(refusal)
+        return outcomes
 
     def notify(self, message: bytes, *, timeout_s: float) -> None:
         """Leaves a message with the segment's owner, who has it when this returns. Writes that ended before are in

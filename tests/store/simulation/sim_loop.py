@@ -320,6 +320,10 @@ class SimFuture:
     def wait(self) -> None:
         self._ended.wait()
 
+    def cancel(self) -> bool:
+        """It is always too late: a simulated thread is there at once."""
+        return False
+
     def result(self) -> Any:
         self.wait()
         if self._error is not None:

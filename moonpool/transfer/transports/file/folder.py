@@ -172,6 +172,7 @@ class FolderRemote(RemoteSegment):
     """A peer's own descriptors of the files; reads run on the caller's thread."""
 
     transport = "file"
+    written_once = True  # no number is given twice, and a file that changed its name meanwhile is NotFound
 
     def __init__(self, path: str, descriptor: SegmentDescriptor) -> None:
         self.nbytes = FOLDER_NBYTES

@@ -100,25 +100,18 @@ class Response(NamedTuple):
 
 def pack_request(request: Request) -> bytes:
     """Header and name; a WRITE's data follows. InvalidInput when a value does not fit its field."""
-    return pack_requests(
-        request.op,
-        request.name,
-        request.incarnation,
-        request.generation,
-        [(request.request_id, request.offset, request.nbytes)],
-    )[0]
+    order = (request.request_id, request.offset, request.nbytes, request.generation)
+    return pack_requests(request.op, request.name, request.incarnation, [order])[0]
 
 
-def pack_requests(
-    op: Op, name: str, incarnation: int, generation: int, orders: Iterable[tuple[int, int, int]]
-) -> list[bytes]:
-    """As pack_request(), for each (request_id, offset, nbytes)."""
+def pack_requests(op: Op, name: str, incarnation: int, orders: Iterable[tuple[int, int, int, int]]) -> list[bytes]:
+    """As pack_request(), for each (request_id, offset, nbytes, generation)."""
     text = name.encode()
     if not 0 < len(text) <= MAX_NAME_NBYTES:
         raise InvalidInput(f"a segment's name has 1 to {MAX_NAME_NBYTES} bytes, not {len(text)}")
     heads: list[bytes] = []
     try:
-        for request_id, offset, nbytes in orders:
+        for request_id, offset, nbytes, generation in orders:
             if nbytes > MAX_DATA_NBYTES:
                 raise InvalidInput(f"one request carries at most {MAX_DATA_NBYTES} bytes, not {nbytes}")
             fields = (MAGIC, VERSION, op, len(text), request_id, incarnation, offset, nbytes, generation)

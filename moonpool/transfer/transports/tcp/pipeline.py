@@ -9,7 +9,8 @@ the lane stays in step.
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from moonpool.base.clock import Deadline
@@ -19,6 +20,7 @@ from moonpool.transfer.transports.tcp.frames import (
     RESPONSE_NBYTES,
     Op,
     Status,
+    pack_requests,
     pack_response,
     unpack_error,
     unpack_response,
@@ -27,6 +29,9 @@ from moonpool.transfer.transports.tcp.streams import DIRECT_NBYTES, Inbox
 
 # Requests per run; at most two runs are in flight. Their heads are 38 KiB at the very most, and so are in any socket.
 _RUN = 64
+_AHEAD_NBYTES = 16 * 1024 * 1024
+_MERGED_NBYTES = 8 * 1024 * 1024
+_MERGED_ITEMS = 512
 
 
 class Order(NamedTuple):
@@ -35,64 +40,144 @@ class Order(NamedTuple):
     offset: int
     nbytes: int
     views: list[memoryview]
+    generation: int = 0
+
+
+class Target(NamedTuple):
+    """The segment that all requests are about."""
+
+    name: str
+    incarnation: int
+
+
+class Run(NamedTuple):
+    """Orders that are sent together."""
+
+    orders: Sequence[Order]
+    is_last: bool  # of its batch
+
+
+def merge_neighbours(items: Iterable[tuple[int, memoryview]], generation: int = 0) -> list[Order]:
+    """One request for items that follow each other in the segment: what is said and done per request takes as long as
+    moving some 100 KiB. Not without limit: a request is refused as a whole.
+    """
+    orders: list[Order] = []
+    end, nbytes, views = -1, 0, list[memoryview]()
+    for offset, view in items:
+        if offset != end or nbytes + view.nbytes > _MERGED_NBYTES or len(views) == _MERGED_ITEMS:
+            nbytes, views = 0, []
+            orders.append(Order(offset, 0, views, generation))
+        views.append(view)
+        nbytes += view.nbytes
+        end = offset + view.nbytes
+        orders[-1] = Order(end - nbytes, nbytes, views, generation)
+    return orders
+
+
+def cut_runs(orders: Sequence[Order]) -> Iterator[Run]:
+    """All of a batch, be it empty."""
+    for start in range(0, max(len(orders), 1), _RUN):
+        yield Run(orders[start : start + _RUN], start + _RUN >= len(orders))
 
 
 class Pipeline:
     """All orders of one caller, on a lane that is its own. The ids start anew, as no answer is left on the lane."""
 
-    def __init__(
-        self, sock: socket.socket, op: Op, heads: Sequence[bytes], orders: Sequence[Order], deadline: Deadline
-    ) -> None:
+    def __init__(self, sock: socket.socket, op: Op, target: Target, deadline: Deadline) -> None:
         self._sock = sock
         self._op = op
-        self._heads = heads
-        self._orders = orders
+        self._target = target
         self._deadline = deadline
-        # Large data goes past the inbox; room for it would have to be taken from the system anew each time.
-        small = [RESPONSE_NBYTES + order.nbytes for order in orders if order.nbytes < DIRECT_NBYTES]
-        self._inbox = Inbox(sock, sum(small) if op is Op.READ else 0)
-        if op is Op.READ and orders:
-            self._inbox.expect(orders[0].nbytes)
+        self._num_sent = self._num_answered = 0
+        self._nbytes_ahead = 0  # asked for and not here yet
+        self._inbox: Inbox | None = None
+        self.refusals: dict[int, MoonpoolError] = {}  # by the order's position among all
 
-    def run(self) -> MoonpoolError | None:
+    def run(self, orders: Sequence[Order]) -> MoonpoolError | None:
         """The first refusal, when every order is answered. Raises when the lane is of no more use."""
-        refusal: MoonpoolError | None = None
-        for start in range(0, len(self._orders) + _RUN, _RUN):
-            self._send(start)
-            if start:
-                found = self._receive(start - _RUN)
-                refusal = refusal or found
-        if self._inbox.nbytes:
-            raise ProtocolError("the owner sent more than was asked for")
-        return refusal
+        for _ in self.in_turn([orders], None):
+            pass
+        return next(iter(self.refusals.values()), None)
 
-    def _send(self, start: int) -> None:
-        heads = self._heads[start : start + _RUN]
-        if self._op is Op.READ:
+    def in_turn(self, batches: Iterable[Sequence[Order]], timeout_s: float | None) -> Generator[None, None, None]:
+        """Returns to the caller when every order of a batch is answered. Its successor is on its way by then, and has
+        `timeout_s` from then on. Raises when the lane is of no more use.
+        """
+        for run in self._under_way(batches):
+            self._receive(run.orders)
+            if run.is_last:
+                yield
+                if timeout_s is not None:
+                    self._deadline = Deadline(timeout_s)
+        if self._inbox is not None and self._inbox.nbytes:
+            raise ProtocolError("the owner sent more than was asked for")
+
+    def _under_way(self, batches: Iterable[Sequence[Order]]) -> Iterator[Run]:
+        """Each run when it is to be received: others behind it are on their way, or there are none."""
+        rest = (run for orders in batches for run in cut_runs(orders))
+        flying: deque[Run] = deque()
+        while sent := list(self._next_to_send(rest)):
+            flying += sent
+            while flying and not self._runs_low():
+                yield flying.popleft()
+        yield from flying
+
+    def _next_to_send(self, rest: Iterator[Run]) -> Iterator[Run]:
+        """Sends what may be on its way now: requests alone in one piece, for each message wakes the owner up."""
+        heads: list[bytes] = []
+        while self._num_sent - self._num_answered <= _RUN and self._nbytes_ahead < _AHEAD_NBYTES:
+            run = next(rest, None)
+            if run is None:
+                break
+            if self._op is Op.READ:
+                heads += self._heads_of(run.orders)
+                self._nbytes_ahead += sum([order.nbytes for order in run.orders])
+            else:
+                self._send_data(run.orders)
+            yield run
+        if heads:
             send_all(self._sock, [b"".join(heads)], self._deadline)
-            return
+
+    def _runs_low(self) -> bool:
+        """Whether the owner might be without work soon."""
+        return self._num_sent - self._num_answered <= _RUN and self._nbytes_ahead <= _AHEAD_NBYTES // 2
+
+    def _heads_of(self, orders: Sequence[Order]) -> list[bytes]:
+        first = self._num_sent + 1
+        self._num_sent += len(orders)
+        numbered = [(number, each.offset, each.nbytes, each.generation) for number, each in enumerate(orders, first)]
+        return pack_requests(self._op, *self._target, numbered)
+
+    def _send_data(self, orders: Sequence[Order]) -> None:
         parts: list[bytes | memoryview] = []
-        for head, order in zip(heads, self._orders[start : start + _RUN], strict=True):
+        for head, order in zip(self._heads_of(orders), orders, strict=True):
             parts.append(head)
             parts += order.views
         send_all(self._sock, parts, self._deadline)
 
-    def _receive(self, start: int) -> MoonpoolError | None:
-        """Takes the answers to one run; the first refusal among them."""
-        refusal: MoonpoolError | None = None
-        inbox, deadline, reading = self._inbox, self._deadline, self._op is Op.READ
-        for number, order in enumerate(self._orders[start : start + _RUN], start + 1):
+    def _receive(self, orders: Sequence[Order]) -> None:
+        """Takes the answers to one run."""
+        inbox, deadline, reading = self._inbox or self._make_inbox(orders), self._deadline, self._op is Op.READ
+        for number, order in enumerate(orders, self._num_answered + 1):
             inbox.receive(RESPONSE_NBYTES, deadline)
             head, nbytes = inbox.take(RESPONSE_NBYTES), order.nbytes if reading else 0
             if head != pack_response(number, nbytes):
-                error = self._refusal(head, number, nbytes)
-                refusal = refusal or error
+                self.refusals[number - 1] = self._refusal(inbox, number, nbytes, head)
             elif nbytes:
-                inbox.fill(order.views, RESPONSE_NBYTES if number < len(self._orders) else 0, deadline)
+                inbox.fill(order.views, RESPONSE_NBYTES if number < self._num_sent else 0, deadline)
                 inbox.expect(nbytes)
-        return refusal
+        self._num_answered += len(orders)
+        self._nbytes_ahead -= sum([order.nbytes for order in orders]) if reading else 0
 
-    def _refusal(self, head: memoryview, number: int, nbytes: int) -> MoonpoolError:
+    def _make_inbox(self, orders: Sequence[Order]) -> Inbox:
+        # Large data goes past the inbox; room for it would have to be taken from the system anew each time.
+        small = [RESPONSE_NBYTES + order.nbytes for order in orders if order.nbytes < DIRECT_NBYTES]
+        self._inbox = inbox = Inbox(self._sock, sum(small) if self._op is Op.READ else 0)
+        if self._op is Op.READ and orders:
+            inbox.expect(orders[0].nbytes)
+        return inbox
+
+    def _refusal(self, inbox: Inbox, number: int, nbytes: int, head: memoryview) -> MoonpoolError:
         """The error in an answer that is no success; ProtocolError when it is no answer to this order at all."""
         response = unpack_response(head)
         if response.status is not Status.ERROR or response.request_id not in (number, 0):
@@ -100,8 +185,8 @@ class Pipeline:
                 f"the owner answered request {response.request_id} with {response.nbytes} bytes, "
                 f"expected were {nbytes} for request {number}"
             )
-        self._inbox.receive(response.nbytes, self._deadline)
-        error = unpack_error(self._inbox.take(response.nbytes))
+        inbox.receive(response.nbytes, self._deadline)
+        error = unpack_error(inbox.take(response.nbytes))
         if response.request_id == 0:
             raise error
         return error

@@ -10,11 +10,11 @@ that they do not accept each other. Without one the port is open to whoever reac
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Generator, Iterable, Sequence
 
 from moonpool.base.address import host_port, parse_address
 from moonpool.base.clock import Deadline
-from moonpool.base.errors import ConfigError, InvalidInput, PeerLost
+from moonpool.base.errors import ConfigError, InvalidInput, MoonpoolError, PeerLost
 from moonpool.transfer.buffers import Buffer, as_bytes_views, total_nbytes
 from moonpool.transfer.descriptor import SegmentDescriptor
 from moonpool.transfer.desk import Desk, Line, Notify
@@ -23,10 +23,10 @@ from moonpool.transfer.segment import Segment
 from moonpool.transfer.transports.base import RemoteSegment, Transport, check_bounds, place_items
 from moonpool.transfer.transports.peer_errors import PeerErrors
 from moonpool.transfer.transports.tcp.ask import TcpLine
-from moonpool.transfer.transports.tcp.frames import Op, pack_requests
+from moonpool.transfer.transports.tcp.frames import Op
 from moonpool.transfer.transports.tcp.guard import Guard
 from moonpool.transfer.transports.tcp.lanes import LanePool
-from moonpool.transfer.transports.tcp.pipeline import Order, Pipeline
+from moonpool.transfer.transports.tcp.pipeline import Order, Pipeline, Target, merge_neighbours
 from moonpool.transfer.transports.tcp.server import TcpServer
 
 MAX_CONNECTIONS = 256
@@ -131,24 +131,48 @@ class TcpRemote(RemoteSegment):
         self.nbytes = descriptor.nbytes
         self._pool = pool
         self._descriptor = descriptor
+        self._target = Target(descriptor.name, descriptor.incarnation)
         self._closed = False
 
     def probe(self, timeout_s: float) -> None:
         """Raises what a read would; the last byte's address is checked, so a smaller segment is found out."""
-        self._exchange(Op.READ, [Order(self.nbytes, 0, [])], 0, timeout_s)
+        self._exchange(Op.READ, [Order(self.nbytes, 0, [])], timeout_s)
 
     def read_into(self, offset: int, buffers: Sequence[Buffer], *, timeout_s: float) -> None:
-        self._exchange(Op.READ, [self._order(offset, as_bytes_views(buffers, writable=True))], 0, timeout_s)
+        self._exchange(Op.READ, [self._order(offset, as_bytes_views(buffers, writable=True))], timeout_s)
 
     def write_from(self, offset: int, buffers: Sequence[Buffer], *, generation: int, timeout_s: float) -> None:
-        orders = [self._order(offset, as_bytes_views(buffers, writable=False))]
-        self._exchange(Op.WRITE, orders, generation, timeout_s)
+        self._exchange(Op.WRITE, [self._order(offset, as_bytes_views(buffers, writable=False), generation)], timeout_s)
 
     def read_many(self, items: Sequence[tuple[int, Buffer]], *, timeout_s: float) -> None:
-        self._exchange(Op.READ, self._orders(items, writable=True), 0, timeout_s)
+        self._exchange(Op.READ, merge_neighbours(place_items(items, self.nbytes, writable=True)), timeout_s)
 
     def write_many(self, items: Sequence[tuple[int, Buffer]], *, generation: int, timeout_s: float) -> None:
-        self._exchange(Op.WRITE, self._orders(items, writable=False), generation, timeout_s)
+        orders = merge_neighbours(place_items(items, self.nbytes, writable=False), generation)
+        self._exchange(Op.WRITE, orders, timeout_s)
+
+    def read_in_turn(
+        self, batches: Iterable[Sequence[tuple[int, Buffer]]], *, timeout_s: float
+    ) -> Generator[int, None, None]:
+        self._check_open()
+        orders = (merge_neighbours(place_items(items, self.nbytes, writable=True)) for items in batches)
+        deadline = Deadline(timeout_s)
+        with PeerErrors(self._pool, timeout_s), self._pool.lane(deadline) as sock:
+            pipeline = Pipeline(sock, Op.READ, self._target, deadline)
+            for number, _ in enumerate(pipeline.in_turn(orders, timeout_s)):
+                for refusal in pipeline.refusals.values():
+                    raise refusal  # the lane goes, for there are answers on it that nobody waits for
+                yield number
+
+    def write_each(
+        self, items: Sequence[tuple[int, Sequence[Buffer], int]], *, timeout_s: float
+    ) -> list[MoonpoolError | None]:
+        orders = [
+            self._order(offset, as_bytes_views(buffers, writable=False), generation)
+            for offset, buffers, generation in items
+        ]
+        refusals = self._carry_out(Op.WRITE, orders, timeout_s)
+        return [refusals.get(position) for position in range(len(orders))]
 
     def notify(self, message: bytes, *, timeout_s: float) -> None:
         check_message(message)
@@ -159,26 +183,26 @@ class TcpRemote(RemoteSegment):
         """The lanes stay: they belong to the transport and serve its other handles."""
         self._closed = True
 
-    def _order(self, offset: int, views: list[memoryview]) -> Order:
+    def _order(self, offset: int, views: list[memoryview], generation: int = 0) -> Order:
         nbytes = total_nbytes(views)
         check_bounds(offset, nbytes, self.nbytes)
-        return Order(offset, nbytes, views)
+        return Order(offset, nbytes, views, generation)
 
-    def _orders(self, items: Sequence[tuple[int, Buffer]], *, writable: bool) -> list[Order]:
-        return [Order(offset, view.nbytes, [view]) for offset, view in place_items(items, self.nbytes, writable)]
+    def _exchange(self, op: Op, orders: list[Order], timeout_s: float) -> None:
+        """Raises the first refusal once all are answered."""
+        for refusal in self._carry_out(op, orders, timeout_s).values():
+            raise refusal
 
-    def _exchange(self, op: Op, orders: list[Order], generation: int, timeout_s: float) -> None:
-        """Carries the orders out on one lane; raises the first refusal once all are answered."""
+    def _carry_out(self, op: Op, orders: list[Order], timeout_s: float) -> dict[int, MoonpoolError]:
+        """Carries the orders out on one lane; the refusals by position."""
         self._check_open()
         if not orders:
-            return
+            return {}
         deadline = Deadline(timeout_s)
-        numbered = ((number, order.offset, order.nbytes) for number, order in enumerate(orders, 1))
-        heads = pack_requests(op, self._descriptor.name, self._descriptor.incarnation, generation, numbered)
         with PeerErrors(self._pool, timeout_s), self._pool.lane(deadline) as sock:
-            refusal = Pipeline(sock, op, heads, orders, deadline).run()
-        if refusal is not None:
-            raise refusal
+            pipeline = Pipeline(sock, op, self._target, deadline)
+            pipeline.run(orders)
+        return pipeline.refusals
 
     def _check_open(self) -> None:
         if self._closed:
