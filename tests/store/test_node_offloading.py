@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from node_world import MIB, allocate, object_of, open_ssd, order, place, store
 
 from moonpool.base.errors import MoonpoolError, NoSpace, Unavailable
 from moonpool.store.messages import Order, OrderKind, OrderResult, Placement
+from moonpool.store.node import offloading
 from moonpool.store.node.offloading import LogHand
 from moonpool.store.node.ssd import SsdTier, offset_of
 from moonpool.store.ssd import Item, Location
@@ -71,6 +73,36 @@ def test_several_in_one_go(memory: Segment, ssd: SsdTier, hand: LogHand) -> None
         ssd.segment.read_into(result.offset, [found], timeout_s=5)
         assert found == object_of(each.key, 7, SIZES)
     assert ssd.log.stats().num_pending_tombstones == 0
+
+
+def test_checks_run_one_write_ahead(
+    memory: Segment, ssd: SsdTier, hand: LogHand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Further ahead they would keep the writing thread from Python's lock."""
+    orders = offloads(memory, 16)
+    nbytes = orders[0].nbytes
+    monkeypatch.setattr(offloading, "_FIRST_WRITE_NBYTES", nbytes)
+    monkeypatch.setattr(offloading, "_WRITE_NBYTES", 4 * nbytes)
+    num_checked = 0
+    seen: list[tuple[int, int]] = []
+    check, append_many = offloading.check_object, ssd.log.append_many
+
+    def counting(*args: Any) -> None:
+        nonlocal num_checked
+        check(*args)
+        num_checked += 1
+
+    def writing(items: Sequence[Item]) -> list[Location | MoonpoolError]:
+        written = append_many(items)
+        seen.append((len(items), num_checked))
+        return written
+
+    monkeypatch.setattr(offloading, "check_object", counting)
+    monkeypatch.setattr(ssd.log, "append_many", writing)
+    assert codes(hand.carry_out(orders)) == [None] * 16
+    assert [count for count, _ in seen] == [1, 2, 4, 4, 4, 1]
+    for (_, checked), most in zip(seen, (3, 7, 11, 15, 16, 16), strict=True):
+        assert checked <= most
 
 
 def test_done_means_durable(memory: Segment, ssd: SsdTier, hand: LogHand, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from moonpool.base.errors import InvalidInput, MoonpoolError, NotFound, Unauthorized, Unavailable
 from moonpool.store.client.cuts import scatter
+from moonpool.store.client.disk_read import DiskRead
 from moonpool.store.client.far_read import FarObject, FarRead, is_verified
 from moonpool.store.client.flight import FlightCrew
 from moonpool.store.client.headers import GENERATION, GENERATION_AT, Glance, glance
@@ -79,7 +80,8 @@ class BatchRead:
         if memory is not None:
             self._read_mapped(memory, found)
             return
-        far = FarRead(remote, self._crew, self._identity, self._tools.timeout_s)
+        way = DiskRead if remote.written_once else FarRead
+        far = way(remote, self._crew, self._identity, self._tools.timeout_s)
         for each in far.run([FarObject(*one, self._targets[one[0]]) for one in found]):
             self._got[each.position] = each.got()
         if far.failure is not None:

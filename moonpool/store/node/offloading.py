@@ -1,17 +1,18 @@
 """OFFLOAD and DROP: writes objects from this node's memory to its log, and forgets records there. In their order.
 
 All objects of a go are checked, written by large writes and made durable by one sync: what is answered as done survives
-a power failure. They are checked on another thread, ahead of those that are being written. The space of an object may
-be given to another one at any time, so the fence is asked once more when the bytes have been written.
+a power failure. Those of the next write are checked on another thread while the last ones are written, and no others:
+checksums hold Python's lock, and whoever has something to write would wait for it. The space of an object may be given
+to another one at any time, so the fence is asked once more when the bytes have been written.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import groupby, islice
+from itertools import groupby
 from typing import TypeAlias
 
 from moonpool.base.errors import Corrupt, MoonpoolError, NotFound, Unavailable
@@ -25,6 +26,7 @@ from moonpool.store.ssd.checks import check_object
 from moonpool.transfer.segment import Segment
 
 _LOG = logging.getLogger(__name__)
+_FIRST_WRITE_NBYTES = 4 * 1024 * 1024  # soon checked: the disk waits for that; the next ones are larger
 _WRITE_NBYTES = SsdConfig.batch_nbytes - 64 * 1024  # of objects: the log's framing goes with them
 
 _Looked: TypeAlias = Item | Location | MoonpoolError
@@ -61,10 +63,14 @@ class LogHand:
         return [OrderResult(order.order_id) for order in orders]
 
     def _offload(self, ssd: SsdTier, orders: Sequence[Order]) -> list[OrderResult]:
-        looked = self._checker.map(partial(self._look, ssd), orders)
         found: list[Location | MoonpoolError] = []
-        while len(found) < len(orders):
-            found += self._write(ssd, list(islice(looked, _num_together(orders[len(found) :]))))
+        look = partial(self._look, ssd)
+        batches = list(_batches(orders))
+        looked = self._checker.map(look, batches[0])
+        for following in (*batches[1:], ()):
+            checked = list(looked)
+            looked = self._checker.map(look, following)
+            found += self._write(ssd, checked)
         found = [self._look_again(ssd, order, each) for order, each in zip(orders, found, strict=True)]
         try:
             ssd.log.sync()
@@ -125,11 +131,14 @@ class LogHand:
         return OrderResult(order.order_id, offset=offset_of(found))
 
 
-def _num_together(orders: Sequence[Order]) -> int:
-    """How many of the next ones make a large write."""
-    nbytes = 0
-    for count, order in enumerate(orders):
+def _batches(orders: Sequence[Order]) -> Iterator[Sequence[Order]]:
+    """What is written by one system call each. The first ones are smaller: the disk waits for their checks."""
+    most_nbytes, start, nbytes = _FIRST_WRITE_NBYTES, 0, 0
+    for position, order in enumerate(orders):
+        if position > start and nbytes + order.nbytes > most_nbytes:
+            yield orders[start:position]
+            start, nbytes = position, 0
+            most_nbytes = min(2 * most_nbytes, _WRITE_NBYTES)
         nbytes += order.nbytes
-        if count and nbytes > _WRITE_NBYTES:
-            return count
-    return len(orders)
+    if orders:
+        yield orders[start:]
