@@ -21,12 +21,13 @@ from moonpool.base.errors import ConfigError, PeerLost
 from moonpool.base.metrics import GetMetrics
 from moonpool.base.rpc import AsyncClient
 from moonpool.store import desk
-from moonpool.store.messages import Order, OrderKind, Placement, Tier
+from moonpool.store.messages import Order, OrderKind, Placement, ReportCorrupt, Tier
 from moonpool.store.node import Node
 from moonpool.store.node import orders as orders_module
 from moonpool.store.node import ssd as ssd_module
 from moonpool.store.ssd import SsdLog
 from moonpool.transfer.segment import Segment
+from moonpool.transfer.transports.file.folder import file_name
 
 SPACE = 128 * 1024
 NEW = FLOOR + 50
@@ -63,6 +64,14 @@ def offload(node: Node, number: int, generation: int = NEW) -> Order:
     assert node.ssd is not None
     target = Placement(node.ssd.segment.name, 0, node.ssd.segment.incarnation, generation)
     return order(OrderKind.OFFLOAD, key, nbytes, place(node.segment, offset, generation), target)
+
+
+def flip(path: Path, at: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(at)
+        (byte,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
 
 
 def copy(source: Placement, nbytes: int, node: Node, key: bytes = b"key-0", at: int = 4 * MIB) -> Order:
@@ -450,6 +459,24 @@ async def test_what_is_moved_during_an_outage_is_told_after_it(world: World, mon
     known = {b"key-%d" % at: result.offset for at, result in enumerate(results)}
     known |= {key: offset for key, _, offset in world.master.relocated}
     assert all(known[each.key] == ssd_module.offset_of(each.location) for each in log.items())
+
+
+async def test_damage_that_compaction_finds_is_told_with_its_place(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ssd_module, "_COMPACT_EVERY_S", 0.02)
+    node = await world.node()
+    assert node.ssd is not None
+    results = await world.master.carry_out(*(offload(node, number) for number in range(60)))
+    bad = node.ssd.log.find(b"key-1", NEW)
+    assert bad is not None
+    flip(world.tmp_path / "n0.disk" / file_name(bad.file_number), bad.offset + 50_000)
+    node.ssd.log.remove([(b"key-%d" % number, NEW) for number in range(0, 50, 2)])
+    monkeypatch.setattr(ssd_module, "_HIGH_DEAD_PART", 0.01)
+    await world.master.until(lambda: world.master.corrupt)
+    assert results[1].offset is not None
+    assert world.master.corrupt == [ReportCorrupt(b"key-1", NEW, "n0.ssd", results[1].offset)]
+    assert b"key-1" not in {key for key, _, _ in world.master.relocated}
 
 
 async def test_a_disk_that_cannot_be_used_at_start_is_tried_again(

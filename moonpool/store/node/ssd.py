@@ -189,7 +189,8 @@ class Housekeeper:
             unwanted = [(key, generation) for (key, generation, _), keep in zip(moves, wanted, strict=True) if not keep]
             for each in some:
                 if each.new is None:
-                    await client.call(ReportCorrupt(each.key, each.generation, name), timeout_s=CALL_TIMEOUT_S)
+                    damaged = ReportCorrupt(each.key, each.generation, name, offset_of(each.old))
+                    await client.call(damaged, timeout_s=CALL_TIMEOUT_S)
             del self._untold[: len(some)]
             if unwanted:
                 await asyncio.to_thread(self._ssd.log.remove, unwanted)
