@@ -1,4 +1,6 @@
-"""`moonpool stat`: what the pool holds per tier and per segment, how its journal is, and what it has been doing."""
+"""`moonpool stat`: what the pool holds per tier and per segment, which tasks run (copies, moves, drains), how its
+journal is, and what it has been doing.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import typer
 from moonpool.base.metrics import MetricFamily
 from moonpool.base.units import format_nbytes
 from moonpool.cli.pool import MasterOption, pool
-from moonpool.store.messages import SegmentStats, StoreStats, Tier
+from moonpool.store.messages import SegmentStats, StoreStats, TaskInfo, Tier
 
 _JOURNAL = "moonpool_journal_"
 
@@ -21,12 +23,13 @@ def command(
     master: MasterOption = None,
 ) -> None:
     with pool(master) as store:
-        stats, journal = store.stats(), _journal(store.metrics())
+        stats, tasks, journal = store.stats(), store.tasks.running(), _journal(store.metrics())
     if json:
         fields: dict[str, Any] = {**msgspec.to_builtins(stats), "tiers": _tiers(stats), "journal": journal}
+        fields["tasks"] = tasks
         print(msgspec.json.encode(fields).decode())
     else:
-        print("\n".join(_in_words(stats, journal)))
+        print("\n".join(_in_words(stats, tasks, journal)))
 
 
 def _tiers(stats: StoreStats) -> dict[str, dict[str, int]]:
@@ -49,13 +52,16 @@ def _journal(families: Iterable[MetricFamily]) -> dict[str, int] | None:
     return {name.removeprefix(_JOURNAL): int(family.samples[0].value) for name, family in found.items()} or None
 
 
-def _in_words(stats: StoreStats, journal: dict[str, int] | None) -> list[str]:
+def _in_words(stats: StoreStats, tasks: Iterable[TaskInfo], journal: dict[str, int] | None) -> list[str]:
     lines = [f"{stats.num_objects} objects"]
     for name, tier in _tiers(stats).items():
         lines.append(f"{name.upper()}: {tier['num_objects']} replicas, {_room(**tier)}")
     for each in stats.segments:
         room = _room(used_nbytes=each.used_nbytes, capacity_nbytes=each.capacity_nbytes)
         lines.append(f"  {each.name}  {each.status}, {each.num_objects} replicas, {room}")
+    for task in tasks:
+        moved = f"{task.num_done} of {task.num_total} objects, {format_nbytes(task.nbytes_moved)}"
+        lines.append(f"task {task.task_id}: {task.kind} {task.segment}, {task.state}, {moved}")
     lines.append(_journal_in_words(journal))
     return lines + [f"  {name} = {count}" for name, count in sorted(stats.counters.items())]
 

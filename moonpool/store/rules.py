@@ -24,7 +24,7 @@ class PoolRules:
     step_objects: int = 512  # objects looked at in one tick, so that no tick is long
     eviction: str = "prefix"  # which policy orders the objects (policies/)
     ssd_high_watermark: float = 0.95  # of an SSD segment's bytes; older records go above it
-    offloads_in_flight: int = 64  # per node
+    offloads_in_flight: int = 128  # per node: some are written while the answers to others are on their way
     promote_after_hits: int = 2  # look-ups of an object on SSD alone before it comes back to DRAM; 0: never
     read_ahead_blocks: int = 8  # blocks behind a prefix's last one that come along
     hot_hits: int = 8  # look-ups in one window that make a key hot; 0: no replication of hot keys

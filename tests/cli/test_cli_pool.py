@@ -162,6 +162,20 @@ def test_stat(master: str) -> None:
     assert stats["segments"][0]["name"] == "n.dram"
     assert stats["tiers"]["dram"]["capacity_nbytes"] == stats["segments"][0]["capacity_nbytes"]
     assert stats["journal"]["durable"] == 1
+    assert stats["tasks"] == []
+
+
+def test_stat_tells_of_tasks(master: str) -> None:
+    with Store(master) as store:
+        store.put("nowhere to go", b"1")
+        task = store.tasks.drain("n.dram")
+        try:
+            shown = moonpool(master, "stat").stdout.decode()
+            stats = json.loads(moonpool(master, "stat", "--json").stdout)
+        finally:
+            store.tasks.cancel(task)
+    assert f"task {task}: drain n.dram, running, 0 of " in shown
+    assert [(each["task_id"], each["state"]) for each in stats["tasks"]] == [(task, "running")]
 
 
 def test_progress_is_for_terminals(master: str, tmp_path: Path) -> None:

@@ -29,6 +29,12 @@ class Claim:
     until_s: float
     owner: tuple[object, ...]
 
+    @property
+    def session(self) -> object:
+        """The process that holds it, if one does. (Generations look like sessions.)"""
+        kind, *details = self.owner
+        return details[1] if kind == "put" else details[0] if kind == "pin" else None
+
     def overlaps(self, other: Claim) -> bool:
         same = (self.segment, self.incarnation) == (other.segment, other.incarnation)
         return same and self.start < other.end and other.start < self.end

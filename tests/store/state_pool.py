@@ -192,8 +192,11 @@ class Pool:
         """What a reader reports that found wrong bytes in that replica."""
         found = self.find(key)
         assert found is not None
-        generation = next((each.generation for each in found.replicas if each.segment == segment), 0)
-        told = self.state.report_corrupt(key, generation, segment, self.now_s)
+        at = next((each for each in found.replicas if each.segment == segment), m.Placement(segment, 0, 0, 0))
+        return self.report_corrupt(key, at)
+
+    def report_corrupt(self, key: bytes, at: m.Placement) -> bool:
+        told = self.state.report_corrupt(key, at.generation, at.segment, at.offset, self.now_s)
         self.check()
         return told
 

@@ -184,9 +184,12 @@ class World(RuleBasedStateMachine):
                 assert bad or not self._is_kept(key, stored), "its memory was evicted though it was kept"
 
     def _is_unreported(self, key: bytes, stored: Stored) -> bool:
-        """A node has written it to its log, and the master has not heard of it yet."""
+        """A node has written it to its log, and the master has not heard of it yet. What was written from a replica
+        that turned out to be bad keeps nothing: nobody waits for it.
+        """
         records = {(node.name, *record) for node in self.nodes.values() for record in node.log if record[0] == key}
-        return any(record in self.unreported and record[2] in stored.generations for record in records)
+        good = [record for record in records if (f"{record[0]}.dram", record[2]) not in stored.maybe_bad]
+        return any(record in self.unreported and record[2] in stored.generations for record in good)
 
     @invariant()
     def nothing_comes_back(self) -> None:

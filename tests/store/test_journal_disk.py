@@ -86,7 +86,58 @@ def test_what_was_written_before_the_disk_was_full_is_replayed(tmp_path: Path) -
         ballast.unlink()
         journal.append(b"later")
         journal.close()
-        assert reopened(disk / "data") == [b"r" * 7001] * count + [b"later"]
+        assert reopened(disk / "data") == [b"r" * 7001] * (count + 1) + [b"later"], "what failed is written first"
+
+
+def test_what_was_not_written_is_written_when_there_is_room(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "300k") as disk:
+        ballast = disk / "ballast"
+        ballast.write_bytes(bytes(50_000))
+        journal, _ = Journal.open(disk / "data", BY_HAND)
+        count, _ = fill(journal, b"r" * 7001)
+        assert journal.has_unwritten
+        with pytest.raises(NoSpace):
+            journal.write_again()
+        ballast.unlink()
+        journal.write_again()
+        assert not journal.has_unwritten
+        journal.write_again()
+        journal.close()
+        assert reopened(disk / "data") == [b"r" * 7001] * (count + 1)
+
+
+def test_a_snapshot_replaces_what_was_not_written(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "300k") as disk:
+        ballast = disk / "ballast"
+        ballast.write_bytes(bytes(50_000))
+        journal, _ = Journal.open(disk / "data", BY_HAND)
+        fill(journal, b"r" * 7001)
+        ballast.unlink()
+        heal(journal, b"everything")
+        assert not journal.has_unwritten
+        journal.append(b"and on")
+        journal.close()
+        assert reopened(disk / "data") == [b"everything", b"and on"]
+
+
+def test_no_more_is_remembered_than_memory_should_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moonpool.store.journal.journal.MAX_UNWRITTEN_NBYTES", 20_000)
+    with small_disk(tmp_path / "disk", "300k") as disk:
+        ballast = disk / "ballast"
+        ballast.write_bytes(bytes(50_000))
+        journal, _ = Journal.open(disk / "data", BY_HAND)
+        count, _ = fill(journal, b"r" * 7001)
+        for _ in range(2):
+            with pytest.raises(NoSpace):
+                journal.append(b"s" * 7001)
+        ballast.unlink()
+        with pytest.raises(Unavailable, match="snapshot"):
+            journal.append(b"a hole would be before it")
+        heal(journal, b"everything")
+        journal.append(b"and on")
+        journal.close()
+        assert count
+        assert reopened(disk / "data") == [b"everything", b"and on"]
 
 
 def test_a_snapshot_that_does_not_fit_costs_nothing(tmp_path: Path) -> None:
@@ -193,14 +244,15 @@ def test_half_a_record_that_cannot_be_cut_off_yet_is_cut_off_later(
     monkeypatch.setattr(os, "write", half)
     monkeypatch.setattr(os, "ftruncate", broken(errno.EROFS))
     with pytest.raises(Unavailable, match="Input/output error"):
-        journal.append(b"never written whole")
+        journal.append(b"written in half")
     monkeypatch.setattr(os, "write", real)
     with pytest.raises(Unavailable, match="Read-only"):
-        journal.append(b"refused, for it would follow half a record")
+        journal.append(b"not written, for it would follow half a record")
     monkeypatch.undo()
     journal.append(b"good again")
     journal.close()
-    assert reopened(tmp_path) == [b"whole", b"good again"]
+    later = [b"written in half", b"not written, for it would follow half a record"]
+    assert reopened(tmp_path) == [b"whole", *later, b"good again"]
 
 
 def test_with_no_delay_a_record_is_on_disk_before_append_returns(
@@ -226,7 +278,7 @@ def test_the_background_syncs_by_itself(tmp_path: Path, monkeypatch: pytest.Monk
 
     journal, _ = Journal.open(tmp_path, JournalConfig(sync_s=0.01))
     monkeypatch.setattr(os, "fdatasync", sync)
-    for _ in range(3):
+    for _ in range(2):
         journal.append(b"record")
         assert synced.wait(10)
         synced.clear()

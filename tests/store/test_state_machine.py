@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule, run_state_machine_as_test
 from state_model import FOREVER, G, OpenPut, Stored, claims_on
 from state_nodes import NodeEvents
-from state_world import KEYS, nodes, picks, rarely, some_keys
+from state_world import KEYS, NODES, nodes, picks, rarely, some_keys
 
-from moonpool.base.errors import InvalidInput, NoSpace, NotFound, StaleGeneration
+from moonpool.base.errors import InvalidInput, NoSpace, NotFound, StaleGeneration, Unavailable
 from moonpool.store import messages as m
 from moonpool.store.state import snapshot
 
@@ -46,22 +46,27 @@ class PoolMachine(NodeEvents):
         nbytes = granules * G - 5
         blocked = {put.key for put in self.open if put.renewed_s + self.rules.put_discard_s > self.now_s}
         settled_up_to = self._let_go(holder) if holder and hard % 2 else 0
-        reply = self.state.put_start(
-            keys,
-            [nbytes] * len(keys),
-            options,
-            self.now_s,
-            session=holder,
-            groups=[group] * len(keys),
-            parents=[*keys[1:], b""],
-            settled_up_to=settled_up_to,
-        )
+        try:
+            reply = self.state.put_start(
+                keys,
+                [nbytes] * len(keys),
+                options,
+                self.now_s,
+                session=holder,
+                groups=[group] * len(keys),
+                parents=[*keys[1:], b""],
+                settled_up_to=settled_up_to,
+            )
+        except StaleGeneration:
+            self._begins_anew(session)
+            return
         for at, key in enumerate(keys):
             refusal = reply.refusals.get(at)
             if refusal is not None:
                 assert not reply.replicas[at]
                 stored = key in self.stored and not replace
-                assert refusal.code == NoSpace.code or stored or key in blocked or key in keys[:at], refusal
+                expected = (NoSpace.code, Unavailable.code if self._is_recounting() else NoSpace.code)
+                assert refusal.code in expected or stored or key in blocked or key in keys[:at], refusal
                 continue
             where = reply.replicas[at]
             assert len(where) == replicas if every else len(where) >= 1
@@ -69,6 +74,11 @@ class PoolMachine(NodeEvents):
             until_s = FOREVER if holder else self.now_s + self.rules.put_release_s
             self._granted(reply.generations[at], where, nbytes, until_s, ("put", reply.generations[at], holder))
             self.open.append(OpenPut(key, reply.generations[at], where, nbytes, holder, options.hard_pin, self.now_s))
+
+    def _is_recounting(self) -> bool:
+        """Whether a node's word is waited for."""
+        segments = self.state.table_of_segments.of_tier(m.Tier.DRAM)
+        return any(each.recount_above is not None for each in segments)
 
     def _let_go(self, session: int) -> int:
         """Up to which generation the process has none of its puts in its hands."""
@@ -129,7 +139,12 @@ class PoolMachine(NodeEvents):
     @rule(keys=some_keys, session=st.integers(0, 4), prefix=st.booleans())
     def lookup(self, keys: list[bytes], session: int, prefix: bool) -> None:
         holder = self.sessions[session] if session < len(self.sessions) else 0
-        for found in self.state.lookup(keys, self.now_s, prefix=prefix, session=holder):
+        try:
+            infos = self.state.lookup(keys, self.now_s, prefix=prefix, session=holder)
+        except StaleGeneration:
+            self._begins_anew(session)
+            return
+        for found in infos:
             if found is None:
                 continue
             self._leased(found.key)
@@ -175,13 +190,26 @@ class PoolMachine(NodeEvents):
     def session_ends(self, pick: int, told: bool, happens: bool) -> None:
         if not happens:
             return
-        gone = self.sessions[pick]
-        self.sessions[pick] = self.next_session
-        self.next_session += 1
-        self.claims = [claim for claim in self.claims if gone not in claim.owner]
+        gone = self._next_session(pick)
         self.open = [put for put in self.open if put.session != gone or not told]
         if told:
             self.state.sessions_gone([gone], self.now_s)
+
+    def _begins_anew(self, pick: int) -> None:
+        """The master took a living process for gone: no desk was left that knew it, and no memory that it holds."""
+        gone = self.sessions[pick]
+        held = [claim for claim in self.claims if claim.session == gone]
+        mounted = {(each.name, each.incarnation) for each in self.state.table_of_segments.all()}
+        assert not [claim for claim in held if (claim.segment, claim.incarnation) in mounted]
+        self._next_session(pick)
+        self.open = [put for put in self.open if put.session != gone]
+
+    def _next_session(self, pick: int) -> int:
+        """Another process in place of this one, which holds nothing any more."""
+        gone, self.sessions[pick] = self.sessions[pick], self.next_session
+        self.next_session += 1
+        self.claims = [claim for claim in self.claims if claim.session != gone]
+        return gone
 
     @rule(keys=some_keys, force=st.booleans())
     def remove(self, keys: list[bytes], force: bool) -> None:
@@ -200,7 +228,7 @@ class PoolMachine(NodeEvents):
             return
         bad = found.replicas[pick % len(found.replicas)]
         self.stored[key].maybe_bad.add((bad.segment, bad.generation))
-        assert self.state.report_corrupt(key, bad.generation, bad.segment, self.now_s)
+        assert self.state.report_corrupt(key, bad.generation, bad.segment, bad.offset, self.now_s)
         left = self.state.lookup([key], self.now_s, lease=False)[0]
         assert left is None or bad not in left.replicas
         assert len(found.replicas) == 1 or left is not None
@@ -233,6 +261,39 @@ LONG = settings(SHORT, max_examples=3000, stateful_step_count=120, derandomize=F
 
 def test_any_order_of_events() -> None:
     run_state_machine_as_test(PoolMachine, settings=SHORT)
+
+
+def test_a_record_made_of_a_bad_replica_keeps_nothing_before_it_is_told() -> None:
+    machine = PoolMachine()
+    machine.begin("lru")
+    machine.node_leaves("b", True)
+    machine.put([b"k0"], 1, 2, False)
+    machine.node_works("a", 0, "done")
+    (found,) = machine.state.lookup([b"k0"], machine.now_s, lease=False)
+    assert found is not None
+    machine.nothing_vanishes_without_reason()
+    machine.reader_finds_wrong_bytes(b"k0", [each.segment for each in found.replicas].index("a.dram"))
+    machine.node_leaves("c", True)
+    machine.nothing_vanishes_without_reason()
+    assert b"k0" not in machine.stored
+    machine.teardown()
+
+
+def test_a_process_that_outlives_every_node_begins_anew() -> None:
+    machine = PoolMachine()
+    machine.begin("lru")
+    (first, _) = machine.sessions
+    machine.put_start([b"k0"], 1, 1, False, 1, 0, b"", False)
+    for name in NODES:
+        machine.node_leaves(name, True)
+    machine.time_passes(1.0, False)
+    machine.node_starts("a")
+    machine.put_start([b"k1"], 1, 1, False, 1, 0, b"", False)
+    assert first not in machine.sessions
+    machine.put_start([b"k1"], 1, 1, False, 1, 0, b"", False)
+    assert [put.key for put in machine.open] == [b"k1"]
+    machine.agrees_with_itself()
+    machine.teardown()
 
 
 @pytest.mark.soak

@@ -316,17 +316,6 @@ def test_a_put_on_an_empty_pool_says_so() -> None:
     assert Pool().refused(b"k") == "no_space"
 
 
-def test_a_full_table_refuses_and_says_so() -> None:
-    pool = Pool("a", max_objects=2)
-    pool.put(b"1")
-    pool.put(b"2")
-    refusal = pool.try_start(b"3")
-    assert isinstance(refusal, m.Refusal)
-    assert "max_objects" in refusal.message
-    assert pool.remove(b"1")
-    pool.put(b"3")
-
-
 @pytest.mark.parametrize(
     "wrong",
     [

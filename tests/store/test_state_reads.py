@@ -130,8 +130,8 @@ def test_a_late_report_does_not_hurt_the_next_object() -> None:
     pool = Pool("a")
     old = pool.put(b"k")
     pool.put(b"k", replace=True)
-    assert not pool.state.report_corrupt(b"k", old.generation, "a.dram", 0.0)
-    assert not pool.state.report_corrupt(b"?", old.generation, "a.dram", 0.0)
+    assert not pool.report_corrupt(b"k", old.replicas[0])
+    assert not pool.report_corrupt(b"?", old.replicas[0])
     assert pool.has(b"k")
 
 

@@ -50,16 +50,39 @@ def test_nothing_is_placed_before_the_node_has_answered() -> None:
     pool = filled()
     last = pool.put(b"k").generation
     pool.crash()
-    assert pool.refused(b"new") == "no_space"
+    refusal = pool.try_start(b"new")
+    assert isinstance(refusal, m.Refusal)
+    assert (refusal.code, refusal.message[:26]) == ("unavailable", "nodes are being recounted ")
+    assert pool.refused(b"large", 31) == "no_space", "waiting would not help"
     assert pool.has(b"k"), "but everything can be read"
     reply = pool.beat()["a.dram"]
     assert (reply.known, reply.epoch, reply.recount_above) == (True, 2, last)
-    assert pool.refused(b"new") == "no_space"
+    assert pool.refused(b"new") == "unavailable"
     pool.recount("a.dram")
     assert pool.beat()["a.dram"].recount_above is None
     pool.put(b"new")
     pool.recount("a.dram", spans=[(0, 30 * G)])  # said twice
     assert pool.has(b"k", b"new")
+
+
+def test_a_put_waits_for_the_node_that_has_not_answered_yet() -> None:
+    pool = Pool("a", "b", granules=3)
+    for key in SIZES:
+        pool.put(key)
+    pool.crash()
+    pool.answer_recounts("a")
+    assert pool.refused(b"new") == "unavailable", "what is on a is leased, but b may have room"
+    assert pool.refused(b"new", num_replicas=2, all_replicas=True) == "unavailable"
+    pool.answer_recounts("b")
+    assert pool.refused(b"new") == "no_space"
+
+
+def test_a_node_that_never_answers_is_not_waited_for_any_more() -> None:
+    pool = Pool("a", segment_ttl_s=10)
+    pool.crash()
+    assert pool.refused(b"new") == "unavailable"
+    pool.tick(10)
+    assert pool.refused(b"new") == "no_space"
 
 
 def test_everything_is_leased_anew() -> None:

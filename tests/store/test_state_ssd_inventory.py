@@ -150,6 +150,26 @@ def test_memory_that_ends_alone_asks_its_ssd() -> None:
     assert pool.places(b"unreported") == ["a.ssd"]
 
 
+def test_a_record_that_only_the_journal_knows_is_lost() -> None:
+    """The master lost power, and with it the memory of having had the record dropped."""
+    pool = Pool("a", ssd_granules=100)
+    items = on_ssd_alone(pool, b"1", b"2", b"3")
+    pool.put(b"in both tiers")
+    items |= offload(pool)
+    pool.restart()
+    assert pool.has(b"1", b"2", b"3"), "objects can be read at once"
+    assert pool.inventory("a", [items[b"1"]], last=False) == [True]
+    assert pool.has(b"2"), "it may be named yet"
+    assert pool.inventory("a", [items[b"3"]]) == [True]
+    assert pool.has(b"1", b"3")
+    assert not pool.has(b"2")
+    assert "not there any more when its node" in pool.why(b"2")
+    pool.tick()
+    assert pool.places(b"in both tiers") == ["a.dram"]
+    assert [order.kind for order in pool.carry_out("a")] == [m.OrderKind.OFFLOAD], "it is written once more"
+    assert pool.places(b"in both tiers") == ["a.dram", "a.ssd"]
+
+
 def test_a_replica_elsewhere_makes_nobody_wait() -> None:
     pool = Pool("a", ssd_granules=100)
     pool.mount("b")

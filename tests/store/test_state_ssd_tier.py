@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from state_pool import G, Pool, offload, on_ssd_alone
 
-from moonpool.base.errors import Corrupt, NoSpace, Overloaded, StaleGeneration
+from moonpool.base.errors import Corrupt, NoSpace, Overloaded, StaleGeneration, Unavailable
 from moonpool.store import messages as m
 
 # down
@@ -276,8 +276,82 @@ def test_a_corrupt_record_is_quarantined() -> None:
     offload(pool)
     assert pool.corrupt(b"k", "a.ssd")
     assert pool.places(b"k") == ["a.dram"]
-    assert [order.kind for order in pool.orders("a")] == [m.OrderKind.DROP]
-    offload(pool)
     on_ssd_alone(pool, b"other")
     assert pool.corrupt(b"other", "a.ssd")
     assert "wrong bytes" in pool.why(b"other")
+
+
+def test_what_was_bad_on_disk_is_written_once_more_when_it_was_dropped() -> None:
+    """Not before: the log has one record of a generation, and an inventory could not tell them apart."""
+    pool = Pool("a", ssd_granules=100)
+    pool.put(b"k")
+    offload(pool)
+    assert pool.corrupt(b"k", "a.ssd")
+    (drop,) = pool.orders("a")
+    assert drop.kind is m.OrderKind.DROP
+    pool.answer(drop)
+    (again,) = pool.orders("a")
+    assert again.kind is m.OrderKind.OFFLOAD
+    pool.answer(again)
+    assert pool.places(b"k") == ["a.dram", "a.ssd"]
+
+
+def test_a_bad_record_that_could_not_be_dropped_is_not_written_once_more() -> None:
+    pool = Pool("a", ssd_granules=100)
+    pool.put(b"k")
+    offload(pool)
+    assert pool.corrupt(b"k", "a.ssd")
+    (drop,) = pool.orders("a")
+    pool.answer(drop, Unavailable("the disk is not in use"))
+    assert pool.orders("a") == []
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_what_was_removed_before_its_bad_record_was_dropped_is_not_written_once_more(replaced: bool) -> None:
+    pool = Pool("a", ssd_granules=100)
+    pool.put(b"k")
+    offload(pool)
+    assert pool.corrupt(b"k", "a.ssd")
+    (drop,) = pool.orders("a")
+    pool.remove(b"k")
+    if replaced:
+        pool.put(b"k")
+    before = pool.orders("a")
+    pool.answer(drop)
+    assert [order for order in before if order is not drop] == pool.orders("a")
+
+
+def test_a_record_that_made_way_on_disk_is_not_written_once_more() -> None:
+    pool = Pool("a", granules=20, ssd_granules=4, ssd_high_watermark=0.5)
+    for number in range(4):
+        pool.put(b"%d" % number)
+    offload(pool)
+    pool.tick()
+    assert {order.kind for order in pool.carry_out("a")} == {m.OrderKind.DROP}
+
+
+@pytest.mark.parametrize("found_by_reader", [False, True])
+def test_another_replica_is_offloaded_when_one_turns_out_to_be_bad(found_by_reader: bool) -> None:
+    pool = Pool("a", "b", ssd_granules=100)
+    pool.put(b"k", num_replicas=2)
+    (order,) = [*pool.orders("a"), *pool.orders("b")]
+    if found_by_reader:
+        assert pool.corrupt(b"k", order.source.segment)
+        pool.answer(order, StaleGeneration("its space has been given away"))
+    else:
+        pool.answer(order, Corrupt("wrong bytes"))
+    assert len(pool.places(b"k")) == 1
+    pool.carry_out("a", "b")
+    assert len(pool.places(b"k")) == 2
+
+
+def test_a_late_report_does_not_hurt_a_record_that_compaction_moved() -> None:
+    pool = Pool("a", ssd_granules=100)
+    item = on_ssd_alone(pool, b"k")[b"k"]
+    found = pool.find(b"k")
+    assert found is not None
+    (old,) = found.replicas
+    assert pool.state.members.relocated("a.ssd", 1, [(b"k", item.generation, 9 * G)]) == [True]
+    assert not pool.report_corrupt(b"k", old)
+    assert pool.places(b"k") == ["a.ssd"]
+    assert pool.corrupt(b"k", "a.ssd"), "who reads it where it lies now is believed"

@@ -22,8 +22,27 @@ def test_a_copy_goes_to_one_target_after_the_other() -> None:
     pool.carry_out("b")
     assert (info(pool, task).state, info(pool, task).num_done, info(pool, task).num_total) == ("running", 1, 2)
     pool.carry_out("c")
-    assert info(pool, task) == m.TaskInfo(task, "copy", "done", "", 2, 2, 4 * 4096)
+    assert info(pool, task) == m.TaskInfo(task, "copy", "done", "", 2, 2, 4 * 4096, "b.dram, c.dram")
     assert pool.places(b"k") == ["a.dram", "b.dram", "c.dram"]
+
+
+def test_tasks_are_listed() -> None:
+    pool = Pool("a", "b", "c")
+    assert pool.state.tasks() == []
+    for key in (b"1", b"2", b"3"):
+        pool.put(key, preferred=("a.dram",))
+    done = pool.state.copy(b"1", ["b.dram"], 0.0)
+    pool.carry_out("b")
+    copy = pool.state.copy(b"2", ["b.dram", "c.dram"], 0.0)
+    move = pool.state.move(b"3", "a.dram", "c.dram", 0.0)
+    drain = pool.state.drain("a.dram", 0.0)
+    assert pool.state.tasks() == [info(pool, task) for task in (copy, move, drain)]
+    assert [(task.kind, task.state, task.segment) for task in pool.state.tasks()] == [
+        ("copy", "running", "b.dram, c.dram"),
+        ("move", "running", "c.dram"),
+        ("drain", "running", "a.dram"),
+    ]
+    assert [task.task_id for task in pool.state.tasks(finished=True)] == [done, copy, move, drain]
 
 
 @pytest.mark.parametrize("targets", [(), ("a.dram",), ("?",), ("b.ssd",), ("b.dram", "b.dram")])

@@ -42,6 +42,14 @@ class PoolTasks:
         """None for a number that was never given, or was finished long ago."""
         return self._line.ask(m.QueryTask(task_id=task_id))
 
+    def running(self) -> list[TaskInfo]:
+        """The oldest first."""
+        return self._line.ask(m.ListTasks())
+
+    def all(self) -> list[TaskInfo]:
+        """Those that run and those that ended lately, whoever asked for them."""
+        return self._line.ask(m.ListTasks(finished=True))
+
     def cancel(self, task_id: int) -> bool:
         """False when it was not running any more."""
         return self._line.ask(m.CancelTask(task_id=task_id))

@@ -8,18 +8,18 @@ caller's thread computes the checksums of what goes next.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import google_crc32c
 import numpy as np
 
-from moonpool.base.errors import MoonpoolError, NotFound, StaleGeneration, Unauthorized, Unavailable
+from moonpool.base.errors import MoonpoolError, Unauthorized, Unavailable
 from moonpool.base.object_header import ObjectKind
 from moonpool.store.client.cuts import gather
 from moonpool.store.client.flight import BUNDLE_ITEMS, BUNDLE_NBYTES, Flight, FlightCrew, Landed
 from moonpool.store.client.headers import pack_header, padded_nbytes
 from moonpool.store.client.put_calls import Granted, PutCalls
-from moonpool.store.client.put_request import Put, bundle
+from moonpool.store.client.put_request import MAX_BATCH_NBYTES, Put, bundle
 from moonpool.store.client.put_session import REPLICA_ERRORS, PutTools
 from moonpool.store.messages import Placement
 from moonpool.transfer.buffers import as_bytes_view
@@ -27,6 +27,9 @@ from moonpool.transfer.transports.base import RemoteSegment
 from moonpool.transfer.transports.mapped import MappedRemote, MappedWriter
 
 OPAQUE_PIECE_NBYTES = 1024 * 1024
+_FIRST_FAR_NBYTES = 1024 * 1024  # of the first bundle for a network, which should not wait for a large one
+_NEAR_NBYTES = 16 * 1024 * 1024
+_STEP_NBYTES = 256 * 1024  # checksummed before it is looked whether the master has answered
 _OPAQUE, _BYTE = ObjectKind.OPAQUE, np.uint8  # looking them up takes longer than what is done with them
 _extend, _bytes_of = google_crc32c.extend, np.frombuffer
 
@@ -50,39 +53,87 @@ class PutBatches:
             data_nbytes = parts[0].nbytes if len(parts) == 1 else sum([part.nbytes for part in parts])
             sizes.append(padded_nbytes(len(put.key), len(parts)) + data_nbytes)
         wanted = [position for position, error in enumerate(outcomes) if error is None]
-        for positions in bundle(puts, sizes, wanted):
-            chosen = [puts[position] for position in positions]
-            part = [pieces[position] for position in positions]
-            done = self._put_bundle(chosen, part, [sizes[position] for position in positions])
-            for position, outcome in zip(positions, done, strict=True):
+        bundles = [
+            _Bundle(
+                positions,
+                [puts[position] for position in positions],
+                [pieces[position] for position in positions],
+                [sizes[position] for position in positions],
+            )
+            for positions in bundle(puts, sizes, wanted, self._max_nbytes())
+        ]
+        for each, following in zip(bundles, [*bundles[1:], None], strict=True):
+            done = self._put_bundle(each, None if following is None else following.checksums.take_some)
+            for position, outcome in zip(each.positions, done, strict=True):
                 outcomes[position] = outcome
         return outcomes
 
-    def _put_bundle(
-        self, puts: Sequence[Put], pieces: Sequence[list[memoryview]], sizes: Sequence[int]
-    ) -> list[MoonpoolError | None]:
+    def _max_nbytes(self) -> int:
+        """What is copied to this machine's memory goes in smaller bundles: one is worked on while the master is told
+        of another. Sockets are kept busy by larger ones.
+        """
+        return _NEAR_NBYTES if self._tools.holder.session() else MAX_BATCH_NBYTES
+
+    def _put_bundle(self, bundle: _Bundle, meanwhile: Callable[[], bool] | None) -> list[MoonpoolError | None]:
+        puts = bundle.puts
         try:
-            granted = self._calls.start(puts, sizes)
+            granted = self._calls.start(puts, bundle.sizes, bundle.checksums.take_some)
         except MoonpoolError as error:
             return [error] * len(puts)
-        writing = _Writing(granted, self._tools, self._calls)
+        writing = _Writing(granted, bundle.checksums, self._tools, self._calls)
         try:
             with Flight[_FarBundle](self._crew) as flight:
-                writing.write(puts, pieces, flight)
+                writing.write(puts, bundle.pieces, flight)
         except BaseException:
             granted.unsettled.update(range(len(puts)))  # whatever it was, it may have left something on its way
             self._calls.revoke(granted, range(len(puts)))
             raise
-        self._calls.end(granted)
+        self._calls.end(granted, meanwhile)
         return granted.errors
+
+
+class _Bundle:
+    """Puts that are begun and ended together."""
+
+    def __init__(self, positions: list[int], puts: list[Put], pieces: list[list[memoryview]], sizes: list[int]) -> None:
+        self.positions, self.puts, self.pieces, self.sizes = positions, puts, pieces, sizes
+        self.checksums = _Checksums(pieces)
+
+
+class _Checksums:
+    """Of the pieces of one bundle, by position: the first ones in the time that the master takes for its answers."""
+
+    def __init__(self, pieces: Sequence[list[memoryview]]) -> None:
+        self._pieces = pieces
+        self._known: list[list[int]] = []
+
+    def take_some(self) -> bool:
+        """A few more. True when there is more to do."""
+        nbytes = 0
+        while len(self._known) < len(self._pieces):
+            parts = self._pieces[len(self._known)]
+            nbytes += sum([part.nbytes for part in parts])
+            self._known.append(_checksums(parts))
+            if nbytes >= _STEP_NBYTES:
+                return True
+        return False
+
+    def of(self, position: int) -> list[int]:
+        known = self._known
+        return known[position] if position < len(known) else _checksums(self._pieces[position])
+
+
+def _checksums(parts: list[memoryview]) -> list[int]:
+    return [_extend(0, _bytes_of(part, _BYTE)) for part in parts]
 
 
 class _Writing:
     """The bytes of one bundle on their way."""
 
-    def __init__(self, granted: Granted, tools: PutTools, calls: PutCalls) -> None:
-        self._granted, self._tools, self._calls = granted, tools, calls
+    def __init__(self, granted: Granted, checksums: _Checksums, tools: PutTools, calls: PutCalls) -> None:
+        self._granted, self._checksums, self._tools, self._calls = granted, checksums, tools, calls
         self._far: dict[str, _FarBundle] = {}  # by segment: what is not under way yet
+        self._far_nbytes = _FIRST_FAR_NBYTES
         self._remotes: dict[str, RemoteSegment | MappedWriter | MoonpoolError] = {}
         self._renew_at_s = tools.clock.now_s() + tools.renew_after_s
 
@@ -93,12 +144,11 @@ class _Writing:
         for position in self._granted.open():
             put, parts = puts[position], pieces[position]
             sizes = [part.nbytes for part in parts]
-            checksums = [_extend(0, _bytes_of(part, _BYTE)) for part in parts]
             header = pack_header(
                 put.key,
                 generations[position],
                 sizes,
-                checksums,
+                self._checksums.of(position),
                 kind=put.kind,
                 identity=put.identity,
                 valid_tokens=put.valid_tokens,
@@ -129,7 +179,8 @@ class _Writing:
         else:
             far = self._far.get(placement.segment)
             if far is None:
-                far = self._far[placement.segment] = _FarBundle(remote, self._tools.timeout_s)
+                far = self._far[placement.segment] = _FarBundle(remote, self._tools.timeout_s, self._far_nbytes)
+                self._far_nbytes = min(2 * self._far_nbytes, BUNDLE_NBYTES)
             if far.add(position, placement, views):
                 del self._far[placement.segment]
                 self._take(flight.add(far.write, far))
@@ -180,10 +231,10 @@ class _Writing:
 
 
 class _FarBundle:
-    """Replicas in one segment that is not mapped here, written one after the other by a thread of the crew."""
+    """Replicas in one segment that is not mapped here, written in one go by a thread of the crew."""
 
-    def __init__(self, remote: RemoteSegment, timeout_s: float) -> None:
-        self._remote, self._timeout_s = remote, timeout_s
+    def __init__(self, remote: RemoteSegment, timeout_s: float, full_nbytes: int) -> None:
+        self._remote, self._timeout_s, self._full_nbytes = remote, timeout_s, full_nbytes
         self._replicas: list[tuple[int, Placement, list[memoryview]]] = []
         self._nbytes = 0
         self._errors: list[MoonpoolError | None] = []
@@ -192,18 +243,12 @@ class _FarBundle:
         """True when it is large enough to go."""
         self._replicas.append((position, placement, views))
         self._nbytes += sum([view.nbytes for view in views])
-        return self._nbytes >= BUNDLE_NBYTES or len(self._replicas) >= BUNDLE_ITEMS
+        return self._nbytes >= self._full_nbytes or len(self._replicas) >= BUNDLE_ITEMS
 
     def write(self) -> None:
         """Raises when the owner is out of reach; what is wrong with one replica is noted."""
-        for _, placement, views in self._replicas:
-            try:
-                self._remote.write_from(
-                    placement.offset, views, generation=placement.generation, timeout_s=self._timeout_s
-                )
-                self._errors.append(None)
-            except (NotFound, StaleGeneration, Unauthorized) as error:
-                self._errors.append(error)
+        items = [(placement.offset, views, placement.generation) for _, placement, views in self._replicas]
+        self._errors = self._remote.write_each(items, timeout_s=self._timeout_s)
 
     def outcomes(self, lost: MoonpoolError | None) -> Iterator[tuple[int, Placement, MoonpoolError | None]]:
         """What became of each; `lost` is what ended the bundle early, if anything did."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from moonpool.base.errors import AlreadyExists, MoonpoolError, NotFound, StaleGeneration, Unavailable, from_wire
 from moonpool.store import messages as m
@@ -19,18 +19,15 @@ from moonpool.store.messages import Placement
 class Granted:
     """A bundle of puts that was begun, by position: space, or in `errors` the reason why there is none."""
 
-    def __init__(
-        self,
-        keys: list[bytes],
-        session: int,
-        reply: m.PutReply,
-        errors: list[MoonpoolError | None],
-        repeated: bool = False,
-    ) -> None:
+    def __init__(self, keys: list[bytes], session: int, reply: m.PutReply, repeated: bool = False) -> None:
         self.keys, self.session = keys, session
         self.repeated = repeated  # the call was said twice: what the first one was granted is not known
+        self.can_wait = False  # something was refused for the time being
         self.generations, self.replicas = reply.generations, reply.replicas
-        self.errors = errors
+        self.errors: list[MoonpoolError | None] = [None] * len(keys)
+        for position, refusal in reply.refusals.items():
+            error = self.errors[position] = from_wire(refusal.code, refusal.message)
+            self.can_wait = self.can_wait or isinstance(error, Unavailable)
         self.failed: dict[int, tuple[str, ...]] = {}  # segments whose replicas could not be written
         self.unsettled: set[int] = set()  # bytes may still be on their way to the other side
 
@@ -54,9 +51,25 @@ class PutCalls:
         self._line, self._directory, self._holder, self._counters = line, directory, holder, counters
         self._grants = Grants()
 
-    def start(self, wishes: Sequence[W], sizes: Sequence[int]) -> Granted:
-        """Space for wishes that have their options in common."""
-        granted = self._start(wishes, sizes)
+    def start(self, wishes: Sequence[W], sizes: Sequence[int], meanwhile: Callable[[], bool] | None = None) -> Granted:
+        """Space for wishes that have their options in common. A master that is back and still waits for its nodes' word
+        is asked until it has it, as one that is away is. `meanwhile` may be done while it is asked, or not at all.
+        """
+        granted = self._start_known(wishes, sizes, meanwhile)
+        if granted.can_wait:
+            for _ in self._line.patience():
+                self.revoke(granted, granted.open())  # all of them once more: a bundle lies together
+                granted = self._start_known(wishes, sizes)
+                if not granted.can_wait:
+                    break
+        self._counters.add_refusals(error for error in granted.errors if error is not None)
+        return granted
+
+    def _start_known(
+        self, wishes: Sequence[W], sizes: Sequence[int], meanwhile: Callable[[], bool] | None = None
+    ) -> Granted:
+        """With a session where one is needed, and nothing left over from an answer that was lost."""
+        granted = self._start(wishes, sizes, meanwhile)
         if not granted.session and self._may_write_in_place(granted):
             self.revoke(granted, granted.open())  # the first node of this machine has come; once more, with a session
             granted = self._start(wishes, sizes)
@@ -65,7 +78,6 @@ class PutCalls:
             granted = self._start(wishes, sizes)
         if granted.repeated:
             self._doubt(granted.keys, granted.errors)
-        self._counters.add_refusals(error for error in granted.errors if error is not None)
         return granted
 
     def _may_write_in_place(self, granted: Granted) -> bool:
@@ -75,35 +87,34 @@ class PutCalls:
                 self._directory.info(place)  # which looks again, if the segment is new
         return self._holder.session() != 0
 
-    def _start(self, wishes: Sequence[W], sizes: Sequence[int]) -> Granted:
+    def _start(self, wishes: Sequence[W], sizes: Sequence[int], meanwhile: Callable[[], bool] | None = None) -> Granted:
         session = self._holder.session()
         try:
-            return self._start_for(session, wishes, sizes)
+            return self._start_for(session, wishes, sizes, meanwhile)
         except StaleGeneration:  # the master has given the session up; this process goes on with another
             self._holder.renew(session)
             return self._start_for(self._holder.session(), wishes, sizes)
 
-    def _start_for(self, session: int, wishes: Sequence[W], sizes: Sequence[int]) -> Granted:
+    def _start_for(
+        self, session: int, wishes: Sequence[W], sizes: Sequence[int], meanwhile: Callable[[], bool] | None = None
+    ) -> Granted:
         local = self._directory.local_segment()
         began_at, settled_up_to = self._grants.ask()
         repeated = True
         try:
             call = put_start(wishes, sizes, session, local, settled_up_to)
-            reply, repeated = self._line.ask_noting_repeats(call)
+            reply, repeated = self._line.ask_noting_repeats(call, meanwhile)
             self._grants.take_up(reply.generations, reply.last_generation)
         finally:
             self._grants.end_ask(began_at)
             if repeated:
                 self._grants.doubt()
-        errors: list[MoonpoolError | None] = [None] * len(call.keys)
-        for position, refusal in reply.refusals.items():
-            errors[position] = from_wire(refusal.code, refusal.message)
-        return Granted(call.keys, session, reply, errors, repeated)
+        return Granted(call.keys, session, reply, repeated)
 
-    def end(self, granted: Granted) -> None:
+    def end(self, granted: Granted, meanwhile: Callable[[], bool] | None = None) -> None:
         """Makes visible what was written and gives the rest back; `errors` then says what became of each.
 
-        When the master cannot be asked, whether they are visible is not known.
+        When the master cannot be asked, whether they are visible is not known. `meanwhile` as in start().
         """
         self.revoke(granted, [position for position in granted.failed if granted.errors[position] is not None])
         written = granted.open()
@@ -111,20 +122,24 @@ class PutCalls:
         generations = [granted.generations[position] for position in written]
         failed = {index: granted.failed[p] for index, p in enumerate(written) if p in granted.failed}
         try:
-            refused = self.finish(keys, generations, failed)
+            refused = self.finish(keys, generations, failed, meanwhile)
         except MoonpoolError as lost:
             refused = dict.fromkeys(range(len(written)), lost)
         for index, error in refused.items():
             granted.errors[written[index]] = error
 
     def finish(
-        self, keys: list[bytes], generations: list[int], failed: dict[int, tuple[str, ...]]
+        self,
+        keys: list[bytes],
+        generations: list[int],
+        failed: dict[int, tuple[str, ...]],
+        meanwhile: Callable[[], bool] | None = None,
     ) -> dict[int, MoonpoolError]:
         """Makes the objects visible; by position why not."""
         if not keys:
             return {}
         try:
-            refusals = self._line.ask(m.PutEnd(keys=keys, generations=generations, failed=failed))
+            refusals = self._line.ask(m.PutEnd(keys=keys, generations=generations, failed=failed), meanwhile)
         finally:
             self._grants.let_go(generations)
         errors = {position: from_wire(refusal.code, refusal.message) for position, refusal in refusals.items()}

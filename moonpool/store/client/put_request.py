@@ -51,7 +51,9 @@ class PutRequest(PutWish, frozen=True):
 W = TypeVar("W", Put, PutRequest)
 
 
-def bundle(wishes: Sequence[W], sizes: Sequence[int], positions: Sequence[int]) -> Iterator[list[int]]:
+def bundle(
+    wishes: Sequence[W], sizes: Sequence[int], positions: Sequence[int], max_nbytes: int = MAX_BATCH_NBYTES
+) -> Iterator[list[int]]:
     """The positions in bundles whose wishes have their options and identity in common, none too large."""
     alike: dict[tuple[PutOptions, bytes], list[int]] = {}
     last: W | None = None
@@ -62,14 +64,14 @@ def bundle(wishes: Sequence[W], sizes: Sequence[int], positions: Sequence[int]) 
             last, members = wish, alike.setdefault((wish.options, wish.identity), [])
         members.append(position)
     for members in alike.values():
-        yield from _cut_bundle(members, sizes)
+        yield from _cut_bundle(members, sizes, max_nbytes)
 
 
-def _cut_bundle(members: list[int], sizes: Sequence[int]) -> Iterator[list[int]]:
+def _cut_bundle(members: list[int], sizes: Sequence[int], max_nbytes: int) -> Iterator[list[int]]:
     taken: list[int] = []
     nbytes = 0
     for position in members:
-        if taken and (len(taken) == MAX_BATCH_OBJECTS or nbytes + sizes[position] > MAX_BATCH_NBYTES):
+        if taken and (len(taken) == MAX_BATCH_OBJECTS or nbytes + sizes[position] > max_nbytes):
             yield taken
             taken, nbytes = [], 0
         taken.append(position)

@@ -160,5 +160,6 @@ class Reads:
 
 
 def report_corrupt(line: MasterLine, info: ObjectInfo, place: Placement) -> bool:
-    """False when the object has no such replica any more: the reader was late."""
-    return line.ask(m.ReportCorrupt(key=info.key, generation=place.generation, segment=place.segment))
+    """False when the object has no such replica there any more: the reader was late."""
+    call = m.ReportCorrupt(key=info.key, generation=place.generation, segment=place.segment, offset=place.offset)
+    return line.ask(call)

@@ -7,7 +7,8 @@ Every call ends within its deadline, close() included: it wakes whoever waits.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import TypeVar
 
 from moonpool.base.clock import Deadline
@@ -40,23 +41,40 @@ class MasterLine:
         self._retry_s = timeout_s if retry_s is None else min(retry_s, timeout_s)
         self._closed = threading.Event()
 
-    def ask(self, call: Call[R]) -> R:
-        """For calls that may be said twice. PeerLost or DeadlineExceeded when there is no answer in time."""
+    def ask(self, call: Call[R], meanwhile: Callable[[], bool] | None = None) -> R:
+        """For calls that may be said twice. PeerLost or DeadlineExceeded when there is no answer in time.
+
+        `meanwhile` as in BlockingClient.call.
+        """
         try:
-            return self._rpc.call(call, timeout_s=self._timeout_s)
+            return self._rpc.call(call, timeout_s=self._timeout_s, meanwhile=meanwhile)
         except PeerLost:
             return self._ask_again(call)
 
-    def ask_noting_repeats(self, call: Call[R]) -> tuple[R, bool]:
-        """The answer, and whether the call was said before without one: then it may have been done twice."""
+    def ask_noting_repeats(self, call: Call[R], meanwhile: Callable[[], bool] | None = None) -> tuple[R, bool]:
+        """The answer, and whether the call was said before without one: then it may have been done twice.
+
+        `meanwhile` as in BlockingClient.call.
+        """
         try:
-            return self.ask_once(call), False
+            return self._rpc.call(call, timeout_s=self._timeout_s, meanwhile=meanwhile), False
         except PeerLost:
             return self._ask_again(call), True
 
     def ask_once(self, call: Call[R]) -> R:
         """For calls that must not be repeated, or are not worth it."""
         return self._rpc.call(call, timeout_s=self._timeout_s)
+
+    def patience(self) -> Iterator[None]:
+        """Waits, again and again, before what the master has refused for the time being is tried once more. Ends when
+        `retry_s` have passed, or with close().
+        """
+        patience = Deadline(self._retry_s)
+        for pause_s in islice(pauses(), 1, None):
+            self._closed.wait(min(pause_s, patience.remaining_s()))
+            if self._closed.is_set() or patience.expired():
+                return
+            yield
 
     def close(self) -> None:
         """Idempotent. Calls that wait end with PeerLost."""

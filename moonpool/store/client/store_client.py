@@ -28,7 +28,7 @@ from moonpool.store.client.reads import Reads, report_corrupt
 from moonpool.store.client.recovery import read_ranges
 from moonpool.store.client.retry import MasterLine
 from moonpool.store.client.views import ObjectView
-from moonpool.store.messages import ListedObject, ObjectInfo, PutOptions, StoreStats
+from moonpool.store.messages import ListedObject, ObjectInfo, PutOptions, StoreStats, TaskInfo
 from moonpool.transfer.buffers import Buffer, as_bytes_view
 from moonpool.transfer.engine import TransferEngine
 
@@ -158,6 +158,10 @@ class StoreClient:
 
     def stats(self) -> StoreStats:
         return self._line.ask(m.Stats())
+
+    def list_tasks(self, finished: bool = False) -> list[TaskInfo]:
+        """Copies, moves and drains that are running; with `finished` also those that ended lately."""
+        return self._line.ask(m.ListTasks(finished=finished))
 
     # putting
 

@@ -3,11 +3,13 @@
 It knows nothing of what the records mean, only that replaying them in order, over a snapshot taken meanwhile, gives
 the state back. A record is in the page cache when `append` returns, so the master's death loses nothing; it is on
 disk within `sync_s`, so the machine's death loses no more than that. Errors of the disk never end the journal: it
-says so (`health`), goes on when the disk does, and is made whole by the next snapshot (`should_snapshot`).
+says so (`health`), writes what it could not when the disk lets it, and is made whole by the next snapshot
+(`should_snapshot`). No record is ever behind a gap of its file: replaying that would be a guess.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Iterator, Sequence
@@ -26,6 +28,7 @@ from moonpool.store.journal.recovery import Recovered, put_right, recover
 from moonpool.store.journal.snapshot import SnapshotWriter
 
 _LOG = logging.getLogger(__name__)
+MAX_UNWRITTEN_NBYTES = 1024 * 1024  # of records that the disk did not take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +83,8 @@ class Journal:
         self._names_changed = True
         self._lost_at: int | None = None  # the journal in use when a record or a sync failed
         self._error: str | None = None
+        self._unwritten = b""  # to be written before anything else
+        self._has_gap = False  # there were too many of them
         self._snapshot: SnapshotWriter | None = None
         self._snapshot_failed_s: float | None = None
         self._closed = False
@@ -125,6 +130,8 @@ class Journal:
         self._stopping.set()
         self._dirty.set()
         self._thread.join()
+        with contextlib.suppress(MoonpoolError):
+            self.write_again()
         self._sync_quietly()
         self._closed = True
         for file in (*self._retired, self._file):
@@ -136,21 +143,42 @@ class Journal:
     def append(self, records: bytes | Sequence[bytes]) -> None:
         """Records are in the page cache, in one write, when this returns; with `sync_s` 0, on disk.
 
-        NoSpace or Unavailable when the disk does not take them: then none of them is in the journal, `health` says so
-        until a snapshot has made up for it, and the next append tries anew. InvalidInput as in `pack_records`.
+        NoSpace or Unavailable when the disk does not take them: then none of them is in the journal yet, `health` says
+        so until a snapshot has made up for it, and the next append writes them first. InvalidInput as in
+        `pack_records`.
         """
-        data = pack_records(records)
+        self._append(pack_records(records))
+
+    @property
+    def has_unwritten(self) -> bool:
+        """Whether write_again() has anything to do."""
+        return bool(self._unwritten)
+
+    def write_again(self) -> None:
+        """Tries anew to write what the disk did not take; raises as append()."""
+        if self._unwritten:
+            self._append(b"")
+
+    def _append(self, data: bytes) -> None:
         with self._lock:
             if self._closed:
                 raise Unavailable("the journal is closed")
+            if self._has_gap:
+                raise Unavailable(f"{self._error}; nothing can be added before the next snapshot")
             try:
-                self._file.write(data)
+                self._file.write(self._unwritten + data if self._unwritten else data)
             except OSError as error:
+                self._keep(data)
                 raise self._lost(error) from error
+            self._unwritten = b""
         if self._config.sync_s == 0:
             self.sync()
         elif not self._dirty.is_set():
             self._dirty.set()
+
+    def _keep(self, data: bytes) -> None:
+        self._has_gap = len(self._unwritten) + len(data) > MAX_UNWRITTEN_NBYTES
+        self._unwritten = b"" if self._has_gap else self._unwritten + data
 
     def sync(self) -> None:
         """All that was appended before the call is on disk when it returns; NoSpace or Unavailable."""
@@ -258,6 +286,7 @@ class Journal:
         self._retired.append(old)
         self._older_nbytes += old.nbytes
         self._file, self._names_changed = fresh, True
+        self._unwritten, self._has_gap = b"", False  # the snapshot has what they said
         self._dirty.set()
 
     def settle(self, number: int) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from moonpool.base.errors import MoonpoolError
 from moonpool.base.metrics import GetMetrics
 from moonpool.base.rpc import Call, Peer
 from moonpool.store import messages as m
@@ -19,7 +21,8 @@ Handler = Callable[[Any, Peer], Any]
 def handlers(master: Master) -> dict[type[Call[Any]], Handler]:
     """Calls that change nothing are answered as they come; all others are written down first."""
     changing = {**_objects(master), **_segments(master), **_tasks(master)}
-    return {**_questions(master), **{call: _recorded(master, handle) for call, handle in changing.items()}}
+    recorded = {call: _recorded(master, handle) for call, handle in changing.items()}
+    return {**_questions(master), **recorded, m.PutStart: _put_start(master)}
 
 
 def _recorded(master: Master, handle: Handler) -> Handler:
@@ -32,6 +35,29 @@ def _recorded(master: Master, handle: Handler) -> Handler:
     return handle_and_record
 
 
+def _put_start(master: Master) -> Callable[[m.PutStart, Peer], m.PutReply]:
+    """Space that cannot be written down is taken back: its writer is not told of it, so nobody writes there."""
+    state, now = master.state, master.clock.now_s
+
+    def start_and_record(c: m.PutStart, _: Peer) -> m.PutReply:
+        generations: list[int] = []
+        told: dict[str, Any] = {"session": c.session, "settled_up_to": c.settled_up_to}
+        try:
+            reply = state.put_start(c.keys, c.sizes, c.options, now(), parents=c.parents, groups=c.groups, **told)
+            generations = reply.generations
+            return reply
+        finally:
+            try:
+                master.after_event()
+            except MoonpoolError:
+                state.put_revoke(c.keys[: len(generations)], generations, True, now())
+                with contextlib.suppress(MoonpoolError):  # else whoever comes next would hear of it
+                    master.after_event()
+                raise
+
+    return start_and_record
+
+
 def _questions(master: Master) -> dict[type[Call[Any]], Handler]:
     state, now, board = master.state, master.clock.now_s, master.board
     return {
@@ -42,6 +68,7 @@ def _questions(master: Master) -> dict[type[Call[Any]], Handler]:
         m.FindSegment: lambda c, _: master.find_segment(c.name),
         m.ListObjects: lambda c, _: state.list_objects(c.pattern, c.cursor, c.limit, now()),
         m.QueryTask: lambda c, _: state.task(c.task_id),
+        m.ListTasks: lambda c, _: state.tasks(c.finished),
         m.Why: lambda c, _: state.why(c.key, now(), c.identity),
         m.Stats: lambda c, _: state.stats(),
         GetMetrics: lambda c, _: pool_metrics(state.stats(), master.journal_health()),
@@ -53,16 +80,10 @@ def _questions(master: Master) -> dict[type[Call[Any]], Handler]:
 def _objects(master: Master) -> dict[type[Call[Any]], Handler]:
     state, now = master.state, master.clock.now_s
 
-    def put_start(c: m.PutStart, _: Peer) -> m.PutReply:
-        columns: dict[str, Any] = {"parents": c.parents, "groups": c.groups}
-        settled = c.settled_up_to
-        return state.put_start(c.keys, c.sizes, c.options, now(), session=c.session, settled_up_to=settled, **columns)
-
     def lookup(c: m.Lookup, _: Peer) -> list[m.ObjectInfo | None]:
         return state.lookup(c.keys, now(), prefix=c.prefix, lease=c.lease, session=c.session)
 
     return {
-        m.PutStart: put_start,
         m.PutEnd: lambda c, _: state.put_end(c.keys, c.generations, c.failed, now()),
         m.PutRenew: lambda c, _: state.put_renew(c.keys, c.generations, now()),
         m.PutRevoke: lambda c, _: state.put_revoke(c.keys, c.generations, c.settled, now()),
@@ -71,7 +92,7 @@ def _objects(master: Master) -> dict[type[Call[Any]], Handler]:
         m.RemoveMatching: lambda c, _: state.remove_matching(c.pattern, c.force, c.cursor, now()),
         m.Pin: lambda c, peer: state.pin(c.session or master.connection(peer), c.keys, now()),
         m.Unpin: lambda c, peer: state.unpin(c.session or master.connection(peer), c.keys, now()),
-        m.ReportCorrupt: lambda c, _: state.report_corrupt(c.key, c.generation, c.segment, now()),
+        m.ReportCorrupt: lambda c, _: state.report_corrupt(c.key, c.generation, c.segment, c.offset, now()),
     }
 
 

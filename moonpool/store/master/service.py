@@ -129,6 +129,7 @@ class Master:
             more = self.state.tick(self.clock.now_s())
             with contextlib.suppress(MoonpoolError):  # the journal has logged it, and asks for a snapshot
                 self.after_event()
+                self._write_again()
             assert self._journal is not None
             if snapshot is None and self.config.journal and self._journal.should_snapshot:
                 snapshot = self._begin_snapshot(self._journal)
@@ -161,6 +162,11 @@ class Master:
         if records:
             assert self._journal is not None
             self._journal.append(records)
+
+    def _write_again(self) -> None:
+        assert self._journal is not None
+        if self._journal.has_unwritten:
+            self._journal.write_again()
 
     def _publish(self) -> None:
         self._publish_planned = False

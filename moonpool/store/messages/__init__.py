@@ -34,7 +34,14 @@ from moonpool.store.messages.segment_calls import (
     SessionsGone,
     UnmountSegment,
 )
-from moonpool.store.messages.task_calls import CancelTask, CopyObject, DrainSegment, MoveObject, QueryTask
+from moonpool.store.messages.task_calls import (
+    CancelTask,
+    CopyObject,
+    DrainSegment,
+    ListTasks,
+    MoveObject,
+    QueryTask,
+)
 from moonpool.store.messages.values import (
     SESSIONS_ALONE,
     EventBatch,
@@ -76,6 +83,7 @@ __all__ = [
     "HeldItem",
     "Inventory",
     "ListObjects",
+    "ListTasks",
     "ListedObject",
     "Lookup",
     "MountReply",

@@ -117,9 +117,11 @@ class Unpin(Call[None]):
 class ReportCorrupt(Call[bool]):
     """A reader found wrong bytes: this replica is quarantined and never handed out again.
 
-    False when the object has no replica of that generation there any more, so the reader was late.
+    False when the object has no replica of that generation at that offset any more, so the reader was late: it was
+    removed or replaced, or the node's log was tidied and has it elsewhere.
     """
 
     key: bytes
     generation: int
     segment: str
+    offset: int

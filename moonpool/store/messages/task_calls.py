@@ -29,5 +29,11 @@ class QueryTask(Call[TaskInfo | None]):
     task_id: int
 
 
+class ListTasks(Call[list[TaskInfo]]):
+    """Those that are running, the oldest first; with `finished` also those that ended lately."""
+
+    finished: bool = False
+
+
 class CancelTask(Call[bool]):
     task_id: int

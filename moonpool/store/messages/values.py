@@ -189,6 +189,7 @@ class TaskInfo(msgspec.Struct, frozen=True):
     num_done: int
     num_total: int
     nbytes_moved: int
+    segment: str = ""  # that is drained, or where the copies go
 
 
 class ListedObject(msgspec.Struct, frozen=True, array_like=True):

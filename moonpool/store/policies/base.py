@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 
 class EvictionPolicy(Protocol):
     """A slot is inserted once, accessed any number of times, removed once; then it may come again.
@@ -33,7 +36,7 @@ class EvictionPolicy(Protocol):
         """
         ...
 
-    def access(self, slots: Sequence[int]) -> None:
+    def access(self, slots: Sequence[int] | NDArray[np.int64]) -> None:
         """One look-up that found these, in the caller's order: of a prefix chain, parents first. Pinned ones may be
         among them; ones that were never inserted may not."""
         ...

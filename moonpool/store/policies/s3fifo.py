@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moonpool.store.policies.base import insert_each
 from moonpool.store.policies.columns import CHUNK_SLOTS, grow, view
@@ -64,8 +65,11 @@ class S3Fifo:
     ) -> None:
         insert_each(self, slots, parents, fingerprints)
 
-    def access(self, slots: Sequence[int]) -> None:
-        self._pending.extend(slots)
+    def access(self, slots: Sequence[int] | NDArray[np.int64]) -> None:
+        if isinstance(slots, np.ndarray):
+            self._pending.frombytes(slots.astype(np.uint32).tobytes())
+        else:
+            self._pending.extend(slots)
         if len(self._pending) > _MOST_PENDING:
             self._account()
 

@@ -59,8 +59,11 @@ class SweepPolicy(ABC):
         """The lowest goes first."""
         ...
 
-    def access(self, slots: Sequence[int]) -> None:
-        self._pending.extend(slots[::-1])
+    def access(self, slots: Sequence[int] | NDArray[np.int64]) -> None:
+        if isinstance(slots, np.ndarray):
+            self._pending.frombytes(slots[::-1].astype(np.uint32).tobytes())
+        else:
+            self._pending.extend(slots[::-1])
         if len(self._pending) > _MOST_PENDING:
             self._account()
 

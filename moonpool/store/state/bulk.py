@@ -15,9 +15,16 @@ from moonpool.store.state.pending import PendingPut
 LEAST = 16  # fewer are quicker one by one
 
 
-def is_plain(put: PendingPut) -> bool:
-    terms = put.terms
-    return len(put.places) == 1 and not (terms.flags or terms.soft_pin_s or put.group)
+def are_plain(puts: Sequence[PendingPut]) -> bool:
+    last = None
+    for put in puts:
+        terms = put.terms
+        if terms is not last and (terms.flags or terms.soft_pin_s):
+            return False
+        if put.group or len(put.places) != 1:
+            return False
+        last = terms
+    return True
 
 
 def insert_plain(index: ObjectIndex, puts: Sequence[PendingPut]) -> list[int]:
@@ -47,7 +54,7 @@ def insert_plain(index: ObjectIndex, puts: Sequence[PendingPut]) -> list[int]:
 
 def _link(index: ObjectIndex, puts: Sequence[PendingPut], slots: Sequence[int]) -> list[int | None]:
     table = index.table
-    parents = [table.find(put.parent) if put.parent else None for put in puts]
+    parents = table.find_many([put.parent or b"" for put in puts])
     for slot, parent in zip(slots, parents, strict=True):
         if parent is not None:
             table.parent[slot], table.child[parent] = parent + 1, slot + 1

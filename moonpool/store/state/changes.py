@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -52,17 +52,18 @@ class ChangeLog:
         if self.enabled and self._changes.get(key) is not Change.STORED:
             self._changes[key] = Change.TIER
 
-    def take(self, tier_of: Callable[[bytes], Tier]) -> Changes | None:
-        """None when nothing changed. `tier_of` says where a stored key lies now."""
+    def take(self, tiers_of: Callable[[Sequence[bytes]], list[Tier]]) -> Changes | None:
+        """None when nothing changed. `tiers_of` says where stored keys lie now."""
         if not self._changes:
             return None
         changes, self._changes = self._changes, {}
         by_kind: dict[Change, list[bytes]] = {kind: [] for kind in Change}
         for key, kind in changes.items():
             by_kind[kind].append(key)
-        tiers = [(key, tier_of(key)) for key in by_kind[Change.STORED]]
-        news: list[tuple[bytes, Tier]] = [(key, tier) for key, tier in tiers if tier != Tier.DRAM]
-        news += [(key, tier_of(key)) for key in by_kind[Change.TIER]]
+        stored, moved = by_kind[Change.STORED], by_kind[Change.TIER]
+        dram = Tier.DRAM
+        news = [(key, tier) for key, tier in zip(stored, tiers_of(stored), strict=True) if tier is not dram]
+        news += zip(moved, tiers_of(moved), strict=True)
         return Changes(
             tuple(by_kind[Change.STORED]), tuple(by_kind[Change.REMOVED]), tuple(by_kind[Change.MOVED]), tuple(news)
         )

@@ -39,6 +39,7 @@ class Copies:
         self._generations = generations
         self._targets: dict[int, tuple[Place, int, Then | None]] = {}  # by generation
         self._busy: set[bytes] = set()  # keys that are being copied
+        self.on_record_spoilt: Callable[[bytes, int], None] = lambda key, generation: None
 
     def start(
         self,
@@ -97,12 +98,13 @@ class Copies:
             self._index.set_dram(slot, [*self._index.table.dram_replicas(slot), Replica(*place, generation)])
             self._index.wake(slot)
         if refusal is not None and refusal.code == Corrupt.code:
-            self.quarantine(order.key, order.source.generation, order.source.segment, now_s)
+            source = order.source
+            self.quarantine(order.key, source.generation, source.segment, source.offset, now_s)
         if then is not None:
             then(order.key, refusal, now_s)
 
-    def quarantine(self, key: bytes, generation: int, segment: str, now_s: float) -> bool:
-        """Never hands that replica out again. False when the object has no such replica (any more).
+    def quarantine(self, key: bytes, generation: int, segment: str, offset: int, now_s: float) -> bool:
+        """Never hands that replica out again. False when the object has no such replica (any more), or it was moved.
 
         An object that has another one only on an SSD that is away waits for it.
         """
@@ -110,19 +112,22 @@ class Copies:
         slot = index.find(key, now_s)
         if slot is None:
             return False
-        bad = [
-            each
-            for each in table.dram_replicas(slot)
-            if each.generation == generation and each.segment in by_number and by_number[each.segment].name == segment
-        ]
+
+        def is_bad(each: Replica) -> bool:
+            at = by_number.get(each.segment)
+            there = (each.generation, each.offset) == (generation, offset)
+            return there and at is not None and at.name == segment
+
+        bad = [each for each in table.dram_replicas(slot) if is_bad(each)]
         ssd = table.ssd_replica(slot)
-        on_ssd = ssd is not None and ssd.generation == generation and by_number[ssd.segment].name == segment
+        on_ssd = ssd is not None and is_bad(ssd)
         if not bad and not on_ssd:
             return False
         index.counters["corrupt_replicas"] += 1
         if len(bad) + on_ssd == len(table.dram_replicas(slot)) + (ssd is not None):
             index.drop(slot, Fate.CORRUPT, now_s)
         elif on_ssd:
+            self.on_record_spoilt(key, generation)
             index.drop_ssd(slot, now_s)
         else:
             index.drop_replicas(slot, bad, now_s)

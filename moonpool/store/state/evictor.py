@@ -1,10 +1,12 @@
-"""Making room in DRAM: by the watermark in steps, and at once for a put that finds none. Pure.
+"""Making room in DRAM and in the table: by the watermark in steps, and at once for a put that finds none. Pure.
 
 What may go, in three rounds: first what is on SSD already or goes to none; then what waits to be written to one; last,
 and only for puts, what is softly pinned. What is leased, pinned or hard-pinned never goes.
 """
 
 from __future__ import annotations
+
+import numpy as np
 
 from moonpool.store.rules import PoolRules
 from moonpool.store.state.fates import Fate
@@ -14,6 +16,8 @@ from moonpool.store.state.table import Flag
 
 # Candidates that one put batch may look at in each round when it has to evict before it can place.
 _URGENT_CANDIDATES = 4096
+_URGENT_SLOTS = 2**16  # that it may go over when the table is full
+_SCAN_SLOTS = 4096
 
 
 class Evictor:
@@ -23,10 +27,13 @@ class Evictor:
         self._segments = segments
         self._evicting = False
         self._candidates_left = [0, 0, 0]
+        self._ssd_looks_left = 0
+        self._hand = 0
 
     def begin_event(self) -> None:
         """Each event has candidates of its own, however often it asks for room."""
         self._candidates_left = [_URGENT_CANDIDATES] * 3
+        self._ssd_looks_left = _URGENT_SLOTS
 
     def make_room(self, nbytes: int, now_s: float) -> bool:
         """Evicts at least `nbytes` if it can. False when nothing could go."""
@@ -37,6 +44,51 @@ class Evictor:
             if self._segments.used_nbytes <= before - nbytes:
                 break
         return self._segments.used_nbytes < before
+
+    def make_slots(self, count: int, now_s: float) -> None:
+        """Evicts `count` objects if it can, wherever they lie: those on SSD alone that nobody used for longest, then
+        the rest in their order.
+        """
+        target = len(self._index.table) - count
+        self._evict_from_ssd(target, now_s)
+        for last_round, limit in enumerate(self._candidates_left):
+            looked_at = 0
+            for slot in self._index.policy.victims() if len(self._index.policy) else ():
+                if len(self._index.table) <= target or looked_at >= limit:
+                    break
+                looked_at += 1
+                if self._round_of(slot, now_s) <= last_round:
+                    self._drop(slot, now_s)
+            self._candidates_left[last_round] -= looked_at
+
+    def _evict_from_ssd(self, target: int, now_s: float) -> None:
+        """A clock's hand goes over the slots, twice at most; what was used since it last came by is passed over."""
+        table, looked_at = self._index.table, 0
+        while len(table) > target and looked_at < 2 * table.end and self._ssd_looks_left > 0:
+            start = self._hand if self._hand < table.end else 0
+            end = self._hand = min(start + _SCAN_SLOTS, table.end)
+            looked_at, self._ssd_looks_left = looked_at + end - start, self._ssd_looks_left - (end - start)
+            there = (table.dram_segments[start:end] == 0) & (table.ssd_segments[start:end] != 0)
+            for slot in (np.flatnonzero(there) + start).tolist():
+                if len(table) <= target:
+                    self._hand = slot
+                    return
+                self._pass_by(slot, now_s)
+
+    def _pass_by(self, slot: int, now_s: float) -> None:
+        table = self._index.table
+        flags = table.flags[slot]
+        table.flags[slot] = flags & ~Flag.USED
+        if table.keys[slot] is not None and not flags & (Flag.HARD_PIN | Flag.USED) and self._round_of(slot, now_s) < 2:
+            self._drop(slot, now_s)
+
+    def _drop(self, slot: int, now_s: float) -> None:
+        """With its group."""
+        table = self._index.table
+        grouped = table.flags[slot] & Flag.GROUPED
+        for each in sorted(table.groups[table.group_of[slot]]) if grouped else (slot,):
+            self._index.counters["evicted"] += 1
+            self._index.drop(each, Fate.EVICTED_FOR_PUT, now_s)
 
     def by_watermark(self, now_s: float, limit: int) -> bool:
         """One step down to the low mark. True when it should go on soon."""

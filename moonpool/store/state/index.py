@@ -16,6 +16,7 @@ from moonpool.store.policies.base import EvictionPolicy
 from moonpool.store.rules import PoolRules
 from moonpool.store.state.changes import ChangeLog
 from moonpool.store.state.fates import Fate, Fates
+from moonpool.store.state.key_index import Slots
 from moonpool.store.state.losses import UNKNOWN_OFFSET, Losses
 from moonpool.store.state.pins import PinnedObject, PinTable
 from moonpool.store.state.records import Outcomes, Pinned, Unpinned, Viewed
@@ -44,7 +45,7 @@ class ObjectIndex:
         self.outcomes = outcomes
         self.counters = dict.fromkeys(("stored", "removed", "evicted", "evicted_ssd", "corrupt_replicas", "lost"), 0)
         self.on_record_unwanted: Callable[[bytes, int, Replica, float], None] = lambda key, nbytes, replica, now_s: None
-        self._all_were_ordered = True  # every object was in the eviction order at some time: it may be told of any
+        self.all_were_ordered = True  # every object was in the eviction order at some time: it may be told of any
         self._lease_s = rules.lease_s
         self._segments = segments
         self._space = space
@@ -71,7 +72,13 @@ class ObjectIndex:
             return [self.find(key, now_s) for key in keys]
         return self.table.find_many(keys)
 
-    def touch(self, slots: Sequence[int], now_s: float) -> None:
+    def find_plainly(self, keys: Sequence[bytes]) -> Slots | None:
+        """As find_many, -1 for None, of many keys; None when they are few, or have to be looked at one by one."""
+        if len(keys) < _VECTOR or self.losses.pending or self.table.num_dormant:
+            return None
+        return self.table.slots_of.find_many(keys)
+
+    def touch(self, slots: Sequence[int] | Slots, now_s: float) -> None:
         """Leases readable objects, and tells the eviction order; the slots in the caller's order."""
         table, until_s = self.table, now_s + self._lease_s
         if len(slots) < _VECTOR:
@@ -79,18 +86,18 @@ class ObjectIndex:
             for slot in slots:
                 leases[slot] = until_s
         else:
-            table.leases[np.array(slots, dtype=np.int64)] = until_s
+            table.leases[np.asarray(slots, dtype=np.int64)] = until_s
         if table.groups:
             self._lease_groups(slots, until_s)
-        if self._all_were_ordered:
+        if self.all_were_ordered:
             self.policy.access(slots)
         else:
             flags, segments = table.flags, table.dram_segment
-            self.policy.access([slot for slot in slots if segments[slot] and not flags[slot] & KEPT])
+            self.policy.access([int(slot) for slot in slots if segments[slot] and not flags[slot] & KEPT])
 
-    def _lease_groups(self, slots: Sequence[int], until_s: float) -> None:
+    def _lease_groups(self, slots: Sequence[int] | Slots, until_s: float) -> None:
         table = self.table
-        for group in {table.group_of[slot] for slot in slots if table.flags[slot] & Flag.GROUPED}:
+        for group in {table.group_of[int(slot)] for slot in slots if table.flags[slot] & Flag.GROUPED}:
             for member in table.groups[group]:
                 table.lease_until_s[member] = until_s
 
@@ -122,9 +129,14 @@ class ObjectIndex:
         on_ssd = table.ssd_segment[slot] and self._ssd_is_live(slot)
         return _TIERS[(1 if in_dram else 0) + (2 if on_ssd else 0)]
 
-    def tier_of(self, key: bytes) -> Tier:
-        slot = self.table.find(key)
-        return Tier(0) if slot is None else self.tier(slot)
+    def tiers_of(self, keys: Sequence[bytes]) -> list[Tier]:
+        table, by_number = self.table, self._segments.by_number
+        nowhere, dram = _TIERS[0], _TIERS[1]
+        segments, on_ssd, tier = table.dram_segment, table.ssd_segment, self.tier
+        return [
+            nowhere if slot is None else (dram if segments[slot] in by_number and not on_ssd[slot] else tier(slot))
+            for slot in table.find_many(keys)
+        ]
 
     def _ssd_is_live(self, slot: int) -> bool:
         segment = self._segments.by_number.get(self.table.ssd_segment[slot])
@@ -136,11 +148,10 @@ class ObjectIndex:
 
     def _enter_order(self, slot: int) -> None:
         """An object may be evicted (again)."""
-        table, parent = self.table, self.table.parent[slot] - 1
+        table = self.table
         key = table.keys[slot]
         assert key is not None
-        known = parent >= 0 and table.keys[parent] is not None
-        self.policy.insert(slot, parent if known else None, table.nbytes[slot], crc32(key))
+        self.policy.insert(slot, table.parent_slot(slot), table.nbytes[slot], crc32(key))
 
     # adding and removing
 
@@ -167,7 +178,7 @@ class ObjectIndex:
             if not flags & KEPT:
                 self.policy.insert(slot, parent, nbytes, crc32(key))
         if not dram or flags & KEPT:
-            self._all_were_ordered = False
+            self.all_were_ordered = False
         if parent is not None:
             table.parent[slot], table.child[parent] = parent + 1, slot + 1
         self.fates.forget(key)
@@ -297,6 +308,7 @@ class ObjectIndex:
             table.dram_replicas(slot),
             table.ssd_replica(slot),
             table.group_of.get(slot),
+            table.parent_key(slot),
         )
 
     # pins

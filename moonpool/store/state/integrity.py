@@ -61,7 +61,7 @@ def _check_ssd(segment: MountedSegment, table: ObjectTable) -> None:
 def _check_table(table: ObjectTable) -> None:
     slots = list(table.slots())
     assert len(slots) == len(table), "objects are counted"
-    found = {slot: key for shard in table.shards for key, slot in shard.items()}
+    found = {slot: key for key, slot in table.slots_of.items()}
     assert found == {slot: table.keys[slot] for slot in slots}, "every key finds its slot"
     for slot in slots:
         assert table.dram_segment[slot] or table.ssd_segment[slot], "an object has a replica"

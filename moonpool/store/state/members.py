@@ -220,6 +220,7 @@ class Members:
         known = self._segments.by_number.values()
         earlier = [each for each in known if each.name == segment.name and each is not segment]
         self._end(earlier, now_s, Fate.NOT_RECOVERED)
+        self._ssd.on_listed(segment)
         self._index.losses.start_sweep([segment.number], Fate.NOT_RECOVERED)
         if segment.name not in self.listed:
             self.listed.add(segment.name)

@@ -127,9 +127,9 @@ class PoolState:
         """As lookup, leases included, without the places."""
         return self._reads.exist(keys, now_s)
 
-    def report_corrupt(self, key: bytes, generation: int, segment: str, now_s: float) -> bool:
-        """Quarantines one replica. False when it is gone or replaced: the reader was only late."""
-        return self.copies.quarantine(key, generation, segment, now_s)
+    def report_corrupt(self, key: bytes, generation: int, segment: str, offset: int, now_s: float) -> bool:
+        """Quarantines one replica. False when it is gone, replaced or moved: the reader was only late."""
+        return self.copies.quarantine(key, generation, segment, offset, now_s)
 
     def remove(self, keys: Sequence[bytes], force: bool, now_s: float) -> list[bool]:
         """True where no object is under the key now. Leased and pinned ones stay unless `force`.
@@ -211,6 +211,10 @@ class PoolState:
     def task(self, task_id: int) -> m.TaskInfo | None:
         return self._tasks.query(task_id)
 
+    def tasks(self, finished: bool = False) -> list[m.TaskInfo]:
+        """Those that run; with `finished` also those that ended lately."""
+        return self._tasks.listed(finished)
+
     def cancel_task(self, task_id: int) -> bool:
         return self._tasks.cancel(task_id)
 
@@ -276,7 +280,7 @@ class PoolState:
 
     def take_changes(self) -> Changes | None:
         """Keys that changed since the last call; None when nothing did."""
-        return self.index.changes.take(self.index.tier_of)
+        return self.index.changes.take(self.index.tiers_of)
 
     def snapshot(self) -> Iterator[list[tuple[bytes, m.Tier]]]:
         """All readable keys in parts. With the changes taken after the first part was asked for, it is whole."""

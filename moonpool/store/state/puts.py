@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from moonpool.base.errors import AlreadyExists, InvalidInput, MoonpoolError, NoSpace, StaleGeneration
+from moonpool.base.errors import AlreadyExists, InvalidInput, MoonpoolError, NoSpace, StaleGeneration, Unavailable
 from moonpool.store.messages import Placement, PutOptions, PutReply, Refusal
 from moonpool.store.rules import PoolRules
-from moonpool.store.state.bulk import LEAST, insert_plain, is_plain
+from moonpool.store.state.bulk import LEAST, are_plain, insert_plain
 from moonpool.store.state.evictor import Evictor
 from moonpool.store.state.fates import Fate
 from moonpool.store.state.generations import Generations
 from moonpool.store.state.identities import Identities
 from moonpool.store.state.index import FIRST_SESSION, ObjectIndex
 from moonpool.store.state.pending import PendingPut, Terms
-from moonpool.store.state.records import Freed, Granted, PutsAbandoned, PutsEnded
+from moonpool.store.state.records import Freed, Granted, PutsEnded, shortened
 from moonpool.store.state.segments import Place, SegmentTable
 from moonpool.store.state.space import SpaceReturns
 from moonpool.store.state.table import Flag, Replica
+from moonpool.store.state.unfinished_puts import UnfinishedPuts
 
 MAX_KEY_NBYTES = 1024
 MAX_REPLICAS = 16
 
 
-class Puts:
+class Puts(UnfinishedPuts):
     def __init__(
         self,
         rules: PoolRules,
@@ -34,15 +35,11 @@ class Puts:
         generations: Generations,
         identities: Identities,
     ) -> None:
-        self._rules = rules
-        self._index = index
+        super().__init__(rules, index, space)
         self._segments = segments
-        self._space = space
         self._evictor = evictor
         self._generations = generations
         self._identities = identities
-        self.pending: dict[bytes, PendingPut] = {}  # the one that is discarded first comes first
-        self.counters = dict.fromkeys(("refused", "discarded"), 0)
 
     # beginning
 
@@ -58,10 +55,16 @@ class Puts:
     ) -> PutReply:
         """Space for each item, on up to num_replicas distinct segments and at least one; or why not."""
         _check_batch(keys, sizes, options, session, parents, groups)
-        refusals: dict[int, Refusal] = {}
         terms = self._terms(options, session)
+        if len(keys) == 1 and groups is None:
+            reply = self._start_one(keys, sizes, options, terms, parents, now_s)
+            if reply is not None:
+                return reply
+        refusals: dict[int, Refusal] = {}
         wanted = self._admitted(keys, sizes, options, refusals, now_s)
         places = self._place([sizes[at] for at in wanted], options, now_s)
+        if len(wanted) == len(keys) and groups is None and min(map(len, places)) == max(map(len, places)) == 1:
+            return self._grant_all(keys, sizes, terms, parents, places, now_s)
         generations = [0] * len(keys)
         replicas: list[tuple[Placement, ...]] = [()] * len(keys)
         first = self._generations.take(len(wanted)) - 1
@@ -91,8 +94,65 @@ class Puts:
             granted.append(at)
         self.counters["refused"] += len(refusals)
         if granted and self._index.outcomes.enabled:
-            self._record_grants(granted, keys, sizes, generations, terms, groups)
+            self._record_grants(granted, keys, sizes, generations, terms, parents, groups)
         return PutReply(generations, replicas, refusals, self._generations.last)
+
+    def _start_one(
+        self,
+        keys: Sequence[bytes],
+        sizes: Sequence[int],
+        options: PutOptions,
+        terms: Terms,
+        parents: Sequence[bytes] | None,
+        now_s: float,
+    ) -> PutReply | None:
+        """A new key by itself, for which there is room: twice as quick as a batch of one. None for any other."""
+        key, nbytes, pending, index = keys[0], sizes[0], self.pending, self._index
+        if options.num_replicas != 1 or key in pending or not 0 < len(key) <= MAX_KEY_NBYTES or nbytes <= 0:
+            return None
+        if index.find(key, now_s) is not None or len(index.table) + len(pending) >= index.table.max_objects:
+            return None
+        place = self._segments.place_one(nbytes, options.preferred)
+        if place is None:
+            return None
+        generation = self._generations.take(1)
+        put = pending[key] = PendingPut(key, nbytes, generation, [place], terms, now_s)
+        if parents is not None:
+            put.parent = parents[0]
+        generations = [generation]
+        if index.outcomes.enabled:
+            self._record_grants([0], keys, sizes, generations, terms, parents, None)
+        return PutReply(generations, [self._placements(put.places, generation)], {}, self._generations.last)
+
+    def _grant_all(
+        self,
+        keys: Sequence[bytes],
+        sizes: Sequence[int],
+        terms: Terms,
+        parents: Sequence[bytes] | None,
+        places: list[list[Place]],
+        now_s: float,
+    ) -> PutReply:
+        """All have what they want, one replica each: most batches."""
+        first = self._generations.take(len(keys))
+        generations = list(range(first, first + len(keys)))
+        puts = [
+            PendingPut(key, nbytes, generation, place, terms, now_s)
+            for key, nbytes, generation, place in zip(keys, sizes, generations, places, strict=True)
+        ]
+        self.pending.update(zip(keys, puts, strict=True))
+        if parents is not None:
+            for put, parent in zip(puts, parents, strict=True):
+                put.parent = parent
+        names = {number: self._segments.by_number[number].descriptor for number in {each[0][0] for each in places}}
+        at = {number: (descriptor.name, descriptor.incarnation) for number, descriptor in names.items()}
+        replicas: list[tuple[Placement, ...]] = []
+        for ((number, offset),), generation in zip(places, generations, strict=True):
+            name, incarnation = at[number]
+            replicas.append((Placement(name, offset, incarnation, generation),))
+        if self._index.outcomes.enabled:
+            self._record_grants(range(len(keys)), keys, sizes, generations, terms, parents, None)
+        return PutReply(generations, replicas, {}, self._generations.last)
 
     def _placements(self, places: Sequence[Place], generation: int) -> tuple[Placement, ...]:
         at = [(self._segments.by_number[number].descriptor, offset) for number, offset in places]
@@ -107,6 +167,8 @@ class Puts:
         now_s: float,
     ) -> list[int]:
         """The items that may have space; refusals for the others."""
+        if self._are_all_new(keys, sizes):
+            return list(range(len(keys)))
         admitted, seen, replace, pending = [], set(), options.replace, self.pending
         for at, slot in enumerate(self._index.find_many(keys, now_s)):
             key = keys[at]
@@ -124,6 +186,18 @@ class Puts:
                 admitted.append(at)
         return admitted
 
+    def _are_all_new(self, keys: Sequence[bytes], sizes: Sequence[int]) -> bool:
+        """Whether nothing can be said against any of them; of few keys this is not asked."""
+        found = self._index.find_plainly(keys)
+        return (
+            found is not None
+            and bool((found < 0).all())
+            and self.pending.keys().isdisjoint(keys)
+            and len(set(keys)) == len(keys)
+            and min(sizes) > 0
+            and 0 < min(map(len, keys)) <= max(map(len, keys)) <= MAX_KEY_NBYTES
+        )
+
     def _make_way(self, put: PendingPut, replace: bool, now_s: float) -> bool:
         """An upsert does not wait for an unfinished put of the same key; others wait until it is discarded."""
         if replace:
@@ -132,9 +206,9 @@ class Puts:
         return self._discard_if_late(put, now_s)
 
     def _place(self, sizes: list[int], options: PutOptions, now_s: float) -> list[list[Place]]:
-        table = self._index.table
-        if len(table) + len(self.pending) + len(sizes) > table.max_objects:
-            return [[] for _ in sizes]
+        room = self._room_in_table(len(sizes), now_s)
+        if room < len(sizes):
+            return [*(self._place(sizes[:room], options, now_s) if room else ()), *([] for _ in sizes[room:])]
         least = options.num_replicas if options.all_replicas else 1
         places = self._segments.place_many(sizes, options.num_replicas, options.preferred)
         short = [at for at, found in enumerate(places) if len(found) < least]
@@ -149,6 +223,16 @@ class Puts:
             self._give_back(short, places, sizes, now_s)
         return places
 
+    def _room_in_table(self, wanted: int, now_s: float) -> int:
+        """How many more objects there may be; others go, as they do when memory is full."""
+        missing = self._num_objects() + wanted - self._rules.max_objects
+        if missing > 0:
+            self._evictor.make_slots(missing, now_s)
+        return max(0, self._rules.max_objects - self._num_objects())
+
+    def _num_objects(self) -> int:
+        return len(self._index.table) + len(self.pending)
+
     def _give_back(self, short: Sequence[int], places: list[list[Place]], sizes: Sequence[int], now_s: float) -> None:
         for at in short:
             self._space.rest(places[at], sizes[at], now_s, now_s)
@@ -162,34 +246,39 @@ class Puts:
     def _refusal(self, key: bytes, nbytes: int, found: Sequence[Place]) -> Refusal:
         if found:
             return _UNDER_WAY
-        if self._index.table.is_full:
+        if self._num_objects() >= self._rules.max_objects:
             return _refusal(NoSpace(f"the master's table is full: {self._rules.max_objects} objects (max_objects)"))
+        if self._segments.is_recounting(nbytes):
+            return _RECOUNTING
         if not self._segments.could_hold(nbytes):
             return _refusal(NoSpace(f"no mounted segment could hold {nbytes} bytes"))
         return _refusal(NoSpace(f"no space for {nbytes} bytes: what is stored is leased, pinned or being written"))
 
     def _record_grants(
         self,
-        granted: list[int],
+        granted: Sequence[int],
         keys: Sequence[bytes],
         sizes: Sequence[int],
         generations: Sequence[int],
         terms: Terms,
+        parents: Sequence[bytes] | None,
         groups: Sequence[bytes] | None,
     ) -> None:
-        pending = self.pending
+        pending, kept = self.pending, [keys[at] for at in granted]
         self._index.outcomes.add(
             Granted(
-                [keys[at] for at in granted],
+                kept,
                 [sizes[at] for at in granted],
                 [generations[at] for at in granted],
-                [pending[keys[at]].places for at in granted],
+                [pending[key].places for key in kept],
                 terms.session,
                 terms.flags,
                 terms.identity,
                 terms.soft_pin_s,
                 terms.replace,
                 None if groups is None else [groups[at] for at in granted],
+                None if parents is None else shortened([parents[at] for at in granted], kept),
+                self._space.let_go_by(terms.session),
             )
         )
 
@@ -207,6 +296,9 @@ class Puts:
         left: dict[int, list[Place]] = {}
         pending, by_number = self.pending, self._segments.by_number
         too_old_s = now_s - self._rules.put_discard_s
+        if len(keys) >= LEAST and not failed and self._are_all_plain(keys, generations, too_old_s):
+            done = [pending.pop(key) for key in keys]
+            keys = ()
         for at, key in enumerate(keys):
             put = pending.get(key)
             if put is None or put.generation != generations[at] or put.renewed_s <= too_old_s:
@@ -228,10 +320,22 @@ class Puts:
             self._index.outcomes.add(PutsEnded([put.key for put in done], [put.generation for put in done], left))
         return refusals, slots
 
+    def _are_all_plain(self, keys: Sequence[bytes], generations: Sequence[int], too_old_s: float) -> bool:
+        """Whether every one is the end of a put that went as it should, of one replica."""
+        pending, by_number = self.pending, self._segments.by_number
+        puts = [put for put in map(pending.get, keys) if put is not None]
+        return (
+            len(puts) == len(keys) == len(set(keys))
+            and [put.generation for put in puts] == generations
+            and min([put.renewed_s for put in puts]) > too_old_s
+            and are_plain(puts)
+            and {put.places[0][0] for put in puts} <= by_number.keys()
+        )
+
     def _store_all(self, done: Sequence[PendingPut], now_s: float) -> list[int]:
-        if len(done) >= LEAST and all(map(is_plain, done)):
-            olds = self._index.table.find_many([put.key for put in done])
-            if olds.count(None) == len(olds):
+        if len(done) >= LEAST and are_plain(done):
+            olds = self._index.table.slots_of.find_many([put.key for put in done])
+            if (olds < 0).all():
                 return insert_plain(self._index, done)
         return [self.store(put, now_s) for put in done]
 
@@ -273,93 +377,6 @@ class Puts:
             table.join_group(slot, put.group)
         return slot
 
-    def renew(self, keys: Sequence[bytes], generations: Sequence[int], now_s: float) -> list[bool]:
-        """Unfinished puts that go on. True where there is one."""
-        renewed = []
-        for key, generation in zip(keys, generations, strict=True):
-            put = self.pending.get(key)
-            alive = put is not None and put.generation == generation and not self._discard_if_late(put, now_s)
-            if alive and put is not None:
-                put.renewed_s = now_s
-                self.pending[key] = self.pending.pop(key)  # to the end of the line
-            renewed.append(alive)
-        return renewed
-
-    def revoke(self, keys: Sequence[bytes], generations: Sequence[int], settled: bool, now_s: float) -> None:
-        """Ends unfinished puts. The space rests unless no write can still be under way (`settled`)."""
-        ended, freed = [], []
-        for key, generation in zip(keys, generations, strict=True):
-            put = self.pending.get(key)
-            if put is not None and put.generation == generation:
-                ended.append(put)
-            elif settled and self._space.settled(generation):
-                freed.append(generation)
-        if ended:
-            self._abandon(ended, Fate.PUT_REVOKED, settled, now_s)
-        if freed:
-            self._index.outcomes.add(Freed(freed))
-
-    def let_go(self, keys: Sequence[bytes], session: int, up_to: int, now_s: float) -> None:
-        """The session has none of its puts in its hands up to that generation. Those of `keys` make way at once, the
-        others are discarded in time.
-        """
-        found = [self.pending[key] for key in dict.fromkeys(keys) if key in self.pending] if self.pending else []
-        lost = [put for put in found if put.terms.session == session and put.generation <= up_to]
-        if lost:
-            self._abandon(lost, Fate.PUT_REVOKED, False, now_s)
-        self._space.let_go(session, up_to, now_s + self._rules.put_release_s)
-
-    def discard_late(self, now_s: float, limit: int) -> bool:
-        """Ends up to `limit` puts whose time is over. True when there may be more."""
-        late: list[PendingPut] = []
-        for put in self.pending.values():
-            if now_s < put.renewed_s + self._rules.put_discard_s or len(late) == limit:
-                break
-            late.append(put)
-        if late:
-            self._abandon(late, Fate.PUT_ABANDONED, False, now_s)
-        return len(late) == limit
-
-    def session_gone(self, session: int, now_s: float) -> None:
-        """The writer has ended: its unfinished puts will never be, and nothing writes there any more."""
-        mine = [put for put in self.pending.values() if put.terms.session == session]
-        if mine:
-            self._abandon(mine, Fate.PUT_ABANDONED, True, now_s)
-
-    def sessions(self) -> set[int]:
-        return {put.terms.session for put in self.pending.values() if put.terms.session >= FIRST_SESSION}
-
-    def spans(self) -> Iterator[tuple[Place, int]]:
-        for put in self.pending.values():
-            for place in put.places:
-                yield place, put.nbytes
-
-    def _discard_if_late(self, put: PendingPut, now_s: float) -> bool:
-        if now_s < put.renewed_s + self._rules.put_discard_s:
-            return False
-        self._abandon([put], Fate.PUT_ABANDONED, False, now_s)
-        return True
-
-    def _abandon(self, puts: Sequence[PendingPut], fate: Fate, settled: bool, now_s: float) -> None:
-        for put in puts:
-            del self.pending[put.key]
-            if settled:
-                self._space.rest(put.places, put.nbytes, now_s, now_s)
-            elif put.terms.session >= FIRST_SESSION:
-                self._space.hold_put(put.generation, put.places, put.nbytes, put.terms.session)
-            else:
-                self._space.rest_put(put.generation, put.places, put.nbytes, put.renewed_s + self._rules.put_release_s)
-            self._index.fates.record(put.key, fate, now_s)
-        self.counters["discarded"] += len(puts)
-        self._index.outcomes.add(
-            PutsAbandoned(
-                [put.key for put in puts],
-                [put.generation for put in puts],
-                [int(fate)] * len(puts),
-                [not settled] * len(puts),
-            )
-        )
-
 
 def _check_batch(
     keys: Sequence[bytes],
@@ -383,5 +400,6 @@ def _refusal(error: MoonpoolError) -> Refusal:
 
 _STORED = _refusal(AlreadyExists("the key is stored already"))
 _UNDER_WAY = _refusal(AlreadyExists("another put of this key is under way"))
+_RECOUNTING = _refusal(Unavailable("nodes are being recounted after the master's restart: ask again soon"))
 _DISCARDED = _refusal(StaleGeneration("the put was discarded: it took too long, or its space was taken back"))
 _LOST = _refusal(StaleGeneration("no replica of the put is left: its nodes are gone or could not be written to"))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from moonpool.store.messages import ObjectInfo
 from moonpool.store.rules import PoolRules
 from moonpool.store.state.hot_keys import HotKeys
 from moonpool.store.state.index import ObjectIndex
+from moonpool.store.state.key_index import Slots
 from moonpool.store.state.ssd_tier import SsdTier
 
 
@@ -43,6 +46,12 @@ class Reads:
 
     def exist(self, keys: Sequence[bytes], now_s: float) -> list[bool]:
         """As lookup, leases included, without the places."""
+        found = self._index.find_plainly(keys)
+        if found is not None:
+            there = found >= 0
+            if there.any():
+                self._note(found[there], now_s)
+            return there.tolist()  # type: ignore[no-any-return]
         slots = self._index.find_many(keys, now_s)
         if None in slots:
             self._note([slot for slot in slots if slot is not None], now_s)
@@ -50,11 +59,10 @@ class Reads:
         self._note(slots, now_s)  # type: ignore[arg-type]  # none of them is None
         return [True] * len(slots)
 
-    def _note(self, found: Sequence[int], now_s: float) -> None:
-        if not found:
+    def _note(self, found: Sequence[int] | Slots, now_s: float) -> None:
+        if not len(found):
             return
         self._index.touch(found, now_s)
-        if self._ssd.is_used:
-            self._ssd.on_found(found, now_s)
-        if self._hot.is_used:
-            self._hot.on_found(found, now_s)
+        for each in (self._ssd, self._hot):
+            if each.is_used:
+                each.on_found(found.tolist() if isinstance(found, np.ndarray) else found, now_s)

@@ -20,7 +20,9 @@ from moonpool.transfer.descriptor import SegmentDescriptor
 
 
 class Record(msgspec.Struct, array_like=True, tag=True):
-    """Base of all. The class names are tags on disk: a change of fields is a new class."""
+    """Base of all. The class names are tags on disk. A field may be added at the end, with a default that is what the
+    records had in mind that lack it; any other change of fields is a new class.
+    """
 
 
 class Began(Record):
@@ -77,7 +79,10 @@ class Identified(Record):
 
 
 class Granted(Record):
-    """Puts were begun. `flags` as in the table; `soft_pin_s` counts from the moment they are stored."""
+    """Puts were begun. `flags` as in the table; `soft_pin_s` counts from the moment they are stored.
+
+    `parents` are keys, b"" for none; None stands for the key before it in this record, whose successor most blocks are.
+    """
 
     keys: list[bytes]
     sizes: list[int]
@@ -89,6 +94,19 @@ class Granted(Record):
     soft_pin_s: float
     replace: bool
     groups: list[bytes] | None
+    parents: list[bytes | None] | None = None
+    let_go: int = 0  # of the session, as LetGo
+
+
+def shortened(parents: Sequence[bytes], keys: Sequence[bytes]) -> list[bytes | None]:
+    """As in Granted."""
+    before = (b"", *keys)
+    return [None if parent == last else parent for parent, last in zip(parents, before, strict=False)]
+
+
+def lengthened(parents: Sequence[bytes | None], keys: Sequence[bytes]) -> list[bytes]:
+    before = (b"", *keys)
+    return [last if parent is None else parent for parent, last in zip(parents, before, strict=False)]
 
 
 class PutsEnded(Record):
@@ -114,6 +132,13 @@ class Freed(Record):
     generations: list[int]
 
 
+class LetGo(Record):
+    """The process has none of its puts in its hands whose generation is up to that one."""
+
+    session: int
+    up_to: int
+
+
 class Dropped(Record):
     keys: list[bytes]
     fates: list[int]
@@ -131,6 +156,16 @@ class Placed(Record):
     ssd: list[Replica | None]
     groups: dict[int, bytes]  # by position
     soft_pins_s: dict[int, float]  # by position, for how long from now on; in snapshots only
+    parents: dict[int, bytes] = {}  # by position: keys of those that are still there; b"" is the key before it here
+
+    def tell_parent(self, parent: bytes) -> None:
+        """Of the object that is added next."""
+        is_last = bool(self.keys) and self.keys[-1] == parent
+        self.parents[len(self.keys)] = b"" if is_last else parent
+
+    def parent(self, at: int) -> bytes | None:
+        told = self.parents.get(at)
+        return self.keys[at - 1] if told == b"" else told
 
 
 class Pinned(Record):
@@ -188,6 +223,7 @@ AnyRecord = (
     | PutsEnded
     | PutsAbandoned
     | Freed
+    | LetGo
     | Dropped
     | Placed
     | Pinned
@@ -244,6 +280,7 @@ class Outcomes:
         dram: list[Replica],
         ssd: Replica | None,
         group: bytes | None,
+        parent: bytes | None,
     ) -> None:
         if not self.enabled:
             return
@@ -253,6 +290,8 @@ class Outcomes:
             self._records.append(last)
         if group is not None:
             last.groups[len(last.keys)] = group
+        if parent is not None:
+            last.tell_parent(parent)
         last.keys.append(key)
         last.versions.append(version)
         last.sizes.append(nbytes)

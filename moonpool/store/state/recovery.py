@@ -19,9 +19,9 @@ from moonpool.store.allocator import GRANULE_NBYTES, OffsetAllocator
 from moonpool.store.messages import Tier
 from moonpool.store.state import records as r
 from moonpool.store.state.fates import Fate
-from moonpool.store.state.index import FIRST_SESSION
 from moonpool.store.state.losses import UNKNOWN_OFFSET
 from moonpool.store.state.pending import PendingPut, Terms
+from moonpool.store.state.recovered_order import RecoveredOrder
 from moonpool.store.state.recovered_pins import RecoveredPins
 from moonpool.store.state.segments import MountedSegment, Place
 from moonpool.store.state.table import Flag
@@ -58,6 +58,7 @@ class _Recovery:
         self._on_record_unwanted = state.index.on_record_unwanted
         state.index.on_record_unwanted = lambda key, nbytes, replica, now_s: None
         self._pins = RecoveredPins()
+        self._order = RecoveredOrder(state.index)
         self._last_generation = 0
         self._handlers: dict[type[r.Record], Callable[[Any], None]] = {
             r.Began: self._began,
@@ -71,6 +72,7 @@ class _Recovery:
             r.PutsEnded: self._puts_ended,
             r.PutsAbandoned: self._puts_abandoned,
             r.Freed: self._freed,
+            r.LetGo: lambda record: self._let_go(record.session, record.up_to),
             r.Dropped: self._dropped,
             r.Placed: self._placed,
             r.Pinned: lambda record: self._pins.pinned(record.session, record.keys),
@@ -125,13 +127,17 @@ class _Recovery:
 
     def _granted(self, record: r.Granted) -> None:
         terms = Terms(record.session, record.flags, record.identity, record.soft_pin_s, record.replace)
+        parents = None if record.parents is None else r.lengthened(record.parents, record.keys)
         for at, key in enumerate(record.keys):
             put = PendingPut(key, record.sizes[at], record.generations[at], record.places[at], terms, self._now_s)
             if record.groups is not None:
                 put.group = record.groups[at]
+            if parents is not None:
+                put.parent = parents[at]
             self._state.puts.pending.pop(key, None)
             self._state.puts.pending[key] = put
             self._last_generation = max(self._last_generation, put.generation)
+        self._let_go(record.session, record.let_go)
 
     def _puts_ended(self, record: r.PutsEnded) -> None:
         for at, key in enumerate(record.keys):
@@ -141,15 +147,12 @@ class _Recovery:
                 self._state.puts.store(put, self._now_s)
 
     def _puts_abandoned(self, record: r.PutsAbandoned) -> None:
-        space, rest_s = self._state.space, self._now_s + self._state.rules.put_release_s
         for at, key in enumerate(record.keys):
             put = self._take_put(key, record.generations[at])
             if put is None:
                 continue
-            if record.kept[at] and put.terms.session >= FIRST_SESSION:
-                space.hold_put(put.generation, put.places, put.nbytes, put.terms.session)
-            elif record.kept[at]:
-                space.rest_put(put.generation, put.places, put.nbytes, rest_s)
+            if record.kept[at]:
+                self._state.puts.keep(put, self._now_s, self._now_s)
             self._index.fates.record(key, Fate(record.fates[at]), self._now_s)
 
     def _take_put(self, key: bytes, generation: int) -> PendingPut | None:
@@ -161,6 +164,10 @@ class _Recovery:
     def _freed(self, record: r.Freed) -> None:
         for generation in record.generations:
             self._state.space.settled(generation)
+
+    def _let_go(self, session: int, up_to: int) -> None:
+        if up_to:
+            self._state.space.let_go(session, up_to, self._now_s + self._state.rules.put_release_s)
 
     def _held_put(self, record: r.HeldPut) -> None:
         if record.session:
@@ -207,6 +214,9 @@ class _Recovery:
         )
         if at in record.groups:
             table.join_group(slot, record.groups[at])
+        parent = record.parent(at)
+        if parent is not None:
+            self._order.told(slot, parent)
         if at in record.soft_pins_s:
             table.soft_pins[slot] = self._now_s + record.soft_pins_s[at]
             table.flags[slot] |= Flag.SOFT_PIN
@@ -229,6 +239,7 @@ class _Recovery:
     def finish(self, knows_nothing: bool) -> None:
         state, index = self._state, self._index
         self._pins.restore(index)
+        self._order.restore()
         state.generations.last = max(state.generations.last, self._last_generation)
         self._finish_segments()
         table = index.table

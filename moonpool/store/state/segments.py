@@ -86,6 +86,12 @@ class MountedSegment:
         return self.acknowledged and not self.draining and not self.is_away
 
     @property
+    def is_recounted(self) -> bool:
+        """Memory that will take new objects when its node has told what it knows of the time before a restart."""
+        waits = self.recount_above is not None and not self.acknowledged
+        return waits and self.tier is Tier.DRAM and not self.draining
+
+    @property
     def status(self) -> str:
         if self.is_away:
             return "away"
@@ -192,6 +198,21 @@ class SegmentTable:
         dram = (each for each in self.of_tier(Tier.DRAM) if each.takes_new)
         return sum(nbytes <= each.capacity_nbytes for each in dram) >= num_replicas
 
+    def is_recounting(self, nbytes: int) -> bool:
+        """Whether there may soon be a place for that much, on memory whose node has not answered yet."""
+        return any(each.is_recounted and nbytes <= each.capacity_nbytes for each in self.of_tier(Tier.DRAM))
+
+    def place_one(self, nbytes: int, preferred: Sequence[str] = ()) -> Place | None:
+        """As place_many, for one replica of one size."""
+        for segment in self._ranked(preferred, set()):
+            assert segment.allocator is not None, "ranked segments are in DRAM"
+            offset = segment.allocator.allocate(nbytes)
+            if offset is not None:
+                self.used_nbytes += num_granules(nbytes) * GRANULE_NBYTES
+                segment.num_replicas += 1
+                return segment.number, offset
+        return None
+
     def place_many(
         self,
         sizes: Sequence[int],
@@ -204,6 +225,10 @@ class SegmentTable:
         Preferred segments come first, then those with the most free bytes. A batch lies together as far as it can.
         """
         ranked = self._ranked(preferred, set(avoid_nodes))
+        if num_replicas == 1 and ranked and sizes:
+            together = self._place_together(ranked[0], sizes)
+            if together is not None:
+                return together
         places: list[list[Place]] = [[] for _ in sizes]
         nodes: list[set[str]] | None = [set() for _ in sizes] if num_replicas > 1 else None
         missing = list(range(len(sizes)))
@@ -213,6 +238,21 @@ class SegmentTable:
                     return places
                 self._fill(segment, missing, sizes, places, nodes, share_node)
                 missing = [at for at in missing if len(places[at]) < num_replicas]
+        return places
+
+    def _place_together(self, segment: MountedSegment, sizes: Sequence[int]) -> list[list[Place]] | None:
+        """One replica each, all on this segment; None, with nothing taken, when it has no one range for all."""
+        number, allocator = segment.number, segment.allocator
+        assert allocator is not None, "ranked segments are in DRAM"
+        if sum(sizes) + len(sizes) * GRANULE_NBYTES > allocator.largest_free_nbytes():
+            return None
+        free_before = allocator.free_nbytes
+        places: list[list[Place]] = [
+            [(number, offset)] for offset in allocator.allocate_many(sizes) if offset is not None
+        ]
+        assert len(places) == len(sizes), "one range holds all of them"
+        self.used_nbytes += free_before - allocator.free_nbytes
+        segment.num_replicas += len(sizes)
         return places
 
     def _fill(

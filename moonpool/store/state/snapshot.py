@@ -53,6 +53,8 @@ def _small(state: PoolState, now_s: float) -> Iterator[r.Record]:
     yield r.SegmentsEnded(list(index.losses.heirs), list(index.losses.heirs.values()))
     for number, digest in state.identities.items():
         yield r.Identified(number, digest)
+    for session, up_to in state.space.let_go_of():
+        yield r.LetGo(session, up_to)
     for put in state.puts.pending.values():
         terms, groups = put.terms, [put.group] if put.group else None
         yield r.Granted(
@@ -66,6 +68,7 @@ def _small(state: PoolState, now_s: float) -> Iterator[r.Record]:
             terms.soft_pin_s,
             terms.replace,
             groups,
+            [put.parent] if put.parent else None,
         )
     for generation, (places, nbytes, session) in state.space.of_puts.items():
         yield r.HeldPut(generation, session, list(places), nbytes)
@@ -99,6 +102,9 @@ def _placed(index: ObjectIndex, start: int, end: int, now_s: float) -> r.Placed:
             continue
         if table.flags[slot] & Flag.GROUPED:
             made.groups[len(made.keys)] = table.group_of[slot]
+        parent = table.parent_key(slot)
+        if parent is not None:
+            made.tell_parent(parent)
         if table.flags[slot] & Flag.SOFT_PIN:
             made.soft_pins_s[len(made.keys)] = table.soft_pins[slot] - now_s
         made.keys.append(key)

@@ -7,7 +7,7 @@ has stopped, and because a journal must tell when it was freed.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from moonpool.store.state.segments import Place, SegmentTable
 
@@ -22,6 +22,7 @@ class SpaceReturns:
         # Of ended puts, by generation: places, size and session. With session 0 it is in _resting too.
         self.of_puts: dict[int, tuple[Sequence[Place], int, int]] = {}
         self._held: dict[int, dict[int, None]] = {}  # session -> generations of its ended puts
+        self._let_go: dict[int, int] = {}  # session -> up to which generation it writes nothing in place any more
 
     def rest(self, places: Sequence[Place], nbytes: int, until_s: float, now_s: float) -> None:
         """Frees the space at `until_s`, at once when that is past."""
@@ -53,17 +54,30 @@ class SpaceReturns:
 
     def session_gone(self, session: int) -> list[int]:
         """The process has ended; the generations of the puts whose space is free now."""
+        self._let_go.pop(session, None)
         generations = list(self._held.get(session, ()))
         return [generation for generation in generations if self.settled(generation)]
 
-    def let_go(self, session: int, up_to: int, until_s: float) -> None:
+    def let_go(self, session: int, up_to: int, until_s: float) -> bool:
         """The process writes none of these in place any more, up to that generation. What it sent over a network may
-        still arrive, so they rest.
+        still arrive, so they rest. True when there were any.
         """
-        for generation in [each for each in self._held.get(session, ()) if each <= up_to]:
+        if up_to > self._let_go.get(session, 0):
+            self._let_go[session] = up_to
+        found = [each for each in self._held.get(session, ()) if each <= up_to]
+        for generation in found:
             places, nbytes, _ = self.of_puts[generation]
             self._no_longer_held(session, generation)
             self.rest_put(generation, places, nbytes, until_s)
+        return bool(found)
+
+    def let_go_by(self, session: int) -> int:
+        """Up to which generation that process writes nothing in place."""
+        return self._let_go.get(session, 0)
+
+    def let_go_of(self) -> Iterable[tuple[int, int]]:
+        """By session, the same."""
+        return self._let_go.items()
 
     def sessions(self) -> list[int]:
         return list(self._held)

@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from moonpool.base.errors import Corrupt, DeadlineExceeded, NoSpace, Overloaded, Unavailable
 from moonpool.store.allocator import GRANULE_NBYTES, num_granules
 from moonpool.store.messages import HeldItem, Order, OrderKind, OrderResult, Placement, Tier
@@ -52,8 +55,12 @@ class SsdTier:
         self._shelf_of_node: dict[str, int] = {}
         self._hits: dict[int, int] = {}  # look-ups by the object's version, of objects on SSD alone
         self._dropping: set[tuple[bytes, int]] = set()  # records that nodes were told to forget
+        # By slot, after a restart: the journal has the record, and its node has not named it yet.
+        self._unconfirmed: NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
         self.counters = dict.fromkeys(("offloaded", "promoted", "ssd_hits", "offload_failures"), 0)
+        self._spoilt: set[tuple[bytes, int]] = set()  # records of objects in DRAM that are to be written once more
         index.on_record_unwanted = self._on_record_unwanted
+        copies.on_record_spoilt = lambda key, generation: self._spoilt.add((key, generation))
 
     @property
     def is_used(self) -> bool:
@@ -178,11 +185,16 @@ class SsdTier:
         elif slot is not None:
             table.flags[slot] &= ~Flag.WAITING
         if code == Corrupt.code:
-            self._copies.quarantine(order.key, order.source.generation, order.source.segment, now_s)
+            source = order.source
+            self._copies.quarantine(order.key, source.generation, source.segment, source.offset, now_s)
+        slot = table.find(order.key)
+        if slot is not None and order.source not in self._index.placements(slot):
+            self._store_again(order.key)  # from another replica
 
     def _attach(self, slot: int, record: Replica) -> None:
         self._index.table.flags[slot] &= ~Flag.WAITING
         self._index.set_ssd(slot, record)
+        self._confirm(slot)
         self._shelves[record.segment].clock.append((slot, record.generation))
 
     def evict(self, now_s: float, limit: int) -> bool:
@@ -235,14 +247,27 @@ class SsdTier:
     def _on_record_unwanted(self, key: bytes, nbytes: int, record: Replica, now_s: float) -> None:
         """The node forgets the record; one that is away learns it when it shows its inventory."""
         segment = self._segments.by_number.get(record.segment)
-        if segment is not None and not segment.is_away:
+        if segment is None or segment.is_away:
+            self._spoilt.discard((key, record.generation))
+        else:
             source = Placement(segment.name, record.offset, segment.incarnation, record.generation)
             self._dropping.add((key, record.generation))
             self._orders.give(segment.node, OrderKind.DROP, key, nbytes, 0, source, None, self._on_dropped, now_s)
 
     def _on_dropped(self, opened: OpenOrder, result: OrderResult, now_s: float) -> None:
         """A record that could not be dropped is refused at the node's next inventory."""
-        self._dropping.discard((opened.order.key, opened.order.source.generation))
+        record = (opened.order.key, opened.order.source.generation)
+        self._dropping.discard(record)
+        if record in self._spoilt:
+            self._spoilt.discard(record)
+            if result.refusal is None:  # else the node would take the bad record for the new one
+                self._store_again(opened.order.key)
+
+    def _store_again(self, key: bytes) -> None:
+        """What is left of an object in DRAM waits for an SSD, unless it does so already."""
+        slot = self._index.table.find(key)
+        if slot is not None and not self._index.table.flags[slot] & Flag.WAITING:
+            self.on_stored([slot])
 
     # up
 
@@ -294,6 +319,7 @@ class SsdTier:
         for segment in self._segments.of_tier(Tier.SSD):
             self.on_mounted(segment)
         table = self._index.table
+        self._unconfirmed = table.ssd_segments[: table.end] != 0
         if not self._shelves:
             return
         for slot in table.slots():
@@ -332,10 +358,25 @@ class SsdTier:
                 return False
             if mine and table.ssd_offset[slot] != UNKNOWN_OFFSET:
                 index.move_ssd(slot, item.offset)
+                self._confirm(slot)
                 return True
         self._attach(slot, record)
         index.wake(slot)
         return True
+
+    def on_listed(self, segment: MountedSegment) -> None:
+        """The node has named every record. One that the journal alone knows was dropped by order of a master that lost
+        power: it is only hoped for from here on, in vain, and an object that is in DRAM is written once more.
+        """
+        table, end = self._index.table, len(self._unconfirmed)
+        lost = np.flatnonzero(self._unconfirmed & (table.ssd_segments[:end] == segment.number))
+        self._unconfirmed[lost] = False
+        table.ssd_offsets[lost] = UNKNOWN_OFFSET
+        self.on_stored([slot for slot in lost.tolist() if table.dram_segment[slot]])
+
+    def _confirm(self, slot: int) -> None:
+        if slot < len(self._unconfirmed):
+            self._unconfirmed[slot] = False
 
     def relocated(self, segment: MountedSegment, items: Sequence[tuple[bytes, int, int]]) -> list[bool]:
         """Compaction moved records. False where one is not wanted any more."""

@@ -1,8 +1,8 @@
 """The objects: found by key, kept in columns by slot. Pure.
 
 A slot is a small number that an object has from its insert to its removal; then another object may have it. Ten
-million objects are a few hundred bytes each, no dict among them is large enough for its growth to be felt, and
-nothing here is seen by the garbage collector.
+million objects are a few hundred bytes each, nothing among them grows in one step that could be felt, and nothing here
+is seen by the garbage collector.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moonpool.store.state.columns import Column
-
-NUM_SHARDS = 1024
-_SHARD_MASK = NUM_SHARDS - 1
+from moonpool.store.state.key_index import KeyIndex
 
 
 class Replica(NamedTuple):
@@ -49,8 +47,8 @@ class ObjectTable:
 
     def __init__(self, max_objects: int) -> None:
         self.max_objects = max_objects
-        self.shards: list[dict[bytes, int]] = [{} for _ in range(NUM_SHARDS)]
         self.keys: list[bytes | None] = []  # by slot
+        self.slots_of = KeyIndex(self.keys, max_objects)
         self._free: list[int] = []
         self._columns = {
             name: Column(code, max_objects)
@@ -90,6 +88,9 @@ class ObjectTable:
         self.ssd_segments = self._columns["ssd_segment"].array
         self.ssd_offsets = self._columns["ssd_offset"].array
         self.all_flags = self._columns["flags"].array
+        self.versions = self._columns["version"].array
+        self.parents = self._columns["parent"].array
+        self.children = self._columns["child"].array
         self.extras: dict[int, list[Replica]] = {}
         self.extra_nbytes = 0  # of all extra replicas
         self.soft_pins: dict[int, float] = {}  # slot -> until when
@@ -110,14 +111,12 @@ class ObjectTable:
         """One past the highest slot ever used."""
         return len(self.keys)
 
-    # Shards are chosen by hash(), which differs from process to process: nothing may walk through them in order.
-
     def find(self, key: bytes) -> int | None:
-        return self.shards[hash(key) & _SHARD_MASK].get(key)
+        return self.slots_of.find(key)
 
     def find_many(self, keys: Sequence[bytes]) -> list[int | None]:
-        shards = self.shards
-        return [shards[hash(key) & _SHARD_MASK].get(key) for key in keys]
+        slots: list[int | None] = self.slots_of.find_many(keys).tolist()
+        return [None if slot == -1 else slot for slot in slots] if -1 in slots else slots
 
     def add(self, key: bytes, nbytes: int) -> int:
         """A slot for a key that has none. Its columns are zero but for the size."""
@@ -127,13 +126,13 @@ class ObjectTable:
         else:
             slot = len(self.keys)
             self.keys.append(key)
-        self.shards[hash(key) & _SHARD_MASK][key] = slot
+        self.slots_of.add(key, slot)
         self.nbytes[slot] = nbytes
         return slot
 
     def add_many(self, keys: Sequence[bytes]) -> list[int]:
         """Slots for keys that have none; the columns are fill()'s to set."""
-        shards, reused = self.shards, self._free[len(self._free) - len(keys) :] if self._free else []
+        reused = self._free[len(self._free) - len(keys) :] if self._free else []
         if reused:
             del self._free[len(self._free) - len(reused) :]
             reused.reverse()  # as add() would have taken them
@@ -142,8 +141,7 @@ class ObjectTable:
         first = len(self.keys)
         self.keys.extend(keys[len(reused) :])
         slots = reused + list(range(first, len(self.keys)))
-        for slot, key in zip(slots, keys, strict=True):
-            shards[hash(key) & _SHARD_MASK][key] = slot
+        self.slots_of.add_many(keys, slots)
         return slots
 
     def fill(self, slots: Sequence[int], columns: Mapping[str, Sequence[int]]) -> None:
@@ -157,7 +155,7 @@ class ObjectTable:
         """Gives the slot back. Its replicas, pins and place in the eviction order are the caller's concern."""
         key = self.keys[slot]
         assert key is not None, "the slot is in use"
-        del self.shards[hash(key) & _SHARD_MASK][key]
+        self.slots_of.discard(key)
         flags = self.flags[slot]
         if flags & Flag.SOFT_PIN:
             self.soft_pins.pop(slot, None)
@@ -178,6 +176,16 @@ class ObjectTable:
         self._free.append(slot)
 
     # what an object has
+
+    def parent_slot(self, slot: int) -> int | None:
+        """The block that it continues, if that is still there: a newer object in its slot is another one."""
+        parent = self.parent[slot] - 1
+        known = parent >= 0 and self.keys[parent] is not None and self.version[parent] < self.version[slot]
+        return parent if known else None
+
+    def parent_key(self, slot: int) -> bytes | None:
+        parent = self.parent_slot(slot)
+        return None if parent is None else self.keys[parent]
 
     def dram_replicas(self, slot: int) -> list[Replica]:
         if not self.dram_segment[slot]:

@@ -21,9 +21,20 @@ _SCAN_SLOTS = 65_536
 
 
 class Task:
-    __slots__ = ("in_flight", "kind", "message", "nbytes_moved", "num_done", "num_total", "number", "state", "task_id")
+    __slots__ = (
+        "in_flight",
+        "kind",
+        "message",
+        "nbytes_moved",
+        "num_done",
+        "num_total",
+        "number",
+        "segment",
+        "state",
+        "task_id",
+    )
 
-    def __init__(self, task_id: int, kind: str, num_total: int, number: int = 0) -> None:
+    def __init__(self, task_id: int, kind: str, num_total: int, segment: str, number: int = 0) -> None:
         self.task_id = task_id
         self.kind = kind
         self.state = "running"
@@ -32,12 +43,12 @@ class Task:
         self.num_total = num_total
         self.nbytes_moved = 0
         self.in_flight = 0
+        self.segment = segment
         self.number = number  # of the segment that is drained
 
     def info(self) -> TaskInfo:
-        return TaskInfo(
-            self.task_id, self.kind, self.state, self.message, self.num_done, self.num_total, self.nbytes_moved
-        )
+        progress = (self.num_done, self.num_total, self.nbytes_moved)
+        return TaskInfo(self.task_id, self.kind, self.state, self.message, *progress, self.segment)
 
     def end(self, state: str, message: str = "") -> None:
         if self.state == "running":
@@ -71,6 +82,10 @@ class Tasks:
         task = self._tasks.get(task_id)
         return None if task is None else task.info()
 
+    def listed(self, finished: bool) -> list[TaskInfo]:
+        """Those that run, the oldest first; with `finished` also those that are remembered."""
+        return [task.info() for task in self._tasks.values() if finished or task.state == "running"]
+
     def cancel(self, task_id: int) -> bool:
         """What is under way ends; a drain's segment takes new objects again. False when it was not running."""
         task = self._tasks.get(task_id)
@@ -91,7 +106,7 @@ class Tasks:
         for name in targets:
             self._target(name, held)
             held.add(name)
-        task = self._new("copy", len(targets))
+        task = self._new("copy", len(targets), ", ".join(targets))
         self._copy_next(task, slot, list(targets), now_s)
         return task.task_id
 
@@ -102,7 +117,7 @@ class Tasks:
         if source not in held or segment is None or segment.tier is not Tier.DRAM:
             raise InvalidInput(f"the object has no replica in memory on segment {source!r}", param="source")
         self._target(target, held)
-        task = self._new("move", 1)
+        task = self._new("move", 1, target)
         version = self._index.table.version[slot]
 
         def then(key: bytes, refusal: Refusal | None, now_s: float) -> None:
@@ -121,7 +136,7 @@ class Tasks:
             raise InvalidInput("only memory can be drained: an SSD's objects are read from where they are")
         if segment.number in self._drains:
             return self._drains[segment.number].task.task_id
-        task = self._new("drain", segment.num_replicas, segment.number)
+        task = self._new("drain", segment.num_replicas, name, segment.number)
         self._set_draining(segment.number, True)
         self._drains[segment.number] = _Drain(task, now_s)
         return task.task_id
@@ -267,10 +282,10 @@ class Tasks:
             segment.draining = on
             self._index.outcomes.add(Draining(number, on))
 
-    def _new(self, kind: str, num_total: int, number: int = 0) -> Task:
+    def _new(self, kind: str, num_total: int, segment: str, number: int = 0) -> Task:
         finished = [each.task_id for each in self._tasks.values() if each.state != "running"]
         for task_id in finished[: max(0, len(finished) - _MAX_FINISHED)]:
             del self._tasks[task_id]
-        task = self._tasks[self._next_id] = Task(self._next_id, kind, num_total, number)
+        task = self._tasks[self._next_id] = Task(self._next_id, kind, num_total, segment, number)
         self._next_id += 1
         return task

@@ -143,10 +143,10 @@ def _record(original: Any) -> Any:
 
 
 def _quarantine(original: Any) -> Any:
-    def quarantine(self: Any, key: bytes, generation: int, segment: str, now_s: float) -> bool:
+    def quarantine(self: Any, key: bytes, generation: int, segment: str, offset: int, now_s: float) -> bool:
         world, is_counted = _world(), _is_counted(self._segments.get(segment))
-        found: bool = original(self, key, generation, segment, now_s)
-        world.note("quarantine", key, generation, segment, found)
+        found: bool = original(self, key, generation, segment, offset, now_s)
+        world.note("quarantine", key, generation, segment, offset, found)
         if found and not world.history.num_flips and (is_counted or not world.history.lost_times_s):
             world.violated(f"a replica of {key!r} on {segment} is damaged, and nobody has done it")
         return found
