@@ -1,6 +1,6 @@
 """Reading many whole objects at once, each checked as read_session.py does it.
 
-The good case is fast: objects in this machine's memory are copied by the caller's thread, each checksum taken while its
+The good case is fast: objects in this machine's memory are copied here (side_by_side.py), each checksum taken while its
 bytes are warm; others arrive as far_read.py says. Whatever is not as expected is read again by a ReadSession, which
 reports it, tries the other replicas and says what is wrong.
 """
@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
+from moonpool.base.checksum import crc32c_of_array
 from moonpool.base.errors import InvalidInput, MoonpoolError, NotFound, Unauthorized, Unavailable
 from moonpool.store.client.cuts import scatter
 from moonpool.store.client.disk_read import DiskRead
@@ -22,6 +22,7 @@ from moonpool.store.client.flight import FlightCrew
 from moonpool.store.client.headers import GENERATION, GENERATION_AT, Glance, glance
 from moonpool.store.client.read_session import ReadTools
 from moonpool.store.client.recovery import Recovery, Targets, missing, read_whole
+from moonpool.store.client.side_by_side import side_by_side
 from moonpool.store.messages import ObjectInfo, Placement
 from moonpool.transfer.transports.base import RemoteSegment
 
@@ -29,7 +30,7 @@ Got: TypeAlias = int | bytes | MoonpoolError  # how many bytes, or the bytes the
 
 SMALL_NBYTES = 16 * 1024  # copied sooner by a slice than by an array
 _BYTE = np.uint8
-_extend, _bytes_of = google_crc32c.extend, np.frombuffer
+_bytes_of = np.frombuffer
 
 
 class BatchRead:
@@ -90,10 +91,15 @@ class BatchRead:
     def _read_mapped(self, memory: memoryview, found: list[_Found]) -> None:
         array = _bytes_of(memory, _BYTE)
         plans = self._plan(memory, found)
-        read = [
-            (position, place, _copy(memory, array, start, seen, pieces))
-            for position, place, start, seen, pieces in plans
-        ]
+        read: list[tuple[int, Placement, int | bytes | None]] = []
+
+        def copy(plan: _Plan) -> None:
+            position, place, start, seen, pieces = plan
+            read.append((position, place, _copy(memory, array, start, seen, pieces)))
+
+        # New bytes are made under Python's lock, so two threads would be in each other's way.
+        nbytes = sum([view.nbytes for *_, pieces in plans for views in pieces or () for view in views])
+        side_by_side(self._crew, plans, nbytes, copy)
         # Believed is what was read where the same generation stands after reading as before.
         generation_of = GENERATION.unpack_from
         for position, place, got in read:
@@ -157,7 +163,7 @@ def _copy(
                 view[:] = memory[at:end]
             else:
                 copied[...] = array[at:end]
-            found = _extend(found, copied)
+            found = crc32c_of_array(copied, found)
             at = end
         if found != checksum:
             return None

@@ -1,8 +1,8 @@
 """Storing many objects at once: one PutStart, all bytes and headers, one PutEnd per bundle.
 
-Nothing leaks: what was granted is ended or given back, whatever fails. Memory of this machine is written by the
-caller's thread, one copy per replica with the header in front; other memory by the client's crew (flight.py), while the
-caller's thread computes the checksums of what goes next.
+Nothing leaks: what was granted is ended or given back, whatever fails. Memory of this machine is written here
+(side_by_side.py), one copy per replica with the header in front; other memory by the client's crew (flight.py), while
+the caller's thread computes the checksums of what goes next.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-import google_crc32c
 import numpy as np
 
+from moonpool.base.checksum import crc32c_of_array
 from moonpool.base.errors import MoonpoolError, Unauthorized, Unavailable
 from moonpool.base.object_header import ObjectKind
 from moonpool.store.client.cuts import gather
@@ -21,6 +21,7 @@ from moonpool.store.client.headers import pack_header, padded_nbytes
 from moonpool.store.client.put_calls import Granted, PutCalls
 from moonpool.store.client.put_request import MAX_BATCH_NBYTES, Put, bundle
 from moonpool.store.client.put_session import REPLICA_ERRORS, PutTools
+from moonpool.store.client.side_by_side import side_by_side
 from moonpool.store.messages import Placement
 from moonpool.transfer.buffers import as_bytes_view
 from moonpool.transfer.transports.base import RemoteSegment
@@ -28,10 +29,10 @@ from moonpool.transfer.transports.mapped import MappedRemote, MappedWriter
 
 OPAQUE_PIECE_NBYTES = 1024 * 1024
 _FIRST_FAR_NBYTES = 1024 * 1024  # of the first bundle for a network, which should not wait for a large one
-_NEAR_NBYTES = 16 * 1024 * 1024
+_NEAR_NBYTES = 64 * 1024 * 1024
 _STEP_NBYTES = 256 * 1024  # checksummed before it is looked whether the master has answered
 _OPAQUE, _BYTE = ObjectKind.OPAQUE, np.uint8  # looking them up takes longer than what is done with them
-_extend, _bytes_of = google_crc32c.extend, np.frombuffer
+_bytes_of = np.frombuffer
 
 
 class PutBatches:
@@ -80,7 +81,7 @@ class PutBatches:
             granted = self._calls.start(puts, bundle.sizes, bundle.checksums.take_some)
         except MoonpoolError as error:
             return [error] * len(puts)
-        writing = _Writing(granted, bundle.checksums, self._tools, self._calls)
+        writing = _Writing(granted, bundle.checksums, self._tools, self._calls, self._crew)
         try:
             with Flight[_FarBundle](self._crew) as flight:
                 writing.write(puts, bundle.pieces, flight)
@@ -124,14 +125,20 @@ class _Checksums:
 
 
 def _checksums(parts: list[memoryview]) -> list[int]:
-    return [_extend(0, _bytes_of(part, _BYTE)) for part in parts]
+    return [crc32c_of_array(_bytes_of(part, _BYTE)) for part in parts]
 
 
 class _Writing:
     """The bytes of one bundle on their way."""
 
-    def __init__(self, granted: Granted, checksums: _Checksums, tools: PutTools, calls: PutCalls) -> None:
+    def __init__(
+        self, granted: Granted, checksums: _Checksums, tools: PutTools, calls: PutCalls, crew: FlightCrew
+    ) -> None:
         self._granted, self._checksums, self._tools, self._calls = granted, checksums, tools, calls
+        self._crew = crew
+        self._puts: Sequence[Put] = ()
+        self._pieces: Sequence[list[memoryview]] = ()
+        self._noted: list[tuple[int, Placement, MoonpoolError]] = []  # what went wrong near
         self._far: dict[str, _FarBundle] = {}  # by segment: what is not under way yet
         self._far_nbytes = _FIRST_FAR_NBYTES
         self._remotes: dict[str, RemoteSegment | MappedWriter | MoonpoolError] = {}
@@ -139,52 +146,87 @@ class _Writing:
 
     def write(self, puts: Sequence[Put], pieces: Sequence[list[memoryview]], flight: Flight[_FarBundle]) -> None:
         """Every replica, or a note why not."""
-        nbytes = 0
-        generations, replicas, write_replica = self._granted.generations, self._granted.replicas, self._write_replica
+        self._puts, self._pieces = puts, pieces
+        near: list[int] = []
+        nbytes = near_nbytes = 0
         for position in self._granted.open():
-            put, parts = puts[position], pieces[position]
-            sizes = [part.nbytes for part in parts]
-            header = pack_header(
-                put.key,
-                generations[position],
-                sizes,
-                self._checksums.of(position),
-                kind=put.kind,
-                identity=put.identity,
-                valid_tokens=put.valid_tokens,
-            )
-            views = [memoryview(header), *parts]
-            for placement in replicas[position]:
-                write_replica(position, placement, views, flight)
-            nbytes += sum(sizes)
+            data_nbytes = sum([part.nbytes for part in pieces[position]])
+            nbytes += data_nbytes
+            if all(isinstance(self._remote(place), MappedWriter) for place in self._granted.replicas[position]):
+                near.append(position)
+                near_nbytes += data_nbytes
+            else:
+                self._write_anywhere(position, flight)
         for rest in self._far.values():
             self._take(flight.add(rest.write, rest))
+        side_by_side(self._crew, near, near_nbytes, self._write_near)
+        for position, placement, error in self._noted:
+            self._note(position, placement, error)
         self._finish_near()
         self._take(flight.land_all())
         self._tools.counters.add("bytes_written", nbytes)
 
-    def _write_replica(
-        self, position: int, placement: Placement, views: list[memoryview], flight: Flight[_FarBundle]
-    ) -> None:
+    def _views(self, position: int) -> list[memoryview]:
+        """The object as it is written: its header and its pieces."""
+        put, parts = self._puts[position], self._pieces[position]
+        header = pack_header(
+            put.key,
+            self._granted.generations[position],
+            [part.nbytes for part in parts],
+            self._checksums.of(position),
+            kind=put.kind,
+            identity=put.identity,
+            valid_tokens=put.valid_tokens,
+        )
+        return [memoryview(header), *parts]
+
+    def _remote(self, placement: Placement) -> RemoteSegment | MappedWriter | MoonpoolError:
         remote = self._remotes.get(placement.segment)
         if remote is None:
             remote = self._remotes[placement.segment] = self._open(placement)
-        if isinstance(remote, MoonpoolError):
-            self._granted.fail(position, placement, remote)
-        elif isinstance(remote, MappedWriter):
+        return remote
+
+    def _write_near(self, position: int) -> None:
+        """All replicas of one object, from any thread."""
+        views = self._views(position)
+        for placement in self._granted.replicas[position]:
+            remote = self._remotes[placement.segment]
+            assert isinstance(remote, MappedWriter), "only such objects are near"
             try:
                 remote.write(placement.offset, views, placement.generation)
             except REPLICA_ERRORS as error:
-                self._note(position, placement, error)
-        else:
-            far = self._far.get(placement.segment)
-            if far is None:
-                far = self._far[placement.segment] = _FarBundle(remote, self._tools.timeout_s, self._far_nbytes)
-                self._far_nbytes = min(2 * self._far_nbytes, BUNDLE_NBYTES)
-            if far.add(position, placement, views):
-                del self._far[placement.segment]
-                self._take(flight.add(far.write, far))
-                self._stay()
+                self._noted.append((position, placement, error))
+
+    def _write_anywhere(self, position: int, flight: Flight[_FarBundle]) -> None:
+        views = self._views(position)
+        for placement in self._granted.replicas[position]:
+            remote = self._remote(placement)
+            if isinstance(remote, MoonpoolError):
+                self._granted.fail(position, placement, remote)
+            elif isinstance(remote, MappedWriter):
+                try:
+                    remote.write(placement.offset, views, placement.generation)
+                except REPLICA_ERRORS as error:
+                    self._note(position, placement, error)
+            else:
+                self._write_far(position, placement, remote, views, flight)
+
+    def _write_far(
+        self,
+        position: int,
+        placement: Placement,
+        remote: RemoteSegment,
+        views: list[memoryview],
+        flight: Flight[_FarBundle],
+    ) -> None:
+        far = self._far.get(placement.segment)
+        if far is None:
+            far = self._far[placement.segment] = _FarBundle(remote, self._tools.timeout_s, self._far_nbytes)
+            self._far_nbytes = min(2 * self._far_nbytes, BUNDLE_NBYTES)
+        if far.add(position, placement, views):
+            del self._far[placement.segment]
+            self._take(flight.add(far.write, far))
+            self._stay()
 
     def _finish_near(self) -> None:
         """A node that left while its memory was written took everything with it."""
