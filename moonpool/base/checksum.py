@@ -25,7 +25,7 @@ def crc32c(buffer: Any, initial: int = 0) -> int:
     if type(buffer) is bytes:
         return int(google_crc32c.extend(initial, buffer))
     # The C library takes bytes and arrays but no memoryview; an array over the same memory costs about 1 us.
-    return int(google_crc32c.extend(initial, np.frombuffer(buffer, dtype=np.uint8)))
+    return crc32c_of_array(np.frombuffer(buffer, dtype=np.uint8), initial)
 
 
 _LARGE_NBYTES = 64 * 1024  # from here on it matters that other threads can run

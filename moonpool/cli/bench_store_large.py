@@ -26,6 +26,7 @@ _MAX_GB = 8.0
 _LEAST_RATE_RATIO = 0.5
 _LOOK_EVERY_S = 0.02
 _SETTLED_S = 0.5
+_MAX_SNAPSHOT_S = 120.0
 # Nobody beats for segments on paper, nor copies what is hot, so look-ups are counted and nothing comes of it. Leases
 # are short, so that in a small run too there is something to evict.
 _LEASE_S = 0.5
@@ -81,9 +82,18 @@ class SnapshotWatch:
             default=0.0,
         )
 
+    def wait_until_over(self) -> None:
+        """None is being written when this returns, unless the last one takes long."""
+        ends_s = time.monotonic() + _MAX_SNAPSHOT_S
+        while self._is_written() and time.monotonic() < ends_s:
+            time.sleep(_LOOK_EVERY_S)
+
+    def _is_written(self) -> bool:
+        return any(self._folder.glob("snapshot-*.new"))
+
     def _watch(self) -> None:
         while not self._stop.wait(_LOOK_EVERY_S):
-            if any(self._folder.glob("snapshot-*.new")):
+            if self._is_written():
                 now_s = time.monotonic()
                 if self.times_s and now_s - self.times_s[-1][1] < 3 * _LOOK_EVERY_S:
                     self.times_s[-1] = (self.times_s[-1][0], now_s)
@@ -103,6 +113,7 @@ def measure(report: Report, num_objects: int, seconds: float) -> None:
         before = _rates(filler, first, seconds)
         with _pings(pinger), SnapshotWatch(pool.data_dir) as snapshots:
             _tell_growing(report, pool, filler, pinger, snapshots, num_objects - 2 * first)
+            snapshots.wait_until_over()  # while one is written the master has two things to do
             after = _rates(filler, first, seconds)
             _tell_evicting(report, filler, pinger, num_objects // 20)
         for what, name in RATES:

@@ -93,6 +93,27 @@ class Fence:
             if bytes(raw) != _repeated(generation, end - first):
                 raise self._stale(offset, self._newest(first, end), generation)
 
+    def admit_run(self, offset: int, stamps: Sequence[tuple[int, int]]) -> bool:
+        """admit() of spans that follow each other from a granule's start on: (generation, how many granules) of each.
+        False, stamping none, when one is too old; or may be: they are not looked at one by one.
+        """
+        raw = self._run(offset, stamps)
+        with self._lock:
+            first = offset // self.granule_nbytes
+            if self._newest(first, first + raw.nbytes // _GENERATION_NBYTES) > min(stamps)[0]:
+                return False
+            raw[:] = _stamped(stamps)
+        return True
+
+    def has_run(self, offset: int, stamps: Sequence[tuple[int, int]]) -> bool:
+        """Whether confirm() of each of them would pass."""
+        return bytes(self._run(offset, stamps)) == _stamped(stamps)
+
+    def _run(self, offset: int, stamps: Sequence[tuple[int, int]]) -> memoryview:
+        first = offset // self.granule_nbytes
+        count = sum([granules for _, granules in stamps])
+        return self._raw[first * _GENERATION_NBYTES : (first + count) * _GENERATION_NBYTES]
+
     def stamp(self, offset: int, nbytes: int, generation: int) -> None:
         """The owner's word: the touched granules belong to `generation` from now on, whatever they had."""
         touched = self._touched([(offset, nbytes)], generation)
@@ -142,6 +163,10 @@ class Fence:
 def _repeated(generation: int, count: int) -> bytes:
     """So many cells of the table that all have this generation."""
     return generation.to_bytes(_GENERATION_NBYTES, sys.byteorder) * count
+
+
+def _stamped(stamps: Sequence[tuple[int, int]]) -> bytes:
+    return b"".join([_repeated(generation, count) for generation, count in stamps])
 
 
 class Borrowed(NamedTuple):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import google_crc32c
+import numpy as np
 import pytest
 
-from moonpool.base.checksum import ChecksumKind, compute, crc32c, verify
+from moonpool.base.checksum import ChecksumKind, compute, crc32c, crc32c_of_array, runs_beside_others, verify
 from moonpool.base.clock import Deadline, VirtualClock
 from moonpool.base.errors import Corrupt
 
@@ -25,6 +29,22 @@ def test_crc32c_of_any_buffer() -> None:
     assert crc32c(data) == crc32c(bytearray(data)) == crc32c(memoryview(data)) == 0xE3069283
     assert crc32c(data[4:], crc32c(data[:4])) == 0xE3069283
     assert crc32c(b"") == 0
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 65_535, 65_536, 1_000_001])
+def test_large_arrays_are_checked_as_small_ones_are(nbytes: int) -> None:
+    data = np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8)
+    whole = google_crc32c.value(data.tobytes())
+    assert crc32c_of_array(data) == crc32c(data.data) == crc32c(data.tobytes()) == whole
+    half = nbytes // 2
+    assert crc32c_of_array(data[half:], crc32c_of_array(data[:half])) == whole
+    data.flags.writeable = False
+    assert crc32c_of_array(data) == whole
+
+
+def test_the_library_is_found_where_wheels_bring_it() -> None:
+    folder = Path(google_crc32c.__file__).parent.parent / "google_crc32c.libs"
+    assert runs_beside_others() or not folder.is_dir()
 
 
 def test_verify() -> None:

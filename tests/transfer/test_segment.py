@@ -120,6 +120,31 @@ def test_fence_equals_a_model_that_knows_every_byte(granule: int, writes: list[t
         assert [fence.generation_at(index * granule) for index in range(len(model))] == model
 
 
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 9)), max_size=8), st.data())
+def test_a_run_is_admitted_as_its_spans_are(before: list[tuple[int, int]], data: st.DataObject) -> None:
+    """All or none: none only where one of them would be refused, or an older one stands before a newer one."""
+    stamps = data.draw(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5)), min_size=1, max_size=6))
+    first = data.draw(st.integers(0, 8))
+    run, each = Fence(np.zeros(64, np.uint64), 16), Fence(np.zeros(64, np.uint64), 16)
+    for granule, generation in before:
+        run.stamp(granule * 16, 40, generation)
+        each.stamp(granule * 16, 40, generation)
+    table = [run.generation_at(at * 16) for at in range(64)]
+    if not run.admit_run(first * 16, stamps):
+        assert [run.generation_at(at * 16) for at in range(64)] == table
+        end = first + sum(count for _, count in stamps)
+        assert max(table[first:end]) > min(generation for generation, _ in stamps)
+        return
+    at = first
+    for generation, count in stamps:
+        each.admit(at * 16, count * 16, generation)
+        at += count
+    assert [run.generation_at(at * 16) for at in range(64)] == [each.generation_at(at * 16) for at in range(64)]
+    assert run.has_run(first * 16, stamps)
+    run.stamp(first * 16, 1, 10)
+    assert not run.has_run(first * 16, stamps)
+
+
 def test_confirm_sees_a_newer_and_an_older_stamp() -> None:
     fence = Fence(np.zeros(4, dtype=np.uint64), 10)
     fence.admit(0, 40, 5)

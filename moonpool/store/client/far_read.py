@@ -12,9 +12,9 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
-import google_crc32c
 import numpy as np
 
+from moonpool.base.checksum import crc32c_of_array
 from moonpool.base.errors import MoonpoolError, NotFound, Unauthorized, Unavailable
 from moonpool.base.object_header import ALIGN_NBYTES
 from moonpool.store.client.cuts import scatter
@@ -26,7 +26,7 @@ from moonpool.transfer.transports.base import RemoteSegment
 
 PREFIX_NBYTES = 64  # enough of the header to see whose it is: magic to identity
 DIRECT_NBYTES = 2 * 1024 * 1024  # a single object up to this size is read by the caller's thread
-_extend, _bytes_of = google_crc32c.extend, np.frombuffer
+_bytes_of = np.frombuffer
 
 
 class FarObject:
@@ -200,7 +200,7 @@ def is_verified(pieces: Sequence[Sequence[memoryview]], seen: Glance) -> bool:
     for views, checksum in zip(pieces, seen.checksums, strict=True):
         found = 0
         for view in views:
-            found = _extend(found, _bytes_of(view, np.uint8))
+            found = crc32c_of_array(_bytes_of(view, np.uint8), found)
         if found != checksum:
             return False
     return True

@@ -22,7 +22,7 @@ from moonpool.store.client.flight import FlightCrew
 from moonpool.store.client.headers import GENERATION, GENERATION_AT, Glance, glance
 from moonpool.store.client.read_session import ReadTools
 from moonpool.store.client.recovery import Recovery, Targets, missing, read_whole
-from moonpool.store.client.side_by_side import side_by_side
+from moonpool.store.client.side_by_side import is_large, side_by_side
 from moonpool.store.messages import ObjectInfo, Placement
 from moonpool.transfer.transports.base import RemoteSegment
 
@@ -91,20 +91,26 @@ class BatchRead:
     def _read_mapped(self, memory: memoryview, found: list[_Found]) -> None:
         array = _bytes_of(memory, _BYTE)
         plans = self._plan(memory, found)
-        read: list[tuple[int, Placement, int | bytes | None]] = []
-
-        def copy(plan: _Plan) -> None:
-            position, place, start, seen, pieces = plan
-            read.append((position, place, _copy(memory, array, start, seen, pieces)))
-
-        # New bytes are made under Python's lock, so two threads would be in each other's way.
-        nbytes = sum([view.nbytes for *_, pieces in plans for views in pieces or () for view in views])
-        side_by_side(self._crew, plans, nbytes, copy)
+        read = self._copy_all(memory, array, plans)
         # Believed is what was read where the same generation stands after reading as before.
         generation_of = GENERATION.unpack_from
         for position, place, got in read:
             if got is not None and generation_of(memory, place.offset + GENERATION_AT)[0] == place.generation:
                 self._got[position] = got
+
+    def _copy_all(self, memory: memoryview, array: NDArray[Any], plans: list[_Plan]) -> list[_Copied]:
+        # New bytes are made under Python's lock, so two threads would be in each other's way.
+        nbytes = sum([sum(seen.sizes) for _, _, _, seen, pieces in plans if pieces is not None])
+        if not is_large(nbytes, len(plans)):
+            return [(at, place, _copy(memory, array, start, seen, into)) for at, place, start, seen, into in plans]
+        copied: list[_Copied] = []
+
+        def copy(plan: _Plan) -> None:
+            position, place, start, seen, pieces = plan
+            copied.append((position, place, _copy(memory, array, start, seen, pieces)))
+
+        side_by_side(self._crew, plans, nbytes, copy)
+        return copied
 
     def _plan(self, memory: memoryview, found: list[_Found]) -> list[_Plan]:
         """All headers first: after a large copy the processor has forgotten the code that reads them."""
@@ -144,6 +150,7 @@ class BatchRead:
 _Found: TypeAlias = tuple[int, ObjectInfo, Placement]  # position, what it is, the replica to read
 # position, the replica, where its pieces begin, what they are, and the memory for each (None: new bytes)
 _Plan: TypeAlias = tuple[int, Placement, int, Glance, list[list[memoryview]] | None]
+_Copied: TypeAlias = tuple[int, Placement, int | bytes | None]  # position, the replica, what was read of it
 
 
 def _copy(

@@ -15,12 +15,14 @@ import numpy as np
 from moonpool.base.checksum import crc32c_of_array
 from moonpool.base.errors import MoonpoolError, Unauthorized, Unavailable
 from moonpool.base.object_header import ObjectKind
+from moonpool.store.allocator import GRANULE_NBYTES, num_granules
 from moonpool.store.client.cuts import gather
 from moonpool.store.client.flight import BUNDLE_ITEMS, BUNDLE_NBYTES, Flight, FlightCrew, Landed
 from moonpool.store.client.headers import pack_header, padded_nbytes
 from moonpool.store.client.put_calls import Granted, PutCalls
 from moonpool.store.client.put_request import MAX_BATCH_NBYTES, Put, bundle
 from moonpool.store.client.put_session import REPLICA_ERRORS, PutTools
+from moonpool.store.client.runs import SMALL_NBYTES, Run, Runs
 from moonpool.store.client.side_by_side import side_by_side
 from moonpool.store.messages import Placement
 from moonpool.transfer.buffers import as_bytes_view
@@ -148,17 +150,24 @@ class _Writing:
         """Every replica, or a note why not."""
         self._puts, self._pieces = puts, pieces
         near: list[int] = []
+        runs = Runs()
         nbytes = near_nbytes = 0
         for position in self._granted.open():
-            data_nbytes = sum([part.nbytes for part in pieces[position]])
+            parts, places = pieces[position], self._granted.replicas[position]
+            data_nbytes = parts[0].nbytes if len(parts) == 1 else sum([part.nbytes for part in parts])
             nbytes += data_nbytes
-            if all(isinstance(self._remote(place), MappedWriter) for place in self._granted.replicas[position]):
+            if not all([isinstance(self._remote(place), MappedWriter) for place in places]):  # noqa: C419 - quicker
+                self._write_anywhere(position, flight)
+            elif data_nbytes <= SMALL_NBYTES and len(places) == 1:
+                header_nbytes = padded_nbytes(len(puts[position].key), len(parts))
+                runs.add(position, places[0], header_nbytes + data_nbytes)
+            else:
                 near.append(position)
                 near_nbytes += data_nbytes
-            else:
-                self._write_anywhere(position, flight)
         for rest in self._far.values():
             self._take(flight.add(rest.write, rest))
+        for run in runs.all():
+            self._write_run(run)
         side_by_side(self._crew, near, near_nbytes, self._write_near)
         for position, placement, error in self._noted:
             self._note(position, placement, error)
@@ -185,6 +194,24 @@ class _Writing:
         if remote is None:
             remote = self._remotes[placement.segment] = self._open(placement)
         return remote
+
+    def _write_run(self, run: Run) -> None:
+        """Small objects that lie side by side."""
+        remote = self._remotes[run.segment]
+        assert isinstance(remote, MappedWriter), "only such objects are near"
+        parts: list[bytes | memoryview] = []
+        stamps: list[tuple[int, int]] = []
+        for position in run.positions:
+            views = self._views(position)
+            nbytes = sum([view.nbytes for view in views])
+            granules = num_granules(nbytes)
+            parts += views
+            if granules * GRANULE_NBYTES > nbytes:
+                parts.append(bytes(granules * GRANULE_NBYTES - nbytes))
+            stamps.append((self._granted.generations[position], granules))
+        if len(stamps) == 1 or not remote.write_run(run.offset, parts, stamps):
+            for position in run.positions:
+                self._write_near(position)
 
     def _write_near(self, position: int) -> None:
         """All replicas of one object, from any thread."""

@@ -2,8 +2,8 @@
 
 All objects of a go are checked, written by large writes and made durable by one sync: what is answered as done survives
 a power failure. Those of the next write are checked on another thread while the last ones are written, and no others:
-checksums hold Python's lock, and whoever has something to write would wait for it. The space of an object may be given
-to another one at any time, so the fence is asked once more when the bytes have been written.
+what is checked long before it is written has left the processor's cache. The space of an object may be given to another
+one at any time, so the fence is asked once more when the bytes have been written.
 """
 
 from __future__ import annotations

@@ -101,6 +101,19 @@ class MappedWriter:
         if fence is not None:
             fence.confirm(offset, nbytes, generation)
 
+    def write_run(self, offset: int, parts: Sequence[bytes | memoryview], stamps: Sequence[tuple[int, int]]) -> bool:
+        """Objects that follow each other from a granule's start on, each of whole granules, by one copy; `stamps` has
+        the generation and the number of granules of each. False when they are to be written one by one: one of them
+        may be too old, or there is no fence.
+        """
+        fence, data = self._fence, b"".join(parts)
+        check_bounds(offset, len(data), self._memory.nbytes)
+        if fence is None or not fence.admit_run(offset, stamps):
+            return False
+        self._prefault.before_write(self._memory, offset, len(data))
+        self._memory[offset : offset + len(data)] = data
+        return fence.has_run(offset, stamps)
+
     def finish(self) -> None:
         """PeerLost when the owner left meanwhile: then all that was written is lost."""
         self._remote.check_owner_stayed(self._memory)

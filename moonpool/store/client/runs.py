@@ -1,0 +1,46 @@
+"""Which small objects of a batch lie side by side in a segment, so that they can be written by one copy. Pure.
+
+A batch is placed together where there is room, so most small objects of it do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moonpool.store.allocator import GRANULE_NBYTES, num_granules
+from moonpool.store.messages import Placement
+
+SMALL_NBYTES = 32 * 1024  # above, the copy takes longer than what is done around it
+_MAX_RUN_GRANULES = 256
+
+
+class Run:
+    """Positions in the batch, whose objects follow each other from `offset` on."""
+
+    __slots__ = ("end", "offset", "positions", "segment")
+
+    def __init__(self, segment: str, offset: int) -> None:
+        self.segment, self.offset, self.end = segment, offset, offset
+        self.positions: list[int] = []
+
+
+class Runs:
+    def __init__(self) -> None:
+        self._runs: list[Run] = []
+
+    def add(self, position: int, place: Placement, nbytes: int) -> None:
+        """The objects in their order, with the size of header and pieces."""
+        run = self._runs[-1] if self._runs else None
+        if (
+            run is None
+            or run.end != place.offset
+            or run.segment != place.segment
+            or run.end - run.offset >= _MAX_RUN_GRANULES * GRANULE_NBYTES
+        ):
+            run = Run(place.segment, place.offset)
+            self._runs.append(run)
+        run.positions.append(position)
+        run.end += num_granules(nbytes) * GRANULE_NBYTES
+
+    def all(self) -> Iterator[Run]:
+        return iter(self._runs)

@@ -1,0 +1,93 @@
+"""Small objects that lie side by side are written by one copy; what cannot be is written one by one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from store_pool import LocalPool
+
+from moonpool.base.errors import StaleGeneration
+from moonpool.store.allocator import GRANULE_NBYTES
+from moonpool.store.client import Put
+from moonpool.store.client.runs import Runs
+from moonpool.store.messages import Placement
+from moonpool.transfer.transports.mapped import MappedWriter
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 2), st.integers(1, 3 * GRANULE_NBYTES)), max_size=40))
+def test_runs_hold_every_object_once_in_order_and_without_gaps(objects: list[tuple[str, int, int]]) -> None:
+    runs, at, places = Runs(), 0, []
+    for position, (segment, gap, nbytes) in enumerate(objects):
+        at += gap * GRANULE_NBYTES
+        places.append((segment, at))
+        runs.add(position, Placement(segment, at, 1, 1), nbytes)
+        at += -(-nbytes // GRANULE_NBYTES) * GRANULE_NBYTES
+    assert [position for run in runs.all() for position in run.positions] == list(range(len(objects)))
+    for run in runs.all():
+        end = run.offset
+        for position in run.positions:
+            assert places[position] == (run.segment, end)
+            end += -(-objects[position][2] // GRANULE_NBYTES) * GRANULE_NBYTES
+        assert end == run.end
+
+
+@pytest.fixture
+def pool(tmp_path: Path):
+    made = LocalPool(tmp_path)
+    yield made
+    made.close()
+
+
+def puts(count: int) -> list[Put]:
+    """Of sizes that fill their granules and of such that do not, of one piece and of several."""
+    return [
+        Put(b"key-%d" % number, [bytes([number % 251]) * (1 + 997 * number % 9000)] * (1 + number % 3))
+        for number in range(count)
+    ]
+
+
+def test_a_batch_of_small_objects_arrives_whole(pool: LocalPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[int] = []
+    plain = MappedWriter.write_run
+
+    def counting(self: MappedWriter, offset: int, parts, stamps) -> bool:
+        written.append(len(stamps))
+        return plain(self, offset, parts, stamps)
+
+    monkeypatch.setattr(MappedWriter, "write_run", counting)
+    client, batch = pool.client(), puts(60)
+    assert client.put_many(batch) == [None] * 60
+    assert sum(written) == 60
+    assert len(written) < 10
+    for put in batch:
+        assert client.get(put.key) == b"".join(bytes(each) for each in put.buffers)
+    pool.master.state.check_integrity()
+
+
+def test_a_run_that_is_refused_is_written_one_by_one(pool: LocalPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MappedWriter, "write_run", lambda *args: False)
+    client, batch = pool.client(), puts(20)
+    assert client.put_many(batch) == [None] * 20
+    assert client.get(b"key-7") == bytes(batch[7].buffers[0]) * len(batch[7].buffers)
+
+
+def test_of_a_run_only_those_fail_whose_space_was_taken_back(pool: LocalPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the grant and the write the owner stamps one object's space with a newer generation."""
+    plain = MappedWriter.write_run
+
+    def late(self: MappedWriter, offset: int, parts, stamps) -> bool:
+        fence = self._fence
+        assert fence is not None
+        fence.stamp(offset + stamps[0][1] * GRANULE_NBYTES, 1, stamps[0][0] + 1_000_000)
+        return plain(self, offset, parts, stamps)
+
+    monkeypatch.setattr(MappedWriter, "write_run", late)
+    client, batch = pool.client(), puts(10)
+    outcomes = client.put_many(batch)
+    assert [position for position, error in enumerate(outcomes) if error is not None] == [1]
+    assert isinstance(outcomes[1], StaleGeneration)
+    assert client.get(batch[2].key) is not None
+    assert not client.exist([batch[1].key])[0]
