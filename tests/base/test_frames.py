@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.base.errors import ProtocolError
-from moonpool.base.frames import MAX_BODY_NBYTES, Frame, FrameDecoder, FrameKind, decode_header, encode_frame, whole_frame
+from moonpool.base.frames import (
+    MAX_BODY_NBYTES,
+    Frame,
+    FrameDecoder,
+    FrameKind,
+    decode_header,
+    encode_frame,
+    whole_frame,
+)
 
 FRAMES = st.builds(Frame, st.sampled_from(FrameKind), st.integers(0, 2**64 - 1), st.binary(max_size=200))
 

@@ -122,3 +122,18 @@ def test_many_more_than_there_are_places_for(eviction: str) -> None:
         pool.check()
         pool.carry_out("a")
     assert pool.state.stats().num_objects == 50
+
+
+def test_records_are_adopted_only_where_no_put_under_way_needs_the_slot() -> None:
+    pool = Pool("a", ssd_granules=100, max_objects=3)
+    pool.put(b"1")
+    grants = [pool.start(b"2"), pool.start(b"3")]
+    unknown = [m.HeldItem(b"old-%d" % number, 1, G, number * G) for number in range(4)]
+    pool.now_s += 5
+    pool.mount_ssd("a", 100)
+    pool.state.members.adopts = True  # as a master that began with nothing and has not seen this disk
+    pool.state.members.listed.clear()
+    assert pool.inventory("a", unknown) == [False] * 4
+    assert [pool.end(grant) for grant in grants] == [None, None]
+    assert pool.has(b"1", b"2", b"3")
+    assert pool.state.stats().num_objects == 3

@@ -1,4 +1,4 @@
-"""The key index says what a dict would say, whatever was added and removed, in batches or one by one, while it grows."""
+"""The key index says what a dict would, whatever was added and removed, in batches or one by one, while it grows."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from moonpool.store.state import key_index
 from moonpool.store.state.key_index import KeyIndex
 

@@ -7,7 +7,7 @@ is seen by the garbage collector.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -97,6 +97,7 @@ class ObjectTable:
         self.group_of: dict[int, bytes] = {}
         self.groups: dict[bytes, set[int]] = {}
         self.num_dormant = 0
+        self.promised: Collection[bytes] = ()  # keys of puts under way, which will need a slot each
 
     def __len__(self) -> int:
         """All objects, dormant ones included."""
@@ -104,7 +105,8 @@ class ObjectTable:
 
     @property
     def is_full(self) -> bool:
-        return not self._free and len(self.keys) >= self.max_objects
+        """No slot is left that is not used or promised."""
+        return len(self) + len(self.promised) >= self.max_objects
 
     @property
     def end(self) -> int:

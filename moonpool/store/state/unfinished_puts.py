@@ -19,6 +19,7 @@ class UnfinishedPuts:
         self._index = index
         self._space = space
         self.pending: dict[bytes, PendingPut] = {}  # the one that is discarded first comes first
+        index.table.promised = self.pending
         self.counters = dict.fromkeys(("refused", "discarded"), 0)
 
     def renew(self, keys: Sequence[bytes], generations: Sequence[int], now_s: float) -> list[bool]:
