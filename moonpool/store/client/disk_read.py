@@ -1,9 +1,9 @@
 """Reading whole objects from a disk of this machine, as fast as the disk gives them.
 
 Header and bytes of an object come by one request, small neighbours by one together, straight into their memory where
-that is aligned. Two threads, the caller's and one of the crew, each read and check in turn, so the disk works while
-checksums are taken. Nothing is looked at twice: such a segment's bytes are written once, and a read that lost its race
-against their end fails.
+that is aligned. Three threads, the caller's and two of the crew, each read and check in turn, so that the disk always
+has something to do while checksums are taken. Nothing is looked at twice: such a segment's bytes are written once, and
+a read that lost its race against their end fails.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from moonpool.transfer.transports.base import RemoteSegment
 
 _LEAST_NBYTES, _MOST_NBYTES = 1024 * 1024, 4 * 1024 * 1024 + 64 * 1024  # of neighbours that are read together
 _SHARE = 4  # of what is left one request takes so much at most
+_NUM_HELPERS = 2
 
 
 class DiskRead:
@@ -39,7 +40,7 @@ class DiskRead:
         _align_headers(fitting)
         self._rest.extend(_neighbours(fitting))
         if len(self._rest) > 1:
-            self._crew.together(self._work, self._rest.clear)
+            self._crew.together(self._work, self._rest.clear, _NUM_HELPERS)
         else:
             self._work()
         return self._good

@@ -36,17 +36,26 @@ class FlightCrew:
                 raise PeerLost("this client is closed")
             return self._threads.submit(job)
 
-    def together(self, work: Callable[[], None], stop: Callable[[], None]) -> None:
-        """Does the work on the caller's thread and, as soon as one is free, on one of the crew. Returns or raises when
-        both have ended; `stop` makes the other end soon when the caller's part is over. PeerLost after close().
+    def together(self, work: Callable[[], None], stop: Callable[[], None], num_helpers: int = 1) -> None:
+        """Does the work on the caller's thread and, as soon as they are free, on some of the crew. Returns or raises
+        when all have ended; `stop` makes the others end soon when the caller's part is over. PeerLost after close().
         """
-        helper = self.start(work)
+        helpers: list[Future[None]] = []
+        failed: BaseException | None = None
         try:
+            for _ in range(num_helpers):
+                helpers.append(self.start(work))
             work()
         finally:
             stop()
-            if not helper.cancel():
-                helper.result()
+            for helper in helpers:
+                try:
+                    if not helper.cancel():
+                        helper.result()
+                except BaseException as error:  # noqa: BLE001 - raised when the others have ended too
+                    failed = error
+        if failed is not None:
+            raise failed
 
     def close(self) -> None:
         """Idempotent. Waits for what is under way, which ends with its deadline."""
