@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from store_pool import LocalPool
 
-from moonpool.base.errors import StaleGeneration
+from moonpool.base.errors import InvalidInput, StaleGeneration, Unavailable
 from moonpool.store.allocator import GRANULE_NBYTES
 from moonpool.store.client import Put
 from moonpool.store.client.runs import Runs
@@ -91,3 +91,17 @@ def test_of_a_run_only_those_fail_whose_space_was_taken_back(pool: LocalPool, mo
     assert isinstance(outcomes[1], StaleGeneration)
     assert client.get(batch[2].key) is not None
     assert not client.exist([batch[1].key])[0]
+
+
+def test_nothing_to_put_is_nothing_to_do(pool: LocalPool) -> None:
+    client = pool.client()
+    assert client.put_many([]) == []
+    assert isinstance(client.put_many([Put(b"", [b"1"])])[0], InvalidInput)
+
+
+def test_a_master_that_is_gone_is_told_by_position(pool: LocalPool) -> None:
+    client = pool.client(retry_s=0.0)
+    pool.loop.run(pool.master.close())
+    outcomes = client.put_many(puts(3))
+    assert all(isinstance(error, Unavailable) for error in outcomes)
+    assert len(outcomes) == 3

@@ -65,8 +65,9 @@ class PutBatches:
             )
             for positions in bundle(puts, sizes, wanted, self._max_nbytes())
         ]
-        for each, following in zip(bundles, [*bundles[1:], None], strict=True):
-            done = self._put_bundle(each, None if following is None else following.checksums.take_some)
+        for number, each in enumerate(bundles, 1):
+            following = bundles[number].checksums.take_some if number < len(bundles) else None
+            done = self._put_bundle(each, following)
             for position, outcome in zip(each.positions, done, strict=True):
                 outcomes[position] = outcome
         return outcomes
@@ -75,7 +76,10 @@ class PutBatches:
         """What is copied to this machine's memory goes in smaller bundles: one is worked on while the master is told
         of another. Sockets are kept busy by larger ones.
         """
-        return _NEAR_NBYTES if self._tools.holder.session() else MAX_BATCH_NBYTES
+        try:
+            return _NEAR_NBYTES if self._tools.holder.session() else MAX_BATCH_NBYTES
+        except MoonpoolError:  # nobody answers, as each bundle will be told
+            return MAX_BATCH_NBYTES
 
     def _put_bundle(self, bundle: _Bundle, meanwhile: Callable[[], bool] | None) -> list[MoonpoolError | None]:
         puts = bundle.puts
