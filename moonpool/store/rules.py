@@ -21,7 +21,7 @@ class PoolRules:
     away_ttl_s: float = 86_400.0  # and after this one nobody waits for its SSD any more
     max_objects: int = 2**25  # the table's size; memory is taken as objects come
     max_fates: int = 65_536  # of how many keys the state remembers what became of them
-    step_objects: int = 512  # objects looked at in one tick, so that no tick is long
+    step_objects: int = 256  # objects looked at in one tick, so that no tick is long
     eviction: str = "prefix"  # which policy orders the objects (policies/)
     ssd_high_watermark: float = 0.95  # of an SSD segment's bytes; older records go above it
     offloads_in_flight: int = 128  # per node: some are written while the answers to others are on their way

@@ -91,7 +91,7 @@ def test_no_event_moves_many_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
     for number in range(200):
         model.add([b"%036d" % (number * 1000 + each) for each in range(1000)])
-    assert max(moved) == 8 * 1000
+    assert max(moved) == key_index._MOVED_PER_KEY * 1000
     assert model.index._old is None or len(model.index._cells) > len(model.index._old)
 
 

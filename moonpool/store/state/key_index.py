@@ -27,7 +27,7 @@ _LEFTOVERS = 24  # of a batch, up to which the rest is quicker one by one
 _GROW_AT = 0.45  # of the cells, removed ones included
 # Cells of the old table that are emptied for every key that is added, so that it is empty long before the new one is
 # full; and at least, because fewer take as long.
-_MOVED_PER_KEY, _LEAST_MOVED = 8, 256
+_MOVED_PER_KEY, _LEAST_MOVED = 4, 256
 # A cell is 0 (never used), _REMOVED, or the upper half of a hash, made odd, above the slot plus one.
 _SLOT = np.uint64(0xFFFF_FFFF)
 _REMOVED = 0xFFFF_FFFF
