@@ -24,6 +24,8 @@ FAST = PlanConfig(
     max_attempts=50,
 )
 
+_REFUSED_AFTER_S = 0.001
+
 
 @dataclass
 class Rail:
@@ -38,7 +40,9 @@ class Rail:
     def outcome(self, nbytes: int, timeout_s: float, now_s: float) -> tuple[float, MoonpoolError | None]:
         """When a slice given now ends, and how."""
         if any(low <= now_s < high for low, high in self.refusing):
-            return now_s + 0.001, PeerLost("refused")
+            if timeout_s < _REFUSED_AFTER_S:
+                return now_s + timeout_s, DeadlineExceeded("silence")
+            return now_s + _REFUSED_AFTER_S, PeerLost("refused")
         start_s = max(now_s, self.free_at_s)
         end_s = start_s + nbytes / self.rate + 0.0001
         if any(low < end_s and now_s < high for low, high in self.silent) or end_s > now_s + timeout_s:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from plan_world import CONFIG, MIB, RATE, Rail, World
 
@@ -82,6 +82,7 @@ sizes_ = st.lists(st.integers(0, 20 * MIB), min_size=1, max_size=4)
 
 
 @settings(max_examples=150, deadline=None)
+@example([Rail(491794439.0, [], [])], [Rail(1e5, [], []), Rail(1e5, [], [(0.0, 1.0)])], [([11403266], 0.015625, 0.0)])
 @given(
     st.lists(faulty, min_size=1, max_size=3),
     st.lists(faulty, min_size=1, max_size=2),
