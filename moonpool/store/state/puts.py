@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from moonpool.base.errors import AlreadyExists, InvalidInput, MoonpoolError, NoSpace, StaleGeneration, Unavailable
+from moonpool.base.errors import InvalidInput, NoSpace
 from moonpool.store.messages import Placement, PutOptions, PutReply, Refusal
 from moonpool.store.rules import PoolRules
 from moonpool.store.state.bulk import LEAST, are_plain, insert_plain
@@ -12,16 +12,23 @@ from moonpool.store.state.evictor import Evictor
 from moonpool.store.state.fates import Fate
 from moonpool.store.state.generations import Generations
 from moonpool.store.state.identities import Identities
-from moonpool.store.state.index import FIRST_SESSION, ObjectIndex
+from moonpool.store.state.index import ObjectIndex
 from moonpool.store.state.pending import PendingPut, Terms
 from moonpool.store.state.records import Freed, Granted, PutsEnded, shortened
+from moonpool.store.state.refusals import (
+    DISCARDED,
+    LOST,
+    MAX_KEY_NBYTES,
+    RECOUNTING,
+    STORED,
+    UNDER_WAY,
+    check_batch,
+    refusal,
+)
 from moonpool.store.state.segments import Place, SegmentTable
 from moonpool.store.state.space import SpaceReturns
 from moonpool.store.state.table import Flag, Replica
 from moonpool.store.state.unfinished_puts import UnfinishedPuts
-
-MAX_KEY_NBYTES = 1024
-MAX_REPLICAS = 16
 
 
 class Puts(UnfinishedPuts):
@@ -54,7 +61,7 @@ class Puts(UnfinishedPuts):
         now_s: float,
     ) -> PutReply:
         """Space for each item, on up to num_replicas distinct segments and at least one; or why not."""
-        _check_batch(keys, sizes, options, session, parents, groups)
+        check_batch(keys, sizes, options, session, parents, groups)
         terms = self._terms(options, session)
         if len(keys) == 1 and groups is None:
             reply = self._start_one(keys, sizes, options, terms, parents, now_s)
@@ -65,13 +72,29 @@ class Puts(UnfinishedPuts):
         places = self._place([sizes[at] for at in wanted], options, now_s)
         if len(wanted) == len(keys) and groups is None and min(map(len, places)) == max(map(len, places)) == 1:
             return self._grant_all(keys, sizes, terms, parents, places, now_s)
+        return self._grant_some(
+            keys, sizes, terms, parents, groups, dict(zip(wanted, places, strict=True)), refusals, now_s
+        )
+
+    def _grant_some(
+        self,
+        keys: Sequence[bytes],
+        sizes: Sequence[int],
+        terms: Terms,
+        parents: Sequence[bytes] | None,
+        groups: Sequence[bytes] | None,
+        places: Mapping[int, list[Place]],
+        refusals: dict[int, Refusal],
+        now_s: float,
+    ) -> PutReply:
+        """Those that have places, by position, are begun; the others are refused."""
         generations = [0] * len(keys)
         replicas: list[tuple[Placement, ...]] = [()] * len(keys)
-        first = self._generations.take(len(wanted)) - 1
+        first = self._generations.take(len(places)) - 1
         granted: list[int] = []
         pending, by_number = self.pending, self._segments.by_number
         last_number, name, incarnation = 0, "", 0
-        for at, found in zip(wanted, places, strict=True):
+        for at, found in places.items():
             key = keys[at]
             if not found or key in pending:  # the same key twice in one batch: the first has it
                 refusals[at] = self._refusal(key, sizes[at], found)
@@ -174,13 +197,13 @@ class Puts(UnfinishedPuts):
             key = keys[at]
             put = pending.get(key)
             if not 0 < len(key) <= MAX_KEY_NBYTES or sizes[at] <= 0:
-                refusals[at] = _refusal(
+                refusals[at] = refusal(
                     InvalidInput(f"a key has 1 to {MAX_KEY_NBYTES} bytes and its object at least one")
                 )
             elif slot is not None and not replace:
-                refusals[at] = _STORED
+                refusals[at] = STORED
             elif key in seen or (put is not None and not self._make_way(put, replace, now_s)):
-                refusals[at] = _UNDER_WAY
+                refusals[at] = UNDER_WAY
             else:
                 seen.add(key)
                 admitted.append(at)
@@ -245,14 +268,14 @@ class Puts(UnfinishedPuts):
 
     def _refusal(self, key: bytes, nbytes: int, found: Sequence[Place]) -> Refusal:
         if found:
-            return _UNDER_WAY
+            return UNDER_WAY
         if self._num_objects() >= self._rules.max_objects:
-            return _refusal(NoSpace(f"the master's table is full: {self._rules.max_objects} objects (max_objects)"))
+            return refusal(NoSpace(f"the master's table is full: {self._rules.max_objects} objects (max_objects)"))
         if self._segments.is_recounting(nbytes):
-            return _RECOUNTING
+            return RECOUNTING
         if not self._segments.could_hold(nbytes):
-            return _refusal(NoSpace(f"no mounted segment could hold {nbytes} bytes"))
-        return _refusal(NoSpace(f"no space for {nbytes} bytes: what is stored is leased, pinned or being written"))
+            return refusal(NoSpace(f"no mounted segment could hold {nbytes} bytes"))
+        return refusal(NoSpace(f"no space for {nbytes} bytes: what is stored is leased, pinned or being written"))
 
     def _record_grants(
         self,
@@ -296,7 +319,8 @@ class Puts(UnfinishedPuts):
         left: dict[int, list[Place]] = {}
         pending, by_number = self.pending, self._segments.by_number
         too_old_s = now_s - self._rules.put_discard_s
-        if len(keys) >= LEAST and not failed and self._are_all_plain(keys, generations, too_old_s):
+        all_plain = len(keys) >= LEAST and not failed and self._are_all_plain(keys, generations, too_old_s)
+        if all_plain:
             done = [pending.pop(key) for key in keys]
             keys = ()
         for at, key in enumerate(keys):
@@ -304,18 +328,18 @@ class Puts(UnfinishedPuts):
             if put is None or put.generation != generations[at] or put.renewed_s <= too_old_s:
                 if put is not None and put.generation == generations[at]:
                     self._abandon([put], Fate.PUT_ABANDONED, False, now_s)
-                refusal = self._late(key, generations[at], now_s)
-                if refusal is not None:
-                    refusals[at] = refusal
+                late = self._late(key, generations[at], now_s)
+                if late is not None:
+                    refusals[at] = late
                 continue
             if at in failed or put.places[0][0] not in by_number or len(put.places) > 1:
                 if not self._drop_failed(put, failed.get(at, ()), now_s):
-                    refusals[at] = _LOST
+                    refusals[at] = LOST
                     continue
                 left[len(done)] = put.places
             del pending[key]
             done.append(put)
-        slots = self._store_all(done, now_s)
+        slots = self._store_all(done, all_plain, now_s)
         if done:
             self._index.outcomes.add(PutsEnded([put.key for put in done], [put.generation for put in done], left))
         return refusals, slots
@@ -332,8 +356,8 @@ class Puts(UnfinishedPuts):
             and {put.places[0][0] for put in puts} <= by_number.keys()
         )
 
-    def _store_all(self, done: Sequence[PendingPut], now_s: float) -> list[int]:
-        if len(done) >= LEAST and are_plain(done):
+    def _store_all(self, done: Sequence[PendingPut], all_plain: bool, now_s: float) -> list[int]:
+        if all_plain or (len(done) >= LEAST and are_plain(done)):
             olds = self._index.table.slots_of.find_many([put.key for put in done])
             if (olds < 0).all():
                 return insert_plain(self._index, done)
@@ -346,7 +370,7 @@ class Puts(UnfinishedPuts):
         slot = self._index.find(key, now_s)
         if slot is not None and self._index.table.version[slot] == generation:
             return None
-        return _DISCARDED
+        return DISCARDED
 
     def _drop_failed(self, put: PendingPut, failed: Sequence[str], now_s: float) -> bool:
         """Leaves out what could not be written or is gone; False when nothing is left."""
@@ -376,30 +400,3 @@ class Puts(UnfinishedPuts):
         if put.group:
             table.join_group(slot, put.group)
         return slot
-
-
-def _check_batch(
-    keys: Sequence[bytes],
-    sizes: Sequence[int],
-    options: PutOptions,
-    session: int,
-    parents: Sequence[bytes] | None,
-    groups: Sequence[bytes] | None,
-) -> None:
-    if len(sizes) != len(keys) or any(column is not None and len(column) != len(keys) for column in (parents, groups)):
-        raise InvalidInput("the columns of a put have different lengths")
-    if not 0 < options.num_replicas <= MAX_REPLICAS:
-        raise InvalidInput(f"a put has 1 to {MAX_REPLICAS} replicas", param="num_replicas")
-    if session and session < FIRST_SESSION:
-        raise InvalidInput(f"a session is 0 or at least {FIRST_SESSION}", param="session")
-
-
-def _refusal(error: MoonpoolError) -> Refusal:
-    return Refusal(error.code, str(error))
-
-
-_STORED = _refusal(AlreadyExists("the key is stored already"))
-_UNDER_WAY = _refusal(AlreadyExists("another put of this key is under way"))
-_RECOUNTING = _refusal(Unavailable("nodes are being recounted after the master's restart: ask again soon"))
-_DISCARDED = _refusal(StaleGeneration("the put was discarded: it took too long, or its space was taken back"))
-_LOST = _refusal(StaleGeneration("no replica of the put is left: its nodes are gone or could not be written to"))
