@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -55,6 +56,7 @@ class PeerPaths:
         self.config = config
         # What may be under way at once, a probe for each path, and one that minds the clock.
         self.crew = Crew("transfer-path", (config.slices_per_path + 1) * len(endpoints) + 1)
+        weakref.finalize(self, self.crew.close).atexit = False  # a peer nobody could open is let go, not closed
         self._planner = Planner(len(endpoints), config, num_secondary)
         self._lock = threading.Lock()
         self._earlier = threading.Condition(self._lock)  # something is due before `_kept_until_s`

@@ -24,6 +24,7 @@ NBYTES = 200_000
 @pytest.fixture
 def make_paths() -> Iterator[Callable[..., tuple[MultiPathRemote, bytearray]]]:
     made: list[PeerPaths] = []
+    before = set(threading.enumerate())
 
     def make(*befores: Before) -> tuple[MultiPathRemote, bytearray]:
         paths = PeerPaths([f"fake:{number}" for number in range(len(befores))], FAST)
@@ -40,7 +41,7 @@ def make_paths() -> Iterator[Callable[..., tuple[MultiPathRemote, bytearray]]]:
     for paths in made:
         paths.close()
         paths.join(5)
-    assert not [thread.name for thread in threading.enumerate() if thread.name == "transfer-path"]
+    assert not [thread.name for thread in set(threading.enumerate()) - before if thread.name == "transfer-path"]
 
 
 def fine(spans: list[tuple[int, int]]) -> None:

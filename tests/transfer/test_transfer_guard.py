@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 import time
 from pathlib import Path
 
@@ -27,6 +29,7 @@ def engine(folder: Path, secret: bytes | None, **settings: object) -> TransferEn
 def test_an_engine_without_the_secret_is_told_at_once(
     tmp_path: Path, secret: bytes | None, rails: tuple[str, ...]
 ) -> None:
+    before = set(threading.enumerate())
     with Segment.over("seg", bytearray(1000), incarnation=1) as segment:
         with engine(tmp_path, b"the-right-secret-of-length", tcp_hosts=rails) as owner:
             descriptor = owner.serve(segment)
@@ -35,5 +38,9 @@ def test_an_engine_without_the_secret_is_told_at_once(
                 with pytest.raises(Unauthorized):
                     stranger.open(descriptor)
                 assert time.monotonic() - started < 2
+                gc.collect()  # the engine keeps nothing of a peer that it could not open
                 friend.open(descriptor).write_from(0, [b"hello"], generation=1, timeout_s=5)
         assert bytes(segment.memory[:5]) == b"hello"
+    for thread in set(threading.enumerate()) - before:
+        thread.join(2)  # far less than an idle thread of a crew stays
+        assert not thread.is_alive(), thread.name
