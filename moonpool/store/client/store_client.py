@@ -7,6 +7,7 @@ never returned: their replica is reported, another one is read, and where there 
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
@@ -126,14 +127,15 @@ class StoreClient:
 
     def remove(self, keys: Sequence[bytes], force: bool = False) -> list[bool]:
         """True where no object is under the key now. Leased and pinned ones stay unless `force`."""
-        return self._line.ask(m.Remove(keys=list(keys), force=force))
+        return self._line.ask(m.Remove(keys=list(keys), force=force, errand=_errand()))
 
     def remove_matching(self, pattern: str | None = None, force: bool = False) -> tuple[int, int]:
         """Removes what the regular expression finds (None: everything); how many went and how many stayed."""
         num_removed, num_kept = 0, 0
         cursor: int | None = 0
         while cursor is not None:
-            step = self._line.ask(m.RemoveMatching(pattern=pattern, force=force, cursor=cursor))
+            call = m.RemoveMatching(pattern=pattern, force=force, cursor=cursor, errand=_errand())
+            step = self._line.ask(call)
             num_removed, num_kept, cursor = num_removed + step.num_removed, num_kept + step.num_kept, step.cursor
         return num_removed, num_kept
 
@@ -322,3 +324,8 @@ def _or_none(got: Got) -> int | bytes | None:
     if isinstance(got, MoonpoolError):
         raise got
     return got
+
+
+def _errand() -> int:
+    """A number no other call has. Not from a counter: two clients would have the same."""
+    return 1 + secrets.randbelow((1 << 63) - 1)

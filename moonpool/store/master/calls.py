@@ -10,6 +10,7 @@ from moonpool.base.errors import MoonpoolError
 from moonpool.base.metrics import GetMetrics
 from moonpool.base.rpc import Call, Peer
 from moonpool.store import messages as m
+from moonpool.store.master.errands import Errands
 from moonpool.store.master.metrics import pool_metrics
 
 if TYPE_CHECKING:
@@ -78,7 +79,13 @@ def _questions(master: Master) -> dict[type[Call[Any]], Handler]:
 
 
 def _objects(master: Master) -> dict[type[Call[Any]], Handler]:
-    state, now = master.state, master.clock.now_s
+    state, now, errands = master.state, master.clock.now_s, Errands()
+
+    def remove(c: m.Remove, _: Peer) -> list[bool]:
+        return errands.once(c.errand, len(c.keys), lambda: state.remove(c.keys, c.force, now()))
+
+    def remove_matching(c: m.RemoveMatching, _: Peer) -> m.RemovedCount:
+        return errands.once(c.errand, 1, lambda: state.remove_matching(c.pattern, c.force, c.cursor, now()))
 
     def lookup(c: m.Lookup, _: Peer) -> list[m.ObjectInfo | None]:
         return state.lookup(c.keys, now(), prefix=c.prefix, lease=c.lease, session=c.session)
@@ -88,8 +95,8 @@ def _objects(master: Master) -> dict[type[Call[Any]], Handler]:
         m.PutRenew: lambda c, _: state.put_renew(c.keys, c.generations, now()),
         m.PutRevoke: lambda c, _: state.put_revoke(c.keys, c.generations, c.settled, now()),
         m.Lookup: lookup,
-        m.Remove: lambda c, _: state.remove(c.keys, c.force, now()),
-        m.RemoveMatching: lambda c, _: state.remove_matching(c.pattern, c.force, c.cursor, now()),
+        m.Remove: remove,
+        m.RemoveMatching: remove_matching,
         m.Pin: lambda c, peer: state.pin(c.session or master.connection(peer), c.keys, now()),
         m.Unpin: lambda c, peer: state.unpin(c.session or master.connection(peer), c.keys, now()),
         m.ReportCorrupt: lambda c, _: state.report_corrupt(c.key, c.generation, c.segment, c.offset, now()),

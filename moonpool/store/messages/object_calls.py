@@ -77,18 +77,27 @@ class Exist(Call[list[bool]]):
 
 
 class Remove(Call[list[bool]]):
-    """True where no object is under the key now; leased or pinned ones stay unless `force`."""
+    """True where no object is under the key now; leased or pinned ones stay unless `force`.
+
+    Said again under the same number (`errand`, 0 for none) it is not done again, only answered: a copy that comes late
+    must not take what was stored since.
+    """
 
     keys: list[bytes]
     force: bool = False
+    errand: int = 0
 
 
 class RemoveMatching(Call[RemovedCount]):
-    """Removes what the regular expression finds (None: everything), in steps: ask again with the cursor."""
+    """Removes what the regular expression finds (None: everything), in steps: ask again with the cursor.
+
+    Each step has its own `errand`, as in Remove.
+    """
 
     pattern: str | None = None
     force: bool = False
     cursor: int = 0
+    errand: int = 0
 
 
 class ListObjects(Call[ObjectPage]):

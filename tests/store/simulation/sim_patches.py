@@ -195,7 +195,7 @@ def _patches() -> list[tuple[Any, str, Any]]:
             for module in (moonpool.base.rpc.blocking, STORE.client.holder, STORE.client.retry, STORE.client.views)
         ],
         (STORE.client.views, "SimpleQueue", lambda: SimQueue(_world().scheduler)),
-        (STORE.client.holder, "secrets", secrets),
+        *[(module, "secrets", secrets) for module in (STORE.client.holder, STORE.client.store_client)],
         (STORE.client.directory, "host_id", lambda: _world().scheduler.current.host),
         (STORE.client.get_batch, "glance", _with_pauses(STORE.client.get_batch.glance)),
         *[
