@@ -104,13 +104,14 @@ class OffsetAllocator:
         many as can be kept together without using up the long ranges.
         """
         assert min(sizes, default=1) > 0, "an allocation has at least one byte"
-        ends = _ends_of(sizes)
+        ends, least = _ends_of(sizes), min(sizes, default=0)
         offsets: list[int | None] = []
         while (done := len(offsets)) < len(sizes):
             begin = ends[done]
             stop = bisect_right(ends, begin + self._room_for(ends[-1] - begin, ends[done + 1] - begin), done) - 1
             if stop == done:
-                offsets.append(None)
+                nothing_fits = self.largest_free_nbytes() < least
+                offsets += [None] * (len(sizes) - done if nothing_fits else 1)
                 continue
             offset = self._cut((ends[stop] - begin) // GRANULE_NBYTES)
             assert offset is not None, "the longest range is long enough"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from state_pool import SESSION, G, Pool
 
@@ -202,3 +204,22 @@ def test_evicting_costs_no_more_than_it_must() -> None:
     pool.put(b"new")
     assert pool.counters["evicted"] == 1
     assert pool.state.stats().used_nbytes == 20 * G
+
+
+def cpu_s_of_a_batch_in_a_full_pool(num_segments: int) -> float:
+    granules = 4096 // num_segments
+    pool = Pool(*(f"n{number}" for number in range(num_segments)), granules=granules, high_watermark=1.0)
+    took_s = []
+    for first in range(0, 10 * 1024, 1024):
+        keys = [b"%d" % number for number in range(first, first + 1024)]
+        began_s = time.process_time()
+        reply = pool.state.put_start(keys, [G] * 1024, m.PutOptions(), 0.0)
+        took_s.append(time.process_time() - began_s)
+        assert not reply.refusals
+        pool.state.put_end(keys, reply.generations, {}, 0.0)
+    assert pool.used == 4096
+    return min(took_s[4:])
+
+
+def test_not_every_segment_is_asked_for_every_object_of_a_batch() -> None:
+    assert cpu_s_of_a_batch_in_a_full_pool(512) < 3 * cpu_s_of_a_batch_in_a_full_pool(1)

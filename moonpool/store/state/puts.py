@@ -237,7 +237,8 @@ class Puts(UnfinishedPuts):
         short = [at for at, found in enumerate(places) if len(found) < least]
         self._give_back(short, places, sizes, now_s)
         # Nothing is evicted for what an empty pool could not hold.
-        short = [at for at in short if self._segments.could_hold(sizes[at], least)]
+        fits = {nbytes: self._segments.could_hold(nbytes, least) for nbytes in {sizes[at] for at in short}}
+        short = [at for at in short if fits[sizes[at]]]
         while short and self._evictor.make_room(sum(sizes[at] for at in short), now_s):
             again = self._segments.place_many([sizes[at] for at in short], options.num_replicas, options.preferred)
             for at, found in zip(short, again, strict=True):

@@ -231,11 +231,14 @@ class SegmentTable:
                 return together
         places: list[list[Place]] = [[] for _ in sizes]
         nodes: list[set[str]] | None = [set() for _ in sizes] if num_replicas > 1 else None
-        missing = list(range(len(sizes)))
+        missing, smallest = list(range(len(sizes))), min(sizes, default=0)
         for share_node in (False, True) if num_replicas > 1 else (True,):
             for segment in ranked:
                 if not missing:
                     return places
+                assert segment.allocator is not None, "ranked segments are in DRAM"
+                if segment.allocator.largest_free_nbytes() < smallest:
+                    continue
                 self._fill(segment, missing, sizes, places, nodes, share_node)
                 missing = [at for at in missing if len(places[at]) < num_replicas]
         return places

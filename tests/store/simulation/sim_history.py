@@ -92,13 +92,18 @@ class History:
         if not found:
             return
         put = max(found, key=lambda each: each.began_s)
-        reason = self._excuse(key, put.began_s, put.is_pinned)
+        is_pinned = put.is_pinned and not any(self._may_have_replaced(each, put) for each in self._writes[key])
+        reason = self._excuse(key, put.began_s, is_pinned)
         if reason is None and not is_away(key):
             fates = [(round(at_s, 3), fate.name) for at_s, fate in self._fates.get(key, ())]
             self._violated(f"{key!r} was acknowledged at {put.done_s:.3f} (put {put.number}) and is gone; {fates}")
 
     def _is_certain(self, write: Write, began_s: float) -> bool:
         return write.is_put and write.done_s < began_s and write.void_s == NEVER_S
+
+    def _may_have_replaced(self, other: Write, put: Write) -> bool:
+        """Whether the pin of `put` may be gone with it: another put, which need not have been pinned, was under way."""
+        return other.is_put and not other.is_pinned and other is not put and other.ended_s >= put.began_s
 
     def _excuse(self, key: bytes, since_s: float, is_pinned: bool) -> str | None:
         """Why an object stored since then need not be there."""
