@@ -352,27 +352,6 @@ class Scheduler:
     def has_work(self) -> bool:
         return self.roster.num_waiting + self.roster.num_running > 0
 
-    def steps_until_change(self) -> int | None:
-        """How many steps will decode exactly the sequences now running, if no stop token comes and nobody
-        calls: at least 1. None: nothing runs or waits. A simulator may jump that far."""
-        if not self.has_work():
-            return None
-        running = self.roster.running
-        someone_may_enter = self.roster.has_place and self.roster.num_waiting > 0
-        if someone_may_enter or any(s.num_uncomputed_tokens > 1 for s in running):
-            return 1
-        steps = min(self._limit(s) - len(s.tokens) for s in running)
-        while steps > 1 and self._pages_wanted(steps) > self.pages.num_available:
-            steps //= 2
-        return max(1, steps)
-
-    def _pages_wanted(self, num_steps: int) -> int:
-        """Fresh pages that so many decode steps of the running sequences take."""
-        return sum(
-            max(0, pages_for(s.num_computed_tokens + num_steps, self._block_tokens) - len(s.pages))
-            for s in self.roster.running
-        )
-
     def check_integrity(self) -> None:
         """Asserts that pages, queues and progress agree; cheap enough for a test to call after every event."""
         self.roster.check_integrity()

@@ -188,6 +188,11 @@ class Sequence:
             previous = self.keys[-1] if self.keys else self.root
             self.keys.append(next_key(previous, self.tokens[-self.block_tokens :]))
 
+    def extend(self, token: int, count: int) -> None:
+        """As `append`, so many times."""
+        for _ in range(count):
+            self.append(token)
+
     def chunk(self, num_tokens: int) -> Chunk:
         """The next `num_tokens` uncomputed tokens as a unit of work."""
         start, end = self.num_computed_tokens, self.num_computed_tokens + num_tokens

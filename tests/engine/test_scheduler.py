@@ -325,19 +325,3 @@ def test_an_abandoned_step_leaves_everything_as_it_was() -> None:
 def test_max_num_seqs_must_fit_the_token_budget() -> None:
     with pytest.raises(ConfigError):
         SchedulerConfig(max_batch_tokens=4, max_num_seqs=5, max_seq_tokens=100)
-
-
-def test_steps_until_change() -> None:
-    sched = scheduler(num_pages=6)
-    assert sched.steps_until_change() is None
-    sched.add(sequence("a", 3, max_tokens=9))
-    assert sched.steps_until_change() == 1
-    step(sched)
-    assert sched.steps_until_change() == 8
-    sched.add(sequence("b", 3, max_tokens=4, start=50))
-    assert sched.steps_until_change() == 1
-    step(sched)
-    assert sched.steps_until_change() == 3
-    for _ in range(3):
-        assert [c.request_id for c in step(sched)] == ["a", "b"]
-    assert [c.request_id for c in step(sched)] == ["a"]

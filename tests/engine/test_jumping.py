@@ -1,0 +1,128 @@
+"""Jumping over equal decode steps leads where single steps lead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scheduler_model import BLOCK_TOKENS, CONFIG, sequence
+
+from moonpool.base.errors import Internal
+from moonpool.engine.blocks import PageManager
+from moonpool.engine.jumping import JumpingScheduler
+from moonpool.engine.scheduler import SchedulerConfig
+
+TOKEN = 7
+
+
+def jumping(num_pages: int = 32, **changes: Any) -> JumpingScheduler:
+    fields = {name: getattr(CONFIG, name) for name in CONFIG.__slots__} | changes
+    return JumpingScheduler(SchedulerConfig(**fields), PageManager(num_pages, BLOCK_TOKENS))
+
+
+def step(sched: JumpingScheduler) -> list[str]:
+    """One step; who was in it."""
+    chunks = sched.schedule()
+    if chunks:
+        sched.complete({chunk.request_id: TOKEN for chunk in chunks if chunk.wants_logits})
+    return [chunk.request_id for chunk in chunks]
+
+
+def jump(sched: JumpingScheduler, at_most: int) -> int:
+    """As far as it goes; how many steps that was."""
+    steps = sched.steps_until_change()
+    assert steps is not None
+    if steps > 1:
+        steps = min(steps, at_most)
+        sched.advance(steps, TOKEN)
+    else:
+        step(sched)
+    return steps
+
+
+def look(sched: JumpingScheduler) -> dict[str, Any]:
+    """All that matters but the numbers of the pages."""
+    sched.check_integrity()
+    return {
+        "running": [s.request_id for s in sched.roster.running],
+        "waiting": [s.request_id for s in sched.roster.waiting],
+        "sequences": {
+            s.request_id: (
+                s.tokens,
+                s.keys,
+                s.num_computed_tokens,
+                s.num_sealed_blocks,
+                len(s.pages),
+                s.num_preemptions,
+            )
+            for s in sched.roster.sequences.values()
+        },
+        "published": sorted(sched.pages.published_keys()),
+        "pages": (sched.pages.num_free, sched.pages.num_cached),
+    }
+
+
+def test_steps_until_change() -> None:
+    sched = jumping(num_pages=6)
+    assert sched.steps_until_change() is None
+    sched.add(sequence("a", 3, max_tokens=9))
+    assert sched.steps_until_change() == 1
+    step(sched)
+    assert sched.steps_until_change() == 8
+    sched.add(sequence("b", 3, max_tokens=4, start=50))
+    assert sched.steps_until_change() == 1
+    step(sched)
+    assert sched.steps_until_change() == 3
+    for _ in range(3):
+        assert step(sched) == ["a", "b"]
+    assert step(sched) == ["a"]
+
+
+NEW = st.tuples(st.integers(1, 30), st.integers(1, 40), st.integers(0, 2))  # prompt, max_tokens, which prompt
+
+
+@given(
+    num_pages=st.integers(20, 60),
+    max_num_seqs=st.integers(1, 5),
+    rounds=st.lists(st.tuples(st.lists(NEW, max_size=3), st.integers(1, 50)), min_size=1, max_size=8),
+)
+def test_jumps_lead_where_steps_lead(
+    num_pages: int, max_num_seqs: int, rounds: list[tuple[list[tuple[int, int, int]], int]]
+) -> None:
+    stepped = jumping(num_pages, max_num_seqs=max_num_seqs)
+    jumped = jumping(num_pages, max_num_seqs=max_num_seqs)
+    for number, (arrivals, at_most) in enumerate(rounds):
+        for index, (length, max_tokens, which) in enumerate(arrivals):
+            for sched in (stepped, jumped):
+                sched.add(sequence(f"{number}.{index}", length, max_tokens=max_tokens, start=100 * which))
+        if not jumped.has_work():
+            continue
+        for _ in range(jump(jumped, at_most)):
+            step(stepped)
+        assert look(jumped) == look(stepped)
+
+
+def test_what_is_no_equal_step_is_not_jumped_over() -> None:
+    sched = jumping(num_pages=4)
+    with pytest.raises(Internal, match="only decodes"):
+        sched.advance(1, TOKEN)
+    sched.add(sequence("a", 3, max_tokens=9))
+    with pytest.raises(Internal, match="only decodes"):
+        sched.advance(1, TOKEN)
+    step(sched)
+    with pytest.raises(Internal, match="only decodes"):
+        sched.advance(0, TOKEN)
+    with pytest.raises(Internal, match="ends within 9"):
+        sched.advance(9, TOKEN)
+    sched.add(sequence("b", 3, max_tokens=9, start=50))
+    with pytest.raises(Internal, match="may enter"):
+        sched.advance(1, TOKEN)
+    step(sched)
+    with pytest.raises(Internal, match="no pages"):
+        sched.advance(7, TOKEN)
+    assert sched.steps_until_change() == 3
+    sched.schedule()
+    with pytest.raises(Internal, match="not been completed"):
+        sched.advance(1, TOKEN)
