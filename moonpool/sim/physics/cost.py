@@ -1,0 +1,201 @@
+"""How long a step takes. Small frozen objects, whatever they were made from (paper_fit, roofline, profile). Pure.
+
+    prefill  = base + per_token (n - p) + per_square (n^2 - p^2) + per_prefix p    n tokens, the first p of them cached
+    decode   = base + per_seq s + per_kv_token k                                   s sequences with k tokens of KV
+
+`per_prefix` is the time to bring the cached prefix to the GPU; who has it there already asks `compute_s`. Two more
+terms are zero for most models: layers with a sliding window attend to no more than it, and a mixture's experts are
+read only as far as the batch needs them. All coefficients are >= 0, so that more work never takes less time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from moonpool.base.errors import InvalidInput
+from moonpool.sim.physics.model_shape import windowed_pairs
+
+Seconds = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillCost:
+    """Seconds to compute the KV of prompts."""
+
+    base_s: float
+    per_token_s: float
+    per_square_s: float = 0.0
+    per_prefix_s: float = 0.0
+    window: int = 0
+    per_window_pair_s: float = 0.0  # for each (query, key) pair of the windowed layers
+
+    def __post_init__(self) -> None:
+        _require_non_negative(self)
+
+    def prefill_s(self, num_tokens: int, prefix_tokens: int = 0) -> float:
+        """Time to compute tokens prefix_tokens..num_tokens, the prefix's load included, nothing overlapped. A full
+        hit still computes the last token."""
+        prefix = min(prefix_tokens, num_tokens - 1)
+        return self.base_s + self.work_s(num_tokens, prefix) + self.per_prefix_s * prefix
+
+    def compute_s(self, num_tokens: int, prefix_tokens: int = 0) -> float:
+        """The same with the prefix's KV on the GPU already."""
+        return self.base_s + self.work_s(num_tokens, min(prefix_tokens, num_tokens - 1))
+
+    def load_s(self, prefix_tokens: int) -> float:
+        """Time to bring that much cached KV from the node's memory to its GPUs."""
+        return self.per_prefix_s * prefix_tokens
+
+    def work_s(self, num_tokens: int, prefix_tokens: int) -> float:
+        """What the tokens cost in a step that runs anyway (its base is paid)."""
+        new = num_tokens - prefix_tokens
+        seconds = new * (self.per_token_s + self.per_square_s * (num_tokens + prefix_tokens))
+        if self.per_window_pair_s:
+            pairs = windowed_pairs(num_tokens, self.window) - windowed_pairs(prefix_tokens, self.window)
+            seconds += self.per_window_pair_s * pairs
+        return seconds
+
+    def prefills_s(self, num_tokens: ArrayLike, prefix_tokens: ArrayLike) -> Seconds:
+        """`prefill_s` of many at once."""
+        total = np.asarray(num_tokens, dtype=np.float64)
+        prefix = np.minimum(np.asarray(prefix_tokens, dtype=np.float64), total - 1)
+        work = (total - prefix) * (self.per_token_s + self.per_square_s * (total + prefix))
+        if self.per_window_pair_s:
+            work += self.per_window_pair_s * (_windowed_many(total, self.window) - _windowed_many(prefix, self.window))
+        return np.asarray(self.base_s + work + self.per_prefix_s * prefix)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeCost:
+    """Seconds of decode steps. In each step every sequence's KV grows by one token."""
+
+    base_s: float
+    per_seq_s: float
+    per_kv_token_s: float
+    window: int = 0
+    per_window_token_s: float = 0.0  # for each token of KV inside its sequence's window
+    experts_s: float = 0.0  # reading all routed experts once
+    expert_idle_share: float = 1.0  # chance that one sequence does not need a given expert
+
+    def __post_init__(self) -> None:
+        _require_non_negative(self)
+
+    def decode_step_s(self, num_seqs: int, kv_tokens: int) -> float:
+        """Time of one step of a batch of that many sequences with that many tokens of KV together."""
+        seconds = self.base_s + self.work_s(num_seqs, kv_tokens)
+        if self.experts_s:
+            seconds += self.experts_s * (1.0 - self.expert_idle_share**num_seqs)
+        return seconds
+
+    def work_s(self, num_seqs: int, kv_tokens: int) -> float:
+        """What the sequences cost in a step that runs anyway (its base is paid)."""
+        seconds = self.per_seq_s * num_seqs + self.per_kv_token_s * kv_tokens
+        if self.per_window_token_s:
+            # Only the total is known: sequences are taken to be equally long.
+            seconds += self.per_window_token_s * min(kv_tokens, num_seqs * self.window)
+        return seconds
+
+    def decode_steps_s(self, num_seqs: int, kv_tokens: int, num_steps: int) -> float:
+        """Time of num_steps steps in a row of one batch: the exact sum, without walking them."""
+        first = self.decode_step_s(num_seqs, kv_tokens) - self.per_window_token_s * min(
+            kv_tokens, num_seqs * self.window
+        )
+        grown = num_seqs * (num_steps * (num_steps - 1) // 2)
+        seconds = num_steps * first + self.per_kv_token_s * grown
+        if self.per_window_token_s:
+            seconds += self.per_window_token_s * _capped_sum(kv_tokens, num_seqs, num_seqs * self.window, num_steps)
+        return seconds
+
+    def steps_within(self, num_seqs: int, kv_tokens: int, seconds: float) -> int:
+        """The most steps that end within that time."""
+        first = self.decode_step_s(num_seqs, kv_tokens)
+        if first > seconds:
+            return 0
+        if first <= 0:
+            raise InvalidInput("steps that take no time never fill a span")
+        # k first + g k (k - 1) / 2 = seconds, with g the growth from step to step; rounding is put right below.
+        growth = self.per_kv_token_s * num_seqs
+        half = first - growth / 2
+        steps = int(2 * seconds / (half + math.sqrt(half * half + 2 * growth * seconds)))
+        if self.per_window_token_s:
+            return self._search_steps(num_seqs, kv_tokens, seconds, steps)
+        while self.decode_steps_s(num_seqs, kv_tokens, steps) > seconds:
+            steps -= 1
+        while self.decode_steps_s(num_seqs, kv_tokens, steps + 1) <= seconds:
+            steps += 1
+        return steps
+
+    def _search_steps(self, num_seqs: int, kv_tokens: int, seconds: float, too_many: int) -> int:
+        """By bisection, where windows bend the sum; `too_many` ignored their growth, so it is an upper bound."""
+        low, high = 0, too_many + 2
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.decode_steps_s(num_seqs, kv_tokens, middle) <= seconds:
+                low = middle
+            else:
+                high = middle
+        return low
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCost:
+    """What one model instance's steps take: the interface that the simulated workers use."""
+
+    prefill: PrefillCost
+    decode: DecodeCost
+
+    def prefill_s(self, num_tokens: int, prefix_tokens: int = 0) -> float:
+        return self.prefill.prefill_s(num_tokens, prefix_tokens)
+
+    def decode_step_s(self, num_seqs: int, kv_tokens: int) -> float:
+        return self.decode.decode_step_s(num_seqs, kv_tokens)
+
+    def decode_steps_s(self, num_seqs: int, kv_tokens: int, num_steps: int) -> float:
+        return self.decode.decode_steps_s(num_seqs, kv_tokens, num_steps)
+
+    def steps_within(self, num_seqs: int, kv_tokens: int, seconds: float) -> int:
+        return self.decode.steps_within(num_seqs, kv_tokens, seconds)
+
+    def step_s(self, prefill_chunks: Iterable[tuple[int, int]], num_seqs: int, kv_tokens: int) -> float:
+        """One batch of prompt chunks (tokens prefix..end, given as (end, prefix)) and decodes together, as coupled
+        engines run it: the weights are passed once, so the larger base is paid once; the rest adds up. The chunks'
+        prefixes are on the GPU already."""
+        prefill = self.prefill
+        work = 0.0
+        num_chunks = 0
+        for end, prefix in prefill_chunks:
+            work += prefill.work_s(end, prefix)
+            num_chunks += 1
+        if not num_chunks:
+            return self.decode.decode_step_s(num_seqs, kv_tokens) if num_seqs else 0.0
+        if not num_seqs:
+            return prefill.base_s + work
+        decode = self.decode
+        # The prefill's base has all experts in it.
+        return max(prefill.base_s, decode.base_s) + work + decode.work_s(num_seqs, kv_tokens)
+
+
+def _require_non_negative(cost: Any) -> None:
+    for field in fields(cost):
+        value = getattr(cost, field.name)
+        if not 0 <= value < math.inf:
+            raise InvalidInput(f"{type(cost).__name__}.{field.name} is {value}", param=field.name)
+
+
+def _windowed_many(num_tokens: Seconds, window: int) -> Seconds:
+    inside = np.minimum(num_tokens, window)
+    return np.asarray(inside * (inside + 1) / 2 + (num_tokens - inside) * window)
+
+
+def _capped_sum(start: int, step: int, cap: int, count: int) -> int:
+    """Sum of min(start + i step, cap) for i < count."""
+    if step == 0:
+        return count * min(start, cap)
+    below = min(count, max(0, -(-(cap - start) // step)))
+    return below * start + step * (below * (below - 1) // 2) + (count - below) * cap

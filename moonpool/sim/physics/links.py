@@ -1,0 +1,246 @@
+"""Shared links on a virtual clock: NICs, PCIe, disks. Pure.
+
+A flow crosses all links of its route at once and gets its max-min fair share; shares change when a flow starts or
+ends and when a link slows, fails or is restored. Between two calls nothing is computed. Ends at the same time come in
+the order of the starts. Times given must not go back, and `advance` must have been called up to each of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from heapq import heapify, heappop, heappush
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moonpool.base.errors import InvalidInput
+from moonpool.sim.physics.max_min import Flow, Link, share_out
+from moonpool.sim.physics.meter import Meter
+
+__all__ = ["Flow", "Network"]
+
+_MAX_KNOWN_ROUTES = 65_536
+_ABSENT = object()
+
+
+class Network:
+    """All links of the simulated world and the flows over them."""
+
+    def __init__(self, capacities: Mapping[str, float] | None = None) -> None:
+        self._links: dict[str, Link] = {}
+        self._ends: list[tuple[float, int, int, Flow]] = []  # end, order of start, order of entry; some out of date
+        self._num_active = 0
+        self._num_flows = 0
+        self._num_entries = 0
+        self._now_s = 0.0
+        self._routes: dict[tuple[str, ...], tuple[Link, ...]] = {}  # those asked for before
+        for name, capacity in (capacities or {}).items():
+            self.add(name, capacity)
+
+    # --- flows ---
+
+    def start(self, now_s: float, route: tuple[str, ...], nbytes: float, tag: object = None) -> Flow:
+        """Sends nbytes over all links of the route. Without bytes it ends at once; over a failed link it waits."""
+        self._move_to(now_s)
+        links = self._routes.get(route) or self._find_route(route)
+        if not 0 <= nbytes < math.inf:
+            raise InvalidInput(f"a flow of {nbytes} bytes")
+        self._num_flows += 1
+        self._num_active += 1
+        flow = Flow(links, nbytes, tag, self._num_flows, now_s)
+        if not nbytes:
+            self._schedule(flow, now_s)
+            return flow
+        is_alone = True
+        for link in links:
+            if link.flows:
+                is_alone = False
+            link.flows[flow] = None
+        if is_alone:
+            self._run_alone(flow, now_s)
+        else:
+            self._reshare(links, now_s)
+        return flow
+
+    def next_end(self) -> tuple[float, Flow] | None:
+        """When the next flow ends if nothing changes before, and which."""
+        ends = self._ends
+        while ends:
+            end_s, _, _, flow = ends[0]
+            if flow.end_s == end_s and not flow.is_done:
+                return end_s, flow
+            heappop(ends)
+        return None
+
+    def advance(self, now_s: float) -> list[Flow]:
+        """Moves the clock; returns the flows that ended by then, in the order of their ends."""
+        finished: list[Flow] = []
+        ends = self._ends
+        while ends and ends[0][0] <= now_s:
+            finished += self._end_all_at(ends[0][0])
+            ends = self._ends
+        self._move_to(now_s)
+        return finished
+
+    def cancel(self, now_s: float, flow: Flow) -> None:
+        """Takes a flow off its links; one that has ended is left alone. `left_nbytes` says what it had not moved."""
+        self._move_to(now_s)
+        if not flow.is_done:
+            self._drop([flow], now_s)
+
+    def rate(self, flow: Flow) -> float:
+        """Bytes per second now; none when it has ended."""
+        return 0.0 if flow.is_done else flow.rate
+
+    def left_nbytes(self, flow: Flow) -> float:
+        """What a flow has still to move."""
+        if flow.is_done:
+            return flow.left_nbytes
+        return max(0.0, flow.left_nbytes - flow.rate * (self._now_s - flow.since_s))
+
+    # --- links ---
+
+    def add(self, name: str, capacity: float) -> None:
+        """A new link, bytes per second."""
+        if name in self._links:
+            raise InvalidInput(f"there is a link {name!r} already")
+        if not 0 <= capacity < math.inf:
+            raise InvalidInput(f"link {name!r} with {capacity} bytes per second")
+        self._links[name] = Link(name, capacity, Meter())
+
+    def slow(self, now_s: float, name: str, share: float) -> None:
+        """From now on the link has that share of its capacity; with 0 its flows wait."""
+        if not 0 <= share <= 1:
+            raise InvalidInput(f"a link cannot have {share} of its capacity")
+        self._move_to(now_s)
+        link = self._link(name)
+        link.capacity = link.nominal * share
+        self._reshare((link,), now_s)
+
+    def restore(self, now_s: float, name: str) -> None:
+        """The link has its whole capacity again."""
+        self.slow(now_s, name, 1.0)
+
+    def fail(self, now_s: float, name: str) -> list[Flow]:
+        """The link is gone: returns its flows, which are dropped where they were. New ones wait for `restore`."""
+        self._move_to(now_s)
+        link = self._link(name)
+        link.capacity = 0.0
+        cut = list(link.flows)
+        self._drop(cut, now_s)
+        return cut
+
+    def num_flows(self, name: str) -> int:
+        """Flows over the link now."""
+        return len(self._link(name).flows)
+
+    def used_share(self, name: str) -> float:
+        """How much of the link's capacity is in use now; all of it where there is none."""
+        link = self._link(name)
+        return min(1.0, link.meter.rate / link.capacity) if link.capacity else 1.0
+
+    def busy_nbytes(self, name: str) -> float:
+        """Bytes that crossed the link so far."""
+        return self._link(name).meter.total_nbytes(self._now_s)
+
+    def nbytes_over_time(self, name: str) -> tuple[float, NDArray[np.float64]]:
+        """(seconds per bucket, bytes that crossed the link in each), from time 0 until now."""
+        return self._link(name).meter.over_time(self._now_s)
+
+    # --- inside ---
+
+    def _link(self, name: str) -> Link:
+        try:
+            return self._links[name]
+        except KeyError:
+            raise InvalidInput(f"no link {name!r}") from None
+
+    def _find_route(self, route: tuple[str, ...]) -> tuple[Link, ...]:
+        if not route or len(set(route)) != len(route):
+            raise InvalidInput(f"a route has links, each once: {list(route)}")
+        if len(self._routes) >= _MAX_KNOWN_ROUTES:
+            self._routes.clear()
+        self._routes[route] = links = tuple(self._link(name) for name in route)
+        return links
+
+    def _move_to(self, now_s: float) -> None:
+        if now_s < self._now_s:
+            raise InvalidInput(f"time goes back from {self._now_s} to {now_s} s")
+        if self._ends and self._ends[0][0] < now_s and (upcoming := self.next_end()) and upcoming[0] < now_s:
+            raise InvalidInput(f"a flow ends at {upcoming[0]} s: advance before you act at {now_s} s")
+        self._now_s = now_s
+
+    def _run_alone(self, flow: Flow, now_s: float) -> None:
+        """A flow that meets no other: its narrowest link decides."""
+        route = flow.route
+        narrowest = route[0]
+        for link in route:
+            if link.capacity < narrowest.capacity:
+                narrowest = link
+        flow.bottleneck = narrowest
+        flow.rate = flow.share = rate = narrowest.capacity
+        for link in route:
+            link.meter.set_rate(rate, now_s)
+        if rate:
+            self._schedule(flow, now_s + flow.nbytes / rate)
+
+    def _schedule(self, flow: Flow, end_s: float) -> None:
+        flow.end_s = end_s
+        if end_s < math.inf:
+            self._num_entries += 1
+            heappush(self._ends, (end_s, flow.seq, self._num_entries, flow))
+            if len(self._ends) > 4 * self._num_active + 64:
+                self._ends = [entry for entry in self._ends if entry[3].end_s == entry[0] and not entry[3].is_done]
+                heapify(self._ends)
+
+    def _end_all_at(self, end_s: float) -> list[Flow]:
+        """Ends the flows due at that time, then shares out once what they leave."""
+        ended: list[Flow] = []
+        ends = self._ends
+        while ends and ends[0][0] == end_s:
+            flow = heappop(ends)[3]
+            if flow.end_s == end_s and not flow.is_done:
+                flow.left_nbytes = 0.0
+                flow.is_done = True
+                ended.append(flow)
+        if ended:
+            self._now_s = end_s
+            self._leave(ended, end_s)
+        return ended
+
+    def _drop(self, flows: Iterable[Flow], now_s: float) -> None:
+        dropped = list(flows)
+        for flow in dropped:
+            flow.left_nbytes = self.left_nbytes(flow)
+            flow.is_done = True
+            flow.end_s = now_s
+        self._leave(dropped, now_s)
+
+    def _leave(self, flows: list[Flow], now_s: float) -> None:
+        self._num_active -= len(flows)
+        shared: dict[Link, None] = {}
+        for flow in flows:
+            for link in flow.route:
+                if link.flows.pop(flow, _ABSENT) is _ABSENT:
+                    continue  # it had no bytes
+                if link.flows:
+                    shared[link] = None
+                else:
+                    shared.pop(link, None)
+                    link.meter.set_rate(0.0, now_s)
+        if shared:
+            self._reshare(tuple(shared), now_s)
+
+    def _reshare(self, changed: Sequence[Link], now_s: float) -> None:
+        flows, links = share_out(changed)
+        for link in links:
+            link.meter.set_rate(link.capacity - link.left, now_s)
+        for flow in flows:
+            share = flow.share
+            if share != flow.rate:
+                left = flow.left_nbytes - flow.rate * (now_s - flow.since_s)
+                flow.left_nbytes = left = left if left > 0 else 0.0
+                flow.since_s = now_s
+                flow.rate = share
+                self._schedule(flow, now_s + left / share if share else math.inf)
