@@ -32,8 +32,9 @@ class JumpingScheduler(Scheduler):
     def advance(self, num_steps: int, token: int) -> StepResult:
         """As so many times schedule() and complete() with this token for everybody; it must end nobody.
 
-        At least 1 and at most `steps_until_change()`, with nothing but decodes in the batch and pages for them all. Of
-        the tokens accepted only the last one of each sequence is told.
+        At least 1 and at most what `steps_until_change()` said when the first of them began; who came since waits. There
+        is nothing but decodes in the batch, and there are pages for them all. Of the tokens accepted only the last one
+        of each sequence is told.
         """
         running = list(self.roster.running)
         self._check_jump(num_steps)
@@ -58,8 +59,6 @@ class JumpingScheduler(Scheduler):
         running = self.roster.running
         if not running or any(s.num_uncomputed_tokens != 1 for s in running) or num_steps < 1:
             raise Internal("only decodes can be jumped over")
-        if self.roster.has_place and self.roster.num_waiting:
-            raise Internal("somebody may enter the batch")
         if any(len(s.tokens) + num_steps > self._limit(s) for s in running):
             raise Internal(f"somebody ends within {num_steps} steps")
         if self._pages_wanted(num_steps) > self.pages.num_available:

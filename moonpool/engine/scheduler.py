@@ -1,6 +1,7 @@
 """Decides what each step computes: continuous batching, chunked prefill, preemption. Pure.
 
-    schedule() -> chunks      decodes first (one token each), then prefill within the token budget
+    schedule() -> chunks      decodes first (one token each), then prefill within the token budget; or, with
+                              `prefill_first`, prompts alone as long as there are any, while the decodes wait
     complete(sampled)         takes the step's tokens, ends sequences, seals blocks that became full
 
 Between the two the step is open: the runner reads and writes the pages of its chunks. A pull from the pool
@@ -31,6 +32,7 @@ class SchedulerConfig:
     max_num_seqs: int  # in the batch at once
     max_seq_tokens: int  # prompt and output together
     eos_token_ids: frozenset[int] = frozenset()
+    prefill_first: bool = False  # first tokens come sooner, and the others less evenly
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_num_seqs <= self.max_batch_tokens:
@@ -128,15 +130,22 @@ class Scheduler:
             raise Internal("the last step has not been completed")
         self._plan, self._admitted = {}, []
         num_preemptions = self.num_preemptions
-        self._plan_decodes()
-        self._join_adopted()
-        self._plan_prefills()
-        if self.num_preemptions == num_preemptions:  # else pages are scarce
-            self._admit_waiting()
+        if self.config.prefill_first:
+            self._plan_prompts(num_preemptions)
+        if not self._plan:
+            self._plan_decodes()
+            self._join_adopted()
+        if not self.config.prefill_first:
+            self._plan_prompts(num_preemptions)
         chunks = [self.roster.sequences[request_id].chunk(n) for request_id, n in self._plan.items()]
         self._in_flight = {chunk.request_id: chunk for chunk in chunks}
         self._step_is_open = bool(chunks)
         return chunks
+
+    def _plan_prompts(self, num_preemptions: int) -> None:
+        self._plan_prefills()
+        if self.num_preemptions == num_preemptions:  # else pages are scarce
+            self._admit_waiting()
 
     @property
     def _budget(self) -> int:
@@ -156,7 +165,8 @@ class Scheduler:
 
     def _plan_prefills(self) -> None:
         for sequence in list(self.roster.running):
-            if sequence.status is Status.RUNNING and sequence.request_id not in self._plan:
+            is_decode = self.config.prefill_first and sequence.num_uncomputed_tokens == 1
+            if sequence.status is Status.RUNNING and sequence.request_id not in self._plan and not is_decode:
                 self._plan_tokens(sequence, min(self._budget, sequence.num_uncomputed_tokens))
 
     def _plan_tokens(self, sequence: Sequence, num_tokens: int) -> None:

@@ -325,3 +325,16 @@ def test_an_abandoned_step_leaves_everything_as_it_was() -> None:
 def test_max_num_seqs_must_fit_the_token_budget() -> None:
     with pytest.raises(ConfigError):
         SchedulerConfig(max_batch_tokens=4, max_num_seqs=5, max_seq_tokens=100)
+
+
+def test_prompts_first_while_the_decodes_wait() -> None:
+    sched = scheduler(prefill_first=True, max_batch_tokens=16)
+    sched.add(sequence("a", 3))
+    assert shape(step(sched)) == [("a", 0, 3)]
+    assert shape(step(sched)) == [("a", 3, 1)]
+    sched.add(sequence("b", 20, start=50))
+    sched.add(sequence("c", 4, start=80))
+    assert shape(step(sched)) == [("b", 0, 16)]
+    assert shape(step(sched)) == [("b", 16, 4), ("c", 0, 4)]
+    assert shape(step(sched)) == [("a", 4, 1), ("b", 20, 1), ("c", 4, 1)]
+    sched.check_integrity()
