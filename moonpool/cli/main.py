@@ -32,6 +32,7 @@ COMMANDS = {
     "rm": ("moonpool.cli.rm", "Remove objects from the pool."),
     "stat": ("moonpool.cli.stat", "Show what the pool holds."),
     "why": ("moonpool.cli.why", "Say what became of a key."),
+    "trace": ("moonpool.cli.trace", "Describe, generate and change traces of requests."),
     "bench": ("moonpool.cli.bench", "Measure this machine: transfer, store."),
     "doctor": ("moonpool.cli.doctor", "Say what works on this machine, what is missing and how to get it."),
 }
