@@ -45,6 +45,7 @@ class PageManager:
         self._page_of: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._holders: dict[str, list[int]] = {}
+        self._max_events = max_events
         self._events: deque[tuple[bytes, bool]] = deque(maxlen=max_events)
 
     # -- counts ------------------------------------------------------------------------------------------
@@ -72,9 +73,13 @@ class PageManager:
         """Pages with one reference each and no content; drops cached blocks when it must. NoSpace: none given."""
         if num_pages > self.num_available:
             raise NoSpace(f"{num_pages} pages wanted, {self.num_available} of {self.num_pages} available")
-        pages = [self._take_one() for _ in range(num_pages)]
+        free, references = self._free, self._references
+        num_free = min(num_pages, len(free))
+        pages = [free.popleft() for _ in range(num_free)]
+        if num_free < num_pages:
+            pages += [self._evict() for _ in range(num_pages - num_free)]
         for page in pages:
-            self._references[page] = 1
+            references[page] = 1
         return pages
 
     def free(self, pages: Sequence[int]) -> None:
@@ -83,22 +88,26 @@ class PageManager:
         The last block of a chain is of no use without the first, so it goes into the cache first and leaves
         it first.
         """
+        references, key_of, cached, free = self._references, self._key_of, self._cached, self._free
         for page in reversed(pages):
-            assert self._references[page] > 0, f"page {page} is freed once too often"
-            self._references[page] -= 1
-            if self._references[page]:
+            count = references[page]
+            assert count > 0, f"page {page} is freed once too often"
+            references[page] = count - 1
+            if count > 1:
                 continue
-            if page in self._key_of:
-                self._cached[page] = None
+            if page in key_of:
+                cached[page] = None
             else:
-                self._free.append(page)
+                free.append(page)
 
     def count_local(self, keys: Sequence[bytes]) -> int:
         """How many leading keys `match` would find now; changes nothing."""
-        for count, key in enumerate(keys):
-            if key not in self._page_of:
-                return count
-        return len(keys)
+        count, page_of = 0, self._page_of
+        for key in keys:
+            if key not in page_of:
+                break
+            count += 1
+        return count
 
     def page_of(self, key: bytes) -> int | None:
         """Where a published block lies now."""
@@ -114,12 +123,12 @@ class PageManager:
     def publish(self, page: int, key: bytes) -> bool:
         """Makes a used page, complete and verified, reusable under `key`. False: another page has that key."""
         assert self._references[page] > 0, f"page {page} is published by nobody who uses it"
-        if key in self._page_of:
-            return self._page_of[key] == page
-        assert page not in self._key_of, f"page {page} is published under another key already"
+        other = self._page_of.setdefault(key, page)
+        if other != page or page in self._key_of:
+            assert other != page or self._key_of[page] == key, f"page {page} is published under another key already"
+            return other == page
         self._key_of[page] = key
-        self._page_of[key] = page
-        self._tell(key, added=True)
+        self._tell((key, True))
         return True
 
     # -- holders: pages in somebody's hands who is not a sequence ------------------------------------------
@@ -186,20 +195,17 @@ class PageManager:
         self._cached.pop(page, None)
         self._references[page] += 1
 
-    def _take_one(self) -> int:
-        return self._free.popleft() if self._free else self._evict()
-
     def _evict(self) -> int:
         page, _ = self._cached.popitem(last=False)
         key = self._key_of.pop(page)
         del self._page_of[key]
-        self._tell(key, added=False)
+        self._tell((key, False))
         return page
 
-    def _tell(self, key: bytes, *, added: bool) -> None:
-        if len(self._events) == self._events.maxlen:
+    def _tell(self, event: tuple[bytes, bool]) -> None:
+        if len(self._events) == self._max_events:
             self.num_events_lost += 1
-        self._events.append((key, added))
+        self._events.append(event)
 
     def check_integrity(self, references: Mapping[int, int] | None = None) -> None:
         """Asserts that the books balance; `references` are those that others (sequences) know to have."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from moonpool.base.errors import Internal
 from moonpool.engine.scheduler import Scheduler
 from moonpool.engine.sequence import pages_for
-from moonpool.engine.step import StepResult
+from moonpool.engine.step import StepResult, full_blocks
 
 
 class JumpingScheduler(Scheduler):
@@ -48,7 +48,7 @@ class JumpingScheduler(Scheduler):
                 sequence.extend(token, num_steps - 1)
             sequence.num_computed_tokens = end
             if end // self._block_tokens > sequence.num_sealed_blocks:
-                result.full_blocks.extend(self._seal(sequence))
+                result.full_blocks.extend(full_blocks(sequence, self._seal(sequence)))
         # Those that end give their pages back after the others have theirs, as they would in the last step.
         result.accepted.extend([self._accept(sequence, token) for sequence in running])
         return result

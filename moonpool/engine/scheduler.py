@@ -23,7 +23,7 @@ from moonpool.base.errors import ConfigError, Internal, NoSpace, PromptTooLong
 from moonpool.engine.blocks import PageManager
 from moonpool.engine.roster import Roster
 from moonpool.engine.sequence import Chunk, FinishReason, Sequence, Status, pages_for
-from moonpool.engine.step import Accepted, Admitted, FullBlock, StepResult
+from moonpool.engine.step import Accepted, Admitted, StepResult, full_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +289,7 @@ class Scheduler:
         for chunk in in_flight.values():
             sequence = self.roster.sequences[chunk.request_id]
             sequence.num_computed_tokens = chunk.end
-            result.full_blocks.extend(self._seal(sequence))
+            result.full_blocks.extend(full_blocks(sequence, self._seal(sequence)))
             if chunk.wants_logits:
                 result.accepted.append(self._accept(sequence, sampled[chunk.request_id]))
         return result
@@ -306,18 +306,15 @@ class Scheduler:
         self.pages.free(self._limbo)
         self._limbo = []
 
-    def _seal(self, sequence: Sequence, end: int | None = None) -> list[FullBlock]:
-        """Publishes the blocks, up to `end`, that became complete; all computed ones if `end` is None."""
+    def _seal(self, sequence: Sequence, end: int | None = None) -> range:
+        """Publishes the blocks, up to `end`, that became complete; all computed ones if `end` is None. Which."""
         first = sequence.num_sealed_blocks
         end = sequence.num_computed_tokens // self._block_tokens if end is None else end
-        sealed = []
-        for index in range(first, end):
-            page, key = sequence.pages[index], sequence.keys[index]
-            self.pages.publish(page, key)
-            parent = sequence.keys[index - 1] if index else None
-            sealed.append(FullBlock(sequence.request_id, index, page, key, parent))
+        publish = self.pages.publish
+        for page, key in zip(sequence.pages[first:end], sequence.keys[first:end], strict=True):
+            publish(page, key)
         sequence.num_sealed_blocks = max(first, end)
-        return sealed
+        return range(first, end)
 
     def _accept(self, sequence: Sequence, token: int) -> Accepted:
         is_last = self._ends(sequence, token)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import msgspec
 
-from moonpool.engine.sequence import FinishReason
+from moonpool.engine.sequence import FinishReason, Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class Admitted:
+class Admitted(msgspec.Struct, frozen=True, gc=False):
     """A sequence that entered the batch. Its `blocks`, if any, must be pulled from the pool into `pages`
     before this step reads them."""
 
@@ -19,8 +18,7 @@ class Admitted:
     keys: tuple[bytes, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class FullBlock:
+class FullBlock(msgspec.Struct, frozen=True, gc=False):
     """A block that this step completed. Its bytes stay in `page` until pages are next allocated;
     `PageManager.hold` keeps them for longer."""
 
@@ -31,8 +29,7 @@ class FullBlock:
     parent: bytes | None = None  # the key of the block before it
 
 
-@dataclass(frozen=True, slots=True)
-class Accepted:
+class Accepted(msgspec.Struct, frozen=True, gc=False):
     """A token that became part of its sequence, and the reason if it was the last one."""
 
     request_id: str
@@ -41,11 +38,19 @@ class Accepted:
     num_cached_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    accepted: list[Accepted] = field(default_factory=list)
-    full_blocks: list[FullBlock] = field(default_factory=list)
+class StepResult(msgspec.Struct, frozen=True):
+    accepted: list[Accepted] = msgspec.field(default_factory=list)
+    full_blocks: list[FullBlock] = msgspec.field(default_factory=list)
 
     @property
     def finished(self) -> dict[str, FinishReason]:
         return {a.request_id: a.finish_reason for a in self.accepted if a.finish_reason is not None}
+
+
+def full_blocks(sequence: Sequence, indices: range) -> list[FullBlock]:
+    """Those blocks of a sequence."""
+    keys, pages = sequence.keys, sequence.pages
+    return [
+        FullBlock(sequence.request_id, index, pages[index], keys[index], keys[index - 1] if index else None)
+        for index in indices
+    ]
