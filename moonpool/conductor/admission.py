@@ -1,0 +1,187 @@
+"""Whether a request is let in, and if not, why and when to come back (the paper's early rejection). Pure.
+
+The load of a worker is what is predicted over what is promised: the time to first token of a request that joins its
+queue now / the TTFT target, or the time between tokens with the request in its batch / the TBT target. The load of
+the prefill pool is that of its best worker, where the request would go; of the decode pool, as in the paper, the mean
+over its workers. Above 1 a request is refused.
+
+| form | at arrival | before decoding |
+|---|---|---|
+| `none` | prefill load | decode load now: a refusal here has wasted a prefill |
+| `early` | prefill load and decode load now | the same |
+| `predicted` | prefill load, and decode load at the moment when this request's prefill will have ended | the same |
+
+`early` looks at a decode load that lags behind by one prefill, so it lets in too many and then too few. What the two
+save is prefill work, not refusals: as long as wasted prefills take nothing from anybody, `none` always has somebody at
+hand for a place that falls free, and refuses fewest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple, TypeAlias
+
+from moonpool.base.errors import ConfigError, Overloaded
+from moonpool.conductor.decode_forecast import DecodeForecast
+
+MIN_RETRY_S = 1.0
+_RETRY_STEPS = 7  # halvings when looking for the moment at which the load falls: to 1/128 of the time in question
+
+StepTime: TypeAlias = Callable[[float, float], float]  # (sequences, tokens of KV) of one worker's batch -> seconds
+
+
+class AdmissionForm(StrEnum):
+    NONE = "none"
+    EARLY = "early"
+    PREDICTED = "predicted"
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionConfig:
+    """Targets in seconds; None never refuses."""
+
+    form: AdmissionForm = AdmissionForm.PREDICTED
+    ttft_slo_s: float | None = None
+    tbt_slo_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("ttft_slo_s", "tbt_slo_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name} must be above 0", param=name)
+
+
+class PrefillNow(NamedTuple):
+    """A prefill worker: the predicted work before this request, and this request's own there (pulls included)."""
+
+    queue_s: float
+    work_s: float
+
+
+class DecodeNow(NamedTuple):
+    """A decode worker's batch now."""
+
+    num_seqs: int
+    kv_tokens: int
+
+
+class Admitted(NamedTuple):
+    """`prefill_ends_s` is when decoding is expected to begin: what the forecast wants to be told."""
+
+    load: float
+    prefill_ends_s: float
+
+
+class Refused(NamedTuple):
+    """`reason` is a sentence for the user. retry_after_s None: waiting does not help, the request is too large."""
+
+    reason: str
+    retry_after_s: float | None
+    load: float
+
+    def error(self) -> Overloaded:
+        return Overloaded(self.reason, retry_after_s=self.retry_after_s or MIN_RETRY_S)
+
+
+Verdict: TypeAlias = Admitted | Refused
+
+
+class Admission:
+    """Decides; it remembers nothing itself. The caller keeps the forecast informed of what was let in."""
+
+    def __init__(self, config: AdmissionConfig, step_s: StepTime, forecast: DecodeForecast) -> None:
+        self._config = config
+        self._step_s = step_s
+        self._forecast = forecast
+
+    def at_arrival(
+        self, num_tokens: int, prefills: Sequence[PrefillNow], decodes: Sequence[DecodeNow], now_s: float
+    ) -> Verdict:
+        """Both pools must have a worker. They may be cut down to the workers that were chosen for this request,
+        except that `predicted` divides the forecast by the number of decode workers."""
+        prefill = min(prefills, key=lambda one: one.queue_s + one.work_s)
+        prefill_ends_s = now_s + prefill.queue_s + prefill.work_s
+        verdict = self._check_prefill(prefill, prefill_ends_s)
+        if isinstance(verdict, Refused) or self._config.form is AdmissionForm.NONE:
+            return verdict
+        if self._config.form is AdmissionForm.EARLY:
+            decode = self._check_decode_now(num_tokens, decodes, now_s)
+        else:
+            decode = self._check_decode_then(num_tokens, len(decodes), prefill_ends_s, now_s)
+        if isinstance(decode, Refused):
+            return decode
+        return Admitted(max(verdict.load, decode.load), prefill_ends_s)
+
+    def before_decode(self, num_tokens: int, decodes: Sequence[DecodeNow], now_s: float) -> Verdict:
+        """The check on the decode side once the prefill is done, the same in all forms."""
+        return self._check_decode_now(num_tokens, decodes, now_s)
+
+    # prefill
+
+    def _check_prefill(self, best: PrefillNow, prefill_ends_s: float) -> Verdict:
+        target_s = self._config.ttft_slo_s
+        ttft_s = best.queue_s + best.work_s
+        load = 0.0 if target_s is None else ttft_s / target_s
+        if target_s is None or load <= 1:
+            return Admitted(load, prefill_ends_s)
+        if best.work_s > target_s:
+            reason = f"this prompt alone takes {best.work_s:.2f} s until its first token, the target is {target_s:g} s"
+            return Refused(f"{reason}; a shorter prompt may pass", None, load)
+        reason = (
+            f"the first token would take {ttft_s:.2f} s, the target is {target_s:g} s: "
+            f"{best.queue_s:.2f} s of other prompts come first"
+        )
+        return Refused(reason, max(MIN_RETRY_S, ttft_s - target_s), load)
+
+    # decode
+
+    def _check_decode_now(self, num_tokens: int, decodes: Sequence[DecodeNow], now_s: float) -> Verdict:
+        target_s = self._config.tbt_slo_s
+        if target_s is None:
+            return Admitted(0.0, now_s)
+        tbt_s = sum(self._step_s(one.num_seqs + 1, one.kv_tokens + num_tokens) for one in decodes) / len(decodes)
+        if tbt_s <= target_s:
+            return Admitted(tbt_s / target_s, now_s)
+        return self._refuse_decode("", tbt_s, target_s, num_tokens, len(decodes), now_s, now_s)
+
+    def _check_decode_then(self, num_tokens: int, num_workers: int, at_s: float, now_s: float) -> Verdict:
+        target_s = self._config.tbt_slo_s
+        if target_s is None:
+            return Admitted(0.0, at_s)
+        tbt_s = self._predicted_tbt_s(num_tokens, num_workers, at_s, now_s)
+        if tbt_s <= target_s:
+            return Admitted(tbt_s / target_s, at_s)
+        when = f"in {at_s - now_s:.2f} s, when its prompt would be done, "
+        return self._refuse_decode(when, tbt_s, target_s, num_tokens, num_workers, at_s, now_s)
+
+    def _predicted_tbt_s(self, num_tokens: int, num_workers: int, at_s: float, now_s: float) -> float:
+        """With this request in the batch, were the rest spread evenly."""
+        load = self._forecast.at(at_s, now_s)
+        return self._step_s(load.num_seqs / num_workers + 1, load.kv_tokens / num_workers + num_tokens)
+
+    def _refuse_decode(
+        self, when: str, tbt_s: float, target_s: float, num_tokens: int, num_workers: int, at_s: float, now_s: float
+    ) -> Refused:
+        load = tbt_s / target_s
+        alone_s = self._step_s(1, num_tokens)
+        if alone_s > target_s:
+            reason = (
+                f"tokens of this prompt alone come {alone_s * 1e3:.0f} ms apart, the target is {target_s * 1e3:g} ms"
+            )
+            return Refused(f"{reason}; a shorter prompt may pass", None, load)
+        reason = f"{when}tokens would come {tbt_s * 1e3:.0f} ms apart, the target is {target_s * 1e3:g} ms"
+        falls_s = self._falls_s(num_tokens, num_workers, at_s, now_s, target_s)
+        return Refused(f"{reason}: too many answers are being written", max(MIN_RETRY_S, falls_s - at_s), load)
+
+    def _falls_s(self, num_tokens: int, num_workers: int, at_s: float, now_s: float, target_s: float) -> float:
+        """A moment after at_s from which the load is predicted to be below 1, were nobody else let in."""
+        early_s, late_s = at_s, max(at_s, self._forecast.over_by_s(now_s))
+        for _ in range(_RETRY_STEPS):
+            middle_s = (early_s + late_s) / 2
+            if self._predicted_tbt_s(num_tokens, num_workers, middle_s, now_s) > target_s:
+                early_s = middle_s
+            else:
+                late_s = middle_s
+        return late_s

@@ -1,0 +1,281 @@
+"""Requests that wait for room: a bounded queue with priorities, fair turns and deadlines. Pure.
+
+Order. Of the priorities that wait, the highest is served first, except that a priority that was passed over rises
+by one for every `ageing_s` since it was served last (or since it began to wait). Once it has risen to the highest one
+waiting, at most one request of each other priority comes before it: none starves. Within a priority tenants take fair
+turns by predicted prefill seconds and weight (conductor/fairness.py), and within a tenant the first come is the first
+served. It is the priority that ages, not the request: else the long queue of a tenant that floods would rise above
+everybody's fresh requests.
+
+Bound. When `capacity` requests wait, the newest request of the lowest priority gives way to one of higher
+priority; with equal ones, the newest of the tenant with the most work waiting (by weight) gives way to a
+tenant that still has less with the newcomer. So a tenant that floods pushes out its own.
+
+Deadline. A request that cannot meet its TTFT target any more, even if it were started at once, is handed out by
+`expire`, with the reason. Nothing is lost: each request that was taken in leaves exactly once, by `pop_ready`,
+`expire`, `cancel` or as the one that `offer` turned away.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
+
+from moonpool.base.errors import AlreadyExists, ConfigError
+from moonpool.conductor.drain_rate import DrainRate
+from moonpool.conductor.fairness import FairTurns, check_weight
+
+MIN_RETRY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class QueueConfig:
+    """A tenant without a weight of its own has weight 1."""
+
+    capacity: int = 1024
+    ageing_s: float = 10.0
+    weights: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.capacity < 1:
+            raise ConfigError("the queue must have room for a request", param="capacity")
+        if not self.ageing_s > 0:
+            raise ConfigError("ageing_s must be above 0", param="ageing_s")
+        for weight in self.weights.values():
+            check_weight(weight)
+
+
+class WaitingRequest(NamedTuple):
+    """`start_by_s` is the last moment at which starting it still meets its TTFT target; None: it may wait for ever."""
+
+    request_id: str
+    tenant: str
+    prefill_s: float
+    priority: int = 0
+    start_by_s: float | None = None
+
+
+class TurnedAway(NamedTuple):
+    request: WaitingRequest
+    reason: str
+    retry_after_s: float
+
+
+class _Entry(NamedTuple):
+    request: WaitingRequest
+    offered_s: float
+
+
+class _Level:
+    """What waits with one priority."""
+
+    __slots__ = ("_tenants", "_turns", "_weights", "num_waiting", "served_s", "work_s")
+
+    def __init__(self, weights: Mapping[str, float], now_s: float) -> None:
+        self._weights = weights
+        self._turns: FairTurns[str] = FairTurns()
+        self._tenants: dict[str, OrderedDict[str, _Entry]] = {}
+        self.served_s = now_s
+        self.work_s: dict[str, float] = {}  # per tenant that waits
+        self.num_waiting = 0
+
+    def add(self, entry: _Entry) -> None:
+        request = entry.request
+        waiting = self._tenants.setdefault(request.tenant, OrderedDict())
+        waiting[request.request_id] = entry
+        self.work_s[request.tenant] = self.work_s.get(request.tenant, 0.0) + request.prefill_s
+        self.num_waiting += 1
+        if len(waiting) == 1:
+            self._turns.enter(request.tenant, self._share(request))
+
+    def take(self, request: WaitingRequest) -> None:
+        waiting = self._tenants[request.tenant]
+        was_first = next(iter(waiting)) == request.request_id
+        del waiting[request.request_id]
+        self.work_s[request.tenant] -= request.prefill_s
+        self.num_waiting -= 1
+        if not waiting:
+            del self._tenants[request.tenant], self.work_s[request.tenant]
+            self._turns.leave(request.tenant)
+        elif was_first:
+            self._turns.change(request.tenant, self._share(next(iter(waiting.values())).request))
+
+    def first(self) -> WaitingRequest:
+        return next(iter(self._tenants[self._turns.first()].values())).request
+
+    def serve_first(self, now_s: float) -> None:
+        """Counts the first as served; it is to be taken at once."""
+        self.served_s = now_s
+        self._turns.serve(self._turns.first())
+
+    def newest(self, tenant: str) -> WaitingRequest:
+        return next(reversed(self._tenants[tenant].values())).request
+
+    def _share(self, request: WaitingRequest) -> float:
+        return request.prefill_s / self._weights.get(request.tenant, 1.0)
+
+
+class AdmissionQueue:
+    """The time given must not go back."""
+
+    def __init__(self, config: QueueConfig) -> None:
+        self._config = config
+        self._levels: dict[int, _Level] = {}  # by priority; only those where something waits
+        self._entries: dict[str, _Entry] = {}
+        self._deadlines: list[tuple[float, str]] = []  # heap; some entries no longer count
+        self._late: list[_Entry] = []  # found too late while popping, not yet handed out by expire
+        self._rate = DrainRate()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def offer(self, request: WaitingRequest, now_s: float) -> TurnedAway | None:
+        """Takes it in, or says who had to go: the request itself or another. AlreadyExists when its id waits."""
+        if request.request_id in self._entries:
+            raise AlreadyExists(f"request {request.request_id} is waiting already")
+        if request.start_by_s is not None and request.start_by_s <= now_s:
+            return self._turn_away(_Entry(request, now_s), self._too_late(request, 0.0))
+        self._set_late_aside(now_s)
+        turned = None
+        if len(self._entries) >= self._config.capacity:
+            victim = self._victim(request)
+            if victim is None:
+                return self._turn_away(_Entry(request, now_s), self._full())
+            turned = self._turn_away(self._remove(victim.request_id), self._gave_way(victim, request))
+        self._add(_Entry(request, now_s))
+        return turned
+
+    def pop_ready(self, now_s: float, fits: Callable[[WaitingRequest], bool]) -> list[WaitingRequest]:
+        """Those that may start now, in order. The first that does not fit ends the round, so that small requests do
+        not overtake a large one for ever. `fits` is called once for each, right before it is taken."""
+        self._set_late_aside(now_s)
+        ready: list[_Entry] = []
+        while self._entries:
+            level = self._next_level(now_s)
+            request = level.first()
+            if not fits(request):
+                break
+            level.serve_first(now_s)
+            ready.append(self._remove(request.request_id))
+        # What did not have to wait says nothing of how fast the queue empties.
+        waited_s = sum(one.request.prefill_s for one in ready if one.offered_s < now_s)
+        self._rate.drained(waited_s, now_s, still_waiting=bool(self._entries))
+        return [one.request for one in ready]
+
+    def expire(self, now_s: float) -> list[TurnedAway]:
+        """Hands out all that can no longer start in time, earliest deadline first."""
+        self._set_late_aside(now_s)
+        late, self._late = self._late, []
+        return [self._turn_away(one, self._too_late(one.request, now_s - one.offered_s)) for one in late]
+
+    def cancel(self, request_id: str) -> bool:
+        """Whether it was waiting. Also one that is late and was not handed out yet."""
+        if request_id in self._entries:
+            self._remove(request_id)
+            return True
+        kept = [one for one in self._late if one.request.request_id != request_id]
+        found, self._late = len(kept) < len(self._late), kept
+        return found
+
+    def next_event_s(self) -> float | None:
+        """When expire next has something to hand out, unless it leaves earlier; None: never."""
+        self._drop_stale_deadlines()
+        moments = [one.request.start_by_s for one in self._late[:1]] + [at for at, _ in self._deadlines[:1]]
+        return min((at for at in moments if at is not None), default=None)
+
+    def waiting_s(self) -> float:
+        """Predicted prefill seconds of all that waits."""
+        return sum(sum(level.work_s.values()) for level in self._levels.values())
+
+    # order
+
+    def _next_level(self, now_s: float) -> _Level:
+        """By priority and age; with equal ones, the one that was served longest ago, then the higher."""
+
+        def rank(item: tuple[int, _Level]) -> tuple[float, float, int]:
+            priority, level = item
+            aged_s = now_s - level.served_s
+            return priority + aged_s / self._config.ageing_s, aged_s, priority
+
+        return max(self._levels.items(), key=rank)[1] if len(self._levels) > 1 else next(iter(self._levels.values()))
+
+    def _weight(self, tenant: str) -> float:
+        return self._config.weights.get(tenant, 1.0)
+
+    def _victim(self, request: WaitingRequest) -> WaitingRequest | None:
+        """Who gives way to this request; None when nobody does."""
+        lowest = min(self._levels)
+        if lowest > request.priority:
+            return None
+        level = self._levels[lowest]
+        tenant = max(level.work_s, key=lambda one: (level.work_s[one] / self._weight(one), one))
+        if lowest == request.priority:
+            own = (level.work_s.get(request.tenant, 0.0) + request.prefill_s) / self._weight(request.tenant)
+            if tenant == request.tenant or level.work_s[tenant] / self._weight(tenant) <= own:
+                return None
+        return level.newest(tenant)
+
+    # entering and leaving
+
+    def _add(self, entry: _Entry) -> None:
+        request = entry.request
+        level = self._levels.get(request.priority)
+        if level is None:
+            level = self._levels[request.priority] = _Level(self._config.weights, entry.offered_s)
+        if not self._entries:
+            self._rate.begins(entry.offered_s)
+        level.add(entry)
+        self._entries[request.request_id] = entry
+        if request.start_by_s is not None:
+            heappush(self._deadlines, (request.start_by_s, request.request_id))
+            self._tidy_deadlines()
+
+    def _remove(self, request_id: str) -> _Entry:
+        entry = self._entries.pop(request_id)
+        level = self._levels[entry.request.priority]
+        level.take(entry.request)
+        if not level.num_waiting:
+            del self._levels[entry.request.priority]
+        return entry
+
+    def _set_late_aside(self, now_s: float) -> None:
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            deadline = heappop(self._deadlines)
+            if self._is_current(deadline):
+                self._late.append(self._remove(deadline[1]))
+
+    def _is_current(self, deadline: tuple[float, str]) -> bool:
+        at_s, request_id = deadline
+        entry = self._entries.get(request_id)
+        return entry is not None and entry.request.start_by_s == at_s
+
+    def _drop_stale_deadlines(self) -> None:
+        while self._deadlines and not self._is_current(self._deadlines[0]):
+            heappop(self._deadlines)
+
+    def _tidy_deadlines(self) -> None:
+        if len(self._deadlines) > 2 * len(self._entries) + 64:
+            self._deadlines = [one for one in set(self._deadlines) if self._is_current(one)]
+            heapify(self._deadlines)
+
+    # what is said
+
+    def _turn_away(self, entry: _Entry, reason: str) -> TurnedAway:
+        work_s = entry.request.prefill_s + self.waiting_s()
+        return TurnedAway(entry.request, reason, max(MIN_RETRY_S, self._rate.seconds_for(work_s)))
+
+    def _too_late(self, request: WaitingRequest, waited_s: float) -> str:
+        return (
+            f"it waited {waited_s:.2f} s for a free worker, and with {request.prefill_s:.2f} s for its prompt "
+            "the first token can no longer come in time"
+        )
+
+    def _full(self) -> str:
+        return f"{len(self._entries)} requests are waiting already, as many as may"
+
+    def _gave_way(self, victim: WaitingRequest, request: WaitingRequest) -> str:
+        other = "one of higher priority" if request.priority > victim.priority else "one of a tenant with fewer"
+        return f"{self._config.capacity} requests were waiting, as many as may; the newest gave way to {other}"

@@ -1,0 +1,123 @@
+"""The three forms of admission: what each looks at, what it says, and when to come back."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moonpool.base.errors import ConfigError
+from moonpool.conductor.admission import (
+    Admission,
+    AdmissionConfig,
+    AdmissionForm,
+    Admitted,
+    DecodeNow,
+    PrefillNow,
+    Refused,
+)
+from moonpool.conductor.decode_forecast import ExpectedDecode, SystemForecast
+
+IDLE = [PrefillNow(0.0, 1.0)]
+FULL = [DecodeNow(10, 0)] * 2
+EMPTY = [DecodeNow(0, 0)] * 2
+
+
+def step_s(num_seqs: float, kv_tokens: float) -> float:
+    return 0.01 * num_seqs + 1e-6 * kv_tokens  # ten sequences are all that 0.1 s allow
+
+
+def admission(form: str, forecast: SystemForecast | None = None) -> Admission:
+    config = AdmissionConfig(AdmissionForm(form), ttft_slo_s=5.0, tbt_slo_s=0.1)
+    return Admission(config, step_s, forecast or SystemForecast(8.0))
+
+
+def forecast_of(joined: int, coming_s: tuple[float, ...] = ()) -> SystemForecast:
+    forecast = SystemForecast(8.0)
+    for number in range(joined):
+        forecast.expect(ExpectedDecode(f"j{number}", 0.0, 0), 0.0)
+        forecast.join(f"j{number}", 0.0)
+    for number, at_s in enumerate(coming_s):
+        forecast.expect(ExpectedDecode(f"c{number}", at_s, 0), 0.0)
+    return forecast
+
+
+def test_none_sees_a_full_decode_pool_only_after_the_prefill() -> None:
+    one = admission("none")
+    assert one.at_arrival(100, IDLE, FULL, 0.0) == Admitted(0.2, 1.0)
+    refused = one.before_decode(100, FULL, 1.0)
+    assert isinstance(refused, Refused)
+    assert refused.load == pytest.approx(1.101)
+    assert refused.reason == (
+        "tokens would come 110 ms apart, the target is 100 ms: too many answers are being written"
+    )
+
+
+def test_early_sees_the_decode_pool_as_it_is_now() -> None:
+    assert isinstance(admission("early").at_arrival(100, IDLE, FULL, 0.0), Refused)
+    verdict = admission("early", forecast_of(0, (0.5,) * 30)).at_arrival(100, IDLE, EMPTY, 0.0)
+    assert isinstance(verdict, Admitted)  # although thirty are on their way
+
+
+def test_predicted_sees_who_comes_and_who_goes() -> None:
+    refused = admission("predicted", forecast_of(0, (0.5,) * 30)).at_arrival(100, IDLE, EMPTY, 0.0)
+    assert isinstance(refused, Refused)
+    assert refused.reason.startswith("in 1.00 s, when its prompt would be done, tokens would come 160 ms apart")
+    leaving = admission("predicted", forecast_of(20)).at_arrival(100, [PrefillNow(3.0, 1.0)], FULL, 7.0)
+    assert isinstance(leaving, Admitted)  # all of them will have decoded for 8 s by then
+    assert leaving.prefill_ends_s == 11.0
+
+
+def test_retry_after_is_when_the_load_is_predicted_to_fall() -> None:
+    refused = admission("early", forecast_of(20)).at_arrival(100, IDLE, FULL, 2.0)
+    assert isinstance(refused, Refused)
+    assert refused.retry_after_s == pytest.approx(6.0, abs=0.1)  # they joined at 0 and decode for 8 s
+    queued = admission("early").at_arrival(100, [PrefillNow(7.5, 1.0)], EMPTY, 0.0)
+    assert isinstance(queued, Refused)
+    assert queued.retry_after_s == pytest.approx(3.5)
+    assert queued.reason == ("the first token would take 8.50 s, the target is 5 s: 7.50 s of other prompts come first")
+    assert queued.error().retry_after_s == pytest.approx(3.5)
+
+
+def test_a_request_that_never_fits_is_told_so() -> None:
+    long = admission("predicted").at_arrival(100, [PrefillNow(0.0, 6.0)], EMPTY, 0.0)
+    assert isinstance(long, Refused)
+    assert long.retry_after_s is None
+    assert "a shorter prompt may pass" in long.reason
+    wide = admission("predicted").at_arrival(95_000, IDLE, EMPTY, 0.0)
+    assert isinstance(wide, Refused)
+    assert wide.retry_after_s is None
+    assert wide.reason == (
+        "tokens of this prompt alone come 105 ms apart, the target is 100 ms; a shorter prompt may pass"
+    )
+    assert wide.error().retry_after_s >= 1
+
+
+def test_without_targets_everything_is_let_in() -> None:
+    for form in AdmissionForm:
+        one = Admission(AdmissionConfig(form), step_s, forecast_of(99))
+        assert isinstance(one.at_arrival(10**6, [PrefillNow(99.0, 99.0)], FULL, 1.0), Admitted)
+        assert isinstance(one.before_decode(10**6, FULL, 1.0), Admitted)
+    for wrong in ({"ttft_slo_s": 0.0}, {"tbt_slo_s": float("nan")}):
+        with pytest.raises(ConfigError):
+            AdmissionConfig(**wrong)
+
+
+@given(
+    st.sampled_from(list(AdmissionForm)),
+    st.lists(st.tuples(st.floats(0, 9), st.floats(0.01, 9)).map(lambda one: PrefillNow(*one)), min_size=1),
+    st.lists(st.tuples(st.integers(0, 20), st.integers(0, 90_000)).map(lambda one: DecodeNow(*one)), min_size=1),
+    st.integers(1, 90_000),
+    st.integers(0, 60),
+)
+def test_load_above_one_and_refusal_are_the_same_thing(form, prefills, decodes, num_tokens, joined) -> None:
+    forecast = forecast_of(joined)
+    one = Admission(AdmissionConfig(form, 5.0, 0.1), step_s, forecast)
+    verdict = one.at_arrival(num_tokens, prefills, decodes, 1.0)
+    assert (verdict.load > 1) == isinstance(verdict, Refused)
+    if isinstance(verdict, Refused):
+        assert verdict.reason
+        assert verdict.retry_after_s is None or 1 <= verdict.retry_after_s <= 20
+    else:
+        ttft_s = min(view.queue_s + view.work_s for view in prefills)
+        assert verdict.prefill_ends_s == pytest.approx(1.0 + ttft_s)

@@ -1,0 +1,250 @@
+"""The queue: nothing lost or doubled, bounded, fair, nobody starves, the late are told at once."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moonpool.base.errors import AlreadyExists, ConfigError
+from moonpool.conductor.admission_queue import AdmissionQueue, QueueConfig, WaitingRequest
+from moonpool.conductor.fairness import FairTurns
+
+
+def yes(_: WaitingRequest) -> bool:
+    return True
+
+
+def drain(queue: AdmissionQueue, now_s: float, limit: int) -> list[WaitingRequest]:
+    left = [limit]
+
+    def fits(_: WaitingRequest) -> bool:
+        left[0] -= 1
+        return left[0] >= 0
+
+    return queue.pop_ready(now_s, fits)
+
+
+OPERATIONS = st.lists(
+    st.tuples(
+        st.sampled_from("ooooopxc"),
+        st.floats(0, 5),
+        st.sampled_from("abc"),
+        st.integers(-2, 2),
+        st.floats(0.01, 3),
+        st.one_of(st.none(), st.floats(0, 20)),
+    ),
+    max_size=80,
+)
+
+
+@given(OPERATIONS, st.integers(1, 8))
+def test_each_request_leaves_exactly_once_and_the_bound_holds(operations, capacity: int) -> None:
+    queue, now_s = AdmissionQueue(QueueConfig(capacity=capacity, ageing_s=3.0)), 0.0
+    inside: dict[str, WaitingRequest] = {}
+    left: set[str] = set()
+
+    def leaves(request: WaitingRequest) -> None:
+        assert inside.pop(request.request_id) == request
+        assert request.request_id not in left
+        left.add(request.request_id)
+
+    for number, (kind, passed_s, tenant, priority, work_s, patience_s) in enumerate(operations):
+        now_s += passed_s
+        if kind == "o":
+            start_by_s = None if patience_s is None else now_s + patience_s
+            request = WaitingRequest(f"r{number}", tenant, work_s, priority, start_by_s)
+            inside[request.request_id] = request
+            turned = queue.offer(request, now_s)
+            if turned is not None:
+                assert turned.retry_after_s >= 1
+                assert turned.reason
+                leaves(turned.request)
+        elif kind == "p":
+            for request in drain(queue, now_s, 1 + number % 3):
+                assert request.start_by_s is None or request.start_by_s > now_s
+                leaves(request)
+        elif kind == "x":
+            for late in queue.expire(now_s):
+                assert late.request.start_by_s is not None
+                assert late.request.start_by_s <= now_s
+                leaves(late.request)
+            event_s = queue.next_event_s()
+            assert event_s is None or event_s > now_s
+        elif inside:
+            name = sorted(inside)[number % len(inside)]
+            assert queue.cancel(name)
+            assert not queue.cancel(name)
+            leaves(inside[name])
+        assert len(queue) <= capacity
+        assert len(queue._deadlines) <= 2 * len(queue) + 65
+    for late in queue.expire(now_s):
+        leaves(late.request)
+    assert len(queue) == len(inside)
+    for request in queue.pop_ready(now_s, yes):
+        leaves(request)
+    assert not inside
+    assert len(queue) == 0
+    assert queue.next_event_s() is None
+    assert not queue._levels
+
+
+WORKS = st.lists(st.floats(0.01, 10), min_size=1, max_size=40)
+
+
+@given(WORKS, WORKS, WORKS, st.floats(0.2, 5), st.floats(0.2, 5))
+def test_service_of_two_that_wait_differs_by_one_request_each(first, second, third, weight_a, weight_b) -> None:
+    config = QueueConfig(capacity=1000, weights={"a": weight_a, "b": weight_b})
+    queue, works = AdmissionQueue(config), {"a": first, "b": second, "c": third}
+    for tenant, values in works.items():
+        for number, work_s in enumerate(values):
+            assert queue.offer(WaitingRequest(f"{tenant}{number}", tenant, work_s), 0.0) is None
+    bound = max(first) / weight_a + max(second) / weight_b
+    left, difference, seen = {tenant: len(values) for tenant, values in works.items()}, 0.0, [0.0]
+    while left["a"] and left["b"]:
+        (request,) = drain(queue, 1.0, 1)
+        left[request.tenant] -= 1
+        sign = {"a": 1 / weight_a, "b": -1 / weight_b, "c": 0.0}[request.tenant]
+        difference += sign * request.prefill_s
+        seen.append(difference)
+    # Over any stretch of time: the difference between any two moments.
+    assert max(seen) - min(seen) <= bound * (1 + 1e-9)
+
+
+def test_a_flooding_tenant_delays_itself_only() -> None:
+    queue = AdmissionQueue(QueueConfig(capacity=50))
+    for number in range(50):
+        queue.offer(WaitingRequest(f"flood{number}", "flood", 1.0), 0.0)
+    assert queue.offer(WaitingRequest("flood50", "flood", 1.0), 0.0).request.request_id == "flood50"
+    turned = queue.offer(WaitingRequest("calm", "calm", 1.0), 1.0)
+    assert turned.request.request_id == "flood49"  # its own newest, although the queue was full
+    assert "gave way to one of a tenant with fewer" in turned.reason
+    assert "calm" in [one.request_id for one in drain(queue, 1.0, 2)]
+
+
+def test_a_tenant_alone_gets_everything_and_owes_nothing_for_it() -> None:
+    queue = AdmissionQueue(QueueConfig())
+    for number in range(100):
+        queue.offer(WaitingRequest(f"a{number}", "a", 1.0), 0.0)
+    assert len(drain(queue, 0.0, 80)) == 80
+    for number in range(20):
+        queue.offer(WaitingRequest(f"b{number}", "b", 1.0), 1.0)
+    taken = [one.tenant for one in drain(queue, 1.0, 20)]
+    assert 9 <= taken.count("a") <= 11
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.integers(-3, 3), min_size=2, max_size=5, unique=True),
+    st.floats(0.1, 2),
+    st.floats(0.5, 10),
+    st.integers(0, 2**32),
+)
+def test_no_priority_starves(priorities: list[int], step_s: float, ageing_s: float, seed: int) -> None:
+    """The lowest is served within (highest - lowest) x ageing_s and one request of each other priority."""
+    queue = AdmissionQueue(QueueConfig(ageing_s=ageing_s))
+    for priority in priorities:
+        for number in range(2):
+            queue.offer(WaitingRequest(f"{priority}/{number}", "t", 1.0, priority), 0.0)
+    highest, served_s = max(priorities), dict.fromkeys(priorities, 0.0)
+    for turn in range(1, 200):
+        now_s = turn * step_s
+        (request,) = drain(queue, now_s, 1)
+        waited_s = now_s - served_s[request.priority]
+        assert waited_s <= (highest - request.priority) * ageing_s + (len(priorities) + 1) * step_s
+        served_s[request.priority] = now_s
+        queue.offer(WaitingRequest(f"{request.priority}+{turn}", "t", 1.0, request.priority), now_s)
+    for priority in priorities:
+        due_s = (highest - priority) * ageing_s + (len(priorities) + 1) * step_s
+        assert 199 * step_s - served_s[priority] <= due_s
+
+
+def test_higher_priority_first_and_the_lowest_newest_gives_way() -> None:
+    queue = AdmissionQueue(QueueConfig(capacity=3))
+    for name, priority in (("old", 0), ("new", 0), ("mid", 1)):
+        assert queue.offer(WaitingRequest(name, "t", 1.0, priority), 0.0) is None
+    turned = queue.offer(WaitingRequest("high", "t", 1.0, 5), 0.0)
+    assert (turned.request.request_id, turned.request.priority) == ("new", 0)
+    assert "gave way to one of higher priority" in turned.reason
+    refused = queue.offer(WaitingRequest("low", "t", 1.0, -1), 0.0)
+    assert refused.request.request_id == "low"
+    assert refused.reason == "3 requests are waiting already, as many as may"
+    assert [one.request_id for one in queue.pop_ready(0.0, yes)] == ["high", "mid", "old"]
+
+
+def test_a_request_that_cannot_be_in_time_is_told_at_once() -> None:
+    queue = AdmissionQueue(QueueConfig())
+    assert queue.offer(WaitingRequest("late", "t", 1.0, start_by_s=4.0), 5.0).request.request_id == "late"
+    queue.offer(WaitingRequest("b", "t", 2.0, start_by_s=9.0), 5.0)
+    queue.offer(WaitingRequest("a", "t", 2.0, start_by_s=8.0), 5.0)
+    assert queue.next_event_s() == 8.0
+    assert queue.expire(7.9) == []
+    (turned,) = queue.expire(8.0)
+    assert turned.request.request_id == "a"
+    assert turned.reason == (
+        "it waited 3.00 s for a free worker, and with 2.00 s for its prompt the first token can no longer come in time"
+    )
+    assert queue.pop_ready(9.5, yes) == []  # too late for b as well; expire says so
+    assert queue.next_event_s() == 9.0
+    assert [one.request.request_id for one in queue.expire(9.5)] == ["b"]
+    assert queue.next_event_s() is None
+
+
+def test_what_is_late_can_still_be_cancelled() -> None:
+    queue = AdmissionQueue(QueueConfig())
+    queue.offer(WaitingRequest("a", "t", 2.0, start_by_s=8.0), 5.0)
+    queue.pop_ready(9.0, yes)
+    assert queue.cancel("a")
+    assert queue.expire(9.0) == []
+
+
+def test_retry_after_follows_the_measured_rate() -> None:
+    queue = AdmissionQueue(QueueConfig(capacity=100))
+    for number in range(100):
+        queue.offer(WaitingRequest(f"r{number}", "t", 1.0), 0.0)
+    first = queue.offer(WaitingRequest("x", "t", 1.0), 0.0)
+    assert first.retry_after_s == pytest.approx(101)  # one worker's pace until measured
+    for second in range(1, 21):
+        assert len(drain(queue, float(second), 4)) == 4
+    for number in range(80):
+        queue.offer(WaitingRequest(f"s{number}", "t", 1.0), 20.0)
+    later = queue.offer(WaitingRequest("y", "t", 1.0), 20.0)
+    assert 101 / 4 < later.retry_after_s < 101 / 3
+
+
+def test_a_large_request_is_not_overtaken_for_ever() -> None:
+    queue = AdmissionQueue(QueueConfig())
+    queue.offer(WaitingRequest("large", "t", 100.0), 0.0)
+    queue.offer(WaitingRequest("small", "t", 1.0), 0.0)
+    assert queue.pop_ready(0.0, lambda one: one.prefill_s < 50) == []
+    assert [one.request_id for one in queue.pop_ready(0.0, yes)] == ["large", "small"]
+
+
+def test_wrong_settings_and_doubles_are_refused() -> None:
+    for wrong in ({"capacity": 0}, {"ageing_s": 0.0}, {"weights": {"a": 0.0}}, {"weights": {"a": float("nan")}}):
+        with pytest.raises(ConfigError):
+            QueueConfig(**wrong)
+    queue = AdmissionQueue(QueueConfig())
+    queue.offer(WaitingRequest("a", "t", 1.0), 0.0)
+    with pytest.raises(AlreadyExists):
+        queue.offer(WaitingRequest("a", "t", 1.0), 0.0)
+
+
+def test_an_endless_stream_of_new_tenants_neither_starves_an_old_one_nor_stays_in_memory() -> None:
+    turns: FairTurns[str] = FairTurns()
+    for name in ("stays", "guest0"):
+        turns.enter(name, 1.0)
+    served: list[str] = []
+    for number in range(1, 3_000):
+        turns.enter(f"guest{number}", 1.0)  # two guests at any time
+        one = turns.first()
+        served.append(one)
+        turns.serve(one)
+        if one == "stays":
+            turns.change(one, 1.0)
+            turns.leave(f"guest{number}")
+        else:
+            turns.leave(one)
+        assert len(turns) == 2
+        assert len(turns._heap) <= 2 * 4 + 65
+    assert served.count("stays") > 900
