@@ -1,0 +1,190 @@
+"""Records become a trace: numbers by first appearance, regrouped blocks, nothing but numbers; the store is bounded."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moonpool.base.errors import ConfigError
+from moonpool.base.keys import chain_keys
+from moonpool.conductor.messages import DecisionRecord
+from moonpool.conductor.record_export import ExportConfig, write_trace
+from moonpool.conductor.record_store import RecordFilter, RecordStore
+from moonpool.sim.traces.mooncake_jsonl import read_jsonl
+
+ROOT = b"r" * 32
+BLOCK = 16
+
+
+def store_of(prompts: list[list[int]], **fields: object) -> RecordStore:
+    store = RecordStore(10_000)
+    for number, tokens in enumerate(prompts):
+        record = DecisionRecord(
+            request_id=f"secret-name-{number}",
+            routed_at_s=1.7e9 + number * 0.25,
+            num_tokens=len(tokens),
+            max_tokens=100,
+            output_tokens=7,
+            outcome="done",
+            **fields,
+        )
+        store.add(record, tenant="secret-tenant", keys=chain_keys(ROOT, tokens, BLOCK))
+    return store
+
+
+def exported(store: RecordStore, config: ExportConfig) -> tuple[bytes, list[dict], tuple]:
+    out = io.BytesIO()
+    summary = write_trace(store.select(RecordFilter()), out, config)
+    return out.getvalue(), [json.loads(line) for line in out.getvalue().splitlines()], summary
+
+
+PROMPTS = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(0, 200), st.integers(0, 2), st.integers(0, 80)).map(
+        lambda one: [one[0] + 1] * one[1] + [one[2] + 10] * one[3] + [99]
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=60)
+@given(PROMPTS, st.sampled_from([16, 32, 64]))
+def test_blocks_have_one_number_exactly_when_their_whole_prefix_is_the_same(prompts, group: int) -> None:
+    _, lines, summary = exported(store_of(prompts), ExportConfig(BLOCK, group))
+    seen: dict[tuple[int, ...], int] = {}
+    highest = -1
+    for tokens, line in zip(prompts, lines, strict=True):
+        assert line["input_length"] == len(tokens)
+        assert len(line["hash_ids"]) == -(-len(tokens) // group)
+        for place, number in enumerate(line["hash_ids"]):
+            prefix = tuple(tokens[: (place + 1) * group])
+            if len(prefix) % BLOCK == 0 and prefix in seen:
+                assert number == seen[prefix]
+            else:
+                assert number == highest + 1  # numbered by first appearance, without gaps
+                highest = number
+            seen[prefix] = number
+    assert summary.num_distinct_blocks == highest + 1
+    assert summary.num_blocks == sum(len(line["hash_ids"]) for line in lines)
+
+
+def test_the_trace_reads_back_with_the_simulators_reader(tmp_path) -> None:
+    shared = list(range(600))
+    prompts = [shared, [*shared, *range(1000, 1700)], [*shared[:512], *range(2000, 2100)], [5]]
+    data, lines, summary = exported(store_of(prompts), ExportConfig(BLOCK))
+    path = tmp_path / "live.jsonl"
+    path.write_bytes(data)
+    trace = read_jsonl(path)
+    assert len(trace) == 4
+    assert [list(trace.request(i).block_ids) for i in range(4)] == [[0, 1], [0, 2, 3], [0, 4], [5]]
+    assert [line["timestamp"] for line in lines] == [0, 250, 500, 750]
+    assert [trace.request(i).arrival_s for i in range(4)] == pytest.approx([0.0, 0.25, 0.5, 0.75])
+    assert [trace.request(i).num_input for i in range(4)] == [600, 1300, 612, 1]
+    assert summary.num_without_prints == 0
+
+
+def test_only_numbers_leave() -> None:
+    tokens = list(range(1000))
+    data, lines, _ = exported(store_of([tokens]), ExportConfig(BLOCK))
+    assert b"secret" not in data
+    for key in chain_keys(ROOT, tokens, BLOCK):
+        assert key[:8] not in data
+        assert key[:8].hex().encode() not in data
+    assert list(lines[0]) == ["timestamp", "input_length", "output_length", "hash_ids"]
+    assert all(isinstance(number, int) for number in lines[0]["hash_ids"])
+
+
+def test_requests_without_an_answer_are_left_out_or_given_one() -> None:
+    store = store_of([[1] * 20, [2] * 20])
+    store.get("secret-name-0").output_tokens = 0
+    _, lines, summary = exported(store, ExportConfig(BLOCK, 16))
+    assert [line["hash_ids"] for line in lines] == [[0, 1]]
+    assert (summary.num_requests, summary.num_left_out) == (1, 1)
+    _, lines, summary = exported(store, ExportConfig(BLOCK, 16, unanswered_output_tokens=50))
+    assert [line["output_length"] for line in lines] == [50, 7]
+    assert summary.num_left_out == 0
+
+
+def test_a_clock_set_back_stands_still_and_progress_is_told() -> None:
+    store = store_of([[1], [2], [3]])
+    store.get("secret-name-1").routed_at_s -= 1000
+    told: list[int] = []
+    out = io.BytesIO()
+    write_trace(store.select(RecordFilter()), out, ExportConfig(BLOCK), told.append)
+    assert [json.loads(line)["timestamp"] for line in out.getvalue().splitlines()] == [0, 0, 500]
+    assert told == [3]
+
+
+def test_prompts_without_fingerprints_share_nothing() -> None:
+    store = RecordStore(10, max_prints_nbytes=16)
+    for name in "ab":
+        record = DecisionRecord(request_id=name, routed_at_s=1.0, num_tokens=32, max_tokens=1, output_tokens=1)
+        store.add(record, keys=chain_keys(ROOT, [1] * 32, BLOCK))
+    assert store.prints_nbytes == 16  # the older one gave up its own
+    _, lines, summary = exported(store, ExportConfig(BLOCK, 16))
+    assert [line["hash_ids"] for line in lines] == [[0, 1], [2, 3]]
+    assert summary.num_without_prints == 1
+
+
+def test_blocks_that_cannot_be_regrouped_are_refused() -> None:
+    for wrong in ((48, 512), (0, 512), (1024, 512)):
+        with pytest.raises(ConfigError):
+            ExportConfig(*wrong)
+    with pytest.raises(ConfigError):
+        ExportConfig(64, unanswered_output_tokens=0)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 9)), max_size=80), st.integers(1, 6), st.integers(0, 200))
+def test_the_store_keeps_its_bounds_and_the_newest(additions, capacity: int, max_nbytes: int) -> None:
+    store, order = RecordStore(capacity, max_nbytes), []
+    attempts: dict[str, int] = {}
+    for number, (name, num_keys) in enumerate(additions):
+        request_id = f"r{name}"
+        attempts[request_id] = attempts.get(request_id, 0) + 1 if request_id in order else 1
+        order = [one for one in order if one != request_id][-capacity + 1 :] if capacity > 1 else []
+        order.append(request_id)
+        record = DecisionRecord(request_id=request_id, routed_at_s=float(number), num_tokens=1, max_tokens=1)
+        store.add(record, keys=[bytes([number % 256]) * 32] * num_keys)
+        assert record.attempt == attempts[request_id]
+        assert [one.request_id for one in store.newest(100)] == order
+        assert store.prints_nbytes <= max_nbytes
+        kept = list(store.select(RecordFilter()))
+        assert store.prints_nbytes == sum(len(one.prints) for one in kept)
+        assert len(kept) == len(store) <= capacity
+
+
+def test_find_filters_by_outcome_tenant_worker_and_time() -> None:
+    store = RecordStore(100)
+    for number in range(20):
+        record = DecisionRecord(request_id=f"r{number}", routed_at_s=float(number), num_tokens=1, max_tokens=1)
+        record.prefill, record.decode = f"p{number % 2}", f"d{number % 3}"
+        record.outcome = "overloaded" if number % 5 == 0 else "done"
+        store.add(record, tenant=f"t{number % 4}")
+
+    def names(limit: int = 100, **wanted: object) -> list[str]:
+        return [one.request_id for one in store.find(RecordFilter(**wanted), limit)]
+
+    assert names(outcome="overloaded") == ["r0", "r5", "r10", "r15"]
+    assert names(outcome="overloaded", limit=2) == ["r10", "r15"]
+    assert names(tenant="t3") == ["r3", "r7", "r11", "r15", "r19"]
+    assert names(worker="d2", since_s=8.0) == ["r8", "r11", "r14", "r17"]
+    assert names(worker="p0", tenant="t2", until_s=6.0) == ["r2", "r6"]
+    assert names(limit=0) == []
+    assert store.get("r7").decode == "d1"
+    assert store.get("gone") is None
+
+
+def test_memory_of_fingerprints_is_what_is_stated() -> None:
+    store = RecordStore(2_000, max_prints_nbytes=1 << 20)
+    keys = [bytes([place % 256]) * 32 for place in range(188)]  # a prompt of 12,035 tokens
+    for number in range(3_000):
+        store.add(DecisionRecord(request_id=str(number), routed_at_s=0.0, num_tokens=1, max_tokens=1), keys=keys)
+    assert len(store) == 2_000
+    assert (1 << 20) - 188 * 8 < store.prints_nbytes <= 1 << 20
+    with pytest.raises(ConfigError):
+        RecordStore(0)
