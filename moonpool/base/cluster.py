@@ -34,6 +34,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_pages: int
     max_num_seqs: int
     page_nbytes: int
+    num_layers: int = 1  # that are loaded one by one while others are computed; 1: loading comes first
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,6 +68,7 @@ class PullSample(msgspec.Struct, frozen=True, array_like=True):
 
     nbytes: int
     seconds: float
+    ssd_nbytes: int = 0  # of `nbytes`, read from SSD
 
 
 class RegisterWorker(Call[None]):

@@ -19,6 +19,7 @@ from moonpool import __version__
 from moonpool.base.errors import MoonpoolError
 from moonpool.base.run_dirs import base_dir, live_run_dirs
 from moonpool.base.units import format_nbytes
+from moonpool.cli.doctor_crossover import check_crossover
 from moonpool.cli.doctor_packages import check_packages
 from moonpool.engine.cache_folder import cache_folder
 from moonpool.engine.model_fetch import NAMED_MODELS, fetched_path
@@ -50,6 +51,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     checks: list[Finding]
     transports: list[Finding]
+    crossover: list[Finding]  # whether KV is worth fetching
     topology: Topology
 
 
@@ -77,6 +79,7 @@ def examine_machine(topology: Topology) -> Report:
         version=__version__,
         checks=checks,
         transports=transport_findings({check.name: check for check in checks}, topology.hardware),
+        crossover=check_crossover(),
         topology=topology,
     )
 

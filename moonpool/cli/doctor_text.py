@@ -21,6 +21,7 @@ def in_words(report: Report) -> str:
         f"moonpool {report.version}",
         *_titled("Checks", _findings(report.checks)),
         *_titled("Transports, fastest first", _findings(report.transports)),
+        *_titled("Fetching KV or computing it", _findings(report.crossover)),
         *_machine(report.topology),
         *_titled("NICs for tcp, by memory", _matrix(report.topology.net)),
         *_titled("NICs for RDMA, by memory", _matrix(report.topology.rdma)),

@@ -29,6 +29,13 @@ class Backlog:
             self._head_since_s = now_s
         self._total_s -= self._work_s.pop(request_id)
 
+    @property
+    def terms(self) -> tuple[float, float, float]:
+        """(all predicted work, that of the head, since when the head is worked on): what `wait_s` is made of."""
+        if not self._work_s:
+            return 0.0, 0.0, 0.0
+        return self._total_s, next(iter(self._work_s.values())), self._head_since_s
+
     def wait_s(self, now_s: float) -> float:
         """Zero when idle. A head that takes longer than predicted counts as about to end."""
         if not self._work_s:

@@ -12,11 +12,13 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
+from operator import mul
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moonpool.base.cluster import DecodeSample, PrefillSample, PullSample
+from moonpool.conductor.accuracy import ErrorWindow
 
 Vector = NDArray[np.float64]
 
@@ -38,10 +40,18 @@ class LearnedCost:
         self._log_scale = 0.0
         self._usual_off = 0.0
         self._fitted: Vector | None = self._prior
+        self._terms: tuple[float, ...] | None = None
         self.num_samples = 0
 
+    @property
+    def terms(self) -> tuple[float, ...]:
+        """The coefficients as plain floats: what fast callers multiply by hand."""
+        if self._terms is None:
+            self._terms = tuple(self.coefficients().tolist())
+        return self._terms
+
     def predict(self, features: Sequence[float]) -> float:
-        return float(np.dot(self.coefficients(), features))
+        return float(sum(map(mul, self.terms, features)))
 
     def learn(self, features: Sequence[float], seconds: float) -> None:
         """Takes one measurement in; impossible ones (not positive, over a day, not a number) are ignored."""
@@ -57,7 +67,7 @@ class LearnedCost:
         self._gram = self._gram * _FADE + weight * np.outer(row, row)
         self._moment = self._moment * _FADE + weight * row * (seconds / unit)
         self.num_samples += 1
-        self._fitted = None
+        self._fitted = self._terms = None
 
     def coefficients(self) -> Vector:
         if self._fitted is None:
@@ -112,25 +122,46 @@ def _transfer_prior() -> LearnedCost:
     return LearnedCost((1e-3, 1e-9))
 
 
+def _ssd_prior() -> LearnedCost:
+    return LearnedCost((2e-3, 2e-9))
+
+
+def _error_windows() -> dict[str, ErrorWindow]:
+    return {name: ErrorWindow(name) for name in ("prefill", "decode", "transfer", "transfer_ssd")}
+
+
 @dataclass(slots=True)
 class CostModels:
-    """The three models of one cluster of like workers."""
+    """The models of one cluster of like workers. `transfer` is from the pool's DRAM, `transfer_ssd` from its SSDs."""
 
     prefill: LearnedCost = field(default_factory=_prefill_prior)
     decode: LearnedCost = field(default_factory=_decode_prior)
     transfer: LearnedCost = field(default_factory=_transfer_prior)
+    transfer_ssd: LearnedCost = field(default_factory=_ssd_prior)
+    errors: dict[str, ErrorWindow] = field(default_factory=_error_windows)
 
     def prefill_s(self, num_tokens: int, prefix_tokens: int) -> float:
         """Time to compute tokens prefix_tokens..num_tokens; a full hit still computes the last token."""
-        return self.prefill.predict(_prefill_features(num_tokens, prefix_tokens))
+        fixed, per_token, per_pair, per_prefix = self.prefill.terms
+        prefix = min(prefix_tokens, num_tokens - 1)
+        pairs = float(num_tokens) * num_tokens - float(prefix) * prefix
+        return fixed + per_token * (num_tokens - prefix) + per_pair * pairs + per_prefix * prefix
 
-    def decode_step_s(self, num_seqs: int, kv_tokens: int) -> float:
+    def decode_step_s(self, num_seqs: float, kv_tokens: float) -> float:
         """Time between tokens of a batch of that many sequences with that many tokens of KV together."""
-        return self.decode.predict((1.0, num_seqs, kv_tokens))
+        fixed_s, per_seq_s, per_token_s = self.decode.terms
+        return fixed_s + per_seq_s * num_seqs + per_token_s * kv_tokens
 
-    def transfer_s(self, nbytes: int) -> float:
-        """Time to pull that much from the pool; nothing takes no time."""
-        return self.transfer.predict((1.0, nbytes)) if nbytes > 0 else 0.0
+    def transfer_s(self, nbytes: float, ssd_nbytes: float = 0) -> float:
+        """Time to pull that much from the pool, `ssd_nbytes` of it from SSD alone; nothing takes no time."""
+        seconds = 0.0
+        if nbytes > ssd_nbytes:
+            fixed, per_byte = self.transfer.terms
+            seconds += fixed + per_byte * (nbytes - ssd_nbytes)
+        if ssd_nbytes > 0:
+            fixed, per_byte = self.transfer_ssd.terms
+            seconds += fixed + per_byte * ssd_nbytes
+        return seconds
 
     def learn(
         self,
@@ -141,13 +172,29 @@ class CostModels:
         """Takes in what a worker measured. Samples without work say nothing and are left out."""
         for prefill in prefills:
             if prefill.num_tokens > prefill.prefix_tokens >= 0:
-                self.prefill.learn(_prefill_features(prefill.num_tokens, prefill.prefix_tokens), prefill.seconds)
+                features = _prefill_features(prefill.num_tokens, prefill.prefix_tokens)
+                self._take("prefill", self.prefill, features, prefill.seconds)
         for decode in decodes:
             if decode.num_seqs > 0 and decode.kv_tokens >= 0:
-                self.decode.learn((1.0, decode.num_seqs, decode.kv_tokens), decode.seconds)
+                self._take("decode", self.decode, (1.0, decode.num_seqs, decode.kv_tokens), decode.seconds)
         for pull in pulls:
             if pull.nbytes > 0:
-                self.transfer.learn((1.0, pull.nbytes), pull.seconds)
+                self._learn_pull(pull)
+
+    def _learn_pull(self, pull: PullSample) -> None:
+        """From two tiers at once: what DRAM's part is believed to have taken is set off, and the SSD learns."""
+        dram_nbytes = pull.nbytes - pull.ssd_nbytes
+        if pull.ssd_nbytes <= 0:
+            self._take("transfer", self.transfer, (1.0, pull.nbytes), pull.seconds)
+        elif pull.ssd_nbytes >= dram_nbytes:
+            seconds = pull.seconds - (self.transfer_s(dram_nbytes) if dram_nbytes > 0 else 0.0)
+            self._take("transfer_ssd", self.transfer_ssd, (1.0, pull.ssd_nbytes), seconds)
+
+    def _take(self, name: str, model: LearnedCost, features: Sequence[float], seconds: float) -> None:
+        """The error is that of the prediction before it learnt; one that stands on no sample at all is none."""
+        if model.num_samples and 0 < seconds <= _MAX_SECONDS:
+            self.errors[name].add(model.predict(features), seconds)
+        model.learn(features, seconds)
 
 
 def _prefill_features(num_tokens: int, prefix_tokens: int) -> tuple[float, float, float, float]:

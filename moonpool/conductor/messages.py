@@ -15,7 +15,10 @@ class WorkerRef(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """One prefill worker as it was weighed: all in seconds and blocks, kept in the decision record."""
+    """One prefill worker as it was weighed: all in seconds and blocks, kept in the decision record.
+
+    `congestion_s` is the part of `transfer_s` that others cause; in `overlap_s` loading and computing go on together.
+    """
 
     worker: str
     local_blocks: int
@@ -23,14 +26,26 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     transfer_s: float
     queue_s: float
     prefill_s: float
+    ssd_blocks: int = 0  # of the pulled ones, on SSD alone
+    congestion_s: float = 0.0
+    overlap_s: float = 0.0
+
+    @property
+    def service_s(self) -> float:
+        """How long the worker is busy with it."""
+        return self.transfer_s + self.prefill_s - self.overlap_s
 
     @property
     def ttft_s(self) -> float:
-        return self.transfer_s + self.queue_s + self.prefill_s
+        return self.queue_s + self.service_s
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a request goes, and what was expected of it."""
+    """Where a request goes, and what was expected of it.
+
+    `max_pool_blocks`: of the pool's leading blocks the prefill worker takes no more than this many, the rest is
+    computed faster than it is fetched; None where nothing speaks against what it finds.
+    """
 
     request_id: str
     prefill: WorkerRef
@@ -38,7 +53,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     pool_blocks: int  # leading blocks that the index believes to be in the pool
     ttft_s: float
     tbt_s: float
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[Candidate, ...]  # the best few, the chosen one first
+    max_pool_blocks: int | None = None
 
 
 class Route(Call[Decision]):
@@ -72,6 +88,7 @@ class RequestEnded(Call[None]):
     pool_tokens: int = 0
     output_tokens: int = 0
     outcome: str = "done"
+    tbt_s: float | None = None  # mean time between its tokens
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,11 +98,35 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     assigned: int
 
 
+class PredictionError(msgspec.Struct, frozen=True, kw_only=True):
+    """Relative errors (predicted / measured - 1) of one model's last predictions: of their size, and their mean."""
+
+    model: str  # prefill, decode, transfer, transfer_ssd; ttft and tbt of whole requests
+    count: int = 0
+    p50: float = 0.0
+    p90: float = 0.0
+    bias: float = 0.0
+
+
+class FetchOrCompute(msgspec.Struct, frozen=True, kw_only=True):
+    """Where fetching KV begins to beat computing it, by what was measured (conductor/crossover.py)."""
+
+    min_tokens: int | None  # shortest prefix worth fetching; None: none is
+    at_tokens: int
+    break_even_nbytes_s: float  # for a prefix of `at_tokens`; infinite where nothing would do
+    measured_nbytes_s: float
+    num_prefills: int  # samples behind it
+    num_pulls: int
+
+
 class ConductorStatus(msgspec.Struct, frozen=True, kw_only=True):
     workers: tuple[WorkerStatus, ...]
     pool_blocks: int
     pool_connected: bool
     counters: dict[str, int]
+    policy: str = ""
+    predictions: tuple[PredictionError, ...] = ()
+    fetch_or_compute: FetchOrCompute | None = None  # None without workers
 
 
 class Status(Call[ConductorStatus]):
@@ -107,6 +148,7 @@ class DecisionRecord(msgspec.Struct, kw_only=True):
     predicted_ttft_s: float | None = None
     predicted_tbt_s: float | None = None
     measured_ttft_s: float | None = None
+    measured_tbt_s: float | None = None
     cached_tokens: int = 0
     pool_tokens: int = 0
     output_tokens: int = 0

@@ -26,6 +26,7 @@ class ConductorCollector(Collector):
             workers.add_metric([worker.info.name], worker.assigned)
         yield workers
         yield from self._gauges()
+        yield from self._prediction_errors()
 
     def _gauges(self) -> Iterator[Metric]:
         index = self._state.index
@@ -33,3 +34,19 @@ class ConductorCollector(Collector):
         yield GaugeMetricFamily("moonpool_conductor_pool_blocks", "Blocks believed in the pool", index.pool_blocks)
         yield GaugeMetricFamily("moonpool_conductor_pool_connected", "1 if in touch", float(self._pool_connected()))
         yield GaugeMetricFamily("moonpool_conductor_index_left_out", "Keys beyond the bounds", index.left_out)
+        yield GaugeMetricFamily("moonpool_conductor_pull_flows", "Pulls under way", self._state.traffic.num_flows)
+        yield GaugeMetricFamily("moonpool_conductor_pull_nbytes", "Bytes of those", self._state.traffic.nbytes)
+
+    def _prediction_errors(self) -> Iterator[Metric]:
+        """Relative: predicted / measured - 1."""
+        sizes = GaugeMetricFamily(
+            "moonpool_conductor_prediction_error", "Size of the relative error", labels=["model", "quantile"]
+        )
+        biases = GaugeMetricFamily("moonpool_conductor_prediction_bias", "Mean relative error", labels=["model"])
+        counts = CounterMetricFamily("moonpool_conductor_predictions", "Predictions measured", labels=["model"])
+        for one in self._state.predictions():
+            sizes.add_metric([one.model, "0.5"], one.p50)
+            sizes.add_metric([one.model, "0.9"], one.p90)
+            biases.add_metric([one.model], one.bias)
+            counts.add_metric([one.model], one.count)
+        yield from (sizes, biases, counts)

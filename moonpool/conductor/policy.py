@@ -1,20 +1,30 @@
-"""Algorithm 1 of the paper (KVCache-centric scheduling) over what is known now. Pure.
+"""Which pair of workers takes a request: what every policy sees, and what is common to all of them. Pure.
 
-For each prefill worker: if the pool's leading run is more than `kvcache_balancing_threshold` times the worker's
-own, the missing blocks are pulled, else they are computed again; TTFT = transfer + queue + prefill, and the
-smallest wins. The decode worker is chosen beforehand by predicted time between tokens among those with room.
-Ties go to the worker with fewer assigned requests, then to the first by name.
+A policy (policies.py) picks the prefill worker; its TTFT is queue + transfer + prefill - overlap. The decode worker is
+the one with room and the smallest predicted time between tokens. Guards, for every policy that weighs TTFT:
+
+- No division: ratios of runs are compared by products, so empty prefixes need no special case.
+- Ties, and near ties: workers whose TTFT is within `tie_slack` of the best one's own work (transfer + prefill, not
+  queue) count as equal. Fewest assigned requests first, then in turn. So a tiny prefix that all prompts share does not
+  draw all of them to the one worker that has it, while a prefix that saves real work still does.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+
+import numpy as np
 
 from moonpool.base.errors import ConfigError, Overloaded, Unavailable
 from moonpool.conductor.estimate import CostModels
+from moonpool.conductor.leading import Leading
 from moonpool.conductor.messages import Candidate
+from moonpool.conductor.pricing import Demand, Plan, Pricing
+from moonpool.conductor.tables import FULL_S, Column, DecodeTable, PrefillTable
+from moonpool.conductor.traffic import Traffic
 
 MIN_RETRY_S = 1.0
 
@@ -23,106 +33,129 @@ MIN_RETRY_S = 1.0
 class PolicyConfig:
     """Targets in seconds; None never refuses. The threshold is a ratio of leading runs, at least 1."""
 
+    policy: str = "global"  # random, round-robin, least-loaded, local, global or ours (policies.py)
     ttft_slo_s: float | None = None
     tbt_slo_s: float | None = None
     kvcache_balancing_threshold: float = 1.0
+    tie_slack: float = 0.05  # of the best worker's own work for the request; 0: exact ties only
+    num_candidates: int = 4  # kept in a decision record
+    pool_sources: int | None = None  # nodes that pulls come from; None: as many as there are prefill workers
+    seed: int = 0  # of the policy that draws
 
     def __post_init__(self) -> None:
         if not self.kvcache_balancing_threshold >= 1:
             raise ConfigError("kvcache_balancing_threshold must be at least 1", param="kvcache_balancing_threshold")
-        for name in ("ttft_slo_s", "tbt_slo_s"):
+        for name in ("ttft_slo_s", "tbt_slo_s", "num_candidates", "pool_sources"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} must be above 0", param=name)
+        if not 0 <= self.tie_slack < 1:
+            raise ConfigError("tie_slack must be at least 0 and below 1", param="tie_slack")
 
 
-class Demand(NamedTuple):
-    """A request as the policy sees it."""
+class Scene(NamedTuple):
+    """All that bears on the choice of a prefill worker. `queue_s` is infinite where a request must not go."""
 
-    num_tokens: int
-    max_tokens: int
-    block_tokens: int
-    block_nbytes: int
-    pool_blocks: int
-
-
-class PrefillView(NamedTuple):
-    """A prefill worker now: its leading blocks of this prompt, and the predicted work sent there already."""
-
-    name: str
-    local_blocks: int
-    queue_s: float
-    assigned: int
+    demand: Demand
+    leading: Leading
+    queue_s: Column
+    table: PrefillTable
+    prices: Pricing
+    traffic: Traffic
 
 
-class DecodeView(NamedTuple):
-    """A decode worker now, the requests on their way to it included."""
+class Policy(Protocol):
+    """`pick` finds at least one worker with a finite queue; it returns (slot, plan) of the best few, the chosen one
+    first. It may keep a turn or a generator, nothing else."""
 
     name: str
-    num_seqs: int
-    max_num_seqs: int
-    kv_tokens: int
-    free_pages: int
+    pulls: bool  # whether its workers may take blocks from the pool
+
+    def pick(self, scene: Scene) -> list[tuple[int, Plan]]: ...
 
 
 class Choice(NamedTuple):
+    plan: Plan
     prefill: Candidate
-    decode: str
+    decode_slot: int
     tbt_s: float
     candidates: tuple[Candidate, ...]
+    max_pool_blocks: int | None
 
 
-def choose(
-    demand: Demand,
-    prefills: Sequence[PrefillView],
-    decodes: Sequence[DecodeView],
-    costs: CostModels,
-    config: PolicyConfig,
-) -> Choice:
-    """Unavailable when a pool of workers is empty, Overloaded when the best pair misses a target."""
-    if not prefills or not decodes:
-        raise Unavailable(f"no {'decode' if prefills else 'prefill'} worker is ready")
-    candidates = tuple(weigh(demand, view, costs, config.kvcache_balancing_threshold) for view in prefills)
-    assigned = {view.name: view.assigned for view in prefills}
-    best = min(candidates, key=lambda one: (one.ttft_s, assigned[one.worker], one.worker))
-    decode, tbt_s = select_decode(demand, decodes, costs)
-    _check_targets(best, tbt_s, config)
-    return Choice(best, decode.name, tbt_s, candidates)
+class Chooser:
+    """Keeps the turn of decode workers that are equal."""
+
+    def __init__(self, policy: Policy, config: PolicyConfig) -> None:
+        self.policy = policy
+        self._config = config
+        self._turn = Turn()
+
+    def choose(self, scene: Scene, decodes: DecodeTable, excluded: Sequence[int], costs: CostModels) -> Choice:
+        """Unavailable when there is no worker of a kind, Overloaded when the best pair misses a target."""
+        if not scene.leading.groups:
+            raise Unavailable("no prefill worker is ready")
+        decode, tbt_s = self.select_decode(scene.demand, decodes, excluded, costs)
+        picked = self.policy.pick(scene)
+        candidates = tuple(_candidate(scene, slot, plan) for slot, plan in picked)
+        best = candidates[0]
+        _check_targets(best, tbt_s, self._config)
+        return Choice(picked[0][1], best, decode, tbt_s, candidates, self._pool_limit(scene.leading, best))
+
+    def _pool_limit(self, leading: Leading, best: Candidate) -> int | None:
+        if not self.policy.pulls:
+            return 0
+        wanted = best.local_blocks + best.pulled_blocks
+        return None if wanted >= leading.pool else wanted if best.pulled_blocks else 0
+
+    def select_decode(
+        self, demand: Demand, table: DecodeTable, excluded: Sequence[int], costs: CostModels
+    ) -> tuple[int, float]:
+        """The slot with room and the smallest predicted TBT with this request in its batch. If none has room, the
+        same among all of them: the request waits there."""
+        rank = table.rank_s(costs.decode.terms)
+        if excluded:
+            rank = rank.copy()
+            rank[excluded] = np.inf
+        slot = self._turn.take(rank)
+        if table.free_pages.item(slot) < demand.num_pages:
+            short = (table.free_pages < demand.num_pages) & (rank < FULL_S)  # others are known to be full
+            rank = rank + short * FULL_S
+            slot = self._turn.take(rank)
+        if rank.item(slot) == math.inf:
+            raise Unavailable("no decode worker is ready")
+        return slot, costs.decode_step_s(table.num_seqs.item(slot) + 1, table.kv_tokens.item(slot) + demand.num_tokens)
 
 
-def weigh(demand: Demand, view: PrefillView, costs: CostModels, threshold: float) -> Candidate:
-    """The predicted parts of TTFT on one prefill worker."""
-    pulled = demand.pool_blocks - view.local_blocks if _worth_pulling(demand, view, threshold) else 0
-    prefix_tokens = (view.local_blocks + pulled) * demand.block_tokens
+class Turn:
+    """Equals take turns: the first at or after the one behind the last that was chosen, round and round."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def take(self, rank: Column) -> int:
+        """One of the slots with the lowest rank."""
+        slot = int(rank.argmin())
+        if 0 < self._next < len(rank):
+            later = self._next + int(rank[self._next :].argmin())
+            if rank.item(later) <= rank.item(slot):
+                slot = later
+        self._next = slot + 1
+        return slot
+
+
+def _candidate(scene: Scene, slot: int, plan: Plan) -> Candidate:
     return Candidate(
-        worker=view.name,
-        local_blocks=view.local_blocks,
-        pulled_blocks=pulled,
-        transfer_s=costs.transfer_s(pulled * demand.block_nbytes),
-        queue_s=view.queue_s,
-        prefill_s=costs.prefill_s(demand.num_tokens, prefix_tokens),
+        worker=scene.table.names[slot],
+        local_blocks=plan.local,
+        pulled_blocks=plan.pulled,
+        transfer_s=plan.transfer_s,
+        queue_s=scene.queue_s.item(slot),
+        prefill_s=plan.prefill_s,
+        ssd_blocks=plan.ssd,
+        congestion_s=plan.congestion_s,
+        overlap_s=plan.overlap_s,
     )
-
-
-def _worth_pulling(demand: Demand, view: PrefillView, threshold: float) -> bool:
-    # best_len / prefix_len > threshold, written so that an empty prefix divides nothing.
-    return demand.pool_blocks > threshold * view.local_blocks
-
-
-def select_decode(demand: Demand, views: Sequence[DecodeView], costs: CostModels) -> tuple[DecodeView, float]:
-    """The worker with room and the smallest predicted TBT with this request in its batch. If none has room,
-    the same among all of them: the request waits there."""
-    pages = -(-(demand.num_tokens + demand.max_tokens) // demand.block_tokens)
-
-    def predicted_s(view: DecodeView) -> float:
-        return costs.decode_step_s(view.num_seqs + 1, view.kv_tokens + demand.num_tokens)
-
-    def rank(view: DecodeView) -> tuple[bool, float, int, str]:
-        full = view.free_pages < pages or view.num_seqs >= view.max_num_seqs
-        return full, predicted_s(view), view.num_seqs, view.name
-
-    best = min(views, key=rank)
-    return best, predicted_s(best)
 
 
 def _check_targets(best: Candidate, tbt_s: float, config: PolicyConfig) -> None:

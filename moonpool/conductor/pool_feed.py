@@ -54,11 +54,11 @@ class PoolFeed:
     def _apply(self, batch: EventBatch, last: int | None) -> None:
         """`last` is the sequence of the batch before. The parts of a snapshot have one sequence together."""
         if batch.snapshot:
-            self._index.replace_pool(batch.stored)
+            self._index.replace_pool(batch.stored, batch.tiers)
             self.connected = True
             _LOG.info("the pool holds %d blocks", self._index.pool_blocks)
         elif last is not None and batch.sequence in (last, last + 1):
-            self._index.update_pool(batch.stored, batch.removed)
+            self._index.update_pool(batch.stored, batch.removed, batch.tiers)
         else:
             raise ProtocolError(f"batch {batch.sequence} came after {last}; the snapshot comes first")
 

@@ -1,42 +1,72 @@
-"""Who holds which prefix: one part per prefill worker and one for the pool. Pure; a hint, never the truth.
+"""Who holds which prefix: prefill workers, and the pool by tier. Pure; a hint, never the truth.
 
-A part is a set of 60-bit fingerprints of chain keys: BYTES_PER_KEY bounds what one key costs in one part. A
-worker's part is bounded by its number of pages and the pool's by `max_pool_blocks`; what does not fit is
-counted and left out, so the index may promise too little and grows no further.
+One entry per chain key, whoever holds it: an int with one bit per holder. A worker has a slot, and its bit is
+`1 << slot`; the pool has two, for DRAM and for SSD. So the leading runs of all workers are one walk down the keys:
+the workers left in the mask hold everything so far, and those that drop out together have the same run.
+
+Bounds: a worker's blocks by its number of pages, the pool's by `max_pool_blocks`; what does not fit is counted and
+left out, so the index may promise too little and grows no further. An entry costs at most `entry_nbytes(slots)`.
+A holder that goes costs nothing at once: its bit counts no more, later updates clear it shard by shard, and only
+then is the slot given to another.
 
 Only the leading run counts: evictions punch holes, so a later key says nothing about the earlier ones.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
-from moonpool.base.keys import OBJECT_KEY_NBYTES, chain_key_of
+import numpy as np
 
-# An int of at most 60 bits takes 32 bytes. Its set entry takes 16 bytes at a load that is at least 0.15, and 0.3 in
-# sets of over 50,000 keys, where it comes to 90 bytes at most (checked by a test).
-BYTES_PER_KEY = 144
+from moonpool.base.keys import KEY_NBYTES, OBJECT_KEY_NBYTES
+from moonpool.conductor.leading import Leading
+from moonpool.conductor.slots import Slots
+from moonpool.store.messages import Tier
+
+Prints = Sequence[int]
+"""60-bit fingerprints of chain keys: what the index knows them by."""
+
+_NUM_SHARDS = 1024
+_FOUR = np.uint64(4)
+_SHARD = _NUM_SHARDS - 1
 
 
-class Leading(NamedTuple):
-    """Number of leading blocks in the pool and in each worker's pages."""
+def entry_nbytes(num_slots: int) -> int:
+    """What one key costs at most: its print (32), its place in a dict (110 at the worst load), its mask."""
+    return 32 + 110 + 28 + 4 * (num_slots // 30)
 
-    pool: int
-    workers: dict[str, int]
+
+def fingerprints(keys: Sequence[bytes]) -> list[int]:
+    """Of chain keys, all of KEY_NBYTES."""
+    words = np.frombuffer(b"".join(keys), dtype="<u8")[:: KEY_NBYTES // 8]
+    prints: list[int] = (words >> _FOUR).tolist()
+    return prints
 
 
 class PrefixIndex:
     """`shards_per_block` is how many objects (layer groups x head shards) make one whole block in the pool."""
 
     def __init__(self, *, max_pool_blocks: int = 4_000_000, shards_per_block: int = 1) -> None:
+        self._holders: list[dict[int, int]] = [{} for _ in range(_NUM_SHARDS)]
+        self._slots = Slots()
         self._workers: dict[str, _WorkerPart] = {}
-        self._pool = _PoolPart(max_pool_blocks, shards_per_block)
+        self._reported = 0  # mask of the workers whose reports are complete
+        self._expected = _Expected()
+        self._sweep_at = 0
+        self._pool = _PoolPart(max_pool_blocks, shards_per_block, self._slots)
+
+    @property
+    def num_slots(self) -> int:
+        """One more than the highest slot ever given."""
+        return self._slots.num_slots
+
+    @property
+    def num_keys(self) -> int:
+        return sum(map(len, self._holders))
 
     @property
     def pool_blocks(self) -> int:
-        return len(self._pool.whole)
+        return self._pool.num_blocks
 
     @property
     def left_out(self) -> int:
@@ -44,120 +74,240 @@ class PrefixIndex:
         return self._pool.left_out + sum(part.left_out for part in self._workers.values())
 
     def worker_blocks(self, name: str) -> int:
-        return len(self._workers[name].held)
+        return self._workers[name].num_blocks
 
-    def leading_blocks(self, keys: Sequence[bytes]) -> Leading:
-        prints = [_fingerprint(key) for key in keys]
-        pool = _run(prints, self._pool.whole, ())
-        return Leading(pool, {name: _run(prints, part.held, part.expected) for name, part in self._workers.items()})
+    def num_holders(self, key: bytes) -> int:
+        """Workers that hold it, by their reports: the replicas of a block outside the pool."""
+        (print_,) = fingerprints([key])
+        return (self._holders[print_ & _SHARD].get(print_, 0) & self._reported).bit_count()
+
+    def leading(self, prints: Prints, among: int) -> Leading:
+        """Runs of the workers in the mask `among`, and of the pool."""
+        holders, expected, reported = self._holders, self._expected.masks.get, self._reported
+        dram, ssd = self._pool.dram, self._pool.ssd
+        left, groups, on_ssd = among, [], []
+        in_pool, pool = True, 0
+        for depth, key in enumerate(prints):
+            mask = holders[key & _SHARD].get(key, 0)
+            if in_pool:
+                if mask & dram:
+                    pool += 1
+                elif mask & ssd:
+                    on_ssd.append(pool)
+                    pool += 1
+                else:
+                    in_pool = False
+            if left:
+                still = left & (mask & reported | expected(key, 0))
+                if still != left:
+                    groups.append((depth, left ^ still))
+                    left = still
+            elif not in_pool:
+                break
+        if left:
+            groups.append((len(prints), left))
+        return Leading(pool, tuple(on_ssd), tuple(groups))
+
+    def leading_blocks(self, keys: Sequence[bytes]) -> tuple[int, dict[str, int]]:
+        """The same for people: the pool's run and every worker's, by name."""
+        among = sum(part.bit for part in self._workers.values())
+        leading = self.leading(fingerprints(keys), among)
+        return leading.pool, {name: leading.run_of(part.slot) for name, part in self._workers.items()}
 
     # workers
 
-    def add_worker(self, name: str, max_blocks: int) -> None:
-        """Starts an empty part, in place of an earlier one of that name."""
-        self._workers[name] = _WorkerPart(max_blocks)
+    def add_worker(self, name: str, max_blocks: int) -> int:
+        """Starts an empty part, in place of an earlier one of that name; its slot."""
+        self.drop_worker(name)
+        part = self._workers[name] = _WorkerPart(self._slots.take(), max_blocks)
+        self._reported |= part.bit
+        return part.slot
 
     def drop_worker(self, name: str) -> None:
-        self._workers.pop(name, None)
+        part = self._workers.pop(name, None)
+        if part is not None:
+            self._reported &= ~part.bit
+            self._expected.forget(part.bit)
+            self._slots.retire(part.slot)
 
     def report(self, name: str, sequence: int, cached: Iterable[bytes], dropped: Iterable[bytes]) -> bool:
         """False when a report is missing: the part is then unknown, counts as empty and stays so until add_worker."""
-        return self._workers[name].report(sequence, cached, dropped)
+        self._sweep()
+        part = self._workers[name]
+        if sequence != part.next_sequence:
+            part.next_sequence, part.num_blocks = None, 0
+            self._reported &= ~part.bit  # its bits go when the worker registers again
+            return False
+        part.next_sequence += 1
+        for key in fingerprints(tuple(cached)):
+            self._hold(part, key)
+        for key in fingerprints(tuple(dropped)):
+            part.num_blocks -= self._clear(key, part.bit)
+        return True
 
-    def expect(self, name: str, keys: Iterable[bytes]) -> None:
+    def _hold(self, part: _WorkerPart, key: int) -> None:
+        shard = self._holders[key & _SHARD]
+        mask = shard.get(key, 0)
+        if mask & part.bit:
+            return
+        if part.num_blocks >= part.max_blocks:
+            part.left_out += 1
+            return
+        shard[key] = mask | part.bit
+        part.num_blocks += 1
+
+    def expect(self, name: str, prints: Prints) -> None:
         """A request with these blocks was sent there: the next one with the same prefix will find them."""
-        self._workers[name].expected.update(map(_fingerprint, keys))
+        self._expected.add(prints, self._workers[name].slot)
 
-    def unexpect(self, name: str, keys: Iterable[bytes]) -> None:
+    def unexpect(self, name: str, prints: Prints) -> None:
         """Takes an `expect` back; what the worker really kept, it has reported meanwhile."""
         if name in self._workers:
-            self._workers[name].unexpect(keys)
+            self._expected.remove(prints, self._workers[name].slot)
 
     # the pool
 
-    def replace_pool(self, stored: Iterable[bytes]) -> None:
+    def replace_pool(self, stored: Iterable[bytes], tiers: Iterable[tuple[bytes, Tier]] = ()) -> None:
         """The pool holds exactly these objects."""
-        self._pool = _PoolPart(self._pool.max_blocks, self._pool.shards_per_block)
-        self._pool.store(stored)
+        old = self._pool
+        self._slots.retire(*old.slots)
+        self._pool = _PoolPart(old.max_blocks, old.shards_per_block, self._slots)
+        self.update_pool(stored, (), tiers)
 
-    def update_pool(self, stored: Iterable[bytes], removed: Iterable[bytes]) -> None:
+    def update_pool(
+        self, stored: Iterable[bytes], removed: Iterable[bytes], tiers: Iterable[tuple[bytes, Tier]] = ()
+    ) -> None:
+        """Stored objects are in DRAM unless `tiers` says otherwise."""
+        self._sweep()
+        pool = self._pool
+        for key in _block_prints(stored):
+            if pool.store(key, self._held(key) & pool.mask != 0):
+                shard = self._holders[key & _SHARD]
+                shard[key] = shard.get(key, 0) & ~pool.mask | pool.dram
         # A key in both is taken as removed: a missed hit costs less than a promise that fails.
-        self._pool.store(stored)
-        self._pool.remove(removed)
+        for key in _block_prints(removed):
+            pool.remove(key, self._clear(key, pool.mask))
+        for object_key, tier in tiers:
+            for key in _block_prints((object_key,)):
+                self._set_tier(key, tier)
+
+    def _set_tier(self, key: int, tier: Tier) -> None:
+        """Nothing for a block that is not whole here; it counts as in DRAM when it becomes so."""
+        mask, pool = self._held(key), self._pool
+        if mask & pool.mask:
+            bits = (pool.dram if tier & Tier.DRAM else 0) | (pool.ssd if tier & Tier.SSD else 0)
+            self._holders[key & _SHARD][key] = mask & ~pool.mask | (bits or pool.dram)
+
+    # entries
+
+    def _held(self, key: int) -> int:
+        return self._holders[key & _SHARD].get(key, 0)
+
+    def _clear(self, key: int, bits: int) -> bool:
+        """Whether any of the bits was set."""
+        shard = self._holders[key & _SHARD]
+        mask = shard.get(key, 0)
+        if not mask & bits:
+            return False
+        if mask & ~bits:
+            shard[key] = mask & ~bits
+        else:
+            del shard[key]
+        return True
+
+    def _sweep(self) -> None:
+        """Clears the retired bits of one shard; slots whose bits are gone from all shards can be taken again."""
+        gone = self._slots.sweeping
+        if not gone:
+            return
+        shard = self._holders[self._sweep_at]
+        for key in [key for key, mask in shard.items() if mask & gone]:
+            self._clear(key, gone)
+        self._sweep_at = (self._sweep_at + 1) & _SHARD
+        if self._sweep_at == 0:
+            self._slots.swept()
 
 
 class _WorkerPart:
-    def __init__(self, max_blocks: int) -> None:
-        self.held: set[int] = set()
-        self.expected: Counter[int] = Counter()
+    __slots__ = ("bit", "left_out", "max_blocks", "next_sequence", "num_blocks", "slot")
+
+    def __init__(self, slot: int, max_blocks: int) -> None:
+        self.slot, self.bit = slot, 1 << slot
+        self.max_blocks = max_blocks
+        self.num_blocks = 0
         self.left_out = 0
-        self._max_blocks = max_blocks
-        self._next_sequence: int | None = 1
-
-    def report(self, sequence: int, cached: Iterable[bytes], dropped: Iterable[bytes]) -> bool:
-        if sequence != self._next_sequence:
-            self._next_sequence = None
-            self.held = set()
-            return False
-        self._next_sequence += 1
-        for key in map(_fingerprint, cached):
-            if len(self.held) < self._max_blocks:
-                self.held.add(key)
-            else:
-                self.left_out += key not in self.held
-        self.held.difference_update(map(_fingerprint, dropped))
-        return True
-
-    def unexpect(self, keys: Iterable[bytes]) -> None:
-        for key in map(_fingerprint, keys):
-            count = self.expected.get(key, 0)
-            if count > 1:
-                self.expected[key] = count - 1
-            elif count:
-                del self.expected[key]
+        self.next_sequence: int | None = 1
 
 
 class _PoolPart:
-    """`whole` has the blocks all of whose shards are stored; `partial` counts the shards of the others."""
+    """Counts whole blocks, and the shards of those that are not whole yet."""
 
-    def __init__(self, max_blocks: int, shards_per_block: int) -> None:
+    def __init__(self, max_blocks: int, shards_per_block: int, slots: Slots) -> None:
         self.max_blocks = max_blocks
         self.shards_per_block = shards_per_block
-        self.whole: set[int] = set()
-        self.partial: dict[int, int] = {}
+        self.slots = slots.take(), slots.take()
+        self.dram, self.ssd = (1 << slot for slot in self.slots)
+        self.mask = self.dram | self.ssd
+        self.num_blocks = 0
         self.left_out = 0
+        self._partial: dict[int, int] = {}
 
-    def store(self, keys: Iterable[bytes]) -> None:
-        for key in _block_prints(keys):
-            count = self.partial.pop(key, 0) + 1
-            if len(self.whole) + len(self.partial) >= self.max_blocks and key not in self.whole:
-                self.left_out += 1
-            elif count >= self.shards_per_block:
-                self.whole.add(key)
+    def store(self, key: int, is_whole: bool) -> bool:
+        """Whether the block is whole with this shard, or was so before."""
+        if is_whole:
+            return True
+        count = self._partial.pop(key, 0) + 1
+        if self.num_blocks + len(self._partial) >= self.max_blocks:
+            self.left_out += 1
+            return False
+        if count < self.shards_per_block:
+            self._partial[key] = count
+            return False
+        self.num_blocks += 1
+        return True
+
+    def remove(self, key: int, was_whole: bool) -> None:
+        count = self.shards_per_block if was_whole else self._partial.pop(key, 0)
+        self.num_blocks -= was_whole
+        if count > 1:
+            self._partial[key] = count - 1
+
+
+class _Expected:
+    """Blocks of requests on their way to a worker. `masks` has the workers; `_again` counts where there are several."""
+
+    def __init__(self) -> None:
+        self.masks: dict[int, int] = {}
+        self._again: dict[tuple[int, int], int] = {}
+
+    def add(self, prints: Prints, slot: int) -> None:
+        masks, bit = self.masks, 1 << slot
+        for key in prints:
+            mask = masks.get(key, 0)
+            if mask & bit:
+                self._again[key, slot] = self._again.get((key, slot), 0) + 1
             else:
-                self.partial[key] = count
+                masks[key] = mask | bit
 
-    def remove(self, keys: Iterable[bytes]) -> None:
-        for key in _block_prints(keys):
-            count = self.shards_per_block if key in self.whole else self.partial.pop(key, 0)
-            self.whole.discard(key)
-            if count > 1:
-                self.partial[key] = count - 1
+    def remove(self, prints: Prints, slot: int) -> None:
+        masks, again, bit = self.masks, self._again, 1 << slot
+        for key in prints:
+            more = again.get((key, slot), 0) if again else 0
+            if more > 1:
+                again[key, slot] = more - 1
+            elif more:
+                del again[key, slot]
+            elif masks.get(key, 0) & bit:
+                mask = masks[key] = masks[key] & ~bit
+                if not mask:
+                    del masks[key]
+
+    def forget(self, bit: int) -> None:
+        """All of one worker's."""
+        self.masks = {key: left for key, mask in self.masks.items() if (left := mask & ~bit)}
+        self._again = {(key, slot): count for (key, slot), count in self._again.items() if 1 << slot != bit}
 
 
-def _fingerprint(key: bytes) -> int:
-    return int.from_bytes(key[:8], "little") >> 4
-
-
-def _block_prints(object_keys: Iterable[bytes]) -> Iterable[int]:
+def _block_prints(object_keys: Iterable[bytes]) -> list[int]:
     """Fingerprints of the blocks among the store's keys; other kinds of objects are none of ours."""
-    return (_fingerprint(chain_key_of(key)) for key in object_keys if len(key) == OBJECT_KEY_NBYTES)
-
-
-def _run(prints: Sequence[int], held: set[int], expected: Counter[int] | tuple[int, ...]) -> int:
-    count = 0
-    for key in prints:
-        if key not in held and key not in expected:
-            break
-        count += 1
-    return count
+    return fingerprints([key[:KEY_NBYTES] for key in object_keys if len(key) == OBJECT_KEY_NBYTES])

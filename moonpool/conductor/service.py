@@ -127,6 +127,9 @@ class Conductor:
             pool_blocks=self._state.index.pool_blocks,
             pool_connected=self.pool_connected,
             counters=dict(self._state.counters),
+            policy=self._state.policy,
+            predictions=self._state.predictions(),
+            fetch_or_compute=self._state.fetch_or_compute(),
         )
 
     def _records(self, call: Records, peer: Peer) -> list[DecisionRecord]:

@@ -5,18 +5,37 @@ Every method that needs the time gets it. `owner` is the front end (its connecti
 
 from __future__ import annotations
 
+import math
+import random
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from moonpool.base.cluster import ReportWorker, WorkerInfo, WorkerLoad, WorkerRole
 from moonpool.base.errors import IdentityMismatch, InvalidInput, MoonpoolError, NotFound
+from moonpool.conductor.accuracy import ErrorWindow
 from moonpool.conductor.backlog import Backlog
+from moonpool.conductor.balance import HotPrefixes, replicated
+from moonpool.conductor.crossover import crossover
 from moonpool.conductor.estimate import CostModels
-from moonpool.conductor.messages import Decision, DecisionRecord, RequestEnded, Route, WorkerRef, WorkerStatus
-from moonpool.conductor.policy import Choice, DecodeView, Demand, PolicyConfig, PrefillView, choose
-from moonpool.conductor.prefix_index import PrefixIndex
+from moonpool.conductor.messages import (
+    Decision,
+    DecisionRecord,
+    FetchOrCompute,
+    PredictionError,
+    RequestEnded,
+    Route,
+    WorkerRef,
+    WorkerStatus,
+)
+from moonpool.conductor.policies import make_policy
+from moonpool.conductor.policy import Choice, Chooser, PolicyConfig, Scene
+from moonpool.conductor.prefix_index import PrefixIndex, fingerprints
+from moonpool.conductor.pricing import Demand, Pricing
 from moonpool.conductor.records import RecordRing
+from moonpool.conductor.slots import Slots
+from moonpool.conductor.tables import DecodeTable, PrefillTable
+from moonpool.conductor.traffic import Traffic
 
 
 @dataclass(eq=False, slots=True)
@@ -25,24 +44,30 @@ class Registration:
 
     info: WorkerInfo
     load: WorkerLoad
+    slot: int  # its row in the table of its role
+    ref: WorkerRef
     backlog: Backlog = field(default_factory=Backlog)
-    decoding: dict[str, OpenRequest] = field(default_factory=dict)
+    num_decoding: int = 0
+    decoding_tokens: int = 0
+    decoding_pages: int = 0
 
     @property
-    def ref(self) -> WorkerRef:
-        return WorkerRef(self.info.name, self.info.address, self.info.incarnation)
+    def is_prefill(self) -> bool:
+        return self.info.role is WorkerRole.PREFILL
 
     @property
     def assigned(self) -> int:
-        return len(self.backlog) + len(self.decoding)
+        return len(self.backlog) + self.num_decoding
 
 
 @dataclass(eq=False, slots=True)
 class OpenRequest:
     """A request on its way. `prefill` is None once that worker was lost."""
 
-    call: Route
+    request_id: str
     owner: Hashable
+    prints: list[int]
+    num_tokens: int
     pages: int
     prefill: Registration | None
     decode: Registration
@@ -56,7 +81,14 @@ class ConductorState:
         self.costs = CostModels()
         self.records = RecordRing(num_records)
         self.counters: Counter[str] = Counter()
-        self._policy = policy
+        self.traffic = Traffic()
+        self.hot = HotPrefixes()
+        self.prefills, self.decodes = PrefillTable(), DecodeTable()
+        self._chooser = Chooser(make_policy(policy, random.Random(policy.seed)), policy)
+        self._pool_sources = policy.pool_sources
+        self._decode_slots = Slots()
+        self._request_errors = {name: ErrorWindow(name) for name in ("ttft", "tbt")}
+        self._block_shape = (1, 0, 1)  # tokens, bytes and layers of a block; the same at all workers
         self._workers: dict[str, Registration] = {}
         self._open: dict[str, OpenRequest] = {}
 
@@ -70,8 +102,30 @@ class ConductorState:
             for one in sorted(self._workers.values(), key=lambda one: one.info.name)
         )
 
+    @property
+    def policy(self) -> str:
+        return self._chooser.policy.name
+
+    def predictions(self) -> tuple[PredictionError, ...]:
+        """How good each model has been, and the predictions of whole requests."""
+        return tuple(window.summary() for window in (*self.costs.errors.values(), *self._request_errors.values()))
+
+    def fetch_or_compute(self) -> FetchOrCompute | None:
+        if not self._workers:
+            return None
+        block_tokens, block_nbytes, _ = self._block_shape
+        found = crossover(self.costs, block_nbytes / block_tokens)
+        return FetchOrCompute(
+            min_tokens=found.min_tokens,
+            at_tokens=found.at_tokens,
+            break_even_nbytes_s=found.break_even_nbytes_s,
+            measured_nbytes_s=found.measured_nbytes_s,
+            num_prefills=self.costs.prefill.num_samples,
+            num_pulls=self.costs.transfer.num_samples,
+        )
+
     def _indexed(self, worker: Registration) -> int:
-        return self.index.worker_blocks(worker.info.name) if worker.info.role is WorkerRole.PREFILL else 0
+        return self.index.worker_blocks(worker.info.name) if worker.is_prefill else 0
 
     # workers
 
@@ -81,11 +135,22 @@ class ConductorState:
         earlier = self._workers.get(info.name)
         if earlier is not None:
             self.unregister(earlier)
-        worker = Registration(info, WorkerLoad(free_pages=info.num_pages))
-        self._workers[info.name] = worker
-        if info.role is WorkerRole.PREFILL:
-            self.index.add_worker(info.name, info.num_pages)
+        worker = self._workers[info.name] = self._enter(info)
+        self._block_shape = info.block_tokens, info.page_nbytes, info.num_layers
+        self.traffic.num_sources = self._pool_sources or max(1, len(self.prefills.names))
         self.counters["registered"] += 1
+        return worker
+
+    def _enter(self, info: WorkerInfo) -> Registration:
+        is_prefill = info.role is WorkerRole.PREFILL
+        slot = self.index.add_worker(info.name, info.num_pages) if is_prefill else self._decode_slots.take()
+        ref = WorkerRef(info.name, info.address, info.incarnation)
+        worker = Registration(info, WorkerLoad(free_pages=info.num_pages), slot, ref)
+        if is_prefill:
+            self.prefills.add(slot, info.name)
+        else:
+            self.decodes.add(slot, info.name, info.max_num_seqs)
+            self._update_decode(worker)
         return worker
 
     def _check_parity(self, info: WorkerInfo) -> None:
@@ -104,10 +169,16 @@ class ConductorState:
         if self._workers.get(name) is not worker:
             return
         del self._workers[name]
-        self.index.drop_worker(name)
-        for request in self._open.values():
-            if request.prefill is worker:
-                request.prefill = None
+        if not worker.is_prefill:
+            self.decodes.drop(worker.slot)
+            self._decode_slots.give_back(worker.slot)
+        else:
+            self.index.drop_worker(name)
+            self.prefills.drop(worker.slot)
+            for request in self._open.values():
+                if request.prefill is worker:
+                    self.traffic.end(request.request_id)
+                    request.prefill = None
         self.counters["unregistered"] += 1
 
     def report(self, call: ReportWorker) -> None:
@@ -117,7 +188,8 @@ class ConductorState:
             raise NotFound(f"worker {call.name} is not registered with this incarnation")
         worker.load = call.load
         self.costs.learn(call.prefills, call.decodes, call.pulls)
-        if worker.info.role is not WorkerRole.PREFILL:
+        if not worker.is_prefill:
+            self._update_decode(worker)
             return
         if not self.index.report(call.name, call.sequence, call.cached, call.dropped):
             self.counters["report_gaps"] += 1
@@ -134,13 +206,14 @@ class ConductorState:
             request_id=call.request_id, routed_at_s=wall_s, num_tokens=call.num_tokens, max_tokens=call.max_tokens
         )
         self.records.add(record)
+        prints = fingerprints(call.keys)
         try:
-            choice, pool_blocks = self._choose(call, now_s)
+            scene, choice = self._choose(call, prints, now_s)
         except MoonpoolError as error:
             record.outcome = error.code
             self.counters[error.code] += 1
             raise
-        decision = self._dispatch(call, owner, choice, pool_blocks, now_s)
+        decision = self._dispatch(call, owner, prints, scene, choice, now_s)
         _describe_decision(record, decision)
         self.counters["routed"] += 1
         return decision
@@ -148,7 +221,7 @@ class ConductorState:
     def prefill_ended(self, request_id: str, now_s: float) -> None:
         request = self._open.get(request_id)
         if request is not None and request.prefill is not None:
-            request.prefill.backlog.remove(request_id, now_s)
+            self._leave_backlog(request_id, request.prefill, now_s)
 
     def request_ended(self, call: RequestEnded, now_s: float) -> None:
         if self._take_out(call.request_id, now_s):
@@ -156,55 +229,111 @@ class ConductorState:
         record = self.records.get(call.request_id)
         if record is None:
             return
-        record.outcome, record.measured_ttft_s = call.outcome, call.ttft_s
+        record.outcome, record.measured_ttft_s, record.measured_tbt_s = call.outcome, call.ttft_s, call.tbt_s
+        self._note_errors(record)
         record.cached_tokens, record.pool_tokens = call.cached_tokens, call.pool_tokens
         record.output_tokens = call.output_tokens
 
+    def _note_errors(self, record: DecisionRecord) -> None:
+        """Of whole requests that went as planned: one that was routed again waited for what nobody predicted."""
+        if record.outcome != "done" or record.attempt > 1:
+            return
+        if record.predicted_ttft_s is not None and record.measured_ttft_s is not None:
+            self._request_errors["ttft"].add(record.predicted_ttft_s, record.measured_ttft_s)
+        if record.predicted_tbt_s is not None and record.measured_tbt_s is not None:
+            self._request_errors["tbt"].add(record.predicted_tbt_s, record.measured_tbt_s)
+
     def owner_gone(self, owner: Hashable, now_s: float) -> None:
         """Takes all requests of a front end out of the queues."""
-        for request_id in [one.call.request_id for one in self._open.values() if one.owner == owner]:
+        for request_id in [one.request_id for one in self._open.values() if one.owner == owner]:
             self._take_out(request_id, now_s)
             self.counters["abandoned"] += 1
             record = self.records.get(request_id)
             if record is not None:
                 record.outcome = "abandoned"
 
-    def _choose(self, call: Route, now_s: float) -> tuple[Choice, int]:
-        ready = [one for one in self._workers.values() if one.info.name not in call.exclude]
-        prefills = [one for one in ready if one.info.role is WorkerRole.PREFILL]
-        decodes = [one for one in ready if one.info.role is WorkerRole.DECODE]
-        leading = self.index.leading_blocks(call.keys)
-        demand = Demand(call.num_tokens, call.max_tokens, *_block_shape(ready), leading.pool)
-        prefill_views = [_prefill_view(one, leading.workers[one.info.name], now_s) for one in prefills]
-        choice = choose(demand, prefill_views, [_decode_view(one) for one in decodes], self.costs, self._policy)
-        return choice, leading.pool
+    def _choose(self, call: Route, prints: list[int], now_s: float) -> tuple[Scene, Choice]:
+        self.traffic.advance(now_s)
+        queue_s, among, excluded = self.prefills.wait_s(now_s), self.prefills.mask, []
+        for worker in (self._workers[name] for name in call.exclude if name in self._workers):
+            if worker.is_prefill:
+                queue_s[worker.slot] = math.inf
+                among &= ~(1 << worker.slot)
+            else:
+                excluded.append(worker.slot)
+        leading = self.index.leading(prints, among)
+        demand = Demand(call.num_tokens, call.max_tokens, *self._block_shape)
+        prices = Pricing(demand, leading, self.costs, self.traffic)
+        scene = Scene(demand, leading, queue_s, self.prefills, prices, self.traffic)
+        return scene, self._chooser.choose(scene, self.decodes, excluded, self.costs)
 
-    def _dispatch(self, call: Route, owner: Hashable, choice: Choice, pool_blocks: int, now_s: float) -> Decision:
-        prefill, decode = self._workers[choice.prefill.worker], self._workers[choice.decode]
-        prefill.backlog.add(call.request_id, choice.prefill.prefill_s, now_s)
-        self.index.expect(prefill.info.name, call.keys)
-        pages = -(-(call.num_tokens + call.max_tokens) // decode.info.block_tokens)
-        request = OpenRequest(call, owner, pages, prefill, decode)
-        decode.decoding[call.request_id] = self._open[call.request_id] = request
+    def _dispatch(
+        self, call: Route, owner: Hashable, prints: list[int], scene: Scene, choice: Choice, now_s: float
+    ) -> Decision:
+        best = choice.prefill
+        prefill = self._workers[best.worker]
+        decode = self._workers[self.decodes.names[choice.decode_slot]]
+        prefill.backlog.add(call.request_id, best.service_s, now_s)
+        self.prefills.update(prefill.slot, prefill.backlog)
+        self._note_reuse(prints, scene, choice, now_s)
+        self.index.expect(best.worker, prints)
+        if best.pulled_blocks:
+            start_s, nbytes = now_s + best.queue_s, best.pulled_blocks * scene.demand.block_nbytes
+            self.traffic.expect(call.request_id, prefill.slot, nbytes, start_s, start_s + best.transfer_s)
+        request = OpenRequest(call.request_id, owner, prints, call.num_tokens, scene.demand.num_pages, prefill, decode)
+        self._open[call.request_id] = request
+        self._count_decoding(request, 1)
         return Decision(
             request_id=call.request_id,
             prefill=prefill.ref,
             decode=decode.ref,
-            pool_blocks=pool_blocks,
-            ttft_s=choice.prefill.ttft_s,
+            pool_blocks=scene.leading.pool,
+            ttft_s=best.ttft_s,
             tbt_s=choice.tbt_s,
             candidates=choice.candidates,
+            max_pool_blocks=choice.max_pool_blocks,
         )
+
+    def _note_reuse(self, prints: list[int], scene: Scene, choice: Choice, now_s: float) -> None:
+        plan = choice.plan
+        self.hot.note(prints, max(plan.local + plan.pulled, scene.leading.groups[-1][0]), now_s)
+        copied = replicated(scene.leading, plan)
+        if copied.pulled or copied.computed:
+            self.counters["replicated_by_pulling"] += copied.pulled
+            self.counters["replicated_by_computing"] += copied.computed
 
     def _take_out(self, request_id: str, now_s: float) -> bool:
         request = self._open.pop(request_id, None)
         if request is None:
             return False
         if request.prefill is not None:
-            request.prefill.backlog.remove(request_id, now_s)
-            self.index.unexpect(request.prefill.info.name, request.call.keys)
-        request.decode.decoding.pop(request_id, None)
+            self._leave_backlog(request_id, request.prefill, now_s)
+            self.index.unexpect(request.prefill.info.name, request.prints)
+        self._count_decoding(request, -1)
         return True
+
+    def _leave_backlog(self, request_id: str, worker: Registration, now_s: float) -> None:
+        worker.backlog.remove(request_id, now_s)
+        self.prefills.update(worker.slot, worker.backlog)
+        self.traffic.end(request_id)
+
+    def _count_decoding(self, request: OpenRequest, sign: int) -> None:
+        worker = request.decode
+        worker.num_decoding += sign
+        worker.decoding_tokens += sign * request.num_tokens
+        worker.decoding_pages += sign * request.pages
+        if self._workers.get(worker.info.name) is worker:
+            self._update_decode(worker)
+
+    def _update_decode(self, worker: Registration) -> None:
+        """What was sent there and what it reports, whichever is more: reports lag, and others may use it too."""
+        info, load = worker.info, worker.load
+        self.decodes.update(
+            worker.slot,
+            num_seqs=max(worker.num_decoding, load.num_running + load.num_waiting),
+            kv_tokens=max(worker.decoding_tokens, load.running_tokens),
+            free_pages=min(load.free_pages, info.num_pages - worker.decoding_pages),
+        )
 
 
 def _parity(info: WorkerInfo) -> tuple[bytes, str, int]:
@@ -213,27 +342,6 @@ def _parity(info: WorkerInfo) -> tuple[bytes, str, int]:
 
 def _describe(info: WorkerInfo) -> str:
     return f"model {info.model}, identity {info.identity.hex()[:16]}, {info.block_tokens} tokens a block"
-
-
-def _block_shape(workers: Iterable[Registration]) -> tuple[int, int]:
-    """(tokens, bytes) of a block, the same for all workers; without any, the policy refuses before it matters."""
-    return next(((one.info.block_tokens, one.info.page_nbytes) for one in workers), (1, 0))
-
-
-def _prefill_view(worker: Registration, local_blocks: int, now_s: float) -> PrefillView:
-    return PrefillView(worker.info.name, local_blocks, worker.backlog.wait_s(now_s), worker.assigned)
-
-
-def _decode_view(worker: Registration) -> DecodeView:
-    """What was sent there and what it reports, whichever is more: reports lag, and others may use it too."""
-    sent = worker.decoding.values()
-    return DecodeView(
-        name=worker.info.name,
-        num_seqs=max(len(sent), worker.load.num_running + worker.load.num_waiting),
-        max_num_seqs=worker.info.max_num_seqs,
-        kv_tokens=max(sum(one.call.num_tokens for one in sent), worker.load.running_tokens),
-        free_pages=min(worker.load.free_pages, worker.info.num_pages - sum(one.pages for one in sent)),
-    )
 
 
 def _describe_decision(record: DecisionRecord, decision: Decision) -> None:

@@ -77,10 +77,14 @@ class Decode(StreamCall[DecodeItem]):
 
 
 class Prefill(Call[PrefillReply]):
-    """Compute the prompt's KV and the first token, and hand them to the ticket's owner."""
+    """Compute the prompt's KV and the first token, and hand them to the ticket's owner.
+
+    No more than the first `max_pool_blocks` blocks come from the pool; None: all that it has.
+    """
 
     spec: RequestSpec
     ticket: Ticket
+    max_pool_blocks: int | None = None
 
 
 class OpenHandoff(Call[None]):

@@ -82,7 +82,7 @@ class Attempt:
     async def _prefill(
         self, prefill: AsyncClient, decode: AsyncClient, ticket: Ticket, second: asyncio.Task[DecodeItem]
     ) -> PrefillReply:
-        call = Prefill(spec=self._spec, ticket=ticket)
+        call = Prefill(spec=self._spec, ticket=ticket, max_pool_blocks=self._decision.max_pool_blocks)
         async with _running(prefill.call(call, timeout_s=self._deadline.remaining_s())) as prefilling:
             await asyncio.wait((prefilling, second), return_when=asyncio.FIRST_COMPLETED)
             if second.done():

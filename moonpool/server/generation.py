@@ -65,6 +65,7 @@ class Generation:
         self._outcome = "cancelled"  # unless something else happens first
         self.num_attempts = 0
         self.ttft_s: float | None = None
+        self._last_s = 0.0  # when the newest token came, from the start
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -141,6 +142,7 @@ class Generation:
 
     def _accept(self, batch: TokenBatch) -> None:
         self._output += [out.token for out in batch.tokens]
+        self._last_s = self._request.timeout_s - self._deadline.remaining_s()
         if batch.prefill is not None:
             self._connections.tell_conductor(PrefillEnded(request_id=self._request.request_id))
         if self._first is None and batch.prefill is not None:
@@ -186,4 +188,10 @@ class Generation:
             pool_tokens=0 if first is None else first.pool_tokens,
             output_tokens=len(self._output),
             outcome=outcome,
+            tbt_s=self._tbt_s(),
         )
+
+    def _tbt_s(self) -> float | None:
+        """Mean time between its tokens; None with less than two of them."""
+        gaps = len(self._output) - 1
+        return None if self.ttft_s is None or gaps < 1 else (self._last_s - self.ttft_s) / gaps

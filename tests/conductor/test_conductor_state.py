@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import random
+
 import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from moonpool.base.cluster import PrefillSample, ReportWorker, WorkerInfo, WorkerLoad, WorkerRole
+from moonpool.base.cluster import PrefillSample, PullSample, ReportWorker, WorkerInfo, WorkerLoad, WorkerRole
 from moonpool.base.errors import IdentityMismatch, InvalidInput, NotFound, Overloaded, Unavailable
 from moonpool.base.keys import object_key
 from moonpool.conductor.backlog import Backlog
 from moonpool.conductor.messages import DecisionRecord, RequestEnded, Route
+from moonpool.conductor.policies import POLICY_NAMES
 from moonpool.conductor.policy import PolicyConfig
 from moonpool.conductor.prefix_index import PrefixIndex
 from moonpool.conductor.records import RecordRing
@@ -249,7 +252,8 @@ class AnyOrder(RuleBasedStateMachine):
             decision = self.state.route(route(f"r{number}", blocks), owner, self.now_s, 0.0)
         except Unavailable:
             return
-        assert decision.ttft_s == min(one.ttft_s for one in decision.candidates)
+        best = min(decision.candidates, key=lambda one: one.ttft_s)
+        assert decision.candidates[0].ttft_s == decision.ttft_s <= best.ttft_s + 0.05 * best.service_s  # tie_slack
 
     @rule(number=st.integers(0, 5))
     def prefilled(self, number: int) -> None:
@@ -272,9 +276,68 @@ class AnyOrder(RuleBasedStateMachine):
     @invariant()
     def nothing_is_expected_when_nothing_is_open(self) -> None:
         if self.state.num_open == 0:
-            assert set(self.state.index.leading_blocks(KEYS).workers.values()) <= {0}
+            assert set(self.state.index.leading_blocks(KEYS)[1].values()) <= {0}
             assert sum(assigned(self.state).values()) == 0
 
 
 TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+
+
+def test_errors_of_whole_requests_are_kept() -> None:
+    state = state_with("p0", "d0")
+    decision = state.route(route("r1"), "fe", 0.0, 0.0)
+    state.request_ended(
+        RequestEnded(request_id="r1", ttft_s=decision.ttft_s / 2, tbt_s=decision.tbt_s, output_tokens=9), 1.0
+    )
+    state.route(route("r2"), "fe", 2.0, 0.0)
+    state.request_ended(RequestEnded(request_id="r2", ttft_s=99.0, outcome="cancelled"), 3.0)  # says nothing
+    errors = {one.model: one for one in state.predictions()}
+    assert (errors["ttft"].count, errors["ttft"].p50, errors["ttft"].bias) == (1, pytest.approx(1), pytest.approx(1))
+    assert (errors["tbt"].count, errors["tbt"].p90) == (1, pytest.approx(0))
+    assert set(errors) == {"prefill", "decode", "transfer", "transfer_ssd", "ttft", "tbt"}
+
+
+def test_fetch_or_compute_by_what_was_measured() -> None:
+    state = state_with()
+    assert state.fetch_or_compute() is None
+    state.register(info("p0"))
+    state.costs.learn(
+        prefills=[PrefillSample(tokens, 0, tokens * 1e-4) for tokens in (100, 1000, 10_000)],
+        pulls=[PullSample(nbytes, nbytes / 1e9) for nbytes in (1 << 20, 1 << 25, 1 << 28)],
+    )
+    found = state.fetch_or_compute()
+    assert found.measured_nbytes_s == pytest.approx(1e9, rel=0.2)
+    assert found.break_even_nbytes_s == pytest.approx((1 << 20) / 64 / 1e-4, rel=0.3)
+    assert (found.num_prefills, found.num_pulls) == (3, 3)
+
+
+def test_pulls_on_their_way_are_known_until_their_prefill_ends() -> None:
+    state = state_with("p0", "p1", "d0")
+    state.index.replace_pool([object_key(key) for key in KEYS])
+    first = state.route(route("r1"), "fe", 0.0, 0.0)
+    assert first.max_pool_blocks is None
+    second = state.route(route("r2"), "fe", 0.0, 0.0)  # the first has begun by now
+    assert second.candidates[0].congestion_s > 0
+    assert second.prefill != first.prefill
+    state.prefill_ended("r1", 0.001)
+    state.prefill_ended("r2", 0.001)
+    assert state.traffic.num_flows == 0
+    assert state.route(route("r3"), "fe", 0.001, 0.0).candidates[0].congestion_s == 0
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_every_policy_serves_a_whole_day(policy: str) -> None:
+    rng, names = random.Random(3), ["p0", "p1", "p2", "p3", "d0", "d1"]
+    state = state_with(*names, policy=PolicyConfig(policy=policy))
+    state.index.replace_pool([object_key(key) for key in KEYS[:7]])
+    for number in range(300):
+        state.route(route(f"r{number}", rng.randrange(11)), "fe", number / 10, 0.0)
+        if number >= 20:
+            state.prefill_ended(f"r{number - 10}", number / 10)
+            state.request_ended(RequestEnded(request_id=f"r{number - 20}"), number / 10)
+    used = {one.prefill for one in state.records.newest(300)}
+    assert used == {"p0", "p1", "p2", "p3"}
+    state.owner_gone("fe", 99.0)
+    assert set(assigned(state).values()) == {0}
+    assert state.traffic.num_flows == 0

@@ -125,3 +125,29 @@ def test_the_minimum_satisfies_its_conditions(seed: int) -> None:
     assert (best >= 0).all()
     assert (gradient >= -1e-7).all()
     assert abs(float(best @ gradient)) < 1e-7
+
+
+def test_the_ssd_is_learnt_apart() -> None:
+    costs = CostModels()
+    for nbytes in (1_000_000, 50_000_000, 200_000_000) * 20:
+        costs.learn(pulls=[PullSample(nbytes, 0.001 + nbytes / 10e9), PullSample(nbytes, 0.004 + nbytes / 1e9, nbytes)])
+        mixed_s = 0.001 + nbytes / 10e9 + 0.004 + nbytes / 1e9
+        costs.learn(pulls=[PullSample(2 * nbytes, mixed_s, nbytes)])
+    assert costs.transfer_s(100_000_000) == pytest.approx(0.011, rel=0.05)
+    assert costs.transfer_s(100_000_000, 100_000_000) == pytest.approx(0.104, rel=0.05)
+    assert costs.transfer_s(200_000_000, 100_000_000) == pytest.approx(0.115, rel=0.05)
+
+
+def test_errors_are_those_of_predictions_made_before_the_sample() -> None:
+    costs = CostModels()
+    costs.learn(prefills=[PrefillSample(1000, 0, 1.0)])
+    assert costs.errors["prefill"].summary().count == 0  # the prior is no prediction of this machine
+    costs.learn(prefills=[PrefillSample(1000, 0, 0.5)])
+    error = costs.errors["prefill"].summary()
+    assert (error.count, error.p50, error.bias) == (1, pytest.approx(1.0, rel=0.05), pytest.approx(1.0, rel=0.05))
+    for _ in range(400):
+        costs.learn(prefills=[PrefillSample(1000, 0, 0.5)])
+    error = costs.errors["prefill"].summary()
+    assert error.count == 401
+    assert error.p90 < 0.02
+    assert costs.errors["decode"].summary().count == 0

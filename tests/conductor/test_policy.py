@@ -1,114 +1,288 @@
-"""Algorithm 1: the smallest predicted TTFT wins, the threshold decides what is pulled, targets refuse."""
+"""The policies side by side: which worker, what is pulled, ties, targets."""
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+from typing import NamedTuple
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.base.errors import ConfigError, Overloaded, Unavailable
-from moonpool.conductor.estimate import CostModels
-from moonpool.conductor.policy import DecodeView, Demand, PolicyConfig, PrefillView, choose, weigh
+from moonpool.conductor.backlog import Backlog
+from moonpool.conductor.estimate import CostModels, LearnedCost
+from moonpool.conductor.leading import Leading
+from moonpool.conductor.policies import POLICY_NAMES, make_policy
+from moonpool.conductor.policy import Choice, Chooser, PolicyConfig, Scene
+from moonpool.conductor.pricing import Demand, Pricing
+from moonpool.conductor.tables import DecodeTable, PrefillTable
+from moonpool.conductor.traffic import Traffic
 
 COSTS = CostModels()
 BLOCK = 64
-DECODE = DecodeView("d0", 0, 8, 0, 1000)
 
 
-def demand(num_blocks: int = 20, pool: int = 0) -> Demand:
-    return Demand(num_blocks * BLOCK, 16, BLOCK, 1 << 20, pool)
+class Prefill(NamedTuple):
+    local: int = 0
+    queue_s: float = 0.0
+    assigned: int = 0
 
 
-PREFILLS = st.lists(
-    st.builds(PrefillView, st.sampled_from("abcdef"), st.integers(0, 20), st.floats(0, 5), st.integers(0, 3)),
-    min_size=1,
-    unique_by=lambda view: view.name,
-)
+class Decode(NamedTuple):
+    num_seqs: int = 0
+    max_num_seqs: int = 8
+    kv_tokens: int = 0
+    free_pages: int = 1000
+
+
+IDLE = (Decode(),)
+
+
+class World:
+    """Workers p0, p1, ... and d0, d1, ... and one prompt."""
+
+    def __init__(self, prefills, decodes=IDLE, *, pool=0, on_ssd=(), num_blocks=20, costs=COSTS, layers=1):
+        self.table, self.decodes = PrefillTable(), DecodeTable()
+        groups: dict[int, int] = {}
+        for slot, one in enumerate(prefills):
+            self.table.add(slot, f"p{slot}")
+            backlog = Backlog()
+            for number in range(one.assigned):
+                backlog.add(str(number), one.queue_s / one.assigned, 0.0)
+            self.table.update(slot, backlog)
+            groups[one.local] = groups.get(one.local, 0) | 1 << slot
+        for slot, one in enumerate(decodes):
+            self.decodes.add(slot, f"d{slot}", one.max_num_seqs)
+            self.decodes.update(slot, one.num_seqs, one.kv_tokens, one.free_pages)
+        self.traffic = Traffic()
+        self.costs = costs
+        demand = Demand(num_blocks * BLOCK, 16, BLOCK, 1 << 20, layers)
+        leading = Leading(pool, tuple(on_ssd), tuple(sorted(groups.items())))
+        prices = Pricing(demand, leading, costs, self.traffic)
+        self.scene = Scene(demand, leading, self.table.wait_s(0.0), self.table, prices, self.traffic)
+
+    def chooser(self, **config) -> Chooser:
+        config = PolicyConfig(**config)
+        return Chooser(make_policy(config, random.Random(config.seed)), config)
+
+    def choose(self, chooser: Chooser | None = None, **config) -> Choice:
+        return (chooser or self.chooser(**config)).choose(self.scene, self.decodes, (), self.costs)
+
+
+PREFILLS = st.lists(st.builds(Prefill, st.integers(0, 20), st.floats(0, 5), st.integers(1, 3)), min_size=1, max_size=9)
 DECODES = st.lists(
-    st.builds(
-        DecodeView, st.sampled_from("uvwxyz"), st.integers(0, 9), st.just(8), st.integers(0, 9000), st.integers(0, 60)
-    ),
-    min_size=1,
-    unique_by=lambda view: view.name,
+    st.builds(Decode, st.integers(0, 9), st.just(8), st.integers(0, 9000), st.integers(0, 60)), min_size=1, max_size=9
 )
+WEIGHING = st.sampled_from(["local", "global", "ours"])
 
 
-@given(PREFILLS, DECODES, st.integers(0, 20), st.floats(1, 8))
-def test_the_choice_is_the_minimum_and_does_not_depend_on_the_order(prefills, decodes, pool, threshold) -> None:
-    config = PolicyConfig(kvcache_balancing_threshold=threshold)
-    choice = choose(demand(pool=pool), prefills, decodes, COSTS, config)
-    assert choice.prefill.ttft_s == min(one.ttft_s for one in choice.candidates)
-    assert {one.worker for one in choice.candidates} == {view.name for view in prefills}
-    again = choose(demand(pool=pool), prefills[::-1], decodes[::-1], COSTS, config)
-    assert (again.prefill, again.decode, again.tbt_s) == (choice.prefill, choice.decode, choice.tbt_s)
+@given(PREFILLS, DECODES, st.integers(0, 20), st.floats(1, 8), WEIGHING)
+def test_the_choice_is_the_minimum(prefills, decodes, pool, threshold, policy) -> None:
+    world = World(prefills, decodes, pool=pool, layers=30)
+    config = {"policy": policy, "kvcache_balancing_threshold": threshold, "num_candidates": 20}
+    choice = world.choose(tie_slack=0.0, **config)
+    assert choice.prefill.ttft_s == pytest.approx(min(one.ttft_s for one in choice.candidates))
+    assert sorted(one.worker for one in choice.candidates) == [f"p{slot}" for slot in range(len(prefills))]
+    best = choice.prefill
+    relaxed = world.choose(tie_slack=0.1, **config).prefill
+    assert relaxed.ttft_s <= best.ttft_s + 0.1 * best.service_s + 1e-9
+
+
+@given(PREFILLS, st.integers(0, 20), st.sets(st.integers(0, 19)), st.integers(1, 30))
+def test_ours_is_never_slower_than_without_the_pool(prefills, pool, on_ssd, layers) -> None:
+    world = World(prefills, pool=pool, on_ssd=sorted(at for at in on_ssd if at < pool), layers=layers)
+    ours = world.choose(policy="ours", tie_slack=0.0).prefill
+    for other in ("local", "global"):
+        assert ours.ttft_s <= world.choose(policy=other, tie_slack=0.0).prefill.ttft_s + 1e-12
 
 
 @given(st.integers(0, 20), st.integers(0, 20), st.floats(1, 8))
-def test_pulls_exactly_when_the_ratio_is_over_the_threshold(local: int, pool: int, threshold: float) -> None:
-    one = weigh(demand(pool=pool), PrefillView("a", local, 1.5, 0), COSTS, threshold)
+def test_global_pulls_exactly_when_the_ratio_is_over_the_threshold(local: int, pool: int, threshold: float) -> None:
+    one = World([Prefill(local, 1.5, 1)], pool=pool).choose(kvcache_balancing_threshold=threshold).prefill
     if pool > threshold * local:
         assert one.pulled_blocks == pool - local
         assert one.transfer_s == COSTS.transfer_s((pool - local) << 20)
-        assert one.prefill_s == COSTS.prefill_s(20 * BLOCK, pool * BLOCK)
+        assert one.prefill_s == pytest.approx(COSTS.prefill_s(20 * BLOCK, pool * BLOCK))
     else:
         assert (one.pulled_blocks, one.transfer_s) == (0, 0)
-        assert one.prefill_s == COSTS.prefill_s(20 * BLOCK, local * BLOCK)
-    assert one.ttft_s == one.transfer_s + 1.5 + one.prefill_s
+        assert one.prefill_s == pytest.approx(COSTS.prefill_s(20 * BLOCK, local * BLOCK))
+    assert one.ttft_s == pytest.approx(one.transfer_s + 1.5 + one.prefill_s)
+
+
+def costs(prefill=(0.01, 1e-3, 1e-8, 1e-6), transfer=(1e-3, 1e-9), ssd=(2e-3, 4e-9)) -> CostModels:
+    return CostModels(LearnedCost(prefill), transfer=LearnedCost(transfer), transfer_ssd=LearnedCost(ssd))
+
+
+RATE = st.floats(1e-11, 1e-6)
+
+
+@given(
+    st.tuples(st.floats(0, 0.1), st.floats(1e-6, 1e-2), st.floats(0, 1e-7), st.just(0.0)),
+    st.tuples(st.floats(0, 0.05), RATE),
+    st.integers(0, 20),
+    st.integers(0, 20),
+    st.integers(1, 64),
+)
+def test_ours_pulls_the_best_number_of_blocks(prefill, transfer, local, pool, layers) -> None:
+    world = World([Prefill(local)], pool=pool, costs=costs(prefill, transfer), layers=layers)
+    found = world.choose(policy="ours").prefill
+    each = [
+        world.scene.prices.plan(local, pulled, None, layers).service_s for pulled in range(max(0, pool - local) + 1)
+    ]
+    assert found.service_s == pytest.approx(min(each), rel=1e-9)
+
+
+def test_ours_leaves_what_is_on_a_slow_disk() -> None:
+    world = World([Prefill()], pool=20, on_ssd=range(8, 20), costs=costs(ssd=(0.5, 1e-6)))
+    choice = world.choose(policy="ours")
+    assert (choice.prefill.pulled_blocks, choice.max_pool_blocks) == (8, 8)
+    everything = world.choose(policy="global").prefill
+    assert (everything.pulled_blocks, everything.ssd_blocks) == (20, 12)
+    assert everything.transfer_s > 12
+
+
+def test_the_worker_is_told_where_to_stop() -> None:
+    slow = costs(transfer=(1e-3, 1e-5))
+    assert World([Prefill()], pool=20).choose(policy="ours").max_pool_blocks is None  # all: it may find even more
+    assert World([Prefill(3)], pool=20, costs=slow).choose(policy="ours").max_pool_blocks == 0
+    assert World([Prefill(3)], pool=2, costs=slow).choose(policy="ours").max_pool_blocks is None
+    for name in ("random", "round-robin", "least-loaded", "local"):
+        assert World([Prefill(3)], pool=20).choose(policy=name).max_pool_blocks == 0
+
+
+def test_loading_while_computing_shortens_both_to_the_longer_one() -> None:
+    plan = World([Prefill()], pool=19, layers=30).scene.prices.plan(0, 19, None, 30)
+    longer, shorter = max(plan.transfer_s, plan.prefill_s), min(plan.transfer_s, plan.prefill_s)
+    assert plan.service_s == pytest.approx(longer + shorter / 30)
 
 
 def test_a_full_hit_on_an_idle_worker_wins() -> None:
-    views = [PrefillView("a", 0, 0.0, 0), PrefillView("b", 20, 0.0, 5), PrefillView("c", 19, 0.0, 0)]
-    choice = choose(demand(pool=20), views, [DECODE], COSTS, PolicyConfig())
-    assert choice.prefill.worker == "b"
+    choice = World([Prefill(0), Prefill(20, 0.0, 5), Prefill(19)], pool=20).choose(tie_slack=0.0)
+    assert choice.prefill.worker == "p1"
     assert choice.prefill.prefill_s > 0  # its last token is computed all the same
 
 
 def test_a_long_queue_sends_the_request_elsewhere() -> None:
-    views = [PrefillView("hot", 20, 60.0, 9), PrefillView("cold", 0, 0.0, 0)]
-    assert choose(demand(), views, [DECODE], COSTS, PolicyConfig()).prefill.worker == "cold"
+    assert World([Prefill(20, 60.0, 9), Prefill()]).choose().prefill.worker == "p1"
 
 
-def test_ties_go_to_the_fewest_assigned_then_the_first_name() -> None:
-    views = [PrefillView("c", 0, 0.0, 0), PrefillView("b", 0, 0.0, 0), PrefillView("a", 0, 0.0, 1)]
-    assert choose(demand(), views, [DECODE], COSTS, PolicyConfig()).prefill.worker == "b"
+@pytest.mark.parametrize("policy", ["local", "global", "ours", "least-loaded"])
+def test_ties_go_to_the_fewest_assigned_and_then_in_turn(policy: str) -> None:
+    world = World([Prefill(0, 0.0, 1), Prefill(), Prefill(), Prefill()])
+    chooser = world.chooser(policy=policy)
+    assert [world.choose(chooser).prefill.worker for _ in range(5)] == ["p1", "p2", "p3", "p1", "p2"]
+
+
+@pytest.mark.parametrize("policy", ["local", "global", "ours"])
+def test_a_tiny_prefix_that_all_share_does_not_draw_all_requests(policy: str) -> None:
+    world = World([Prefill(1), Prefill(), Prefill(), Prefill()], num_blocks=24)
+    chooser = world.chooser(policy=policy)
+    assert Counter(world.choose(chooser).prefill.worker for _ in range(8)) == dict.fromkeys(["p0", "p1", "p2", "p3"], 2)
+    real = World([Prefill(12), Prefill(), Prefill(), Prefill()], num_blocks=24)
+    assert {real.choose(chooser).prefill.worker for _ in range(8)} == {"p0"}
+
+
+def test_round_robin_and_random_pass_over_closed_workers() -> None:
+    world = World([Prefill(), Prefill(), Prefill(), Prefill()])
+    world.scene.queue_s[1] = np.inf
+    turns = world.chooser(policy="round-robin")
+    assert [world.choose(turns).prefill.worker for _ in range(5)] == ["p0", "p2", "p3", "p0", "p2"]
+    draws = [[world.choose(chooser).prefill.worker for _ in range(300)] for chooser in _twice(world, "random")]
+    assert draws[0] == draws[1]  # the same seed, the same draws
+    assert min(Counter(draws[0]).values()) > 60
+    assert set(draws[0]) == {"p0", "p2", "p3"}
+
+
+def _twice(world: World, policy: str) -> list[Chooser]:
+    return [world.chooser(policy=policy, seed=7) for _ in range(2)]
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+@given(PREFILLS, st.integers(0, 20))
+def test_every_policy_finds_an_open_worker_and_says_what_it_expects(policy, prefills, pool) -> None:
+    world = World(prefills, pool=pool)
+    world.scene.queue_s[:-1] = np.inf
+    if len(prefills) < len(world.scene.queue_s):
+        world.scene.queue_s[len(prefills) - 1] = 1.0
+    choice = world.choose(policy=policy)
+    assert choice.prefill.worker == f"p{len(prefills) - 1}"
+    assert choice.prefill.local_blocks == prefills[-1].local
+    assert 0 < choice.prefill.ttft_s < 1e6
+
+
+def test_pulls_under_way_make_another_slower() -> None:
+    world = World([Prefill(), Prefill()], pool=20)
+    quiet = world.choose().prefill
+    world.traffic.num_sources = 4
+    world.traffic.expect("other", 0, 100 << 20, 0.0, 9.0)
+    world.traffic.advance(0.0)
+    choice = world.choose(num_candidates=2)
+    by_name = {one.worker: one for one in choice.candidates}
+    per_byte_s = COSTS.transfer.terms[1]
+    assert choice.prefill.worker == "p1"
+    assert by_name["p0"].congestion_s == pytest.approx((20 << 20) * per_byte_s)
+    assert by_name["p1"].congestion_s == pytest.approx((20 << 20) * per_byte_s / 4)
+    assert by_name["p1"].transfer_s == pytest.approx(quiet.transfer_s + by_name["p1"].congestion_s)
+    world.traffic.advance(9.0)
+    assert world.choose().prefill.congestion_s == 0
 
 
 def test_decode_goes_where_there_is_room_then_by_predicted_time() -> None:
-    views = [
-        DecodeView("pages", 0, 8, 0, 5),
-        DecodeView("slots", 8, 8, 0, 1000),
-        DecodeView("busy", 5, 8, 9000, 1000),
-        DecodeView("less", 4, 8, 5000, 1000),
-    ]
-    prefills = [PrefillView("a", 0, 0.0, 0)]
-    choice = choose(demand(), prefills, views, COSTS, PolicyConfig())
-    assert choice.decode == "less"
-    assert choice.tbt_s == COSTS.decode_step_s(5, 5000 + 20 * BLOCK)
-    assert choose(demand(), prefills, views[:2], COSTS, PolicyConfig()).decode == "pages"
+    views = [Decode(free_pages=5), Decode(num_seqs=8), Decode(5, kv_tokens=9000), Decode(4, kv_tokens=5000)]
+    choice = World([Prefill()], views).choose()
+    assert choice.decode_slot == 3
+    assert choice.tbt_s == pytest.approx(COSTS.decode_step_s(5, 5000 + 20 * BLOCK))
+    assert World([Prefill()], views[:2]).choose().decode_slot == 0
+
+
+def test_equal_decode_workers_take_turns() -> None:
+    world = World([Prefill()], [Decode()] * 3)
+    chooser = world.chooser()
+    assert [world.choose(chooser).decode_slot for _ in range(4)] == [0, 1, 2, 0]
+
+
+@given(DECODES)
+def test_the_decode_worker_is_the_minimum_of_those_with_room(decodes) -> None:
+    choice = World([Prefill()], decodes).choose()
+    pages = -(-(20 * BLOCK + 16) // BLOCK)
+
+    def rank(one: Decode) -> tuple[bool, float]:
+        full = one.free_pages < pages or one.num_seqs >= one.max_num_seqs
+        return full, COSTS.decode_step_s(one.num_seqs + 1, one.kv_tokens + 20 * BLOCK)
+
+    full, predicted_s = rank(decodes[choice.decode_slot])
+    assert (full, predicted_s) == (min(map(rank, decodes))[0], pytest.approx(min(map(rank, decodes))[1], abs=1e-6))
+    assert choice.tbt_s == pytest.approx(predicted_s)
 
 
 def test_no_workers() -> None:
     with pytest.raises(Unavailable, match="no prefill worker"):
-        choose(demand(), [], [DECODE], COSTS, PolicyConfig())
+        World([]).choose()
+    world = World([Prefill()])
+    world.decodes.drop(0)
     with pytest.raises(Unavailable, match="no decode worker"):
-        choose(demand(), [PrefillView("a", 0, 0.0, 0)], [], COSTS, PolicyConfig())
+        world.choose()
+    with pytest.raises(Unavailable, match="no decode worker"):
+        World([Prefill()], []).choose()
 
 
 def test_a_missed_ttft_is_refused_with_the_time_the_queue_needs() -> None:
-    config = PolicyConfig(ttft_slo_s=10.0)
     with pytest.raises(Overloaded, match="first token") as caught:
-        choose(demand(), [PrefillView("a", 20, 30.0, 4)], [DECODE], COSTS, config)
+        World([Prefill(20, 30.0, 4)]).choose(ttft_slo_s=10.0)
     assert 20 <= caught.value.retry_after_s <= 30
     with pytest.raises(Overloaded) as caught:  # too long even when idle: no queue to wait for
-        choose(demand(1000), [PrefillView("a", 0, 0.0, 0)], [DECODE], COSTS, config)
+        World([Prefill()], num_blocks=1000).choose(ttft_slo_s=10.0)
     assert caught.value.retry_after_s == 1.0
 
 
 def test_a_missed_tbt_is_refused() -> None:
-    busy = DecodeView("d", 64, 128, 10**7, 10**6)
+    busy = Decode(64, 128, 10**7, 10**6)
     with pytest.raises(Overloaded, match="apart"):
-        choose(demand(), [PrefillView("a", 0, 0.0, 0)], [busy], COSTS, PolicyConfig(tbt_slo_s=0.1))
-    choose(demand(), [PrefillView("a", 0, 0.0, 0)], [busy], COSTS, PolicyConfig())
+        World([Prefill()], [busy]).choose(tbt_slo_s=0.1)
+    World([Prefill()], [busy]).choose()
 
 
 @pytest.mark.parametrize(
@@ -118,8 +292,17 @@ def test_a_missed_tbt_is_refused() -> None:
         {"kvcache_balancing_threshold": float("nan")},
         {"ttft_slo_s": 0.0},
         {"tbt_slo_s": -1.0},
+        {"tie_slack": 1.0},
+        {"tie_slack": float("nan")},
+        {"pool_sources": 0},
+        {"num_candidates": 0},
     ],
 )
 def test_bad_configuration(values: dict[str, float]) -> None:
     with pytest.raises(ConfigError):
         PolicyConfig(**values)
+
+
+def test_a_policy_that_is_none() -> None:
+    with pytest.raises(ConfigError, match="none of random, round-robin"):
+        World([]).chooser(policy="best")

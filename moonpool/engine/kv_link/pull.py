@@ -32,6 +32,7 @@ class PullResult:
     nbytes: int
     seconds: float
     failure: MoonpoolError | None = None
+    ssd_nbytes: int = 0  # of `nbytes`, read from disk
 
 
 LayerListener = Callable[[int, int], None]
@@ -134,8 +135,9 @@ class Puller:
             job.end(PullResult(0, 0, 0.0, MoonpoolError(f"bug in a pull: {error!r}")))
             raise
         self._health.note(failure)
-        nbytes = len(sessions) * self._memory.layout.page_nbytes
-        job.end(PullResult(len(sessions), nbytes, self._clock.now_s() - started_s, failure))
+        page_nbytes = self._memory.layout.page_nbytes
+        nbytes, ssd_nbytes = len(sessions) * page_nbytes, sum(each.is_on_disk for each in sessions) * page_nbytes
+        job.end(PullResult(len(sessions), nbytes, self._clock.now_s() - started_s, failure, ssd_nbytes))
 
     def _open(self, admitted: Admitted) -> tuple[list[ReadSession], MoonpoolError | None]:
         """Looks the blocks up again, because the promise may be old; the answer is leased."""

@@ -31,6 +31,7 @@ class WorkerConfig(WireConfig):
     numa_node: int | None = None  # for the KV memory; with a GPU the default is the node it is attached to
     tcp_host: str | None = None  # serve KV memory by tcp too, for workers on other machines; auto: by all good NICs
     report_interval_s: float = 0.05
+    calibrate_s: float = 1.0  # at most, for measuring before the conductor is told of this worker; 0: none
     pull_timeout_s: float = 10.0
     pool_timeout_s: float = 2.0  # for one answer of the pool
     pool_rest_s: float = 10.0  # how long a pool that did not answer is left alone

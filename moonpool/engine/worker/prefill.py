@@ -35,6 +35,7 @@ class Prompt:
     done: Callable[[PrefillReply | MoonpoolError], None]
     arrived_s: float
     started_s: float = 0.0
+    stalled_before_s: float = 0.0  # how long the role had waited for pulls when this one started
     local_tokens: int = 0
     pool_tokens: int = 0
     pool_nbytes: int = 0
@@ -63,6 +64,7 @@ class PrefillRole:
         self._prompts: dict[str, Prompt] = {}
         self._chunks: Sequence[Chunk] = ()
         self._jobs: list[PullJob] = []
+        self._stalled_s = 0.0  # of all time: steps that stood still until a pull delivered
         self._pull_deadline = Deadline(0, clock)  # one for all pulls of a step: others wait for it too
         self.loop: EngineLoop | None = None  # set once, before the loop starts
 
@@ -72,7 +74,7 @@ class PrefillRole:
         spec, name = call.spec, engine_name(call.spec)
         loop = asyncio.get_running_loop()
         sequence = self._sequence(spec)
-        reusable = sequence.keys[: sequence.num_reusable_blocks]
+        reusable = sequence.keys[: sequence.num_reusable_blocks][: call.max_pool_blocks]
         sequence.num_pool_blocks = await asyncio.to_thread(self._puller.count_stored, reusable) if reusable else 0
         reply: asyncio.Future[PrefillReply] = loop.create_future()
 
@@ -148,7 +150,9 @@ class PrefillRole:
     def _reply(self, prompt: Prompt, first: TokenOut, ended: str | None) -> PrefillReply:
         compute_s = self._clock.now_s() - prompt.started_s
         reused = prompt.local_tokens + prompt.pool_tokens
-        self._samples.prefills.append(PrefillSample(len(prompt.spec.tokens), reused, compute_s))
+        # What the pool cost is learnt from pulls; here only what computing costs.
+        alone_s = compute_s - (self._stalled_s - prompt.stalled_before_s)
+        self._samples.prefills.append(PrefillSample(len(prompt.spec.tokens), reused, alone_s))
         return PrefillReply(
             first=first,
             finish_reason=ended,
@@ -167,7 +171,7 @@ class PrefillRole:
         for entry in admitted:
             prompt, sequence = self._prompts[entry.request_id], self._scheduler.get(entry.request_id)
             assert sequence is not None
-            prompt.started_s = self._clock.now_s()
+            prompt.started_s, prompt.stalled_before_s = self._clock.now_s(), self._stalled_s
             prompt.local_tokens = entry.num_local_blocks * self._block_tokens
             prompt.pool_tokens = prompt.pool_nbytes = 0
             prompt.push.begin(sequence.pages, entry.num_local_blocks, len(entry.blocks))
@@ -192,8 +196,12 @@ class PrefillRole:
         self.loop.post(lambda: self._scheduler.pages.release(owner))
 
     def before_layer(self, layer: int) -> None:
+        if not self._jobs:
+            return
+        started_s = self._clock.now_s()
         for job in self._jobs:
             job.wait_layer(layer, self._pull_deadline.remaining_s())
+        self._stalled_s += self._clock.now_s() - started_s
 
     def after_layer(self, layer: int) -> None:
         for chunk in self._chunks:
@@ -213,7 +221,7 @@ class PrefillRole:
         if result.failure is not None:
             self._samples.pull_failures[result.failure.code] += 1
         if result.nbytes:
-            self._samples.pulls.append(PullSample(result.nbytes, result.seconds))
+            self._samples.pulls.append(PullSample(result.nbytes, result.seconds, result.ssd_nbytes))
         if job.left_behind:
             self._start_over(name, prompt)
         return prompt.local_tokens + prompt.pool_tokens

@@ -42,6 +42,7 @@ from moonpool.engine.messages import (
     WorkerStats,
 )
 from moonpool.engine.worker.build import Built, build
+from moonpool.engine.worker.calibrate import Calibration, Limits
 from moonpool.engine.worker.config import WorkerConfig
 from moonpool.engine.worker.decode import DecodeRole
 from moonpool.engine.worker.loop import EngineLoop
@@ -76,6 +77,7 @@ class Worker:
         self._built = built = await asyncio.to_thread(build, self.config, self.incarnation)
         self._closers.callback(built.segment.close)
         self._connect(built)
+        await asyncio.to_thread(self._calibrate, built)
         self._server = RpcServer(WORKER_SERVICE, self._handlers(), name=self.config.name, incarnation=self.incarnation)
         self._address = await self._server.listen(self.config.address)
         self._loop.start()
@@ -132,6 +134,28 @@ class Worker:
         self.registry = CollectorRegistry()
         self.registry.register(WorkerCollector(self.stats))
 
+    def _calibrate(self, built: Built) -> None:
+        limits, pages = built.scheduler.config, built.scheduler.pages
+        run = Calibration(
+            lambda chunks: float(built.runner.execute(chunks, None).sum()),  # waits for the device
+            Limits(
+                num_pages=pages.num_pages,
+                block_tokens=pages.block_tokens,
+                max_batch_tokens=limits.max_batch_tokens,
+                max_num_seqs=limits.max_num_seqs,
+                max_seq_tokens=limits.max_seq_tokens,
+            ),
+            SystemClock(),
+            self.config.calibrate_s,
+        )
+        if self.config.calibrate_s > 0:
+            if self.config.role == "prefill":
+                self._samples.prefills.extend(run.prefills())
+            else:
+                self._samples.decodes.extend(run.decodes())
+            built.runner.kv.clear(list(range(run.num_pages_used)))
+            _LOG.info("calibrated with %d runs", len(self._samples.prefills) + len(self._samples.decodes))
+
     def _make_prefill(self, built: Built, identity: bytes) -> PrefillRole:
         puller = Puller(self._store, built.pieces, identity, health=self._pool_health)
         self._closers.callback(puller.close)
@@ -187,6 +211,7 @@ class Worker:
             num_pages=built.layout.num_pages,
             max_num_seqs=config.max_num_seqs,
             page_nbytes=built.layout.page_nbytes,
+            num_layers=built.layout.num_layers,
         )
         books = Books(info, built.scheduler, self._samples)
 

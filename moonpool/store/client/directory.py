@@ -57,6 +57,11 @@ class SegmentDirectory:
             raise NotFound(f"segment {placement.segment!r} was mounted anew or is gone")
         return info
 
+    def is_disk(self, placement: Placement) -> bool:
+        """As far as known; asks nobody."""
+        info = self._known.get(placement.segment)
+        return info is not None and not info.tier & Tier.DRAM
+
     def open(self, placement: Placement) -> RemoteSegment:
         """NotFound when that incarnation is not mounted any more; PeerLost when its owner is gone; Unauthorized when
         the owner asks for another secret or certificate than this process has.

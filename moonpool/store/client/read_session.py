@@ -82,6 +82,11 @@ class ReadSession:
         return self._header
 
     @property
+    def is_on_disk(self) -> bool:
+        """Whether the replica that is read is on SSD; False when its segment is gone."""
+        return self._tools.directory.is_disk(self._placement)
+
+    @property
     def nbytes(self) -> int:
         """Size of the pieces together."""
         return self._offsets[-1] - self._offsets[0]

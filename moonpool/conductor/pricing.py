@@ -1,0 +1,154 @@
+"""What one request costs at a worker with a given run, in plain arithmetic on the models' coefficients. Pure.
+
+Made once per request; then every worker, and every number of blocks to pull, is a few multiplications.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from moonpool.conductor.estimate import CostModels
+from moonpool.conductor.leading import Leading
+from moonpool.conductor.traffic import Traffic
+
+_MAX_EDGES = 8
+
+
+class Demand(NamedTuple):
+    """A request as the policy sees it."""
+
+    num_tokens: int
+    max_tokens: int
+    block_tokens: int
+    block_nbytes: int
+    num_layers: int = 1  # that are loaded one by one while others are computed; 1: loading comes first
+
+    @property
+    def num_pages(self) -> int:
+        return -(-(self.num_tokens + self.max_tokens) // self.block_tokens)
+
+
+class Plan(NamedTuple):
+    """How a worker with `local` leading blocks would serve a request, and how long it would be busy with it."""
+
+    local: int
+    pulled: int
+    ssd: int
+    transfer_s: float
+    congestion_s: float
+    prefill_s: float
+    overlap_s: float
+    service_s: float
+
+
+class Pricing:
+    """`slot` is that of the worker, None for one that nothing is on its way to."""
+
+    __slots__ = ("_leading", "_most", "_prefill", "_ssd", "_traffic", "_transfer", "demand")
+
+    def __init__(self, demand: Demand, leading: Leading, costs: CostModels, traffic: Traffic) -> None:
+        self.demand = demand
+        self._leading = leading
+        self._traffic = traffic
+        tokens, _, block_tokens, block_nbytes, _ = demand
+        fixed_s, per_token_s, per_pair_s, per_prefix_s = costs.prefill.terms
+        whole_s = fixed_s + tokens * (per_token_s + per_pair_s * tokens)
+        # By blocks: a prefix of k blocks saves k (linear + square k).
+        linear_s = (per_token_s - per_prefix_s) * block_tokens
+        square_s = per_pair_s * block_tokens * block_tokens
+        self._prefill = whole_s, linear_s, square_s
+        self._most = (tokens - 1) / block_tokens
+        fixed_s, per_byte_s = costs.transfer.terms
+        self._transfer = fixed_s, per_byte_s * block_nbytes, per_byte_s
+        self._ssd = costs.transfer_ssd.terms
+
+    def prefill_s(self, prefix_blocks: float) -> float:
+        """A full hit still computes the last token."""
+        whole_s, linear_s, square_s = self._prefill
+        if prefix_blocks > self._most:
+            prefix_blocks = self._most
+        return whole_s - prefix_blocks * (linear_s + square_s * prefix_blocks)
+
+    def transfer_s(self, local: int, pulled: int, slot: int | None) -> tuple[float, float, int]:
+        """(all, the part that others cause, blocks from SSD); see traffic.py for what others cause."""
+        fixed_s, per_block_s, _ = self._transfer
+        most_s, slope_s = self._others_s(slot)
+        congestion_s = min(most_s, slope_s * pulled)
+        seconds = fixed_s + per_block_s * pulled + congestion_s
+        if not self._leading.on_ssd:
+            return seconds, congestion_s, 0
+        return seconds + self._ssd_s(local, pulled), congestion_s, self._leading.num_on_ssd(local, local + pulled)
+
+    def _others_s(self, slot: int | None) -> tuple[float, float]:
+        """What others add: at most so much, and so much per block."""
+        if not self._traffic.num_flows:
+            return 0.0, 0.0
+        nbytes, num_flows = self._traffic.others(slot)
+        return nbytes * self._transfer[2], num_flows * self._transfer[1]
+
+    def _ssd_s(self, local: int, pulled: int) -> float:
+        """How much longer it takes because some of the blocks are on SSD."""
+        ssd = self._leading.num_on_ssd(local, local + pulled)
+        if not ssd:
+            return 0.0
+        fixed_s, per_block_s, _ = self._transfer
+        extra_s = self._ssd[0] + ssd * (self._ssd[1] * self.demand.block_nbytes - per_block_s)
+        return extra_s - fixed_s if ssd == pulled else extra_s
+
+    def plan(self, local: int, pulled: int, slot: int | None, num_layers: int = 1) -> Plan:
+        """The terms when that many blocks behind the local ones are pulled, and loaded layer by layer.
+
+        With L layers of equal size the longer of loading and computing hides all but 1/L of the shorter.
+        """
+        prefill_s = self.prefill_s(local + pulled)
+        if not pulled:
+            return Plan(local, 0, 0, 0.0, 0.0, prefill_s, 0.0, prefill_s)
+        transfer_s, congestion_s, ssd = self.transfer_s(local, pulled, slot)
+        overlap_s = min(transfer_s, prefill_s) * (1 - 1 / num_layers)
+        service_s = transfer_s + prefill_s - overlap_s
+        return Plan(local, pulled, ssd, transfer_s, congestion_s, prefill_s, overlap_s, service_s)
+
+    def best_plan(self, local: int, slot: int | None) -> Plan:
+        """With the number of blocks to pull that makes it shortest, none included; the fewest where equal.
+
+        Computing gets shorter and bends down with each block, loading gets longer in a straight line. So both their
+        sum and their overlap are shortest at an end, where the two cross, or where the next block lies in a slower
+        tier.
+        """
+        missing, layers, on_ssd = self._leading.pool - local, self.demand.num_layers, self._leading.on_ssd
+        if missing <= 0:
+            return self.plan(local, 0, slot)
+        fixed_s, per_block_s, _ = self._transfer
+        most_s, slope_s = self._others_s(slot)
+
+        def load_s(pulled: int) -> float:  # as transfer_s, without what stays the same
+            seconds = fixed_s + per_block_s * pulled + min(most_s, slope_s * pulled)
+            return seconds + self._ssd_s(local, pulled) if on_ssd else seconds
+
+        tries = [missing]
+        if layers > 1:
+            tries += self._crossing(local, missing, load_s)
+        if on_ssd:
+            tries += [at - local for at in on_ssd if at > local][:_MAX_EDGES]
+        best, best_s = 0, self.prefill_s(local)
+        for pulled in tries:
+            longer_s, shorter_s = load_s(pulled), self.prefill_s(local + pulled)
+            if longer_s < shorter_s:
+                longer_s, shorter_s = shorter_s, longer_s
+            if longer_s + shorter_s / layers < best_s:
+                best, best_s = pulled, longer_s + shorter_s / layers
+        return self.plan(local, best, slot, layers)
+
+    def _crossing(self, local: int, missing: int, load_s: Callable[[int], float]) -> tuple[int, ...]:
+        """The last number of blocks that load faster than the rest computes, and the next; () when all do."""
+        whole_s, linear_s, square_s = self._prefill
+        low, high, middle = -1, missing + 1, missing
+        while high - low > 1:
+            blocks = min(local + middle, self._most)
+            if load_s(middle) > whole_s - blocks * (linear_s + square_s * blocks):
+                high = middle
+            else:
+                low = middle
+            middle = (low + high) // 2
+        return () if high > missing else (low, high) if low > 0 else (high,)
