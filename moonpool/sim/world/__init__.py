@@ -1,0 +1,1 @@
+"""The simulated cluster: production's own cores on a virtual clock."""

@@ -1,0 +1,54 @@
+"""What drives a simulated world: events and flows of bytes on one virtual clock. Pure, and the same every time.
+
+Whoever waits gives a function without arguments. At one moment flows end before events happen, in the order in which
+they were started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from moonpool.sim.physics.events import EventQueue, Handle
+from moonpool.sim.physics.links import Flow, Network
+
+Callback = Callable[[], None]
+
+
+class Clockwork:
+    def __init__(self, network: Network) -> None:
+        self.now_s = 0.0
+        self.network = network
+        self._events: EventQueue[Callback] = EventQueue()
+
+    def at(self, time_s: float, act: Callback) -> Handle:
+        """`act` will be called then."""
+        return self._events.put(max(time_s, self.now_s), act)
+
+    def cancel(self, handle: Handle) -> None:
+        self._events.cancel(handle)
+
+    def send(self, route: tuple[str, ...], nbytes: float, act: Callback) -> Flow:
+        """`act` will be called when so many bytes have gone that way."""
+        return self.network.start(self.now_s, route, nbytes, act)
+
+    def run(self, progress: Callable[[float], None] | None = None) -> None:
+        """Until nothing is to happen any more. `progress` hears the time now and then."""
+        events, network = self._events, self.network
+        num_steps = 0
+        while True:
+            event_s, flow = events.next_s(), network.next_end()
+            if flow is not None and (event_s is None or flow[0] <= event_s):
+                self.now_s = flow[0]
+                for ended in network.advance(flow[0]):
+                    assert callable(ended.tag)
+                    ended.tag()
+            elif event_s is not None:
+                self.now_s = event_s
+                event = events.pop()
+                assert event is not None
+                event[1]()
+            else:
+                return
+            num_steps += 1
+            if progress is not None and not num_steps & 4095:
+                progress(self.now_s)

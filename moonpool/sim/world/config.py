@@ -1,0 +1,44 @@
+"""What is simulated: machines, model and the rules of production's own parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from moonpool.base.errors import ConfigError
+from moonpool.conductor.policy import PolicyConfig
+from moonpool.sim.physics.cost import EngineCost
+from moonpool.sim.physics.hardware import NodeSpec
+from moonpool.sim.physics.model_shape import ModelShape
+from moonpool.sim.physics.roofline import kv_capacity_tokens
+from moonpool.sim.world.pool import rules_on_paper
+from moonpool.store.rules import PoolRules
+
+PoolKind = Literal["shared", "local", "none"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """Prefill and decode apart. `pool`: one of all nodes, one for each prefill node alone, or none."""
+
+    shape: ModelShape
+    node: NodeSpec
+    cost: EngineCost
+    num_prefill: int
+    num_decode: int
+    pool: PoolKind = "shared"
+    pool_rules: PoolRules = field(default_factory=rules_on_paper)
+    max_run_blocks: int = 16  # that are one object of the simulated pool (runs.py)
+    decode_nodes_hold_blocks: bool = False  # whether the pool has their memory too
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    max_batch_tokens: int = 8192  # of a prefill worker's step
+    max_num_seqs: int = 256
+    report_every_s: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.num_prefill < 1 or self.num_decode < 1:
+            raise ConfigError("a cluster has at least one prefill and one decode node")
+
+    def num_pages(self, block_tokens: int) -> int:
+        """Of one node's GPUs."""
+        return kv_capacity_tokens(self.shape, self.node) // block_tokens

@@ -1,0 +1,101 @@
+"""A simulated decode worker: it gives places to prompts that are computed elsewhere, and decodes those that came."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from moonpool.base.cluster import DecodeSample
+from moonpool.base.errors import NoSpace
+from moonpool.engine.blocks import PageGrant
+from moonpool.engine.jumping import JumpingScheduler
+from moonpool.engine.sequence import pages_for
+from moonpool.engine.step import StepResult
+from moonpool.sim.physics.cost import EngineCost
+from moonpool.sim.world.clockwork import Clockwork
+from moonpool.sim.world.job import Job
+from moonpool.sim.world.paper import PaperSequence
+from moonpool.sim.world.reporter import Reporter
+from moonpool.sim.world.stepper import Stepper
+
+
+class DecodeWorker:
+    """`on_done` hears of every request that has all its tokens."""
+
+    def __init__(
+        self,
+        clock: Clockwork,
+        node: str,
+        scheduler: JumpingScheduler,
+        cost: EngineCost,
+        reporter: Reporter,
+        on_done: Callable[[Job], None],
+    ) -> None:
+        self._clock, self.node, self._scheduler = clock, node, scheduler
+        self._reporter, self._on_done = reporter, on_done
+        self._block_tokens = scheduler.pages.block_tokens
+        self._stepper = Stepper(clock, scheduler, cost, self._stepped)
+        self._jobs: dict[str, Job] = {}
+        self._waiting: deque[tuple[Job, Callable[[int], None]]] = deque()  # for pages
+
+    @property
+    def busy_s(self) -> float:
+        return self._stepper.busy_s
+
+    # places
+
+    def reserve(self, job: Job, act: Callable[[int], None]) -> None:
+        """Pages for the prompt, now or when there are some; `act` hears how many tokens' KV is here already."""
+        self._waiting.append((job, act))
+        self._give_places()
+
+    def _give_places(self) -> None:
+        while self._waiting:
+            job, act = self._waiting[0]
+            try:
+                grant = self._grant(job)
+            except NoSpace:
+                return
+            self._waiting.popleft()
+            act(grant.num_present_blocks * self._block_tokens)
+
+    def _grant(self, job: Job) -> PageGrant:
+        num_pages = pages_for(job.num_input + 1, self._block_tokens)
+        return self._scheduler.pages.reserve(job.request_id, num_pages, job.keys)
+
+    def drop(self, job: Job) -> None:
+        """The request ends without decoding."""
+        self._scheduler.pages.release(job.request_id)
+        self._give_places()
+
+    def check_integrity(self) -> None:
+        self._scheduler.check_integrity()
+
+    # decoding
+
+    def join(self, job: Job) -> None:
+        """All KV of the prompt is here, and the first token."""
+        sequence = PaperSequence(
+            job.request_id, job.number, job.num_input, job.num_output, job.keys, self._block_tokens, num_output=1
+        )
+        sequence.pages = self._scheduler.pages.take(job.request_id)
+        sequence.num_computed_tokens = job.num_input
+        self._jobs[job.request_id] = job
+        self._scheduler.adopt(sequence)
+        self._stepper.somebody_came()
+
+    def _stepped(self, result: StepResult, num_steps: int, took_s: float) -> None:
+        now_s, log = self._clock.now_s, self._stepper.log
+        num_seqs, kv_tokens = self._stepper.shape
+        if num_seqs:
+            self._reporter.decodes.append(DecodeSample(num_seqs, kv_tokens, took_s / num_steps))
+        for accepted in result.accepted:
+            job = self._jobs[accepted.request_id]
+            if not job.first_entry:  # a newcomer's first step is never one of several
+                job.first_entry, job.first_gap_s = len(log), now_s - job.first_token_s
+            if accepted.finish_reason is not None:
+                del self._jobs[accepted.request_id]
+                job.tbt_s, job.end_s = log.long_gaps_s(job.first_entry, job.first_gap_s), now_s
+                self._on_done(job)
+        self._reporter.after_step(now_s)
+        self._give_places()

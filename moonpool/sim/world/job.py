@@ -1,0 +1,65 @@
+"""One request on its way through the simulated cluster, and what became of it."""
+
+from __future__ import annotations
+
+from typing import Final
+
+REFUSED: Final = 1
+DONE: Final = 2
+LOST: Final = 3
+
+
+class Job:
+    """`number` is its row in the trace. Times are None until they are known."""
+
+    __slots__ = (
+        "arrival_s",
+        "compute_s",
+        "decode",
+        "dram_tokens",
+        "end_s",
+        "first_entry",
+        "first_gap_s",
+        "first_token_s",
+        "keys",
+        "local_tokens",
+        "max_pool_blocks",
+        "num_flows",
+        "num_input",
+        "num_output",
+        "num_runs_passed",
+        "number",
+        "outcome",
+        "predicted_ttft_s",
+        "prefill_start_s",
+        "reason",
+        "remote_tokens",
+        "request_id",
+        "runs",
+        "ssd_tokens",
+        "tbt_s",
+        "ttft_s",
+    )
+
+    def __init__(self, number: int, arrival_s: float, num_input: int, num_output: int, keys: list[bytes]) -> None:
+        self.number, self.arrival_s, self.num_input, self.num_output = number, arrival_s, num_input, num_output
+        self.request_id = str(number)
+        self.keys = keys  # of the prompt's full blocks
+        self.runs: list[tuple[int, int, int]] = []  # of these blocks (runs.py)
+        self.num_runs_passed = 0  # computed or reused already
+        self.max_pool_blocks: int | None = None
+        self.num_flows = 0  # of its KV, on their way to the decode worker
+        self.decode = ""
+        self.prefill_start_s = self.first_token_s = self.end_s = 0.0
+        self.first_entry, self.first_gap_s = 0, 0.0  # in its decode worker's log of steps
+        self.compute_s = 0.0  # of prefill workers
+        self.local_tokens = self.dram_tokens = self.remote_tokens = self.ssd_tokens = 0  # reused, by where they were
+        self.ttft_s: float | None = None
+        self.tbt_s: float | None = None
+        self.predicted_ttft_s: float | None = None
+        self.outcome = 0
+        self.reason = ""
+
+    @property
+    def reused_tokens(self) -> int:
+        return self.local_tokens + self.dram_tokens + self.remote_tokens + self.ssd_tokens

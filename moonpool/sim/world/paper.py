@@ -1,0 +1,109 @@
+"""Requests on paper: sequences for production's scheduler whose tokens nobody knows, only how many there are.
+
+A trace names the blocks of a prompt by numbers; their keys are made from these, so whoever shares a number shares KV.
+Blocks that a request writes while it decodes have keys of their own: a trace does not say which later prompt contains
+an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from typing import cast
+
+from moonpool.base.keys import KEY_NBYTES
+from moonpool.engine.sequence import Chunk, SamplingParams, Sequence, Status
+
+_PADDING = bytes(KEY_NBYTES - 8)
+_FIRST_OUTPUT = 1 << 56  # numbers from here on are blocks of answers
+_MAX_OUTPUT_BLOCKS = 1 << 16
+TOKEN = 0
+
+
+def block_keys(numbers: Iterable[int]) -> list[bytes]:
+    """Chain keys of a trace's blocks. The number stands where fingerprints of keys are taken from."""
+    return [(number << 4).to_bytes(8, "little") + _PADDING for number in numbers]
+
+
+def block_key(number: int) -> bytes:
+    return (number << 4).to_bytes(8, "little") + _PADDING
+
+
+def block_number(key: bytes) -> int:
+    """Of a block key, or of the object key made of it."""
+    return int.from_bytes(key[:8], "little") >> 4
+
+
+class _Tokens:
+    """As many as were appended."""
+
+    __slots__ = ("count",)
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+
+@cache
+def _params(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+
+
+class PaperSequence(Sequence):
+    """`keys` are those of the prompt's full blocks; `number` makes the keys of its answer its own."""
+
+    __slots__ = ("_number",)
+
+    def __init__(
+        self,
+        request_id: str,
+        number: int,
+        num_prompt: int,
+        max_tokens: int,
+        keys: list[bytes],
+        block_tokens: int,
+        *,
+        num_output: int = 0,
+        prefill_only: bool = False,
+        hold_pages: bool = False,
+    ) -> None:
+        assert len(keys) == num_prompt // block_tokens, "a key for each full block"
+        self._number = number
+        self.request_id = request_id
+        self.tokens = cast("list[int]", _Tokens(num_prompt))
+        self.num_prompt_tokens = num_prompt
+        self.params = _params(max_tokens)
+        self.root = b""
+        self.block_tokens = block_tokens
+        self.keys = keys
+        self.pool_start_block = self.num_pool_blocks = 0
+        self.prefill_only, self.hold_pages = prefill_only, hold_pages
+        self.status = Status.NEW
+        self.arrival = 0
+        self.pages = []
+        self.num_computed_tokens = self.num_preemptions = self.num_sealed_blocks = self.num_cached_tokens = 0
+        self.extend(TOKEN, num_output)
+
+    def append(self, token: int) -> None:
+        self.extend(token, 1)
+
+    def extend(self, token: int, count: int) -> None:
+        tokens = cast(_Tokens, self.tokens)
+        tokens.count += count
+        num_blocks = tokens.count // self.block_tokens
+        if num_blocks > len(self.keys):
+            first = _FIRST_OUTPUT + self._number * _MAX_OUTPUT_BLOCKS
+            self.keys = self.keys + block_keys(range(first + len(self.keys), first + num_blocks))
+
+    def chunk(self, num_tokens: int) -> Chunk:
+        """Its tokens are positions and it has no pages: nobody computes it."""
+        start, end = self.num_computed_tokens, self.num_computed_tokens + num_tokens
+        return Chunk(
+            request_id=self.request_id,
+            start=start,
+            tokens=cast("tuple[int, ...]", range(start, end)),
+            pages=(),
+            wants_logits=end == len(self.tokens),
+        )

@@ -1,0 +1,162 @@
+"""The simulated pool: the store's own state, with nodes on paper that carry out its orders over simulated links.
+
+It decides nothing: what is stored, found, evicted, offloaded, promoted or replicated is up to PoolState. Times of its
+messages are not counted (they are a thousandth of what moving a block takes); times of bytes are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from moonpool.base.keys import object_key
+from moonpool.base.object_header import ALIGN_NBYTES
+from moonpool.sim.physics.hardware import NodeSpec
+from moonpool.sim.world.clockwork import Clockwork
+from moonpool.sim.world.paper import block_key
+from moonpool.store.messages import Order, OrderKind, OrderResult, PutOptions, Tier
+from moonpool.store.rules import PoolRules
+from moonpool.store.state import PoolState
+from moonpool.store.state.changes import Changes
+from moonpool.transfer.descriptor import SegmentDescriptor
+
+_NEVER_S = 1e12
+_GRANULE_NBYTES = 4096
+Run = tuple[int, int, int]  # first block, where it begins and ends in the prompt
+
+
+class Found(NamedTuple):
+    """The leading blocks of a prompt that are stored: per run where it ends, who has it, whether only on SSD."""
+
+    ends: list[int]
+    nodes: list[str]
+    on_ssd: list[bool]
+
+    @property
+    def num_blocks(self) -> int:
+        return self.ends[-1] if self.ends else 0
+
+
+class SimPool:
+    """`on_changes` hears what is stored and what is gone, as listeners of a real pool do."""
+
+    def __init__(
+        self,
+        clock: Clockwork,
+        nodes: Sequence[str],
+        spec: NodeSpec,
+        block_nbytes: int,
+        rules: PoolRules,
+        on_changes: Callable[[Changes], None],
+    ) -> None:
+        self._clock = clock
+        self._block_nbytes = block_nbytes
+        self._keys: dict[int, bytes] = {}
+        self._dram_of = {node: f"{node}.dram" for node in nodes}
+        self._on_changes = on_changes
+        self.state = PoolState(rules, 1)
+        self._node_of: dict[str, str] = {}
+        self._log_end: dict[str, int] = {}
+        self._options = {node: PutOptions(preferred=(f"{node}.dram",)) for node in nodes}
+        for node in nodes:
+            self._mount(node, Tier.DRAM, int(spec.dram_nbytes))
+            if spec.ssd_nbytes:
+                self._mount(node, Tier.SSD, int(spec.ssd_nbytes))
+
+    def find(self, runs: Sequence[Run], node: str) -> Found:
+        """Leased. Where a run has several replicas, the nearest to `node`."""
+        found = Found([], [], [])
+        names = [self._key(head) for head, _, _ in runs]
+        for info, (_, _, end) in zip(self.state.lookup(names, self._clock.now_s, prefix=True), runs, strict=True):
+            if info is None:
+                break
+            segment = info.replicas[0].segment
+            for each in info.replicas[1:]:
+                if each.segment == self._dram_of[node]:
+                    segment = each.segment
+            found.ends.append(end)
+            found.nodes.append(self._node_of[segment])
+            found.on_ssd.append(segment.endswith("ssd"))
+        self._after()
+        return found
+
+    def put(self, node: str, runs: Sequence[Run], parents: Sequence[int | None]) -> None:
+        """Runs computed on a node, into its own memory if there is room. What is refused is not stored.
+
+        A parent is the first block of the run before.
+        """
+        now_s, state = self._clock.now_s, self.state
+        names = [self._key(head) for head, _, _ in runs]
+        sizes = [(end - begin) * self._block_nbytes + ALIGN_NBYTES for _, begin, end in runs]
+        above = [b"" if parent is None else self._key(parent) for parent in parents]
+        reply = state.put_start(names, sizes, self._options[node], now_s, parents=above)
+        granted = [at for at, generation in enumerate(reply.generations) if generation]
+        if granted:
+            state.put_end([names[at] for at in granted], [reply.generations[at] for at in granted], {}, now_s)
+        while state.tick(now_s):
+            pass
+        self._after()
+
+    def route(self, source: str, target: str, on_ssd: bool) -> tuple[str, ...]:
+        """The links that a block takes from one node's memory or disk into the other's GPUs."""
+        links = (f"{source}/ssd_read",) if on_ssd else ()
+        return (*links, f"{target}/h2d") if source == target else (*links, f"{source}/nic_out", f"{target}/nic_in")
+
+    def _key(self, head: int) -> bytes:
+        key = self._keys.get(head)
+        if key is None:
+            key = self._keys[head] = object_key(block_key(head))
+        return key
+
+    # what nodes do
+
+    def _mount(self, node: str, tier: Tier, nbytes: int) -> None:
+        name = f"{node}.{'dram' if tier is Tier.DRAM else 'ssd'}"
+        self._node_of[name] = node
+        descriptor = SegmentDescriptor(
+            name=name,
+            host=node,
+            incarnation=1,
+            nbytes=nbytes // _GRANULE_NBYTES * _GRANULE_NBYTES,
+            granule_nbytes=_GRANULE_NBYTES,
+            endpoints=(),
+        )
+        capacity_nbytes = descriptor.nbytes if tier is Tier.SSD else None
+        self.state.mount(node, descriptor, 0.0, tier=tier, capacity_nbytes=capacity_nbytes)
+        self.state.heartbeat(name, 1, 0.0)
+        if tier is Tier.SSD:
+            self.state.members.inventory(name, 1, [], True, 0.0)
+
+    def _after(self) -> None:
+        changes = self.state.take_changes()
+        if changes is not None:
+            self._on_changes(changes)
+        orders = self.state.orders
+        while orders.has_news:
+            for node in orders.nodes_with_news():
+                for order in orders.take(node):
+                    self._carry_out(node, order)
+
+    def _carry_out(self, node: str, order: Order) -> None:
+        source = self._node_of[order.source.segment]
+        if order.kind is OrderKind.DROP:
+            self._done(OrderResult(order.order_id))
+        elif order.kind is OrderKind.OFFLOAD:
+            offset = self._log_end.get(node, 0)
+            self._log_end[node] = offset + order.nbytes
+            result = OrderResult(order.order_id, offset=offset)
+            self._clock.send((f"{node}/ssd_write",), order.nbytes, lambda: self._done(result))
+        else:
+            links: tuple[str, ...] = () if source == node else (f"{source}/nic_out", f"{node}/nic_in")
+            if order.source.segment.endswith("ssd"):
+                links = (f"{source}/ssd_read", *links)
+            self._clock.send(links or (f"{node}/h2d",), order.nbytes, lambda: self._done(OrderResult(order.order_id)))
+
+    def _done(self, result: OrderResult) -> None:
+        self.state.orders_done([result], self._clock.now_s)
+        self._after()
+
+
+def rules_on_paper(**changes: float | str) -> PoolRules:
+    """Nobody beats for segments on paper; a simulated node that fails is unmounted instead."""
+    return PoolRules(segment_ttl_s=_NEVER_S, away_ttl_s=_NEVER_S, **changes)  # type: ignore[arg-type]

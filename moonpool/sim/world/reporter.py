@@ -1,0 +1,71 @@
+"""What a simulated worker tells the conductor: as a real one does, with its load, its pages and what things took."""
+
+from __future__ import annotations
+
+from moonpool.base.cluster import DecodeSample, PrefillSample, PullSample, ReportWorker, WorkerLoad
+from moonpool.base.keys import chain_key_of
+from moonpool.conductor.state import ConductorState
+from moonpool.engine.jumping import JumpingScheduler
+from moonpool.store.state.changes import Changes
+
+INCARNATION = 1
+
+
+class Reporter:
+    """At most one report in `every_s`: real ones do not come after each step either."""
+
+    def __init__(self, name: str, scheduler: JumpingScheduler, conductor: ConductorState, every_s: float) -> None:
+        self._name, self._scheduler, self._conductor, self._every_s = name, scheduler, conductor, every_s
+        self._sequence = 0
+        self._next_s = 0.0
+        self._events: dict[bytes, bool] | None = None  # of the node's own memory
+        self.prefills: list[PrefillSample] = []
+        self.decodes: list[DecodeSample] = []
+        self.pulls: list[PullSample] = []
+
+    def after_step(self, now_s: float) -> None:
+        if now_s < self._next_s:
+            return
+        self._next_s = now_s + self._every_s
+        self._sequence += 1
+        events = self._take_events()
+        self._conductor.report(
+            ReportWorker(
+                name=self._name,
+                incarnation=INCARNATION,
+                sequence=self._sequence,
+                load=self._load(),
+                cached=tuple([key for key, added in events.items() if added]),
+                dropped=tuple([key for key, added in events.items() if not added]),
+                prefills=tuple(self.prefills),
+                decodes=tuple(self.decodes),
+                pulls=tuple(self.pulls),
+            )
+        )
+        self.prefills, self.decodes, self.pulls = [], [], []
+
+    def own_pool_changed(self, changes: Changes) -> None:
+        """The node's memory is a cache of its own: what is in there is what the worker has."""
+        events = {} if self._events is None else self._events
+        for keys, is_there in ((changes.stored, True), (changes.removed, False)):
+            for key in keys:
+                chain_key = chain_key_of(key)
+                events.pop(chain_key, None)
+                events[chain_key] = is_there
+        self._events = events
+
+    def _take_events(self) -> dict[bytes, bool]:
+        events = dict(self._scheduler.pages.drain_events())
+        if self._events is not None:
+            events, self._events = self._events, {}
+        return events
+
+    def _load(self) -> WorkerLoad:
+        roster = self._scheduler.roster
+        return WorkerLoad(
+            num_waiting=roster.num_waiting,
+            num_running=roster.num_running,
+            waiting_tokens=roster.num_waiting_tokens,
+            running_tokens=sum([each.num_computed_tokens for each in roster.running]),
+            free_pages=self._scheduler.pages.num_available,
+        )

@@ -1,0 +1,93 @@
+"""Runs a scheduler's steps on the virtual clock, equal decode steps at once.
+
+While steps are under way nothing is applied; when somebody comes, those that have ended are, the one under way is
+waited for, and the batch goes on with the newcomer, as it would for real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from moonpool.engine.jumping import JumpingScheduler
+from moonpool.engine.sequence import Chunk
+from moonpool.engine.step import StepResult
+from moonpool.sim.physics.cost import EngineCost
+from moonpool.sim.physics.events import Handle
+from moonpool.sim.world.clockwork import Clockwork
+from moonpool.sim.world.paper import TOKEN
+from moonpool.sim.world.step_log import StepLog
+
+
+class Stepper:
+    """`on_steps` hears of what came out of how many steps that began then with so many sequences and tokens of KV."""
+
+    def __init__(
+        self,
+        clock: Clockwork,
+        scheduler: JumpingScheduler,
+        cost: EngineCost,
+        on_steps: Callable[[StepResult, int, float], None],
+    ) -> None:
+        self._clock, self._scheduler, self._cost, self._on_steps = clock, scheduler, cost, on_steps
+        self._end: Handle | None = None
+        self._num_steps = 0  # under way
+        self._opened: list[Chunk] = []  # what the open step computes; empty when equal steps are under way
+        self._began_s = 0.0
+        self.log = StepLog()
+        self.shape = (0, 0)  # sequences that decode, and tokens of their KV when the steps began
+        self.busy_s = 0.0
+
+    def somebody_came(self) -> None:
+        """The batch is to change as soon as it can."""
+        if self._end is None:
+            self._begin()
+        elif not self._opened:
+            self._cut()
+
+    def _cut(self) -> None:
+        """The step under way is the last before the newcomer joins."""
+        ended = self._cost.steps_within(*self.shape, self._clock.now_s - self._began_s)
+        if ended + 1 < self._num_steps:
+            assert self._end is not None
+            self._clock.cancel(self._end)
+            self._num_steps = ended + 1
+            end_s = self._began_s + self._cost.decode_steps_s(*self.shape, self._num_steps)
+            self._end = self._clock.at(end_s, self._ended)
+
+    def _begin(self) -> None:
+        scheduler, cost = self._scheduler, self._cost
+        steps = scheduler.steps_until_change()
+        self._end = None
+        if steps is None:
+            return
+        if steps == 1:
+            self._opened = scheduler.schedule()
+            if not self._opened:
+                return
+            lasts_s = self._step_s(self._opened)
+        else:
+            running = scheduler.roster.running
+            self.shape = len(running), sum([each.num_computed_tokens for each in running])
+            lasts_s = cost.decode_steps_s(*self.shape, steps)
+        self._num_steps, self._began_s = steps, self._clock.now_s
+        self._end = self._clock.at(self._began_s + lasts_s, self._ended)
+
+    def _step_s(self, chunks: list[Chunk]) -> float:
+        decodes = [chunk.start for chunk in chunks if len(chunk.tokens) == 1]
+        self.shape = len(decodes), sum(decodes)
+        prompts = [(chunk.end, chunk.start) for chunk in chunks if len(chunk.tokens) > 1]
+        return self._cost.step_s(prompts, *self.shape)
+
+    def _ended(self) -> None:
+        took_s, steps, opened = self._clock.now_s - self._began_s, self._num_steps, self._opened
+        self.busy_s += took_s
+        self._opened = []
+        if opened:
+            for entry in self._scheduler.drain_admitted():
+                self._scheduler.confirm_pulled(entry.request_id)
+            result = self._scheduler.complete({chunk.request_id: TOKEN for chunk in opened if chunk.wants_logits})
+        else:
+            result = self._scheduler.advance(steps, TOKEN)
+        self.log.add(steps, took_s)
+        self._on_steps(result, steps, took_s)
+        self._begin()

@@ -1,0 +1,172 @@
+"""The simulated cluster: times that can be worked out by hand, and what holds for every trace."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from world_cases import BLOCK, chat, cluster, coupled, trace_of
+
+from moonpool.conductor.policy import PolicyConfig
+from moonpool.sim.physics.paper_fit import paper_cost
+from moonpool.sim.world.cluster import Cluster
+from moonpool.sim.world.coupled import CoupledCluster
+from moonpool.sim.world.job import DONE, REFUSED, Job
+from moonpool.sim.world.results import Results
+
+COST = paper_cost()
+KV_NBYTES = 327_680
+
+
+def run(trace: Any, **changes: Any) -> list[Job]:
+    return Cluster(cluster(**changes), trace).run()
+
+
+def test_one_request_takes_what_the_cost_model_says() -> None:
+    (job,) = run(trace_of((1.0, 4000, 11, list(range(8)))))
+    assert job.outcome == DONE
+    assert job.ttft_s == pytest.approx(COST.prefill.compute_s(4000))
+    assert job.compute_s == pytest.approx(COST.prefill.work_s(4000, 0))
+    # Its KV was on its way while it was computed, so the second token comes one step after the first.
+    decode_s = COST.decode_steps_s(1, 4000, 10)
+    assert job.end_s == pytest.approx(1.0 + job.ttft_s + decode_s)
+    assert job.tbt_s == pytest.approx(COST.decode_step_s(1, 4009), rel=1e-3)
+
+
+def test_a_prefix_comes_from_the_pool_layer_by_layer() -> None:
+    """Another worker has it: the pull is hidden behind the computing of the rest, all but a layer."""
+    first = (0.0, 8 * BLOCK + 1, 1, list(range(9)))
+    second = (100.0, 16 * BLOCK, 1, list(range(16)))
+    config = cluster(num_prefill=1, policy=PolicyConfig(policy="global"))
+    world = Cluster(config, trace_of(first, second))
+    # The worker's own pages are gone, the pool's blocks are not.
+    world.clock.at(50.0, lambda: world.prefills["p0"].drop_cached())
+    job = world.run()[1]
+    assert (job.local_tokens, job.dram_tokens, job.remote_tokens) == (0, 8 * BLOCK, 0)
+    compute_s = COST.prefill.base_s + COST.prefill.work_s(8192, 8 * BLOCK)
+    load_s = 8 * BLOCK * KV_NBYTES / config.node.h2d_bandwidth
+    assert job.ttft_s == pytest.approx(max(compute_s, load_s + compute_s / 80))
+
+
+def test_own_pages_are_reused_without_a_pull() -> None:
+    jobs = run(
+        trace_of((0.0, 8 * BLOCK + 1, 1, list(range(9))), (100.0, 16 * BLOCK, 1, list(range(16)))), num_prefill=1
+    )
+    assert (jobs[1].local_tokens, jobs[1].dram_tokens) == (8 * BLOCK, 0)
+
+
+SYSTEMS = [
+    {"pool": pool, "policy": PolicyConfig(policy=policy)}
+    for pool in ("shared", "local", "none")
+    for policy in ("random", "global")
+]
+
+
+@pytest.mark.parametrize("changes", SYSTEMS, ids=lambda each: f"{each['pool']}-{each['policy'].policy}")
+def test_every_request_ends_and_the_books_balance(changes: dict[str, Any]) -> None:
+    trace = chat(150, seed=3)
+    world = Cluster(cluster(**changes), trace)
+    jobs = world.run()
+    assert [job.outcome for job in jobs] == [DONE] * len(trace)
+    assert [job.num_input for job in jobs] == trace.num_input.tolist()
+    for job in jobs:
+        assert job.ttft_s is not None
+        assert job.tbt_s is not None
+        assert job.end_s >= job.arrival_s + job.ttft_s
+        assert 0 <= job.reused_tokens < job.num_input
+        assert job.ttft_s >= COST.prefill.work_s(job.num_input, job.reused_tokens)
+    for worker in [*world.prefills.values(), *world.decodes.values()]:
+        worker.check_integrity()
+    for pool in set(world.pools.values()) - {None}:
+        pool.state.check_integrity()
+    assert world.conductor.num_open == 0
+
+
+def test_the_same_twice() -> None:
+    for make in (lambda: Cluster(cluster(), chat(100, seed=5)), lambda: CoupledCluster(coupled(), chat(100, seed=5))):
+        first, second = (Results.of(make().run()).summary() for _ in "ab")
+        assert first == second
+
+
+def test_a_shared_pool_finds_what_others_computed() -> None:
+    trace = chat(200, seed=7)
+    systems = {"shared": "global", "local": "round-robin", "none": "round-robin"}
+    shares = {
+        pool: Results.of(run(trace, pool=pool, policy=PolicyConfig(policy=policy), num_prefill=4)).summary()[
+            "hit_share"
+        ]
+        for pool, policy in systems.items()
+    }
+    assert shares["shared"] > 1.5 * shares["local"]
+    assert shares["local"] >= shares["none"] > 0, "a node's memory holds no less than its GPUs"
+
+
+def test_good_affinity_needs_no_pool_as_long_as_the_load_is_low() -> None:
+    trace = chat(200, seed=7, rate=0.2)
+    shared, local = (
+        Results.of(run(trace, pool=pool, policy=PolicyConfig(policy=policy), num_prefill=4)).summary()["hit_share"]
+        for pool, policy in (("shared", "global"), ("local", "local"))
+    )
+    assert local > 0.8 * shared
+
+
+def test_what_cannot_meet_its_target_is_refused() -> None:
+    policy = PolicyConfig(policy="global", ttft_slo_s=3.0)
+    jobs = run(trace_of(*[(0.0, 16_000, 20, list(range(100 * n, 100 * n + 32))) for n in range(8)]), policy=policy)
+    outcomes = [job.outcome for job in jobs]
+    assert outcomes.count(REFUSED) > 0
+    assert outcomes.count(DONE) > 0
+    assert all("target" in job.reason for job in jobs if job.outcome == REFUSED)
+    assert all(job.ttft_s <= 3.0 * 1.05 for job in jobs if job.ttft_s is not None)
+
+
+def test_long_decodes_are_disturbed_by_prompts_in_one_engine_and_not_in_two() -> None:
+    trace = trace_of(
+        (0.0, 1000, 400, [1, 2]), *[(1.0 + n, 8000, 2, list(range(100 * n, 100 * n + 16))) for n in range(10)]
+    )
+    apart = run(trace, num_prefill=1, num_decode=1)[0]
+    together = {
+        name: CoupledCluster(coupled(num_nodes=1, **how), trace).run()[0]
+        for name, how in (("whole", {}), ("chunked", {"chunked_prefill": True}))
+    }
+    assert apart.tbt_s is not None
+    assert apart.tbt_s < 0.04
+    assert together["whole"].tbt_s > 4 * apart.tbt_s
+    assert apart.tbt_s < together["chunked"].tbt_s < together["whole"].tbt_s
+
+
+def test_a_coupled_engine_caches_prefixes_when_told_to() -> None:
+    trace = chat(100, seed=9)
+    plain, cached = (Results.of(CoupledCluster(coupled(prefix_caching=on), trace).run()) for on in (False, True))
+    assert plain.summary()["hit_share"] == 0
+    assert cached.summary()["hit_share"] > 0.1
+    assert cached.summary()["prefill_gpu_s_mean"] < plain.summary()["prefill_gpu_s_mean"]
+
+
+def test_a_small_pool_evicts_and_spills_to_disk() -> None:
+    """With so little memory at the GPUs that nothing is found there."""
+    trace = chat(300, seed=11)
+    gpu = replace(cluster().node.gpu, hbm_nbytes=26e9)
+    small = replace(cluster().node, dram_nbytes=100 * BLOCK * KV_NBYTES, gpu=gpu)
+    shares = {}
+    for name, node in (("small", small), ("disk", replace(small, ssd_nbytes=2e12))):
+        world = Cluster(cluster(node=node), trace)
+        shares[name] = Results.of(world.run()).summary()
+        world.pools["p0"].state.check_integrity()  # type: ignore[union-attr]
+    assert shares["small"]["hit_share_ssd"] == 0
+    assert shares["disk"]["hit_share_ssd"] > 0.02
+    assert shares["disk"]["hit_share"] > 1.2 * shares["small"]["hit_share"]
+
+
+def test_targets_are_counted_over_all_requests() -> None:
+    jobs = [Job(number, float(number), 100, 5, []) for number in range(4)]
+    for job, (ttft_s, tbt_s) in zip(jobs, [(1.0, 0.1), (40.0, 0.1), (1.0, 0.4)], strict=False):
+        job.ttft_s, job.tbt_s, job.outcome, job.end_s = ttft_s, tbt_s, DONE, 50.0
+    jobs[3].outcome, jobs[3].reason = REFUSED, "full"
+    results = Results.of(jobs)
+    assert results.effective_share(30, 0.2) == 0.25
+    assert results.goodput(30, 0.2) == pytest.approx(1 / 3)
+    assert results.summary()["num_refused"] == 1
+    assert np.isnan(results.ttft_s[3])
