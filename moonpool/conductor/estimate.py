@@ -11,21 +11,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
 from operator import mul
-
-import numpy as np
-from numpy.typing import NDArray
 
 from moonpool.base.cluster import DecodeSample, PrefillSample, PullSample
 from moonpool.conductor.accuracy import ErrorWindow
-
-Vector = NDArray[np.float64]
+from moonpool.conductor.nonnegative import nonnegative_minimum
 
 _FADE = 0.98  # weight of a sample after each later one: about the last fifty count
 _PRIOR_WEIGHT = 3e-4  # of the prior curve, in samples
 _TRUSTED_RATIO = 1.5  # measured/predicted beyond this, either way, weighs less
 _SCALE_STEP = 0.1  # how fast the prior curve's scale and the usual error follow
+_SOON = 64  # samples of which each is believed at once
+_REFIT_EVERY = 8  # later ones change little each
 _MIN_SECONDS = 1e-6
 _MAX_SECONDS = 86_400.0
 
@@ -34,20 +31,19 @@ class LearnedCost:
     """seconds = sum of coefficient_j x feature_j, fitted online; before any sample, the prior's coefficients."""
 
     def __init__(self, prior: Sequence[float]) -> None:
-        self._prior: Vector = np.asarray(prior, dtype=np.float64)
-        self._gram: Vector = np.zeros((len(prior), len(prior)))
-        self._moment: Vector = np.zeros(len(prior))
+        self._prior = tuple(map(float, prior))
+        self._gram = [[0.0] * len(self._prior) for _ in self._prior]
+        self._moment = [0.0] * len(self._prior)
         self._log_scale = 0.0
         self._usual_off = 0.0
-        self._fitted: Vector | None = self._prior
-        self._terms: tuple[float, ...] | None = None
+        self._terms: tuple[float, ...] | None = self._prior
         self.num_samples = 0
 
     @property
     def terms(self) -> tuple[float, ...]:
-        """The coefficients as plain floats: what fast callers multiply by hand."""
+        """The coefficients, for callers that multiply by hand."""
         if self._terms is None:
-            self._terms = tuple(self.coefficients().tolist())
+            self._terms = self._fit()
         return self._terms
 
     def predict(self, features: Sequence[float]) -> float:
@@ -60,22 +56,30 @@ class LearnedCost:
         seconds = max(seconds, _MIN_SECONDS)
         predicted = max(self.predict(features), _MIN_SECONDS) if self.num_samples else seconds
         weight = self._trust(seconds / predicted)
-        self._rescale(seconds / float(np.dot(self._prior, features)), weight)
+        row = list(map(mul, self._prior, features))
+        self._rescale(seconds / sum(row), weight)
         # Errors are relative to the larger of the two, so that none counts for more than 1.
         unit = max(seconds, predicted)
-        row = self._prior * np.asarray(features, dtype=np.float64) / unit
-        self._gram = self._gram * _FADE + weight * np.outer(row, row)
-        self._moment = self._moment * _FADE + weight * row * (seconds / unit)
+        self._add([each / unit for each in row], seconds / unit, weight)
         self.num_samples += 1
-        self._fitted = self._terms = None
+        if self.num_samples < _SOON or not self.num_samples % _REFIT_EVERY:
+            self._terms = None
 
-    def coefficients(self) -> Vector:
-        if self._fitted is None:
-            scale = math.exp(self._log_scale)
-            gram = self._gram * scale**2 + _PRIOR_WEIGHT * np.eye(len(self._prior))
-            moment = self._moment * scale + _PRIOR_WEIGHT
-            self._fitted = _nonnegative_minimum(gram, moment) * scale * self._prior
-        return self._fitted
+    def _add(self, row: list[float], target: float, weight: float) -> None:
+        moment = self._moment
+        for i, left in enumerate(row):
+            scaled, gram = weight * left, self._gram[i]
+            moment[i] = moment[i] * _FADE + scaled * target
+            for j, right in enumerate(row):
+                gram[j] = gram[j] * _FADE + scaled * right
+
+    def _fit(self) -> tuple[float, ...]:
+        scale = math.exp(self._log_scale)
+        gram = [[each * scale * scale for each in row] for row in self._gram]
+        for at, row in enumerate(gram):
+            row[at] += _PRIOR_WEIGHT
+        fitted = nonnegative_minimum(gram, [each * scale + _PRIOR_WEIGHT for each in self._moment])
+        return tuple([each * scale * prior for each, prior in zip(fitted, self._prior, strict=True)])
 
     def _trust(self, ratio: float) -> float:
         """1 for what was expected, falling with the distance. When all are far off, it is the model that is wrong."""
@@ -88,25 +92,6 @@ class LearnedCost:
     def _rescale(self, ratio: float, weight: float) -> None:
         step = weight * max(_SCALE_STEP, 1 / (self.num_samples + 1))
         self._log_scale += step * (math.log(ratio) - self._log_scale)
-
-
-def _nonnegative_minimum(gram: Vector, moment: Vector) -> Vector:
-    """argmin over x >= 0 of x'Gx - 2x'm, exactly: the best feasible solution over all supports (there are few)."""
-    best, best_value = np.zeros(len(moment)), 0.0
-    for size in range(len(moment), 0, -1):
-        for support in combinations(range(len(moment)), size):
-            chosen = list(support)
-            try:
-                part = np.linalg.solve(gram[np.ix_(chosen, chosen)], moment[chosen])
-            except np.linalg.LinAlgError:
-                continue  # these features cannot be told apart by the samples; a smaller support can do as well
-            value = -float(np.dot(part, moment[chosen]))
-            if value < best_value and bool((part >= 0).all()):
-                best, best_value = np.zeros(len(moment)), value
-                best[chosen] = part
-        if size == len(moment) and best_value < 0:
-            return best  # no bound is touched: nothing can be better, and it is the usual case
-    return best
 
 
 # Priors in the shape of paper.md D, in the size of a small model on a CPU; the first sample rescales them.

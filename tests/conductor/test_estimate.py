@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moonpool.base.cluster import DecodeSample, PrefillSample, PullSample
-from moonpool.conductor.estimate import CostModels, _nonnegative_minimum
+from moonpool.conductor.estimate import CostModels
+from moonpool.conductor.nonnegative import nonnegative_minimum
 
 
 def paper_prefill_s(num_tokens: int, prefix: int) -> float:
@@ -120,7 +121,7 @@ def test_the_minimum_satisfies_its_conditions(seed: int) -> None:
     rng = np.random.default_rng(seed)
     rows = rng.normal(size=(6, 4))
     gram, moment = rows.T @ rows + 0.01 * np.eye(4), rng.normal(size=4)
-    best = _nonnegative_minimum(gram, moment)
+    best = np.array(nonnegative_minimum(gram.tolist(), moment.tolist()))
     gradient = gram @ best - moment
     assert (best >= 0).all()
     assert (gradient >= -1e-7).all()

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from moonpool.base.cluster import DecodeSample, PrefillSample
 from moonpool.base.errors import InvalidInput
-from moonpool.conductor.estimate import _nonnegative_minimum
+from moonpool.conductor.nonnegative import nonnegative_minimum
 from moonpool.sim.physics.cost import DecodeCost, EngineCost, PrefillCost
 
 _RIDGE = 1e-12  # of a column's own length: keeps a feature that no sample has from making the system singular
@@ -49,5 +49,5 @@ def _fit(features: Sequence[Sequence[float]], seconds: Sequence[float], kind: st
     lengths[lengths == 0] = 1.0
     rows /= lengths
     gram = rows.T @ rows + _RIDGE * np.eye(rows.shape[1])
-    fitted = _nonnegative_minimum(gram, rows.sum(axis=0)) / lengths
-    return [float(each) for each in fitted]
+    fitted = nonnegative_minimum(gram.tolist(), rows.sum(axis=0).tolist())
+    return [each / length for each, length in zip(fitted, lengths.tolist(), strict=True)]
