@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from state_pool import SESSION, G, Pool, descriptor
 
@@ -184,3 +186,20 @@ def test_a_lost_segment_gives_nothing_back_to_the_next_one() -> None:
     pool.sessions_gone(SESSION)
     pool.tick(1000)
     assert pool.used == 10
+
+
+def cpu_s_of_a_put(num_segments: int) -> float:
+    """Of one object, which is to lie on a given segment."""
+    pool = Pool(*(f"n{number}" for number in range(num_segments)), granules=64)
+    options = m.PutOptions(preferred=("n0.dram",))
+    took_s = []
+    for number in range(50):
+        began_s = time.process_time()
+        reply = pool.state.put_start([b"%d" % number], [G], options, 0.0)
+        took_s.append(time.process_time() - began_s)
+        assert reply.replicas[0][0].segment == options.preferred[0]
+    return sorted(took_s)[25]
+
+
+def test_a_put_that_says_where_does_not_rank_all_segments() -> None:
+    assert cpu_s_of_a_put(1000) < 5 * cpu_s_of_a_put(1)

@@ -204,7 +204,7 @@ class SegmentTable:
 
     def place_one(self, nbytes: int, preferred: Sequence[str] = ()) -> Place | None:
         """As place_many, for one replica of one size."""
-        for segment in self._ranked(preferred, set()):
+        for segment in self._in_turn(preferred, set()):
             assert segment.allocator is not None, "ranked segments are in DRAM"
             offset = segment.allocator.allocate(nbytes)
             if offset is not None:
@@ -224,11 +224,13 @@ class SegmentTable:
 
         Preferred segments come first, then those with the most free bytes. A batch lies together as far as it can.
         """
-        ranked = self._ranked(preferred, set(avoid_nodes))
-        if num_replicas == 1 and ranked and sizes:
-            together = self._place_together(ranked[0], sizes)
+        avoided = set(avoid_nodes)
+        if num_replicas == 1 and sizes:
+            first = next(self._in_turn(preferred, avoided), None)
+            together = None if first is None else self._place_together(first, sizes)
             if together is not None:
                 return together
+        ranked = list(self._in_turn(preferred, avoided))
         places: list[list[Place]] = [[] for _ in sizes]
         nodes: list[set[str]] | None = [set() for _ in sizes] if num_replicas > 1 else None
         missing, smallest = list(range(len(sizes))), min(sizes, default=0)
@@ -300,10 +302,27 @@ class SegmentTable:
             segment.ssd_used_nbytes += sign * num_granules(nbytes) * GRANULE_NBYTES
             segment.num_replicas += sign
 
-    def _ranked(self, preferred: Sequence[str], avoid_nodes: set[str]) -> list[MountedSegment]:
-        usable = [each for each in self.of_tier(Tier.DRAM) if each.takes_new and each.node not in avoid_nodes]
-        if len(usable) > 1:
-            order = {name: at for at, name in enumerate(preferred)}
-            last = len(order)
-            usable.sort(key=lambda each: (order.get(each.name, last), each.used_nbytes - each.capacity_nbytes))
-        return usable
+    def _in_turn(self, preferred: Sequence[str], avoid_nodes: set[str]) -> Iterator[MountedSegment]:
+        """The preferred segments, then the emptiest, then the rest. All are ranked only for who gets that far: there
+        may be thousands, and mostly the first will do.
+        """
+        asked = []
+        for name in dict.fromkeys(preferred):
+            segment = self._by_name.get(name)
+            if segment is not None and self._is_usable(segment, avoid_nodes):
+                asked.append(segment)
+                yield segment
+        others = [each for each in self._by_name.values() if self._is_usable(each, avoid_nodes) and each not in asked]
+        if others:
+            emptiest = min(others, key=_emptiness)
+            yield emptiest
+            others.remove(emptiest)
+            yield from sorted(others, key=_emptiness)
+
+    def _is_usable(self, segment: MountedSegment, avoid_nodes: set[str]) -> bool:
+        return segment.tier is Tier.DRAM and segment.takes_new and segment.node not in avoid_nodes
+
+
+def _emptiness(segment: MountedSegment) -> int:
+    """The emptiest first."""
+    return segment.used_nbytes - segment.capacity_nbytes
