@@ -384,3 +384,24 @@ def test_readers_writers_and_compaction_at_once(tmp_path: Path) -> None:
                 reader.join()
         log.check_integrity()
     assert failures == []
+
+
+def test_a_start_gives_up_files_that_nobody_needs(log: SsdLog, tmp_path: Path) -> None:
+    """An owner that dies often never lives to tidy up."""
+    keys = [b"key-%d" % number for number in range(4)]
+    for generation in range(1, 40):
+        results = log.append_many([item_of(key, generation) for key in keys])
+        if any(isinstance(result, NoSpace) for result in results):
+            break
+        if generation % 2:
+            log.remove([(key, generation) for key in keys[::2]])
+    log.sync()
+    before, full = inventory(log), len(log_files(tmp_path / "log"))
+    assert full >= 5
+    with SsdLog.open(copy_as_is(tmp_path / "log", tmp_path / "killed"), SMALL) as again:
+        assert inventory(again) == before
+        again.check_integrity()
+        assert again.stats().num_files <= 4
+        assert log_files(tmp_path / "killed") != []
+    with SsdLog.open(tmp_path / "killed", SMALL) as once_more:
+        assert inventory(once_more) == before, "nothing removed has come back with what was given up"

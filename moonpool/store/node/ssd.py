@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -152,7 +153,12 @@ class Housekeeper:
                     raise
                 self._complaints.warn(error)
                 moved = False
-            await asyncio.sleep(0 if moved else _COMPACT_EVERY_S)
+            await asyncio.sleep(0 if moved else self._pause_s())
+
+    def _pause_s(self) -> float:
+        """Until the next look, or until an emptied file has rested if that is sooner."""
+        rested_in_s = min(self._release_at_s.values(), default=math.inf) - time.monotonic()
+        return min(_COMPACT_EVERY_S, max(0.0, rested_in_s))
 
     async def _tidy(self, client: AsyncClient) -> bool:
         """One step, in which orders for the log wait; False when there was nothing to move."""

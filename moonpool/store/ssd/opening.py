@@ -35,9 +35,11 @@ def recover_folder(folder: Folder) -> Recovered:
     """
     recovered = Recovered()
     reader = _Reader()
+    is_durable = True
     for number in sorted(folder.sizes):
         with folder.borrow(number) as file:
-            found = _recover_file(folder, number, reader.of(file))
+            found, is_sealed = _recover_file(folder, number, reader.of(file))
+        is_durable = is_durable and is_sealed
         if found is None:
             recovered.num_unreadable_files += 1
             logger.warning("%s has no valid header and is given up", folder.path_of(number))
@@ -47,7 +49,19 @@ def recover_folder(folder: Folder) -> Recovered:
             recovered.index.open_file(number)
         for entry in entries:
             recovered.index.add(entry)
+    if is_durable:
+        _retire_useless(folder, recovered.index)
     return recovered
+
+
+def _retire_useless(folder: Folder, index: Index) -> None:
+    """Files with nothing alive and no tombstone that something older needs, the oldest first. Nobody reads them: who
+    knew their places knew them of an earlier incarnation. An owner that dies often would have no time to empty and to
+    rest them, and run out of files.
+    """
+    for number in sorted(folder.sizes):
+        if not any(index.live_of(number)) and not index.tombstones_to_keep(number) and _retired(folder, number):
+            index.drop_file(number)
 
 
 def _retired(folder: Folder, number: int) -> bool:
@@ -59,17 +73,18 @@ def _retired(folder: Folder, number: int) -> bool:
     return True
 
 
-def _recover_file(folder: Folder, number: int, read: Reader) -> Found | None:
+def _recover_file(folder: Folder, number: int, read: Reader) -> tuple[Found | None, bool]:
+    """What was found, and whether all of it is durable now."""
     header = parse_file_header(read(0, UNIT_NBYTES), number) if folder.sizes[number] >= UNIT_NBYTES else None
     if header is None:
-        return None
+        return None, True
     if folder.sizes[number] < header.file_nbytes:
         _restore_size(folder, header)
     found = recover(read, header)
-    if not found.sealed and found.entries:
-        logger.info("log file %d was searched: %d records, %d torn", number, len(found.entries), found.num_torn)
-        _seal(folder, header, found.entries)
-    return found
+    if found.sealed or not found.entries:
+        return found, True
+    logger.info("log file %d was searched: %d records, %d torn", number, len(found.entries), found.num_torn)
+    return found, _seal(folder, header, found.entries)
 
 
 def _restore_size(folder: Folder, header: FileHeader) -> None:
@@ -80,8 +95,8 @@ def _restore_size(folder: Folder, header: FileHeader) -> None:
     folder.sizes[header.number] = header.file_nbytes
 
 
-def _seal(folder: Folder, header: FileHeader, entries: list[Entry]) -> None:
-    """So that the next start need not search again. Nothing depends on it."""
+def _seal(folder: Folder, header: FileHeader, entries: list[Entry]) -> bool:
+    """So that the next start need not search again; False when it cannot be done, and nothing depends on it."""
     try:
         file = folder.open_to_write(header.number)
         try:
@@ -91,6 +106,8 @@ def _seal(folder: Folder, header: FileHeader, entries: list[Entry]) -> None:
             file.close()
     except MoonpoolError as error:
         logger.warning("log file %d is left without an index: %s", header.number, error)
+        return False
+    return True
 
 
 class _Reader:
