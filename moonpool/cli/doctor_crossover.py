@@ -16,7 +16,7 @@ from moonpool.base.errors import MoonpoolError
 from moonpool.base.rpc import BlockingClient
 from moonpool.base.run_dirs import live_run_dirs, socket_address
 from moonpool.base.units import format_nbytes
-from moonpool.conductor.crossover import break_even_bandwidth
+from moonpool.conductor.costs.crossover import break_even_bandwidth
 from moonpool.conductor.messages import ConductorStatus, FetchOrCompute, Status
 from moonpool.server.launch_plan import CONDUCTOR
 from moonpool.transfer.doctor import Finding

@@ -31,8 +31,10 @@ COMMANDS = {
     "ls": ("moonpool.cli.ls", "List objects of the pool."),
     "rm": ("moonpool.cli.rm", "Remove objects from the pool."),
     "stat": ("moonpool.cli.stat", "Show what the pool holds."),
-    "why": ("moonpool.cli.why", "Say what became of a key."),
+    "why": ("moonpool.cli.why", "Say what became of a request or of a key."),
     "trace": ("moonpool.cli.trace", "Describe, generate and change traces of requests."),
+    "plan": ("moonpool.cli.plan", "Size a cluster and its pool for a trace; or just a model's KV."),
+    "replay": ("moonpool.cli.replay", "Replay a trace on simulated machines, several systems beside each other."),
     "bench": ("moonpool.cli.bench", "Measure this machine: transfer, store."),
     "doctor": ("moonpool.cli.doctor", "Say what works on this machine, what is missing and how to get it."),
 }

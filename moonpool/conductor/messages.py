@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from moonpool.base.cluster import WorkerInfo, WorkerLoad
-from moonpool.base.rpc import Call
+from moonpool.base.rpc import Call, StreamCall
 
 
 class WorkerRef(msgspec.Struct, frozen=True, array_like=True):
@@ -55,12 +55,16 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     tbt_s: float
     candidates: tuple[Candidate, ...]  # the best few, the chosen one first
     max_pool_blocks: int | None = None
+    waited_s: float = 0.0  # for its turn, in the conductor; part of ttft_s
+    asks_before_decode: bool = False  # the front end asks BeforeDecode instead of saying PrefillEnded
 
 
 class Route(Call[Decision]):
     """Raises Overloaded when no pair meets the targets, Unavailable when there are no workers.
 
-    Routing a request again takes its earlier assignment back first.
+    It may be answered late: a request that does not fit now waits for its turn, higher priorities first and tenants in
+    fair turns (waiting_room.py). Cancelling the call takes it out. Routing a request again takes its earlier assignment
+    back first.
     """
 
     request_id: str
@@ -68,10 +72,19 @@ class Route(Call[Decision]):
     num_tokens: int
     max_tokens: int
     exclude: tuple[str, ...] = ()  # workers that just failed this request
+    tenant: str = ""
+    priority: int = 0  # the highest first
 
 
 class PrefillEnded(Call[None]):
     """Takes the request out of its prefill worker's queue, done or not. Unknown requests are ignored."""
+
+    request_id: str
+
+
+class BeforeDecode(Call[None]):
+    """As PrefillEnded, and asks whether the answer may be written: Overloaded when tokens would come too far apart by
+    now, so that the prefill was for nothing."""
 
     request_id: str
 
@@ -101,7 +114,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
 class PredictionError(msgspec.Struct, frozen=True, kw_only=True):
     """Relative errors (predicted / measured - 1) of one model's last predictions: of their size, and their mean."""
 
-    model: str  # prefill, decode, transfer, transfer_ssd; ttft and tbt of whole requests
+    model: str  # prefill, decode, transfer, transfer_ssd; ttft and tbt of whole requests; decode_load: sequences
     count: int = 0
     p50: float = 0.0
     p90: float = 0.0
@@ -109,7 +122,7 @@ class PredictionError(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FetchOrCompute(msgspec.Struct, frozen=True, kw_only=True):
-    """Where fetching KV begins to beat computing it, by what was measured (conductor/crossover.py)."""
+    """Where fetching KV begins to beat computing it, by what was measured (costs/crossover.py)."""
 
     min_tokens: int | None  # shortest prefix worth fetching; None: none is
     at_tokens: int
@@ -125,6 +138,7 @@ class ConductorStatus(msgspec.Struct, frozen=True, kw_only=True):
     pool_connected: bool
     counters: dict[str, int]
     policy: str = ""
+    num_waiting: int = 0  # requests that wait for their turn
     predictions: tuple[PredictionError, ...] = ()
     fetch_or_compute: FetchOrCompute | None = None  # None without workers
 
@@ -153,9 +167,39 @@ class DecisionRecord(msgspec.Struct, kw_only=True):
     pool_tokens: int = 0
     output_tokens: int = 0
     outcome: str = "open"  # then what RequestEnded says, an error's code when refused, or "abandoned"
+    priority: int = 0
+    waited_s: float = 0.0  # for its turn, before it was sent or refused
+    reason: str | None = None  # why it was refused: a sentence
 
 
 class Records(Call[list[DecisionRecord]]):
-    """The newest decision records, newest last."""
+    """The newest decision records that match, newest last. What is None does not matter."""
 
     limit: int = 100
+    outcome: str | None = None
+    tenant: str | None = None
+    worker: str | None = None
+
+
+class ExplainedRecord(msgspec.Struct, frozen=True):
+    """`lines` are sentences (records/explain.py)."""
+
+    record: DecisionRecord
+    lines: tuple[str, ...]
+
+
+class ExplainRequest(Call[list[ExplainedRecord]]):
+    """What became of a request, by its own id or by that of the client's request, which has one for each choice.
+
+    Empty when there is no such record, or it is another tenant's than the one asked for.
+    """
+
+    request_id: str
+    tenant: str | None = None
+
+
+class ExportTrace(StreamCall[bytes]):
+    """The records as lines of Mooncake's JSONL, oldest first (records/export.py), many lines an item."""
+
+    tenant: str | None = None
+    trace_block_tokens: int = 512

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
+from moonpool.conductor.admission.forms import Cause
 from moonpool.conductor.state import ConductorState
+from moonpool.conductor.waiting_room import WaitingRoom
 
 
 class ConductorCollector(Collector):
-    def __init__(self, state: ConductorState, pool_connected: Callable[[], bool]) -> None:
+    def __init__(self, state: ConductorState, room: WaitingRoom, pool_connected: Callable[[], bool]) -> None:
         self._state = state
+        self._room = room
         self._pool_connected = pool_connected
 
     def collect(self) -> Iterator[Metric]:
@@ -26,6 +29,7 @@ class ConductorCollector(Collector):
             workers.add_metric([worker.info.name], worker.assigned)
         yield workers
         yield from self._gauges()
+        yield from self._admission()
         yield from self._prediction_errors()
 
     def _gauges(self) -> Iterator[Metric]:
@@ -36,6 +40,18 @@ class ConductorCollector(Collector):
         yield GaugeMetricFamily("moonpool_conductor_index_left_out", "Keys beyond the bounds", index.left_out)
         yield GaugeMetricFamily("moonpool_conductor_pull_flows", "Pulls under way", self._state.traffic.num_flows)
         yield GaugeMetricFamily("moonpool_conductor_pull_nbytes", "Bytes of those", self._state.traffic.nbytes)
+
+    def _admission(self) -> Iterator[Metric]:
+        refused = CounterMetricFamily("moonpool_conductor_refused", "Requests refused, by cause", labels=["cause"])
+        for cause in Cause:
+            refused.add_metric([cause.value], self._state.refused[cause])
+        yield refused
+        wasted = self._state.counters["wasted_prefills"]
+        yield CounterMetricFamily("moonpool_conductor_wasted_prefills", "Refused after their prefill", wasted)
+        yield GaugeMetricFamily("moonpool_conductor_waiting", "Requests that wait for their turn", len(self._room))
+        waits = SummaryMetricFamily("moonpool_conductor_wait_seconds", "How long they waited")
+        waits.add_metric([], self._room.num_waited, self._room.waited_s)
+        yield waits
 
     def _prediction_errors(self) -> Iterator[Metric]:
         """Relative: predicted / measured - 1."""

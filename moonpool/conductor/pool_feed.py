@@ -11,12 +11,13 @@ import logging
 
 from moonpool.base.errors import MoonpoolError, ProtocolError
 from moonpool.base.rpc import AsyncClient
-from moonpool.conductor.prefix_index import PrefixIndex
-from moonpool.store.messages import SERVICE, EventBatch, Subscribe
+from moonpool.conductor.placement.prefix_index import PrefixIndex
+from moonpool.store.messages import SERVICE, EventBatch, Subscribe, Why
 
 _LOG = logging.getLogger(__name__)
 _MIN_RETRY_S = 0.05
 _MAX_RETRY_S = 2.0
+_ASK_S = 1.0
 
 
 class PoolFeed:
@@ -27,6 +28,7 @@ class PoolFeed:
         self._address = store_address
         self._index = index
         self._name = name
+        self._client: AsyncClient | None = None
 
     async def run(self) -> None:
         """Never returns; errors of the store lead to another attempt after a growing pause."""
@@ -40,8 +42,18 @@ class PoolFeed:
             self._lost()
             await asyncio.sleep(retry_s)
 
+    async def why(self, key: bytes) -> str | None:
+        """What the pool says became of that object; None when it cannot be asked."""
+        if self._client is None:
+            return None
+        try:
+            return await self._client.call(Why(key=key), timeout_s=_ASK_S)
+        except MoonpoolError as error:
+            _LOG.debug("the pool was asked about a key: %s", error)
+            return None
+
     async def _follow(self) -> None:
-        client = await AsyncClient.connect(self._address, SERVICE, name=self._name)
+        client = self._client = await AsyncClient.connect(self._address, SERVICE, name=self._name)
         try:
             async with contextlib.aclosing(client.stream(Subscribe())) as batches:  # type: ignore[type-var]
                 last: int | None = None
@@ -49,6 +61,7 @@ class PoolFeed:
                     self._apply(batch, last)
                     last = batch.sequence
         finally:
+            self._client = None
             client.close()
 
     def _apply(self, batch: EventBatch, last: int | None) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,10 +17,15 @@ from moonpool.base.clock import Clock, SystemClock
 from moonpool.base.cluster import CONDUCTOR_SERVICE, RegisterWorker, ReportWorker
 from moonpool.base.metrics import GetMetrics, MetricFamily, snapshot
 from moonpool.base.rpc import Call, Patience, Peer, RpcServer
+from moonpool.conductor.clerk import Clerk
 from moonpool.conductor.messages import (
+    BeforeDecode,
     ConductorStatus,
     Decision,
     DecisionRecord,
+    ExplainedRecord,
+    ExplainRequest,
+    ExportTrace,
     PrefillEnded,
     Records,
     RequestEnded,
@@ -28,10 +33,13 @@ from moonpool.conductor.messages import (
     Status,
 )
 from moonpool.conductor.metrics import ConductorCollector
-from moonpool.conductor.policy import PolicyConfig
+from moonpool.conductor.placement.policy import PolicyConfig
+from moonpool.conductor.placement.prefix_index import PrefixIndex
 from moonpool.conductor.pool_feed import PoolFeed
-from moonpool.conductor.prefix_index import PrefixIndex
+from moonpool.conductor.queue_desk import QueueDesk
+from moonpool.conductor.registration import Registration
 from moonpool.conductor.state import ConductorState
+from moonpool.conductor.waiting_room import WaitingRoom
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +68,12 @@ class Conductor:
             PoolFeed(config.store_address, self._state.index, name=config.name) if config.store_address else None
         )
         self._feeding: asyncio.Task[None] | None = None
+        room = WaitingRoom(self._state, config.policy)
+        self._desk = QueueDesk(room, self._clock)
+        self._clerk = Clerk(self._state, self._feed)
         self._front_ends: set[Peer] = set()
         self._server = self._make_server(patience or Patience())
-        self.registry.register(ConductorCollector(self._state, lambda: self.pool_connected))
+        self.registry.register(ConductorCollector(self._state, room, lambda: self.pool_connected))
 
     @property
     def pool_connected(self) -> bool:
@@ -77,6 +88,7 @@ class Conductor:
 
     async def close(self) -> None:
         """Idempotent."""
+        self._desk.close()
         feeding, self._feeding = self._feeding, None
         if feeding is not None:
             feeding.cancel()
@@ -87,12 +99,15 @@ class Conductor:
     def _make_server(self, patience: Patience) -> RpcServer:
         handlers: dict[type[Call[Any]], Callable[[Any, Peer], Any]] = {
             RegisterWorker: self._register,
-            ReportWorker: lambda call, peer: self._state.report(call),
+            ReportWorker: self._report,
             Route: self._route,
             PrefillEnded: self._prefill_ended,
+            BeforeDecode: self._before_decode,
             RequestEnded: self._request_ended,
             Status: self._status,
             Records: self._records,
+            ExplainRequest: self._explain,
+            ExportTrace: self._export,
             GetMetrics: self._metrics,
         }
         return RpcServer(
@@ -103,23 +118,43 @@ class Conductor:
 
     def _register(self, call: RegisterWorker, peer: Peer) -> None:
         worker = self._state.register(call.info)
-        peer.on_close(lambda: self._state.unregister(worker))
+        peer.on_close(lambda: self._unregister(worker))
+        self._desk.changed()
 
-    def _route(self, call: Route, peer: Peer) -> Decision:
+    def _unregister(self, worker: Registration) -> None:
+        self._state.unregister(worker)
+        self._desk.changed()
+
+    def _report(self, call: ReportWorker, peer: Peer) -> None:
+        self._state.report(call)
+        self._desk.changed()
+
+    def _route(self, call: Route, peer: Peer) -> Decision | Awaitable[Decision]:
         if peer not in self._front_ends:
             self._front_ends.add(peer)
             peer.on_close(lambda: self._front_end_gone(peer))
-        return self._state.route(call, peer, self._clock.now_s(), time.time())
+        return self._desk.ask(call, peer)
 
     def _front_end_gone(self, peer: Peer) -> None:
         self._front_ends.discard(peer)
+        self._desk.owner_gone(peer)
         self._state.owner_gone(peer, self._clock.now_s())
+        self._desk.changed()
 
     def _prefill_ended(self, call: PrefillEnded, peer: Peer) -> None:
         self._state.prefill_ended(call.request_id, self._clock.now_s())
+        self._desk.changed()
+
+    def _before_decode(self, call: BeforeDecode, peer: Peer) -> None:
+        try:
+            self._state.before_decode(call.request_id, self._clock.now_s())
+        finally:
+            self._prefill_ended(PrefillEnded(request_id=call.request_id), peer)
 
     def _request_ended(self, call: RequestEnded, peer: Peer) -> None:
+        self._desk.cancel(call.request_id)
         self._state.request_ended(call, self._clock.now_s())
+        self._desk.changed()
 
     def _status(self, call: Status, peer: Peer) -> ConductorStatus:
         return ConductorStatus(
@@ -128,12 +163,19 @@ class Conductor:
             pool_connected=self.pool_connected,
             counters=dict(self._state.counters),
             policy=self._state.policy,
+            num_waiting=self._desk.num_waiting,
             predictions=self._state.predictions(),
             fetch_or_compute=self._state.fetch_or_compute(),
         )
 
     def _records(self, call: Records, peer: Peer) -> list[DecisionRecord]:
-        return self._state.records.newest(call.limit)
+        return self._clerk.find(call)
+
+    def _explain(self, call: ExplainRequest, peer: Peer) -> Awaitable[list[ExplainedRecord]]:
+        return self._clerk.explain(call)
+
+    def _export(self, call: ExportTrace, peer: Peer) -> AsyncIterator[bytes]:
+        return self._clerk.export(call)
 
     def _metrics(self, call: GetMetrics, peer: Peer) -> list[MetricFamily]:
         return snapshot(self.registry)

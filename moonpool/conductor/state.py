@@ -9,15 +9,15 @@ import math
 import random
 from collections import Counter
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from moonpool.base.cluster import ReportWorker, WorkerInfo, WorkerLoad, WorkerRole
 from moonpool.base.errors import IdentityMismatch, InvalidInput, MoonpoolError, NotFound
-from moonpool.conductor.accuracy import ErrorWindow
-from moonpool.conductor.backlog import Backlog
-from moonpool.conductor.balance import HotPrefixes, replicated
-from moonpool.conductor.crossover import crossover
-from moonpool.conductor.estimate import CostModels
+from moonpool.conductor.admission.forms import Cause, DecodeNow, Refused, Verdict
+from moonpool.conductor.admission.gatekeeper import Gatekeeper
+from moonpool.conductor.costs.accuracy import ErrorWindow
+from moonpool.conductor.costs.crossover import crossover
+from moonpool.conductor.costs.estimate import CostModels
 from moonpool.conductor.messages import (
     Decision,
     DecisionRecord,
@@ -28,49 +28,26 @@ from moonpool.conductor.messages import (
     WorkerRef,
     WorkerStatus,
 )
-from moonpool.conductor.policies import make_policy
-from moonpool.conductor.policy import Choice, Chooser, PolicyConfig, Scene
-from moonpool.conductor.prefix_index import PrefixIndex, fingerprints
-from moonpool.conductor.pricing import Demand, Pricing
-from moonpool.conductor.records import RecordRing
-from moonpool.conductor.slots import Slots
-from moonpool.conductor.tables import DecodeTable, PrefillTable
-from moonpool.conductor.traffic import Traffic
+from moonpool.conductor.placement.balance import HotPrefixes, replicated
+from moonpool.conductor.placement.policies import make_policy
+from moonpool.conductor.placement.policy import Choice, Chooser, PolicyConfig, Scene
+from moonpool.conductor.placement.prefix_index import PrefixIndex, fingerprints
+from moonpool.conductor.placement.pricing import Demand, Pricing
+from moonpool.conductor.placement.slots import Slots
+from moonpool.conductor.placement.tables import DecodeTable, PrefillTable
+from moonpool.conductor.placement.traffic import Traffic
+from moonpool.conductor.records.filling import first_missed, note_decision, note_end, note_refusal, open_record
+from moonpool.conductor.records.store import RecordStore
+from moonpool.conductor.registration import OpenRequest, Registration, check_parity
 
 
-@dataclass(eq=False, slots=True)
-class Registration:
-    """One worker between registering and going, with the requests that were sent to it."""
+class Weighed(NamedTuple):
+    """A request that was weighed against all workers, and what admission says of it."""
 
-    info: WorkerInfo
-    load: WorkerLoad
-    slot: int  # its row in the table of its role
-    ref: WorkerRef
-    backlog: Backlog = field(default_factory=Backlog)
-    num_decoding: int = 0
-    decoding_tokens: int = 0
-    decoding_pages: int = 0
-
-    @property
-    def is_prefill(self) -> bool:
-        return self.info.role is WorkerRole.PREFILL
-
-    @property
-    def assigned(self) -> int:
-        return len(self.backlog) + self.num_decoding
-
-
-@dataclass(eq=False, slots=True)
-class OpenRequest:
-    """A request on its way. `prefill` is None once that worker was lost."""
-
-    request_id: str
-    owner: Hashable
     prints: list[int]
-    num_tokens: int
-    pages: int
-    prefill: Registration | None
-    decode: Registration
+    scene: Scene
+    choice: Choice
+    verdict: Verdict
 
 
 class ConductorState:
@@ -79,22 +56,34 @@ class ConductorState:
     def __init__(self, policy: PolicyConfig, index: PrefixIndex, num_records: int) -> None:
         self.index = index
         self.costs = CostModels()
-        self.records = RecordRing(num_records)
+        self.records = RecordStore(num_records)
         self.counters: Counter[str] = Counter()
+        self.refused: Counter[Cause] = Counter()
         self.traffic = Traffic()
         self.hot = HotPrefixes()
         self.prefills, self.decodes = PrefillTable(), DecodeTable()
-        self._chooser = Chooser(make_policy(policy, random.Random(policy.seed)), policy)
+        self._chooser = Chooser(make_policy(policy, random.Random(policy.seed)))
+        self._gate = Gatekeeper(policy.targets, self.costs.decode_step_s)
         self._pool_sources = policy.pool_sources
         self._decode_slots = Slots()
         self._request_errors = {name: ErrorWindow(name) for name in ("ttft", "tbt")}
         self._block_shape = (1, 0, 1)  # tokens, bytes and layers of a block; the same at all workers
         self._workers: dict[str, Registration] = {}
+        self._decode_now: dict[str, DecodeNow] = {}  # of each decode worker, as admission sees it
         self._open: dict[str, OpenRequest] = {}
+        self._num_joined = 0
 
     @property
     def num_open(self) -> int:
         return len(self._open)
+
+    @property
+    def block_tokens(self) -> int:
+        return self._block_shape[0]
+
+    def least_backlog_s(self, now_s: float) -> float:
+        """Predicted work before a newcomer at the least busy prefill worker; infinite when there is none."""
+        return float(self.prefills.wait_s(now_s).min())
 
     def status(self) -> tuple[WorkerStatus, ...]:
         return tuple(
@@ -108,7 +97,8 @@ class ConductorState:
 
     def predictions(self) -> tuple[PredictionError, ...]:
         """How good each model has been, and the predictions of whole requests."""
-        return tuple(window.summary() for window in (*self.costs.errors.values(), *self._request_errors.values()))
+        windows = (*self.costs.errors.values(), *self._request_errors.values(), self._gate.errors)
+        return tuple(window.summary() for window in windows)
 
     def fetch_or_compute(self) -> FetchOrCompute | None:
         if not self._workers:
@@ -156,12 +146,13 @@ class ConductorState:
     def _check_parity(self, info: WorkerInfo) -> None:
         # All registered workers agree, so any other one speaks for the majority.
         other = next((one.info for one in self._workers.values() if one.info.name != info.name), None)
-        if other is None or _parity(other) == _parity(info):
+        if other is None:
             return
-        self.counters["refused_identity"] += 1
-        raise IdentityMismatch(
-            f"worker {info.name} ({_describe(info)}) cannot share KV with the workers here ({_describe(other)})"
-        )
+        try:
+            check_parity(info, other)
+        except IdentityMismatch:
+            self.counters["refused_identity"] += 1
+            raise
 
     def unregister(self, worker: Registration) -> None:
         """Ignored when the worker has registered anew meanwhile."""
@@ -171,6 +162,7 @@ class ConductorState:
         del self._workers[name]
         if not worker.is_prefill:
             self.decodes.drop(worker.slot)
+            del self._decode_now[name]
             self._decode_slots.give_back(worker.slot)
         else:
             self.index.drop_worker(name)
@@ -198,41 +190,85 @@ class ConductorState:
     # requests
 
     def route(self, call: Route, owner: Hashable, now_s: float, wall_s: float) -> Decision:
-        """The decision, already entered into the queues; refusals are recorded too."""
+        """At once: the decision, already entered into the queues, or an error. Refusals are recorded too."""
+        self.begin(call, now_s, wall_s)
+        try:
+            weighed = self.weigh(call, now_s)
+        except MoonpoolError as error:
+            raise self.refuse(call.request_id, error) from None
+        if isinstance(weighed.verdict, Refused):
+            raise self.refuse(call.request_id, weighed.verdict.error(), weighed.verdict.cause)
+        return self.send(call, owner, weighed, now_s)
+
+    def begin(self, call: Route, now_s: float, wall_s: float) -> None:
+        """Opens its record, and takes an earlier assignment back."""
         if call.num_tokens < 1 or call.max_tokens < 0:
             raise InvalidInput("a request has at least one token and asks for none or more")
         self._take_out(call.request_id, now_s)
-        record = DecisionRecord(
-            request_id=call.request_id, routed_at_s=wall_s, num_tokens=call.num_tokens, max_tokens=call.max_tokens
-        )
-        self.records.add(record)
+        self.records.add(open_record(call, wall_s), tenant=call.tenant or None, keys=call.keys)
+
+    def weigh(self, call: Route, now_s: float, before_s: float = 0.0) -> Weighed:
+        """Changes nothing but whose turn it is. `before_s` is what it has waited already, or will before it is sent.
+
+        Raises Unavailable when there are no workers.
+        """
         prints = fingerprints(call.keys)
-        try:
-            scene, choice = self._choose(call, prints, now_s)
-        except MoonpoolError as error:
-            record.outcome = error.code
-            self.counters[error.code] += 1
-            raise
-        decision = self._dispatch(call, owner, prints, scene, choice, now_s)
-        _describe_decision(record, decision)
+        scene, choice = self._choose(call, prints, now_s)
+        verdict = self._gate.at_arrival(call.num_tokens, choice.prefill, before_s, self._decode_now.values(), now_s)
+        return Weighed(prints, scene, choice, verdict)
+
+    def send(self, call: Route, owner: Hashable, weighed: Weighed, now_s: float, waited_s: float = 0.0) -> Decision:
+        decision = self._dispatch(call, owner, weighed, now_s, waited_s)
+        self._gate.sent(call, weighed.choice.prefill.ttft_s, now_s)
+        record = self.records.get(call.request_id)
+        if record is not None:
+            note_decision(record, decision)
         self.counters["routed"] += 1
         return decision
 
+    def refuse(
+        self, request_id: str, error: MoonpoolError, cause: Cause | None = None, waited_s: float = 0.0
+    ) -> MoonpoolError:
+        """Records it; the same error."""
+        self.counters[error.code] += 1
+        if cause is not None:
+            self.refused[cause] += 1
+        record = self.records.get(request_id)
+        if record is not None:
+            note_refusal(record, error, waited_s)
+        return error
+
     def prefill_ended(self, request_id: str, now_s: float) -> None:
         request = self._open.get(request_id)
-        if request is not None and request.prefill is not None:
+        if request is None:
+            return
+        if request.prefill is not None:
             self._leave_backlog(request_id, request.prefill, now_s)
+        if not request.has_joined:
+            self._gate.joined(request_id, self._num_joined, now_s)
+            request.has_joined = True
+            self._count_joined(request, 1)
+
+    def before_decode(self, request_id: str, now_s: float) -> None:
+        """To be asked before prefill_ended is told. Overloaded: its prefill was for nothing, and it is to be ended."""
+        request = self._open.get(request_id)
+        if request is None or request.has_joined:
+            return
+        verdict = self._gate.before_decode(request.num_tokens, request.decode.decode_now, now_s)
+        if isinstance(verdict, Refused):
+            self.counters["wasted_prefills"] += 1
+            raise self.refuse(request_id, verdict.error(), verdict.cause)
 
     def request_ended(self, call: RequestEnded, now_s: float) -> None:
-        if self._take_out(call.request_id, now_s):
-            self.counters["ended"] += 1
-        record = self.records.get(call.request_id)
-        if record is None:
+        request = self._take_out(call.request_id, now_s, call.output_tokens)
+        self.counters["ended"] += request is not None
+        kept = self.records.kept(call.request_id)
+        if kept is None:
             return
-        record.outcome, record.measured_ttft_s, record.measured_tbt_s = call.outcome, call.ttft_s, call.tbt_s
-        self._note_errors(record)
-        record.cached_tokens, record.pool_tokens = call.cached_tokens, call.pool_tokens
-        record.output_tokens = call.output_tokens
+        note_end(kept.record, call)
+        self._note_errors(kept.record)
+        if request is not None:
+            kept.missed = first_missed(request.keys, request.num_tokens, call.cached_tokens, self.block_tokens)
 
     def _note_errors(self, record: DecisionRecord) -> None:
         """Of whole requests that went as planned: one that was routed again waited for what nobody predicted."""
@@ -247,10 +283,14 @@ class ConductorState:
         """Takes all requests of a front end out of the queues."""
         for request_id in [one.request_id for one in self._open.values() if one.owner == owner]:
             self._take_out(request_id, now_s)
-            self.counters["abandoned"] += 1
-            record = self.records.get(request_id)
-            if record is not None:
-                record.outcome = "abandoned"
+            self.abandon(request_id)
+
+    def abandon(self, request_id: str) -> None:
+        """Nobody waits for it any more."""
+        self.counters["abandoned"] += 1
+        record = self.records.get(request_id)
+        if record is not None:
+            record.outcome = "abandoned"
 
     def _choose(self, call: Route, prints: list[int], now_s: float) -> tuple[Scene, Choice]:
         self.traffic.advance(now_s)
@@ -267,9 +307,8 @@ class ConductorState:
         scene = Scene(demand, leading, queue_s, self.prefills, prices, self.traffic)
         return scene, self._chooser.choose(scene, self.decodes, excluded, self.costs)
 
-    def _dispatch(
-        self, call: Route, owner: Hashable, prints: list[int], scene: Scene, choice: Choice, now_s: float
-    ) -> Decision:
+    def _dispatch(self, call: Route, owner: Hashable, weighed: Weighed, now_s: float, waited_s: float) -> Decision:
+        prints, scene, choice, _ = weighed
         best = choice.prefill
         prefill = self._workers[best.worker]
         decode = self._workers[self.decodes.names[choice.decode_slot]]
@@ -280,7 +319,9 @@ class ConductorState:
         if best.pulled_blocks:
             start_s, nbytes = now_s + best.queue_s, best.pulled_blocks * scene.demand.block_nbytes
             self.traffic.expect(call.request_id, prefill.slot, nbytes, start_s, start_s + best.transfer_s)
-        request = OpenRequest(call.request_id, owner, prints, call.num_tokens, scene.demand.num_pages, prefill, decode)
+        request = OpenRequest(
+            call.request_id, owner, call.keys, prints, call.num_tokens, scene.demand.num_pages, prefill, decode
+        )
         self._open[call.request_id] = request
         self._count_decoding(request, 1)
         return Decision(
@@ -288,10 +329,12 @@ class ConductorState:
             prefill=prefill.ref,
             decode=decode.ref,
             pool_blocks=scene.leading.pool,
-            ttft_s=best.ttft_s,
+            ttft_s=waited_s + best.ttft_s,
             tbt_s=choice.tbt_s,
             candidates=choice.candidates,
             max_pool_blocks=choice.max_pool_blocks,
+            waited_s=waited_s,
+            asks_before_decode=self._gate.asks_before_decode,
         )
 
     def _note_reuse(self, prints: list[int], scene: Scene, choice: Choice, now_s: float) -> None:
@@ -302,15 +345,18 @@ class ConductorState:
             self.counters["replicated_by_pulling"] += copied.pulled
             self.counters["replicated_by_computing"] += copied.computed
 
-    def _take_out(self, request_id: str, now_s: float) -> bool:
+    def _take_out(self, request_id: str, now_s: float, output_tokens: int = 0) -> OpenRequest | None:
         request = self._open.pop(request_id, None)
         if request is None:
-            return False
+            return None
+        self._gate.ended(request_id, now_s, output_tokens)
         if request.prefill is not None:
             self._leave_backlog(request_id, request.prefill, now_s)
             self.index.unexpect(request.prefill.info.name, request.prints)
+        if request.has_joined:
+            self._count_joined(request, -1)
         self._count_decoding(request, -1)
-        return True
+        return request
 
     def _leave_backlog(self, request_id: str, worker: Registration, now_s: float) -> None:
         worker.backlog.remove(request_id, now_s)
@@ -325,26 +371,21 @@ class ConductorState:
         if self._workers.get(worker.info.name) is worker:
             self._update_decode(worker)
 
+    def _count_joined(self, request: OpenRequest, sign: int) -> None:
+        worker = request.decode
+        self._num_joined += sign
+        worker.num_joined += sign
+        worker.joined_tokens += sign * request.num_tokens
+        if self._workers.get(worker.info.name) is worker:
+            self._decode_now[worker.info.name] = worker.decode_now
+
     def _update_decode(self, worker: Registration) -> None:
         """What was sent there and what it reports, whichever is more: reports lag, and others may use it too."""
         info, load = worker.info, worker.load
+        self._decode_now[info.name] = worker.decode_now
         self.decodes.update(
             worker.slot,
             num_seqs=max(worker.num_decoding, load.num_running + load.num_waiting),
             kv_tokens=max(worker.decoding_tokens, load.running_tokens),
             free_pages=min(load.free_pages, info.num_pages - worker.decoding_pages),
         )
-
-
-def _parity(info: WorkerInfo) -> tuple[bytes, str, int]:
-    return info.identity, info.model, info.block_tokens
-
-
-def _describe(info: WorkerInfo) -> str:
-    return f"model {info.model}, identity {info.identity.hex()[:16]}, {info.block_tokens} tokens a block"
-
-
-def _describe_decision(record: DecisionRecord, decision: Decision) -> None:
-    record.prefill, record.decode = decision.prefill.name, decision.decode.name
-    record.pool_blocks, record.candidates = decision.pool_blocks, decision.candidates
-    record.predicted_ttft_s, record.predicted_tbt_s = decision.ttft_s, decision.tbt_s

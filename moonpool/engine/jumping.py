@@ -32,9 +32,9 @@ class JumpingScheduler(Scheduler):
     def advance(self, num_steps: int, token: int) -> StepResult:
         """As so many times schedule() and complete() with this token for everybody; it must end nobody.
 
-        At least 1 and at most what `steps_until_change()` said when the first of them began; who came since waits. There
-        is nothing but decodes in the batch, and there are pages for them all. Of the tokens accepted only the last one
-        of each sequence is told.
+        At least 1 and at most what `steps_until_change()` said when the first of them began; who came since waits.
+        There is nothing but decodes in the batch, and there are pages for them all. Of the tokens accepted only the
+        last one of each sequence is told.
         """
         running = list(self.roster.running)
         self._check_jump(num_steps)

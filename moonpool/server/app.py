@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
-from fastapi import APIRouter, Depends, FastAPI, Query, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import ASGIApp
 
 import moonpool
 from moonpool.base.errors import MoonpoolError
-from moonpool.conductor.messages import Records
 from moonpool.server import http_errors
 from moonpool.server.answer import answer
 from moonpool.server.chat_format import ChatFormat
@@ -21,6 +19,7 @@ from moonpool.server.desk import Desk
 from moonpool.server.gate import Gate
 from moonpool.server.metrics import metrics_page
 from moonpool.server.prompts import encode_chat, encode_completion
+from moonpool.server.record_pages import add_records
 from moonpool.server.replies import ChatCompletion, Completion, ErrorReply, Model, ModelList
 from moonpool.server.schema import ChatBody, CompletionBody
 from moonpool.server.workers import missing_roles
@@ -28,7 +27,6 @@ from moonpool.server.workers import missing_roles
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorReply} for status in (400, 401, 404, 413, 429, 500, 503)
 }
-MAX_RECORDS = 10_000
 
 
 def make_app(desk: Desk, *, max_body_nbytes: int) -> ASGIApp:
@@ -41,7 +39,7 @@ def make_app(desk: Desk, *, max_body_nbytes: int) -> ASGIApp:
     private = APIRouter(prefix="/v1", dependencies=[Depends(find_tenant)])
     _add_completions(private, desk)
     _add_models(private, desk)
-    _add_decisions(private, desk)
+    add_records(private, desk)
     app.include_router(private)
     _add_operations(app, desk)
     # Around the whole app and not as its middleware, which answers to bugs would not pass through.
@@ -76,15 +74,6 @@ def _add_models(router: APIRouter, desk: Desk) -> None:
     async def retrieve_model(name: str) -> Model:
         desk.check_model(name)
         return model
-
-
-def _add_decisions(router: APIRouter, desk: Desk) -> None:
-    @router.get("/decisions")
-    async def list_decisions(limit: Annotated[int, Query(ge=1, le=MAX_RECORDS)] = 100) -> Response:
-        """The conductor's newest decision records, newest last: what was decided, predicted and measured."""
-        conductor = await desk.connections.conductor()
-        body = {"object": "list", "data": await conductor.call(Records(limit=limit))}
-        return Response(msgspec.json.encode(body), media_type="application/json")
 
 
 def _add_operations(app: FastAPI, desk: Desk) -> None:

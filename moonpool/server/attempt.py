@@ -44,15 +44,15 @@ class TokenBatch(NamedTuple):
 class Attempt:
     def __init__(self, connections: Connections, decision: Decision, spec: RequestSpec, deadline: Deadline) -> None:
         self._connections = connections
-        self._decision = decision
+        self.decision = decision
         self._spec = spec
         self._deadline = deadline
         self.failed: set[str] = set()
 
     async def batches(self) -> AsyncGenerator[TokenBatch, None]:
         """The first token comes from the prefill worker, all others from the decode worker."""
-        prefill = await self._connect(self._decision.prefill)
-        decode = await self._connect(self._decision.decode)
+        prefill = await self._connect(self.decision.prefill)
+        decode = await self._connect(self.decision.decode)
         async with _closing(decode.stream(Decode(spec=self._spec))) as items:
             ticket = _ticket(await self._next(items))
             # Reading on while prefill runs notices at once when the decode worker dies meanwhile.
@@ -73,22 +73,22 @@ class Attempt:
             return await self._in_time(self._connections.worker(worker))
 
     async def _next(self, items: AsyncIterator[DecodeItem]) -> DecodeItem:
-        with self._blaming(self._decision.decode):
+        with self._blaming(self.decision.decode):
             try:
                 return await self._in_time(anext(items))
             except StopAsyncIteration:
-                raise PeerLost(f"worker {self._decision.decode.name} ended its stream early") from None
+                raise PeerLost(f"worker {self.decision.decode.name} ended its stream early") from None
 
     async def _prefill(
         self, prefill: AsyncClient, decode: AsyncClient, ticket: Ticket, second: asyncio.Task[DecodeItem]
     ) -> PrefillReply:
-        call = Prefill(spec=self._spec, ticket=ticket, max_pool_blocks=self._decision.max_pool_blocks)
+        call = Prefill(spec=self._spec, ticket=ticket, max_pool_blocks=self.decision.max_pool_blocks)
         async with _running(prefill.call(call, timeout_s=self._deadline.remaining_s())) as prefilling:
             await asyncio.wait((prefilling, second), return_when=asyncio.FIRST_COMPLETED)
             if second.done():
                 second.result()  # a second token may overtake the reply that has the first; a failure ends it all
             # Prefill also fails when it cannot reach decode.
-            blamed = self._decision.decode if decode.closed.is_set() else self._decision.prefill
+            blamed = self.decision.decode if decode.closed.is_set() else self.decision.prefill
             with self._blaming(blamed):
                 return await prefilling
 

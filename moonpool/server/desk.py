@@ -152,6 +152,8 @@ class Desk:
                         max_tokens=room, seed=derive_seed(base_seed, number), defaults=self.model.sampling
                     ),
                     timeout_s=self._request_timeout_s,
+                    tenant=tenant.name,
+                    priority=-(body.priority or 0),  # vLLM's are the other way round
                 )
                 choices.append(self._choice(index, request, body, first))
                 first = first or choices[-1]

@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import DeadlineExceeded, MoonpoolError, Overloaded, Unavailable
 from moonpool.base.keys import chain_keys
-from moonpool.conductor.messages import Decision, PrefillEnded, RequestEnded, Route
+from moonpool.conductor.messages import BeforeDecode, Decision, PrefillEnded, RequestEnded, Route
 from moonpool.engine.messages import PrefillReply, RequestSpec
 from moonpool.engine.sequence import SamplingParams
 from moonpool.server.attempt import LOST, Attempt, TokenBatch
 from moonpool.server.workers import Connections
 
 _LOG = logging.getLogger(__name__)
+_ASK_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,6 @@ class RetryPolicy:
     backoff_s: float = 0.1  # doubles from pause to pause
     max_backoff_s: float = 1.0
     worker_wait_s: float = 30.0  # for workers to register again
-    route_timeout_s: float = 5.0
 
     def pause_s(self, num_pauses: int) -> float:
         return min(self.backoff_s * 2.0**num_pauses, self.max_backoff_s)
@@ -49,6 +49,8 @@ class ChoiceRequest:
     block_tokens: int
     params: SamplingParams
     timeout_s: float
+    tenant: str = ""
+    priority: int = 0  # the highest first
 
 
 class Generation:
@@ -83,7 +85,7 @@ class Generation:
                 try:
                     async with aclosing(attempt.batches()) as batches:
                         async for batch in batches:
-                            self._accept(batch)
+                            await self._accept(batch, attempt.decision)
                             yield batch
                     self.stop()
                     return
@@ -113,8 +115,10 @@ class Generation:
         return Attempt(self._connections, decision, spec, self._deadline)
 
     async def _route(self, keys: list[bytes], num_tokens: int) -> Decision:
-        """Waits for workers to come back. A request that has tokens already is not refused for load; it waits too."""
-        patience, num_pauses = Deadline(self._policy.worker_wait_s), 0
+        """Waits for its turn, and for workers or a conductor to come back. A request that has tokens already is not
+        refused for load; it waits too."""
+        patience: Deadline | None = None  # since the first failure; a turn may come later than that
+        num_pauses = 0
         while True:
             try:
                 return await self._ask(keys, num_tokens)
@@ -124,6 +128,7 @@ class Generation:
                 if self._failed:
                     self._failed.clear()  # there are no others: those that failed may be back
                     continue
+                patience = patience or Deadline(self._policy.worker_wait_s)
                 if patience.expired() or self._connections.closed:
                     raise
             await self._pause(num_pauses)
@@ -137,17 +142,33 @@ class Generation:
             num_tokens=num_tokens,
             max_tokens=self._request.params.max_tokens - len(self._output),
             exclude=tuple(sorted(self._failed)),
+            tenant=self._request.tenant,
+            priority=self._request.priority,
         )
-        return await conductor.call(route, timeout_s=min(self._policy.route_timeout_s, self._deadline.remaining_s()))
+        # It may have to wait for its turn; a conductor that stands still is noticed by its silence.
+        return await conductor.call(route, timeout_s=self._deadline.remaining_s())
 
-    def _accept(self, batch: TokenBatch) -> None:
+    async def _accept(self, batch: TokenBatch, decision: Decision) -> None:
+        """Overloaded when its answer must not be written; then the batch does not count."""
+        if batch.prefill is not None:
+            may_be_refused = decision.asks_before_decode and not self._output and batch.finish_reason is None
+            await self._tell_prefill_ended(may_be_refused)
         self._output += [out.token for out in batch.tokens]
         self._last_s = self._request.timeout_s - self._deadline.remaining_s()
-        if batch.prefill is not None:
-            self._connections.tell_conductor(PrefillEnded(request_id=self._request.request_id))
         if self._first is None and batch.prefill is not None:
             self._first = batch.prefill
             self.ttft_s = self._request.timeout_s - self._deadline.remaining_s()
+
+    async def _tell_prefill_ended(self, may_be_refused: bool) -> None:
+        request_id = self._request.request_id
+        if not may_be_refused:
+            self._connections.tell_conductor(PrefillEnded(request_id=request_id))
+            return
+        try:
+            conductor = await self._connections.conductor()
+            await conductor.call(BeforeDecode(request_id=request_id), timeout_s=_ASK_S)
+        except Unavailable as error:  # a conductor that is away refuses nobody
+            _LOG.debug("%s: the conductor was not asked before decoding: %s", request_id, error)
 
     async def _recover(self, attempt: Attempt, error: MoonpoolError) -> None:
         """Returns when another attempt makes sense, raises what the client is told otherwise."""

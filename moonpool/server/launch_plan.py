@@ -10,6 +10,7 @@ from pathlib import Path
 from moonpool.base.errors import ConfigError
 from moonpool.base.run_dirs import MASTER, socket_address
 from moonpool.base.units import format_nbytes, parse_nbytes
+from moonpool.conductor.placement.policy import DEFAULT_POLICY, PolicyConfig
 from moonpool.engine.config import Device, DType
 from moonpool.engine.worker.config import WorkerConfig
 
@@ -39,6 +40,9 @@ class ServeConfig:
     dtype: DType = WorkerConfig.dtype
     device: Device = WorkerConfig.device
     threads: int | None = None  # CPU threads per worker; default: chosen by the worker
+    policy: str = DEFAULT_POLICY  # how workers are chosen: random, round-robin, least-loaded, local, global or ours
+    ttft_slo_s: float | None = None  # requests that would wait longer for their first token are refused; default: none
+    tbt_slo_s: float | None = None  # the same for the time between tokens
     tenants_file: str | None = None  # JSON: {"tenants": [{"name": ..., "api_keys": [...]}]}; default: one open tenant
     secret_file: str | None = None  # node and workers ask for this secret at their tcp ports; mode 600
     state_dir: str | None = None  # secrets and the pool's epoch; default: MOONPOOL_STATE or ~/.local/state/moonpool
@@ -75,6 +79,7 @@ class ServeConfig:
             raise ConfigError(f"{self.log_level!r} is not a log level", param="log_level")
         if self.threads is not None and self.threads < 1:
             raise ConfigError("--threads must be at least 1", param="threads")
+        PolicyConfig(name=self.policy, ttft_slo_s=self.ttft_slo_s, tbt_slo_s=self.tbt_slo_s)  # refuses what is wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +131,9 @@ def _conductor(config: ServeConfig, run_dir: Path) -> Role:
     options = {
         "address": socket_address(run_dir, CONDUCTOR),
         "store_address": socket_address(run_dir, MASTER),
+        "policy_name": config.policy,
+        "policy_ttft_slo_s": config.ttft_slo_s,
+        "policy_tbt_slo_s": config.tbt_slo_s,
         "log_level": config.log_level,
     }
     return Role(CONDUCTOR, "conductor", options, first_after=(MASTER,))

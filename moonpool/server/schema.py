@@ -21,6 +21,7 @@ MAX_PROMPTS = 64
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_TOP_LOGPROBS = 20
+MAX_PRIORITY = 10  # either way
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for text completions; a chat may fill the context
 
 
@@ -77,6 +78,12 @@ class SamplingBody(Body):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     user: str | None = None
+    priority: int | None = Field(
+        None,
+        ge=-MAX_PRIORITY,
+        le=MAX_PRIORITY,
+        description="Of requests that wait, the lowest is served first, as in vLLM; 0 if unset.",
+    )
 
     @model_validator(mode="before")
     @classmethod

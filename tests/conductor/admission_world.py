@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
 
-from moonpool.conductor.admission import Admission, AdmissionConfig, AdmissionForm, DecodeNow, PrefillNow, Refused
-from moonpool.conductor.decode_forecast import DecodeForecast, ExpectedDecode
+from moonpool.conductor.admission.forecast import DecodeForecast, ExpectedDecode
+from moonpool.conductor.admission.forms import Admission, AdmissionConfig, AdmissionForm, DecodeNow, PrefillNow, Refused
 
 TTFT_SLO_S = 10.0
 TBT_SLO_S = 0.06

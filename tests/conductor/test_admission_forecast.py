@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moonpool.base.errors import ConfigError
-from moonpool.conductor.decode_forecast import DecodeLoad, ExpectedDecode, RequestForecast, SystemForecast
-from moonpool.conductor.output_lengths import LengthHistogram, OutputLengths
-from moonpool.conductor.time_sums import TICKS_PER_S, TimeSums, tick_of
+from moonpool.conductor.admission.forecast import DecodeLoad, ExpectedDecode, RequestForecast, SystemForecast
+from moonpool.conductor.admission.output_lengths import LengthHistogram, OutputLengths
+from moonpool.conductor.admission.time_sums import TICKS_PER_S, TimeSums, tick_of
 
 MOMENTS = st.floats(0, 5000, allow_nan=False)
 

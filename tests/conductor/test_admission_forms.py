@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.base.errors import ConfigError
-from moonpool.conductor.admission import (
+from moonpool.conductor.admission.forecast import ExpectedDecode, SystemForecast
+from moonpool.conductor.admission.forms import (
     Admission,
     AdmissionConfig,
     AdmissionForm,
@@ -16,7 +17,6 @@ from moonpool.conductor.admission import (
     PrefillNow,
     Refused,
 )
-from moonpool.conductor.decode_forecast import ExpectedDecode, SystemForecast
 
 IDLE = [PrefillNow(0.0, 1.0)]
 FULL = [DecodeNow(10, 0)] * 2

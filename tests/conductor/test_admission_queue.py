@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moonpool.base.errors import AlreadyExists, ConfigError
-from moonpool.conductor.admission_queue import AdmissionQueue, QueueConfig, WaitingRequest
-from moonpool.conductor.fairness import FairTurns
+from moonpool.conductor.admission.fairness import FairTurns
+from moonpool.conductor.admission.queue import AdmissionQueue, QueueConfig, WaitingRequest
 
 
 def yes(_: WaitingRequest) -> bool:

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.conductor.balance import HALF_LIFE_S, HotPrefixes, Replicated, replicated
-from moonpool.conductor.leading import Leading
-from moonpool.conductor.pricing import Plan
+from moonpool.conductor.placement.balance import HALF_LIFE_S, HotPrefixes, Replicated, replicated
+from moonpool.conductor.placement.leading import Leading
+from moonpool.conductor.placement.pricing import Plan
 
 
 def plan(local: int, pulled: int) -> Plan:

@@ -22,10 +22,18 @@ from moonpool.base.errors import ConfigError, IdentityMismatch, NotFound, Overlo
 from moonpool.base.keys import object_key
 from moonpool.base.metrics import GetMetrics
 from moonpool.base.rpc import AsyncClient, RpcServer
-from moonpool.conductor.messages import ConductorStatus, PrefillEnded, Records, RequestEnded, Route, Status
-from moonpool.conductor.policy import PolicyConfig
+from moonpool.conductor.messages import (
+    ConductorStatus,
+    ExplainRequest,
+    PrefillEnded,
+    Records,
+    RequestEnded,
+    Route,
+    Status,
+)
+from moonpool.conductor.placement.policy import PolicyConfig
 from moonpool.conductor.service import Conductor, ConductorConfig
-from moonpool.store.messages import SERVICE, EventBatch, Subscribe
+from moonpool.store.messages import SERVICE, EventBatch, Subscribe, Why
 
 KEYS = [bytes([number]) * 32 for number in range(10)]
 OBJECTS = tuple(object_key(key) for key in KEYS)
@@ -38,7 +46,12 @@ class EventStore:
         self.stored = stored
         self.subscriptions = 0
         self._queues: set[asyncio.Queue[EventBatch]] = set()
-        self._server = RpcServer(SERVICE, {Subscribe: self._subscribe})
+        self.asked: list[bytes] = []
+        self._server = RpcServer(SERVICE, {Subscribe: self._subscribe, Why: self._why})
+
+    def _why(self, call: Why, peer: object) -> str:
+        self.asked.append(call.key)
+        return "it was evicted 3 s ago"
 
     async def _subscribe(self, call: Subscribe, peer: object) -> AsyncIterator[EventBatch]:
         queue: asyncio.Queue[EventBatch] = asyncio.Queue()
@@ -275,3 +288,25 @@ async def test_the_address_may_be_taken(cluster: Cluster) -> None:
     assert (await cluster.status()).workers == ()  # undisturbed
     await cluster.conductor.close()
     await cluster.conductor.close()
+
+
+async def test_the_pool_says_why_a_block_was_missed_but_only_when_somebody_asks(tmp_path: Path) -> None:
+    store = EventStore(OBJECTS[:7])
+    cluster = await start(tmp_path, store_address=await store.listen(f"unix:{tmp_path}/s.sock"))
+    await cluster.worker("p0")
+    await cluster.worker("d0")
+    await cluster.until(lambda status: status.pool_blocks == 7)
+    front_end = await cluster.connect()
+    await front_end.call(route("r1"))
+    await front_end.call(
+        RequestEnded(request_id="r1", ttft_s=0.5, cached_tokens=4 * 64, pool_tokens=4 * 64, output_tokens=3)
+    )
+    assert store.asked == []
+    [explained] = await front_end.call(ExplainRequest(request_id="r1"))
+    assert store.asked == [OBJECTS[4]]
+    assert "The first block that was not reused: it was evicted 3 s ago." in explained.lines
+    assert any(line.startswith("That is 192 fewer than expected") for line in explained.lines)
+    await store.close()
+    [explained] = await front_end.call(ExplainRequest(request_id="r1"))  # a pool that is away has no say
+    assert not any("evicted 3 s ago" in line for line in explained.lines)
+    await cluster.close()

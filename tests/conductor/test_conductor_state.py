@@ -13,12 +13,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from moonpool.base.cluster import PrefillSample, PullSample, ReportWorker, WorkerInfo, WorkerLoad, WorkerRole
 from moonpool.base.errors import IdentityMismatch, InvalidInput, NotFound, Overloaded, Unavailable
 from moonpool.base.keys import object_key
-from moonpool.conductor.backlog import Backlog
-from moonpool.conductor.messages import DecisionRecord, RequestEnded, Route
-from moonpool.conductor.policies import POLICY_NAMES
-from moonpool.conductor.policy import PolicyConfig
-from moonpool.conductor.prefix_index import PrefixIndex
-from moonpool.conductor.records import RecordRing
+from moonpool.conductor.messages import RequestEnded, Route
+from moonpool.conductor.placement.backlog import Backlog
+from moonpool.conductor.placement.policy import POLICY_NAMES, PolicyConfig
+from moonpool.conductor.placement.prefix_index import PrefixIndex
 from moonpool.conductor.state import ConductorState
 
 KEYS = [bytes([number]) * 32 for number in range(10)]
@@ -217,16 +215,6 @@ def test_backlog_counts_the_time_the_head_has_had() -> None:
     assert (backlog.wait_s(14.0), len(backlog)) == (0.0, 0)
 
 
-def test_the_ring_keeps_the_newest() -> None:
-    ring = RecordRing(3)
-    for number in range(5):
-        ring.add(DecisionRecord(request_id=str(number), routed_at_s=0.0, num_tokens=1, max_tokens=1))
-    assert [one.request_id for one in ring.newest(2)] == ["3", "4"]
-    assert [one.request_id for one in ring.newest(99)] == ["2", "3", "4"]
-    assert ring.newest(0) == []
-    assert ring.get("0") is None
-
-
 class AnyOrder(RuleBasedStateMachine):
     """Whatever happens in whatever order: the queues hold exactly the open requests of the living."""
 
@@ -295,7 +283,7 @@ def test_errors_of_whole_requests_are_kept() -> None:
     errors = {one.model: one for one in state.predictions()}
     assert (errors["ttft"].count, errors["ttft"].p50, errors["ttft"].bias) == (1, pytest.approx(1), pytest.approx(1))
     assert (errors["tbt"].count, errors["tbt"].p90) == (1, pytest.approx(0))
-    assert set(errors) == {"prefill", "decode", "transfer", "transfer_ssd", "ttft", "tbt"}
+    assert set(errors) == {"prefill", "decode", "transfer", "transfer_ssd", "ttft", "tbt", "decode_load"}
 
 
 def test_fetch_or_compute_by_what_was_measured() -> None:
@@ -329,7 +317,7 @@ def test_pulls_on_their_way_are_known_until_their_prefill_ends() -> None:
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_every_policy_serves_a_whole_day(policy: str) -> None:
     rng, names = random.Random(3), ["p0", "p1", "p2", "p3", "d0", "d1"]
-    state = state_with(*names, policy=PolicyConfig(policy=policy))
+    state = state_with(*names, policy=PolicyConfig(name=policy))
     state.index.replace_pool([object_key(key) for key in KEYS[:7]])
     for number in range(300):
         state.route(route(f"r{number}", rng.randrange(11)), "fe", number / 10, 0.0)

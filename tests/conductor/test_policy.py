@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.base.errors import ConfigError, Overloaded, Unavailable
-from moonpool.conductor.backlog import Backlog
-from moonpool.conductor.estimate import CostModels, LearnedCost
-from moonpool.conductor.leading import Leading
-from moonpool.conductor.policies import POLICY_NAMES, make_policy
-from moonpool.conductor.policy import Choice, Chooser, PolicyConfig, Scene
-from moonpool.conductor.pricing import Demand, Pricing
-from moonpool.conductor.tables import DecodeTable, PrefillTable
-from moonpool.conductor.traffic import Traffic
+from moonpool.base.errors import ConfigError, Unavailable
+from moonpool.conductor.costs.estimate import CostModels, LearnedCost
+from moonpool.conductor.placement.backlog import Backlog
+from moonpool.conductor.placement.leading import Leading
+from moonpool.conductor.placement.policies import make_policy
+from moonpool.conductor.placement.policy import POLICY_NAMES, Choice, Chooser, PolicyConfig, Scene
+from moonpool.conductor.placement.pricing import Demand, Pricing
+from moonpool.conductor.placement.tables import DecodeTable, PrefillTable
+from moonpool.conductor.placement.traffic import Traffic
 
 COSTS = CostModels()
 BLOCK = 64
@@ -66,7 +66,7 @@ class World:
 
     def chooser(self, **config) -> Chooser:
         config = PolicyConfig(**config)
-        return Chooser(make_policy(config, random.Random(config.seed)), config)
+        return Chooser(make_policy(config, random.Random(config.seed)))
 
     def choose(self, chooser: Chooser | None = None, **config) -> Choice:
         return (chooser or self.chooser(**config)).choose(self.scene, self.decodes, (), self.costs)
@@ -82,7 +82,7 @@ WEIGHING = st.sampled_from(["local", "global", "ours"])
 @given(PREFILLS, DECODES, st.integers(0, 20), st.floats(1, 8), WEIGHING)
 def test_the_choice_is_the_minimum(prefills, decodes, pool, threshold, policy) -> None:
     world = World(prefills, decodes, pool=pool, layers=30)
-    config = {"policy": policy, "kvcache_balancing_threshold": threshold, "num_candidates": 20}
+    config = {"name": policy, "kvcache_balancing_threshold": threshold, "num_candidates": 20}
     choice = world.choose(tie_slack=0.0, **config)
     assert choice.prefill.ttft_s == pytest.approx(min(one.ttft_s for one in choice.candidates))
     assert sorted(one.worker for one in choice.candidates) == [f"p{slot}" for slot in range(len(prefills))]
@@ -94,9 +94,9 @@ def test_the_choice_is_the_minimum(prefills, decodes, pool, threshold, policy) -
 @given(PREFILLS, st.integers(0, 20), st.sets(st.integers(0, 19)), st.integers(1, 30))
 def test_ours_is_never_slower_than_without_the_pool(prefills, pool, on_ssd, layers) -> None:
     world = World(prefills, pool=pool, on_ssd=sorted(at for at in on_ssd if at < pool), layers=layers)
-    ours = world.choose(policy="ours", tie_slack=0.0).prefill
+    ours = world.choose(name="ours", tie_slack=0.0).prefill
     for other in ("local", "global"):
-        assert ours.ttft_s <= world.choose(policy=other, tie_slack=0.0).prefill.ttft_s + 1e-12
+        assert ours.ttft_s <= world.choose(name=other, tie_slack=0.0).prefill.ttft_s + 1e-12
 
 
 @given(st.integers(0, 20), st.integers(0, 20), st.floats(1, 8))
@@ -128,7 +128,7 @@ RATE = st.floats(1e-11, 1e-6)
 )
 def test_ours_pulls_the_best_number_of_blocks(prefill, transfer, local, pool, layers) -> None:
     world = World([Prefill(local)], pool=pool, costs=costs(prefill, transfer), layers=layers)
-    found = world.choose(policy="ours").prefill
+    found = world.choose(name="ours").prefill
     each = [
         world.scene.prices.plan(local, pulled, None, layers).service_s for pulled in range(max(0, pool - local) + 1)
     ]
@@ -137,20 +137,20 @@ def test_ours_pulls_the_best_number_of_blocks(prefill, transfer, local, pool, la
 
 def test_ours_leaves_what_is_on_a_slow_disk() -> None:
     world = World([Prefill()], pool=20, on_ssd=range(8, 20), costs=costs(ssd=(0.5, 1e-6)))
-    choice = world.choose(policy="ours")
+    choice = world.choose(name="ours")
     assert (choice.prefill.pulled_blocks, choice.max_pool_blocks) == (8, 8)
-    everything = world.choose(policy="global").prefill
+    everything = world.choose(name="global").prefill
     assert (everything.pulled_blocks, everything.ssd_blocks) == (20, 12)
     assert everything.transfer_s > 12
 
 
 def test_the_worker_is_told_where_to_stop() -> None:
     slow = costs(transfer=(1e-3, 1e-5))
-    assert World([Prefill()], pool=20).choose(policy="ours").max_pool_blocks is None  # all: it may find even more
-    assert World([Prefill(3)], pool=20, costs=slow).choose(policy="ours").max_pool_blocks == 0
-    assert World([Prefill(3)], pool=2, costs=slow).choose(policy="ours").max_pool_blocks is None
+    assert World([Prefill()], pool=20).choose(name="ours").max_pool_blocks is None  # all: it may find even more
+    assert World([Prefill(3)], pool=20, costs=slow).choose(name="ours").max_pool_blocks == 0
+    assert World([Prefill(3)], pool=2, costs=slow).choose(name="ours").max_pool_blocks is None
     for name in ("random", "round-robin", "least-loaded", "local"):
-        assert World([Prefill(3)], pool=20).choose(policy=name).max_pool_blocks == 0
+        assert World([Prefill(3)], pool=20).choose(name=name).max_pool_blocks == 0
 
 
 def test_loading_while_computing_shortens_both_to_the_longer_one() -> None:
@@ -172,14 +172,14 @@ def test_a_long_queue_sends_the_request_elsewhere() -> None:
 @pytest.mark.parametrize("policy", ["local", "global", "ours", "least-loaded"])
 def test_ties_go_to_the_fewest_assigned_and_then_in_turn(policy: str) -> None:
     world = World([Prefill(0, 0.0, 1), Prefill(), Prefill(), Prefill()])
-    chooser = world.chooser(policy=policy)
+    chooser = world.chooser(name=policy)
     assert [world.choose(chooser).prefill.worker for _ in range(5)] == ["p1", "p2", "p3", "p1", "p2"]
 
 
 @pytest.mark.parametrize("policy", ["local", "global", "ours"])
 def test_a_tiny_prefix_that_all_share_does_not_draw_all_requests(policy: str) -> None:
     world = World([Prefill(1), Prefill(), Prefill(), Prefill()], num_blocks=24)
-    chooser = world.chooser(policy=policy)
+    chooser = world.chooser(name=policy)
     assert Counter(world.choose(chooser).prefill.worker for _ in range(8)) == dict.fromkeys(["p0", "p1", "p2", "p3"], 2)
     real = World([Prefill(12), Prefill(), Prefill(), Prefill()], num_blocks=24)
     assert {real.choose(chooser).prefill.worker for _ in range(8)} == {"p0"}
@@ -188,7 +188,7 @@ def test_a_tiny_prefix_that_all_share_does_not_draw_all_requests(policy: str) ->
 def test_round_robin_and_random_pass_over_closed_workers() -> None:
     world = World([Prefill(), Prefill(), Prefill(), Prefill()])
     world.scene.queue_s[1] = np.inf
-    turns = world.chooser(policy="round-robin")
+    turns = world.chooser(name="round-robin")
     assert [world.choose(turns).prefill.worker for _ in range(5)] == ["p0", "p2", "p3", "p0", "p2"]
     draws = [[world.choose(chooser).prefill.worker for _ in range(300)] for chooser in _twice(world, "random")]
     assert draws[0] == draws[1]  # the same seed, the same draws
@@ -197,7 +197,7 @@ def test_round_robin_and_random_pass_over_closed_workers() -> None:
 
 
 def _twice(world: World, policy: str) -> list[Chooser]:
-    return [world.chooser(policy=policy, seed=7) for _ in range(2)]
+    return [world.chooser(name=policy, seed=7) for _ in range(2)]
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
@@ -207,7 +207,7 @@ def test_every_policy_finds_an_open_worker_and_says_what_it_expects(policy, pref
     world.scene.queue_s[:-1] = np.inf
     if len(prefills) < len(world.scene.queue_s):
         world.scene.queue_s[len(prefills) - 1] = 1.0
-    choice = world.choose(policy=policy)
+    choice = world.choose(name=policy)
     assert choice.prefill.worker == f"p{len(prefills) - 1}"
     assert choice.prefill.local_blocks == prefills[-1].local
     assert 0 < choice.prefill.ttft_s < 1e6
@@ -269,22 +269,6 @@ def test_no_workers() -> None:
         World([Prefill()], []).choose()
 
 
-def test_a_missed_ttft_is_refused_with_the_time_the_queue_needs() -> None:
-    with pytest.raises(Overloaded, match="first token") as caught:
-        World([Prefill(20, 30.0, 4)]).choose(ttft_slo_s=10.0)
-    assert 20 <= caught.value.retry_after_s <= 30
-    with pytest.raises(Overloaded) as caught:  # too long even when idle: no queue to wait for
-        World([Prefill()], num_blocks=1000).choose(ttft_slo_s=10.0)
-    assert caught.value.retry_after_s == 1.0
-
-
-def test_a_missed_tbt_is_refused() -> None:
-    busy = Decode(64, 128, 10**7, 10**6)
-    with pytest.raises(Overloaded, match="apart"):
-        World([Prefill()], [busy]).choose(tbt_slo_s=0.1)
-    World([Prefill()], [busy]).choose()
-
-
 @pytest.mark.parametrize(
     "values",
     [
@@ -296,6 +280,8 @@ def test_a_missed_tbt_is_refused() -> None:
         {"tie_slack": float("nan")},
         {"pool_sources": 0},
         {"num_candidates": 0},
+        {"queue_capacity": -1},
+        {"queue_timeout_s": 0.0},
     ],
 )
 def test_bad_configuration(values: dict[str, float]) -> None:
@@ -305,4 +291,4 @@ def test_bad_configuration(values: dict[str, float]) -> None:
 
 def test_a_policy_that_is_none() -> None:
     with pytest.raises(ConfigError, match="none of random, round-robin"):
-        World([]).chooser(policy="best")
+        World([]).chooser(name="best")

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moonpool.base.keys import object_key
-from moonpool.conductor.prefix_index import PrefixIndex, entry_nbytes, fingerprints
-from moonpool.conductor.slots import Slots, slots_in, where
+from moonpool.conductor.placement.prefix_index import PrefixIndex, entry_nbytes, fingerprints
+from moonpool.conductor.placement.slots import Slots, slots_in, where
 from moonpool.store.messages import Tier
 
 KEYS = [bytes([number]) * 32 for number in range(16)]

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.conductor.messages import Candidate, DecisionRecord
-from moonpool.conductor.record_explain import explain
+from moonpool.conductor.records.explain import explain
 
 
 def candidate(worker: str, queue_s: float = 0.0, local: int = 0, pulled: int = 0) -> Candidate:

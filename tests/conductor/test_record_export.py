@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from moonpool.base.errors import ConfigError
 from moonpool.base.keys import chain_keys
 from moonpool.conductor.messages import DecisionRecord
-from moonpool.conductor.record_export import ExportConfig, write_trace
-from moonpool.conductor.record_store import RecordFilter, RecordStore
+from moonpool.conductor.records.export import ExportConfig, write_trace
+from moonpool.conductor.records.store import RecordFilter, RecordStore
 from moonpool.sim.traces.mooncake_jsonl import read_jsonl
 
 ROOT = b"r" * 32

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.conductor.traffic import Traffic
+from moonpool.conductor.placement.traffic import Traffic
 
 
 def test_a_pull_counts_from_its_start_to_its_end() -> None:

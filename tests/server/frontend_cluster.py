@@ -252,15 +252,23 @@ def toy_token(params: SamplingParams, tokens: Sequence[int]) -> TokenOut:
 class ToyCluster:
     """A conductor, toy workers and one front end. Use as `async with`."""
 
-    def __init__(self, state_dir: Path, num_prefill: int = 1, num_decode: int = 1, **settings: object) -> None:
+    def __init__(
+        self,
+        state_dir: Path,
+        num_prefill: int = 1,
+        num_decode: int = 1,
+        conductor: ConductorConfig | None = None,
+        **settings: object,
+    ) -> None:
         self._state_dir = state_dir
+        self._conductor_config = conductor or ConductorConfig()
         self._settings = settings
         self._counts = {WorkerRole.PREFILL: num_prefill, WorkerRole.DECODE: num_decode}
         self.workers: dict[str, ToyWorker] = {}
         self.url = ""
 
     async def __aenter__(self) -> ToyCluster:
-        self.conductor = Conductor(ConductorConfig())
+        self.conductor = Conductor(self._conductor_config)
         self.conductor_address = await self.conductor.start()
         for role, count in self._counts.items():
             for number in range(count):

@@ -159,8 +159,8 @@ async def test_unknown_paths_and_methods(cluster):
         for method, path, status in (
             ("GET", "/v1/nothing", 404),
             ("GET", CHAT, 405),
-            ("GET", "/v1/decisions?limit=0", 400),
-            ("GET", "/v1/decisions?limit=x", 400),
+            ("GET", "/v1/records?limit=0", 400),
+            ("GET", "/v1/records?limit=x", 400),
         ):
             reply = await http.request(method, path)
             assert reply.status_code == status

@@ -115,7 +115,7 @@ async def test_metrics_without_a_conductor(cluster, http):
 async def test_decision_records(cluster, http):
     await http.post("/v1/completions", json={**BODY, "max_tokens": 5})
     assert await outcome(cluster) == "done"
-    record = (await http.get("/v1/decisions", params={"limit": 1})).json()["data"][0]
+    record = (await http.get("/v1/records", params={"limit": 1})).json()["data"][0]
     assert (record["prefill"], record["decode"], record["outcome"]) == ("prefill0", "decode0", "done")
     assert (record["cached_tokens"], record["pool_tokens"], record["output_tokens"]) == (12, 8, 5)
     assert record["measured_ttft_s"] > 0

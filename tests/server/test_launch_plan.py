@@ -11,6 +11,7 @@ import pytest
 from moonpool.base.config import from_mapping
 from moonpool.base.errors import ConfigError
 from moonpool.base.process import ProcessConfig
+from moonpool.conductor.placement.policy import PolicyConfig
 from moonpool.conductor.service import ConductorConfig
 from moonpool.engine.worker.config import WorkerConfig
 from moonpool.server.frontend import FrontendConfig
@@ -44,8 +45,11 @@ def test_every_option_is_known_to_its_role(name: str) -> None:
     role = plan(max_model_len=512, threads=2, tenants_file="/t.json", secret_file="/s")[name]
     config, process = CONFIGS[role.command], {field.name for field in fields(ProcessConfig)}
     own = {field.name for field in fields(config)}
-    assert set(role.options) <= own | process
-    from_mapping(config, {key: value for key, value in role.options.items() if key in own})
+    options = {key: value for key, value in role.options.items() if not key.startswith("policy_")}
+    assert set(options) <= own | process
+    from_mapping(config, {key: value for key, value in options.items() if key in own})
+    policy = {key.removeprefix("policy_"): role.options[key] for key in role.options.keys() - options.keys()}
+    from_mapping(PolicyConfig, policy)
 
 
 def test_roles_find_each_other() -> None:
@@ -78,6 +82,8 @@ def test_the_plan_can_be_supervised() -> None:
         {"dram": "0"},
         {"kv": "much"},
         {"threads": 0},
+        {"policy": "best"},
+        {"ttft_slo_s": 0.0},
         {"log_level": "X"},
     ],
 )

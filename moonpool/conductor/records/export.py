@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from moonpool.base.errors import ConfigError
-from moonpool.conductor.record_store import PRINT_NBYTES, KeptRecord
+from moonpool.conductor.records.store import PRINT_NBYTES, KeptRecord
 
 MOONCAKE_BLOCK_TOKENS = 512
 _PROGRESS_EVERY = 256

@@ -9,12 +9,17 @@ from moonpool.conductor.messages import Candidate, DecisionRecord
 _MAX_CANDIDATES = 5
 
 
-def explain(record: DecisionRecord, block_tokens: int) -> list[str]:
-    """What happened to the request, in the order in which it happened. The record may be open still."""
+def explain(record: DecisionRecord, block_tokens: int, missed: str | None = None) -> list[str]:
+    """What happened to the request, in the order in which it happened. The record may be open still.
+
+    `missed`: what the pool says of the first block that was not reused.
+    """
     chosen = next((one for one in record.candidates if one.worker == record.prefill), None)
     lines = [*_asked(record), *_went(record)]
     if chosen is not None:
         lines += [*_candidates(record, chosen), *_blocks(record, chosen, block_tokens)]
+    if missed is not None:
+        lines.append(f"The first block that was not reused: {missed.rstrip('.')}.")
     return [*lines, *_ended(record)]
 
 
@@ -28,8 +33,10 @@ def _asked(record: DecisionRecord) -> Iterator[str]:
 
 def _went(record: DecisionRecord) -> Iterator[str]:
     if record.prefill is None or record.decode is None:
-        yield f"It was sent nowhere: {record.outcome.replace('_', ' ')}."
+        yield from _not_sent(record)
         return
+    if record.waited_s > 0:
+        yield f"It waited {_seconds(record.waited_s)} for its turn."
     expected = []
     if record.predicted_ttft_s is not None:
         expected.append(f"the first token after {_seconds(record.predicted_ttft_s)}")
@@ -37,6 +44,15 @@ def _went(record: DecisionRecord) -> Iterator[str]:
         expected.append(f"then one every {_seconds(record.predicted_tbt_s)}")
     ending = f", expecting {' and '.join(expected)}" if expected else ""
     yield f"It went to {record.prefill} for its prompt and to {record.decode} for its answer{ending}."
+
+
+def _not_sent(record: DecisionRecord) -> Iterator[str]:
+    if record.outcome == "open":
+        yield "It waits for its turn."
+        return
+    after = f" after {_seconds(record.waited_s)} of waiting for its turn" if record.waited_s > 0 else ""
+    reason = f" ({record.reason})" if record.reason is not None else ""
+    yield f"It was sent nowhere{after}: {record.outcome.replace('_', ' ')}{reason}."
 
 
 def _candidates(record: DecisionRecord, chosen: Candidate) -> Iterator[str]:

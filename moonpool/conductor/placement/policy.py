@@ -18,24 +18,31 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from moonpool.base.errors import ConfigError, Overloaded, Unavailable
-from moonpool.conductor.estimate import CostModels
-from moonpool.conductor.leading import Leading
+from moonpool.base.errors import ConfigError, Unavailable
+from moonpool.conductor.admission.forms import AdmissionConfig, AdmissionForm
+from moonpool.conductor.costs.estimate import CostModels
 from moonpool.conductor.messages import Candidate
-from moonpool.conductor.pricing import Demand, Plan, Pricing
-from moonpool.conductor.tables import FULL_S, Column, DecodeTable, PrefillTable
-from moonpool.conductor.traffic import Traffic
+from moonpool.conductor.placement.leading import Leading
+from moonpool.conductor.placement.pricing import Demand, Plan, Pricing
+from moonpool.conductor.placement.tables import FULL_S, Column, DecodeTable, PrefillTable
+from moonpool.conductor.placement.traffic import Traffic
 
-MIN_RETRY_S = 1.0
+POLICY_NAMES = ("random", "round-robin", "least-loaded", "local", "global", "ours")  # see policies.py
+DEFAULT_POLICY = "global"
+DEFAULT_QUEUE_CAPACITY = 256
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyConfig:
-    """Targets in seconds; None never refuses. The threshold is a ratio of leading runs, at least 1."""
+    """Which worker, and whether at all. Targets in seconds; None never refuses. The threshold is a ratio of leading
+    runs, at least 1."""
 
-    policy: str = "global"  # random, round-robin, least-loaded, local, global or ours (policies.py)
-    ttft_slo_s: float | None = None
-    tbt_slo_s: float | None = None
+    name: str = DEFAULT_POLICY  # random, round-robin, least-loaded, local, global or ours
+    ttft_slo_s: float | None = None  # what is predicted to miss it is refused, or waits for its turn
+    tbt_slo_s: float | None = None  # the same for the time between tokens
+    admission: AdmissionForm = AdmissionForm.PREDICTED  # how far ahead the load of decode workers is looked at
+    queue_capacity: int | None = None  # requests that may wait for their turn; default: 256 with a TTFT target, else 0
+    queue_timeout_s: float = 30.0  # for those that have no TTFT target
     kvcache_balancing_threshold: float = 1.0
     tie_slack: float = 0.05  # of the best worker's own work for the request; 0: exact ties only
     num_candidates: int = 4  # kept in a decision record
@@ -43,14 +50,29 @@ class PolicyConfig:
     seed: int = 0  # of the policy that draws
 
     def __post_init__(self) -> None:
+        if self.name not in POLICY_NAMES:
+            raise ConfigError(f"policy {self.name!r} is none of {', '.join(POLICY_NAMES)}", param="name")
         if not self.kvcache_balancing_threshold >= 1:
             raise ConfigError("kvcache_balancing_threshold must be at least 1", param="kvcache_balancing_threshold")
-        for name in ("ttft_slo_s", "tbt_slo_s", "num_candidates", "pool_sources"):
+        for name in ("ttft_slo_s", "tbt_slo_s", "num_candidates", "pool_sources", "queue_timeout_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} must be above 0", param=name)
         if not 0 <= self.tie_slack < 1:
             raise ConfigError("tie_slack must be at least 0 and below 1", param="tie_slack")
+        if self.queue_capacity is not None and self.queue_capacity < 0:
+            raise ConfigError("queue_capacity must be 0 or more", param="queue_capacity")
+
+    @property
+    def targets(self) -> AdmissionConfig:
+        return AdmissionConfig(AdmissionForm(self.admission), self.ttft_slo_s, self.tbt_slo_s)
+
+    @property
+    def room_to_wait(self) -> int:
+        """How many requests may wait; 0: what does not fit is refused at once."""
+        if self.queue_capacity is not None:
+            return self.queue_capacity
+        return 0 if self.ttft_slo_s is None else DEFAULT_QUEUE_CAPACITY
 
 
 class Scene(NamedTuple):
@@ -86,20 +108,18 @@ class Choice(NamedTuple):
 class Chooser:
     """Keeps the turn of decode workers that are equal."""
 
-    def __init__(self, policy: Policy, config: PolicyConfig) -> None:
+    def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self._config = config
         self._turn = Turn()
 
     def choose(self, scene: Scene, decodes: DecodeTable, excluded: Sequence[int], costs: CostModels) -> Choice:
-        """Unavailable when there is no worker of a kind, Overloaded when the best pair misses a target."""
+        """Unavailable when there is no worker of a kind."""
         if not scene.leading.groups:
             raise Unavailable("no prefill worker is ready")
         decode, tbt_s = self.select_decode(scene.demand, decodes, excluded, costs)
         picked = self.policy.pick(scene)
         candidates = tuple(_candidate(scene, slot, plan) for slot, plan in picked)
         best = candidates[0]
-        _check_targets(best, tbt_s, self._config)
         return Choice(picked[0][1], best, decode, tbt_s, candidates, self._pool_limit(scene.leading, best))
 
     def _pool_limit(self, leading: Leading, best: Candidate) -> int | None:
@@ -156,18 +176,3 @@ def _candidate(scene: Scene, slot: int, plan: Plan) -> Candidate:
         congestion_s=plan.congestion_s,
         overlap_s=plan.overlap_s,
     )
-
-
-def _check_targets(best: Candidate, tbt_s: float, config: PolicyConfig) -> None:
-    if config.ttft_slo_s is not None and best.ttft_s > config.ttft_slo_s:
-        # The queue has to shrink by the excess; a request too long for an idle worker has no queue to wait for.
-        wait_s = min(best.queue_s, best.ttft_s - config.ttft_slo_s)
-        raise Overloaded(
-            f"the first token would take {best.ttft_s:.2f} s, the target is {config.ttft_slo_s:g} s",
-            retry_after_s=max(MIN_RETRY_S, wait_s),
-        )
-    if config.tbt_slo_s is not None and tbt_s > config.tbt_slo_s:
-        raise Overloaded(
-            f"tokens would come {tbt_s * 1e3:.0f} ms apart, the target is {config.tbt_slo_s * 1e3:.0f} ms",
-            retry_after_s=max(MIN_RETRY_S, best.queue_s),
-        )

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from moonpool.conductor.estimate import CostModels
+from moonpool.conductor.costs.estimate import CostModels
 
 ATTENTION_OPS = 4.0
 DENSE_OPS = 22.0

@@ -16,11 +16,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from moonpool.base.errors import ConfigError
-from moonpool.conductor.policy import Policy, PolicyConfig, Scene, Turn
-from moonpool.conductor.pricing import Plan
-from moonpool.conductor.slots import where
-from moonpool.conductor.tables import Column
+from moonpool.conductor.placement.policy import POLICY_NAMES, Policy, PolicyConfig, Scene, Turn
+from moonpool.conductor.placement.pricing import Plan
+from moonpool.conductor.placement.slots import where
+from moonpool.conductor.placement.tables import Column
 
 _MAX_COLUMNS = 256
 
@@ -148,15 +147,11 @@ class Ours(SmallestTtft):
 _POLICIES: dict[str, Callable[[PolicyConfig, random.Random], Policy]] = {
     one.name: one for one in (Random, RoundRobin, LeastLoaded, Local, Global, Ours)
 }
-POLICY_NAMES = tuple(_POLICIES)
+assert tuple(_POLICIES) == POLICY_NAMES
 
 
 def make_policy(config: PolicyConfig, rng: random.Random) -> Policy:
-    """ConfigError for a name that is none."""
-    make = _POLICIES.get(config.policy)
-    if make is None:
-        raise ConfigError(f"policy {config.policy!r} is none of {', '.join(POLICY_NAMES)}", param="policy")
-    return make(config, rng)
+    return _POLICIES[config.name](config, rng)
 
 
 def _with_own_prefix(scene: Scene, slot: int) -> list[tuple[int, Plan]]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from moonpool.conductor.estimate import CostModels
-from moonpool.conductor.leading import Leading
-from moonpool.conductor.traffic import Traffic
+from moonpool.conductor.costs.estimate import CostModels
+from moonpool.conductor.placement.leading import Leading
+from moonpool.conductor.placement.traffic import Traffic
 
 _MAX_EDGES = 8
 

@@ -18,15 +18,15 @@ hand for a place that falls free, and refuses fewest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, TypeAlias
 
 from moonpool.base.errors import ConfigError, Overloaded
-from moonpool.conductor.decode_forecast import DecodeForecast
+from moonpool.conductor.admission.forecast import DecodeForecast
 
-MIN_RETRY_S = 1.0
+MIN_RETRY_S = 1.0  # nobody is asked to come back sooner
 _RETRY_STEPS = 7  # halvings when looking for the moment at which the load falls: to 1/128 of the time in question
 
 StepTime: TypeAlias = Callable[[float, float], float]  # (sequences, tokens of KV) of one worker's batch -> seconds
@@ -36,6 +36,17 @@ class AdmissionForm(StrEnum):
     NONE = "none"
     EARLY = "early"
     PREDICTED = "predicted"
+
+
+class Cause(StrEnum):
+    """Classes of refusals, for counting."""
+
+    TTFT = "ttft"
+    TBT = "tbt"
+    TOO_LONG = "too_long"  # it would miss a target on idle workers
+    QUEUE_FULL = "queue_full"
+    GAVE_WAY = "gave_way"
+    TOO_LATE = "too_late"  # it waited in vain
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +91,7 @@ class Refused(NamedTuple):
     reason: str
     retry_after_s: float | None
     load: float
+    cause: Cause
 
     def error(self) -> Overloaded:
         return Overloaded(self.reason, retry_after_s=self.retry_after_s or MIN_RETRY_S)
@@ -97,7 +109,7 @@ class Admission:
         self._forecast = forecast
 
     def at_arrival(
-        self, num_tokens: int, prefills: Sequence[PrefillNow], decodes: Sequence[DecodeNow], now_s: float
+        self, num_tokens: int, prefills: Collection[PrefillNow], decodes: Collection[DecodeNow], now_s: float
     ) -> Verdict:
         """Both pools must have a worker. They may be cut down to the workers that were chosen for this request,
         except that `predicted` divides the forecast by the number of decode workers."""
@@ -114,7 +126,7 @@ class Admission:
             return decode
         return Admitted(max(verdict.load, decode.load), prefill_ends_s)
 
-    def before_decode(self, num_tokens: int, decodes: Sequence[DecodeNow], now_s: float) -> Verdict:
+    def before_decode(self, num_tokens: int, decodes: Collection[DecodeNow], now_s: float) -> Verdict:
         """The check on the decode side once the prefill is done, the same in all forms."""
         return self._check_decode_now(num_tokens, decodes, now_s)
 
@@ -128,16 +140,16 @@ class Admission:
             return Admitted(load, prefill_ends_s)
         if best.work_s > target_s:
             reason = f"this prompt alone takes {best.work_s:.2f} s until its first token, the target is {target_s:g} s"
-            return Refused(f"{reason}; a shorter prompt may pass", None, load)
+            return Refused(f"{reason}; a shorter prompt may pass", None, load, Cause.TOO_LONG)
         reason = (
             f"the first token would take {ttft_s:.2f} s, the target is {target_s:g} s: "
             f"{best.queue_s:.2f} s of other prompts come first"
         )
-        return Refused(reason, max(MIN_RETRY_S, ttft_s - target_s), load)
+        return Refused(reason, max(MIN_RETRY_S, ttft_s - target_s), load, Cause.TTFT)
 
     # decode
 
-    def _check_decode_now(self, num_tokens: int, decodes: Sequence[DecodeNow], now_s: float) -> Verdict:
+    def _check_decode_now(self, num_tokens: int, decodes: Collection[DecodeNow], now_s: float) -> Verdict:
         target_s = self._config.tbt_slo_s
         if target_s is None:
             return Admitted(0.0, now_s)
@@ -170,10 +182,11 @@ class Admission:
             reason = (
                 f"tokens of this prompt alone come {alone_s * 1e3:.0f} ms apart, the target is {target_s * 1e3:g} ms"
             )
-            return Refused(f"{reason}; a shorter prompt may pass", None, load)
+            return Refused(f"{reason}; a shorter prompt may pass", None, load, Cause.TOO_LONG)
         reason = f"{when}tokens would come {tbt_s * 1e3:.0f} ms apart, the target is {target_s * 1e3:g} ms"
         falls_s = self._falls_s(num_tokens, num_workers, at_s, now_s, target_s)
-        return Refused(f"{reason}: too many answers are being written", max(MIN_RETRY_S, falls_s - at_s), load)
+        retry_after_s = max(MIN_RETRY_S, falls_s - at_s)
+        return Refused(f"{reason}: too many answers are being written", retry_after_s, load, Cause.TBT)
 
     def _falls_s(self, num_tokens: int, num_workers: int, at_s: float, now_s: float, target_s: float) -> float:
         """A moment after at_s from which the load is predicted to be below 1, were nobody else let in."""

@@ -18,15 +18,18 @@ from moonpool.base.errors import ConfigError
 from moonpool.conductor.messages import DecisionRecord
 
 PRINT_NBYTES = 8
+MAX_CHOICES = 128  # of one client request; the front end allows no more
 
 
 @dataclass(slots=True, eq=False)
 class KeptRecord:
-    """`prints`: 8 bytes for each full block of the prompt, in order; b"" when they were given up or never known."""
+    """`prints`: 8 bytes for each full block of the prompt, in order; b"" when they were given up or never known.
+    `missed`: the key of the first block that was not reused, to ask the pool about."""
 
     record: DecisionRecord
     tenant: str | None
     prints: bytes
+    missed: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,17 @@ class RecordStore:
     def get(self, request_id: str) -> DecisionRecord | None:
         kept = self._kept.get(request_id)
         return None if kept is None else kept.record
+
+    def kept(self, request_id: str) -> KeptRecord | None:
+        return self._kept.get(request_id)
+
+    def of_client(self, request_id: str) -> list[KeptRecord]:
+        """Of a client's request: those of its choices, ID-0, ID-1, ...; or of the one request that has that id."""
+        own = self._kept.get(request_id)
+        if own is not None:
+            return [own]
+        choices = (self._kept.get(f"{request_id}-{number}") for number in range(MAX_CHOICES))
+        return [kept for kept in choices if kept is not None]
 
     def newest(self, limit: int) -> list[DecisionRecord]:
         """At most `limit`, newest last."""

@@ -3,7 +3,7 @@
 Order. Of the priorities that wait, the highest is served first, except that a priority that was passed over rises
 by one for every `ageing_s` since it was served last (or since it began to wait). Once it has risen to the highest one
 waiting, at most one request of each other priority comes before it: none starves. Within a priority tenants take fair
-turns by predicted prefill seconds and weight (conductor/fairness.py), and within a tenant the first come is the first
+turns by predicted prefill seconds and weight (fairness.py), and within a tenant the first come is the first
 served. It is the priority that ages, not the request: else the long queue of a tenant that floods would rise above
 everybody's fresh requests.
 
@@ -18,6 +18,7 @@ Deadline. A request that cannot meet its TTFT target any more, even if it were s
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -25,10 +26,9 @@ from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from moonpool.base.errors import AlreadyExists, ConfigError
-from moonpool.conductor.drain_rate import DrainRate
-from moonpool.conductor.fairness import FairTurns, check_weight
-
-MIN_RETRY_S = 1.0
+from moonpool.conductor.admission.drain_rate import DrainRate
+from moonpool.conductor.admission.fairness import FairTurns, check_weight
+from moonpool.conductor.admission.forms import MIN_RETRY_S, Cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,7 @@ class TurnedAway(NamedTuple):
     request: WaitingRequest
     reason: str
     retry_after_s: float
+    cause: Cause
 
 
 class _Entry(NamedTuple):
@@ -137,14 +138,15 @@ class AdmissionQueue:
         if request.request_id in self._entries:
             raise AlreadyExists(f"request {request.request_id} is waiting already")
         if request.start_by_s is not None and request.start_by_s <= now_s:
-            return self._turn_away(_Entry(request, now_s), self._too_late(request, 0.0))
+            return self._turn_away(_Entry(request, now_s), self._too_late(request, 0.0), Cause.TOO_LATE)
         self._set_late_aside(now_s)
         turned = None
         if len(self._entries) >= self._config.capacity:
             victim = self._victim(request)
             if victim is None:
-                return self._turn_away(_Entry(request, now_s), self._full())
-            turned = self._turn_away(self._remove(victim.request_id), self._gave_way(victim, request))
+                return self._turn_away(_Entry(request, now_s), self._full(), Cause.QUEUE_FULL)
+            why = self._gave_way(victim, request)
+            turned = self._turn_away(self._remove(victim.request_id), why, Cause.GAVE_WAY)
         self._add(_Entry(request, now_s))
         return turned
 
@@ -169,7 +171,9 @@ class AdmissionQueue:
         """Hands out all that can no longer start in time, earliest deadline first."""
         self._set_late_aside(now_s)
         late, self._late = self._late, []
-        return [self._turn_away(one, self._too_late(one.request, now_s - one.offered_s)) for one in late]
+        return [
+            self._turn_away(one, self._too_late(one.request, now_s - one.offered_s), Cause.TOO_LATE) for one in late
+        ]
 
     def cancel(self, request_id: str) -> bool:
         """Whether it was waiting. Also one that is late and was not handed out yet."""
@@ -186,9 +190,10 @@ class AdmissionQueue:
         moments = [one.request.start_by_s for one in self._late[:1]] + [at for at, _ in self._deadlines[:1]]
         return min((at for at in moments if at is not None), default=None)
 
-    def waiting_s(self) -> float:
-        """Predicted prefill seconds of all that waits."""
-        return sum(sum(level.work_s.values()) for level in self._levels.values())
+    def waiting_s(self, min_priority: float = -math.inf) -> float:
+        """Predicted prefill seconds of all that waits with that priority or a higher one."""
+        levels = (level for priority, level in self._levels.items() if priority >= min_priority)
+        return sum(sum(level.work_s.values()) for level in levels)
 
     # order
 
@@ -263,9 +268,9 @@ class AdmissionQueue:
 
     # what is said
 
-    def _turn_away(self, entry: _Entry, reason: str) -> TurnedAway:
+    def _turn_away(self, entry: _Entry, reason: str, cause: Cause) -> TurnedAway:
         work_s = entry.request.prefill_s + self.waiting_s()
-        return TurnedAway(entry.request, reason, max(MIN_RETRY_S, self._rate.seconds_for(work_s)))
+        return TurnedAway(entry.request, reason, max(MIN_RETRY_S, self._rate.seconds_for(work_s)), cause)
 
     def _too_late(self, request: WaitingRequest, waited_s: float) -> str:
         return (

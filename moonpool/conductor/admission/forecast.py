@@ -23,8 +23,8 @@ from heapq import heapify, heappop, heappush
 from typing import NamedTuple, Protocol
 
 from moonpool.base.errors import ConfigError
-from moonpool.conductor.output_lengths import OutputLengths
-from moonpool.conductor.time_sums import TimeSums, tick_of
+from moonpool.conductor.admission.output_lengths import OutputLengths
+from moonpool.conductor.admission.time_sums import TimeSums, tick_of
 
 _FADE = 0.98
 _INITIAL_SAMPLES = 8.0

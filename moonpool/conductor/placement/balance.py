@@ -15,8 +15,8 @@ from __future__ import annotations
 import heapq
 from typing import NamedTuple
 
-from moonpool.conductor.leading import Leading
-from moonpool.conductor.pricing import Plan
+from moonpool.conductor.placement.leading import Leading
+from moonpool.conductor.placement.pricing import Plan
 
 HALF_LIFE_S = 300.0
 _MIN_COUNT = 0.5  # colder ones leave the list when it is full

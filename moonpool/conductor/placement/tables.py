@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from moonpool.conductor.backlog import Backlog
+from moonpool.conductor.placement.backlog import Backlog
 
 Column = NDArray[np.float64]
 FULL_S = 1e6  # a decode worker without room comes after all others

@@ -19,8 +19,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from moonpool.base.keys import KEY_NBYTES, OBJECT_KEY_NBYTES
-from moonpool.conductor.leading import Leading
-from moonpool.conductor.slots import Slots
+from moonpool.conductor.placement.leading import Leading
+from moonpool.conductor.placement.slots import Slots
 from moonpool.store.messages import Tier
 
 Prints = Sequence[int]

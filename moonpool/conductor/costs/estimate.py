@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from operator import mul
 
 from moonpool.base.cluster import DecodeSample, PrefillSample, PullSample
-from moonpool.conductor.accuracy import ErrorWindow
-from moonpool.conductor.nonnegative import nonnegative_minimum
+from moonpool.conductor.costs.accuracy import ErrorWindow
+from moonpool.conductor.costs.nonnegative import nonnegative_minimum
 
 _FADE = 0.98  # weight of a sample after each later one: about the last fifty count
 _PRIOR_WEIGHT = 3e-4  # of the prior curve, in samples

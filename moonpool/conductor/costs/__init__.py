@@ -1,0 +1,1 @@
+"""What things cost: models that learn, how good they have been, and where fetching beats computing."""

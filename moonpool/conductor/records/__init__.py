@@ -1,0 +1,1 @@
+"""What became of each request: kept, explained and written out as a trace."""

@@ -1,0 +1,77 @@
+"""What the conductor keeps of a worker between its coming and its going, and of a request on its way. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from moonpool.base.cluster import WorkerInfo, WorkerLoad, WorkerRole
+from moonpool.base.errors import IdentityMismatch
+from moonpool.conductor.admission.forms import DecodeNow
+from moonpool.conductor.messages import WorkerRef
+from moonpool.conductor.placement.backlog import Backlog
+
+
+@dataclass(eq=False, slots=True)
+class Registration:
+    """One worker between registering and going, with the requests that were sent to it.
+
+    Of those sent to a decode worker, some are still at their prefill; the others have joined.
+    """
+
+    info: WorkerInfo
+    load: WorkerLoad
+    slot: int  # its row in the table of its role
+    ref: WorkerRef
+    backlog: Backlog = field(default_factory=Backlog)
+    num_decoding: int = 0
+    decoding_tokens: int = 0
+    decoding_pages: int = 0
+    num_joined: int = 0
+    joined_tokens: int = 0
+
+    @property
+    def is_prefill(self) -> bool:
+        return self.info.role is WorkerRole.PREFILL
+
+    @property
+    def assigned(self) -> int:
+        return len(self.backlog) + self.num_decoding
+
+    @property
+    def decode_now(self) -> DecodeNow:
+        """Those that have joined and those that it reports, whichever is more: reports lag, and after a restart the
+        conductor knows of fewer."""
+        load = self.load
+        return DecodeNow(max(self.num_joined, load.num_running), max(self.joined_tokens, load.running_tokens))
+
+
+@dataclass(eq=False, slots=True)
+class OpenRequest:
+    """A request on its way. `prefill` is None once that worker was lost."""
+
+    request_id: str
+    owner: Hashable
+    keys: list[bytes]
+    prints: list[int]
+    num_tokens: int
+    pages: int
+    prefill: Registration | None
+    decode: Registration
+    has_joined: bool = False
+
+
+def check_parity(info: WorkerInfo, other: WorkerInfo) -> None:
+    """IdentityMismatch when the two could not share KV."""
+    if _parity(other) != _parity(info):
+        raise IdentityMismatch(
+            f"worker {info.name} ({_describe(info)}) cannot share KV with the workers here ({_describe(other)})"
+        )
+
+
+def _parity(info: WorkerInfo) -> tuple[bytes, str, int]:
+    return info.identity, info.model, info.block_tokens
+
+
+def _describe(info: WorkerInfo) -> str:
+    return f"model {info.model}, identity {info.identity.hex()[:16]}, {info.block_tokens} tokens a block"

@@ -1,0 +1,279 @@
+"""The waiting room in front of the conductor's state, on a virtual clock: who waits, who is sent, who is refused."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moonpool.base.cluster import DecodeSample, PrefillSample, WorkerInfo, WorkerRole
+from moonpool.base.errors import Overloaded, Unavailable
+from moonpool.conductor.admission.forms import AdmissionForm, Cause
+from moonpool.conductor.messages import Decision, RequestEnded, Route
+from moonpool.conductor.placement.policy import PolicyConfig
+from moonpool.conductor.placement.prefix_index import PrefixIndex
+from moonpool.conductor.state import ConductorState
+from moonpool.conductor.waiting_room import Answer, WaitingRoom
+
+TOKENS = 640  # one second
+
+
+def info(name: str, **changes: object) -> WorkerInfo:
+    made = WorkerInfo(
+        name=name,
+        role=WorkerRole.PREFILL if name.startswith("p") else WorkerRole.DECODE,
+        address=f"unix:/run/{name}.sock",
+        incarnation=1,
+        identity=b"\1" * 32,
+        model="tiny",
+        block_tokens=64,
+        num_pages=10_000,
+        max_num_seqs=64,
+        page_nbytes=1 << 20,
+    )
+    return msgspec.structs.replace(made, **changes)
+
+
+def route(request_id: str, tenant: str = "", priority: int = 0, num_tokens: int = TOKENS) -> Route:
+    return Route(
+        request_id=request_id, keys=[], num_tokens=num_tokens, max_tokens=2000, tenant=tenant, priority=priority
+    )
+
+
+class Room:
+    """A conductor with one prefill and one decode worker; a prompt takes a second, ten answers 0.1 s a token."""
+
+    def __init__(self, *names: str, **config: object) -> None:
+        self.config = PolicyConfig(**config)
+        self.state = ConductorState(self.config, PrefixIndex(), 1000)
+        for name in names or ("p0", "d0"):
+            self.state.register(info(name))
+        self.state.costs.learn(
+            prefills=[PrefillSample(TOKENS, 0, 1.0)] * 9,
+            decodes=[DecodeSample(num, num * TOKENS, 0.01 * num) for num in (1, 5, 10, 20)] * 9,
+        )
+        self.room = WaitingRoom(self.state, self.config)
+        self.now_s = 0.0
+
+    def ask(self, *args: object, **kwargs: object) -> Decision | None:
+        return self.room.ask(route(*args, **kwargs), "fe", self.now_s, self.now_s)
+
+    def after(self, seconds: float) -> list[Answer]:
+        self.now_s += seconds
+        return self.room.settle(self.now_s)
+
+    def prefilled(self, request_id: str) -> list[Answer]:
+        self.state.prefill_ended(request_id, self.now_s)
+        return self.room.settle(self.now_s)
+
+    def ended(self, request_id: str, output_tokens: int = 16) -> list[Answer]:
+        self.state.request_ended(RequestEnded(request_id=request_id, output_tokens=output_tokens), self.now_s)
+        return self.room.settle(self.now_s)
+
+    def serve_all(self, first: str) -> list[str]:
+        """One prefill after the other; in which order those that wait are sent."""
+        order, current = [], [first]
+        while current:
+            self.now_s += 0.1  # they are faster than predicted
+            current = [one.request_id for each in current for one in self.prefilled(each)]
+            order += current
+        return order
+
+
+def test_without_targets_nobody_waits_and_nobody_is_refused() -> None:
+    room = Room()
+    assert all(room.ask(f"r{number}") is not None for number in range(50))
+    assert (len(room.room), room.room.next_event_s()) == (0, None)
+
+
+def test_a_worker_gets_a_quarter_of_the_target_and_the_rest_waits() -> None:
+    room = Room(ttft_slo_s=10.0)
+    sent = [room.ask(f"r{number}") is not None for number in range(6)]
+    assert sent == [True, True, True, False, False, False]
+    assert len(room.room) == 3
+    room.now_s += 1.0
+    answers = room.prefilled("r0")
+    assert [one.request_id for one in answers] == ["r3"]
+    decision = answers[0].outcome
+    assert decision.waited_s == pytest.approx(1.0)
+    assert decision.ttft_s == pytest.approx(4.0, rel=0.1)  # a second here, two at the worker, its own
+    record = room.state.records.get("r3")
+    assert (record.waited_s, record.predicted_ttft_s, record.outcome) == (decision.waited_s, decision.ttft_s, "open")
+
+
+def test_what_would_come_too_late_is_refused_at_once() -> None:
+    room = Room(ttft_slo_s=4.0)
+    room.ask("r0")
+    room.ask("r1")
+    assert room.ask("r2") is None
+    assert room.ask("r3") is None
+    with pytest.raises(Overloaded, match="other prompts come first") as caught:
+        room.ask("r4")
+    assert caught.value.retry_after_s >= 1
+    with pytest.raises(Overloaded, match="a shorter prompt"):
+        room.ask("r5", num_tokens=100 * TOKENS)
+    assert room.state.refused == {Cause.TTFT: 1, Cause.TOO_LONG: 1}
+    assert room.ask("urgent", priority=1) is None  # those that wait come after it
+    assert room.state.records.get("r4").reason == str(caught.value)
+
+
+def test_higher_priorities_first_and_tenants_in_turn() -> None:
+    room = Room(ttft_slo_s=100.0)
+    sent = []
+    while room.ask(f"first{len(sent)}") is not None:
+        sent.append(f"first{len(sent)}")
+    for number in range(4):
+        room.ask(f"flood{number}", tenant="a")
+    room.ask("b0", tenant="b")
+    room.ask("urgent", tenant="a", priority=5)
+    order: list[str] = []
+    for request_id in sent:
+        order += room.serve_all(request_id)
+    order.remove(f"first{len(sent)}")  # that of no tenant
+    assert order[0] == "urgent"
+    assert order.index("b0") < order.index("flood1")
+    assert [one for one in order if one.startswith("flood")] == [f"flood{number}" for number in range(4)]
+
+
+def test_a_full_queue_turns_the_newest_of_the_largest_away() -> None:
+    room = Room(ttft_slo_s=40.0, queue_capacity=2)
+    number = 0
+    while room.ask(f"first{number}") is not None:
+        number += 1
+    assert room.ask("a1", tenant="a") is None
+    with pytest.raises(Overloaded, match="as many as may"):
+        room.ask("a2", tenant="a")
+    assert room.ask("urgent", priority=1) is None
+    [answer] = room.after(0.0)
+    assert answer.request_id in ("a1", f"first{number}")
+    assert isinstance(answer.outcome, Overloaded)
+    assert room.state.refused[Cause.GAVE_WAY] == room.state.refused[Cause.QUEUE_FULL] == 1
+
+
+def test_those_whose_time_is_over_are_told() -> None:
+    room = Room(ttft_slo_s=10.0)
+    for number in range(4):
+        room.ask(f"r{number}")
+    assert room.room.next_event_s() == pytest.approx(9.0, abs=0.2)
+    assert room.after(8.0) == []  # the worker stands still
+    [answer] = room.after(1.5)
+    assert answer.request_id == "r3"
+    assert room.state.refused[Cause.TOO_LATE] == 1
+    assert room.state.records.get("r3").waited_s == 9.5
+    assert (room.room.num_waited, room.room.waited_s) == (1, 9.5)
+
+
+@pytest.mark.parametrize("form", list(AdmissionForm))
+def test_answers_that_end_make_room_for_others(form: AdmissionForm) -> None:
+    room = Room(tbt_slo_s=0.05, admission=form, queue_capacity=8)
+    sent = []
+    for number in range(6):
+        if room.ask(f"r{number}") is None:
+            break
+        sent.append(f"r{number}")
+        room.prefilled(f"r{number}")
+    if form is AdmissionForm.NONE:
+        assert len(sent) == 6  # it looks only when the prompt is done
+        return
+    assert 3 <= len(sent) <= 5
+    assert [one.request_id for one in room.ended(sent[0])] == [f"r{len(sent)}"]
+
+
+def test_before_decode_is_the_last_word() -> None:
+    room = Room(tbt_slo_s=0.05, admission=AdmissionForm.NONE)
+    refused = 0
+    for number in range(8):
+        assert room.ask(f"r{number}").asks_before_decode
+        try:
+            room.state.before_decode(f"r{number}", room.now_s)
+            room.prefilled(f"r{number}")
+        except Overloaded:
+            refused += 1
+            room.ended(f"r{number}", 0)
+    assert 3 <= refused <= 5
+    assert room.state.counters["wasted_prefills"] == refused
+    room.ended("r0")
+    room.ask("next")
+    room.state.before_decode("next", room.now_s)
+
+
+def test_nobody_is_asked_before_decode_without_a_target() -> None:
+    assert not Room(ttft_slo_s=9.0).ask("r0").asks_before_decode
+
+
+def test_cancelled_asked_again_and_abandoned() -> None:
+    room = Room(ttft_slo_s=10.0)
+    for number in range(6):
+        room.ask(f"r{number}")
+    assert room.room.cancel("r3", 0.0)
+    assert not room.room.cancel("r3", 0.0)
+    assert not room.room.cancel("r0", 0.0)
+    assert room.ask("r4") is None  # again: it goes to the end of the queue
+    assert [one.request_id for one in room.prefilled("r0")] == ["r5"]
+    assert room.state.records.get("r4").attempt == 2
+    room.room.owner_gone("fe", 0.0)
+    assert len(room.room) == 0
+    assert [room.state.records.get(one).outcome for one in ("r3", "r4")] == ["abandoned"] * 2
+
+
+def test_workers_that_go_and_come_back() -> None:
+    room = Room(ttft_slo_s=10.0)
+    for number in range(4):
+        room.ask(f"r{number}")
+    room.state.unregister(room.state.register(info("p0")))
+    assert room.after(1.0) == []
+    with pytest.raises(Unavailable):
+        room.ask("other")
+    room.state.register(info("p0"))
+    assert [one.request_id for one in room.after(1.0)] == ["r3"]
+
+
+def test_how_good_the_forecast_was_is_kept() -> None:
+    room = Room(tbt_slo_s=10.0)
+    for number in range(5):
+        room.ask(f"r{number}")
+        room.prefilled(f"r{number}")
+    errors = {one.model: one for one in room.state.predictions()}
+    assert errors["decode_load"].count == 5
+    assert errors["decode_load"].p90 < 0.6
+
+
+@given(st.lists(st.tuples(st.sampled_from("aekcp"), st.integers(0, 9), st.integers(-2, 2)), max_size=60))
+def test_each_request_is_answered_exactly_once(steps: list[tuple[str, int, int]]) -> None:
+    """Asked, prefilled, ended, cancelled and time passing in any order: whoever waits is answered or taken out."""
+    room = Room(ttft_slo_s=6.0, tbt_slo_s=0.05, queue_capacity=3)
+    waiting: set[str] = set()
+
+    def take(answers: list[Answer]) -> None:
+        for answer in answers:
+            waiting.remove(answer.request_id)
+
+    for action, number, priority in steps:
+        request_id = f"r{number}"
+        if action == "a":
+            waiting.discard(request_id)
+            try:
+                if room.ask(request_id, f"t{number % 3}", priority) is None:
+                    waiting.add(request_id)
+            except Overloaded:
+                pass
+            take(room.after(0.0))
+        elif action == "e":
+            if room.room.cancel(request_id, room.now_s):
+                waiting.remove(request_id)
+            take(room.ended(request_id))
+        elif action == "k":
+            take(room.prefilled(request_id))
+        elif action == "c":
+            assert room.room.cancel(request_id, room.now_s) == (request_id in waiting)
+            waiting.discard(request_id)
+        else:
+            take(room.after(number * 0.7))
+        assert len(room.room) == len(waiting)
+    for number in range(10):
+        take(room.prefilled(f"r{number}"))
+        if f"r{number}" not in waiting:
+            take(room.ended(f"r{number}"))
+    take(room.after(10.0))
+    assert not waiting
