@@ -39,3 +39,19 @@ def objects_seen(what: str, shown: bool = True) -> Iterator[Show]:
 
     with Console(stderr=True).status(what) as status:
         yield lambda done, _: status.update(f"{what}: {done}")
+
+
+@contextmanager
+def virtual_time(what: str, total_s: float) -> Iterator[Callable[[float], None]]:
+    """A bar over simulated seconds; what happens after `total_s` is the end of it."""
+    if not sys.stderr.isatty():
+        yield lambda now_s: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f} of {task.total:.0f} s"))
+    elapsed = (TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, *elapsed, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total_s)
+        yield lambda now_s: bar.update(task, completed=min(now_s, total_s))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from world_cases import BLOCK, chat, cluster, coupled, trace_of
 
-from moonpool.conductor.policy import PolicyConfig
+from moonpool.conductor.placement.policy import PolicyConfig
 from moonpool.sim.physics.paper_fit import paper_cost
 from moonpool.sim.world.cluster import Cluster
 from moonpool.sim.world.coupled import CoupledCluster
@@ -28,7 +28,7 @@ def test_one_request_takes_what_the_cost_model_says() -> None:
     (job,) = run(trace_of((1.0, 4000, 11, list(range(8)))))
     assert job.outcome == DONE
     assert job.ttft_s == pytest.approx(COST.prefill.compute_s(4000))
-    assert job.compute_s == pytest.approx(COST.prefill.work_s(4000, 0))
+    assert job.compute_s == pytest.approx(COST.prefill.compute_s(4000))
     # Its KV was on its way while it was computed, so the second token comes one step after the first.
     decode_s = COST.decode_steps_s(1, 4000, 10)
     assert job.end_s == pytest.approx(1.0 + job.ttft_s + decode_s)
@@ -39,7 +39,7 @@ def test_a_prefix_comes_from_the_pool_layer_by_layer() -> None:
     """Another worker has it: the pull is hidden behind the computing of the rest, all but a layer."""
     first = (0.0, 8 * BLOCK + 1, 1, list(range(9)))
     second = (100.0, 16 * BLOCK, 1, list(range(16)))
-    config = cluster(num_prefill=1, policy=PolicyConfig(policy="global"))
+    config = cluster(num_prefill=1, policy=PolicyConfig(name="global"))
     world = Cluster(config, trace_of(first, second))
     # The worker's own pages are gone, the pool's blocks are not.
     world.clock.at(50.0, lambda: world.prefills["p0"].drop_cached())
@@ -58,13 +58,13 @@ def test_own_pages_are_reused_without_a_pull() -> None:
 
 
 SYSTEMS = [
-    {"pool": pool, "policy": PolicyConfig(policy=policy)}
+    {"pool": pool, "policy": PolicyConfig(name=policy)}
     for pool in ("shared", "local", "none")
     for policy in ("random", "global")
 ]
 
 
-@pytest.mark.parametrize("changes", SYSTEMS, ids=lambda each: f"{each['pool']}-{each['policy'].policy}")
+@pytest.mark.parametrize("changes", SYSTEMS, ids=lambda each: f"{each['pool']}-{each['policy'].name}")
 def test_every_request_ends_and_the_books_balance(changes: dict[str, Any]) -> None:
     trace = chat(150, seed=3)
     world = Cluster(cluster(**changes), trace)
@@ -94,9 +94,7 @@ def test_a_shared_pool_finds_what_others_computed() -> None:
     trace = chat(200, seed=7)
     systems = {"shared": "global", "local": "round-robin", "none": "round-robin"}
     shares = {
-        pool: Results.of(run(trace, pool=pool, policy=PolicyConfig(policy=policy), num_prefill=4)).summary()[
-            "hit_share"
-        ]
+        pool: Results.of(run(trace, pool=pool, policy=PolicyConfig(name=policy), num_prefill=4)).summary()["hit_share"]
         for pool, policy in systems.items()
     }
     assert shares["shared"] > 1.5 * shares["local"]
@@ -106,14 +104,14 @@ def test_a_shared_pool_finds_what_others_computed() -> None:
 def test_good_affinity_needs_no_pool_as_long_as_the_load_is_low() -> None:
     trace = chat(200, seed=7, rate=0.2)
     shared, local = (
-        Results.of(run(trace, pool=pool, policy=PolicyConfig(policy=policy), num_prefill=4)).summary()["hit_share"]
+        Results.of(run(trace, pool=pool, policy=PolicyConfig(name=policy), num_prefill=4)).summary()["hit_share"]
         for pool, policy in (("shared", "global"), ("local", "local"))
     )
     assert local > 0.8 * shared
 
 
 def test_what_cannot_meet_its_target_is_refused() -> None:
-    policy = PolicyConfig(policy="global", ttft_slo_s=3.0)
+    policy = PolicyConfig(name="global", ttft_slo_s=3.0)
     jobs = run(trace_of(*[(0.0, 16_000, 20, list(range(100 * n, 100 * n + 32))) for n in range(8)]), policy=policy)
     outcomes = [job.outcome for job in jobs]
     assert outcomes.count(REFUSED) > 0
@@ -170,3 +168,24 @@ def test_targets_are_counted_over_all_requests() -> None:
     assert results.goodput(30, 0.2) == pytest.approx(1 / 3)
     assert results.summary()["num_refused"] == 1
     assert np.isnan(results.ttft_s[3])
+
+
+def test_without_overlap_loading_computing_and_sending_take_turns() -> None:
+    config = cluster(num_prefill=1, num_decode=1, layer_wise=False)
+    world = Cluster(config, trace_of((0.0, 8 * BLOCK + 1, 1, list(range(9))), (100.0, 16 * BLOCK, 2, list(range(16)))))
+    world.clock.at(50.0, lambda: world.prefills["p0"].drop_cached())
+    job = world.run()[1]
+    load_s = 8 * BLOCK * KV_NBYTES / config.node.h2d_bandwidth
+    compute_s = COST.prefill.base_s + COST.prefill.work_s(8192, 8 * BLOCK)
+    send_s = 16 * BLOCK * KV_NBYTES / config.node.network_bandwidth
+    assert job.ttft_s == pytest.approx(load_s + compute_s)
+    assert job.end_s == pytest.approx(100.0 + load_s + compute_s + send_s + COST.decode_step_s(1, 8192))
+
+
+def test_a_blind_policy_may_still_take_what_the_pool_has() -> None:
+    trace = chat(200, seed=7)
+    policy = PolicyConfig(name="round-robin")
+    blind, pulling = (
+        Results.of(run(trace, policy=policy, num_prefill=4, always_pulls=on)).summary() for on in (False, True)
+    )
+    assert pulling["hit_share"] > 1.5 * blind["hit_share"]

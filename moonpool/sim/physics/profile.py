@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from moonpool.base.cluster import DecodeSample, PrefillSample
 from moonpool.base.errors import InvalidInput
-from moonpool.conductor.nonnegative import nonnegative_minimum
+from moonpool.conductor.costs.nonnegative import nonnegative_minimum
 from moonpool.sim.physics.cost import DecodeCost, EngineCost, PrefillCost
 
 _RIDGE = 1e-12  # of a column's own length: keeps a feature that no sample has from making the system singular

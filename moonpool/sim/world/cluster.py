@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from moonpool.base.cluster import DecodeSample, PrefillSample, PullSample, WorkerInfo, WorkerRole
 from moonpool.base.errors import Overloaded
 from moonpool.conductor.messages import RequestEnded, Route
-from moonpool.conductor.prefix_index import PrefixIndex
+from moonpool.conductor.placement.prefix_index import PrefixIndex
 from moonpool.conductor.state import ConductorState
 from moonpool.engine.blocks import PageManager
 from moonpool.engine.jumping import JumpingScheduler
@@ -81,7 +81,8 @@ class Cluster:
             return
         job.decode, job.predicted_ttft_s = decision.decode.name, decision.ttft_s
         # What the policy says of the pool is not about the node's own memory.
-        job.max_pool_blocks = None if self.config.pool == "local" else decision.max_pool_blocks
+        takes_all = self.config.pool == "local" or self.config.always_pulls
+        job.max_pool_blocks = None if takes_all else decision.max_pool_blocks
         prefill = self.prefills[decision.prefill.name]
         self.decodes[job.decode].reserve(job, lambda present: prefill.take(job, present))
 
@@ -158,7 +159,7 @@ class Cluster:
             self.pools[node],
             reporter,
             config.shape.kv_nbytes_per_token,
-            config.shape.num_layers,
+            config.shape.num_layers if config.layer_wise else 1,
             self._first_token,
             self._handed_over,
         )
@@ -191,7 +192,7 @@ class Cluster:
                 num_pages=scheduler.pages.num_pages,
                 max_num_seqs=scheduler.config.max_num_seqs,
                 page_nbytes=block_tokens * shape.kv_nbytes_per_token,
-                num_layers=shape.num_layers,
+                num_layers=shape.num_layers if self.config.layer_wise else 1,
             )
         )
 

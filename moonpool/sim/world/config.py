@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from moonpool.base.errors import ConfigError
-from moonpool.conductor.policy import PolicyConfig
+from moonpool.conductor.placement.policy import PolicyConfig
 from moonpool.sim.physics.cost import EngineCost
 from moonpool.sim.physics.hardware import NodeSpec
 from moonpool.sim.physics.model_shape import ModelShape
@@ -31,6 +31,8 @@ class ClusterConfig:
     max_run_blocks: int = 16  # that are one object of the simulated pool (runs.py)
     decode_nodes_hold_blocks: bool = False  # whether the pool has their memory too
     policy: PolicyConfig = field(default_factory=PolicyConfig)
+    layer_wise: bool = True  # loading and sending go on while layers are computed
+    always_pulls: bool = False  # whatever the policy says, a prefill worker takes what the pool has
     max_batch_tokens: int = 8192  # of a prefill worker's step
     max_num_seqs: int = 256
     report_every_s: float = 0.5

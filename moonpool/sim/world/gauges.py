@@ -1,4 +1,4 @@
-"""What can be read off a simulated world at one moment, without changing it. Knows the workers' insides; others don't."""
+"""What can be read off a simulated world at one moment, without changing it; this module knows the workers' insides."""
 
 from __future__ import annotations
 

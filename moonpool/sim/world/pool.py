@@ -22,6 +22,7 @@ from moonpool.transfer.descriptor import SegmentDescriptor
 
 _NEVER_S = 1e12
 _GRANULE_NBYTES = 4096
+_TICK_S = 0.05
 Run = tuple[int, int, int]  # first block, where it begins and ends in the prompt
 
 
@@ -57,6 +58,7 @@ class SimPool:
         self.state = PoolState(rules, 1)
         self._node_of: dict[str, str] = {}
         self._log_end: dict[str, int] = {}
+        self._next_tick_s = 0.0
         self._options = {node: PutOptions(preferred=(f"{node}.dram",)) for node in nodes}
         for node in nodes:
             self._mount(node, Tier.DRAM, int(spec.dram_nbytes))
@@ -93,14 +95,20 @@ class SimPool:
         granted = [at for at, generation in enumerate(reply.generations) if generation]
         if granted:
             state.put_end([names[at] for at in granted], [reply.generations[at] for at in granted], {}, now_s)
-        while state.tick(now_s):
-            pass
+        self._tick(now_s)
         self._after()
 
     def route(self, source: str, target: str, on_ssd: bool) -> tuple[str, ...]:
         """The links that a block takes from one node's memory or disk into the other's GPUs."""
         links = (f"{source}/ssd_read",) if on_ssd else ()
         return (*links, f"{target}/h2d") if source == target else (*links, f"{source}/nic_out", f"{target}/nic_in")
+
+    def _tick(self, now_s: float) -> None:
+        """As often as a real master does, when there is something to do."""
+        if now_s >= self._next_tick_s:
+            self._next_tick_s = now_s + _TICK_S
+            while self.state.tick(now_s):
+                pass
 
     def _key(self, head: int) -> bytes:
         key = self._keys.get(head)

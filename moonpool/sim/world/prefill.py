@@ -22,7 +22,10 @@ from moonpool.sim.world.reporter import Reporter
 
 
 class PrefillWorker:
-    """`on_first_token` hears of each prompt that is done, `on_handed_over` when the decode worker has all of its KV."""
+    """With `num_layers` 1 nothing overlaps: loading comes before computing, and sending after it.
+
+    `on_first_token` hears of each prompt that is done, `on_handed_over` when the decode worker has all of its KV.
+    """
 
     def __init__(
         self,
@@ -96,14 +99,14 @@ class PrefillWorker:
         cost, compute_s = self._cost, self._cost.base_s
         for chunk in chunks:
             work_s = cost.work_s(chunk.end, chunk.start)
-            self._jobs[chunk.request_id].compute_s += work_s
+            self._jobs[chunk.request_id].compute_s += work_s + cost.base_s / len(chunks)
             compute_s += work_s
         self._compute_s = compute_s
         self._is_computing = True
         for entry in self._admitted:
             self._start_pull(entry)
-        for chunk in chunks:
-            self._send_on(chunk)
+        if self._num_layers > 1:
+            self._send_on(chunks)
         self._clock.at(now_s + compute_s, self._computed)
 
     def _start_pull(self, entry: Admitted) -> None:
@@ -153,21 +156,25 @@ class PrefillWorker:
         if self._chunks and not self._is_computing and not self._num_loading:
             self._end_step()
 
-    def _send_on(self, chunk: Chunk) -> None:
+    def _send_on(self, chunks: list[Chunk]) -> None:
+        for chunk in chunks:
+            job = self._jobs[chunk.request_id]
+            if job.num_output > 1:
+                self._send_chunk(chunk, job)
+
+    def _send_chunk(self, chunk: Chunk, job: Job) -> None:
         """The chunk's KV, and before its first one also what was reused, as far as the decode worker lacks it."""
-        job = self._jobs[chunk.request_id]
-        if job.num_output <= 1:
-            return
         begin = 0 if job.prefill_start_s == self._step_began_s else chunk.start
         begin = max(begin, self._present[chunk.request_id])
         nbytes = max(0, chunk.end - begin) * self._token_nbytes
-        if not nbytes:
-            return
-        job.num_flows += 1
-        self._clock.send((f"{self.node}/nic_out", f"{job.decode}/nic_in"), nbytes, lambda: self._sent(job))
+        if nbytes:
+            job.num_flows += 1
+            self._clock.send((f"{self.node}/nic_out", f"{job.decode}/nic_in"), nbytes, lambda: self._sent(job))
 
     def _end_step(self) -> None:
         now_s, scheduler, chunks = self._clock.now_s, self._scheduler, self._chunks
+        if self._num_layers == 1:
+            self._send_on(chunks)
         for entry in self._admitted:
             scheduler.confirm_pulled(entry.request_id)
         self.busy_s += now_s - self._step_began_s

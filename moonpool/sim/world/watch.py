@@ -10,6 +10,7 @@ from collections import Counter
 from itertools import islice
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moonpool.base.errors import InvalidInput
 from moonpool.sim.world import gauges
@@ -38,7 +39,7 @@ class Watch:
         self._num_seen = 0  # of the world's jobs
         self._ended: Counter[int] = Counter()
         self._rows: list[dict[str, float]] = []
-        world.clock.at(0.0, self._look)
+        world.clock.at(float(world.trace.arrival_s[0]) if len(world.trace) else 0.0, self._look)
 
     def columns(self) -> Columns:
         """One list per name, all equally long: gauges as they were at `time_s`, except `*_busy_share`, which is of
@@ -52,7 +53,8 @@ class Watch:
 
     def links(self) -> tuple[float, Columns]:
         """(seconds per bucket, bytes per second over all links of a kind in each bucket), from time 0 on."""
-        network, sums, width_s = self._world.clock.network, {}, 0.0
+        network, width_s = self._world.clock.network, 0.0
+        sums: dict[str, NDArray[np.float64]] = {}
         for name in network._links:
             width_s, nbytes = network.nbytes_over_time(name)
             kind = name.rpartition("/")[2]
@@ -62,8 +64,7 @@ class Watch:
     def _look(self) -> None:
         world = self._world
         self._count_jobs()
-        if world.jobs or not self._rows:
-            self._rows.append(self._row())
+        self._rows.append(self._row())
         if len(self._rows) > _MAX_SAMPLES:
             self._rows = self._rows[::2]
             self.every_s *= 2

@@ -1,0 +1,137 @@
+"""`moonpool replay`: a trace through one or several simulated systems, beside each other."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moonpool.base.errors import AlreadyExists, InvalidInput
+from moonpool.base.units import parse_nbytes
+from moonpool.cli.progress import bytes_moved, virtual_time
+from moonpool.sim.fleet import Fleet, make_fleet
+from moonpool.sim.outcome import Outcome, encode, replay
+from moonpool.sim.systems import FEATURES, FULL, SYSTEMS, Goals, System, system, without
+from moonpool.sim.traces.changes import scale_load, slice_time
+from moonpool.sim.traces.columns import MOONCAKE_BLOCK_TOKENS, Trace
+from moonpool.sim.traces.mooncake_jsonl import read_jsonl
+
+_ALL = "all"
+_SYSTEMS_HELP = "; ".join(f"{each.name}: {each.summary}" for each in SYSTEMS.values())
+
+
+def command(
+    file: Annotated[Path, typer.Argument(metavar="TRACE", help="in Mooncake's format; .gz is fine")],
+    systems: Annotated[
+        list[str] | None, typer.Option("--system", help=f"may be repeated; {_ALL}, or one of {_SYSTEMS_HELP}")
+    ] = None,
+    features_off: Annotated[
+        list[str] | None,
+        typer.Option("--without", help=f"also {FULL} with this feature off: {', '.join(FEATURES)}; may be repeated"),
+    ] = None,
+    load: Annotated[float, typer.Option(help="so many times the trace's requests per second")] = 1.0,
+    slice: Annotated[str | None, typer.Option(help="seconds BEGIN:END of the trace; either may be left out")] = None,
+    ttft: Annotated[float, typer.Option(help="target for the first token, seconds")] = 30.0,
+    tbt: Annotated[float, typer.Option(help="target for the time between tokens, seconds")] = 0.1,
+    model: Annotated[str, typer.Option(help="a known model, or the path of a config.json")] = "llama3-70b",
+    gpu: Annotated[str, typer.Option(help="kind of GPU")] = "a800",
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs of a node; they run one instance together")] = 8,
+    nodes: Annotated[int, typer.Option(min=2, help="nodes in all")] = 16,
+    prefill: Annotated[int | None, typer.Option(help="nodes that prefill; default: half of them")] = None,
+    dram: Annotated[str, typer.Option(help="memory of a node for the pool")] = "1TB",
+    ssd: Annotated[str, typer.Option(help="disk of a node for the pool")] = "0",
+    profile: Annotated[Path | None, typer.Option(help="JSON of measured steps to take times from")] = None,
+    block_tokens: Annotated[int, typer.Option(min=1, help="tokens per block in TRACE")] = MOONCAKE_BLOCK_TOKENS,
+    seed: Annotated[int, typer.Option(min=0, help="same seed, same bytes")] = 0,
+    json: Annotated[bool, typer.Option("--json", help="for programs: one JSON object per system and line")] = False,
+    report: Annotated[Path | None, typer.Option(help="write an HTML report there; it opens without a network")] = None,
+    force: Annotated[bool, typer.Option("--force", help="replace a report that is there")] = False,
+) -> None:
+    """Replay a trace of requests on simulated machines."""
+    if report is not None:
+        _refuse_unwritable(report, force)
+    chosen = _chosen(systems or [], features_off or [])
+    goals = Goals(_target(ttft, "--ttft"), _target(tbt, "--tbt"), seed)
+    fleet = make_fleet(
+        model=model,
+        gpu=gpu,
+        num_gpus=gpus,
+        num_nodes=nodes,
+        num_prefill=prefill,
+        dram_nbytes=parse_nbytes(dram),
+        ssd_nbytes=parse_nbytes(ssd),
+        profile=profile,
+    )
+    trace = _read(file, block_tokens, slice, load)
+    outcomes = [_run(each, trace, fleet, goals, load) for each in chosen]
+    _tell(outcomes, json)
+    if report is not None:
+        _write_report(outcomes, report)
+
+
+def _refuse_unwritable(report: Path, force: bool) -> None:
+    """Before the work, not after it."""
+    if report.exists() and not force:
+        raise AlreadyExists(f"{report} is there already; choose another name, or replace it with --force")
+    if not report.absolute().parent.is_dir():
+        raise InvalidInput(f"cannot write {report}: there is no such folder")
+
+
+def _chosen(names: list[str], features_off: list[str]) -> list[System]:
+    """In the order given; a name given twice counts once."""
+    if _ALL in names:
+        names = list(SYSTEMS)
+    found = [system(name) for name in names] or [system(FULL)]
+    return list({each.name: each for each in [*found, *(without(each) for each in features_off)]}.values())
+
+
+def _target(seconds: float, option: str) -> float:
+    if not 0 < seconds < math.inf:
+        raise InvalidInput(f"{option} is a number of seconds above 0, not {seconds:g}")
+    return seconds
+
+
+def _read(file: Path, block_tokens: int, part: str | None, load: float) -> Trace:
+    with bytes_moved(f"read {file}") as show:
+        trace = read_jsonl(file, block_tokens=block_tokens, progress=show)
+    if part is not None:
+        trace = slice_time(trace, *_span(part))
+    return scale_load(trace, load)
+
+
+def _span(text: str) -> tuple[float, float]:
+    begin, colon, end = text.partition(":")
+    try:
+        if not colon:
+            raise ValueError
+        return float(begin or 0), float(end or "inf")
+    except ValueError:
+        raise InvalidInput(f"--slice takes BEGIN:END, for example 0:600, not {text!r}") from None
+
+
+def _run(each: System, trace: Trace, fleet: Fleet, goals: Goals, load: float) -> Outcome:
+    with virtual_time(each.name, float(trace.arrival_s[-1]) if len(trace) else 0.0) as progress:
+        return replay(each, trace, fleet, goals, load=load, progress=progress)
+
+
+def _tell(outcomes: list[Outcome], as_json: bool) -> None:
+    if as_json:
+        for each in outcomes:
+            print(encode(each))
+        return
+    from moonpool.cli.replay_table import show
+
+    show(outcomes)
+
+
+def _write_report(outcomes: list[Outcome], path: Path) -> None:
+    from moonpool.sim.report.page import page
+
+    try:
+        path.write_text(page(outcomes), encoding="utf-8")
+    except OSError as error:
+        raise InvalidInput(f"cannot write {path}: {error.strerror or error}") from error
+    print(f"wrote {path}", file=sys.stderr)

@@ -1,0 +1,124 @@
+"""Serving systems by name, all on the same physics: ours, ours with a feature off, and those it is compared with.
+
+Where prefill and decode are apart, all systems refuse what is predicted to miss the targets; the coupled ones, as the
+engines they stand for, refuse nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeAlias
+
+from moonpool.base.errors import InvalidInput
+from moonpool.conductor.placement.policy import PolicyConfig
+from moonpool.sim.fleet import Fleet
+from moonpool.sim.traces.columns import Trace
+from moonpool.sim.world.cluster import Cluster
+from moonpool.sim.world.config import ClusterConfig
+from moonpool.sim.world.coupled import CoupledCluster, CoupledConfig
+from moonpool.sim.world.pool import rules_on_paper
+
+World: TypeAlias = Cluster | CoupledCluster
+FULL = "moonpool"
+BEST_POLICY = "ours"
+
+
+class Goals(NamedTuple):
+    """Targets in seconds, and the seed of whatever is drawn."""
+
+    ttft_s: float = 30.0
+    tbt_s: float = 0.1
+    seed: int = 0
+
+    def policy(self, name: str) -> PolicyConfig:
+        return PolicyConfig(name=name, ttft_slo_s=self.ttft_s, tbt_slo_s=self.tbt_s, seed=self.seed)
+
+
+class System(NamedTuple):
+    """`make` gives a world that can be run once."""
+
+    name: str
+    summary: str
+    make: Callable[[Trace, Fleet, Goals], World]
+
+
+def _apart(name: str, summary: str, policy: str, **changes: Any) -> System:
+    def make(trace: Trace, fleet: Fleet, goals: Goals) -> World:
+        return Cluster(replace(_config(fleet, goals), policy=goals.policy(policy), **changes), trace)
+
+    return System(name, summary, make)
+
+
+def _coupled(name: str, summary: str, **changes: Any) -> System:
+    def make(trace: Trace, fleet: Fleet, goals: Goals) -> World:
+        machine = fleet.machine
+        config = CoupledConfig(
+            shape=machine.shape, node=machine.node, cost=machine.cost, num_nodes=fleet.num_nodes, **changes
+        )
+        return CoupledCluster(config, trace)
+
+    return System(name, summary, make)
+
+
+def _config(fleet: Fleet, goals: Goals) -> ClusterConfig:
+    return ClusterConfig(
+        shape=fleet.shape,
+        node=fleet.node,
+        cost=fleet.cost,
+        num_prefill=fleet.num_prefill,
+        num_decode=fleet.num_decode,
+        policy=goals.policy(BEST_POLICY),
+    )
+
+
+SYSTEMS = {
+    system.name: system
+    for system in (
+        _apart(FULL, "one pool of all prefill nodes, our policy", BEST_POLICY),
+        _apart("paper", "one pool of all prefill nodes, the paper's Algorithm 1", "global"),
+        _apart("no-pool", "prefill and decode apart, only what the GPUs' own pages keep", BEST_POLICY, pool="none"),
+        _apart("local-round-robin", "each prefill node its own memory, requests in turn", "round-robin", pool="local"),
+        _apart("local-affinity", "each prefill node its own memory, requests to their prefix", "local", pool="local"),
+        _coupled("vllm", "prefill and decode in one engine, prompts first and whole, no cache"),
+        _coupled("vllm-prefix", "the same with a cache of prefixes in the GPUs' pages", prefix_caching=True),
+        _coupled("vllm-chunked", "prompts in chunks beside the decodes, no cache", chunked_prefill=True),
+    )
+}
+
+
+# Features of the full system: what the world does without each.
+def _without_ssd(config: ClusterConfig) -> ClusterConfig:
+    if not config.node.ssd_nbytes:
+        raise InvalidInput("the nodes have no SSD to be without; --ssd 8TB gives each one")
+    return replace(config, node=replace(config.node, ssd_nbytes=0.0))
+
+
+_OFF: dict[str, Callable[[ClusterConfig], ClusterConfig]] = {
+    "pool": lambda config: replace(config, pool="none"),
+    "ssd": _without_ssd,
+    "admission": lambda config: replace(config, policy=replace(config.policy, ttft_slo_s=None, tbt_slo_s=None)),
+    "replication": lambda config: replace(config, pool_rules=rules_on_paper(hot_hits=0)),
+    "affinity": lambda config: replace(config, policy=replace(config.policy, name="least-loaded"), always_pulls=True),
+    "overlap": lambda config: replace(config, layer_wise=False),
+}
+FEATURES = tuple(_OFF)
+
+
+def system(name: str) -> System:
+    """InvalidInput lists the names there are."""
+    if name not in SYSTEMS:
+        raise InvalidInput(f"no system {name!r}; there are {', '.join(SYSTEMS)}", param="system")
+    return SYSTEMS[name]
+
+
+def without(feature: str) -> System:
+    """The full system with one feature off. InvalidInput for one that cannot be."""
+    off = _OFF.get(feature)
+    if off is None:
+        raise InvalidInput(f"{feature!r} is not a feature; there are {', '.join(FEATURES)}", param="without")
+
+    def make(trace: Trace, fleet: Fleet, goals: Goals) -> World:
+        return Cluster(off(_config(fleet, goals)), trace)
+
+    return System(f"{FULL} without {feature}", f"{SYSTEMS[FULL].summary}, {feature} off", make)
