@@ -19,9 +19,8 @@ from collections.abc import Callable
 from moonpool.base.cluster import PrefillSample, ReportWorker, WorkerInfo, WorkerLoad, WorkerRole
 from moonpool.base.keys import object_key
 from moonpool.conductor.messages import RequestEnded, Route
-from moonpool.conductor.policies import POLICY_NAMES
-from moonpool.conductor.policy import PolicyConfig
-from moonpool.conductor.prefix_index import PrefixIndex, fingerprints
+from moonpool.conductor.placement.policy import POLICY_NAMES, PolicyConfig
+from moonpool.conductor.placement.prefix_index import PrefixIndex, fingerprints
 from moonpool.conductor.state import ConductorState
 
 CLAIMS_US = {16: 60.0, 1000: 2000.0}
@@ -29,7 +28,7 @@ BATCHES = 15
 
 
 def make_state(policy: str, num_workers: int, keys: list[bytes]) -> ConductorState:
-    state, rng = ConductorState(PolicyConfig(policy=policy), PrefixIndex(), 10_000), random.Random(1)
+    state, rng = ConductorState(PolicyConfig(name=policy), PrefixIndex(), 10_000), random.Random(1)
     half = tuple(keys[: len(keys) // 2])
     for role in WorkerRole:
         for number in range(num_workers):
