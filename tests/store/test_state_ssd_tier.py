@@ -355,3 +355,33 @@ def test_a_late_report_does_not_hurt_a_record_that_compaction_moved() -> None:
     assert not pool.report_corrupt(b"k", old)
     assert pool.places(b"k") == ["a.ssd"]
     assert pool.corrupt(b"k", "a.ssd"), "who reads it where it lies now is believed"
+
+
+def test_what_waits_for_the_disk_does_not_go_while_something_else_can() -> None:
+    """Although it comes first in the order, and a step does not look further."""
+    pool = Pool(
+        "a", granules=20, ssd_granules=100, high_watermark=0.9, low_watermark=0.85, step_objects=4, eviction="lru"
+    )
+    for number in range(19):
+        pool.put(b"%d" % number)
+    orders = {order.key: order for order in pool.orders("a")}
+    for number in (15, 17, 18):
+        pool.answer(orders[b"%d" % number])
+    for _ in range(10):
+        pool.state.tick(0.0)
+    assert pool.used == 17
+    assert pool.has(*[b"%d" % number for number in range(19)]), "nothing is lost"
+    assert [pool.places(b"%d" % number) for number in (15, 17, 18)].count(["a.ssd"]) == 2
+    pool.check()
+
+
+def test_what_waits_for_the_disk_goes_when_nothing_else_can() -> None:
+    pool = Pool(
+        "a", granules=20, ssd_granules=100, high_watermark=0.9, low_watermark=0.85, step_objects=4, eviction="lru"
+    )
+    for number in range(19):
+        pool.put(b"%d" % number)
+    for _ in range(20):
+        pool.state.tick(0.0)
+    assert pool.used == 17
+    pool.check()

@@ -26,6 +26,7 @@ class Evictor:
         self._index = index
         self._segments = segments
         self._evicting = False
+        self._num_passed_over = 0  # since the watermark last found something to evict that is on SSD, or goes to none
         self._candidates_left = [0, 0, 0]
         self._ssd_looks_left = 0
         self._hand = 0
@@ -98,12 +99,14 @@ class Evictor:
         if not self._evicting:
             return False
         target = int(self._rules.low_watermark * capacity)
-        for last_round in (0, 1):
-            self._evict(target, last_round, Fate.EVICTED_WATERMARK, now_s, limit)
-            if self._segments.used_nbytes < used:
-                break  # an SSD that keeps up is given the time to
+        looked_at = self._evict(target, 0, Fate.EVICTED_WATERMARK, now_s, limit)
+        self._num_passed_over = 0 if self._segments.used_nbytes < used else self._num_passed_over + looked_at
+        goes_on = looked_at == limit and self._num_passed_over < len(self._index.policy)
+        if self._segments.used_nbytes == used and not goes_on:  # an SSD that keeps up is given the time to
+            self._evict(target, 1, Fate.EVICTED_WATERMARK, now_s, limit)
+            self._num_passed_over = 0
         self._evicting = self._segments.used_nbytes > target
-        return self._evicting and self._segments.used_nbytes < used
+        return self._evicting and (self._segments.used_nbytes < used or goes_on)
 
     def _evict(self, target: int, last_round: int, fate: Fate, now_s: float, limit: int) -> int:
         """Evicts until no more than `target` bytes are used; how many candidates were looked at."""
