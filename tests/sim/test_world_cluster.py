@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from world_cases import BLOCK, chat, cluster, coupled, trace_of
 
+from moonpool.conductor.admission.forms import AdmissionForm
 from moonpool.conductor.placement.policy import PolicyConfig
 from moonpool.sim.physics.paper_fit import paper_cost
 from moonpool.sim.world.cluster import Cluster
@@ -189,3 +190,37 @@ def test_a_blind_policy_may_still_take_what_the_pool_has() -> None:
         Results.of(run(trace, policy=policy, num_prefill=4, always_pulls=on)).summary() for on in (False, True)
     )
     assert pulling["hit_share"] > 1.5 * blind["hit_share"]
+
+
+@pytest.mark.parametrize("form", ["none", "early", "predicted"])
+@pytest.mark.parametrize("queue_capacity", [0, 8])
+def test_in_an_overload_everybody_is_answered_once(form: str, queue_capacity: int) -> None:
+    trace = chat(300, seed=13, rate=12.0)
+    policy = PolicyConfig(
+        name="ours",
+        ttft_slo_s=6.0,
+        tbt_slo_s=0.036,
+        admission=AdmissionForm(form),
+        queue_capacity=queue_capacity,
+    )
+    world = Cluster(cluster(num_decode=1, policy=policy), trace)
+    results = Results.of(world.run())
+    assert results.is_done.sum() + sum(results.refusals.values()) == len(trace)
+    assert results.is_done.sum() > 50
+    assert sum(results.refusals.values()) > 20
+    assert world.conductor.num_open == 0
+    late = results.is_done & (results.ttft_s > 6.0 * 1.1)
+    assert late.mean() < 0.05, "who is let in is in time, by the conductor's own predictions"
+    for worker in [*world.prefills.values(), *world.decodes.values()]:
+        worker.check_integrity()
+    if form == "none":
+        assert results.is_wasted.sum() > 0
+    assert not (results.is_wasted & results.is_done).any()
+
+
+def test_a_crowd_waits_for_its_turn_instead_of_being_sent_away() -> None:
+    crowd = trace_of(*[(0.0, 8000, 2, list(range(100 * n, 100 * n + 16))) for n in range(8)])
+    policy = PolicyConfig(name="ours", ttft_slo_s=6.0)
+    jobs = run(crowd, policy=policy)
+    assert [job.outcome for job in jobs] == [DONE] * 8
+    assert max(job.ttft_s for job in jobs if job.ttft_s is not None) <= 6.0

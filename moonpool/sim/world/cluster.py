@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from moonpool.base.cluster import DecodeSample, PrefillSample, PullSample, WorkerInfo, WorkerRole
 from moonpool.base.errors import Overloaded
-from moonpool.conductor.messages import RequestEnded, Route
+from moonpool.conductor.messages import Decision, RequestEnded
 from moonpool.conductor.placement.prefix_index import PrefixIndex
 from moonpool.conductor.state import ConductorState
 from moonpool.engine.blocks import PageManager
@@ -17,6 +17,7 @@ from moonpool.sim.traces.columns import Trace, TraceRequest
 from moonpool.sim.world.clockwork import Clockwork
 from moonpool.sim.world.config import ClusterConfig
 from moonpool.sim.world.decode import DecodeWorker
+from moonpool.sim.world.front_desk import FrontDesk
 from moonpool.sim.world.job import DONE, REFUSED, Job
 from moonpool.sim.world.paper import block_keys
 from moonpool.sim.world.pool import SimPool
@@ -44,6 +45,9 @@ class Cluster:
         self.clock = Clockwork(network)
         index = PrefixIndex(max_pool_blocks=1 << 24)
         self.conductor = ConductorState(config.policy, index, num_records=1000)
+        self._desk = FrontDesk(
+            self.clock, self.conductor, config.policy, config.asked_tokens, self._sent, self._refused
+        )
         self._requests = enumerate(iter(trace))
         self._runs = Runs(trace, config.max_run_blocks)
         self.pools = self._make_pools(prefill_nodes, decode_nodes)
@@ -69,17 +73,20 @@ class Cluster:
         job = Job(number, self.clock.now_s, request.num_input, request.num_output, block_keys(numbers))
         job.runs = self._runs.split(numbers)
         self.jobs.append(job)
-        self._route(job)
+        tenant, priority = self.trace.tenant, self.trace.priority
+        self._desk.ask(
+            job,
+            "" if tenant is None else str(tenant[number]),
+            0 if priority is None else int(priority[number]),
+        )
         self._next_arrival()
 
-    def _route(self, job: Job) -> None:
-        call = Route(request_id=job.request_id, keys=job.keys, num_tokens=job.num_input, max_tokens=job.num_output)
-        try:
-            decision = self.conductor.route(call, "trace", self.clock.now_s, self.clock.now_s)
-        except Overloaded as error:
-            job.outcome, job.reason = REFUSED, str(error)
-            return
+    def _refused(self, job: Job, reason: str) -> None:
+        job.outcome, job.reason = REFUSED, reason
+
+    def _sent(self, job: Job, decision: Decision) -> None:
         job.decode, job.predicted_ttft_s = decision.decode.name, decision.ttft_s
+        job.asks_before_decode = decision.asks_before_decode
         # What the policy says of the pool is not about the node's own memory.
         takes_all = self.config.pool == "local" or self.config.always_pulls
         job.max_pool_blocks = None if takes_all else decision.max_pool_blocks
@@ -87,29 +94,45 @@ class Cluster:
         self.decodes[job.decode].reserve(job, lambda present: prefill.take(job, present))
 
     def _first_token(self, job: Job) -> None:
-        self.conductor.prefill_ended(job.request_id, self.clock.now_s)
+        """The prompt is computed; where decoding is too crowded by now, for nothing."""
+        now_s = self.clock.now_s
+        if job.asks_before_decode and job.num_output > 1:
+            try:
+                self.conductor.before_decode(job.request_id, now_s)
+            except Overloaded as error:
+                job.is_wasted = True
+                self._refused(job, str(error))
+        self.conductor.prefill_ended(job.request_id, now_s)
+        self._desk.changed()
 
     def _handed_over(self, job: Job) -> None:
         decode = self.decodes[job.decode]
-        if job.num_output > 1:
+        if job.num_output > 1 and not job.is_wasted:
             decode.join(job)
+            return
+        decode.drop(job)
+        if job.is_wasted:
+            self._tell_end(job, 0, Overloaded.code)
         else:
-            decode.drop(job)
             job.end_s, job.tbt_s = self.clock.now_s, 0.0
             self._ended(job)
 
     def _ended(self, job: Job) -> None:
         job.outcome = DONE
-        self.conductor.request_ended(
-            RequestEnded(
-                request_id=job.request_id,
-                ttft_s=job.ttft_s,
-                cached_tokens=job.reused_tokens,
-                pool_tokens=job.reused_tokens - job.local_tokens,
-                output_tokens=job.num_output,
-            ),
-            self.clock.now_s,
+        self._tell_end(job, job.num_output, "done")
+
+    def _tell_end(self, job: Job, num_output: int, outcome: str) -> None:
+        call = RequestEnded(
+            request_id=job.request_id,
+            ttft_s=job.ttft_s,
+            cached_tokens=job.reused_tokens,
+            pool_tokens=job.reused_tokens - job.local_tokens,
+            output_tokens=num_output,
+            tbt_s=job.mean_gap_s,
+            outcome=outcome,
         )
+        self.conductor.request_ended(call, self.clock.now_s)
+        self._desk.changed()
 
     # the parts
 

@@ -36,6 +36,7 @@ class ClusterConfig:
     max_batch_tokens: int = 8192  # of a prefill worker's step
     max_num_seqs: int = 256
     report_every_s: float = 0.5
+    asked_tokens: int = 1024  # clients do not know how long an answer will be: they allow so many, or what came if more
 
     def __post_init__(self) -> None:
         if self.num_prefill < 1 or self.num_decode < 1:

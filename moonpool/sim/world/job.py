@@ -14,6 +14,7 @@ class Job:
 
     __slots__ = (
         "arrival_s",
+        "asks_before_decode",
         "compute_s",
         "decode",
         "dram_tokens",
@@ -21,6 +22,7 @@ class Job:
         "first_entry",
         "first_gap_s",
         "first_token_s",
+        "is_wasted",
         "keys",
         "local_tokens",
         "max_pool_blocks",
@@ -48,6 +50,8 @@ class Job:
         self.runs: list[tuple[int, int, int]] = []  # of these blocks (runs.py)
         self.num_runs_passed = 0  # computed or reused already
         self.max_pool_blocks: int | None = None
+        self.asks_before_decode = False
+        self.is_wasted = False  # its prompt was computed, and then it was refused
         self.num_flows = 0  # of its KV, on their way to the decode worker
         self.decode = ""
         self.prefill_start_s = self.first_token_s = self.end_s = 0.0
@@ -55,7 +59,7 @@ class Job:
         self.compute_s = 0.0  # of prefill workers
         self.local_tokens = self.dram_tokens = self.remote_tokens = self.ssd_tokens = 0  # reused, by where they were
         self.ttft_s: float | None = None
-        self.tbt_s: float | None = None
+        self.tbt_s: float | None = None  # the mean of the longest tenth of the gaps between its tokens
         self.predicted_ttft_s: float | None = None
         self.outcome = 0
         self.reason = ""
@@ -63,3 +67,10 @@ class Job:
     @property
     def reused_tokens(self) -> int:
         return self.local_tokens + self.dram_tokens + self.remote_tokens + self.ssd_tokens
+
+    @property
+    def mean_gap_s(self) -> float | None:
+        """Between its tokens; None where there is none, or it has not ended."""
+        if self.tbt_s is None or self.num_output < 2:
+            return None
+        return (self.end_s - self.first_token_s) / (self.num_output - 1)

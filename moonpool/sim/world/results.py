@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from moonpool.sim.world.job import DONE, REFUSED, Job
 
 Floats = NDArray[np.float64]
 _PERCENTILES = (50, 90, 99)
+_NUMBER = re.compile(r"\d+(\.\d+)?")
 HIT_PLACES = ("local", "dram", "remote", "ssd")  # GPU pages of the worker; memory of its node; of others; disks
 
 
@@ -28,6 +30,7 @@ class Results:
     num_input: Floats
     hit_tokens: dict[str, Floats]
     is_done: NDArray[np.bool_]
+    is_wasted: NDArray[np.bool_]  # computed, and then refused
     refusals: dict[str, int]
 
     @classmethod
@@ -45,7 +48,8 @@ class Results:
             num_input=column([job.num_input for job in jobs]),
             hit_tokens={name: column([getattr(job, f"{name}_tokens") for job in jobs]) for name in HIT_PLACES},
             is_done=done,
-            refusals=dict(Counter(job.reason for job in jobs if job.outcome == REFUSED)),
+            is_wasted=np.array([job.is_wasted for job in jobs], dtype=np.bool_),
+            refusals=dict(Counter(_kind(job.reason) for job in jobs if job.outcome == REFUSED)),
         )
 
     def __len__(self) -> int:
@@ -73,6 +77,7 @@ class Results:
             "num_requests": len(self),
             "num_done": int(done.sum()),
             "num_refused": sum(self.refusals.values()),
+            "num_wasted_prefills": int(self.is_wasted.sum()),
             "prefill_gpu_s_mean": _mean(self.compute_s[done]),
             "ttft_s_mean": _mean(self.ttft_s[done]),
             "tbt_s_mean": _mean(self.tbt_s[done]),
@@ -88,3 +93,8 @@ class Results:
 
 def _mean(values: Floats) -> float:
     return float(values.mean()) if len(values) else 0.0
+
+
+def _kind(reason: str) -> str:
+    """A refusal's sentence without its numbers."""
+    return _NUMBER.sub("N", reason)
