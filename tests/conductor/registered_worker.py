@@ -8,26 +8,16 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from moonpool.base.cluster import CONDUCTOR_SERVICE, RegisterWorker, WorkerInfo, WorkerRole
+from worker_info import info
+
+from moonpool.base.cluster import CONDUCTOR_SERVICE, RegisterWorker, WorkerRole
 from moonpool.base.rpc import AsyncClient, Patience
 
 
 async def stay_registered(address: str, name: str, patience: Patience) -> None:
-    info = WorkerInfo(
-        name=name,
-        role=WorkerRole.PREFILL,
-        address=f"unix:/run/{name}.sock",
-        incarnation=1,
-        identity=b"\1" * 32,
-        model="tiny",
-        block_tokens=64,
-        num_pages=1000,
-        max_num_seqs=8,
-        page_nbytes=1 << 20,
-    )
     while True:
         client = await AsyncClient.connect(address, CONDUCTOR_SERVICE, name=name, patience=patience)
-        await client.call(RegisterWorker(info))
+        await client.call(RegisterWorker(info(name, role=WorkerRole.PREFILL)))
         await client.closed.wait()
 
 

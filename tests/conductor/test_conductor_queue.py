@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from worker_info import info as worker_info
 
 from moonpool.base.cluster import (
     CONDUCTOR_SERVICE,
@@ -17,7 +18,6 @@ from moonpool.base.cluster import (
     ReportWorker,
     WorkerInfo,
     WorkerLoad,
-    WorkerRole,
 )
 from moonpool.base.errors import ConfigError, Overloaded, PeerLost
 from moonpool.base.metrics import GetMetrics
@@ -41,18 +41,7 @@ TOKENS = 640
 
 
 def info(name: str) -> WorkerInfo:
-    return WorkerInfo(
-        name=name,
-        role=WorkerRole.PREFILL if name.startswith("p") else WorkerRole.DECODE,
-        address=f"unix:/run/{name}.sock",
-        incarnation=1,
-        identity=b"\1" * 32,
-        model="tiny",
-        block_tokens=64,
-        num_pages=1000,
-        max_num_seqs=64,
-        page_nbytes=1 << 20,
-    )
+    return worker_info(name, max_num_seqs=64)
 
 
 def route(request_id: str, **fields: object) -> Route:

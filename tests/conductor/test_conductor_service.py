@@ -6,17 +6,15 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
-import msgspec
 import pytest
+from worker_info import info
 
 from moonpool.base.cluster import (
     CONDUCTOR_SERVICE,
     PrefillSample,
     RegisterWorker,
     ReportWorker,
-    WorkerInfo,
     WorkerLoad,
-    WorkerRole,
 )
 from moonpool.base.errors import ConfigError, IdentityMismatch, NotFound, Overloaded, Unavailable
 from moonpool.base.keys import object_key
@@ -105,22 +103,6 @@ class Cluster:
         for client in self._clients:
             client.close()
         await self.conductor.close()
-
-
-def info(name: str, **changes: object) -> WorkerInfo:
-    made = WorkerInfo(
-        name=name,
-        role=WorkerRole.PREFILL if name.startswith("p") else WorkerRole.DECODE,
-        address=f"unix:/run/{name}.sock",
-        incarnation=1,
-        identity=b"\1" * 32,
-        model="tiny",
-        block_tokens=64,
-        num_pages=1000,
-        max_num_seqs=8,
-        page_nbytes=1 << 20,
-    )
-    return msgspec.structs.replace(made, **changes)
 
 
 def route(request_id: str, **fields: object) -> Route:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from worker_info import info as worker_info
 
-from moonpool.base.cluster import DecodeSample, PrefillSample, WorkerInfo, WorkerRole
+from moonpool.base.cluster import DecodeSample, PrefillSample, WorkerInfo
 from moonpool.base.errors import Overloaded, Unavailable
 from moonpool.conductor.admission.forms import AdmissionForm, Cause
 from moonpool.conductor.messages import Decision, RequestEnded, Route
@@ -20,19 +20,7 @@ TOKENS = 640  # one second
 
 
 def info(name: str, **changes: object) -> WorkerInfo:
-    made = WorkerInfo(
-        name=name,
-        role=WorkerRole.PREFILL if name.startswith("p") else WorkerRole.DECODE,
-        address=f"unix:/run/{name}.sock",
-        incarnation=1,
-        identity=b"\1" * 32,
-        model="tiny",
-        block_tokens=64,
-        num_pages=10_000,
-        max_num_seqs=64,
-        page_nbytes=1 << 20,
-    )
-    return msgspec.structs.replace(made, **changes)
+    return worker_info(name, **{"num_pages": 10_000, "max_num_seqs": 64, **changes})
 
 
 def route(request_id: str, tenant: str = "", priority: int = 0, num_tokens: int = TOKENS) -> Route:

@@ -74,9 +74,9 @@ def test_memory_is_bounded_however_long_the_run() -> None:
 
 def test_a_request_that_never_ends_does_not_keep_the_clock_going() -> None:
     """Nobody has pages for it."""
-    world = CoupledCluster(coupled(num_nodes=1), chat(5, seed=1))
+    world = CoupledCluster(coupled(num_nodes=1), chat(1, seed=1))
     watch = Watch(world)
-    world._arrived = lambda number, request: None  # type: ignore[method-assign]  # requests come, and nobody takes them
+    world._arrived = lambda number, request: None  # type: ignore[method-assign]  # it comes, and nobody takes it
     world.run()
     assert len(watch.columns()["time_s"]) <= 2
 

@@ -14,6 +14,7 @@ from moonpool.engine.jumping import JumpingScheduler
 from moonpool.engine.scheduler import SchedulerConfig
 from moonpool.sim.physics.links import Network
 from moonpool.sim.traces.columns import Trace, TraceRequest
+from moonpool.sim.world.arrivals import follow
 from moonpool.sim.world.clockwork import Clockwork
 from moonpool.sim.world.config import ClusterConfig
 from moonpool.sim.world.decode import DecodeWorker
@@ -48,7 +49,6 @@ class Cluster:
         self._desk = FrontDesk(
             self.clock, self.conductor, config.policy, config.asked_tokens, self._sent, self._refused
         )
-        self._requests = enumerate(iter(trace))
         self._runs = Runs(trace, config.max_run_blocks)
         self.pools = self._make_pools(prefill_nodes, decode_nodes)
         self.prefills = {node: self._make_prefill(node) for node in prefill_nodes}
@@ -56,16 +56,11 @@ class Cluster:
         self._calibrate()
 
     def run(self, progress: Callable[[float], None] | None = None) -> list[Job]:
-        self._next_arrival()
+        follow(self.clock, self.trace, self._arrived)
         self.clock.run(progress)
         return self.jobs
 
     # a request's life
-
-    def _next_arrival(self) -> None:
-        entry = next(self._requests, None)
-        if entry is not None:
-            self.clock.at(entry[1].arrival_s, lambda: self._arrived(*entry))
 
     def _arrived(self, number: int, request: TraceRequest) -> None:
         block_tokens = self.trace.block_tokens
@@ -79,7 +74,6 @@ class Cluster:
             "" if tenant is None else str(tenant[number]),
             0 if priority is None else int(priority[number]),
         )
-        self._next_arrival()
 
     def _refused(self, job: Job, reason: str) -> None:
         job.outcome, job.reason = REFUSED, reason

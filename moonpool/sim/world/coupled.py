@@ -21,6 +21,7 @@ from moonpool.sim.physics.links import Network
 from moonpool.sim.physics.model_shape import ModelShape
 from moonpool.sim.physics.roofline import kv_capacity_tokens
 from moonpool.sim.traces.columns import Trace, TraceRequest
+from moonpool.sim.world.arrivals import follow
 from moonpool.sim.world.clockwork import Clockwork
 from moonpool.sim.world.job import DONE, Job
 from moonpool.sim.world.paper import PaperSequence, block_keys
@@ -51,9 +52,7 @@ class CoupledConfig:
 
 
 class CoupledWorker:
-    """`on_done` hears of every request that has all its tokens."""
-
-    def __init__(self, clock: Clockwork, config: CoupledConfig, block_tokens: int, on_done: Callable[[Job], None]):
+    def __init__(self, clock: Clockwork, config: CoupledConfig, block_tokens: int) -> None:
         tokens = max(config.chunk_tokens, config.max_num_seqs) if config.chunked_prefill else config.max_batch_tokens
         limits = SchedulerConfig(
             max_batch_tokens=tokens,
@@ -62,7 +61,7 @@ class CoupledWorker:
             prefill_first=not config.chunked_prefill,
         )
         pages = PageManager(kv_capacity_tokens(config.shape, config.node) // block_tokens, block_tokens)
-        self._clock, self._cost, self._on_done = clock, config.cost, on_done
+        self._clock, self._cost = clock, config.cost
         self._block_tokens = block_tokens
         self._scheduler = JumpingScheduler(limits, pages)
         self._stepper = Stepper(clock, self._scheduler, config.cost, self._stepped)
@@ -95,7 +94,6 @@ class CoupledWorker:
                 del self._jobs[accepted.request_id]
                 job.tbt_s = log.long_gaps_s(job.first_entry) if job.num_output > 1 else 0.0
                 job.end_s, job.outcome = now_s, DONE
-                self._on_done(job)
 
 
 class CoupledCluster:
@@ -105,26 +103,17 @@ class CoupledCluster:
         self.config, self.trace = config, trace
         self.jobs: list[Job] = []
         self.clock = Clockwork(Network())
-        self.workers = [
-            CoupledWorker(self.clock, config, trace.block_tokens, lambda job: None) for _ in range(config.num_nodes)
-        ]
-        self._requests = enumerate(iter(trace))
+        self.workers = [CoupledWorker(self.clock, config, trace.block_tokens) for _ in range(config.num_nodes)]
 
     def run(self, progress: Callable[[float], None] | None = None) -> list[Job]:
-        self._next_arrival()
+        follow(self.clock, self.trace, self._arrived)
         self.clock.run(progress)
         return self.jobs
-
-    def _next_arrival(self) -> None:
-        entry = next(self._requests, None)
-        if entry is not None:
-            self.clock.at(entry[1].arrival_s, lambda: self._arrived(*entry))
 
     def _arrived(self, number: int, request: TraceRequest) -> None:
         job = Job(number, self.clock.now_s, request.num_input, request.num_output, self._keys(number, request))
         self.jobs.append(job)
         self._choose(number).take(job)
-        self._next_arrival()
 
     def _keys(self, number: int, request: TraceRequest) -> list[bytes]:
         num_blocks = request.num_input // self.trace.block_tokens
