@@ -7,7 +7,7 @@ import re
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from world_cases import chat
 
@@ -29,6 +29,7 @@ def parsed(svg: str) -> ElementTree.Element:
 
 
 @given(st.lists(numbers, max_size=20))
+@example([5e-324])
 def test_every_number_has_its_place_on_a_linear_scale(values: list[float]) -> None:
     scale = linear(values, 10, 110)
     places = [scale.at(value) for value in sorted(values)]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+_LEAST = 1e-300  # below, steps of a scale are no numbers any more
 _STEPS = (1.0, 2.0, 5.0, 10.0)
 _LOG_STEPS = (1.0, 2.0, 5.0)
 _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -37,7 +38,7 @@ class Scale:
 def linear(values: Sequence[float], begin: float, end: float, *, is_round: bool = True) -> Scale:
     """From 0 to the highest of them, or to the round number at or above it."""
     highest = max([value for value in values if math.isfinite(value)], default=0.0)
-    if highest <= 0:
+    if highest < _LEAST:
         return Scale(0.0, 1.0, begin, end)
     step = _step(0.0, highest)
     return Scale(0.0, math.ceil(highest / step - 1e-9) * step if is_round else highest, begin, end)
