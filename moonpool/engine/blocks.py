@@ -34,6 +34,7 @@ class PageManager:
     """All pages of one worker. Every call either happens entirely or raises and changes nothing."""
 
     def __init__(self, num_pages: int, block_tokens: int, max_events: int = MAX_EVENTS) -> None:
+        """With `max_events` 0 nobody wants to hear of any, and none is kept or counted."""
         assert num_pages > 0, "an engine needs pages"
         assert block_tokens > 0, "a block holds tokens"
         self.num_pages = num_pages
@@ -46,7 +47,7 @@ class PageManager:
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._holders: dict[str, list[int]] = {}
         self._max_events = max_events
-        self._events: deque[tuple[bytes, bool]] = deque(maxlen=max_events)
+        self._events: dict[bytes, bool] = {}
 
     # -- counts ------------------------------------------------------------------------------------------
 
@@ -77,7 +78,7 @@ class PageManager:
         num_free = min(num_pages, len(free))
         pages = [free.popleft() for _ in range(num_free)]
         if num_free < num_pages:
-            pages += [self._evict() for _ in range(num_pages - num_free)]
+            pages += self._evict(num_pages - num_free)
         for page in pages:
             references[page] = 1
         return pages
@@ -120,16 +121,19 @@ class PageManager:
             self._refer(page)
         return pages
 
-    def publish(self, page: int, key: bytes) -> bool:
-        """Makes a used page, complete and verified, reusable under `key`. False: another page has that key."""
-        assert self._references[page] > 0, f"page {page} is published by nobody who uses it"
-        other = self._page_of.setdefault(key, page)
-        if other != page or page in self._key_of:
-            assert other != page or self._key_of[page] == key, f"page {page} is published under another key already"
-            return other == page
-        self._key_of[page] = key
-        self._tell((key, True))
-        return True
+    def publish(self, pages: Sequence[int], keys: Sequence[bytes]) -> None:
+        """Makes used pages, complete and verified, reusable under these keys; not where another page has the key."""
+        page_of, key_of, references, added = self._page_of, self._key_of, self._references, []
+        for page, key in zip(pages, keys, strict=True):
+            assert references[page] > 0, f"page {page} is published by nobody who uses it"
+            if page_of.setdefault(key, page) != page:
+                continue
+            if page in key_of:
+                assert key_of[page] == key, f"page {page} is published under another key already"
+            else:
+                key_of[page] = key
+                added.append(key)
+        self._tell(added, True)
 
     # -- holders: pages in somebody's hands who is not a sequence ------------------------------------------
 
@@ -174,19 +178,18 @@ class PageManager:
     def drop_cached(self) -> int:
         """Forgets every cached block that nobody uses; the number of pages that became free."""
         count = len(self._cached)
-        self._free.extend(self._evict() for _ in range(count))
+        self._free.extend(self._evict(count))
         return count
 
     def published_keys(self) -> list[bytes]:
         return list(self._page_of)
 
-    def drain_events(self) -> list[tuple[bytes, bool]]:
-        """(key, True) when a block became reusable here, (key, False) when it was dropped; oldest first.
+    def drain_events(self) -> dict[bytes, bool]:
+        """The last word on each key: True when the block became reusable here, False when it was dropped.
 
-        Bounded: when nobody drains, the oldest are lost and counted in `num_events_lost`.
+        Bounded: when nobody drains, events are lost and counted in `num_events_lost`.
         """
-        events = list(self._events)
-        self._events.clear()
+        events, self._events = self._events, {}
         return events
 
     # -- inside --------------------------------------------------------------------------------------------
@@ -195,17 +198,22 @@ class PageManager:
         self._cached.pop(page, None)
         self._references[page] += 1
 
-    def _evict(self) -> int:
-        page, _ = self._cached.popitem(last=False)
-        key = self._key_of.pop(page)
-        del self._page_of[key]
-        self._tell((key, False))
-        return page
+    def _evict(self, num_pages: int) -> list[int]:
+        cached, key_of, page_of = self._cached, self._key_of, self._page_of
+        pages = [cached.popitem(last=False)[0] for _ in range(num_pages)]
+        keys = [key_of.pop(page) for page in pages]
+        for key in keys:
+            del page_of[key]
+        self._tell(keys, False)
+        return pages
 
-    def _tell(self, event: tuple[bytes, bool]) -> None:
-        if len(self._events) == self._max_events:
-            self.num_events_lost += 1
-        self._events.append(event)
+    def _tell(self, keys: Sequence[bytes], is_there: bool) -> None:
+        if not self._max_events:
+            return
+        self._events.update(dict.fromkeys(keys, is_there))
+        if len(self._events) > self._max_events:
+            self.num_events_lost += len(self._events)
+            self._events = {}
 
     def check_integrity(self, references: Mapping[int, int] | None = None) -> None:
         """Asserts that the books balance; `references` are those that others (sequences) know to have."""

@@ -89,8 +89,8 @@ class Roster:
     @property
     def num_waiting_tokens(self) -> int:
         """Tokens to compute before everybody here decodes, reuse not counted: the length of the queue."""
-        prefilling = sum(s.num_uncomputed_tokens for s in self.running if s.num_uncomputed_tokens > 1)
-        return prefilling + sum(len(s.tokens) for s in self.waiting)
+        prefilling = sum([count for s in self.running if (count := s.num_uncomputed_tokens) > 1])
+        return prefilling + sum([s.num_tokens for s in self.waiting])
 
     def check_integrity(self) -> None:
         held = [s for s in self.sequences.values() if s.status is Status.HELD]

@@ -70,31 +70,28 @@ class Scheduler:
         """
         self._check_fits(sequence)
         computed, num_pages = sequence.num_computed_tokens, len(sequence.pages)
-        if not 0 <= computed <= min(num_pages * self._block_tokens, len(sequence.tokens) - 1):
+        if not 0 <= computed <= min(num_pages * self._block_tokens, sequence.num_tokens - 1):
             raise Internal(f"{sequence.request_id}: KV of {computed} tokens cannot be in {num_pages} pages")
         self.roster.join(sequence, with_pages=True)
         self._seal(sequence)
 
     def _check_fits(self, sequence: Sequence) -> None:
+        sequence.limit = min(sequence.num_prompt_tokens + sequence.params.max_tokens, self.config.max_seq_tokens)
         if sequence.block_tokens != self._block_tokens:
             raise Internal(f"blocks of {sequence.block_tokens} tokens in pages of {self._block_tokens}")
         if sequence.num_output_tokens >= sequence.params.max_tokens:
             raise Internal(f"request {sequence.request_id} has all its tokens already")
         self.roster.check_new(sequence.request_id)
-        if len(sequence.tokens) >= self.config.max_seq_tokens:
+        if sequence.num_tokens >= self.config.max_seq_tokens:
             raise PromptTooLong(
-                f"{len(sequence.tokens)} tokens leave no room to answer within {self.config.max_seq_tokens}",
+                f"{sequence.num_tokens} tokens leave no room to answer within {self.config.max_seq_tokens}",
                 param="prompt",
             )
         # The last token's KV is never computed; a prefill alone ends after one token.
-        end = len(sequence.tokens) + 1 if sequence.prefill_only else self._limit(sequence)
+        end = sequence.num_tokens + 1 if sequence.prefill_only else sequence.limit
         needed = pages_for(end - 1, self._block_tokens)
         if needed > self.pages.num_pages:
             raise NoSpace(f"the request may need {needed} pages and this worker has {self.pages.num_pages}")
-
-    def _limit(self, sequence: Sequence) -> int:
-        """The number of tokens at which the sequence ends, if nothing ends it before."""
-        return min(sequence.num_prompt_tokens + sequence.params.max_tokens, self.config.max_seq_tokens)
 
     # -- requests go ---------------------------------------------------------------------------------------
 
@@ -208,7 +205,7 @@ class Scheduler:
         """All pages that the sequence's tokens need, reused or fresh. One page per running sequence is left
         over, lest the newcomer be preempted at once."""
         keys = sequence.keys[: sequence.num_reusable_blocks]
-        total = pages_for(len(sequence.tokens), self._block_tokens)
+        total = pages_for(sequence.num_tokens, self._block_tokens)
         spare = len(self.roster.running)
         if total - self.pages.count_local(keys) + spare > self.pages.num_available:
             return False
@@ -289,7 +286,7 @@ class Scheduler:
         for chunk in in_flight.values():
             sequence = self.roster.sequences[chunk.request_id]
             sequence.num_computed_tokens = chunk.end
-            result.full_blocks.extend(full_blocks(sequence, self._seal(sequence)))
+            self._note_full(result, sequence, self._seal(sequence))
             if chunk.wants_logits:
                 result.accepted.append(self._accept(sequence, sampled[chunk.request_id]))
         return result
@@ -310,11 +307,13 @@ class Scheduler:
         """Publishes the blocks, up to `end`, that became complete; all computed ones if `end` is None. Which."""
         first = sequence.num_sealed_blocks
         end = sequence.num_computed_tokens // self._block_tokens if end is None else end
-        publish = self.pages.publish
-        for page, key in zip(sequence.pages[first:end], sequence.keys[first:end], strict=True):
-            publish(page, key)
-        sequence.num_sealed_blocks = max(first, end)
+        if end > first:
+            self.pages.publish(sequence.pages[first:end], sequence.keys[first:end])
+            sequence.num_sealed_blocks = end
         return range(first, end)
+
+    def _note_full(self, result: StepResult, sequence: Sequence, indices: range) -> None:
+        result.full_blocks.extend(full_blocks(sequence, indices))
 
     def _accept(self, sequence: Sequence, token: int) -> Accepted:
         is_last = self._ends(sequence, token)
@@ -322,7 +321,7 @@ class Scheduler:
         reason: FinishReason | None = None
         if is_last:
             reason = "stop"
-        elif len(sequence.tokens) >= self._limit(sequence):
+        elif sequence.num_tokens >= sequence.limit:
             reason = "length"
         elif sequence.prefill_only:
             reason = "handoff"
@@ -374,4 +373,4 @@ class Scheduler:
         assert sequence.num_uncomputed_tokens > 0, "nothing left to compute"
         assert sequence.num_computed_tokens <= len(sequence.pages) * self._block_tokens
         assert sequence.num_sealed_blocks * self._block_tokens <= sequence.num_computed_tokens
-        assert len(sequence.keys) == len(sequence.tokens) // self._block_tokens
+        assert len(sequence.keys) == sequence.num_tokens // self._block_tokens

@@ -107,12 +107,14 @@ class Sequence:
         "block_tokens",
         "hold_pages",
         "keys",
+        "limit",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_pool_blocks",
         "num_preemptions",
         "num_prompt_tokens",
         "num_sealed_blocks",
+        "num_tokens",
         "pages",
         "params",
         "pool_start_block",
@@ -146,6 +148,7 @@ class Sequence:
             raise InvalidInput("the prompt is empty", param="prompt")
         self.request_id = request_id
         self.tokens: list[int] = [*prompt, *output]
+        self.num_tokens = len(self.tokens)
         self.num_prompt_tokens = len(prompt)
         self.params = params
         self.root = root
@@ -158,6 +161,7 @@ class Sequence:
         # ---
         self.status = Status.NEW
         self.arrival = 0
+        self.limit = 0  # the number of tokens at which it ends, if nothing ends it before
         self.pages: list[int] = []
         self.num_computed_tokens = 0
         self.num_preemptions = 0
@@ -166,16 +170,16 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        return len(self.tokens) - self.num_prompt_tokens
+        return self.num_tokens - self.num_prompt_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        return len(self.tokens) - self.num_computed_tokens
+        return self.num_tokens - self.num_computed_tokens
 
     @property
     def num_reusable_blocks(self) -> int:
         """How many leading blocks may come from elsewhere: at least one token is always left to compute."""
-        return (len(self.tokens) - 1) // self.block_tokens
+        return (self.num_tokens - 1) // self.block_tokens
 
     @property
     def output(self) -> list[int]:
@@ -184,7 +188,8 @@ class Sequence:
     def append(self, token: int) -> None:
         """Takes a sampled token; a block that it fills gets its key at once."""
         self.tokens.append(token)
-        if len(self.tokens) % self.block_tokens == 0:
+        self.num_tokens += 1
+        if self.num_tokens % self.block_tokens == 0:
             previous = self.keys[-1] if self.keys else self.root
             self.keys.append(next_key(previous, self.tokens[-self.block_tokens :]))
 
@@ -201,7 +206,7 @@ class Sequence:
             start=start,
             tokens=tuple(self.tokens[start:end]),
             pages=tuple(self.pages),
-            wants_logits=end == len(self.tokens),
+            wants_logits=end == self.num_tokens,
         )
 
 

@@ -13,6 +13,7 @@ from moonpool.base.errors import Internal
 from moonpool.engine.blocks import PageManager
 from moonpool.engine.jumping import JumpingScheduler
 from moonpool.engine.scheduler import SchedulerConfig
+from moonpool.engine.sequence import pages_for
 
 TOKEN = 7
 
@@ -80,7 +81,23 @@ def test_steps_until_change() -> None:
     assert step(sched) == ["a"]
 
 
-NEW = st.tuples(st.integers(1, 30), st.integers(1, 40), st.integers(0, 2))  # prompt, max_tokens, which prompt
+# Prompt, max_tokens, which prompt, and whether its KV was computed elsewhere.
+NEW = st.tuples(st.integers(1, 30), st.integers(1, 40), st.integers(0, 2), st.booleans())
+
+
+def arrive(
+    sched: JumpingScheduler, request_id: str, length: int, max_tokens: int, which: int, first: int | None
+) -> None:
+    """`first` is the token that came with the KV, unlike any other: which of two equal blocks is kept may differ."""
+    if first is None:
+        sched.add(sequence(request_id, length, max_tokens=max_tokens, start=100 * which))
+        return
+    it = sequence(request_id, length, max_tokens=max_tokens + 1, start=100 * which, output=[1000 + first])
+    num_pages = pages_for(length + 1, BLOCK_TOKENS)
+    if num_pages <= sched.pages.num_available:
+        it.pages = sched.pages.allocate(num_pages)
+        it.num_computed_tokens = length
+        sched.adopt(it)
 
 
 @given(
@@ -90,15 +107,15 @@ NEW = st.tuples(st.integers(1, 30), st.integers(1, 40), st.integers(0, 2))  # pr
     rounds=st.lists(st.tuples(st.lists(NEW, max_size=3), st.integers(1, 50)), min_size=1, max_size=8),
 )
 def test_jumps_lead_where_steps_lead(
-    num_pages: int, max_num_seqs: int, prefill_first: bool, rounds: list[tuple[list[tuple[int, int, int]], int]]
+    num_pages: int, max_num_seqs: int, prefill_first: bool, rounds: list[tuple[list[tuple[int, int, int, bool]], int]]
 ) -> None:
     stepped, jumped = (
         jumping(num_pages, max_num_seqs=max_num_seqs, prefill_first=prefill_first, max_batch_tokens=16) for _ in "ab"
     )
     for number, (arrivals, at_most) in enumerate(rounds):
-        for index, (length, max_tokens, which) in enumerate(arrivals):
+        for index, arrival in enumerate(arrivals):
             for sched in (stepped, jumped):
-                sched.add(sequence(f"{number}.{index}", length, max_tokens=max_tokens, start=100 * which))
+                arrive(sched, f"{number}.{index}", *arrival[:3], number * 10 + index if arrival[3] else None)
         if not jumped.has_work():
             continue
         for _ in range(jump(jumped, at_most)):

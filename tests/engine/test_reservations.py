@@ -58,7 +58,7 @@ def test_a_commit_hands_the_pages_over_and_shuts_the_writer_out(
 
 def test_present_blocks_are_shared_and_never_stamped(desk: Reservations, pages: PageManager, fence: Fence) -> None:
     [page] = pages.allocate(1)
-    pages.publish(page, b"k0")
+    pages.publish([page], [b"k0"])
     pages.free([page])
     made = desk.reserve("r", 0, 2, [b"k0", b"k1"])
     assert made.pages[0] == page

@@ -195,7 +195,7 @@ async def test_a_block_put_twice_is_held_until_the_second_put_is_done(bench: Ben
     """A preempted request completes a block again while its first put still waits."""
     [page] = bench.pages.allocate(1)
     key = bytes(range(32))
-    bench.pages.publish(page, key)
+    bench.pages.publish([page], [key])
     right = b"R" * LAYOUT.page_nbytes
     bench.memory[page * LAYOUT.page_nbytes : (page + 1) * LAYOUT.page_nbytes] = right
     block = FullBlock("r/1", 0, page, key)

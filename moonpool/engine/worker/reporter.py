@@ -41,9 +41,8 @@ class Books:
             dropped: tuple[bytes, ...] = ()
             self._events_lost = pages.num_events_lost
         else:
-            final = dict(events)  # the last word on each key counts
-            cached = tuple(key for key, added in final.items() if added)
-            dropped = tuple(key for key, added in final.items() if not added)
+            cached = tuple(key for key, added in events.items() if added)
+            dropped = tuple(key for key, added in events.items() if not added)
         return ReportWorker(
             name=self._info.name,
             incarnation=self._info.incarnation,
