@@ -16,6 +16,9 @@ class Change(IntEnum):
     TIER = 3  # in other tiers than before
 
 
+_KINDS = (Change.STORED, Change.REMOVED, Change.MOVED, Change.TIER)
+
+
 class Changes(NamedTuple):
     """As in EventBatch."""
 
@@ -57,13 +60,11 @@ class ChangeLog:
         if not self._changes:
             return None
         changes, self._changes = self._changes, {}
-        by_kind: dict[Change, list[bytes]] = {kind: [] for kind in Change}
-        for key, kind in changes.items():
-            by_kind[kind].append(key)
-        stored, moved = by_kind[Change.STORED], by_kind[Change.TIER]
+        stored, removed, moved, tiers = [
+            tuple([key for key, each in changes.items() if each is kind]) for kind in _KINDS
+        ]
         dram = Tier.DRAM
         news = [(key, tier) for key, tier in zip(stored, tiers_of(stored), strict=True) if tier is not dram]
-        news += zip(moved, tiers_of(moved), strict=True)
-        return Changes(
-            tuple(by_kind[Change.STORED]), tuple(by_kind[Change.REMOVED]), tuple(by_kind[Change.MOVED]), tuple(news)
-        )
+        if tiers:
+            news += zip(tiers, tiers_of(tiers), strict=True)
+        return Changes(stored, removed, moved, tuple(news))

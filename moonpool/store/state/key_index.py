@@ -22,7 +22,7 @@ Hashes = NDArray[np.uint64]
 Slots = NDArray[np.int64]
 
 _LEAST_CELLS = 1024
-_FEW = 16  # keys, up to which one by one is as fast
+FEW = 16  # keys, up to which one by one is as fast
 _LEFTOVERS = 24  # of a batch, up to which the rest is quicker one by one
 _GROW_AT = 0.45  # of the cells, removed ones included
 # Cells of the old table that are emptied for every key that is added, so that it is empty long before the new one is
@@ -143,7 +143,7 @@ class KeyIndex:
 
     def find_many(self, keys: Sequence[bytes]) -> Slots:
         """Their slots, -1 for keys that are not here."""
-        if len(keys) <= _FEW:
+        if len(keys) <= FEW:
             return np.array([-1 if slot is None else slot for slot in map(self.find, keys)], np.int64)
         hashes, tails = _hashes_of(keys), _tails_of(keys)
         found = self._cells.candidates(hashes)

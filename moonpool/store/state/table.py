@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moonpool.store.state.columns import Column
-from moonpool.store.state.key_index import KeyIndex
+from moonpool.store.state.key_index import FEW, KeyIndex
 
 
 class Replica(NamedTuple):
@@ -117,6 +117,8 @@ class ObjectTable:
         return self.slots_of.find(key)
 
     def find_many(self, keys: Sequence[bytes]) -> list[int | None]:
+        if len(keys) <= FEW:
+            return [self.slots_of.find(key) for key in keys]
         slots: list[int | None] = self.slots_of.find_many(keys).tolist()
         return [None if slot == -1 else slot for slot in slots] if -1 in slots else slots
 
