@@ -187,4 +187,7 @@ def test_memory_of_fingerprints_is_what_is_stated() -> None:
     assert len(store) == 2_000
     assert (1 << 20) - 188 * 8 < store.prints_nbytes <= 1 << 20
     with pytest.raises(ConfigError):
-        RecordStore(0)
+        RecordStore(-1)
+    none = RecordStore(0)
+    none.add(DecisionRecord(request_id="a", routed_at_s=0.0, num_tokens=1, max_tokens=1), keys=keys)
+    assert (len(none), none.prints_nbytes, none.get("a")) == (0, 0, None)

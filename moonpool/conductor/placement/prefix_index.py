@@ -38,6 +38,8 @@ def entry_nbytes(num_slots: int) -> int:
 
 def fingerprints(keys: Sequence[bytes]) -> list[int]:
     """Of chain keys, all of KEY_NBYTES."""
+    if not keys:
+        return []
     words = np.frombuffer(b"".join(keys), dtype="<u8")[:: KEY_NBYTES // 8]
     prints: list[int] = (words >> _FOUR).tolist()
     return prints
@@ -130,7 +132,7 @@ class PrefixIndex:
             self._expected.forget(part.bit)
             self._slots.retire(part.slot)
 
-    def report(self, name: str, sequence: int, cached: Iterable[bytes], dropped: Iterable[bytes]) -> bool:
+    def report(self, name: str, sequence: int, cached: Sequence[bytes], dropped: Sequence[bytes]) -> bool:
         """False when a report is missing: the part is then unknown, counts as empty and stays so until add_worker."""
         self._sweep()
         part = self._workers[name]
@@ -139,22 +141,24 @@ class PrefixIndex:
             self._reported &= ~part.bit  # its bits go when the worker registers again
             return False
         part.next_sequence += 1
-        for key in fingerprints(tuple(cached)):
-            self._hold(part, key)
-        for key in fingerprints(tuple(dropped)):
+        self._hold(part, fingerprints(cached))
+        for key in fingerprints(dropped):
             part.num_blocks -= self._clear(key, part.bit)
         return True
 
-    def _hold(self, part: _WorkerPart, key: int) -> None:
-        shard = self._holders[key & _SHARD]
-        mask = shard.get(key, 0)
-        if mask & part.bit:
-            return
-        if part.num_blocks >= part.max_blocks:
-            part.left_out += 1
-            return
-        shard[key] = mask | part.bit
-        part.num_blocks += 1
+    def _hold(self, part: _WorkerPart, prints: Prints) -> None:
+        holders, bit, room = self._holders, part.bit, part.max_blocks - part.num_blocks
+        for key in prints:
+            shard = holders[key & _SHARD]
+            mask = shard.get(key, 0)
+            if mask & bit:
+                continue
+            if room:
+                shard[key] = mask | bit
+                room -= 1
+            else:
+                part.left_out += 1
+        part.num_blocks = part.max_blocks - room
 
     def expect(self, name: str, prints: Prints) -> None:
         """A request with these blocks was sent there: the next one with the same prefix will find them."""
@@ -178,30 +182,35 @@ class PrefixIndex:
         self, stored: Iterable[bytes], removed: Iterable[bytes], tiers: Iterable[tuple[bytes, Tier]] = ()
     ) -> None:
         """Stored objects are in DRAM unless `tiers` says otherwise."""
-        self._sweep()
-        pool = self._pool
-        for key in _block_prints(stored):
-            if pool.store(key, self._held(key) & pool.mask != 0):
-                shard = self._holders[key & _SHARD]
-                shard[key] = shard.get(key, 0) & ~pool.mask | pool.dram
-        # A key in both is taken as removed: a missed hit costs less than a promise that fails.
-        for key in _block_prints(removed):
-            pool.remove(key, self._clear(key, pool.mask))
+        self.update_pool_prints(_block_prints(stored), _block_prints(removed))
         for object_key, tier in tiers:
-            for key in _block_prints((object_key,)):
-                self._set_tier(key, tier)
+            self.set_tier(_block_prints((object_key,)), tier)
 
-    def _set_tier(self, key: int, tier: Tier) -> None:
+    def update_pool_prints(self, stored: Prints, removed: Prints) -> None:
+        """The same for whoever has fingerprints, in the order of their objects."""
+        self._sweep()
+        pool, holders = self._pool, self._holders
+        dram, others = pool.dram, ~pool.mask
+        for key in stored:
+            shard = holders[key & _SHARD]
+            mask = shard.get(key, 0)
+            if mask & ~others or pool.store(key):
+                shard[key] = mask & others | dram
+        # A key in both is taken as removed: a missed hit costs less than a promise that fails.
+        for key in removed:
+            pool.remove(key, self._clear(key, pool.mask))
+
+    def set_tier(self, prints: Prints, tier: Tier) -> None:
         """Nothing for a block that is not whole here; it counts as in DRAM when it becomes so."""
-        mask, pool = self._held(key), self._pool
-        if mask & pool.mask:
-            bits = (pool.dram if tier & Tier.DRAM else 0) | (pool.ssd if tier & Tier.SSD else 0)
-            self._holders[key & _SHARD][key] = mask & ~pool.mask | (bits or pool.dram)
+        pool = self._pool
+        bits = (pool.dram if tier & Tier.DRAM else 0) | (pool.ssd if tier & Tier.SSD else 0)
+        for key in prints:
+            shard = self._holders[key & _SHARD]
+            mask = shard.get(key, 0)
+            if mask & pool.mask:
+                shard[key] = mask & ~pool.mask | (bits or pool.dram)
 
     # entries
-
-    def _held(self, key: int) -> int:
-        return self._holders[key & _SHARD].get(key, 0)
 
     def _clear(self, key: int, bits: int) -> bool:
         """Whether any of the bits was set."""
@@ -252,10 +261,8 @@ class _PoolPart:
         self.left_out = 0
         self._partial: dict[int, int] = {}
 
-    def store(self, key: int, is_whole: bool) -> bool:
-        """Whether the block is whole with this shard, or was so before."""
-        if is_whole:
-            return True
+    def store(self, key: int) -> bool:
+        """Whether the block, which was not whole before, is so with this shard."""
         count = self._partial.pop(key, 0) + 1
         if self.num_blocks + len(self._partial) >= self.max_blocks:
             self.left_out += 1

@@ -58,12 +58,14 @@ class DecodeTable:
         self.num_seqs, self.kv_tokens, self.free_pages = np.zeros(1), np.zeros(1), np.zeros(1)
         self._max_num_seqs = np.zeros(1)
         self._rank_s = np.full(1, np.inf)
+        self._nobody_s = np.full(1, np.inf)  # 0 where there is a worker
         self._terms: tuple[float, ...] = (0.0, 0.0, 0.0)  # that the ranks were made with
 
     def add(self, slot: int, name: str, max_num_seqs: int) -> None:
         self.num_seqs, self.kv_tokens = _grown(self.num_seqs, slot), _grown(self.kv_tokens, slot)
         self.free_pages, self._max_num_seqs = _grown(self.free_pages, slot), _grown(self._max_num_seqs, slot)
-        self._rank_s = _grown(self._rank_s, slot, np.inf)
+        self._rank_s, self._nobody_s = _grown(self._rank_s, slot, np.inf), _grown(self._nobody_s, slot, np.inf)
+        self._nobody_s[slot] = 0.0
         self._max_num_seqs[slot] = max_num_seqs
         self.names[slot] = name
         self.mask |= 1 << slot
@@ -73,7 +75,7 @@ class DecodeTable:
         del self.names[slot]
         self.mask &= ~(1 << slot)
         self._max_num_seqs[slot] = 0
-        self._rank_s[slot] = np.inf
+        self._rank_s[slot] = self._nobody_s[slot] = np.inf
 
     def update(self, slot: int, num_seqs: int, kv_tokens: int, free_pages: int) -> None:
         self.num_seqs[slot], self.kv_tokens[slot], self.free_pages[slot] = num_seqs, kv_tokens, free_pages
@@ -87,8 +89,8 @@ class DecodeTable:
             self._terms = terms
             _, per_seq_s, per_token_s = terms
             rank = per_seq_s * self.num_seqs + per_token_s * self.kv_tokens
-            rank[self.num_seqs >= self._max_num_seqs] += FULL_S
-            rank[~np.isin(np.arange(len(rank)), list(self.names))] = np.inf
+            rank += (self.num_seqs >= self._max_num_seqs) * FULL_S
+            rank += self._nobody_s
             self._rank_s = rank
         return self._rank_s
 

@@ -57,8 +57,8 @@ class RecordStore:
     """By request id in O(1); a filter looks at each record once, newest first, and stops when it has enough."""
 
     def __init__(self, capacity: int, max_prints_nbytes: int = 32 << 20) -> None:
-        if capacity < 1 or max_prints_nbytes < 0:
-            raise ConfigError("there must be room for at least one record", param="num_records")
+        if capacity < 0 or max_prints_nbytes < 0:
+            raise ConfigError("the number of records is 0 (none is kept) or more", param="num_records")
         self._capacity = capacity
         self._max_prints_nbytes = max_prints_nbytes
         self._kept: OrderedDict[str, KeptRecord] = OrderedDict()
@@ -74,6 +74,8 @@ class RecordStore:
 
     def add(self, record: DecisionRecord, *, tenant: str | None = None, keys: Sequence[bytes] = ()) -> None:
         """In place of an earlier record of the same request, whose attempts are counted on."""
+        if not self._capacity:
+            return
         earlier = self._forget(record.request_id)
         if earlier is not None:
             record.attempt = earlier.record.attempt + 1
