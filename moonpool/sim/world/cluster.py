@@ -9,7 +9,7 @@ from moonpool.base.errors import Overloaded
 from moonpool.conductor.messages import Decision, RequestEnded
 from moonpool.conductor.placement.prefix_index import PrefixIndex
 from moonpool.conductor.state import ConductorState
-from moonpool.engine.blocks import PageManager
+from moonpool.engine.blocks import MAX_EVENTS, PageManager
 from moonpool.engine.jumping import JumpingScheduler
 from moonpool.engine.scheduler import SchedulerConfig
 from moonpool.sim.physics.links import Network
@@ -45,7 +45,7 @@ class Cluster:
                 network.add(link, capacity)
         self.clock = Clockwork(network)
         index = PrefixIndex(max_pool_blocks=1 << 24)
-        self.conductor = ConductorState(config.policy, index, num_records=1000)
+        self.conductor = ConductorState(config.policy, index, num_records=0)
         self._desk = FrontDesk(
             self.clock, self.conductor, config.policy, config.asked_tokens, self._sent, self._refused
         )
@@ -145,27 +145,23 @@ class Cluster:
             config.node,
             nbytes,
             config.pool_rules,
-            lambda changes: on_changes(self._blocks(changes)),
+            on_changes,
         )
 
     def _pool_changed(self, changes: Changes) -> None:
-        self.conductor.index.update_pool(changes.stored, changes.removed, changes.tiers)
-
-    def _blocks(self, changes: Changes) -> Changes:
-        """The same by blocks, as those hear it who know of no runs."""
-        of = self._runs.object_keys
-        return Changes(
-            tuple([key for name in changes.stored for key in of(name)]),
-            tuple([key for name in changes.removed for key in of(name)]),
-            (),
-            tuple([(key, tier) for name, tier in changes.tiers for key in of(name)]),
-        )
+        """The conductor hears of blocks: it knows of no runs. Their numbers are their fingerprints."""
+        index, runs = self.conductor.index, self._runs
+        index.update_pool_prints(runs.blocks_of_all(changes.stored), runs.blocks_of_all(changes.removed))
+        for name, tier in changes.tiers:
+            index.set_tier(runs.blocks(name), tier)
 
     def _make_prefill(self, node: str) -> PrefillWorker:
         config = self.config
-        scheduler = self._scheduler(config.max_batch_tokens, min(config.max_num_seqs, config.max_batch_tokens))
+        scheduler = self._scheduler(
+            config.max_batch_tokens, min(config.max_num_seqs, config.max_batch_tokens), MAX_EVENTS
+        )
         self._register(node, WorkerRole.PREFILL, scheduler)
-        reporter = Reporter(node, scheduler, self.conductor, config.report_every_s)
+        reporter = Reporter(node, scheduler, self.conductor, config.report_every_s, self._runs)
         if config.pool == "local":
             self.pools[node] = self._make_pool([node], reporter.own_pool_changed)
         return PrefillWorker(
@@ -183,17 +179,17 @@ class Cluster:
 
     def _make_decode(self, node: str) -> DecodeWorker:
         config = self.config
-        scheduler = self._scheduler(config.max_num_seqs, config.max_num_seqs)
+        scheduler = self._scheduler(config.max_num_seqs, config.max_num_seqs, 0)
         self._register(node, WorkerRole.DECODE, scheduler)
-        reporter = Reporter(node, scheduler, self.conductor, config.report_every_s)
+        reporter = Reporter(node, scheduler, self.conductor, config.report_every_s, self._runs)
         return DecodeWorker(self.clock, node, scheduler, config.cost, reporter, self._ended)
 
-    def _scheduler(self, max_batch_tokens: int, max_num_seqs: int) -> JumpingScheduler:
+    def _scheduler(self, max_batch_tokens: int, max_num_seqs: int, max_events: int) -> JumpingScheduler:
         block_tokens = self.trace.block_tokens
         limits = SchedulerConfig(
             max_batch_tokens=max_batch_tokens, max_num_seqs=max_num_seqs, max_seq_tokens=_MAX_SEQ_TOKENS
         )
-        return JumpingScheduler(limits, PageManager(self.config.num_pages(block_tokens), block_tokens))
+        return JumpingScheduler(limits, PageManager(self.config.num_pages(block_tokens), block_tokens, max_events))
 
     def _register(self, node: str, role: WorkerRole, scheduler: JumpingScheduler) -> None:
         shape, block_tokens = self.config.shape, self.trace.block_tokens

@@ -35,7 +35,7 @@ class ClusterConfig:
     always_pulls: bool = False  # whatever the policy says, a prefill worker takes what the pool has
     max_batch_tokens: int = 8192  # of a prefill worker's step
     max_num_seqs: int = 256
-    report_every_s: float = 0.5
+    report_every_s: float = 1.0
     asked_tokens: int = 1024  # clients do not know how long an answer will be: they allow so many, or what came if more
 
     def __post_init__(self) -> None:

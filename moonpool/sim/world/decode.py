@@ -88,13 +88,14 @@ class DecodeWorker:
         now_s, log = self._clock.now_s, self._stepper.log
         num_seqs, kv_tokens = self._stepper.shape
         if num_seqs:
-            self._reporter.decodes.append(DecodeSample(num_seqs, kv_tokens, took_s / num_steps))
+            self._reporter.decodes[:] = [DecodeSample(num_seqs, kv_tokens, took_s / num_steps)]  # one a report will do
+        for sequence in self._stepper.joined:
+            job = self._jobs[sequence.request_id]
+            job.first_entry = self._stepper.joined_entry
+            job.first_gap_s = self._stepper.first_end_s - job.first_token_s
         for accepted in result.accepted:
-            job = self._jobs[accepted.request_id]
-            if not job.first_entry:  # a newcomer's first step is never one of several
-                job.first_entry, job.first_gap_s = len(log), now_s - job.first_token_s
             if accepted.finish_reason is not None:
-                del self._jobs[accepted.request_id]
+                job = self._jobs.pop(accepted.request_id)
                 job.tbt_s, job.end_s = log.long_gaps_s(job.first_entry, job.first_gap_s), now_s
                 self._on_done(job)
         self._reporter.after_step(now_s)

@@ -34,18 +34,6 @@ def block_number(key: bytes) -> int:
     return int.from_bytes(key[:8], "little") >> 4
 
 
-class _Tokens:
-    """As many as were appended."""
-
-    __slots__ = ("count",)
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-
 @cache
 def _params(max_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, ignore_eos=True)
@@ -72,8 +60,8 @@ class PaperSequence(Sequence):
         assert len(keys) == num_prompt // block_tokens, "a key for each full block"
         self._number = number
         self.request_id = request_id
-        self.tokens = cast("list[int]", _Tokens(num_prompt))
-        self.num_prompt_tokens = num_prompt
+        self.tokens = []
+        self.num_tokens = self.num_prompt_tokens = num_prompt
         self.params = _params(max_tokens)
         self.root = b""
         self.block_tokens = block_tokens
@@ -81,7 +69,7 @@ class PaperSequence(Sequence):
         self.pool_start_block = self.num_pool_blocks = 0
         self.prefill_only, self.hold_pages = prefill_only, hold_pages
         self.status = Status.NEW
-        self.arrival = 0
+        self.arrival = self.limit = 0
         self.pages = []
         self.num_computed_tokens = self.num_preemptions = self.num_sealed_blocks = self.num_cached_tokens = 0
         self.extend(TOKEN, num_output)
@@ -90,9 +78,8 @@ class PaperSequence(Sequence):
         self.extend(token, 1)
 
     def extend(self, token: int, count: int) -> None:
-        tokens = cast(_Tokens, self.tokens)
-        tokens.count += count
-        num_blocks = tokens.count // self.block_tokens
+        self.num_tokens += count
+        num_blocks = self.num_tokens // self.block_tokens
         if num_blocks > len(self.keys):
             first = _FIRST_OUTPUT + self._number * _MAX_OUTPUT_BLOCKS
             self.keys = self.keys + block_keys(range(first + len(self.keys), first + num_blocks))
@@ -105,5 +92,5 @@ class PaperSequence(Sequence):
             start=start,
             tokens=cast("tuple[int, ...]", range(start, end)),
             pages=(),
-            wants_logits=end == len(self.tokens),
+            wants_logits=end == self.num_tokens,
         )

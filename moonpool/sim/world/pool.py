@@ -22,7 +22,7 @@ from moonpool.transfer.descriptor import SegmentDescriptor
 
 _NEVER_S = 1e12
 _GRANULE_NBYTES = 4096
-_TICK_S = 0.05
+_TICK_S = 0.5
 Run = tuple[int, int, int]  # first block, where it begins and ends in the prompt
 
 
@@ -104,7 +104,7 @@ class SimPool:
         return (*links, f"{target}/h2d") if source == target else (*links, f"{source}/nic_out", f"{target}/nic_in")
 
     def _tick(self, now_s: float) -> None:
-        """As often as a real master does, when there is something to do."""
+        """A tenth as often as a real master does: nothing that waits for it is in a hurry."""
         if now_s >= self._next_tick_s:
             self._next_tick_s = now_s + _TICK_S
             while self.state.tick(now_s):

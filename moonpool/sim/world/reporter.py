@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from moonpool.base.cluster import DecodeSample, PrefillSample, PullSample, ReportWorker, WorkerLoad
-from moonpool.base.keys import chain_key_of
 from moonpool.conductor.state import ConductorState
 from moonpool.engine.jumping import JumpingScheduler
+from moonpool.sim.world.paper import block_keys
+from moonpool.sim.world.runs import Runs
 from moonpool.store.state.changes import Changes
 
 INCARNATION = 1
@@ -14,7 +15,10 @@ INCARNATION = 1
 class Reporter:
     """At most one report in `every_s`: real ones do not come after each step either."""
 
-    def __init__(self, name: str, scheduler: JumpingScheduler, conductor: ConductorState, every_s: float) -> None:
+    def __init__(
+        self, name: str, scheduler: JumpingScheduler, conductor: ConductorState, every_s: float, runs: Runs
+    ) -> None:
+        self._runs = runs
         self._name, self._scheduler, self._conductor, self._every_s = name, scheduler, conductor, every_s
         self._sequence = 0
         self._next_s = 0.0
@@ -48,14 +52,11 @@ class Reporter:
         """The node's memory is a cache of its own: what is in there is what the worker has."""
         events = {} if self._events is None else self._events
         for keys, is_there in ((changes.stored, True), (changes.removed, False)):
-            for key in keys:
-                chain_key = chain_key_of(key)
-                events.pop(chain_key, None)
-                events[chain_key] = is_there
+            events.update(dict.fromkeys(block_keys(self._runs.blocks_of_all(keys)), is_there))
         self._events = events
 
     def _take_events(self) -> dict[bytes, bool]:
-        events = dict(self._scheduler.pages.drain_events())
+        events = self._scheduler.pages.drain_events()
         if self._events is not None:
             events, self._events = self._events, {}
         return events

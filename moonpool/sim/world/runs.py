@@ -8,12 +8,13 @@ What differs: a run is evicted whole, while a real pool may keep the first of it
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
-from moonpool.base.keys import KEY_NBYTES
 from moonpool.sim.traces.columns import Trace
-from moonpool.sim.world.paper import block_key, block_number
+from moonpool.sim.world.paper import block_number
 
 Ints = NDArray[np.int64]
 
@@ -51,12 +52,15 @@ class Runs:
             begin = stop
         return found
 
-    def object_keys(self, name: bytes) -> list[bytes]:
-        """The pool's keys of a run's blocks, by the key of the first."""
+    def blocks(self, name: bytes) -> list[int]:
+        """The blocks of a run, by the pool's key of the first."""
         head = block_number(name)
         place = self._places.item(head)
-        numbers = self._ids[place : place + self._lengths[head]].tolist()
-        return [block_key(number) + name[KEY_NBYTES:] for number in numbers]
+        numbers: list[int] = self._ids[place : place + self._lengths[head]].tolist()
+        return numbers
+
+    def blocks_of_all(self, names: Sequence[bytes]) -> list[int]:
+        return self.blocks(names[0]) if len(names) == 1 else [number for name in names for number in self.blocks(name)]
 
 
 def _full_blocks(trace: Trace) -> tuple[Ints, NDArray[np.bool_]]:

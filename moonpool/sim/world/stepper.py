@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from moonpool.engine.jumping import JumpingScheduler
-from moonpool.engine.sequence import Chunk
+from moonpool.engine.sequence import Chunk, Sequence, Status
 from moonpool.engine.step import StepResult
 from moonpool.sim.physics.cost import EngineCost
 from moonpool.sim.physics.events import Handle
@@ -35,6 +35,9 @@ class Stepper:
         self._began_s = 0.0
         self.log = StepLog()
         self.shape = (0, 0)  # sequences that decode, and tokens of their KV when the steps began
+        self.joined: list[Sequence] = []  # adopted ones whose first step was the first of these
+        self.first_end_s = 0.0  # when that one ended
+        self.joined_entry = 0  # what is logged from here on are their later steps
         self.busy_s = 0.0
 
     def somebody_came(self) -> None:
@@ -56,6 +59,7 @@ class Stepper:
 
     def _begin(self) -> None:
         scheduler, cost = self._scheduler, self._cost
+        adopted = list(scheduler.roster.adopted)
         steps = scheduler.steps_until_change()
         self._end = None
         if steps is None:
@@ -69,6 +73,7 @@ class Stepper:
             running = scheduler.roster.running
             self.shape = len(running), sum([each.num_computed_tokens for each in running])
             lasts_s = cost.decode_steps_s(*self.shape, steps)
+        self.joined = [each for each in adopted if each.status is Status.RUNNING]
         self._num_steps, self._began_s = steps, self._clock.now_s
         self._end = self._clock.at(self._began_s + lasts_s, self._ended)
 
@@ -88,6 +93,16 @@ class Stepper:
             result = self._scheduler.complete({chunk.request_id: TOKEN for chunk in opened if chunk.wants_logits})
         else:
             result = self._scheduler.advance(steps, TOKEN)
-        self.log.add(steps, took_s)
+        self._write_log(steps, took_s)
         self._on_steps(result, steps, took_s)
         self._begin()
+
+    def _write_log(self, steps: int, took_s: float) -> None:
+        """The first step of those that joined apart: the token before it came from elsewhere."""
+        if self.joined:
+            first_s = took_s if steps == 1 else self._cost.decode_step_s(*self.shape)
+            self.log.add(1, first_s)
+            self.first_end_s, self.joined_entry = self._began_s + first_s, len(self.log)
+            steps, took_s = steps - 1, took_s - first_s
+        if steps:
+            self.log.add(steps, took_s)
