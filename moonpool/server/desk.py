@@ -15,9 +15,10 @@ from typing import TypeVar
 
 from moonpool.base.errors import InvalidInput, UnknownModel
 from moonpool.base.keys import tenant_root
+from moonpool.conductor.retries import RetryPolicy
 from moonpool.engine.sequence import SamplingDefaults
 from moonpool.server.choice import Choice, ChoiceEvent, run_together
-from moonpool.server.generation import ChoiceRequest, Generation, RetryPolicy
+from moonpool.server.generation import ChoiceRequest, Generation
 from moonpool.server.metrics import FrontendMetrics
 from moonpool.server.prompts import TextCodec, output_room
 from moonpool.server.replies import PromptTokensDetails, Usage

@@ -12,11 +12,11 @@ from pathlib import Path
 import uvicorn
 
 from moonpool.base.errors import ConfigError, Internal
+from moonpool.conductor.retries import RetryPolicy
 from moonpool.engine.model_files import read_config, read_sampling_defaults, resolve
 from moonpool.engine.tokenizer import load_tokenizer
 from moonpool.server.app import make_app
 from moonpool.server.desk import Desk, ServedModel
-from moonpool.server.generation import RetryPolicy
 from moonpool.server.tenants import load_tenants
 from moonpool.server.workers import Connections
 

@@ -17,6 +17,7 @@ from moonpool.base.clock import Deadline
 from moonpool.base.errors import DeadlineExceeded, MoonpoolError, Overloaded, Unavailable
 from moonpool.base.keys import chain_keys
 from moonpool.conductor.messages import BeforeDecode, Decision, PrefillEnded, RequestEnded, Route
+from moonpool.conductor.retries import Retries, RetryPolicy
 from moonpool.engine.messages import PrefillReply, RequestSpec
 from moonpool.engine.sequence import SamplingParams
 from moonpool.server.attempt import LOST, Attempt, TokenBatch
@@ -24,19 +25,6 @@ from moonpool.server.workers import Connections
 
 _LOG = logging.getLogger(__name__)
 _ASK_S = 5.0
-
-
-@dataclass(frozen=True)
-class RetryPolicy:
-    """How long a request is kept alive when workers go away under it."""
-
-    max_attempts: int = 4
-    backoff_s: float = 0.1  # doubles from pause to pause
-    max_backoff_s: float = 1.0
-    worker_wait_s: float = 30.0  # for workers to register again
-
-    def pause_s(self, num_pauses: int) -> float:
-        return min(self.backoff_s * 2.0**num_pauses, self.max_backoff_s)
 
 
 @dataclass(frozen=True)
@@ -59,19 +47,21 @@ class Generation:
     def __init__(self, request: ChoiceRequest, connections: Connections, policy: RetryPolicy) -> None:
         self._request = request
         self._connections = connections
-        self._policy = policy
+        self._retries = Retries(policy)
         self._deadline = Deadline(request.timeout_s)
         self._output: list[int] = []
-        self._failed: set[str] = set()
         self._first: PrefillReply | None = None
         self._outcome = "cancelled"  # unless something else happens first
-        self.num_attempts = 0
         self.ttft_s: float | None = None
         self._last_s = 0.0  # when the newest token came, from the start
 
     @property
     def num_prompt_tokens(self) -> int:
         return len(self._request.prompt)
+
+    @property
+    def num_attempts(self) -> int:
+        return self._retries.num_attempts
 
     def stop(self) -> None:
         """The caller has all it wants and closes the events next; without this, closing means it went away."""
@@ -98,7 +88,7 @@ class Generation:
             self._report_end()
 
     async def _plan(self) -> Attempt:
-        self.num_attempts += 1
+        self._retries.begin()
         request = self._request
         tokens = [*request.prompt, *self._output]
         keys = await asyncio.to_thread(chain_keys, request.root, tokens, request.block_tokens)
@@ -117,22 +107,16 @@ class Generation:
     async def _route(self, keys: list[bytes], num_tokens: int) -> Decision:
         """Waits for its turn, and for workers or a conductor to come back. A request that has tokens already is not
         refused for load; it waits too."""
-        patience: Deadline | None = None  # since the first failure; a turn may come later than that
-        num_pauses = 0
         while True:
             try:
                 return await self._ask(keys, num_tokens)
             except (Overloaded, Unavailable) as error:
-                if isinstance(error, Overloaded) and not self._output:
+                pause_s = self._retries.refused(
+                    self._elapsed_s, for_load=isinstance(error, Overloaded), has_tokens=bool(self._output)
+                )
+                if pause_s is None or self._connections.closed:
                     raise
-                if self._failed:
-                    self._failed.clear()  # there are no others: those that failed may be back
-                    continue
-                patience = patience or Deadline(self._policy.worker_wait_s)
-                if patience.expired() or self._connections.closed:
-                    raise
-            await self._pause(num_pauses)
-            num_pauses += 1
+            await self._pause(pause_s)
 
     async def _ask(self, keys: list[bytes], num_tokens: int) -> Decision:
         conductor = await self._connections.conductor()
@@ -141,7 +125,7 @@ class Generation:
             keys=keys,
             num_tokens=num_tokens,
             max_tokens=self._request.params.max_tokens - len(self._output),
-            exclude=tuple(sorted(self._failed)),
+            exclude=tuple(sorted(self._retries.failed)),
             tenant=self._request.tenant,
             priority=self._request.priority,
         )
@@ -154,10 +138,10 @@ class Generation:
             may_be_refused = decision.asks_before_decode and not self._output and batch.finish_reason is None
             await self._tell_prefill_ended(may_be_refused)
         self._output += [out.token for out in batch.tokens]
-        self._last_s = self._request.timeout_s - self._deadline.remaining_s()
+        self._last_s = self._elapsed_s
         if self._first is None and batch.prefill is not None:
             self._first = batch.prefill
-            self.ttft_s = self._request.timeout_s - self._deadline.remaining_s()
+            self.ttft_s = self._elapsed_s
 
     async def _tell_prefill_ended(self, may_be_refused: bool) -> None:
         request_id = self._request.request_id
@@ -172,11 +156,11 @@ class Generation:
 
     async def _recover(self, attempt: Attempt, error: MoonpoolError) -> None:
         """Returns when another attempt makes sense, raises what the client is told otherwise."""
-        self._failed |= attempt.failed
+        pause_s = self._retries.lost(attempt.failed)
         if self._connections.closed:
             raise Unavailable("the front end is stopping") from error
         self._check_deadline()
-        if self.num_attempts >= self._policy.max_attempts:
+        if pause_s is None:
             raise Unavailable(f"gave up after {self.num_attempts} attempts: {error}") from error
         _LOG.warning(
             "%s: attempt %d failed after %d tokens (%s: %s)",
@@ -187,11 +171,15 @@ class Generation:
             error,
         )
         self._connections.tell_conductor(self._ended(error.code))
-        await self._pause(self.num_attempts - 1)
+        await self._pause(pause_s)
 
-    async def _pause(self, num_pauses: int) -> None:
-        await asyncio.sleep(min(self._policy.pause_s(num_pauses), self._deadline.remaining_s()))
+    async def _pause(self, pause_s: float) -> None:
+        await asyncio.sleep(min(pause_s, self._deadline.remaining_s()))
         self._check_deadline()
+
+    @property
+    def _elapsed_s(self) -> float:
+        return self._request.timeout_s - self._deadline.remaining_s()
 
     def _check_deadline(self) -> None:
         if self._deadline.expired():

@@ -23,9 +23,10 @@ from moonpool.base.cluster import CONDUCTOR_SERVICE, WORKER_SERVICE
 from moonpool.base.keys import chain_keys
 from moonpool.base.rpc import BlockingClient, Call
 from moonpool.conductor.messages import ConductorStatus, Status
+from moonpool.conductor.retries import RetryPolicy
 from moonpool.engine.messages import GetStats, PieceChecksums, PrefillReply, WorkerStats
 from moonpool.engine.sequence import SamplingParams
-from moonpool.server.generation import ChoiceRequest, Generation, RetryPolicy
+from moonpool.server.generation import ChoiceRequest, Generation
 from moonpool.server.workers import Connections
 
 R = TypeVar("R")

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from tiny_models import BLOCK_TOKENS, load_runner
 
 from moonpool.base.keys import chain_keys, object_key
+from moonpool.conductor.retries import RetryPolicy
 from moonpool.conductor.service import Conductor, ConductorConfig
 from moonpool.engine.blocks import PageManager
 from moonpool.engine.engine import Engine
@@ -33,7 +34,7 @@ from moonpool.engine.sequence import SamplingParams
 from moonpool.engine.worker.build import Built
 from moonpool.engine.worker.config import WorkerConfig
 from moonpool.engine.worker.service import Worker
-from moonpool.server.generation import ChoiceRequest, Generation, RetryPolicy
+from moonpool.server.generation import ChoiceRequest, Generation
 from moonpool.server.workers import Connections
 from moonpool.store.master import Master, MasterConfig
 from moonpool.store.node import Node, NodeConfig
