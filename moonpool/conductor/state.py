@@ -219,7 +219,7 @@ class ConductorState:
 
     def send(self, call: Route, owner: Hashable, weighed: Weighed, now_s: float, waited_s: float = 0.0) -> Decision:
         decision = self._dispatch(call, owner, weighed, now_s, waited_s)
-        self._gate.sent(call, weighed.choice.prefill.ttft_s, now_s)
+        self._gate.sent(call, weighed.choice.prefill.ttft_s, weighed.verdict, now_s)
         record = self.records.get(call.request_id)
         if record is not None:
             note_decision(record, decision)
@@ -254,7 +254,7 @@ class ConductorState:
         request = self._open.get(request_id)
         if request is None or request.has_joined:
             return
-        verdict = self._gate.before_decode(request.num_tokens, request.decode.decode_now, now_s)
+        verdict = self._gate.before_decode(request_id, request.num_tokens, request.decode.decode_now, now_s)
         if isinstance(verdict, Refused):
             self.counters["wasted_prefills"] += 1
             raise self.refuse(request_id, verdict.error(), verdict.cause)

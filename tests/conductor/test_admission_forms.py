@@ -47,10 +47,19 @@ def test_none_sees_a_full_decode_pool_only_after_the_prefill() -> None:
     assert one.at_arrival(100, IDLE, FULL, 0.0) == Admitted(0.2, 1.0)
     refused = one.before_decode(100, FULL, 1.0)
     assert isinstance(refused, Refused)
-    assert refused.load == pytest.approx(1.101)
+    assert refused.load == pytest.approx(1.101 / 0.9)
     assert refused.reason == (
         "tokens would come 110 ms apart, the target is 100 ms: too many answers are being written"
     )
+
+
+def test_a_tenth_of_the_target_is_kept_free_for_what_batches_grow_by() -> None:
+    one = admission("early")
+    assert isinstance(one.at_arrival(100, IDLE, [DecodeNow(7, 0)], 0.0), Admitted)
+    refused = one.at_arrival(5000, IDLE, [DecodeNow(8, 0)], 0.0)
+    assert isinstance(refused, Refused)
+    assert "95 ms apart, the target is 100 ms and 90 ms are given away: too many" in refused.reason
+    assert isinstance(one.at_arrival(85_000, IDLE, EMPTY, 0.0), Admitted), "alone it has the whole target"
 
 
 def test_early_sees_the_decode_pool_as_it_is_now() -> None:

@@ -13,9 +13,10 @@ from functools import cache
 import pytest
 from admission_world import NUM_PREFILLS, Outcome, World, arrivals, saw_tooth, steady
 
-from moonpool.conductor.admission.forecast import RequestForecast, SystemForecast
+from moonpool.conductor.admission.forecast import SystemForecast
 from moonpool.conductor.admission.forms import AdmissionForm
 from moonpool.conductor.admission.queue import AdmissionQueue, QueueConfig, WaitingRequest
+from moonpool.conductor.admission.request_forecast import RequestForecast
 
 DURATION_S = 300.0
 BEST_RATES = (6.0, 7.0, 8.0, 10.0)  # the best lies between, not at an end

@@ -1,7 +1,8 @@
 """How many requests will be decoding at a later moment: what the prediction-based form of admission asks. Pure.
 
-Two forms, the same calls. Each request is told of three times: `expect` when it is sent to prefill, `join` when
-decoding starts, `end` when it is over, however it ends.
+Each request is told of three times: `expect` when it is sent to prefill, `join` when decoding starts, `end` when it is
+over, however it ends. Two forms have these calls: `SystemForecast` here, and `RequestForecast`
+(request_forecast.py), which is what the conductor asks.
 
 `SystemForecast` is the paper's: every request decodes for the same time t_d; at t, those whose prefill has ended
 by then are there and those that have decoded t_d or longer are not. t_d is the mean of measured decode times, where
@@ -9,35 +10,28 @@ a sample fades by 2 % with each later one; it starts at `initial_decode_s`, whic
 samples and fades with them, so that a handful of short answers that are over first cannot pull it down at once. One
 known fault of the rule stays: requests that decode longer than the mean are left out too early.
 
-`RequestForecast` has an end for each request: the mean length of its tenant's answers up to its own max_tokens, at
-the measured time per token. One that is still there when its end has come gets a new one, from the answers that
-went on at least as long.
-
-Both answer in O(log n), whatever the number n of open requests.
+It answers in O(log n), whatever the number n of open requests.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
 from typing import NamedTuple, Protocol
 
 from moonpool.base.errors import ConfigError
-from moonpool.conductor.admission.output_lengths import OutputLengths
-from moonpool.conductor.admission.time_sums import TimeSums, tick_of
+from moonpool.conductor.admission.time_sums import TimeSums
 
 _FADE = 0.98
 _INITIAL_SAMPLES = 8.0
 _ONE_SEQ = 1 << 48  # a weight is number of sequences x 2^48 + tokens: one tree sums both
-_LATE_SHARE = 0.25  # what is late is expected after another quarter of the time it has had already
-_MIN_LATE_S = 0.05
 
 
 class DecodeLoad(NamedTuple):
-    """All requests that decode at a moment, over all decode workers, and the KV of their prompts."""
+    """All requests that decode at a moment, over all decode workers, and the KV of their prompts. Expected numbers
+    are no whole ones."""
 
-    num_seqs: int
-    kv_tokens: int
+    num_seqs: float
+    kv_tokens: float
 
 
 class DecodeForecast(Protocol):
@@ -56,7 +50,7 @@ class DecodeForecast(Protocol):
         ...
 
     def over_by_s(self, now_s: float) -> float:
-        """A moment by which all that is open now is predicted to be over."""
+        """A moment by which next to all that is open now is predicted to be over."""
         ...
 
 
@@ -69,20 +63,21 @@ class ExpectedDecode(NamedTuple):
 
 
 class FadedMean:
-    """A mean that follows: each sample weighs 2 % less with each later one."""
+    """A mean that follows: each sample weighs 2 % less with each later one. `usual_weight` is that of one sample."""
 
     __slots__ = ("_sum", "_weight")
 
-    def __init__(self, initial: float) -> None:
-        self._sum, self._weight = initial * _INITIAL_SAMPLES, _INITIAL_SAMPLES
+    def __init__(self, initial: float, usual_weight: float = 1.0) -> None:
+        self._weight = _INITIAL_SAMPLES * usual_weight
+        self._sum = initial * self._weight
 
     @property
     def value(self) -> float:
         return self._sum / self._weight
 
-    def add(self, sample: float) -> None:
-        self._sum = self._sum * _FADE + sample
-        self._weight = self._weight * _FADE + 1.0
+    def add(self, total: float, weight: float = 1.0) -> None:
+        self._sum = self._sum * _FADE + total
+        self._weight = self._weight * _FADE + weight
 
 
 @dataclass(slots=True)
@@ -142,102 +137,3 @@ class SystemForecast:
 
     def over_by_s(self, now_s: float) -> float:
         return max(now_s, self._last_start_s) + self.decode_s + 1e-2  # and a tick or two
-
-
-@dataclass(slots=True)
-class _Timed:
-    request: ExpectedDecode
-    starts_s: float
-    ends_s: float
-    weight: int
-    joined: bool = False
-
-
-class RequestForecast:
-    """An end for each request, by the lengths of its tenant's answers."""
-
-    def __init__(self, initial_token_s: float = 0.06, lengths: OutputLengths | None = None) -> None:
-        if not initial_token_s > 0:
-            raise ConfigError("the first guess of a time per token must be above 0", param="initial_token_s")
-        self.lengths = lengths or OutputLengths()
-        self._token_s = FadedMean(initial_token_s)
-        self._open: dict[str, _Timed] = {}
-        self._starts = TimeSums()
-        self._ends = TimeSums()
-        self._due: list[tuple[float, str]] = []  # heap of the next moment of each; some no longer count
-        self._last_end_s = 0.0
-
-    def expect(self, request: ExpectedDecode, now_s: float) -> None:
-        self.end(request.request_id, now_s)
-        weight = _ONE_SEQ + request.kv_tokens
-        ends_s = request.prefill_ends_s + self._expected_s(request, 0.0)
-        one = _Timed(request, request.prefill_ends_s, ends_s, weight)
-        self._open[request.request_id] = one
-        self._enter(one)
-
-    def join(self, request_id: str, now_s: float) -> None:
-        one = self._open.get(request_id)
-        if one is not None and not one.joined:
-            one.joined = True
-            self._move(one, now_s, now_s + self._expected_s(one.request, 0.0))
-
-    def end(self, request_id: str, now_s: float, output_tokens: int = 0) -> None:
-        one = self._open.pop(request_id, None)
-        if one is None:
-            return
-        self._leave(one)
-        if one.joined and output_tokens:
-            self._token_s.add((now_s - one.starts_s) / output_tokens)
-            self.lengths.learn(one.request.tenant, output_tokens)
-
-    def at(self, at_s: float, now_s: float) -> DecodeLoad:
-        self._follow(now_s)
-        return DecodeLoad(*divmod(self._starts.until(at_s) - self._ends.until(at_s), _ONE_SEQ))
-
-    def over_by_s(self, now_s: float) -> float:
-        self._follow(now_s)
-        return max(now_s, self._last_end_s) + 1e-2
-
-    def _expected_s(self, request: ExpectedDecode, decoded_s: float) -> float:
-        """How long it decodes in all, given that it has decoded that long already."""
-        token_s = self._token_s.value
-        done = int(decoded_s / token_s)
-        return self.lengths.expected(request.tenant, max(1, request.max_tokens), done) * token_s
-
-    def _follow(self, now_s: float) -> None:
-        """Gives a new moment to what should have started or ended by now. Waits grow by a quarter each time, so that
-        a request comes up here a logarithmic number of times."""
-        while self._due and tick_of(self._due[0][0]) <= tick_of(now_s):
-            due_s, request_id = heappop(self._due)
-            one = self._open.get(request_id)
-            if one is None or _next_moment_s(one) != due_s:
-                continue
-            if one.joined:
-                had_s = now_s - one.starts_s
-                more_s = max(self._expected_s(one.request, had_s) - had_s, _LATE_SHARE * had_s, _MIN_LATE_S)
-                self._move(one, one.starts_s, now_s + more_s)
-            else:
-                late_s = max(_LATE_SHARE * (now_s - one.request.prefill_ends_s), _MIN_LATE_S)
-                self._move(one, now_s + late_s, now_s + late_s + one.ends_s - one.starts_s)
-
-    def _move(self, one: _Timed, starts_s: float, ends_s: float) -> None:
-        self._leave(one)
-        one.starts_s, one.ends_s = starts_s, ends_s
-        self._enter(one)
-
-    def _enter(self, one: _Timed) -> None:
-        self._starts.add(one.starts_s, one.weight)
-        self._ends.add(one.ends_s, one.weight)
-        self._last_end_s = max(self._last_end_s, one.ends_s)
-        heappush(self._due, (_next_moment_s(one), one.request.request_id))
-        if len(self._due) > 2 * len(self._open) + 64:
-            self._due = [(_next_moment_s(each), request_id) for request_id, each in self._open.items()]
-            heapify(self._due)
-
-    def _leave(self, one: _Timed) -> None:
-        self._starts.add(one.starts_s, -one.weight)
-        self._ends.add(one.ends_s, -one.weight)
-
-
-def _next_moment_s(one: _Timed) -> float:
-    return one.ends_s if one.joined else one.starts_s

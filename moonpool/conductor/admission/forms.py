@@ -11,9 +11,10 @@ over its workers. Above 1 a request is refused.
 | `early` | prefill load and decode load now | the same |
 | `predicted` | prefill load, and decode load at the moment when this request's prefill will have ended | the same |
 
-`early` looks at a decode load that lags behind by one prefill, so it lets in too many and then too few. What the two
-save is prefill work, not refusals: as long as wasted prefills take nothing from anybody, `none` always has somebody at
-hand for a place that falls free, and refuses fewest.
+`early` looks at a decode load that lags behind by one prefill, so it lets in too many and then too few. `predicted`
+also leaves room for as much as forecasts have lately been too low (gatekeeper.py): at the edge every second request
+would else be refused after its prefill. What the two save is prefill work; it becomes fewer refusals where prefill
+workers are short too, for then a wasted prefill takes the place of one that could have been decoded.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from moonpool.base.errors import ConfigError, Overloaded
 from moonpool.conductor.admission.forecast import DecodeForecast
 
 MIN_RETRY_S = 1.0  # nobody is asked to come back sooner
+_TBT_AIM = 0.9  # of the target: how full a batch is made (of 1, 0.95 and 0.9 this served most; docs/conductor.md)
 _RETRY_STEPS = 7  # halvings when looking for the moment at which the load falls: to 1/128 of the time in question
 
 StepTime: TypeAlias = Callable[[float, float], float]  # (sequences, tokens of KV) of one worker's batch -> seconds
@@ -65,10 +67,19 @@ class AdmissionConfig:
 
 
 class PrefillNow(NamedTuple):
-    """A prefill worker: the predicted work before this request, and this request's own there (pulls included)."""
+    """A prefill worker: the predicted work before this request, and this request's own there (pulls included).
+
+    `before_s` is what the request waits elsewhere, or has waited already: it counts for its time to first token, not
+    for the moment at which its prefill ends if it is sent now.
+    """
 
     queue_s: float
     work_s: float
+    before_s: float = 0.0
+
+    @property
+    def ttft_s(self) -> float:
+        return self.before_s + self.queue_s + self.work_s
 
 
 class DecodeNow(NamedTuple):
@@ -79,10 +90,12 @@ class DecodeNow(NamedTuple):
 
 
 class Admitted(NamedTuple):
-    """`prefill_ends_s` is when decoding is expected to begin: what the forecast wants to be told."""
+    """`prefill_ends_s` is when decoding is expected to begin: what the forecast wants to be told. `tbt_s`: the time
+    between tokens that is predicted for then, None where nobody looked ahead."""
 
     load: float
     prefill_ends_s: float
+    tbt_s: float | None = None
 
 
 class Refused(NamedTuple):
@@ -109,11 +122,17 @@ class Admission:
         self._forecast = forecast
 
     def at_arrival(
-        self, num_tokens: int, prefills: Collection[PrefillNow], decodes: Collection[DecodeNow], now_s: float
+        self,
+        num_tokens: int,
+        prefills: Collection[PrefillNow],
+        decodes: Collection[DecodeNow],
+        now_s: float,
+        caution: float = 0.0,
     ) -> Verdict:
         """Both pools must have a worker. They may be cut down to the workers that were chosen for this request,
-        except that `predicted` divides the forecast by the number of decode workers."""
-        prefill = min(prefills, key=lambda one: one.queue_s + one.work_s)
+        except that `predicted` divides the forecast by the number of decode workers. It lets in only if there is
+        room for `caution` times more than it predicts."""
+        prefill = min(prefills, key=lambda one: one.ttft_s)
         prefill_ends_s = now_s + prefill.queue_s + prefill.work_s
         verdict = self._check_prefill(prefill, prefill_ends_s)
         if isinstance(verdict, Refused) or self._config.form is AdmissionForm.NONE:
@@ -121,10 +140,10 @@ class Admission:
         if self._config.form is AdmissionForm.EARLY:
             decode = self._check_decode_now(num_tokens, decodes, now_s)
         else:
-            decode = self._check_decode_then(num_tokens, len(decodes), prefill_ends_s, now_s)
+            decode = self._check_decode_then(num_tokens, len(decodes), prefill_ends_s, now_s, caution)
         if isinstance(decode, Refused):
             return decode
-        return Admitted(max(verdict.load, decode.load), prefill_ends_s)
+        return Admitted(max(verdict.load, decode.load), prefill_ends_s, decode.tbt_s)
 
     def before_decode(self, num_tokens: int, decodes: Collection[DecodeNow], now_s: float) -> Verdict:
         """The check on the decode side once the prefill is done, the same in all forms."""
@@ -134,7 +153,7 @@ class Admission:
 
     def _check_prefill(self, best: PrefillNow, prefill_ends_s: float) -> Verdict:
         target_s = self._config.ttft_slo_s
-        ttft_s = best.queue_s + best.work_s
+        ttft_s = best.ttft_s
         load = 0.0 if target_s is None else ttft_s / target_s
         if target_s is None or load <= 1:
             return Admitted(load, prefill_ends_s)
@@ -143,30 +162,41 @@ class Admission:
             return Refused(f"{reason}; a shorter prompt may pass", None, load, Cause.TOO_LONG)
         reason = (
             f"the first token would take {ttft_s:.2f} s, the target is {target_s:g} s: "
-            f"{best.queue_s:.2f} s of other prompts come first"
+            f"{ttft_s - best.work_s:.2f} s of other prompts come first"
         )
         return Refused(reason, max(MIN_RETRY_S, ttft_s - target_s), load, Cause.TTFT)
 
     # decode
 
     def _check_decode_now(self, num_tokens: int, decodes: Collection[DecodeNow], now_s: float) -> Verdict:
-        target_s = self._config.tbt_slo_s
-        if target_s is None:
+        aim_s = self._aim_s(num_tokens)
+        if aim_s is None:
             return Admitted(0.0, now_s)
         tbt_s = sum(self._step_s(one.num_seqs + 1, one.kv_tokens + num_tokens) for one in decodes) / len(decodes)
-        if tbt_s <= target_s:
-            return Admitted(tbt_s / target_s, now_s)
-        return self._refuse_decode("", tbt_s, target_s, num_tokens, len(decodes), now_s, now_s)
+        if tbt_s <= aim_s:
+            return Admitted(tbt_s / aim_s, now_s)
+        return self._refuse_decode("", tbt_s, aim_s, num_tokens, len(decodes), now_s, now_s)
 
-    def _check_decode_then(self, num_tokens: int, num_workers: int, at_s: float, now_s: float) -> Verdict:
-        target_s = self._config.tbt_slo_s
-        if target_s is None:
+    def _check_decode_then(
+        self, num_tokens: int, num_workers: int, at_s: float, now_s: float, caution: float
+    ) -> Verdict:
+        aim_s = self._aim_s(num_tokens)
+        if aim_s is None:
             return Admitted(0.0, at_s)
-        tbt_s = self._predicted_tbt_s(num_tokens, num_workers, at_s, now_s)
-        if tbt_s <= target_s:
-            return Admitted(tbt_s / target_s, at_s)
+        predicted_s = self._predicted_tbt_s(num_tokens, num_workers, at_s, now_s)
+        # Of the request itself nothing is uncertain: alone in its batch it would be as fast as this.
+        tbt_s = predicted_s + caution * (predicted_s - self._step_s(1, num_tokens))
+        if tbt_s <= aim_s:
+            return Admitted(tbt_s / aim_s, at_s, predicted_s)
         when = f"in {at_s - now_s:.2f} s, when its prompt would be done, "
-        return self._refuse_decode(when, tbt_s, target_s, num_tokens, num_workers, at_s, now_s)
+        return self._refuse_decode(when, tbt_s, aim_s, num_tokens, num_workers, at_s, now_s)
+
+    def _aim_s(self, num_tokens: int) -> float | None:
+        """What a batch may take when this request joins it, short of the target: batches grow while they decode, and
+        with the target itself half of the requests would miss it by a few percent. A long prompt that meets the
+        target alone may have all of it."""
+        target_s = self._config.tbt_slo_s
+        return None if target_s is None else max(_TBT_AIM * target_s, min(target_s, self._step_s(1, num_tokens)))
 
     def _predicted_tbt_s(self, num_tokens: int, num_workers: int, at_s: float, now_s: float) -> float:
         """With this request in the batch, were the rest spread evenly."""
@@ -174,9 +204,9 @@ class Admission:
         return self._step_s(load.num_seqs / num_workers + 1, load.kv_tokens / num_workers + num_tokens)
 
     def _refuse_decode(
-        self, when: str, tbt_s: float, target_s: float, num_tokens: int, num_workers: int, at_s: float, now_s: float
+        self, when: str, tbt_s: float, aim_s: float, num_tokens: int, num_workers: int, at_s: float, now_s: float
     ) -> Refused:
-        load = tbt_s / target_s
+        load, target_s = tbt_s / aim_s, self._config.tbt_slo_s or aim_s
         alone_s = self._step_s(1, num_tokens)
         if alone_s > target_s:
             reason = (
@@ -184,16 +214,18 @@ class Admission:
             )
             return Refused(f"{reason}; a shorter prompt may pass", None, load, Cause.TOO_LONG)
         reason = f"{when}tokens would come {tbt_s * 1e3:.0f} ms apart, the target is {target_s * 1e3:g} ms"
-        falls_s = self._falls_s(num_tokens, num_workers, at_s, now_s, target_s)
+        if tbt_s <= target_s:
+            reason += f" and {aim_s * 1e3:.3g} ms are given away"
+        falls_s = self._falls_s(num_tokens, num_workers, at_s, now_s, aim_s)
         retry_after_s = max(MIN_RETRY_S, falls_s - at_s)
         return Refused(f"{reason}: too many answers are being written", retry_after_s, load, Cause.TBT)
 
-    def _falls_s(self, num_tokens: int, num_workers: int, at_s: float, now_s: float, target_s: float) -> float:
+    def _falls_s(self, num_tokens: int, num_workers: int, at_s: float, now_s: float, aim_s: float) -> float:
         """A moment after at_s from which the load is predicted to be below 1, were nobody else let in."""
         early_s, late_s = at_s, max(at_s, self._forecast.over_by_s(now_s))
         for _ in range(_RETRY_STEPS):
             middle_s = (early_s + late_s) / 2
-            if self._predicted_tbt_s(num_tokens, num_workers, middle_s, now_s) > target_s:
+            if self._predicted_tbt_s(num_tokens, num_workers, middle_s, now_s) > aim_s:
                 early_s = middle_s
             else:
                 late_s = middle_s

@@ -1,25 +1,43 @@
-"""Admission with a memory: asks the forms, keeps the forecast informed, and measures how good the forecast was. Pure.
+"""Admission with a memory: asks the forms, keeps the forecast informed, and measures how good predictions were. Pure.
 
-A request is told of at most four times: `sent`, `joined` when its prefill has ended, `ended`; calls about others are
+A request is told of at most three times: `sent`, `joined` when its prefill has ended, `ended`; calls about others are
 ignored. Without a TBT target, or in a form that does not look ahead, the forecast is left alone.
+
+Predicted times to the end of a prefill are corrected by how earlier ones came out: prompts that share a step, or that
+find more in the cache than was known, are done sooner than the sum of their costs, and a forecast for a moment that
+is too late finds those gone who will still be there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import NamedTuple
 
-from moonpool.conductor.admission.forecast import DecodeForecast, ExpectedDecode, RequestForecast
+from moonpool.conductor.admission.caution import Caution
+from moonpool.conductor.admission.forecast import DecodeForecast, ExpectedDecode, FadedMean
 from moonpool.conductor.admission.forms import (
     Admission,
     AdmissionConfig,
     AdmissionForm,
+    Admitted,
     DecodeNow,
     PrefillNow,
     StepTime,
     Verdict,
 )
+from moonpool.conductor.admission.request_forecast import RequestForecast
 from moonpool.conductor.costs.accuracy import ErrorWindow
 from moonpool.conductor.messages import Candidate, Route
+
+_LOWEST_PACE, _HIGHEST_PACE = 0.25, 4.0
+_CROWDED = 0.8  # load of a decode worker
+
+
+class _Sent(NamedTuple):
+    at_s: float
+    predicted_s: float  # until its prefill has ended, uncorrected
+    num_seqs: float | None  # predicted to decode then; None: nobody asked
+    tbt_s: float | None  # predicted for then; the same
 
 
 class Gatekeeper:
@@ -29,37 +47,58 @@ class Gatekeeper:
         self._forecast = forecast or RequestForecast()
         self._admission = Admission(config, step_s, self._forecast)
         self._looks_ahead = config.tbt_slo_s is not None and config.form is AdmissionForm.PREDICTED
-        self._predicted: dict[str, int] = {}
+        self._sent: dict[str, _Sent] = {}
+        self._pace = FadedMean(1.0)  # measured over predicted seconds
+        self._caution = Caution()  # decode workers that were more crowded than predicted
+        self._step_s = step_s
         self.asks_before_decode = config.tbt_slo_s is not None
         self.errors = ErrorWindow("decode_load")
+
+    @property
+    def pace(self) -> float:
+        """How long prefills take, queue included, over what is predicted."""
+        return min(_HIGHEST_PACE, max(_LOWEST_PACE, self._pace.value))
 
     def at_arrival(
         self, num_tokens: int, best: Candidate, before_s: float, decodes: Collection[DecodeNow], now_s: float
     ) -> Verdict:
         """`before_s`: time that it has waited, or will before it can be sent to that worker."""
-        prefill = PrefillNow(before_s + best.queue_s, best.service_s)
-        return self._admission.at_arrival(num_tokens, (prefill,), decodes, now_s)
+        pace = self.pace
+        prefill = PrefillNow(pace * best.queue_s, pace * best.service_s, before_s)
+        return self._admission.at_arrival(num_tokens, (prefill,), decodes, now_s, self._caution.value)
 
-    def before_decode(self, num_tokens: int, decode: DecodeNow, now_s: float) -> Verdict:
-        return self._admission.before_decode(num_tokens, (decode,), now_s)
+    def before_decode(self, request_id: str, num_tokens: int, decode: DecodeNow, now_s: float) -> Verdict:
+        verdict = self._admission.before_decode(num_tokens, (decode,), now_s)
+        sent = self._sent.get(request_id)
+        # How far it is off where there is room for many more says nothing of how far it is off where it matters.
+        if sent is not None and sent.tbt_s is not None and verdict.load > _CROWDED:
+            alone_s = self._step_s(1, num_tokens)
+            actual_s = self._step_s(decode.num_seqs + 1, decode.kv_tokens + num_tokens)
+            self._caution.learn(sent.tbt_s - alone_s, actual_s - alone_s)
+        return verdict
 
-    def sent(self, call: Route, ttft_s: float, now_s: float) -> None:
-        if not self._looks_ahead:
-            return
-        ends_s = now_s + ttft_s
-        self._predicted[call.request_id] = self._forecast.at(ends_s, now_s).num_seqs
-        self._forecast.expect(
-            ExpectedDecode(call.request_id, ends_s, call.num_tokens, call.max_tokens, call.tenant), now_s
-        )
+    def sent(self, call: Route, ttft_s: float, verdict: Verdict, now_s: float) -> None:
+        num_seqs = None
+        tbt_s = verdict.tbt_s if isinstance(verdict, Admitted) else None
+        if self._looks_ahead:
+            ends_s = now_s + self.pace * ttft_s
+            num_seqs = self._forecast.at(ends_s, now_s).num_seqs
+            self._forecast.expect(
+                ExpectedDecode(call.request_id, ends_s, call.num_tokens, call.max_tokens, call.tenant), now_s
+            )
+        self._sent[call.request_id] = _Sent(now_s, ttft_s, num_seqs, tbt_s)
 
     def joined(self, request_id: str, num_decoding: int, now_s: float) -> None:
         """Beside that many others."""
-        predicted = self._predicted.pop(request_id, None)
-        if predicted is not None:
-            self.errors.add(predicted + 1, num_decoding + 1)
+        sent = self._sent.pop(request_id, None)
+        if sent is None:
+            return
+        self._pace.add(now_s - sent.at_s, sent.predicted_s)
+        if sent.num_seqs is not None:
+            self.errors.add(sent.num_seqs + 1, num_decoding + 1)
             self._forecast.join(request_id, now_s)
 
     def ended(self, request_id: str, now_s: float, output_tokens: int = 0) -> None:
+        self._sent.pop(request_id, None)
         if self._looks_ahead:
-            self._predicted.pop(request_id, None)
             self._forecast.end(request_id, now_s, output_tokens)

@@ -10,11 +10,15 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 
+import numpy as np
+from numpy.typing import NDArray
+
 _GROWTH = 1.25
 _NUM_BUCKETS = 70  # up to about six million tokens
 _FADE = 0.998
 _OTHERS_WEIGHT = 20.0  # what is known of all tenants counts as this many answers of one
 _LOG_GROWTH = math.log(_GROWTH)
+_EDGES = _GROWTH ** np.arange(_NUM_BUCKETS + 1)  # bucket b has lengths from edge b to edge b + 1
 
 
 def _bucket_of(num_tokens: int) -> int:
@@ -46,26 +50,17 @@ class LengthHistogram:
         """How many answers it is worth."""
         return self.total / self._scale
 
-    def beyond(self, num_tokens: int, cap: int) -> tuple[float, float]:
-        """(answers, their tokens) of those in buckets after that of num_tokens, none counted longer than cap."""
-        count = tokens = 0.0
-        for bucket in range(_bucket_of(num_tokens) + 1 if num_tokens else 0, _NUM_BUCKETS):
-            if self._counts[bucket]:
-                count += self._counts[bucket]
-                tokens += min(self._tokens[bucket], self._counts[bucket] * cap)
-        return count / self._scale, tokens / self._scale
+    def up_to(self, cap: int) -> tuple[float, float]:
+        """(answers, their tokens), none counted longer than cap."""
+        tokens = sum([min(tokens, count * cap) for count, tokens in zip(self._counts, self._tokens, strict=True)])
+        return self.weight, tokens / self._scale
 
-    def quantile(self, share: float) -> int | None:
-        """The mean length in the bucket where that share of the answers is reached; None before any."""
-        left = share * self.total
-        last: int | None = None
-        for count, tokens in zip(self._counts, self._tokens, strict=True):
-            if count:
-                last = round(tokens / count)
-                left -= count
-                if left <= 0:
-                    break
-        return last
+    def longer_than(self, num_tokens: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The share of answers that are; within a bucket they are taken to be spread evenly."""
+        if not self.total:
+            return np.zeros_like(num_tokens)
+        shorter = np.concatenate([[0.0], np.cumsum(self._counts)]) / self.total
+        return 1.0 - np.interp(num_tokens, _EDGES, shorter)
 
     def _renormalise(self) -> None:
         self._counts = [count / self._scale for count in self._counts]
@@ -90,19 +85,13 @@ class OutputLengths:
         if len(self._tenants) > self._max_tenants:
             self._tenants.popitem(last=False)
 
-    def expected(self, tenant: str, max_tokens: int, done_tokens: int = 0) -> float:
-        """The mean length of answers that went on beyond done_tokens, never above max_tokens."""
-        count, tokens = self._all.beyond(done_tokens, max_tokens)
+    def expected(self, tenant: str, max_tokens: int) -> float:
+        """The mean length of answers, none counted longer than max_tokens."""
+        count, tokens = self._all.up_to(max_tokens)
         if count > _OTHERS_WEIGHT:
             count, tokens = _OTHERS_WEIGHT, tokens * _OTHERS_WEIGHT / count
         own = self._tenants.get(tenant)
         if own is not None:
-            own_count, own_tokens = own.beyond(done_tokens, max_tokens)
+            own_count, own_tokens = own.up_to(max_tokens)
             count, tokens = count + own_count, tokens + own_tokens
-        if not count:
-            return (done_tokens + max_tokens) / 2 if done_tokens < max_tokens else float(max_tokens)
-        return min(float(max_tokens), max(float(done_tokens), tokens / count))
-
-    def quantile(self, tenant: str, share: float) -> int | None:
-        """Of the tenant's own answers; of all tenants' where it has none; None before any."""
-        return self._tenants.get(tenant, self._all).quantile(share)
+        return tokens / count if count else max_tokens / 2
