@@ -11,7 +11,7 @@ import msgspec
 from moonpool.base.cluster import DecodeSample, PrefillSample
 from moonpool.base.errors import InvalidInput
 from moonpool.sim.machine import Machine, machine_for
-from moonpool.sim.physics.cost import EngineCost
+from moonpool.sim.physics.cost import EngineCost, Overhead
 from moonpool.sim.physics.hardware import NodeSpec, node
 from moonpool.sim.physics.model_config import preset, shape_from_config
 from moonpool.sim.physics.model_shape import ModelShape
@@ -102,17 +102,30 @@ def read_shape(model: str) -> ModelShape:
     return shape_from_config(_read_json(path, dict[str, Any]), path.parent.name or "model")
 
 
-class _Profile(msgspec.Struct, forbid_unknown_fields=True):
-    """Each sample as workers report it: [tokens, cached tokens, seconds] and [sequences, KV tokens, seconds]."""
+class Profile(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """Each sample as workers report it: [tokens, cached tokens, seconds] and [sequences, KV tokens, seconds]. What a
+    request takes beside them as `Overhead` has it."""
 
     prefills: list[PrefillSample]
     decodes: list[DecodeSample]
+    request_s: float = 0.0
+    handoff_s: float = 0.0
+
+    def cost(self) -> EngineCost:
+        """InvalidInput where a kind of sample is missing or a time is negative."""
+        overhead = Overhead(request_s=self.request_s, handoff_s=self.handoff_s)
+        return profile_cost(self.prefills, self.decodes, overhead)
 
 
 def read_profile(path: Path) -> EngineCost:
-    """Costs from a file of measured steps: {"prefills": [[n, p, s], ...], "decodes": [[n, k, s], ...]}."""
-    samples = _read_json(path, _Profile)
-    return profile_cost(samples.prefills, samples.decodes)
+    """Costs from a file of measured steps: {"prefills": [[n, p, s], ...], "decodes": [[n, k, s], ...]}, and what
+    requests take beside them, where that was measured: "request_s": s, "handoff_s": s."""
+    cost: EngineCost = _read_json(path, Profile).cost()
+    return cost
+
+
+def write_profile(path: Path, profile: Profile) -> None:
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(profile)) + b"\n")
 
 
 def _read_json(path: Path, kind: Any) -> Any:

@@ -1,18 +1,21 @@
 """How long a step takes. Small frozen objects, whatever they were made from (paper_fit, roofline, profile). Pure.
 
-    prefill  = base + per_token (n - p) + per_square (n^2 - p^2) + per_prefix p    n tokens, the first p of them cached
-    decode   = base + per_seq s + per_kv_token k                                   s sequences with k tokens of KV
+    prefill  = base + per_token (n - p) + per_square (n^2 - p^2) + per_masked (n - p)^2 + per_context p + per_prefix p
+                                                                                   n tokens, the first p of them cached
+    decode   = base + batched [s > 1] + per_seq s + per_kv_token k                 s sequences with k tokens of KV
 
-`per_prefix` is the time to bring the cached prefix to the GPU; who has it there already asks `compute_s`. Two more
-terms are zero for most models: layers with a sliding window attend to no more than it, and a mixture's experts are
-read only as far as the batch needs them. All coefficients are >= 0, so that more work never takes less time.
+`per_prefix` is the time to bring the cached prefix to the GPU; who has it there already asks `compute_s`. `per_context`
+is what a step pays for KV that is there and only read: nothing where attention reads pages in place, but engines that
+gather them first copy each. `per_masked` is for engines that compute what causal attention must not see, and mask it.
+Two more terms are zero for most models: layers with a sliding window attend to no more than it, and a mixture's experts
+are read only as far as the batch needs them. All coefficients are >= 0, so that more work never takes less time.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -32,6 +35,8 @@ class PrefillCost:
     per_token_s: float
     per_square_s: float = 0.0
     per_prefix_s: float = 0.0
+    per_context_s: float = 0.0
+    per_masked_s: float = 0.0
     window: int = 0
     per_window_pair_s: float = 0.0  # for each (query, key) pair of the windowed layers
 
@@ -56,6 +61,7 @@ class PrefillCost:
         """What the tokens cost in a step that runs anyway (its base is paid)."""
         new = num_tokens - prefix_tokens
         seconds = new * (self.per_token_s + self.per_square_s * (num_tokens + prefix_tokens))
+        seconds += self.per_context_s * prefix_tokens + self.per_masked_s * new * new
         if self.per_window_pair_s:
             pairs = windowed_pairs(num_tokens, self.window) - windowed_pairs(prefix_tokens, self.window)
             seconds += self.per_window_pair_s * pairs
@@ -65,10 +71,11 @@ class PrefillCost:
         """`prefill_s` of many at once."""
         total = np.asarray(num_tokens, dtype=np.float64)
         prefix = np.minimum(np.asarray(prefix_tokens, dtype=np.float64), total - 1)
-        work = (total - prefix) * (self.per_token_s + self.per_square_s * (total + prefix))
+        new = total - prefix
+        work = new * (self.per_token_s + self.per_square_s * (total + prefix) + self.per_masked_s * new)
         if self.per_window_pair_s:
             work += self.per_window_pair_s * (_windowed_many(total, self.window) - _windowed_many(prefix, self.window))
-        return np.asarray(self.base_s + work + self.per_prefix_s * prefix)
+        return np.asarray(self.base_s + work + (self.per_context_s + self.per_prefix_s) * prefix)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +85,7 @@ class DecodeCost:
     base_s: float
     per_seq_s: float
     per_kv_token_s: float
+    batched_s: float = 0.0  # paid by more than one: products of matrices are others than those with a vector
     window: int = 0
     per_window_token_s: float = 0.0  # for each token of KV inside its sequence's window
     experts_s: float = 0.0  # reading all routed experts once
@@ -96,6 +104,8 @@ class DecodeCost:
     def work_s(self, num_seqs: int, kv_tokens: int) -> float:
         """What the sequences cost in a step that runs anyway (its base is paid)."""
         seconds = self.per_seq_s * num_seqs + self.per_kv_token_s * kv_tokens
+        if self.batched_s:
+            seconds += self.batched_s * (num_seqs > 1)  # of one batch, or of many at once
         if self.per_window_token_s:
             # Only the total is known: sequences are taken to be equally long.
             seconds += self.per_window_token_s * min(kv_tokens, num_seqs * self.window)
@@ -143,12 +153,24 @@ class DecodeCost:
         return low
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overhead:
+    """What a request takes beside the model's steps, on machines with nothing else to do."""
+
+    request_s: float = 0.0  # from the client to a prefill worker's queue: HTTP, keys, routing, a place for its KV
+    handoff_s: float = 0.0  # from its last prefill step until the decode worker may decode it, and the client knows
+
+    def __post_init__(self) -> None:
+        _require_non_negative(self)
+
+
 @dataclass(frozen=True, slots=True)
 class EngineCost:
     """What one model instance's steps take: the interface that the simulated workers use."""
 
     prefill: PrefillCost
     decode: DecodeCost
+    overhead: Overhead = field(default_factory=Overhead)
 
     def prefill_s(self, num_tokens: int, prefix_tokens: int = 0) -> float:
         return self.prefill.prefill_s(num_tokens, prefix_tokens)
@@ -182,10 +204,10 @@ class EngineCost:
 
 
 def _require_non_negative(cost: Any) -> None:
-    for field in fields(cost):
-        value = getattr(cost, field.name)
+    for each in fields(cost):
+        value = getattr(cost, each.name)
         if not 0 <= value < math.inf:
-            raise InvalidInput(f"{type(cost).__name__}.{field.name} is {value}", param=field.name)
+            raise InvalidInput(f"{type(cost).__name__}.{each.name} is {value}", param=each.name)
 
 
 def _windowed_many(num_tokens: Seconds, window: int) -> Seconds:
