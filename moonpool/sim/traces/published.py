@@ -5,19 +5,26 @@ Poisson arrivals) and Tool&Agent. The mix has the percentiles of the original's 
 known. Everything else (how many documents and agents, how popular, when sessions go on) was chosen so that the hit
 curves are the known ones, within five points. So means and hit curves are no results here, and whoever compares
 anything else with the paper must say that the trace was generated.
+
+And arXiv's sets for its comparisons end to end, of which only mean lengths and the share of cached tokens are known:
+how lengths spread around the means is assumed (documents between a fifth and four times the mean; simulated prompts
+all equally long, half of each a prefix that others have too).
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
+from moonpool.base.errors import InvalidInput
 from moonpool.sim.traces.agents import AgentsSpec
 from moonpool.sim.traces.arrivals import POISSON, Arrivals
 from moonpool.sim.traces.changes import change_rate, label, merge, relabel, slice_count
 from moonpool.sim.traces.chat import ChatSpec
 from moonpool.sim.traces.columns import Trace
 from moonpool.sim.traces.documents import DocumentsSpec
-from moonpool.sim.traces.quantiles import by_percent, constant
+from moonpool.sim.traces.quantiles import Quantiles, by_percent, constant
 from moonpool.sim.traces.sessions import Turns
 
 SYNTHETIC_REQUESTS, SYNTHETIC_RATE_PER_S = 3993, 3.91
@@ -98,3 +105,54 @@ def tool_agent(
 ) -> Trace:
     """A few agents of very different popularity. Without a generator, that of seed 0."""
     return _TOOL_AGENT.generate(num_requests, rate_per_s, rng or np.random.default_rng(0), name="tool-agent")
+
+
+class _Set(NamedTuple):
+    """Means in tokens; the cached share is of all input tokens. `is_even`: all requests are equally long."""
+
+    num_input: int
+    num_output: int
+    cached: float
+    is_even: bool = False
+
+
+_ARXIV = {
+    "arxiv-summarization": _Set(8088, 229, 0.0),
+    "l-eval": _Set(19019, 72, 0.8),
+    **{f"simulated-{k}k": _Set(k * 1024, 512, 0.5, is_even=True) for k in (16, 32, 64, 128)},
+}
+ARXIV_SETS = tuple(_ARXIV)
+_SPREAD = by_percent({0: 0.2, 25: 0.55, 50: 0.85, 75: 1.25, 90: 1.75, 98: 2.6, 100: 4.0})  # around a mean of 1
+_SIMULATED_PREFIXES = 5  # that simulated prompts begin with: all but the first to have each find it cached
+
+
+def arxiv_set(name: str, num_requests: int, rate_per_s: float, rng: np.random.Generator) -> Trace:
+    """Requests like those of arXiv's set of that name, with Poisson arrivals. InvalidInput for another name."""
+    if name not in _ARXIV:
+        raise InvalidInput(f"arXiv has no set {name!r}; there are {', '.join(ARXIV_SETS)}")
+    like = _ARXIV[name]
+    if like.is_even:
+        shared, own = constant(like.num_input * like.cached), constant(like.num_input * (1 - like.cached))
+        num_documents, output = _SIMULATED_PREFIXES, constant(like.num_output)
+    else:
+        own = _LONG_QUESTION if like.cached else constant(1.0)
+        shared = _around(like.num_input - own.mean)
+        num_documents, output = _documents_for(like.cached, num_requests), _around(like.num_output)
+    spec = DocumentsSpec(
+        num_documents=num_documents,
+        exponent=0.0,
+        document_tokens=shared,
+        question_tokens=own,
+        output=output,
+    )
+    return spec.generate(num_requests, rate_per_s, rng, name=name)
+
+
+def _around(mean: float) -> Quantiles:
+    return _SPREAD.scaled(mean / _SPREAD.mean)
+
+
+def _documents_for(cached: float, num_requests: int) -> int:
+    """So many that this share of requests, a little more for what blocks cut off, ask about one that was there before;
+    with no share to be cached, far more documents than requests."""
+    return max(1, round((1 - cached) * 0.9 * num_requests)) if cached else 1000 * num_requests
