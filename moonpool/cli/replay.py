@@ -14,10 +14,21 @@ from moonpool.base.units import parse_nbytes
 from moonpool.cli.progress import bytes_moved, virtual_time
 from moonpool.sim.fleet import Fleet, make_fleet
 from moonpool.sim.outcome import Outcome, encode, replay
-from moonpool.sim.systems import FEATURES, FULL, SYSTEMS, Goals, System, system, without
+from moonpool.sim.systems import (
+    FEATURES,
+    FULL,
+    SYSTEMS,
+    Goals,
+    System,
+    system,
+    with_failures,
+    with_pipelines,
+    without,
+)
 from moonpool.sim.traces.changes import scale_load, slice_time
 from moonpool.sim.traces.columns import MOONCAKE_BLOCK_TOKENS, Trace
 from moonpool.sim.traces.mooncake_jsonl import read_jsonl
+from moonpool.sim.world.failures import Failure, parse_failure
 
 _ALL = "all"
 _SYSTEMS_HELP = "; ".join(f"{each.name}: {each.summary}" for each in SYSTEMS.values())
@@ -41,6 +52,15 @@ def command(
     gpus: Annotated[int, typer.Option(min=1, help="GPUs of a node; they run one instance together")] = 8,
     nodes: Annotated[int, typer.Option(min=2, help="nodes in all")] = 16,
     prefill: Annotated[int | None, typer.Option(help="nodes that prefill; default: half of them")] = None,
+    pipeline_nodes: Annotated[int, typer.Option(min=1, help="prefill nodes that are one worker, a pipeline")] = 1,
+    fails: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--fail",
+            help="NODE@SECOND+LASTS (p0, p1, ... prefill, d0, d1, ... decode): crashes then and is back, empty, after"
+            " so long, or never without +LASTS; with :slow=FACTOR or :frozen only its network; may be repeated",
+        ),
+    ] = None,
     dram: Annotated[str, typer.Option(help="memory of a node for the pool")] = "1TB",
     ssd: Annotated[str, typer.Option(help="disk of a node for the pool")] = "0",
     profile: Annotated[Path | None, typer.Option(help="JSON of measured steps to take times from")] = None,
@@ -53,7 +73,8 @@ def command(
     """Replay a trace of requests on simulated machines."""
     if report is not None:
         _refuse_unwritable(report, force)
-    chosen = _chosen(systems or [], features_off or [])
+    failures = tuple(parse_failure(each) for each in fails or [])
+    chosen = [_with(each, pipeline_nodes, failures) for each in _chosen(systems or [], features_off or [])]
     goals = Goals(_target(ttft, "--ttft"), _target(tbt, "--tbt"), seed)
     fleet = make_fleet(
         model=model,
@@ -66,6 +87,7 @@ def command(
         profile=profile,
     )
     trace = _read(file, block_tokens, slice, load)
+    _refuse_late(failures, trace)
     outcomes = [_run(each, trace, fleet, goals, load) for each in chosen]
     _tell(outcomes, json)
     if report is not None:
@@ -86,6 +108,17 @@ def _chosen(names: list[str], features_off: list[str]) -> list[System]:
         names = list(SYSTEMS)
     found = [system(name) for name in names] or [system(FULL)]
     return list({each.name: each for each in [*found, *(without(each) for each in features_off)]}.values())
+
+
+def _with(chosen: System, pipeline_nodes: int, failures: tuple[Failure, ...]) -> System:
+    chosen = with_pipelines(chosen, pipeline_nodes) if pipeline_nodes > 1 else chosen
+    return with_failures(chosen, failures) if failures else chosen
+
+
+def _refuse_late(failures: tuple[Failure, ...], trace: Trace) -> None:
+    for failure in failures:
+        if len(trace) and failure.at_s > trace.arrival_s[-1]:
+            raise InvalidInput(f"--fail {failure} comes too late: the last request is at {trace.arrival_s[-1]:g} s")
 
 
 def _target(seconds: float, option: str) -> float:

@@ -67,6 +67,8 @@ def _rows(first: Outcome) -> Iterator[tuple[str, Cell]]:
     yield "goodput, requests/s", _number("goodput_per_s", ".3f")
     yield "requests done", _number("num_done", ".0f")
     yield "refused", _number("num_refused", ".0f")
+    yield "lost with workers", _number("num_lost", ".0f")
+    yield "tried again", _number("num_retries", ".0f")
     yield "never done", _number("num_unfinished", ".0f")
     for name in ("mean", "p50", "p90", "p99"):
         yield f"TTFT {name}, s", _number(f"ttft_s_{name}", ".2f")

@@ -120,7 +120,7 @@ def _numbers(results: Results, fleet: Fleet, goals: Goals) -> dict[str, float]:
         "effective_share": results.effective_share(goals.ttft_s, goals.tbt_s),
         "goodput_per_s": results.goodput(goals.ttft_s, goals.tbt_s),
         **summary,
-        "num_unfinished": summary["num_requests"] - summary["num_done"] - summary["num_refused"],
+        "num_unfinished": summary["num_requests"] - summary["num_done"] - summary["num_refused"] - summary["num_lost"],
         "prefill_gpu_s": float(results.compute_s[done].sum()),
         "saved_gpu_s": float(saved_s.sum()),
         "last_end_s": float(results.end_s[done].max()) if done.any() else 0.0,

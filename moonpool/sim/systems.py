@@ -17,6 +17,7 @@ from moonpool.sim.traces.columns import Trace
 from moonpool.sim.world.cluster import Cluster
 from moonpool.sim.world.config import ClusterConfig
 from moonpool.sim.world.coupled import CoupledCluster, CoupledConfig
+from moonpool.sim.world.failures import Failure
 from moonpool.sim.world.pool import rules_on_paper
 
 World: TypeAlias = Cluster | CoupledCluster
@@ -36,18 +37,22 @@ class Goals(NamedTuple):
 
 
 class System(NamedTuple):
-    """`make` gives a world that can be run once."""
+    """`make` gives a world that can be run once; `config`, what it is like where prefill and decode are apart."""
 
     name: str
     summary: str
     make: Callable[[Trace, Fleet, Goals], World]
+    config: Callable[[Fleet, Goals], ClusterConfig] | None = None
+
+
+def _made_of(name: str, summary: str, config: Callable[[Fleet, Goals], ClusterConfig]) -> System:
+    return System(name, summary, lambda trace, fleet, goals: Cluster(config(fleet, goals), trace), config)
 
 
 def _apart(name: str, summary: str, policy: str, **changes: Any) -> System:
-    def make(trace: Trace, fleet: Fleet, goals: Goals) -> World:
-        return Cluster(replace(_config(fleet, goals), policy=goals.policy(policy), **changes), trace)
-
-    return System(name, summary, make)
+    return _made_of(
+        name, summary, lambda fleet, goals: replace(_config(fleet, goals), policy=goals.policy(policy), **changes)
+    )
 
 
 def _coupled(name: str, summary: str, **changes: Any) -> System:
@@ -118,7 +123,27 @@ def without(feature: str) -> System:
     if off is None:
         raise InvalidInput(f"{feature!r} is not a feature; there are {', '.join(FEATURES)}", param="without")
 
-    def make(trace: Trace, fleet: Fleet, goals: Goals) -> World:
-        return Cluster(off(_config(fleet, goals)), trace)
+    return _made_of(
+        f"{FULL} without {feature}",
+        f"{SYSTEMS[FULL].summary}, {feature} off",
+        lambda fleet, goals: off(_config(fleet, goals)),
+    )
 
-    return System(f"{FULL} without {feature}", f"{SYSTEMS[FULL].summary}, {feature} off", make)
+
+def with_pipelines(chosen: System, num_nodes: int) -> System:
+    """So many prefill nodes are one worker. InvalidInput for a system that has no prefill workers."""
+    return _changed(chosen, f"pipelines of {num_nodes} prefill nodes", pipeline_nodes=num_nodes)
+
+
+def with_failures(chosen: System, failures: tuple[Failure, ...]) -> System:
+    """InvalidInput for a system that is simulated without any."""
+    return _changed(chosen, f"failing: {', '.join(map(str, failures))}", failures=failures)
+
+
+def _changed(chosen: System, how: str, **changes: Any) -> System:
+    config = chosen.config
+    if config is None:
+        raise InvalidInput(f"{chosen.name} has no workers of its own for prefill: it cannot have {how}")
+    return _made_of(
+        chosen.name, f"{chosen.summary}; {how}", lambda fleet, goals: replace(config(fleet, goals), **changes)
+    )

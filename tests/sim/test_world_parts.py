@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +14,7 @@ from moonpool.engine.sequence import SamplingParams, Sequence
 from moonpool.sim.physics.links import Network
 from moonpool.sim.world.clockwork import Clockwork
 from moonpool.sim.world.cluster import Cluster
+from moonpool.sim.world.job import DONE
 from moonpool.sim.world.paper import TOKEN, PaperSequence, block_key, block_keys, block_number
 from moonpool.sim.world.results import Results
 from moonpool.sim.world.runs import Runs
@@ -89,6 +92,17 @@ def test_a_sequence_on_paper_counts_as_a_real_one(num_prompt: int, extensions: l
 def test_a_block_is_known_by_its_key(number: int) -> None:
     assert block_number(block_key(number)) == number
     assert block_number(object_key(block_key(number))) == number
+
+
+# pages
+
+
+@pytest.mark.parametrize("seed", [3, 4, 17])
+def test_places_are_not_given_from_pages_that_decodes_under_way_will_need(seed: int) -> None:
+    node = cluster().node
+    small = replace(node, gpu=replace(node.gpu, hbm_nbytes=26e9))
+    jobs = Cluster(cluster(num_prefill=4, num_decode=1, node=small), chat(60, seed, rate=4.0)).run()
+    assert {job.outcome for job in jobs} == {DONE}
 
 
 # the clockwork

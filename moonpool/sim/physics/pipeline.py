@@ -27,6 +27,24 @@ def chunk_ends(num_tokens: int, prefix_tokens: int, chunk_tokens: int) -> list[t
     return [(min(at + chunk_tokens, num_tokens), at) for at in range(start, num_tokens, chunk_tokens)]
 
 
+class StageLine:
+    """Stages that batches pass in turn. The first is up to the caller: it says when a batch leaves that one."""
+
+    __slots__ = ("_free_s",)
+
+    def __init__(self, num_stages: int) -> None:
+        if num_stages < 1:
+            raise InvalidInput(f"a pipeline has stages, not {num_stages}")
+        self._free_s = [0.0] * (num_stages - 1)
+
+    def leaves_s(self, now_s: float, stage_s: float, boundary_s: float) -> float:
+        """When a batch that leaves the first stage now, and takes so long at each, will have left the last."""
+        at_s = now_s
+        for stage, free_s in enumerate(self._free_s):
+            at_s = self._free_s[stage] = max(at_s + boundary_s, free_s) + stage_s
+        return at_s
+
+
 def pipelined_prefill_s(
     cost: PrefillCost,
     num_tokens: int,

@@ -1,17 +1,29 @@
 """What drives a simulated world: events and flows of bytes on one virtual clock. Pure, and the same every time.
 
 Whoever waits gives a function without arguments. At one moment flows end before events happen, in the order in which
-they were started.
+they were started. Over links that are cut nothing arrives: whoever gave a function for that case hears of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from moonpool.sim.physics.events import EventQueue, Handle
-from moonpool.sim.physics.links import Flow, Network
+from moonpool.sim.physics.links import Network
 
 Callback = Callable[[], None]
+
+
+class _Errand:
+    """A flow's tag, where somebody wants to know also when it does not arrive."""
+
+    __slots__ = ("act", "lost")
+
+    def __init__(self, act: Callback, lost: Callback) -> None:
+        self.act, self.lost = act, lost
+
+    def __call__(self) -> None:
+        self.act()
 
 
 class Clockwork:
@@ -19,6 +31,7 @@ class Clockwork:
         self.now_s = 0.0
         self.network = network
         self._events: EventQueue[Callback] = EventQueue()
+        self._cut: set[str] = set()  # links
 
     def at(self, time_s: float, act: Callback) -> Handle:
         """`act` will be called then."""
@@ -27,9 +40,26 @@ class Clockwork:
     def cancel(self, handle: Handle) -> None:
         self._events.cancel(handle)
 
-    def send(self, route: tuple[str, ...], nbytes: float, act: Callback) -> Flow:
-        """`act` will be called when so many bytes have gone that way."""
-        return self.network.start(self.now_s, route, nbytes, act)
+    def send(self, route: tuple[str, ...], nbytes: float, act: Callback, lost: Callback | None = None) -> None:
+        """`act` will be called when so many bytes have gone that way, `lost` if they cannot."""
+        if self._cut and not self._cut.isdisjoint(route):
+            if lost is not None:
+                self.at(self.now_s, lost)
+            return
+        self.network.start(self.now_s, route, nbytes, act if lost is None else _Errand(act, lost))
+
+    def cut(self, links: Sequence[str]) -> None:
+        """Nothing more goes over them; what was on its way is lost."""
+        self._cut.update(links)
+        lost = [flow.tag for link in links for flow in self.network.fail(self.now_s, link)]
+        for tag in lost:
+            if isinstance(tag, _Errand):
+                tag.lost()
+
+    def mend(self, links: Sequence[str]) -> None:
+        self._cut.difference_update(links)
+        for link in links:
+            self.network.restore(self.now_s, link)
 
     def run(self, progress: Callable[[float], None] | None = None) -> None:
         """Until nothing is to happen any more. `progress` hears the time now and then."""

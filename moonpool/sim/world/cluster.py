@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-from moonpool.base.cluster import DecodeSample, PrefillSample, PullSample, WorkerInfo, WorkerRole
-from moonpool.base.errors import Overloaded
+from moonpool.base.errors import MoonpoolError, Overloaded, PeerLost, Unavailable
 from moonpool.conductor.messages import Decision, RequestEnded
-from moonpool.conductor.placement.prefix_index import PrefixIndex
-from moonpool.conductor.state import ConductorState
-from moonpool.engine.blocks import MAX_EVENTS, PageManager
-from moonpool.engine.jumping import JumpingScheduler
-from moonpool.engine.scheduler import SchedulerConfig
-from moonpool.sim.physics.links import Network
 from moonpool.sim.traces.columns import Trace, TraceRequest
 from moonpool.sim.world.arrivals import follow
-from moonpool.sim.world.clockwork import Clockwork
 from moonpool.sim.world.config import ClusterConfig
-from moonpool.sim.world.decode import DecodeWorker
+from moonpool.sim.world.decode import DecodeWorker, Written
 from moonpool.sim.world.front_desk import FrontDesk
-from moonpool.sim.world.job import DONE, REFUSED, Job
+from moonpool.sim.world.job import DONE, LOST, REFUSED, Job
+from moonpool.sim.world.lives import Lives
+from moonpool.sim.world.outages import Outages
 from moonpool.sim.world.paper import block_keys
-from moonpool.sim.world.pool import SimPool
-from moonpool.sim.world.prefill import PrefillWorker
-from moonpool.sim.world.reporter import INCARNATION, Reporter
-from moonpool.sim.world.runs import Runs
-from moonpool.store.state.changes import Changes
-
-_MODEL = "simulated"
-_MAX_SEQ_TOKENS = 1 << 30
+from moonpool.sim.world.parts import Parts
+from moonpool.sim.world.pool_members import PoolMembers
 
 
 class Cluster:
@@ -37,23 +25,16 @@ class Cluster:
     def __init__(self, config: ClusterConfig, trace: Trace) -> None:
         self.config, self.trace = config, trace
         self.jobs: list[Job] = []
-        prefill_nodes = [f"p{number}" for number in range(config.num_prefill)]
-        decode_nodes = [f"d{number}" for number in range(config.num_decode)]
-        network = Network()
-        for name in [*prefill_nodes, *decode_nodes]:
-            for link, capacity in config.node.link_capacities(name).items():
-                network.add(link, capacity)
-        self.clock = Clockwork(network)
-        index = PrefixIndex(max_pool_blocks=1 << 24)
-        self.conductor = ConductorState(config.policy, index, num_records=0)
+        self._parts = parts = Parts(config, trace, self._first_token, self._handed_over, self._ended)
+        self.clock, self.conductor, self._runs = parts.clock, parts.conductor, parts.runs
+        self.pools, self.prefills, self.decodes = parts.pools, parts.prefills, parts.decodes
         self._desk = FrontDesk(
             self.clock, self.conductor, config.policy, config.asked_tokens, self._sent, self._refused
         )
-        self._runs = Runs(trace, config.max_run_blocks)
-        self.pools = self._make_pools(prefill_nodes, decode_nodes)
-        self.prefills = {node: self._make_prefill(node) for node in prefill_nodes}
-        self.decodes = {node: self._make_decode(node) for node in decode_nodes}
-        self._calibrate()
+        self._lives: Lives | None = None  # where nothing fails, nobody needs another
+        if config.failures:
+            self._lives = Lives(config.retry, trace.block_tokens)
+            self._plan_failures()
 
     def run(self, progress: Callable[[float], None] | None = None) -> list[Job]:
         follow(self.clock, self.trace, self._arrived)
@@ -68,24 +49,49 @@ class Cluster:
         job = Job(number, self.clock.now_s, request.num_input, request.num_output, block_keys(numbers))
         job.runs = self._runs.split(numbers)
         self.jobs.append(job)
+        request_s = self.config.cost.overhead.request_s
+        if request_s:
+            self.clock.at(job.arrival_s + request_s, lambda: self._ask(job))
+        else:
+            self._ask(job)
+
+    def _ask(self, job: Job) -> None:
         tenant, priority = self.trace.tenant, self.trace.priority
         self._desk.ask(
             job,
-            "" if tenant is None else str(tenant[number]),
-            0 if priority is None else int(priority[number]),
+            "" if tenant is None else str(tenant[job.number]),
+            0 if priority is None else int(priority[job.number]),
+            *(() if self._lives is None else (self._lives.excluded(job), self._lives.num_written(job))),
         )
 
-    def _refused(self, job: Job, reason: str) -> None:
-        job.outcome, job.reason = REFUSED, reason
+    def _refused(self, job: Job, error: MoonpoolError) -> None:
+        """For good, unless it lost a worker, or there is none now."""
+        if self._lives is not None:
+            pause_s = self._lives.refused(job, error, self.clock.now_s)
+            if pause_s is not None:
+                self.clock.at(self.clock.now_s + pause_s, lambda: self._ask(job))
+                return
+            if self._lives.num_written(job) or isinstance(error, Unavailable):
+                self._give_up(job, str(error))
+                return
+            self._lives.given_up(job)
+        job.outcome, job.reason = REFUSED, str(error)
 
     def _sent(self, job: Job, decision: Decision) -> None:
-        job.decode, job.predicted_ttft_s = decision.decode.name, decision.ttft_s
-        job.asks_before_decode = decision.asks_before_decode
+        job.prefill, job.decode, job.predicted_ttft_s = decision.prefill.name, decision.decode.name, decision.ttft_s
+        job.asks_before_decode = decision.asks_before_decode and not (self._lives and self._lives.num_written(job))
         # What the policy says of the pool is not about the node's own memory.
         takes_all = self.config.pool == "local" or self.config.always_pulls
         job.max_pool_blocks = None if takes_all else decision.max_pool_blocks
-        prefill = self.prefills[decision.prefill.name]
-        self.decodes[job.decode].reserve(job, lambda present: prefill.take(job, present))
+        prefill, decode = self.prefills[decision.prefill.name], self.decodes[job.decode]
+
+        def reserve() -> None:
+            decode.reserve(job, lambda present: prefill.take(job, present))
+
+        if self.config.answers_between_steps:
+            decode.between_steps(_in_this_attempt(job, reserve))
+        else:
+            reserve()
 
     def _first_token(self, job: Job) -> None:
         """The prompt is computed; where decoding is too crowded by now, for nothing."""
@@ -95,14 +101,14 @@ class Cluster:
                 self.conductor.before_decode(job.request_id, now_s)
             except Overloaded as error:
                 job.is_wasted = True
-                self._refused(job, str(error))
+                job.outcome, job.reason = REFUSED, str(error)
         self.conductor.prefill_ended(job.request_id, now_s)
         self._desk.changed()
 
     def _handed_over(self, job: Job) -> None:
-        decode = self.decodes[job.decode]
+        job.prefill, decode = "", self.decodes[job.decode]
         if job.num_output > 1 and not job.is_wasted:
-            decode.join(job)
+            self._hand_off(job, decode)
             return
         decode.drop(job)
         if job.is_wasted:
@@ -111,8 +117,29 @@ class Cluster:
             job.end_s, job.tbt_s = self.clock.now_s, 0.0
             self._ended(job)
 
+    def _hand_off(self, job: Job, decode: DecodeWorker) -> None:
+        """With overheads the client has its first token when the decode worker has taken the request, which is when
+        our prefill workers answer. They are heard between steps twice: to check what came, and to take it."""
+        handoff_s = self.config.cost.overhead.handoff_s
+
+        def take() -> None:
+            job.first_token_s = self.clock.now_s
+            job.ttft_s = job.first_token_s - job.arrival_s
+            decode.join(job)
+
+        take = _in_this_attempt(job, take)
+        if self.config.answers_between_steps:
+            at_s = self.clock.now_s + handoff_s
+            self.clock.at(at_s, lambda: decode.between_steps(lambda: decode.between_steps(take)))
+        elif handoff_s:
+            self.clock.at(self.clock.now_s + handoff_s, take)
+        else:
+            decode.join(job)
+
     def _ended(self, job: Job) -> None:
         job.outcome = DONE
+        if self._lives is not None:
+            self._lives.ended(job, self.decodes[job.decode].gaps(job))
         self._tell_end(job, job.num_output, "done")
 
     def _tell_end(self, job: Job, num_output: int, outcome: str) -> None:
@@ -128,104 +155,68 @@ class Cluster:
         self.conductor.request_ended(call, self.clock.now_s)
         self._desk.changed()
 
-    # the parts
+    # when workers are lost
 
-    def _make_pools(self, prefill_nodes: list[str], decode_nodes: list[str]) -> dict[str, SimPool | None]:
-        if self.config.pool == "shared":
-            nodes = prefill_nodes + (decode_nodes if self.config.decode_nodes_hold_blocks else [])
-            return dict.fromkeys(prefill_nodes, self._make_pool(nodes, self._pool_changed))
-        return dict.fromkeys(prefill_nodes)
+    def _plan_failures(self) -> None:
+        config, pool = self.config, next(iter(self.pools.values()))
+        members = PoolMembers(self.clock, pool) if config.pool == "shared" and pool is not None else None
+        Outages(self._parts, config.node, members, self._lost, self._back).plan(config.failures)
 
-    def _make_pool(self, nodes: list[str], on_changes: Callable[[Changes], None]) -> SimPool:
-        config = self.config
-        nbytes = self.trace.block_tokens * config.shape.kv_nbytes_per_token
-        return SimPool(
-            self.clock,
-            nodes,
-            config.node,
-            nbytes,
-            config.pool_rules,
-            on_changes,
-        )
+    def _lost(self, worker: str) -> None:
+        """Whoever was there or on the way there is taken back everywhere, and then tries again."""
+        if worker in self.decodes:
+            self.decodes[worker].stop()
+        self._parts.unregister(worker)
+        jobs = [job for job in self.jobs if worker in (job.prefill, job.decode) and _is_under_way(job)]
+        written = [self.decodes[job.decode].written(job) for job in jobs]
+        for job in jobs:
+            if job.prefill and job.prefill != worker:
+                self.prefills[job.prefill].cancel(job)
+            if job.decode != worker:
+                self.decodes[job.decode].cancel(job)
+        self._parts.restart(worker)
+        for job, what in zip(jobs, written, strict=True):
+            self._try_again(job, worker, what)
+        for decode in self.decodes.values():
+            decode.give_places()
+        for prefill in self.prefills.values():
+            prefill.go_on()
 
-    def _pool_changed(self, changes: Changes) -> None:
-        """The conductor hears of blocks: it knows of no runs. Their numbers are their fingerprints."""
-        index, runs = self.conductor.index, self._runs
-        index.update_pool_prints(runs.blocks_of_all(changes.stored), runs.blocks_of_all(changes.removed))
-        for name, tier in changes.tiers:
-            index.set_tier(runs.blocks(name), tier)
+    def _try_again(self, job: Job, worker: str, written: Written) -> None:
+        assert self._lives is not None
+        if job.is_wasted:  # it was refused already, and only its end not told
+            job.prefill = ""
+            self._tell_end(job, 0, Overloaded.code)
+            return
+        pause_s = self._lives.lost(job, worker, written)
+        if pause_s is None:
+            self._give_up(job, f"gave up after {job.num_retries + 1} attempts")
+            return
+        self._tell_end(job, self._lives.num_written(job), PeerLost.code)
+        self.clock.at(self.clock.now_s + pause_s, lambda: self._begin_again(job))
 
-    def _make_prefill(self, node: str) -> PrefillWorker:
-        config = self.config
-        scheduler = self._scheduler(
-            config.max_batch_tokens, min(config.max_num_seqs, config.max_batch_tokens), MAX_EVENTS
-        )
-        self._register(node, WorkerRole.PREFILL, scheduler)
-        reporter = Reporter(node, scheduler, self.conductor, config.report_every_s, self._runs)
-        if config.pool == "local":
-            self.pools[node] = self._make_pool([node], reporter.own_pool_changed)
-        return PrefillWorker(
-            self.clock,
-            node,
-            scheduler,
-            config.cost.prefill,
-            self.pools[node],
-            reporter,
-            config.shape.kv_nbytes_per_token,
-            config.shape.num_layers if config.layer_wise else 1,
-            self._first_token,
-            self._handed_over,
-        )
+    def _begin_again(self, job: Job) -> None:
+        assert self._lives is not None
+        self._lives.begin(job)
+        self._ask(job)
 
-    def _make_decode(self, node: str) -> DecodeWorker:
-        config = self.config
-        scheduler = self._scheduler(config.max_num_seqs, config.max_num_seqs, 0)
-        self._register(node, WorkerRole.DECODE, scheduler)
-        reporter = Reporter(node, scheduler, self.conductor, config.report_every_s, self._runs)
-        return DecodeWorker(self.clock, node, scheduler, config.cost, reporter, self._ended)
+    def _give_up(self, job: Job, reason: str) -> None:
+        assert self._lives is not None
+        num_written = self._lives.num_written(job)
+        self._lives.given_up(job)
+        job.outcome, job.reason = LOST, reason
+        self._tell_end(job, num_written, Unavailable.code)
 
-    def _scheduler(self, max_batch_tokens: int, max_num_seqs: int, max_events: int) -> JumpingScheduler:
-        block_tokens = self.trace.block_tokens
-        limits = SchedulerConfig(
-            max_batch_tokens=max_batch_tokens, max_num_seqs=max_num_seqs, max_seq_tokens=_MAX_SEQ_TOKENS
-        )
-        return JumpingScheduler(limits, PageManager(self.config.num_pages(block_tokens), block_tokens, max_events))
-
-    def _register(self, node: str, role: WorkerRole, scheduler: JumpingScheduler) -> None:
-        shape, block_tokens = self.config.shape, self.trace.block_tokens
-        self.conductor.register(
-            WorkerInfo(
-                name=node,
-                role=role,
-                address=node,
-                incarnation=INCARNATION,
-                identity=b"",
-                model=_MODEL,
-                block_tokens=block_tokens,
-                num_pages=scheduler.pages.num_pages,
-                max_num_seqs=scheduler.config.max_num_seqs,
-                page_nbytes=block_tokens * shape.kv_nbytes_per_token,
-                num_layers=shape.num_layers if self.config.layer_wise else 1,
-            )
-        )
-
-    def _calibrate(self) -> None:
-        """What workers measure before they register: a few prompts, batches and pulls, nobody else being there."""
-        cost, node = self.config.cost, self.config.node
-        self.conductor.costs.learn(
-            prefills=list(_calibration_prefills(cost.prefill.prefill_s)),
-            decodes=[
-                DecodeSample(num_seqs, num_seqs * context, cost.decode_step_s(num_seqs, num_seqs * context))
-                for num_seqs in (1, 8, 32)
-                for context in (1024, 8192, 32_768)
-            ],
-            pulls=[
-                PullSample(nbytes, nbytes / node.network_bandwidth) for nbytes in (1 << 28, 1 << 30, 1 << 32, 1 << 34)
-            ],
-        )
+    def _back(self, worker: str) -> None:
+        self._parts.register(worker)
+        self._desk.changed()
 
 
-def _calibration_prefills(prefill_s: Callable[[int, int], float]) -> Iterator[PrefillSample]:
-    for num_tokens in (1024, 4096, 16_384, 65_536):
-        for prefix_tokens in (0, num_tokens // 2, num_tokens * 7 // 8):
-            yield PrefillSample(num_tokens, prefix_tokens, prefill_s(num_tokens, prefix_tokens))
+def _is_under_way(job: Job) -> bool:
+    return not job.outcome or (job.is_wasted and bool(job.prefill))
+
+
+def _in_this_attempt(job: Job, act: Callable[[], None]) -> Callable[[], None]:
+    """Not if a worker is lost meanwhile."""
+    attempt = job.attempt
+    return lambda: act() if job.attempt == attempt else None

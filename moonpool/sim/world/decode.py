@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 from moonpool.base.cluster import DecodeSample
 from moonpool.base.errors import NoSpace
@@ -17,6 +18,14 @@ from moonpool.sim.world.job import Job
 from moonpool.sim.world.paper import PaperSequence
 from moonpool.sim.world.reporter import Reporter
 from moonpool.sim.world.stepper import Stepper
+
+
+class Written(NamedTuple):
+    """Tokens of one attempt at a request, and the gaps between those that a decode worker wrote."""
+
+    num_tokens: int
+    last_s: float
+    gaps: list[tuple[float, int]]
 
 
 class DecodeWorker:
@@ -37,19 +46,25 @@ class DecodeWorker:
         self._stepper = Stepper(clock, scheduler, cost, self._stepped)
         self._jobs: dict[str, Job] = {}
         self._waiting: deque[tuple[Job, Callable[[int], None]]] = deque()  # for pages
+        self._last_s = 0.0  # when its last token came, once it has stopped
 
     @property
     def busy_s(self) -> float:
         return self._stepper.busy_s
+
+    def between_steps(self, act: Callable[[], None]) -> None:
+        """When the step under way has ended, or now."""
+        self._stepper.between_steps(act)
 
     # places
 
     def reserve(self, job: Job, act: Callable[[int], None]) -> None:
         """Pages for the prompt, now or when there are some; `act` hears how many tokens' KV is here already."""
         self._waiting.append((job, act))
-        self._give_places()
+        self.give_places()
 
-    def _give_places(self) -> None:
+    def give_places(self) -> None:
+        """To those that wait, as far as there are pages."""
         while self._waiting:
             job, act = self._waiting[0]
             try:
@@ -61,15 +76,51 @@ class DecodeWorker:
 
     def _grant(self, job: Job) -> PageGrant:
         num_pages = pages_for(job.num_input + 1, self._block_tokens)
-        return self._scheduler.pages.reserve(job.request_id, num_pages, job.keys)
+        grant = self._scheduler.pages.reserve(job.request_id, num_pages, job.keys)
+        if not self._stepper.makes_do():
+            self._scheduler.pages.release(job.request_id)
+            raise NoSpace("the step under way needs the last pages")
+        return grant
 
     def drop(self, job: Job) -> None:
         """The request ends without decoding."""
         self._scheduler.pages.release(job.request_id)
-        self._give_places()
+        self.give_places()
+
+    def cancel(self, job: Job) -> None:
+        """Its prompt will not come. Whoever calls gives its place to others then."""
+        waiting = [each for each in self._waiting if each[0] is not job]
+        if len(waiting) == len(self._waiting):
+            self._scheduler.pages.release(job.request_id)
+        self._waiting = deque(waiting)
 
     def check_integrity(self) -> None:
         self._scheduler.check_integrity()
+
+    # its end, and another beginning
+
+    def stop(self) -> None:
+        """It crashes. What it has written so far, `written` tells until it begins anew."""
+        self._waiting.clear()
+        self._last_s = self._stepper.stop()
+
+    def written(self, job: Job) -> Written:
+        """What there is of an answer when a worker on its way has stopped."""
+        sequence = self._scheduler.get(job.request_id) if job.request_id in self._jobs else None
+        if sequence is None:
+            return Written(0 if job.ttft_s is None else 1, job.first_token_s, [])
+        last_s = self._last_s if job.first_entry else job.first_token_s
+        return Written(sequence.num_output_tokens, last_s, self.gaps(job))
+
+    def gaps(self, job: Job) -> list[tuple[float, int]]:
+        """Between the tokens that it wrote of an answer, and before the first of them; seconds and how many."""
+        return self._stepper.log.gaps(job.first_entry, job.first_gap_s) if job.first_entry else []
+
+    def restart(self, scheduler: JumpingScheduler, reporter: Reporter) -> None:
+        """After `stop`, as a new process: with nothing of what it had."""
+        self._scheduler, self._reporter = scheduler, reporter
+        self._stepper.restart(scheduler)
+        self._jobs = {}
 
     # decoding
 
@@ -99,4 +150,4 @@ class DecodeWorker:
                 job.tbt_s, job.end_s = log.long_gaps_s(job.first_entry, job.first_gap_s), now_s
                 self._on_done(job)
         self._reporter.after_step(now_s)
-        self._give_places()
+        self.give_places()

@@ -15,6 +15,7 @@ class Job:
     __slots__ = (
         "arrival_s",
         "asks_before_decode",
+        "attempt",
         "compute_s",
         "decode",
         "dram_tokens",
@@ -29,10 +30,12 @@ class Job:
         "num_flows",
         "num_input",
         "num_output",
+        "num_retries",
         "num_runs_passed",
         "number",
         "outcome",
         "predicted_ttft_s",
+        "prefill",
         "prefill_start_s",
         "reason",
         "remote_tokens",
@@ -53,7 +56,10 @@ class Job:
         self.asks_before_decode = False
         self.is_wasted = False  # its prompt was computed, and then it was refused
         self.num_flows = 0  # of its KV, on their way to the decode worker
+        self.prefill = ""  # until the decode worker has all of its KV
         self.decode = ""
+        self.attempt = 0  # grows when a worker is lost: what belongs to an earlier one counts no more
+        self.num_retries = 0
         self.prefill_start_s = self.first_token_s = self.end_s = 0.0
         self.first_entry, self.first_gap_s = 0, 0.0  # in its decode worker's log of steps
         self.compute_s = 0.0  # of prefill workers

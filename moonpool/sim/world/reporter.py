@@ -16,9 +16,15 @@ class Reporter:
     """At most one report in `every_s`: real ones do not come after each step either."""
 
     def __init__(
-        self, name: str, scheduler: JumpingScheduler, conductor: ConductorState, every_s: float, runs: Runs
+        self,
+        name: str,
+        incarnation: int,
+        scheduler: JumpingScheduler,
+        conductor: ConductorState,
+        every_s: float,
+        runs: Runs,
     ) -> None:
-        self._runs = runs
+        self._incarnation, self._runs = incarnation, runs
         self._name, self._scheduler, self._conductor, self._every_s = name, scheduler, conductor, every_s
         self._sequence = 0
         self._next_s = 0.0
@@ -36,7 +42,7 @@ class Reporter:
         self._conductor.report(
             ReportWorker(
                 name=self._name,
-                incarnation=INCARNATION,
+                incarnation=self._incarnation,
                 sequence=self._sequence,
                 load=self._load(),
                 cached=tuple([key for key, added in events.items() if added]),

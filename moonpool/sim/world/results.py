@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moonpool.sim.world.job import DONE, REFUSED, Job
+from moonpool.sim.world.job import DONE, LOST, REFUSED, Job
 
 Floats = NDArray[np.float64]
 _PERCENTILES = (50, 90, 99)
@@ -31,6 +31,8 @@ class Results:
     hit_tokens: dict[str, Floats]
     is_done: NDArray[np.bool_]
     is_wasted: NDArray[np.bool_]  # computed, and then refused
+    is_lost: NDArray[np.bool_]  # with workers, however often it was tried
+    num_retries: Floats  # after workers were lost
     refusals: dict[str, int]
 
     @classmethod
@@ -49,6 +51,8 @@ class Results:
             hit_tokens={name: column([getattr(job, f"{name}_tokens") for job in jobs]) for name in HIT_PLACES},
             is_done=done,
             is_wasted=np.array([job.is_wasted for job in jobs], dtype=np.bool_),
+            is_lost=np.array([job.outcome == LOST for job in jobs], dtype=np.bool_),
+            num_retries=column([job.num_retries for job in jobs]),
             refusals=dict(Counter(_kind(job.reason) for job in jobs if job.outcome == REFUSED)),
         )
 
@@ -77,6 +81,8 @@ class Results:
             "num_requests": len(self),
             "num_done": int(done.sum()),
             "num_refused": sum(self.refusals.values()),
+            "num_lost": int(self.is_lost.sum()),
+            "num_retries": int(self.num_retries.sum()),
             "num_wasted_prefills": int(self.is_wasted.sum()),
             "prefill_gpu_s_mean": _mean(self.compute_s[done]),
             "ttft_s_mean": _mean(self.ttft_s[done]),

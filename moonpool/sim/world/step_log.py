@@ -20,18 +20,26 @@ class StepLog:
         self._counts.append(num_steps)
         self._gaps_s.append(seconds / num_steps)
 
-    def long_gaps_s(self, first_entry: int, first_gap_s: float | None = None) -> float:
-        """The mean of the longest tenth of the gaps since then, at least one; `first_gap_s` came before them."""
+    def gaps(self, first_entry: int, first_gap_s: float | None = None) -> list[tuple[float, int]]:
+        """Seconds and how many since then; `first_gap_s` came before them."""
         gaps = list(zip(self._gaps_s[first_entry:], self._counts[first_entry:], strict=True))
         if first_gap_s is not None:
             gaps.append((first_gap_s, 1))
-        gaps.sort(reverse=True)
-        wanted = left = max(1, sum([count for _, count in gaps]) // _LONGEST_PART)
-        total_s = 0.0
-        for gap_s, count in gaps:
-            taken = min(count, left)
-            total_s += taken * gap_s
-            left -= taken
-            if not left:
-                break
-        return total_s / wanted
+        return gaps
+
+    def long_gaps_s(self, first_entry: int, first_gap_s: float | None = None) -> float:
+        return mean_of_longest_s(self.gaps(first_entry, first_gap_s))
+
+
+def mean_of_longest_s(gaps: list[tuple[float, int]]) -> float:
+    """The mean of the longest tenth of the gaps, at least one."""
+    gaps.sort(reverse=True)
+    wanted = left = max(1, sum([count for _, count in gaps]) // _LONGEST_PART)
+    total_s = 0.0
+    for gap_s, count in gaps:
+        taken = min(count, left)
+        total_s += taken * gap_s
+        left -= taken
+        if not left:
+            break
+    return total_s / wanted

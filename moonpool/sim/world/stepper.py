@@ -33,6 +33,8 @@ class Stepper:
         self._num_steps = 0  # under way
         self._opened: list[Chunk] = []  # what the open step computes; empty when equal steps are under way
         self._began_s = 0.0
+        self._acts: list[Callable[[], None]] = []  # that wait for the end of a step
+        self._is_between = False
         self.log = StepLog()
         self.shape = (0, 0)  # sequences that decode, and tokens of their KV when the steps began
         self.joined: list[Sequence] = []  # adopted ones whose first step was the first of these
@@ -42,10 +44,53 @@ class Stepper:
 
     def somebody_came(self) -> None:
         """The batch is to change as soon as it can."""
+        if self._is_between:
+            return
         if self._end is None:
             self._begin()
         elif not self._opened:
             self._cut()
+
+    def between_steps(self, act: Callable[[], None]) -> None:
+        """When the step under way has ended and the next has not begun; now, if there is none."""
+        if self._end is None and not self._is_between:
+            act()
+            return
+        self._acts.append(act)
+        if not self._opened and not self._is_between:
+            self._cut()
+
+    def makes_do(self) -> bool:
+        """Somebody else has taken pages: equal steps under way become fewer where they would lack some. False: even
+        the one under way would, and the pages are to be given back."""
+        if self._end is None or self._opened:
+            return True
+        if not self._scheduler.lacks_pages(self._num_steps):
+            return True
+        self._cut()
+        return not self._scheduler.lacks_pages(self._num_steps)
+
+    def stop(self) -> float:
+        """At once: steps that have ended count, the one under way does not. When the last of them ended."""
+        self._acts = []
+        if self._end is None:
+            return self._began_s
+        self._clock.cancel(self._end)
+        self._end = None
+        self.busy_s += self._clock.now_s - self._began_s
+        steps, took_s = 0, 0.0
+        if not self._opened:
+            within = self._cost.steps_within(*self.shape, self._clock.now_s - self._began_s)
+            steps = min(self._num_steps - 1, within)  # only the last of equal steps ends somebody
+        if steps:
+            took_s = self._cost.decode_steps_s(*self.shape, steps)
+            self._write_log(steps, took_s)
+            self._on_steps(self._scheduler.advance(steps, TOKEN), steps, took_s)
+        return self._began_s + took_s
+
+    def restart(self, scheduler: JumpingScheduler) -> None:
+        """After `stop`: with nobody in the batch. The log goes on."""
+        self._scheduler, self._opened = scheduler, []
 
     def _cut(self) -> None:
         """The step under way is the last before the newcomer joins."""
@@ -64,7 +109,8 @@ class Stepper:
         self._end = None
         if steps is None:
             return
-        if steps == 1:
+        if steps == 1 or self._acts:
+            steps = 1
             self._opened = scheduler.schedule()
             if not self._opened:
                 return
@@ -95,7 +141,20 @@ class Stepper:
             result = self._scheduler.advance(steps, TOKEN)
         self._write_log(steps, took_s)
         self._on_steps(result, steps, took_s)
+        if self._acts:
+            self._act()
         self._begin()
+        while self._end is None and self._acts:  # nothing is left to wait for
+            self._act()
+            self._begin()
+
+    def _act(self) -> None:
+        """Whoever comes now is in the next step; who asks again waits for its end."""
+        acts, self._acts = self._acts, []
+        self._is_between = True
+        for act in acts:
+            act()
+        self._is_between = False
 
     def _write_log(self, steps: int, took_s: float) -> None:
         """The first step of those that joined apart: the token before it came from elsewhere."""

@@ -1,0 +1,79 @@
+"""Failures as they happen: links that are cut or slow, memory that is gone, workers that stop and come back empty."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from math import prod
+
+from moonpool.sim.physics.hardware import NodeSpec
+from moonpool.sim.world.failures import Failure
+from moonpool.sim.world.parts import Parts
+from moonpool.sim.world.pool_members import PoolMembers
+
+
+class Outages:
+    """`on_lost` hears of a worker that has stopped, when nothing reaches it any more; `on_back` of one that is back.
+
+    A worker of several nodes is down as long as any of them is.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        spec: NodeSpec,
+        members: PoolMembers | None,
+        on_lost: Callable[[str], None],
+        on_back: Callable[[str], None],
+    ) -> None:
+        self._parts, self._clock, self._spec, self._members = parts, parts.clock, spec, members
+        self._on_lost, self._on_back = on_lost, on_back
+        self._down: set[str] = set()
+        self._slow: dict[str, list[float]] = {}  # shares of its bandwidth that a node's network is left with
+
+    def plan(self, failures: tuple[Failure, ...]) -> None:
+        for failure in sorted(failures, key=lambda each: each.at_s):
+            if failure.kind == "crash":
+                begin, end = partial(self._crash, failure.node), partial(self._come_back, failure.node)
+            else:
+                share = 0.0 if failure.kind == "frozen" else 1 / failure.factor
+                begin, end = partial(self._slow_down, failure.node, share), partial(self._speed_up, failure.node, share)
+            self._clock.at(failure.at_s, begin)
+            if failure.lasts_s is not None:
+                self._clock.at(failure.end_s, end)
+
+    def _crash(self, node: str) -> None:
+        worker = self._parts.worker_of[node]
+        was_up = not self._is_down(worker)
+        self._down.add(node)
+        self._clock.cut(list(self._spec.link_capacities(node)))
+        if self._members is not None:
+            self._members.gone(node)
+        if was_up:
+            self._on_lost(worker)
+
+    def _come_back(self, node: str) -> None:
+        self._down.remove(node)
+        self._clock.mend(list(self._spec.link_capacities(node)))
+        self._share_bandwidth(node)
+        if self._members is not None:
+            self._members.back(node)
+        worker = self._parts.worker_of[node]
+        if not self._is_down(worker):
+            self._on_back(worker)
+
+    def _is_down(self, worker: str) -> bool:
+        return any(self._parts.worker_of[node] == worker for node in self._down)
+
+    def _slow_down(self, node: str, share: float) -> None:
+        self._slow.setdefault(node, []).append(share)
+        self._share_bandwidth(node)
+
+    def _speed_up(self, node: str, share: float) -> None:
+        self._slow[node].remove(share)
+        self._share_bandwidth(node)
+
+    def _share_bandwidth(self, node: str) -> None:
+        if node not in self._down:
+            for link in (f"{node}/nic_out", f"{node}/nic_in"):
+                self._clock.network.slow(self._clock.now_s, link, prod(self._slow.get(node, [])))

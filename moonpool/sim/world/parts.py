@@ -1,0 +1,201 @@
+"""What a simulated cluster is made of: links, pools, workers and the conductor that knows them; and how a worker that
+was lost begins anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from moonpool.base.cluster import DecodeSample, PrefillSample, PullSample, WorkerInfo, WorkerRole
+from moonpool.conductor.placement.prefix_index import PrefixIndex
+from moonpool.conductor.registration import Registration
+from moonpool.conductor.state import ConductorState
+from moonpool.engine.blocks import MAX_EVENTS, PageManager
+from moonpool.engine.jumping import JumpingScheduler
+from moonpool.engine.scheduler import SchedulerConfig
+from moonpool.sim.physics.links import Network
+from moonpool.sim.physics.pipeline import pipelined_prefill_s
+from moonpool.sim.traces.columns import Trace
+from moonpool.sim.world.clockwork import Clockwork
+from moonpool.sim.world.config import ClusterConfig
+from moonpool.sim.world.decode import DecodeWorker
+from moonpool.sim.world.job import Job
+from moonpool.sim.world.pool import SimPool
+from moonpool.sim.world.prefill import PrefillWorker, Stages
+from moonpool.sim.world.reporter import INCARNATION, Reporter
+from moonpool.sim.world.runs import Runs
+from moonpool.store.state.changes import Changes
+
+_MODEL = "simulated"
+_MAX_SEQ_TOKENS = 1 << 30
+OnJob = Callable[[Job], None]
+
+
+class Parts:
+    """Workers are called as their (first) node; `worker_of` says whose part a node is."""
+
+    def __init__(
+        self, config: ClusterConfig, trace: Trace, on_first_token: OnJob, on_handed_over: OnJob, on_done: OnJob
+    ) -> None:
+        self._config, self._trace = config, trace
+        self.clock = Clockwork(_network(config))
+        self.conductor = ConductorState(config.policy, PrefixIndex(max_pool_blocks=1 << 24), num_records=0)
+        self.runs = Runs(trace, config.max_run_blocks)
+        size, nodes = config.pipeline_nodes, config.prefill_nodes
+        self._groups = {nodes[at]: tuple(nodes[at : at + size]) for at in range(0, len(nodes), size)}
+        self.worker_of = {node: name for name, group in self._groups.items() for node in group}
+        self.worker_of |= {node: node for node in config.decode_nodes}
+        self._incarnations = dict.fromkeys([*self._groups, *config.decode_nodes], INCARNATION)
+        self._registrations: dict[str, Registration] = {}
+        self.pools = self._make_pools()
+        self.prefills = {name: self._make_prefill(name, on_first_token, on_handed_over) for name in self._groups}
+        self.decodes = {node: self._make_decode(node, on_done) for node in config.decode_nodes}
+        self._calibrate()
+
+    # workers that go and come
+
+    def register(self, name: str) -> None:
+        is_prefill = name in self._groups
+        shape, block_tokens = self._config.shape, self._trace.block_tokens
+        info = WorkerInfo(
+            name=name,
+            role=WorkerRole.PREFILL if is_prefill else WorkerRole.DECODE,
+            address=name,
+            incarnation=self._incarnations[name],
+            identity=b"",
+            model=_MODEL,
+            block_tokens=block_tokens,
+            num_pages=self._num_pages(name),
+            max_num_seqs=self._max_num_seqs(name),
+            page_nbytes=block_tokens * shape.kv_nbytes_per_token,
+            num_layers=shape.num_layers if self._config.layer_wise else 1,
+        )
+        self._registrations[name] = self.conductor.register(info)
+
+    def unregister(self, name: str) -> None:
+        self.conductor.unregister(self._registrations.pop(name))
+
+    def restart(self, name: str) -> None:
+        """It has crashed: it begins anew with nothing, and is to be registered when it is up."""
+        self._incarnations[name] += 1
+        scheduler, reporter = self._begin(name)
+        if name in self.decodes:
+            self.decodes[name].restart(scheduler, reporter)
+        else:
+            self._give_own_pool(name, reporter)
+            self.prefills[name].restart(scheduler, self.pools[name], reporter)
+
+    def _begin(self, name: str) -> tuple[JumpingScheduler, Reporter]:
+        config, block_tokens = self._config, self._trace.block_tokens
+        limits = SchedulerConfig(
+            max_batch_tokens=config.max_batch_tokens if name in self._groups else config.max_num_seqs,
+            max_num_seqs=self._max_num_seqs(name),
+            max_seq_tokens=_MAX_SEQ_TOKENS,
+        )
+        # Nobody asks which blocks a decode worker has.
+        pages = PageManager(self._num_pages(name), block_tokens, MAX_EVENTS if name in self._groups else 0)
+        scheduler = JumpingScheduler(limits, pages)
+        reporter = Reporter(name, self._incarnations[name], scheduler, self.conductor, config.report_every_s, self.runs)
+        return scheduler, reporter
+
+    def _num_pages(self, name: str) -> int:
+        return self._config.num_pages(self._trace.block_tokens, len(self._groups.get(name, (name,))))
+
+    def _max_num_seqs(self, name: str) -> int:
+        config = self._config
+        return min(config.max_num_seqs, config.max_batch_tokens) if name in self._groups else config.max_num_seqs
+
+    def _make_prefill(self, name: str, on_first_token: OnJob, on_handed_over: OnJob) -> PrefillWorker:
+        config, shape = self._config, self._config.shape
+        self.register(name)
+        scheduler, reporter = self._begin(name)
+        self._give_own_pool(name, reporter)
+        stages = Stages(self._groups[name], shape.hidden_size * shape.dtype_nbytes, config.node.network_bandwidth)
+        return PrefillWorker(
+            self.clock,
+            stages,
+            scheduler,
+            config.cost.prefill,
+            self.pools[name],
+            reporter,
+            shape.kv_nbytes_per_token,
+            shape.num_layers if config.layer_wise else 1,
+            on_first_token,
+            on_handed_over,
+        )
+
+    def _make_decode(self, node: str, on_done: OnJob) -> DecodeWorker:
+        self.register(node)
+        scheduler, reporter = self._begin(node)
+        return DecodeWorker(self.clock, node, scheduler, self._config.cost, reporter, on_done)
+
+    # pools
+
+    def _make_pools(self) -> dict[str, SimPool | None]:
+        config = self._config
+        if config.pool == "shared":
+            nodes = config.prefill_nodes + (config.decode_nodes if config.decode_nodes_hold_blocks else [])
+            return dict.fromkeys(self._groups, self._make_pool(nodes, self._pool_changed))
+        return dict.fromkeys(self._groups)
+
+    def _give_own_pool(self, name: str, reporter: Reporter) -> None:
+        if self._config.pool == "local":
+            self.pools[name] = self._make_pool(list(self._groups[name]), reporter.own_pool_changed)
+
+    def _make_pool(self, nodes: list[str], on_changes: Callable[[Changes], None]) -> SimPool:
+        config = self._config
+        nbytes = self._trace.block_tokens * config.shape.kv_nbytes_per_token
+        return SimPool(
+            self.clock,
+            nodes,
+            config.node,
+            nbytes,
+            config.pool_rules,
+            on_changes,
+        )
+
+    def _pool_changed(self, changes: Changes) -> None:
+        """The conductor hears of blocks: it knows of no runs. Their numbers are their fingerprints."""
+        index, runs = self.conductor.index, self.runs
+        index.update_pool_prints(runs.blocks_of_all(changes.stored), runs.blocks_of_all(changes.removed))
+        for name, tier in changes.tiers:
+            index.set_tier(runs.blocks(name), tier)
+
+    # what workers know from the start
+
+    def _calibrate(self) -> None:
+        """What workers measure before they register: a few prompts, batches and pulls, nobody else being there."""
+        cost, size = self._config.cost, self._config.pipeline_nodes
+        bandwidth = self._config.node.network_bandwidth * size
+        self.conductor.costs.learn(
+            prefills=list(_calibration_prefills(self._prefill_s)),
+            decodes=[
+                DecodeSample(num_seqs, num_seqs * context, cost.decode_step_s(num_seqs, num_seqs * context))
+                for num_seqs in (1, 8, 32)
+                for context in (1024, 8192, 32_768)
+            ],
+            pulls=[PullSample(nbytes, nbytes / bandwidth) for nbytes in (1 << 28, 1 << 30, 1 << 32, 1 << 34)],
+        )
+
+    @property
+    def _prefill_s(self) -> Callable[[int, int], float]:
+        config, prefill = self._config, self._config.cost.prefill
+        if config.pipeline_nodes == 1:
+            return prefill.prefill_s
+        return partial(
+            pipelined_prefill_s, prefill, chunk_tokens=config.max_batch_tokens, num_stages=config.pipeline_nodes
+        )
+
+
+def _network(config: ClusterConfig) -> Network:
+    network = Network()
+    for name in [*config.prefill_nodes, *config.decode_nodes]:
+        for link, capacity in config.node.link_capacities(name).items():
+            network.add(link, capacity)
+    return network
+
+
+def _calibration_prefills(prefill_s: Callable[[int, int], float]) -> Iterator[PrefillSample]:
+    for num_tokens in (1024, 4096, 16_384, 65_536):
+        for prefix_tokens in (0, num_tokens // 2, num_tokens * 7 // 8):
+            yield PrefillSample(num_tokens, prefix_tokens, prefill_s(num_tokens, prefix_tokens))

@@ -1,0 +1,66 @@
+"""The forms of admission in the simulated cluster under more requests than it can serve: rejected, wasted, good."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import pytest
+from world_cases import cluster
+
+from moonpool.conductor.admission.forms import AdmissionForm
+from moonpool.conductor.placement.policy import PolicyConfig
+from moonpool.sim.physics.paper_fit import mooncake_cost
+from moonpool.sim.traces.generate import generate
+from moonpool.sim.world.cluster import Cluster
+from moonpool.sim.world.job import DONE, Job
+from moonpool.sim.world.results import Results
+
+TTFT_S, TBT_S = 30.0, 0.1
+LASTS_S = 300.0
+RATES = (1.5, 2.0, 3.0)  # 4 + 4 nodes can serve a little less than 2 a second
+NONE, EARLY, PREDICTED = AdmissionForm
+
+
+class Outcome(NamedTuple):
+    rejected: int
+    wasted: int
+    good_per_s: float  # within both targets, and done while requests still came
+    bias: float  # of the predicted number of decoding requests
+
+
+@cache
+def outcome(form: AdmissionForm, rate: float) -> Outcome:
+    trace = generate("chat", num_requests=int(rate * LASTS_S), rate_per_s=rate, seed=1)
+    policy = PolicyConfig(name="ours", ttft_slo_s=TTFT_S, tbt_slo_s=TBT_S, admission=form)
+    world = Cluster(cluster(num_prefill=4, num_decode=4, cost=mooncake_cost(), policy=policy), trace)
+    jobs = world.run()
+    results, last_s = Results.of(jobs), jobs[-1].arrival_s
+    (error,) = [each for each in world.conductor.predictions() if each.model == "decode_load"]
+    num_good = sum(is_good(job) for job in jobs if job.end_s <= last_s)
+    return Outcome(sum(results.refusals.values()), int(results.is_wasted.sum()), num_good / last_s, error.bias)
+
+
+def is_good(job: Job) -> bool:
+    if job.outcome != DONE or job.ttft_s is None or job.tbt_s is None:
+        return False
+    return job.ttft_s <= TTFT_S and job.tbt_s <= TBT_S
+
+
+def test_each_form_rejects_less_than_the_one_before() -> None:
+    assert outcome(NONE, 3.0).rejected > outcome(EARLY, 3.0).rejected > outcome(PREDICTED, 3.0).rejected
+
+
+@pytest.mark.parametrize("rate", [3.0, 6.0])
+def test_the_forecast_saves_most_of_the_wasted_prefills(rate: float) -> None:
+    assert min(outcome(NONE, rate).wasted, outcome(EARLY, rate).wasted) > 4 * outcome(PREDICTED, rate).wasted
+
+
+def test_the_forecast_sees_all_that_will_be_decoding() -> None:
+    assert outcome(PREDICTED, 3.0).bias == pytest.approx(0.0, abs=0.1)
+
+
+def test_at_twice_the_best_rate_as_much_good_comes_out() -> None:
+    best = max(RATES, key=lambda rate: outcome(PREDICTED, rate).good_per_s)
+    assert outcome(PREDICTED, 2 * best).good_per_s >= 0.9 * outcome(PREDICTED, best).good_per_s
+    assert outcome(PREDICTED, best).good_per_s > 1.5, "most of what can be served at all"
