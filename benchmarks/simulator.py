@@ -1,0 +1,84 @@
+"""How fast the simulator is: an hour of Kimi's conversations on 16 nodes, and a thousand nodes.
+
+    python benchmarks/simulator.py [--json] [--nodes 1000 --requests 1000000]
+
+The whole system each time: conductor, pool, schedulers and links, half of the nodes prefilling. The claims are the
+baselines: 4 s of one core for the conversation trace (generated where it is not at hand), and 15 minutes and 8 GB for a
+million requests of that character on a thousand nodes; the second only with --requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import resource
+import time
+from pathlib import Path
+
+from moonpool.sim.physics.hardware import node
+from moonpool.sim.physics.model_config import preset
+from moonpool.sim.physics.paper_fit import paper_cost
+from moonpool.sim.traces import Trace, read_jsonl
+from moonpool.sim.traces.generate import generate
+from moonpool.sim.world.cluster import Cluster
+from moonpool.sim.world.config import ClusterConfig
+from moonpool.sim.world.results import Results
+
+TRACE = Path(__file__).resolve().parents[2] / "shared" / "traces" / "conversation_trace.jsonl"
+RATE_PER_NODE = 12_031 / 3537 / 16  # as in the conversation trace
+CLAIMED_S, CLAIMED_BIG_S, CLAIMED_BIG_GB = 4.0, 900.0, 8.0
+
+
+def simulate(trace: Trace, num_nodes: int) -> tuple[float, Results]:
+    """Seconds of the processor, the cluster's making included, and what came out."""
+    gc.collect()
+    began_s = time.process_time()
+    config = ClusterConfig(
+        shape=preset("llama3-70b"),
+        node=node("a800"),
+        cost=paper_cost(),
+        num_prefill=num_nodes // 2,
+        num_decode=num_nodes - num_nodes // 2,
+    )
+    results = Results.of(Cluster(config, trace).run())
+    return time.process_time() - began_s, results
+
+
+def tell(case: str, value: float, unit: str, claimed: float, note: str, as_json: bool) -> None:
+    row = {"bench": "simulator", "case": case, "value": round(value, 3), "unit": unit, "baseline": claimed}
+    row["ratio"] = round(value / claimed, 3)
+    if as_json:
+        print(json.dumps({**row, "note": note}), flush=True)
+    else:
+        print(f"{case:40} {value:10.2f} {unit:4} claimed {claimed:g}  {note}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    parser.add_argument("--nodes", type=int, default=1000, help="of the large run")
+    parser.add_argument("--requests", type=int, default=0, help="of the large run; 0: none")
+    arguments = parser.parse_args()
+    if TRACE.exists():
+        trace, origin = read_jsonl(TRACE), "conversation trace"
+    else:
+        trace, origin = generate("chat", num_requests=12_031, rate_per_s=16 * RATE_PER_NODE, seed=1), "generated trace"
+    seconds, results = simulate(trace, 16)
+    note = f"{origin}, {len(trace)} requests, {1e6 * seconds / len(trace):.0f} us each"
+    tell("an hour on 16 nodes", seconds, "s", CLAIMED_S, note, arguments.json)
+    if not arguments.requests:
+        return
+    num_nodes, share = arguments.nodes, arguments.requests / 1e6
+    big = generate("chat", num_requests=arguments.requests, rate_per_s=num_nodes * RATE_PER_NODE, seed=1)
+    seconds, results = simulate(big, num_nodes)
+    summary = results.summary()
+    note = f"{1e6 * seconds / len(big):.0f} us each; done {summary['num_done']:g}, hits {summary['hit_share']:.3f}"
+    case = f"{arguments.requests} requests, {num_nodes} nodes"
+    tell(case, seconds, "s", CLAIMED_BIG_S * share, note, arguments.json)
+    peak_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    tell(f"{case}, memory", peak_gb, "GB", CLAIMED_BIG_GB, "peak of the process", arguments.json)
+
+
+if __name__ == "__main__":
+    main()
