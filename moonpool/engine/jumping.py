@@ -27,7 +27,7 @@ class JumpingScheduler(Scheduler):
         if not running or (roster.num_waiting > 0 and roster.has_place):
             return 1
         steps = self._steps_left(running)
-        while steps > 1 and self._lacks_pages(steps):
+        while steps > 1 and self.lacks_pages(steps):
             steps //= 2
         return max(1, steps)
 
@@ -72,7 +72,7 @@ class JumpingScheduler(Scheduler):
             raise Internal("only decodes can be jumped over")
         if self._steps_left(running) < num_steps:
             raise Internal(f"somebody ends within {num_steps} steps")
-        if self._lacks_pages(num_steps):
+        if self.lacks_pages(num_steps):
             raise Internal(f"there are no pages for {num_steps} steps")
 
     def _steps_left(self, running: list[Sequence]) -> int:
@@ -81,7 +81,7 @@ class JumpingScheduler(Scheduler):
             return 1
         return min([s.limit - s.num_tokens for s in running])
 
-    def _lacks_pages(self, num_steps: int) -> bool:
+    def lacks_pages(self, num_steps: int) -> bool:
         """Whether so many decode steps of the running sequences take more fresh pages than there are."""
         running, available, block_tokens = self.roster.running, self.pages.num_available, self._block_tokens
         if len(running) * pages_for(num_steps, block_tokens) <= available:  # no need to look closer
