@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moonpool.base.errors import InvalidInput
@@ -89,8 +89,24 @@ changes = st.tuples(
 )
 
 
+STOPPED_AT_ITS_END = [  # a link stops at the moment at which its flow has all but a rounding error
+    (0.1, "a", 0.0, None),
+    (0.7, "a", 0.0, None),
+    (0.0, ("a",), 0.5),
+    (0.1, "a", 0.25, None),
+    (3.0, ("a",), 0.5),
+    (0.1, "a", 0.25, None),
+    (0.1, "a", 0.25, None),
+    (0.1, ("b",), 0.5),
+    (0.7, "a", 0.0, None),
+    (0.0, ("a",), 0.5),
+    (0.1, ("a",), 0.5),
+]
+
+
 @settings(max_examples=300, deadline=None)
 @given(capacity_maps, st.lists(st.one_of(starts, changes), min_size=1, max_size=30))
+@example(dict.fromkeys(LINKS, 1.0) | {"a": 2.0}, STOPPED_AT_ITS_END)
 def test_equals_the_naive_reference(capacities: dict[str, float], script: list[tuple]) -> None:
     network, naive = Network(capacities), NaiveNetwork(dict(capacities))
     flows: list[Flow] = []

@@ -248,7 +248,7 @@ def schedules(draw: st.DrawFn) -> tuple[Failure, ...]:
     return tuple(found)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     failures=schedules(),
     seed=st.integers(0, 1000),

@@ -22,6 +22,7 @@ __all__ = ["Flow", "Network"]
 
 _MAX_KNOWN_ROUTES = 65_536
 _ABSENT = object()
+_ROUNDING = 1e-10  # of a flow: what is left by arithmetic alone
 
 
 class Network:
@@ -240,7 +241,9 @@ class Network:
             share = flow.share
             if share != flow.rate:
                 left = flow.left_nbytes - flow.rate * (now_s - flow.since_s)
-                flow.left_nbytes = left = left if left > 0 else 0.0
+                if left <= _ROUNDING * flow.nbytes:
+                    left = 0.0  # it has arrived, whatever becomes of its links
+                flow.left_nbytes = left
                 flow.since_s = now_s
                 flow.rate = share
-                self._schedule(flow, now_s + left / share if share else math.inf)
+                self._schedule(flow, now_s + left / share if share else math.inf if left else now_s)
