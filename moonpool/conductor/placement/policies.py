@@ -22,6 +22,7 @@ from moonpool.conductor.placement.slots import where
 from moonpool.conductor.placement.tables import Column
 
 _MAX_COLUMNS = 256
+_FEW_SLOTS = 64
 
 
 class Random:
@@ -75,11 +76,10 @@ class SmallestTtft:
     def pick(self, scene: Scene) -> list[tuple[int, Plan]]:
         plans = self._plans(scene)
         ttft_s = self._ttft_s(scene, plans)
-        order = ttft_s.argsort(kind="stable")
-        best = order[: self._config.num_candidates].tolist()
+        best = _smallest(ttft_s, max(2, self._config.num_candidates))
         limit_s = ttft_s.item(best[0]) + self._config.tie_slack * _plan_of(plans, best[0]).service_s
         slot = best[0]
-        if len(order) > 1 and ttft_s.item(order.item(1)) <= limit_s:
+        if len(best) > 1 and ttft_s.item(best[1]) <= limit_s:
             slot = self._turn.take(np.where(ttft_s <= limit_s, scene.table.assigned, math.inf))
         others = [one for one in best if one != slot and ttft_s.item(one) < math.inf]
         ranked = [slot, *others[: self._config.num_candidates - 1]]
@@ -152,6 +152,17 @@ assert tuple(_POLICIES) == POLICY_NAMES
 
 def make_policy(config: PolicyConfig, rng: random.Random) -> Policy:
     return _POLICIES[config.name](config, rng)
+
+
+def _smallest(column: Column, count: int) -> list[int]:
+    """The slots of the few smallest, ascending; of equals the lowest first."""
+    if len(column) <= _FEW_SLOTS:
+        slots: list[int] = column.argsort(kind="stable")[:count].tolist()
+        return slots
+    # Sorting all of many would take longer than the rest of a decision.
+    limit = np.partition(column, count - 1).item(count - 1)
+    slots = (column <= limit).nonzero()[0].tolist()
+    return sorted(slots, key=column.item)[:count]
 
 
 def _with_own_prefix(scene: Scene, slot: int) -> list[tuple[int, Plan]]:

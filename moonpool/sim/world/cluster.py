@@ -143,6 +143,8 @@ class Cluster:
         self._tell_end(job, job.num_output, "done")
 
     def _tell_end(self, job: Job, num_output: int, outcome: str) -> None:
+        if job.outcome:
+            job.keys, job.runs = [], []  # there may be millions of jobs
         call = RequestEnded(
             request_id=job.request_id,
             ttft_s=job.ttft_s,
