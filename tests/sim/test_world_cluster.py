@@ -224,3 +224,14 @@ def test_a_crowd_waits_for_its_turn_instead_of_being_sent_away() -> None:
     jobs = run(crowd, policy=policy)
     assert [job.outcome for job in jobs] == [DONE] * 8
     assert max(job.ttft_s for job in jobs if job.ttft_s is not None) <= 6.0
+
+
+def test_prefill_costs_are_learnt_right_however_slow_the_network_and_crowded_the_steps() -> None:
+    slow = replace(cluster().node, num_nics=1, nic_bandwidth=2e9)
+    world = Cluster(cluster(node=slow, always_pulls=True), chat(200, seed=3, rate=3.0))
+    assert sum(job.remote_tokens for job in world.run()) > 0
+    (error,) = [each for each in world.conductor.predictions() if each.model == "prefill"]
+    assert error.p50 < 0.15, "loading, and the prompts of others, are no part of it"
+    learnt = world.conductor.costs
+    for num_tokens in (4000, 16_000):
+        assert learnt.prefill_s(num_tokens, 0) == pytest.approx(COST.prefill.compute_s(num_tokens), rel=0.2)

@@ -35,7 +35,7 @@ class Prompt:
     done: Callable[[PrefillReply | MoonpoolError], None]
     arrived_s: float
     started_s: float = 0.0
-    stalled_before_s: float = 0.0  # how long the role had waited for pulls when this one started
+    alone_s: float = 0.0  # its share of the steps that computed it, pulls and other prompts left out
     local_tokens: int = 0
     pool_tokens: int = 0
     pool_nbytes: int = 0
@@ -64,7 +64,7 @@ class PrefillRole:
         self._prompts: dict[str, Prompt] = {}
         self._chunks: Sequence[Chunk] = ()
         self._jobs: list[PullJob] = []
-        self._stalled_s = 0.0  # of all time: steps that stood still until a pull delivered
+        self._step_began_s = self._stalled_s = 0.0  # of the open step, and how long it stood still for pulls
         self._pull_deadline = Deadline(0, clock)  # one for all pulls of a step: others wait for it too
         self.loop: EngineLoop | None = None  # set once, before the loop starts
 
@@ -125,10 +125,22 @@ class PrefillRole:
         """Nothing to do between steps."""
 
     def on_step(self, outputs: Sequence[StepOutput]) -> None:
+        self._share_out_step()
         for out in outputs:
             prompt = self._prompts.pop(out.request_id, None)
             if prompt is not None:
                 self._finish(out, prompt)
+
+    def _share_out_step(self) -> None:
+        """Prompts that are computed together cost each a part: who took the whole step for its own would make the
+        conductor believe in longer queues the more there is to do. What the pool cost is learnt from pulls."""
+        computing_s = self._clock.now_s() - self._step_began_s - self._stalled_s
+        num_tokens = sum(len(chunk.tokens) for chunk in self._chunks)
+        for chunk in self._chunks:
+            prompt = self._prompts.get(chunk.request_id)
+            if prompt is not None:
+                prompt.alone_s += computing_s * len(chunk.tokens) / num_tokens
+        self._chunks = ()
 
     def _finish(self, out: StepOutput, prompt: Prompt) -> None:
         first = token_out(out.sampled)
@@ -150,9 +162,7 @@ class PrefillRole:
     def _reply(self, prompt: Prompt, first: TokenOut, ended: str | None) -> PrefillReply:
         compute_s = self._clock.now_s() - prompt.started_s
         reused = prompt.local_tokens + prompt.pool_tokens
-        # What the pool cost is learnt from pulls; here only what computing costs.
-        alone_s = compute_s - (self._stalled_s - prompt.stalled_before_s)
-        self._samples.prefills.append(PrefillSample(len(prompt.spec.tokens), reused, alone_s))
+        self._samples.prefills.append(PrefillSample(len(prompt.spec.tokens), reused, prompt.alone_s))
         return PrefillReply(
             first=first,
             finish_reason=ended,
@@ -167,11 +177,12 @@ class PrefillRole:
 
     def begin_step(self, chunks: Sequence[Chunk], admitted: Sequence[Admitted]) -> LayerHooks:
         self._chunks, self._jobs = chunks, []
+        self._step_began_s, self._stalled_s = self._clock.now_s(), 0.0
         self._pull_deadline = Deadline(self._pull_timeout_s, self._clock)
         for entry in admitted:
             prompt, sequence = self._prompts[entry.request_id], self._scheduler.get(entry.request_id)
             assert sequence is not None
-            prompt.started_s, prompt.stalled_before_s = self._clock.now_s(), self._stalled_s
+            prompt.started_s, prompt.alone_s = self._clock.now_s(), 0.0
             prompt.local_tokens = entry.num_local_blocks * self._block_tokens
             prompt.pool_tokens = prompt.pool_nbytes = 0
             prompt.push.begin(sequence.pages, entry.num_local_blocks, len(entry.blocks))

@@ -13,6 +13,7 @@ class Job:
     """`number` is its row in the trace. Times are None until they are known."""
 
     __slots__ = (
+        "alone_s",
         "arrival_s",
         "asks_before_decode",
         "attempt",
@@ -63,6 +64,7 @@ class Job:
         self.prefill_start_s = self.first_token_s = self.end_s = 0.0
         self.first_entry, self.first_gap_s = 0, 0.0  # in its decode worker's log of steps
         self.compute_s = 0.0  # of prefill workers
+        self.alone_s = 0.0  # the same of the attempt under way
         self.local_tokens = self.dram_tokens = self.remote_tokens = self.ssd_tokens = 0  # reused, by where they were
         self.ttft_s: float | None = None
         self.tbt_s: float | None = None  # the mean of the longest tenth of the gaps between its tokens

@@ -165,14 +165,16 @@ class PrefillWorker:
             return
         now_s = self._step_began_s = self._clock.now_s
         self._admitted = self._scheduler.drain_admitted()
+        for entry in self._admitted:
+            self._start_pull(entry)
         cost, compute_s = self._cost, self._cost.base_s
         for chunk in chunks:
             work_s = cost.work_s(chunk.end, chunk.start)
-            self._jobs[chunk.request_id].compute_s += work_s + cost.base_s / len(chunks)
+            own_s, job = work_s + cost.base_s / len(chunks), self._jobs[chunk.request_id]
+            job.compute_s += own_s
+            job.alone_s += own_s
             compute_s += work_s
         self._compute_s = compute_s = compute_s / self._num_stages
-        for entry in self._admitted:
-            self._start_pull(entry)
         if self._num_stages > 1:
             self._pass_activations(chunks)
         if self._num_layers > 1:
@@ -189,7 +191,7 @@ class PrefillWorker:
 
     def _start_pull(self, entry: Admitted) -> None:
         job = self._jobs[entry.request_id]
-        job.prefill_start_s = self._clock.now_s
+        job.prefill_start_s, job.alone_s = self._clock.now_s, 0.0
         job.local_tokens = entry.num_local_blocks * self._block_tokens
         found = self._found.pop(entry.request_id, None)
         if not entry.blocks or found is None or self._pool is None:
@@ -322,7 +324,9 @@ class PrefillWorker:
         for request_id in accepted:
             job = self._jobs[request_id]
             job.ttft_s, job.first_token_s = now_s - job.arrival_s, now_s
-            self._reporter.prefills.append(PrefillSample(job.num_input, job.reused_tokens, now_s - job.prefill_start_s))
+            # A pipeline's stages are busy one after the other: what counts there is when it comes out.
+            own_s = job.alone_s if self._num_stages == 1 else now_s - job.prefill_start_s
+            self._reporter.prefills.append(PrefillSample(job.num_input, job.reused_tokens, own_s))
             self._on_first_token(job)
             self._sent_if_all(job)
         self._reporter.after_step(now_s)
