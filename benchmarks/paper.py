@@ -1,4 +1,4 @@
-"""One row per published number of Mooncake: ours, theirs, the difference. Nothing is fitted to what it is compared to.
+"""One row per published number of Mooncake: ours, theirs, the difference. A row that was fitted to its number says so.
 
     python benchmarks/paper.py [--json] [--only fig5 ...] [--quick]
 
