@@ -6,10 +6,10 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+from _conversation import CONVERSATION
 
 from moonpool.base.cluster import PullSample
 from moonpool.conductor.placement.policy import PolicyConfig
@@ -25,7 +25,6 @@ from moonpool.sim.world.coupled import CoupledCluster, CoupledConfig
 from moonpool.sim.world.results import Results
 from moonpool.sim.world.watch import Columns, Watch
 
-CONVERSATION = Path(__file__).resolve().parents[2] / "shared" / "traces" / "conversation_trace.jsonl"
 GENERATED = "trace generated from its published statistics"
 NUM_NODES, NUM_PREFILL = 16, 8
 MODEL = "llama3-70b"

@@ -37,12 +37,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from _conversation import CONVERSATION
+
 from moonpool.store.policies import DEFAULT_POLICY, POLICIES, EvictionPolicy, PrefixAware
 from moonpool.store.policies.prefix import COST_GROWTH_PER_TOKEN
 
 BLOCK_TOKENS = 512
 CAPACITIES = (1_000, 2_000, 5_000, 10_000, 30_000, 50_000, 100_000)
-TRACE = Path(__file__).resolve().parents[2] / "shared" / "traces" / "conversation_trace.jsonl"
 NEVER = sys.maxsize
 Make = Callable[[], EvictionPolicy]
 
@@ -245,10 +246,10 @@ def show_capacity(policies: dict[str, Make], requests: list[Request], capacity: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
-    parser.add_argument("--trace", type=Path, default=TRACE)
+    parser.add_argument("--trace", type=Path, default=CONVERSATION)
     parser.add_argument("--capacity", type=int, nargs="+", default=CAPACITIES, help="in blocks")
     options = parser.parse_args()
-    if options.trace != TRACE and not options.trace.exists():
+    if options.trace != CONVERSATION and not options.trace.exists():
         parser.error(f"no trace at {options.trace}")
     requests = load(options.trace) if options.trace.exists() else generate()
     num_unique = len({block for request in requests for block in request.blocks})

@@ -23,8 +23,8 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
+from _conversation import conversation, origin
 from _paper_published import REJECTED
 from _paper_rows import Row
 
@@ -33,17 +33,14 @@ from moonpool.conductor.placement.policy import PolicyConfig
 from moonpool.sim.physics.hardware import node
 from moonpool.sim.physics.model_config import preset
 from moonpool.sim.physics.paper_fit import mooncake_cost
-from moonpool.sim.traces import Trace, read_jsonl, scale_load, slice_count
-from moonpool.sim.traces.generate import generate
+from moonpool.sim.traces import scale_load
 from moonpool.sim.world.cluster import Cluster
 from moonpool.sim.world.config import ClusterConfig
 from moonpool.sim.world.results import Results
 
-TRACE = Path(__file__).resolve().parents[2] / "shared" / "traces" / "conversation_trace.jsonl"
 NUM_PUBLISHED = 23_000
 FORMS = tuple(AdmissionForm)
 LOADS = (1.0, 1.25, 1.5, 2.0, 2.5)  # of the trace's own rate; the best one lies among them
-_SEED = 1
 _WHY = "their targets and what a batch of decodes costs are not published; what compares is the order"
 
 
@@ -63,17 +60,6 @@ class Setup:
         room = "" if self.may_wait else ", nobody waits"
         targets = f"TTFT {self.ttft_s:g} s, TBT {1e3 * self.tbt_s:g} ms"
         return f"{self.num_prefill}P{self.num_decode}D, {targets}{room}"
-
-
-@cache
-def conversation(num_requests: int) -> Trace:
-    if TRACE.exists():
-        return slice_count(read_jsonl(TRACE), 0, num_requests)
-    return generate("chat", num_requests=num_requests, rate_per_s=3.4, seed=_SEED)
-
-
-def origin() -> str:
-    return "conversation trace" if TRACE.exists() else "generated trace"
 
 
 @cache

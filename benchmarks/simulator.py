@@ -14,19 +14,19 @@ import gc
 import json
 import resource
 import time
-from pathlib import Path
+
+from _conversation import RATE_PER_S, conversation, origin
 
 from moonpool.sim.physics.hardware import node
 from moonpool.sim.physics.model_config import preset
 from moonpool.sim.physics.paper_fit import paper_cost
-from moonpool.sim.traces import Trace, read_jsonl
+from moonpool.sim.traces import Trace
 from moonpool.sim.traces.generate import generate
 from moonpool.sim.world.cluster import Cluster
 from moonpool.sim.world.config import ClusterConfig
 from moonpool.sim.world.results import Results
 
-TRACE = Path(__file__).resolve().parents[2] / "shared" / "traces" / "conversation_trace.jsonl"
-RATE_PER_NODE = 12_031 / 3537 / 16  # as in the conversation trace
+RATE_PER_NODE = RATE_PER_S / 16  # as in the conversation trace
 CLAIMED_S, CLAIMED_BIG_S, CLAIMED_BIG_GB = 4.0, 900.0, 8.0
 
 
@@ -60,12 +60,9 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=1000, help="of the large run")
     parser.add_argument("--requests", type=int, default=0, help="of the large run; 0: none")
     arguments = parser.parse_args()
-    if TRACE.exists():
-        trace, origin = read_jsonl(TRACE), "conversation trace"
-    else:
-        trace, origin = generate("chat", num_requests=12_031, rate_per_s=16 * RATE_PER_NODE, seed=1), "generated trace"
+    trace = conversation()
     seconds, results = simulate(trace, 16)
-    note = f"{origin}, {len(trace)} requests, {1e6 * seconds / len(trace):.0f} us each"
+    note = f"{origin()}, {len(trace)} requests, {1e6 * seconds / len(trace):.0f} us each"
     tell("an hour on 16 nodes", seconds, "s", CLAIMED_S, note, arguments.json)
     if not arguments.requests:
         return
