@@ -79,7 +79,7 @@ class SimPool:
             found.ends.append(end)
             found.nodes.append(self._node_of[segment])
             found.on_ssd.append(segment.endswith("ssd"))
-        self._after()
+        self.follow_up()
         return found
 
     def put(self, node: str, runs: Sequence[Run], parents: Sequence[int | None]) -> None:
@@ -96,7 +96,7 @@ class SimPool:
         if granted:
             state.put_end([names[at] for at in granted], [reply.generations[at] for at in granted], {}, now_s)
         self._tick(now_s)
-        self._after()
+        self.follow_up()
 
     def route(self, source: str, target: str, on_ssd: bool) -> tuple[str, ...]:
         """The links that a block takes from one node's memory or disk into the other's GPUs."""
@@ -135,7 +135,8 @@ class SimPool:
         if tier is Tier.SSD:
             self.state.members.inventory(name, 1, [], True, 0.0)
 
-    def _after(self) -> None:
+    def follow_up(self) -> None:
+        """Tells what changed, and carries out what was ordered."""
         changes = self.state.take_changes()
         if changes is not None:
             self._on_changes(changes)
@@ -162,7 +163,7 @@ class SimPool:
 
     def _done(self, result: OrderResult) -> None:
         self.state.orders_done([result], self._clock.now_s)
-        self._after()
+        self.follow_up()
 
 
 def rules_on_paper(**changes: float | str) -> PoolRules:

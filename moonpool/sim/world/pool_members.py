@@ -39,7 +39,7 @@ class PoolMembers:
         """As a master does within its next ticks."""
         while self._pool.state.tick(self._clock.now_s):
             pass
-        self._pool._after()
+        self._pool.follow_up()
 
 
 def _entry(segment: MountedSegment) -> tuple[SegmentDescriptor, Tier]:
