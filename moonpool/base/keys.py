@@ -47,8 +47,3 @@ def chain_keys(root: bytes, tokens: Sequence[int], block_tokens: int) -> list[by
 def object_key(chain_key: bytes, layer_group: int = 0, head_shard: int = 0) -> bytes:
     """The store's key of one shard of a block."""
     return chain_key + _SUFFIX.pack(layer_group, head_shard)
-
-
-def chain_key_of(key: bytes) -> bytes:
-    """The chain key inside an object key."""
-    return key[:KEY_NBYTES]
