@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 
-import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from worker_info import info
 
-from moonpool.base.cluster import PrefillSample, PullSample, ReportWorker, WorkerInfo, WorkerLoad, WorkerRole
+from moonpool.base.cluster import PrefillSample, PullSample, ReportWorker, WorkerLoad
 from moonpool.base.errors import IdentityMismatch, InvalidInput, NotFound, Overloaded, Unavailable
 from moonpool.base.keys import object_key
 from moonpool.conductor.messages import RequestEnded, Route
@@ -20,23 +20,6 @@ from moonpool.conductor.placement.prefix_index import PrefixIndex
 from moonpool.conductor.state import ConductorState
 
 KEYS = [bytes([number]) * 32 for number in range(10)]
-
-
-def info(name: str, incarnation: int = 1, **changes: object) -> WorkerInfo:
-    role = WorkerRole.PREFILL if name.startswith("p") else WorkerRole.DECODE
-    made = WorkerInfo(
-        name=name,
-        role=role,
-        address=f"unix:/run/{name}.sock",
-        incarnation=incarnation,
-        identity=b"\1" * 32,
-        model="tiny",
-        block_tokens=64,
-        num_pages=1000,
-        max_num_seqs=8,
-        page_nbytes=1 << 20,
-    )
-    return msgspec.structs.replace(made, **changes)
 
 
 def report(name: str, sequence: int = 1, incarnation: int = 1, **fields: object) -> ReportWorker:
@@ -226,7 +209,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(["p0", "p1", "d0", "d1"]), incarnation=st.integers(1, 3))
     def register(self, name: str, incarnation: int) -> None:
-        self.workers.setdefault(name, []).append(self.state.register(info(name, incarnation)))
+        self.workers.setdefault(name, []).append(self.state.register(info(name, incarnation=incarnation)))
 
     @rule(name=st.sampled_from(["p0", "p1", "d0", "d1"]), which=st.integers(0, 9))
     def goodbye(self, name: str, which: int) -> None:
