@@ -18,7 +18,9 @@ _SHOW_EVERY = 1000
 
 
 def command(
-    pattern: Annotated[str | None, typer.Argument(help="a regular expression that finds something in the key")] = None,
+    pattern: Annotated[
+        str | None, typer.Argument(help="a regular expression (RE2) that finds something in the key")
+    ] = None,
     long: Annotated[bool, typer.Option("--long", "-l", help="size, tier, copies, and whether it is in use")] = False,
     json: Annotated[bool, typer.Option("--json", help="for programs: a JSON object per line")] = False,
     master: MasterOption = None,

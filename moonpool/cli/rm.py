@@ -17,7 +17,7 @@ from moonpool.store.api.keys_text import read_key
 def command(
     keys: Annotated[list[str] | None, typer.Argument(help="keys of objects")] = None,
     matching: Annotated[
-        str | None, typer.Option(help="all in whose key this regular expression finds something")
+        str | None, typer.Option(help="all in whose key this regular expression (RE2) finds something")
     ] = None,
     all: Annotated[bool, typer.Option("--all", help="every object of the pool")] = False,
     force: Annotated[bool, typer.Option("--force", help="even while they are being read or pinned")] = False,

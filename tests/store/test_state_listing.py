@@ -9,6 +9,8 @@ from moonpool.base.errors import InvalidInput
 from moonpool.store import messages as m
 from moonpool.store.state import listing
 
+NORMAL_STEP_SLOTS = listing.STEP_SLOTS
+
 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,6 +90,65 @@ def test_removing_by_pattern_keeps_what_is_kept() -> None:
 def test_a_page_without_room_is_refused() -> None:
     with pytest.raises(InvalidInput):
         filled().state.list_objects(None, 0, 0, 0.0)
+
+
+@pytest.mark.parametrize("pattern", ["(a+)+$", "(a|aa)+$", "(^(a|a?)+$)", "^(([a-z])+.)+[A-Z]([a-z])+$"])
+def test_patterns_that_make_backtracking_engines_hang(pattern: str) -> None:
+    pool = Pool("a", granules=20)
+    pool.put(b"a" * 60 + b"!")
+    pool.put(b"a" * 60)
+    expected = [b"a" * 60] if pattern.startswith("(") else []
+    assert keys(pool, pattern) == expected
+
+
+def test_a_step_ends_when_its_work_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest pattern that is taken, on the longest keys, is searched for in a few keys per step."""
+    monkeypatch.setattr(listing, "STEP_SLOTS", NORMAL_STEP_SLOTS)
+    pool = Pool("a", granules=100)
+    names = [b"%03d" % number + b"ab" * 510 for number in range(60)]
+    for name in names:
+        pool.put(name)
+    costly = "[ab]*a[ab]{300}c|[ab]*b[ab]{300}d|ab$"
+    first = pool.state.list_objects(costly, 0, 1000, pool.now_s)
+    assert first.cursor is not None
+    assert 1 <= first.cursor <= 10
+    assert keys(pool, costly) == names
+    assert pool.state.list_objects("ab$", 0, 1000, pool.now_s).cursor is None  # a cheap one is done in one step
+
+
+def test_a_step_removes_a_bounded_number_of_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listing, "STEP_SLOTS", NORMAL_STEP_SLOTS)
+    monkeypatch.setattr(listing, "STEP_REMOVALS", 4)
+    pool = filled()
+    counts = [pool.state.remove_matching(None, False, 0, pool.now_s)]
+    while (cursor := counts[-1].cursor) is not None:
+        counts.append(pool.state.remove_matching(None, False, cursor, pool.now_s))
+    assert [each.num_removed for each in counts] == [4, 4, 2]
+    assert keys(pool) == []
+
+
+def test_a_pattern_is_searched_for_in_bytes() -> None:
+    pool = filled()
+    assert keys(pool, r"\xff\x00") == [b"\xff\x00raw"]
+    assert keys(pool, "^raw") == []
+    pool.put("block/ü".encode())
+    assert keys(pool, "ü$") == ["block/ü".encode()]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "reason"),
+    [
+        (r"(a)\1", "backreferences"),
+        ("(?=a)", "look-ahead"),
+        ("(?<!a)b", "look-behind"),
+        ("a{9999}", "repetition"),
+        ("([a-z]{1,30}){30}", "too large"),
+        ("a" * 5000, "4096 characters"),
+    ],
+)
+def test_patterns_without_a_bound_are_refused(pattern: str, reason: str) -> None:
+    with pytest.raises(InvalidInput, match=reason):
+        filled().state.list_objects(pattern, 0, 10, 0.0)
 
 
 @pytest.mark.parametrize(("pattern", "cursor"), [("(", 0), ("\ud800", 0), (None, -1)])
