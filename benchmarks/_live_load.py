@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
+from moonpool.base.cores import available_cores
 from moonpool.server.launch_child import to_arguments
 from moonpool.server.launch_plan import CONDUCTOR, FRONTEND, Role, ServeConfig, plan_roles
 
@@ -64,7 +65,7 @@ class Service:
         self.config = ServeConfig(
             model=str(model), threads=1, host="127.0.0.1", port=_free_port(), log_level="ERROR", **options
         )
-        self._roles = {role.name: role for role in plan_roles(self.config, folder, folder)}
+        self._roles = {role.name: role for role in plan_roles(self.config, folder, folder, num_cores=available_cores())}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self.url = f"http://127.0.0.1:{self.config.port}"
 

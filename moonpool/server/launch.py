@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from moonpool.base.cores import available_cores
 from moonpool.base.errors import ConfigError, Unavailable
 from moonpool.base.lifeline import Lifeline
 from moonpool.base.log import setup_logging
@@ -45,7 +46,7 @@ def serve(config: ServeConfig, prepare_model: Callable[[str], None]) -> None:
     prepare_model(config.model)
     require_whole_model(resolve(config.model))
     with RunDir() as run_dir, Lifeline() as lifeline:
-        roles = plan_roles(config, run_dir.path, state_dir)
+        roles = plan_roles(config, run_dir.path, state_dir, num_cores=available_cores())
         launcher = Launcher(roles, lifeline, lambda seconds: _announce(config, seconds), log_dir)
         failure = asyncio.run(launcher.run())
     if failure is not None:

@@ -7,13 +7,12 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+from moonpool.base.control_groups import CGROUPS, PROC, control_groups, read_text
 from moonpool.base.errors import ConfigError, ModelError, NoSpace
 from moonpool.base.units import format_nbytes
 from moonpool.engine.gguf_file import GgufFile
 from moonpool.engine.model_files import ModelFiles, read_config
 
-_PROC = Path("/proc")
-_CGROUPS = Path("/sys/fs/cgroup")
 # The processes themselves (interpreter, torch, weights) need room beside the pool and the pages.
 RESERVE_NBYTES = 512 * 1024**2
 
@@ -62,7 +61,7 @@ def require_whole_model(files: ModelFiles) -> None:
             raise ModelError(f"{path} is truncated or not a safetensors file: {error}") from error
 
 
-def available_nbytes(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
+def available_nbytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
     """What could be allocated now without swapping, as far as the kernel can say."""
     return min([_machine_nbytes(proc), *_cgroup_rooms(proc, cgroups)])
 
@@ -77,40 +76,24 @@ def _machine_nbytes(proc: Path) -> int:
 
 def _cgroup_rooms(proc: Path, cgroups: Path) -> Iterator[int]:
     """Room left in every control group around this process, version 2 and 1."""
-    for line in _read(proc / "self" / "cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers not in ("", "memory"):
-            continue
-        root = cgroups / controllers
-        limit, usage = ("memory.max", "memory.current") if not controllers else _V1_FILES
-        here = root / path.lstrip("/")
-        for folder in (here, *here.parents):
-            yield from _room(folder, limit, usage)
-            if folder == root:
-                break
+    for folder, version in control_groups("memory", proc, cgroups):
+        yield from _room(folder, *(_V1_FILES if version == 1 else _V2_FILES))
 
 
+_V2_FILES = ("memory.max", "memory.current")
 _V1_FILES = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 
 
 def _room(folder: Path, limit_file: str, usage_file: str) -> Iterator[int]:
-    limit, usage = _read(folder / limit_file).strip(), _read(folder / usage_file).strip()
+    limit, usage = read_text(folder / limit_file).strip(), read_text(folder / usage_file).strip()
     if limit.isdigit() and usage.isdigit():
         yield max(0, int(limit) - int(usage) + _reclaimable_nbytes(folder))
 
 
 def _reclaimable_nbytes(folder: Path) -> int:
     """Cached file pages count as used but are given back when needed."""
-    for line in _read(folder / "memory.stat").splitlines():
+    for line in read_text(folder / "memory.stat").splitlines():
         name, _, value = line.partition(" ")
         if name == "inactive_file":
             return int(value)
     return 0
-
-
-def _read(path: Path) -> str:
-    """Empty when there is no such file: not every machine has every kind of control group."""
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from moonpool.base.cores import divide_cores
 from moonpool.base.errors import ConfigError
 from moonpool.base.run_dirs import MASTER, socket_address
 from moonpool.base.units import format_nbytes, parse_nbytes
@@ -39,7 +40,7 @@ class ServeConfig:
     max_model_len: int | None = None  # longest prompt and answer together; default: what the model allows
     dtype: DType = WorkerConfig.dtype
     device: Device = WorkerConfig.device
-    threads: int | None = None  # CPU threads per worker; default: chosen by the worker
+    threads: int | None = None  # CPU threads per worker; default: the machine's cores are divided among the workers
     policy: str = DEFAULT_POLICY  # how workers are chosen: random, round-robin, least-loaded, local, global or ours
     ttft_slo_s: float | None = None  # requests that would wait longer for their first token are refused; default: none
     tbt_slo_s: float | None = None  # the same for the time between tokens
@@ -95,10 +96,11 @@ class Role:
     start_timeout_s: float = 60.0
 
 
-def plan_roles(config: ServeConfig, run_dir: Path, state_dir: Path) -> list[Role]:
-    """All roles, each after those it needs."""
-    workers = [_worker(config, run_dir, "prefill", i) for i in range(config.prefill)]
-    workers += [_worker(config, run_dir, "decode", i) for i in range(config.decode)]
+def plan_roles(config: ServeConfig, run_dir: Path, state_dir: Path, *, num_cores: int) -> list[Role]:
+    """Return all roles, each after those it needs. The workers share `num_cores`."""
+    threads = divide_cores(num_cores, config.num_workers)
+    workers = [_worker(config, run_dir, "prefill", i, threads[i]) for i in range(config.prefill)]
+    workers += [_worker(config, run_dir, "decode", i, threads[config.prefill + i]) for i in range(config.decode)]
     names = tuple(worker.name for worker in workers)
     pool = [_master(config, run_dir, state_dir), _node(config, run_dir), _conductor(config, run_dir)]
     return [*pool, *workers, _frontend(config, run_dir, state_dir, names)]
@@ -139,7 +141,7 @@ def _conductor(config: ServeConfig, run_dir: Path) -> Role:
     return Role(CONDUCTOR, "conductor", options, first_after=(MASTER,))
 
 
-def _worker(config: ServeConfig, run_dir: Path, role: str, index: int) -> Role:
+def _worker(config: ServeConfig, run_dir: Path, role: str, index: int, threads: int) -> Role:
     name = f"{role}-{index}"
     options = {
         "name": name,
@@ -156,7 +158,7 @@ def _worker(config: ServeConfig, run_dir: Path, role: str, index: int) -> Role:
         "max_model_len": config.max_model_len,
         "dtype": config.dtype,
         "device": config.device,
-        "threads": config.threads,
+        "threads": config.threads or threads,
         "secret_file": config.secret_file,
         "log_level": config.log_level,
     }

@@ -122,11 +122,12 @@ class TinyWorker(Worker):
 
     async def die(self) -> None:
         """As by kill -9 seen from outside: all its connections end at once; what its threads do is up to the test."""
-        reporting, self._reporting = self._reporting, None
-        assert reporting is not None
+        tasks, self._tasks = self._tasks, []
+        assert tasks
         assert self._server is not None
-        reporting.cancel()
-        await asyncio.gather(reporting, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._server.close()
         await asyncio.to_thread(self._peers.close)
         await asyncio.to_thread(self._loop.close)
@@ -210,6 +211,7 @@ class TinyCluster:
             kv_nbytes=num_pages * PAGE_NBYTES,
             block_tokens=BLOCK_TOKENS,
             report_interval_s=0.02,
+            threads=1,
             **self._wires,
             **self._settings,
         )

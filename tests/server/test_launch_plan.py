@@ -31,8 +31,8 @@ CONFIGS: dict[str, type[Any]] = {
 RUN, STATE = Path("/run/mp"), Path("/state")
 
 
-def plan(**settings: Any) -> dict[str, Role]:
-    return {role.name: role for role in plan_roles(ServeConfig(**settings), RUN, STATE)}
+def plan(num_cores: int = 4, **settings: Any) -> dict[str, Role]:
+    return {role.name: role for role in plan_roles(ServeConfig(**settings), RUN, STATE, num_cores=num_cores)}
 
 
 def test_two_and_two() -> None:
@@ -60,6 +60,20 @@ def test_roles_find_each_other() -> None:
     assert roles["frontend"].options["conductor_address"] == worker["conductor_address"]
     assert worker["kv_nbytes"] == 100_000_000
     assert roles["node"].options["dram_nbytes"] == 2_000_000_000
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "settings", "threads"),
+    [
+        (2, {"prefill": 2, "decode": 2}, [1, 1, 1, 1]),  # never none
+        (7, {"prefill": 1, "decode": 2}, [3, 2, 2]),  # what is left over goes to prefill first
+        (64, {}, [32, 32]),
+        (64, {"threads": 5}, [5, 5]),
+    ],
+)
+def test_the_workers_share_the_cores(num_cores: int, settings: dict[str, Any], threads: list[int]) -> None:
+    roles = plan(num_cores, **settings).values()
+    assert [role.options["threads"] for role in roles if role.command == "worker"] == threads
 
 
 def test_the_secret_goes_to_those_who_listen() -> None:

@@ -14,7 +14,9 @@ from moonpool.store.node import NodeConfig
 
 
 def node_config(**settings: Any) -> NodeConfig:
-    roles = {role.name: role for role in plan_roles(ServeConfig(**settings), Path("/run/mp"), Path("/state"))}
+    roles = {
+        role.name: role for role in plan_roles(ServeConfig(**settings), Path("/run/mp"), Path("/state"), num_cores=2)
+    }
     options = {key: value for key, value in roles[NODE].options.items() if key != "log_level"}
     return from_mapping(NodeConfig, options)
 

@@ -27,7 +27,7 @@ class WorkerConfig(WireConfig):
     max_model_len: int | None = EngineConfig.max_model_len  # None: what the model allows
     dtype: DType = EngineConfig.dtype
     device: Device = EngineConfig.device
-    threads: int | None = EngineConfig.threads  # None: as many as torch finds
+    threads: int | None = EngineConfig.threads  # for computing; default: a part of the cores, which workers here share
     numa_node: int | None = None  # for the KV memory; with a GPU the default is the node it is attached to
     tcp_host: str | None = None  # serve KV memory by tcp too, for workers on other machines; auto: by all good NICs
     report_interval_s: float = 0.05

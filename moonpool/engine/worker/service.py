@@ -12,6 +12,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from prometheus_client import CollectorRegistry
 from moonpool.base.checksum import crc32c
 from moonpool.base.clock import SystemClock
 from moonpool.base.cluster import WORKER_SERVICE, ReportWorker, WorkerInfo, WorkerRole
+from moonpool.base.cores import CorePresence
 from moonpool.base.errors import NotFound
 from moonpool.base.metrics import GetMetrics, snapshot
 from moonpool.base.process import EXIT_BUG
@@ -50,6 +52,7 @@ from moonpool.engine.worker.metrics import WorkerCollector
 from moonpool.engine.worker.prefill import PrefillRole
 from moonpool.engine.worker.reporter import Books, Reporter
 from moonpool.engine.worker.samples import Samples
+from moonpool.engine.worker.threads import choose_threads, follow_share
 from moonpool.store.client import ClientConfig, StoreClient
 from moonpool.store.reach import check_numa_node, in_words, warn_if_open
 from moonpool.transfer.descriptor import SegmentDescriptor
@@ -65,7 +68,7 @@ class Worker:
         self.config = config
         self.incarnation = time.time_ns()
         self._closers = contextlib.ExitStack()
-        self._reporting: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._server: RpcServer | None = None
         self._address = ""
         self._writers: set[Peer] = set()
@@ -74,7 +77,10 @@ class Worker:
         """Loads the model and serves; returns the address once the conductor knows this worker."""
         check_numa_node(self.config.numa_node)
         self.config.transfer().guard()  # a file that is missing should be known before the model is loaded
-        self._built = built = await asyncio.to_thread(build, self.config, self.incarnation)
+        presence = self._closers.enter_context(CorePresence())
+        threads = choose_threads(self.config.threads, presence)
+        config = replace(self.config, threads=threads)
+        self._built = built = await asyncio.to_thread(build, config, self.incarnation)
         self._closers.callback(built.segment.close)
         self._connect(built)
         await asyncio.to_thread(self._calibrate, built)
@@ -82,16 +88,18 @@ class Worker:
         self._address = await self._server.listen(self.config.address)
         self._loop.start()
         reporter = self._make_reporter(built)
-        self._reporting = asyncio.create_task(reporter.run(), name="reporter")
+        self._tasks.append(asyncio.create_task(reporter.run(), name="reporter"))
+        if self.config.threads is None and self.config.device == "cpu":
+            self._tasks.append(asyncio.create_task(follow_share(threads, presence, self._loop.post), name="cores"))
         await reporter.registered.wait()
         return self._address
 
     async def close(self) -> None:
         """Idempotent."""
-        reporting, self._reporting = self._reporting, None
-        if reporting is not None:
-            reporting.cancel()
-            await asyncio.gather(reporting, return_exceptions=True)
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._server is not None:
             await self._server.close()
         await asyncio.to_thread(self._closers.close)
