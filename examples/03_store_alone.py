@@ -28,10 +28,10 @@ def main() -> None:
         node = (
             "--name",
             "here",
-            "--master-address",
+            "--master",
             address,
-            "--dram-nbytes",
-            "64000000",
+            "--dram",
+            "64MB",
             "--run-dir",
             f"{folder}/run",
         )

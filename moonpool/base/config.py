@@ -2,6 +2,10 @@
 
 Each default is written once, in the dataclass. Unknown keys (of inner dataclasses too) and wrong types are errors
 that name the key.
+
+On a command line a field is an option, by default under its own name. OPTION_NAMES lists the fields whose option has
+another name, so that one thing has one name at every role: `--listen` is where a role listens, `--master` and
+`--conductor` are whom it reaches, `--dram`, `--ssd` and `--kv` are what it may take.
 """
 
 from __future__ import annotations
@@ -15,6 +19,25 @@ import msgspec
 from moonpool.base.errors import ConfigError
 
 T = TypeVar("T")
+
+# field: option. The fields' own names are accepted too, for one version.
+OPTION_NAMES = {
+    "address": "listen",
+    "master_address": "master",
+    "store_address": "master",
+    "conductor_address": "conductor",
+    "dram_nbytes": "dram",
+    "kv_nbytes": "kv",
+    "ssd_dir": "ssd",
+    "ssd_nbytes": "ssd-size",
+    "ssd_file_nbytes": "ssd-file-size",
+    "max_body_nbytes": "max-body",
+}
+
+
+def option_name(field_name: str) -> str:
+    """Return the command-line option of the field, without its dashes in front."""
+    return OPTION_NAMES.get(field_name, field_name.replace("_", "-"))
 
 
 def from_mapping(cls: type[T], values: Mapping[str, Any]) -> T:

@@ -1,4 +1,4 @@
-"""Sizes as people write them: "2GB", "512MiB". Bad text is a ConfigError."""
+"""Sizes as people write them: "2GB", "512MiB", and as they are shown to them: "2 GB". Bad text is a ConfigError."""
 
 from __future__ import annotations
 
@@ -27,10 +27,13 @@ def parse_nbytes(text: str | int) -> int:
 
 
 def format_nbytes(nbytes: int) -> str:
-    """The size in binary units with one decimal, for people: 2147483648 -> "2.0 GiB"."""
+    """Return the size for people, in the decimal units in which sizes are typed: 2_000_000_000 -> "2 GB".
+
+    One decimal at most, none where it is 0.
+    """
     value = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024:
-            return f"{nbytes} B" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(round(value, 1)) < 1000:
+            return f"{value:.1f}".removesuffix(".0") + f" {unit}"
+        value /= 1000
+    return f"{value:.1f}".removesuffix(".0") + " TB"

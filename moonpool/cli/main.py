@@ -15,6 +15,7 @@ import typer
 from moonpool import __version__
 from moonpool.base.errors import MoonpoolError
 from moonpool.base.lifeline import watch_inherited
+from moonpool.cli.options import CONTEXT_SETTINGS
 
 # name: (module with `command`, what `moonpool --help` says)
 COMMANDS = {
@@ -70,7 +71,7 @@ def build_app(wanted: str | None) -> typer.Typer:
         if isinstance(command, typer.Typer):
             app.add_typer(command, name=name, help=summary)
         else:
-            app.command(name, help=summary)(command)
+            app.command(name, help=summary, context_settings=CONTEXT_SETTINGS)(command)
     return app
 
 

@@ -2,8 +2,12 @@
 
 A field `max_num_seqs: int = 8` becomes `--max-num-seqs INTEGER [default: 8]`; its help is the field's metadata
 `{"help": ...}` or else the comment behind it; a field without a default is required; a tuple is an option that may be
-repeated; the word `none` stands for None where a text may be None. Values are checked by base/config.py, so a command
-line and a mapping are held to the same types.
+repeated; the word `none` stands for None where a text may be None. A field in bytes (`dram_nbytes`) takes a size as
+people write it (`64GB`). Values are checked by base/config.py, so a command line and a mapping are held to the same
+types.
+
+Where base/config.py gives the option another name than the field's, the field's name is accepted too and not shown.
+A field with the metadata `{"hidden": True}` is accepted and not shown either.
 """
 
 from __future__ import annotations
@@ -18,11 +22,16 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import typer
 
-from moonpool.base.config import from_mapping
+from moonpool.base.config import OPTION_NAMES, from_mapping, option_name
+from moonpool.base.errors import ConfigError
+from moonpool.base.units import format_nbytes, parse_nbytes
 
 _TRAILING_COMMENT = re.compile(r"^\s+(\w+)\s*:.*?#\s*(.+?)\s*$", re.MULTILINE)
 _PLAIN = (int, float, bool, str)
 NONE = "none"  # as a value: no value, in place of the default
+_OLD_NAMES = {name.replace("_", "-"): option for name, option in OPTION_NAMES.items()}
+# For typer: options that were renamed are found by their old names too, and help does not show these.
+CONTEXT_SETTINGS = {"token_normalize_func": lambda name: _OLD_NAMES.get(name, name)}
 
 
 def command_from(run: Callable[..., None], *configs: type[Any]) -> Callable[..., None]:
@@ -50,13 +59,18 @@ def _collect(config: type[Any], values: dict[str, Any], prefix: str = "") -> dic
     hints, found = get_type_hints(config), {}
     for field in fields(config):
         name, hint = prefix + field.name, hints[field.name]
-        found[field.name] = _collect(hint, values, name + "_") if _is_nested(hint) else _value(hint, values[name])
+        nested = _is_nested(hint)
+        found[field.name] = _collect(hint, values, name + "_") if nested else _value(name, hint, values[name])
     return found
 
 
-def _value(hint: Any, value: Any) -> Any:
-    is_none = value == NONE and _without_none(hint) == (str, True)
-    return None if is_none else value
+def _value(name: str, hint: Any, value: Any) -> Any:
+    """ConfigError, with the choices, when the value is none of them."""
+    base, optional = _without_none(hint)
+    choices = _choices(base)
+    if choices and value is not None and str(value) not in choices:
+        raise ConfigError(f"--{option_name(name)} cannot be {value!r}; choose one of: {', '.join(choices)}", param=name)
+    return None if value == NONE and base is str and optional else value
 
 
 def _parameters(config: type[Any], prefix: str = "") -> list[inspect.Parameter]:
@@ -79,15 +93,33 @@ def _parameter(name: str, field: Field[Any], hint: Any, comment: str | None) -> 
         help_text = f"{help_text} ({' | '.join(choices)})" if help_text else " | ".join(choices)
     if base is str and optional and field.default is not None:
         help_text = f"{help_text} (or {NONE})" if help_text else f"or {NONE}"
-    flag = name.replace("_", "-")
+    flag = option_name(name)
     kind = _option_type(base)
-    option = typer.Option(f"--{flag}/--no-{flag}" if base is bool else f"--{flag}", help=help_text)
+    option = typer.Option(
+        f"--{flag}/--no-{flag}" if base is bool else f"--{flag}",
+        help=help_text,
+        hidden=field.metadata.get("hidden", False),
+        **(_size_settings(field) if base is int and name.endswith("_nbytes") else {}),
+    )
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,
         default=_default(field),
         annotation=Annotated[kind | None if optional else kind, option],
     )
+
+
+def _size_settings(field: Field[Any]) -> dict[str, Any]:
+    default = _default(field)
+    shown = format_nbytes(default) if isinstance(default, int) else True
+    return {"parser": _parse_size, "metavar": "SIZE", "show_default": shown}
+
+
+def _parse_size(text: str | int) -> int:
+    try:
+        return parse_nbytes(text)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def _is_nested(hint: Any) -> bool:

@@ -41,7 +41,7 @@ def show(plan: Plan) -> None:
 def show_sizes(sizes: KvSizes, cost_source: str | None) -> None:
     console = Console(highlight=False)
     per_token = (
-        f"{sizes.kv_nbytes_per_token / 1024:g} KiB of KV per token, {sizes.tokens_per_tb / 1e6:.2f} M tokens per TB"
+        f"{sizes.kv_nbytes_per_token / 1000:g} kB of KV per token, {sizes.tokens_per_tb / 1e6:.2f} M tokens per TB"
     )
     title = f"{sizes.model} on {sizes.num_gpus} x {sizes.gpu}: {per_token}"
     table = _table(title, "prompt", "KV GB", "prefill s", "eq. 2 GB/s", "own ops GB/s", "by cost GB/s")

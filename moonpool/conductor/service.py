@@ -44,8 +44,8 @@ from moonpool.conductor.waiting_room import WaitingRoom
 
 @dataclass(frozen=True, slots=True)
 class ConductorConfig:
-    address: str = "tcp:127.0.0.1:0"
-    store_address: str | None = None  # None: there is no pool
+    address: str = "tcp:127.0.0.1:0"  # where to listen; port 0: any free one
+    store_address: str | None = None  # of the pool; without it there is no pool
     name: str = "conductor"
     num_records: int = 10_000
     max_pool_blocks: int = 4_000_000

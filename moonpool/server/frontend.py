@@ -11,6 +11,7 @@ from pathlib import Path
 
 import uvicorn
 
+from moonpool.base.address import Address, parse_address
 from moonpool.base.errors import ConfigError, Internal
 from moonpool.conductor.retries import RetryPolicy
 from moonpool.engine.model_files import read_config, read_sampling_defaults, resolve
@@ -32,8 +33,9 @@ class FrontendConfig:
     master_address: str | None = field(default=None, metadata={"help": "the pool's master, for its metrics"})
     model: str = field(default="smollm2", metadata={"help": "model name, Hugging Face folder or .gguf file"})
     model_name: str | None = field(default=None, metadata={"help": "name shown to clients; the model's own if unset"})
-    host: str = field(default="127.0.0.1", metadata={"help": "address to serve at"})
-    port: int = field(default=8000, metadata={"help": "port to serve at; 0 takes any free one"})
+    listen: str = field(default="tcp:127.0.0.1:8000", metadata={"help": "where to serve HTTP; port 0: any free one"})
+    host: str | None = field(default=None, metadata={"hidden": True})  # with `port`: the form of `listen` before it
+    port: int | None = field(default=None, metadata={"hidden": True})
     tenants_file: str | None = field(default=None, metadata={"help": "JSON file of tenants and their API keys"})
     max_model_len: int | None = field(default=None, metadata={"help": "longest context; the model's own if unset"})
     request_timeout_s: float = field(default=600.0, metadata={"help": "after this time a request ends"})
@@ -43,12 +45,21 @@ class FrontendConfig:
     access_log: bool = field(default=False, metadata={"help": "log a line per request"})
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port < 65536:
+        if not 0 <= self.http_address.port < 65536:
             raise ConfigError(f"{self.port} is not a port", param="port")
+        if self.http_address.scheme != "tcp":
+            raise ConfigError("HTTP is served at an address like tcp:127.0.0.1:8000", param="listen")
         for name in ("max_model_len", "request_timeout_s", "max_attempts", "max_body_nbytes"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} must be above 0", param=name)
+
+    @property
+    def http_address(self) -> Address:
+        """`listen`, overruled by `host` and `port` where these are given. ConfigError when it is no address."""
+        address = parse_address(self.listen)
+        host = address.host if self.host is None else self.host
+        return Address(address.scheme, address.path, host, address.port if self.port is None else self.port)
 
 
 class Frontend:
@@ -66,7 +77,7 @@ class Frontend:
     async def start(self) -> str:
         """Raises ConfigError when the port is taken, ModelError when the model's files cannot be used."""
         config = self.config
-        self._socket = bind(config.host, config.port)
+        self._socket = bind(config.http_address.host, config.http_address.port)
         model = await asyncio.to_thread(self._load, config)
         tenants_file = None if config.tenants_file is None else Path(config.tenants_file)
         tenants = await asyncio.to_thread(load_tenants, Path(config.state_dir), tenants_file)

@@ -17,6 +17,7 @@ from typing import IO
 
 import msgspec
 
+from moonpool.base.config import option_name
 from moonpool.base.lifeline import Lifeline
 from moonpool.base.process import Report
 
@@ -89,10 +90,10 @@ class Child:
 
 
 def to_arguments(options: Mapping[str, object]) -> list[str]:
-    """{"run_dir": "/x", "threads": None, "verify": True} -> ["--run-dir", "/x", "--verify"]."""
+    """Options by field name: {"run_dir": "/x", "threads": None, "verify": True} -> ["--run-dir", "/x", "--verify"]."""
     arguments: list[str] = []
     for name, value in options.items():
-        flag = name.replace("_", "-")
+        flag = option_name(name)
         if isinstance(value, bool):
             arguments.append(f"--{flag}" if value else f"--no-{flag}")
         elif value is not None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from moonpool.base.address import host_port
 from moonpool.base.cores import divide_cores
 from moonpool.base.errors import ConfigError
 from moonpool.base.run_dirs import MASTER, socket_address
@@ -167,8 +168,7 @@ def _worker(config: ServeConfig, run_dir: Path, role: str, index: int, threads: 
 
 def _frontend(config: ServeConfig, run_dir: Path, state_dir: Path, workers: tuple[str, ...]) -> Role:
     options = {
-        "host": config.host,
-        "port": config.port,
+        "listen": f"tcp:{host_port(config.host, config.port)}",
         "model": config.model,
         "conductor_address": socket_address(run_dir, CONDUCTOR),
         "master_address": socket_address(run_dir, MASTER),

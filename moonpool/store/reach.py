@@ -24,7 +24,7 @@ def check_numa_node(numa_node: int | None) -> None:
 
 
 def in_words(descriptor: SegmentDescriptor) -> str:
-    """`n1.dram, 59.6 GiB at cpu:0, reached by shm, tcp 10.0.0.1:4711, tcp 10.1.0.1:4712 (secondary)`."""
+    """`n1.dram, 64 GB at cpu:0, reached by shm, tcp 10.0.0.1:4711, tcp 10.1.0.1:4712 (secondary)`."""
     ways = [_way(endpoint) for endpoint in descriptor.endpoints]
     ways += [f"{_way(endpoint)} (secondary)" for endpoint in descriptor.secondary]
     size = format_nbytes(descriptor.nbytes)

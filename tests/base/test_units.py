@@ -40,7 +40,22 @@ def test_plain_numbers_are_exact(nbytes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (2**31, "2.0 GiB"), (2**50, "1024.0 TiB")]
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (1024, "1 kB"),
+        (999_960, "1 MB"),
+        (10**9, "1 GB"),
+        (2**31, "2.1 GB"),
+        (10**15, "1000 TB"),
+    ],
 )
 def test_format(nbytes: int, text: str) -> None:
     assert format_nbytes(nbytes) == text
+
+
+@pytest.mark.parametrize("typed", ["1GB", "512MB", "64GB", "4TB", "1.5kB", "999B"])
+def test_a_size_is_shown_as_it_was_typed(typed: str) -> None:
+    assert format_nbytes(parse_nbytes(typed)).replace(" ", "") == typed

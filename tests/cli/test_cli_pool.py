@@ -85,7 +85,7 @@ def test_put_get_why_rm(master: str, tmp_path: Path) -> None:
     data = os.urandom(5_000_000)
     (tmp_path / "weights").write_bytes(data)
     stored = moonpool(master, "put", str(tmp_path / "weights"))
-    assert (stored.returncode, stored.stdout, stored.stderr) == (0, b"", b"stored 4.8 MiB as weights\n")
+    assert (stored.returncode, stored.stdout, stored.stderr) == (0, b"", b"stored 5 MB as weights\n")
     assert moonpool(master, "get", "weights").stdout == data
     assert moonpool(master, "get", "weights", "--out", str(tmp_path / "out")).returncode == 0
     assert (tmp_path / "out").read_bytes() == data
@@ -191,7 +191,7 @@ def test_progress_is_for_terminals(master: str, tmp_path: Path) -> None:
     os.close(leader)
     assert process.wait(timeout=60) == 0
     assert b"put " in shown
-    assert b"stored 8.6 MiB as file" in shown
+    assert b"stored 9 MB as file" in shown
     moonpool(master, "rm", "file", "--force")
 
 

@@ -42,7 +42,7 @@ def measured(min_tokens: int | None, num_pulls: int = 5) -> FetchOrCompute:
 def test_what_a_conductor_measured() -> None:
     ttft = PredictionError(model="ttft", count=3, p50=0.08, p90=0.2, bias=0.0)
     says = by_conductor(measured(100), status(predictions=(ttft,))).says
-    assert says.startswith("prefixes from 100 tokens on are worth fetching: the pool delivers 4.7 GiB/s, 8,192 need")
+    assert says.startswith("prefixes from 100 tokens on are worth fetching: the pool delivers 5 GB/s, 8,192 need")
     assert says.endswith("TTFT is predicted within 8% (median)")
     assert "computing is faster for every prefix" in by_conductor(measured(None), status()).says
     assert "nothing was pulled yet" in by_conductor(measured(100, num_pulls=0), status()).says

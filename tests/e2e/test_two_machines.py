@@ -92,10 +92,10 @@ class TwoMachines:
         self.a.start(
             "master", "master", "--data-dir", str(self.a.folder / "data"), "--listen", self.master
         ).ready()  # fmt: skip
-        conductor = ("--address", self.conductor, "--store-address", self.master)
+        conductor = ("--listen", self.conductor, "--master", self.master)
         frontend = (
-            *("--model", str(self._model), "--conductor-address", self.conductor, "--master-address", self.master),
-            *("--state-dir", str(self.a.folder / "state"), "--host", self.a.address, "--port", "8000"),
+            *("--model", str(self._model), "--conductor", self.conductor, "--master", self.master),
+            *("--state-dir", str(self.a.folder / "state"), "--listen", f"tcp:{self.a.address}:8000"),
         )
         started = [
             self.a.start("conductor", "conductor", *conductor),
@@ -106,7 +106,7 @@ class TwoMachines:
         self.conductor_role, self.node_a, self.node_b, self.frontend = [role.ready() for role in started]
 
     def _node(self, machine: Machine, name: str, *wires: str) -> RoleProcess:
-        own = ("--name", name, "--master-address", self.master, "--dram-nbytes", str(8 << 20))
+        own = ("--name", name, "--master", self.master, "--dram", str(8 << 20))
         files = ("--run-dir", str(machine.run_dir), "--secret-file", str(self.secret))
         return machine.start(name, "node", *own, *files, *wires)
 
@@ -115,10 +115,10 @@ class TwoMachines:
         self.workers[name] = machine.start(
             name,
             "worker",
-            *("--name", name, "--role", role, "--model", str(self._model), "--address", f"tcp:{machine.address}:0"),
-            *("--conductor-address", self.conductor, "--master-address", self.master, "--tcp-host", machine.address),
+            *("--name", name, "--role", role, "--model", str(self._model), "--listen", f"tcp:{machine.address}:0"),
+            *("--conductor", self.conductor, "--master", self.master, "--tcp-host", machine.address),
             *("--run-dir", str(machine.run_dir), "--secret-file", str(secret or self.secret), "--threads", "1"),
-            *("--block-tokens", str(BLOCK_TOKENS), "--kv-nbytes", str(NUM_PAGES * PAGE_NBYTES)),
+            *("--block-tokens", str(BLOCK_TOKENS), "--kv", str(NUM_PAGES * PAGE_NBYTES)),
             env={"OMP_NUM_THREADS": "1"},
         )
         return self.workers[name]

@@ -178,7 +178,7 @@ def test_sizes_of_any_config(tmp_path: Path) -> None:
     assert (found["model"], found["gpu"]) == ("my-model", "h100")
     assert found["kv_nbytes_per_token"] == 10 * 2 * 4 * 64 * 2
     text = moonpool_plan("--model", "deepseek-v3")
-    assert "68.625 KiB of KV per token" in text.stdout, text.stderr
+    assert "70.272 kB of KV per token" in text.stdout, text.stderr
 
 
 def test_wrong_input_is_one_line(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 from moonpool.base.clock import SystemClock
 from moonpool.base.errors import ConfigError
 from moonpool.base.identity import CacheIdentity
+from moonpool.base.units import format_nbytes
 from moonpool.engine.config import ModelConfig
 from moonpool.engine.kv_link.device_pieces import DevicePieces
 from moonpool.engine.kv_link.pieces import HostPieces, PieceMemory
@@ -87,7 +88,9 @@ def _numa_node(config: WorkerConfig) -> int | None:
 def _num_pages(config: WorkerConfig, model: ModelConfig) -> int:
     one_page = KvLayout.of(model, num_pages=1, block_tokens=config.block_tokens, dtype=config.dtype).page_nbytes
     if config.kv_nbytes < one_page:
-        raise ConfigError(f"kv_nbytes {config.kv_nbytes} is less than one page of {one_page} bytes")
+        raise ConfigError(
+            f"{format_nbytes(config.kv_nbytes)} of KV memory (--kv) hold no page of {format_nbytes(one_page)}"
+        )
     return config.kv_nbytes // one_page
 
 

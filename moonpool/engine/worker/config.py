@@ -17,8 +17,8 @@ class WorkerConfig(WireConfig):
     role: Literal["prefill", "decode"]
     model: str  # a name known to `moonpool model`, a Hugging Face folder or a .gguf file
     address: str  # where to serve, unix:/path or tcp:host:port
-    conductor_address: str
-    master_address: str
+    conductor_address: str  # who sends it requests
+    master_address: str  # of the pool
     run_dir: str  # for Unix sockets; private to this user
     kv_nbytes: int = 400_000_000  # KV memory of this worker
     block_tokens: int = EngineConfig.block_tokens

@@ -18,13 +18,15 @@ class NodeConfig(WireConfig):
     """The name is unique in the pool and stays the same across restarts."""
 
     name: str  # unique in the pool, the same after a restart
-    master_address: str
+    master_address: str  # whom it gives its memory to
     dram_nbytes: int  # memory for the pool, taken at start
     run_dir: str  # where processes of this machine find its sockets
     ssd_dir: str | None = None  # a folder for what is cold; it is found again after a restart
-    ssd_nbytes: int = 0  # of disk space there
+    ssd_nbytes: int = 0  # how much of the disk it may take; goes with ssd_dir
     ssd_file_nbytes: int | None = None  # size of one log file; default: 256 MiB, or a sixteenth of a small disk
-    ssd_rest_s: float = 30.0  # how long an emptied file stays, for readers who know no better; above any lease
+    ssd_rest_s: float = (
+        30.0  # seconds before an emptied log file is reused; must exceed the lease time: late readers may use it
+    )
     numa_node: int | None = None  # takes the memory there, as far as that node has some
     copy_threads: int = 2  # objects copied here at once
     start_timeout_s: float = 10.0  # for the master to answer, and for an earlier node of this name to be forgotten
@@ -32,9 +34,9 @@ class NodeConfig(WireConfig):
 
     def __post_init__(self) -> None:
         if self.dram_nbytes < GRANULE_NBYTES:
-            raise ConfigError(f"a node offers at least {GRANULE_NBYTES} bytes", param="dram_nbytes")
+            raise ConfigError(f"a node offers at least {GRANULE_NBYTES} bytes of memory (--dram)", param="dram_nbytes")
         if (self.ssd_dir is None) != (self.ssd_nbytes == 0):
-            raise ConfigError("ssd_dir and ssd_nbytes go together", param="ssd_dir")
+            raise ConfigError("--ssd (ssd_dir) and --ssd-size (ssd_nbytes) go together", param="ssd_dir")
         if self.copy_threads < 1:
             raise ConfigError("copy_threads must be at least 1", param="copy_threads")
         if self.ssd_dir is not None:
