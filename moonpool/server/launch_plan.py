@@ -46,7 +46,7 @@ class ServeConfig:
     ttft_slo_s: float | None = None  # requests that would wait longer for their first token are refused; default: none
     tbt_slo_s: float | None = None  # the same for the time between tokens
     tenants_file: str | None = None  # JSON: {"tenants": [{"name": ..., "api_keys": [...]}]}; default: one open tenant
-    secret_file: str | None = None  # node and workers ask for this secret at their tcp ports; mode 600
+    secret_file: str | None = None  # the node opens a tcp port too, for those who know this secret; mode 600
     state_dir: str | None = None  # secrets and the pool's epoch; default: MOONPOOL_STATE or ~/.local/state/moonpool
     log_dir: str | None = None  # a file per role; default: all to standard error
     log_level: str = field(default="INFO", metadata={"help": "DEBUG, INFO, WARNING or ERROR"})
@@ -124,10 +124,18 @@ def _node(config: ServeConfig, run_dir: Path) -> Role:
         "dram_nbytes": config.pool_nbytes,
         "ssd_dir": config.ssd,
         "ssd_nbytes": config.ssd_nbytes,
+        "tcp_host": _node_tcp_host(config),
         "secret_file": config.secret_file,
         "log_level": config.log_level,
     }
     return Role(NODE, "node", options, after=(MASTER,))
+
+
+def _node_tcp_host(config: ServeConfig) -> str | None:
+    """The roles of one machine share memory, so the node needs no tcp port; one without a secret would open the pool to
+    every user of the machine. With a secret it listens where it does by default.
+    """
+    return "none" if config.secret_file is None else None
 
 
 def _conductor(config: ServeConfig, run_dir: Path) -> Role:

@@ -82,6 +82,13 @@ def test_the_secret_goes_to_those_who_listen() -> None:
     assert not any("--secret-file" in to_arguments(role.options) for role in plan().values())
 
 
+def test_the_pool_has_a_tcp_port_only_behind_a_secret() -> None:
+    assert plan()["node"].options["tcp_host"] == "none"
+    assert plan(secret_file="/s")["node"].options["tcp_host"] is None  # the node's own default, with the secret
+    assert not any("tcp_host" in role.options for name, role in plan().items() if name != "node")
+    assert WorkerConfig.tcp_host is None
+
+
 def test_the_plan_can_be_supervised() -> None:
     roles = plan(prefill=2, decode=3).values()
     Supervisor([ChildSpec(role.name, role.after, role.first_after, role.uses) for role in roles])

@@ -30,6 +30,7 @@ from moonpool.base.rpc.protocol import (
     encode_value,
 )
 from moonpool.base.rpc.silence import DEFAULT_PATIENCE, Patience, Watch
+from moonpool.base.unix_socket import bind_private, is_own_user
 
 _LOG = logging.getLogger(__name__)
 _MAX_CALLS_PER_PEER = 4096
@@ -66,7 +67,7 @@ class RpcServer:
         try:
             if at.scheme == "unix":
                 await _free_socket_path(at.path)
-                server = await loop.create_unix_server(lambda: Peer(self), at.path)
+                server = await loop.create_unix_server(lambda: Peer(self), sock=bind_private(at.path))
                 self._paths.append(at.path)
             else:
                 server = await loop.create_server(lambda: Peer(self), at.host, at.port)
@@ -103,6 +104,11 @@ async def _free_socket_path(path: str) -> None:
         return
     writer.close()
     raise ConfigError(f"cannot listen at unix:{path}: another process serves there")
+
+
+def _is_other_user(transport: asyncio.Transport) -> bool:
+    sock = transport.get_extra_info("socket")
+    return sock is not None and sock.family == socket.AF_UNIX and not is_own_user(sock)
 
 
 def _keep_alive(transport: asyncio.Transport) -> None:
@@ -159,6 +165,10 @@ class Peer(asyncio.Protocol):
         self._transport = transport
         self._greeting = asyncio.get_running_loop().call_later(_HELLO_TIMEOUT_S, self.abort)
         self._server.peers.add(self)
+        if _is_other_user(transport):
+            _LOG.warning("%s: a process of another user was turned away", self._server.hello.service)
+            self.abort()
+            return
         _keep_alive(transport)
 
     def data_received(self, data: bytes) -> None:

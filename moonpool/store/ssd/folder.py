@@ -47,7 +47,7 @@ class Folder:
         self._mutex = threading.Lock()
         self._open_files: OrderedDict[int, LogFile] = OrderedDict()
         with on_disk(self.path):
-            os.makedirs(self.path, exist_ok=True)
+            os.makedirs(self.path, mode=0o700, exist_ok=True)
             self._lock_fd = _lock(os.path.join(self.path, "LOCK"))  # None again after close()
         if self._lock_fd is None:
             raise ConfigError(f"{self.path} is in use by another node; each needs a folder of its own")

@@ -20,6 +20,7 @@ import msgspec
 from moonpool.base.errors import MoonpoolError, NotFound, Overloaded, ProtocolError
 from moonpool.base.frames import HEADER_NBYTES, FrameDecoder, FrameKind
 from moonpool.base.rpc.protocol import Call, CallDecoder, encode_error, encode_value
+from moonpool.base.unix_socket import bind_private, is_own_user
 from moonpool.transfer.desk import CALLS, Desk
 from moonpool.transfer.transports.sockets import hang_up
 
@@ -117,6 +118,10 @@ class ShmServer:
     def _accept(self, selector: selectors.BaseSelector) -> None:
         sock, _ = self._listener.accept()
         sock.setblocking(False)
+        if not is_own_user(sock):
+            _log.warning("shm: a process of another user was turned away")
+            sock.close()
+            return
         if len(self._clients) >= self._max_connections:
             with sock:
                 sock.send(encode_error(0, Overloaded("too many processes have mapped segments of this owner")))
@@ -177,10 +182,8 @@ def _decode(kind: FrameKind, body: bytes) -> Call[Any]:
 
 def _listen(path: str) -> socket.socket:
     """A listening socket that only this user may open."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener = bind_private(path)
     try:
-        listener.bind(path)
-        os.chmod(path, 0o600)
         listener.listen(128)
         listener.setblocking(False)
     except OSError:
