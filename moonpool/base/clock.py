@@ -1,4 +1,7 @@
-"""Time as a parameter. Cores get `now` as a number; shells get a Clock; tests get a VirtualClock."""
+"""Time as a parameter. Cores get `now` as a number; shells get a Clock; tests get a VirtualClock.
+
+A process that stood still must not count that time against others: see late_s().
+"""
 
 from __future__ import annotations
 
@@ -31,6 +34,38 @@ class VirtualClock:
     def advance(self, seconds: float) -> None:
         assert seconds >= 0, "time does not run backwards"
         self._now_s += seconds
+
+
+def late_s(planned_s: float, now_s: float) -> float:
+    """By how many seconds a look that was planned for `planned_s` came late; 0 when it is early or on time.
+
+    The one rule for a process that stands still (stopped, not scheduled, its machine suspended): what it did not hear
+    while it could not listen is not the silence of others. Whoever compares "heard last" with the time plans its
+    looks, and forgives others by as much as a look was late: `AttendedClock` for a whole service, rpc/silence.py for
+    one connection.
+    """
+    return max(0.0, now_s - planned_s)
+
+
+class AttendedClock:
+    """A clock that stands still while its process does: between two readings at most `step_s` pass.
+
+    For a process that looks at the time regularly, at least every `step_s`. Promises given by this clock (leases,
+    times to live) last longer than they say when the process stood still, never shorter. For one thread.
+    """
+
+    def __init__(self, step_s: float, clock: Clock | None = None) -> None:
+        self._step_s = step_s
+        self._clock: Clock = clock or SystemClock()
+        self._due_s = self._clock.now_s() + step_s
+        self.stood_still_s = 0.0  # in all
+
+    def now_s(self) -> float:
+        now_s = self._clock.now_s()
+        if now_s > self._due_s:
+            self.stood_still_s += late_s(self._due_s, now_s)
+        self._due_s = now_s + self._step_s
+        return now_s - self.stood_still_s
 
 
 class Deadline:

@@ -13,7 +13,7 @@ import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from moonpool.base.clock import SystemClock
+from moonpool.base.clock import AttendedClock
 from moonpool.base.lifeline import Lifeline
 from moonpool.server.launch_child import Child
 from moonpool.server.launch_plan import Role
@@ -37,6 +37,7 @@ from moonpool.server.supervisor import (
 
 _LOG = logging.getLogger(__name__)
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_LOOK_EVERY_S = 1.0  # how often the time is looked at when nothing happens
 
 
 class Launcher:
@@ -56,7 +57,8 @@ class Launcher:
         self._supervisor = Supervisor(
             [ChildSpec(r.name, r.after, r.first_after, r.uses, r.start_timeout_s) for r in roles]
         )
-        self._clock = SystemClock()
+        # A child is not late because this process stood still and did not hear that it is ready.
+        self._clock = AttendedClock(2 * _LOOK_EVERY_S)
         self._progress = Progress(self._clock)
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._children: dict[str, Child] = {}
@@ -92,7 +94,7 @@ class Launcher:
 
     async def _next_event(self) -> Event:
         wake_s = self._supervisor.next_wake_s()
-        delay_s = None if wake_s is None else max(0.0, wake_s - self._clock.now_s())
+        delay_s = _LOOK_EVERY_S if wake_s is None else min(_LOOK_EVERY_S, max(0.0, wake_s - self._clock.now_s()))
         try:
             async with asyncio.timeout(delay_s):
                 return await self._events.get()

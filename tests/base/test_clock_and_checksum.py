@@ -7,9 +7,11 @@ from pathlib import Path
 import google_crc32c
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moonpool.base.checksum import ChecksumKind, compute, crc32c, crc32c_of_array, runs_beside_others, verify
-from moonpool.base.clock import Deadline, VirtualClock
+from moonpool.base.clock import AttendedClock, Deadline, VirtualClock, late_s
 from moonpool.base.errors import Corrupt
 
 
@@ -22,6 +24,35 @@ def test_deadline() -> None:
     clock.advance(1.0)
     assert deadline.remaining_s() == 0.0
     assert deadline.expired()
+
+
+def test_an_attended_clock_does_not_count_a_standstill() -> None:
+    real = VirtualClock(1000.0)
+    clock = AttendedClock(0.5, real)
+    real.advance(0.4)
+    assert clock.now_s() == pytest.approx(1000.4)
+    real.advance(12.0)  # stopped
+    assert clock.now_s() == pytest.approx(1000.9)
+    assert clock.stood_still_s == pytest.approx(11.5)
+    real.advance(0.2)
+    assert clock.now_s() == pytest.approx(1001.1), "and then it goes on as before"
+
+
+@given(st.lists(st.floats(0.0, 100.0), max_size=50), st.floats(0.001, 10.0))
+def test_an_attended_clock_never_runs_back_nor_further_than_a_step(waits_s: list[float], step_s: float) -> None:
+    real = VirtualClock()
+    clock = AttendedClock(step_s, real)
+    before_s = clock.now_s()
+    for wait_s in waits_s:
+        real.advance(wait_s)
+        now_s = clock.now_s()
+        assert before_s <= now_s + 1e-9
+        assert now_s - before_s == pytest.approx(min(wait_s, step_s), abs=1e-9)
+        before_s = now_s
+
+
+def test_a_look_before_its_time_is_not_late() -> None:
+    assert (late_s(5.0, 4.0), late_s(5.0, 5.0), late_s(5.0, 7.5)) == (0.0, 0.0, 2.5)
 
 
 def test_crc32c_of_any_buffer() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.base.errors import ConfigError
 from moonpool.base.rpc import Patience
-from moonpool.base.rpc.silence import Silence, Verdict
+from moonpool.base.rpc.silence import AttendedTimer, Silence, Verdict
 
 WAIT, PING, LOST = Verdict.WAIT, Verdict.PING, Verdict.LOST
 PATIENCE = Patience(ping_interval_s=3.0, silence_limit_s=10.0)
@@ -98,3 +101,24 @@ def test_a_lame_watcher_still_notices_a_frozen_peer(lateness: list[float]) -> No
 def test_impatience_that_would_cut_healthy_peers_is_refused(interval_s: float, limit_s: float) -> None:
     with pytest.raises(ConfigError, match="needs pings"):
         Patience(ping_interval_s=interval_s, silence_limit_s=limit_s)
+
+
+async def test_a_late_timer_lets_what_came_meanwhile_be_heard_first() -> None:
+    """The loop stands still for longer than the limit; the peer's word lies ready when it moves again."""
+    ended: list[str] = []
+    timer = AttendedTimer(0.2, lambda: ended.append("cut off"))
+
+    def heard() -> None:
+        ended.append("heard")
+        timer.cancel()
+
+    asyncio.get_running_loop().call_later(0.19, heard)
+    time.sleep(1.0)  # noqa: ASYNC251 - this is the standstill
+    await asyncio.sleep(0.25)
+    assert ended == ["heard"]
+
+
+async def test_a_timer_fires_when_nobody_stood_still() -> None:
+    over = asyncio.Event()
+    AttendedTimer(0.01, over.set)
+    await asyncio.wait_for(over.wait(), 10)

@@ -29,7 +29,7 @@ from moonpool.base.rpc.protocol import (
     encode_error,
     encode_value,
 )
-from moonpool.base.rpc.silence import DEFAULT_PATIENCE, Patience, Watch
+from moonpool.base.rpc.silence import DEFAULT_PATIENCE, AttendedTimer, Patience, Watch
 from moonpool.base.unix_socket import bind_private, is_own_user
 
 _LOG = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ class Peer(asyncio.Protocol):
         self._writable = asyncio.Event()
         self._writable.set()
         self._transport: asyncio.Transport | None = None
-        self._greeting: asyncio.TimerHandle | None = None
+        self._greeting: AttendedTimer | None = None
         self._watch = Watch(server.patience, lost=self._on_silence)
         self._watched = False  # it has promised to be heard
         self.hello: Hello | None = None
@@ -163,7 +163,7 @@ class Peer(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport = cast(asyncio.Transport, transport)  # uvloop does not derive its own from it
         self._transport = transport
-        self._greeting = asyncio.get_running_loop().call_later(_HELLO_TIMEOUT_S, self.abort)
+        self._greeting = AttendedTimer(_HELLO_TIMEOUT_S, self.abort)
         self._server.peers.add(self)
         if _is_other_user(transport):
             _LOG.warning("%s: a process of another user was turned away", self._server.hello.service)

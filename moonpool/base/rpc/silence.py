@@ -15,11 +15,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from moonpool.base.clock import late_s
 from moonpool.base.errors import ConfigError
 
 PING_INTERVAL_S = 3.0
 SILENCE_LIMIT_S = 10.0
 _TIMER_GRAIN_S = 0.001  # uvloop counts in milliseconds; less would spin until the moment has come
+_PUNCTUAL_S = 0.1  # a timer that fires later than this fired after a standstill
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +77,37 @@ class Silence:
         return max(min(self.heard_s, self.said_s), self._pinged_s) + self._patience.ping_interval_s
 
     def _forgive(self, now_s: float) -> None:
-        late_s = max(0.0, now_s - self.next_look_s)
-        heard_s = self.heard_s + late_s
-        if late_s > self._patience.ping_interval_s:
+        late = late_s(self.next_look_s, now_s)
+        heard_s = self.heard_s + late
+        if late > self._patience.ping_interval_s:
             heard_s = max(heard_s, now_s + self._patience.ping_interval_s - self._patience.silence_limit_s)
         self.heard_s = min(now_s, heard_s)
+
+
+class AttendedTimer:
+    """Calls `over` once when `limit_s` have passed in which this process could listen, from creation to cancel().
+
+    A timer that fires late waits once more, for as long as it was late, so that what came meanwhile is read first.
+    """
+
+    def __init__(self, limit_s: float, over: Callable[[], None]) -> None:
+        self._limit_s, self._over = limit_s, over
+        self._arm(limit_s)
+
+    def cancel(self) -> None:
+        """Idempotent."""
+        self._timer.cancel()
+
+    def _arm(self, delay_s: float) -> None:
+        self._due_s = time.monotonic() + delay_s
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._fire)
+
+    def _fire(self) -> None:
+        late = late_s(self._due_s, time.monotonic())
+        if late > _PUNCTUAL_S:
+            self._arm(min(late, self._limit_s))
+        else:
+            self._over()
 
 
 class Watch:

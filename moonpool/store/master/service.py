@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from moonpool.base.clock import Clock, SystemClock
+from moonpool.base.clock import AttendedClock, Clock
 from moonpool.base.errors import MoonpoolError
 from moonpool.base.rpc import Peer, RpcServer
 from moonpool.store import messages as m
@@ -31,6 +31,7 @@ from moonpool.transfer.descriptor import SegmentDescriptor
 _LOG = logging.getLogger(__name__)
 _BUSY_S = 100e-6  # more than the loop needs to find that nobody calls
 _CALLERS_SHARE = 2.0
+_LATE_TICK_S = 0.2  # a tick that comes later than this came after a standstill
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +54,8 @@ class Master:
 
     def __init__(self, config: MasterConfig, clock: Clock | None = None) -> None:
         self.config = config
-        self.clock = clock or SystemClock()
+        # Nodes, leases and puts are not to pay for time in which this process stood still and heard nobody.
+        self.clock: Clock = clock or AttendedClock(config.tick_s + _LATE_TICK_S)
         self.board = SegmentBoard()
         self.order_streams = OrderStreams()
         self._connections = itertools.count(1)

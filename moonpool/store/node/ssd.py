@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
+from moonpool.base.clock import AttendedClock
 from moonpool.base.errors import MoonpoolError
 from moonpool.base.rpc import AsyncClient
 from moonpool.base.units import format_nbytes
@@ -139,6 +139,8 @@ class Housekeeper:
         self._rest_s = rest_s
         self._untold: list[Moved] = []  # the master has not heard of these moves yet
         self._release_at_s: dict[int, float] = {}  # by number of an emptied file
+        # Readers with a lease are not to lose their time because this process stood still.
+        self._clock = AttendedClock(2 * _COMPACT_EVERY_S)
         self._complaints = SeldomLog(_LOG, f"{ssd.segment.name}: the log is not tidied: %s")
 
     async def attend(self, client: AsyncClient) -> None:
@@ -157,7 +159,7 @@ class Housekeeper:
 
     def _pause_s(self) -> float:
         """Until the next look, or until an emptied file has rested if that is sooner."""
-        rested_in_s = min(self._release_at_s.values(), default=math.inf) - time.monotonic()
+        rested_in_s = min(self._release_at_s.values(), default=math.inf) - self._clock.now_s()
         return min(_COMPACT_EVERY_S, max(0.0, rested_in_s))
 
     async def _tidy(self, client: AsyncClient) -> bool:
@@ -177,7 +179,7 @@ class Housekeeper:
         self._untold += self._ssd.log.compact(_COMPACT_NBYTES)
 
     async def _release_rested(self) -> None:
-        now_s = time.monotonic()
+        now_s = self._clock.now_s()
         for number in await asyncio.to_thread(self._ssd.log.drained):
             if now_s >= self._release_at_s.setdefault(number, now_s + self._rest_s):
                 await asyncio.to_thread(self._ssd.log.release, number)
