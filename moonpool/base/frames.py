@@ -60,9 +60,9 @@ def whole_frame(kind: FrameKind, data: bytes | bytearray, nbytes: int) -> int | 
     return call_id if start == _STARTS[kind] and nbytes == HEADER_NBYTES + body_nbytes <= MAX_BODY_NBYTES else None
 
 
-def decode_header(header: bytes | bytearray | memoryview) -> tuple[FrameKind, int, int]:
-    """(kind, body_nbytes, call_id) of a 16-byte header; ProtocolError when it is not one of ours."""
-    magic, version, kind, nbytes, call_id = _HEADER.unpack_from(header)
+def decode_header(header: bytes | bytearray | memoryview, at: int = 0) -> tuple[FrameKind, int, int]:
+    """(kind, body_nbytes, call_id) of the 16-byte header at `at`; ProtocolError when it is not one of ours."""
+    magic, version, kind, nbytes, call_id = _HEADER.unpack_from(header, at)
     if magic != MAGIC:
         raise ProtocolError("the peer does not speak this protocol")
     if version != VERSION:
@@ -75,28 +75,57 @@ def decode_header(header: bytes | bytearray | memoryview) -> tuple[FrameKind, in
 
 
 class FrameDecoder:
-    """Collects bytes until frames are whole. After a ProtocolError it must not be fed again."""
+    """Collects bytes until frames are whole. After a ProtocolError it must not be used again.
 
-    def __init__(self) -> None:
-        self._buffer = bytearray()
+    A header that announces more than `max_body_nbytes` is refused; the owner may change that between two frames.
+    """
+
+    def __init__(self, max_body_nbytes: int = MAX_BODY_NBYTES) -> None:
+        self.max_body_nbytes = max_body_nbytes
+        self._buffer: bytes | bytearray = b""  # the last part as it came, or several parts together
+        self._at = 0  # what lies before has been returned
 
     @property
     def is_empty(self) -> bool:
         """No frame has begun."""
         return not self._buffer
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are held here and not yet returned in a frame."""
+        return len(self._buffer) - self._at
+
     def feed(self, data: bytes | bytearray | memoryview) -> list[Frame]:
-        """All frames completed by `data`, in order."""
-        self._buffer += data
+        """Return all frames completed by `data`, in order."""
+        self.push(data)
         frames: list[Frame] = []
-        at = 0
-        while len(self._buffer) - at >= HEADER_NBYTES:
-            kind, nbytes, call_id = decode_header(memoryview(self._buffer)[at : at + HEADER_NBYTES])
-            end = at + HEADER_NBYTES + nbytes
-            if len(self._buffer) < end:
-                break
-            frames.append(Frame(kind, call_id, bytes(self._buffer[at + HEADER_NBYTES : end])))
-            at = end
-        if at:
-            del self._buffer[:at]
+        while (frame := self.next()) is not None:
+            frames.append(frame)
         return frames
+
+    def push(self, data: bytes | bytearray | memoryview) -> None:
+        """Take bytes in; next() returns the frames in them."""
+        if len(self._buffer) == self._at:
+            self._buffer, self._at = bytes(data), 0
+            return
+        if isinstance(self._buffer, bytes):
+            self._buffer = bytearray(memoryview(self._buffer)[self._at :])
+        else:
+            del self._buffer[: self._at]
+        self._at = 0
+        self._buffer += data
+
+    def next(self) -> Frame | None:
+        """Return the next whole frame, None when there is none yet."""
+        buffer, begin = self._buffer, self._at + HEADER_NBYTES
+        if len(buffer) >= begin:
+            kind, nbytes, call_id = decode_header(buffer, self._at)
+            if nbytes > self.max_body_nbytes:
+                raise ProtocolError(f"the peer announced {nbytes} bytes, the limit is {self.max_body_nbytes}")
+            end = begin + nbytes
+            if len(buffer) >= end:
+                self._at = end
+                body = buffer[begin:end] if isinstance(buffer, bytes) else bytes(memoryview(buffer)[begin:end])
+                return Frame(kind, call_id, body)
+        self._buffer, self._at = buffer[self._at :], 0
+        return None

@@ -3,6 +3,9 @@
 A handler is a plain function (answered at once, the fast way), a coroutine function, or for a StreamCall an async
 generator. It gets the call and the Peer. When a peer goes away, or promised pings and is silent for too long
 (rpc/silence.py), its running handlers are cancelled and its `on_close` callbacks run.
+
+No connection can take the server from the others (rpc/intake.py): the calls of one are handled in short turns, none
+while its earlier answers are unread, and what it may send before it has introduced itself is small.
 """
 
 from __future__ import annotations
@@ -14,12 +17,22 @@ import logging
 import os
 import socket
 import stat
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, cast
 
 from moonpool.base.address import Address, parse_address
 from moonpool.base.errors import Cancelled, ConfigError, MoonpoolError, Overloaded, ProtocolError
-from moonpool.base.frames import HEADER_NBYTES, Frame, FrameDecoder, FrameKind, encode_frame, whole_frame
+from moonpool.base.frames import (
+    HEADER_NBYTES,
+    MAX_BODY_NBYTES,
+    Frame,
+    FrameDecoder,
+    FrameKind,
+    encode_frame,
+    whole_frame,
+)
+from moonpool.base.rpc.intake import MAX_BACKLOG_NBYTES, MAX_HELLO_NBYTES, TURN_FRAMES, TURN_S, LargeFrames
 from moonpool.base.rpc.protocol import (
     Call,
     CallDecoder,
@@ -35,6 +48,7 @@ from moonpool.base.unix_socket import bind_private, is_own_user
 _LOG = logging.getLogger(__name__)
 _MAX_CALLS_PER_PEER = 4096
 _HELLO_TIMEOUT_S = 10.0
+_UNREAD_NBYTES = 256 * 1024  # of answers; with more, calls wait until the peer has read all but a quarter
 _KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _KEEPALIVE_PROBES = 15, 5, 3
 _PONG = encode_frame(FrameKind.PONG, 0)
 
@@ -60,6 +74,7 @@ class RpcServer:
         self._servers: list[asyncio.Server] = []
         self._paths: list[str] = []
         self.peers: set[Peer] = set()
+        self.large_frames = LargeFrames()
 
     async def listen(self, address: str) -> str:
         """Starts to serve there; returns the address with the real port. ConfigError when it is taken."""
@@ -86,6 +101,7 @@ class RpcServer:
         for peer in peers:
             peer.abort()
         await asyncio.gather(*tasks, *(peer.ended.wait() for peer in peers), return_exceptions=True)
+        self.large_frames.close()
         for path in self._paths:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
@@ -126,7 +142,10 @@ class Peer(asyncio.Protocol):
 
     def __init__(self, server: RpcServer) -> None:
         self._server = server
-        self._frames = FrameDecoder()
+        self._frames = FrameDecoder(MAX_HELLO_NBYTES)
+        self._held: Frame | None = None  # a call that came while answers were unread
+        self._turn: asyncio.Handle | None = None  # the next one, when frames wait for it
+        self._unread_nbytes = 0  # of answers, when the peer was last looked at
         self._running: dict[int, asyncio.Task[None]] = {}
         self._on_close: list[Callable[[], None]] = []
         self._writable = asyncio.Event()
@@ -169,29 +188,75 @@ class Peer(asyncio.Protocol):
             _LOG.warning("%s: a process of another user was turned away", self._server.hello.service)
             self.abort()
             return
+        transport.set_write_buffer_limits(_UNREAD_NBYTES)
         _keep_alive(transport)
 
     def data_received(self, data: bytes) -> None:
         if self._watched:
             self._watch.heard()
-        elif self.hello is not None and self._frames.is_empty:  # one call of a client that waits for its answer, mostly
+        elif self.hello is not None and self._frames.is_empty and self._writable.is_set():
+            # One call of a client that waits for its answer, mostly.
             call_id = whole_frame(FrameKind.CALL, data, len(data))
             if call_id is not None and call_id not in self._running:
                 self._on_call(call_id, data[HEADER_NBYTES:])
                 return
+        self._frames.push(data)
+        if self._turn is None and self._held is None:
+            self._take_turn()
+        elif self._frames.nbytes > MAX_BACKLOG_NBYTES:
+            self._set_reading(False)
+
+    def _take_turn(self) -> None:
+        """Handle the frames that are there, as many as one turn has time for."""
+        self._turn = None
+        now_s, next_frame, is_writable = time.monotonic, self._frames.next, self._writable.is_set
+        until_s = now_s() + TURN_S
         try:
-            for frame in self._frames.feed(data):
+            for _ in range(TURN_FRAMES):
+                frame, self._held = self._held or next_frame(), None
+                if frame is None:
+                    self._set_reading(self._server.large_frames.note(self, self._frames.nbytes))
+                    return
+                if frame.kind is FrameKind.CALL and not is_writable():
+                    self._held = frame  # resume_writing() goes on with it
+                    return
                 self._on_frame(frame)
+                if now_s() >= until_s:
+                    break
         except MoonpoolError as error:
-            self._send(encode_error(0, error))
-            assert self._transport is not None
-            self._transport.close()
+            self._end(error)
+        else:
+            if not self.closed:
+                self._turn = asyncio.get_running_loop().call_soon(self._take_turn)
+
+    def _set_reading(self, wanted: bool) -> None:
+        assert self._transport is not None
+        if not self._transport.is_closing() and self._transport.is_reading() != wanted:
+            (self._transport.resume_reading if wanted else self._transport.pause_reading)()
+
+    def _end(self, error: MoonpoolError) -> None:
+        """Say why, then close the connection."""
+        self._send(encode_error(0, error))
+        assert self._transport is not None
+        self._transport.close()
+
+    # rpc/intake.py
+
+    def read_on(self) -> None:
+        self._set_reading(True)
+
+    def cut_off(self, reason: str) -> None:
+        _LOG.warning("%s: a peer is cut off: %s", self._server.hello.service, reason)
+        self._end(Overloaded(reason))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
         self._writable.set()
         self._server.peers.discard(self)
+        self._server.large_frames.forget(self)
         self._watch.stop()
+        if self._turn is not None:
+            self._turn.cancel()
         if self._greeting is not None:
             self._greeting.cancel()
         for task in self.tasks():
@@ -209,6 +274,8 @@ class Peer(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._writable.set()
+        if self._held is not None and self._turn is None:
+            self._turn = asyncio.get_running_loop().call_soon(self._take_turn)
 
     # frames
 
@@ -220,7 +287,8 @@ class Peer(asyncio.Protocol):
                 raise ProtocolError(f"call {frame.call_id} is still running")
             self._on_call(frame.call_id, frame.body)
         elif frame.kind is FrameKind.PING:
-            self._send(_PONG)
+            if self._writable.is_set():  # else there is plenty to hear already
+                self._send(_PONG)
         elif frame.kind is FrameKind.CANCEL:
             task = self._running.get(frame.call_id)
             if task is not None:
@@ -232,6 +300,7 @@ class Peer(asyncio.Protocol):
         if hello.service != self._server.hello.service:
             raise ProtocolError(f"this is {self._server.hello.service!r}, not {hello.service!r}")
         self.hello = hello
+        self._frames.max_body_nbytes = MAX_BODY_NBYTES
         assert self._greeting is not None
         self._greeting.cancel()
         self._send(encode_value(FrameKind.HELLO, 0, self._server.hello))
@@ -240,7 +309,14 @@ class Peer(asyncio.Protocol):
             self._watch.start()
 
     def _on_silence(self) -> None:
+        """Cut the peer off, unless it was not read (rpc/intake.py) and has read answers meanwhile."""
         assert self.hello is not None
+        assert self._transport is not None
+        unread_nbytes, before = self._transport.get_write_buffer_size(), self._unread_nbytes
+        self._unread_nbytes = unread_nbytes
+        if self._held is not None and unread_nbytes != before:
+            self._watch.start()
+            return
         who, limit_s = self.hello.name or "a peer", self._watch.patience.silence_limit_s
         _LOG.warning("%s: %s has been silent for %g s and is cut off", self._server.hello.service, who, limit_s)
         self.abort()
@@ -274,6 +350,7 @@ class Peer(asyncio.Protocol):
     async def _reply(self, call_id: int, answer: Any) -> None:
         try:
             value = await answer
+            await self._writable.wait()
             self._send(encode_value(FrameKind.REPLY, call_id, value))
         except asyncio.CancelledError:
             self._fail(call_id, Cancelled("the call was cancelled"))

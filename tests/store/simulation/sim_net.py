@@ -252,6 +252,20 @@ class SimTransport:
     def is_closing(self) -> bool:
         return self._is_closing
 
+    def set_write_buffer_limits(self, high: int) -> None:
+        """Whatever is written is on its way at once."""
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def is_reading(self) -> bool:
+        return True
+
+    def pause_reading(self) -> None:
+        """Messages are small here: what arrives is taken."""
+
+    resume_reading = pause_reading
+
     def abort(self) -> None:
         if not self._is_closing:
             self._is_closing = True

@@ -15,7 +15,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import moonpool.base.clock
+import moonpool.base.rpc.aio_server
 import moonpool.base.rpc.blocking
+import moonpool.base.rpc.intake
 import moonpool.base.rpc.silence
 import moonpool.store.client.directory
 import moonpool.store.client.flight
@@ -188,6 +190,7 @@ def _patches() -> list[tuple[Any, str, Any]]:
             (module, "time", time)
             for module in (moonpool.base.clock, moonpool.base.rpc.silence, node.mount, node.orders, node.ssd)
         ],
+        *[(module, "time", time) for module in (moonpool.base.rpc.aio_server, moonpool.base.rpc.intake)],
         (node.seldom, "time", time),
         (moonpool.base.rpc.blocking, "socket", SimSocketModule(lambda: _world().network)),
         *[
