@@ -103,9 +103,10 @@ class SimLoop(asyncio.AbstractEventLoop):
         self._network.listen(f"tcp:{host}:{port}", self._process, factory)
         return _Listening(host, port)
 
-    async def create_unix_server(self, factory: Any, path: str) -> _Listening:
-        self._network.listen(f"unix:{path}", self._process, factory)
-        return _Listening(path, 0)
+    async def create_unix_server(self, factory: Any, sock: str) -> _Listening:
+        """`sock` is the path: sim_patches.py binds no socket."""
+        self._network.listen(f"unix:{sock}", self._process, factory)
+        return _Listening(sock, 0)
 
     async def create_connection(self, factory: Any, host: str, port: int) -> None:
         await self._network.connect_async(self._process, f"tcp:{host}:{port}", factory)

@@ -191,6 +191,7 @@ def _patches() -> list[tuple[Any, str, Any]]:
             for module in (moonpool.base.clock, moonpool.base.rpc.silence, node.mount, node.orders, node.ssd)
         ],
         *[(module, "time", time) for module in (moonpool.base.rpc.aio_server, moonpool.base.rpc.intake)],
+        (moonpool.base.rpc.aio_server, "bind_private", lambda path: path),
         (node.seldom, "time", time),
         (moonpool.base.rpc.blocking, "socket", SimSocketModule(lambda: _world().network)),
         *[
