@@ -2,7 +2,8 @@
 
 A role tells its parent one JSON line on an inherited descriptor (`--ready-fd`): {"ready": address} once it serves,
 or {"error": message} when it cannot. SIGTERM and SIGINT close it gracefully; a close that takes longer than
-CLOSE_TIMEOUT_S is cut short. Exit codes: 0 stopped as asked, 1 it could not start (a reason was given), 70 a bug.
+CLOSE_TIMEOUT_S is cut short. Exit codes: 0 stopped as asked, 1 it could not start or lacked memory (a reason was
+given), 70 a bug. A role that was started by hand, without such a descriptor, logs one line when it is ready.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from typing import NoReturn, Protocol, runtime_checkable
 import msgspec
 import uvloop
 
+from moonpool import __version__
 from moonpool.base.errors import ConfigError, Internal, MoonpoolError
 from moonpool.base.log import setup_logging
+from moonpool.base.memory_limits import memory_shortage
 
 CLOSE_TIMEOUT_S = 3.0
 EXIT_FAILED = 1
@@ -64,9 +67,12 @@ class Report(msgspec.Struct, frozen=True, omit_defaults=True):
     error: str | None = None
 
 
-def run_role(role: str, make: Callable[[], Service], config: ProcessConfig) -> NoReturn:
-    """Runs the service that `make` returns until it is told to stop, and ends the process."""
-    code = _run(role, make, config)
+def run_role(role: str, make: Callable[[], Service], config: ProcessConfig, what: str | None = None) -> NoReturn:
+    """Run the service that `make` returns until it is told to stop, and end the process.
+
+    `role` is the process's name in the log; `what` says in the line at the start what it is.
+    """
+    code = _run(role, make, config, what or role)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -74,7 +80,7 @@ def run_role(role: str, make: Callable[[], Service], config: ProcessConfig) -> N
     os._exit(code)
 
 
-def _run(role: str, make: Callable[[], Service], config: ProcessConfig) -> int:
+def _run(role: str, make: Callable[[], Service], config: ProcessConfig, what: str) -> int:
     try:
         setup_logging(role, config.log_level)
         ready = _ReadyPipe(config.ready_fd)
@@ -82,19 +88,20 @@ def _run(role: str, make: Callable[[], Service], config: ProcessConfig) -> int:
         print(f"moonpool {role}: {error}", file=sys.stderr)
         return EXIT_FAILED
     try:
-        uvloop.run(_serve(make, ready))
-    except MoonpoolError as error:
-        if not ready.tell(Report(error=str(error)[:_MAX_REASON])):
-            print(f"moonpool {role}: {error}", file=sys.stderr)
+        uvloop.run(_serve(make, ready, what))
+    except Exception as error:  # noqa: BLE001 - a bug too must reach the process that waits for this one
+        reason = str(error) if isinstance(error, MoonpoolError) else memory_shortage(error)
+        if reason is None:
+            _LOG.exception("a bug ended this process")
+            ready.tell(Report(error=f"a bug: {type(error).__name__}: {error}"[:_MAX_REASON]))
+            return EXIT_BUG
+        if not ready.tell(Report(error=reason[:_MAX_REASON])):
+            print(f"moonpool {role}: {reason}", file=sys.stderr)
         return EXIT_FAILED
-    except Exception as error:  # noqa: BLE001 - a bug too must reach whoever waits for this process
-        _LOG.exception("a bug ended this process")
-        ready.tell(Report(error=f"a bug: {type(error).__name__}: {error}"[:_MAX_REASON]))
-        return EXIT_BUG
     return 0
 
 
-async def _serve(make: Callable[[], Service], ready: _ReadyPipe) -> None:
+async def _serve(make: Callable[[], Service], ready: _ReadyPipe, what: str) -> None:
     service = make()  # may import for seconds: until the handlers below are there, a signal ends us at once
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -103,7 +110,9 @@ async def _serve(make: Callable[[], Service], ready: _ReadyPipe) -> None:
     try:
         address = await _started(service, stopping)
         if not stopping.done():
-            ready.tell(Report(ready=address or ""))
+            if not ready.tell(Report(ready=address or "")):
+                at = f" at {address}" if address else ""
+                _LOG.info("moonpool %s: %s serves%s (process %d)", __version__, what, at, os.getpid())
             await _run_until(service, stopping)
     finally:
         stopping.cancel()

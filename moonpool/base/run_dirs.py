@@ -15,6 +15,8 @@ from pathlib import Path
 PREFIX = "moonpool-"
 LOCK = "owner.lock"
 MASTER = "master"  # the role's name, and so its socket's
+CONDUCTOR = "conductor"
+_URL = "url"  # a file with the address of the service's HTTP front end
 # A directory without a lock file is one that is being made, unless it is older than this.
 _YOUNG_S = 60.0
 
@@ -28,6 +30,30 @@ def base_dir() -> Path:
 def socket_address(run_dir: Path, name: str) -> str:
     """Where the role of that name serves; the same after a restart."""
     return f"unix:{run_dir / name}.sock"
+
+
+def write_url(run_dir: Path, url: str) -> None:
+    """Let programs of this user on this machine find the front end of the service."""
+    (run_dir / _URL).write_text(url)
+
+
+def live_urls(base: Path | None = None) -> list[str]:
+    """Return the front ends of the services of this user that run here and are ready."""
+    found = []
+    for run_dir in live_run_dirs(base):
+        try:
+            found.append((run_dir / _URL).read_text().strip())
+        except FileNotFoundError:
+            continue  # it is starting or stopping
+    return found
+
+
+def conductor_beside(master_address: str) -> str | None:
+    """Return the conductor's address in the run directory of that master; None if it is in none."""
+    path = Path(master_address.removeprefix("unix:"))
+    conductor = socket_address(path.parent, CONDUCTOR)
+    is_here = master_address == socket_address(path.parent, MASTER) and Path(conductor.removeprefix("unix:")).exists()
+    return conductor if is_here else None
 
 
 def live_run_dirs(base: Path | None = None) -> list[Path]:

@@ -1,7 +1,8 @@
 """`moonpool chat`: a conversation with a running server, streamed, one turn per line.
 
 Answers go to standard output; prompts and figures (time to first token, cached tokens) to standard error, so it can
-be piped. `/exit` or the end of input ends it; Ctrl-C stops the answer that is being given.
+be piped. A line that begins with `/` is a command (`/help` lists them) and never reaches the model. The end of input
+ends the conversation; Ctrl-C stops the answer that is being given.
 """
 
 from __future__ import annotations
@@ -17,17 +18,25 @@ from typing import Any
 
 import httpx
 
-from moonpool.base.errors import MoonpoolError, ProtocolError, Unavailable
+from moonpool.base.errors import ConfigError, MoonpoolError, ProtocolError, Unavailable
+from moonpool.base.run_dirs import live_urls
 from moonpool.cli.options import command_from
 
 _PROMPT = "you> "
 _CONNECT_TIMEOUT_S = 5.0
 _READ_TIMEOUT_S = 300.0
+_DEFAULT_URL = "http://127.0.0.1:8000"
+_HELP = """\
+/help     show this
+/new      begin a new conversation
+/exit     end it (or Ctrl-D)
+//TEXT    send TEXT with one / in front
+Ctrl-C    stop the answer that is being given"""
 
 
 @dataclass(frozen=True)
 class ChatConfig:
-    url: str = "http://127.0.0.1:8000"  # of the server, without /v1
+    url: str | None = None  # of the server, without /v1; default: the one service on this machine, else port 8000
     model: str | None = None  # default: the first one the server offers
     system: str | None = None  # what the model is told before the conversation
     max_tokens: int = 512  # per answer
@@ -61,16 +70,20 @@ class Conversation:
     def __init__(self, config: ChatConfig) -> None:
         key = config.api_key or os.environ.get("MOONPOOL_API_KEY") or os.environ.get("OPENAI_API_KEY")
         self._config = config
+        self.url = config.url or find_url()
         self._client = httpx.Client(
-            base_url=config.url.rstrip("/").removesuffix("/v1"),
+            base_url=self.url.rstrip("/").removesuffix("/v1"),
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=httpx.Timeout(_READ_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S),
             trust_env=False,  # a proxy for the outside world is none for this machine
         )
-        self._messages: list[dict[str, str]] = []
-        if config.system:
-            self._messages.append({"role": "system", "content": config.system})
+        self.begin_again()
         self.model = config.model
+
+    def begin_again(self) -> None:
+        """Forget what was said."""
+        system = self._config.system
+        self._messages = [{"role": "system", "content": system}] if system else []
 
     def connect(self) -> str:
         """Finds out the model's name; Unavailable when there is no server."""
@@ -82,7 +95,7 @@ class Conversation:
             except httpx.HTTPError as error:
                 raise self._lost(error) from error
             except (ValueError, LookupError, TypeError) as error:
-                raise ProtocolError(f"{self._config.url} does not answer like an OpenAI server") from error
+                raise ProtocolError(f"{self.url} does not answer like an OpenAI server") from error
         return self.model
 
     def ask(self, text: str) -> Generator[Turn, None, None]:
@@ -125,11 +138,22 @@ class Conversation:
 
     def _lost(self, error: httpx.HTTPError) -> MoonpoolError:
         if isinstance(error, httpx.ConnectError):
-            return Unavailable(f"nothing answers at {self._config.url}; start a server with: moonpool serve")
-        return Unavailable(f"the connection to {self._config.url} failed: {error or type(error).__name__}")
+            return Unavailable(f"nothing answers at {self.url}; start a server with: moonpool serve")
+        return Unavailable(f"the connection to {self.url} failed: {error or type(error).__name__}")
 
     def close(self) -> None:
         self._client.close()
+
+
+def find_url() -> str:
+    """Return the URL of the one service that runs on this machine, the usual one if none does.
+
+    ConfigError, with all of them, when there are several.
+    """
+    running = live_urls()
+    if len(running) > 1:
+        raise ConfigError(f"{len(running)} services run on this machine; choose one with --url: {', '.join(running)}")
+    return running[0] if running else _DEFAULT_URL
 
 
 def _server_sent(response: httpx.Response) -> Iterator[dict[str, Any]]:
@@ -161,7 +185,7 @@ def _raise_for_status(response: httpx.Response) -> None:
 
 
 def _lines() -> Iterator[str]:
-    """What the user says, a line at a time, until /exit or the end of input."""
+    """Yield what the user types, a line at a time, until the end of input."""
     terminal = sys.stdin.isatty()
     if terminal:
         import readline  # noqa: F401 - importing it gives input() line editing and a history
@@ -170,10 +194,27 @@ def _lines() -> Iterator[str]:
             line = input(_PROMPT if terminal else "").strip()
         except EOFError:
             return
-        if line == "/exit":
-            return
         if line:
             yield line
+
+
+def _obey(conversation: Conversation, command: str) -> bool:
+    """Do what a line that begins with / asks for; return False when it ends the conversation."""
+    match command.split()[0]:
+        case "/exit" | "/quit":
+            return False
+        case "/new":
+            conversation.begin_again()
+            _say("a new conversation")
+        case "/help":
+            _say(_HELP)
+        case unknown:
+            _say(f"there is no command {unknown}; /help lists them, //TEXT sends /TEXT to the model")
+    return True
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _answer(conversation: Conversation, line: str) -> None:
@@ -186,7 +227,21 @@ def _answer(conversation: Conversation, line: str) -> None:
     except KeyboardInterrupt:
         print(" ...", end="")
     print(flush=True)
-    print(f"[{turn.figures()}]", file=sys.stderr, flush=True)
+    _say(f"[{turn.figures()}]")
+
+
+def _talk(conversation: Conversation) -> None:
+    for line in _lines():
+        if line.startswith("/") and not line.startswith("//"):
+            if not _obey(conversation, line):
+                return
+            continue
+        try:
+            _answer(conversation, line.removeprefix("/") if line.startswith("//") else line)
+        except MoonpoolError as error:
+            if not sys.stdin.isatty():
+                raise
+            _say(f"moonpool chat: {error}")
 
 
 def _run(config: ChatConfig) -> None:
@@ -194,16 +249,10 @@ def _run(config: ChatConfig) -> None:
     try:
         model = conversation.connect()
         if sys.stdin.isatty():
-            print(f"talking to {model} at {config.url}; /exit ends it", file=sys.stderr)
-        for line in _lines():
-            try:
-                _answer(conversation, line)
-            except MoonpoolError as error:
-                if not sys.stdin.isatty():
-                    raise
-                print(f"moonpool chat: {error}", file=sys.stderr)
+            _say(f"talking to {model} at {conversation.url}; /help lists the commands, /exit ends it")
+        _talk(conversation)
     except KeyboardInterrupt:
-        print(file=sys.stderr)
+        _say("")
     finally:
         conversation.close()
 

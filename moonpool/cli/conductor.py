@@ -8,7 +8,7 @@ from moonpool.conductor.service import Conductor, ConductorConfig
 
 
 def _run(config: ConductorConfig, process: ProcessConfig) -> None:
-    run_role(config.name, lambda: Conductor(config), process)
+    run_role(config.name, lambda: Conductor(config), process, what="conductor")
 
 
 command = command_from(_run, ConductorConfig, ProcessConfig)

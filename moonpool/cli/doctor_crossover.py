@@ -14,11 +14,10 @@ import numpy as np
 from moonpool.base.cluster import CONDUCTOR_SERVICE
 from moonpool.base.errors import MoonpoolError
 from moonpool.base.rpc import BlockingClient
-from moonpool.base.run_dirs import live_run_dirs, socket_address
+from moonpool.base.run_dirs import CONDUCTOR, live_run_dirs, socket_address
 from moonpool.base.units import format_nbytes
 from moonpool.conductor.costs.crossover import break_even_bandwidth
 from moonpool.conductor.messages import ConductorStatus, FetchOrCompute, Status
-from moonpool.server.launch_plan import CONDUCTOR
 from moonpool.transfer.doctor import Finding
 
 # The default model, SmolLM2-135M, in float32: 9 heads of 64 share 3 heads of KV.

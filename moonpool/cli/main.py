@@ -15,6 +15,7 @@ import typer
 from moonpool import __version__
 from moonpool.base.errors import MoonpoolError
 from moonpool.base.lifeline import watch_inherited
+from moonpool.base.memory_limits import memory_shortage, require_address_space_to_start
 from moonpool.cli.options import CONTEXT_SETTINGS
 
 # name: (module with `command`, what `moonpool --help` says)
@@ -46,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if argv is None else argv)
     wanted = next((text for text in arguments if not text.startswith("-")), None)
     try:
+        require_address_space_to_start()
         watch_inherited()
         build_app(wanted)(arguments, prog_name="moonpool")
     except MoonpoolError as error:
@@ -54,6 +56,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         if error.name is None or error.name.split(".")[0] == "moonpool":
             raise
         _fail(wanted, f"the Python package {error.name!r} is missing; pip install 'moonpool[all]' brings it")
+    except (MemoryError, OSError, ImportError, RuntimeError) as error:
+        shortage = memory_shortage(error)
+        if shortage is None:
+            raise
+        _fail(wanted, shortage)
 
 
 def build_app(wanted: str | None) -> typer.Typer:

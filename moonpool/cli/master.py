@@ -8,7 +8,7 @@ from moonpool.store.master import Master, MasterConfig
 
 
 def _run(config: MasterConfig, process: ProcessConfig) -> None:
-    run_role("master", lambda: Master(config), process)
+    run_role("master", lambda: Master(config), process, what=f"master with its journal in {config.data_dir}")
 
 
 command = command_from(_run, MasterConfig, ProcessConfig)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -31,10 +32,12 @@ from moonpool.sim.traces.mooncake_jsonl import read_jsonl
 from moonpool.sim.world.failures import Failure, parse_failure
 
 _ALL = "all"
+_OUTPUT_OPTIONS = ("json", "report", "force")
 _SYSTEMS_HELP = "; ".join(f"{each.name}: {each.summary}" for each in SYSTEMS.values())
 
 
 def command(
+    context: typer.Context,
     file: Annotated[Path, typer.Argument(metavar="TRACE", help="in Mooncake's format; .gz is fine")],
     systems: Annotated[
         list[str] | None, typer.Option("--system", help=f"may be repeated; {_ALL}, or one of {_SYSTEMS_HELP}")
@@ -43,7 +46,7 @@ def command(
         list[str] | None,
         typer.Option("--without", help=f"also {FULL} with this feature off: {', '.join(FEATURES)}; may be repeated"),
     ] = None,
-    load: Annotated[float, typer.Option(help="so many times the trace's requests per second")] = 1.0,
+    load: Annotated[float, typer.Option(help="multiply the trace's request rate by this factor")] = 1.0,
     slice: Annotated[str | None, typer.Option(help="seconds BEGIN:END of the trace; either may be left out")] = None,
     ttft: Annotated[float, typer.Option(help="target for the first token, seconds")] = 30.0,
     tbt: Annotated[float, typer.Option(help="target for the time between tokens, seconds")] = 0.1,
@@ -91,7 +94,7 @@ def command(
     outcomes = [_run(each, trace, fleet, goals, load) for each in chosen]
     _tell(outcomes, json)
     if report is not None:
-        _write_report(outcomes, report)
+        _write_report(outcomes, report, _as_typed(context))
 
 
 def _refuse_unwritable(report: Path, force: bool) -> None:
@@ -160,11 +163,23 @@ def _tell(outcomes: list[Outcome], as_json: bool) -> None:
     show(outcomes)
 
 
-def _write_report(outcomes: list[Outcome], path: Path) -> None:
+def _as_typed(context: typer.Context) -> str:
+    """Return the command line that makes these outcomes: what differs from the defaults and is not about the output."""
+    words = ["moonpool", "replay"]
+    for parameter in context.command.params:
+        value = context.params.get(parameter.name or "")
+        if parameter.name in _OUTPUT_OPTIONS or value in (None, parameter.default):
+            continue
+        for each in value if isinstance(value, list | tuple) else [value]:
+            words += [str(each)] if parameter.param_type_name == "argument" else [parameter.opts[0], str(each)]
+    return shlex.join(words)
+
+
+def _write_report(outcomes: list[Outcome], path: Path, command_line: str) -> None:
     from moonpool.sim.report.page import page
 
     try:
-        path.write_text(page(outcomes), encoding="utf-8")
+        path.write_text(page(outcomes, command_line), encoding="utf-8")
     except OSError as error:
         raise InvalidInput(f"cannot write {path}: {error.strerror or error}") from error
     print(f"wrote {path}", file=sys.stderr)

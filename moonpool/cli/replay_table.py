@@ -10,11 +10,14 @@ from rich.table import Table
 
 from moonpool.base.units import format_nbytes
 from moonpool.sim.outcome import Outcome
+from moonpool.sim.report.conclusion import conclusion
+from moonpool.sim.report.figures import LINK_NAMES
+from moonpool.sim.report.labels import label, shown
 from moonpool.sim.world.results import HIT_PLACES
 
 _WIDE = 400  # columns of a file: nothing is wrapped
 _NAME_WIDTH, _CELL_WIDTH, _GAP = 34, 10, 2
-_LINKS = ("nic_out", "h2d", "ssd_read", "ssd_write")
+_LINKS = ("nic_out", "h2d", "d2h", "ssd_read", "ssd_write")
 _PLACE_NAMES = {"local": "the GPUs' own pages", "dram": "own memory", "remote": "others' memory", "ssd": "disks"}
 Cell = Callable[[Outcome], str]
 
@@ -26,7 +29,7 @@ def show(outcomes: Sequence[Outcome]) -> None:
         console.width = _WIDE
     first = outcomes[0]
     for name, value in first.machine.items():
-        console.print(f"{name}: {value}", markup=False)
+        console.print(f"{label(name)}: {shown(name, value)}", markup=False)
     console.print()
     for group in _groups(outcomes, console.width):
         console.print(_table(group))
@@ -34,6 +37,7 @@ def show(outcomes: Sequence[Outcome]) -> None:
     for each in outcomes:
         for reason, count in each.refusals.items():
             console.print(f"{each.system} refused {count}: {reason}", markup=False)
+    console.print("", conclusion(outcomes), sep="\n", markup=False)
 
 
 def _groups(outcomes: Sequence[Outcome], width: int) -> Iterator[Sequence[Outcome]]:
@@ -80,7 +84,7 @@ def _rows(first: Outcome) -> Iterator[tuple[str, Cell]]:
     yield "prefill GPU seconds", _number("prefill_gpu_s", ".0f")
     yield "GPU seconds saved by reuse", _number("saved_gpu_s", ".0f")
     for kind in _LINKS:
-        yield f"{kind}: moved", _moved(kind)
+        yield f"{LINK_NAMES[kind]}: moved", _moved(kind)
         yield "  mean and peak use", _use(kind)
 
 

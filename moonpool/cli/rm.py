@@ -13,6 +13,9 @@ from moonpool.cli.progress import objects_seen
 from moonpool.store import Store
 from moonpool.store.api.keys_text import read_key
 
+_MAX_SHOWN = 5
+_WHAT_TO_DO = "Try again then, or remove it at once with --force"
+
 
 def command(
     keys: Annotated[list[str] | None, typer.Argument(help="keys of objects")] = None,
@@ -20,7 +23,7 @@ def command(
         str | None, typer.Option(help="all in whose key this regular expression (RE2) finds something")
     ] = None,
     all: Annotated[bool, typer.Option("--all", help="every object of the pool")] = False,
-    force: Annotated[bool, typer.Option("--force", help="even while they are being read or pinned")] = False,
+    force: Annotated[bool, typer.Option("--force", help="also what is leased to readers or pinned")] = False,
     master: MasterOption = None,
     hex: HexOption = False,
 ) -> None:
@@ -37,7 +40,9 @@ def _remove_keys(store: Store, keys: list[str], is_hex: bool, force: bool) -> No
     gone = store.remove_many([read_key(key, is_hex) for key in keys], force=force)
     kept = [key for key, is_gone in zip(keys, gone, strict=True) if not is_gone]
     if kept:
-        raise Overloaded(f"in use and not removed (--force would): {', '.join(kept)}")
+        reasons = [f"{key!r} was not removed: {store.why(read_key(key, is_hex))}" for key in kept[:_MAX_SHOWN]]
+        more = f"; and {len(kept) - _MAX_SHOWN} more" if len(kept) > _MAX_SHOWN else ""
+        raise Overloaded(f"{'; '.join(reasons)}{more}. {_WHAT_TO_DO}")
 
 
 def _remove_matching(store: Store, pattern: str | None, force: bool) -> None:
@@ -47,4 +52,7 @@ def _remove_matching(store: Store, pattern: str | None, force: bool) -> None:
         )
     print(f"removed {num_removed} objects", file=sys.stderr)
     if num_kept:
-        raise Overloaded(f"{num_kept} are in use and were not removed (--force would)")
+        raise Overloaded(
+            f"{num_kept} are in use and were not removed: a lease ends some seconds after the last read, "
+            f"a pin with its owner. {_WHAT_TO_DO}"
+        )

@@ -1,35 +1,67 @@
-"""`moonpool stat`: what the pool holds per tier and per segment, which tasks run (copies, moves, drains), how its
-journal is, and what it has been doing.
+"""`moonpool stat`: what the pool holds per tier and per segment, how many look-ups it answers, which tasks run (copies,
+moves, drains), which workers use it, how its journal is, and what it has been doing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from typing import Annotated, Any
 
 import msgspec
 import typer
 
+from moonpool.base.cluster import CONDUCTOR_SERVICE
+from moonpool.base.errors import Unavailable
 from moonpool.base.metrics import MetricFamily
+from moonpool.base.rpc import BlockingClient
+from moonpool.base.run_dirs import conductor_beside
 from moonpool.base.units import format_nbytes
 from moonpool.cli.pool import MasterOption, pool
+from moonpool.conductor.messages import Status, WorkerStatus
+from moonpool.store.api.finding import find_master
 from moonpool.store.messages import SegmentStats, StoreStats, TaskInfo, Tier
 
 _JOURNAL = "moonpool_journal_"
+_ASK_S = 2.0
 
 
 def command(
-    json: Annotated[bool, typer.Option("--json", help="for programs: one JSON object")] = False,
+    json: Annotated[bool, typer.Option("--json", help="for programs: one JSON object, numbers as they are")] = False,
     master: MasterOption = None,
+    conductor: Annotated[
+        str | None, typer.Option(help="address of the conductor, for its workers; default: the one beside the master")
+    ] = None,
 ) -> None:
-    with pool(master) as store:
+    address = master or find_master("say which pool with --master ADDRESS")
+    with pool(address) as store:
         stats, tasks, journal = store.stats(), store.tasks.running(), _journal(store.metrics())
+    workers = _workers(conductor or conductor_beside(address), is_named=conductor is not None)
     if json:
         fields: dict[str, Any] = {**msgspec.to_builtins(stats), "tiers": _tiers(stats), "journal": journal}
-        fields["tasks"] = tasks
+        fields |= {"tasks": tasks, "hit_rate": hit_rate(stats.counters), "workers": workers}
         print(msgspec.json.encode(fields).decode())
     else:
-        print("\n".join(_in_words(stats, tasks, journal)))
+        print("\n".join(_in_words(stats, tasks, journal, workers)))
+
+
+def hit_rate(counters: Mapping[str, int]) -> float | None:
+    """Return the part of all look-ups that found their object; None when there were none."""
+    hits, misses = counters.get("hits", 0), counters.get("misses", 0)
+    return hits / (hits + misses) if hits + misses else None
+
+
+def _workers(address: str | None, *, is_named: bool) -> Sequence[WorkerStatus] | None:
+    """Return the conductor's workers; None if there is no conductor. One that was named must answer."""
+    if address is None:
+        return None
+    try:
+        with closing(BlockingClient(address, CONDUCTOR_SERVICE, name="stat", connect_timeout_s=_ASK_S)) as client:
+            return client.call(Status(), timeout_s=_ASK_S).workers
+    except Unavailable:
+        if is_named:
+            raise
+        return None  # it is starting or stopping; the pool is there all the same
 
 
 def _tiers(stats: StoreStats) -> dict[str, dict[str, int]]:
@@ -52,22 +84,55 @@ def _journal(families: Iterable[MetricFamily]) -> dict[str, int] | None:
     return {name.removeprefix(_JOURNAL): int(family.samples[0].value) for name, family in found.items()} or None
 
 
-def _in_words(stats: StoreStats, tasks: Iterable[TaskInfo], journal: dict[str, int] | None) -> list[str]:
-    lines = [f"{stats.num_objects} objects"]
+def _in_words(
+    stats: StoreStats,
+    tasks: Iterable[TaskInfo],
+    journal: dict[str, int] | None,
+    workers: Sequence[WorkerStatus] | None,
+) -> list[str]:
+    lines = [f"{stats.num_objects:,} objects", _hits_in_words(stats.counters)]
     for name, tier in _tiers(stats).items():
-        lines.append(f"{name.upper()}: {tier['num_objects']} replicas, {_room(**tier)}")
+        lines.append(f"{name.upper()}: {tier['num_objects']:,} replicas, {_room(**tier)}")
     for each in stats.segments:
         room = _room(used_nbytes=each.used_nbytes, capacity_nbytes=each.capacity_nbytes)
-        lines.append(f"  {each.name}  {each.status}, {each.num_objects} replicas, {room}")
+        lines.append(f"  {each.name}  {each.status}, {each.num_objects:,} replicas, {room}")
     for task in tasks:
-        moved = f"{task.num_done} of {task.num_total} objects, {format_nbytes(task.nbytes_moved)}"
+        moved = f"{task.num_done:,} of {task.num_total:,} objects, {format_nbytes(task.nbytes_moved)}"
         lines.append(f"task {task.task_id}: {task.kind} {task.segment}, {task.state}, {moved}")
+    lines += _workers_in_words(workers)
     lines.append(_journal_in_words(journal))
-    return lines + [f"  {name} = {count}" for name, count in sorted(stats.counters.items())]
+    events = {name: count for name, count in sorted(stats.counters.items()) if count and name not in ("hits", "misses")}
+    if events:
+        lines.append("since the master started: " + ", ".join(f"{n:,} {_plain(name)}" for name, n in events.items()))
+    return lines
+
+
+def _hits_in_words(counters: Mapping[str, int]) -> str:
+    rate, hits = hit_rate(counters), counters.get("hits", 0)
+    if rate is None:
+        return "hit rate: nothing was looked up yet"
+    return f"hit rate: {rate:.1%} ({hits:,} of {hits + counters.get('misses', 0):,} look-ups found their object)"
+
+
+def _workers_in_words(workers: Sequence[WorkerStatus] | None) -> list[str]:
+    if workers is None:
+        return []
+    many = "1 worker" if len(workers) == 1 else f"{len(workers)} workers"
+    lines = [many if workers else "no worker is registered"]
+    for each in workers:
+        info, load = each.info, each.load
+        pages = f"{load.free_pages:,} of {info.num_pages:,} KV pages free"
+        lines.append(f"  {info.name}  {info.role}, {load.num_running} running, {load.num_waiting} waiting, {pages}")
+    return lines
+
+
+def _plain(counter: str) -> str:
+    return counter.replace("_", " ")
 
 
 def _room(*, used_nbytes: int, capacity_nbytes: int, **_: int) -> str:
-    return f"{format_nbytes(used_nbytes)} of {format_nbytes(capacity_nbytes)}"
+    part = f" ({used_nbytes / capacity_nbytes:.0%})" if capacity_nbytes else ""
+    return f"{format_nbytes(used_nbytes)} of {format_nbytes(capacity_nbytes)}{part}"
 
 
 def _journal_in_words(journal: dict[str, int] | None) -> str:

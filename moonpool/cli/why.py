@@ -1,7 +1,7 @@
 """`moonpool why WHAT`: what became of a request (asked of the conductor) or of a key (asked of the pool).
 
 A request is known by the id in its answer, its x-request-id header or the conductor's own id. Requests come first: no
-key that a pool of KV has looks like a request's id.
+key that a pool of KV has looks like a request's id. The exit code is 1 when neither knows it.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from typing import Annotated
 import typer
 
 from moonpool.base.cluster import CONDUCTOR_SERVICE
-from moonpool.base.errors import Unavailable
+from moonpool.base.errors import NotFound, Unavailable
 from moonpool.base.rpc import BlockingClient
-from moonpool.base.run_dirs import live_run_dirs, socket_address
+from moonpool.base.run_dirs import CONDUCTOR, live_run_dirs, socket_address
 from moonpool.cli.pool import HexOption, MasterOption, pool
 from moonpool.conductor.messages import ExplainedRecord, ExplainRequest
-from moonpool.server.launch_plan import CONDUCTOR
 from moonpool.server.record_ids import bare_id
 from moonpool.store.api.keys_text import read_key
+from moonpool.store.state.fates import NEVER_STORED
 
 _ASK_S = 5.0
+_KEYS_HINT = "`moonpool ls` lists the keys of the pool; those of KV blocks are typed with --hex"
 
 
 def command(
@@ -39,7 +40,7 @@ def command(
     for each in found:
         print("\n".join(each.lines))
     if not found:
-        _explain_key(what, master, hex, asked_conductor=not hex)
+        _explain_key(what, master, hex)
 
 
 def _find_request(request_id: str, address: str | None) -> list[ExplainedRecord]:
@@ -61,8 +62,17 @@ def _ask(address: str, request_id: str) -> list[ExplainedRecord]:
         return client.call(ExplainRequest(request_id=bare_id(request_id)), timeout_s=_ASK_S)
 
 
-def _explain_key(key: str, master: str | None, hex: bool, *, asked_conductor: bool) -> None:
-    if asked_conductor:
-        typer.echo(f"no conductor has a record of a request {key!r}; as a key of the pool:", err=True)
+def _explain_key(key: str, master: str | None, hex: bool) -> None:
+    """NotFound, with what to try, when neither a conductor nor the pool knows it."""
     with pool(master) as store:
-        print(store.why(read_key(key, hex)))
+        answer = store.why(read_key(key, hex))
+    if not answer.startswith(NEVER_STORED):
+        print(answer)
+    elif hex:
+        raise NotFound(f"the pool never held the key {key!r}; {_KEYS_HINT}")
+    else:
+        raise NotFound(
+            f"nothing is known of {key!r}: no conductor here has a record of such a request and the pool never held "
+            f"such a key. A request's id is the `id` of its answer (or its x-request-id header); conductors keep the "
+            f"newest ones, GET /v1/records lists them. {_KEYS_HINT}"
+        )

@@ -10,7 +10,7 @@ from moonpool.engine.worker.config import WorkerConfig
 
 
 def _run(config: WorkerConfig, process: ProcessConfig) -> None:
-    run_role(config.name, lambda: _make(config), process)
+    run_role(config.name, lambda: _make(config), process, what=f"{config.role} worker {config.name}")
 
 
 def _make(config: WorkerConfig) -> Service:

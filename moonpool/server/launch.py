@@ -14,17 +14,27 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from moonpool.base.address import host_port
 from moonpool.base.cores import available_cores
 from moonpool.base.errors import ConfigError, Unavailable
 from moonpool.base.lifeline import Lifeline
 from moonpool.base.log import setup_logging
+from moonpool.base.run_dirs import write_url
 from moonpool.base.secret import Secret
 from moonpool.engine.model_files import resolve
-from moonpool.server.launch_checks import choose_port, require_memory, require_whole_model
+from moonpool.server.launch_checks import (
+    choose_port,
+    require_address_space,
+    require_device,
+    require_memory,
+    require_whole_model,
+)
 from moonpool.server.launch_plan import ServeConfig, plan_roles
 from moonpool.server.launch_run_dir import RunDir
 from moonpool.server.launcher import Launcher
 from moonpool.server.tenants import load_tenants
+
+_HERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # where to reach, from this machine, a front end that listens everywhere
 
 
 def serve(config: ServeConfig, prepare_model: Callable[[str], None]) -> None:
@@ -35,6 +45,8 @@ def serve(config: ServeConfig, prepare_model: Callable[[str], None]) -> None:
     config.check()
     setup_logging("launcher", config.log_level)
     config = replace(config, port=choose_port(config.host, config.port))
+    require_device(config.device)
+    require_address_space(config.pool_nbytes, config.kv_nbytes)
     require_memory(config.pool_nbytes, config.num_workers * config.kv_nbytes)
     state_dir = _own_folder(Path(config.state_dir).expanduser() if config.state_dir else default_state_dir())
     log_dir = _own_folder(Path(config.log_dir).expanduser()) if config.log_dir else None
@@ -47,7 +59,7 @@ def serve(config: ServeConfig, prepare_model: Callable[[str], None]) -> None:
     require_whole_model(resolve(config.model))
     with RunDir() as run_dir, Lifeline() as lifeline:
         roles = plan_roles(config, run_dir.path, state_dir, num_cores=available_cores())
-        launcher = Launcher(roles, lifeline, lambda seconds: _announce(config, seconds), log_dir)
+        launcher = Launcher(roles, lifeline, lambda seconds: _announce(config, run_dir.path, seconds), log_dir)
         failure = asyncio.run(launcher.run())
     if failure is not None:
         raise Unavailable(failure)
@@ -69,9 +81,11 @@ def _own_folder(path: Path) -> Path:
     return path.resolve()
 
 
-def _announce(config: ServeConfig, seconds: float) -> None:
-    host = f"[{config.host}]" if ":" in config.host else config.host
-    url = f"http://{host}:{config.port}/v1"
+def _announce(config: ServeConfig, run_dir: Path, seconds: float) -> None:
+    """Tell the person at the terminal, and `moonpool chat`, where the service is."""
+    host = _HERE.get(config.host, config.host)
+    write_url(run_dir, f"http://{host_port(host, config.port)}")
+    url = f"http://{host_port(host, config.port)}/v1"
     body = {
         "model": resolve(config.model).name,
         "messages": [{"role": "user", "content": "What is the capital of France?"}],
@@ -81,7 +95,7 @@ def _announce(config: ServeConfig, seconds: float) -> None:
         f"\nMoonpool serves {body['model']} at {url} (ready after {seconds:.1f} s)\n\n"
         f"  curl {url}/chat/completions {key}-H 'Content-Type: application/json' \\\n"
         f"    -d '{json.dumps(body)}'\n\n"
-        f"  moonpool chat --url {url.removesuffix('/v1')}\n\n"
+        "  moonpool chat\n\n"
         "Ctrl-C stops it.",
         flush=True,
     )

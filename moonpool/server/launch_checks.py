@@ -8,13 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moonpool.base.control_groups import CGROUPS, PROC, control_groups, read_text
-from moonpool.base.errors import ConfigError, ModelError, NoSpace
+from moonpool.base.errors import ConfigError, ModelError, MoonpoolError, NoSpace
+from moonpool.base.memory_limits import address_space_nbytes
 from moonpool.base.units import format_nbytes
 from moonpool.engine.gguf_file import GgufFile
 from moonpool.engine.model_files import ModelFiles, read_config
+from moonpool.transfer.transports.cuda.driver import driver
 
 # The processes themselves (interpreter, torch, weights) need room beside the pool and the pages.
 RESERVE_NBYTES = 512 * 1024**2
+# Address space that the largest role takes beside the pool and its pages; most of it is never touched.
+ROLE_ADDRESS_NBYTES = 3_500_000_000
 
 
 def choose_port(host: str, port: int) -> int:
@@ -43,6 +47,25 @@ def require_memory(pool_nbytes: int, pages_nbytes: int) -> None:
             f"not enough memory: the pool wants {format_nbytes(pool_nbytes)} (--dram) and the workers' pages "
             f"{format_nbytes(pages_nbytes)} (--kv per worker), but {format_nbytes(have)} are available"
         )
+
+
+def require_address_space(pool_nbytes: int, kv_nbytes: int) -> None:
+    """NoSpace when `ulimit -v` allows less than the largest role takes: a worker maps the pool and its own pages."""
+    need, limit = ROLE_ADDRESS_NBYTES + pool_nbytes + kv_nbytes, address_space_nbytes()
+    if limit is not None and need > limit:
+        raise NoSpace(
+            f"`ulimit -v` allows {format_nbytes(limit)} of address space per process and {format_nbytes(need)} are "
+            "needed; raise it with `ulimit -v unlimited`, or limit memory by a container instead"
+        )
+
+
+def require_device(device: str) -> None:
+    """ConfigError when that kind of device cannot be used here."""
+    if device == "cuda":
+        try:
+            driver()
+        except MoonpoolError as error:
+            raise ConfigError(f"--device cuda cannot be used: {error}; --device cpu always works") from error
 
 
 def require_whole_model(files: ModelFiles) -> None:

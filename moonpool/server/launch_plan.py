@@ -10,13 +10,13 @@ from pathlib import Path
 from moonpool.base.address import host_port
 from moonpool.base.cores import divide_cores
 from moonpool.base.errors import ConfigError
-from moonpool.base.run_dirs import MASTER, socket_address
+from moonpool.base.run_dirs import CONDUCTOR, MASTER, socket_address
 from moonpool.base.units import format_nbytes, parse_nbytes
 from moonpool.conductor.placement.policy import DEFAULT_POLICY, PolicyConfig
 from moonpool.engine.config import Device, DType
 from moonpool.engine.worker.config import WorkerConfig
 
-NODE, CONDUCTOR, FRONTEND = "node", "conductor", "frontend"
+NODE, FRONTEND = "node", "frontend"
 # A worker loads torch and the weights and warms up; on two cores four of them do it at once.
 _WORKER_START_S = 300.0
 _LEAST_SSD_NBYTES = 64 * 1024**2

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from moonpool import __version__
+
 SCRIPT = """
 import asyncio, sys, time
 from moonpool.base.errors import NoSpace
@@ -27,6 +29,7 @@ class Service:
     async def start(self):
         if self.kind == "refuses": raise NoSpace("the pool is full")
         if self.kind == "bug": raise KeyError("oops")
+        if self.kind == "memory": raise MemoryError
         if self.kind == "slow": await asyncio.sleep(60)
         return "unix:/somewhere"
     async def wait(self):
@@ -132,3 +135,22 @@ def _wait_until_handling_signals(pid: int) -> None:
         if int(caught.split()[1], 16) & (1 << (signal.SIGTERM - 1)):
             return
         time.sleep(0.01)
+
+
+def test_lack_of_memory_is_a_reason_and_no_traceback() -> None:
+    with role("memory") as (process, fd):
+        assert report(fd)["error"].startswith("not enough memory (MemoryError)")
+        _, err = process.communicate(timeout=10)
+        assert (process.returncode, err) == (1, "")
+
+
+def test_a_role_started_by_hand_logs_what_it_is_and_where() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, "good"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    line = process.stderr.readline()
+    process.terminate()
+    _, rest = process.communicate(timeout=10)
+    assert f"moonpool {__version__}: test serves at unix:/somewhere (process {process.pid})" in line
+    assert rest == ""

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from moonpool.base.run_dirs import write_url
+from moonpool.server.launch_run_dir import RunDir
 
 
 class Echo(BaseHTTPRequestHandler):
@@ -102,3 +109,33 @@ def test_no_server_is_one_line(server: ThreadingHTTPServer) -> None:
     ran = chat(server, "x", "--url", "http://127.0.0.1:1")
     assert ran.returncode == 1
     assert ran.stderr == "moonpool chat: nothing answers at http://127.0.0.1:1; start a server with: moonpool serve\n"
+
+
+def test_commands_never_reach_the_model(server: ThreadingHTTPServer) -> None:
+    ran = chat(server, "hello\n/help\n/hlep me\n/new\n//path\n/quit\nnever sent\n")
+    assert (ran.returncode, ran.stdout) == (0, "message 1\nmessage 1\n")
+    assert "/new      begin a new conversation" in ran.stderr
+    assert "there is no command /hlep; /help lists them" in ran.stderr
+    assert [body["messages"][-1]["content"] for body in server.seen] == ["hello", "/path"]  # type: ignore[attr-defined]
+
+
+@contextmanager
+def running_services(*urls: str) -> Iterator[dict[str, str]]:
+    """Run directories as of services at these URLs; the environment in which `moonpool chat` looks for them."""
+    with ExitStack() as stack:
+        base = stack.enter_context(tempfile.TemporaryDirectory(prefix="mp-"))
+        for url in urls:
+            write_url(stack.enter_context(RunDir(Path(base))).path, url)
+        yield {**os.environ, "XDG_RUNTIME_DIR": base}
+
+
+def test_it_finds_the_service_on_this_machine(server: ThreadingHTTPServer) -> None:
+    command = [sys.executable, "-m", "moonpool", "chat"]
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    with running_services(url) as environment:
+        ran = subprocess.run(command, input="hello\n", capture_output=True, text=True, timeout=60, env=environment)
+    assert (ran.returncode, ran.stdout) == (0, "message 1\n")
+    with running_services(url, "http://127.0.0.1:1") as environment:
+        ran = subprocess.run(command, input="hello\n", capture_output=True, text=True, timeout=60, env=environment)
+    assert ran.returncode == 1
+    assert ran.stderr.startswith("moonpool chat: 2 services run on this machine; choose one with --url: http://")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -17,10 +19,25 @@ from unittest.mock import patch
 
 import pytest
 
+from moonpool.base.cluster import CONDUCTOR_SERVICE, RegisterWorker, WorkerInfo, WorkerRole
+from moonpool.base.rpc import AsyncClient
 from moonpool.cli.main import main
+from moonpool.conductor.service import Conductor, ConductorConfig
 from moonpool.store import Store
 
 MOONPOOL = [sys.executable, "-m", "moonpool"]
+WORKER = WorkerInfo(
+    name="p0",
+    role=WorkerRole.PREFILL,
+    address="unix:/p0",
+    incarnation=1,
+    identity=b"i",
+    model="m",
+    block_tokens=64,
+    num_pages=101,
+    max_num_seqs=8,
+    page_nbytes=4096,
+)
 
 
 @contextmanager
@@ -163,6 +180,51 @@ def test_stat(master: str) -> None:
     assert stats["tiers"]["dram"]["capacity_nbytes"] == stats["segments"][0]["capacity_nbytes"]
     assert stats["journal"]["durable"] == 1
     assert stats["tasks"] == []
+    assert stats["workers"] is None
+
+
+def test_stat_tells_the_hit_rate_in_words_and_as_a_number(master: str) -> None:
+    moonpool(master, "put", "-", "--key", "hit", data=b"1")
+    for key in ("hit", "miss"):
+        moonpool(master, "get", key)
+    stats, shown = json.loads(moonpool(master, "stat", "--json").stdout), moonpool(master, "stat").stdout.decode()
+    hits, misses = stats["counters"]["hits"], stats["counters"]["misses"]
+    assert hits > 0
+    assert stats["hit_rate"] == hits / (hits + misses)
+    assert f"hit rate: {stats['hit_rate']:.1%} ({hits:,} of {hits + misses:,} look-ups found their object)" in shown
+    assert " = " not in shown, "no raw counters"
+    moonpool(master, "rm", "hit", "--force")
+
+
+async def test_stat_tells_of_workers(master: str, tmp_path: Path) -> None:
+    conductor = Conductor(ConductorConfig(address=f"unix:{tmp_path}/c.sock"))
+    address = await conductor.start()
+    worker = await AsyncClient.connect(address, CONDUCTOR_SERVICE)
+    await worker.call(RegisterWorker(info=WORKER))
+    shown = (await asyncio.to_thread(moonpool, master, "stat", "--conductor", address)).stdout.decode()
+    worker.close()
+    await conductor.close()
+    assert re.search(r"\n1 worker\n  p0  prefill, 0 running, 0 waiting, \d+ of 101 KV pages free\n", shown), shown
+
+
+def test_rm_after_get_says_when_the_lease_ends(master: str) -> None:
+    moonpool(master, "put", "-", "--key", "read", data=b"1")
+    moonpool(master, "get", "read")
+    ran = moonpool(master, "rm", "read")
+    assert ran.returncode == 1
+    (line,) = ran.stderr.decode().splitlines()
+    assert re.search(r"'read' was not removed: .*the lease of its last reader ends in \d+\.\d s", line)
+    assert line.endswith("Try again then, or remove it at once with --force")
+    assert moonpool(master, "rm", "read", "--force").returncode == 0
+
+
+def test_why_of_a_key_that_was_never_there_fails_and_says_what_to_try(master: str) -> None:
+    ran = moonpool(master, "why", "chatcmpl-mistyped")
+    assert (ran.returncode, ran.stdout) == (1, b"")
+    (line,) = ran.stderr.decode().splitlines()
+    assert line.startswith("moonpool why: nothing is known of 'chatcmpl-mistyped'")
+    assert "`moonpool ls` lists the keys" in line
+    assert moonpool(master, "why", "ff", "--hex").returncode == 1
 
 
 def test_stat_tells_of_tasks(master: str) -> None:

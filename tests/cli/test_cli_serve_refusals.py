@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
+
+from moonpool.base.errors import ConfigError
+from moonpool.base.units import format_nbytes
 
 
 @pytest.fixture
@@ -20,8 +25,8 @@ def runtime() -> Iterator[Path]:
         yield Path(path)
 
 
-def refusal(runtime: Path, *arguments: str) -> str:
-    """The one line that `moonpool serve` ends with."""
+def refusal(runtime: Path, *arguments: str, address_space: int | None = None) -> str:
+    """The one line that `moonpool serve` ends with, under `ulimit -v` if `address_space` bytes are given."""
     begin_s = time.monotonic()
     ran = subprocess.run(
         [sys.executable, "-m", "moonpool", "serve", "--state-dir", str(runtime / "state"), *arguments],
@@ -29,14 +34,20 @@ def refusal(runtime: Path, *arguments: str) -> str:
         capture_output=True,
         text=True,
         timeout=60,
+        preexec_fn=partial(limit_address_space, address_space),
     )
-    assert ran.returncode == 1
+    assert ran.returncode == 1, ran.stderr
     assert ran.stdout == ""
     assert time.monotonic() - begin_s < 30  # a second or two, were the machine ours alone
     assert [path.name for path in runtime.iterdir() if path.name.startswith("moonpool-")] == []
     (line,) = ran.stderr.splitlines()
     assert line.startswith("moonpool serve: ")
     return line
+
+
+def limit_address_space(nbytes: int | None) -> None:
+    if nbytes is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (nbytes, nbytes))
 
 
 def tiny_model(folder: Path, missing_nbytes: int) -> str:
@@ -89,7 +100,32 @@ def test_an_unknown_model(runtime: Path) -> None:
         (("--tenants-file", "/nowhere.json"), "tenants file"),
         (("--secret-file", "/nowhere"), "cannot read /nowhere"),
         (("--log-level", "LOUD"), "LOUD"),
+        (("--dtype", "int8"), "--dtype cannot be 'int8'; choose one of: float32, bfloat16, float16"),
     ],
 )
 def test_wrong_settings(runtime: Path, arguments: tuple[str, ...], reason: str) -> None:
     assert reason in refusal(runtime, "--port", "0", *arguments)
+
+
+@pytest.mark.parametrize("nbytes", [100_000_000, 1_000_000_000])
+def test_too_little_address_space(runtime: Path, nbytes: int) -> None:
+    line = refusal(runtime, "--port", "0", address_space=nbytes)
+    assert f"`ulimit -v` allows {format_nbytes(nbytes)} of address space" in line
+    assert "raise it" in line
+
+
+@pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="there is a GPU")
+def test_cuda_without_a_gpu(runtime: Path) -> None:
+    line = refusal(runtime, "--port", "0", "--device", "cuda")
+    assert "--device cuda cannot be used" in line
+    assert "--device cpu always works" in line
+
+
+@pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="there is a GPU")
+def test_a_worker_without_its_gpu() -> None:
+    from moonpool.engine.worker.build import build
+    from moonpool.engine.worker.config import WorkerConfig
+
+    addresses = {"address": "unix:/w", "conductor_address": "unix:/c", "master_address": "unix:/m", "run_dir": "/r"}
+    with pytest.raises(ConfigError, match=r"--device cuda cannot be used: torch .*--device cpu always works"):
+        build(WorkerConfig(name="w", role="prefill", model="none", device="cuda", **addresses), incarnation=1)

@@ -40,7 +40,7 @@ async def test_a_request_is_explained_by_any_of_its_ids(tmp_path: Path) -> None:
         ]
     code, out, err = await why("other", "--conductor", address, "--master", f"unix:{tmp_path}/none.sock")
     assert (code, out) == (1, "")
-    assert "no conductor has a record of a request 'other'; as a key of the pool:" in err
+    assert "none.sock" in err
     front_end.close()
     await conductor.close()
     code, _, err = await why("abc", "--conductor", address)

@@ -103,3 +103,13 @@ def test_any_record_can_be_explained(tokens, local, pulled, pool, cached, ttft_s
     )
     assert len(lines) >= 5
     assert all(line.endswith(".") and "-1" not in line for line in lines)
+
+
+def test_a_prompt_shorter_than_a_block_is_said_in_plain_words() -> None:
+    short = record(num_tokens=31, prefill="p0", decode="d0", candidates=(candidate("p0"),), measured_ttft_s=0.1)
+    lines = explain(short, block_tokens=64)
+    assert (
+        "Its prompt is shorter than one block of 64 tokens, so all of it was computed: "
+        "only full blocks are kept and used again."
+    ) in lines
+    assert not any("0 full blocks" in line or "In fact" in line for line in lines)

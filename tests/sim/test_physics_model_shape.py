@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.base.errors import InvalidInput, UnknownModel
-from moonpool.sim.physics.model_config import PRESET_NAMES, preset, shape_from_config
+from moonpool.sim.physics.model_config import _PRESETS, PRESET_NAMES, preset, shape_from_config
 from moonpool.sim.physics.model_shape import ModelShape, windowed_pairs
 
 GEMMA2_9B = {
@@ -105,6 +105,30 @@ def test_a_missing_field_is_refused_by_name(field: str) -> None:
     config = {name: value for name, value in MIXTRAL_8X7B.items() if name != field}
     with pytest.raises(InvalidInput, match=field):
         shape_from_config(config)
+
+
+MLA_FIELDS = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+
+
+@pytest.mark.parametrize("kept", [(), MLA_FIELDS[:1], MLA_FIELDS[1:], MLA_FIELDS[:3]])
+def test_a_config_that_lacks_fields_of_mla_is_refused_with_all_of_their_names(kept: tuple[str, ...]) -> None:
+    whole = dict(_PRESETS["deepseek-v3"])
+    lacking = {field: value for field, value in whole.items() if field not in MLA_FIELDS or field in kept}
+    missing = ", ".join(field for field in MLA_FIELDS if field not in kept)
+    with pytest.raises(InvalidInput, match=f"has no {missing}: deepseek_v3 has multi-head latent attention"):
+        shape_from_config(lacking)
+
+
+def test_a_mixture_without_its_experts_is_refused() -> None:
+    lacking = {field: value for field, value in MIXTRAL_8X7B.items() if field != "num_local_experts"}
+    with pytest.raises(InvalidInput, match="has no num_local_experts: mixtral is a mixture of experts"):
+        shape_from_config(lacking)
+
+
+@pytest.mark.parametrize("field", ["num_attention_heads", "hidden_size", "num_hidden_layers"])
+def test_sizes_of_nothing_are_refused(field: str) -> None:
+    with pytest.raises(InvalidInput, match=f"{field} in the model's config is 0"):
+        shape_from_config({**GEMMA2_9B, field: 0})
 
 
 def test_a_missing_field_of_mla_or_of_a_mixture_is_refused_by_name() -> None:

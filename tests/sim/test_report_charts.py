@@ -20,6 +20,7 @@ from moonpool.sim.report.scale import linear, logarithmic, short
 from moonpool.sim.report.table import series_table, table
 from moonpool.sim.systems import Goals, system, without
 
+COMMAND = "moonpool replay trace.jsonl"
 NASTY = "<script>alert('x')</script> & \"quoted\""
 numbers = st.floats(0, 1e15, allow_nan=False)
 
@@ -140,7 +141,7 @@ def test_an_outcome_has_everything(outcomes: list[Outcome]) -> None:
 
 
 def test_the_page_opens_offline(outcomes: list[Outcome]) -> None:
-    text = page(outcomes)
+    text = page(outcomes, COMMAND)
     assert not re.search(r"https?:|<script|<link|<img|@import|url\(|\bsrc=|\bhref=", text)
     body = text[text.index("<body>") : text.index("</html>")]
     parsed(body)  # every tag is closed, every & escaped
@@ -152,7 +153,7 @@ def test_the_page_opens_offline(outcomes: list[Outcome]) -> None:
 def test_a_trace_with_a_nasty_name(outcomes: list[Outcome]) -> None:
     import msgspec
 
-    text = page([msgspec.structs.replace(outcomes[0], trace=NASTY, system=NASTY)])
+    text = page([msgspec.structs.replace(outcomes[0], trace=NASTY, system=NASTY)], NASTY)
     assert "<script" not in text
     parsed(text[text.index("<body>") : text.index("</html>")])
 
@@ -165,4 +166,4 @@ def test_the_same_bytes_twice(outcomes: list[Outcome]) -> None:
         Goals(ttft_s=4.0),
     )
     assert encode(again) == encode(outcomes[0])
-    assert page([again]) == page(outcomes[:1])
+    assert page([again], COMMAND) == page(outcomes[:1], COMMAND)

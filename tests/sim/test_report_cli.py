@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -37,8 +38,17 @@ def test_systems_beside_each_other(trace: Path) -> None:
     assert ran.returncode == 0, ran.stderr
     heads = next(line for line in ran.stdout.splitlines() if "vllm" in line)
     assert heads.split() == ["moonpool", "vllm", "moonpool", "without", "pool"]
-    for said in ("done within TTFT 30 s, TBT 100 ms", "goodput", "TBT p99", "saved by reuse", "Fig 14", "nic_out"):
+    for said in (
+        "done within TTFT 30 s, TBT 100 ms",
+        "goodput",
+        "TBT p99",
+        "saved by reuse",
+        "Fig 14",
+        "network, sent",
+    ):
         assert said in ran.stdout
+    *_, last = ran.stdout.strip().splitlines()
+    assert re.match(r"\S.* serves \d+\.\d% of 40 requests within TTFT 30 s and TBT 100 ms", last), "a conclusion"
 
 
 def test_json_and_report_are_the_same_every_time(trace: Path, tmp_path: Path) -> None:
@@ -51,6 +61,12 @@ def test_json_and_report_are_the_same_every_time(trace: Path, tmp_path: Path) ->
         pages.append(path.read_bytes())
     assert outputs[0] == outputs[1]
     assert pages[0] == pages[1]
+    html = pages[0].decode()
+    assert f"<pre>moonpool replay {trace} --load 1.5 --slice 0:15 --nodes 4</pre>" in html
+    assert '<p class="headline">moonpool serves ' in html
+    for said in ("<td>TTFT p90, s</td>", "<td>DRAM per node</td><td>1 TB</td>", "<td>network</td><td>86 GB/s</td>"):
+        assert said in html
+    assert "nbytes" not in html
     (line,) = outputs[0].splitlines()
     told = json.loads(line)
     assert told["system"] == "moonpool"
@@ -75,7 +91,9 @@ def test_many_systems_are_shown_in_groups(trace: Path, capsys: pytest.CaptureFix
     assert [len(group) for group in groups] == [3, 3, 1]
     assert [len(group) for group in _groups(outcomes, 10)] == [1, 1], "never none"
     show(outcomes)
-    assert max(len(line.rstrip()) for line in capsys.readouterr().out.splitlines()) < 120
+    *lines, conclusion = capsys.readouterr().out.splitlines()
+    assert max(len(line.rstrip()) for line in lines) < 120
+    assert " serves " in conclusion
 
 
 def test_requests_without_output_and_too_long_ones(tmp_path: Path) -> None:

@@ -80,6 +80,12 @@ def _terms(one: Candidate) -> str:
 
 def _blocks(record: DecisionRecord, chosen: Candidate, block_tokens: int) -> Iterator[str]:
     total = record.num_tokens // block_tokens
+    if total == 0:
+        yield (
+            f"Its prompt is shorter than one block of {block_tokens} tokens, so all of it was computed: "
+            "only full blocks are kept and used again."
+        )
+        return
     reused = chosen.local_blocks + chosen.pulled_blocks
     yield (
         f"Of its {_many(total, 'full block')}, {chosen.local_blocks} were expected in {chosen.worker}'s pages, "

@@ -49,6 +49,7 @@ class Built:
 
 def build(config: WorkerConfig, incarnation: int) -> Built:
     """Raises ModelError, NoSpace or ConfigError with a sentence for the user."""
+    _require_device(config)
     files = resolve(config.model)
     model = read_config(files)
     engine = config.engine(_num_pages(config, model))
@@ -83,6 +84,12 @@ def _numa_node(config: WorkerConfig) -> int | None:
     uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
     topology_file = Path(config.topology_file) if config.topology_file is not None else None
     return gpu_numa_node(read_topology(topology_file).hardware, uuid)
+
+
+def _require_device(config: WorkerConfig) -> None:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        why = "sees no GPU (try nvidia-smi)" if torch.version.cuda else "is built without CUDA"
+        raise ConfigError(f"--device cuda cannot be used: torch {torch.__version__} {why}; --device cpu always works")
 
 
 def _num_pages(config: WorkerConfig, model: ModelConfig) -> int:

@@ -6,7 +6,7 @@ layer kind whose KV this shape cannot count (linear attention, state space).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moonpool.base.errors import InvalidInput, UnknownModel
@@ -16,6 +16,17 @@ Config = Mapping[str, Any]
 
 _DTYPE_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _WEIGHT_NBYTES = {"fp8": 1, "compressed-tensors": 1}
+# Families that always have multi-head latent attention; and what each family of mixtures calls its number of experts.
+_MLA_KINDS = ("deepseek_v2", "deepseek_v3", "kimi_k2", "minicpm3", "longcat_flash")
+_MLA_FIELDS = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+_EXPERT_FIELDS = {
+    "deepseek_v2": "n_routed_experts",
+    "deepseek_v3": "n_routed_experts",
+    "kimi_k2": "n_routed_experts",
+    "mixtral": "num_local_experts",
+    "qwen2_moe": "num_experts",
+    "qwen3_moe": "num_experts",
+}
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
@@ -27,7 +38,7 @@ def shape_from_config(config: Config, name: str = "model") -> ModelShape:
     hidden_size, num_heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
     num_window_layers, window = _windows(config, kind, num_layers)
     dtype_nbytes = _dtype_nbytes(config)
-    mla = _mla(config)
+    mla = _mla(config, kind)
     return ModelShape(
         name=name,
         num_layers=num_layers,
@@ -46,7 +57,7 @@ def shape_from_config(config: Config, name: str = "model") -> ModelShape:
         num_window_layers=num_window_layers,
         window=window,
         mla=mla,
-        moe=_moe(config, num_layers),
+        moe=_moe(config, kind, num_layers),
     )
 
 
@@ -58,10 +69,18 @@ def preset(name: str) -> ModelShape:
         raise UnknownModel(f"no model {name!r}; there are {', '.join(PRESET_NAMES)}") from None
 
 
+def _require(config: Config, fields: Sequence[str], why: str = "") -> None:
+    """InvalidInput that names all of the fields that are missing."""
+    missing = [field for field in fields if config.get(field) is None]
+    if missing:
+        raise InvalidInput(f"the model's config has no {', '.join(missing)}{why}", param=missing[0])
+
+
 def _size(config: Config, field: str) -> int:
+    _require(config, [field])
     value = _optional_size(config, field)
-    if value is None:
-        raise InvalidInput(f"the model's config has no {field}", param=field)
+    if not value:
+        raise InvalidInput(f"{field} in the model's config is {value!r}, not a size", param=field)
     return value
 
 
@@ -113,9 +132,12 @@ def _num_windowed_by_rule(config: Config, kind: str, num_layers: int) -> int:
     return num_layers
 
 
-def _mla(config: Config) -> Mla | None:
-    if config.get("kv_lora_rank") is None:
+def _mla(config: Config, kind: str) -> Mla | None:
+    """Multi-head latent attention, for families that have it and wherever a field of it is there."""
+    if not kind.startswith(_MLA_KINDS) and all(config.get(field) is None for field in _MLA_FIELDS):
         return None
+    why = f": {kind or 'this model'} has multi-head latent attention (MLA), whose KV cannot be sized without"
+    _require(config, _MLA_FIELDS, why)
     return Mla(
         kv_rank=_size(config, "kv_lora_rank"),
         rope_dim=_size(config, "qk_rope_head_dim"),
@@ -125,11 +147,14 @@ def _mla(config: Config) -> Mla | None:
     )
 
 
-def _moe(config: Config, num_layers: int) -> Moe | None:
+def _moe(config: Config, kind: str, num_layers: int) -> Moe | None:
     """Mixtral says num_local_experts, Qwen num_experts, DeepSeek n_routed_experts."""
-    names = ("n_routed_experts", "num_local_experts", "num_experts")
+    names = tuple(_EXPERT_FIELDS.values())
     num_experts = next((found for name in names if (found := _optional_size(config, name))), None)
     if num_experts is None:
+        field = next((name for start, name in _EXPERT_FIELDS.items() if kind.startswith(start)), None)
+        if field is not None:
+            _require(config, [field], f": {kind} is a mixture of experts, whose weights cannot be sized without")
         return None
     expert_size = _optional_size(config, "moe_intermediate_size") or _size(config, "intermediate_size")
     shared_experts = _optional_size(config, "n_shared_experts") or 0

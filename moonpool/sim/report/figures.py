@@ -13,8 +13,9 @@ from moonpool.sim.world.results import HIT_PLACES
 
 _TIME = "time, s"
 _PLACES = ("the GPUs' own pages", "own node's memory", "other nodes' memory", "disks")
-_LINK_NAMES = {
-    "nic_out": "network",
+LINK_NAMES = {
+    "nic_out": "network, sent",
+    "nic_in": "network, received",
     "h2d": "memory to GPUs",
     "d2h": "GPUs to memory",
     "ssd_read": "SSD read",
@@ -51,10 +52,11 @@ def alone(outcome: Outcome) -> Iterator[str]:
     yield _lines("Requests in a worker's batch", _picked(outcome, batches, "_batch"), "requests")
     pool = _used(_picked(outcome, ["pool_dram_nbytes", "pool_ssd_nbytes"], "pool_", "_nbytes"))
     if pool:
-        yield _areas("Bytes in the pool", pool, "bytes")
+        in_gb = [each._replace(y=[value / _GIGA for value in each.y]) for each in pool]
+        yield _areas("What the pool holds", in_gb, "GB")
     links = _links(outcome)
     if links:
-        yield _lines("Bytes over all links of a kind", links, "GB/s")
+        yield _lines("Moved over all links of a kind", links, "GB/s")
     copies = _used(_picked(outcome, [name for name in columns if name.startswith("replicas_")], "replicas_"))
     if copies:
         yield _lines("Nodes that hold the block ranked so by use", copies, "nodes")
@@ -136,7 +138,8 @@ def _used(series: Sequence[Series]) -> list[Series]:
 def _links(outcome: Outcome) -> list[Series]:
     """What leaves one node's NICs enters another's, so one direction is enough."""
     width_s, rates = outcome.links_over_time.bucket_s, outcome.links_over_time.nbytes_per_s
-    used = [(_LINK_NAMES[kind], values) for kind, values in rates.items() if kind in _LINK_NAMES and any(values)]
+    kinds = [kind for kind in rates if kind in LINK_NAMES and kind != "nic_in"]
+    used = [(LINK_NAMES[kind], rates[kind]) for kind in kinds if any(rates[kind])]
     return [
         Series(name, [at * width_s for at in range(len(values))], [each / _GIGA for each in values], hue)
         for hue, (name, values) in enumerate(used)

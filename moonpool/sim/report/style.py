@@ -25,6 +25,8 @@ h1{font-size:1.5rem;margin:.2em 0}
 h2{font-size:1.15rem;margin:1.6em 0 .5em}
 h3{font-size:1rem;margin:0 0 .3em}
 p{margin:.3em 0;color:var(--faint)}
+.headline{font-size:1.12rem;color:var(--ink);max-width:60em}
+pre{margin:.3em 0;padding:8px;background:var(--card);border:1px solid var(--line);border-radius:8px;overflow-x:auto}
 .grid{display:grid;gap:14px;grid-template-columns:repeat(auto-fit,minmax(min(100%,440px),1fr))}
 figure,.card{margin:0;padding:12px;background:var(--card);border:1px solid var(--line);border-radius:8px;min-width:0}
 .scroll{overflow-x:auto}

@@ -6,6 +6,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from enum import IntEnum
 
+NEVER_STORED = "this object was never stored"  # how the answer about a key begins that the pool knows nothing of
+
 
 class Fate(IntEnum):
     """How a key ended. The numbers stand in journals."""
@@ -80,6 +82,6 @@ class Fates:
         """A sentence about a key that is not stored."""
         if key not in self._fates:
             forgotten = f" (or that was longer ago than the last {self._limit} endings)"
-            return "this object was never stored" + (forgotten if len(self._fates) >= self._limit else "")
+            return NEVER_STORED + (forgotten if len(self._fates) >= self._limit else "")
         fate, at_s = self._fates[key]
         return f"this object {fate.sentence}, {now_s - at_s:.1f} s ago"

@@ -250,11 +250,21 @@ class PoolState:
             if identity and mine and mine != identity:
                 return f"this object is stored with another identity ({mine.hex()[:16]}): its bytes are not for you"
             places = ", ".join(each.segment for each in self.index.placements(slot))
-            return f"this object is stored: {table.nbytes[slot]} bytes on {places}"
+            return f"this object is stored: {table.nbytes[slot]} bytes on {places}{self._kept_by(slot, now_s)}"
         put = self.puts.pending.get(key)
         if put is not None:
             return f"this object is being written since {now_s - put.renewed_s:.1f} s"
         return self.index.fates.tell(key, now_s)
+
+    def _kept_by(self, slot: int, now_s: float) -> str:
+        """What keeps the object from being removed or evicted, as the end of a sentence; empty if nothing does."""
+        table = self.index.table
+        flags, left_s = table.flags[slot], table.lease_until_s[slot] - now_s
+        pins = {Flag.PINNED: "a process has it open", Flag.HARD_PIN: "it is pinned"}
+        reasons = [text for flag, text in pins.items() if flags & flag]
+        if left_s > 0:
+            reasons.append(f"the lease of its last reader ends in {left_s:.1f} s")
+        return "; " + " and ".join(reasons) if reasons else ""
 
     def stats(self) -> m.StoreStats:
         counters = {
