@@ -221,6 +221,34 @@ def test_a_journal_that_cannot_grow(nursery: Nursery, how: str) -> None:
         fleet.close()
 
 
+def test_a_master_that_is_killed_while_its_disk_is_full(nursery: Nursery) -> None:
+    """It starts on what is there, serves it, and takes more when there is room again."""
+    with contextlib.ExitStack() as stack:
+        fleet = stack.enter_context(open_fleet(nursery, put_discard_s=0.5, put_release_s=0.6, lease_s=0.1, start=False))
+        disk = stack.enter_context(small_disk(fleet.data_dir, 4 * MIB))
+        fleet.start_master()
+        fleet.start_node("n0")
+        client = fleet.client()
+        for number in range(10):
+            assert put(client, number)
+        hog = fill_disk(disk)
+        with pytest.raises(NoSpace, match="journal"):
+            put_all(client, range(10, 1000))
+        for _ in range(2):
+            fleet.restart_master()
+            wait_until(lambda: all(works(lambda n=n: has(client, n)) for n in range(10)), "what was stored is read")
+        assert "stored" in client.why(b"key-3")
+        with pytest.raises(MoonpoolError):
+            put_all(client, range(1000, 1100))
+        hog.unlink()
+        wait_until(lambda: works(lambda: put(client, 2000)), "puts work again", timeout_s=30.0)
+        wait_until(lambda: not lacks(fleet, [*range(10), 2000]), "a snapshot has made up for it", timeout_s=30.0)
+        fleet.restart_master()
+        assert all(has(client, number) for number in (*range(10), 2000))
+        fleet.wait_settled()
+        fleet.close()
+
+
 def lacks(fleet: Fleet, numbers: list[int]) -> bool:
     """Whether a master that started now would miss any of them."""
     restored = fleet.restored()

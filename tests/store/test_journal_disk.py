@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import subprocess
@@ -17,6 +18,7 @@ from journal_world import BY_HAND, reopened
 
 from moonpool.base.errors import ConfigError, MoonpoolError, NoSpace, Unavailable
 from moonpool.store.journal import Journal, JournalConfig, describe
+from moonpool.store.journal.folder import Folder
 
 
 @contextmanager
@@ -150,6 +152,52 @@ def test_a_snapshot_that_does_not_fit_costs_nothing(tmp_path: Path) -> None:
         assert journal.health().durable
         journal.close()
         assert reopened(disk / "data") == [b"kept", b"and this"]
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_full_disk_keeps_no_master_from_starting(tmp_path: Path, closed: bool) -> None:
+    """Again and again; what is appended then is refused and kept, and written when there is room."""
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        first, _ = Journal.open(disk / "data", BY_HAND)
+        first.append(b"known")
+        if closed:  # the next life begins a new file
+            heal(first, b"known")
+        first.close()
+        ballast = disk / "ballast"
+        with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(4096))
+        epochs = [first.epoch]
+        for _ in range(3):
+            journal, records = Journal.open(disk / "data", BY_HAND)
+            epochs.append(journal.epoch)
+            assert list(records) == [b"known"]
+            _, error = fill(journal, b"r" * 5000)
+            assert isinstance(error, NoSpace)
+            assert not journal.health().durable
+            journal.close()
+        assert epochs == sorted(set(epochs))
+        journal, records = Journal.open(disk / "data", BY_HAND)
+        assert list(records) == [b"known"]
+        with pytest.raises(NoSpace):
+            journal.append(b"r" * 5000)
+        ballast.unlink()
+        journal.append(b"and this")
+        heal(journal, b"known", b"all of it")
+        assert journal.health().durable
+        journal.close()
+        assert reopened(disk / "data") == [b"known", b"all of it"]
+
+
+def test_files_are_set_aside_on_a_disk_that_takes_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_folder(self: Path, mode: int = 0o777) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "journal-3").write_bytes(b"x")
+    monkeypatch.setattr(Path, "mkdir", no_folder)
+    aside = Folder(tmp_path).set_aside([tmp_path / "journal-3"])
+    assert [path.name for path in tmp_path.iterdir()] == [f"{aside.name}-journal-3"]
+    assert Folder(tmp_path).listing().empty
 
 
 def test_a_read_only_disk_is_told_at_the_start(tmp_path: Path) -> None:

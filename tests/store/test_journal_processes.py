@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import subprocess
@@ -10,12 +11,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from journal_world import image_of, put_back, replayed
 
+from moonpool.base.clock import VirtualClock
 from moonpool.base.errors import ConfigError
 from moonpool.store.journal import Journal, describe, forget
+from moonpool.store.journal import epoch as epoch_module
+from moonpool.store.journal import journal as journal_module
+from moonpool.store.journal.epoch import CLOCK_STARTS_S, WallClock, next_epoch
+from moonpool.store.journal.folder import Folder
 
 WRITER = Path(__file__).with_name("journal_writer.py")
 
@@ -84,11 +91,94 @@ def test_epochs_grow_with_every_life(tmp_path: Path) -> None:
         epochs.append(journal.epoch)
         assert describe(tmp_path).epoch == journal.epoch  # on disk before anybody can ask
         journal.close()
-    assert epochs == [1, 2, 3]
+    assert epochs == sorted(set(epochs))
     forget(tmp_path)
     journal, _ = Journal.open(tmp_path)
     journal.close()
-    assert journal.epoch == 4
+    assert journal.epoch > epochs[-1]
+
+
+class Wall:
+    """A wall clock that passes when it is waited for."""
+
+    def __init__(self, seconds: float) -> None:
+        self.unix_s = CLOCK_STARTS_S + seconds
+        self.clock = WallClock(lambda: self.unix_s, self.sleep)
+
+    def sleep(self, seconds: float) -> None:
+        self.unix_s += seconds
+
+
+def no_space(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_an_epoch_is_the_next_one_or_the_clocks(tmp_path: Path) -> None:
+    folder, wall = Folder(tmp_path), Wall(1000.5)
+    lives = [next_epoch(folder, had_lives=bool(life), clock=wall.clock) for life in range(3)]
+    assert lives == [(1000, None), (1001, None), (1002, None)]
+    wall.unix_s -= 900
+    assert next_epoch(folder, had_lives=True, clock=wall.clock) == (1003, None)
+    wall.unix_s += 5000
+    assert next_epoch(folder, had_lives=True, clock=wall.clock).number == 5100
+    for senseless in (-5.0, 2.0**40):
+        assert next_epoch(Folder(tmp_path), had_lives=True, clock=Wall(senseless).clock).number <= 5102
+
+
+def test_an_epoch_that_cannot_be_kept_never_comes_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lives that leave nothing on disk, in the same second, with and without lives between that do."""
+    folder, wall = Folder(tmp_path), Wall(1000.25)
+    seen = []
+    for life, is_kept in enumerate([True, False, False, True, True, False, True]):
+        with monkeypatch.context() as patch:
+            if not is_kept:
+                patch.setattr(epoch_module, "keep_epoch", no_space)
+            given = next_epoch(folder, had_lives=life > 0, clock=wall.clock)
+        assert (given.unkept is None) == is_kept
+        seen.append(given.number)
+    assert seen == sorted(set(seen))
+    assert wall.unix_s - CLOCK_STARTS_S < 1010
+
+
+def test_an_epoch_is_refused_when_neither_disk_nor_clock_can_give_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    next_epoch(Folder(tmp_path), had_lives=False, clock=Wall(1000.0).clock)
+    monkeypatch.setattr(epoch_module, "keep_epoch", no_space)
+    with pytest.raises(ConfigError, match="make room on the disk or set the clock"):
+        next_epoch(Folder(tmp_path), had_lives=True, clock=Wall(500.0).clock)
+
+
+def test_an_epoch_that_could_not_be_kept_is_kept_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    before, _ = Journal.open(tmp_path)
+    before.append(b"known")
+    before.close()
+    clock = VirtualClock()
+    with monkeypatch.context() as patch:
+        patch.setattr(epoch_module, "keep_epoch", no_space)
+        patch.setattr(journal_module, "keep_epoch", no_space)
+        journal, records = Journal.open(tmp_path, clock=clock)
+        assert list(records) == [b"known"]
+        assert journal.epoch > before.epoch
+        health = journal.health()
+        assert not health.durable
+        assert "taken from the clock" in (health.error or "")
+        assert not journal.should_snapshot  # it would not help
+        for _ in range(5):
+            clock.advance(2.0)
+            journal.write_again()
+        assert len([record for record in caplog.records if "epoch" in record.message]) == 1
+    assert describe(tmp_path).epoch == before.epoch
+    journal.write_again()  # not at every tick
+    assert journal.has_unwritten
+    clock.advance(2.0)
+    journal.write_again()
+    assert not journal.has_unwritten
+    assert journal.health().durable
+    assert describe(tmp_path).epoch == journal.epoch
+    journal.close()
 
 
 @pytest.mark.parametrize("content", [None, "", "x", "-1", "4294967295"])
@@ -133,7 +223,7 @@ def test_a_folder_is_described(tmp_path: Path) -> None:
     report = describe(tmp_path, check=True)
     assert [file.name for file in report.files] == ["snapshot-1", "journal-1"]
     assert all(file.nbytes > 0 and file.age_s < 60 for file in report.files)
-    assert (report.epoch, report.pid, report.last_error, report.problem) == (1, None, None, None)
+    assert (report.epoch, report.pid, report.last_error, report.problem) == (journal.epoch, None, None, None)
     (tmp_path / "journal-1").rename(tmp_path / "journal-2")
     problem = describe(tmp_path, check=True).problem
     assert problem is not None

@@ -83,11 +83,20 @@ class Folder:
             os.close(fd)
 
     def set_aside(self, paths: Iterable[Path]) -> Path:
-        """Moves files into a new folder inside this one, which is returned."""
+        """Moves files into a new folder inside this one, which is returned. On a full disk that takes no new folder the
+        files stay in this one, under names that begin with what is returned.
+        """
         aside = self.path / f"aside-{time.time_ns()}"
-        aside.mkdir(mode=0o700)
-        for path in paths:
-            os.rename(path, aside / path.name)
+        try:
+            aside.mkdir(mode=0o700)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            for path in paths:
+                os.rename(path, aside.with_name(f"{aside.name}-{path.name}"))
+        else:
+            for path in paths:
+                os.rename(path, aside / path.name)
         self.sync()
         return aside
 
@@ -143,7 +152,8 @@ class FolderLock:
             if earlier is not None:
                 self._note = msgspec.structs.replace(self._note, error=earlier.error, error_at=earlier.error_at)
             self._fd: int | None = fd
-            self._write()
+            with contextlib.suppress(OSError):  # a full disk; the lock itself is held
+                self._write()
         except BlockingIOError:
             holder = _read_note(fd)
             os.close(fd)

@@ -4,7 +4,8 @@ It knows nothing of what the records mean, only that replaying them in order, ov
 the state back. A record is in the page cache when `append` returns, so the master's death loses nothing; it is on
 disk within `sync_s`, so the machine's death loses no more than that. Errors of the disk never end the journal: it
 says so (`health`), writes what it could not when the disk lets it, and is made whole by the next snapshot
-(`should_snapshot`). No record is ever behind a gap of its file: replaying that would be a guess.
+(`should_snapshot`). A disk that takes nothing when the journal is opened is such an error too. No record is ever behind
+a gap of its file: replaying that would be a guess.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import msgspec
 
 from moonpool.base.clock import Clock, SystemClock
 from moonpool.base.errors import AlreadyExists, ConfigError, MoonpoolError, Unavailable
-from moonpool.store.journal.epoch import next_epoch
+from moonpool.store.journal.epoch import Epoch, keep_epoch, next_epoch
 from moonpool.store.journal.folder import Folder, FolderLock, as_moonpool_error
 from moonpool.store.journal.frames import END, pack_records
 from moonpool.store.journal.log_file import LogFile
@@ -29,6 +30,8 @@ from moonpool.store.journal.snapshot import SnapshotWriter
 
 _LOG = logging.getLogger(__name__)
 MAX_UNWRITTEN_NBYTES = 1024 * 1024  # of records that the disk did not take
+EPOCH_RETRY_S = 1.0
+_UNKEPT_EPOCH = "the master's epoch could not be written and was taken from the clock"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,12 +74,14 @@ class Journal:
     """Appended to by one thread (the master's event loop); synced by another. Made by `open`, ended by `close`."""
 
     def __init__(
-        self, folder: Folder, lock: FolderLock, config: JournalConfig, found: Recovered, clock: Clock, epoch: int
+        self, folder: Folder, lock: FolderLock, config: JournalConfig, found: Recovered, clock: Clock, epoch: Epoch
     ) -> None:
         """Not for callers; see `open`."""
-        self.epoch = epoch
+        self.epoch = epoch.number
+        self._unkept_epoch = epoch.unkept is not None
+        self._epoch_tried_s = clock.now_s()
         self._folder, self._lock_file, self._config, self._clock = folder, lock, config, clock
-        self._file = _file_to_append_to(folder, found)
+        self._file, unopened = _file_to_append_to(folder, found)
         self._older_nbytes = sum(extent.nbytes for extent in found.journals if extent.number != self._file.number)
         self._snapshot_nbytes = found.snapshot_nbytes
         self._retired: list[LogFile] = []  # rotated away, and not yet known to be on disk
@@ -92,6 +97,7 @@ class Journal:
         self._syncing = threading.Lock()  # one sync at a time; taken before _lock
         self._dirty = threading.Event()
         self._stopping = threading.Event()
+        self._note_trouble_at_start(epoch.unkept, unopened)
         self._thread = threading.Thread(target=self._sync_forever, name="journal-sync", daemon=True)
         self._thread.start()
 
@@ -152,12 +158,23 @@ class Journal:
     @property
     def has_unwritten(self) -> bool:
         """Whether write_again() has anything to do."""
-        return bool(self._unwritten)
+        return bool(self._unwritten) or self._unkept_epoch
 
     def write_again(self) -> None:
         """Tries anew to write what the disk did not take; raises as append()."""
+        if self._unkept_epoch:
+            self._keep_epoch()
         if self._unwritten:
             self._append(b"")
+
+    def _keep_epoch(self) -> None:
+        now_s = self._clock.now_s()
+        if now_s - self._epoch_tried_s >= EPOCH_RETRY_S:
+            self._epoch_tried_s = now_s
+            with contextlib.suppress(OSError):
+                keep_epoch(self._folder, self.epoch)
+                self._unkept_epoch = False
+                _LOG.info("epoch %d is on disk now", self.epoch)
 
     def _append(self, data: bytes) -> None:
         with self._lock:
@@ -233,6 +250,19 @@ class Journal:
             # one that succeeds would prove nothing. The next snapshot does.
             _LOG.debug("sync: %s", error)
 
+    def _note_trouble_at_start(self, unkept: OSError | None, unopened: OSError | None) -> None:
+        """Neither keeps the master from serving what it knows; the log says it once, `health` while it lasts."""
+        if unkept is not None:
+            _LOG.error(
+                "epoch %d could not be written to %s (%s) and was taken from the clock; it is written when the disk"
+                " allows it, and until then no clock of this machine may be set back",
+                self.epoch,
+                self._folder.path,
+                unkept.strerror or unkept,
+            )
+        if unopened is not None:
+            self._lost(unopened)
+
     def _lost(self, error: OSError) -> MoonpoolError:
         """Takes note that the journal lacks something; the error to raise."""
         told = as_moonpool_error(error, f"the journal in {self._folder.path} cannot be written")
@@ -254,7 +284,7 @@ class Journal:
             self._config,
             journal_nbytes=health.journal_nbytes,
             snapshot_nbytes=health.snapshot_nbytes,
-            durable=health.durable,
+            durable=self._lost_at is None,
             since_failure_s=None if failed_s is None else self._clock.now_s() - failed_s,
         )
 
@@ -317,8 +347,8 @@ class Journal:
         with self._lock:
             unsynced = sum(file.nbytes - file.synced_nbytes for file in (*self._retired, self._file))
             return JournalHealth(
-                durable=self._lost_at is None,
-                error=self._error,
+                durable=self._lost_at is None and not self._unkept_epoch,
+                error=self._error or (_UNKEPT_EPOCH if self._unkept_epoch else None),
                 number=self._file.number,
                 journal_nbytes=self._older_nbytes + self._file.nbytes,
                 snapshot_nbytes=self._snapshot_nbytes,
@@ -327,13 +357,22 @@ class Journal:
             )
 
 
-def _file_to_append_to(folder: Folder, found: Recovered) -> LogFile:
-    """The last journal, cut to its good part, or a new one when there is none or the last is closed."""
+def _file_to_append_to(folder: Folder, found: Recovered) -> tuple[LogFile, OSError | None]:
+    """The last journal, cut to its good part, or a new one when there is none or the last is closed.
+
+    With an error the file could not be opened or begun, and the next write tries again.
+    """
     last = found.journals[-1] if found.journals else None
-    if last is None or last.closed:
-        number = found.last_number + 1
-        return LogFile.create(folder.journal(number), number)
-    return LogFile.reopen(folder.journal(last.number), last.number, last.nbytes)
+    number, nbytes = (found.last_number + 1, 0) if last is None or last.closed else (last.number, last.nbytes)
+    path = folder.journal(number)
+    try:
+        if last is None or last.closed:
+            return LogFile.create(path, number), None
+        return LogFile.reopen(path, number, nbytes), None
+    except FileExistsError:
+        raise  # not ours to overwrite
+    except OSError as error:
+        return LogFile(None, path, number, nbytes), error
 
 
 def forget(directory: Path) -> Path | None:
