@@ -40,15 +40,20 @@ class Tokenizer:
         self._chat_template = chat_template
         self.eos_ids = eos_ids
         self.vocab_size = vocab_size
+        # Byte-level vocabularies write one character per byte, so this is never too small.
+        self.max_token_chars = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
 
     @property
     def has_chat_template(self) -> bool:
         return self._chat_template is not None
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Token ids. `add_special_tokens` adds what the model wants before plain text (not before a chat)."""
+        """Token ids. `add_special_tokens` adds what the model wants before plain text (not before a chat).
+
+        Other threads run meanwhile: of the library's calls only those for batches release the interpreter lock.
+        """
         try:
-            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+            return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
         except (TypeError, ValueError, UnicodeError) as error:  # e.g. lone surrogates
             raise InvalidInput(f"the text cannot be tokenized: {error}", param="prompt") from error
 

@@ -17,11 +17,14 @@ from moonpool.server.chat_format import ChatFormat
 from moonpool.server.completion_format import CompletionFormat
 from moonpool.server.desk import Desk
 from moonpool.server.gate import Gate
+from moonpool.server.http_errors import public_text
 from moonpool.server.metrics import metrics_page
-from moonpool.server.prompts import encode_chat, encode_completion
+from moonpool.server.openapi import add_bodies, request_body
+from moonpool.server.prompts import CHAT, COMPLETION
 from moonpool.server.record_pages import add_records
 from moonpool.server.replies import ChatCompletion, Completion, ErrorReply, Model, ModelList
 from moonpool.server.schema import ChatBody, CompletionBody
+from moonpool.server.stream import read_body
 from moonpool.server.workers import missing_roles
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -42,22 +45,25 @@ def make_app(desk: Desk, *, max_body_nbytes: int) -> ASGIApp:
     add_records(private, desk)
     app.include_router(private)
     _add_operations(app, desk)
+    add_bodies(app, ChatBody, CompletionBody)
     # Around the whole app and not as its middleware, which answers to bugs would not pass through.
     return Gate(app, desk.metrics, max_body_nbytes)
 
 
 def _add_completions(router: APIRouter, desk: Desk) -> None:
-    @router.post("/chat/completions", response_model=ChatCompletion)
-    async def create_chat_completion(request: Request, body: ChatBody) -> Response:
+    @router.post("/chat/completions", response_model=ChatCompletion, openapi_extra=request_body(ChatBody))
+    async def create_chat_completion(request: Request) -> Response:
         """An answer to a conversation, whole or as server-sent events."""
-        order = await desk.take(request.state.request_id, request.state.tenant, body, encode_chat)
+        raw = await read_body(request)
+        order, body = await desk.take(request.state.request_id, request.state.tenant, CHAT, raw)
         form = ChatFormat(order, body, desk.model.codec.token_text)
         return await answer(request, order, form, stream=bool(body.stream))
 
-    @router.post("/completions", response_model=Completion)
-    async def create_completion(request: Request, body: CompletionBody) -> Response:
+    @router.post("/completions", response_model=Completion, openapi_extra=request_body(CompletionBody))
+    async def create_completion(request: Request) -> Response:
         """Text that continues each prompt, whole or as server-sent events."""
-        order = await desk.take(request.state.request_id, request.state.tenant, body, encode_completion)
+        raw = await read_body(request)
+        order, body = await desk.take(request.state.request_id, request.state.tenant, COMPLETION, raw)
         form = CompletionFormat(order, body, desk.model.codec.token_text)
         return await answer(request, order, form, stream=bool(body.stream))
 
@@ -72,7 +78,7 @@ def _add_models(router: APIRouter, desk: Desk) -> None:
 
     @router.get("/models/{name:path}")
     async def retrieve_model(name: str) -> Model:
-        desk.check_model(name)
+        served.check_name(name)
         return model
 
 
@@ -83,7 +89,7 @@ def _add_operations(app: FastAPI, desk: Desk) -> None:
         try:
             missing = missing_roles((await desk.cluster.status()).workers)
         except MoonpoolError as error:
-            return JSONResponse({"status": "unavailable", "missing": ["conductor"], "reason": str(error)}, 503)
+            return JSONResponse({"status": "unavailable", "missing": ["conductor"], "reason": public_text(error)}, 503)
         return JSONResponse({"status": "unavailable" if missing else "ok", "missing": missing}, 503 if missing else 200)
 
     @app.get("/metrics", include_in_schema=False)

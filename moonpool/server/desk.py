@@ -7,37 +7,24 @@ import hashlib
 import secrets
 import struct
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass, field
 from typing import TypeVar
 
-from moonpool.base.errors import InvalidInput, UnknownModel
 from moonpool.base.keys import tenant_root
 from moonpool.conductor.retries import RetryPolicy
-from moonpool.engine.sequence import SamplingDefaults
 from moonpool.server.choice import Choice, ChoiceEvent, run_together
 from moonpool.server.generation import ChoiceRequest, Generation
 from moonpool.server.metrics import FrontendMetrics
-from moonpool.server.prompts import TextCodec, output_room
+from moonpool.server.prompts import Endpoint, ServedModel, output_room, prepare
 from moonpool.server.replies import PromptTokensDetails, Usage
 from moonpool.server.schema import SamplingBody
 from moonpool.server.tenants import Tenant, Tenants
 from moonpool.server.text import TextAssembler
 from moonpool.server.workers import Cluster, ClusterView, Connections
 
-MAX_CHOICES_IN_ALL = 128
 _B = TypeVar("_B", bound=SamplingBody)
-
-
-@dataclass(frozen=True)
-class ServedModel:
-    name: str
-    codec: TextCodec
-    max_model_len: int
-    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)  # where a request does not say
-    created: int = field(default_factory=lambda: int(time.time()))
 
 
 class Order:
@@ -105,32 +92,14 @@ class Desk:
         """Idempotent."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def check_model(self, name: str) -> None:
-        if name != self.model.name:
-            raise UnknownModel(f"the model {name!r} does not exist; {self.model.name!r} is served here", param="model")
-
-    async def take(
-        self, request_id: str, tenant: Tenant, body: _B, encode: Callable[[TextCodec, _B], list[list[int]]]
-    ) -> Order:
-        """Raises InvalidInput and its kin, and Unavailable before the first workers have come. Starts nothing yet."""
-        self.check_model(body.model)
+    async def take(self, request_id: str, tenant: Tenant, endpoint: Endpoint[_B], raw: bytes) -> tuple[Order, _B]:
+        """Return the order and the checked body of `raw`. Raise InvalidInput and its kin, and Unavailable before the
+        first workers have come. Starts nothing yet."""
         loop = asyncio.get_running_loop()
-        prompts = await loop.run_in_executor(self._threads, encode, self.model.codec, body)
-        if len(prompts) * body.num_choices > MAX_CHOICES_IN_ALL:
-            raise InvalidInput(f"at most {MAX_CHOICES_IN_ALL} choices per request are allowed", param="n")
-        # What the model alone can refuse comes before asking anybody.
-        for prompt in prompts:
-            self._check(prompt, body, self.model.max_model_len)
+        prepared = await loop.run_in_executor(self._threads, prepare, self.model, endpoint, raw)
         view = await self.cluster.view()
-        return Order(request_id, self.model.name, prompts, self._choices(request_id, tenant, body, prompts, view))
-
-    def _check(self, prompt: list[int], body: SamplingBody, max_len: int) -> int:
-        """The output's room; InvalidInput for sampling values that do not go together."""
-        room = output_room(len(prompt), body, max_len)
-        if body.min_tokens is not None and body.min_tokens > room:
-            raise InvalidInput(f"min_tokens must be at most {room} here", param="min_tokens")
-        body.sampling(max_tokens=room, seed=0, defaults=self.model.sampling)
-        return room
+        choices = self._choices(request_id, tenant, prepared.body, prepared.prompts, view)
+        return Order(request_id, self.model.name, prepared.prompts, choices), prepared.body
 
     def _choices(
         self, request_id: str, tenant: Tenant, body: SamplingBody, prompts: list[list[int]], view: ClusterView
@@ -140,7 +109,7 @@ class Desk:
         max_len = min(self.model.max_model_len, view.max_tokens)
         choices: list[Choice] = []
         for prompt in prompts:
-            room = self._check(prompt, body, max_len)
+            room = output_room(len(prompt), body, max_len, self.model.sampling)
             first: Choice | None = None
             for number in range(body.num_choices):
                 index = len(choices)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import math
+import resource
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -14,16 +17,19 @@ import uvicorn
 from moonpool.base.address import Address, parse_address
 from moonpool.base.errors import ConfigError, Internal
 from moonpool.conductor.retries import RetryPolicy
-from moonpool.engine.model_files import read_config, read_sampling_defaults, resolve
-from moonpool.engine.tokenizer import load_tokenizer
 from moonpool.server.app import make_app
-from moonpool.server.desk import Desk, ServedModel
+from moonpool.server.connection import ConnectionLimits
+from moonpool.server.desk import Desk
+from moonpool.server.prompts import ServedModel, load_model
+from moonpool.server.protocol import GuardedProtocol
 from moonpool.server.tenants import load_tenants
 from moonpool.server.workers import Connections
 
 # Requests that run get this long to finish by themselves when the front end is closed.
 GRACE_S = 1.0
 _BACKLOG = 2048
+_TICKS_PER_SWEEP = 5  # uvicorn ticks every 0.1 s
+_SPARE_FILES = 128  # descriptors for everything that is not a client's connection
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,7 @@ class FrontendConfig:
     max_attempts: int = field(default=4, metadata={"help": "tries per request when workers die"})
     worker_wait_s: float = field(default=30.0, metadata={"help": "how long a request waits for workers to return"})
     max_body_nbytes: int = field(default=16 * 1024 * 1024, metadata={"help": "largest request body"})
+    max_connections: int = field(default=1024, metadata={"help": "most client connections at a time"})
     access_log: bool = field(default=False, metadata={"help": "log a line per request"})
 
     def __post_init__(self) -> None:
@@ -49,7 +56,7 @@ class FrontendConfig:
             raise ConfigError(f"{self.port} is not a port", param="port")
         if self.http_address.scheme != "tcp":
             raise ConfigError("HTTP is served at an address like tcp:127.0.0.1:8000", param="listen")
-        for name in ("max_model_len", "request_timeout_s", "max_attempts", "max_body_nbytes"):
+        for name in ("max_model_len", "request_timeout_s", "max_attempts", "max_body_nbytes", "max_connections"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} must be above 0", param=name)
@@ -65,9 +72,15 @@ class FrontendConfig:
 class Frontend:
     """A base.process.Service. `start` returns the URL."""
 
-    def __init__(self, config: FrontendConfig, load: Callable[[FrontendConfig], ServedModel] | None = None) -> None:
+    def __init__(
+        self,
+        config: FrontendConfig,
+        load: Callable[[FrontendConfig], ServedModel] | None = None,
+        limits: ConnectionLimits | None = None,
+    ) -> None:
         self.config = config
         self._load = load or load_model
+        self._limits = limits or ConnectionLimits(max_connections=_possible_connections(config.max_connections))
         self._connections: Connections | None = None
         self._desk: Desk | None = None
         self._socket: socket.socket | None = None
@@ -93,14 +106,18 @@ class Frontend:
         return url_of(self._socket)
 
     async def _serve(self, desk: Desk, sock: socket.socket) -> None:
+        limits = self._limits
         app = make_app(desk, max_body_nbytes=self.config.max_body_nbytes)
         self._server = _Server(
             uvicorn.Config(
                 app,
+                http=functools.partial(GuardedProtocol, limits=limits),  # type: ignore[arg-type]
+                ws="none",
                 lifespan="off",
                 log_config=None,
                 log_level="info" if self.config.access_log else "warning",
                 access_log=self.config.access_log,
+                timeout_keep_alive=math.ceil(limits.keep_alive_s),
                 timeout_graceful_shutdown=int(GRACE_S) + 1,
             )
         )
@@ -132,6 +149,14 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % _TICKS_PER_SWEEP == 0:
+            now_s = asyncio.get_running_loop().time()
+            for connection in list(self.server_state.connections):
+                if isinstance(connection, GuardedProtocol):
+                    connection.sweep(now_s)
+        return await super().on_tick(counter)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -167,15 +192,11 @@ def url_of(sock: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def load_model(config: FrontendConfig) -> ServedModel:
-    """The tokenizer and the context's length; weights are the workers' business."""
-    files = resolve(config.model)
-    longest = read_config(files).max_position
-    if config.max_model_len is not None and config.max_model_len > longest:
-        raise ConfigError(f"max_model_len is {config.max_model_len}, the model has {longest}", param="max_model_len")
-    return ServedModel(
-        name=config.model_name or files.name,
-        codec=load_tokenizer(files),
-        max_model_len=config.max_model_len or longest,
-        sampling=read_sampling_defaults(files),
-    )
+def _possible_connections(wanted: int) -> int:
+    """Raise this process's limit of open files as far as is allowed, and return how many connections it leaves."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + _SPARE_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return wanted if soft == resource.RLIM_INFINITY else max(1, min(wanted, soft - _SPARE_FILES))

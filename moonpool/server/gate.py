@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Awaitable
 
@@ -11,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moonpool.server.metrics import FrontendMetrics
 
+_LOG = logging.getLogger(__name__)
 COUNTED_PATHS = ("/v1/chat/completions", "/v1/completions")
 
 
@@ -28,18 +30,24 @@ class Gate:
             return
         state = scope.setdefault("state", {})
         state["request_id"] = secrets.token_hex(12)
+        answered = False
 
         async def send_with_id(message: Message) -> None:
+            nonlocal answered
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["x-request-id"] = state["request_id"]
                 state.setdefault("outcome", "done" if message["status"] < 400 else f"http_{message['status']}")
             await send(message)
+            answered = message["type"] == "http.response.body" and not message.get("more_body", False)
 
         work = self._app(scope, self._bounded(scope, receive), send_with_id)
-        if scope["path"] in COUNTED_PATHS:
-            await self._counted(scope["path"], state, work)
-        else:
-            await work
+        try:
+            await (self._counted(scope["path"], state, work) if scope["path"] in COUNTED_PATHS else work)
+        except Exception:
+            if not answered:
+                raise
+            # Starlette raises a bug again after it has answered 500; uvicorn would then close the connection.
+            _LOG.exception("request %s ended with a bug in the front end", state["request_id"])
 
     async def _counted(self, path: str, state: dict[str, str], work: Awaitable[None]) -> None:
         with self._metrics.running.track_inprogress():

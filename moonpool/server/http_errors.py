@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -11,15 +12,39 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from moonpool.base.errors import InvalidInput, MoonpoolError, Overloaded
+from moonpool.server.bodies import complaint
 from moonpool.server.replies import ErrorDetail, ErrorReply
 
 _LOG = logging.getLogger(__name__)
 _MAX_MESSAGE_CHARS = 2000
+# Of errors that HTTP itself has and the error tree has not.
+_CODES = {
+    400: InvalidInput.code,
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "too_slow",
+    413: "too_large",
+    431: "too_large",
+}
+
+
+# Addresses of other processes and paths on this machine, as they occur in messages about failures.
+_INTERNALS = re.compile(r"(?:\b(?:unix|tcp|shm):|(?<![\w/:.])/)[^\s,;'\")]+")
+
+
+def public_text(error: MoonpoolError) -> str:
+    """The error's message as clients may see it: without addresses and paths if the failure is on the server's side."""
+    return _INTERNALS.sub("(internal address)", str(error)) if error.http_status >= 500 else str(error)
 
 
 def error_reply(error: MoonpoolError) -> ErrorReply:
     param = error.param if isinstance(error, InvalidInput) else None
-    return _reply(error.http_status, str(error), param, error.code)
+    return _reply(error.http_status, public_text(error), param, error.code)
+
+
+def reply_json(status: int, message: str, code: str | None = None) -> bytes:
+    """An error's body, for answers that are not made by the app."""
+    return _reply(status, message, None, code or _CODES.get(status)).model_dump_json().encode()
 
 
 def error_response(error: MoonpoolError) -> Response:
@@ -40,30 +65,21 @@ def install(app: FastAPI) -> None:
         return error_response(error)
 
     @app.exception_handler(RequestValidationError)
-    async def on_invalid_body(request: Request, error: RequestValidationError) -> Response:
-        message, param = _first_complaint(error)
+    async def on_invalid_query(request: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        message, param = complaint(first, first["loc"][1:])
         request.state.outcome = InvalidInput.code
         return _response(400, _reply(400, message, param, InvalidInput.code))
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
-        code = {404: "not_found", 405: "method_not_allowed", 413: "too_large"}.get(error.status_code)
+        code = _CODES.get(error.status_code)
         return _response(error.status_code, _reply(error.status_code, str(error.detail), None, code))
 
     @app.exception_handler(Exception)
     async def on_bug(request: Request, error: Exception) -> Response:
         # The text of a foreign exception may hold anything, so it goes to the log only.
         return _response(500, _reply(500, f"a bug in the front end: {type(error).__name__}", None, "internal"))
-
-
-def _first_complaint(error: RequestValidationError) -> tuple[str, str | None]:
-    """(message, param) of the first thing that is wrong; the input itself is not repeated."""
-    first = error.errors()[0]
-    if first["type"] == "json_invalid":
-        return f"the body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}", None
-    context_param = first.get("ctx", {}).get("param")
-    param = context_param or ".".join(str(part) for part in first["loc"][1:]) or None
-    return (f"{param}: {first['msg']}" if param else str(first["msg"])), param
 
 
 def _reply(status: int, message: str, param: str | None, code: str | None) -> ErrorReply:

@@ -16,6 +16,7 @@ from moonpool.server.desk import Desk
 from moonpool.server.record_ids import bare_id
 
 MAX_RECORDS = 10_000
+MAX_BLOCK_TOKENS = 65_536
 
 
 def add_records(router: APIRouter, desk: Desk) -> None:
@@ -34,7 +35,9 @@ def add_records(router: APIRouter, desk: Desk) -> None:
 
     @router.get("/records/trace")
     async def export_trace(
-        request: Request, tenant: str | None = None, block_tokens: Annotated[int, Query(ge=1)] = 512
+        request: Request,
+        tenant: str | None = None,
+        block_tokens: Annotated[int, Query(ge=1, le=MAX_BLOCK_TOKENS)] = 512,
     ) -> Response:
         """The same as lines of Mooncake's trace format, oldest first: lengths, times and shared prefixes, no text."""
         conductor = await desk.connections.conductor()

@@ -1,33 +1,44 @@
 """What clients may send: the bodies of OpenAI's chat and text completions, checked before anything else happens.
 
-A field that we know has exactly its documented type and range; a feature that we do not have is refused by name, so
-that nobody gets an answer to another question than the one asked. Fields that we have never heard of are ignored:
-clients send new ones long before servers know them, and all of them are optional hints.
+A field that we know has exactly its documented type and range. Every other field is refused by name unless it cannot
+change the answer (fields.py), so that a client never gets an answer to another question than the one it asked.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, field_validator, model_validator
 
 from moonpool.engine.sequence import SamplingDefaults, SamplingParams
+from moonpool.server.fields import (
+    IGNORED,
+    IGNORED_IN_MESSAGE,
+    IGNORED_IN_PART,
+    UNSUPPORTED,
+    UNSUPPORTED_CHAT,
+    UNSUPPORTED_COMPLETION,
+    UNSUPPORTED_IN_MESSAGE,
+    Feature,
+    keep_known,
+    refusal,
+)
 
 _T = TypeVar("_T")
 
 MAX_CHOICES = 16
+MAX_CHOICES_IN_ALL = 128  # of all prompts of a request
 MAX_PROMPTS = 64
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_TOP_LOGPROBS = 20
 MAX_PRIORITY = 10  # either way
+MAX_INT = 2**31 - 1  # of numbers that are bounded by nothing else
+# Below these, values vanish in float32 or their quotients overflow; nothing useful lies there.
+MIN_TEMPERATURE = 1e-5
+MIN_TOP_P = 1e-6
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for text completions; a chat may fill the context
-
-
-def refusal(message: str, param: str | None = None) -> PydanticCustomError:
-    """A validation error that names the field it is about, which pydantic alone cannot for whole-body checks."""
-    return PydanticCustomError("refused", "{reason}", {"reason": message, "param": param})
 
 
 def _well_formed(text: str) -> str:
@@ -39,12 +50,23 @@ def _well_formed(text: str) -> str:
     return text
 
 
+def _usable_temperature(temperature: float) -> float:
+    if 0 < temperature < MIN_TEMPERATURE:
+        raise refusal(f"must be 0 (greedy) or from {MIN_TEMPERATURE:g} to 2")
+    return temperature
+
+
+Temperature = Annotated[float, Field(ge=0, le=2), AfterValidator(_usable_temperature)]
+TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]
+
+
 class Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
 class StreamOptions(Body):
     include_usage: bool | None = None
+    include_obfuscation: bool | None = Field(None, description="Accepted without effect.")
 
 
 class SamplingBody(Body):
@@ -52,32 +74,27 @@ class SamplingBody(Body):
 
     PROMPT_FIELD: ClassVar[str] = "prompt"
     DEFAULT_TOKENS: ClassVar[int | None] = None  # None: as many as fit the context
-    UNSUPPORTED: ClassVar[dict[str, str]] = {
-        "logit_bias": "logit_bias is not supported",
-        "guided_json": "guided decoding is not supported",
-        "guided_regex": "guided decoding is not supported",
-        "guided_choice": "guided decoding is not supported",
-        "guided_grammar": "guided decoding is not supported",
-    }
+    UNSUPPORTED: ClassVar[dict[str, Feature]] = UNSUPPORTED
 
     model: str = Field(description="A name listed by /v1/models.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = Field(None, ge=1, le=MAX_CHOICES, description="Choices per prompt.")
-    max_tokens: int | None = Field(None, ge=1)
-    min_tokens: int | None = Field(None, ge=0)
-    temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy.")
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, description="0 and -1 mean: no limit.")
+    max_tokens: int | None = Field(None, ge=1, le=MAX_INT)
+    min_tokens: int | None = Field(None, ge=0, le=MAX_INT)
+    temperature: Temperature | None = Field(
+        None, description=f"0 is greedy; other values are at least {MIN_TEMPERATURE:g}."
+    )
+    top_p: float | None = Field(None, ge=MIN_TOP_P, le=1)
+    top_k: int | None = Field(None, ge=-1, le=MAX_INT, description="0 and -1 mean: no limit.")
     min_p: float | None = Field(None, ge=0, le=1)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = Field(None, max_length=MAX_STOPS)
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_STOPS)
     ignore_eos: bool | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
-    user: str | None = None
+    repetition_penalty: float | None = Field(None, ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)
     priority: int | None = Field(
         None,
         ge=-MAX_PRIORITY,
@@ -87,12 +104,10 @@ class SamplingBody(Body):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_unsupported(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            for name, reason in cls.UNSUPPORTED.items():
-                if data.get(name):
-                    raise refusal(reason, name)
-        return data
+    def _keep_known(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            raise refusal("the body must be a JSON object")
+        return keep_known(data, cls.model_fields, ignored=IGNORED, unsupported=cls.UNSUPPORTED)
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -155,19 +170,22 @@ class SamplingBody(Body):
 
 
 class ChatMessage(Body):
-    """One turn. Content may be a list of text parts; any other kind of part is refused."""
+    """One turn. Content may be a list of text parts; any other kind of part is refused. Templates may use `name`."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[str, AfterValidator(_well_formed)] = Field(
         description="Text, or a list of parts {type: text, text: ...}."
     )
+    name: Annotated[str, AfterValidator(_well_formed)] | None = None
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_tools(cls, data: Any) -> Any:
-        if isinstance(data, dict) and (data.get("role") in ("tool", "function") or data.get("tool_calls")):
+    def _keep_known(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        if data.get("role") in ("tool", "function"):
             raise refusal("tool calls are not supported")
-        return data
+        return keep_known(data, cls.model_fields, ignored=IGNORED_IN_MESSAGE, unsupported=UNSUPPORTED_IN_MESSAGE)
 
     @field_validator("content", mode="before")
     @classmethod
@@ -180,41 +198,22 @@ class ChatMessage(Body):
 
     def as_template_input(self) -> dict[str, str]:
         """For the chat template, which knows no developers."""
-        return {"role": "system" if self.role == "developer" else self.role, "content": self.content}
+        message = {"role": "system" if self.role == "developer" else self.role, "content": self.content}
+        return message if self.name is None else {**message, "name": self.name}
 
 
 class ChatBody(SamplingBody):
     """POST /v1/chat/completions."""
 
     PROMPT_FIELD: ClassVar[str] = "messages"
-    UNSUPPORTED: ClassVar[dict[str, str]] = {
-        **SamplingBody.UNSUPPORTED,
-        "tools": "tools are not supported",
-        "functions": "functions are not supported",
-        "audio": "audio output is not supported",
-        "web_search_options": "web search is not supported",
-    }
+    UNSUPPORTED: ClassVar[dict[str, Feature]] = UNSUPPORTED_CHAT
 
-    messages: list[ChatMessage] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1, description="Newer name of max_tokens; wins over it.")
+    messages: Annotated[list[ChatMessage], FailFast()] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(
+        None, ge=1, le=MAX_INT, description="Newer name of max_tokens; wins over it."
+    )
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    response_format: dict[str, Any] | None = None
-    modalities: list[str] | None = None
-
-    @field_validator("response_format")
-    @classmethod
-    def _only_text(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        if value is not None and value.get("type") != "text":
-            raise refusal('only response_format {"type": "text"} is supported')
-        return value
-
-    @field_validator("modalities")
-    @classmethod
-    def _only_text_out(cls, value: list[str] | None) -> list[str] | None:
-        if value is not None and value != ["text"]:
-            raise refusal('only modalities ["text"] is supported')
-        return value
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> ChatBody:
@@ -235,15 +234,11 @@ class CompletionBody(SamplingBody):
     """POST /v1/completions."""
 
     DEFAULT_TOKENS: ClassVar[int | None] = DEFAULT_COMPLETION_TOKENS
-    UNSUPPORTED: ClassVar[dict[str, str]] = {
-        **SamplingBody.UNSUPPORTED,
-        "echo": "echo is not supported",
-        "suffix": "suffix is not supported",
-    }
+    UNSUPPORTED: ClassVar[dict[str, Feature]] = UNSUPPORTED_COMPLETION
 
     prompt: str | list[str] | list[int] | list[list[int]] = Field(description="Text or token ids, one or several.")
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    best_of: int | None = Field(None, ge=1)
+    best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -286,9 +281,10 @@ def _part_text(part: Any) -> str:
         raise refusal("a content part must be an object with a type")
     if part["type"] != "text":
         raise refusal(f"content parts of type {part['type'][:40]!r} are not supported; only text is")
-    if not isinstance(part.get("text"), str):
+    kept = keep_known(part, ("type", "text"), ignored=IGNORED_IN_PART)
+    if not isinstance(kept.get("text"), str):
         raise refusal("a text part needs a string in text")
-    return str(part["text"])
+    return str(kept["text"])
 
 
 def _is_prompt(prompt: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Answers that flow: server-sent events, and work that ends when nobody waits for it any more."""
+"""Bodies that arrive and answers that flow: server-sent events, and work that ends when its client has gone."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -20,6 +21,14 @@ DONE = b"data: [DONE]\n\n"
 def sse(reply: BaseModel) -> bytes:
     """One event. JSON escapes line breaks, so the event is one line."""
     return b"data: " + reply.model_dump_json(exclude_unset=True).encode() + b"\n\n"
+
+
+async def read_body(request: Request) -> bytes:
+    """Return the whole body; Cancelled when the client goes away first. The request does not keep the bytes."""
+    try:
+        return b"".join([chunk async for chunk in request.stream()])
+    except ClientDisconnect:
+        raise Cancelled("the client went away") from None
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:

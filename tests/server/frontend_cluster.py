@@ -28,8 +28,9 @@ from moonpool.engine.messages import (
     TokenOut,
 )
 from moonpool.engine.sequence import SamplingParams
-from moonpool.server.desk import ServedModel
+from moonpool.server.connection import ConnectionLimits
 from moonpool.server.frontend import Frontend, FrontendConfig
+from moonpool.server.prompts import ServedModel
 from moonpool.transfer.descriptor import SegmentDescriptor
 
 BLOCK_TOKENS = 4
@@ -45,6 +46,7 @@ class LetterCodec:
     """One token per character."""
 
     vocab_size = VOCAB_SIZE
+    max_token_chars = 1
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         return [ord(letter) % VOCAB_SIZE for letter in text]
@@ -258,10 +260,12 @@ class ToyCluster:
         num_prefill: int = 1,
         num_decode: int = 1,
         conductor: ConductorConfig | None = None,
+        limits: ConnectionLimits | None = None,
         **settings: object,
     ) -> None:
         self._state_dir = state_dir
         self._conductor_config = conductor or ConductorConfig()
+        self._limits = limits
         self._settings = settings
         self._counts = {WorkerRole.PREFILL: num_prefill, WorkerRole.DECODE: num_decode}
         self.workers: dict[str, ToyWorker] = {}
@@ -276,7 +280,7 @@ class ToyCluster:
         config = FrontendConfig(
             conductor_address=self.conductor_address, state_dir=str(self._state_dir), model=MODEL, port=0
         )
-        self.frontend = Frontend(replace(config, **self._settings), load_toy)
+        self.frontend = Frontend(replace(config, **self._settings), load_toy, self._limits)
         self.url = await self.frontend.start()
         return self
 

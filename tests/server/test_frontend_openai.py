@@ -75,7 +75,9 @@ async def test_parts_system_and_developer_messages(client, cluster):
             {"role": "user", "content": "u", "name": "zoe"},
         ],
         max_completion_tokens=1,
-        extra_body={"a_field_of_the_future": {"x": 1}},
+        user="zoe",
+        metadata={"x": "1"},
+        store=True,
     )
     spec = cluster.prefill.specs[0]
     assert "".join(map(chr, spec.tokens)) == "<system>s<system>d<user>one\ntwo<assistant>a<user>u<assistant>"

@@ -131,12 +131,17 @@ async def test_a_bug_is_a_500_in_the_same_shape(cluster, http, monkeypatch, capl
     def fail(*args):
         raise ZeroDivisionError("internals")
 
-    monkeypatch.setattr(cluster.frontend._desk, "check_model", fail)
-    reply = await http.post("/v1/completions", json=BODY)
+    with monkeypatch.context() as patch:
+        patch.setattr(cluster.frontend._desk, "_choices", fail)
+        reply = await http.post("/v1/completions", json=BODY)
     assert reply.status_code == 500
     assert reply.headers["x-request-id"]
     assert "internals" not in reply.text
     assert reply.json()["error"]["type"] == "server_error"
+    connection = reply.extensions["network_stream"].get_extra_info("client_addr")
+    reply = await http.post("/v1/completions", json={**BODY, "max_tokens": 1})
+    assert reply.status_code == 200
+    assert reply.extensions["network_stream"].get_extra_info("client_addr") == connection, "the connection was reset"
 
 
 async def test_a_taken_port_is_one_clear_sentence(tmp_path):
