@@ -88,7 +88,7 @@ def _announce(config: ServeConfig, run_dir: Path, seconds: float) -> None:
     url = f"http://{host_port(host, config.port)}/v1"
     body = {
         "model": resolve(config.model).name,
-        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        "messages": [{"role": "user", "content": "What is the capital of Japan?"}],
     }
     key = "-H 'Authorization: Bearer YOUR_KEY' " if config.tenants_file else ""
     print(
