@@ -1,17 +1,31 @@
-"""Metrics that can travel. Each process counts in its own registry; the front end asks every role for a
-snapshot and shows all of them on one page, told apart by the labels `role` and `instance`.
+"""Metrics that can travel. Each process counts in its own registry; the front end asks every role for a snapshot and
+shows all of them on one page, told apart by the labels `moonpool_role` and `moonpool_name`. (`instance` and `job` are
+Prometheus' own: it sets them for the page that it reads.)
+
+Names follow Prometheus' rules: base units (`_seconds`, `_bytes`), `_total` behind counters. Every role's snapshot has
+the figures of its process too: CPU seconds, memory and open files, under the names that Prometheus' clients use.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
+from functools import cache
+from itertools import accumulate
 
 import msgspec
-from prometheus_client import CollectorRegistry
-from prometheus_client.metrics_core import Metric
+from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics
+from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from moonpool.base.rpc import Call
+
+ROLE_LABEL, NAME_LABEL = "moonpool_role", "moonpool_name"
+# For times that range from a look-up in memory to a long answer.
+TIME_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+REPORT_EVERY_S = 5.0  # by roles that report their metrics instead of being asked
+
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per counter that nobody reads
 
 
 class MetricSample(msgspec.Struct, frozen=True, array_like=True):
@@ -27,12 +41,30 @@ class MetricFamily(msgspec.Struct, frozen=True, array_like=True):
     samples: list[MetricSample]
 
 
+class RoleMetrics(msgspec.Struct, frozen=True, array_like=True):
+    """The snapshot of one process."""
+
+    role: str
+    name: str
+    families: list[MetricFamily]
+
+
 class GetMetrics(Call[list[MetricFamily]]):
     """Every role answers this with a snapshot of its registry."""
 
 
+class ReportMetrics(Call[None]):
+    """A node tells the master its figures, every REPORT_EVERY_S: only the master is reachable from every machine."""
+
+    metrics: RoleMetrics
+
+
+class GetReportedMetrics(Call[list[RoleMetrics]]):
+    """The master answers this with what was reported lately."""
+
+
 def snapshot(registry: CollectorRegistry) -> list[MetricFamily]:
-    """Everything the registry holds now, as plain data."""
+    """Return everything the registry holds now, as plain data."""
     return [
         MetricFamily(
             family.name,
@@ -44,20 +76,50 @@ def snapshot(registry: CollectorRegistry) -> list[MetricFamily]:
     ]
 
 
+def process_metrics() -> list[MetricFamily]:
+    """Return CPU seconds, memory and open files of this process."""
+    return snapshot(_process_registry())
+
+
+@cache
+def _process_registry() -> CollectorRegistry:
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    return registry
+
+
+class TimeHistogram:
+    """Counts times by TIME_BUCKETS_S, for pure cores that must not own a registry."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(TIME_BUCKETS_S) + 1)
+        self._sum_s = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self._counts[bisect_left(TIME_BUCKETS_S, seconds)] += 1
+        self._sum_s += seconds
+
+    def family(self, name: str, documentation: str) -> HistogramMetricFamily:
+        """Return it in Prometheus' form: each bucket counts all that is at most its bound."""
+        bounds = [*(str(float(each)) for each in TIME_BUCKETS_S), "+Inf"]
+        buckets = list(zip(bounds, accumulate(self._counts), strict=True))
+        return HistogramMetricFamily(name, documentation, buckets=buckets, sum_value=self._sum_s)
+
+
 class MergedCollector(Collector):
     """Families of several processes as one exposition; same-named families become one with more labels."""
 
-    def __init__(self, parts: Iterable[tuple[str, str, list[MetricFamily]]]) -> None:
-        self._parts = list(parts)  # (role, instance, families)
+    def __init__(self, parts: Iterable[RoleMetrics]) -> None:
+        self._parts = list(parts)
 
     def collect(self) -> Iterator[Metric]:
         merged: dict[str, Metric] = {}
-        for role, instance, families in self._parts:
-            for family in families:
+        for part in self._parts:
+            for family in part.families:
                 metric = merged.get(family.name)
                 if metric is None:
                     metric = merged[family.name] = Metric(family.name, family.documentation, family.kind)
                 for sample in family.samples:
-                    labels = {"role": role, "instance": instance, **sample.labels}
+                    labels = {ROLE_LABEL: part.role, NAME_LABEL: part.name, **sample.labels}
                     metric.add_sample(sample.name, labels, sample.value)
         yield from merged.values()

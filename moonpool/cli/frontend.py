@@ -8,7 +8,7 @@ from moonpool.server.frontend import Frontend, FrontendConfig
 
 
 def _run(config: FrontendConfig, process: ProcessConfig) -> None:
-    run_role("frontend", lambda: Frontend(config), process, what="front end")
+    run_role(config.name, lambda: Frontend(config), process, what="front end")
 
 
 command = command_from(_run, FrontendConfig, ProcessConfig)

@@ -147,6 +147,13 @@ class Status(Call[ConductorStatus]):
     pass
 
 
+class ClaimSharedMetrics(Call[bool]):
+    """Whether the page of this front end shall have the metrics of the roles that all front ends share.
+
+    True for the one that was asked for its page first, until it is gone or was not asked for a while.
+    """
+
+
 class DecisionRecord(msgspec.Struct, kw_only=True):
     """What became of one request: decided, predicted and measured. None is what is not (or never) known."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from moonpool.conductor.admission.forms import Cause
@@ -39,7 +39,7 @@ class ConductorCollector(Collector):
         yield GaugeMetricFamily("moonpool_conductor_pool_connected", "1 if in touch", float(self._pool_connected()))
         yield GaugeMetricFamily("moonpool_conductor_index_left_out", "Keys beyond the bounds", index.left_out)
         yield GaugeMetricFamily("moonpool_conductor_pull_flows", "Pulls under way", self._state.traffic.num_flows)
-        yield GaugeMetricFamily("moonpool_conductor_pull_nbytes", "Bytes of those", self._state.traffic.nbytes)
+        yield GaugeMetricFamily("moonpool_conductor_pull_bytes", "Bytes of those", self._state.traffic.nbytes)
 
     def _admission(self) -> Iterator[Metric]:
         refused = CounterMetricFamily("moonpool_conductor_refused", "Requests refused, by cause", labels=["cause"])
@@ -49,9 +49,8 @@ class ConductorCollector(Collector):
         wasted = self._state.counters["wasted_prefills"]
         yield CounterMetricFamily("moonpool_conductor_wasted_prefills", "Refused after their prefill", wasted)
         yield GaugeMetricFamily("moonpool_conductor_waiting", "Requests that wait for their turn", len(self._room))
-        waits = SummaryMetricFamily("moonpool_conductor_wait_seconds", "How long they waited")
-        waits.add_metric([], self._room.num_waited, self._room.waited_s)
-        yield waits
+        waited = "How long requests waited for their turn"
+        yield self._room.wait_times.family("moonpool_conductor_queue_seconds", waited)
 
     def _prediction_errors(self) -> Iterator[Metric]:
         """Relative: predicted / measured - 1."""

@@ -15,11 +15,12 @@ from prometheus_client import CollectorRegistry
 
 from moonpool.base.clock import Clock, SystemClock
 from moonpool.base.cluster import CONDUCTOR_SERVICE, RegisterWorker, ReportWorker
-from moonpool.base.metrics import GetMetrics, MetricFamily, snapshot
+from moonpool.base.metrics import GetMetrics, MetricFamily, process_metrics, snapshot
 from moonpool.base.rpc import Call, Patience, Peer, RpcServer
 from moonpool.conductor.clerk import Clerk
 from moonpool.conductor.messages import (
     BeforeDecode,
+    ClaimSharedMetrics,
     ConductorStatus,
     Decision,
     DecisionRecord,
@@ -40,6 +41,8 @@ from moonpool.conductor.queue_desk import QueueDesk
 from moonpool.conductor.registration import Registration
 from moonpool.conductor.state import ConductorState
 from moonpool.conductor.waiting_room import WaitingRoom
+
+_SHARED_METRICS_S = 150.0  # two of Prometheus' usual intervals, and some
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,7 @@ class Conductor:
         self._desk = QueueDesk(room, self._clock)
         self._clerk = Clerk(self._state, self._feed)
         self._front_ends: set[Peer] = set()
+        self._shared_metrics: tuple[Peer, float] | None = None  # whose page has them, and when it was last read
         self._server = self._make_server(patience or Patience())
         self.registry.register(ConductorCollector(self._state, room, lambda: self.pool_connected))
 
@@ -109,6 +113,7 @@ class Conductor:
             ExplainRequest: self._explain,
             ExportTrace: self._export,
             GetMetrics: self._metrics,
+            ClaimSharedMetrics: self._claim_shared_metrics,
         }
         return RpcServer(
             CONDUCTOR_SERVICE, handlers, name=self.config.name, incarnation=time.time_ns(), patience=patience
@@ -178,4 +183,13 @@ class Conductor:
         return self._clerk.export(call)
 
     def _metrics(self, call: GetMetrics, peer: Peer) -> list[MetricFamily]:
-        return snapshot(self.registry)
+        return [*snapshot(self.registry), *process_metrics()]
+
+    def _claim_shared_metrics(self, call: ClaimSharedMetrics, peer: Peer) -> bool:
+        """The claim lasts from one reading of the page to the next, and falls to another when it is not renewed."""
+        now_s, claimant = self._clock.now_s(), self._shared_metrics
+        if claimant is None or claimant[0].closed or now_s - claimant[1] > _SHARED_METRICS_S:
+            claimant = (peer, now_s)
+        if claimant[0] is peer:
+            self._shared_metrics = (peer, now_s)
+        return claimant[0] is peer

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from moonpool.base.errors import MoonpoolError, Overloaded, Unavailable
+from moonpool.base.metrics import TimeHistogram
 from moonpool.conductor.admission.forms import Cause, Refused
 from moonpool.conductor.admission.queue import AdmissionQueue, QueueConfig, TurnedAway, WaitingRequest
 from moonpool.conductor.messages import Decision, Route
@@ -52,8 +53,7 @@ class WaitingRoom:
         self._max_backlog_s = math.inf if config.ttft_slo_s is None else _BACKLOG_SHARE * config.ttft_slo_s
         self._waiting: dict[str, _Waiting] = {}
         self._turned_away: list[Answer] = []  # not handed out yet
-        self.num_waited = 0
-        self.waited_s = 0.0  # of all that have left, in all
+        self.wait_times = TimeHistogram()  # of all that have left
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -158,8 +158,7 @@ class WaitingRoom:
     def _forget(self, request_id: str, now_s: float) -> float:
         """How long it has waited."""
         waited_s = now_s - self._waiting.pop(request_id).since_s
-        self.num_waited += 1
-        self.waited_s += waited_s
+        self.wait_times.observe(waited_s)
         return waited_s
 
 

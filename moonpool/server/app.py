@@ -18,7 +18,7 @@ from moonpool.server.completion_format import CompletionFormat
 from moonpool.server.desk import Desk
 from moonpool.server.gate import Gate
 from moonpool.server.http_errors import public_text
-from moonpool.server.metrics import metrics_page
+from moonpool.server.metrics import Roles, metrics_page
 from moonpool.server.openapi import add_bodies, request_body
 from moonpool.server.prompts import CHAT, COMPLETION
 from moonpool.server.record_pages import add_records
@@ -32,7 +32,8 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def make_app(desk: Desk, *, max_body_nbytes: int) -> ASGIApp:
+def make_app(desk: Desk, *, max_body_nbytes: int, name: str = "frontend") -> ASGIApp:
+    """`name` tells this front end from others in its metrics."""
     app = FastAPI(title="Moonpool", version=moonpool.__version__, responses=_ERRORS)
     http_errors.install(app)
 
@@ -44,7 +45,7 @@ def make_app(desk: Desk, *, max_body_nbytes: int) -> ASGIApp:
     _add_models(private, desk)
     add_records(private, desk)
     app.include_router(private)
-    _add_operations(app, desk)
+    _add_operations(app, desk, name)
     add_bodies(app, ChatBody, CompletionBody)
     # Around the whole app and not as its middleware, which answers to bugs would not pass through.
     return Gate(app, desk.metrics, max_body_nbytes)
@@ -82,7 +83,7 @@ def _add_models(router: APIRouter, desk: Desk) -> None:
         return model
 
 
-def _add_operations(app: FastAPI, desk: Desk) -> None:
+def _add_operations(app: FastAPI, desk: Desk, name: str) -> None:
     @app.get("/health")
     async def health() -> JSONResponse:
         """200 when a request could be served now; otherwise 503 and what is missing."""
@@ -93,6 +94,6 @@ def _add_operations(app: FastAPI, desk: Desk) -> None:
         return JSONResponse({"status": "unavailable" if missing else "ok", "missing": missing}, 503 if missing else 200)
 
     @app.get("/metrics", include_in_schema=False)
-    async def metrics() -> Response:
-        page = await metrics_page(desk.metrics, desk.connections, desk.cluster)
+    async def metrics(roles: Roles = Roles.AUTO) -> Response:
+        page = await metrics_page(desk.metrics, desk.connections, desk.cluster, name=name, roles=roles)
         return Response(page, media_type=CONTENT_TYPE_LATEST)

@@ -42,6 +42,7 @@ class FrontendConfig:
     listen: str = field(default="tcp:127.0.0.1:8000", metadata={"help": "where to serve HTTP; port 0: any free one"})
     host: str | None = field(default=None, metadata={"hidden": True})  # with `port`: the form of `listen` before it
     port: int | None = field(default=None, metadata={"hidden": True})
+    name: str = field(default="frontend", metadata={"help": "tells several front ends apart, in logs and metrics"})
     tenants_file: str | None = field(default=None, metadata={"help": "JSON file of tenants and their API keys"})
     max_model_len: int | None = field(default=None, metadata={"help": "longest context; the model's own if unset"})
     request_timeout_s: float = field(default=600.0, metadata={"help": "after this time a request ends"})
@@ -107,7 +108,7 @@ class Frontend:
 
     async def _serve(self, desk: Desk, sock: socket.socket) -> None:
         limits = self._limits
-        app = make_app(desk, max_body_nbytes=self.config.max_body_nbytes)
+        app = make_app(desk, max_body_nbytes=self.config.max_body_nbytes, name=self.config.name)
         self._server = _Server(
             uvicorn.Config(
                 app,

@@ -50,7 +50,7 @@ class Gate:
             _LOG.exception("request %s ended with a bug in the front end", state["request_id"])
 
     async def _counted(self, path: str, state: dict[str, str], work: Awaitable[None]) -> None:
-        with self._metrics.running.track_inprogress():
+        with self._metrics.running.track_inprogress(), self._metrics.request_time.labels(path).time():
             try:
                 await work
             finally:

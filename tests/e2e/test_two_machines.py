@@ -130,7 +130,7 @@ class TwoMachines:
 
     def _known_workers(self) -> set[str]:
         page = self.a.http(f"{self.url}/metrics").text
-        return set(re.findall(r'^moonpool_worker_num_pages{[^}]*instance="([^"]+)"', page, re.M))
+        return set(re.findall(r'^moonpool_worker_num_pages{[^}]*moonpool_name="([^"]+)"', page, re.M))
 
     def complete(self, prompt: list[int]) -> Any:
         body = {"model": "model", "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True}
@@ -138,7 +138,7 @@ class TwoMachines:
 
     def metric(self, name: str, instance: str) -> float:
         page = self.a.http(f"{self.url}/metrics").text
-        found = re.findall(rf'^{name}{{[^}}]*instance="{instance}"[^}}]*}} (\S+)$', page, re.M)
+        found = re.findall(rf'^{name}{{[^}}]*moonpool_name="{instance}"[^}}]*}} (\S+)$', page, re.M)
         assert found, f"no {name} of {instance}:\n{page}"
         return sum(map(float, found))
 
@@ -168,7 +168,7 @@ def test_tokens_and_blocks_cross_the_wire(two: TwoMachines, model: Path) -> None
     assert cold.status == 200, cold.text
     assert tokens_of(cold.body["choices"][0]["text"]) == expected
     assert cold.body["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-    handed = two.metric("moonpool_worker_handoff_nbytes_total", "p-a")
+    handed = two.metric("moonpool_worker_handoff_bytes_total", "p-a")
     assert handed == -(-len(prompt) // BLOCK_TOKENS) * PAGE_NBYTES
     assert two.b.received_nbytes() - before > handed, "the KV went by the wire"
     wait_until(lambda: two.metric("moonpool_pool_objects", "master") > num_blocks, 20, "prompt and answer are stored")
@@ -179,7 +179,7 @@ def test_tokens_and_blocks_cross_the_wire(two: TwoMachines, model: Path) -> None
     warm = two.complete(prompt)
     assert tokens_of(warm.body["choices"][0]["text"]) == expected
     assert warm.body["usage"]["prompt_tokens_details"]["cached_tokens"] == num_blocks * BLOCK_TOKENS
-    pulled = two.metric("moonpool_worker_pool_read_nbytes_total", "p-b")
+    pulled = two.metric("moonpool_worker_pool_read_bytes_total", "p-b")
     assert pulled == num_blocks * PAGE_NBYTES
     assert two.b.received_nbytes() - before > pulled, "A's node had the blocks, B's worker has them now"
 

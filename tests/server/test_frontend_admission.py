@@ -60,7 +60,10 @@ async def test_a_prompt_that_is_too_long_for_the_target_is_a_429(tmp_path: Path)
         explained = (await http.get(f"/v1/records/{reply.headers['x-request-id']}")).json()["data"][0]
         assert error["message"] in explained["lines"][1]
         page = (await http.get("/metrics")).text
-        assert 'moonpool_conductor_refused_total{cause="too_long",instance="conductor",role="conductor"} 1.0' in page
+        assert (
+            'moonpool_conductor_refused_total{cause="too_long",moonpool_name="conductor",moonpool_role="conductor"} 1.0'
+            in page
+        )
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
+from dataclasses import replace
 
 import httpx
 import openai
@@ -55,10 +56,9 @@ async def test_leaving_a_stream_cancels_its_work(cluster, http):
         assert cluster.decode.num_active == 1
     await cluster.until_idle()
     assert await outcome(cluster) == "cancelled"
-    assert (
-        'moonpool_requests_total{endpoint="/v1/completions",instance="frontend",outcome="cancelled"'
-        in (await http.get("/metrics")).text
-    )
+    page = (await http.get("/metrics")).text
+    labels = 'endpoint="/v1/completions",moonpool_name="frontend",moonpool_role="frontend",outcome="cancelled"'
+    assert f"moonpool_requests_total{{{labels}" in page
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -92,16 +92,18 @@ async def test_metrics_of_all_roles_on_one_page(cluster, http):
     assert answer.status_code == 200
     page = (await http.get("/metrics")).text
     for line in (
-        'moonpool_requests_total{endpoint="/v1/completions",instance="frontend",outcome="done",role="frontend"} 1.0',
-        'moonpool_ttft_seconds_count{instance="frontend",role="frontend"} 1.0',
-        'moonpool_tbt_seconds_count{instance="frontend",role="frontend"} 4.0',
-        'moonpool_prompt_tokens_total{instance="frontend",role="frontend"} 16.0',
-        'moonpool_output_tokens_total{instance="frontend",role="frontend"} 5.0',
-        'moonpool_cached_tokens_total{instance="frontend",role="frontend",source="local"} 4.0',
-        'moonpool_cached_tokens_total{instance="frontend",role="frontend",source="pool"} 8.0',
-        'toy_steps_total{instance="prefill0",role="prefill"} 7.0',
-        'toy_steps_total{instance="decode0",role="decode"} 7.0',
-        'moonpool_conductor_assigned{instance="conductor",role="conductor",worker="decode0"} 0.0',
+        'moonpool_requests_total{endpoint="/v1/completions",moonpool_name="frontend",moonpool_role="frontend",'
+        'outcome="done"} 1.0',
+        'moonpool_request_seconds_count{endpoint="/v1/completions",moonpool_name="frontend",moonpool_role="frontend"}',
+        'moonpool_ttft_seconds_count{moonpool_name="frontend",moonpool_role="frontend"} 1.0',
+        'moonpool_tbt_seconds_count{moonpool_name="frontend",moonpool_role="frontend"} 4.0',
+        'moonpool_prompt_tokens_total{moonpool_name="frontend",moonpool_role="frontend"} 16.0',
+        'moonpool_output_tokens_total{moonpool_name="frontend",moonpool_role="frontend"} 5.0',
+        'moonpool_cached_tokens_total{moonpool_name="frontend",moonpool_role="frontend",source="local"} 4.0',
+        'moonpool_cached_tokens_total{moonpool_name="frontend",moonpool_role="frontend",source="pool"} 8.0',
+        'toy_steps_total{moonpool_name="prefill0",moonpool_role="prefill"} 7.0',
+        'toy_steps_total{moonpool_name="decode0",moonpool_role="decode"} 7.0',
+        'moonpool_conductor_assigned{moonpool_name="conductor",moonpool_role="conductor",worker="decode0"} 0.0',
     ):
         assert line in page
 
@@ -109,7 +111,28 @@ async def test_metrics_of_all_roles_on_one_page(cluster, http):
 async def test_metrics_without_a_conductor(cluster, http):
     await cluster.conductor.close()
     page = (await http.get("/metrics")).text
-    assert 'moonpool_scrapes_unanswered_total{instance="frontend",role="frontend"} 1.0' in page
+    assert 'moonpool_scrapes_unanswered_total{moonpool_name="frontend",moonpool_role="frontend"} 1.0' in page
+
+
+async def test_with_two_front_ends_the_shared_roles_are_on_one_page(cluster, http, tmp_path):
+    """Prometheus reads both pages and must not collect a series twice."""
+    config = replace(cluster.frontend.config, state_dir=str(tmp_path / "other"), name="other")
+    other = Frontend(config, load_toy)
+    other_url = await other.start()
+    try:
+        async with httpx.AsyncClient(base_url=other_url) as second:
+            pages = [(await http.get("/metrics")).text, (await second.get("/metrics")).text]
+            shared = [page.count("moonpool_conductor_open_requests{") for page in pages]
+            assert shared == [1, 0], "the first that was asked has them, again and again"
+            assert 'moonpool_name="other"' in pages[1]
+            assert "/metrics?roles=all" in pages[1]
+            assert "moonpool_conductor_open_requests{" in (await second.get("/metrics?roles=all")).text
+            assert "moonpool_conductor_open_requests{" not in (await http.get("/metrics?roles=own")).text
+            await cluster.frontend.close()
+            await until(lambda: cluster.conductor._shared_metrics[0].closed)
+            assert "moonpool_conductor_open_requests{" in (await second.get("/metrics")).text, "it has taken over"
+    finally:
+        await other.close()
 
 
 async def test_decision_records(cluster, http):

@@ -65,6 +65,7 @@ class Stream:
     spec: RequestSpec
     items: asyncio.Queue[DecodeItem | MoonpoolError]
     loop: asyncio.AbstractEventLoop
+    entered_s: float = 0.0
     reserved: Future[Incoming] = field(default_factory=_uncancellable)
     left: bool = False
 
@@ -188,7 +189,7 @@ class DecodeRole:
         limit = self._scheduler.config.max_seq_tokens
         if len(spec.tokens) >= limit:
             raise PromptTooLong(f"{len(spec.tokens)} tokens leave no room to answer within {limit}", param="prompt")
-        self._streams[engine_name(spec)] = stream
+        self._streams[engine_name(spec)], stream.entered_s = stream, self._clock.now_s()
         self._waiting.append(stream)
         self.at_boundary()
 
@@ -199,6 +200,7 @@ class DecodeRole:
             if not stream.left:
                 try:
                     stream.reserved.set_result(self._reserve(stream.spec))
+                    self._samples.times.queue.observe(self._clock.now_s() - stream.entered_s)
                 except NoSpace:
                     return
                 except MoonpoolError as error:

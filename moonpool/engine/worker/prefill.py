@@ -147,11 +147,19 @@ class PrefillRole:
         ended = None if out.finish_reason == "handoff" else out.finish_reason
         reply = self._reply(prompt, first, ended)
         if ended is None:
-            prompt.push.commit(first, len(prompt.spec.tokens), lambda error: prompt.done(error or reply))
+            began_s = self._clock.now_s()
+            prompt.push.commit(
+                first, len(prompt.spec.tokens), lambda error: self._handed_off(prompt, error or reply, began_s)
+            )
         else:
             prompt.push.abort()
             prompt.done(reply)
         prompt.push.finish_puts(complete=True, on_done=lambda: self._released(out.request_id, prompt.push))
+
+    def _handed_off(self, prompt: Prompt, outcome: PrefillReply | MoonpoolError, began_s: float) -> None:
+        if isinstance(outcome, PrefillReply):
+            self._samples.times.handoff.observe(self._clock.now_s() - began_s)
+        prompt.done(outcome)
 
     def _released(self, name: str, push: Push) -> None:
         """Nothing reads the pages any more."""
@@ -161,7 +169,9 @@ class PrefillRole:
 
     def _reply(self, prompt: Prompt, first: TokenOut, ended: str | None) -> PrefillReply:
         compute_s = self._clock.now_s() - prompt.started_s
-        reused = prompt.local_tokens + prompt.pool_tokens
+        reused, times = prompt.local_tokens + prompt.pool_tokens, self._samples.times
+        times.queue.observe(prompt.started_s - prompt.arrived_s)
+        times.prefill.observe(compute_s)
         self._samples.prefills.append(PrefillSample(len(prompt.spec.tokens), reused, prompt.alone_s))
         return PrefillReply(
             first=first,
@@ -232,6 +242,7 @@ class PrefillRole:
         if result.failure is not None:
             self._samples.pull_failures[result.failure.code] += 1
         if result.nbytes:
+            self._samples.times.pull.observe(result.seconds)
             self._samples.pulls.append(PullSample(result.nbytes, result.seconds, result.ssd_nbytes))
         if job.left_behind:
             self._start_over(name, prompt)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from moonpool.base.cluster import DecodeSample, PrefillSample, PullSample
 from moonpool.engine.messages import TokenOut
 from moonpool.engine.sampler import SampledToken
+from moonpool.engine.worker.metrics import WorkerTimes
 
 _KEEP = 64
 
@@ -21,6 +22,7 @@ class Samples:
     pulls: deque[PullSample] = field(default_factory=lambda: deque(maxlen=_KEEP))
     pull_failures: Counter[str] = field(default_factory=Counter)
     handoff_nbytes: int = 0
+    times: WorkerTimes = field(default_factory=WorkerTimes)
 
 
 def token_out(sampled: SampledToken) -> TokenOut:

@@ -23,7 +23,7 @@ from moonpool.base.clock import SystemClock
 from moonpool.base.cluster import WORKER_SERVICE, ReportWorker, WorkerInfo, WorkerRole
 from moonpool.base.cores import CorePresence
 from moonpool.base.errors import NotFound
-from moonpool.base.metrics import GetMetrics, snapshot
+from moonpool.base.metrics import GetMetrics, process_metrics, snapshot
 from moonpool.base.process import EXIT_BUG
 from moonpool.base.rpc import Call, Peer, RpcServer
 from moonpool.engine.engine import Engine
@@ -141,6 +141,7 @@ class Worker:
         own.callback(self._loop.close)
         self.registry = CollectorRegistry()
         self.registry.register(WorkerCollector(self.stats))
+        self._samples.times.register(self.registry)
 
     def _calibrate(self, built: Built) -> None:
         limits, pages = built.scheduler.config, built.scheduler.pages
@@ -234,7 +235,7 @@ class Worker:
         handlers: dict[type[Call[Any]], Callable[[Any, Peer], Any]] = {
             GetStats: lambda call, peer: self._ask_stats(),
             PieceChecksums: lambda call, peer: self._piece_checksums(call.key),
-            GetMetrics: lambda call, peer: snapshot(self.registry),
+            GetMetrics: lambda call, peer: [*snapshot(self.registry), *process_metrics()],
         }
         role = self._role
         if isinstance(role, PrefillRole):

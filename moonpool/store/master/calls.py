@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from moonpool.base.errors import MoonpoolError
-from moonpool.base.metrics import GetMetrics
+from moonpool.base.metrics import GetMetrics, GetReportedMetrics, ReportMetrics, process_metrics
 from moonpool.base.rpc import Call, Peer
 from moonpool.store import messages as m
 from moonpool.store.master.errands import Errands
-from moonpool.store.master.metrics import pool_metrics
+from moonpool.store.master.metrics import ReportedMetrics, pool_metrics
 
 if TYPE_CHECKING:
     from moonpool.store.master import Master
@@ -60,7 +60,7 @@ def _put_start(master: Master) -> Callable[[m.PutStart, Peer], m.PutReply]:
 
 
 def _questions(master: Master) -> dict[type[Call[Any]], Handler]:
-    state, now, board = master.state, master.clock.now_s, master.board
+    state, now, board, reported = master.state, master.clock.now_s, master.board, ReportedMetrics()
     return {
         m.Exist: lambda c, _: state.exist(c.keys, now()),
         m.Segments: lambda c, _: state.segments(),
@@ -72,7 +72,9 @@ def _questions(master: Master) -> dict[type[Call[Any]], Handler]:
         m.ListTasks: lambda c, _: state.tasks(c.finished),
         m.Why: lambda c, _: state.why(c.key, now(), c.identity),
         m.Stats: lambda c, _: state.stats(),
-        GetMetrics: lambda c, _: pool_metrics(state.stats(), master.journal_health()),
+        GetMetrics: lambda c, _: [*pool_metrics(state.stats(), master.journal_health()), *process_metrics()],
+        ReportMetrics: lambda c, _: reported.take(c.metrics, now()),
+        GetReportedMetrics: lambda c, _: reported.lately(now()),
         m.Subscribe: lambda c, _: master.subscribe(c.since),
         m.Orders: lambda c, _: master.order_streams.serve(c.node, state.orders),
     }

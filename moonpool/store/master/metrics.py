@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from moonpool.base.metrics import MetricFamily, MetricSample
+from moonpool.base.errors import InvalidInput, Overloaded
+from moonpool.base.metrics import REPORT_EVERY_S, MetricFamily, MetricSample, RoleMetrics
 from moonpool.store.journal import JournalHealth
 from moonpool.store.messages import StoreStats
 
+_MAX_REPORTS, _MAX_SAMPLES = 4096, 1000
+_FORGET_AFTER_S = 3 * REPORT_EVERY_S
 _GAUGES = {
     "puts_in_progress": "puts begun and not ended",
     "orders_in_progress": "copies, offloads and drops that nodes were asked for",
@@ -52,6 +55,31 @@ def pool_metrics(stats: StoreStats, journal: JournalHealth | None) -> list[Metri
             [MetricSample("moonpool_pool_events_total", {"event": name}, value) for name, value in events.items()],
         ),
     ]
+
+
+class ReportedMetrics:
+    """The newest report of each role that reports by itself; forgotten when no other follows. Bounded."""
+
+    def __init__(self) -> None:
+        self._reports: dict[tuple[str, str], tuple[RoleMetrics, float]] = {}
+
+    def take(self, report: RoleMetrics, now_s: float) -> None:
+        """InvalidInput when it is larger than any role's, Overloaded when more roles report than there can be."""
+        if sum(len(family.samples) for family in report.families) > _MAX_SAMPLES:
+            raise InvalidInput(f"a report has at most {_MAX_SAMPLES} samples", param="metrics")
+        self._forget_old(now_s)
+        key = (report.role, report.name)
+        if key not in self._reports and len(self._reports) >= _MAX_REPORTS:
+            raise Overloaded(f"{_MAX_REPORTS} roles report their metrics already")
+        self._reports[key] = (report, now_s)
+
+    def lately(self, now_s: float) -> list[RoleMetrics]:
+        self._forget_old(now_s)
+        return [report for _, (report, _) in sorted(self._reports.items())]
+
+    def _forget_old(self, now_s: float) -> None:
+        oldest_s = now_s - _FORGET_AFTER_S
+        self._reports = {key: each for key, each in self._reports.items() if each[1] >= oldest_s}
 
 
 def _gauge(name: str, documentation: str, values: list[tuple[dict[str, str], int]]) -> MetricFamily:

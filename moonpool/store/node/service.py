@@ -11,7 +11,7 @@ import logging
 from functools import partial
 
 from moonpool.base.errors import ConfigError, MoonpoolError, PeerLost, Unavailable
-from moonpool.base.metrics import MetricFamily
+from moonpool.base.metrics import REPORT_EVERY_S, MetricFamily, ReportMetrics, RoleMetrics, process_metrics
 from moonpool.base.rpc import AsyncClient
 from moonpool.store.allocator import GRANULE_NBYTES
 from moonpool.store.client.directory import SegmentDirectory
@@ -112,7 +112,7 @@ class Node:
         orders = {} if self._work is None else self._work.orders.counters
         ssd = None if self.ssd is None else await asyncio.to_thread(self.ssd.log.stats)
         sessions = [] if self._desk is None else self._desk.sessions()
-        return node_metrics(self.config.dram_nbytes, len(sessions), orders, ssd)
+        return [*node_metrics(self.config.dram_nbytes, len(sessions), orders, ssd), *process_metrics()]
 
     def _transfer_config(self) -> TransferConfig:
         # One thread: orders read on threads of their own.
@@ -194,7 +194,7 @@ class _Work:
         )
         self.disk: SsdMount | None = None
         self._keeper: Housekeeper | None = None
-        duties = [self.dram.attend, desk.report, self._take_orders]
+        duties = [self.dram.attend, desk.report, self._take_orders, self._report_metrics]
         if config.ssd_dir is not None:
             duties.append(self._attend_disk)
         self.link = MasterLink(config.master_address, config.name, config.retry_s, duties)
@@ -216,6 +216,16 @@ class _Work:
     async def _take_orders(self, client: AsyncClient) -> None:
         await self.dram.mounted.wait()
         await self.orders.attend(client)
+
+    async def _report_metrics(self, client: AsyncClient) -> None:
+        """Tell the master this node's figures: front ends of other machines cannot ask the node itself."""
+        while True:
+            report = RoleMetrics("node", self._node.config.name, await self._node.metrics())
+            try:
+                await client.call(ReportMetrics(metrics=report), timeout_s=CALL_TIMEOUT_S)
+            except MoonpoolError as error:  # nothing depends on it; a lost connection is noticed by others
+                _LOG.debug("the master did not take the metrics: %s", error)
+            await asyncio.sleep(REPORT_EVERY_S)
 
     async def _attend_disk(self, client: AsyncClient) -> None:
         config, ssd = self._node.config, await self._node.disk()
