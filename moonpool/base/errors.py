@@ -17,7 +17,9 @@
       Unavailable             the other side cannot answer
         PeerLost              the connection or the process is gone
           HandleClosed        this side closed the handle itself
+          BreakerOpen         it was found away, and is not asked before it answers probes
         DeadlineExceeded      it did not answer in time
+          PeerSilent          nothing came from it for so long that it counts as away
         Cancelled             the caller gave up
       ProtocolError           the other side speaks nonsense or another version
       ModelError              the model file is missing, truncated or not supported
@@ -118,9 +120,17 @@ class HandleClosed(PeerLost):
     code = "handle_closed"
 
 
+class BreakerOpen(PeerLost):
+    code = "breaker_open"
+
+
 class DeadlineExceeded(Unavailable):
     code = "deadline_exceeded"
     http_status = 504
+
+
+class PeerSilent(DeadlineExceeded):
+    code = "peer_silent"
 
 
 class Cancelled(Unavailable):

@@ -103,7 +103,7 @@ class Fleet:
         timeout_s = config.get("transfer_timeout_s", 10.0)
         engine = TransferEngine(TransferConfig(run_dir=self.run_dir, shm=shm, tcp_host=None, timeout_s=timeout_s))
         self._stack.callback(engine.close)
-        return self._stack.enter_context(StoreClient(self.address, engine, ClientConfig(**config)))
+        return self._stack.enter_context(StoreClient(self.address, engine, ClientConfig(**{"retry_s": 10.0, **config})))
 
     def ask(self, call: Call[Any]) -> Any:
         with closing(BlockingClient(self.address, SERVICE)) as client:

@@ -38,7 +38,7 @@ def _stop() -> None:
 def _client(address: str, run_dir: str, shm: bool) -> Iterator[StoreClient]:
     with (
         TransferEngine(TransferConfig(run_dir=run_dir, shm=shm, tcp_host=None)) as engine,
-        StoreClient(address, engine, ClientConfig(transfer_timeout_s=60.0)) as client,
+        StoreClient(address, engine, ClientConfig(retry_s=10.0, transfer_timeout_s=60.0)) as client,
     ):
         yield client
 

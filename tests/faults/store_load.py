@@ -46,7 +46,7 @@ def run_load(
     rpc_timeout_s: float = 10.0,
 ) -> None:
     """Says "ready"; works between the lines "go" and "pause"; says "paused"; ends with its standard input."""
-    config = ClientConfig(transfer_timeout_s=transfer_timeout_s, rpc_timeout_s=rpc_timeout_s)
+    config = ClientConfig(transfer_timeout_s=transfer_timeout_s, rpc_timeout_s=rpc_timeout_s, retry_s=rpc_timeout_s)
     with (
         TransferEngine(TransferConfig(run_dir=run_dir, shm=shm, tcp_host=None)) as engine,
         StoreClient(address, engine, config) as client,

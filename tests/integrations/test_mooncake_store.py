@@ -296,7 +296,7 @@ def test_a_lost_master_is_a_number_too(make_store: MakeStore, pool: LocalPool) -
     pool.loop.run(pool.master.close())
     assert store.health_check() == 2
     assert store.batch_is_exist(["a", "b"]) == [-900, -900]
-    assert store.batch_put_from_multi_buffers(["a"], [[arena.address]], [[10]]) == [-800]  # a put names no culprit
+    assert store.batch_put_from_multi_buffers(["a"], [[arena.address]], [[10]]) == [-900]
     assert store.batch_get_into_multi_buffers(["a"], [[arena.address]], [[10]]) == [-900]
     assert store.remove_all() == -900
 

@@ -10,6 +10,7 @@ from typing import Any
 from store_pool import MIB, LocalPool
 
 from moonpool.store import Store
+from moonpool.store.client import ClientConfig
 
 
 class FacadePool(LocalPool):
@@ -20,6 +21,7 @@ class FacadePool(LocalPool):
         self._stores = ExitStack()
 
     def store(self, **settings: Any) -> Store:
+        settings.setdefault("config", ClientConfig(retry_s=10.0))
         return self._stores.enter_context(Store(self.address, **settings))
 
     def close(self) -> None:

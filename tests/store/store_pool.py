@@ -92,7 +92,8 @@ class LocalPool:
     def client(self, *, shm: bool = True, **config: Any) -> StoreClient:
         engine = TransferEngine(TransferConfig(run_dir=str(self.tmp_path / "run"), shm=shm, tcp_host=None))
         self._stack.callback(engine.close)
-        return self._stack.enter_context(StoreClient(self.address, engine, ClientConfig(**config)))
+        patient = {"retry_s": 10.0, **config}  # a machine that runs many tests may keep a master waiting
+        return self._stack.enter_context(StoreClient(self.address, engine, ClientConfig(**patient)))
 
     def advance(self, seconds: float) -> None:
         """Moves the master's clock and lets it act on it."""

@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from moonpool.base.errors import NoSpace
-from moonpool.store.client import StoreClient
+from moonpool.store.client import ClientConfig, StoreClient
 from moonpool.store.client.put_request import PutRequest
 from moonpool.store.client.put_session import PutSession
 from moonpool.store.master import Master, MasterConfig
@@ -48,7 +48,7 @@ def begin_and_hang(address: str, run_dir: str, key: str) -> None:
     """Starts a put, writes half of it, and waits to be killed."""
     with (
         TransferEngine(TransferConfig(run_dir=run_dir, tcp_host=None)) as engine,
-        StoreClient(address, engine) as client,
+        StoreClient(address, engine, ClientConfig(retry_s=10.0)) as client,
     ):
         session = client.begin_puts([PutRequest(key.encode(), (4096, 4096))])[0]
         assert isinstance(session, PutSession)
@@ -67,7 +67,7 @@ def put_and_get(address: str, run_dir: str, seed: int, num_keys: int, shm: bool)
     say("begun")
     with (
         TransferEngine(TransferConfig(run_dir=run_dir, tcp_host=None, shm=shm)) as engine,
-        StoreClient(address, engine) as client,
+        StoreClient(address, engine, ClientConfig(retry_s=10.0)) as client,
     ):
         numbers = list(range(num_keys)) * 3
         random.Random(seed).shuffle(numbers)

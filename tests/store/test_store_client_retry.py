@@ -58,7 +58,7 @@ def master(tmp_path: Path) -> Iterator[FakeMaster]:
 
 
 def line_to(master: FakeMaster, **limits: float | None) -> MasterLine:
-    given = {"connect_timeout_s": 1.0, "timeout_s": 10.0, "retry_s": None, **limits}
+    given = {"connect_timeout_s": 1.0, "timeout_s": 10.0, "retry_s": 10.0, **limits}
     return MasterLine(master.address, name="t", **given)  # type: ignore[arg-type]
 
 

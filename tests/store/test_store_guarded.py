@@ -41,7 +41,7 @@ class GuardedPool(LocalPool):
         config = TransferConfig(run_dir=str(self.tmp_path / "far"), shm=False, tcp_host=None, **wires)
         engine = TransferEngine(config)
         self._stack.callback(engine.close)
-        return self._stack.enter_context(StoreClient(self.address, engine, ClientConfig()))
+        return self._stack.enter_context(StoreClient(self.address, engine, ClientConfig(retry_s=10.0)))
 
     def puts_in_progress(self) -> int:
         return self.on_loop(lambda: self.master.state.stats().counters["puts_in_progress"])

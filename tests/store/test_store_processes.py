@@ -13,7 +13,7 @@ import pytest
 from store_pool import MIB, RoleProcess, wait_until
 
 from moonpool.base.errors import MoonpoolError, NoSpace
-from moonpool.store.client import StoreClient
+from moonpool.store.client import ClientConfig, StoreClient
 from moonpool.store.client.put_request import PutRequest
 from moonpool.transfer.config import TransferConfig
 from moonpool.transfer.engine import TransferEngine
@@ -38,7 +38,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 def client(tmp_path: Path) -> Iterator[StoreClient]:
     with (
         TransferEngine(TransferConfig(run_dir=str(tmp_path), tcp_host=None)) as engine,
-        StoreClient(address(tmp_path), engine) as client,
+        StoreClient(address(tmp_path), engine, ClientConfig(retry_s=10.0)) as client,
     ):
         yield client
 

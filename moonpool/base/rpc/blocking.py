@@ -3,7 +3,8 @@
 A call that fails by time or by a lost connection closes the socket, because the stream's state is unknown; the
 next call connects anew. An error that the other side answered leaves the connection as it is. Safe to share
 between threads (calls queue up on a lock, for no longer than their deadline). It sends no pings: the deadline of a
-call ends its wait for a frozen server.
+call ends its wait for a frozen server; with `limits` its silence does (rpc/breaker.py). A silent server that moves
+again finds its connection, and whatever it held by it, as it was: an answer that nobody waits for any more is skipped.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ import itertools
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from moonpool.base.address import parse_address
 from moonpool.base.clock import Deadline
-from moonpool.base.errors import DeadlineExceeded, PeerLost, ProtocolError, Unavailable
+from moonpool.base.errors import BreakerOpen, DeadlineExceeded, PeerLost, PeerSilent, ProtocolError, Unavailable
 from moonpool.base.frames import HEADER_NBYTES, Frame, FrameKind, decode_header, whole_frame
+from moonpool.base.rpc.breaker import BreakerLimits, CallWait
 from moonpool.base.rpc.protocol import (
     DEFAULT_TIMEOUT_S,
     Call,
@@ -35,18 +38,37 @@ R = TypeVar("R")
 _INBOX_NBYTES = 64 * 1024  # most answers come in one piece
 _SLACK_S = 0.02  # a wait may be this much off its deadline: the kernel is told anew only when it is more
 _TIMEVAL = struct.Struct("@ll")
+_UNSET_S = -1.0
 
 
 class BlockingClient:
-    """Calls one service. `peer` is the Hello of the server we are connected to."""
+    """Calls one service. `peer` is the Hello of the server we are connected to.
 
-    def __init__(self, address: str, service: str, *, name: str = "", connect_timeout_s: float = 5.0) -> None:
+    With `limits`, calls raise PeerSilent when the server is silent. `gate` is called before a call that had to wait
+    for others; what it raises ends the call.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        service: str,
+        *,
+        name: str = "",
+        connect_timeout_s: float = 5.0,
+        limits: BreakerLimits | None = None,
+        gate: Callable[[], None] | None = None,
+    ) -> None:
         self._address = parse_address(address)
         self._hello = Hello(service, name)
-        self._connect_timeout_s = connect_timeout_s
+        self._connect_timeout_s = connect_timeout_s if limits is None else min(connect_timeout_s, limits.silence_s)
+        self._limits, self._gate = limits, gate
+        self._longest_s = float("inf") if limits is None else limits.look_every_s  # of one wait in the kernel
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
-        self._limit_s = 0.0  # how long the socket waits
+        self._limit_s = _UNSET_S  # how long the socket waits
+        self._wait: CallWait | None = None  # of the call under way, once it has looked at the time
+        self._is_torn = False  # a frame is half sent or half received
+        self._given_up: set[int] = set()  # calls whose answers are skipped when they come
         self._inbox = bytearray(_INBOX_NBYTES)
         self._filled = 0  # bytes in it
         self._ids = itertools.count(1)
@@ -65,7 +87,7 @@ class BlockingClient:
         request = encode_call(call, call_id)
         body: bytes | bytearray | Frame | None = self._quick_exchange(request, call_id, timeout_s, meanwhile)
         if body is None:
-            with self._turn(timeout_s) as deadline:
+            with self._turn(timeout_s, call_id) as deadline:
                 body = self._exchange(request, call_id, deadline)
         if isinstance(body, Frame):
             if body.kind is FrameKind.ERROR:
@@ -103,13 +125,19 @@ class BlockingClient:
         if sock is None or not lock.acquire(False):
             return None
         try:
-            if self._socket is not sock or self._closed or self._filled or abs(timeout_s - self._limit_s) > _SLACK_S:
+            limit_s = min(timeout_s, self._longest_s)
+            if self._socket is not sock or self._closed or self._filled or abs(limit_s - self._limit_s) > _SLACK_S:
                 return None
-            sock.sendall(request)
+            self._wait = None
+            self._send(sock, request, timeout_s)
             while meanwhile is not None and meanwhile() and not _is_readable(sock):
                 pass
             inbox = self._inbox
-            count = sock.recv_into(inbox)
+            try:
+                count = sock.recv_into(inbox)
+            except BlockingIOError:
+                self._look()
+                return self._answer(sock, call_id, Deadline(timeout_s))
             if whole_frame(FrameKind.REPLY, inbox, count) == call_id:
                 return inbox[HEADER_NBYTES:count]
             if count == 0:
@@ -117,7 +145,7 @@ class BlockingClient:
             self._filled = count
             return self._answer(sock, call_id, Deadline(timeout_s))
         except BaseException as error:
-            self._drop()  # the stream's state is unknown
+            self._leave(error, call_id)
             if isinstance(error, OSError):
                 raise self._named(error, timeout_s) from error
             raise
@@ -125,20 +153,30 @@ class BlockingClient:
             lock.release()
 
     @contextlib.contextmanager
-    def _turn(self, timeout_s: float) -> Iterator[Deadline]:
+    def _turn(self, timeout_s: float, call_id: int = 0) -> Iterator[Deadline]:
         """The socket for one exchange; it is closed when the exchange does not come to its end."""
         deadline = Deadline(timeout_s)
         if not self._lock.acquire(timeout=timeout_s):
             raise DeadlineExceeded(f"{self._address} was busy with other calls for {timeout_s:g} s")
         try:
+            if self._gate is not None:
+                self._gate()
+            self._wait = None
             yield deadline
         except BaseException as error:
-            self._drop()
+            self._leave(error, call_id)
             if isinstance(error, OSError):
                 raise self._named(error, timeout_s) from error
             raise
         finally:
             self._lock.release()
+
+    def _leave(self, error: BaseException, call_id: int) -> None:
+        """An exchange did not come to its end. After a mere silence between two frames the stream is in order."""
+        if isinstance(error, PeerSilent) and not self._is_torn:
+            self._given_up.add(call_id)
+        elif not isinstance(error, BreakerOpen):
+            self._drop()
 
     def _named(self, error: OSError, timeout_s: float) -> Unavailable:
         if isinstance(error, (TimeoutError, BlockingIOError)):
@@ -148,13 +186,48 @@ class BlockingClient:
     def _exchange(self, request: bytes, call_id: int, deadline: Deadline) -> Frame:
         sock = self._connected(deadline)
         self._wait_at_most(sock, deadline)
-        sock.sendall(request)
+        self._send(sock, request, deadline.remaining_s())
         return self._answer(sock, call_id, deadline)
 
+    def _send(self, sock: socket.socket, data: bytes, timeout_s: float) -> None:
+        """All of it. A server that takes bytes is not silent."""
+        if self._limits is None:
+            sock.sendall(data)
+            return
+        self._is_torn = True
+        rest, deadline = memoryview(data), None
+        while True:
+            try:
+                count = sock.send(rest)
+            except BlockingIOError:
+                self._look()
+                count = 0
+            if count == len(rest):
+                break
+            if count:
+                rest, self._wait = rest[count:], None
+            deadline = deadline or Deadline(timeout_s)
+            self._wait_at_most(sock, deadline)
+        self._is_torn = False
+
+    def _look(self) -> None:
+        """The kernel waited for a moment and nothing came. PeerSilent when that is so for too long."""
+        if self._limits is None:
+            raise TimeoutError
+        now_s = time.monotonic()
+        if self._wait is None:
+            self._wait = CallWait(self._limits, now_s - self._limits.look_every_s)
+        if self._wait.is_silent(now_s):
+            raise PeerSilent(f"{self._address} has not answered for {self._limits.silence_s:g} s")
+
     def _answer(self, sock: socket.socket, call_id: int, deadline: Deadline) -> Frame:
-        frame = self._receive(sock, deadline)
-        while frame.kind is FrameKind.PONG:  # a sign of life, not an answer
+        while True:
             frame = self._receive(sock, deadline)
+            if frame.kind is FrameKind.PONG:  # a sign of life, not an answer
+                continue
+            if frame.call_id not in self._given_up:
+                break
+            self._given_up.discard(frame.call_id)
         if frame.call_id == 0 and frame.kind is FrameKind.ERROR:
             raise decode_error(frame.body)  # about the connection as a whole
         if frame.call_id != call_id:
@@ -167,23 +240,33 @@ class BlockingClient:
         if self._socket is None:
             self._socket = self._open(min(deadline.remaining_s(), self._connect_timeout_s))
             self._socket.settimeout(None)  # from here on the kernel keeps the time: one system call less per wait
-            self._limit_s, self._filled = 0.0, 0
+            self._limit_s, self._filled = _UNSET_S, 0
+            self._is_torn = True  # until both have introduced themselves
             self._wait_at_most(self._socket, deadline)
             self._socket.sendall(encode_value(FrameKind.HELLO, 0, self._hello))
             self.peer = decode_hello(self._receive(self._socket, deadline))
+            self._is_torn = False
         return self._socket
 
     def _open(self, timeout_s: float) -> socket.socket:
+        try:
+            return self._connect_socket(timeout_s or 0.001)
+        except (TimeoutError, BlockingIOError) as error:
+            if self._limits is None:
+                raise
+            raise PeerSilent(f"{self._address} does not take connections") from error
+
+    def _connect_socket(self, timeout_s: float) -> socket.socket:
         if self._address.scheme == "unix":
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
-                sock.settimeout(timeout_s or 0.001)
+                sock.settimeout(timeout_s)
                 sock.connect(self._address.path)
             except OSError:
                 sock.close()
                 raise
             return sock
-        sock = socket.create_connection((self._address.host, self._address.port), timeout_s or 0.001)
+        sock = socket.create_connection((self._address.host, self._address.port), timeout_s)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return sock
 
@@ -209,23 +292,31 @@ class BlockingClient:
         body = bytearray(nbytes)
         view, got = memoryview(body), self._filled - HEADER_NBYTES
         view[:got] = memoryview(self._inbox)[HEADER_NBYTES : self._filled]
-        self._filled = 0
+        self._filled, self._is_torn = 0, True
         while got < nbytes:
             got += self._take(sock, view[got:], deadline)
+        self._is_torn = False
         return bytes(body)
 
     def _take(self, sock: socket.socket, into: memoryview, deadline: Deadline) -> int:
-        self._wait_at_most(sock, deadline)
-        count = sock.recv_into(into)
-        if count == 0:
-            raise PeerLost(f"{self._address} closed the connection")
-        return count
+        while True:
+            self._wait_at_most(sock, deadline)
+            try:
+                count = sock.recv_into(into)
+            except BlockingIOError:
+                self._look()
+                continue
+            if count == 0:
+                raise PeerLost(f"{self._address} closed the connection")
+            self._wait = None
+            return count
 
     def _wait_at_most(self, sock: socket.socket, deadline: Deadline) -> None:
         """The kernel ends a wait of this socket when the deadline has come, give or take a little."""
         left_s = deadline.remaining_s()
         if left_s <= 0.0:
             raise TimeoutError
+        left_s = min(left_s, self._longest_s)
         if abs(left_s - self._limit_s) > min(_SLACK_S, left_s / 10):
             self._limit_s = left_s
             value = _TIMEVAL.pack(int(left_s), int(left_s % 1 * 1e6) + 1)
@@ -236,6 +327,8 @@ class BlockingClient:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+        self._is_torn = False
+        self._given_up.clear()
 
 
 def _is_readable(sock: socket.socket) -> bool:

@@ -10,13 +10,22 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from moonpool.base.errors import AlreadyExists, ConfigError, InvalidInput, MoonpoolError
+from moonpool.base.errors import (
+    AlreadyExists,
+    BreakerOpen,
+    ConfigError,
+    InvalidInput,
+    MoonpoolError,
+    NotFound,
+    Unavailable,
+)
 from moonpool.integrations.mooncake.codes import ErrorCode, code_of, transfer_code_of
 from moonpool.integrations.mooncake.pool import Pool
 from moonpool.integrations.mooncake.registered_memory import RegisteredMemory
 from moonpool.integrations.mooncake.replicate_config import ReplicateConfig
 from moonpool.integrations.mooncake.session import Session
 from moonpool.integrations.mooncake.setup_config import SetupConfig
+from moonpool.store.node.seldom import SeldomLog
 
 _LOG = logging.getLogger(__name__)
 _BY_POSITION = (
@@ -39,6 +48,7 @@ class BaseStore:
         self._session: Session | None = None
         self._memory = RegisteredMemory()
         self._lifecycle = threading.Lock()
+        self._outages = SeldomLog(_LOG, "the pool, or a part of it, is out of reach: %s")
 
     def setup(self, local_hostname: str | Mapping[str, Any], *settings: Any, **named: Any) -> int:
         """Either one mapping of settings, or local_hostname, metadata_server, global_segment_size,
@@ -101,10 +111,8 @@ class BaseStore:
         try:
             return action(session.pool)
         except MoonpoolError as error:
-            code = code_of(error)
-            if code is not ErrorCode.OBJECT_NOT_FOUND:
-                _LOG.warning("%s: %s", what, error)
-            return on_error(code)
+            self._complain(what, error)
+            return on_error(code_of(error))
 
     def _put(self, keys: Sequence[str], values: Sequence[list[memoryview]], config: ReplicateConfig) -> list[int]:
         """Empty keys and values are refused. One call for all, results by position."""
@@ -133,10 +141,19 @@ class BaseStore:
         """The number for one key's outcome; says what went wrong unless it is a plain miss."""
         if not isinstance(outcome, MoonpoolError):
             return outcome or ErrorCode.OK
-        code = transfer_code_of(outcome)
-        if code is not ErrorCode.OBJECT_NOT_FOUND:
-            _LOG.warning("%s %s: %s (%d)", what, key, outcome, code)
-        return code
+        self._complain(f"{what} {key}", outcome)
+        return transfer_code_of(outcome)
+
+    def _complain(self, what: str, error: MoonpoolError) -> None:
+        """Into the log, unless it is a plain miss. An outage lasts for thousands of calls: the client has written one
+        line about a master that is away and about memory that cannot be read.
+        """
+        if isinstance(error, BreakerOpen) or (isinstance(error, Unavailable) and what.startswith("get")):
+            _LOG.debug("%s: %s", what, error)
+        elif isinstance(error, Unavailable):
+            self._outages.warn(error)
+        elif not isinstance(error, NotFound):
+            _LOG.warning("%s: %s (%d)", what, error, code_of(error))
 
     def _key(self, key: str) -> bytes:
         session = self._session

@@ -6,6 +6,7 @@ from enum import IntEnum
 
 from moonpool.base.errors import (
     AlreadyExists,
+    BreakerOpen,
     Corrupt,
     DeadlineExceeded,
     InvalidInput,
@@ -65,4 +66,5 @@ def code_of(error: MoonpoolError) -> ErrorCode:
 
 def transfer_code_of(error: MoonpoolError) -> ErrorCode:
     """For what happened while bytes were moved: a node out of reach is a failed transfer, not a failed master."""
-    return ErrorCode.TRANSFER_FAIL if isinstance(error, Unavailable) else code_of(error)
+    is_transfer = isinstance(error, Unavailable) and not isinstance(error, BreakerOpen)
+    return ErrorCode.TRANSFER_FAIL if is_transfer else code_of(error)

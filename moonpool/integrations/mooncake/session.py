@@ -7,6 +7,7 @@ import os
 import tempfile
 from contextlib import ExitStack
 
+from moonpool.base.errors import BreakerOpen
 from moonpool.integrations.mooncake.embedded_node import EmbeddedNode
 from moonpool.integrations.mooncake.pool import Pool
 from moonpool.integrations.mooncake.setup_config import SetupConfig, credentials
@@ -15,8 +16,7 @@ from moonpool.store.node import NodeConfig
 from moonpool.transfer.config import TransferConfig
 from moonpool.transfer.engine import TransferEngine
 
-# An engine that waits for a master which is away computes nothing meanwhile; a miss costs it less.
-_PATIENCE_S = 1.0
+_START_PATIENCE_S = 1.0  # a master that starts at the same time may be a moment later; calls never wait for one
 _HOST_CHARS = 40  # of it in a name, which is part of a socket's path, which has 107
 _NUMBERS = itertools.count(1)  # a process may set up several stores
 
@@ -32,7 +32,7 @@ class Session:
             run_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="mp-mc-"))
             self.client = self._connect(stack, run_dir)
             self.pool = Pool(self.client)
-            self.pool.is_well()
+            self._greet_master()
             if config.offered_nbytes:
                 self._node = EmbeddedNode(self._node_config(run_dir))
                 stack.callback(self._node.close)
@@ -47,10 +47,18 @@ class Session:
         """Idempotent."""
         self._stack.close()
 
+    def _greet_master(self) -> None:
+        try:
+            self.pool.is_well()
+        except BreakerOpen:
+            if not self.client.wait_for_master(_START_PATIENCE_S):
+                raise
+            self.pool.is_well()
+
     def _connect(self, stack: ExitStack, run_dir: str) -> StoreClient:
         wires = TransferConfig(run_dir=run_dir, tcp_host=None, num_threads=1, **credentials())
         engine = stack.enter_context(TransferEngine(wires))
-        settings = ClientConfig(name=self.name, retry_s=_PATIENCE_S)
+        settings = ClientConfig(name=self.name)  # retry_s 0: an engine that waits computes nothing meanwhile
         return stack.enter_context(StoreClient(self.config.master_address, engine, settings))
 
     def _node_config(self, run_dir: str) -> NodeConfig:

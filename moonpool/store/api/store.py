@@ -29,8 +29,6 @@ from moonpool.store.api.piece_sessions import PieceReader, PieceWriter
 from moonpool.store.api.pool_tasks import PoolTasks
 from moonpool.store.api.put_settings import PutSettings, as_wish
 from moonpool.store.client import ClientConfig, Put, PutRequest, StoreClient
-from moonpool.store.client.directory import SegmentDirectory
-from moonpool.store.client.retry import MasterLine
 from moonpool.store.client.views import ObjectView
 from moonpool.store.messages import ListedObject, ObjectInfo, StoreStats
 from moonpool.store.tensors import safetensors_files
@@ -83,14 +81,12 @@ class Store:
                 engine = _engine(stack, run_dir, shm, files)
             self._address, self._config = address, config
             self.client = stack.enter_context(StoreClient(address, engine, config))
-            self._line = _line(address, config)
-            stack.callback(self._line.close)
+            self._line = self.client.line
             self._feeds: weakref.WeakSet[EventFeed] = weakref.WeakSet()
             self._cache = ObjectCache(cache_nbytes) if cache_nbytes > 0 else None
             self._reads: StoreClient | CachedReads = self.client
             if self._cache is not None:
-                directory = SegmentDirectory(engine, lambda: self._line.ask(m.Segments()))
-                self._reads = CachedReads(self.client, self._cache, self._lookup, directory)
+                self._reads = CachedReads(self.client, self._cache, self._lookup, self.client.directory)
             self.tasks = PoolTasks(self._line)
             self._tensors = TensorCalls(self.client, self._reads.get_many_into, self._lookup)
             self._stack = stack.pop_all()
@@ -354,17 +350,6 @@ def _engine(
     folder = run_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="mp-store-"))
     config = TransferConfig(run_dir=folder, shm=shm, tcp_host=None, num_threads=1, **files)  # type: ignore[arg-type]
     return stack.enter_context(TransferEngine(config))
-
-
-def _line(address: str, config: ClientConfig) -> MasterLine:
-    """A connection of our own, for what StoreClient does not ask."""
-    return MasterLine(
-        address,
-        name=config.name,
-        connect_timeout_s=config.connect_timeout_s,
-        timeout_s=config.rpc_timeout_s,
-        retry_s=config.retry_s,
-    )
 
 
 def _is_new(error: MoonpoolError | None) -> bool:

@@ -1,4 +1,6 @@
-"""From a placement to memory: which segments there are, and the open handles to them. Thread-safe."""
+"""From a placement to memory: which segments there are, which cannot be read now, and the open handles to them.
+Thread-safe.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,8 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from moonpool.base.clock import Clock, SystemClock
-from moonpool.base.errors import NotFound, Unauthorized
+from moonpool.base.errors import MoonpoolError, NotFound, Unauthorized, Unavailable
+from moonpool.store.client.unreadable import UnreadableSegments
 from moonpool.store.messages import Placement, SegmentInfo, Tier
 from moonpool.transfer.descriptor import SegmentDescriptor
 from moonpool.transfer.engine import TransferEngine
@@ -17,6 +20,8 @@ from moonpool.transfer.transports.base import RemoteSegment
 # An owner that did not let us in is not asked again so soon: only a changed setting and a restart make a difference.
 REFUSED_FOR_S = 10.0
 _UNKNOWN_RANK = 4  # behind local memory, other memory, local disks, other disks
+_UNREADABLE_RANK = 5
+_PROBE_TIMEOUT_S = 2.0
 
 
 class _Refusal(NamedTuple):
@@ -45,6 +50,7 @@ class SegmentDirectory:
         self._ranks: dict[str, int] = {}  # by segment: the lower, the sooner it is read
         self._refusals: dict[str, _Refusal] = {}  # by segment
         self._handles: dict[tuple[str, int], RemoteSegment] = {}  # by segment and incarnation; the engine's
+        self.unreadable = UnreadableSegments(self._is_over)
         self.local: tuple[SegmentInfo, ...] = ()  # on this machine; another object after each change
 
     def info(self, placement: Placement) -> SegmentInfo:
@@ -64,14 +70,20 @@ class SegmentDirectory:
 
     def open(self, placement: Placement) -> RemoteSegment:
         """NotFound when that incarnation is not mounted any more; PeerLost when its owner is gone; Unauthorized when
-        the owner asks for another secret or certificate than this process has.
+        the owner asks for another secret or certificate than this process has. A segment that could not be read fails
+        at once with the same error as before, until it can be read again.
         """
         handle = self._handles.get((placement.segment, placement.incarnation))
-        return self.open_segment(self.info(placement)) if handle is None else handle
+        if handle is None or self.unreadable.listed:
+            return self.open_segment(self.info(placement))
+        return handle
 
     def open_segment(self, info: SegmentInfo) -> RemoteSegment:
         """As open(), for a segment that info() gave."""
         descriptor = info.descriptor
+        failure = self.unreadable.failure(descriptor.name, descriptor.incarnation)
+        if failure is not None:
+            raise failure
         handle = self._handles.get((descriptor.name, descriptor.incarnation))
         if handle is None:
             handle = self._open_anew(descriptor)
@@ -84,8 +96,15 @@ class SegmentDirectory:
         """In the order in which they should be read: this machine's memory, others' memory, this machine's disks, the
         rest.
         """
-        ranks = self._ranks
-        return sorted(placements, key=lambda each: ranks.get(each.segment, _UNKNOWN_RANK))
+        ranks, unreadable = self._ranks, self.unreadable.listed
+        if not unreadable:
+            return sorted(placements, key=lambda each: ranks.get(each.segment, _UNKNOWN_RANK))
+
+        def rank(each: Placement) -> int:
+            is_readable = (each.segment, each.incarnation) not in unreadable
+            return ranks.get(each.segment, _UNKNOWN_RANK) if is_readable else _UNREADABLE_RANK
+
+        return sorted(placements, key=rank)
 
     def local_segment(self) -> str | None:
         """Memory of the pool on this machine, to prefer for new objects; None when there is none."""
@@ -106,6 +125,32 @@ class SegmentDirectory:
         for name, info in old.items():
             if name not in fresh or fresh[name].descriptor != info.descriptor:
                 self._engine.forget(info.descriptor)
+
+    def close(self) -> None:
+        """Idempotent. The handles are the engine's."""
+        self.unreadable.close()
+
+    def _is_over(self, place: Placement) -> bool:
+        """Whether a segment that could not be read can be, or this incarnation of it is gone."""
+        try:
+            descriptor = self.info(place).descriptor
+            remote = self._engine.open(descriptor)
+            remote.read_into(place.offset, [bytearray(1)], timeout_s=_PROBE_TIMEOUT_S)
+        except (Unavailable, Unauthorized):
+            return self._is_gone(place)
+        except MoonpoolError:  # not listed any more; or its owner has answered
+            return True
+        return True
+
+    def _is_gone(self, place: Placement) -> bool:
+        try:
+            self.refresh()
+            self.info(place)
+        except NotFound:
+            return True
+        except MoonpoolError:
+            pass
+        return False
 
     def _open_anew(self, descriptor: SegmentDescriptor) -> RemoteSegment:
         refusal = self._refusals.get(descriptor.name)

@@ -60,6 +60,7 @@ class BatchRead:
                 self._read_segment(self._tools.directory.open(place), found)
             except (Unavailable, NotFound, Unauthorized) as error:
                 self._recovery.failures[place.segment, place.incarnation] = error
+                self._tools.directory.unreadable.note(place, error)
         self._count()
         return [self._recover(position) if got is None else got for position, got in enumerate(self._got)]
 

@@ -154,6 +154,7 @@ class ReadSession:
         """Reports wrong bytes. When the master says that the object is another by now, we were only late."""
         if isinstance(error, Unavailable | NotFound | Unauthorized):
             self._failures[self._placement.segment, self._placement.incarnation] = error
+            self._tools.directory.unreadable.note(self._placement, error)
             return
         if not self._tools.report_corrupt(self.info, self._placement):
             raise StaleGeneration(f"{self.info.key.hex()[:16]} was removed or replaced while it was read") from error

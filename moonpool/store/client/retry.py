@@ -1,7 +1,8 @@
-"""The line to the master, which rides through its restarts.
+"""The line to the master, with a breaker in front of it.
 
-A call that may be said twice is said again, with growing pauses, while nobody answers, until `retry_s` have passed.
-Every call ends within its deadline, close() included: it wakes whoever waits.
+A master that is away costs a caller `BreakerLimits.silence_s` once. From then on calls fail at once with BreakerOpen,
+which is Unavailable and no miss, until a probe finds that the master is back. With `retry_s` a call waits for that, and
+may be said again. Every call ends within its deadline, close() included: it wakes whoever waits.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from itertools import islice
 from typing import TypeVar
 
 from moonpool.base.clock import Deadline
-from moonpool.base.errors import PeerLost
+from moonpool.base.errors import BreakerOpen, PeerLost, PeerSilent
 from moonpool.base.rpc import BlockingClient, Call
+from moonpool.base.rpc.probed import join_breaker
 from moonpool.store.messages import SERVICE
 
 R = TypeVar("R")
@@ -31,39 +33,65 @@ def pauses() -> Iterator[float]:
 
 
 class MasterLine:
-    """One connection, shared by threads."""
+    """One connection, shared by threads; the breaker is shared by all lines of this process to that master.
+
+    `retry_s` is how long a call waits for a master that is away: 0 fails at once.
+    """
 
     def __init__(
-        self, address: str, *, name: str, connect_timeout_s: float, timeout_s: float, retry_s: float | None
+        self, address: str, *, name: str, connect_timeout_s: float, timeout_s: float, retry_s: float = 0.0
     ) -> None:
-        self._rpc = BlockingClient(address, SERVICE, name=name, connect_timeout_s=connect_timeout_s)
+        self._breaker = join_breaker(address, SERVICE)
+        self._rpc = BlockingClient(
+            address,
+            SERVICE,
+            name=name,
+            connect_timeout_s=connect_timeout_s,
+            limits=self._breaker.limits,
+            gate=self._breaker.check,
+        )
         self._timeout_s = timeout_s
-        self._retry_s = timeout_s if retry_s is None else min(retry_s, timeout_s)
+        self._retry_s = min(retry_s, timeout_s)
         self._closed = threading.Event()
 
     def ask(self, call: Call[R], meanwhile: Callable[[], bool] | None = None) -> R:
-        """For calls that may be said twice. PeerLost or DeadlineExceeded when there is no answer in time.
+        """For calls that may be said twice. BreakerOpen when the master is away, DeadlineExceeded when it is busy
+        with other calls of this line for too long.
 
         `meanwhile` as in BlockingClient.call.
         """
-        try:
-            return self._rpc.call(call, timeout_s=self._timeout_s, meanwhile=meanwhile)
-        except PeerLost:
-            return self._ask_again(call)
+        return self.ask_noting_repeats(call, meanwhile)[0]
 
     def ask_noting_repeats(self, call: Call[R], meanwhile: Callable[[], bool] | None = None) -> tuple[R, bool]:
         """The answer, and whether the call was said before without one: then it may have been done twice.
 
         `meanwhile` as in BlockingClient.call.
         """
+        if self._breaker.is_open:
+            return self._ask_when_back(call, self._breaker.refusal(), False)
         try:
             return self._rpc.call(call, timeout_s=self._timeout_s, meanwhile=meanwhile), False
+        except BreakerOpen as refusal:  # while it waited for its turn
+            return self._ask_when_back(call, refusal, False)
+        except PeerSilent as error:
+            return self._ask_when_back(call, self._breaker.trip(error), True)
         except PeerLost:
-            return self._ask_again(call), True
+            return self._ask_anew(call)
 
     def ask_once(self, call: Call[R]) -> R:
-        """For calls that must not be repeated, or are not worth it."""
-        return self._rpc.call(call, timeout_s=self._timeout_s)
+        """For calls that must not be repeated, or are not worth it. PeerLost also when the connection broke before:
+        what it held (pins) is gone with it.
+        """
+        if self._breaker.is_open and not self._is_back(Deadline(self._retry_s)):
+            raise self._breaker.refusal()
+        try:
+            return self._rpc.call(call, timeout_s=self._timeout_s)
+        except PeerSilent as error:
+            raise self._breaker.trip(error) from error
+
+    def wait_for_master(self, timeout_s: float) -> bool:
+        """Wait until the master is back, if it was found away; False when that took too long."""
+        return not self._breaker.is_open or self._is_back(Deadline(timeout_s))
 
     def patience(self) -> Iterator[None]:
         """Waits, again and again, before what the master has refused for the time being is tried once more. Ends when
@@ -76,18 +104,44 @@ class MasterLine:
                 return
             yield
 
+    def counters(self) -> dict[str, int]:
+        """How often the master was found away, and how many calls failed at once because of it; by this process."""
+        return {"master_outages": self._breaker.num_openings, "calls_refused": self._breaker.num_refused}
+
     def close(self) -> None:
         """Idempotent. Calls that wait end with PeerLost."""
+        if self._closed.is_set():
+            return
         self._closed.set()
         self._rpc.close()
+        self._breaker.leave()
 
-    def _ask_again(self, call: Call[R]) -> R:
-        deadline, patience = Deadline(self._timeout_s), Deadline(self._retry_s)
-        for pause_s in pauses():
-            self._closed.wait(min(pause_s, patience.remaining_s()))
+    def _ask_anew(self, call: Call[R]) -> tuple[R, bool]:
+        """The connection broke, perhaps long ago: a master that is back answers a new one at once."""
+        try:
+            return self._rpc.call(call, timeout_s=self._timeout_s), True
+        except BreakerOpen as refusal:
+            return self._ask_when_back(call, refusal, True)
+        except (PeerLost, PeerSilent) as error:
+            return self._ask_when_back(call, self._found_away(error), True)
+
+    def _ask_when_back(self, call: Call[R], refusal: PeerLost, was_said: bool) -> tuple[R, bool]:
+        """As long as `retry_s` allows. Raises the last refusal."""
+        patience = Deadline(self._retry_s)
+        while self._is_back(patience):
             try:
-                return self._rpc.call(call, timeout_s=max(deadline.remaining_s(), 0.001))
-            except PeerLost:
-                if self._closed.is_set() or patience.expired():
-                    raise
-        raise AssertionError("there is always another pause")
+                return self._rpc.call(call, timeout_s=self._timeout_s), was_said
+            except BreakerOpen as error:
+                refusal = error
+            except (PeerLost, PeerSilent) as error:
+                refusal, was_said = self._found_away(error), True
+        raise refusal
+
+    def _is_back(self, patience: Deadline) -> bool:
+        return not patience.expired() and self._breaker.wait_closed(patience.remaining_s(), self._closed)
+
+    def _found_away(self, error: PeerLost | PeerSilent) -> PeerLost:
+        """What the caller is told. A line that was closed by this side says nothing about the master."""
+        if self._closed.is_set() and isinstance(error, PeerLost):
+            return error
+        return self._breaker.trip(error)

@@ -1,8 +1,10 @@
 """The pool, for a program: put, get and everything between, blocking and thread-safe.
 
-Every call has a deadline. A master that is being restarted is waited for (`retry_s`), then a call raises PeerLost and
-the next one connects anew. Pins made by pin() are held by the connection and end with it. Bytes that fail a check are
-never returned: their replica is reported, another one is read, and where there is none the answer says so.
+Every call has a deadline. While the master is away calls raise BreakerOpen at once (retry.py), or wait for it for as
+long as `retry_s` says. Memory that could not be read is not asked again before it can be (directory.py): what lies
+only there does not exist for this client. Pins made by pin() are held by the connection and end with it. Bytes that
+fail a check are never returned: their replica is reported, another one is read, and where there is none the answer
+says so.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ class ClientConfig:
     name: str = ""  # how the master's log calls this client
     connect_timeout_s: float = 2.0
     rpc_timeout_s: float = 10.0
-    retry_s: float | None = None  # how long a master that is away is waited for; default: rpc_timeout_s
+    retry_s: float = 0.0  # how long a call waits for a master that is away; 0: it fails at once
     transfer_timeout_s: float = 10.0  # for one transfer, per replica
     renew_after_s: float = 10.0  # unfinished puts are renewed this often; a third of the master's put_discard_s
     max_view_nbytes: int = 1 << 30  # in view at once; beyond it views are copies
@@ -59,7 +61,7 @@ class StoreClient:
         clock: Clock | None = None,
     ) -> None:
         config = config or ClientConfig()
-        self._line = line = MasterLine(
+        self.line = line = MasterLine(
             master_address,
             name=config.name,
             connect_timeout_s=config.connect_timeout_s,
@@ -67,7 +69,7 @@ class StoreClient:
             retry_s=config.retry_s,
         )
         self._counters = ClientCounters()
-        directory = SegmentDirectory(engine, lambda: line.ask(m.Segments()))
+        self.directory = directory = SegmentDirectory(engine, lambda: line.ask(m.Segments()))
         self._holder = Holder(directory, name=config.name, timeout_s=config.connect_timeout_s)
         self._calls = PutCalls(line, directory, self._holder, self._counters)
         self._put_tools = PutTools(
@@ -100,7 +102,8 @@ class StoreClient:
     def close(self) -> None:
         """Idempotent."""
         self._reads.close()
-        self._line.close()
+        self.line.close()
+        self.directory.close()
         self._crew.close()
         self._view_holder.close()
         self._holder.close()  # last: until here something may be written in place
@@ -112,8 +115,14 @@ class StoreClient:
         self.close()
 
     def counters(self) -> dict[str, int]:
-        """bytes_read, bytes_written, bytes_viewed, hits, misses, corrupt_replicas, refused_<code>."""
-        return self._counters.snapshot()
+        """bytes_read, bytes_written, bytes_viewed, hits, misses, corrupt_replicas, refused_<code>; and of the whole
+        process master_outages, calls_refused.
+        """
+        return {**self._counters.snapshot(), **self.line.counters()}
+
+    def wait_for_master(self, timeout_s: float) -> bool:
+        """Wait for a master that is away; False when it was not back in time."""
+        return self.line.wait_for_master(timeout_s)
 
     # asking the master
 
@@ -122,12 +131,14 @@ class StoreClient:
         return self._reads.lookup(list(keys), prefix=prefix)
 
     def exist(self, keys: Sequence[bytes]) -> list[bool]:
-        """As lookup, leases included, without the places; counts neither hit nor miss."""
-        return self._line.ask(m.Exist(keys=list(keys)))
+        """As lookup, leases included, without the places; counts neither hit nor miss. What lies only on segments that
+        this client could not read does not exist for it, until they can be read again.
+        """
+        return self.line.ask(m.Exist(keys=list(keys), without=self.directory.unreadable.listed))
 
     def remove(self, keys: Sequence[bytes], force: bool = False) -> list[bool]:
         """True where no object is under the key now. Leased and pinned ones stay unless `force`."""
-        return self._line.ask(m.Remove(keys=list(keys), force=force, errand=_errand()))
+        return self.line.ask(m.Remove(keys=list(keys), force=force, errand=_errand()))
 
     def remove_matching(self, pattern: str | None = None, force: bool = False) -> tuple[int, int]:
         """Removes what the regular expression finds (None: everything); how many went and how many stayed."""
@@ -135,7 +146,7 @@ class StoreClient:
         cursor: int | None = 0
         while cursor is not None:
             call = m.RemoveMatching(pattern=pattern, force=force, cursor=cursor, errand=_errand())
-            step = self._line.ask(call)
+            step = self.line.ask(call)
             num_removed, num_kept, cursor = num_removed + step.num_removed, num_kept + step.num_kept, step.cursor
         return num_removed, num_kept
 
@@ -143,27 +154,27 @@ class StoreClient:
         """What is stored under keys that the regular expression finds (None: all), in no order; asks as it goes."""
         cursor: int | None = 0
         while cursor is not None:
-            page = self._line.ask(m.ListObjects(pattern=pattern, cursor=cursor))
+            page = self.line.ask(m.ListObjects(pattern=pattern, cursor=cursor))
             yield from page.objects
             cursor = page.cursor
 
     def pin(self, keys: Sequence[bytes]) -> list[bool]:
         """Keeps the objects until unpin or until this client's connection ends; pins count."""
-        return self._line.ask_once(m.Pin(keys=list(keys)))
+        return self.line.ask_once(m.Pin(keys=list(keys)))
 
     def unpin(self, keys: Sequence[bytes]) -> None:
-        self._line.ask_once(m.Unpin(keys=list(keys)))
+        self.line.ask_once(m.Unpin(keys=list(keys)))
 
     def why(self, key: bytes, identity: bytes = b"") -> str:
         """What became of a key, in a sentence."""
-        return self._line.ask(m.Why(key=key, identity=identity))
+        return self.line.ask(m.Why(key=key, identity=identity))
 
     def stats(self) -> StoreStats:
-        return self._line.ask(m.Stats())
+        return self.line.ask(m.Stats())
 
     def list_tasks(self, finished: bool = False) -> list[TaskInfo]:
         """Copies, moves and drains that are running; with `finished` also those that ended lately."""
-        return self._line.ask(m.ListTasks(finished=finished))
+        return self.line.ask(m.ListTasks(finished=finished))
 
     # putting
 

@@ -62,7 +62,7 @@ def _put_start(master: Master) -> Callable[[m.PutStart, Peer], m.PutReply]:
 def _questions(master: Master) -> dict[type[Call[Any]], Handler]:
     state, now, board, reported = master.state, master.clock.now_s, master.board, ReportedMetrics()
     return {
-        m.Exist: lambda c, _: state.exist(c.keys, now()),
+        m.Exist: lambda c, _: state.exist(c.keys, now(), c.without),
         m.Segments: lambda c, _: state.segments(),
         m.Announce: lambda c, _: board.announce(c.descriptor, c.ttl_s, now()),
         m.Retract: lambda c, _: board.retract(c.name, c.incarnation),

@@ -71,9 +71,12 @@ class Lookup(Call[list[ObjectInfo | None]]):
 
 
 class Exist(Call[list[bool]]):
-    """As Lookup, leases included, without the places."""
+    """As Lookup, leases included, without the places. Objects that lie only on the segments `without` (name and
+    incarnation), which the caller cannot read, are not there for it, and not leased.
+    """
 
     keys: list[bytes]
+    without: tuple[tuple[str, int], ...] = ()
 
 
 class Remove(Call[list[bool]]):

@@ -123,9 +123,9 @@ class PoolState:
         self.members.heard_of(session)
         return self._reads.lookup(keys, prefix, lease, session, now_s)
 
-    def exist(self, keys: Sequence[bytes], now_s: float) -> list[bool]:
-        """As lookup, leases included, without the places."""
-        return self._reads.exist(keys, now_s)
+    def exist(self, keys: Sequence[bytes], now_s: float, without: Sequence[tuple[str, int]] = ()) -> list[bool]:
+        """As lookup, leases included, without the places. `without` are segments that the caller cannot read."""
+        return self._reads.exist_outside(keys, without, now_s) if without else self._reads.exist(keys, now_s)
 
     def report_corrupt(self, key: bytes, generation: int, segment: str, offset: int, now_s: float) -> bool:
         """Quarantines one replica. False when it is gone, replaced or moved: the reader was only late."""

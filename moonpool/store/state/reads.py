@@ -59,6 +59,16 @@ class Reads:
         self._note(slots, now_s)  # type: ignore[arg-type]  # none of them is None
         return [True] * len(slots)
 
+    def exist_outside(self, keys: Sequence[bytes], without: Sequence[tuple[str, int]], now_s: float) -> list[bool]:
+        """As exist, but what lies only on the segments `without` (name and incarnation) is not there."""
+        unreadable, slots = set(without), self._index.find_many(keys, now_s)
+        found = [slot if slot is not None and self._lies_outside(slot, unreadable) else None for slot in slots]
+        self._note([slot for slot in found if slot is not None], now_s)
+        return [slot is not None for slot in found]
+
+    def _lies_outside(self, slot: int, unreadable: set[tuple[str, int]]) -> bool:
+        return any((each.segment, each.incarnation) not in unreadable for each in self._index.placements(slot))
+
     def _note(self, found: Sequence[int] | Slots, now_s: float) -> None:
         if not len(found):
             return

@@ -325,6 +325,10 @@ class SimSocket:
         self._side = link.client
         self._side.end = self
 
+    def send(self, data: bytes | memoryview) -> int:
+        self.sendall(bytes(data))
+        return len(data)
+
     def sendall(self, data: bytes) -> None:
         if self._side is None or self._side.is_closed:
             raise BrokenPipeError(32, "Broken pipe")
@@ -336,7 +340,7 @@ class SimSocket:
             if self._side is None or (self._side.is_closed and not self._side.on_way):
                 break
             if until_s is not None and self._scheduler.now_s >= until_s:
-                raise TimeoutError("timed out")
+                raise BlockingIOError(11, "Resource temporarily unavailable")
             self._changed.clear()
             self._changed.wait(None if until_s is None else until_s - self._scheduler.now_s)
         count = min(len(view), len(self._data))

@@ -18,12 +18,14 @@ import moonpool.base.clock
 import moonpool.base.rpc.aio_server
 import moonpool.base.rpc.blocking
 import moonpool.base.rpc.intake
+import moonpool.base.rpc.probed
 import moonpool.base.rpc.silence
 import moonpool.store.client.directory
 import moonpool.store.client.flight
 import moonpool.store.client.get_batch
 import moonpool.store.client.holder
 import moonpool.store.client.retry
+import moonpool.store.client.unreadable
 import moonpool.store.client.views
 import moonpool.store.master.service
 import moonpool.store.node.desk
@@ -45,6 +47,7 @@ import moonpool.store.state.snapshot
 import moonpool.transfer.transports.file.handle
 import moonpool.transfer.transports.mapped
 from moonpool.base.errors import DeadlineExceeded, PeerLost
+from moonpool.base.rpc.probed import ProbedBreaker
 from moonpool.store.messages import SESSIONS_ALONE
 
 from .sim_disk import SimFcntl
@@ -74,6 +77,9 @@ class _Thread:
     def start(self) -> None:
         scheduler = _world().scheduler
         self._sim = scheduler.start_thread(scheduler.current, self._target, self._name)
+
+    def is_alive(self) -> bool:
+        return not self._sim.is_over
 
     def join(self, timeout: float | None = None) -> None:
         scheduler = _world().scheduler
@@ -117,8 +123,18 @@ def _time() -> Any:
 
 def _threading() -> Any:
     return SimpleNamespace(
-        Lock=lambda: SimLock(_world().scheduler), Event=lambda: SimEvent(_world().scheduler), Thread=_Thread
+        Lock=lambda: SimLock(_world().scheduler),
+        Event=lambda: SimEvent(_world().scheduler),
+        Thread=_Thread,
+        current_thread=lambda: None,
     )
+
+
+def _own_breaker(address: str, service: str) -> ProbedBreaker:
+    """One per client: what a process shares would be shared by all simulated processes."""
+    breaker = ProbedBreaker(address, service)
+    breaker.num_users = 1
+    return breaker
 
 
 def _with_pauses(original: Any) -> Any:
@@ -188,7 +204,14 @@ def _patches() -> list[tuple[Any, str, Any]]:
     return [
         *[
             (module, "time", time)
-            for module in (moonpool.base.clock, moonpool.base.rpc.silence, node.mount, node.orders, node.ssd)
+            for module in (
+                moonpool.base.clock,
+                moonpool.base.rpc.blocking,
+                moonpool.base.rpc.probed,
+                moonpool.base.rpc.silence,
+                node.mount,
+                node.orders,
+            )
         ],
         *[(module, "time", time) for module in (moonpool.base.rpc.aio_server, moonpool.base.rpc.intake)],
         (moonpool.base.rpc.aio_server, "bind_private", lambda path: path),
@@ -196,8 +219,16 @@ def _patches() -> list[tuple[Any, str, Any]]:
         (moonpool.base.rpc.blocking, "socket", SimSocketModule(lambda: _world().network)),
         *[
             (module, "threading", threading)
-            for module in (moonpool.base.rpc.blocking, STORE.client.holder, STORE.client.retry, STORE.client.views)
+            for module in (
+                moonpool.base.rpc.blocking,
+                moonpool.base.rpc.probed,
+                STORE.client.holder,
+                STORE.client.retry,
+                STORE.client.unreadable,
+                STORE.client.views,
+            )
         ],
+        (STORE.client.retry, "join_breaker", _own_breaker),
         (STORE.client.views, "SimpleQueue", lambda: SimQueue(_world().scheduler)),
         *[(module, "secrets", secrets) for module in (STORE.client.holder, STORE.client.store_client)],
         (STORE.client.directory, "host_id", lambda: _world().scheduler.current.host),

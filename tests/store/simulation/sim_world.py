@@ -31,7 +31,12 @@ from .sim_scheduler import Process, Scheduler
 KIB = 1024
 MASTER_ADDRESS = "tcp:master:7700"
 CLIENT = ClientConfig(
-    connect_timeout_s=1.0, rpc_timeout_s=3.0, transfer_timeout_s=2.0, renew_after_s=1.5, max_view_nbytes=48 * KIB
+    connect_timeout_s=1.0,
+    rpc_timeout_s=3.0,
+    retry_s=3.0,
+    transfer_timeout_s=2.0,
+    renew_after_s=1.5,
+    max_view_nbytes=48 * KIB,
 )
 RULES: dict[str, Any] = {
     "lease_s": 1.0,
