@@ -1,9 +1,12 @@
 """Addresses as one string: `unix:/path/to.sock` or `tcp:host:port`. Port 0 asks the system for a free one.
 
-An IPv6 address stands in brackets, `tcp:[::1]:7000`, and is kept without them.
+An IPv6 address stands in brackets, `tcp:[::1]:7000`, and is kept without them. A relative path becomes absolute where
+the address is read, since others are told of it.
 """
 
 from __future__ import annotations
+
+import os
 
 import msgspec
 
@@ -34,6 +37,7 @@ def parse_address(text: str) -> Address:
     """Raises ConfigError, saying what a right one looks like."""
     scheme, _, rest = text.partition(":")
     if scheme == "unix" and rest:
+        rest = os.path.abspath(rest)
         if len(rest.encode()) >= UNIX_PATH_NBYTES:
             raise ConfigError(f"socket path {rest!r} is longer than {UNIX_PATH_NBYTES - 1} bytes")
         return Address("unix", path=rest)

@@ -1,7 +1,7 @@
 """Configuration is one frozen dataclass per component; this turns plain data into it and back.
 
 Each default is written once, in the dataclass. Unknown keys (of inner dataclasses too) and wrong types are errors
-that name the key.
+that name the key. Paths become absolute here, where they enter: others are told of them, and they work elsewhere.
 
 On a command line a field is an option, by default under its own name. OPTION_NAMES lists the fields whose option has
 another name, so that one thing has one name at every role: `--listen` is where a role listens, `--master` and
@@ -10,6 +10,7 @@ another name, so that one thing has one name at every role: `--listen` is where 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass
 from typing import Any, TypeVar, get_args, get_type_hints
@@ -19,6 +20,7 @@ import msgspec
 from moonpool.base.errors import ConfigError
 
 T = TypeVar("T")
+_PATH_ENDINGS = ("_dir", "_file")
 
 # field: option. The fields' own names are accepted too, for one version.
 OPTION_NAMES = {
@@ -47,7 +49,18 @@ def from_mapping(cls: type[T], values: Mapping[str, Any]) -> T:
         made: T = msgspec.convert(dict(values), cls)
     except msgspec.ValidationError as error:
         raise ConfigError(f"bad setting: {error}") from error
+    make_paths_absolute(made)
     return made
+
+
+def make_paths_absolute(config: Any) -> None:
+    """Change every path of a dataclass, frozen or not, to an absolute one: fields called ..._dir and ..._file."""
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if is_dataclass(value) and not isinstance(value, type):
+            make_paths_absolute(value)
+        elif isinstance(value, str) and value and field.name.endswith(_PATH_ENDINGS):
+            object.__setattr__(config, field.name, os.path.abspath(value))
 
 
 def _check_known(cls: Any, values: Mapping[str, Any], within: str) -> None:

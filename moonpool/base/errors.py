@@ -9,6 +9,7 @@
       NotFound                no such object, request or peer
       AlreadyExists           the key is taken
       NoSpace                 the pool, the pages or the machine's memory are full
+      FewerReplicas           it is stored, on fewer replicas than asked for
       Overloaded              refused now, with a time after which to come back
       Refused                 bytes are there and must not be used
         IdentityMismatch      they belong to another model, dtype or layout
@@ -80,6 +81,10 @@ class AlreadyExists(MoonpoolError):
 class NoSpace(MoonpoolError):
     code = "no_space"
     http_status = 503
+
+
+class FewerReplicas(MoonpoolError):
+    code = "fewer_replicas"
 
 
 class Overloaded(MoonpoolError):

@@ -42,6 +42,7 @@ def command(
     with pool(master) as store, bytes_moved(f"put {file}") as show:
         if tensors:
             keys = store.load_safetensors(file, prefix=key or "", progress=show, **settings)
+            _warn_of_replicas(store, replicas)
             print(f"stored {len(keys)} tensors", file=sys.stderr)
             return
         if key is None and file == _STDIN:
@@ -49,7 +50,15 @@ def command(
         name = key or Path(file).name
         data = _read(file)
         _put(store, read_key(name, hex), data, settings, lambda done: show(done, data.nbytes))
+        _warn_of_replicas(store, replicas)
     print(f"stored {format_nbytes(data.nbytes)} as {name}", file=sys.stderr)
+
+
+def _warn_of_replicas(store: Store, asked: int) -> None:
+    count = store.counters()["fewer_replicas"]
+    if count:
+        objects = "the object has" if count == 1 else f"{count} objects have"
+        print(f"warning: {objects} fewer than the {asked} replicas asked for; see moonpool stat", file=sys.stderr)
 
 
 def _put(store: Store, key: bytes, data: memoryview, settings: PutSettings, show: Callable[[int], None]) -> None:

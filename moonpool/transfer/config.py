@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from moonpool.base.config import make_paths_absolute
 from moonpool.base.errors import ConfigError
 from moonpool.base.tls import TlsConfig
 from moonpool.transfer.path_load import PlanConfig
@@ -36,6 +37,9 @@ class WireConfig:
     tls_key_file: str | None = None
     tls_ca_file: str | None = None
 
+    def __post_init__(self) -> None:
+        make_paths_absolute(self)
+
     def wires(self) -> dict[str, Any]:
         """These settings alone, to hand on: TransferConfig(run_dir=..., **config.wires())."""
         return {field.name: getattr(self, field.name) for field in fields(WireConfig)}
@@ -64,6 +68,7 @@ class TransferConfig(WireConfig):
     promote_after_s: float = DEFAULT_PROMOTE_AFTER_S  # from then on lower priorities get a share, see priority.Turns
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if min(self.lanes, self.num_threads, self.slice_nbytes, self.max_queued_slices) < 1:
             raise ConfigError("lanes, num_threads, slice_nbytes and max_queued_slices must be at least 1")
         if self.tcp_hosts and self.tcp_host is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from moonpool.base.address import Address, parse_address
@@ -55,3 +57,8 @@ def test_a_socket_path_that_the_kernel_would_cut() -> None:
     with pytest.raises(ConfigError, match="longer than"):
         parse_address("unix:/" + "x" * 107)
     parse_address("unix:/" + "x" * 106)
+
+
+def test_a_relative_path_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert str(parse_address("unix:run/../m.sock")) == f"unix:{tmp_path}/m.sock"

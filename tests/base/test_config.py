@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -55,3 +56,23 @@ def test_missing_and_wrong_types(values: dict[str, object]) -> None:
 def test_not_a_json_object(text: str) -> None:
     with pytest.raises(ConfigError):
         from_json(Outer, text)
+
+
+@dataclass(frozen=True)
+class LogPlace:
+    log_dir: str | None = None
+
+
+@dataclass(frozen=True)
+class Places:
+    run_dir: str
+    secret_file: str | None = None
+    title: str = "a/b"
+    inner: LogPlace = field(default_factory=LogPlace)
+
+
+def test_paths_become_absolute_where_they_enter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = from_mapping(Places, {"run_dir": "run", "secret_file": "/etc/s", "inner": {"log_dir": "../logs"}})
+    assert made == Places(f"{tmp_path}/run", "/etc/s", "a/b", LogPlace(f"{tmp_path.parent}/logs"))
+    assert from_mapping(Places, {"run_dir": "x"}).secret_file is None

@@ -354,6 +354,26 @@ def test_replicas_and_pins_are_asked_for(make_store: MakeStore, pool: LocalPool)
     assert store.remove("k", force=True) == 0
 
 
+def test_fewer_replicas_than_asked_for_have_a_code(store: MooncakeDistributedStore) -> None:
+    """The pool has one node. The value is stored all the same."""
+    assert store.put("k", b"v", ReplicateConfig(replica_num=2)) == -703
+    assert store.get("k") == b"v"
+    assert store.counters()["fewer_replicas"] == 1
+    assert store.put("k", b"w", ReplicateConfig(replica_num=2)) == 0, "the key is taken, as ever"
+
+
+def test_an_engine_that_exits_without_close_takes_its_memory_along_in_silence(pool: LocalPool) -> None:
+    program = f"""
+from moonpool.integrations.mooncake import MooncakeDistributedStore
+store = MooncakeDistributedStore()
+assert store.setup("127.0.0.1", "", 4 << 20, 1, "tcp", "", "{pool.address}") == 0
+assert store.put("k", b"v") == 0
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert [each.name for each in pool.master.state.stats().segments] == ["n0.dram"], "it has said goodbye"
+
+
 def test_members_of_a_group_and_soft_pins_are_asked_for(store: MooncakeDistributedStore) -> None:
     config = ReplicateConfig(group_ids=["g", "h"], soft_pin_action=SoftPinAction.ENABLE, soft_pin_ttl_ms=1000)
     arena = Arena(store)

@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 from store_pool import MIB, LocalPool, wait_until
 
 from moonpool.base.clock import VirtualClock
-from moonpool.base.errors import AlreadyExists, IdentityMismatch, InvalidInput, NoSpace, NotFound, StaleGeneration
+from moonpool.base.errors import (
+    AlreadyExists,
+    FewerReplicas,
+    IdentityMismatch,
+    InvalidInput,
+    NoSpace,
+    NotFound,
+    StaleGeneration,
+)
 from moonpool.base.object_header import ALIGN_NBYTES, ObjectKind
 from moonpool.store.client import OPAQUE_PIECE_NBYTES, ClientConfig, ObjectView, Put, PutOptions, StoreClient
 from moonpool.store.client.directory import SegmentDirectory
@@ -357,9 +365,13 @@ def test_a_lost_node_costs_its_replicas_only(tmp_path: Path, shm: bool) -> None:
         pool.nodes[0]._engine.close()  # type: ignore[union-attr]  # as if it had died, before the master knows
         assert client.get_many(keys) == [key * 3000 for key in keys]
         begun.write_piece(0, bytes(9))
-        assert client.finish_puts([begun]) == [None]
+        assert [type(error) for error in client.finish_puts([begun])] == [FewerReplicas]
         assert begun.failed == (pool.nodes[0].segment_name,)
-        assert client.put_many([Put(b"more", [b"1"], options=PutOptions(num_replicas=2))]) == [None]
+        (fewer,) = client.put_many([Put(b"more", [b"1"], options=PutOptions(num_replicas=2))])
+        assert isinstance(fewer, FewerReplicas)
+        assert "stored on 1 of 2 replicas" in str(fewer)
+        assert client.put(b"one", b"1", num_replicas=2), "it is stored, after all"
+        assert client.counters()["fewer_replicas"] == 3
         assert client.get_many([b"begun", b"more"]) == [bytes(9), b"1"]
         assert client.counters()["corrupt_replicas"] == 0
     finally:

@@ -442,3 +442,23 @@ def test_no_master_is_peer_lost(tmp_path: Path) -> None:
             client.get(b"k")
         client.close()
         client.close()
+
+
+def test_a_relative_run_dir_works_for_clients_in_other_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+    monkeypatch.chdir(here)
+    pool = LocalPool(tmp_path, num_nodes=0)
+    try:
+        config = {"dram_nbytes": MIB, "master_address": pool.address, "retry_s": 0.02}
+        node = Node(NodeConfig(name="n0", run_dir="run", **config))  # type: ignore[arg-type]
+        pool.loop.run(node.start())
+        pool.nodes.append(node)
+        monkeypatch.chdir(there)
+        client = pool.client()
+        assert client.put(b"k", b"value")
+        assert client.get(b"k") == b"value"
+        assert (here / "run").is_dir()
+    finally:
+        pool.close()

@@ -67,7 +67,7 @@ class BaseStore:
             except MoonpoolError as error:
                 _LOG.error("setup: %s", error)
                 return code_of(error)
-            atexit.register(self.close)  # an engine that just exits still takes its memory out of the pool
+            atexit.register(self._leave)  # an engine that just exits still takes its memory out of the pool
             return ErrorCode.OK
 
     def close(self) -> int:
@@ -76,7 +76,7 @@ class BaseStore:
             session, self._session = self._session, None
             if session is None:
                 return ErrorCode.OK
-            atexit.unregister(self.close)
+            atexit.unregister(self._leave)
             self._memory.clear()
             try:
                 session.close()
@@ -100,6 +100,15 @@ class BaseStore:
         """Moonpool's own numbers: bytes_read, bytes_written, hits, misses, corrupt_replicas, refused_<code>."""
         session = self._session
         return {} if session is None else session.client.counters()
+
+    def _leave(self) -> None:
+        """The process ends without close(), which would fail half way: the interpreter starts no more threads."""
+        session, self._session = self._session, None
+        if session is not None:
+            try:
+                session.leave()
+            except MoonpoolError as error:
+                _LOG.warning("this process ends without close(), and its memory stays in the pool for now: %s", error)
 
     # for the methods in the other files
 

@@ -9,6 +9,7 @@ from moonpool.base.errors import (
     BreakerOpen,
     Corrupt,
     DeadlineExceeded,
+    FewerReplicas,
     InvalidInput,
     MoonpoolError,
     NoSpace,
@@ -31,6 +32,7 @@ class ErrorCode(IntEnum):
     INVALID_PARAMS = -600
     ILLEGAL_CLIENT = -601
     INVALID_READ = -701
+    REPLICA_IS_NOT_READY = -703  # of a put: stored, on fewer replicas than asked for
     OBJECT_NOT_FOUND = -704
     OBJECT_ALREADY_EXISTS = -705
     OBJECT_HAS_LEASE = -706
@@ -49,6 +51,7 @@ _CODES: tuple[tuple[type[MoonpoolError], ErrorCode], ...] = (
     (NotFound, ErrorCode.OBJECT_NOT_FOUND),
     (AlreadyExists, ErrorCode.OBJECT_ALREADY_EXISTS),
     (NoSpace, ErrorCode.NO_AVAILABLE_HANDLE),
+    (FewerReplicas, ErrorCode.REPLICA_IS_NOT_READY),
     (Overloaded, ErrorCode.NO_AVAILABLE_HANDLE),  # what callers take for "come back later"
     (Corrupt, ErrorCode.CHECKSUM_MISMATCH),
     (StaleGeneration, ErrorCode.LEASE_EXPIRED),

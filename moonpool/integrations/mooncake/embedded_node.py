@@ -1,6 +1,7 @@
 """Memory of this process, offered to the pool: a node on an event loop of its own, in a thread of its own.
 
-It ends with close(). A process that ends without it takes the memory along; the master notices by the silence.
+It ends with close(), or with leave() when the process ends. A process that is killed takes the memory along; the master
+notices by the silence.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from moonpool.store.node import Node, NodeConfig
 
 _START_TIMEOUT_S = 60.0  # it takes all of its memory at once
 _CLOSE_TIMEOUT_S = 10.0
+_LEAVE_TIMEOUT_S = 2.0  # a process that wants to end is not kept for long
 
 
 class EmbeddedNode:
@@ -42,6 +44,10 @@ class EmbeddedNode:
             self._run(self._node.close(), _CLOSE_TIMEOUT_S)
         finally:
             self._stop_loop()
+
+    def leave(self) -> None:
+        """Takes the memory out of the pool in a process that is ending: no thread can be started there any more."""
+        self._run(self._node.leave(), _LEAVE_TIMEOUT_S)
 
     def _run(self, coroutine: Coroutine[Any, Any, None], timeout_s: float) -> None:
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)

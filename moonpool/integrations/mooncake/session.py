@@ -29,7 +29,8 @@ class Session:
         self.name = f"mooncake-{config.host[:_HOST_CHARS]}-{os.getpid()}-{next(_NUMBERS)}"
         self._node: EmbeddedNode | None = None
         with ExitStack() as stack:
-            run_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="mp-mc-"))
+            self._run_dir = tempfile.TemporaryDirectory(prefix="mp-mc-")
+            run_dir = stack.enter_context(self._run_dir)
             self.client = self._connect(stack, run_dir)
             self.pool = Pool(self.client)
             self._greet_master()
@@ -46,6 +47,12 @@ class Session:
     def close(self) -> None:
         """Idempotent."""
         self._stack.close()
+
+    def leave(self) -> None:
+        """For a process that ends without close(): takes its memory out of the pool and removes its sockets."""
+        if self._node is not None:
+            self._node.leave()
+        self._run_dir.cleanup()
 
     def _greet_master(self) -> None:
         try:

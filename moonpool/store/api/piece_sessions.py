@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moonpool.base.clock import Clock, SystemClock
-from moonpool.base.errors import MoonpoolError, NotFound, StaleGeneration, Unavailable
+from moonpool.base.errors import FewerReplicas, MoonpoolError, NotFound, StaleGeneration, Unavailable
 from moonpool.store.client import StoreClient
 from moonpool.store.client.put_request import PutRequest
 from moonpool.store.client.put_session import PutSession
@@ -29,9 +29,11 @@ class PieceWriter:
         self._session.write_piece(index, buffer)
 
     def finish(self) -> None:
-        """InvalidInput when a piece is missing, StaleGeneration when it took too long; then nothing was stored."""
+        """InvalidInput when a piece is missing, StaleGeneration when it took too long; then nothing was stored. Fewer
+        replicas than asked for are no error; they are counted (`fewer_replicas`).
+        """
         (error,) = self._client.finish_puts([self._session])
-        if error is not None:
+        if error is not None and not isinstance(error, FewerReplicas):
             raise error
 
     def abort(self) -> None:

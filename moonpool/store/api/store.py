@@ -17,7 +17,7 @@ from typing import Any, Literal, Unpack
 
 from numpy.typing import NDArray
 
-from moonpool.base.errors import AlreadyExists, InvalidInput, MoonpoolError, NotFound, Refused
+from moonpool.base.errors import InvalidInput, MoonpoolError, NotFound, Refused
 from moonpool.base.metrics import GetMetrics, MetricFamily
 from moonpool.store import messages as m
 from moonpool.store.api.cache import ObjectCache
@@ -29,6 +29,7 @@ from moonpool.store.api.piece_sessions import PieceReader, PieceWriter
 from moonpool.store.api.pool_tasks import PoolTasks
 from moonpool.store.api.put_settings import PutSettings, as_wish
 from moonpool.store.client import ClientConfig, Put, PutRequest, StoreClient
+from moonpool.store.client.store_client import is_new
 from moonpool.store.client.views import ObjectView
 from moonpool.store.messages import ListedObject, ObjectInfo, StoreStats
 from moonpool.store.tensors import safetensors_files
@@ -106,10 +107,11 @@ class Store:
     # putting
 
     def put(self, key: Key, value: Value, **settings: Unpack[PutSettings]) -> bool:
-        """Stores it. False when the key was taken: the old value stays (see `replace`, upsert()). Raises NoSpace,
-        InvalidInput, Unavailable. The buffers are the caller's again when this returns.
+        """Stores it. False when the key was taken: the old value stays (see `replace`, upsert()). Fewer replicas than
+        asked for are counted (`fewer_replicas`), and put_many() tells of which. Raises NoSpace, InvalidInput,
+        Unavailable. The buffers are the caller's again when this returns.
         """
-        return _is_new(self.put_many([(key, value)], **settings)[0])
+        return is_new(self.put_many([(key, value)], **settings)[0])
 
     def upsert(self, key: Key, value: Value, **settings: Unpack[PutSettings]) -> None:
         """Stores it in place of what was there; readers find the old value until the new one is whole."""
@@ -119,7 +121,9 @@ class Store:
     def put_many(
         self, items: Mapping[Any, Value] | Iterable[tuple[Key, Value]], **settings: Unpack[PutSettings]
     ) -> list[MoonpoolError | None]:
-        """Per item None, or why not: AlreadyExists, NoSpace, InvalidInput, Unavailable."""
+        """Per item None, or why not: AlreadyExists, NoSpace, InvalidInput, Unavailable. FewerReplicas says that it is
+        stored, on fewer replicas than asked for.
+        """
         wish = as_wish(settings)
         return self.client.put_many(
             [Put(key=key_bytes(key), buffers=_buffers(value), **wish) for key, value in _pairs(items)]
@@ -263,7 +267,7 @@ class Store:
 
     def put_tensor(self, key: Key, array: Any, **settings: Unpack[PutSettings]) -> bool:
         """Stores an array of numpy, torch or whatever offers its memory, with element type and shape; as put()."""
-        return _is_new(self.put_tensors([(key, array)], **settings)[0])
+        return is_new(self.put_tensors([(key, array)], **settings)[0])
 
     def put_tensors(
         self, items: Mapping[Any, Any] | Iterable[tuple[Key, Any]], **settings: Unpack[PutSettings]
@@ -350,12 +354,6 @@ def _engine(
     folder = run_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="mp-store-"))
     config = TransferConfig(run_dir=folder, shm=shm, tcp_host=None, num_threads=1, **files)  # type: ignore[arg-type]
     return stack.enter_context(TransferEngine(config))
-
-
-def _is_new(error: MoonpoolError | None) -> bool:
-    if error is not None and not isinstance(error, AlreadyExists):
-        raise error
-    return error is None
 
 
 def _pairs(items: Mapping[Any, Any] | Iterable[tuple[Key, Any]]) -> list[tuple[Key, Any]]:

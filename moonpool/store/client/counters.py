@@ -6,16 +6,24 @@ import threading
 from collections import Counter
 from collections.abc import Iterable
 
-from moonpool.base.errors import MoonpoolError
+from moonpool.base.errors import FewerReplicas, MoonpoolError
 
 
 class ClientCounters:
-    """Names: bytes_read, bytes_written, bytes_viewed, hits, misses, corrupt_replicas, and refused_<code> per error."""
+    """Names: bytes_read, bytes_written, bytes_viewed, hits, misses, corrupt_replicas, fewer_replicas (objects
+    that were stored on fewer than asked for), and refused_<code> per error.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._values: Counter[str] = Counter(
-            bytes_read=0, bytes_written=0, bytes_viewed=0, hits=0, misses=0, corrupt_replicas=0
+            bytes_read=0,
+            bytes_written=0,
+            bytes_viewed=0,
+            hits=0,
+            misses=0,
+            corrupt_replicas=0,
+            fewer_replicas=0,
         )
 
     def add(self, name: str, amount: int = 1) -> None:
@@ -32,6 +40,13 @@ class ClientCounters:
             self._values["hits"] += num_hits
             self._values["misses"] += num_misses
             self._values["bytes_read"] += nbytes
+
+    def note_replicas(self, num_stored: int, num_asked: int) -> FewerReplicas | None:
+        """The error, which is counted, for an object that was stored on fewer replicas than asked for; else None."""
+        if num_stored >= num_asked:
+            return None
+        self.add("fewer_replicas")
+        return FewerReplicas(f"stored on {num_stored} of {num_asked} replicas: nodes are too few, full or out of reach")
 
     def add_refusal(self, error: MoonpoolError) -> None:
         self.add(f"refused_{error.code}")

@@ -96,6 +96,10 @@ class PutBatches:
             self._calls.revoke(granted, range(len(puts)))
             raise
         self._calls.end(granted, meanwhile)
+        if puts[0].options.num_replicas > 1:  # the same for all of a bundle
+            for position in granted.open():
+                num_stored = len(granted.replicas[position]) - len(granted.failed.get(position, ()))
+                granted.errors[position] = self._tools.counters.note_replicas(num_stored, puts[0].options.num_replicas)
         return granted.errors
 
 

@@ -71,6 +71,11 @@ class PutSession:
         """Segments whose replicas could not be written."""
         return tuple(self._failed)
 
+    @property
+    def num_replicas(self) -> int:
+        """Those that have all that was written so far."""
+        return len(self._replicas)
+
     def write_piece(self, index: int, buffer: Buffer, checksum: int | None = None) -> None:
         """Copies piece `index` to the replicas. `checksum` is its crc32c if the caller knows it.
 

@@ -15,7 +15,15 @@ from dataclasses import dataclass
 from typing import Literal, cast
 
 from moonpool.base.clock import Clock, SystemClock
-from moonpool.base.errors import AlreadyExists, InvalidInput, MoonpoolError, NotFound, Refused, StaleGeneration
+from moonpool.base.errors import (
+    AlreadyExists,
+    FewerReplicas,
+    InvalidInput,
+    MoonpoolError,
+    NotFound,
+    Refused,
+    StaleGeneration,
+)
 from moonpool.store import messages as m
 from moonpool.store.client.counters import ClientCounters
 from moonpool.store.client.directory import SegmentDirectory
@@ -181,18 +189,18 @@ class StoreClient:
     def put(
         self, key: bytes, data: Buffer, *, num_replicas: int = 1, pinned: bool = False, replace: bool = False
     ) -> bool:
-        """Stores opaque bytes. False when the key was taken, in which case the old value stays."""
+        """Stores opaque bytes. False when the key was taken, in which case the old value stays. True also when it got
+        fewer replicas than asked for; put_many() says so.
+        """
         options = DEFAULT_OPTIONS
         if num_replicas != 1 or pinned or replace:
             options = PutOptions(num_replicas=num_replicas, hard_pin=pinned, replace=replace)
-        error = self.put_many([Put(key, [data], options=options)])[0]
-        if error is not None and not isinstance(error, AlreadyExists):
-            raise error
-        return error is None
+        return is_new(self.put_many([Put(key, [data], options=options)])[0])
 
     def put_many(self, puts: Sequence[Put]) -> list[MoonpoolError | None]:
         """Stores the objects; per position None or why not: AlreadyExists (the old value stays unless
-        options.replace), NoSpace, InvalidInput, Unavailable. The buffers are the caller's again when this returns.
+        options.replace), NoSpace, InvalidInput, Unavailable. FewerReplicas says that it is stored, on fewer replicas
+        than asked for. The buffers are the caller's again when this returns.
         """
         return self._puts.put_many(puts)
 
@@ -217,7 +225,8 @@ class StoreClient:
         return self._calls.renew([each.key for each in sessions], [each.generation for each in sessions])
 
     def finish_puts(self, sessions: Sequence[PutSession]) -> list[MoonpoolError | None]:
-        """Writes the headers and makes the objects visible, in one call. Those that fail are aborted.
+        """Writes the headers and makes the objects visible, in one call. Those that fail are aborted; FewerReplicas is
+        no failure, as in put_many().
 
         Raises only when the master cannot be asked; whether the objects are visible is not known then.
         """
@@ -229,8 +238,11 @@ class StoreClient:
             [sessions[index].generation for index in written],
             {at: sessions[index].failed for at, index in enumerate(written) if sessions[index].failed},
         )
-        for at, error in refused.items():
-            results[written[at]] = error
+        for at, index in enumerate(written):
+            session = sessions[index]
+            results[index] = refused.get(at) or self._counters.note_replicas(
+                session.num_replicas, session.request.options.num_replicas
+            )
         return results
 
     def abort_puts(self, sessions: Sequence[PutSession]) -> None:
@@ -310,6 +322,15 @@ class StoreClient:
     def _renew(self, session: PutSession) -> None:
         if not self.renew_puts([session])[0]:
             raise StaleGeneration(f"the put of {session.key.hex()[:16]} took too long and was discarded")
+
+
+def is_new(outcome: MoonpoolError | None) -> bool:
+    """Whether a put has stored the object; False when the key was taken. Raises other outcomes."""
+    if outcome is None or isinstance(outcome, FewerReplicas):
+        return True
+    if isinstance(outcome, AlreadyExists):
+        return False
+    raise outcome
 
 
 def _attempt(action: Callable[[], object]) -> MoonpoolError | None:

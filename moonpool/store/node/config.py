@@ -33,6 +33,7 @@ class NodeConfig(WireConfig):
     retry_s: float = 0.2  # between attempts to reach a lost master
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.dram_nbytes < GRANULE_NBYTES:
             raise ConfigError(f"a node offers at least {GRANULE_NBYTES} bytes of memory (--dram)", param="dram_nbytes")
         if (self.ssd_dir is None) != (self.ssd_nbytes == 0):

@@ -89,14 +89,20 @@ class Node:
         if not self._attending.cancelled():
             self._attending.result()
 
-    async def close(self) -> None:
-        """Idempotent. Takes the memory back from the pool and from the machine; what is on disk stays there."""
+    async def leave(self) -> None:
+        """Takes the memory back from the pool: says goodbye to the master, and does nothing for it any more. Starts no
+        thread, so it works in a process that is ending, which gives the rest back by itself. Idempotent.
+        """
         for task in (self._finding_disk, self._attending):
             if task is not None:
                 task.cancel()
                 await asyncio.wait([task])
         if self._work is not None:
             await self._work.leave()
+
+    async def close(self) -> None:
+        """Idempotent. Takes the memory back from the pool and from the machine; what is on disk stays there."""
+        await self.leave()
         if self._desk is not None:
             await self._desk.close()
         if self._engine is not None:

@@ -10,7 +10,7 @@ import mmap
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from moonpool.base.errors import InvalidInput, from_wire
+from moonpool.base.errors import FewerReplicas, InvalidInput, from_wire
 from moonpool.store.api.keys_text import key_bytes
 from moonpool.store.api.put_settings import PutSettings, as_wish
 from moonpool.store.client import Put, StoreClient
@@ -45,7 +45,7 @@ def load(
             for tensor in step
         ]
         for tensor, error in zip(step, client.put_many(puts), strict=True):
-            if error is not None:
+            if error is not None and not isinstance(error, FewerReplicas):
                 raise from_wire(error.code, f"{prefix + tensor.name}: {error}") from error
         done += sum(tensor.form.nbytes for tensor in step)
         if progress is not None:
