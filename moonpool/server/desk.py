@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import secrets
 import struct
 import time
 from collections.abc import AsyncGenerator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -17,7 +15,8 @@ from moonpool.conductor.retries import RetryPolicy
 from moonpool.server.choice import Choice, ChoiceEvent, run_together
 from moonpool.server.generation import ChoiceRequest, Generation
 from moonpool.server.metrics import FrontendMetrics
-from moonpool.server.prompts import Endpoint, ServedModel, output_room, prepare
+from moonpool.server.preparing import Preparer
+from moonpool.server.prompts import Endpoint, ServedModel, output_room
 from moonpool.server.replies import PromptTokensDetails, Usage
 from moonpool.server.schema import SamplingBody
 from moonpool.server.tenants import Tenant, Tenants
@@ -67,36 +66,31 @@ class Order:
 
 
 class Desk:
-    """Shared by all endpoints. Owns the threads that tokenize; connections belong to who made them."""
+    """Shared by all endpoints. What it is given belongs to the caller, who also closes it."""
 
     def __init__(
         self,
         model: ServedModel,
         tenants: Tenants,
         connections: Connections,
+        preparer: Preparer,
         *,
         policy: RetryPolicy,
         request_timeout_s: float,
-        num_threads: int = 2,
     ) -> None:
         self.model = model
         self.tenants = tenants
         self.connections = connections
+        self._preparer = preparer
         self.cluster = Cluster(connections)
         self.metrics = FrontendMetrics()
         self._policy = policy
         self._request_timeout_s = request_timeout_s
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize")
-
-    def close(self) -> None:
-        """Idempotent."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def take(self, request_id: str, tenant: Tenant, endpoint: Endpoint[_B], raw: bytes) -> tuple[Order, _B]:
         """Return the order and the checked body of `raw`. Raise InvalidInput and its kin, and Unavailable before the
         first workers have come. Starts nothing yet."""
-        loop = asyncio.get_running_loop()
-        prepared = await loop.run_in_executor(self._threads, prepare, self.model, endpoint, raw)
+        prepared = await self._preparer.prepare(endpoint, raw)
         view = await self.cluster.view()
         choices = self._choices(request_id, tenant, prepared.body, prepared.prompts, view)
         return Order(request_id, self.model.name, prepared.prompts, choices), prepared.body

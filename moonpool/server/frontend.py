@@ -20,6 +20,7 @@ from moonpool.conductor.retries import RetryPolicy
 from moonpool.server.app import make_app
 from moonpool.server.connection import ConnectionLimits
 from moonpool.server.desk import Desk
+from moonpool.server.preparing import Preparer, load_call
 from moonpool.server.prompts import ServedModel, load_model
 from moonpool.server.protocol import GuardedProtocol
 from moonpool.server.tenants import load_tenants
@@ -48,7 +49,12 @@ class FrontendConfig:
     request_timeout_s: float = field(default=600.0, metadata={"help": "after this time a request ends"})
     max_attempts: int = field(default=4, metadata={"help": "tries per request when workers die"})
     worker_wait_s: float = field(default=30.0, metadata={"help": "how long a request waits for workers to return"})
-    max_body_nbytes: int = field(default=16 * 1024 * 1024, metadata={"help": "largest request body"})
+    max_body_nbytes: int | None = field(
+        default=None, metadata={"help": "largest request body; what the model's context can need if unset"}
+    )
+    prompt_process: bool = field(
+        default=True, metadata={"help": "prepare long prompts in a process of their own, so that they delay no stream"}
+    )
     max_connections: int = field(default=1024, metadata={"help": "most client connections at a time"})
     access_log: bool = field(default=False, metadata={"help": "log a line per request"})
 
@@ -83,6 +89,7 @@ class Frontend:
         self._load = load or load_model
         self._limits = limits or ConnectionLimits(max_connections=_possible_connections(config.max_connections))
         self._connections: Connections | None = None
+        self._preparer: Preparer | None = None
         self._desk: Desk | None = None
         self._socket: socket.socket | None = None
         self._server: _Server | None = None
@@ -95,11 +102,15 @@ class Frontend:
         model = await asyncio.to_thread(self._load, config)
         tenants_file = None if config.tenants_file is None else Path(config.tenants_file)
         tenants = await asyncio.to_thread(load_tenants, Path(config.state_dir), tenants_file)
+        call = load_call(self._load, config.model, config.model_name, config.max_model_len)
+        self._preparer = Preparer(model, call if config.prompt_process else None)
+        self._preparer.start()
         self._connections = Connections(config.conductor_address, config.master_address)
         self._desk = Desk(
             model,
             tenants,
             self._connections,
+            self._preparer,
             policy=RetryPolicy(max_attempts=config.max_attempts, worker_wait_s=config.worker_wait_s),
             request_timeout_s=config.request_timeout_s,
         )
@@ -108,7 +119,8 @@ class Frontend:
 
     async def _serve(self, desk: Desk, sock: socket.socket) -> None:
         limits = self._limits
-        app = make_app(desk, max_body_nbytes=self.config.max_body_nbytes, name=self.config.name)
+        max_body_nbytes = self.config.max_body_nbytes or desk.model.max_body_nbytes
+        app = make_app(desk, max_body_nbytes=max_body_nbytes, name=self.config.name)
         self._server = _Server(
             uvicorn.Config(
                 app,
@@ -134,8 +146,8 @@ class Frontend:
             await self._connections.close()
         if self._serving is not None:
             await asyncio.wait((self._serving,))
-        if self._desk is not None:
-            self._desk.close()
+        if self._preparer is not None:
+            await self._preparer.close()
         if self._socket is not None:
             self._socket.close()
 

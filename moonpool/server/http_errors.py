@@ -25,6 +25,7 @@ _CODES = {
     408: "too_slow",
     413: "too_large",
     431: "too_large",
+    503: "unavailable",
 }
 
 
@@ -74,7 +75,8 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
         code = _CODES.get(error.status_code)
-        return _response(error.status_code, _reply(error.status_code, str(error.detail), None, code))
+        reply = _reply(error.status_code, str(error.detail), None, code)
+        return _response(error.status_code, reply, dict(error.headers or {}))
 
     @app.exception_handler(Exception)
     async def on_bug(request: Request, error: Exception) -> Response:

@@ -21,6 +21,8 @@ from moonpool.server.schema import MAX_CHOICES_IN_ALL, ChatBody, CompletionBody,
 from moonpool.server.text import TokenDecoder
 
 _B = TypeVar("_B", bound=SamplingBody)
+_OTHER_FIELDS_NBYTES = 64 * 1024
+_MAX_BODY_NBYTES = 64 * 1024 * 1024  # however long the model's context is
 
 
 class TextCodec(Protocol):
@@ -63,6 +65,11 @@ class ServedModel:
     def max_prompt_chars(self) -> int:
         """A longer text cannot fit the context, whatever it says."""
         return self.max_model_len * self.codec.max_token_chars
+
+    @property
+    def max_body_nbytes(self) -> int:
+        """The longest prompt as JSON may write it (three bytes for each of UTF-8's), and room for the other fields."""
+        return min(3 * self.max_prompt_chars + _OTHER_FIELDS_NBYTES, _MAX_BODY_NBYTES)
 
     @property
     def max_messages(self) -> int:

@@ -8,6 +8,7 @@ ends the text; of those that end at the same character, the longest. The stop st
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 
@@ -20,41 +21,62 @@ class TokenDecoder(Protocol):
 
 
 class StopMatcher:
-    """Finds the first stop string in text that arrives in pieces of any size."""
+    """Finds the first stop string in text that arrives in pieces of any size.
+
+    Each character costs a few steps per stop string, however long these are (Knuth, Morris and Pratt): clients choose
+    them, and every token of every stream passes here.
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
         assert all(stops), "an empty stop string matches everywhere"
-        self._stops = tuple(stops)
+        self._stops = [(stop, _fallbacks(stop)) for stop in stops]
+        self._matched = [0] * len(stops)  # per stop string, how many of its characters the text ends with
         self._withheld = ""
-        self._longest = max(map(len, stops), default=0)
 
     def push(self, text: str) -> tuple[str, bool]:
         """(text that may be shown, whether a stop string ended it). After a match nothing more may be pushed."""
-        text = self._withheld + text
-        match = self._first_match(text)
-        if match is not None:
-            self._withheld = ""
-            return text[:match], True
-        shown = len(text) - self._undecided(text)
-        self._withheld = text[shown:]
-        return text[:shown], False
+        start = len(self._withheld)
+        whole = self._withheld + text
+        if self._stops:
+            for at in range(start, len(whole)):
+                length = self._step(whole[at])
+                if length:
+                    self._withheld = ""
+                    return whole[: at + 1 - length], True
+        shown = len(whole) - max(self._matched, default=0)
+        self._withheld = whole[shown:]
+        return whole[:shown], False
 
     def finish(self) -> str:
         """What was withheld: the text is over, so it was no stop string after all."""
         rest, self._withheld = self._withheld, ""
         return rest
 
-    def _first_match(self, text: str) -> int | None:
-        """Where the stop string that ends first begins."""
-        matches = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
-        return min(matches)[1] if matches else None
+    def _step(self, letter: str) -> int:
+        """Take one more character; return the length of the longest stop string that ends with it, or 0."""
+        longest = 0
+        for number, (stop, fallbacks) in enumerate(self._stops):
+            length = self._matched[number]
+            while length and stop[length] != letter:
+                length = fallbacks[length]
+            if stop[length] == letter:
+                length += 1
+            self._matched[number] = length
+            if length == len(stop):
+                longest = max(longest, length)
+        return longest
 
-    def _undecided(self, text: str) -> int:
-        """Length of the longest tail that some stop string begins with."""
-        for length in range(min(self._longest - 1, len(text)), 0, -1):
-            if any(stop.startswith(text[-length:]) for stop in self._stops):
-                return length
-        return 0
+
+@lru_cache(maxsize=256)
+def _fallbacks(stop: str) -> tuple[int, ...]:
+    """For each number of matched characters: how many stay matched if the next character does not fit."""
+    table, length = [0, 0], 0
+    for letter in stop[1:]:
+        while length and stop[length] != letter:
+            length = table[length]
+        length += stop[length] == letter
+        table.append(length)
+    return tuple(table)
 
 
 class Piece(NamedTuple):

@@ -122,6 +122,17 @@ def test_the_default_model_round_trips_text(smollm2: Tokenizer, text: str) -> No
     assert "".join(map(stream.push, ids)) + stream.flush() == decoded
 
 
+@pytest.mark.model
+@given(st.text(), st.booleans())
+def test_the_call_that_lets_other_threads_run_gives_the_same_tokens(
+    smollm2: Tokenizer, text: str, add_special_tokens: bool
+) -> None:
+    expected = smollm2._backend.encode(text, add_special_tokens=add_special_tokens).ids
+    tokens = smollm2.encode(text, add_special_tokens=add_special_tokens)
+    assert tokens == expected
+    assert len(text) <= len(tokens) * smollm2.max_token_chars
+
+
 def test_importing_the_front_ends_parts_imports_no_torch(tmp_path: Path) -> None:
     parts = ["config", "kv_memory", "model_files", "model_fetch", "model_identity", "tokenizer"]
     code = ";".join(f"import moonpool.engine.{part}" for part in parts)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import httpx
 import pytest
-from frontend_cluster import MAX_MODEL_LEN, MODEL, ToyCluster
+from frontend_cluster import MAX_MODEL_LEN, MODEL, ToyCluster, until
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -178,6 +179,43 @@ async def test_too_large_a_body_is_not_read(cluster):
             reply = await http.post(CHAT, content=content, headers=headers)
             assert reply.status_code == 413
             assert "larger than" in _error(reply, "large")["message"]
+
+
+async def test_the_largest_body_follows_from_the_model(tmp_path):
+    async with ToyCluster(tmp_path) as cluster, httpx.AsyncClient(base_url=cluster.url) as http:
+        messages = [{"role": "user", "content": ""}]
+        for body in (chat(messages=messages * 500_000), message("x" * 16_000_000)):
+            reply = await http.post(CHAT, json=body)
+            assert reply.status_code == 413
+            assert "larger than 66736 bytes" in _error(reply, "large")["message"]
+        reply = await http.post(CHAT, json=chat(messages=messages * 1000))
+        assert reply.status_code == 400
+        assert "1000 messages" in _error(reply, "many")["message"]
+    assert cluster.num_seen == 0
+
+
+async def test_large_bodies_have_bounded_memory_together(cluster):
+    """Bodies that are still arriving count, whatever their headers say."""
+    gate = cluster.frontend._server.config.app
+    gate._max_held_nbytes = 150_000
+    started = asyncio.Event()
+
+    async def slow():
+        yield b" " * 90_000
+        started.set()
+        await asyncio.sleep(60)
+
+    async with httpx.AsyncClient(base_url=cluster.url) as http:
+        first = asyncio.create_task(http.post(CHAT, content=slow()))
+        await started.wait()
+        await until(lambda: gate._held_nbytes == 90_000)
+        reply = await http.post(CHAT, content=b" " * 90_000)
+        assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
+        assert "large requests" in _error(reply, "memory")["message"]
+        first.cancel()
+        await asyncio.wait((first,))
+        await until(lambda: gate._held_nbytes == 0)
+        assert (await http.post(CHAT, json=chat(max_tokens=1))).status_code == 200
 
 
 async def test_unknown_paths_and_methods(cluster):

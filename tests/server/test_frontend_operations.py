@@ -13,9 +13,10 @@ import pytest
 from frontend_cluster import MODEL, ToyCluster, chat_prompt, expected, load_toy, until
 
 from moonpool.base.cluster import WorkerRole
-from moonpool.base.errors import ConfigError
+from moonpool.base.errors import ConfigError, InvalidInput, Unavailable
 from moonpool.conductor.messages import Records
 from moonpool.server.frontend import Frontend, FrontendConfig, bind, url_of
+from moonpool.server.http_errors import public_text
 
 BODY = {"model": MODEL, "prompt": "once upon a time", "seed": 3, "max_tokens": 300, "ignore_eos": True}
 
@@ -85,6 +86,25 @@ async def test_health_says_what_is_missing(tmp_path):
             await cluster.conductor.close()
             reply = await http.get("/health")
             assert (reply.status_code, reply.json()["missing"]) == (503, ["conductor"])
+            refused = await http.post("/v1/completions", json=BODY)
+            assert refused.status_code == 503
+            for text in (reply.text, refused.text):
+                assert cluster.conductor_address not in text
+                assert "(internal address)" in text
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("cannot connect to unix:/tmp/moonpool-x/c.sock: refused", "cannot connect to (internal address) refused"),
+        ("cannot reach tcp:10.0.0.1:7800 (timed out)", "cannot reach (internal address) (timed out)"),
+        ("[Errno 2] No such file: '/run/moonpool/a.sock'", "[Errno 2] No such file: '(internal address)'"),
+        ("3/4 workers at 10 tokens/s", "3/4 workers at 10 tokens/s"),
+    ],
+)
+def test_failures_do_not_tell_where_our_processes_are(message, shown):
+    assert public_text(Unavailable(message)) == shown
+    assert public_text(InvalidInput(message)) == message, "the client's own words stay"
 
 
 async def test_metrics_of_all_roles_on_one_page(cluster, http):
