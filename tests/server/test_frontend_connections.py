@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 from collections.abc import AsyncIterator
 
 import httpx
@@ -138,17 +139,22 @@ async def test_a_reader_that_stops_reading_is_cut_off(tmp_path):
     """Its work at the workers ends too. The answer has some 70 MB, far more than the kernel's buffers hold."""
     body = {"model": MODEL, "prompt": ["x"] * 8, "n": 16, "stream": True, "ignore_eos": True, "max_tokens": 390}
     raw = json.dumps({**body, "logprobs": 20}).encode()
-    async with ToyCluster(tmp_path, limits=ConnectionLimits(write_s=0.2)) as cluster, opened(cluster) as (_, writer):
-        writer.transport.pause_reading()
-        writer.write(head(b"content-length: %d" % len(raw), path="/v1/completions") + raw)
-        await until(lambda: cluster.decode.num_active > 0)
-        cancelled = cluster.frontend._desk.metrics.requests.labels("/v1/completions", "cancelled")
-        for _ in range(10):
-            with contextlib.suppress(AssertionError):
-                await until(lambda: cancelled._value.get() == 1)
-                break
-        await cluster.until_idle()
-        assert cancelled._value.get() == 1
+    loop = asyncio.get_running_loop()
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # the smaller, the sooner it is full
+        sock.setblocking(False)
+        async with ToyCluster(tmp_path, limits=ConnectionLimits(write_s=0.2)) as cluster:
+            host, port = cluster.url.removeprefix("http://").split(":")
+            await loop.sock_connect(sock, (host, int(port)))
+            await loop.sock_sendall(sock, head(b"content-length: %d" % len(raw), path="/v1/completions") + raw)
+            await until(lambda: cluster.decode.num_active > 0)
+            cancelled = cluster.frontend._desk.metrics.requests.labels("/v1/completions", "cancelled")
+            for _ in range(10):
+                with contextlib.suppress(AssertionError):
+                    await until(lambda: cancelled._value.get() == 1)
+                    break
+            await cluster.until_idle()
+            assert cancelled._value.get() == 1
 
 
 async def test_pipelined_requests_are_answered_in_order(tmp_path):
