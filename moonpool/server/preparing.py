@@ -15,7 +15,7 @@ import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -83,7 +83,7 @@ class PromptProcess:
         self._child: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
         self._num_waiting = 0
-        self._tasks: set[asyncio.Task[PreparedBody | None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._is_closed = False
 
     def warm_up(self) -> None:
@@ -106,11 +106,11 @@ class PromptProcess:
             await asyncio.wait(self._tasks)
         await self._end()
 
-    def _keep(self, task: asyncio.Task[PreparedBody]) -> None:
+    def _keep(self, task: asyncio.Task[Any]) -> None:
         self._tasks.add(task)
         task.add_done_callback(self._forget)
 
-    def _forget(self, task: asyncio.Task[PreparedBody]) -> None:
+    def _forget(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
             task.exception()  # the caller may have gone; its failure is then of interest to nobody
