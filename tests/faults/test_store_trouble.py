@@ -316,7 +316,7 @@ def test_a_client_without_file_handles(nursery: Nursery) -> None:
             load.say("go")
             wait_until(lambda: len(read_ledger(ledger).errors) > 10, "it is told")
             told = read_ledger(ledger)
-            assert set(told.errors) <= {"unavailable", "peer_lost"}, told.errors
+            assert set(told.errors) <= {"unavailable", "peer_lost", "breaker_open"}, told.errors
             assert told.num_acknowledged == 0
         wait_until(lambda: read_ledger(ledger).num_acknowledged > 10, "it works again")
         load.say("pause")

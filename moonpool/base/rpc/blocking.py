@@ -195,20 +195,23 @@ class BlockingClient:
             sock.sendall(data)
             return
         self._is_torn = True
-        rest, deadline = memoryview(data), None
-        while True:
-            try:
-                count = sock.send(rest)
-            except BlockingIOError:
-                self._look()
-                count = 0
-            if count == len(rest):
-                break
-            if count:
-                rest, self._wait = rest[count:], None
-            deadline = deadline or Deadline(timeout_s)
-            self._wait_at_most(sock, deadline)
+        count = self._send_some(sock, data)
+        if count < len(data):
+            rest, deadline = memoryview(data)[count:], Deadline(timeout_s)
+            while rest:
+                self._wait_at_most(sock, deadline)
+                rest = rest[self._send_some(sock, rest) :]
         self._is_torn = False
+
+    def _send_some(self, sock: socket.socket, data: bytes | memoryview) -> int:
+        """How many bytes the kernel took within a moment. PeerSilent when it took none for too long."""
+        try:
+            count = sock.send(data)
+        except BlockingIOError:
+            self._look()
+            return 0
+        self._wait = None
+        return count
 
     def _look(self) -> None:
         """The kernel waited for a moment and nothing came. PeerSilent when that is so for too long."""
