@@ -5,17 +5,23 @@
     while engine.has_work():
         for out in engine.step(): ...
 
+A request that fails (its logits are NaN, sampling it raises) ends with an error of its own, and the rest of its batch
+goes on. A pass that fails as a whole does not show which request did it, so its requests are computed again, each in a
+step of its own, and the one whose own step fails ends with the error. If the model then cannot compute one token for
+no request at all, the engine itself is broken and step() raises.
+
 A worker that pulls KV from a pool and streams it out passes a `StepLink`; it is called on the thread that
 drives step(), and decides nothing but which pulled KV can be trusted. KV it does not vouch for is computed again.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from moonpool.base.errors import NoSpace
+from moonpool.base.errors import Internal, MoonpoolError, NoSpace
 from moonpool.engine.sampler import SampledToken, SampleRow, sample
 from moonpool.engine.scheduler import Scheduler
 from moonpool.engine.sequence import Chunk, FinishReason, SamplingParams
@@ -27,6 +33,7 @@ if TYPE_CHECKING:
 
     from moonpool.engine.runner import LayerHooks
 
+_LOG = logging.getLogger(__name__)
 # Keys of an engine that shares its KV with nobody start here.
 LOCAL_ROOT = bytes(32)
 
@@ -64,6 +71,14 @@ class StepOutput:
         return self.sampled.token
 
 
+@dataclass(frozen=True, slots=True)
+class StepFailure:
+    """A request that ended with an error; the engine has forgotten it."""
+
+    request_id: str
+    error: MoonpoolError
+
+
 @dataclass(slots=True)
 class Generation:
     """The whole answer to one prompt."""
@@ -94,38 +109,74 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work()
 
-    def step(self) -> list[StepOutput]:
+    def step(self) -> list[StepOutput | StepFailure]:
         """One pass of the model. Nothing computed: nothing can be, until somebody gives back pages.
 
-        When it raises, the step counts as not computed and no request has moved.
+        Raises what the runner raises when the model cannot compute anything at all; the step then counts as not
+        computed and no request has moved.
         """
         chunks = self.scheduler.schedule()
         if not chunks:
             return []
+        self.num_steps += 1
         try:
             logits = self._execute(chunks)
-            sampled = self._sample(chunks, logits)
-            result = self.scheduler.complete({request_id: s.token for request_id, s in sampled.items()})
+            outcomes = self._sample(chunks, logits)
+        except Exception as error:  # noqa: BLE001 - told to the request at fault, which the next steps find
+            self.scheduler.abandon_step()
+            _LOG.warning("a step of %d requests failed", len(chunks), exc_info=error)
+            return self._step_failed(chunks, error)
         except BaseException:
             self.scheduler.abandon_step()
             raise
-        self.num_steps += 1
+        failures = [self._fail(name, error) for name, error in outcomes.items() if isinstance(error, MoonpoolError)]
+        sampled = {name: token for name, token in outcomes.items() if isinstance(token, SampledToken)}
+        result = self.scheduler.complete({name: token.token for name, token in sampled.items()})
         if self._link is not None:
             self._link.completed(result.full_blocks)
-        return [
+        return failures + [
             StepOutput(a.request_id, sampled[a.request_id], a.finish_reason, a.num_cached_tokens)
             for a in result.accepted
         ]
 
+    def _step_failed(self, chunks: Sequence[Chunk], error: Exception) -> list[StepOutput | StepFailure]:
+        """Find the culprit: have the requests of the failed step computed one by one, or end the one there was."""
+        if len(chunks) > 1:
+            self.scheduler.roster.isolate(chunk.request_id for chunk in chunks)
+            return []
+        self._probe(error)
+        # The text of a foreign exception is for the log; a client learns its kind.
+        reason = error if isinstance(error, MoonpoolError) else Internal(f"computing it raised {type(error).__name__}")
+        return [self._fail(chunks[0].request_id, reason)]
+
+    def _probe(self, error: Exception) -> None:
+        """Raise `error` if the model cannot compute one token of a sequence that nobody sent."""
+        pages = self.scheduler.pages
+        if not pages.num_available:
+            return
+        page = pages.allocate(1)
+        try:
+            self._runner.execute([Chunk("probe", 0, (0,), tuple(page), True)], None)
+        except Exception:  # noqa: BLE001 - whatever it is, the engine computes nothing any more
+            raise error from None
+        finally:
+            pages.free(page)
+
+    def _fail(self, request_id: str, error: MoonpoolError) -> StepOutput | StepFailure:
+        self.scheduler.cancel(request_id)
+        return StepFailure(request_id, error)
+
     def _execute(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         admitted = self.scheduler.drain_admitted()
-        hooks = self._link.begin_step(chunks, admitted) if self._link is not None else None
-        logits = self._runner.execute(chunks, hooks)
-        verified = self._link.end_step() if self._link is not None else {}
-        for pull in admitted:
-            if pull.blocks:
-                self._settle(pull, verified.get(pull.request_id, 0))
-        return logits
+        try:
+            hooks = self._link.begin_step(chunks, admitted) if self._link is not None else None
+            return self._runner.execute(chunks, hooks)
+        finally:
+            # After a failure too: nothing may be written into these pages any more when they are used again.
+            verified = self._link.end_step() if self._link is not None else {}
+            for pull in admitted:
+                if pull.blocks:
+                    self._settle(pull, verified.get(pull.request_id, 0))
 
     def _settle(self, pull: Admitted, num_verified_tokens: int) -> None:
         if num_verified_tokens >= (pull.blocks[-1] + 1) * self.scheduler.pages.block_tokens:
@@ -133,16 +184,26 @@ class Engine:
         else:
             self.scheduler.rewind(pull.request_id, num_verified_tokens)
 
-    def _sample(self, chunks: Sequence[Chunk], logits: torch.Tensor) -> dict[str, SampledToken]:
+    def _sample(self, chunks: Sequence[Chunk], logits: torch.Tensor) -> dict[str, SampledToken | MoonpoolError]:
         wanting = [chunk.request_id for chunk in chunks if chunk.wants_logits]
         # A request may have been cancelled or rewound while the model ran.
         live = [i for i, request_id in enumerate(wanting) if self.scheduler.is_in_flight(request_id)]
         if not live:
             return {}
         names = [wanting[i] for i in live]
-        rows = [self._row(name) for name in names]
-        picked = sample(logits if len(live) == len(wanting) else logits[live], rows)
+        own = logits if len(live) == len(wanting) else logits[live]
+        try:
+            picked = sample(own, [self._row(name) for name in names])
+        except Exception as error:  # noqa: BLE001 - told to the request at fault, which is found now
+            _LOG.warning("sampling for %d requests failed; now one by one", len(names), exc_info=error)
+            picked = [self._sample_one(own[i : i + 1], name) for i, name in enumerate(names)]
         return dict(zip(names, picked, strict=True))
+
+    def _sample_one(self, logits: torch.Tensor, request_id: str) -> SampledToken | MoonpoolError:
+        try:
+            return sample(logits, [self._row(request_id)])[0]
+        except Exception as error:  # noqa: BLE001 - told to the request
+            return Internal(f"sampling its next token raised {type(error).__name__}")
 
     def _row(self, request_id: str) -> SampleRow:
         sequence = self.scheduler.get(request_id)
@@ -176,6 +237,8 @@ class Engine:
         if self.num_steps == num_steps:
             raise NoSpace("pages held by others leave no room to go on")
         for out in outputs:
+            if isinstance(out, StepFailure):
+                raise out.error
             answer = answers[out.request_id]
             answer.tokens.append(out.token)
             answer.sampled.append(out.sampled)

@@ -22,6 +22,8 @@ class JumpingScheduler(Scheduler):
         if not self.has_work():
             return None
         running = roster.running
+        if roster.alone:
+            return 1
         if roster.adopted and not roster.waiting and not self.config.prefill_first:
             self._enter_adopted()
         if not running or (roster.num_waiting > 0 and roster.has_place):
@@ -68,7 +70,8 @@ class JumpingScheduler(Scheduler):
         if self._step_is_open:
             raise Internal("the last step has not been completed")
         running = self.roster.running
-        if not running or num_steps < 1 or any(s.num_tokens - s.num_computed_tokens != 1 for s in running):
+        is_prefilling = any(s.num_tokens - s.num_computed_tokens != 1 for s in running)
+        if self.roster.alone or not running or num_steps < 1 or is_prefilling:
             raise Internal("only decodes can be jumped over")
         if self._steps_left(running) < num_steps:
             raise Internal(f"somebody ends within {num_steps} steps")

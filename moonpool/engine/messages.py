@@ -14,6 +14,10 @@ from moonpool.base.rpc import Call, StreamCall
 from moonpool.engine.sequence import SamplingParams
 from moonpool.transfer.descriptor import SegmentDescriptor
 
+# A suspect goes on from the last token that reached the front end. A few tokens after it may have been lost with the
+# worker, so the step that ended that worker comes up again within this many steps.
+ALONE_STEPS = 4
+
 
 class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A request as workers see it. `tokens` = prompt + output accepted so far (a replanned request has some)."""
@@ -25,6 +29,7 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     root: bytes  # the tenant's chain root (base/keys.py); the secret itself never reaches a worker
     params: SamplingParams
     timeout_s: float = 600.0
+    alone: bool = False  # workers died under it: its prompt and its first ALONE_STEPS decode steps get own batches
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,6 +144,7 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
     pool_written_nbytes: int
     handoff_nbytes: int
     pull_failures: dict[str, int]
+    failed_requests: int = 0  # ended with an error of their own: NaN, or a step that failed with them alone
 
 
 class GetStats(Call[WorkerStats]):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter, deque
+from collections.abc import Iterable
 
 from moonpool.base.errors import AlreadyExists
 from moonpool.engine.sequence import Sequence, Status
@@ -25,6 +26,7 @@ class Roster:
         self.waiting: list[Sequence] = []  # by arrival; they hold no pages
         self.adopted: deque[Sequence] = deque()  # waiting too, but with their pages
         self.running: list[Sequence] = []  # by arrival
+        self.alone: dict[str, Sequence] = {}  # waiting or running; each has steps left to compute in a batch of its own
         self._next_arrival = 0
 
     def check_new(self, request_id: str) -> None:
@@ -38,6 +40,8 @@ class Roster:
         self._next_arrival += 1
         sequence.status = Status.WAITING
         self.sequences[sequence.request_id] = sequence
+        if sequence.num_alone_steps:
+            self.alone[sequence.request_id] = sequence
         (self.adopted if with_pages else self.waiting).append(sequence)
 
     def enter(self, sequence: Sequence) -> None:
@@ -55,12 +59,33 @@ class Roster:
     def set_aside(self, sequence: Sequence) -> None:
         """From running to held."""
         self._take_out(sequence)
+        self.alone.pop(sequence.request_id, None)
         sequence.status = Status.HELD
 
     def remove(self, sequence: Sequence) -> None:
         self._take_out(sequence)
+        self.alone.pop(sequence.request_id, None)
         del self.sequences[sequence.request_id]
         sequence.status = Status.GONE
+
+    def isolate(self, request_ids: Iterable[str]) -> None:
+        """Have the next step of each of these requests computed in a batch of its own; ignore those that are gone."""
+        for request_id in request_ids:
+            sequence = self.sequences.get(request_id)
+            if sequence is not None and sequence.status is not Status.HELD:
+                sequence.num_alone_steps = max(sequence.num_alone_steps, 1)
+                self.alone[request_id] = sequence
+
+    def ran_alone(self, sequence: Sequence) -> None:
+        """Count one step that was computed in a batch of its own."""
+        sequence.num_alone_steps -= 1
+        if not sequence.num_alone_steps:
+            del self.alone[sequence.request_id]
+
+    def next_alone(self) -> list[Sequence]:
+        """Return the sequences that a batch of their own could be made for now: running ones first, then by arrival."""
+        able = [s for s in self.alone.values() if s.status is Status.RUNNING or self.has_place]
+        return sorted(able, key=lambda s: (s.status is not Status.RUNNING, s.arrival))
 
     def _take_out(self, sequence: Sequence) -> None:
         if sequence.status is Status.RUNNING:
@@ -100,5 +125,7 @@ class Roster:
         assert all(s.status is Status.WAITING for s in [*self.waiting, *self.adopted])
         assert not any(s.pages for s in self.waiting), "a sequence waits with pages"
         assert len(self.running) <= self.max_num_seqs
+        unfinished = [s for s in self.sequences.values() if s.status is not Status.HELD]
+        assert self.alone == {s.request_id: s for s in unfinished if s.num_alone_steps}
         assert self.waiting == sorted(self.waiting, key=_arrival)
         assert self.running == sorted(self.running, key=_arrival)

@@ -6,6 +6,10 @@ another batch, draws the same tokens. Every step works row by row: neighbours an
 The order of things, per row: bars and penalties -> temperature -> min_p -> top_k -> top_p -> inverse CDF in
 vocabulary order. Tokens that tie with the last one a filter keeps are kept too. Log-probabilities are those of
 the model's own distribution, before any of this.
+
+No sampling value that SamplingParams accepts raises here or makes NaN: arithmetic is float32, and a value that vanishes
+or overflows there acts as its limit (a temperature near 0 is greedy, a huge one uniform). A row without a usable
+maximum (the model computed NaN, or every token is barred) gets an error of its own; its neighbours do not notice.
 """
 
 from __future__ import annotations
@@ -18,7 +22,13 @@ from dataclasses import dataclass
 
 import torch
 
+from moonpool.base.errors import Internal, InvalidInput, MoonpoolError
 from moonpool.engine.sequence import SamplingParams
+
+_TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+# Penalties beyond this act as this: one step further from 1 or 0 changes no order of tokens, but may overflow.
+_STRONGEST = 1e30
+_LEAST_LOGPROB = -9999.0  # what clients see instead of minus infinity, which JSON cannot write
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +42,7 @@ class SampleRow:
 
     @property
     def is_greedy(self) -> bool:
-        return self.params.temperature == 0 or self.params.top_k == 1
+        return self.params.temperature < _TINY or self.params.top_k == 1
 
     @property
     def is_adjusted(self) -> bool:
@@ -54,19 +64,39 @@ def uniform(seed: int, position: int) -> float:
 
 
 @torch.inference_mode()
-def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
-    """One token per row of `logits` [rows, vocab]; `logits` is not changed."""
+def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken | MoonpoolError]:
+    """Return one outcome per row of `logits` [rows, vocab]: its token, or the error that this row alone has.
+
+    `logits` is not changed.
+    """
     assert logits.shape[0] == len(rows), "a row of logits per request"
     adjusted = _adjust(logits, rows) if any(row.is_adjusted for row in rows) else logits
-    tokens: list[int] = adjusted.argmax(dim=-1).tolist()  # the first index on ties
-    random = [i for i, row in enumerate(rows) if not row.is_greedy]
+    tokens, sound = _best(adjusted)
+    if adjusted is not logits:  # a bar may hide a NaN
+        sound = [a and b for a, b in zip(sound, _best(logits)[1], strict=True)]
+    random = [i for i, row in enumerate(rows) if sound[i] and not row.is_greedy]
     if random:
         drawn = _draw(adjusted[random], [rows[i] for i in random])
         for i, token in zip(random, drawn, strict=True):
             tokens[i] = token
-    if all(row.params.logprobs is None for row in rows):
-        return [SampledToken(token) for token in tokens]
-    return [_with_logprobs(logits[i], row, token) for i, (row, token) in enumerate(zip(rows, tokens, strict=True))]
+    return [
+        _with_logprobs(logits[i], row, tokens[i]) if sound[i] else _complaint(logits[i], row)
+        for i, row in enumerate(rows)
+    ]
+
+
+def _best(logits: torch.Tensor) -> tuple[list[int], list[bool]]:
+    """Return each row's most likely token, the first one on ties, and whether the row has a finite maximum."""
+    best = logits.argmax(dim=-1, keepdim=True)  # that of a NaN if there is one
+    return best.squeeze(-1).tolist(), logits.gather(-1, best).squeeze(-1).isfinite().tolist()
+
+
+def _complaint(logits: torch.Tensor, row: SampleRow) -> MoonpoolError:
+    """Return why no token can be chosen from this row."""
+    if logits.max().isfinite():
+        message = "min_tokens cannot be reached: every token of the vocabulary is a stop token"
+        return InvalidInput(message, param="stop_token_ids")
+    return Internal(f"the model computed no usable probabilities for token {len(row.tokens)} of this request")
 
 
 def _adjust(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
@@ -83,13 +113,24 @@ def _penalize(logits: torch.Tensor, row: SampleRow) -> None:
     """In place. Repetition looks at prompt and output, presence and frequency at the output alone."""
     params = row.params
     if params.repetition_penalty != 1.0:
+        factor = min(max(params.repetition_penalty, 1 / _STRONGEST), _STRONGEST)
         seen = _index(set(row.tokens), logits)
         values = logits[seen]
-        logits[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+        logits[seen] = _bounded(torch.where(values > 0, values / factor, values * factor))
     counts = Counter(row.tokens[row.num_prompt_tokens :])
     if counts and (params.frequency_penalty or params.presence_penalty):
         times = torch.tensor([counts[t] for t in sorted(counts)], dtype=logits.dtype, device=logits.device)
-        logits[_index(counts, logits)] -= params.frequency_penalty * times + params.presence_penalty
+        frequency, presence = (
+            min(max(penalty, -_STRONGEST), _STRONGEST)
+            for penalty in (params.frequency_penalty, params.presence_penalty)
+        )
+        seen = _index(counts, logits)
+        logits[seen] = _bounded(logits[seen] - (frequency * times + presence))
+
+
+def _bounded(logits: torch.Tensor) -> torch.Tensor:
+    """Return them finite where they overflowed; NaN stays NaN."""
+    return logits.clamp(-_HUGE, _HUGE)
 
 
 def _index(tokens: set[int] | Counter[int], like: torch.Tensor) -> torch.Tensor:
@@ -98,7 +139,8 @@ def _index(tokens: set[int] | Counter[int], like: torch.Tensor) -> torch.Tensor:
 
 def _draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
     """Inverse CDF over the filtered distribution, summed in double precision. logits [rows, vocab]."""
-    temperature = _column([row.params.temperature for row in rows], logits)
+    # Neither 0 nor infinite in float32: 0 / 0 and -inf / inf would be NaN.
+    temperature = _column([min(row.params.temperature, _HUGE) for row in rows], logits)
     scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature.to(logits.dtype)
     weights = scaled.exp_().double()  # the most likely token weighs 1
     if any(row.params.min_p > 0 for row in rows):
@@ -151,7 +193,7 @@ def _thresholds(weights: torch.Tensor, params: Sequence[SamplingParams]) -> torc
 def _with_logprobs(logits: torch.Tensor, row: SampleRow, token: int) -> SampledToken:
     if row.params.logprobs is None:
         return SampledToken(token)
-    logprobs = logits.float().log_softmax(dim=-1)
+    logprobs = logits.float().log_softmax(dim=-1).clamp_(min=_LEAST_LOGPROB)
     best = logprobs.topk(min(row.params.logprobs, logprobs.shape[-1]))
     top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
     return SampledToken(token, logprobs[token].item(), top)

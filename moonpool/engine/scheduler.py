@@ -9,6 +9,9 @@ that `drain_admitted()` told of must be confirmed, rewound or cancelled before t
 may cancel and rewind at any time; pages of a sequence cancelled in an open step are given back only when
 the step closes, so nobody else's KV can land in them while the runner still writes.
 
+A sequence under suspicion (`num_alone_steps`) is computed before all others and in steps of its own, so that a step
+that fails or kills its process shows which sequence did it.
+
 Promises: the earliest sequence always advances, so none starves; a sealed block is never written again; only
 complete blocks computed from verified KV are published.
 """
@@ -126,6 +129,27 @@ class Scheduler:
         if self._step_is_open:
             raise Internal("the last step has not been completed")
         self._plan, self._admitted = {}, []
+        if not (self.roster.alone and self._plan_alone()):
+            self._plan_batch()
+            if self.roster.alone and not self._plan:  # the last of the batch gave its place and pages back
+                self._plan_alone()
+        chunks = [self.roster.sequences[request_id].chunk(n) for request_id, n in self._plan.items()]
+        self._in_flight = {chunk.request_id: chunk for chunk in chunks}
+        self._step_is_open = bool(chunks)
+        return chunks
+
+    def _plan_alone(self) -> bool:
+        """Plan a step for one sequence that needs a batch of its own. Return False if none of them can run now."""
+        for sequence in self.roster.next_alone():
+            if sequence.status is Status.WAITING:
+                if not sequence.pages and not self._give_pages(sequence):
+                    continue
+                self.roster.enter(sequence)
+            self._plan_tokens(sequence, min(self._budget, sequence.num_uncomputed_tokens))
+            return bool(self._plan) or self._plan_alone()  # it gave its pages back: now there are some for another
+        return False
+
+    def _plan_batch(self) -> None:
         num_preemptions = self.num_preemptions
         if self.config.prefill_first:
             self._plan_prompts(num_preemptions)
@@ -134,10 +158,6 @@ class Scheduler:
             self._join_adopted()
         if not self.config.prefill_first:
             self._plan_prompts(num_preemptions)
-        chunks = [self.roster.sequences[request_id].chunk(n) for request_id, n in self._plan.items()]
-        self._in_flight = {chunk.request_id: chunk for chunk in chunks}
-        self._step_is_open = bool(chunks)
-        return chunks
 
     def _plan_prompts(self, num_preemptions: int) -> None:
         self._plan_prefills()
@@ -154,7 +174,7 @@ class Scheduler:
                 self._plan_tokens(sequence, 1)
 
     def _join_adopted(self) -> None:
-        while self.roster.adopted and self.roster.has_place:
+        while self.roster.adopted and self.roster.has_place and not self.roster.adopted[0].num_alone_steps:
             sequence = self.roster.adopted[0]
             self.roster.enter(sequence)
             if sequence.num_uncomputed_tokens == 1:
@@ -196,7 +216,7 @@ class Scheduler:
     def _admit_waiting(self) -> None:
         while self.roster.waiting and self.roster.has_place and self._budget > 0:
             sequence = self.roster.waiting[0]
-            if not self._give_pages(sequence):
+            if sequence.num_alone_steps or not self._give_pages(sequence):
                 return
             self.roster.enter(sequence)
             self._plan_tokens(sequence, min(self._budget, sequence.num_uncomputed_tokens))
@@ -286,6 +306,8 @@ class Scheduler:
         for chunk in in_flight.values():
             sequence = self.roster.sequences[chunk.request_id]
             sequence.num_computed_tokens = chunk.end
+            if sequence.num_alone_steps:
+                self.roster.ran_alone(sequence)
             self._note_full(result, sequence, self._seal(sequence))
             if chunk.wants_logits:
                 result.accepted.append(self._accept(sequence, sampled[chunk.request_id]))

@@ -108,6 +108,7 @@ class Sequence:
         "hold_pages",
         "keys",
         "limit",
+        "num_alone_steps",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_pool_blocks",
@@ -138,11 +139,12 @@ class Sequence:
         num_pool_blocks: int = 0,
         prefill_only: bool = False,
         hold_pages: bool = False,
+        num_alone_steps: int = 0,
     ) -> None:
         """`output` are tokens already accepted elsewhere (a hand-off, or a replay after a worker died).
 
         The pool has promised blocks [pool_start_block, pool_start_block + num_pool_blocks); the worker may
-        set both until the sequence is admitted.
+        set both until the sequence is admitted. Its first `num_alone_steps` steps are computed in batches of its own.
         """
         if not prompt:
             raise InvalidInput("the prompt is empty", param="prompt")
@@ -158,6 +160,7 @@ class Sequence:
         self.num_pool_blocks = num_pool_blocks
         self.prefill_only = prefill_only
         self.hold_pages = hold_pages
+        self.num_alone_steps = num_alone_steps
         # ---
         self.status = Status.NEW
         self.arrival = 0

@@ -338,3 +338,40 @@ def test_prompts_first_while_the_decodes_wait() -> None:
     assert shape(step(sched)) == [("b", 16, 4), ("c", 0, 4)]
     assert shape(step(sched)) == [("a", 4, 1), ("b", 20, 1), ("c", 4, 1)]
     sched.check_integrity()
+
+
+def test_a_suspect_is_computed_next_and_by_itself() -> None:
+    sched = scheduler(max_batch_tokens=8)
+    sched.add(sequence("a", 3))
+    sched.add(sequence("b", 3))
+    assert shape(step(sched)) == [("a", 0, 3), ("b", 0, 3)]
+    sched.add(sequence("waits", 3))
+    sched.add(sequence("suspect", 10, num_alone_steps=3))
+    assert shape(step(sched)) == [("suspect", 0, 8)]
+    assert shape(step(sched)) == [("suspect", 8, 2)]
+    assert shape(step(sched)) == [("suspect", 10, 1)]
+    assert shape(step(sched)) == [("a", 3, 1), ("b", 3, 1), ("suspect", 11, 1), ("waits", 0, 3)]
+
+
+def test_requests_of_a_failed_step_are_computed_one_by_one() -> None:
+    sched = scheduler()
+    for name in "abc":
+        sched.add(sequence(name, 3))
+    sched.schedule()
+    sched.abandon_step()
+    sched.roster.isolate(["a", "b", "c", "gone"])
+    sched.cancel("b")
+    assert shape(step(sched)) == [("a", 0, 3)]
+    assert shape(step(sched)) == [("c", 0, 3)]
+    assert shape(step(sched)) == [("a", 3, 1), ("c", 3, 1)]
+
+
+def test_a_suspect_without_pages_lets_the_others_go_on_and_waits() -> None:
+    sched = scheduler(num_pages=4)
+    sched.add(sequence("a", 8, max_tokens=4))
+    step(sched)
+    sched.add(sequence("suspect", 12, start=20, max_tokens=2, num_alone_steps=9))
+    sched.add(sequence("later", 1, max_tokens=2))
+    while sched.get("a") is not None:
+        assert [chunk.request_id for chunk in step(sched)] == ["a"]
+    assert step(sched)[0].request_id == "suspect"

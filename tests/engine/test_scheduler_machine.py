@@ -40,16 +40,23 @@ class Machine(RuleBasedStateMachine):
         self.count += 1
         return sequence(f"r{self.count}", prompt, max_tokens=max_tokens, **more)
 
-    @rule(prompt=PROMPTS, max_tokens=st.integers(1, 12), pool=st.integers(0, 4), prefill_only=st.booleans())
-    def add(self, prompt: list[int], max_tokens: int, pool: int, prefill_only: bool) -> None:
-        it = self.new(prompt, max_tokens, num_pool_blocks=pool, prefill_only=prefill_only, hold_pages=prefill_only)
+    @rule(
+        prompt=PROMPTS,
+        max_tokens=st.integers(1, 12),
+        pool=st.integers(0, 4),
+        prefill_only=st.booleans(),
+        alone=st.sampled_from([0, 0, 0, 1, 3, 10**9]),
+    )
+    def add(self, prompt: list[int], max_tokens: int, pool: int, prefill_only: bool, alone: int) -> None:
+        prefill = {"num_pool_blocks": pool, "prefill_only": prefill_only, "hold_pages": prefill_only}
+        it = self.new(prompt, max_tokens, num_alone_steps=alone, **prefill)
         self.sched.add(it)
         self.live[it.request_id] = it
 
-    @rule(prompt=PROMPTS, max_tokens=st.integers(2, 9))
-    def adopt(self, prompt: list[int], max_tokens: int) -> None:
+    @rule(prompt=PROMPTS, max_tokens=st.integers(2, 9), alone=st.sampled_from([0, 0, 2]))
+    def adopt(self, prompt: list[int], max_tokens: int, alone: int) -> None:
         """A hand-off from another worker: KV of the prompt arrives in reserved pages."""
-        it = self.new(prompt, max_tokens, output=[next_token(prompt)])
+        it = self.new(prompt, max_tokens, output=[next_token(prompt)], num_alone_steps=alone)
         blocks = pages_for(len(prompt), BLOCK_TOKENS)
         try:
             reservation = self.sched.pages.reserve("ticket", blocks, it.keys)
@@ -86,12 +93,18 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.chunks is None)
     @rule(data=st.data(), pull_fails=st.booleans())
     def begin_step(self, data: st.DataObject, pull_fails: bool) -> None:
-        chunks = self.sched.schedule()
+        chunks = self.schedule()
         for admitted in self.sched.drain_admitted():
             if not admitted.blocks:
                 continue
             self.pull(admitted, data.draw(st.sampled_from(admitted.blocks)) if pull_fails else None)
         self.chunks = chunks or None
+
+    def schedule(self) -> list[Chunk]:
+        chunks = self.sched.schedule()
+        suspects = [chunk for chunk in chunks if self.live[chunk.request_id].num_alone_steps]
+        assert not suspects or len(chunks) == 1, "a suspect is computed with others"
+        return chunks
 
     def pull(self, admitted: Admitted, bad: int | None) -> None:
         tokens = self.live[admitted.request_id].tokens
@@ -140,9 +153,12 @@ class Machine(RuleBasedStateMachine):
             self.end_step()
 
     @precondition(lambda self: self.chunks is not None)
-    @rule()
-    def fail_step(self) -> None:
+    @rule(isolate=st.booleans())
+    def fail_step(self, isolate: bool) -> None:
+        assert self.chunks is not None
         self.sched.abandon_step()
+        if isolate:
+            self.sched.roster.isolate(chunk.request_id for chunk in self.chunks)
         self.chunks, self.pulls, self.bad = None, [], {}
 
     @rule()
@@ -172,7 +188,7 @@ class Machine(RuleBasedStateMachine):
         assert self.sched.pages.num_used == 0
 
     def finish_one_step(self) -> None:
-        chunks = self.sched.schedule()
+        chunks = self.schedule()
         assert chunks, "stuck"
         for admitted in self.sched.drain_admitted():
             if admitted.blocks:

@@ -21,12 +21,13 @@ from moonpool.base.checksum import crc32c
 from moonpool.base.clock import Clock
 from moonpool.base.cluster import DecodeSample
 from moonpool.base.errors import Corrupt, DeadlineExceeded, MoonpoolError, NoSpace, NotFound, PromptTooLong
-from moonpool.engine.engine import StepOutput
+from moonpool.engine.engine import StepFailure, StepOutput
 from moonpool.engine.kv_link.outbox import Outbox, Urgency
 from moonpool.engine.kv_link.pieces import PieceMemory
 from moonpool.engine.kv_link.push import PoolWriter
 from moonpool.engine.kv_link.reservations import Incoming, Reservations
 from moonpool.engine.messages import (
+    ALONE_STEPS,
     AbortHandoff,
     CommitHandoff,
     DecodeItem,
@@ -203,7 +204,7 @@ class DecodeRole:
                     self._samples.times.queue.observe(self._clock.now_s() - stream.entered_s)
                 except NoSpace:
                     return
-                except MoonpoolError as error:
+                except Exception as error:  # noqa: BLE001 - it concerns this request alone
                     stream.reserved.set_exception(error)
             self._waiting.popleft()
 
@@ -233,7 +234,7 @@ class DecodeRole:
         sequence.num_computed_tokens = call.num_tokens
         try:
             self._scheduler.adopt(sequence)
-        except MoonpoolError:
+        except Exception:
             self._scheduler.pages.free(pages)
             raise
 
@@ -252,13 +253,19 @@ class DecodeRole:
             root=spec.root,
             block_tokens=self._block_tokens,
             output=accepted if first is None else [*accepted, first.token],
+            num_alone_steps=ALONE_STEPS if spec.alone else 0,
         )
 
-    def on_step(self, outputs: Sequence[StepOutput]) -> None:
+    def on_step(self, outputs: Sequence[StepOutput | StepFailure]) -> None:
         self._measure()
         for out in outputs:
             stream = self._streams.get(out.request_id)
-            if stream is not None:
+            if stream is None:
+                continue
+            if isinstance(out, StepFailure):
+                self._samples.failed_requests += 1
+                stream.send(out.error)
+            else:
                 stream.send(DecodeItem(tokens=(token_out(out.sampled),), finish_reason=out.finish_reason))
 
     def _measure(self) -> None:

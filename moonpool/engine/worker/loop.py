@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from typing import Generic, TypeVar
 
 from moonpool.base.errors import Cancelled, MoonpoolError
-from moonpool.engine.engine import Engine, StepOutput
+from moonpool.engine.engine import Engine, StepFailure, StepOutput
 
 T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
@@ -35,7 +35,9 @@ class _Call(Generic[T]):
             return
         try:
             self.future.set_result(self._function())
-        except MoonpoolError as error:
+        except Exception as error:  # noqa: BLE001 - it belongs to the caller, whose request fails; others go on
+            if not isinstance(error, MoonpoolError):
+                _LOG.exception("a call on the engine's thread failed")
             self.future.set_exception(error)
         except BaseException as error:
             self.future.set_exception(error)
@@ -47,13 +49,17 @@ class _Call(Generic[T]):
 
 
 class EngineLoop:
-    """`on_step` gets each step's outputs, `at_boundary` runs between steps; both on the engine's thread."""
+    """`on_step` gets each step's outputs, `at_boundary` runs between steps; both on the engine's thread.
+
+    `on_fatal` is called when the thread cannot go on: the engine computes nothing any more, or the books about pages
+    and sequences can no longer be trusted. Whatever concerns one request alone is told to that request instead.
+    """
 
     def __init__(
         self,
         engine: Engine,
         *,
-        on_step: Callable[[list[StepOutput]], None],
+        on_step: Callable[[list[StepOutput | StepFailure]], None],
         at_boundary: Callable[[], None],
         on_fatal: Callable[[BaseException], None],
     ) -> None:
@@ -72,7 +78,7 @@ class EngineLoop:
         self._inbox.put(function)
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """As post, with the outcome in a future; Cancelled when the loop ends before."""
+        """As post, with the outcome in a future, whatever it raises; Cancelled when the loop ends before."""
         call = _Call(function)
         if self._closed:
             call.refuse()

@@ -23,6 +23,7 @@ _COUNTERS = {
     "pool_read_nbytes": ("pool_read_bytes", "bytes read from the pool"),
     "pool_written_nbytes": ("pool_written_bytes", "bytes written to the pool"),
     "handoff_nbytes": ("handoff_bytes", "bytes handed to decode workers"),
+    "failed_requests": ("failed_requests", "requests that ended with an error of their own"),
 }
 
 

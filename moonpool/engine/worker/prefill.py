@@ -7,13 +7,15 @@ pieces start on their way to the decode worker and to the pool, while layer j+1 
 from __future__ import annotations
 
 import asyncio
+import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from moonpool.base.clock import Clock, Deadline
 from moonpool.base.cluster import PrefillSample, PullSample
-from moonpool.base.errors import Cancelled, DeadlineExceeded, MoonpoolError
-from moonpool.engine.engine import StepOutput
+from moonpool.base.errors import Cancelled, DeadlineExceeded, Internal, MoonpoolError
+from moonpool.engine.engine import StepFailure, StepOutput
 from moonpool.engine.kv_link.pull import Puller, PullJob
 from moonpool.engine.kv_link.push import Push
 from moonpool.engine.messages import Prefill, PrefillReply, RequestSpec, Ticket, TokenOut
@@ -24,6 +26,8 @@ from moonpool.engine.sequence import Sequence as RequestSequence
 from moonpool.engine.step import Admitted, FullBlock
 from moonpool.engine.worker.loop import EngineLoop
 from moonpool.engine.worker.samples import Samples, token_out
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -104,6 +108,7 @@ class PrefillRole:
             output=spec.tokens[spec.num_prompt_tokens :],
             prefill_only=True,
             hold_pages=True,
+            num_alone_steps=sys.maxsize if spec.alone else 0,
         )
 
     # -- between steps, on the engine's thread ---------------------------------------------------------------
@@ -113,23 +118,35 @@ class PrefillRole:
         self._prompts[name] = prompt
 
     def _drop(self, name: str, prompt: Prompt) -> None:
-        if self._prompts.get(name) is not prompt:
-            return
-        del self._prompts[name]
+        if self._prompts.get(name) is prompt:
+            del self._prompts[name]
+            self._end(name, prompt, Cancelled("the request was given up"))
+
+    def _end(self, name: str, prompt: Prompt, error: MoonpoolError) -> None:
+        """Give back whatever the prompt holds, and answer with `error` unless it has its answer."""
         self._scheduler.cancel(name)
         prompt.push.abort()
         prompt.push.finish_puts(complete=False, on_done=lambda: None)
-        prompt.done(Cancelled("the request was given up"))
+        prompt.done(error)
 
     def at_boundary(self) -> None:
         """Nothing to do between steps."""
 
-    def on_step(self, outputs: Sequence[StepOutput]) -> None:
+    def on_step(self, outputs: Sequence[StepOutput | StepFailure]) -> None:
         self._share_out_step()
         for out in outputs:
             prompt = self._prompts.pop(out.request_id, None)
-            if prompt is not None:
+            if prompt is None:
+                continue
+            if isinstance(out, StepFailure):
+                self._samples.failed_requests += 1
+                self._end(out.request_id, prompt, out.error)
+                continue
+            try:
                 self._finish(out, prompt)
+            except Exception as error:  # noqa: BLE001 - it concerns this request alone
+                _LOG.exception("handing over %s failed", out.request_id)
+                self._end(out.request_id, prompt, Internal(f"handing it over raised {type(error).__name__}"))
 
     def _share_out_step(self) -> None:
         """Prompts that are computed together cost each a part: who took the whole step for its own would make the

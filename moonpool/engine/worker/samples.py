@@ -23,6 +23,7 @@ class Samples:
     pull_failures: Counter[str] = field(default_factory=Counter)
     handoff_nbytes: int = 0
     times: WorkerTimes = field(default_factory=WorkerTimes)
+    failed_requests: int = 0  # that ended with an error of their own
 
 
 def token_out(sampled: SampledToken) -> TokenOut:

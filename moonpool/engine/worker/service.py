@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from prometheus_client import CollectorRegistry
@@ -22,7 +22,7 @@ from moonpool.base.checksum import crc32c
 from moonpool.base.clock import SystemClock
 from moonpool.base.cluster import WORKER_SERVICE, ReportWorker, WorkerInfo, WorkerRole
 from moonpool.base.cores import CorePresence
-from moonpool.base.errors import NotFound
+from moonpool.base.errors import InvalidInput, NotFound
 from moonpool.base.metrics import GetMetrics, process_metrics, snapshot
 from moonpool.base.process import EXIT_BUG
 from moonpool.base.rpc import Call, Peer, RpcServer
@@ -59,6 +59,7 @@ from moonpool.transfer.descriptor import SegmentDescriptor
 from moonpool.transfer.engine import TransferEngine
 
 _LOG = logging.getLogger(__name__)
+_C = TypeVar("_C", Prefill, Decode)
 
 
 class Worker:
@@ -239,13 +240,20 @@ class Worker:
         }
         role = self._role
         if isinstance(role, PrefillRole):
-            handlers[Prefill] = lambda call, peer: role.prefill(call)
+            handlers[Prefill] = lambda call, peer: role.prefill(self._checked(call))
         else:
-            handlers[Decode] = lambda call, peer: role.decode(call.spec)
+            handlers[Decode] = lambda call, peer: role.decode(self._checked(call).spec)
             handlers[OpenHandoff] = self._open_handoff
             handlers[CommitHandoff] = lambda call, peer: role.commit_handoff(call)
             handlers[AbortHandoff] = lambda call, peer: role.abort_handoff(call)
         return handlers
+
+    def _checked(self, call: _C) -> _C:
+        """Return the call. Raises InvalidInput for tokens that the model does not have; a GPU does not survive them."""
+        tokens, vocab_size = call.spec.tokens, self._built.runner.model.config.vocab_size
+        if not (1 <= call.spec.num_prompt_tokens <= len(tokens) and min(tokens) >= 0 and max(tokens) < vocab_size):
+            raise InvalidInput(f"a request needs a prompt of token ids below {vocab_size}", param="prompt")
+        return call
 
     async def _open_handoff(self, call: OpenHandoff, peer: Peer) -> None:
         role = self._role
@@ -292,6 +300,7 @@ class Worker:
             pool_written_nbytes=counters["bytes_written"],
             handoff_nbytes=self._samples.handoff_nbytes,
             pull_failures=self._failures(),
+            failed_requests=self._samples.failed_requests,
         )
 
     def _failures(self) -> dict[str, int]:
