@@ -24,6 +24,7 @@
         Cancelled             the caller gave up
       ProtocolError           the other side speaks nonsense or another version
       ModelError              the model file is missing, truncated or not supported
+      FatalRequest            workers die of this request; it is not tried again
       Internal                a bug; the message says where
 
 Every class has a `code`; code and message cross the wire and come back as the same class.
@@ -149,6 +150,10 @@ class ProtocolError(MoonpoolError):
 
 class ModelError(MoonpoolError):
     code = "model"
+
+
+class FatalRequest(MoonpoolError):
+    code = "fatal_request"
 
 
 class Internal(MoonpoolError):

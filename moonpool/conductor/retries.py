@@ -2,23 +2,42 @@
 
 A request whose attempt ended with a lost worker is asked for again, without that worker, from its last token on. A
 request without tokens that is refused for load is refused; one that has some waits, as all do when there is no worker.
+
+What an attempt costs depends on whose fault its end was:
+
+    ABSENT   the worker was gone before it computed anything of this request: costs nothing
+    DIED     the worker died while it computed this request: costs nothing, but after two of them the request is a
+             suspect. It is then computed alone; if that worker dies too, the request is given up as the cause
+    REFUSED  a living worker failed it (damaged or lost KV): after `max_attempts` of them the request is given up
+
+So a request that is not the cause of anything is bounded by its deadline alone, however many workers die around it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum, auto
+
+
+class Loss(Enum):
+    """Why an attempt ended without an answer."""
+
+    ABSENT = auto()
+    DIED = auto()
+    REFUSED = auto()
 
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    max_attempts: int = 4
+    max_attempts: int = 4  # that living workers may fail
+    max_deaths: int = 2  # of workers that computed the request; the next attempt computes it alone
     backoff_s: float = 0.1  # doubles from pause to pause
     max_backoff_s: float = 1.0
     worker_wait_s: float = 30.0  # for workers to register again
 
     def pause_s(self, num_pauses: int) -> float:
-        return min(self.backoff_s * 2.0**num_pauses, self.max_backoff_s)
+        return min(self.backoff_s * 2.0 ** min(num_pauses, 30), self.max_backoff_s)
 
 
 class Retries:
@@ -28,20 +47,37 @@ class Retries:
         self._policy = policy
         self.num_attempts = 0
         self.failed: set[str] = set()  # workers to be left out
+        self.is_fatal = False  # it was given up because workers die of it
+        self._num_deaths = 0
+        self._num_refusals = 0
         self._patient_until_s: float | None = None  # since the first refusal; a turn may come later than that
         self._num_pauses = 0
+
+    @property
+    def alone(self) -> bool:
+        """Whether the next attempt must compute it apart from other requests."""
+        return self._num_deaths >= self._policy.max_deaths
 
     def begin(self) -> None:
         """Another attempt is being planned."""
         self.num_attempts += 1
         self._patient_until_s, self._num_pauses = None, 0
 
-    def lost(self, workers: Iterable[str]) -> float | None:
-        """The attempt ended, and these workers are to blame."""
+    def lost(self, workers: Iterable[str], loss: Loss) -> float | None:
+        """Take in that the attempt ended, and that these workers are to be avoided by the next one."""
         self.failed.update(workers)
-        if self.num_attempts >= self._policy.max_attempts:
+        if loss is Loss.DIED:
+            self.is_fatal = self.alone
+            self._num_deaths += 1
+        elif loss is Loss.REFUSED:
+            self._num_refusals += 1
+        if self.is_fatal or self._num_refusals >= self._policy.max_attempts:
             return None
         return self._policy.pause_s(self.num_attempts - 1)
+
+    def survived(self) -> None:
+        """Take in that a worker computed it alone and lives: the deaths before were not its fault."""
+        self._num_deaths = 0
 
     def refused(self, now_s: float, *, for_load: bool, has_tokens: bool) -> float | None:
         """The conductor said no: too many requests, or no workers."""

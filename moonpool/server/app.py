@@ -10,14 +10,13 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import ASGIApp
 
 import moonpool
-from moonpool.base.errors import MoonpoolError
 from moonpool.server import http_errors
 from moonpool.server.answer import answer
 from moonpool.server.chat_format import ChatFormat
 from moonpool.server.completion_format import CompletionFormat
 from moonpool.server.desk import Desk
 from moonpool.server.gate import Gate
-from moonpool.server.http_errors import public_text
+from moonpool.server.health import check_health
 from moonpool.server.metrics import Roles, metrics_page
 from moonpool.server.openapi import add_bodies, request_body
 from moonpool.server.prompts import CHAT, COMPLETION
@@ -25,7 +24,6 @@ from moonpool.server.record_pages import add_records
 from moonpool.server.replies import ChatCompletion, Completion, ErrorReply, Model, ModelList
 from moonpool.server.schema import ChatBody, CompletionBody
 from moonpool.server.stream import read_body
-from moonpool.server.workers import missing_roles
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorReply} for status in (400, 401, 404, 413, 429, 500, 503)
@@ -86,12 +84,9 @@ def _add_models(router: APIRouter, desk: Desk) -> None:
 def _add_operations(app: FastAPI, desk: Desk, name: str) -> None:
     @app.get("/health")
     async def health() -> JSONResponse:
-        """200 when a request could be served now; otherwise 503 and what is missing."""
-        try:
-            missing = missing_roles((await desk.cluster.status()).workers)
-        except MoonpoolError as error:
-            return JSONResponse({"status": "unavailable", "missing": ["conductor"], "reason": public_text(error)}, 503)
-        return JSONResponse({"status": "unavailable" if missing else "ok", "missing": missing}, 503 if missing else 200)
+        """200 when a request could be served now, otherwise 503; either way with the roles that are missing."""
+        status, body = await check_health(desk)
+        return JSONResponse(body, status)
 
     @app.get("/metrics", include_in_schema=False)
     async def metrics(roles: Roles = Roles.AUTO) -> Response:

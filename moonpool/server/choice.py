@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
+from moonpool.base.errors import FatalRequest
 from moonpool.engine.messages import PrefillReply, TokenOut
 from moonpool.server.attempt import TokenBatch
 from moonpool.server.generation import Generation
@@ -51,17 +52,21 @@ class Choice:
         if self._after is not None:
             await self._after._prefilled.wait()
         last_s: float | None = None
-        async with aclosing(self._generation.events()) as batches:
-            async for batch in batches:
-                event = self._assemble(batch)
-                now_s = time.monotonic()
-                self._observe(event, None if last_s is None else now_s - last_s)
-                last_s = now_s
-                if event.finish_reason is not None:
-                    self._generation.stop()
-                yield event
-                if event.finish_reason is not None:
-                    break
+        try:
+            async with aclosing(self._generation.events()) as batches:
+                async for batch in batches:
+                    event = self._assemble(batch)
+                    now_s = time.monotonic()
+                    self._observe(event, None if last_s is None else now_s - last_s)
+                    last_s = now_s
+                    if event.finish_reason is not None:
+                        self._generation.stop()
+                    yield event
+                    if event.finish_reason is not None:
+                        break
+        except FatalRequest:
+            self._metrics.fatal_requests.inc()
+            raise
 
     def _assemble(self, batch: TokenBatch) -> ChoiceEvent:
         """Tokens behind a stop string are dropped: the client never asked for them."""

@@ -77,6 +77,7 @@ class Desk:
         *,
         policy: RetryPolicy,
         request_timeout_s: float,
+        expected_workers: tuple[str, ...] = (),
     ) -> None:
         self.model = model
         self.tenants = tenants
@@ -84,6 +85,7 @@ class Desk:
         self._preparer = preparer
         self.cluster = Cluster(connections)
         self.metrics = FrontendMetrics()
+        self.expected_workers = expected_workers
         self._policy = policy
         self._request_timeout_s = request_timeout_s
 

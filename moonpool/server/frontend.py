@@ -44,10 +44,11 @@ class FrontendConfig:
     host: str | None = field(default=None, metadata={"hidden": True})  # with `port`: the form of `listen` before it
     port: int | None = field(default=None, metadata={"hidden": True})
     name: str = field(default="frontend", metadata={"help": "tells several front ends apart, in logs and metrics"})
+    expected_workers: tuple[str, ...] = field(default=(), metadata={"help": "workers that /health misses when away"})
     tenants_file: str | None = field(default=None, metadata={"help": "JSON file of tenants and their API keys"})
     max_model_len: int | None = field(default=None, metadata={"help": "longest context; the model's own if unset"})
     request_timeout_s: float = field(default=600.0, metadata={"help": "after this time a request ends"})
-    max_attempts: int = field(default=4, metadata={"help": "tries per request when workers die"})
+    max_attempts: int = field(default=4, metadata={"help": "tries per request that living workers may fail"})
     worker_wait_s: float = field(default=30.0, metadata={"help": "how long a request waits for workers to return"})
     max_body_nbytes: int | None = field(
         default=None, metadata={"help": "largest request body; what the model's context can need if unset"}
@@ -113,6 +114,7 @@ class Frontend:
             self._preparer,
             policy=RetryPolicy(max_attempts=config.max_attempts, worker_wait_s=config.worker_wait_s),
             request_timeout_s=config.request_timeout_s,
+            expected_workers=config.expected_workers,
         )
         await self._serve(self._desk, self._socket)
         return url_of(self._socket)

@@ -14,7 +14,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from moonpool.base.clock import Deadline
-from moonpool.base.errors import DeadlineExceeded, MoonpoolError, Overloaded, Unavailable
+from moonpool.base.errors import DeadlineExceeded, FatalRequest, MoonpoolError, Overloaded, Unavailable
 from moonpool.base.keys import chain_keys
 from moonpool.conductor.messages import BeforeDecode, Decision, PrefillEnded, RequestEnded, Route
 from moonpool.conductor.retries import Retries, RetryPolicy
@@ -68,7 +68,7 @@ class Generation:
         self._outcome = "done"
 
     async def events(self) -> AsyncGenerator[TokenBatch, None]:
-        """Raises Overloaded, Unavailable, DeadlineExceeded, or what a worker refused for good."""
+        """Raises Overloaded, Unavailable, DeadlineExceeded, FatalRequest, or what a worker refused for good."""
         try:
             while True:
                 attempt = await self._plan()
@@ -76,6 +76,8 @@ class Generation:
                     async with aclosing(attempt.batches()) as batches:
                         async for batch in batches:
                             await self._accept(batch, attempt.decision)
+                            if attempt.survived:
+                                self._retries.survived()
                             yield batch
                     self.stop()
                     return
@@ -101,6 +103,7 @@ class Generation:
             root=request.root,
             params=request.params,
             timeout_s=self._deadline.remaining_s(),
+            alone=self._retries.alone,
         )
         return Attempt(self._connections, decision, spec, self._deadline)
 
@@ -156,10 +159,15 @@ class Generation:
 
     async def _recover(self, attempt: Attempt, error: MoonpoolError) -> None:
         """Returns when another attempt makes sense, raises what the client is told otherwise."""
-        pause_s = self._retries.lost(attempt.failed)
+        pause_s = self._retries.lost(attempt.failed, attempt.loss)
         if self._connections.closed:
             raise Unavailable("the front end is stopping") from error
         self._check_deadline()
+        if self._retries.is_fatal:
+            raise FatalRequest(
+                "workers died while they computed this request, the last one with nothing else in its batch; "
+                "it is not tried again"
+            ) from error
         if pause_s is None:
             raise Unavailable(f"gave up after {self.num_attempts} attempts: {error}") from error
         _LOG.warning(

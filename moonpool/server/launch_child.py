@@ -90,14 +90,18 @@ class Child:
 
 
 def to_arguments(options: Mapping[str, object]) -> list[str]:
-    """Options by field name: {"run_dir": "/x", "threads": None, "verify": True} -> ["--run-dir", "/x", "--verify"]."""
+    """Options by field name: {"run_dir": "/x", "threads": None, "verify": True} -> ["--run-dir", "/x", "--verify"].
+
+    A tuple becomes an option per element.
+    """
     arguments: list[str] = []
     for name, value in options.items():
         flag = option_name(name)
         if isinstance(value, bool):
             arguments.append(f"--{flag}" if value else f"--no-{flag}")
         elif value is not None:
-            arguments += [f"--{flag}", str(value)]
+            for each in value if isinstance(value, tuple) else (value,):
+                arguments += [f"--{flag}", str(each)]
     return arguments
 
 

@@ -171,7 +171,8 @@ def _worker(config: ServeConfig, run_dir: Path, role: str, index: int, threads: 
         "secret_file": config.secret_file,
         "log_level": config.log_level,
     }
-    return Role(name, "worker", options, after=(CONDUCTOR,), first_after=(NODE,), start_timeout_s=_WORKER_START_S)
+    # Restarted ones wait for nobody: they serve without the pool, and register when the conductor is back.
+    return Role(name, "worker", options, first_after=(CONDUCTOR, NODE), start_timeout_s=_WORKER_START_S)
 
 
 def _frontend(config: ServeConfig, run_dir: Path, state_dir: Path, workers: tuple[str, ...]) -> Role:
@@ -180,9 +181,11 @@ def _frontend(config: ServeConfig, run_dir: Path, state_dir: Path, workers: tupl
         "model": config.model,
         "conductor_address": socket_address(run_dir, CONDUCTOR),
         "master_address": socket_address(run_dir, MASTER),
+        "expected_workers": workers,
         "max_model_len": config.max_model_len,
         "tenants_file": config.tenants_file,
         "state_dir": str(state_dir),
         "log_level": config.log_level,
     }
-    return Role(FRONTEND, "frontend", options, after=(CONDUCTOR,), uses=workers)
+    # Restarted, it does not wait for the conductor: /health says what is missing.
+    return Role(FRONTEND, "frontend", options, first_after=(CONDUCTOR,), uses=workers)

@@ -46,6 +46,9 @@ class FrontendMetrics:
             registry=own,
         )
         self.replans = Counter("moonpool_replans", "Attempts beyond a choice's first", registry=own)
+        self.fatal_requests = Counter(
+            "moonpool_fatal_requests", "Choices given up because workers died of them", registry=own
+        )
         self.ttft = Histogram("moonpool_ttft_seconds", "Time to first token", buckets=_TTFT_BUCKETS_S, registry=own)
         self.tbt = Histogram("moonpool_tbt_seconds", "Time between tokens", buckets=_TBT_BUCKETS_S, registry=own)
         self.prompt_tokens = Counter("moonpool_prompt_tokens", "Prompt tokens", registry=own)

@@ -1,23 +1,25 @@
-"""What a launcher does next: which child to start, restart, stop or kill, and when to give up. Pure.
+"""What a launcher does next: which child to start, restart, stop or kill. Pure.
 
     handle(event, now_s) -> actions        and next_wake_s(): when to send the next Tick
 
-A child starts when those it needs are ready. One that ends without being asked is started again after a growing
-pause; too many ends within a minute, or a reason given before the service was first complete, stop everything. A
-stop goes against the order of need (nobody loses what it still uses), and by force when time is up.
+A child starts when those it needs are ready. One that ends without being asked is started again after a pause, which
+doubles from end to end up to BACKOFF_MAX_S and is short again once the child has stayed ready for STAYS_S. However
+often one child ends, the others go on. Only before the service was first complete can a child stop everything: by
+giving a reason (a wrong model, a port that is taken), or by ending MAX_EARLY_CRASHES times.
+
+A stop goes against the order of need (nobody loses what it still uses), and by force when time is up.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 
 BACKOFF_FIRST_S = 0.2
-BACKOFF_MAX_S = 5.0
-MAX_CRASHES = 5
-CRASH_WINDOW_S = 60.0
+BACKOFF_MAX_S = 30.0
+STAYS_S = 30.0
+MAX_EARLY_CRASHES = 5
 STOP_ALL_AFTER_S = 2.0
 KILL_AFTER_S = 3.5
 
@@ -125,8 +127,9 @@ class _Child:
     was_ready: bool = False
     not_before_s: float = 0.0
     started_s: float = 0.0
+    ready_s: float = 0.0
     killed_for: str | None = None  # our own reason, when it was us who ended it
-    crashes_s: deque[float] = field(default_factory=deque)
+    num_crashes: int = 0  # since it last stayed
 
     @property
     def alive(self) -> bool:
@@ -160,7 +163,7 @@ class Supervisor:
         actions: list[Action] = []
         match event:
             case Ready(name):
-                self._on_ready(self._children[name])
+                self._on_ready(self._children[name], now_s)
             case Exited():
                 actions += self._on_exit(self._children[event.name], event, now_s)
             case StopRequested() if self.stopping:
@@ -182,9 +185,9 @@ class Supervisor:
 
     # events
 
-    def _on_ready(self, child: _Child) -> None:
+    def _on_ready(self, child: _Child, now_s: float) -> None:
         if child.state is State.STARTING:
-            child.state = State.READY
+            child.state, child.ready_s = State.READY, now_s
             child.was_ready = True
 
     def _on_exit(self, child: _Child, event: Exited, now_s: float) -> list[Action]:
@@ -199,16 +202,15 @@ class Supervisor:
         return self._on_crash(child, why, now_s)
 
     def _on_crash(self, child: _Child, why: str, now_s: float) -> list[Action]:
-        crashes = child.crashes_s
-        crashes.append(now_s)
-        while crashes[0] < now_s - CRASH_WINDOW_S:
-            crashes.popleft()
-        if len(crashes) >= MAX_CRASHES:
+        if child.state is State.READY and now_s >= child.ready_s + STAYS_S:
+            child.num_crashes = 0
+        child.num_crashes += 1
+        if not self._complete and child.num_crashes >= MAX_EARLY_CRASHES:
             child.state = State.GONE
-            times = f"{len(crashes)} times within {CRASH_WINDOW_S:g} s"
+            times = f"{child.num_crashes} times before the service was complete"
             self._begin_stop(now_s, f"{child.spec.name} ended {times}, the last time: {why}")
             return []
-        delay_s = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** (len(crashes) - 1))
+        delay_s = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2.0 ** min(child.num_crashes - 1, 30))
         child.state, child.not_before_s = State.WAITING, now_s + delay_s
         return [Restarting(child.spec.name, why, delay_s)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -116,7 +117,8 @@ class Service:
         for process in self.family():
             with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
                 words = process.cmdline()
-                if name in words or (f"moonpool {name}" in " ".join(words)):
+                pairs = list(itertools.pairwise(words))
+                if ("--name", name) in pairs or ("moonpool", name) in pairs:
                     return process
         raise AssertionError(f"no process is {name}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import tempfile
 import time
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ from moonpool.base.errors import ConfigError, InvalidInput, Unavailable
 from moonpool.conductor.messages import Records
 from moonpool.server.frontend import Frontend, FrontendConfig, bind, url_of
 from moonpool.server.http_errors import public_text
+from moonpool.store.master import Master, MasterConfig
 
 BODY = {"model": MODEL, "prompt": "once upon a time", "seed": 3, "max_tokens": 300, "ignore_eos": True}
 
@@ -75,7 +77,7 @@ async def test_leaving_before_the_answer_cancels_its_work(cluster, http, stalled
 
 
 async def test_health_says_what_is_missing(tmp_path):
-    async with ToyCluster(tmp_path, num_prefill=0, num_decode=0) as cluster:
+    async with ToyCluster(tmp_path, num_prefill=0, num_decode=0, worker_wait_s=0.2) as cluster:
         async with httpx.AsyncClient(base_url=cluster.url) as http:
             reply = await http.get("/health")
             assert (reply.status_code, reply.json()["missing"]) == (503, ["prefill", "decode"])
@@ -105,6 +107,25 @@ async def test_health_says_what_is_missing(tmp_path):
 def test_failures_do_not_tell_where_our_processes_are(message, shown):
     assert public_text(Unavailable(message)) == shown
     assert public_text(InvalidInput(message)) == message, "the client's own words stay"
+
+
+async def test_health_names_what_a_service_goes_on_without(tmp_path):
+    with tempfile.TemporaryDirectory(prefix="mp") as folder:
+        address = f"unix:{folder}/m.sock"
+        pool = {"master_address": address, "expected_workers": ("prefill0", "prefill1", "decode0")}
+        async with ToyCluster(tmp_path, **pool) as cluster, httpx.AsyncClient(base_url=cluster.url) as http:
+            reply = await http.get("/health")
+            assert reply.status_code == 200, "requests run without the pool"
+            assert (reply.json()["status"], reply.json()["missing"]) == ("degraded", ["prefill1", "master"])
+            assert "worker prefill1 is not registered" in reply.json()["reason"]
+            assert "without the pool: its master does not answer" in reply.json()["reason"]
+            master = Master(MasterConfig(data_dir=f"{folder}/m", listen=address))
+            await master.start()
+            await cluster.add_worker("prefill1", WorkerRole.PREFILL)
+            reply = await http.get("/health")
+            assert (reply.status_code, reply.json()["missing"]) == (200, ["node"])
+            assert "no node has mounted memory" in reply.json()["reason"]
+            await master.close()
 
 
 async def test_metrics_of_all_roles_on_one_page(cluster, http):

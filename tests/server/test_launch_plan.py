@@ -116,3 +116,18 @@ def test_senseless_settings_are_refused(settings: dict[str, Any]) -> None:
 def test_options_become_arguments() -> None:
     options = {"run_dir": "/x", "threads": None, "num": 3, "verify": True, "shm": False}
     assert to_arguments(options) == ["--run-dir", "/x", "--num", "3", "--verify", "--no-shm"]
+
+
+def test_restarted_workers_and_front_end_wait_for_nobody(tmp_path: Path) -> None:
+    """The pool and the conductor may be away for long; what is left of the service serves and says what is missing."""
+    roles = {role.name: role for role in plan_roles(ServeConfig(), tmp_path, tmp_path, num_cores=2)}
+    for name in ("prefill-0", "decode-0", "frontend", "conductor"):
+        assert roles[name].after == ()
+    assert roles["frontend"].options["expected_workers"] == ("prefill-0", "decode-0")
+    arguments = to_arguments(roles["frontend"].options)
+    assert arguments[arguments.index("--expected-workers") :][:4] == [
+        "--expected-workers",
+        "prefill-0",
+        "--expected-workers",
+        "decode-0",
+    ]

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from moonpool.server.supervisor import (
     BACKOFF_MAX_S,
-    CRASH_WINDOW_S,
     KILL_AFTER_S,
-    MAX_CRASHES,
+    MAX_EARLY_CRASHES,
+    STAYS_S,
     STOP_ALL_AFTER_S,
     Action,
     ChildSpec,
@@ -74,29 +74,44 @@ def test_a_dead_child_is_started_again_after_a_growing_pause() -> None:
         assert supervisor.handle(Ready("worker"), now_s) == []  # complete only once
 
 
-def test_old_crashes_are_forgotten() -> None:
-    supervisor = serving()
-    for crash in range(3 * MAX_CRASHES):
-        now_s = crash * CRASH_WINDOW_S
-        (restarting,) = supervisor.handle(Exited("worker", "exit code 1"), now_s)
+def test_pauses_are_short_again_once_a_child_has_stayed() -> None:
+    supervisor, now_s = serving(), 0.0
+    for _ in range(20):
+        now_s += STAYS_S
+        assert supervisor.handle(Exited("worker", "exit code 1"), now_s) == [Restarting("worker", "exit code 1", 0.2)]
+        now_s += 1
+        supervisor.handle(Tick(), now_s)
+        supervisor.handle(Ready("worker"), now_s)
+
+
+@pytest.mark.parametrize("name", [spec.name for spec in SPECS])
+def test_one_that_ends_again_and_again_never_stops_the_others(name: str) -> None:
+    supervisor, now_s, delays_s = serving(), 0.0, []
+    for _ in range(100):
+        (restarting,) = supervisor.handle(Exited(name, "exit code 3", "a reason"), now_s)
         assert isinstance(restarting, Restarting)
-        assert restarting.delay_s < BACKOFF_MAX_S
-        supervisor.handle(Tick(), now_s + 1)
-        supervisor.handle(Ready("worker"), now_s + 1)
+        delays_s.append(restarting.delay_s)
+        now_s += restarting.delay_s
+        assert supervisor.handle(Tick(), now_s) == [Start(name)]
+        now_s += 1
+    assert delays_s == sorted(delays_s)
+    assert delays_s[-1] == BACKOFF_MAX_S
+    assert not supervisor.stopping
+    assert all(supervisor.state_of(spec.name) is State.READY for spec in SPECS if spec.name != name)
 
 
-def test_gives_up_after_too_many_crashes_and_stops_everything() -> None:
-    supervisor = serving()
-    for crash in range(MAX_CRASHES - 1):
-        supervisor.handle(Exited("worker", "exit code 3"), 10.0 * crash)
+def test_one_that_never_comes_up_ends_the_first_start() -> None:
+    supervisor = Supervisor(SPECS)
+    supervisor.handle(Tick(), 0)
+    supervisor.handle(Ready("master"), 0)
+    for crash in range(MAX_EARLY_CRASHES - 1):
+        supervisor.handle(Exited("node", "exit code 3"), 10.0 * crash)
         supervisor.handle(Tick(), 10.0 * crash + 9)
-    now_s = 10.0 * MAX_CRASHES
-    assert supervisor.handle(Exited("worker", "exit code 3"), now_s) == [Terminate("node"), Terminate("frontend")]
-    assert supervisor.handle(Exited("frontend", "exit code 0"), now_s) == []
-    assert supervisor.handle(Exited("node", "exit code 0"), now_s) == [Terminate("master")]
+    now_s = 10.0 * MAX_EARLY_CRASHES
+    assert supervisor.handle(Exited("node", "exit code 3"), now_s) == [Terminate("master")]
     (finish,) = supervisor.handle(Exited("master", "exit code 0"), now_s)
     assert isinstance(finish, Finish)
-    assert finish.failure == "worker ended 5 times within 60 s, the last time: exit code 3"
+    assert finish.failure == "node ended 5 times before the service was complete, the last time: exit code 3"
 
 
 def test_a_reason_given_before_the_service_was_complete_ends_it_at_once() -> None:

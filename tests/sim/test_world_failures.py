@@ -182,15 +182,15 @@ def test_with_nobody_left_requests_wait_for_workers_and_are_lost_in_the_end() ->
     check(back)
 
 
-def test_a_request_is_not_tried_for_ever() -> None:
+def test_a_request_that_workers_die_of_is_not_tried_for_ever() -> None:
     trace = trace_of((0.0, 60_000, 3, list(range(118))))
     failures = [f"p0@{2 * n + 1}+0.5" for n in range(10)]
     dying = world(trace, *failures, num_prefill=1)
     (job,) = dying.run()
     check(dying)
-    assert (job.outcome, job.num_retries) == (LOST, RetryPolicy().max_attempts - 1)
+    assert (job.outcome, job.num_retries) == (LOST, RetryPolicy().max_deaths)
     summary = Results.of([job]).summary()
-    assert (summary["num_lost"], summary["num_retries"], summary["num_done"]) == (1, 3, 0)
+    assert (summary["num_lost"], summary["num_retries"], summary["num_done"]) == (1, 2, 0)
 
 
 def test_a_slow_network_makes_hand_offs_late_while_it_is_slow() -> None:

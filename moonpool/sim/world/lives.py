@@ -7,7 +7,8 @@ grown by what was written, and less is left to write. When it has ended it is ag
 from __future__ import annotations
 
 from moonpool.base.errors import MoonpoolError, Overloaded
-from moonpool.conductor.retries import Retries, RetryPolicy
+from moonpool.conductor.retries import Loss, Retries, RetryPolicy
+from moonpool.engine.messages import ALONE_STEPS
 from moonpool.sim.world.decode import Written
 from moonpool.sim.world.job import Job
 from moonpool.sim.world.paper import PaperSequence
@@ -77,9 +78,12 @@ class Lives:
 
     def lost(self, job: Job, worker: str, written: Written) -> float | None:
         life = self._life(job)
+        is_computing = worker == job.prefill or written.num_tokens > 0
+        if written.num_tokens > ALONE_STEPS:
+            life.retries.survived()
         life.add(job, written)
         life.prepare(job, self._block_tokens)
-        return life.retries.lost([worker])
+        return life.retries.lost([worker], Loss.DIED if is_computing else Loss.ABSENT)
 
     def refused(self, job: Job, error: MoonpoolError, now_s: float) -> float | None:
         life = self._life(job)

@@ -72,6 +72,7 @@ class PaperSequence(Sequence):
         self.arrival = self.limit = 0
         self.pages = []
         self.num_computed_tokens = self.num_preemptions = self.num_sealed_blocks = self.num_cached_tokens = 0
+        self.num_alone_steps = 0  # the few steps that a suspect has for itself are left out
         self.extend(TOKEN, num_output)
 
     def append(self, token: int) -> None:
