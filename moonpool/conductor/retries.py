@@ -5,7 +5,8 @@ request without tokens that is refused for load is refused; one that has some wa
 
 What an attempt costs depends on whose fault its end was:
 
-    ABSENT   the worker was gone before it computed anything of this request: costs nothing
+    ABSENT   the worker was gone before it computed anything of this request: costs nothing, unless `max_absences` of
+             them come in a row (then the workers are registered, but cannot be reached from here)
     DIED     the worker died while it computed this request: costs nothing, but after two of them the request is a
              suspect. It is then computed alone; if that worker dies too, the request is given up as the cause
     REFUSED  a living worker failed it (damaged or lost KV): after `max_attempts` of them the request is given up
@@ -31,6 +32,7 @@ class Loss(Enum):
 @dataclass(frozen=True)
 class RetryPolicy:
     max_attempts: int = 4  # that living workers may fail
+    max_absences: int = 40  # in a row; with pauses of up to 1 s
     max_deaths: int = 2  # of workers that computed the request; the next attempt computes it alone
     backoff_s: float = 0.1  # doubles from pause to pause
     max_backoff_s: float = 1.0
@@ -49,7 +51,7 @@ class Retries:
         self.failed: set[str] = set()  # workers to be left out
         self.is_fatal = False  # it was given up because workers die of it
         self._num_deaths = 0
-        self._num_refusals = 0
+        self._num_refusals = self._num_absences = 0
         self._patient_until_s: float | None = None  # since the first refusal; a turn may come later than that
         self._num_pauses = 0
 
@@ -66,12 +68,14 @@ class Retries:
     def lost(self, workers: Iterable[str], loss: Loss) -> float | None:
         """Take in that the attempt ended, and that these workers are to be avoided by the next one."""
         self.failed.update(workers)
+        self._num_absences = self._num_absences + 1 if loss is Loss.ABSENT else 0
         if loss is Loss.DIED:
             self.is_fatal = self.alone
             self._num_deaths += 1
         elif loss is Loss.REFUSED:
             self._num_refusals += 1
-        if self.is_fatal or self._num_refusals >= self._policy.max_attempts:
+        is_out_of_reach = self._num_absences >= self._policy.max_absences
+        if self.is_fatal or is_out_of_reach or self._num_refusals >= self._policy.max_attempts:
             return None
         return self._policy.pause_s(self.num_attempts - 1)
 

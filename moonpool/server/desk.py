@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import secrets
 import struct
@@ -10,8 +11,9 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TypeVar
 
+from moonpool.base.errors import Unavailable
 from moonpool.base.keys import tenant_root
-from moonpool.conductor.retries import RetryPolicy
+from moonpool.conductor.retries import Retries, RetryPolicy
 from moonpool.server.choice import Choice, ChoiceEvent, run_together
 from moonpool.server.generation import ChoiceRequest, Generation
 from moonpool.server.metrics import FrontendMetrics
@@ -90,12 +92,24 @@ class Desk:
         self._request_timeout_s = request_timeout_s
 
     async def take(self, request_id: str, tenant: Tenant, endpoint: Endpoint[_B], raw: bytes) -> tuple[Order, _B]:
-        """Return the order and the checked body of `raw`. Raise InvalidInput and its kin, and Unavailable before the
-        first workers have come. Starts nothing yet."""
+        """Return the order and the checked body of `raw`. Raise InvalidInput and its kin, and Unavailable if no
+        workers have come by then. Starts nothing yet."""
         prepared = await self._preparer.prepare(endpoint, raw)
-        view = await self.cluster.view()
+        view = await self._view()
         choices = self._choices(request_id, tenant, prepared.body, prepared.prompts, view)
         return Order(request_id, self.model.name, prepared.prompts, choices), prepared.body
+
+    async def _view(self) -> ClusterView:
+        """Return what all workers have in common. A front end that has just started waits for them, as requests do."""
+        retries = Retries(self._policy)
+        while True:
+            try:
+                return await self.cluster.view()
+            except Unavailable:
+                pause_s = retries.refused(time.monotonic(), for_load=False, has_tokens=False)
+                if pause_s is None or self.connections.closed:
+                    raise
+            await asyncio.sleep(pause_s)
 
     def _choices(
         self, request_id: str, tenant: Tenant, body: SamplingBody, prompts: list[list[int]], view: ClusterView

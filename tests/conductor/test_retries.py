@@ -14,11 +14,22 @@ def begun(policy: RetryPolicy | None = None) -> Retries:
 def test_attempts_that_others_lose_cost_nothing() -> None:
     retries = begun()
     for number in range(200):
+        if number % 10 == 9:
+            retries.lost(["w0"], Loss.DIED)
+            retries.survived()
         pause_s = retries.lost([f"w{number % 2}"], Loss.ABSENT)
         assert pause_s is not None
         assert 0 < pause_s <= RetryPolicy.max_backoff_s
         assert not retries.alone
         retries.begin()
+
+
+def test_workers_that_nobody_here_can_reach_are_given_up_in_the_end() -> None:
+    retries = begun()
+    for _ in range(RetryPolicy.max_absences - 1):
+        assert retries.lost(["w0"], Loss.ABSENT) is not None
+    assert retries.lost(["w0"], Loss.ABSENT) is None
+    assert not retries.is_fatal
 
 
 def test_living_workers_may_fail_it_only_so_often() -> None:

@@ -77,10 +77,11 @@ class Client:
             self._failed(str(error).splitlines()[0])
         except httpx.TimeoutException as error:
             self._failed(f"hangs: {type(error).__name__}")
+        except httpx.ConnectError:
+            time.sleep(0.2)  # nobody has heard of this request: the front end is being started again
         except (httpx.TransportError, json.JSONDecodeError):
             with self._lock:
                 self._tally.lost_front_end += 1
-            time.sleep(0.2)  # for it to be started again
         with self._lock:
             self._tally.slowest_s = max(self._tally.slowest_s, time.monotonic() - started_s)
             if not self._expected[number].startswith(text):

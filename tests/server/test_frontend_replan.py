@@ -176,10 +176,20 @@ async def test_every_request_ends_by_its_deadline(tmp_path):
 
 
 async def test_without_any_worker_it_is_503_and_not_a_hang(tmp_path):
-    async with ToyCluster(tmp_path, num_prefill=0) as cluster:
+    async with ToyCluster(tmp_path, num_prefill=0, worker_wait_s=0.2) as cluster:
         reply = await complete(cluster)
         assert reply.status_code == 503
         assert "no prefill worker is registered" in reply.json()["error"]["message"]
+
+
+async def test_a_front_end_that_has_just_started_waits_for_workers(tmp_path):
+    async with ToyCluster(tmp_path, num_prefill=0) as cluster:
+        asking = asyncio.create_task(complete(cluster))
+        async with httpx.AsyncClient(base_url=cluster.url) as http:
+            await http.get("/health")  # the request is there by now
+        assert not asking.done()
+        await cluster.add_worker("prefill0", WorkerRole.PREFILL)
+        check(await asking)
 
 
 async def test_waiting_for_a_worker_that_never_returns_ends(tmp_path):
