@@ -120,6 +120,6 @@ class MergedCollector(Collector):
                 if metric is None:
                     metric = merged[family.name] = Metric(family.name, family.documentation, family.kind)
                 for sample in family.samples:
-                    labels = {ROLE_LABEL: part.role, NAME_LABEL: part.name, **sample.labels}
+                    labels = {**sample.labels, ROLE_LABEL: part.role, NAME_LABEL: part.name}
                     metric.add_sample(sample.name, labels, sample.value)
         yield from merged.values()

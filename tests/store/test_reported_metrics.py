@@ -39,3 +39,20 @@ def test_reports_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         reported.take(report(name), now_s=0.0)
     with pytest.raises(Overloaded):
         reported.take(report("c"), now_s=0.0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        RoleMetrics("master", "m", []),
+        RoleMetrics("node", "n", [MetricFamily("two words", "x", "gauge", [])]),
+        RoleMetrics("node", "n", [MetricFamily("x", "x", "nonsense", [])]),
+        RoleMetrics("node", "n", [MetricFamily("x", "x", "gauge", [MetricSample("x{", {}, 1.0)])]),
+        RoleMetrics("node", "n", [MetricFamily("x", "x", "gauge", [MetricSample("x", {'a"b': "c"}, 1.0)])]),
+    ],
+)
+def test_what_would_spoil_the_page_is_refused(wrong: RoleMetrics) -> None:
+    reported = ReportedMetrics()
+    with pytest.raises(InvalidInput):
+        reported.take(wrong, now_s=0.0)
+    assert reported.lately(0.0) == []

@@ -27,7 +27,8 @@ def find_master(advice: str = f"give its master's address, or set {MASTER_VARIAB
     running = live_run_dirs()
     if len(running) != 1:
         found = "no service runs" if not running else f"{len(running)} services run"
-        raise ConfigError(f"{found} on this machine; {advice}")
+        masters = ", ".join(socket_address(each, MASTER) for each in running)
+        raise ConfigError(f"{found} on this machine; {advice}" + (f": {masters}" if masters else ""))
     return socket_address(running[0], MASTER)
 
 

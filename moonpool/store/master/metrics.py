@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+
 from moonpool.base.errors import InvalidInput, Overloaded
 from moonpool.base.metrics import REPORT_EVERY_S, MetricFamily, MetricSample, RoleMetrics
 from moonpool.store.journal import JournalHealth
 from moonpool.store.messages import StoreStats
 
 _MAX_REPORTS, _MAX_SAMPLES = 4096, 1000
+_REPORTING_ROLE = "node"
+_NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]{0,199}", re.ASCII)
+_KINDS = ("gauge", "counter", "histogram")
 _FORGET_AFTER_S = 3 * REPORT_EVERY_S
 _GAUGES = {
     "puts_in_progress": "puts begun and not ended",
@@ -64,9 +69,8 @@ class ReportedMetrics:
         self._reports: dict[tuple[str, str], tuple[RoleMetrics, float]] = {}
 
     def take(self, report: RoleMetrics, now_s: float) -> None:
-        """InvalidInput when it is larger than any role's, Overloaded when more roles report than there can be."""
-        if sum(len(family.samples) for family in report.families) > _MAX_SAMPLES:
-            raise InvalidInput(f"a report has at most {_MAX_SAMPLES} samples", param="metrics")
+        """InvalidInput when it is no report of a node, Overloaded when more nodes report than there can be."""
+        _check_report(report)
         self._forget_old(now_s)
         key = (report.role, report.name)
         if key not in self._reports and len(self._reports) >= _MAX_REPORTS:
@@ -80,6 +84,20 @@ class ReportedMetrics:
     def _forget_old(self, now_s: float) -> None:
         oldest_s = now_s - _FORGET_AFTER_S
         self._reports = {key: each for key, each in self._reports.items() if each[1] >= oldest_s}
+
+
+def _check_report(report: RoleMetrics) -> None:
+    """One wrong name would spoil the whole page: Prometheus refuses a page with a line that it cannot read."""
+    if report.role != _REPORTING_ROLE:
+        raise InvalidInput(f"only a {_REPORTING_ROLE} reports its metrics", param="metrics")
+    samples = [sample for family in report.families for sample in family.samples]
+    if len(samples) > _MAX_SAMPLES:
+        raise InvalidInput(f"a report has at most {_MAX_SAMPLES} samples", param="metrics")
+    names = {name for sample in samples for name in (sample.name, *sample.labels)}
+    wrong = [name for name in names | {each.name for each in report.families} if not _NAME.fullmatch(name)]
+    wrong += [each.kind for each in report.families if each.kind not in _KINDS]
+    if wrong:
+        raise InvalidInput(f"{wrong[0][:80]!r} cannot be in a report of metrics", param="metrics")
 
 
 def _gauge(name: str, documentation: str, values: list[tuple[dict[str, str], int]]) -> MetricFamily:
