@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from moonpool.base.errors import BreakerOpen, ConfigError, PeerLost, PeerSilent
 from moonpool.base.rpc import BlockingClient, Call, RpcServer
 from moonpool.base.rpc.breaker import Breaker, BreakerLimits, CallWait
-from moonpool.base.rpc.probed import ProbedBreaker, join_breaker
+from moonpool.base.rpc.probed import ProbedBreaker
 
 LIMITS = BreakerLimits()
 LOOK_S = LIMITS.look_every_s
@@ -208,14 +208,30 @@ def test_a_large_call_to_a_frozen_server_ends_too(server: Loop) -> None:
     client.close()
 
 
+@pytest.fixture
+def client(server: Loop) -> Iterator[BlockingClient]:
+    made = BlockingClient(server.address, "echo", limits=LIMITS)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def breaker(server: Loop, client: BlockingClient) -> Iterator[ProbedBreaker]:
+    made = ProbedBreaker(server.address, lambda: client.ping(timeout_s=0.5))
+    yield made
+    made.stop()
+    client.close()
+    made.join()
+    assert not [each for each in threading.enumerate() if each.name == "rpc-probe"]
+
+
 def wait_until_closed(breaker: ProbedBreaker) -> None:
     assert breaker.wait_closed(20.0, threading.Event())
 
 
-def test_probes_close_it_when_the_server_is_back(server: Loop, caplog: pytest.LogCaptureFixture) -> None:
-    breaker = join_breaker(server.address, "echo")
-    assert join_breaker(server.address, "echo") is breaker, "one for all clients of this process"
-    breaker.leave()
+def test_probes_close_it_when_the_server_is_back(
+    server: Loop, breaker: ProbedBreaker, caplog: pytest.LogCaptureFixture
+) -> None:
     server.stop()
     with caplog.at_level("WARNING"):
         breaker.trip(PeerLost("gone"))
@@ -228,31 +244,37 @@ def test_probes_close_it_when_the_server_is_back(server: Loop, caplog: pytest.Lo
     breaker.check()
     assert (breaker.num_openings, breaker.num_refused) == (1, 100)
     assert len(caplog.records) == 1, "one line per outage"
-    breaker.leave()
 
 
-def test_probes_close_it_when_a_frozen_server_moves(server: Loop) -> None:
-    breaker = join_breaker(server.address, "echo")
+def test_probes_close_it_when_a_frozen_server_moves(
+    server: Loop, breaker: ProbedBreaker, client: BlockingClient
+) -> None:
+    assert ask(client, 1) == 1
     server.freeze()
+    with pytest.raises(PeerSilent):
+        ask(client, 2)
     breaker.trip(PeerSilent("silent"))
-    assert not breaker.wait_closed(0.3, threading.Event())
+    assert not breaker.wait_closed(1.0, threading.Event())
     server.thaw()
     wait_until_closed(breaker)
-    breaker.leave()
+    assert ask(client, 3) == 3, "answers and pongs of the time before are skipped"
+    assert server.server is not None
+    assert len(server.server.peers) == 1, "the same connection"
 
 
-def test_nobody_probes_when_nobody_asks_any_more(tmp_path: Path) -> None:
-    breaker = join_breaker(f"unix:{tmp_path}/none.sock", "echo")
-    breaker.trip(PeerLost("gone"))
-    breaker.leave()
-    assert not [each for each in threading.enumerate() if each.name == "rpc-probe"]
+def test_a_server_that_takes_in_nobody_else_still_answers_whom_it_knows(
+    server: Loop, breaker: ProbedBreaker, client: BlockingClient
+) -> None:
+    assert ask(client, 1) == 1
+    Path(server.address.removeprefix("unix:")).unlink()  # no new connection finds it
+    breaker.trip(PeerSilent("silent for a moment"))
+    wait_until_closed(breaker)
+    assert ask(client, 2) == 2
 
 
-def test_a_fork_that_lost_the_probing_thread_probes_again(server: Loop) -> None:
-    breaker = join_breaker(server.address, "echo")
+def test_a_fork_that_lost_the_probing_thread_probes_again(breaker: ProbedBreaker) -> None:
     breaker._core.open(time.monotonic())  # as a child finds it: open, and no thread
     breaker._is_closed.clear()
     with pytest.raises(BreakerOpen):
         breaker.check()
     wait_until_closed(breaker)
-    breaker.leave()

@@ -21,7 +21,7 @@ from typing import TypeVar
 from moonpool.base.address import parse_address
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import BreakerOpen, DeadlineExceeded, PeerLost, PeerSilent, ProtocolError, Unavailable
-from moonpool.base.frames import HEADER_NBYTES, Frame, FrameKind, decode_header, whole_frame
+from moonpool.base.frames import HEADER_NBYTES, Frame, FrameKind, decode_header, encode_frame, whole_frame
 from moonpool.base.rpc.breaker import BreakerLimits, CallWait
 from moonpool.base.rpc.protocol import (
     DEFAULT_TIMEOUT_S,
@@ -39,6 +39,7 @@ _INBOX_NBYTES = 64 * 1024  # most answers come in one piece
 _SLACK_S = 0.02  # a wait may be this much off its deadline: the kernel is told anew only when it is more
 _TIMEVAL = struct.Struct("@ll")
 _UNSET_S = -1.0
+_PING = encode_frame(FrameKind.PING, 0)
 
 
 class BlockingClient:
@@ -68,6 +69,7 @@ class BlockingClient:
         self._limit_s = _UNSET_S  # how long the socket waits
         self._wait: CallWait | None = None  # of the call under way, once it has looked at the time
         self._is_torn = False  # a frame is half sent or half received
+        self._is_patient = False  # a ping waits: its deadline alone ends the wait
         self._given_up: set[int] = set()  # calls whose answers are skipped when they come
         self._inbox = bytearray(_INBOX_NBYTES)
         self._filled = 0  # bytes in it
@@ -102,6 +104,25 @@ class BlockingClient:
             self._connected(deadline)
             assert self.peer is not None
             return self.peer
+
+    def ping(self, *, timeout_s: float) -> None:
+        """Waits for a sign of life, on the connection that there is or else on a new one; no `gate` is asked.
+
+        PeerLost when there is no server, PeerSilent when nothing came in time; the connection is kept then.
+        """
+        with self._turn(timeout_s, is_gated=False) as deadline:
+            self._is_patient = True
+            try:
+                is_new = self._socket is None
+                sock = self._connected(deadline)
+                if not is_new:
+                    self._send(sock, _PING, deadline.remaining_s())
+                    frame = self._receive(sock, deadline)
+                    self._given_up.discard(frame.call_id)
+            except TimeoutError as error:
+                raise PeerSilent(f"{self._address} has not answered for {timeout_s:g} s") from error
+            finally:
+                self._is_patient = False
 
     def close(self) -> None:
         """Idempotent. Wakes a thread that waits in call(); it gets PeerLost."""
@@ -153,13 +174,13 @@ class BlockingClient:
             lock.release()
 
     @contextlib.contextmanager
-    def _turn(self, timeout_s: float, call_id: int = 0) -> Iterator[Deadline]:
+    def _turn(self, timeout_s: float, call_id: int = 0, is_gated: bool = True) -> Iterator[Deadline]:
         """The socket for one exchange; it is closed when the exchange does not come to its end."""
         deadline = Deadline(timeout_s)
         if not self._lock.acquire(timeout=timeout_s):
             raise DeadlineExceeded(f"{self._address} was busy with other calls for {timeout_s:g} s")
         try:
-            if self._gate is not None:
+            if is_gated and self._gate is not None:
                 self._gate()
             self._wait = None
             yield deadline
@@ -217,6 +238,8 @@ class BlockingClient:
         """The kernel waited for a moment and nothing came. PeerSilent when that is so for too long."""
         if self._limits is None:
             raise TimeoutError
+        if self._is_patient:
+            return
         now_s = time.monotonic()
         if self._wait is None:
             self._wait = CallWait(self._limits, now_s - self._limits.look_every_s)

@@ -1,7 +1,8 @@
-"""A breaker and the thread that probes its server while it is open. One per server and process, shared by all clients.
+"""A breaker and the thread that probes its server while it is open.
 
-A probe is a connection and the server's HELLO. A server that is frozen answers it in the moment in which it moves
-again; one that is gone refuses it, and is asked again after a pause. The log has one warning per outage.
+A probe is a ping on the client's own connection, or a new connection when there is none: so a server that takes in no
+new clients is still there for those that it knows. A server that is frozen answers in the moment in which it moves
+again; one that is gone refuses the probe, and is asked again after a pause. The log has one warning per outage.
 """
 
 from __future__ import annotations
@@ -9,45 +10,29 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import BreakerOpen, MoonpoolError
-from moonpool.base.rpc.blocking import BlockingClient
 from moonpool.base.rpc.breaker import Breaker, BreakerLimits
 
 _LOG = logging.getLogger(__name__)
-_PROBE_TIMEOUT_S = 2.0
 _JOIN_TIMEOUT_S = 5.0
 _LOOK_EVERY_S = 0.05  # whether a caller that waits was closed
-_REGISTRY_LOCK = threading.Lock()
-_REGISTRY: dict[tuple[str, str], ProbedBreaker] = {}
-
-
-def join_breaker(address: str, service: str) -> ProbedBreaker:
-    """Return this process's breaker of that server. Call leave() once when it is not needed any more."""
-    with _REGISTRY_LOCK:
-        breaker = _REGISTRY.get((address, service))
-        if breaker is None:
-            breaker = _REGISTRY[address, service] = ProbedBreaker(address, service)
-        breaker.num_users += 1
-        return breaker
 
 
 class ProbedBreaker:
-    """Thread-safe. Made by join_breaker()."""
+    """Thread-safe. `ping` returns when the server at `address` has answered, and raises a MoonpoolError otherwise."""
 
-    def __init__(self, address: str, service: str, limits: BreakerLimits | None = None) -> None:
-        self.limits = limits or BreakerLimits()
-        self.num_users = 0  # guarded by the registry's lock
+    def __init__(self, address: str, ping: Callable[[], None], limits: BreakerLimits | None = None) -> None:
         self.num_refused = 0  # calls that failed at once
-        self._address, self._service = address, service
-        self._core = Breaker(self.limits)
+        self._address, self._ping = address, ping
+        self._core = Breaker(limits or BreakerLimits())
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
         self._is_closed.set()
         self._reason = ""
         self._probing: threading.Thread | None = None
-        self._probe: BlockingClient | None = None
         self._ended = threading.Event()
 
     @property
@@ -90,20 +75,15 @@ class ProbedBreaker:
                 return False
         return False
 
-    def leave(self) -> None:
-        """With the last user the probing ends."""
-        with _REGISTRY_LOCK:
-            self.num_users -= 1
-            if self.num_users:
-                return
-            if _REGISTRY.get((self._address, self._service)) is self:
-                del _REGISTRY[self._address, self._service]
+    def stop(self) -> None:
+        """No more probes. Idempotent; wakes nobody who waits in `ping`, that is its owner's part before join()."""
+        self._ended.set()
+
+    def join(self) -> None:
+        """Waits for the end of a probe under way. Idempotent."""
         with self._lock:
-            self._ended.set()
-            probing, probe = self._probing, self._probe
-        if probe is not None:
-            probe.close()
-        if probing is not None and probing is not threading.current_thread():
+            probing = self._probing
+        if probing is not None:
             probing.join(_JOIN_TIMEOUT_S)
 
     def _ensure_probing(self) -> None:
@@ -113,24 +93,12 @@ class ProbedBreaker:
 
     def _probe_until_closed(self) -> None:
         while not self._ended.wait(self._core.next_probe_s()):
-            if self._is_answered():
-                self._close()
-                return
-
-    def _is_answered(self) -> bool:
-        with self._lock:
-            if self._ended.is_set():
-                return False
-            client = self._probe = BlockingClient(
-                self._address, self._service, name="probe", connect_timeout_s=_PROBE_TIMEOUT_S
-            )
-        try:
-            client.connect(timeout_s=_PROBE_TIMEOUT_S)
-        except MoonpoolError:
-            return False
-        finally:
-            client.close()
-        return True
+            try:
+                self._ping()
+            except MoonpoolError:
+                continue
+            self._close()
+            return
 
     def _close(self) -> None:
         with self._lock:

@@ -15,12 +15,14 @@ from typing import TypeVar
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import BreakerOpen, PeerLost, PeerSilent
 from moonpool.base.rpc import BlockingClient, Call
-from moonpool.base.rpc.probed import join_breaker
+from moonpool.base.rpc.breaker import BreakerLimits
+from moonpool.base.rpc.probed import ProbedBreaker
 from moonpool.store.messages import SERVICE
 
 R = TypeVar("R")
 FIRST_PAUSE_S = 0.02
 LONGEST_PAUSE_S = 0.5
+_PROBE_TIMEOUT_S = 2.0
 
 
 def pauses() -> Iterator[float]:
@@ -33,7 +35,7 @@ def pauses() -> Iterator[float]:
 
 
 class MasterLine:
-    """One connection, shared by threads; the breaker is shared by all lines of this process to that master.
+    """One connection and its breaker, shared by threads.
 
     `retry_s` is how long a call waits for a master that is away: 0 fails at once.
     """
@@ -41,13 +43,14 @@ class MasterLine:
     def __init__(
         self, address: str, *, name: str, connect_timeout_s: float, timeout_s: float, retry_s: float = 0.0
     ) -> None:
-        self._breaker = join_breaker(address, SERVICE)
+        limits = BreakerLimits()
+        self._breaker = ProbedBreaker(address, self._ping, limits)
         self._rpc = BlockingClient(
             address,
             SERVICE,
             name=name,
             connect_timeout_s=connect_timeout_s,
-            limits=self._breaker.limits,
+            limits=limits,
             gate=self._breaker.check,
         )
         self._timeout_s = timeout_s
@@ -105,7 +108,7 @@ class MasterLine:
             yield
 
     def counters(self) -> dict[str, int]:
-        """How often the master was found away, and how many calls failed at once because of it; by this process."""
+        """How often the master was found away, and how many calls failed at once because of it."""
         return {"master_outages": self._breaker.num_openings, "calls_refused": self._breaker.num_refused}
 
     def close(self) -> None:
@@ -113,8 +116,12 @@ class MasterLine:
         if self._closed.is_set():
             return
         self._closed.set()
+        self._breaker.stop()
         self._rpc.close()
-        self._breaker.leave()
+        self._breaker.join()
+
+    def _ping(self) -> None:
+        self._rpc.ping(timeout_s=_PROBE_TIMEOUT_S)
 
     def _ask_anew(self, call: Call[R]) -> tuple[R, bool]:
         """The connection broke, perhaps long ago: a master that is back answers a new one at once."""

@@ -123,8 +123,8 @@ class StoreClient:
         self.close()
 
     def counters(self) -> dict[str, int]:
-        """bytes_read, bytes_written, bytes_viewed, hits, misses, corrupt_replicas, refused_<code>; and of the whole
-        process master_outages, calls_refused.
+        """bytes_read, bytes_written, bytes_viewed, hits, misses, corrupt_replicas, fewer_replicas, refused_<code>,
+        master_outages, calls_refused.
         """
         return {**self._counters.snapshot(), **self.line.counters()}
 

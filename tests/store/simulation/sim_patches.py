@@ -47,7 +47,6 @@ import moonpool.store.state.snapshot
 import moonpool.transfer.transports.file.handle
 import moonpool.transfer.transports.mapped
 from moonpool.base.errors import DeadlineExceeded, PeerLost
-from moonpool.base.rpc.probed import ProbedBreaker
 from moonpool.store.messages import SESSIONS_ALONE
 
 from .sim_disk import SimFcntl
@@ -126,15 +125,7 @@ def _threading() -> Any:
         Lock=lambda: SimLock(_world().scheduler),
         Event=lambda: SimEvent(_world().scheduler),
         Thread=_Thread,
-        current_thread=lambda: None,
     )
-
-
-def _own_breaker(address: str, service: str) -> ProbedBreaker:
-    """One per client: what a process shares would be shared by all simulated processes."""
-    breaker = ProbedBreaker(address, service)
-    breaker.num_users = 1
-    return breaker
 
 
 def _with_pauses(original: Any) -> Any:
@@ -228,7 +219,6 @@ def _patches() -> list[tuple[Any, str, Any]]:
                 STORE.client.views,
             )
         ],
-        (STORE.client.retry, "join_breaker", _own_breaker),
         (STORE.client.views, "SimpleQueue", lambda: SimQueue(_world().scheduler)),
         *[(module, "secrets", secrets) for module in (STORE.client.holder, STORE.client.store_client)],
         (STORE.client.directory, "host_id", lambda: _world().scheduler.current.host),
