@@ -394,3 +394,35 @@ def test_wishes_that_cannot_be_are_refused(store: MooncakeDistributedStore) -> N
     with pytest.raises(AttributeError):
         config.with_soft_pin = True  # type: ignore[attr-defined]
     assert "replica_num=0" in str(config)
+
+
+def test_what_cannot_be_read_does_not_exist_so_that_an_engine_does_not_ask_again(
+    make_store: MakeStore, pool: LocalPool, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = make_store()
+    arena = Arena(store)
+    assert put_parts(store, arena, "k", value_of(100), [100]) == 0
+    assert store.is_exist("k") == 1
+    pool.nodes[0]._engine.close()  # type: ignore[union-attr]  # as if it had died, before the master knows
+    with caplog.at_level("WARNING", "moonpool"):
+        assert store.batch_get_into_multi_buffers(["k"], [[arena.address]], [[100]]) == [-800]
+        assert [store.is_exist("k") for _ in range(100)] == [0] * 100
+        assert store.batch_get_into_multi_buffers(["k"], [[arena.address]], [[100]]) == [-800]
+    assert len(caplog.records) == 1, "one line per outage"
+
+
+def test_an_outage_of_the_master_fails_calls_at_once_and_is_logged_once(
+    make_store: MakeStore, pool: LocalPool, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = make_store()
+    assert store.put("k", b"v") == 0
+    pool.loop.run(pool.master.close())
+    with caplog.at_level("WARNING", "moonpool.base.rpc"), caplog.at_level("WARNING", "moonpool.integrations"):
+        assert [store.is_exist("k") for _ in range(100)] == [-900] * 100, "never a false 0"
+        assert store.get("k") == b""
+    ours = [each for each in caplog.records if not each.name.startswith("moonpool.store.node")]
+    assert len(ours) == 1
+    assert store.counters()["master_outages"] == 1
+    pool.start_master()
+    wait_until(lambda: store.is_exist("k") == 1)
+    assert store.get("k") == b"v"
