@@ -19,6 +19,7 @@
         PeerLost              the connection or the process is gone
           HandleClosed        this side closed the handle itself
           BreakerOpen         it was found away, and is not asked before it answers probes
+          DamagedFrame        the connection carried bytes whose checksum does not match, and was closed
         DeadlineExceeded      it did not answer in time
           PeerSilent          nothing came from it for so long that it counts as away
         Cancelled             the caller gave up
@@ -128,6 +129,10 @@ class HandleClosed(PeerLost):
 
 class BreakerOpen(PeerLost):
     code = "breaker_open"
+
+
+class DamagedFrame(PeerLost):
+    code = "damaged_frame"
 
 
 class DeadlineExceeded(Unavailable):

@@ -1,8 +1,12 @@
-"""Wire frames, without I/O: bytes in, frames out (docs/formats.md, version 1).
+"""Wire frames, without I/O: bytes in, frames out (docs/formats.md, version 2).
 
-    0  magic "MP"   2  version u8   3  kind u8   4  body_nbytes u32   8  call_id u64   16  body
+    0  magic "MP"   2  version u8   3  kind u8
+    4  checksum u32: CRC-32C of bytes 0 to 4, exclusive or CRC-32C of bytes 8 to the end of the body
+    8  body_nbytes u32   12  its complement u32   16  call_id u64   24  body
 
-All little-endian. Sizes are checked before anything is allocated for a body.
+All little-endian. Sizes are checked before anything is allocated for a body; the complement shows a damaged size before
+the body is waited for. A frame whose checksum does not match is never handed on: it raises DamagedFrame, which is
+counted, and the connection that carried it has to be closed.
 """
 
 from __future__ import annotations
@@ -11,14 +15,22 @@ import struct
 from enum import IntEnum
 from typing import NamedTuple
 
-from moonpool.base.errors import ProtocolError
+import google_crc32c
+
+from moonpool.base.errors import DamagedFrame, ProtocolError
 
 MAGIC = b"MP"
-VERSION = 1
-HEADER_NBYTES = 16
+VERSION = 2
+HEADER_NBYTES = 24
 MAX_BODY_NBYTES = 64 * 1024 * 1024
-_HEADER = struct.Struct("<2sBBIQ")
-_QUICK = struct.Struct("<4sIQ")  # the same, its first three fields as one
+_HEADER = struct.Struct("<2sBBIIIQ")
+_QUICK = struct.Struct("<4sIIIQ")  # the same, its first three fields as one
+_START = struct.Struct("<4sI")
+_REST = struct.Struct("<IIQ")
+_ALL_BITS = 0xFFFFFFFF
+_LITTLE_NBYTES = 8192
+_START_NBYTES, _REST_NBYTES = _START.size, _REST.size
+_crc, _extend = google_crc32c.value, google_crc32c.extend
 
 
 class FrameKind(IntEnum):
@@ -35,6 +47,7 @@ class FrameKind(IntEnum):
 
 _KINDS = {int(kind): kind for kind in FrameKind}
 _STARTS = {kind: MAGIC + bytes((VERSION, kind)) for kind in FrameKind}
+_SEEDS = {kind: _crc(start) for kind, start in _STARTS.items()}  # the checksum of a frame's first 4 bytes
 
 
 class Frame(NamedTuple):
@@ -43,39 +56,95 @@ class Frame(NamedTuple):
     body: bytes
 
 
+class FrameHeader(NamedTuple):
+    """A frame whose body is still on the wire, if it has one."""
+
+    kind: FrameKind
+    nbytes: int
+    call_id: int
+    checksum: int
+
+    def with_body(self, body: bytes) -> Frame:
+        """Return the whole frame; DamagedFrame when its checksum does not match."""
+        rest = _REST.pack(self.nbytes, self.nbytes ^ _ALL_BITS, self.call_id)
+        # Putting a little together takes less time than a second call.
+        found = _crc(rest + body) if self.nbytes < _LITTLE_NBYTES else _extend(_crc(rest), body)
+        if found ^ _SEEDS[self.kind] != self.checksum:
+            raise damaged("a message")
+        return Frame(self.kind, self.call_id, body)
+
+
+class DamageCount:
+    """How many damaged frames this process has received, on all its connections of every protocol."""
+
+    total = 0
+
+
+def damaged(what: str) -> DamagedFrame:
+    """Count a damaged frame and return the error to raise."""
+    DamageCount.total += 1
+    return DamagedFrame(
+        f"the checksum of {what} does not match: it was damaged on its way, and its connection is closed"
+    )
+
+
 def encode_frame(kind: FrameKind, call_id: int, body: bytes = b"") -> bytes:
     """One frame as bytes; ProtocolError when the body is larger than any peer would take."""
-    if len(body) > MAX_BODY_NBYTES:
-        raise ProtocolError(f"a message of {len(body)} bytes is over the limit of {MAX_BODY_NBYTES}")
-    return _QUICK.pack(_STARTS[kind], len(body), call_id) + body
+    nbytes = len(body)
+    if nbytes > MAX_BODY_NBYTES:
+        raise ProtocolError(f"a message of {nbytes} bytes is over the limit of {MAX_BODY_NBYTES}")
+    rest = _REST.pack(nbytes, nbytes ^ _ALL_BITS, call_id) + body
+    return _START.pack(_STARTS[kind], _crc(rest) ^ _SEEDS[kind]) + rest
 
 
-def whole_frame(kind: FrameKind, data: bytes | bytearray, nbytes: int) -> int | None:
-    """The call id, when the first `nbytes` of `data` are one frame of that kind and nothing else; None otherwise, and
-    decode_header says what they are. Most of what is received is that: one call, or its answer, read at once.
+def whole_frame(kind: FrameKind, data: bytes | bytearray, nbytes: int) -> tuple[int, bytes] | None:
+    """Return call id and body when the first `nbytes` of `data` are one undamaged frame of that kind and nothing else;
+    None otherwise, and decode_header says what they are. Most of what is received is that: one call, or its answer,
+    read at once.
     """
     if nbytes < HEADER_NBYTES:
         return None
-    start, body_nbytes, call_id = _QUICK.unpack_from(data)
-    return call_id if start == _STARTS[kind] and nbytes == HEADER_NBYTES + body_nbytes <= MAX_BODY_NBYTES else None
+    start, checksum, body_nbytes, _, call_id = _QUICK.unpack_from(data)
+    if start != _STARTS[kind] or nbytes != HEADER_NBYTES + body_nbytes:
+        return None
+    rest = data[_START_NBYTES:nbytes] if type(data) is bytes else bytes(memoryview(data)[_START_NBYTES:nbytes])
+    return (call_id, rest[_REST_NBYTES:]) if _crc(rest) ^ _SEEDS[kind] == checksum else None
 
 
-def decode_header(header: bytes | bytearray | memoryview, at: int = 0) -> tuple[FrameKind, int, int]:
-    """(kind, body_nbytes, call_id) of the 16-byte header at `at`; ProtocolError when it is not one of ours."""
-    magic, version, kind, nbytes, call_id = _HEADER.unpack_from(header, at)
+def decode_header(header: bytes | bytearray | memoryview, at: int = 0, *, is_first: bool = True) -> FrameHeader:
+    """Return the fields of the header at `at`. ProtocolError when it is not one of ours, DamagedFrame when its size is damaged.
+
+    With `is_first` False good frames came before it on the connection, so that a header that is not one of ours is a
+    damaged one.
+    """
+    magic, version, kind, checksum, nbytes, complement, call_id = _HEADER.unpack_from(header, at)
+    try:
+        _check_start(magic, version)
+        if kind not in _KINDS:
+            raise ProtocolError(f"unknown frame kind {kind}")
+    except ProtocolError as error:
+        if is_first:
+            raise
+        raise damaged("a message's header") from error
+    if nbytes ^ complement != _ALL_BITS:
+        raise damaged("a message's size")
+    if nbytes > MAX_BODY_NBYTES:
+        raise ProtocolError(f"the peer announced {nbytes} bytes, the limit is {MAX_BODY_NBYTES}")
+    return FrameHeader(_KINDS[kind], nbytes, call_id, checksum)
+
+
+def _check_start(magic: bytes, version: int) -> None:
     if magic != MAGIC:
         raise ProtocolError("the peer does not speak this protocol")
     if version != VERSION:
-        raise ProtocolError(f"the peer speaks version {version}, this side version {VERSION}")
-    if kind not in _KINDS:
-        raise ProtocolError(f"unknown frame kind {kind}")
-    if nbytes > MAX_BODY_NBYTES:
-        raise ProtocolError(f"the peer announced {nbytes} bytes, the limit is {MAX_BODY_NBYTES}")
-    return _KINDS[kind], nbytes, call_id
+        raise ProtocolError(
+            f"the peer speaks version {version} of the RPC protocol, this side version {VERSION}; "
+            "run the same version of Moonpool on both"
+        )
 
 
 class FrameDecoder:
-    """Collects bytes until frames are whole. After a ProtocolError it must not be used again.
+    """Collects bytes until frames are whole. After a ProtocolError or DamagedFrame it must not be used again.
 
     A header that announces more than `max_body_nbytes` is refused; the owner may change that between two frames.
     """
@@ -84,6 +153,7 @@ class FrameDecoder:
         self.max_body_nbytes = max_body_nbytes
         self._buffer: bytes | bytearray = b""  # the last part as it came, or several parts together
         self._at = 0  # what lies before has been returned
+        self._is_first = True  # no frame has come yet
 
     @property
     def is_empty(self) -> bool:
@@ -119,13 +189,15 @@ class FrameDecoder:
         """Return the next whole frame, None when there is none yet."""
         buffer, begin = self._buffer, self._at + HEADER_NBYTES
         if len(buffer) >= begin:
-            kind, nbytes, call_id = decode_header(buffer, self._at)
-            if nbytes > self.max_body_nbytes:
-                raise ProtocolError(f"the peer announced {nbytes} bytes, the limit is {self.max_body_nbytes}")
-            end = begin + nbytes
+            header = decode_header(buffer, self._at, is_first=self._is_first)
+            if header.nbytes > self.max_body_nbytes:
+                raise ProtocolError(f"the peer announced {header.nbytes} bytes, the limit is {self.max_body_nbytes}")
+            end = begin + header.nbytes
             if len(buffer) >= end:
-                self._at = end
+                self._at, self._is_first = end, False
                 body = buffer[begin:end] if isinstance(buffer, bytes) else bytes(memoryview(buffer)[begin:end])
-                return Frame(kind, call_id, body)
+                return header.with_body(body)
+        elif self._is_first and len(buffer) > len(MAGIC):  # of another version its header may be shorter
+            _check_start(bytes(buffer[: len(MAGIC)]), buffer[len(MAGIC)])
         self._buffer, self._at = buffer[self._at :], 0
         return None

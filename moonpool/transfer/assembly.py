@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple, TypeVar
 
 from moonpool.base.errors import ConfigError
@@ -51,6 +52,11 @@ class Assembly:
     def addresses(self) -> tuple[str, ...]:
         """`host:port` of each tcp port."""
         return tuple(tcp.endpoint.removeprefix("tcp:") for tcp in self._tcp if tcp.endpoint is not None)
+
+    def connections(self) -> tuple[int, Counter[str]]:
+        """Return how many connections others have to the tcp ports, and how many have ended, by reason."""
+        found = [tcp.connections() for tcp in self._tcp]
+        return sum(count for count, _ in found), sum((ended for _, ended in found), Counter())
 
     def line_to(self, endpoint: str) -> Line:
         """To the desk at `unix:/path` or `tcp:host:port`."""
@@ -111,6 +117,8 @@ class Assembly:
             desk=self._desk,
             lanes=config.lanes,
             advertise_host=config.tcp_advertise_host if rail in self._rails[:1] else None,
+            max_connections=config.tcp_max_connections,
+            idle_timeout_s=config.tcp_idle_s,
             stall_timeout_s=config.timeout_s,
             guard=guard,
         )

@@ -12,6 +12,7 @@ from moonpool.transfer.path_load import PlanConfig
 from moonpool.transfer.plan import DEFAULT_SLICE_NBYTES
 from moonpool.transfer.priority import DEFAULT_PROMOTE_AFTER_S
 from moonpool.transfer.transports.tcp.guard import Guard
+from moonpool.transfer.transports.tcp.server import IDLE_TIMEOUT_S, MAX_CONNECTIONS
 
 AUTO = "auto"
 
@@ -29,6 +30,8 @@ class WireConfig:
     tcp_hosts: tuple[str, ...] = ()  # further addresses of this machine, one per rail; peers use all of them together
     tcp_port: int = 0  # 0: any that is free
     tcp_advertise_host: str | None = None  # what others should connect to, if not tcp_host
+    tcp_max_connections: int = MAX_CONNECTIONS  # of others to the tcp port; one long idle makes room for a new one
+    tcp_idle_s: float = IDLE_TIMEOUT_S  # an idle connection is closed after this time; above 120, after which peers do
     lanes: int = 2  # connections per peer and path
     nixl: bool = False  # serve and reach memory by NIXL too (RDMA, NVLink), where both sides have it
     topology_file: str | None = None  # says which NICs serve which memory, in place of what was discovered

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -79,6 +80,10 @@ class TransferEngine:
     def addresses(self) -> tuple[str, ...]:
         """`host:port` of its tcp ports: what others write behind the @ of a segment's name."""
         return self._assembly.addresses
+
+    def connections(self) -> tuple[int, Counter[str]]:
+        """Return how many connections others have to its tcp ports, and how many have ended, by reason."""
+        return self._assembly.connections()
 
     # -- what this process offers ------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import pytest
 
 from moonpool.base import errors
 from moonpool.base.errors import Internal, InvalidInput, MoonpoolError, Overloaded, from_wire
+from moonpool.base.frames import HEADER_NBYTES
 from moonpool.base.rpc.protocol import as_moonpool_error, decode_error, encode_error
 
 
@@ -19,7 +20,7 @@ def all_classes(root: type[MoonpoolError] = MoonpoolError) -> list[type[Moonpool
 
 @pytest.mark.parametrize("cls", all_classes())
 def test_round_trip(cls: type[MoonpoolError]) -> None:
-    back = decode_error(encode_error(9, cls("what happened"))[16:])
+    back = decode_error(encode_error(9, cls("what happened"))[HEADER_NBYTES:])
     assert type(back) is cls
     assert str(back) == "what happened"
 
@@ -32,10 +33,10 @@ def test_codes_are_unique_and_the_tree_is_documented() -> None:
 
 
 def test_extras_travel() -> None:
-    overloaded = decode_error(encode_error(1, Overloaded("later", retry_after_s=2.5))[16:])
+    overloaded = decode_error(encode_error(1, Overloaded("later", retry_after_s=2.5))[HEADER_NBYTES:])
     assert isinstance(overloaded, Overloaded)
     assert overloaded.retry_after_s == 2.5
-    invalid = decode_error(encode_error(1, InvalidInput("no", param="top_p"))[16:])
+    invalid = decode_error(encode_error(1, InvalidInput("no", param="top_p"))[HEADER_NBYTES:])
     assert isinstance(invalid, InvalidInput)
     assert invalid.param == "top_p"
 

@@ -89,6 +89,8 @@ def made_frames() -> dict[str, dict[str, bytes]]:
         request_id="r1", epoch=2, generation=9, first=TokenOut(42), num_tokens=20, checksums=checksums
     )
     write = tcp_frames.Request(tcp_frames.Op.WRITE, 7, "node-0/dram", 5, 4096, 3, 12)
+    read = tcp_frames.Request(tcp_frames.Op.READ, 8, "node-0/dram", 5, 4096, 3, 12)
+    same = tcp_frames.pack_verdict(8, tcp_frames.Verdict.SAME)
     return {
         "frames": {
             "hello": encode_value(FrameKind.HELLO, 0, Hello("store", "client", 5)),
@@ -101,7 +103,8 @@ def made_frames() -> dict[str, dict[str, bytes]]:
         "handoff": {"open": encode_call(opened, 1), "commit": encode_call(commit, 2)},
         "transfer": {
             "write_request": tcp_frames.pack_request(write) + b"abc",
-            "read_response": tcp_frames.pack_response(8, 3) + b"xyz",
+            "read_request": tcp_frames.pack_request(read),
+            "read_response": tcp_frames.pack_response(8, 3) + b"xyz" + same,
             "refusal": tcp_frames.pack_refusal(7, StaleGeneration("too late")),
         },
     }

@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.base.errors import ProtocolError
+from moonpool.base.errors import DamagedFrame, ProtocolError
 from moonpool.base.frames import (
+    HEADER_NBYTES,
     MAX_BODY_NBYTES,
+    DamageCount,
     Frame,
     FrameDecoder,
     FrameKind,
@@ -23,7 +25,7 @@ FRAMES = st.builds(Frame, st.sampled_from(FrameKind), st.integers(0, 2**64 - 1),
 
 
 def test_golden_frame() -> None:
-    golden = bytes.fromhex("4d50 01 02 02000000 0201000000000000 0102")
+    golden = bytes.fromhex("4d50 02 02 4445d1a1 02000000 fdffffff 0201000000000000 0102")
     assert encode_frame(FrameKind.REPLY, 258, b"\1\2") == golden
     assert FrameDecoder().feed(golden) == [Frame(FrameKind.REPLY, 258, b"\1\2")]
 
@@ -42,20 +44,26 @@ def test_any_chunking_gives_the_same_frames(frames: list[Frame], cuts: list[int]
 @given(FRAMES, st.sampled_from(FrameKind), st.binary(max_size=3))
 def test_one_whole_frame_of_a_kind_is_known_at_once(frame: Frame, kind: FrameKind, rest: bytes) -> None:
     data = encode_frame(*frame)
-    assert whole_frame(frame.kind, data, len(data)) == frame.call_id
+    assert whole_frame(frame.kind, data, len(data)) == (frame.call_id, frame.body)
+    assert whole_frame(frame.kind, bytearray(data), len(data)) == (frame.call_id, frame.body)
     assert (whole_frame(kind, data, len(data)) is not None) == (kind is frame.kind)
-    for cut in (0, 1, 15, 16, len(data) - 1):
+    for cut in (0, 1, HEADER_NBYTES - 1, HEADER_NBYTES, len(data) - 1):
         assert cut == len(data) or whole_frame(frame.kind, data, cut) is None
     assert not rest or whole_frame(frame.kind, data + rest, len(data) + len(rest)) is None
+
+
+def header(magic: bytes = b"MP", version: int = 2, kind: int = 1, nbytes: int = 0) -> bytes:
+    return struct.pack("<2sBBIIIQ", magic, version, kind, 0, nbytes, nbytes ^ 0xFFFFFFFF, 1)
 
 
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        (struct.pack("<2sBBIQ", b"HT", 1, 1, 0, 1), "does not speak"),
-        (struct.pack("<2sBBIQ", b"MP", 2, 1, 0, 1), "version 2"),
-        (struct.pack("<2sBBIQ", b"MP", 1, 99, 0, 1), "kind 99"),
-        (struct.pack("<2sBBIQ", b"MP", 1, 1, MAX_BODY_NBYTES + 1, 1), "the limit"),
+        (header(magic=b"HT"), "does not speak"),
+        (header(version=1), "version 1 of the RPC protocol, this side version 2"),
+        (header(version=3), "version 3 of the RPC protocol, this side version 2"),
+        (header(kind=99), "kind 99"),
+        (header(nbytes=MAX_BODY_NBYTES + 1), "the limit"),
     ],
 )
 def test_nonsense_is_refused_at_the_header(header: bytes, message: str) -> None:
@@ -70,10 +78,31 @@ def test_a_body_over_the_limit_is_not_sent() -> None:
         encode_frame(FrameKind.CALL, 1, bytes(MAX_BODY_NBYTES + 1))
 
 
+def test_an_older_version_is_named_although_its_frames_are_shorter() -> None:
+    for old in (b"MP\x01\x00" + bytes(12), b"MP\x01"):  # a HELLO without a body, and its beginning
+        with pytest.raises(ProtocolError, match="version 1 of the RPC protocol, this side version 2"):
+            FrameDecoder().feed(old)
+
+
+@given(FRAMES, st.data())
+def test_no_flipped_bit_gets_through(frame: Frame, data: st.DataObject) -> None:
+    """Whichever bit it is: of the size it is found before a body is waited for."""
+    sent = bytearray(encode_frame(*frame))
+    bit = data.draw(st.integers(0, 8 * len(sent) - 1))
+    sent[bit // 8] ^= 1 << bit % 8
+    before = DamageCount.total
+    assert whole_frame(frame.kind, bytes(sent), len(sent)) is None
+    decoder = FrameDecoder()
+    decoder.feed(encode_frame(FrameKind.PING, 0))
+    with pytest.raises(DamagedFrame, match="checksum"):
+        decoder.feed(sent)
+    assert DamageCount.total == before + 1
+
+
 @given(st.binary(min_size=16, max_size=200))
 def test_garbage_never_raises_anything_else(data: bytes) -> None:
     try:
         frames = FrameDecoder().feed(data)
-    except ProtocolError:
+    except (ProtocolError, DamagedFrame):
         return
     assert all(isinstance(frame, Frame) for frame in frames)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import struct
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from rpc_service import Big, Blobs, Count, Echo, Fail, Service, Slow, Unknown, U
 from moonpool.base.errors import (
     Cancelled,
     ConfigError,
+    DamagedFrame,
     DeadlineExceeded,
     Internal,
     MoonpoolError,
@@ -24,9 +26,9 @@ from moonpool.base.errors import (
     PeerLost,
     ProtocolError,
 )
-from moonpool.base.frames import MAX_BODY_NBYTES, FrameKind, encode_frame
+from moonpool.base.frames import MAX_BODY_NBYTES, FrameDecoder, FrameKind, encode_frame
 from moonpool.base.rpc import AsyncClient, Hello, RpcServer
-from moonpool.base.rpc.protocol import encode_call, encode_error, encode_value
+from moonpool.base.rpc.protocol import decode_error, encode_call, encode_error, encode_value
 
 Served = tuple[Service, str]
 
@@ -237,7 +239,7 @@ HELLO = encode_value(FrameKind.HELLO, 0, Hello("testing"))
         encode_error(0, Overloaded("an error as a greeting")),
         encode_frame(FrameKind.HELLO, 0, b"\xc1"),
         HELLO + encode_frame(FrameKind.REPLY, 1, b""),
-        HELLO + b"MP\x01\x01\xff\xff\xff\xff" + bytes(8),
+        HELLO + struct.pack("<2sBBIIIQ", b"MP", 2, 1, 0, 2**32 - 1, 0, 1),
         HELLO + encode_call(Slow(), 4) + encode_call(Slow(), 4),
     ],
     ids=["http", "zeros", "no hello", "error first", "not msgpack", "a reply", "too large", "same id twice"],
@@ -248,9 +250,20 @@ async def test_nonsense_ends_that_connection_only(service: Served, client: Async
     assert len(service[0].server.peers) == 1
 
 
+async def test_a_damaged_call_is_not_carried_out(service: Served) -> None:
+    """Its caller learns that the connection is lost, and why."""
+    call = bytearray(encode_call(Slow(), 3))
+    call[-1] ^= 1
+    answer = await raw_exchange(service[1], HELLO + call)
+    last = FrameDecoder().feed(answer)[-1]
+    assert last.kind is FrameKind.ERROR
+    assert isinstance(decode_error(last.body), DamagedFrame)
+    assert not service[0].started.is_set()
+
+
 async def test_cancel_together_with_its_call(service: Served) -> None:
     """Both in one packet: the handler never begins, and nothing is left un-awaited."""
-    data = HELLO + encode_call(Slow(), 3) + encode_frame(FrameKind.CANCEL, 3) + b"and now garbage!"
+    data = HELLO + encode_call(Slow(), 3) + encode_frame(FrameKind.CANCEL, 3) + b"and now garbage, as long as a header"
     await raw_exchange(service[1], data)
     assert not service[0].started.is_set()
 

@@ -17,6 +17,7 @@ from rpc_service import Big, Echo, Fail, ServedService, Slow, Unknown, Unsendabl
 
 from moonpool.base.errors import (
     Cancelled,
+    DamagedFrame,
     DeadlineExceeded,
     Internal,
     MoonpoolError,
@@ -193,7 +194,7 @@ HELLO = encode_value(FrameKind.HELLO, 0, Hello("testing"))
         HELLO + encode_frame(FrameKind.REPLY, 99, b"\xc4\x00"),
         HELLO + encode_frame(FrameKind.REPLY, 1, b"\xc1"),
         HELLO + encode_frame(FrameKind.REPLY, 1, b"\x05"),
-        HELLO + struct.pack("<2sBBIQ", b"MP", 1, 2, 2**32 - 1, 1),
+        HELLO + struct.pack("<2sBBIIIQ", b"MP", 2, 2, 0, 2**32 - 1, 0, 1),
         encode_frame(FrameKind.REPLY, 0, b""),
     ],
     ids=["http", "other call", "not msgpack", "other type", "too large", "no hello"],
@@ -202,6 +203,18 @@ def test_nonsense_from_the_server(tmp_path: Path, answer: bytes) -> None:
     with impostor(tmp_path, lambda peer: peer.sendall(answer)) as address:
         client = BlockingClient(address, "testing")
         with pytest.raises(ProtocolError):
+            client.call(Echo(b"x"), timeout_s=5)
+        client.close()
+
+
+@pytest.mark.parametrize("at", [0, 2, 3, 4, 8, 12, 16, 24])
+def test_a_damaged_answer_is_a_lost_connection(tmp_path: Path, at: int) -> None:
+    """So it is asked again by whoever asks again when a connection breaks."""
+    answer = bytearray(encode_value(FrameKind.REPLY, 1, b"the answer"))
+    answer[at] ^= 0x10
+    with impostor(tmp_path, lambda peer: peer.sendall(HELLO + answer)) as address:
+        client = BlockingClient(address, "testing")
+        with pytest.raises(DamagedFrame):
             client.call(Echo(b"x"), timeout_s=5)
         client.close()
 

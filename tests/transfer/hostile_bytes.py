@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import msgspec
 
+from moonpool.base.checksum import crc32c
 from moonpool.base.rpc.protocol import Call
 from moonpool.transfer.desk import Admit, Attach, Confirm, Describe, Introduce, Notify
 from moonpool.transfer.transports.tcp.frames import Op
@@ -60,11 +61,13 @@ class Hostile:
         op = self.rng.choices((Op.READ, Op.WRITE, Op.ASK), (4, 6, 2))[0]
         if op is Op.ASK:
             body = self.call()
-            return pack(op, b"", 0, 0, len(body), 0, self.rng.getrandbits(64)) + body
+            return pack(op, b"", 0, 0, len(body), 0, self.rng.getrandbits(64), body) + body
         nbytes = self.rng.choice((0, 1, 100, self.rng.randrange(4000), self.rng.randrange(300)))
         offset = self.rng.randrange(NBYTES - nbytes) if self.rng.random() < 0.8 else self.number()
         incarnation = 1 if self.rng.random() < 0.9 else self.number()
         generation = self.rng.randrange(50) if self.rng.random() < 0.95 else self.number()
+        if op is Op.READ and self.rng.random() < 0.5:
+            generation = 0  # expects none
         head = pack(op, self.name(), incarnation, offset, nbytes, generation, self.rng.getrandbits(64))
         return head + (self.data(nbytes) if op is Op.WRITE else b"")
 
@@ -122,16 +125,26 @@ class Hostile:
         frames = [make() for _ in range(num_frames)]
         for _ in range(self.rng.randrange(3)):
             at = self.rng.randrange(num_frames // 2, num_frames)
-            frames[at] = self.damage(frames[at])
+            damaged = self.damage(frames[at])
+            frames[at] = damaged if self.rng.random() < 0.5 else seal(damaged)  # by mistake, or on purpose
         if self.rng.random() < 0.1:  # the end of one frame on the beginning of another
             first, second = frames[-1], self.rng.choice(frames)
             frames[-1] = first[: self.rng.randrange(len(first) + 1)] + second[self.rng.randrange(len(second) + 1) :]
         return b"".join(frames)
 
 
-def pack(op: int, name: bytes, incarnation: int, offset: int, nbytes: int, generation: int, id_: int) -> bytes:
+def pack(
+    op: int, name: bytes, incarnation: int, offset: int, nbytes: int, generation: int, id_: int, call: bytes = b""
+) -> bytes:
     """A request's head by the book (tcp/frames.py), whatever the values; written anew here, so that the test does not
     trust what it tests.
     """
-    numbers = (id_, incarnation, offset, nbytes, generation)
-    return struct.pack("<4sBBHQQQQQ", b"MPTX", 1, op, len(name), *numbers) + name
+    numbers = (id_, incarnation, offset, nbytes, generation, crc32c(call if op == Op.ASK else name))
+    head = struct.pack("<4sBBHQQQQQI", b"MPTX", 2, op, len(name), *numbers)
+    return head + struct.pack("<I", crc32c(head)) + name
+
+
+def seal(frame: bytes) -> bytes:
+    """The request with the head's checksum made right."""
+    head = frame[:52]
+    return head + struct.pack("<I", crc32c(head)) + frame[56:] if len(frame) >= 56 else frame

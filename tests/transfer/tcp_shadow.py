@@ -8,20 +8,22 @@ import struct
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from moonpool.base.checksum import crc32c
 from moonpool.base.errors import MoonpoolError
 from moonpool.transfer.descriptor import SegmentDescriptor
 from moonpool.transfer.desk import Desk
-from moonpool.transfer.segment import Segment
+from moonpool.transfer.segment import Fence, Segment
 
 MARGIN = 64 * 1024
 GRANULE = 512
-_HEAD = struct.Struct("<4sBBHQQQQQ")
+_HEAD = struct.Struct("<4sBBHQQQQQII")
 
 
 class Answer(NamedTuple):
     request_id: int
     ok: bool
     data: bytes  # empty for an error, whose text is the owner's own
+    verdict: bytes = b""  # behind the data of a READ that expects a generation
 
 
 @dataclass
@@ -62,17 +64,20 @@ class Shadow:
         at = 0
         while len(stream) - at >= _HEAD.size:
             self.num_frames += 1
-            magic, version, op, name_nbytes, id_, incarnation, offset, nbytes, generation = _HEAD.unpack_from(
-                stream, at
+            (magic, version, op, name_nbytes, id_, incarnation, offset, nbytes, generation, follows, checksum) = (
+                _HEAD.unpack_from(stream, at)
             )
+            intact = crc32c(stream[at : at + 52]) == checksum
             at += _HEAD.size
             limit = 64 * 1024 if op == 3 else 2**30
             named = 1 <= name_nbytes <= 255 or (op == 3 and name_nbytes == 0)
             fits = nbytes <= limit and offset + nbytes < 2**64
-            if magic != b"MPTX" or version != 1 or op not in (1, 2, 3) or not named or not fits:
+            if (magic, version) != (b"MPTX", 2) or not intact or op not in (1, 2, 3) or not named or not fits:
                 return [*answers, Answer(0, False, b"")]
             if len(stream) - at < name_nbytes:
                 return answers
+            if name_nbytes and crc32c(stream[at : at + name_nbytes]) != follows:
+                return [*answers, Answer(0, False, b"")]
             try:
                 name = stream[at : at + name_nbytes].decode()
             except UnicodeDecodeError:
@@ -84,13 +89,18 @@ class Shadow:
             if op == 3:
                 if torn:
                     return answers
+                if crc32c(data) != follows:
+                    return [*answers, Answer(0, False, b"")]
                 answers.append(self._ask(id_, data))
                 continue
             ok = self._write_or_check(op, name, incarnation, offset, nbytes, generation, data)
             if torn:
                 return answers
             found = self.memories.wholes[name][MARGIN + offset : MARGIN + offset + nbytes] if ok and op == 1 else b""
-            answers.append(Answer(id_, ok, bytes(found)))
+            has_verdict = ok and op == 1 and generation != 0
+            answers.append(Answer(id_, ok, bytes(found), verdict(id_) if has_verdict else b""))
+        if len(stream) - at >= 5 and stream[at : at + 5] != b"MPTX\x02":
+            answers.append(Answer(0, False, b""))
         return answers
 
     def _write_or_check(
@@ -98,9 +108,9 @@ class Shadow:
     ) -> bool:
         if name not in ("seg", "fenced") or incarnation != 1 or offset + nbytes > self.memories.nbytes:
             return False
-        if op == 1:
-            return True
         fence = self.memories.segments[name].fence
+        if op == 1:
+            return generation == 0 or (fence is not None and _carries(fence, offset, nbytes, generation))
         if fence is not None:
             try:
                 fence.admit(offset, nbytes, generation)
@@ -130,3 +140,14 @@ class Shadow:
             self.memories.wholes[name][start:end] = found
         for name, whole in real.wholes.items():
             assert whole == self.memories.wholes[name], f"segment {name!r} or its surroundings changed"
+
+
+def verdict(id_: int) -> bytes:
+    """That the space is still of the generation expected."""
+    head = struct.pack("<IQ", 0, id_)
+    return head + struct.pack("<I", crc32c(head))
+
+
+def _carries(fence: Fence, offset: int, nbytes: int, generation: int) -> bool:
+    end = offset + nbytes
+    return all(fence.generation_at(at) == generation for at in range(offset - offset % GRANULE, end, GRANULE) if nbytes)

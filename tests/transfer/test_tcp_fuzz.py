@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 from tcp_shadow import Answer, Memories, Shadow
 
 from moonpool.base.clock import Deadline
-from moonpool.base.errors import MoonpoolError, ProtocolError, Unauthorized
-from moonpool.base.frames import FrameDecoder, FrameKind, decode_header, encode_frame
+from moonpool.base.errors import DamagedFrame, MoonpoolError, ProtocolError, Unauthorized
+from moonpool.base.frames import HEADER_NBYTES, FrameDecoder, FrameKind, decode_header, encode_frame
 from moonpool.base.rpc.protocol import CallDecoder, decode_error, decode_reply
 from moonpool.base.secret import Secret
 from moonpool.transfer.descriptor import SegmentDescriptor
@@ -38,6 +38,7 @@ from moonpool.transfer.transports.tcp.ask import TcpLine, _receive_answer
 from moonpool.transfer.transports.tcp.frames import (
     RESPONSE_NBYTES,
     Op,
+    pack_answer,
     pack_refusal,
     pack_requests,
     pack_response,
@@ -124,6 +125,9 @@ def check_answers(heard: bytes, expected: list[Answer]) -> None:
         if answer.ok:
             assert response.nbytes == len(answer.data)
             assert answer.data.startswith(body)
+            verdict = heard[at : at + len(answer.verdict)]
+            assert answer.verdict.startswith(verdict)
+            at += len(verdict)
         else:
             assert isinstance(unpack_error(body), MoonpoolError)
     assert at == len(heard), "the owner said more than it was asked"
@@ -242,10 +246,9 @@ def test_callers_of_the_desk_and_of_the_guard_fed_nonsense(times: int) -> None:
 
     def run(hostile: Hostile) -> int:
         for _ in range(100):
-            said = pack_response(1, len(info)) + info
+            said = pack_answer(1, info)
             if hostile.rng.random() < 0.3:
-                body = hostile.break_call(info)
-                said = pack_response(1, len(body)) + body
+                said = pack_answer(1, hostile.break_call(info))
             with said_by_owner(hostile.damage(said)) as sock:
                 with contextlib.suppress(MoonpoolError, ConnectionError):
                     answer = _receive_answer(sock, Deadline(10))
@@ -253,7 +256,7 @@ def test_callers_of_the_desk_and_of_the_guard_fed_nonsense(times: int) -> None:
                         decode_reply(Introduce(), answer)
             owner = OwnerSide(GUARD.secret)
             challenge = owner.challenge(CallerSide(GUARD.secret).hello())
-            welcome = challenge[:5] + b"\x04" + challenge[6:8] + hostile.data(32) + bytes(8)
+            welcome = challenge[:5] + b"\x04" + challenge[6:8] + hostile.data(32) + bytes(16)
             frames = [hostile.rng.choice((frame, hostile.damage(frame))) for frame in (challenge, welcome)]
             told = b"".join(frames) + pack_refusal(0, Unauthorized("no"))
             with said_by_owner(told) as sock, pytest.raises((MoonpoolError, ConnectionError)):
@@ -328,16 +331,16 @@ class _Bare:
 
 
 @settings(max_examples=1000)
-@given(st.binary(max_size=100), st.sampled_from([b"", b"MPTX\x01", b"MPTG\x01", b"MP\x01"]))
+@given(st.binary(max_size=100), st.sampled_from([b"", b"MPTX\x02", b"MPTG\x02", b"MP\x02"]))
 def test_decoders_raise_protocol_errors_only_and_allocate_nothing(data: bytes, start: bytes) -> None:
     frame = start + data
     for decode in (unpack_request, unpack_response, FrameDecoder().feed, CallDecoder([*CALLS, AskSegment]).decode):
-        with contextlib.suppress(ProtocolError):
+        with contextlib.suppress(ProtocolError, DamagedFrame):
             decode(frame)
-    with contextlib.suppress(ProtocolError):
-        decode_header(frame.ljust(16, b"\0"))
+    with contextlib.suppress(ProtocolError, DamagedFrame):
+        decode_header(frame.ljust(HEADER_NBYTES, b"\0"))
     for answer in (lambda: decode_error(frame), lambda: decode_reply(Introduce(), frame)):
-        with contextlib.suppress(ProtocolError):
+        with contextlib.suppress(ProtocolError, DamagedFrame):
             answer()
 
 
@@ -346,11 +349,11 @@ def test_decoders_raise_protocol_errors_only_and_allocate_nothing(data: bytes, s
 def test_a_header_alone_costs_no_memory(data: bytes) -> None:
     tracemalloc.start()
     try:
-        for start, decode in ((b"MPTX\x01\x02\x01\x00", unpack_request), (b"MPTX\x01\x00\x00\x00", unpack_response)):
-            with contextlib.suppress(ProtocolError):
+        for start, decode in ((b"MPTX\x02\x02\x01\x00", unpack_request), (b"MPTX\x02\x00\x00\x00", unpack_response)):
+            with contextlib.suppress(ProtocolError, DamagedFrame):
                 decode(start + data)
-        with contextlib.suppress(ProtocolError):
-            FrameDecoder().feed(b"MP\x01\x01" + data)
+        with contextlib.suppress(ProtocolError, DamagedFrame):
+            FrameDecoder().feed(b"MP\x02\x01" + data)
         assert tracemalloc.get_traced_memory()[1] < 100_000
     finally:
         tracemalloc.stop()

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from guarded_port import Port, many_ports
+from guarded_port import Port, many_ports, resealed
 
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import (
@@ -258,9 +258,7 @@ def test_an_owner_that_does_not_know_the_secret_gets_no_request() -> None:
     def serve(sock: socket.socket) -> None:
         owner = OwnerSide(OTHER.secret)
         sock.sendall(owner.challenge(sock.recv(FRAME_NBYTES, socket.MSG_WAITALL)))
-        proof = bytearray(sock.recv(FRAME_NBYTES, socket.MSG_WAITALL))
-        proof[5] = 4
-        sock.sendall(proof)
+        sock.sendall(resealed(sock.recv(FRAME_NBYTES, socket.MSG_WAITALL), 4))
         assert sock.recv(1) == b""
 
     with false_owner(serve) as pool, pytest.raises(Unauthorized, match="does not know this side's secret"):
@@ -284,7 +282,7 @@ def test_a_silent_owner_costs_the_deadline_and_no_more() -> None:
     [
         b"",
         b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(100),
-        bytes(48),
+        bytes(56),
         b"MPTG\x02\x02\x01\x00" + bytes(40),
         b"MPTX\x01\x01\x00\x00" + bytes(8) + b"\xff" * 8 + bytes(100),
         pack_refusal(0, NotFound("gone")),

@@ -6,10 +6,11 @@ import contextlib
 from pathlib import Path
 
 import pytest
+from guarded_port import resealed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonpool.base.errors import ConfigError, NotFound, Overloaded, ProtocolError, Unauthorized
+from moonpool.base.errors import ConfigError, DamagedFrame, NotFound, Overloaded, ProtocolError, Unauthorized
 from moonpool.base.secret import Secret
 from moonpool.transfer.transports.tcp.frames import REQUEST_NBYTES
 from moonpool.transfer.transports.tcp.guard import FRAME_NBYTES, CallerSide, Guard, OwnerSide, RareLog, read_refusal
@@ -40,12 +41,12 @@ def test_golden_exchange() -> None:
     proof = caller.proof(challenge)
     welcome = owner.welcome(proof)
     caller.check_welcome(welcome)
-    assert hello.hex() == "4d50544701010100" + bytes(range(32)).hex() + "00" * 8
-    assert challenge.hex() == "4d50544701020100" + bytes(range(32, 64)).hex() + "00" * 8
-    value = "78353ec9d641620365aa094dabea4234e3738c2865636073345a1cecc531aae3"
-    assert proof.hex() == "4d50544701030100" + value + "00" * 8
-    value = "dc8a89adb355e100ce834acddca6e45e8cb4445bd4972b458b29c7b067b68829"
-    assert welcome.hex() == "4d50544701040100" + value + "00" * 8
+    assert hello.hex() == "4d50544702010100" + bytes(range(32)).hex() + "00" * 12 + "0b4d7050"
+    assert challenge.hex() == "4d50544702020100" + bytes(range(32, 64)).hex() + "00" * 12 + "0bbe1b4c"
+    value = "33254fd6bb76f91e9e9b033493a3480e3b9e777e201c37df751ef7c6bdb621b8"
+    assert proof.hex() == "4d50544702030100" + value + "00" * 12 + "880f9816"
+    value = "86c3bb4baba015eb858cb97106805a630818fc7bf13f0ad39f2ac6f51a5eb95d"
+    assert welcome.hex() == "4d50544702040100" + value + "00" * 12 + "e73e3a5f"
 
 
 def test_a_hello_is_refused_at_once_by_an_owner_without_a_guard() -> None:
@@ -71,18 +72,15 @@ def test_nothing_heard_before_helps_an_impostor() -> None:
     with pytest.raises(Unauthorized):  # an old welcome
         victim.check_welcome(welcome)
     mirrored = CallerSide(GUARD.secret)
-    echo = bytearray(mirrored.hello())
-    echo[5] = 2
-    own_proof = bytearray(mirrored.proof(echo))
-    own_proof[5] = 4
+    own_proof = mirrored.proof(resealed(mirrored.hello(), 2))
     with pytest.raises(Unauthorized):  # its own words sent back
-        mirrored.check_welcome(own_proof)
+        mirrored.check_welcome(resealed(own_proof, 4))
 
 
 @settings(max_examples=300)
 @given(st.integers(0, FRAME_NBYTES * 8 - 1), st.sampled_from(["hello", "challenge", "proof", "welcome"]))
 def test_no_bit_may_change(bit: int, step: str) -> None:
-    """A changed nonce is found when the proofs are compared."""
+    """By mistake: the checksum shows it. On purpose: a changed nonce is found when the proofs are compared."""
     caller, owner = CallerSide(GUARD.secret), OwnerSide(GUARD.secret)
 
     def passed(name: str, frame: bytes) -> bytes:
@@ -96,7 +94,25 @@ def test_no_bit_may_change(bit: int, step: str) -> None:
         challenge = passed("challenge", owner.challenge(passed("hello", caller.hello())))
         caller.check_welcome(passed("welcome", owner.welcome(passed("proof", caller.proof(challenge)))))
 
-    with pytest.raises((Unauthorized, ProtocolError)):
+    with pytest.raises((ProtocolError, DamagedFrame)):
+        meet()
+
+
+@settings(max_examples=100)
+@given(st.integers(64, 40 * 8 - 1), st.sampled_from(["hello", "challenge", "proof", "welcome"]))
+def test_no_value_may_be_changed_on_purpose(bit: int, step: str) -> None:
+    caller, owner = CallerSide(GUARD.secret), OwnerSide(GUARD.secret)
+
+    def passed(name: str, frame: bytes) -> bytes:
+        changed = bytearray(frame)
+        changed[bit // 8] ^= (1 << bit % 8) if name == step else 0
+        return resealed(bytes(changed), changed[5])
+
+    def meet() -> None:
+        challenge = passed("challenge", owner.challenge(passed("hello", caller.hello())))
+        caller.check_welcome(passed("welcome", owner.welcome(passed("proof", caller.proof(challenge)))))
+
+    with pytest.raises(Unauthorized):
         meet()
 
 
@@ -105,14 +121,14 @@ def test_no_bit_may_change(bit: int, step: str) -> None:
 def test_nonsense_is_refused_and_nothing_else_happens(data: bytes, whole: bool, with_secret: bool) -> None:
     secret = GUARD.secret if with_secret else None
     if whole:
-        data = (b"MPTG\x01" + data)[:FRAME_NBYTES].ljust(FRAME_NBYTES, b"\0")
+        data = (b"MPTG\x02" + data)[:FRAME_NBYTES].ljust(FRAME_NBYTES, b"\0")
     caller, owner = CallerSide(secret), OwnerSide(secret)
     for feed in (owner.challenge, caller.proof):
-        with contextlib.suppress(ProtocolError, Unauthorized):
+        with contextlib.suppress(ProtocolError, DamagedFrame, Unauthorized):
             assert len(feed(data)) == FRAME_NBYTES
     for check in (owner.welcome, caller.check_welcome):
         if secret is not None or not whole:
-            with pytest.raises((ProtocolError, Unauthorized)):
+            with pytest.raises((ProtocolError, DamagedFrame, Unauthorized)):
                 check(data)
 
 

@@ -54,7 +54,7 @@ def trickle(sock: socket.socket, data: bytes, pause_s: float, give_up_s: float) 
     ("first", "rest"),
     [
         (b"", READ[:47]),
-        (READ[:48], b"se"),
+        (READ[:56], b"se"),
         (WRITE, bytes(1000)),
         (REFUSED, bytes(1000)),
     ],
@@ -94,7 +94,7 @@ def test_an_idle_peer_is_no_stalled_one(port: Port) -> None:
     with port.connect() as sock:
         for _ in range(2):
             sock.sendall(pack_request(Request(Op.READ, 1, "seg", 1, 0, 1)))
-            assert len(sock.recv(25, socket.MSG_WAITALL)) == 25
+            assert len(sock.recv(33, socket.MSG_WAITALL)) == 33
             time.sleep(STALL_S * 1.5)  # the silence is what is tested
 
 

@@ -164,7 +164,7 @@ def test_a_slow_writer_that_was_overtaken_cannot_overwrite(owner: Owner) -> None
 
 def test_a_broken_frame_gets_an_answer_and_the_door(owner: Owner) -> None:
     with owner.connect() as sock:
-        sock.sendall(b"GET / HTTP/1.1\r\nHost: wrong-protocol\r\n\r\nmore than 48 bytes")
+        sock.sendall(b"GET / HTTP/1.1\r\nHost: wrong-protocol\r\n\r\nmore than 56 bytes, which a head has")
         status, id_, text = answer(sock)
         assert (status, id_) == (Status.ERROR, 0)
         assert isinstance(unpack_error(text), ProtocolError)

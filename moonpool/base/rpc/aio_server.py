@@ -24,7 +24,6 @@ from typing import Any, cast
 from moonpool.base.address import Address, parse_address
 from moonpool.base.errors import Cancelled, ConfigError, MoonpoolError, Overloaded, ProtocolError
 from moonpool.base.frames import (
-    HEADER_NBYTES,
     MAX_BODY_NBYTES,
     Frame,
     FrameDecoder,
@@ -196,9 +195,9 @@ class Peer(asyncio.Protocol):
             self._watch.heard()
         elif self.hello is not None and self._frames.is_empty and self._writable.is_set():
             # One call of a client that waits for its answer, mostly.
-            call_id = whole_frame(FrameKind.CALL, data, len(data))
-            if call_id is not None and call_id not in self._running:
-                self._on_call(call_id, data[HEADER_NBYTES:])
+            whole = whole_frame(FrameKind.CALL, data, len(data))
+            if whole is not None and whole[0] not in self._running:
+                self._on_call(*whole)
                 return
         self._frames.push(data)
         if self._turn is None and self._held is None:

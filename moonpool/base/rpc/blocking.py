@@ -87,7 +87,7 @@ class BlockingClient:
         """
         call_id = next(self._ids)
         request = encode_call(call, call_id)
-        body: bytes | bytearray | Frame | None = self._quick_exchange(request, call_id, timeout_s, meanwhile)
+        body: bytes | Frame | None = self._quick_exchange(request, call_id, timeout_s, meanwhile)
         if body is None:
             with self._turn(timeout_s, call_id) as deadline:
                 body = self._exchange(request, call_id, deadline)
@@ -140,7 +140,7 @@ class BlockingClient:
 
     def _quick_exchange(
         self, request: bytes, call_id: int, timeout_s: float, meanwhile: Callable[[], bool] | None
-    ) -> bytearray | Frame | None:
+    ) -> bytes | Frame | None:
         """The answer, or its body alone; None, with nothing sent, when the call has to go the long way."""
         lock, sock = self._lock, self._socket
         if sock is None or not lock.acquire(False):
@@ -159,8 +159,9 @@ class BlockingClient:
             except BlockingIOError:
                 self._look()
                 return self._answer(sock, call_id, Deadline(timeout_s))
-            if whole_frame(FrameKind.REPLY, inbox, count) == call_id:
-                return inbox[HEADER_NBYTES:count]
+            answer = whole_frame(FrameKind.REPLY, inbox, count)
+            if answer is not None and answer[0] == call_id:
+                return answer[1]
             if count == 0:
                 raise PeerLost(f"{self._address} closed the connection")
             self._filled = count
@@ -270,7 +271,7 @@ class BlockingClient:
             self._is_torn = True  # until both have introduced themselves
             self._wait_at_most(self._socket, deadline)
             self._socket.sendall(encode_value(FrameKind.HELLO, 0, self._hello))
-            self.peer = decode_hello(self._receive(self._socket, deadline))
+            self.peer = decode_hello(self._receive(self._socket, deadline, is_first=True))
             self._is_torn = False
         return self._socket
 
@@ -296,18 +297,18 @@ class BlockingClient:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return sock
 
-    def _receive(self, sock: socket.socket, deadline: Deadline) -> Frame:
+    def _receive(self, sock: socket.socket, deadline: Deadline, *, is_first: bool = False) -> Frame:
         self._fill(sock, HEADER_NBYTES, deadline)
-        kind, nbytes, call_id = decode_header(self._inbox)
-        end = HEADER_NBYTES + nbytes
+        header = decode_header(self._inbox, is_first=is_first)
+        end = HEADER_NBYTES + header.nbytes
         if end > len(self._inbox):
-            return Frame(kind, call_id, self._large_body(sock, nbytes, deadline))
+            return header.with_body(self._large_body(sock, header.nbytes, deadline))
         self._fill(sock, end, deadline)
         body = bytes(memoryview(self._inbox)[HEADER_NBYTES:end])
         self._filled -= end
         if self._filled:  # the next frame has begun
             self._inbox[: self._filled] = self._inbox[end : end + self._filled]
-        return Frame(kind, call_id, body)
+        return header.with_body(body)
 
     def _fill(self, sock: socket.socket, nbytes: int, deadline: Deadline) -> None:
         """At least `nbytes` in the inbox, and whatever more is there."""

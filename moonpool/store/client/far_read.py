@@ -1,8 +1,9 @@
 """Reading whole objects from a segment that is not mapped here: over a network, or from a disk.
 
-Header and bytes arrive together, so that it takes one way there and back; the header is looked at once more when they
-have arrived. Two threads, the caller's and one of the crew, each keep a stream going, and check what has come while
-the next comes. What is not as expected is left out, and somebody else finds out why.
+Header and bytes arrive together, so that it takes one way there and back. Where the owner checks generations itself
+(tcp) that is all; elsewhere the header is looked at once more when they have arrived. Two threads, the caller's and one
+of the crew, each keep a stream going, and check what has come while the next comes. What is not as expected is left
+out, and somebody else finds out why.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class FarObject:
         self.position, self.info, self.place, self._targets = position, info, place, targets
         self.num_bundles = self.num_arrived = 0  # how many it is spread over, and how many have come
         self.is_right = False  # all of it has come and was checked
-        self.is_unchanged: bool | None = None  # None: nobody has looked at its header again yet
+        self.is_unchanged: bool | None = None  # its space was its own until the end; None: not known yet
         self.header = memoryview(bytearray(ALIGN_NBYTES))
         nbytes = max(0, info.nbytes - ALIGN_NBYTES)
         self.views = [np.empty(nbytes, np.uint8).data] if targets is None else cut(targets, 0, nbytes)
@@ -73,15 +74,21 @@ class _Bundle:
 
     def __init__(self) -> None:
         self.items: list[tuple[int, memoryview]] = []
+        self.owners: list[FarObject] = []  # of each item
         self.nbytes = 0
         self.objects: list[FarObject] = []
 
     def add(self, each: FarObject, offset: int, view: memoryview) -> None:
         self.items.append((offset, view))
+        self.owners.append(each)
         self.nbytes += view.nbytes
         if not self.objects or self.objects[-1] is not each:
             self.objects.append(each)
             each.num_bundles += 1
+
+    def expecting(self) -> list[tuple[int, memoryview, int]]:
+        """The items, each with the generation of its object."""
+        return [(*item, owner.place.generation) for item, owner in zip(self.items, self.owners, strict=True)]
 
     @property
     def is_full(self) -> bool:
@@ -103,15 +110,19 @@ class FarRead:
         fitting = [each for each in objects if each.fits]
         try:
             if len(fitting) == 1 and fitting[0].nbytes <= DIRECT_NBYTES:
-                return self._unchanged(self._read_now(fitting[0]))
+                return self._read_one(fitting[0])
             return self._stream(fitting)
         except (Unavailable, NotFound, Unauthorized) as error:
             self.failure = error
             return []
 
-    def _read_now(self, only: FarObject) -> list[FarObject]:
+    def _read_one(self, only: FarObject) -> list[FarObject]:
+        if self._remote.checks_generation:
+            self._rest.extend(_bundles([only]))
+            self._take_expecting()
+            return [only] if only.is_right and only.is_unchanged else []
         self._remote.read_into(only.place.offset, [only.header, *only.views], timeout_s=self._timeout_s)
-        return [only] if only.check(self._identity) else []
+        return self._unchanged([only]) if only.check(self._identity) else []
 
     def _stream(self, objects: Sequence[FarObject]) -> list[FarObject]:
         """By two threads, each of which has a stream of its own and checks what has come while the next comes."""
@@ -129,10 +140,30 @@ class FarRead:
     def _work(self) -> None:
         while (num_left := len(self._rest)) and self.failure is None:
             try:
-                self._take_share()
+                if self._remote.checks_generation:
+                    self._take_expecting()
+                else:
+                    self._take_share()
             except MoonpoolError as error:  # of what did not come others find out why
                 if isinstance(error, Unavailable | Unauthorized) or len(self._rest) == num_left:
                     self.failure = error
+
+    def _take_expecting(self) -> None:
+        """Bundles as long as there are any; the owner says of each part whether it was of its object to the end."""
+        taken: list[_Bundle] = []
+
+        def batches() -> Iterator[Sequence[tuple[int, memoryview, int]]]:
+            with contextlib.suppress(IndexError):
+                while True:
+                    taken.append(self._rest.popleft())
+                    yield taken[-1].expecting()
+
+        with contextlib.closing(self._remote.read_expecting(batches(), timeout_s=self._timeout_s)) as arrivals:
+            for number, stale in enumerate(arrivals):
+                for at in stale:
+                    taken[number].owners[at].is_unchanged = False
+                for each in self._check(taken[number]):
+                    each.is_unchanged = each.is_unchanged is None
 
     def _take_share(self) -> None:
         """Bundles as long as there are any, then the headers of what has come whole once more."""
@@ -156,14 +187,15 @@ class FarRead:
         for each, prefix in zip(again, prefixes, strict=True):
             each.is_unchanged = each.has_prefix(prefix)
 
-    def _check(self, bundle: _Bundle) -> None:
-        """Those that are complete with it; the parts of a large one come in any order."""
+    def _check(self, bundle: _Bundle) -> list[FarObject]:
+        """Check those that are complete with it, and return them; the parts of a large one come in any order."""
         with self._lock:
             for each in bundle.objects:
                 each.num_arrived += 1
             complete = [each for each in bundle.objects if each.num_arrived == each.num_bundles]
         for each in complete:
-            each.is_right = each.check(self._identity)
+            each.is_right = each.is_unchanged is not False and each.check(self._identity)
+        return complete
 
     def _unchanged(self, good: list[FarObject]) -> list[FarObject]:
         """Those before which the same header stands after reading as before."""

@@ -31,6 +31,8 @@ class RemoteSegment(ABC):
     # Whether a byte that was read has never been, and will never be, another one at that offset: what a read returns is
     # of one piece then, and need not be looked at again. A read of bytes that are gone, or went meanwhile, raises.
     written_once: ClassVar[bool] = False
+    # Whether read_expecting() can be used: the owner itself checks the generation of what it sends.
+    checks_generation: bool = False
     nbytes: int
 
     @abstractmethod
@@ -70,6 +72,16 @@ class RemoteSegment(ABC):
         for number, items in enumerate(batches):
             self.read_many(items, timeout_s=timeout_s)
             yield number
+
+    def read_expecting(
+        self, batches: Iterable[Sequence[tuple[int, Buffer, int]]], *, timeout_s: float
+    ) -> Generator[set[int], None, None]:
+        """As read_in_turn(), of items (offset, buffer, generation); for remotes with `checks_generation`.
+
+        Gives, for each batch that is here, the positions of stale items: their space does not carry the generation
+        expected, or lost it before the last byte was taken, so that what lies in their buffers must not be used.
+        """
+        raise InvalidInput(f"a segment reached by {self.transport} is read without generations")
 
     def write_each(
         self, items: Sequence[tuple[int, Sequence[Buffer], int]], *, timeout_s: float

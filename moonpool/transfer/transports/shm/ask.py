@@ -33,12 +33,13 @@ class UnixLine:
 
 def receive_reply(sock: socket.socket, call: Call[R], header: bytes, deadline: Deadline) -> R:
     """The answer whose header is here already; raises the owner's error."""
-    kind, nbytes, _ = decode_header(header)
-    if nbytes > MAX_ANSWER_NBYTES:
-        raise ProtocolError(f"an answer of {nbytes} bytes is over the limit")
-    body = memoryview(bytearray(nbytes))
+    head = decode_header(header)
+    if head.nbytes > MAX_ANSWER_NBYTES:
+        raise ProtocolError(f"an answer of {head.nbytes} bytes is over the limit")
+    body = memoryview(bytearray(head.nbytes))
     receive_exactly(sock, [body], deadline)
-    if kind is FrameKind.ERROR:
-        raise decode_error(bytes(body))
-    reply: R = decode_reply(call, bytes(body))
+    frame = head.with_body(bytes(body))
+    if frame.kind is FrameKind.ERROR:
+        raise decode_error(frame.body)
+    reply: R = decode_reply(call, frame.body)
     return reply

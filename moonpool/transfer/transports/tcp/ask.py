@@ -16,6 +16,7 @@ from moonpool.transfer.transports.tcp.frames import (
     MAX_ANSWER_NBYTES,
     RESPONSE_NBYTES,
     Status,
+    check_body,
     pack_ask,
     unpack_error,
     unpack_response,
@@ -52,9 +53,10 @@ def _receive_answer(sock: socket.socket, deadline: Deadline) -> bytes | Moonpool
         raise ProtocolError(f"the owner answered request {response.request_id} with {response.nbytes} bytes")
     body = memoryview(bytearray(response.nbytes))
     receive_exactly(sock, [body], deadline)
+    checked = check_body(bytes(body), response.checksum)
     if response.status is Status.OK:
-        return bytes(body)
-    error = unpack_error(body)
+        return checked
+    error = unpack_error(checked)
     if response.request_id == 0:
         raise error
     return error

@@ -1,16 +1,18 @@
 """Answers what one tcp connection asks, on that connection's own thread.
 
-Nothing is touched before name, incarnation, bounds and generation are checked. Data moves straight between the socket
-and the segment's memory, or through a buffer where the segment has no memory to show. A connection that breaks the
-protocol, or stalls inside a request, is closed.
+Nothing is touched before the request's checksums, name, incarnation, bounds and generation are checked. Data moves
+straight between the socket and the segment's memory, or through a buffer where the segment has no memory to show. A
+connection that breaks the protocol, carries a damaged request or stalls inside one is closed.
 """
 
 from __future__ import annotations
 
 import socket
+import time
+from collections.abc import Callable
 
 from moonpool.base.clock import Deadline
-from moonpool.base.errors import MoonpoolError, ProtocolError
+from moonpool.base.errors import DamagedFrame, InvalidInput, MoonpoolError, Overloaded, ProtocolError, StaleGeneration
 from moonpool.transfer.desk import Desk
 from moonpool.transfer.segment import Fence, Segment
 from moonpool.transfer.transports.base import check_bounds
@@ -18,78 +20,146 @@ from moonpool.transfer.transports.file.bounce import BouncePool
 from moonpool.transfer.transports.sockets import receive_exactly, receive_present, wait_readable
 from moonpool.transfer.transports.tcp.frames import (
     REQUEST_NBYTES,
+    START_NBYTES,
     Op,
     Request,
+    Verdict,
+    check_body,
+    check_start,
+    pack_answer,
     pack_refusal,
     pack_response,
+    pack_verdict,
     unpack_request,
 )
 from moonpool.transfer.transports.tcp.staging import parts_of, staged
 from moonpool.transfer.transports.tcp.streams import INBOX_NBYTES, PART_NBYTES, Inbox, Outbox
 
 _DISCARD_NBYTES = 64 * 1024
+GATHER_NBYTES = 32 * 1024  # data of a READ below this is copied rather than sent from where it lies
 
 
 class TcpConnection:
     """Answers the requests of one connection, in order, until the other side leaves."""
 
-    def __init__(self, sock: socket.socket, desk: Desk, staging: BouncePool, stall_timeout_s: float) -> None:
+    def __init__(
+        self, sock: socket.socket, desk: Desk, staging: BouncePool, stall_timeout_s: float, idle_timeout_s: float
+    ) -> None:
         self._sock = sock
         self._desk = desk
         self._staging = staging
         self._stall_timeout_s = stall_timeout_s
+        self._idle_timeout_s = idle_timeout_s
+        self._idle_since_s: float | None = None  # since when the next request is waited for
         self._left = 0  # bytes of the WRITE under way that are still on the wire
         self._inbox = Inbox(sock, INBOX_NBYTES)
         self._outbox = Outbox(sock, stall_timeout_s)
         self._answers = {Op.READ: self._read, Op.WRITE: self._write, Op.ASK: self._ask}
 
-    def serve(self) -> None:
+    def serve(self, first_request_s: float | None = None, on_first: Callable[[], None] = lambda: None) -> str:
+        """Answer requests until the connection ends; return why it did, unless OSError says so.
+
+        The first request has `first_request_s` to come (default: as long as any other) and is answered only if
+        `on_first` raises nothing.
+        """
+        wait_s, on_next = self._idle_timeout_s if first_request_s is None else first_request_s, on_first
         while True:
             try:
-                request = self._next()
-            except ProtocolError as error:
+                request = self._next(wait_s)
+                if request is None:
+                    return "silent"
+                on_next()
+                wait_s, on_next = self._idle_timeout_s, _nothing
+                self._answers[request.op](request)
+            except (ProtocolError, DamagedFrame, Overloaded) as error:
                 self._outbox.add(pack_refusal(0, error))
                 self._outbox.flush()
-                return
-            self._answers[request.op](request)
+                return error.code
             self._inbox.expect(request.nbytes if request.op is Op.WRITE else 0)
 
-    def _next(self) -> Request:
-        """Answers wait while more requests are here, and go before this side waits."""
+    def idle_s(self) -> float:
+        """For how long the next request has been waited for."""
+        since_s = self._idle_since_s
+        return 0.0 if since_s is None else time.monotonic() - since_s
+
+    def _next(self, wait_s: float) -> Request | None:
+        """Answers wait while more requests are here, and go before this side waits. None when nothing came in time."""
         inbox = self._inbox
         if inbox.nbytes < REQUEST_NBYTES and not inbox.receive_present():
             self._outbox.flush()
-            inbox.receive(1, None)
+            if not self._wait(wait_s):
+                return None
         if inbox.nbytes < REQUEST_NBYTES:
             self._outbox.flush()
-            inbox.receive(REQUEST_NBYTES, self._stall_deadline())
+            deadline = self._stall_deadline()
+            inbox.receive(START_NBYTES, deadline)
+            check_start(inbox.peek(START_NBYTES))  # the head of another version may be shorter
+            inbox.receive(REQUEST_NBYTES, deadline)
         head = unpack_request(inbox.take(REQUEST_NBYTES))
         if inbox.nbytes < head.name_nbytes:
             self._outbox.flush()
             inbox.receive(head.name_nbytes, self._stall_deadline())
         return head.with_name(inbox.take(head.name_nbytes))
 
+    def _wait(self, wait_s: float) -> bool:
+        """Whether a request has begun within that time."""
+        self._idle_since_s = time.monotonic()
+        try:
+            self._inbox.receive(1, Deadline(wait_s))
+        except TimeoutError:
+            return self._inbox.nbytes > 0
+        finally:
+            self._idle_since_s = None
+        return True
+
     def _ask(self, request: Request) -> None:
         body = memoryview(bytearray(request.nbytes))
         self._receive(body)
+        call = check_body(bytes(body), request.checksum)
         try:
-            answer = self._desk.answer_body(bytes(body))
+            answer = self._desk.answer_body(call)
         except MoonpoolError as error:
             self._outbox.add(pack_refusal(request.request_id, error))
             return
-        self._outbox.add(pack_response(request.request_id, len(answer)) + answer)
+        self._outbox.add(pack_answer(request.request_id, answer))
 
     def _read(self, request: Request) -> None:
         try:
             segment = self._target(request)
+            fence = self._expect(segment, request)
             if not segment.in_memory:
                 self._read_staged(segment, request)
-                return
-            memory = segment.borrow().memory[request.offset : request.offset + request.nbytes]
+            else:
+                self._read_memory(segment.borrow().memory, request, fence)
         except MoonpoolError as error:
             self._outbox.add(pack_refusal(request.request_id, error))
             return
-        self._outbox.add(pack_response(request.request_id, request.nbytes), memory)
+        if fence is not None and (not segment.in_memory or request.nbytes >= GATHER_NBYTES):
+            self._outbox.flush()  # the bytes have been taken when it returns
+            self._outbox.add(pack_verdict(request.request_id, _verdict(fence, request)))
+
+    def _expect(self, segment: Segment, request: Request) -> Fence | None:
+        """The fence to ask again when the bytes have been taken; None when the READ expects no generation.
+
+        StaleGeneration when the space has another one now, InvalidInput when it has none.
+        """
+        if not request.generation:
+            return None
+        fence = segment.borrow().fence if segment.in_memory else segment.fence
+        if fence is None:
+            raise InvalidInput(f"segment {segment.name!r} has no generations to check; read without one")
+        fence.confirm(request.offset, request.nbytes, request.generation)
+        return fence
+
+    def _read_memory(self, memory: memoryview, request: Request, fence: Fence | None) -> None:
+        data = memory[request.offset : request.offset + request.nbytes]
+        head = pack_response(request.request_id, request.nbytes)
+        if fence is None or request.nbytes >= GATHER_NBYTES:
+            self._outbox.add(head, data)
+            return
+        # A little is taken now, so that the verdict is known before anything is sent: then many go out together.
+        taken = bytes(data)
+        self._outbox.add(b"".join((head, taken, pack_verdict(request.request_id, _verdict(fence, request)))))
 
     def _read_staged(self, segment: Segment, request: Request) -> None:
         source = staged(segment)
@@ -190,3 +260,16 @@ class TcpConnection:
 
     def _stall_deadline(self) -> Deadline:
         return Deadline(self._stall_timeout_s)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _verdict(fence: Fence, request: Request) -> Verdict:
+    """Whether the space still carries the generation that a READ expects."""
+    try:
+        fence.confirm(request.offset, request.nbytes, request.generation)
+    except StaleGeneration:
+        return Verdict.STALE
+    return Verdict.SAME

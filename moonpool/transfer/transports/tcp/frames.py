@@ -1,26 +1,35 @@
-"""The tcp transport's frames, without I/O (docs/formats.md, version 1). All numbers are little-endian.
+"""The tcp transport's frames, without I/O (docs/formats.md, version 2). All numbers are little-endian.
 
-Request, 48 bytes, then the name, then for a WRITE the data:
+Request, 56 bytes, then the name, then for a WRITE the data, for an ASK the call:
 
-     0  magic "MPTX"       4  version u8 = 1      5  op u8: 1 READ, 2 WRITE,    6  name_nbytes u16: 1..255
+     0  magic "MPTX"       4  version u8 = 2      5  op u8: 1 READ, 2 WRITE,    6  name_nbytes u16: 1..255
                                                      3 ASK                          (0 for an ASK)
      8  request_id u64    16  incarnation u64    24  offset u64                32  nbytes u64
-    40  generation u64 (0 for a READ)            48  name, UTF-8               48 + name_nbytes  data (WRITE, ASK)
+    40  generation u64: that a WRITE stamps; that a READ expects, 0 for none
+    48  CRC-32C u32 of the name, or of an ASK's call                           52  CRC-32C u32 of bytes 0 to 52
 
 An ASK carries one call to the owner's desk (transfer/desk.py), msgpack, at most 64 KiB; its other fields are 0.
 
-Response, 24 bytes, then for a READ or ASK that succeeded the data, or for a failure its text:
+Response, 32 bytes, then for a READ or ASK that succeeded the data, or for a failure its text:
 
-     0  magic "MPTX"       4  version u8 = 1      5  status u8: 0 OK, 1 ERROR   6  reserved u16 = 0
+     0  magic "MPTX"       4  version u8 = 2      5  status u8: 0 OK, 1 ERROR   6  reserved u16 = 0
      8  request_id u64 of the request answered (0: the connection itself is refused)
     16  nbytes u64: data of a READ, 0 for a WRITE, the answer to an ASK (msgpack, at most 1 MiB), the text of an ERROR
         (at most 1,024)
-    24  data, or text: an error code of base/errors.py, one space, a sentence; UTF-8
+    24  CRC-32C u32 of the answer to an ASK or the text of an ERROR, else 0    28  CRC-32C u32 of bytes 0 to 28
+    32  data, or text: an error code of base/errors.py, one space, a sentence; UTF-8
+
+The data of a READ that expects a generation is followed by its verdict, 16 bytes:
+
+     0  verdict u32: 0 the space carried that generation from before the first byte was taken until after the last,
+        1 it does not any more: the data must not be used
+     4  request_id u64    12  CRC-32C u32 of bytes 0 to 12
 
 Requests of one connection are answered in order; several may be under way. A request once begun is sent whole: the
 owner may keep earlier answers until it has it. A WRITE is answered when its bytes are in the owner's memory. A
 refused WRITE's data is read and thrown away, so the connection stays in step. One request carries at most 1 GiB.
-Whoever receives a frame that breaks these rules closes the connection.
+Nothing is read or written for a request before its checksums have passed. Whoever receives a frame that breaks these
+rules, or is damaged, closes the connection. Data of READs and WRITEs has no checksum here: what is stored has its own.
 """
 
 from __future__ import annotations
@@ -30,20 +39,30 @@ from collections.abc import Iterable
 from enum import IntEnum
 from typing import Any, NamedTuple
 
+import google_crc32c
+
 from moonpool.base.errors import InvalidInput, MoonpoolError, ProtocolError, from_wire
+from moonpool.base.frames import damaged
 from moonpool.transfer.segment import MAX_NAME_NBYTES
 
 MAGIC = b"MPTX"
-VERSION = 1
+VERSION = 2
 MAX_DATA_NBYTES = 1 << 30
 MAX_ASK_NBYTES = 64 * 1024
 MAX_ANSWER_NBYTES = 1024 * 1024
 MAX_ERROR_NBYTES = 1024
-_REQUEST = struct.Struct("<4sBBHQQQQQ")
-_RESPONSE = struct.Struct("<4sBBHQQ")
-REQUEST_NBYTES = _REQUEST.size
-RESPONSE_NBYTES = _RESPONSE.size
+_START = struct.Struct("<4sB")
+_REQUEST = struct.Struct("<4sBBHQQQQQI")
+_RESPONSE = struct.Struct("<4sBBHQQI")
+_VERDICT = struct.Struct("<IQ")
+_CRC = struct.Struct("<I")
+START_NBYTES = _START.size
+REQUEST_NBYTES = _REQUEST.size + _CRC.size
+RESPONSE_NBYTES = _RESPONSE.size + _CRC.size
+VERDICT_NBYTES = _VERDICT.size + _CRC.size
+_STARTED = _START.pack(MAGIC, VERSION)
 _U64 = 1 << 64
+_crc = google_crc32c.value
 
 
 class Op(IntEnum):
@@ -57,9 +76,15 @@ class Status(IntEnum):
     ERROR = 1
 
 
+class Verdict(IntEnum):
+    SAME = 0
+    STALE = 1
+
+
 # Calling an enum for its member takes longer than the rest of a frame.
 _OPS = {member.value: member for member in Op}
 _STATUSES = {member.value: member for member in Status}
+_VERDICTS = {member.value: member for member in Verdict}
 
 
 class Request(NamedTuple):
@@ -70,6 +95,7 @@ class Request(NamedTuple):
     offset: int
     nbytes: int
     generation: int = 0
+    checksum: int = 0  # of an ASK's call
 
 
 class RequestHead(NamedTuple):
@@ -82,20 +108,27 @@ class RequestHead(NamedTuple):
     offset: int
     nbytes: int
     generation: int
+    checksum: int
 
     def with_name(self, name: bytes | bytearray | memoryview) -> Request:
-        """ProtocolError when the name is not text."""
+        """DamagedFrame when it is not the name that was sent, ProtocolError when that is not text."""
+        raw = bytes(name)
+        if raw and _crc(raw) != self.checksum:
+            raise damaged("the name in a request")
         try:
-            text = str(name, "utf-8")
+            text = raw.decode()
         except UnicodeDecodeError as error:
             raise ProtocolError("the segment's name is not UTF-8") from error
-        return Request(self.op, self.request_id, text, self.incarnation, self.offset, self.nbytes, self.generation)
+        return Request(
+            self.op, self.request_id, text, self.incarnation, self.offset, self.nbytes, self.generation, self.checksum
+        )
 
 
 class Response(NamedTuple):
     status: Status
     request_id: int
     nbytes: int
+    checksum: int = 0  # of an answer or a text
 
 
 def pack_request(request: Request) -> bytes:
@@ -110,12 +143,13 @@ def pack_requests(op: Op, name: str, incarnation: int, orders: Iterable[tuple[in
     if not 0 < len(text) <= MAX_NAME_NBYTES:
         raise InvalidInput(f"a segment's name has 1 to {MAX_NAME_NBYTES} bytes, not {len(text)}")
     heads: list[bytes] = []
+    pack, pack_crc, crc, name_crc = _REQUEST.pack, _CRC.pack, _crc, _crc(text)
     try:
         for request_id, offset, nbytes, generation in orders:
             if nbytes > MAX_DATA_NBYTES:
                 raise InvalidInput(f"one request carries at most {MAX_DATA_NBYTES} bytes, not {nbytes}")
-            fields = (MAGIC, VERSION, op, len(text), request_id, incarnation, offset, nbytes, generation)
-            heads.append(_REQUEST.pack(*fields) + text)
+            head = pack(MAGIC, VERSION, op, len(text), request_id, incarnation, offset, nbytes, generation, name_crc)
+            heads.append(head + pack_crc(crc(head)) + text)
     except struct.error as error:
         raise InvalidInput(f"the request does not fit the frame: {error}") from error
     return heads
@@ -125,13 +159,25 @@ def pack_ask(request_id: int, body: bytes) -> bytes:
     """A whole request. InvalidInput when the call is too large."""
     if len(body) > MAX_ASK_NBYTES:
         raise InvalidInput(f"a call has at most {MAX_ASK_NBYTES} bytes, not {len(body)}")
-    return _REQUEST.pack(MAGIC, VERSION, Op.ASK, 0, request_id, 0, 0, len(body), 0) + body
+    return _sealed(_REQUEST.pack(MAGIC, VERSION, Op.ASK, 0, request_id, 0, 0, len(body), 0, _crc(body))) + body
+
+
+def check_start(frame: bytes | bytearray | memoryview) -> None:
+    """ProtocolError when the first 5 bytes are not of this protocol, in this version."""
+    magic, version = _START.unpack_from(frame)
+    if magic != MAGIC:
+        raise ProtocolError("the peer does not speak the transfer protocol")
+    if version != VERSION:
+        raise ProtocolError(
+            f"the peer speaks version {version} of the transfer protocol, this side version {VERSION}; "
+            "run the same version of Moonpool on both"
+        )
 
 
 def unpack_request(frame: bytes | bytearray | memoryview) -> RequestHead:
-    """The first 48 bytes of a request; ProtocolError when they break a rule. Allocates nothing."""
-    magic, version, op, name_nbytes, request_id, incarnation, offset, nbytes, generation = _unpack(_REQUEST, frame)
-    _check_start(magic, version)
+    """The first 56 bytes of a request; ProtocolError when they break a rule, DamagedFrame when they are damaged."""
+    fields = _opened(_REQUEST, frame, "a request")
+    op, name_nbytes, request_id, incarnation, offset, nbytes, generation, checksum = fields[2:]
     known_op = _OPS.get(op)
     if known_op is None:
         raise ProtocolError(f"unknown operation {op}")
@@ -139,30 +185,59 @@ def unpack_request(frame: bytes | bytearray | memoryview) -> RequestHead:
         raise ProtocolError(f"a name of {name_nbytes} bytes is not allowed")
     if nbytes > (MAX_ASK_NBYTES if known_op is Op.ASK else MAX_DATA_NBYTES) or offset + nbytes >= _U64:
         raise ProtocolError(f"a request for {nbytes} bytes at {offset} is over the limit")
-    return RequestHead(known_op, name_nbytes, request_id, incarnation, offset, nbytes, generation)
+    return RequestHead(known_op, name_nbytes, request_id, incarnation, offset, nbytes, generation, checksum)
 
 
 def pack_response(request_id: int, nbytes: int) -> bytes:
-    """A success; `nbytes` of data follow."""
-    return _RESPONSE.pack(MAGIC, VERSION, Status.OK, 0, request_id, nbytes)
+    """A success of a READ or WRITE; `nbytes` of data follow."""
+    head = _RESPONSE.pack(MAGIC, VERSION, 0, 0, request_id, nbytes, 0)
+    return head + _CRC.pack(_crc(head))
+
+
+def pack_answer(request_id: int, body: bytes) -> bytes:
+    """The answer to an ASK, whole."""
+    return _sealed(_RESPONSE.pack(MAGIC, VERSION, 0, 0, request_id, len(body), _crc(body))) + body
 
 
 def pack_refusal(request_id: int, error: MoonpoolError) -> bytes:
     """A failure, text included (cut to fit)."""
     text = f"{error.code} {error}".encode()[:MAX_ERROR_NBYTES]
-    return _RESPONSE.pack(MAGIC, VERSION, Status.ERROR, 0, request_id, len(text)) + text
+    return _sealed(_RESPONSE.pack(MAGIC, VERSION, Status.ERROR, 0, request_id, len(text), _crc(text))) + text
 
 
 def unpack_response(frame: bytes | bytearray | memoryview) -> Response:
-    """The first 24 bytes of a response; ProtocolError when they break a rule. Allocates nothing."""
-    magic, version, status, reserved, request_id, nbytes = _unpack(_RESPONSE, frame)
-    _check_start(magic, version)
+    """The first 32 bytes of a response; ProtocolError when they break a rule, DamagedFrame when they are damaged."""
+    status, reserved, request_id, nbytes, checksum = _opened(_RESPONSE, frame, "an answer")[2:]
     known_status = _STATUSES.get(status)
     if known_status is None or reserved != 0:
         raise ProtocolError(f"unknown status {status}")
     if nbytes > (MAX_DATA_NBYTES if known_status is Status.OK else MAX_ERROR_NBYTES):
         raise ProtocolError(f"an answer of {nbytes} bytes is over the limit")
-    return Response(known_status, request_id, nbytes)
+    return Response(known_status, request_id, nbytes, checksum)
+
+
+def pack_verdict(request_id: int, verdict: Verdict) -> bytes:
+    """What follows the data of a READ that expects a generation."""
+    return _sealed(_VERDICT.pack(verdict, request_id))
+
+
+def unpack_verdict(frame: bytes | bytearray | memoryview, request_id: int) -> Verdict:
+    """The verdict on that request's data; ProtocolError when it is none, DamagedFrame when it is damaged."""
+    raw = bytes(frame)
+    verdict, found_id = _VERDICT.unpack_from(raw)
+    if _crc(raw[: _VERDICT.size]) != _CRC.unpack_from(raw, _VERDICT.size)[0]:
+        raise damaged("the verdict on data")
+    known = _VERDICTS.get(verdict)
+    if known is None or found_id != request_id:
+        raise ProtocolError(f"verdict {verdict} on request {found_id} was not expected")
+    return known
+
+
+def check_body(body: bytes, checksum: int) -> bytes:
+    """Return the call or answer, or text; DamagedFrame when it is not what was sent."""
+    if _crc(body) != checksum:
+        raise damaged("a call or its answer")
+    return body
 
 
 def unpack_error(text: bytes | bytearray | memoryview) -> MoonpoolError:
@@ -171,14 +246,19 @@ def unpack_error(text: bytes | bytearray | memoryview) -> MoonpoolError:
     return from_wire(code, message)
 
 
-def _unpack(layout: struct.Struct, frame: bytes | bytearray | memoryview) -> tuple[Any, ...]:
-    if len(frame) < layout.size:
+def _sealed(head: bytes) -> bytes:
+    """The bytes and their checksum."""
+    return head + _CRC.pack(_crc(head))
+
+
+def _opened(layout: struct.Struct, frame: bytes | bytearray | memoryview, what: str) -> tuple[Any, ...]:
+    """The fields of a sealed head."""
+    nbytes = layout.size
+    if len(frame) < nbytes + _CRC.size:
         raise ProtocolError(f"a frame of {len(frame)} bytes is cut short")
-    return layout.unpack_from(frame)
-
-
-def _check_start(magic: bytes, version: int) -> None:
-    if magic != MAGIC:
-        raise ProtocolError("the peer does not speak the transfer protocol")
-    if version != VERSION:
-        raise ProtocolError(f"the peer speaks version {version} of the transfer protocol, this side {VERSION}")
+    head = bytes(frame[:nbytes])
+    if not head.startswith(_STARTED):
+        check_start(head)
+    if _crc(head) != _CRC.unpack_from(frame, nbytes)[0]:
+        raise damaged(what)
+    return layout.unpack(head)

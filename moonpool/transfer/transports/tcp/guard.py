@@ -1,13 +1,13 @@
-"""Who may talk to a tcp port: the exchange that opens a guarded connection, without I/O (docs/formats.md, version 1).
+"""Who may talk to a tcp port: the exchange that opens a guarded connection, without I/O (docs/formats.md, version 2).
 
-Four frames of 48 bytes each, inside TLS where that is configured. All numbers are little-endian.
+Four frames of 56 bytes each, inside TLS where that is configured. All numbers are little-endian.
 
-     0  magic "MPTG"    4  version u8 = 1    5  kind u8    6  secret u8: 1 if the sender has one    7  reserved u8 = 0
-     8  value, 32 bytes                     40  reserved, 8 bytes of 0
+     0  magic "MPTG"    4  version u8 = 2    5  kind u8    6  secret u8: 1 if the sender has one    7  reserved u8 = 0
+     8  value, 32 bytes                     40  reserved, 12 bytes of 0                 52  CRC-32C u32 of bytes 0 to 52
 
     caller  1 HELLO      value: the caller's nonce, 32 random bytes
     owner   2 CHALLENGE  value: the owner's nonce
-    caller  3 PROOF      value: HMAC-SHA256(secret, "moonpool-tcp-guard" 01 "C" caller's nonce, owner's nonce)
+    caller  3 PROOF      value: HMAC-SHA256(secret, "moonpool-tcp-guard" 02 "C" caller's nonce, owner's nonce)
     owner   4 WELCOME    value: the same with "O" for "C"; requests (tcp/frames.py) may follow
 
 Both sides thus show that they know the secret, and neither learns anything of it; the caller, who can be anybody, shows
@@ -31,19 +31,22 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TypeAlias
 
-from moonpool.base.errors import ConfigError, MoonpoolError, Overloaded, ProtocolError, Unauthorized
+from moonpool.base.checksum import crc32c
+from moonpool.base.errors import ConfigError, DamagedFrame, MoonpoolError, Overloaded, ProtocolError, Unauthorized
+from moonpool.base.frames import damaged
 from moonpool.base.secret import Secret
 from moonpool.base.tls import TlsConfig, TlsIdentity
 from moonpool.transfer.transports.tcp.frames import MAGIC as REQUEST_MAGIC
 
 MAGIC = b"MPTG"
-VERSION = 1
+VERSION = 2
 NONCE_NBYTES = 32
-_FRAME = struct.Struct("<4sBBBB32s8s")
-FRAME_NBYTES = _FRAME.size
+_FRAME = struct.Struct("<4sBBBB32s12s")
+_CRC = struct.Struct("<I")
+FRAME_NBYTES = _FRAME.size + _CRC.size
 _LABEL = b"moonpool-tcp-guard"
 _NOTHING = bytes(NONCE_NBYTES)
-_UNUSED = bytes(8)
+_UNUSED = bytes(12)
 Frame: TypeAlias = bytes | bytearray | memoryview
 
 
@@ -151,7 +154,7 @@ def read_refusal(error: MoonpoolError) -> MoonpoolError:
     """What a caller makes of a refusal by an owner that has proved nothing yet: it may be anybody, so it is believed
     in nothing that would matter (that a segment is gone, for example).
     """
-    if isinstance(error, Unauthorized | Overloaded):
+    if isinstance(error, Unauthorized | Overloaded | DamagedFrame):
         return error
     return Unauthorized(
         "the owner does not ask for what this side has to show (secret_file, tls_cert_file), so it may be somebody "
@@ -182,18 +185,21 @@ def _proof(secret: Secret | None, role: bytes, caller_nonce: bytes, owner_nonce:
 
 
 def _pack(kind: Kind, secret: Secret | None, value: bytes) -> bytes:
-    return _FRAME.pack(MAGIC, VERSION, kind, secret is not None, 0, value, _UNUSED)
+    frame = _FRAME.pack(MAGIC, VERSION, kind, secret is not None, 0, value, _UNUSED)
+    return frame + _CRC.pack(crc32c(frame))
 
 
 def _unpack(frame: Frame, expected: Kind) -> tuple[bool, bytes]:
-    """(whether the sender has a secret, value); ProtocolError when a rule is broken."""
+    """(whether the sender has a secret, value); ProtocolError when a rule is broken, or DamagedFrame."""
     if len(frame) != FRAME_NBYTES:
         raise ProtocolError(f"a frame of the guard has {FRAME_NBYTES} bytes, not {len(frame)}")
-    magic, version, kind, secret, reserved, value, unused = _FRAME.unpack(frame)
+    magic, version, kind, secret, reserved, value, unused = _FRAME.unpack_from(frame)
     if magic != MAGIC:
         raise ProtocolError("the peer does not open the connection as a guarded one is opened")
     if version != VERSION:
         raise ProtocolError(f"the peer speaks version {version} of the guard's protocol, this side {VERSION}")
+    if crc32c(bytes(frame[: _FRAME.size])) != _CRC.unpack_from(frame, _FRAME.size)[0]:
+        raise damaged("a frame of the guard")
     if kind != expected or secret > 1 or reserved or unused != _UNUSED:
         raise ProtocolError(f"a {expected.name} was expected")
     return bool(secret), value

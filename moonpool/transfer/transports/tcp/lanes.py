@@ -8,6 +8,7 @@ from __future__ import annotations
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -22,10 +23,13 @@ from moonpool.transfer.transports.tcp.frames import (
     MAGIC,
     MAX_ERROR_NBYTES,
     RESPONSE_NBYTES,
+    check_body,
     unpack_error,
     unpack_response,
 )
 from moonpool.transfer.transports.tcp.guard import FRAME_NBYTES, CallerSide, Guard, read_refusal
+
+IDLE_S = 120.0  # a lane that was not used for longer is not used again: its owner may be about to close it
 
 
 class LanePool:
@@ -36,7 +40,7 @@ class LanePool:
         self._size = size
         self._guard = guard
         self._changed = threading.Condition()
-        self._idle: list[socket.socket] = []
+        self._idle: list[tuple[socket.socket, float]] = []  # with the time since when
         self._busy: set[socket.socket] = set()
         self._greeting: set[socket.socket] = set()  # connected, not yet let in
         self._connecting = 0
@@ -68,7 +72,7 @@ class LanePool:
             for sock in self._busy | self._greeting:
                 hang_up(sock)
             self._changed.notify_all()
-        for sock in idle:
+        for sock, _ in idle:
             sock.close()
 
     def _take(self, deadline: Deadline) -> socket.socket:
@@ -88,10 +92,10 @@ class LanePool:
         return self._connect(deadline)
 
     def _quiet_idle(self) -> socket.socket | None:
-        """An idle lane whose peer has not hung up meanwhile; dead ones are closed on the way."""
+        """An idle lane whose peer has not hung up meanwhile, nor is about to; others are closed on the way."""
         while self._idle:
-            sock = self._idle.pop()
-            if is_quiet(sock):
+            sock, since_s = self._idle.pop()
+            if time.monotonic() - since_s < IDLE_S and is_quiet(sock):
                 return sock
             sock.close()
         return None
@@ -163,7 +167,7 @@ class LanePool:
             self._busy.discard(sock)
             keep = healthy and not self._closed
             if keep:
-                self._idle.append(sock)
+                self._idle.append((sock, time.monotonic()))
             self._changed.notify()
         if not keep:
             abandon(sock)
@@ -185,6 +189,7 @@ def _exchange(sock: socket.socket, said: bytes, deadline: Deadline) -> memoryvie
     if head[: len(MAGIC)] != MAGIC:
         receive_exactly(sock, [rest], deadline)
         return frame
-    text = memoryview(bytearray(min(unpack_response(head).nbytes, MAX_ERROR_NBYTES)))
+    response = unpack_response(head)
+    text = memoryview(bytearray(min(response.nbytes, MAX_ERROR_NBYTES)))
     receive_exactly(sock, [text], deadline)
-    raise read_refusal(unpack_error(text))
+    raise read_refusal(unpack_error(check_body(bytes(text), response.checksum)))

@@ -14,20 +14,25 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from moonpool.base.clock import Deadline
-from moonpool.base.errors import MoonpoolError, ProtocolError
+from moonpool.base.errors import MoonpoolError, ProtocolError, StaleGeneration
 from moonpool.transfer.transports.sockets import send_all
 from moonpool.transfer.transports.tcp.frames import (
     RESPONSE_NBYTES,
+    VERDICT_NBYTES,
     Op,
     Status,
+    Verdict,
+    check_body,
     pack_requests,
     pack_response,
+    pack_verdict,
     unpack_error,
     unpack_response,
+    unpack_verdict,
 )
 from moonpool.transfer.transports.tcp.streams import DIRECT_NBYTES, Inbox
 
-# Requests per run; at most two runs are in flight. Their heads are 38 KiB at the very most, and so are in any socket.
+# Requests per run; at most two runs are in flight. Their heads are 39 KiB at the very most, and so are in any socket.
 _RUN = 64
 _AHEAD_NBYTES = 16 * 1024 * 1024
 _MERGED_NBYTES = 8 * 1024 * 1024
@@ -35,7 +40,9 @@ _MERGED_ITEMS = 512
 
 
 class Order(NamedTuple):
-    """One request: the place in the segment and the caller's memory, `nbytes` in all."""
+    """One request: the place in the segment and the caller's memory, `nbytes` in all. `generation` is what a write
+    stamps, or what a read expects to find (0: anything).
+    """
 
     offset: int
     nbytes: int
@@ -61,11 +68,17 @@ def merge_neighbours(items: Iterable[tuple[int, memoryview]], generation: int = 
     """One request for items that follow each other in the segment: what is said and done per request takes as long as
     moving some 100 KiB. Not without limit: a request is refused as a whole.
     """
+    return merge_alike([(offset, view, generation) for offset, view in items])
+
+
+def merge_alike(items: Iterable[tuple[int, memoryview, int]]) -> list[Order]:
+    """As merge_neighbours(), of neighbours with the same generation each. The items of an order follow each other."""
     orders: list[Order] = []
-    end, nbytes, views = -1, 0, list[memoryview]()
-    for offset, view in items:
-        if offset != end or nbytes + view.nbytes > _MERGED_NBYTES or len(views) == _MERGED_ITEMS:
-            nbytes, views = 0, []
+    end, nbytes, views, last = -1, 0, list[memoryview](), -1
+    for offset, view, generation in items:
+        full = nbytes + view.nbytes > _MERGED_NBYTES or len(views) == _MERGED_ITEMS
+        if offset != end or generation != last or full:
+            nbytes, views, last = 0, [], generation
             orders.append(Order(offset, 0, views, generation))
         views.append(view)
         nbytes += view.nbytes
@@ -163,15 +176,28 @@ class Pipeline:
             head, nbytes = inbox.take(RESPONSE_NBYTES), order.nbytes if reading else 0
             if head != pack_response(number, nbytes):
                 self.refusals[number - 1] = self._refusal(inbox, number, nbytes, head)
-            elif nbytes:
-                inbox.fill(order.views, RESPONSE_NBYTES if number < self._num_sent else 0, deadline)
+                continue
+            verdict_nbytes = VERDICT_NBYTES if reading and order.generation else 0
+            if nbytes:
+                next_nbytes = verdict_nbytes + (RESPONSE_NBYTES if number < self._num_sent else 0)
+                inbox.fill(order.views, next_nbytes, deadline)
                 inbox.expect(nbytes)
+            if verdict_nbytes:
+                self._take_verdict(inbox, number, order)
         self._num_answered += len(orders)
         self._nbytes_ahead -= sum([order.nbytes for order in orders]) if reading else 0
 
+    def _take_verdict(self, inbox: Inbox, number: int, order: Order) -> None:
+        inbox.receive(VERDICT_NBYTES, self._deadline)
+        frame = inbox.take(VERDICT_NBYTES)
+        if frame != pack_verdict(number, Verdict.SAME) and unpack_verdict(frame, number) is Verdict.STALE:
+            self.refusals[number - 1] = StaleGeneration(
+                f"space at offset {order.offset} was given away while generation {order.generation} of it was read"
+            )
+
     def _make_inbox(self, orders: Sequence[Order]) -> Inbox:
         # Large data goes past the inbox; room for it would have to be taken from the system anew each time.
-        small = [RESPONSE_NBYTES + order.nbytes for order in orders if order.nbytes < DIRECT_NBYTES]
+        small = [RESPONSE_NBYTES + order.nbytes + VERDICT_NBYTES for order in orders if order.nbytes < DIRECT_NBYTES]
         self._inbox = inbox = Inbox(self._sock, sum(small) if self._op is Op.READ else 0)
         if self._op is Op.READ and orders:
             inbox.expect(orders[0].nbytes)
@@ -186,7 +212,7 @@ class Pipeline:
                 f"expected were {nbytes} for request {number}"
             )
         inbox.receive(response.nbytes, self._deadline)
-        error = unpack_error(inbox.take(response.nbytes))
+        error = unpack_error(check_body(bytes(inbox.take(response.nbytes)), response.checksum))
         if response.request_id == 0:
             raise error
         return error

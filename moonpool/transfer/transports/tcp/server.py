@@ -1,8 +1,10 @@
 """The owner's side of the tcp transport: one listening thread, one thread per connection (tcp/connection.py), a bounded
 number of them.
 
-Behind a guard a caller first proves itself (tcp/door.py). Those who have not yet are counted apart, have little time,
-and make room for new ones, the oldest first: they cannot take the places of those who have.
+A caller first proves itself: behind a guard by what tcp/door.py asks for, else by a first request. Those who have not
+yet are counted apart, have little time, and make room for new ones, the oldest silent one first: they cannot take the
+places of those who have. Those who have are let go after a long silence, and before that when all places are taken: the
+one that has been silent longest makes room.
 """
 
 from __future__ import annotations
@@ -12,12 +14,13 @@ import logging
 import socket
 import ssl
 import threading
+from collections import Counter
 
 from moonpool.base.address import host_port
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import ConfigError, MoonpoolError, Overloaded
 from moonpool.transfer.desk import Desk
-from moonpool.transfer.transports.sockets import hang_up, send_all, tune
+from moonpool.transfer.transports.sockets import hang_up, is_quiet, send_all, tune
 from moonpool.transfer.transports.tcp.connection import TcpConnection
 from moonpool.transfer.transports.tcp.door import Door
 from moonpool.transfer.transports.tcp.frames import pack_refusal
@@ -28,16 +31,25 @@ _log = logging.getLogger(__name__)
 _JOIN_TIMEOUT_S = 5.0
 _ACCEPT_PAUSE_S = 0.05
 _LEAVE_TIMEOUT_S = 0.2
+_FIRST_REQUEST_S = 5.0  # for a caller of an open port to say what it wants
+_LEAST_IDLE_S = 5.0  # a connection that was used less long ago does not make room for another
+MAX_CONNECTIONS = 256
+IDLE_TIMEOUT_S = 300.0  # above lanes.IDLE_S, so that callers drop a lane before its owner does
 
 
 class _Caller:
     """A connection and the thread that serves it. Inside TLS `sock` is replaced once, under the server's lock."""
 
-    def __init__(self, sock: socket.socket, address: str, proven: bool) -> None:
+    def __init__(self, sock: socket.socket, address: str) -> None:
         self.sock = sock
         self.address = address
-        self.proven = proven
+        self.proven = False
         self.thread: threading.Thread | None = None
+        self.connection: TcpConnection | None = None
+
+    def idle_s(self) -> float:
+        """For how long it has asked for nothing; 0 while a request is under way."""
+        return 0.0 if self.connection is None else self.connection.idle_s()
 
 
 class TcpServer:
@@ -51,12 +63,16 @@ class TcpServer:
         *,
         stall_timeout_s: float,
         max_connections: int,
+        idle_timeout_s: float = IDLE_TIMEOUT_S,
         guard: Guard | None = None,
     ) -> None:
         self._desk = desk
         self._staging = staging_buffers()
         self._stall_timeout_s = stall_timeout_s
         self._max_connections = max_connections
+        self._idle_timeout_s = idle_timeout_s
+        self._max_unproven = Guard.max_unproven if guard is None else guard.max_unproven
+        self.ended: Counter[str] = Counter()  # connections by why they ended
         self._door = None if guard is None else Door(guard)
         self._changed = threading.Condition()
         self._callers: dict[_Caller, None] = {}  # in order of arrival
@@ -93,12 +109,13 @@ class TcpServer:
                 if not self._closed.wait(_ACCEPT_PAUSE_S):
                     _log.warning("tcp: could not accept a connection: %s", error)
                 continue
-            if not self._start(_Caller(sock, str(address[0]), proven=self._door is None)):
+            if not self._start(_Caller(sock, str(address[0]))):
+                self.ended["refused"] += 1
                 self._refuse(sock)
 
     def _start(self, caller: _Caller) -> bool:
         with self._changed:
-            if not self._has_room(caller) or self._closed.is_set():  # in this order: making room takes a moment
+            if not self._has_room() or self._closed.is_set():  # in this order: making room takes a moment
                 return False
             caller.thread = threading.Thread(
                 target=self._run, args=(caller,), name=f"tcp-serve-{self.port}", daemon=True
@@ -111,15 +128,23 @@ class TcpServer:
             self._callers[caller] = None
             return True
 
-    def _has_room(self, caller: _Caller) -> bool:
-        if caller.proven:
-            return self._num_proven() < self._max_connections
-        assert self._door is not None
-        unproven = [other for other in self._callers if not other.proven]
-        if len(unproven) < self._door.guard.max_unproven:
+    @property
+    def num_connections(self) -> int:
+        return len(self._callers)
+
+    def _has_room(self) -> bool:
+        """For a caller that has not proved itself yet."""
+        unproven = [caller for caller in self._callers if not caller.proven]
+        if len(unproven) < self._max_unproven:
             return True
-        hang_up(unproven[0].sock)
-        return self._changed.wait_for(lambda: unproven[0].proven or unproven[0] not in self._callers, _LEAVE_TIMEOUT_S)
+        # Behind a guard any may go: proving oneself takes several steps. At an open port who has spoken is served next.
+        victim = next((each for each in unproven if self._door is not None or is_quiet(each.sock)), None)
+        if victim is not None:
+            self.ended["pushed out"] += 1
+            hang_up(victim.sock)
+        return self._changed.wait_for(
+            lambda: sum(not each.proven for each in self._callers) < self._max_unproven, _LEAVE_TIMEOUT_S
+        )
 
     def _num_proven(self) -> int:
         return sum(caller.proven for caller in self._callers)
@@ -134,14 +159,26 @@ class TcpServer:
         try:
             tune(caller.sock)
             if self._door is None or self._admit(caller, self._door):
-                TcpConnection(caller.sock, self._desk, self._staging, self._stall_timeout_s).serve()
+                self.ended[self._serve(caller)] += 1
+            else:
+                self.ended["not let in"] += 1
         except OSError as error:
+            self.ended["stalled" if isinstance(error, TimeoutError) else "closed"] += 1
             _log.debug("tcp: connection ended: %s", error)
         finally:
             caller.sock.close()
             with self._changed:
                 self._callers.pop(caller, None)
                 self._changed.notify_all()
+
+    def _serve(self, caller: _Caller) -> str:
+        """Answer the caller's requests; return why that ended."""
+        caller.connection = TcpConnection(
+            caller.sock, self._desk, self._staging, self._stall_timeout_s, self._idle_timeout_s
+        )
+        if caller.proven:
+            return caller.connection.serve()
+        return caller.connection.serve(_FIRST_REQUEST_S, lambda: self._take_place(caller))
 
     def _admit(self, caller: _Caller, door: Door) -> bool:
         """Whether the caller was let in; else it was told."""
@@ -158,7 +195,16 @@ class TcpServer:
 
     def _take_place(self, caller: _Caller) -> None:
         with self._changed:
-            if self._num_proven() >= self._max_connections:
+            if self._num_proven() >= self._max_connections and not self._make_place():
                 raise Overloaded("too many connections to this owner")
             caller.proven = True
             self._changed.notify_all()
+
+    def _make_place(self) -> bool:
+        """Let the caller go that has been silent longest, if it has been for a while."""
+        longest = max((caller for caller in self._callers if caller.proven), key=_Caller.idle_s, default=None)
+        if longest is None or longest.idle_s() < _LEAST_IDLE_S:
+            return False
+        self.ended["pushed out"] += 1
+        hang_up(longest.sock)
+        return self._changed.wait_for(lambda: self._num_proven() < self._max_connections, _LEAVE_TIMEOUT_S)

@@ -10,11 +10,12 @@ that they do not accept each other. Without one the port is open to whoever reac
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 
 from moonpool.base.address import host_port, parse_address
 from moonpool.base.clock import Deadline
-from moonpool.base.errors import ConfigError, InvalidInput, MoonpoolError, PeerLost
+from moonpool.base.errors import ConfigError, InvalidInput, MoonpoolError, PeerLost, StaleGeneration
 from moonpool.transfer.buffers import Buffer, as_bytes_views, total_nbytes
 from moonpool.transfer.descriptor import SegmentDescriptor
 from moonpool.transfer.desk import Desk, Line, Notify
@@ -26,10 +27,9 @@ from moonpool.transfer.transports.tcp.ask import TcpLine
 from moonpool.transfer.transports.tcp.frames import Op
 from moonpool.transfer.transports.tcp.guard import Guard
 from moonpool.transfer.transports.tcp.lanes import LanePool
-from moonpool.transfer.transports.tcp.pipeline import Order, Pipeline, Target, merge_neighbours
-from moonpool.transfer.transports.tcp.server import TcpServer
+from moonpool.transfer.transports.tcp.pipeline import Order, Pipeline, Target, merge_alike, merge_neighbours
+from moonpool.transfer.transports.tcp.server import IDLE_TIMEOUT_S, MAX_CONNECTIONS, TcpServer
 
-MAX_CONNECTIONS = 256
 STALL_TIMEOUT_S = 10.0
 _WILDCARDS = ("0.0.0.0", "::")
 
@@ -48,6 +48,7 @@ class TcpTransport(Transport):
         lanes: int = 2,
         advertise_host: str | None = None,
         max_connections: int = MAX_CONNECTIONS,
+        idle_timeout_s: float = IDLE_TIMEOUT_S,
         stall_timeout_s: float = STALL_TIMEOUT_S,
         guard: Guard | None = None,
     ) -> None:
@@ -68,6 +69,7 @@ class TcpTransport(Transport):
                 port,
                 stall_timeout_s=stall_timeout_s,
                 max_connections=max_connections,
+                idle_timeout_s=idle_timeout_s,
                 guard=guard,
             )
 
@@ -77,6 +79,10 @@ class TcpTransport(Transport):
         if self._server is None or self._advertise_host is None:
             return None
         return f"{self.scheme}:{host_port(self._advertise_host, self._server.port)}"
+
+    def connections(self) -> tuple[int, Counter[str]]:
+        """Return how many connections others have to this process, and how many have ended, by reason."""
+        return (0, Counter()) if self._server is None else (self._server.num_connections, self._server.ended.copy())
 
     def can_serve(self, segment: Segment) -> bool:
         return self._server is not None
@@ -164,6 +170,29 @@ class TcpRemote(RemoteSegment):
                     raise refusal  # the lane goes, for there are answers on it that nobody waits for
                 yield number
 
+    def read_expecting(
+        self, batches: Iterable[Sequence[tuple[int, Buffer, int]]], *, timeout_s: float
+    ) -> Generator[set[int], None, None]:
+        self._check_open()
+        deadline = Deadline(timeout_s)
+        sizes: deque[list[int]] = deque()  # per batch under way, how many items each order has
+
+        def orders() -> Iterator[list[Order]]:
+            for items in batches:
+                placed = place_items([(offset, buffer) for offset, buffer, _ in items], self.nbytes, writable=True)
+                made = merge_alike([(*each, item[2]) for each, item in zip(placed, items, strict=True)])
+                sizes.append([len(order.views) for order in made])
+                yield made
+
+        with PeerErrors(self._pool, timeout_s), self._pool.lane(deadline) as sock:
+            pipeline = Pipeline(sock, Op.READ, self._target, deadline)
+            num_done = 0
+            for _ in pipeline.in_turn(orders(), timeout_s):
+                of_batch = sizes.popleft()
+                refused = {at: pipeline.refusals.pop(num_done + at, None) for at in range(len(of_batch))}
+                num_done += len(of_batch)
+                yield _stale_items(of_batch, refused)
+
     def write_each(
         self, items: Sequence[tuple[int, Sequence[Buffer], int]], *, timeout_s: float
     ) -> list[MoonpoolError | None]:
@@ -204,6 +233,24 @@ class TcpRemote(RemoteSegment):
             pipeline.run(orders)
         return pipeline.refusals
 
+    @property
+    def checks_generation(self) -> bool:  # type: ignore[override]
+        return self._descriptor.granule_nbytes is not None
+
     def _check_open(self) -> None:
         if self._closed:
             raise PeerLost(f"this handle of segment {self._descriptor.name!r} is closed")
+
+
+def _stale_items(sizes: Sequence[int], refusals: Mapping[int, MoonpoolError | None]) -> set[int]:
+    """The positions of items whose order was refused as stale; raises any other refusal. `sizes` is items per order."""
+    stale: set[int] = set()
+    first = 0
+    for at, count in enumerate(sizes):
+        refusal = refusals[at]
+        if isinstance(refusal, StaleGeneration):
+            stale.update(range(first, first + count))
+        elif refusal is not None:
+            raise refusal
+        first += count
+    return stale
