@@ -112,7 +112,8 @@ def whole_frame(kind: FrameKind, data: bytes | bytearray, nbytes: int) -> tuple[
 
 
 def decode_header(header: bytes | bytearray | memoryview, at: int = 0, *, is_first: bool = True) -> FrameHeader:
-    """Return the fields of the header at `at`. ProtocolError when it is not one of ours, DamagedFrame when its size is damaged.
+    """Return the fields of the header at `at`. ProtocolError when it is not one of ours, DamagedFrame when its size is
+    damaged.
 
     With `is_first` False good frames came before it on the connection, so that a header that is not one of ours is a
     damaged one.

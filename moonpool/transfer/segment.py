@@ -51,13 +51,17 @@ class Fence:
             "B"
         )  # and once more, as bytes: comparing and setting many alike is ten times faster
         self._lock = threading.Lock()
+        self.limit = _MAX_GENERATION  # no write of a higher one is admitted by this process
 
     def admit(self, offset: int, nbytes: int, generation: int) -> None:
-        """Stamps the touched granules with `generation`; StaleGeneration, stamping none, if one is newer."""
+        """Stamps the touched granules with `generation`; StaleGeneration, stamping none, if one is newer or the
+        generation is above the limit: one that was never given out would keep all later writers out for ever.
+        """
         granules = self._few_granules(offset, nbytes, generation)
         if granules is None:
             self.admit_all([(offset, nbytes)], generation)
             return
+        self._check_limit(offset, generation)
         cells = self._cells
         with self._lock:
             for at in granules:
@@ -69,6 +73,8 @@ class Fence:
     def admit_all(self, spans: Sequence[tuple[int, int]], generation: int) -> None:
         """admit() of each (offset, nbytes), all or none."""
         touched = self._touched(spans, generation)
+        if touched:
+            self._check_limit(touched[0][0], generation)
         with self._lock:
             for offset, first, end in touched:
                 newest = self._newest(first, end)
@@ -130,6 +136,34 @@ class Fence:
         newer = np.concatenate(([False], self._table > np.uint64(generation), [False]))
         edges = np.flatnonzero(newer[1:] != newer[:-1]).reshape(-1, 2) * self.granule_nbytes
         return [(start, end - start) for start, end in edges.tolist()]
+
+    def stamps_above(self, generation: int) -> list[tuple[int, int, int]]:
+        """(offset, nbytes, stamp) of all space stamped with a greater generation, in whole granules; neighbours with
+        the same stamp are merged.
+        """
+        if generation >= _MAX_GENERATION:
+            return []
+        at = np.flatnonzero(self._table > np.uint64(generation))
+        stamps = self._table[at]
+        starts = np.flatnonzero(np.append(True, (np.diff(at) != 1) | (stamps[1:] != stamps[:-1]))[: len(at)])
+        counts = np.diff(np.append(starts, len(at)))
+        size = self.granule_nbytes
+        runs = zip(at[starts].tolist(), counts.tolist(), stamps[starts].tolist(), strict=True)
+        return [(first * size, count * size, stamp) for first, count, stamp in runs]
+
+    def restamp(self, offset: int, nbytes: int, found: int, generation: int) -> None:
+        """The owner's word, for the touched granules that still carry the stamp `found`."""
+        with self._lock:
+            for _, first, end in self._touched([(offset, nbytes)], generation):
+                cells = self._table[first:end]
+                cells[cells == np.uint64(found)] = generation
+
+    def _check_limit(self, offset: int, generation: int) -> None:
+        if generation > self.limit:
+            raise StaleGeneration(
+                f"a write of generation {generation} at offset {offset} is refused: no generation above {self.limit} "
+                "was given out"
+            )
 
     def _few_granules(self, offset: int, nbytes: int, generation: int) -> range | None:
         """The granules of a small span, which are quicker to go through one by one; None for others."""

@@ -83,6 +83,7 @@ class LocalPool:
                 dram_nbytes=dram_nbytes,
                 run_dir=str(self.tmp_path / "run"),
                 retry_s=0.02,
+                fence_check_s=0.0,
             )
         )
         self.loop.run(node.start())

@@ -22,7 +22,8 @@ def test_a_segment_takes_part_from_its_first_heartbeat_on() -> None:
     assert reply.epoch == 1
     assert status(pool) == {"a.dram": "waiting"}
     assert pool.refused(b"k") == "no_space"
-    assert pool.state.heartbeat("a.dram", 1, 0.0) == m.HeartbeatReply(known=True, epoch=1)
+    beat = pool.state.heartbeat("a.dram", 1, 0.0)
+    assert (beat.known, beat.epoch, beat.recount_above) == (True, 1, None)
     assert pool.start(b"k").generation > reply.generation_floor
     assert status(pool) == {"a.dram": "ok"}
 

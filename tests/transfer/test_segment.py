@@ -84,7 +84,7 @@ def test_over_borrows_a_buffer() -> None:
 
 def test_more_than_the_machine_has_is_refused_with_both_sizes() -> None:
     before = fd_count()
-    with pytest.raises(NoSpace, match=r"wants 1024\.0 TiB of memory and only .* are available"):
+    with pytest.raises(NoSpace, match=r"wants 1125\.9 TB of memory and only .* are available"):
         Segment.allocate("huge", 1 << 50, incarnation=1)
     assert fd_count() <= before
 

@@ -207,6 +207,7 @@ class Worker:
         assert fence is not None, "KV memory is fenced"
         for page in pages:
             fence.stamp(*layout.page(page), generation)
+        fence.limit = generation  # they rise, so nothing above it was given out
 
     def _make_reporter(self, built: Built) -> Reporter:
         config = self.config

@@ -114,7 +114,7 @@ def _segments(master: Master) -> dict[type[Call[Any]], Handler]:
         return reply
 
     def heartbeat(c: m.Heartbeat, peer: Peer) -> m.HeartbeatReply:
-        reply = state.heartbeat(c.segment, c.incarnation, now())
+        reply = state.heartbeat(c.segment, c.incarnation, now(), c.generation_limit)
         if reply.known:
             master.note_beat(peer, c.segment, c.incarnation)
         return reply
@@ -124,6 +124,7 @@ def _segments(master: Master) -> dict[type[Call[Any]], Handler]:
         m.UnmountSegment: lambda c, _: state.unmount(c.segment, c.incarnation, now()),
         m.Heartbeat: heartbeat,
         m.Recount: lambda c, _: members.recount(c.segment, c.incarnation, c.spans, c.sessions, now()),
+        m.FenceAhead: lambda c, _: members.fence_ahead(c.segment, c.incarnation, c.spans),
         m.SessionsGone: lambda c, _: state.sessions_gone(c.sessions, now()),
         m.Inventory: lambda c, _: members.inventory(c.segment, c.incarnation, c.items, c.last, now()),
         m.Relocated: lambda c, _: members.relocated(c.segment, c.incarnation, c.items),

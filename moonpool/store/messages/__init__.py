@@ -21,6 +21,7 @@ from moonpool.store.messages.object_calls import (
 from moonpool.store.messages.question_calls import Stats, Subscribe, Why
 from moonpool.store.messages.segment_calls import (
     Announce,
+    FenceAhead,
     FindSegment,
     Heartbeat,
     Inventory,
@@ -43,6 +44,7 @@ from moonpool.store.messages.task_calls import (
     QueryTask,
 )
 from moonpool.store.messages.values import (
+    MAX_GENERATION,
     SESSIONS_ALONE,
     EventBatch,
     HeartbeatReply,
@@ -69,6 +71,7 @@ from moonpool.store.messages.values import (
 SERVICE = "store"
 
 __all__ = [
+    "MAX_GENERATION",
     "SERVICE",
     "SESSIONS_ALONE",
     "Announce",
@@ -77,6 +80,7 @@ __all__ = [
     "DrainSegment",
     "EventBatch",
     "Exist",
+    "FenceAhead",
     "FindSegment",
     "Heartbeat",
     "HeartbeatReply",

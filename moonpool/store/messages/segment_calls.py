@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from moonpool.base.rpc import Call, StreamCall
-from moonpool.store.messages.values import HeartbeatReply, HeldItem, MountReply, Order, OrderResult, SegmentInfo, Tier
+from moonpool.store.messages.values import (
+    MAX_GENERATION,
+    HeartbeatReply,
+    HeldItem,
+    MountReply,
+    Order,
+    OrderResult,
+    SegmentInfo,
+    Tier,
+)
 from moonpool.transfer.descriptor import SegmentDescriptor
 
 
@@ -27,8 +36,25 @@ class UnmountSegment(Call[None]):
 
 
 class Heartbeat(Call[HeartbeatReply]):
+    """`generation_limit`: the node refuses writes of higher generations. Where that is behind the master's, nothing is
+    placed until the node has heard of it.
+    """
+
     segment: str
     incarnation: int
+    generation_limit: int = MAX_GENERATION
+
+
+class FenceAhead(Call[list[tuple[int, int, int, int]]]):
+    """The node found (offset, nbytes, stamp) with generations that were never given out: they keep every writer out.
+
+    The answer lists (offset, nbytes, stamp, generation): what to stamp instead, where the stamp is still the one found.
+    Space with an open grant is left out until the grant has ended.
+    """
+
+    segment: str
+    incarnation: int
+    spans: list[tuple[int, int, int]]
 
 
 class Recount(Call[None]):

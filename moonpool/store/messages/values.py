@@ -16,6 +16,9 @@ class Tier(IntFlag):
     SSD = 2
 
 
+MAX_GENERATION = 2**64 - 1
+
+
 class Placement(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Where one replica lies: `offset` bytes into a segment, in this incarnation of it and in no other.
 
@@ -73,12 +76,14 @@ class MountReply(msgspec.Struct, frozen=True):
     """`epoch` is the master's; `heartbeat_s` is how often it wants to hear from the node.
 
     Every grant on this mount has a generation above `generation_floor`. The node fences off all up to it and only
-    then sends its first Heartbeat; nothing is placed on the segment before.
+    then sends its first Heartbeat; nothing is placed on the segment before. It refuses writes of generations above
+    `generation_limit`, which this master has not given out.
     """
 
     epoch: int
     heartbeat_s: float
     generation_floor: int
+    generation_limit: int = MAX_GENERATION
 
 
 # As `recount_above`: nothing is above it, so the node tells of its desk's sessions alone.
@@ -89,12 +94,15 @@ class HeartbeatReply(msgspec.Struct, frozen=True, array_like=True):
     """`known` False: mount the segment again, as a new incarnation.
 
     `recount_above` is set by a master that came back: it waits for a Recount of what the segment has above that
-    generation before it places anything there.
+    generation before it places anything there. `generation_limit` as in MountReply; no generation above
+    `last_generation` was given out before this reply.
     """
 
     known: bool
     epoch: int = 0
     recount_above: int | None = None
+    generation_limit: int = MAX_GENERATION
+    last_generation: int = MAX_GENERATION
 
 
 class SegmentInfo(msgspec.Struct, frozen=True, array_like=True):

@@ -31,6 +31,7 @@ class NodeConfig(WireConfig):
     copy_threads: int = 2  # objects copied here at once
     start_timeout_s: float = 10.0  # for the master to answer, and for an earlier node of this name to be forgotten
     retry_s: float = 0.2  # between attempts to reach a lost master
+    fence_check_s: float = 5.0  # how often stamps of the memory are compared with what the master has granted
 
     def __post_init__(self) -> None:
         super().__post_init__()

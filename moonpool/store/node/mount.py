@@ -19,7 +19,9 @@ from typing import ClassVar
 from moonpool.base.errors import AlreadyExists, MoonpoolError, NoSpace, NotFound
 from moonpool.base.rpc import AsyncClient
 from moonpool.store.messages import (
+    MAX_GENERATION,
     SESSIONS_ALONE,
+    FenceAhead,
     Heartbeat,
     HeartbeatReply,
     MountReply,
@@ -32,12 +34,13 @@ from moonpool.store.node.seldom import SeldomLog
 from moonpool.store.reach import in_words
 from moonpool.transfer.descriptor import SegmentDescriptor
 from moonpool.transfer.engine import TransferEngine
-from moonpool.transfer.segment import Segment
+from moonpool.transfer.segment import Fence, Segment
 
 _LOG = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 5.0
 _GOODBYE_TIMEOUT_S = 1.0
 _REFUSED_PAUSE_S = 0.2
+_MAX_SPANS = 256  # asked about at once; the rest at the next check
 
 Pause = Callable[[], AbstractAsyncContextManager[None]]
 
@@ -67,7 +70,7 @@ class Mount(ABC):
         async with asyncio.TaskGroup() as tasks:
             while not client.closed.is_set():
                 # A mount that was cut short may be known to the master; but its past is not fenced off.
-                reply = await self._beat(client) if self._is_settled else HeartbeatReply(known=False)
+                reply = await self._checked_beat(client) if self._is_settled else HeartbeatReply(known=False)
                 if not reply.known:
                     self.mounted.clear()
                 if reply.known or await self._mount(client):
@@ -130,10 +133,18 @@ class Mount(ABC):
         _LOG.info("mounted %s", self._in_words(descriptor))
         return True
 
+    async def _checked_beat(self, client: AsyncClient) -> HeartbeatReply:
+        """A beat, with whatever is looked after once in a while."""
+        return await self._beat(client)
+
     async def _beat(self, client: AsyncClient) -> HeartbeatReply:
-        beat = Heartbeat(segment=self.segment.name, incarnation=self.segment.incarnation)
+        fence = self.segment.fence
+        limit = MAX_GENERATION if fence is None else fence.limit
+        beat = Heartbeat(segment=self.segment.name, incarnation=self.segment.incarnation, generation_limit=limit)
         reply = await client.call(beat, timeout_s=CALL_TIMEOUT_S)
         self._epoch = reply.epoch
+        if fence is not None and reply.known:
+            fence.limit = reply.generation_limit
         return reply
 
     def _refused(self, error: AlreadyExists) -> None:
@@ -164,6 +175,10 @@ class Mount(ABC):
 class DramMount(Mount):
     """Memory: empty after a mount, with every generation granted before fenced off.
 
+    Writes of generations that the master cannot have given out are refused. Once in a while the fence is compared with
+    what it has given out: a stamp above that (a flipped bit, a mistaken writer) would keep all writers out of its space
+    for ever, so the master is asked what to stamp instead.
+
     The master that forgot the memory forgot its pins too. Processes that may hold it in place (a view, a copy that was
     stopped half way) keep it as it is: the pool gets other memory.
     """
@@ -180,10 +195,15 @@ class DramMount(Mount):
         *,
         desk: str,
         sessions: Callable[[], list[int]],
+        fence_check_s: float,
     ) -> None:
         super().__init__(node, segment, engine, pause_orders)
         self._desk = desk
         self._sessions = sessions
+        self._fence_check_s = fence_check_s
+        self._next_check_s = 0.0
+        self._last_generation = 0  # given out, as the master said last
+        self.num_restamped = 0  # granules that had a generation never given out
         self._may_be_held = False  # in place, by processes of this machine
         self._complaints = SeldomLog(_LOG, f"{segment.name} cannot be mounted anew: %s")
 
@@ -206,6 +226,35 @@ class DramMount(Mount):
         fence = self.segment.fence
         assert fence is not None, "the pool's memory is fenced"
         await asyncio.to_thread(fence.stamp, 0, self.segment.nbytes, reply.generation_floor)
+        fence.limit = reply.generation_limit
+        self._last_generation = reply.generation_floor
+
+    async def _checked_beat(self, client: AsyncClient) -> HeartbeatReply:
+        """What was stamped before a beat was given out before its answer: a stamp above that was never given out."""
+        fence, suspects = self.segment.fence, list[tuple[int, int, int]]()
+        if fence is not None and time.monotonic() >= self._next_check_s:
+            suspects = await asyncio.to_thread(fence.stamps_above, self._last_generation)
+            self._next_check_s = time.monotonic() + self._fence_check_s
+        reply = await self._beat(client)
+        ahead = [span for span in suspects if span[2] > reply.last_generation]
+        if ahead and fence is not None and reply.known:
+            await self._restamp(client, fence, ahead)
+        self._last_generation = reply.last_generation
+        return reply
+
+    async def _restamp(self, client: AsyncClient, fence: Fence, ahead: list[tuple[int, int, int]]) -> None:
+        name, incarnation = self.segment.name, self.segment.incarnation
+        call = FenceAhead(segment=name, incarnation=incarnation, spans=ahead[:_MAX_SPANS])
+        restamped = await client.call(call, timeout_s=CALL_TIMEOUT_S)
+        for span in restamped:
+            fence.restamp(*span)
+            self.num_restamped += -(-span[1] // fence.granule_nbytes)
+        _LOG.warning(
+            "%s: %d spans carried generations that were never given out; %d are free for writers again",
+            name,
+            len(ahead),
+            len(restamped),
+        )
 
     async def _recount(self, client: AsyncClient, above: int) -> None:
         fence = self.segment.fence

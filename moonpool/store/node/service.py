@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from functools import partial
 
 from moonpool.base.errors import ConfigError, MoonpoolError, PeerLost, Unavailable
@@ -118,7 +119,10 @@ class Node:
         orders = {} if self._work is None else self._work.orders.counters
         ssd = None if self.ssd is None else await asyncio.to_thread(self.ssd.log.stats)
         sessions = [] if self._desk is None else self._desk.sessions()
-        return [*node_metrics(self.config.dram_nbytes, len(sessions), orders, ssd), *process_metrics()]
+        connections = (0, Counter[str]()) if self._engine is None else self._engine.connections()
+        num_restamped = 0 if self._work is None else self._work.dram.num_restamped
+        own = node_metrics(self.config.dram_nbytes, len(sessions), orders, ssd, connections, num_restamped)
+        return [*own, *process_metrics()]
 
     def _transfer_config(self) -> TransferConfig:
         # One thread: orders read on threads of their own.
@@ -196,7 +200,13 @@ class _Work:
             {OrderKind.COPY: copies, OrderKind.OFFLOAD: self._log_lane, OrderKind.DROP: self._log_lane},
         )
         self.dram = DramMount(
-            config.name, node.segment, engine, self.orders.paused, desk=desk.address, sessions=desk.sessions
+            config.name,
+            node.segment,
+            engine,
+            self.orders.paused,
+            desk=desk.address,
+            sessions=desk.sessions,
+            fence_check_s=config.fence_check_s,
         )
         self.disk: SsdMount | None = None
         self._keeper: Housekeeper | None = None

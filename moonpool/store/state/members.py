@@ -6,8 +6,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from moonpool.base.errors import InvalidInput, NotFound, StaleGeneration
-from moonpool.store.allocator import OffsetAllocator
-from moonpool.store.messages import SESSIONS_ALONE, HeartbeatReply, HeldItem, MountReply, Tier
+from moonpool.store.allocator import GRANULE_NBYTES, OffsetAllocator, num_granules
+from moonpool.store.messages import MAX_GENERATION, SESSIONS_ALONE, HeartbeatReply, HeldItem, MountReply, Tier
 from moonpool.store.rules import PoolRules
 from moonpool.store.state.fates import Fate
 from moonpool.store.state.generations import Generations
@@ -15,13 +15,14 @@ from moonpool.store.state.index import FIRST_SESSION, ObjectIndex
 from moonpool.store.state.orders import OrderBook
 from moonpool.store.state.puts import Puts
 from moonpool.store.state.records import Freed, Listed, Mounted, SegmentsAway, SegmentsEnded, SessionsEnded
-from moonpool.store.state.recounting import overwritten, unowned, with_taken
+from moonpool.store.state.recounting import common, overwritten, unowned, with_taken
 from moonpool.store.state.segments import MountedSegment, SegmentTable
 from moonpool.store.state.space import SpaceReturns
 from moonpool.store.state.ssd_tier import SsdTier
 from moonpool.transfer.descriptor import SegmentDescriptor
 
 _MAX_ENDED_SESSIONS = 16_384
+_MAX_SPANS = 256  # of one FenceAhead; the node asks again for the rest
 
 
 class Members:
@@ -69,7 +70,7 @@ class Members:
         known = self._segments.find(descriptor.name, descriptor.incarnation)
         if known is None:
             known = self._mount(node, descriptor, tier, desk, capacity_nbytes, now_s)
-        return MountReply(epoch=self._epoch, heartbeat_s=self._rules.heartbeat_s, generation_floor=known.floor)
+        return MountReply(self._epoch, self._rules.heartbeat_s, known.floor, self._generations.limit)
 
     def _mount(
         self,
@@ -96,14 +97,18 @@ class Members:
             self._ssd.on_mounted(made)
         return made
 
-    def heartbeat(self, name: str, incarnation: int, now_s: float) -> HeartbeatReply:
+    def heartbeat(
+        self, name: str, incarnation: int, now_s: float, generation_limit: int = MAX_GENERATION
+    ) -> HeartbeatReply:
         segment = self._segments.find(name, incarnation)
         if segment is None or segment.is_away:
             return HeartbeatReply(known=False, epoch=self._epoch)
         segment.heard_s, segment.gone_since_s = now_s, None
+        generations = self._generations
+        segment.is_behind = not generations.are_admitted_up_to(generation_limit)
         if segment.recount_above in (None, SESSIONS_ALONE) and segment.tier is Tier.DRAM:
-            segment.acknowledged = True
-        return HeartbeatReply(known=True, epoch=self._epoch, recount_above=segment.recount_above)
+            segment.acknowledged = not segment.is_behind
+        return HeartbeatReply(True, self._epoch, segment.recount_above, generations.limit, generations.last)
 
     def recount(
         self, name: str, incarnation: int, spans: Sequence[tuple[int, int]], sessions: Iterable[int], now_s: float
@@ -121,6 +126,33 @@ class Members:
         self.unseen_sessions -= known
         self._doubtful_sessions -= known
         self._forget_unseen_sessions(now_s)
+
+    def fence_ahead(
+        self, name: str, incarnation: int, spans: Sequence[tuple[int, int, int]]
+    ) -> list[tuple[int, int, int, int]]:
+        """What a node shall stamp in place of generations that were never given out; see FenceAhead.
+
+        Free space gets a generation that no writer has, so that late writers stay out; an object's space gets its own.
+        """
+        segment = self._segments.find(name, incarnation)
+        if segment is None or segment.allocator is None or not segment.acknowledged:
+            return []
+        spans = [span for span in spans if span[2] > self._generations.last][:_MAX_SPANS]
+        if not spans:
+            return []
+        fresh = self._generations.take()
+        lowered = [
+            (*free, stamp, fresh)
+            for offset, nbytes, stamp in spans
+            for free in unowned(segment.allocator, [(offset, nbytes)])
+        ]
+        table = self._index.table
+        for slot, replicas in overwritten(table, segment.number, [span[:2] for span in spans]):
+            nbytes = num_granules(table.nbytes[slot]) * GRANULE_NBYTES
+            for each in replicas:
+                shared = ((common((each.offset, nbytes), span[:2]), span[2]) for span in spans)
+                lowered += [(*span, stamp, each.generation) for span, stamp in shared if span[1] > 0]
+        return lowered
 
     def disconnected(self, name: str, incarnation: int, now_s: float) -> None:
         """The node's connection has ended: another process may take the name at once."""
@@ -209,10 +241,19 @@ class Members:
         segment = self._ssd_segment(name, incarnation)
         wanted = self._ssd.adopt(segment, items, self.adopts and name not in self.listed, now_s)
         if items:
-            self._generations.last = max(self._generations.last, max(item.generation for item in items))
+            self._raise_generations(max(item.generation for item in items))
         if last:
             self._on_listed(segment, now_s)
         return wanted
+
+    def _raise_generations(self, known: int) -> None:
+        """Give out none up to `known` any more. Memory whose node would refuse the ones that follow takes no new
+        objects until the node has heard of them.
+        """
+        before, self._generations.last = self._generations.limit, max(self._generations.last, known)
+        if not self._generations.are_admitted_up_to(before):
+            for each in self._segments.of_tier(Tier.DRAM):
+                each.is_behind, each.acknowledged = True, False
 
     def _on_listed(self, segment: MountedSegment, now_s: float) -> None:
         """The node has said all it has: what was expected there besides is lost."""

@@ -186,8 +186,10 @@ class PoolState:
     def unmount(self, segment: str, incarnation: int, now_s: float) -> None:
         self.members.unmount(segment, incarnation, now_s)
 
-    def heartbeat(self, segment: str, incarnation: int, now_s: float) -> m.HeartbeatReply:
-        return self.members.heartbeat(segment, incarnation, now_s)
+    def heartbeat(
+        self, segment: str, incarnation: int, now_s: float, generation_limit: int = m.MAX_GENERATION
+    ) -> m.HeartbeatReply:
+        return self.members.heartbeat(segment, incarnation, now_s, generation_limit)
 
     def segments(self) -> list[m.SegmentInfo]:
         """Those that can be read from."""

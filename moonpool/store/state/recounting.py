@@ -39,6 +39,12 @@ def overwritten(table: ObjectTable, number: int, spans: Sequence[Span]) -> Itera
             yield slot, lost
 
 
+def common(one: Span, other: Span) -> Span:
+    """What both have; without bytes when that is nothing."""
+    begin, end = max(one[0], other[0]), min(sum(one), sum(other))
+    return begin, max(end - begin, 0)
+
+
 def unowned(allocator: OffsetAllocator, spans: Sequence[Span]) -> list[Span]:
     """The parts of the spans that belong to nobody."""
     free, found = allocator.free_ranges(), []

@@ -36,6 +36,7 @@ class MountedSegment:
         "gone_since_s",
         "heard_s",
         "is_away",
+        "is_behind",
         "node",
         "num_replicas",
         "number",
@@ -62,6 +63,7 @@ class MountedSegment:
         self.recount_above: int | None = None
         self.draining = False
         self.is_away = False
+        self.is_behind = False  # its node would still refuse writes of the generations given out now
         self.gone_since_s: float | None = None  # its node's connection has ended
 
     @property
@@ -87,8 +89,10 @@ class MountedSegment:
 
     @property
     def is_recounted(self) -> bool:
-        """Memory that will take new objects when its node has told what it knows of the time before a restart."""
-        waits = self.recount_above is not None and not self.acknowledged
+        """Memory that will take new objects when its node has told what it knows of the time before a restart, or has
+        heard up to which generation it lets writers in.
+        """
+        waits = (self.recount_above is not None or self.is_behind) and not self.acknowledged
         return waits and self.tier is Tier.DRAM and not self.draining
 
     @property
