@@ -10,6 +10,7 @@ from enum import StrEnum
 
 import msgspec
 
+from moonpool.base.ranges import ChainKey, Count, Positive, Seconds, Whole
 from moonpool.base.rpc import Call
 
 CONDUCTOR_SERVICE = "conductor"
@@ -27,48 +28,48 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     role: WorkerRole
     address: str
-    incarnation: int
+    incarnation: Whole
     identity: bytes  # digest of its CacheIdentity
     model: str
-    block_tokens: int
-    num_pages: int
-    max_num_seqs: int
-    page_nbytes: int
-    num_layers: int = 1  # that are loaded one by one while others are computed; 1: loading comes first
+    block_tokens: Positive
+    num_pages: Positive
+    max_num_seqs: Positive
+    page_nbytes: Whole
+    num_layers: Positive = 1  # that are loaded one by one while others are computed; 1: loading comes first
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     """A worker's queues right now."""
 
-    num_waiting: int = 0
-    num_running: int = 0
-    waiting_tokens: int = 0  # prompt tokens not yet computed
-    running_tokens: int = 0  # tokens whose KV the running batch reads at each step
-    free_pages: int = 0  # free now or by eviction; pages reserved for requests on their way are not
+    num_waiting: Count = 0
+    num_running: Count = 0
+    waiting_tokens: Count = 0  # prompt tokens not yet computed
+    running_tokens: Count = 0  # tokens whose KV the running batch reads at each step
+    free_pages: Count = 0  # free now or by eviction; pages reserved for requests on their way are not
 
 
 class PrefillSample(msgspec.Struct, frozen=True, array_like=True):
     """One measured prefill, for the cost model: it computed `num_tokens - prefix_tokens` tokens."""
 
-    num_tokens: int
-    prefix_tokens: int
-    seconds: float
+    num_tokens: Count
+    prefix_tokens: Count
+    seconds: Seconds
 
 
 class DecodeSample(msgspec.Struct, frozen=True, array_like=True):
     """One measured decode step."""
 
-    num_seqs: int
-    kv_tokens: int
-    seconds: float
+    num_seqs: Count
+    kv_tokens: Count
+    seconds: Seconds
 
 
 class PullSample(msgspec.Struct, frozen=True, array_like=True):
     """One measured pull from the pool."""
 
-    nbytes: int
-    seconds: float
-    ssd_nbytes: int = 0  # of `nbytes`, read from SSD
+    nbytes: Whole
+    seconds: Seconds
+    ssd_nbytes: Whole = 0  # of `nbytes`, read from SSD
 
 
 class RegisterWorker(Call[None]):
@@ -85,11 +86,11 @@ class ReportWorker(Call[None]):
     """
 
     name: str
-    incarnation: int
-    sequence: int
+    incarnation: Whole
+    sequence: Whole
     load: WorkerLoad
-    cached: tuple[bytes, ...] = ()
-    dropped: tuple[bytes, ...] = ()
+    cached: tuple[ChainKey, ...] = ()
+    dropped: tuple[ChainKey, ...] = ()
     prefills: tuple[PrefillSample, ...] = ()
     decodes: tuple[DecodeSample, ...] = ()
     pulls: tuple[PullSample, ...] = ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from moonpool.base.cluster import WorkerInfo, WorkerLoad
+from moonpool.base.ranges import ChainKey, Count, Positive, Seconds, Signed
 from moonpool.base.rpc import Call, StreamCall
 
 
@@ -68,12 +69,12 @@ class Route(Call[Decision]):
     """
 
     request_id: str
-    keys: list[bytes]
-    num_tokens: int
-    max_tokens: int
+    keys: list[ChainKey]
+    num_tokens: Count
+    max_tokens: Count
     exclude: tuple[str, ...] = ()  # workers that just failed this request
     tenant: str = ""
-    priority: int = 0  # the highest first
+    priority: Signed = 0  # the highest first
 
 
 class PrefillEnded(Call[None]):
@@ -96,12 +97,12 @@ class RequestEnded(Call[None]):
     """
 
     request_id: str
-    ttft_s: float | None = None
-    cached_tokens: int = 0
-    pool_tokens: int = 0
-    output_tokens: int = 0
+    ttft_s: Seconds | None = None
+    cached_tokens: Count = 0
+    pool_tokens: Count = 0
+    output_tokens: Count = 0
     outcome: str = "done"
-    tbt_s: float | None = None  # mean time between its tokens
+    tbt_s: Seconds | None = None  # mean time between its tokens
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -182,7 +183,7 @@ class DecisionRecord(msgspec.Struct, kw_only=True):
 class Records(Call[list[DecisionRecord]]):
     """The newest decision records that match, newest last. What is None does not matter."""
 
-    limit: int = 100
+    limit: Positive = 100
     outcome: str | None = None
     tenant: str | None = None
     worker: str | None = None
@@ -209,4 +210,4 @@ class ExportTrace(StreamCall[bytes]):
     """The records as lines of Mooncake's JSONL, oldest first (records/export.py), many lines an item."""
 
     tenant: str | None = None
-    trace_block_tokens: int = 512
+    trace_block_tokens: Positive = 512

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from moonpool.base.ranges import Positive, Whole
+
 
 class SegmentDescriptor(msgspec.Struct, frozen=True, kw_only=True):
     """A span of memory that its owner serves.
@@ -18,9 +20,9 @@ class SegmentDescriptor(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     nbytes: int
-    incarnation: int
+    incarnation: Whole
     host: str
     endpoints: tuple[str, ...]
-    granule_nbytes: int | None = None
+    granule_nbytes: Positive | None = None
     location: str = "cpu"
     secondary: tuple[str, ...] = ()

@@ -14,6 +14,7 @@ import msgspec
 
 from moonpool.base.errors import Internal, InvalidInput, MoonpoolError, Overloaded, ProtocolError, from_wire
 from moonpool.base.frames import Frame, FrameKind, encode_frame
+from moonpool.base.rpc.refusals import decoding_error, encoding_error
 
 R = TypeVar("R")
 
@@ -70,7 +71,12 @@ def _reply_decoder(call: type[Call[Any]]) -> msgspec.msgpack.Decoder[Any]:
 
 
 def encode_call(call: Call[Any], call_id: int) -> bytes:
-    return encode_frame(FrameKind.CALL, call_id, _ENCODER.encode(call))
+    """One frame; InvalidInput when a field cannot be sent, such as an integer of more than 64 bits."""
+    try:
+        body = _ENCODER.encode(call)
+    except (OverflowError, TypeError, ValueError, RecursionError) as error:
+        raise encoding_error(call, error) from error
+    return encode_frame(FrameKind.CALL, call_id, body)
 
 
 def encode_value(kind: FrameKind, call_id: int, value: Any) -> bytes:
@@ -114,10 +120,17 @@ class CallDecoder:
     """Turns bodies into one of a fixed set of call types."""
 
     def __init__(self, calls: Iterable[type[Call[Any]]]) -> None:
-        self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Union[tuple(calls)])  # noqa: UP007
+        self._calls = {call.__name__: call for call in calls}
+        self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Union[tuple(self._calls.values())])  # noqa: UP007
 
     def decode(self, body: bytes) -> Call[Any]:
-        call: Call[Any] = _decode(self._decoder, body)
+        """The call. InvalidInput when a number is outside its range, ProtocolError when it is no such call at all."""
+        try:
+            call: Call[Any] = self._decoder.decode(body)
+        except msgspec.ValidationError as error:
+            raise decoding_error(error, body, self._calls) from error
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ProtocolError(f"the peer sent something else than agreed: {error}") from error
         return call
 
 

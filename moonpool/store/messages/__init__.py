@@ -46,6 +46,7 @@ from moonpool.store.messages.task_calls import (
 from moonpool.store.messages.values import (
     MAX_GENERATION,
     SESSIONS_ALONE,
+    Doubt,
     EventBatch,
     HeartbeatReply,
     HeldItem,
@@ -77,6 +78,7 @@ __all__ = [
     "Announce",
     "CancelTask",
     "CopyObject",
+    "Doubt",
     "DrainSegment",
     "EventBatch",
     "Exist",

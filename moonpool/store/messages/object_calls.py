@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from moonpool.base.ranges import Positive, Whole
 from moonpool.base.rpc import Call
 from moonpool.store.messages.values import ObjectInfo, ObjectPage, PutOptions, PutReply, Refusal, RemovedCount
 
@@ -20,12 +21,12 @@ class PutStart(Call[PutReply]):
     """
 
     keys: list[bytes]
-    sizes: list[int]
+    sizes: list[Whole]
     options: PutOptions
-    session: int = 0
+    session: Whole = 0
     parents: list[bytes] | None = None
     groups: list[bytes] | None = None
-    settled_up_to: int = 0
+    settled_up_to: Whole = 0
 
 
 class PutEnd(Call[dict[int, Refusal]]):
@@ -35,15 +36,15 @@ class PutEnd(Call[dict[int, Refusal]]):
     """
 
     keys: list[bytes]
-    generations: list[int]
-    failed: dict[int, tuple[str, ...]] = msgspec.field(default_factory=dict)
+    generations: list[Whole]
+    failed: dict[Whole, tuple[str, ...]] = msgspec.field(default_factory=dict)
 
 
 class PutRenew(Call[list[bool]]):
     """Unfinished puts that go on: the time after which they are discarded starts anew. False where there is none."""
 
     keys: list[bytes]
-    generations: list[int]
+    generations: list[Whole]
 
 
 class PutRevoke(Call[None]):
@@ -53,7 +54,7 @@ class PutRevoke(Call[None]):
     """
 
     keys: list[bytes]
-    generations: list[int]
+    generations: list[Whole]
     settled: bool = True
 
 
@@ -67,7 +68,7 @@ class Lookup(Call[list[ObjectInfo | None]]):
     keys: list[bytes]
     prefix: bool = False
     lease: bool = True
-    session: int = 0
+    session: Whole = 0
 
 
 class Exist(Call[list[bool]]):
@@ -88,7 +89,7 @@ class Remove(Call[list[bool]]):
 
     keys: list[bytes]
     force: bool = False
-    errand: int = 0
+    errand: Whole = 0
 
 
 class RemoveMatching(Call[RemovedCount]):
@@ -99,16 +100,19 @@ class RemoveMatching(Call[RemovedCount]):
 
     pattern: str | None = None
     force: bool = False
-    cursor: int = 0
-    errand: int = 0
+    cursor: Whole = 0
+    errand: Whole = 0
 
 
 class ListObjects(Call[ObjectPage]):
-    """Objects whose key the regular expression finds (None: all), in steps; grants no lease."""
+    """Objects whose key the regular expression finds (None: all), in steps; grants no lease.
+
+    A page has at most `limit` objects, and never more than 10,000.
+    """
 
     pattern: str | None = None
-    cursor: int = 0
-    limit: int = 1000
+    cursor: Whole = 0
+    limit: Positive = 1000
 
 
 class Pin(Call[list[bool]]):
@@ -118,12 +122,12 @@ class Pin(Call[list[bool]]):
     """
 
     keys: list[bytes]
-    session: int = 0
+    session: Whole = 0
 
 
 class Unpin(Call[None]):
     keys: list[bytes]
-    session: int = 0
+    session: Whole = 0
 
 
 class ReportCorrupt(Call[bool]):
@@ -134,6 +138,6 @@ class ReportCorrupt(Call[bool]):
     """
 
     key: bytes
-    generation: int
+    generation: Whole
     segment: str
-    offset: int
+    offset: Whole

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moonpool.base.ranges import Whole
 from moonpool.base.rpc import Call, StreamCall
 from moonpool.store.messages.values import EventBatch, StoreStats
 
@@ -23,4 +24,4 @@ class Subscribe(StreamCall[EventBatch]):
     A listener that reads too slowly is refused with Overloaded; it asks again.
     """
 
-    since: int | None = None
+    since: Whole | None = None

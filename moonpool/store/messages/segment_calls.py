@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moonpool.base.ranges import Seconds, Whole
 from moonpool.base.rpc import Call, StreamCall
 from moonpool.store.messages.values import (
     MAX_GENERATION,
@@ -25,14 +26,14 @@ class MountSegment(Call[MountReply]):
     descriptor: SegmentDescriptor
     tier: Tier = Tier.DRAM
     desk: str | None = None
-    capacity_nbytes: int | None = None  # of an SSD segment, whose descriptor spans its address space
+    capacity_nbytes: Whole | None = None  # of an SSD segment, whose descriptor spans its address space
 
 
 class UnmountSegment(Call[None]):
     """A node takes its memory back; objects that lived only there are gone (those on SSD until it comes back)."""
 
     segment: str
-    incarnation: int
+    incarnation: Whole
 
 
 class Heartbeat(Call[HeartbeatReply]):
@@ -41,7 +42,7 @@ class Heartbeat(Call[HeartbeatReply]):
     """
 
     segment: str
-    incarnation: int
+    incarnation: Whole
     generation_limit: int = MAX_GENERATION
 
 
@@ -53,8 +54,8 @@ class FenceAhead(Call[list[tuple[int, int, int, int]]]):
     """
 
     segment: str
-    incarnation: int
-    spans: list[tuple[int, int, int]]
+    incarnation: Whole
+    spans: list[tuple[Whole, Whole, int]]
 
 
 class Recount(Call[None]):
@@ -63,9 +64,9 @@ class Recount(Call[None]):
     """
 
     segment: str
-    incarnation: int
-    spans: list[tuple[int, int]]
-    sessions: list[int]
+    incarnation: Whole
+    spans: list[tuple[Whole, Whole]]
+    sessions: list[Whole]
 
 
 class SessionsGone(Call[None]):
@@ -73,27 +74,29 @@ class SessionsGone(Call[None]):
     is free.
     """
 
-    sessions: list[int]
+    sessions: list[Whole]
 
 
 class Inventory(Call[list[bool]]):
     """Records of an SSD segment that was mounted anew, in parts. False where a record is not wanted: drop it.
 
-    With `last` nothing more follows, and what the master expected and did not hear of is lost.
+    With `last` nothing more follows, and what the master expected and did not hear of is lost; `damaged_nbytes` is how
+    much of the log could not be read.
     """
 
     segment: str
-    incarnation: int
+    incarnation: Whole
     items: list[HeldItem]
     last: bool
+    damaged_nbytes: Whole = 0
 
 
 class Relocated(Call[list[bool]]):
     """Compaction moved records: (key, generation, new offset). False where the record is not wanted any more."""
 
     segment: str
-    incarnation: int
-    items: list[tuple[bytes, int, int]]
+    incarnation: Whole
+    items: list[tuple[bytes, Whole, Whole]]
 
 
 class Orders(StreamCall[list[Order]]):
@@ -114,12 +117,12 @@ class Announce(Call[None]):
     """An engine's own segment, not offered to the pool, for others to find; forgotten after `ttl_s` unless renewed."""
 
     descriptor: SegmentDescriptor
-    ttl_s: float
+    ttl_s: Seconds
 
 
 class Retract(Call[None]):
     name: str
-    incarnation: int
+    incarnation: Whole
 
 
 class FindSegment(Call[SegmentDescriptor | None]):

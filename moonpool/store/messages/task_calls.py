@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moonpool.base.ranges import Whole
 from moonpool.base.rpc import Call
 from moonpool.store.messages.values import TaskInfo
 
@@ -26,7 +27,7 @@ class DrainSegment(Call[int]):
 
 
 class QueryTask(Call[TaskInfo | None]):
-    task_id: int
+    task_id: Whole
 
 
 class ListTasks(Call[list[TaskInfo]]):
@@ -36,4 +37,4 @@ class ListTasks(Call[list[TaskInfo]]):
 
 
 class CancelTask(Call[bool]):
-    task_id: int
+    task_id: Whole

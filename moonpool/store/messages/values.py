@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from enum import IntEnum, IntFlag
+from typing import Annotated
 
 import msgspec
 
+from moonpool.base.ranges import Seconds, Whole
 from moonpool.transfer.descriptor import SegmentDescriptor
+
+MAX_REPLICAS = 16  # of one object
 
 
 class Tier(IntFlag):
@@ -47,10 +51,12 @@ class ObjectInfo(msgspec.Struct, frozen=True, array_like=True):
 class PutOptions(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """What all items of one PutStart have in common."""
 
-    num_replicas: int = 1  # on distinct nodes first; fewer are taken when there is no more room
+    num_replicas: Annotated[int, msgspec.Meta(ge=1, le=MAX_REPLICAS)] = (
+        1  # on distinct nodes first; fewer are taken when there is no more room
+    )
     preferred: tuple[str, ...] = ()  # segments to try first
     hard_pin: bool = False  # never evicted, until it is removed
-    soft_pin_s: float = 0.0  # evicted only when nothing else is left, for this long after it was stored
+    soft_pin_s: Seconds = 0.0  # evicted only when nothing else is left, for this long after it was stored
     replace: bool = False  # an upsert: the old value stays readable until the new one is whole
     all_replicas: bool = False  # refuse instead of taking fewer
     identity: bytes = b""  # digest of what makes the bytes usable, for `why`
@@ -173,18 +179,27 @@ class Order(msgspec.Struct, frozen=True, array_like=True):
 class OrderResult(msgspec.Struct, frozen=True, array_like=True):
     """`refusal` None: done. `offset` is where an OFFLOAD went. A Corrupt refusal quarantines the source."""
 
-    order_id: int
+    order_id: Whole
     refusal: Refusal | None = None
-    offset: int | None = None
+    offset: Whole | None = None
+
+
+class Doubt(IntEnum):
+    """What may be wrong with a record of a damaged SSD log. The master keeps one in doubt only if it knows it."""
+
+    NONE = 0
+    REMOVED = 1  # its tombstone may have been lost with the damaged part
+    SALVAGED = 2  # it lies in the damaged part; good only at the place that the master knows
 
 
 class HeldItem(msgspec.Struct, frozen=True, array_like=True):
     """A record that a node found in its SSD log."""
 
     key: bytes
-    generation: int
-    nbytes: int
-    offset: int
+    generation: Whole
+    nbytes: Whole
+    offset: Whole
+    doubt: Doubt = Doubt.NONE
 
 
 class TaskInfo(msgspec.Struct, frozen=True):

@@ -35,6 +35,7 @@ from moonpool.store.state.orders import OrderBook
 from moonpool.store.state.puts import Puts
 from moonpool.store.state.reads import Reads
 from moonpool.store.state.records import Freed, Outcomes
+from moonpool.store.state.refusals import check_pairs
 from moonpool.store.state.segments import Place, SegmentTable
 from moonpool.store.state.space import SpaceReturns
 from moonpool.store.state.ssd_tier import SsdTier
@@ -98,6 +99,7 @@ class PoolState:
         self, keys: Sequence[bytes], generations: Sequence[int], failed: Mapping[int, tuple[str, ...]], now_s: float
     ) -> dict[int, m.Refusal]:
         """Makes the objects visible; refusals by position. Said twice it is no error; too late: StaleGeneration."""
+        check_pairs(keys, generations)
         refusals, slots = self.puts.end(keys, generations, failed, now_s)
         if self.ssd.is_used:
             self.ssd.on_stored(slots)
@@ -106,10 +108,12 @@ class PoolState:
 
     def put_renew(self, keys: Sequence[bytes], generations: Sequence[int], now_s: float) -> list[bool]:
         """Unfinished puts that go on: their time starts anew. True where there is one."""
+        check_pairs(keys, generations)
         return self.puts.renew(keys, generations, now_s)
 
     def put_revoke(self, keys: Sequence[bytes], generations: Sequence[int], settled: bool, now_s: float) -> None:
         """Ends unfinished puts. The space rests unless no write can still be under way (`settled`)."""
+        check_pairs(keys, generations)
         self.puts.revoke(keys, generations, settled, now_s)
 
     # reading and removing

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from moonpool.base.errors import AlreadyExists, InvalidInput, MoonpoolError, StaleGeneration, Unavailable
 from moonpool.store.messages import PutOptions, Refusal
+from moonpool.store.messages.values import MAX_REPLICAS
 from moonpool.store.state.index import FIRST_SESSION
 
 MAX_KEY_NBYTES = 1024
-MAX_REPLICAS = 16
 
 
 def refusal(error: MoonpoolError) -> Refusal:
@@ -21,6 +21,14 @@ UNDER_WAY = refusal(AlreadyExists("another put of this key is under way"))
 RECOUNTING = refusal(Unavailable("nodes are being recounted after the master's restart: ask again soon"))
 DISCARDED = refusal(StaleGeneration("the put was discarded: it took too long, or its space was taken back"))
 LOST = refusal(StaleGeneration("no replica of the put is left: its nodes are gone or could not be written to"))
+
+
+def check_pairs(keys: Sequence[bytes], generations: Sequence[int]) -> None:
+    """InvalidInput unless each key has a generation."""
+    if len(keys) != len(generations):
+        raise InvalidInput(
+            f"{len(keys)} keys and {len(generations)} generations: each key needs one", param="generations"
+        )
 
 
 def check_batch(

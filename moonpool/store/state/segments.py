@@ -18,6 +18,7 @@ from moonpool.transfer.descriptor import SegmentDescriptor
 
 # Heartbeats after which a name may be taken by another process, should its connection still stand.
 _TAKEOVER_HEARTBEATS = 3
+MAX_SEGMENT_NBYTES = {Tier.DRAM: 1 << 48, Tier.SSD: 1 << 63}  # an SSD's are addresses, most of them unused
 
 Place = tuple[int, int]  # (number of the segment, offset)
 
@@ -165,6 +166,12 @@ class SegmentTable:
     def check_mount(self, descriptor: SegmentDescriptor, tier: Tier, heartbeat_s: float, now_s: float) -> None:
         if tier is Tier.DRAM and (descriptor.granule_nbytes != GRANULE_NBYTES or descriptor.nbytes < GRANULE_NBYTES):
             raise InvalidInput(f"segment {descriptor.name!r} must be fenced in granules of {GRANULE_NBYTES} bytes")
+        if tier not in MAX_SEGMENT_NBYTES:
+            raise InvalidInput(f"a segment is in one tier, not {int(tier)}", param="tier")
+        if not 0 < descriptor.nbytes <= MAX_SEGMENT_NBYTES[tier]:
+            raise InvalidInput(
+                f"segment {descriptor.name!r} must have 1 to {MAX_SEGMENT_NBYTES[tier]} bytes", param="nbytes"
+            )
         known = self._by_name.get(descriptor.name)
         if known is None or known.is_away or known.gone_since_s is not None:
             return

@@ -1,0 +1,319 @@
+"""Any value in any field of any message: the answer is one of our errors or a reply, never "a bug", and the connection
+goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import pytest
+from msgspec import inspect
+
+from moonpool.base.cluster import CONDUCTOR_SERVICE
+from moonpool.base.errors import Internal, InvalidInput, MoonpoolError, ProtocolError
+from moonpool.base.frames import FrameDecoder, FrameKind, encode_frame
+from moonpool.base.rpc import Call, Hello, Peer, RpcServer
+from moonpool.base.rpc.protocol import decode_error, encode_call, encode_value
+from moonpool.conductor import messages as c
+from moonpool.conductor.service import Conductor, ConductorConfig
+from moonpool.store import messages as m
+from moonpool.store.master import Master, MasterConfig
+from moonpool.transfer.descriptor import SegmentDescriptor
+
+INTEGERS = [-(2**63), -(2**31), -1, 0, 1, 2, 3, 63, 64, 4095, 65536, 2**31 - 1, 2**31, 2**32 + 7, 2**53, 2**62]
+INTEGERS += [2**63 - 1, 2**63, 2**64 - 1]
+FLOATS = [math.nan, math.inf, -math.inf, -1.0, -0.0, 0.0, 1e-300, 0.5, 3.0, 1e9, 1e300]
+TEXTS = [
+    "",
+    "x",
+    "a.dram",
+    "w0",
+    "w1",
+    "prefill",
+    "unix:/nowhere",
+    "tcp:h:99999",
+    "\0",
+    "ü\U0001f600",
+    "(a+)+$",
+    "y" * 5000,
+]
+BYTES = [b"", b"k0", b"k1", b"k2", b"\xff" * 32, b"\0", b"z" * 1024, b"z" * 5000]
+WRONG: list[Any] = [None, True, "text", b"bytes", -1, 1.5, [], {}, [[]], {"a": 1}]
+
+
+class Values:
+    """Random values of msgspec's types, most of them of the right kind and many outside of any range."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.extreme = 0.4  # how often an integer is one of INTEGERS
+
+    def of(self, kind: inspect.Type) -> Any:
+        rng = self.rng
+        if rng.random() < 0.01:
+            return rng.choice(WRONG)
+        match kind:
+            case inspect.StructType():
+                return self.struct(kind)
+            case inspect.UnionType():
+                return self.of(rng.choice(kind.types))
+            case inspect.ListType() | inspect.VarTupleType():
+                return [self.of(kind.item_type) for _ in range(rng.choice([0, 1, 1, 2, 2, 3, 40]))]
+            case inspect.TupleType():
+                return [self.of(each) for each in kind.item_types]
+            case inspect.DictType():
+                pairs = [(self.of(kind.key_type), self.of(kind.value_type)) for _ in range(rng.choice([0, 1, 3]))]
+                return {key: value for key, value in pairs if isinstance(key, (int, str, bytes))}
+            case inspect.EnumType():
+                return rng.choice([*(each.value for each in kind.cls), 0, 99, "x"])
+        return self.plain(kind)
+
+    def plain(self, kind: inspect.Type) -> Any:
+        rng = self.rng
+        match kind:
+            case inspect.IntType():
+                return rng.choice(INTEGERS) if rng.random() < self.extreme else rng.randint(0, 3)
+            case inspect.FloatType():
+                return rng.choice(FLOATS)
+            case inspect.StrType():
+                return rng.choice(TEXTS)
+            case inspect.BytesType(min_length=int(nbytes)) if rng.random() < 0.7:
+                return bytes([rng.randint(0, 3)]) * nbytes
+            case inspect.BytesType():
+                return rng.choice(BYTES)
+            case inspect.BoolType():
+                return rng.random() < 0.5
+            case inspect.NoneType():
+                return None
+        raise AssertionError(f"no values for {kind}")
+
+    def struct(self, kind: inspect.StructType) -> Any:
+        fields = [(field.name, self.of(field.type)) for field in kind.fields]
+        if not kind.array_like:
+            return dict(fields)
+        return [*([] if kind.tag is None else [kind.tag]), *(value for _, value in fields)]
+
+    def body(self, call: type[Call[Any]]) -> bytes:
+        return msgspec.msgpack.encode(self.of_call(call))
+
+    def of_call(self, call: type[Call[Any]]) -> Any:
+        kind = inspect.type_info(call)
+        assert isinstance(kind, inspect.StructType)
+        self.extreme = self.rng.choice([0.05, 0.4])
+        return self.struct(kind)
+
+
+class Wire:
+    """An asyncio transport that keeps what is written."""
+
+    def __init__(self, peer: Peer) -> None:
+        self.peer = peer
+        self.frames = FrameDecoder()
+        self.is_closed = False
+        self.written: list[Any] = []
+
+    def write(self, data: bytes) -> None:
+        self.written += self.frames.feed(data)
+
+    def get_extra_info(self, _: str) -> None:
+        return None
+
+    def set_write_buffer_limits(self, high: int) -> None:
+        pass
+
+    def is_reading(self) -> bool:
+        return True
+
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+    def close(self) -> None:
+        if not self.is_closed:
+            self.is_closed = True
+            self.peer.connection_lost(None)
+
+    abort = close
+
+
+class Connection:
+    """One peer of a server, without a socket; each call is answered before the next, or left waiting."""
+
+    def __init__(self, server: RpcServer, service: str) -> None:
+        self._peer, self._ids = Peer(server), 0
+        self.wire = Wire(self._peer)
+        self._peer.connection_made(self.wire)  # type: ignore[arg-type]
+        self._peer.data_received(encode_value(FrameKind.HELLO, 0, Hello(service)))
+
+    async def send(self, body: bytes) -> MoonpoolError | None:
+        """The error that the call was answered with, if it was answered at once and with one."""
+        self._ids += 1
+        self.wire.written.clear()
+        self._peer.data_received(encode_frame(FrameKind.CALL, self._ids, body))
+        while self._peer._turn is not None:  # noqa: ASYNC110 - a turn of the loop, as many as it needs
+            await asyncio.sleep(0)
+        assert not self.wire.is_closed, "the connection goes on"
+        errors = [decode_error(frame.body) for frame in self.wire.written if frame.kind is FrameKind.ERROR]
+        return errors[0] if errors else None
+
+    async def call(self, call: Call[Any]) -> MoonpoolError | None:
+        return await self.send(encode_call(call, 1)[len(encode_frame(FrameKind.CALL, 1)) :])
+
+    def close(self) -> None:
+        self.wire.close()
+
+
+@contextlib.asynccontextmanager
+async def master_at(path: Path) -> AsyncIterator[Master]:
+    rules = MasterConfig(data_dir=str(path / "data"), listen=f"unix:{path}/m.sock", tick_s=3600.0, max_objects=4096)
+    master = Master(rules)
+    await master.start()
+    try:
+        yield master
+    finally:
+        await master.close()
+
+
+async def filled(server: RpcServer) -> Connection:
+    """With a segment and three objects, so that calls find something."""
+    connection = Connection(server, m.SERVICE)
+    segment = SegmentDescriptor(
+        name="a.dram", nbytes=1 << 20, incarnation=1, host="h", endpoints=(), granule_nbytes=4096
+    )
+    assert await connection.call(m.MountSegment("n0", segment)) is None
+    assert await connection.call(m.Heartbeat("a.dram", 1)) is None
+    assert await connection.call(m.PutStart([b"k0", b"k1", b"k2"], [5000] * 3, m.PutOptions())) is None
+    return connection
+
+
+async def fuzz(connection: Connection, calls: list[type[Call[Any]]], seed: int, count: int) -> list[str]:
+    values, bugs = Values(seed), []
+    for _ in range(count):
+        call = values.rng.choice(calls)
+        body = values.body(call)
+        error = await connection.send(body)
+        if isinstance(error, Internal):
+            bugs.append(f"{call.__name__}: {error} for {msgspec.msgpack.decode(body, strict=False)!r:.500}")
+    return bugs
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_the_master_answers_any_values(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+    async with master_at(tmp_path) as master:
+        assert master._server is not None
+        connection = await filled(master._server)
+        assert await fuzz(connection, list(master._server.handlers), seed, 1000) == []
+        master.state.check_integrity()
+        assert await connection.call(m.Exist([b"k0"])) is None
+        connection.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_the_conductor_answers_any_values(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+    conductor = Conductor(ConductorConfig(address=f"unix:{tmp_path}/c.sock"))
+    await conductor.start()
+    connection = Connection(conductor._server, CONDUCTOR_SERVICE)
+    assert await fuzz(connection, list(conductor._server.handlers), seed, 1000) == []
+    assert await connection.call(c.Status()) is None
+    connection.close()
+    await conductor.close()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            m.PutStart([b"k"], [1], m.PutOptions(num_replicas=2**40)),
+            "options.num_replicas must be an integer from 1 to",
+        ),
+        (m.PutStart([b"k"], [2**64 - 1], m.PutOptions()), r"sizes\[0\] must be an integer from 0 to"),
+        (m.PutStart([b"k"], [1], m.PutOptions(soft_pin_s=math.nan)), "soft_pin_s must be a number from 0 to 1e.09"),
+        (m.ListObjects(limit=2**40), "limit must be an integer from 1 to 2147483647"),
+        (m.ListObjects(cursor=-1), "cursor must be"),
+        (m.Subscribe(since=2**64 - 1), "since must be"),
+    ],
+)
+async def test_a_refusal_names_field_and_range(call: Call[Any], message: str, tmp_path: Path) -> None:
+    async with master_at(tmp_path) as master:
+        assert master._server is not None
+        connection = await filled(master._server)
+        error = await connection.call(call)
+        assert isinstance(error, InvalidInput)
+        assert error.param is not None
+        with pytest.raises(InvalidInput, match=message):
+            raise error
+        assert isinstance(await connection.send(msgspec.msgpack.encode(["Exist", 5])), ProtocolError)
+        assert await connection.call(m.Exist([b"k0"])) is None
+        connection.close()
+
+
+def test_what_cannot_be_sent_names_the_field() -> None:
+    with pytest.raises(InvalidInput, match="trace_block_tokens of ExportTrace") as raised:
+        encode_call(c.ExportTrace(trace_block_tokens=2**70), 1)
+    assert raised.value.param == "trace_block_tokens"
+    with pytest.raises(InvalidInput, match="options of PutStart"):
+        encode_call(m.PutStart([b"k"], [1], m.PutOptions(num_replicas=2**70)), 1)
+
+
+def numbers_without_range(kind: inspect.Type, at: str) -> list[str]:
+    """The places in a message where any 64-bit integer or any float is taken."""
+    match kind:
+        case inspect.IntType() | inspect.FloatType():
+            return [at] if kind.ge is None or kind.le is None else []
+        case inspect.StructType():
+            return [each for field in kind.fields for each in numbers_without_range(field.type, f"{at}.{field.name}")]
+        case inspect.UnionType():
+            return [each for one in kind.types for each in numbers_without_range(one, at)]
+        case inspect.TupleType():
+            return [each for one in kind.item_types for each in numbers_without_range(one, at)]
+        case inspect.ListType() | inspect.VarTupleType():
+            return numbers_without_range(kind.item_type, at)
+        case inspect.DictType():
+            return numbers_without_range(kind.key_type, at) + numbers_without_range(kind.value_type, at)
+    return []
+
+
+async def test_every_number_that_is_sent_has_a_range(tmp_path: Path) -> None:
+    conductor = Conductor(ConductorConfig(address=f"unix:{tmp_path}/c.sock"))
+    async with master_at(tmp_path) as master:
+        assert master._server is not None
+        calls = [*master._server.handlers, *conductor._server.handlers]
+        without = [each for call in calls for each in numbers_without_range(inspect.type_info(call), call.__name__)]
+        # An SSD's descriptor spans 2**63 addresses, one more than msgspec's ranges can say; mount() checks it.
+        assert [each for each in without if not each.endswith("descriptor.nbytes")] == []
+
+
+class Inner(msgspec.Struct):
+    number: Annotated[int, msgspec.Meta(ge=1, le=5)]
+
+
+class Outer(Call[None]):
+    maybe: Inner | None
+    pairs: list[tuple[str, Annotated[int, msgspec.Meta(ge=0, le=9)]]]
+    table: dict[str, Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]]
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ([{"number": 9}, [], {}], "maybe.number"),
+        ([None, [["a", 1], ["b", 10]], {}], "pairs[1][1]"),
+        ([None, [], {"x": math.inf}], "table[...]"),
+    ],
+)
+async def test_the_way_to_a_field_is_told(values: list[Any], field: str) -> None:
+    server = RpcServer("testing", {Outer: lambda call, peer: None})
+    connection = Connection(server, "testing")
+    error = await connection.send(msgspec.msgpack.encode(["Outer", *values]))
+    assert isinstance(error, InvalidInput)
+    assert error.param == field
+    connection.close()
