@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from state_pool import G, Pool, held, offload, on_ssd_alone
 
@@ -212,6 +213,39 @@ def test_one_record_of_an_object_is_enough() -> None:
     wrong = pool.inventory("b", [held(order, 0)])
     assert wrong == [False]
     assert pool.places(b"k") == ["a.dram", "b.dram", "a.ssd"]
+
+
+def test_records_in_doubt_are_kept_only_where_the_master_knows_them() -> None:
+    pool = Pool("a", ssd_granules=100)
+    items = on_ssd_alone(pool, b"1", b"2", b"3")
+    removed = msgspec.structs.replace(items[b"1"], doubt=m.Doubt.REMOVED)
+    salvaged = msgspec.structs.replace(items[b"2"], doubt=m.Doubt.SALVAGED)
+    elsewhere = msgspec.structs.replace(items[b"3"], offset=items[b"3"].offset + 64 * G, doubt=m.Doubt.SALVAGED)
+    assert come_back(pool, removed, salvaged, elsewhere, last=False) == [True, True, False]
+    assert pool.places(b"1") == pool.places(b"2") == ["a.ssd"]
+
+
+def test_a_master_that_knows_nothing_takes_no_record_in_doubt() -> None:
+    pool = Pool("a", ssd_granules=100)
+    items = on_ssd_alone(pool, b"1", b"2", b"3")
+    fresh = Pool("a", ssd_granules=0)
+    fresh.mount_ssd("a", 100, last=False)
+    told = [
+        items[b"1"],
+        msgspec.structs.replace(items[b"2"], doubt=m.Doubt.REMOVED),
+        msgspec.structs.replace(items[b"3"], doubt=m.Doubt.SALVAGED),
+    ]
+    assert fresh.inventory("a", told) == [True, False, False]
+
+
+def test_why_names_what_was_lost_with_a_damaged_log() -> None:
+    pool = Pool("a", ssd_granules=100)
+    items = on_ssd_alone(pool, b"1", b"2")
+    come_back(pool, items[b"1"], last=False)
+    pool.state.members.inventory("a.ssd", 2, [], True, pool.now_s, is_damaged=True)
+    pool.tick()
+    assert pool.has(b"1")
+    assert "damaged part of its node's SSD log" in pool.why(b"2")
 
 
 def test_compaction_moves_records() -> None:

@@ -126,7 +126,9 @@ def _segments(master: Master) -> dict[type[Call[Any]], Handler]:
         m.Recount: lambda c, _: members.recount(c.segment, c.incarnation, c.spans, c.sessions, now()),
         m.FenceAhead: lambda c, _: members.fence_ahead(c.segment, c.incarnation, c.spans),
         m.SessionsGone: lambda c, _: state.sessions_gone(c.sessions, now()),
-        m.Inventory: lambda c, _: members.inventory(c.segment, c.incarnation, c.items, c.last, now()),
+        m.Inventory: lambda c, _: members.inventory(
+            c.segment, c.incarnation, c.items, c.last, now(), is_damaged=c.damaged_nbytes > 0
+        ),
         m.Relocated: lambda c, _: members.relocated(c.segment, c.incarnation, c.items),
         m.OrdersDone: lambda c, _: state.orders_done(c.results, now()),
     }

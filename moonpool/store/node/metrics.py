@@ -9,7 +9,16 @@ from moonpool.base.metrics import MetricFamily, MetricSample
 from moonpool.store.messages import OrderKind
 from moonpool.store.ssd import SsdStats
 
-_SSD_COUNTS = ("num_objects", "num_files", "num_drained_files", "num_corrupt", "num_torn", "num_unreadable_files")
+_SSD_COUNTS = (
+    "num_objects",
+    "num_files",
+    "num_drained_files",
+    "num_corrupt",
+    "num_torn",
+    "num_unreadable_files",
+    "num_salvaged",
+    "damaged_nbytes",
+)
 
 
 def node_metrics(

@@ -18,6 +18,7 @@ from moonpool.base.errors import MoonpoolError
 from moonpool.base.rpc import AsyncClient
 from moonpool.base.units import format_nbytes
 from moonpool.store.messages import (
+    Doubt,
     HeldItem,
     Inventory,
     MountReply,
@@ -109,7 +110,7 @@ class SsdMount(Mount):
     async def _recount(self, client: AsyncClient, above: int) -> None:
         """Every record, in parts; those that are not wanted go."""
         async with self._ssd.lock:
-            items = await asyncio.to_thread(lambda: list(self._ssd.log.items()))
+            items = await asyncio.to_thread(lambda: [*self._ssd.log.items(), *self._ssd.log.salvaged()])
             parts = [items[at : at + _ITEMS_PER_CALL] for at in range(0, len(items), _ITEMS_PER_CALL)] or [[]]
             num_dropped = 0
             for number, part in enumerate(parts, 1):
@@ -117,9 +118,23 @@ class SsdMount(Mount):
         _LOG.info("%s: %d records, %d of them not wanted any more", self.segment.name, len(items), num_dropped)
 
     async def _tell_part(self, client: AsyncClient, part: list[Stored], last: bool) -> int:
-        held = [HeldItem(each.key, each.generation, each.location.nbytes, offset_of(each.location)) for each in part]
-        call = Inventory(segment=self.segment.name, incarnation=self.segment.incarnation, items=held, last=last)
+        held = [
+            HeldItem(each.key, each.generation, each.location.nbytes, offset_of(each.location), each.doubt)
+            for each in part
+        ]
+        damaged_nbytes = self._ssd.log.stats().damaged_nbytes if last else 0
+        call = Inventory(
+            segment=self.segment.name,
+            incarnation=self.segment.incarnation,
+            items=held,
+            last=last,
+            damaged_nbytes=damaged_nbytes,
+        )
         wanted = await client.call(call, timeout_s=CALL_TIMEOUT_S)
+        pairs = zip(part, wanted, strict=True)
+        confirmed = [(each.key, each.generation) for each, keep in pairs if keep and each.doubt is Doubt.SALVAGED]
+        if confirmed:
+            self._ssd.log.confirm(confirmed)
         unwanted = [(each.key, each.generation) for each, keep in zip(part, wanted, strict=True) if not keep]
         if unwanted:
             await asyncio.to_thread(self._ssd.log.remove, unwanted)

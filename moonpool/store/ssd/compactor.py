@@ -81,7 +81,8 @@ class Compactor:
 
     def _sealed(self) -> set[int]:
         with self._writing, self._index_lock:  # both: a file becomes active and known under the one and the other
-            return {number for number, _ in self._index.uses()} - {self._writer.active_number}
+            numbers = {number for number, _ in self._index.uses()} - {self._writer.active_number}
+            return numbers - self._index.salvaged_files()
 
     def _choose(self, numbers: set[int], *, only_empty: bool) -> int | None:
         with self._index_lock:

@@ -28,6 +28,7 @@ class Index:
         self._live: dict[bytes, Entry] = {}
         self._shadows: dict[bytes, list[Entry]] = {}
         self._files: dict[int, FileUse] = {}
+        self._salvaged: dict[tuple[bytes, int], Entry] = {}  # by key and generation; they do not count yet
 
     def __len__(self) -> int:
         return len(self._live)
@@ -79,6 +80,34 @@ class Index:
         else:
             self._hide(entry)
 
+    def salvage(self, entry: Entry) -> None:
+        """An object that was found outside of any batch; it counts after confirm()."""
+        self._salvaged[entry.key, entry.generation] = entry
+
+    def salvaged(self) -> list[Entry]:
+        """Those that would count if they were confirmed."""
+        return [entry for entry in self._salvaged.values() if self._would_win(entry)]
+
+    def salvaged_files(self) -> set[int]:
+        return {entry.file_number for entry in self._salvaged.values()}
+
+    def confirm(self, key: bytes, generation: int) -> bool:
+        """The salvaged object counts from here on. False when there is none."""
+        entry = self._salvaged.pop((key, generation), None)
+        if entry is None or not self._would_win(entry):
+            return False
+        self.add(entry)
+        return True
+
+    def refuse(self, key: bytes, generation: int) -> None:
+        """Forget a salvaged object; unknown ones are ignored."""
+        self._salvaged.pop((key, generation), None)
+
+    def _would_win(self, entry: Entry) -> bool:
+        current = self._live.get(entry.key)
+        rivals = [*self._shadows.get(entry.key, ()), *((current,) if current else ())]
+        return all(rival.order < entry.order and rival.generation != entry.generation for rival in rivals)
+
     def bury(self, key: bytes, generation: int) -> Entry | None:
         """Takes the object out unless it is newer than that; returns it. A tombstone must follow."""
         entry = self._live.get(key)
@@ -101,6 +130,7 @@ class Index:
 
     def drop_file(self, file_number: int) -> None:
         """The file is gone, and everything in it."""
+        self._salvaged = {name: each for name, each in self._salvaged.items() if each.file_number != file_number}
         for entry in self._files.pop(file_number).entries:
             if self.is_live(entry):
                 del self._live[entry.key]

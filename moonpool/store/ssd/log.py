@@ -16,6 +16,7 @@ from types import TracebackType
 from moonpool.base.checksum import ChecksumKind
 from moonpool.base.errors import Corrupt, HandleClosed, InvalidInput, MoonpoolError, NoSpace, Unavailable
 from moonpool.base.units import format_nbytes
+from moonpool.store.messages import Doubt
 from moonpool.store.ssd.checks import check_header, object_crc
 from moonpool.store.ssd.compactor import Compactor
 from moonpool.store.ssd.folder import Folder
@@ -40,6 +41,8 @@ class SsdLog:
         self._index = recovered.index
         self._num_torn = recovered.num_torn
         self._num_unreadable_files = recovered.num_unreadable_files
+        self._damaged_nbytes, self._doubtful_upto = recovered.damaged_nbytes, recovered.doubtful_upto
+        self._num_salvaged = 0
         self._num_corrupt = 0
         self._closed = False
         self._writing = threading.Lock()
@@ -99,10 +102,25 @@ class SsdLog:
         return location_of(entry) if entry is not None and entry.generation == generation else None
 
     def items(self) -> Iterator[Stored]:
-        """All objects, as they were at the time of the call."""
+        """All objects, as they were at the time of the call. Where a part of the log is damaged, a tombstone may have
+        been lost with it: objects that are not newer are in doubt then.
+        """
         with self._index_lock:
             entries = self._index.live()
-        return (Stored(entry.key, entry.generation, location_of(entry)) for entry in entries)
+        return (self._stored(entry) for entry in entries)
+
+    def salvaged(self) -> list[Stored]:
+        """Objects that were found in damaged parts and wait for confirm()."""
+        with self._index_lock:
+            entries = self._index.salvaged()
+        return [Stored(entry.key, entry.generation, location_of(entry), Doubt.SALVAGED) for entry in entries]
+
+    def confirm(self, items: Iterable[tuple[bytes, int]]) -> int:
+        """Salvaged objects (key, generation) that count from here on, because the master knows them. How many."""
+        with self._index_lock:
+            num_confirmed = sum(self._index.confirm(key, generation) for key, generation in items)
+            self._num_salvaged += num_confirmed
+        return num_confirmed
 
     def read_into(
         self,
@@ -150,7 +168,11 @@ class SsdLog:
         """
         with self._writing:
             self._check_open()
-            num_removed = sum(self._writer.bury(key, generation) for key, generation in items)
+            gone = list(items)
+            num_removed = sum(self._writer.bury(key, generation) for key, generation in gone)
+            with self._index_lock:
+                for key, generation in gone:
+                    self._index.refuse(key, generation)
             self._try_tombstones()
         return num_removed
 
@@ -199,6 +221,8 @@ class SsdLog:
                 num_corrupt=self._num_corrupt + self._compactor.num_corrupt,
                 num_torn=self._num_torn,
                 num_unreadable_files=self._num_unreadable_files,
+                damaged_nbytes=self._damaged_nbytes,
+                num_salvaged=self._num_salvaged,
                 direct=self._folder.alignment.direct,
             )
 
@@ -263,6 +287,10 @@ class SsdLog:
         except MoonpoolError as error:
             return error
         return record
+
+    def _stored(self, entry: Entry) -> Stored:
+        doubt = Doubt.REMOVED if entry.file_number <= self._doubtful_upto else Doubt.NONE
+        return Stored(entry.key, entry.generation, location_of(entry), doubt)
 
     def _crc_of(self, read: Read) -> int | None:
         entry: Entry | None = self._index.find(read.key)

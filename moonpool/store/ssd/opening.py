@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 class Recovered:
     index: Index = field(default_factory=Index)
     num_torn: int = 0
+    damaged_nbytes: int = 0
+    doubtful_upto: int = 0  # the newest damaged file: a tombstone may be lost of whatever lies there or in older ones
     num_unreadable_files: int = 0
 
 
@@ -45,10 +47,16 @@ def recover_folder(folder: Folder) -> Recovered:
             logger.warning("%s has no valid header and is given up", folder.path_of(number))
         entries = [] if found is None else found.entries
         recovered.num_torn += 0 if found is None else found.num_torn
-        if entries or not _retired(folder, number):
+        salvaged = () if found is None else found.salvaged
+        if entries or salvaged or not _retired(folder, number):
             recovered.index.open_file(number)
         for entry in entries:
             recovered.index.add(entry)
+        for entry in salvaged:
+            recovered.index.salvage(entry)
+        if found is not None:
+            recovered.damaged_nbytes += found.damaged_nbytes
+            recovered.doubtful_upto = number if found.lost_batches else recovered.doubtful_upto
     if is_durable:
         _retire_useless(folder, recovered.index)
     return recovered
@@ -60,7 +68,8 @@ def _retire_useless(folder: Folder, index: Index) -> None:
     rest them, and run out of files.
     """
     for number in sorted(folder.sizes):
-        if not any(index.live_of(number)) and not index.tombstones_to_keep(number) and _retired(folder, number):
+        is_useless = not (any(index.live_of(number)) or index.tombstones_to_keep(number))
+        if is_useless and number not in index.salvaged_files() and _retired(folder, number):
             index.drop_file(number)
 
 
@@ -81,10 +90,20 @@ def _recover_file(folder: Folder, number: int, read: Reader) -> tuple[Found | No
     if folder.sizes[number] < header.file_nbytes:
         _restore_size(folder, header)
     found = recover(read, header)
-    if found.sealed or not found.entries:
+    if found.sealed or not (found.entries or found.salvaged):
         return found, True
     logger.info("log file %d was searched: %d records, %d torn", number, len(found.entries), found.num_torn)
-    return found, _seal(folder, header, found.entries)
+    if not found.damaged_nbytes and not found.salvaged:
+        return found, _seal(folder, header, found.entries)
+    if found.damaged_nbytes:
+        logger.warning(
+            "log file %d is damaged: in %d bytes without a good batch header %d objects were found by their own"
+            " headers; they count when the master has confirmed them, others that were there are lost",
+            number,
+            found.damaged_nbytes,
+            len(found.salvaged),
+        )
+    return found, _seal(folder, header, None)  # without an index: the next start must learn of the damage too
 
 
 def _restore_size(folder: Folder, header: FileHeader) -> None:
@@ -95,13 +114,16 @@ def _restore_size(folder: Folder, header: FileHeader) -> None:
     folder.sizes[header.number] = header.file_nbytes
 
 
-def _seal(folder: Folder, header: FileHeader, entries: list[Entry]) -> bool:
-    """So that the next start need not search again; False when it cannot be done, and nothing depends on it."""
+def _seal(folder: Folder, header: FileHeader, entries: list[Entry] | None) -> bool:
+    """So that the next start need not search again (None: it shall, but what is there is durable); False when it cannot
+    be done, and nothing depends on it.
+    """
     try:
         file = folder.open_to_write(header.number)
         try:
             file.sync()
-            write_footer(file, header, entries)
+            if entries is not None:
+                write_footer(file, header, entries)
         finally:
             file.close()
     except MoonpoolError as error:

@@ -10,6 +10,7 @@ import msgspec
 
 from moonpool.base.errors import ConfigError
 from moonpool.base.units import format_nbytes
+from moonpool.store.messages import Doubt
 from moonpool.store.ssd.layout import UNIT_NBYTES, Entry
 from moonpool.transfer.buffers import Buffer
 
@@ -65,11 +66,12 @@ class Item(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """An object that the log holds."""
+    """An object that the log holds, or may hold (`doubt`)."""
 
     key: bytes
     generation: int
     location: Location
+    doubt: Doubt = Doubt.NONE
 
 
 class Read(NamedTuple):
@@ -107,6 +109,8 @@ class SsdStats:
     num_corrupt: int  # objects that failed a check when they were read, since open()
     num_torn: int  # objects that recovery dropped: half written, or damaged since
     num_unreadable_files: int  # files that recovery gave up
+    damaged_nbytes: int  # parts of files, found at the start, whose batch headers are damaged
+    num_salvaged: int  # objects found in them that the master has confirmed
     direct: bool
 
 

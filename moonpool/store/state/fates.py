@@ -22,6 +22,7 @@ class Fate(IntEnum):
     SSD_EVICTED = 8
     NOT_RECOVERED = 9
     REPLACED = 10
+    LOG_DAMAGED = 11
 
     @property
     def sentence(self) -> str:
@@ -40,6 +41,7 @@ _SENTENCES = {
     Fate.SSD_EVICTED: "was evicted from SSD, where its last replica was: the disk's share was full",
     Fate.NOT_RECOVERED: "was not there any more when its node, or the master, came back",
     Fate.REPLACED: "was replaced by an upsert",
+    Fate.LOG_DAMAGED: "was lost with a damaged part of its node's SSD log, and was nowhere else",
 }
 
 

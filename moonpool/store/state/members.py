@@ -236,14 +236,23 @@ class Members:
 
     # SSDs that come back
 
-    def inventory(self, name: str, incarnation: int, items: Sequence[HeldItem], last: bool, now_s: float) -> list[bool]:
-        """True where a record is wanted."""
+    def inventory(
+        self,
+        name: str,
+        incarnation: int,
+        items: Sequence[HeldItem],
+        last: bool,
+        now_s: float,
+        *,
+        is_damaged: bool = False,
+    ) -> list[bool]:
+        """True where a record is wanted. `is_damaged`: what is missing was lost with a part of the log."""
         segment = self._ssd_segment(name, incarnation)
         wanted = self._ssd.adopt(segment, items, self.adopts and name not in self.listed, now_s)
         if items:
             self._raise_generations(max(item.generation for item in items))
         if last:
-            self._on_listed(segment, now_s)
+            self._on_listed(segment, now_s, Fate.LOG_DAMAGED if is_damaged else Fate.NOT_RECOVERED)
         return wanted
 
     def _raise_generations(self, known: int) -> None:
@@ -255,14 +264,14 @@ class Members:
             for each in self._segments.of_tier(Tier.DRAM):
                 each.is_behind, each.acknowledged = True, False
 
-    def _on_listed(self, segment: MountedSegment, now_s: float) -> None:
+    def _on_listed(self, segment: MountedSegment, now_s: float, fate: Fate) -> None:
         """The node has said all it has: what was expected there besides is lost."""
         segment.acknowledged, segment.recount_above = True, None
         known = self._segments.by_number.values()
         earlier = [each for each in known if each.name == segment.name and each is not segment]
-        self._end(earlier, now_s, Fate.NOT_RECOVERED)
+        self._end(earlier, now_s, fate)
         self._ssd.on_listed(segment)
-        self._index.losses.start_sweep([segment.number], Fate.NOT_RECOVERED)
+        self._index.losses.start_sweep([segment.number], fate)
         if segment.name not in self.listed:
             self.listed.add(segment.name)
             self._index.outcomes.add(Listed(segment.name))

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from moonpool.base.errors import Corrupt, DeadlineExceeded, NoSpace, Overloaded, Unavailable
 from moonpool.store.allocator import GRANULE_NBYTES, num_granules
-from moonpool.store.messages import HeldItem, Order, OrderKind, OrderResult, Placement, Tier
+from moonpool.store.messages import Doubt, HeldItem, Order, OrderKind, OrderResult, Placement, Tier
 from moonpool.store.rules import PoolRules
 from moonpool.store.state.copies import Copies
 from moonpool.store.state.fates import Fate
@@ -343,7 +343,7 @@ class SsdTier:
         if (item.key, item.generation) in self._dropping:
             return False
         if slot is None:
-            if not adopt_unknown or table.is_full:
+            if not adopt_unknown or item.doubt is not Doubt.NONE or table.is_full:
                 return False
             slot = index.insert(item.key, item.nbytes, (), item.generation)
         else:
@@ -355,6 +355,8 @@ class SsdTier:
                 table.ssd_segment[slot] != segment.number and table.ssd_segment[slot] and index.tier(slot) & Tier.SSD
             )
             if item.generation not in expected or item.nbytes != table.nbytes[slot] or elsewhere:
+                return False
+            if item.doubt is Doubt.SALVAGED and table.ssd_offset[slot] not in (item.offset, UNKNOWN_OFFSET):
                 return False
             if mine and table.ssd_offset[slot] != UNKNOWN_OFFSET:
                 index.move_ssd(slot, item.offset)
