@@ -77,7 +77,7 @@ class Exist(Call[list[bool]]):
     """
 
     keys: list[bytes]
-    without: tuple[tuple[str, int], ...] = ()
+    without: tuple[tuple[str, Whole], ...] = ()
 
 
 class Remove(Call[list[bool]]):
