@@ -85,7 +85,10 @@ def gone_and_reused(fleet: Fleet, client: StoreClient, force: bool = True) -> li
 # copies
 
 SHM_POINTS = ["moonpool.store.client.get_batch:_copy", "moonpool.store.client.get_batch:is_verified"]
-TCP_POINTS = ["moonpool.store.client.far_read:FarRead._read_now", "moonpool.store.client.far_read:FarRead._unchanged"]
+TCP_POINTS = [
+    "moonpool.store.client.far_read:FarRead._read_one",
+    "moonpool.transfer.transports.tcp.transport:TcpRemote.read_expecting",
+]
 COPIES = [(True, where) for where in SHM_POINTS] + [(False, where) for where in TCP_POINTS]
 
 
@@ -102,6 +105,19 @@ def test_a_late_copy_is_a_miss(fleet: Fleet, client: StoreClient, shm: bool, whe
     reader.expect("miss")
     check_filled(client, keys)
     assert fleet.counter("corrupt_replicas") == 0, "late is not corrupt"
+
+
+def test_a_copy_whose_verdict_came_in_time_is_right(fleet: Fleet, client: StoreClient) -> None:
+    """Over tcp the node has said that the space was the object's until the last byte was taken."""
+    put_first(client)
+    where = "moonpool.store.client.far_read:FarObject.check"
+    reader = fleet.actor("late_copy", key=KEY.decode(), number=NUMBER, shm=False, where=where)
+    reader.expect("asking")
+    reader.wait_stopped()
+    wait_late(fleet, restart=False)
+    gone_and_reused(fleet, client, True)
+    reader.resume()
+    reader.expect("right")
 
 
 @pytest.mark.parametrize("shm", [True, False], ids=["shm", "tcp"])

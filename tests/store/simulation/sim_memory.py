@@ -8,6 +8,7 @@ Every byte written is watched: nobody writes where a newer generation has begun.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -60,6 +61,9 @@ class SimEngine:
         self.served: dict[str, Segment] = {}
         self._remotes: dict[tuple[str, int], RemoteSegment] = {}
         world.engines[process.name] = self
+
+    def connections(self) -> tuple[int, Counter[str]]:
+        return 0, Counter()
 
     def serve(self, segment: Segment) -> SegmentDescriptor:
         self.served[segment.name] = segment
