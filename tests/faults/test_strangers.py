@@ -1,0 +1,207 @@
+"""Strangers send bodies, headers and frames of every kind to every port of a running service, for the whole test.
+
+No process of the service may end, none may grow by more than 64 MB, no handler may fail by a bug, and a well-behaved
+client beside them gets the right tokens with a p95 latency within 2x + 50 ms of its undisturbed one. Undisturbed and
+disturbed rounds take turns (the attacker is stopped and continued), so that other load of the machine meets both alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import msgspec
+import psutil
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "e2e"))  # for e2e_service
+
+from e2e_service import Service, running, wait_until
+from strangers import Targets
+
+pytestmark = pytest.mark.model
+
+ATTACKS_PER_S = 40
+ROUND_S = 3.0  # of either kind
+MAX_GROWTH_NBYTES = 64 * 1000**2
+PORTS = ("http", "store", "conductor", "worker", "memory")
+PROMPTS = [f"Count from {first} to ten: {first}," for first in ("one", "two", "three", "four")]
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with running(tmp_path_factory.mktemp("strangers")) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def tcp_node(service: Service, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Where a second node, of the kind that several machines have, serves its memory over tcp."""
+    folder = tmp_path_factory.mktemp("node")
+    secret = folder / "secret"
+    secret.write_text("s" * 32)
+    secret.chmod(0o600)
+    log_path = folder / "log"
+    options = ("--name", "node-tcp", "--run-dir", str(service.run_dir()), "--master", service.address("master"),
+               "--dram", "16MB", "--tcp-host", "127.0.0.1", "--secret-file", str(secret))  # fmt: skip
+    with log_path.open("w") as log:
+        process = subprocess.Popen([sys.executable, "-m", "moonpool", "node", *options], stdout=log, stderr=log)
+    try:
+        wait_until(lambda: "tcp 127.0.0.1:" in log_path.read_text(), 30, "the second node has mounted its memory")
+        yield "127.0.0.1:" + log_path.read_text().partition("tcp 127.0.0.1:")[2].split()[0]
+        assert process.poll() is None, log_path.read_text()
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def targets_of(service: Service, tcp: str, ports: tuple[str, ...]) -> Targets:
+    """The addresses behind the names in `ports`."""
+    run_dir = service.run_dir()
+    known = {f"{name}.sock" for name in ("master", "conductor", "prefill-0", "decode-0")} | {
+        "node.desk",
+        "node-tcp.desk",
+    }
+    shm = [str(path) for path in run_dir.iterdir() if path.is_socket() and path.name not in known]
+    assert shm, "the sockets that hand out memory"
+    every = {
+        "http": {"http": service.url.removeprefix("http://")},
+        "store": {"store": [str(run_dir / "master.sock")]},
+        "conductor": {"conductor": [str(run_dir / "conductor.sock")]},
+        "worker": {"worker": [str(run_dir / f"{name}.sock") for name in ("prefill-0", "decode-0")]},
+        "memory": {"shm": shm, "node": [str(run_dir / "node.desk")], "tcp": [tcp]},
+    }
+    return Targets(**{field: value for port in ports for field, value in every[port].items()})
+
+
+class Attacker:
+    """The program strangers.py, stopped until continue_()."""
+
+    def __init__(self, seed: int, targets: Targets, log: Path) -> None:
+        program = Path(__file__).parent / "strangers.py"
+        words = [sys.executable, str(program), str(seed), str(ATTACKS_PER_S), msgspec.json.encode(targets).decode()]
+        self._log = log
+        with log.open("w") as sink:
+            self._process = subprocess.Popen(words, stdout=sink, stderr=sink)
+        self.stop()
+
+    def stop(self) -> None:
+        self._process.send_signal(signal.SIGSTOP)
+
+    def continue_(self) -> None:
+        assert self._process.poll() is None, self._log.read_text()
+        self._process.send_signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+@contextlib.contextmanager
+def attacker(seed: int, targets: Targets, log: Path) -> Iterator[Attacker]:
+    running_attacker = Attacker(seed, targets, log)
+    try:
+        yield running_attacker
+    finally:
+        running_attacker.close()
+
+
+class GoodClient:
+    """Asks the same few questions again and again and remembers how long each took."""
+
+    def __init__(self, url: str) -> None:
+        self._http = httpx.Client(base_url=url, timeout=60)
+        self._right = [self._ask(prompt) for prompt in PROMPTS]
+
+    def _ask(self, prompt: str) -> str:
+        body = {"model": "smollm2", "prompt": prompt, "max_tokens": 8, "temperature": 0}
+        reply = self._http.post("/v1/completions", json=body)
+        assert reply.status_code == 200, reply.text
+        text: str = reply.json()["choices"][0]["text"]
+        return text
+
+    def ask_for(self, seconds: float) -> list[float]:
+        """Returns the latencies of all requests begun within that time. A wrong or failed answer fails the test."""
+        taken_s, end_s = [], time.monotonic() + seconds
+        while time.monotonic() < end_s:
+            for prompt, right in zip(PROMPTS, self._right, strict=True):
+                began_s = time.monotonic()
+                assert self._ask(prompt) == right
+                taken_s.append(time.monotonic() - began_s)
+        return taken_s
+
+    def close(self) -> None:
+        self._http.close()
+
+
+def p95(values_s: list[float]) -> float:
+    return statistics.quantiles(values_s, n=20)[-1]
+
+
+def own_nbytes(service: Service) -> dict[str, int]:
+    """Return the anonymous memory of each process. The pool and the KV pages are shared memory of a fixed size, which
+    is touched bit by bit; it is not counted.
+    """
+    return {f"{name_of(process)} {process.pid}": _anonymous_nbytes(process.pid) for process in service.family()}
+
+
+def _anonymous_nbytes(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    [kib] = [line.split()[1] for line in lines if line.startswith("Anonymous:")]
+    return int(kib) * 1024
+
+
+def name_of(process: psutil.Process) -> str:
+    words = process.cmdline()
+    return words[words.index("--name") + 1] if "--name" in words else " ".join(words[2:4])
+
+
+def check_attacks(service: Service, tcp: str, ports: tuple[str, ...], seconds: float, seed: int, folder: Path) -> None:
+    with contextlib.closing(GoodClient(service.url)) as client:
+        _attack(client, service, tcp, ports, seconds, seed, folder)
+    wait_until(lambda: _nothing_held(service), 30, "what strangers began is given up")
+
+
+def _attack(
+    client: GoodClient, service: Service, tcp: str, ports: tuple[str, ...], seconds: float, seed: int, folder: Path
+) -> None:
+    quiet_s, disturbed_s = client.ask_for(ROUND_S), []
+    before = own_nbytes(service)
+    with attacker(seed, targets_of(service, tcp, ports), folder / "attacker.log") as strangers:
+        for _ in range(round(seconds / ROUND_S)):
+            quiet_s += client.ask_for(ROUND_S)
+            strangers.continue_()
+            disturbed_s += client.ask_for(ROUND_S)
+            strangers.stop()
+    after = own_nbytes(service)
+    grown = {name: after[name] - before[name] for name in before.keys() & after.keys()}
+    print(f"seed {seed}: p95 {p95(disturbed_s):.3f} s, undisturbed {p95(quiet_s):.3f} s; grown by, in bytes: {grown}")
+    assert after.keys() == before.keys(), f"a process ended:\n{service.log()}"
+    assert "bug in" not in service.log(), service.log()
+    assert all(nbytes < MAX_GROWTH_NBYTES for nbytes in grown.values()), grown
+    assert p95(disturbed_s) <= 2 * p95(quiet_s) + 0.05
+
+
+def _nothing_held(service: Service) -> bool:
+    stats = [service.stats(name) for name in ("prefill-0", "decode-0")]
+    return all((s.reserved_pages, s.num_waiting, s.num_running) == (0, 0, 0) for s in stats)
+
+
+@pytest.mark.timeout(300)
+def test_strangers_at_every_port(service: Service, tcp_node: str, tmp_path: Path) -> None:
+    check_attacks(service, tcp_node, PORTS, 30, seed=int(os.environ.get("MOONPOOL_FUZZ_SEED", "11")), folder=tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("port", PORTS)
+def test_strangers_at_one_port_for_long(service: Service, tcp_node: str, tmp_path: Path, port: str) -> None:
+    check_attacks(service, tcp_node, (port,), 600, seed=time.time_ns() & 0xFFFFFFFF, folder=tmp_path)
