@@ -65,7 +65,7 @@ def fig11(lab: Lab) -> Iterator[Row]:
         "there is room; the paper's nodes keep each copy in their memory"
     )
     for workload, (most, last) in REPLICAS.items():
-        watched = lab.apart(workload, Apart("global")).watched
+        watched = lab.apart(workload, Apart("paper")).watched
         arrived = np.array(watched["time_s"]) <= lab.trace(workload).arrival_s[-1]
         for rank, peak, end in zip(REPLICA_RANKS, most, last, strict=True):
             column = np.array(watched.get(f"replicas_rank_{rank}", [0.0] * len(arrived)))[arrived]

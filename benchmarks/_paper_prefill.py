@@ -25,7 +25,7 @@ from moonpool.sim.traces import Trace
 from moonpool.sim.world.config import PoolKind
 
 POLICIES = {
-    "global": Apart("global"),
+    "paper": Apart("paper"),
     "local": Apart("local", "local"),
     "least-loaded": Apart("least-loaded", "local"),
     "random": Apart("random", "local"),
@@ -47,7 +47,7 @@ def fig5(lab: Lab) -> Iterator[Row]:
         for name, ours, their in zip((*_QUARTILES, "upper whisker"), values, theirs, strict=True):
             yield Row(f"fig5 {policy} TTFT {name}", ours, "s", their, lab.origin("conversation"), _ABSOLUTE)
     ours = lab.apart("conversation").summary["ttft_s_mean"]
-    yield Row("fig5 mean TTFT, our own policy", ours, "s", TTFT_S["global"][0], "not in the paper", _ABSOLUTE)
+    yield Row("fig5 mean TTFT, our own policy", ours, "s", TTFT_S["paper"][0], "not in the paper", _ABSOLUTE)
 
 
 def arxiv_policies(lab: Lab) -> Iterator[Row]:
@@ -61,7 +61,7 @@ def _policies(lab: Lab, figure: str, workload: str, theirs: dict[str, float]) ->
         means[policy] = lab.apart(workload, POLICIES[policy]).summary["ttft_s_mean"]
         yield Row(f"{figure} mean TTFT {policy}", means[policy], "s", their, lab.origin(workload), _ABSOLUTE)
     for policy in ("local", "least-loaded", "random"):
-        ratio, their = means[policy] / means["global"], theirs[policy] / theirs["global"]
+        ratio, their = means[policy] / means["paper"], theirs[policy] / theirs["paper"]
         why = "ratios grow with the load, which is not published"
         yield Row(f"{figure} {policy} / global", ratio, "ratio of means", their, lab.origin(workload), why)
     is_order = sorted(means, key=lambda policy: means[policy]) == list(theirs)
@@ -104,7 +104,7 @@ def fig10(lab: Lab) -> Iterator[Row]:
         cases: tuple[tuple[str, PoolKind, str, tuple[float, float]], ...] = (
             ("local, no affinity", "local", "round-robin", local),
             ("local, good affinity", "local", "local", local),
-            ("pool", "shared", "global", pooled),
+            ("pool", "shared", "paper", pooled),
         )
         for name, pool, policy, theirs in cases:
             summary = lab.apart(workload, small._replace(pool=pool, policy=policy)).summary
@@ -128,7 +128,7 @@ def fig13(lab: Lab) -> Iterator[Row]:
     yield Row("fig13 TTFT without reuse", recompute_s, "s", RECOMPUTE_TTFT_S, origin, _ABSOLUTE)
     times = []
     for gbps in _GBPS:
-        run = lab.apart("synthetic", Apart("global", gbps=gbps))
+        run = lab.apart("synthetic", Apart("paper", gbps=gbps))
         times.append(run.summary["ttft_s_mean"])
         yield Row(f"fig13 TTFT at {gbps} Gbit/s", times[-1], "s", TTFT_BY_GBPS.get(gbps), origin, _ABSOLUTE)
         if gbps in TTFT_BY_GBPS and run.pulls:
@@ -144,7 +144,7 @@ def fig13(lab: Lab) -> Iterator[Row]:
 def _break_even_of_pulls(lab: Lab, origin: str) -> Row:
     alone = lab.apart("synthetic", Apart("least-loaded", "none", one_token=True)).summary["ttft_s_mean"]
     slow = _GBPS[:4]
-    times = [lab.apart("synthetic", Apart("global", gbps=gbps, one_token=True)).summary["ttft_s_mean"] for gbps in slow]
+    times = [lab.apart("synthetic", Apart("paper", gbps=gbps, one_token=True)).summary["ttft_s_mean"] for gbps in slow]
     note = f"answers of one token, so that nothing is handed over; {origin}"
     return Row("fig13 break-even of pulls alone", _crossing(slow, times, alone), "Gbit/s", None, note)
 

@@ -53,13 +53,13 @@ TBT_S = {
 
 # Fig 5: TTFT, conversation trace, 16 nodes: mean, quartiles, upper whisker (None: off the scale).
 TTFT_S = {
-    "global": (3.07, 0.39, 1.72, 4.14, 9.8),
+    "paper": (3.07, 0.39, 1.72, 4.14, 9.8),
     "local": (3.58, 0.56, 2.16, 5.14, 12.0),
     "least-loaded": (5.27, 1.05, 3.56, 7.41, 16.9),
     "random": (19.65, 3.5, 13.7, 29.3, None),
 }
 # The same in arXiv: means on 8 + 8 nodes, trace of 23,608 requests.
-ARXIV_TTFT_S = {"global": 6.26, "local": 14.36, "least-loaded": 60.41, "random": 92.07}
+ARXIV_TTFT_S = {"paper": 6.26, "local": 14.36, "least-loaded": 60.41, "random": 92.07}
 
 # Fig 8: mean GPU seconds of prefill per request.
 PREFILL_GPU_S = {

@@ -65,7 +65,7 @@ class Setup:
 @cache
 def outcome(setup: Setup, form: AdmissionForm, load: float) -> Results:
     policy = PolicyConfig(
-        name="ours",
+        name="cost",
         ttft_slo_s=setup.ttft_s,
         tbt_slo_s=setup.tbt_s,
         admission=form,

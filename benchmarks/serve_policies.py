@@ -21,7 +21,7 @@ from pathlib import Path
 
 from _live_load import VOCAB, Service, ask, llama
 
-POLICIES = ("random", "local", "global", "ours")
+POLICIES = ("random", "local", "paper", "cost")
 CLAIMS = (("random", 0.6), ("local", 1.05))
 NUM_PREFILL = 4
 NUM_CONVERSATIONS = 4
@@ -88,7 +88,7 @@ def main() -> None:
     for policy in POLICIES:
         report(options.json, f"mean TTFT, {policy}", medians[policy], "s", medians["random"], None)
     for other, limit in CLAIMS:
-        report(options.json, f"global / {other}", medians["global"], "s", medians[other], limit)
+        report(options.json, f"paper / {other}", medians["paper"], "s", medians[other], limit)
 
 
 def report(as_json: bool, case: str, value: float, unit: str, baseline: float, limit: float | None) -> None:

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from moonpool.sim.planner.split import Targets
     from moonpool.sim.traces.columns import Trace
 
-_MOONCAKE_BLOCK_TOKENS = 512
-
 
 def command(
     trace: Annotated[
@@ -46,7 +44,9 @@ def command(
         int, typer.Option(min=0, help="requests to run through the simulator for each of the best splits; 0: none")
     ] = 300,
     profile: Annotated[Path | None, typer.Option(help="JSON of measured steps to take times from")] = None,
-    block_tokens: Annotated[int, typer.Option(min=1, help="tokens per block in TRACE")] = _MOONCAKE_BLOCK_TOKENS,
+    block_tokens: Annotated[
+        int | None, typer.Option(min=1, help="tokens per block in TRACE; default: what it says, else 512")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="of the draws that say how sure it is")] = 0,
     json: Annotated[bool, typer.Option("--json", help="for programs: one JSON object")] = False,
 ) -> None:
@@ -103,7 +103,7 @@ def _plan(
         )
 
 
-def _read_trace(path: Path, block_tokens: int) -> Trace:
+def _read_trace(path: Path, block_tokens: int | None) -> Trace:
     from moonpool.cli.progress import bytes_moved
     from moonpool.sim.traces.mooncake_jsonl import read_jsonl
 

@@ -16,6 +16,7 @@ from moonpool.cli.progress import bytes_moved, virtual_time
 from moonpool.sim.fleet import Fleet, make_fleet
 from moonpool.sim.outcome import Outcome, encode, replay
 from moonpool.sim.systems import (
+    BASELINE,
     FEATURES,
     FULL,
     SYSTEMS,
@@ -27,20 +28,23 @@ from moonpool.sim.systems import (
     without,
 )
 from moonpool.sim.traces.changes import scale_load, slice_time
-from moonpool.sim.traces.columns import MOONCAKE_BLOCK_TOKENS, Trace
+from moonpool.sim.traces.columns import Trace
 from moonpool.sim.traces.mooncake_jsonl import read_jsonl
 from moonpool.sim.world.failures import Failure, parse_failure
 
 _ALL = "all"
 _OUTPUT_OPTIONS = ("json", "report", "force")
-_SYSTEMS_HELP = "; ".join(f"{each.name}: {each.summary}" for each in SYSTEMS.values())
+_SYSTEMS_HELP = f"default {FULL} and {BASELINE}; {_ALL}, or one of " + "; ".join(
+    f"{each.name}: {each.summary}" for each in SYSTEMS.values()
+)
 
 
 def command(
     context: typer.Context,
     file: Annotated[Path, typer.Argument(metavar="TRACE", help="in Mooncake's format; .gz is fine")],
     systems: Annotated[
-        list[str] | None, typer.Option("--system", help=f"may be repeated; {_ALL}, or one of {_SYSTEMS_HELP}")
+        list[str] | None,
+        typer.Option("--system", help=f"may be repeated; {_SYSTEMS_HELP}"),
     ] = None,
     features_off: Annotated[
         list[str] | None,
@@ -67,7 +71,9 @@ def command(
     dram: Annotated[str, typer.Option(help="memory of a node for the pool")] = "1TB",
     ssd: Annotated[str, typer.Option(help="disk of a node for the pool")] = "0",
     profile: Annotated[Path | None, typer.Option(help="JSON of measured steps to take times from")] = None,
-    block_tokens: Annotated[int, typer.Option(min=1, help="tokens per block in TRACE")] = MOONCAKE_BLOCK_TOKENS,
+    block_tokens: Annotated[
+        int | None, typer.Option(min=1, help="tokens per block in TRACE; default: what it says, else 512")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="same seed, same bytes")] = 0,
     json: Annotated[bool, typer.Option("--json", help="for programs: one JSON object per system and line")] = False,
     report: Annotated[Path | None, typer.Option(help="write an HTML report there; it opens without a network")] = None,
@@ -77,7 +83,8 @@ def command(
     if report is not None:
         _refuse_unwritable(report, force)
     failures = tuple(parse_failure(each) for each in fails or [])
-    chosen = [_with(each, pipeline_nodes, failures) for each in _chosen(systems or [], features_off or [])]
+    names = systems or _default_systems(features_off or [], pipeline_nodes, failures)
+    chosen = [_with(each, pipeline_nodes, failures) for each in _chosen(names, features_off or [])]
     goals = Goals(_target(ttft, "--ttft"), _target(tbt, "--tbt"), seed)
     fleet = make_fleet(
         model=model,
@@ -109,8 +116,15 @@ def _chosen(names: list[str], features_off: list[str]) -> list[System]:
     """In the order given; a name given twice counts once."""
     if _ALL in names:
         names = list(SYSTEMS)
-    found = [system(name) for name in names] or [system(FULL)]
+    found = [system(name) for name in names]
     return list({each.name: each for each in [*found, *(without(each) for each in features_off)]}.values())
+
+
+def _default_systems(features_off: list[str], pipeline_nodes: int, failures: tuple[Failure, ...]) -> list[str]:
+    """Return the full system, and what it is compared with unless the user compares it with something else, or asks
+    for what that one cannot have."""
+    alone = features_off or pipeline_nodes > 1 or failures
+    return [FULL] if alone else [FULL, BASELINE]
 
 
 def _with(chosen: System, pipeline_nodes: int, failures: tuple[Failure, ...]) -> System:
@@ -130,7 +144,7 @@ def _target(seconds: float, option: str) -> float:
     return seconds
 
 
-def _read(file: Path, block_tokens: int, part: str | None, load: float) -> Trace:
+def _read(file: Path, block_tokens: int | None, part: str | None, load: float) -> Trace:
     with bytes_moved(f"read {file}") as show:
         trace = read_jsonl(file, block_tokens=block_tokens, progress=show)
     if part is not None:

@@ -13,7 +13,7 @@ import typer
 from moonpool.base.errors import AlreadyExists, InvalidInput
 from moonpool.cli.progress import bytes_moved
 from moonpool.sim.traces.arrivals import Arrivals
-from moonpool.sim.traces.columns import MOONCAKE_BLOCK_TOKENS, Trace
+from moonpool.sim.traces.columns import Trace
 from moonpool.sim.traces.generate import KINDS, generate, generate_like
 from moonpool.sim.traces.mooncake_jsonl import read_jsonl, write_jsonl
 
@@ -27,7 +27,9 @@ FileArgument: TypeAlias = Annotated[
 ]
 OutputOption: TypeAlias = Annotated[Path, typer.Option("-o", "--output", help="where to write; .gz compresses")]
 ForceOption: TypeAlias = Annotated[bool, typer.Option("--force", help="replace a file that is there")]
-BlockOption: TypeAlias = Annotated[int, typer.Option(min=1, help="tokens per block in FILE")]
+BlockOption: TypeAlias = Annotated[
+    int | None, typer.Option(min=1, help="tokens per block in FILE; default: what it says, else 512")
+]
 CvOption: TypeAlias = Annotated[
     float | None, typer.Option(help="variation of the gaps between arrivals: 0 even, 1 Poisson, more is bursty")
 ]
@@ -39,7 +41,7 @@ SeedOption: TypeAlias = Annotated[int, typer.Option(min=0, help="same seed, same
 def _describe(
     file: FileArgument,
     json: Annotated[bool, typer.Option("--json", help="for programs: one JSON object, no picture")] = False,
-    block_tokens: BlockOption = MOONCAKE_BLOCK_TOKENS,
+    block_tokens: BlockOption = None,
 ) -> None:
     import msgspec
 
@@ -73,7 +75,7 @@ def _generate(
         raise InvalidInput(f"the kind {_LIKE!r} needs --like FILE, and no other kind takes it")
     arrivals = _arrivals(cv, step)
     if like is not None:
-        original = _read(like, MOONCAKE_BLOCK_TOKENS)
+        original = _read(like, None)
         trace = generate_like(original, num_requests=requests, rate_per_s=rate, seed=seed, arrivals=arrivals)
     else:
         trace = generate(kind, num_requests=requests, rate_per_s=rate, seed=seed, arrivals=arrivals)
@@ -101,7 +103,7 @@ def _change(
     relabel: Annotated[bool, typer.Option("--relabel", help="number blocks by first appearance")] = False,
     tenant: Annotated[int | None, typer.Option(help="all requests are this tenant's")] = None,
     priority: Annotated[int | None, typer.Option(help="all requests have this priority")] = None,
-    block_tokens: BlockOption = MOONCAKE_BLOCK_TOKENS,
+    block_tokens: BlockOption = None,
     force: ForceOption = False,
 ) -> None:
     import numpy as np
@@ -132,7 +134,7 @@ def _change(
     _write(changes.label(trace, tenant=tenant, priority=priority), output, force)
 
 
-def _read(file: Path, block_tokens: int) -> Trace:
+def _read(file: Path, block_tokens: int | None) -> Trace:
     with bytes_moved(f"read {file}") as show:
         return read_jsonl(file, block_tokens=block_tokens, progress=show)
 

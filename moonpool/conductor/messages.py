@@ -207,7 +207,10 @@ class ExplainRequest(Call[list[ExplainedRecord]]):
 
 
 class ExportTrace(StreamCall[bytes]):
-    """The records as lines of Mooncake's JSONL, oldest first (records/export.py), many lines an item."""
+    """The records as lines of Mooncake's JSONL, oldest first (records/export.py), many lines an item.
+
+    By default with the pool's own blocks, so that a replay finds what was found.
+    """
 
     tenant: str | None = None
-    trace_block_tokens: Positive = 512
+    trace_block_tokens: Positive | None = None

@@ -68,7 +68,9 @@ class Conductor:
             config.policy, PrefixIndex(max_pool_blocks=config.max_pool_blocks), config.num_records
         )
         self._feed = (
-            PoolFeed(config.store_address, self._state.index, name=config.name) if config.store_address else None
+            PoolFeed(config.store_address, self._state.index, self._state.set_pool_nodes, name=config.name)
+            if config.store_address
+            else None
         )
         self._feeding: asyncio.Task[None] | None = None
         room = WaitingRoom(self._state, config.policy)

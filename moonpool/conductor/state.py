@@ -65,6 +65,7 @@ class ConductorState:
         self._chooser = Chooser(make_policy(policy, random.Random(policy.seed)))
         self._gate = Gatekeeper(policy.targets, self.costs.decode_step_s)
         self._pool_sources = policy.pool_sources
+        self.set_pool_nodes(1)
         self._decode_slots = Slots()
         self._request_errors = {name: ErrorWindow(name) for name in ("ttft", "tbt")}
         self._block_shape = (1, 0, 1)  # tokens, bytes and layers of a block; the same at all workers
@@ -72,6 +73,11 @@ class ConductorState:
         self._decode_now: dict[str, DecodeNow] = {}  # of each decode worker, as admission sees it
         self._open: dict[str, OpenRequest] = {}
         self._num_joined = 0
+
+    def set_pool_nodes(self, num_nodes: int) -> None:
+        """Take note of how many nodes the pool has in memory: pulls share these sources, unless the policy names their
+        number."""
+        self.traffic.num_sources = self._pool_sources or max(1, num_nodes)
 
     @property
     def num_open(self) -> int:
@@ -127,7 +133,6 @@ class ConductorState:
             self.unregister(earlier)
         worker = self._workers[info.name] = self._enter(info)
         self._block_shape = info.block_tokens, info.page_nbytes, info.num_layers
-        self.traffic.num_sources = self._pool_sources or max(1, len(self.prefills.names))
         self.counters["registered"] += 1
         return worker
 

@@ -42,7 +42,7 @@ class ServeConfig:
     dtype: DType = WorkerConfig.dtype
     device: Device = WorkerConfig.device
     threads: int | None = None  # CPU threads per worker; default: the machine's cores are divided among the workers
-    policy: str = DEFAULT_POLICY  # how workers are chosen: random, round-robin, least-loaded, local, global or ours
+    policy: str = DEFAULT_POLICY  # how workers are chosen: random, round-robin, least-loaded, local, paper or cost
     ttft_slo_s: float | None = None  # requests that would wait longer for their first token are refused; default: none
     tbt_slo_s: float | None = None  # the same for the time between tokens
     tenants_file: str | None = None  # JSON: {"tenants": [{"name": ..., "api_keys": [...]}]}; default: one open tenant

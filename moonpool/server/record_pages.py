@@ -37,7 +37,7 @@ def add_records(router: APIRouter, desk: Desk) -> None:
     async def export_trace(
         request: Request,
         tenant: str | None = None,
-        block_tokens: Annotated[int, Query(ge=1, le=MAX_BLOCK_TOKENS)] = 512,
+        block_tokens: Annotated[int | None, Query(ge=1, le=MAX_BLOCK_TOKENS)] = None,
     ) -> Response:
         """The same as lines of Mooncake's trace format, oldest first: lengths, times and shared prefixes, no text."""
         conductor = await desk.connections.conductor()

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
 from moonpool.base.errors import InvalidInput
-from moonpool.conductor.placement.policy import PolicyConfig
+from moonpool.conductor.placement.policy import DEFAULT_POLICY, PolicyConfig
 from moonpool.sim.fleet import Fleet
 from moonpool.sim.traces.columns import Trace
 from moonpool.sim.world.cluster import Cluster
@@ -22,7 +22,15 @@ from moonpool.sim.world.pool import rules_on_paper
 
 World: TypeAlias = Cluster | CoupledCluster
 FULL = "moonpool"
-BEST_POLICY = "ours"
+BASELINE = "vllm-v1"  # what the full system is compared with
+# vLLM's V1 engine: prefix caching and chunked prefill are on, a step has up to 2,048 tokens on GPUs like these; several
+# engines behind its own load balancer get each request where the fewest are.
+VLLM_TODAY: dict[str, Any] = {
+    "chunked_prefill": True,
+    "prefix_caching": True,
+    "chunk_tokens": 2048,
+    "router": "least-loaded",
+}
 
 
 class Goals(NamedTuple):
@@ -58,9 +66,8 @@ def _apart(name: str, summary: str, policy: str, **changes: Any) -> System:
 def _coupled(name: str, summary: str, **changes: Any) -> System:
     def make(trace: Trace, fleet: Fleet, goals: Goals) -> World:
         machine = fleet.machine
-        config = CoupledConfig(
-            shape=machine.shape, node=machine.node, cost=machine.cost, num_nodes=fleet.num_nodes, **changes
-        )
+        cost = machine.cost.in_chunks() if changes.get("chunked_prefill") else machine.cost
+        config = CoupledConfig(shape=machine.shape, node=machine.node, cost=cost, num_nodes=fleet.num_nodes, **changes)
         return CoupledCluster(config, trace)
 
     return System(name, summary, make)
@@ -73,21 +80,26 @@ def _config(fleet: Fleet, goals: Goals) -> ClusterConfig:
         cost=fleet.cost,
         num_prefill=fleet.num_prefill,
         num_decode=fleet.num_decode,
-        policy=goals.policy(BEST_POLICY),
+        policy=goals.policy(DEFAULT_POLICY),
     )
 
 
 SYSTEMS = {
     system.name: system
     for system in (
-        _apart(FULL, "one pool of all prefill nodes, our policy", BEST_POLICY),
-        _apart("paper", "one pool of all prefill nodes, the paper's Algorithm 1", "global"),
-        _apart("no-pool", "prefill and decode apart, only what the GPUs' own pages keep", BEST_POLICY, pool="none"),
+        _apart(FULL, "one pool of all prefill nodes, pulls only where they save time", DEFAULT_POLICY),
+        _apart("paper", "one pool of all prefill nodes, the paper's Algorithm 1", "paper"),
+        _apart("no-pool", "prefill and decode apart, only what the GPUs' own pages keep", DEFAULT_POLICY, pool="none"),
         _apart("local-round-robin", "each prefill node its own memory, requests in turn", "round-robin", pool="local"),
         _apart("local-affinity", "each prefill node its own memory, requests to their prefix", "local", pool="local"),
         _coupled("vllm", "prefill and decode in one engine, prompts first and whole, no cache"),
         _coupled("vllm-prefix", "the same with a cache of prefixes in the GPUs' pages", prefix_caching=True),
         _coupled("vllm-chunked", "prompts in chunks beside the decodes, no cache", chunked_prefill=True),
+        _coupled(
+            BASELINE,
+            "what vLLM does by default today: chunks beside the decodes and a cache of prefixes in the GPUs' pages",
+            **VLLM_TODAY,
+        ),
     )
 }
 

@@ -12,6 +12,7 @@ from worker_info import info
 from moonpool.base.cluster import (
     CONDUCTOR_SERVICE,
     PrefillSample,
+    PullSample,
     RegisterWorker,
     ReportWorker,
     WorkerLoad,
@@ -275,6 +276,7 @@ async def test_the_address_may_be_taken(cluster: Cluster) -> None:
 async def test_the_pool_says_why_a_block_was_missed_but_only_when_somebody_asks(tmp_path: Path) -> None:
     store = EventStore(OBJECTS[:7])
     cluster = await start(tmp_path, store_address=await store.listen(f"unix:{tmp_path}/s.sock"))
+    cluster.conductor._state.costs.learn(pulls=[PullSample(1 << 20, 2e-3)])
     await cluster.worker("p0")
     await cluster.worker("d0")
     await cluster.until(lambda status: status.pool_blocks == 7)

@@ -35,6 +35,7 @@ def state_with(*names: str, policy: PolicyConfig | None = None) -> ConductorStat
     state = ConductorState(policy or PolicyConfig(), PrefixIndex(), 100)
     for name in names:
         state.register(info(name))
+    state.costs.learn(pulls=[PullSample(1 << 20, 2e-3)])
     return state
 
 
@@ -280,7 +281,7 @@ def test_fetch_or_compute_by_what_was_measured() -> None:
     found = state.fetch_or_compute()
     assert found.measured_nbytes_s == pytest.approx(1e9, rel=0.2)
     assert found.break_even_nbytes_s == pytest.approx((1 << 20) / 64 / 1e-4, rel=0.3)
-    assert (found.num_prefills, found.num_pulls) == (3, 3)
+    assert (found.num_prefills, found.num_pulls) == (3, 4)
 
 
 def test_pulls_on_their_way_are_known_until_their_prefill_ends() -> None:

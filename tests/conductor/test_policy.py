@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moonpool.base.cluster import PullSample
 from moonpool.base.errors import ConfigError, Unavailable
 from moonpool.conductor.costs.estimate import CostModels, LearnedCost
 from moonpool.conductor.placement.backlog import Backlog
@@ -21,8 +22,21 @@ from moonpool.conductor.placement.pricing import Demand, Pricing
 from moonpool.conductor.placement.tables import DecodeTable, PrefillTable
 from moonpool.conductor.placement.traffic import Traffic
 
-COSTS = CostModels()
 BLOCK = 64
+
+
+def measured(*terms: float) -> LearnedCost:
+    """A model that stands on measurements."""
+    model = LearnedCost(terms)
+    model.num_samples = 1
+    return model
+
+
+def costs(prefill=(0.01, 1e-3, 1e-8, 1e-6), transfer=(1e-3, 1e-9), ssd=(2e-3, 4e-9)) -> CostModels:
+    return CostModels(measured(*prefill), transfer=measured(*transfer), transfer_ssd=measured(*ssd))
+
+
+COSTS = costs()
 
 
 class Prefill(NamedTuple):
@@ -76,7 +90,7 @@ PREFILLS = st.lists(st.builds(Prefill, st.integers(0, 20), st.floats(0, 5), st.i
 DECODES = st.lists(
     st.builds(Decode, st.integers(0, 9), st.just(8), st.integers(0, 9000), st.integers(0, 60)), min_size=1, max_size=9
 )
-WEIGHING = st.sampled_from(["local", "global", "ours"])
+WEIGHING = st.sampled_from(["local", "paper", "cost"])
 
 
 @given(PREFILLS, DECODES, st.integers(0, 20), st.floats(1, 8), WEIGHING)
@@ -92,16 +106,17 @@ def test_the_choice_is_the_minimum(prefills, decodes, pool, threshold, policy) -
 
 
 @given(PREFILLS, st.integers(0, 20), st.sets(st.integers(0, 19)), st.integers(1, 30))
-def test_ours_is_never_slower_than_without_the_pool(prefills, pool, on_ssd, layers) -> None:
+def test_cost_is_never_slower_than_without_the_pool(prefills, pool, on_ssd, layers) -> None:
     world = World(prefills, pool=pool, on_ssd=sorted(at for at in on_ssd if at < pool), layers=layers)
-    ours = world.choose(name="ours", tie_slack=0.0).prefill
-    for other in ("local", "global"):
+    ours = world.choose(name="cost", tie_slack=0.0).prefill
+    for other in ("local", "paper"):
         assert ours.ttft_s <= world.choose(name=other, tie_slack=0.0).prefill.ttft_s + 1e-12
 
 
 @given(st.integers(0, 20), st.integers(0, 20), st.floats(1, 8))
-def test_global_pulls_exactly_when_the_ratio_is_over_the_threshold(local: int, pool: int, threshold: float) -> None:
-    one = World([Prefill(local, 1.5, 1)], pool=pool).choose(kvcache_balancing_threshold=threshold).prefill
+def test_paper_pulls_exactly_when_the_ratio_is_over_the_threshold(local: int, pool: int, threshold: float) -> None:
+    config = {"name": "paper", "kvcache_balancing_threshold": threshold}
+    one = World([Prefill(local, 1.5, 1)], pool=pool).choose(**config).prefill
     if pool > threshold * local:
         assert one.pulled_blocks == pool - local
         assert one.transfer_s == COSTS.transfer_s((pool - local) << 20)
@@ -110,10 +125,6 @@ def test_global_pulls_exactly_when_the_ratio_is_over_the_threshold(local: int, p
         assert (one.pulled_blocks, one.transfer_s) == (0, 0)
         assert one.prefill_s == pytest.approx(COSTS.prefill_s(20 * BLOCK, local * BLOCK))
     assert one.ttft_s == pytest.approx(one.transfer_s + 1.5 + one.prefill_s)
-
-
-def costs(prefill=(0.01, 1e-3, 1e-8, 1e-6), transfer=(1e-3, 1e-9), ssd=(2e-3, 4e-9)) -> CostModels:
-    return CostModels(LearnedCost(prefill), transfer=LearnedCost(transfer), transfer_ssd=LearnedCost(ssd))
 
 
 RATE = st.floats(1e-11, 1e-6)
@@ -126,31 +137,88 @@ RATE = st.floats(1e-11, 1e-6)
     st.integers(0, 20),
     st.integers(1, 64),
 )
-def test_ours_pulls_the_best_number_of_blocks(prefill, transfer, local, pool, layers) -> None:
+def test_cost_pulls_the_best_number_of_blocks(prefill, transfer, local, pool, layers) -> None:
     world = World([Prefill(local)], pool=pool, costs=costs(prefill, transfer), layers=layers)
-    found = world.choose(name="ours").prefill
+    found = world.choose(name="cost").prefill
     each = [
         world.scene.prices.plan(local, pulled, None, layers).service_s for pulled in range(max(0, pool - local) + 1)
     ]
     assert found.service_s == pytest.approx(min(each), rel=1e-9)
 
 
-def test_ours_leaves_what_is_on_a_slow_disk() -> None:
+def test_cost_leaves_what_is_on_a_slow_disk() -> None:
     world = World([Prefill()], pool=20, on_ssd=range(8, 20), costs=costs(ssd=(0.5, 1e-6)))
-    choice = world.choose(name="ours")
+    choice = world.choose(name="cost")
     assert (choice.prefill.pulled_blocks, choice.max_pool_blocks) == (8, 8)
-    everything = world.choose(name="global").prefill
+    everything = world.choose(name="paper").prefill
     assert (everything.pulled_blocks, everything.ssd_blocks) == (20, 12)
     assert everything.transfer_s > 12
 
 
 def test_the_worker_is_told_where_to_stop() -> None:
     slow = costs(transfer=(1e-3, 1e-5))
-    assert World([Prefill()], pool=20).choose(name="ours").max_pool_blocks is None  # all: it may find even more
-    assert World([Prefill(3)], pool=20, costs=slow).choose(name="ours").max_pool_blocks == 0
-    assert World([Prefill(3)], pool=2, costs=slow).choose(name="ours").max_pool_blocks is None
+    assert World([Prefill()], pool=20).choose(name="cost").max_pool_blocks is None  # all: it may find even more
+    assert World([Prefill(3)], pool=20, costs=slow).choose(name="cost").max_pool_blocks == 0
+    assert World([Prefill(3)], pool=2, costs=slow).choose(name="cost").max_pool_blocks == 0  # if it should find more
+    assert World([Prefill(3)], pool=2, costs=slow).choose(name="paper").max_pool_blocks is None
+    assert World([Prefill(3)], pool=2).choose(name="cost").max_pool_blocks is None
+    assert World([Prefill(3)], pool=8).choose(name="cost").max_pool_blocks is None
+    assert World([Prefill(20)], pool=20, costs=slow).choose(name="cost").max_pool_blocks == 0  # if its pages are gone
     for name in ("random", "round-robin", "least-loaded", "local"):
         assert World([Prefill(3)], pool=20).choose(name=name).max_pool_blocks == 0
+
+
+MB_S = 1e-6  # seconds a byte
+
+
+def test_a_slow_pool_is_not_waited_for() -> None:
+    """16 MB that compute in 1 s from a pool of 1 MB/s."""
+    slow = costs(prefill=(0.0, 1.0 / (16 * BLOCK), 0.0, 0.0), transfer=(1e-3, MB_S))
+    for layers in (1, 30):
+        world = World([Prefill()], pool=16, num_blocks=16, costs=slow, layers=layers)
+        choice = world.choose()
+        assert (choice.prefill.pulled_blocks, choice.max_pool_blocks) == (0, 0)
+        assert choice.prefill.ttft_s == pytest.approx(1.0)
+        assert world.choose(name="paper").prefill.ttft_s > 16
+
+
+@pytest.mark.parametrize("slow_tier", ["dram", "ssd"])
+def test_a_tier_that_was_never_measured_is_tried_with_one_block(slow_tier: str) -> None:
+    """Whatever its prior says: the first decision must not wait for a whole prompt."""
+    on_ssd = range(20) if slow_tier == "ssd" else ()
+    found = costs()
+    if slow_tier == "dram":
+        found.transfer = LearnedCost((1e-3, 1e-12))
+    else:
+        found.transfer_ssd = LearnedCost((1e-3, 1e-12))
+    choice = World([Prefill(3)], pool=20, on_ssd=on_ssd, costs=found).choose()
+    assert (choice.prefill.pulled_blocks, choice.max_pool_blocks) == (1, 4)
+    found.learn(pulls=[PullSample(1 << 20, 1e-3, (1 << 20) * len(on_ssd[:1]))])
+    assert World([Prefill(3)], pool=20, on_ssd=on_ssd, costs=found).choose().prefill.pulled_blocks == 17
+
+
+def test_dram_is_pulled_up_to_the_second_block_of_disks_never_measured() -> None:
+    found = costs()
+    found.transfer_ssd = LearnedCost((1e-3, 1e-9))
+    world = World([Prefill()], pool=20, on_ssd=(4, 9, 15), costs=found)
+    assert world.choose().prefill.pulled_blocks == 9
+
+
+def test_disks_are_never_believed_faster_than_the_way_to_them() -> None:
+    slow = costs(transfer=(0.5, 1e-6), ssd=(1e-3, 1e-12))
+    assert slow.transfer_s(1 << 20, 1 << 20) == slow.transfer_s(1 << 20)
+
+
+def test_what_the_index_did_not_know_of_is_not_pulled_from_a_slow_pool() -> None:
+    slow = costs(prefill=(0.0, 1.0 / (16 * BLOCK), 0.0, 0.0), transfer=(1e-3, MB_S))
+    assert World([Prefill()], pool=0, num_blocks=16, costs=slow).choose().max_pool_blocks == 0
+    assert World([Prefill()], pool=0, num_blocks=16, costs=CostModels()).choose().max_pool_blocks == 0
+    assert World([Prefill()], pool=0, num_blocks=16).choose().max_pool_blocks is None
+
+
+@pytest.mark.parametrize(("former", "name"), [("global", "paper"), ("ours", "cost"), ("cost", "cost")])
+def test_former_names_are_still_taken(former: str, name: str) -> None:
+    assert PolicyConfig(name=former).name == make_policy(PolicyConfig(name=former), random.Random(0)).name == name
 
 
 def test_loading_while_computing_shortens_both_to_the_longer_one() -> None:
@@ -169,14 +237,14 @@ def test_a_long_queue_sends_the_request_elsewhere() -> None:
     assert World([Prefill(20, 60.0, 9), Prefill()]).choose().prefill.worker == "p1"
 
 
-@pytest.mark.parametrize("policy", ["local", "global", "ours", "least-loaded"])
+@pytest.mark.parametrize("policy", ["local", "paper", "cost", "least-loaded"])
 def test_ties_go_to_the_fewest_assigned_and_then_in_turn(policy: str) -> None:
     world = World([Prefill(0, 0.0, 1), Prefill(), Prefill(), Prefill()])
     chooser = world.chooser(name=policy)
     assert [world.choose(chooser).prefill.worker for _ in range(5)] == ["p1", "p2", "p3", "p1", "p2"]
 
 
-@pytest.mark.parametrize("policy", ["local", "global", "ours"])
+@pytest.mark.parametrize("policy", ["local", "paper", "cost"])
 def test_a_tiny_prefix_that_all_share_does_not_draw_all_requests(policy: str) -> None:
     world = World([Prefill(1), Prefill(), Prefill(), Prefill()], num_blocks=24)
     chooser = world.chooser(name=policy)
@@ -215,11 +283,11 @@ def test_every_policy_finds_an_open_worker_and_says_what_it_expects(policy, pref
 
 def test_pulls_under_way_make_another_slower() -> None:
     world = World([Prefill(), Prefill()], pool=20)
-    quiet = world.choose().prefill
+    quiet = world.choose(name="paper").prefill
     world.traffic.num_sources = 4
     world.traffic.expect("other", 0, 100 << 20, 0.0, 9.0)
     world.traffic.advance(0.0)
-    choice = world.choose(num_candidates=2)
+    choice = world.choose(name="paper", num_candidates=2)
     by_name = {one.worker: one for one in choice.candidates}
     per_byte_s = COSTS.transfer.terms[1]
     assert choice.prefill.worker == "p1"
@@ -227,7 +295,7 @@ def test_pulls_under_way_make_another_slower() -> None:
     assert by_name["p1"].congestion_s == pytest.approx((20 << 20) * per_byte_s / 4)
     assert by_name["p1"].transfer_s == pytest.approx(quiet.transfer_s + by_name["p1"].congestion_s)
     world.traffic.advance(9.0)
-    assert world.choose().prefill.congestion_s == 0
+    assert world.choose(name="paper").prefill.congestion_s == 0
 
 
 def test_decode_goes_where_there_is_room_then_by_predicted_time() -> None:

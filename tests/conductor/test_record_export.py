@@ -9,12 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonpool.base.errors import ConfigError
+from moonpool.base.errors import ConfigError, InvalidInput
 from moonpool.base.keys import chain_keys
 from moonpool.conductor.messages import DecisionRecord
-from moonpool.conductor.records.export import ExportConfig, write_trace
+from moonpool.conductor.records.export import MOONCAKE_BLOCK_TOKENS, ExportConfig, write_trace
 from moonpool.conductor.records.store import RecordFilter, RecordStore
-from moonpool.sim.traces.mooncake_jsonl import read_jsonl
+from moonpool.sim.fleet import make_fleet
+from moonpool.sim.systems import Goals
+from moonpool.sim.systems import system as system_by_name
+from moonpool.sim.traces.mooncake_jsonl import read_jsonl, write_jsonl
 
 ROOT = b"r" * 32
 BLOCK = 16
@@ -75,7 +78,7 @@ def test_blocks_have_one_number_exactly_when_their_whole_prefix_is_the_same(prom
 def test_the_trace_reads_back_with_the_simulators_reader(tmp_path) -> None:
     shared = list(range(600))
     prompts = [shared, [*shared, *range(1000, 1700)], [*shared[:512], *range(2000, 2100)], [5]]
-    data, lines, summary = exported(store_of(prompts), ExportConfig(BLOCK))
+    data, lines, summary = exported(store_of(prompts), ExportConfig(BLOCK, MOONCAKE_BLOCK_TOKENS))
     path = tmp_path / "live.jsonl"
     path.write_bytes(data)
     trace = read_jsonl(path)
@@ -87,9 +90,49 @@ def test_the_trace_reads_back_with_the_simulators_reader(tmp_path) -> None:
     assert summary.num_without_prints == 0
 
 
+def recorded_store(prompts: list[list[int]]) -> RecordStore:
+    """Records of requests one after the other, each of which reused what those before it had computed."""
+    store, known = store_of(prompts), set()
+    for number, tokens in enumerate(prompts):
+        keys = chain_keys(ROOT, tokens, BLOCK)
+        reusable = keys[: (len(tokens) - 1) // BLOCK]
+        run = next((at for at, key in enumerate(reusable) if key not in known), len(reusable))
+        record = store.get(f"secret-name-{number}")
+        record.cached_tokens, record.routed_at_s = run * BLOCK, 1.7e9 + 60.0 * number
+        known |= set(keys)
+    return store
+
+
+def test_a_replay_of_the_exported_trace_reuses_what_was_recorded(tmp_path) -> None:
+    """By default, without a word about block sizes to either side."""
+    system, talk = list(range(200)), [7_000 + token for token in range(150)]
+    prompts = [[*system, *talk[:end], 5] for end in (10, 60, 150)] + [[*system[:70], 9], [1] * 40, [*system, *talk, 6]]
+    store = recorded_store(prompts)
+    data, lines, _ = exported(store, ExportConfig(BLOCK))
+    assert {line["block_tokens"] for line in lines} == {BLOCK}
+    path = tmp_path / "live.jsonl"
+    path.write_bytes(data)
+    trace = read_jsonl(path)
+    fleet = make_fleet(num_nodes=2)
+    jobs = system_by_name("moonpool").make(trace, fleet, Goals()).run()
+    recorded = [store.get(f"secret-name-{number}").cached_tokens for number in range(len(prompts))]
+    assert [job.reused_tokens for job in jobs] == recorded
+    assert sum(recorded) > 500
+
+
+def test_a_trace_with_other_blocks_is_written_with_their_size(tmp_path) -> None:
+    data, _, _ = exported(store_of([[1] * 40, [1] * 90]), ExportConfig(BLOCK))
+    path, again = tmp_path / "live.jsonl", tmp_path / "again.jsonl"
+    path.write_bytes(data)
+    write_jsonl(read_jsonl(path), again)
+    assert read_jsonl(again).block_tokens == BLOCK
+    with pytest.raises(InvalidInput, match="which block size"):
+        read_jsonl(path, block_tokens=512)
+
+
 def test_only_numbers_leave() -> None:
     tokens = list(range(1000))
-    data, lines, _ = exported(store_of([tokens]), ExportConfig(BLOCK))
+    data, lines, _ = exported(store_of([tokens]), ExportConfig(BLOCK, MOONCAKE_BLOCK_TOKENS))
     assert b"secret" not in data
     for key in chain_keys(ROOT, tokens, BLOCK):
         assert key[:8] not in data

@@ -21,7 +21,7 @@ async def test_a_worker_pulls_no_more_than_it_is_told(
         await cluster.generate(PROMPT, PARAMS)
         await cluster.check_idle()
         await cluster.forget_pages()
-        monkeypatch.setattr(cluster.conductor._state._chooser, "_pool_limit", lambda *_: limit)
+        monkeypatch.setattr(cluster.conductor._state._chooser.policy, "pool_limit", lambda *_: limit)
         before = cluster.stats("prefill0").pool_read_nbytes
         answer = await cluster.generate(PROMPT, PARAMS)
         assert answer.tokens == oracle(PROMPT, PARAMS)
@@ -34,12 +34,13 @@ async def test_models_know_the_machine_before_the_first_request_and_are_judged_a
         costs = cluster.conductor._state.costs
         assert costs.prefill.num_samples >= 3
         assert costs.decode.num_samples >= 3
+        assert costs.transfer.num_samples >= 1
         await cluster.generate(PROMPT, PARAMS)
         await cluster.check_idle()
         client = await AsyncClient.connect(cluster._at("c.sock"), CONDUCTOR_SERVICE)
         status = await client.call(Status())
         client.close()
-        assert status.policy == "global"
+        assert status.policy == "paper"
         assert status.fetch_or_compute is not None
         counts = {one.model: one.count for one in status.predictions}
         assert counts["prefill"] >= 3

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from tiny_models import BLOCK_TOKENS, load_runner
 
 from moonpool.base.keys import chain_keys, object_key
+from moonpool.conductor.placement.policy import PolicyConfig
 from moonpool.conductor.retries import RetryPolicy
 from moonpool.conductor.service import Conductor, ConductorConfig
 from moonpool.engine.blocks import PageManager
@@ -71,6 +72,10 @@ class Oracle:
         limits = SchedulerConfig(max_batch_tokens=512, max_num_seqs=1, max_seq_tokens=1024)
         engine = Engine(Scheduler(limits, PageManager(64, BLOCK_TOKENS)), self._runner)
         return engine.generate([prompt], params)[0].tokens
+
+
+# So small a model computes as fast as it pulls; what is tested is what happens to pulls.
+ALWAYS_PULLS = PolicyConfig(name="paper")
 
 
 class TinyWorker(Worker):
@@ -194,7 +199,9 @@ class TinyCluster:
             peer.abort()
 
     async def start_conductor(self) -> None:
-        self.conductor = Conductor(ConductorConfig(address=self._at("c.sock"), store_address=self._at("m.sock")))
+        self.conductor = Conductor(
+            ConductorConfig(address=self._at("c.sock"), store_address=self._at("m.sock"), policy=ALWAYS_PULLS)
+        )
         await self.conductor.start()
         self.connections = Connections(self._at("c.sock"))
 
@@ -213,7 +220,7 @@ class TinyCluster:
             report_interval_s=0.02,
             threads=1,
             **self._wires,
-            **self._settings,
+            **{"pull_grace_s": 10.0, **self._settings},  # tests say how long a pull may take
         )
         worker = self.workers[name] = TinyWorker(config, self._on_fatal)
         await worker.start()

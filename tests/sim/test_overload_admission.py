@@ -32,7 +32,7 @@ class Outcome(NamedTuple):
 @cache
 def outcome(form: AdmissionForm, rate: float) -> Outcome:
     trace = generate("chat", num_requests=int(rate * LASTS_S), rate_per_s=rate, seed=1)
-    policy = PolicyConfig(name="ours", ttft_slo_s=TTFT_S, tbt_slo_s=TBT_S, admission=form)
+    policy = PolicyConfig(name="cost", ttft_slo_s=TTFT_S, tbt_slo_s=TBT_S, admission=form)
     world = Cluster(cluster(num_prefill=4, num_decode=4, cost=mooncake_cost(), policy=policy), trace)
     jobs = world.run()
     results, last_s = Results.of(jobs), jobs[-1].arrival_s

@@ -55,7 +55,9 @@ def test_json_and_report_are_the_same_every_time(trace: Path, tmp_path: Path) ->
     outputs, pages = [], []
     for name in ("one.html", "two.html"):
         path = tmp_path / name
-        ran = replay_command(trace, "--nodes", 4, "--json", "--slice", "0:15", "--load", 1.5, "--report", path)
+        ran = replay_command(
+            trace, "--nodes", 4, "--json", "--slice", "0:15", "--load", 1.5, "--system", "moonpool", "--report", path
+        )
         assert ran.returncode == 0, ran.stderr
         outputs.append(ran.stdout)
         pages.append(path.read_bytes())

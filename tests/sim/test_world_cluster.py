@@ -40,7 +40,7 @@ def test_a_prefix_comes_from_the_pool_layer_by_layer() -> None:
     """Another worker has it: the pull is hidden behind the computing of the rest, all but a layer."""
     first = (0.0, 8 * BLOCK + 1, 1, list(range(9)))
     second = (100.0, 16 * BLOCK, 1, list(range(16)))
-    config = cluster(num_prefill=1, policy=PolicyConfig(name="global"))
+    config = cluster(num_prefill=1, policy=PolicyConfig(name="paper"))
     world = Cluster(config, trace_of(first, second))
     # The worker's own pages are gone, the pool's blocks are not.
     world.clock.at(50.0, lambda: world.prefills["p0"].drop_cached())
@@ -61,7 +61,7 @@ def test_own_pages_are_reused_without_a_pull() -> None:
 SYSTEMS = [
     {"pool": pool, "policy": PolicyConfig(name=policy)}
     for pool in ("shared", "local", "none")
-    for policy in ("random", "global")
+    for policy in ("random", "paper")
 ]
 
 
@@ -93,7 +93,7 @@ def test_the_same_twice() -> None:
 
 def test_a_shared_pool_finds_what_others_computed() -> None:
     trace = chat(200, seed=7)
-    systems = {"shared": "global", "local": "round-robin", "none": "round-robin"}
+    systems = {"shared": "paper", "local": "round-robin", "none": "round-robin"}
     shares = {
         pool: Results.of(run(trace, pool=pool, policy=PolicyConfig(name=policy), num_prefill=4)).summary()["hit_share"]
         for pool, policy in systems.items()
@@ -106,13 +106,13 @@ def test_good_affinity_needs_no_pool_as_long_as_the_load_is_low() -> None:
     trace = chat(200, seed=7, rate=0.2)
     shared, local = (
         Results.of(run(trace, pool=pool, policy=PolicyConfig(name=policy), num_prefill=4)).summary()["hit_share"]
-        for pool, policy in (("shared", "global"), ("local", "local"))
+        for pool, policy in (("shared", "paper"), ("local", "local"))
     )
     assert local > 0.8 * shared
 
 
 def test_what_cannot_meet_its_target_is_refused() -> None:
-    policy = PolicyConfig(name="global", ttft_slo_s=3.0)
+    policy = PolicyConfig(name="paper", ttft_slo_s=3.0)
     jobs = run(trace_of(*[(0.0, 16_000, 20, list(range(100 * n, 100 * n + 32))) for n in range(8)]), policy=policy)
     outcomes = [job.outcome for job in jobs]
     assert outcomes.count(REFUSED) > 0
@@ -197,7 +197,7 @@ def test_a_blind_policy_may_still_take_what_the_pool_has() -> None:
 def test_in_an_overload_everybody_is_answered_once(form: str, queue_capacity: int) -> None:
     trace = chat(300, seed=13, rate=12.0)
     policy = PolicyConfig(
-        name="ours",
+        name="cost",
         ttft_slo_s=6.0,
         tbt_slo_s=0.036,
         admission=AdmissionForm(form),
@@ -220,7 +220,7 @@ def test_in_an_overload_everybody_is_answered_once(form: str, queue_capacity: in
 
 def test_a_crowd_waits_for_its_turn_instead_of_being_sent_away() -> None:
     crowd = trace_of(*[(0.0, 8000, 2, list(range(100 * n, 100 * n + 16))) for n in range(8)])
-    policy = PolicyConfig(name="ours", ttft_slo_s=6.0)
+    policy = PolicyConfig(name="cost", ttft_slo_s=6.0)
     jobs = run(crowd, policy=policy)
     assert [job.outcome for job in jobs] == [DONE] * 8
     assert max(job.ttft_s for job in jobs if job.ttft_s is not None) <= 6.0

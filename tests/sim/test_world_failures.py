@@ -147,7 +147,7 @@ def test_what_was_being_pulled_from_a_dead_node_is_computed() -> None:
 def test_blocks_on_a_dead_node_are_gone_for_good_and_elsewhere_they_stay() -> None:
     shared = list(range(40))
     trace = trace_of(*[(100.0 * n, 40 * BLOCK + 1, 2, [*shared, 100 + n]) for n in range(4)])
-    policy = PolicyConfig(name="global")
+    policy = PolicyConfig(name="paper")
     whole = world(trace, num_prefill=1, policy=policy)
     assert [job.reused_tokens > 0 for job in whole.run()] == [False, True, True, True]
     crashing = world(trace, "p0@150+20", num_prefill=1, policy=policy)
@@ -280,7 +280,7 @@ def test_every_request_ends_whatever_fails(
         pipeline_nodes=pipeline_nodes,
         layer_wise=layer_wise,
         node=node,
-        policy=PolicyConfig(name="ours", **targets),
+        policy=PolicyConfig(name="cost", **targets),
         decode_nodes_hold_blocks=seed % 2 == 0,
     )
     trace = chat(50, seed, rate=4.0)

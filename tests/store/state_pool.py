@@ -168,6 +168,12 @@ class Pool:
         self.check()
         return found
 
+    def use(self, *keys: bytes) -> list[bool]:
+        """As a client that reads them."""
+        found = self.state.lookup(keys, self.now_s)
+        self.check()
+        return [info is not None for info in found]
+
     def remove(self, key: bytes, force: bool = False) -> bool:
         gone = self.state.remove([key], force, self.now_s)[0]
         self.check()

@@ -7,7 +7,7 @@ from state_pool import Pool
 
 def ask(pool: Pool, key: bytes, times: int) -> None:
     for _ in range(times):
-        assert pool.exist(key) == [True]
+        assert pool.use(key) == [True]
 
 
 def test_a_hot_key_is_copied_to_another_node() -> None:
@@ -61,3 +61,18 @@ def test_a_pool_that_is_nearly_full_has_better_uses_for_its_space() -> None:
         pool.put(b"%d" % number)
     ask(pool, b"0", 1)
     assert pool.counters["hot_replicas"] == 0
+
+
+def test_one_request_counts_once_however_often_it_asks() -> None:
+    """A prefill asks first what is there, waits for its turn, and then asks where to read it."""
+    pool = Pool("a", "b", hot_hits=4, hot_max_part=0.5)
+    pool.put(b"k", preferred=("a.dram",))
+    for _ in range(3):
+        pool.exist(b"k", b"gone")
+        pool.state.lookup([b"k", b"gone"], pool.now_s, prefix=True, reads=False)
+        pool.state.lookup([b"k"], pool.now_s, prefix=True)
+    assert (pool.counters["hits"], pool.counters["misses"]) == (3, 3)
+    assert pool.orders("b") == [], "three requests have used it"
+    pool.use(b"k")
+    pool.carry_out("b")
+    assert pool.counters["hot_replicas"] == 1

@@ -123,7 +123,7 @@ def test_above_the_mark_the_oldest_unused_records_go() -> None:
     for number in range(8):
         pool.put(b"%d" % number)
     offload(pool)
-    pool.exist(b"0", b"1")
+    pool.use(b"0", b"1")
     pool.tick(5)
     pool.put(b"8")
     pool.put(b"9")
@@ -220,9 +220,9 @@ def test_a_long_queue_is_looked_at_in_steps() -> None:
 def test_an_object_comes_back_when_it_is_asked_for_again() -> None:
     pool = Pool("a", ssd_granules=100, promote_after_hits=2)
     on_ssd_alone(pool, b"k")
-    pool.exist(b"k")
+    pool.use(b"k")
     assert pool.orders("a") == []
-    pool.exist(b"k")
+    pool.use(b"k")
     (order,) = pool.orders("a")
     assert order.kind is m.OrderKind.COPY
     assert (order.source.segment, order.target and order.target.segment) == ("a.ssd", "a.dram")
@@ -239,18 +239,18 @@ def test_promotion_can_be_turned_off() -> None:
     pool = Pool("a", ssd_granules=100, promote_after_hits=0)
     on_ssd_alone(pool, b"k")
     for _ in range(5):
-        pool.exist(b"k")
+        pool.use(b"k")
     assert pool.orders("a") == []
 
 
 def test_hits_of_an_earlier_object_do_not_count() -> None:
     pool = Pool("a", ssd_granules=100, promote_after_hits=2, lease_s=1)
     on_ssd_alone(pool, b"k")
-    pool.exist(b"k")
+    pool.use(b"k")
     pool.remove(b"k", force=True)
     pool.tick(2)
     on_ssd_alone(pool, b"other")  # in the same slot
-    pool.exist(b"other")
+    pool.use(b"other")
     assert pool.orders("a") == []
 
 

@@ -137,6 +137,12 @@ class CostModels:
         fixed_s, per_seq_s, per_token_s = self.decode.terms
         return fixed_s + per_seq_s * num_seqs + per_token_s * kv_tokens
 
+    @property
+    def ssd_terms(self) -> tuple[float, float]:
+        """Coefficients of pulls from SSD. They go over the network too, so neither is below that of pulls from DRAM."""
+        (fixed, per_byte), (ssd_fixed, ssd_per_byte) = self.transfer.terms, self.transfer_ssd.terms
+        return max(fixed, ssd_fixed), max(per_byte, ssd_per_byte)
+
     def transfer_s(self, nbytes: float, ssd_nbytes: float = 0) -> float:
         """Time to pull that much from the pool, `ssd_nbytes` of it from SSD alone; nothing takes no time."""
         seconds = 0.0
@@ -144,7 +150,7 @@ class CostModels:
             fixed, per_byte = self.transfer.terms
             seconds += fixed + per_byte * (nbytes - ssd_nbytes)
         if ssd_nbytes > 0:
-            fixed, per_byte = self.transfer_ssd.terms
+            fixed, per_byte = self.ssd_terms
             seconds += fixed + per_byte * ssd_nbytes
         return seconds
 

@@ -2,10 +2,11 @@
 
 random, round-robin, least-loaded   blind to the cache; the worker still uses what its own pages have
 local    smallest TTFT with each worker's own prefix; nothing is pulled (Algorithm 1 without lines 5-8 and 20-21)
-global   the paper's whole Algorithm 1: where the pool's run is more than `kvcache_balancing_threshold` times the
+paper    the paper's whole Algorithm 1: where the pool's run is more than `kvcache_balancing_threshold` times the
          worker's own, all that is missing is pulled, else it is computed again; terms are summed
-ours     per worker the number of blocks to pull that makes TTFT smallest, none included, so it is never slower than
-         without the pool; loading overlaps with computing layer by layer
+cost     (default) per worker the number of blocks to pull that makes TTFT smallest, none included, so it is never
+         slower than without the pool; loading overlaps with computing layer by layer. A tier of the pool that no
+         pull has been measured from yet is tried with one block
 """
 
 from __future__ import annotations
@@ -25,8 +26,17 @@ _MAX_COLUMNS = 256
 _FEW_SLOTS = 64
 
 
-class Random:
-    name, pulls = "random", False
+class _NoPulls:
+    """The worker uses what its own pages have."""
+
+    pulls = False
+
+    def pool_limit(self, scene: Scene, plan: Plan) -> int | None:
+        return 0
+
+
+class Random(_NoPulls):
+    name = "random"
 
     def __init__(self, config: PolicyConfig, rng: random.Random) -> None:
         self._rng = rng
@@ -36,8 +46,8 @@ class Random:
         return _with_own_prefix(scene, int(slots[self._rng.randrange(len(slots))]))
 
 
-class RoundRobin:
-    name, pulls = "round-robin", False
+class RoundRobin(_NoPulls):
+    name = "round-robin"
 
     def __init__(self, config: PolicyConfig, rng: random.Random) -> None:
         self._turn = Turn()
@@ -46,10 +56,10 @@ class RoundRobin:
         return _with_own_prefix(scene, self._turn.take(np.where(scene.queue_s < math.inf, 0.0, math.inf)))
 
 
-class LeastLoaded:
+class LeastLoaded(_NoPulls):
     """By predicted queue, then by assigned requests, then in turn."""
 
-    name, pulls = "least-loaded", False
+    name = "least-loaded"
 
     def __init__(self, config: PolicyConfig, rng: random.Random) -> None:
         self._turn = Turn()
@@ -61,7 +71,7 @@ class LeastLoaded:
 
 
 class SmallestTtft:
-    """What local, global and ours share; they differ in the plan for a worker with a given run."""
+    """What local, paper and cost share; they differ in the plan for a worker with a given run."""
 
     name, pulls = "", True
 
@@ -72,6 +82,10 @@ class SmallestTtft:
 
     def plan(self, scene: Scene, local: int, slot: int | None) -> Plan:
         raise NotImplementedError
+
+    def pool_limit(self, scene: Scene, plan: Plan) -> int | None:
+        wanted = plan.local + plan.pulled
+        return None if wanted >= scene.leading.pool else wanted if plan.pulled else 0
 
     def pick(self, scene: Scene) -> list[tuple[int, Plan]]:
         plans = self._plans(scene)
@@ -124,12 +138,15 @@ class SmallestTtft:
 class Local(SmallestTtft):
     name, pulls = "local", False
 
+    def pool_limit(self, scene: Scene, plan: Plan) -> int | None:
+        return 0
+
     def plan(self, scene: Scene, local: int, slot: int | None) -> Plan:
         return scene.prices.plan(local, 0, slot)
 
 
-class Global(SmallestTtft):
-    name = "global"
+class PaperAlgorithm(SmallestTtft):
+    name = "paper"
 
     def plan(self, scene: Scene, local: int, slot: int | None) -> Plan:
         # best_len / prefix_len > threshold, written so that an empty prefix divides nothing.
@@ -137,15 +154,19 @@ class Global(SmallestTtft):
         return scene.prices.plan(local, scene.leading.pool - local if worth_it else 0, slot)
 
 
-class Ours(SmallestTtft):
-    name = "ours"
+class SmallestCost(SmallestTtft):
+    name = "cost"
 
     def plan(self, scene: Scene, local: int, slot: int | None) -> Plan:
         return scene.prices.best_plan(local, slot)
 
+    def pool_limit(self, scene: Scene, plan: Plan) -> int | None:
+        limit = super().pool_limit(scene, plan)
+        return scene.prices.limit_beyond(plan) if limit is None else limit
+
 
 _POLICIES: dict[str, Callable[[PolicyConfig, random.Random], Policy]] = {
-    one.name: one for one in (Random, RoundRobin, LeastLoaded, Local, Global, Ours)
+    one.name: one for one in (Random, RoundRobin, LeastLoaded, Local, PaperAlgorithm, SmallestCost)
 }
 assert tuple(_POLICIES) == POLICY_NAMES
 

@@ -27,8 +27,9 @@ from moonpool.conductor.placement.pricing import Demand, Plan, Pricing
 from moonpool.conductor.placement.tables import FULL_S, Column, DecodeTable, PrefillTable
 from moonpool.conductor.placement.traffic import Traffic
 
-POLICY_NAMES = ("random", "round-robin", "least-loaded", "local", "global", "ours")  # see policies.py
-DEFAULT_POLICY = "global"
+POLICY_NAMES = ("random", "round-robin", "least-loaded", "local", "paper", "cost")  # see policies.py
+DEFAULT_POLICY = "cost"
+_FORMER_NAMES = {"global": "paper", "ours": "cost"}  # taken until version 0.2
 DEFAULT_QUEUE_CAPACITY = 256
 
 
@@ -37,7 +38,7 @@ class PolicyConfig:
     """Which worker, and whether at all. Targets in seconds; None never refuses. The threshold is a ratio of leading
     runs, at least 1."""
 
-    name: str = DEFAULT_POLICY  # random, round-robin, least-loaded, local, global or ours
+    name: str = DEFAULT_POLICY  # random, round-robin, least-loaded, local, paper or cost
     ttft_slo_s: float | None = None  # what is predicted to miss it is refused, or waits for its turn
     tbt_slo_s: float | None = None  # the same for the time between tokens
     admission: AdmissionForm = AdmissionForm.PREDICTED  # how far ahead the load of decode workers is looked at
@@ -46,10 +47,11 @@ class PolicyConfig:
     kvcache_balancing_threshold: float = 1.0
     tie_slack: float = 0.05  # of the best worker's own work for the request; 0: exact ties only
     num_candidates: int = 4  # kept in a decision record
-    pool_sources: int | None = None  # nodes that pulls come from; None: as many as there are prefill workers
+    pool_sources: int | None = None  # nodes that pulls come from; default: as many as the pool has
     seed: int = 0  # of the policy that draws
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "name", _FORMER_NAMES.get(self.name, self.name))
         if self.name not in POLICY_NAMES:
             raise ConfigError(f"policy {self.name!r} is none of {', '.join(POLICY_NAMES)}", param="name")
         if not self.kvcache_balancing_threshold >= 1:
@@ -95,6 +97,10 @@ class Policy(Protocol):
 
     def pick(self, scene: Scene) -> list[tuple[int, Plan]]: ...
 
+    def pool_limit(self, scene: Scene, plan: Plan) -> int | None:
+        """How many leading blocks the worker may take from the pool, should it find them there; None: all."""
+        ...
+
 
 class Choice(NamedTuple):
     plan: Plan
@@ -119,14 +125,8 @@ class Chooser:
         decode, tbt_s = self.select_decode(scene.demand, decodes, excluded, costs)
         picked = self.policy.pick(scene)
         candidates = tuple(_candidate(scene, slot, plan) for slot, plan in picked)
-        best = candidates[0]
-        return Choice(picked[0][1], best, decode, tbt_s, candidates, self._pool_limit(scene.leading, best))
-
-    def _pool_limit(self, leading: Leading, best: Candidate) -> int | None:
-        if not self.policy.pulls:
-            return 0
-        wanted = best.local_blocks + best.pulled_blocks
-        return None if wanted >= leading.pool else wanted if best.pulled_blocks else 0
+        plan = picked[0][1]
+        return Choice(plan, candidates[0], decode, tbt_s, candidates, self.policy.pool_limit(scene, plan))
 
     def select_decode(
         self, demand: Demand, table: DecodeTable, excluded: Sequence[int], costs: CostModels

@@ -45,7 +45,7 @@ class Plan(NamedTuple):
 class Pricing:
     """`slot` is that of the worker, None for one that nothing is on its way to."""
 
-    __slots__ = ("_leading", "_most", "_prefill", "_ssd", "_traffic", "_transfer", "demand")
+    __slots__ = ("_is_known", "_leading", "_most", "_prefill", "_ssd", "_traffic", "_transfer", "demand")
 
     def __init__(self, demand: Demand, leading: Leading, costs: CostModels, traffic: Traffic) -> None:
         self.demand = demand
@@ -61,7 +61,8 @@ class Pricing:
         self._most = (tokens - 1) / block_tokens
         fixed_s, per_byte_s = costs.transfer.terms
         self._transfer = fixed_s, per_byte_s * block_nbytes, per_byte_s
-        self._ssd = costs.transfer_ssd.terms
+        self._ssd = costs.ssd_terms
+        self._is_known = costs.transfer.num_samples > 0, costs.transfer_ssd.num_samples > 0
 
     def prefill_s(self, prefix_blocks: float) -> float:
         """A full hit still computes the last token."""
@@ -114,9 +115,9 @@ class Pricing:
 
         Computing gets shorter and bends down with each block, loading gets longer in a straight line. So both their
         sum and their overlap are shortest at an end, where the two cross, or where the next block lies in a slower
-        tier.
+        tier. What no measured pull speaks for is left out (`_known_end`).
         """
-        missing, layers, on_ssd = self._leading.pool - local, self.demand.num_layers, self._leading.on_ssd
+        missing, layers, on_ssd = self._known_end(local) - local, self.demand.num_layers, self._leading.on_ssd
         if missing <= 0:
             return self.plan(local, 0, slot)
         fixed_s, per_block_s, _ = self._transfer
@@ -130,7 +131,7 @@ class Pricing:
         if layers > 1:
             tries += self._crossing(local, missing, load_s)
         if on_ssd:
-            tries += [at - local for at in on_ssd if at > local][:_MAX_EDGES]
+            tries += [at - local for at in on_ssd if local < at < local + missing][:_MAX_EDGES]
         best, best_s = 0, self.prefill_s(local)
         for pulled in tries:
             longer_s, shorter_s = load_s(pulled), self.prefill_s(local + pulled)
@@ -139,6 +140,30 @@ class Pricing:
             if longer_s + shorter_s / layers < best_s:
                 best, best_s = pulled, longer_s + shorter_s / layers
         return self.plan(local, best, slot, layers)
+
+    def _known_end(self, local: int) -> int:
+        """The block before which pulls can be priced. A tier that no pull was measured from is tried with one block:
+        a prior is no reason to wait for a whole prompt."""
+        (knows_dram, knows_ssd), pool, on_ssd = self._is_known, self._leading.pool, self._leading.on_ssd
+        if not knows_dram:
+            return min(pool, local + 1)
+        if knows_ssd or not on_ssd:
+            return pool
+        untried = [at for at in on_ssd if at >= local]
+        return untried[1] if len(untried) > 1 else pool
+
+    def limit_beyond(self, plan: Plan) -> int | None:
+        """The number of leading blocks that a worker may take from the pool, should it find more there, or fewer in its
+        own pages, than was known.
+
+        None (all) where pulling the whole prompt is known to beat computing it; else what the plan pulls.
+        """
+        whole = int(self._most)
+        if whole and self._is_known[0]:
+            load_s, rest_s = self.transfer_s(0, whole, None)[0], self.prefill_s(whole)
+            if max(load_s, rest_s) + min(load_s, rest_s) / self.demand.num_layers < self.prefill_s(0):
+                return None
+        return plan.local + plan.pulled if plan.pulled else 0
 
     def _crossing(self, local: int, missing: int, load_s: Callable[[int], float]) -> tuple[int, ...]:
         """The last number of blocks that load faster than the rest computes, and the next; () when all do."""

@@ -1,10 +1,12 @@
 """Decision records as a trace that can be replayed: Mooncake's JSONL. Only numbers leave: no keys, no text, no names.
 
-One line per request: {"timestamp": ms since the first, "input_length", "output_length", "hash_ids"}. hash_ids has one
-number for each `trace_block_tokens` tokens of the prompt, also for the last and partial ones; blocks have the same
-number exactly when they and all before them are known to be the same. Numbers are given by first appearance. What
-cannot be known to be shared gets a number of its own: the tail of a prompt that is no full block of ours, and prompts
-whose fingerprints were given up. So a replay never sees more reuse than there was.
+One line per request: {"timestamp": ms since the first, "input_length", "output_length", "hash_ids", "block_tokens"}.
+`block_tokens`, the size of the trace's blocks, is left out where it is Mooncake's 512; by default it is the pool's own
+size, for larger blocks lose reuse: a large block that is shared in part is not shared at all. hash_ids has one number
+for each block of the prompt, also for the last and partial one; blocks have the same number exactly when they and all
+before them are known to be the same. Numbers are given by first appearance. What cannot be known to be shared gets a
+number of its own: the tail of a prompt that is no full block of ours, and prompts whose fingerprints were given up. So
+a replay never sees more reuse than there was.
 
 The numbering takes about 100 bytes for each different block while the export runs.
 """
@@ -30,24 +32,30 @@ class ExportConfig:
     left out, unless `unanswered_output_tokens` says how long an answer to assume: the load that was offered."""
 
     block_tokens: int
-    trace_block_tokens: int = MOONCAKE_BLOCK_TOKENS
+    trace_block_tokens: int | None = None  # None: as block_tokens
     unanswered_output_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        if self.block_tokens < 1 or self.trace_block_tokens < 1 or self.trace_block_tokens % self.block_tokens:
+        if self.block_tokens < 1 or self.group_tokens < 1 or self.group_tokens % self.block_tokens:
             raise ConfigError(
-                f"blocks of {self.block_tokens} tokens cannot be regrouped to {self.trace_block_tokens}",
+                f"blocks of {self.block_tokens} tokens cannot be regrouped to {self.group_tokens}",
                 param="trace_block_tokens",
             )
         if self.unanswered_output_tokens is not None and self.unanswered_output_tokens < 1:
             raise ConfigError("an answer has at least one token", param="unanswered_output_tokens")
 
+    @property
+    def group_tokens(self) -> int:
+        """Tokens of one block of the trace."""
+        return self.block_tokens if self.trace_block_tokens is None else self.trace_block_tokens
 
-class TraceLine(msgspec.Struct, frozen=True):
+
+class TraceLine(msgspec.Struct, frozen=True, omit_defaults=True):
     timestamp: int
     input_length: int
     output_length: int
     hash_ids: list[int]
+    block_tokens: int = MOONCAKE_BLOCK_TOKENS
 
 
 class ExportSummary(NamedTuple):
@@ -84,7 +92,8 @@ class TraceExport:
         self._num_requests += 1
         self._num_blocks += len(hash_ids)
         self._num_without_prints += not kept.prints and record.num_tokens >= self._config.block_tokens
-        return TraceLine(self._timestamp(record.routed_at_s), record.num_tokens, output_tokens, hash_ids)
+        stamp = self._timestamp(record.routed_at_s)
+        return TraceLine(stamp, record.num_tokens, output_tokens, hash_ids, self._config.group_tokens)
 
     def summary(self) -> ExportSummary:
         return ExportSummary(
@@ -103,7 +112,7 @@ class TraceExport:
 
     def _chain(self, num_tokens: int, prints: bytes) -> Iterator[bytes | None]:
         """For each block of the trace the fingerprint of its last token's chain, which stands for all before it."""
-        own, group = self._config.block_tokens, self._config.trace_block_tokens
+        own, group = self._config.block_tokens, self._config.group_tokens
         for begin in range(0, num_tokens, group):
             end = min(begin + group, num_tokens)
             at = (end // own - 1) * PRINT_NBYTES

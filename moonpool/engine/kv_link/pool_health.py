@@ -16,7 +16,7 @@ class PoolHealth:
     """Shared by all who use the pool, on any thread."""
 
     def __init__(self, rest_s: float = 10.0, clock: Clock | None = None) -> None:
-        self._rest_s = rest_s
+        self.rest_s = rest_s
         self._clock: Clock = clock or SystemClock()
         self._rests_until_s: float | None = None
         self._refusals = RefusalLog("its blocks are misses, and none is put there")
@@ -30,4 +30,4 @@ class PoolHealth:
         """Every error that the pool caused; None and all but a missed deadline change nothing."""
         self._refusals.note(error)
         if isinstance(error, DeadlineExceeded):
-            self._rests_until_s = self._clock.now_s() + self._rest_s
+            self._rests_until_s = self._clock.now_s() + self.rest_s

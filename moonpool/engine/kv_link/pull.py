@@ -46,6 +46,7 @@ class PullJob:
         self.admitted = admitted
         self.result: PullResult | None = None
         self.left_behind = False  # the engine waits for it no more
+        self.moved_nbytes = self.moved_ssd_nbytes = 0  # so far, as whole pieces
         self._on_layer = on_layer
         self._on_end = on_end
         self._num_layers = 0
@@ -66,6 +67,11 @@ class PullJob:
                 self.result = PullResult(0, 0, timeout_s, DeadlineExceeded("the pool did not deliver in time"))
             assert self.result is not None
             return self.result
+
+    def moved(self, nbytes: int, from_disk: bool) -> None:
+        """Only the puller's thread counts; the engine's reads it when it gives the job up."""
+        self.moved_nbytes += nbytes
+        self.moved_ssd_nbytes += nbytes if from_disk else 0
 
     def layer_done(self, layer: int, num_good: int) -> None:
         with self._changed:
@@ -99,18 +105,29 @@ class Puller:
         self._identity = identity
         self._health = health or PoolHealth()
         self._clock: Clock = clock or SystemClock()
+        self._slow = PoolHealth(self._health.rest_s, clock)  # of pulls alone: what is put may still be worth it
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="pull")
+
+    @property
+    def piece_nbytes(self) -> int:
+        """The least that a pull moves at once."""
+        return self._memory.layout.piece_nbytes
 
     def count_stored(self, keys: list[bytes]) -> int:
         """How many leading blocks the pool holds now; 0 when it cannot be asked. Blocks while it asks."""
-        if self._health.rests:
+        if self._health.rests or self._slow.rests:
             return 0
         try:
-            found = self._store.lookup([object_key(key) for key in keys], prefix=True)
+            # The pull looks them up again, and that is the use which counts.
+            found = self._store.lookup([object_key(key) for key in keys], prefix=True, reads=False)
         except MoonpoolError as error:
             self._health.note(error)
             return 0  # counted by the store client; a pool that is away is a miss
         return next((i for i, info in enumerate(found) if info is None), len(found))
+
+    def rest(self) -> None:
+        """A pull was given up for taking too long: start none for a while, whatever those who plan them believe."""
+        self._slow.note(DeadlineExceeded("a pull took longer than computing would have"))
 
     def start(self, admitted: Admitted, on_layer: LayerListener, on_end: Callable[[], None]) -> PullJob:
         """`on_end` says that the puller no longer writes to the pages. Both are called on a puller's thread."""
@@ -163,6 +180,7 @@ class Puller:
                 try:
                     page = job.admitted.pages[index]
                     self._memory.fill(page, layer, lambda view, s=session, n=layer: s.read_piece(n, view))  # type: ignore[misc]
+                    job.moved(self._memory.layout.piece_nbytes, session.is_on_disk)
                 except MoonpoolError as error:
                     sessions, failure = sessions[:index], error
                     break

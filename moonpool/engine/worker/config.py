@@ -33,6 +33,7 @@ class WorkerConfig(WireConfig):
     report_interval_s: float = 0.05
     calibrate_s: float = 1.0  # at most, for measuring before the conductor is told of this worker; 0: none
     pull_timeout_s: float = 10.0
+    pull_grace_s: float = 1.0  # a pull that takes longer, and twice as long as computing would, is given up
     pool_timeout_s: float = 2.0  # for one answer of the pool
     pool_rest_s: float = 10.0  # how long a pool that did not answer is left alone
 

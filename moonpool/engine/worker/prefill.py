@@ -45,6 +45,10 @@ class Prompt:
     pool_nbytes: int = 0
 
 
+# A pull may take so many times as long as computing the same tokens before it is given up.
+_PATIENCE = 2.0
+
+
 class PrefillRole:
     """`make_push` builds the outgoing side of one request from its ticket and the keys of its full blocks."""
 
@@ -57,14 +61,17 @@ class PrefillRole:
         samples: Samples,
         pull_timeout_s: float,
         clock: Clock,
+        pull_grace_s: float = 1.0,
     ) -> None:
         self._scheduler = scheduler
         self._block_tokens = scheduler.pages.block_tokens
         self._puller = puller
         self._make_push = make_push
         self._samples = samples
-        self._pull_timeout_s = pull_timeout_s
+        self._pull_timeout_s, self._pull_grace_s = pull_timeout_s, pull_grace_s
         self._clock = clock
+        self._token_s: float | None = None  # that computing a token takes, lately
+        self.last_pull_s: float | None = None
         self._prompts: dict[str, Prompt] = {}
         self._chunks: Sequence[Chunk] = ()
         self._jobs: list[PullJob] = []
@@ -153,6 +160,8 @@ class PrefillRole:
         conductor believe in longer queues the more there is to do. What the pool cost is learnt from pulls."""
         computing_s = self._clock.now_s() - self._step_began_s - self._stalled_s
         num_tokens = sum(len(chunk.tokens) for chunk in self._chunks)
+        if num_tokens:
+            self._token_s = computing_s / num_tokens
         for chunk in self._chunks:
             prompt = self._prompts.get(chunk.request_id)
             if prompt is not None:
@@ -205,7 +214,7 @@ class PrefillRole:
     def begin_step(self, chunks: Sequence[Chunk], admitted: Sequence[Admitted]) -> LayerHooks:
         self._chunks, self._jobs = chunks, []
         self._step_began_s, self._stalled_s = self._clock.now_s(), 0.0
-        self._pull_deadline = Deadline(self._pull_timeout_s, self._clock)
+        self._pull_deadline = Deadline(self._pull_limit_s(admitted), self._clock)
         for entry in admitted:
             prompt, sequence = self._prompts[entry.request_id], self._scheduler.get(entry.request_id)
             assert sequence is not None
@@ -216,6 +225,21 @@ class PrefillRole:
             if entry.blocks:
                 self._start_pull(entry, prompt.push)
         return self
+
+    def _pull_limit_s(self, admitted: Sequence[Admitted]) -> float:
+        """How long the step may wait for its pulls: twice what computing the same tokens would take, and at least the
+        grace. The pool was expected to be faster than computing; one that is not is left, whatever was predicted."""
+        token_s = self._token_s if self._token_s is not None else self._calibrated_token_s()
+        if token_s is None:
+            return self._pull_timeout_s
+        num_tokens = sum(len(entry.blocks) for entry in admitted) * self._block_tokens
+        return min(self._pull_timeout_s, max(self._pull_grace_s, _PATIENCE * token_s * num_tokens))
+
+    def _calibrated_token_s(self) -> float | None:
+        if not self._samples.prefills:
+            return None
+        last = self._samples.prefills[-1]
+        return last.seconds / (last.num_tokens - last.prefix_tokens)
 
     def _start_pull(self, entry: Admitted, push: Push) -> None:
         # Whatever becomes of the request, nobody else gets these pages while the puller may write to them.
@@ -260,10 +284,19 @@ class PrefillRole:
             self._samples.pull_failures[result.failure.code] += 1
         if result.nbytes:
             self._samples.times.pull.observe(result.seconds)
-            self._samples.pulls.append(PullSample(result.nbytes, result.seconds, result.ssd_nbytes))
+            self._note_pull(PullSample(result.nbytes, result.seconds, result.ssd_nbytes))
         if job.left_behind:
+            # What came until then says how slow the pool is; if nothing came, one piece would have taken longer.
+            moved = max(job.moved_nbytes, self._puller.piece_nbytes)
+            waited_s = self._clock.now_s() - self._step_began_s
+            self._note_pull(PullSample(moved, waited_s, min(moved, job.moved_ssd_nbytes)))
+            self._puller.rest()
             self._start_over(name, prompt)
         return prompt.local_tokens + prompt.pool_tokens
+
+    def _note_pull(self, sample: PullSample) -> None:
+        self._samples.pulls.append(sample)
+        self.last_pull_s = self._clock.now_s()
 
     def _start_over(self, name: str, prompt: Prompt) -> None:
         """Computes the prompt in other pages, without the pool: the puller may still write to those it had."""

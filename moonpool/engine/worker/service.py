@@ -29,6 +29,7 @@ from moonpool.base.rpc import Call, Peer, RpcServer
 from moonpool.engine.engine import Engine
 from moonpool.engine.kv_link.outbox import Outbox
 from moonpool.engine.kv_link.pool_health import PoolHealth
+from moonpool.engine.kv_link.probe import PoolProbe
 from moonpool.engine.kv_link.pull import Puller
 from moonpool.engine.kv_link.push import DecodePeers, PoolWriter, Push
 from moonpool.engine.kv_link.reservations import Reservations
@@ -90,6 +91,8 @@ class Worker:
         self._loop.start()
         reporter = self._make_reporter(built)
         self._tasks.append(asyncio.create_task(reporter.run(), name="reporter"))
+        if isinstance(self._role, PrefillRole) and self.config.calibrate_s > 0:
+            self._tasks.append(asyncio.create_task(self._keep_measuring(self._role), name="pool probe"))
         if self.config.threads is None and self.config.device == "cpu":
             self._tasks.append(asyncio.create_task(follow_share(threads, presence, self._loop.post), name="cores"))
         await reporter.registered.wait()
@@ -122,6 +125,9 @@ class Worker:
         )
         self._store = StoreClient(config.master_address, self._transfer, limits)
         own.callback(self._store.close)
+        self._probe = PoolProbe(
+            lambda: StoreClient(config.master_address, self._transfer, limits), built.layout.page_nbytes, SystemClock()
+        )
         identity = built.identity.digest()
         self._pool_health = PoolHealth(config.pool_rest_s)
         self._pool = PoolWriter(self._store, built.pieces, identity, self._pool_health)
@@ -161,10 +167,17 @@ class Worker:
         if self.config.calibrate_s > 0:
             if self.config.role == "prefill":
                 self._samples.prefills.extend(run.prefills())
+                self._samples.pulls.extend(self._probe.measure())
             else:
                 self._samples.decodes.extend(run.decodes())
             built.runner.kv.clear(list(range(run.num_pages_used)))
             _LOG.info("calibrated with %d runs", len(self._samples.prefills) + len(self._samples.decodes))
+
+    async def _keep_measuring(self, role: PrefillRole) -> None:
+        pulls = self._samples.pulls
+        await self._probe.keep_measuring(
+            lambda found: self._loop.post(lambda: pulls.extend(found)), lambda: role.last_pull_s
+        )
 
     def _make_prefill(self, built: Built, identity: bytes) -> PrefillRole:
         puller = Puller(self._store, built.pieces, identity, health=self._pool_health)
@@ -187,6 +200,7 @@ class Worker:
             make_push=make_push,
             samples=self._samples,
             pull_timeout_s=self.config.pull_timeout_s,
+            pull_grace_s=self.config.pull_grace_s,
             clock=SystemClock(),
         )
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -171,6 +171,12 @@ class EngineCost:
     prefill: PrefillCost
     decode: DecodeCost
     overhead: Overhead = field(default_factory=Overhead)
+
+    def in_chunks(self) -> EngineCost:
+        """Return the costs where prompts are computed in chunks beside decodes: what a chunk adds to its tokens' work
+        is a pass through the model, as a decode step's is, not a whole prompt's overhead."""
+        base_s = min(self.prefill.base_s, self.decode.base_s)
+        return replace(self, prefill=replace(self.prefill, base_s=base_s))
 
     def prefill_s(self, num_tokens: int, prefix_tokens: int = 0) -> float:
         return self.prefill.prefill_s(num_tokens, prefix_tokens)

@@ -57,5 +57,4 @@ def chunk_cost() -> EngineCost:
     """`mooncake_cost` where prompts are computed in chunks beside decodes. What each chunk adds to its tokens' work is
     a pass through the model, as a decode step's is, not the 68 ms of a prompt, whose remainder comes once per prompt
     and is left out. With all of it in every chunk, chunks of 512 tokens take half as long again as Fig 8 says."""
-    cost = mooncake_cost()
-    return EngineCost(replace(cost.prefill, base_s=cost.decode.base_s), cost.decode)
+    return mooncake_cost().in_chunks()

@@ -2,8 +2,8 @@
 
 Reading refuses the first wrong line, by its number, and says what to do. Writing makes the bytes that Mooncake's own
 files have: a file that was read is written the same. Our columns `tenant` and `priority` are two more fields, there
-only where a trace has them. A name that ends in .gz is compressed, without a time stamp in it: same trace, same
-bytes.
+only where a trace has them, and `block_tokens` a third, where blocks have another size than Mooncake's 512. A name that
+ends in .gz is compressed, without a time stamp in it: same trace, same bytes.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class _Line(msgspec.Struct, gc=False):
     hash_ids: list[_Count]
     tenant: _Count | None = None
     priority: _Count | None = None
+    block_tokens: Annotated[int, msgspec.Meta(ge=1, lt=2**31)] | None = None
 
 
 class _Columns:
@@ -45,6 +46,7 @@ class _Columns:
         self.num_input, self.num_output, self.num_blocks, self.block_ids = (array("q") for _ in range(4))
         self.labels = {"tenant": array("q"), "priority": array("q")}
         self.labelled: set[str] = set()
+        self.block_tokens: int | None = None  # what the file says
 
     def add(self, line: _Line) -> None:
         self.timestamp_ms.append(line.timestamp)
@@ -52,6 +54,8 @@ class _Columns:
         self.num_output.append(line.output_length)
         self.num_blocks.append(len(line.hash_ids))
         self.block_ids.extend(line.hash_ids)
+        if line.block_tokens is not None and self.block_tokens is None:
+            self.block_tokens = line.block_tokens
         if line.tenant is not None or line.priority is not None or self.labelled:
             self._add_labels(line)
 
@@ -74,10 +78,9 @@ class _Columns:
         self.labels[field].extend([0] * (length - len(self.labels[field])))
 
 
-def read_jsonl(
-    path: str | Path, *, block_tokens: int = MOONCAKE_BLOCK_TOKENS, progress: Progress | None = None
-) -> Trace:
-    """InvalidInput names the file and the line that is wrong. The trace is called as the file, without its endings."""
+def read_jsonl(path: str | Path, *, block_tokens: int | None = None, progress: Progress | None = None) -> Trace:
+    """The trace is called as the file, without its endings. `block_tokens` None: what the first line that names a size
+    says, else Mooncake's. InvalidInput names the file and the line that is wrong."""
     path = Path(path)
     try:
         with path.open("rb") as file:
@@ -90,7 +93,7 @@ def read_jsonl(
         raise InvalidInput(f"{path} is a damaged gzip file ({error}); fetch it again") from error
     if not columns.timestamp_ms:
         raise InvalidInput(f"{path} is empty; a trace has one request per line")
-    return _to_trace(path, columns, block_tokens)
+    return _to_trace(path, columns, block_tokens or columns.block_tokens or MOONCAKE_BLOCK_TOKENS)
 
 
 def write_jsonl(trace: Trace, path: str | Path, *, replace: bool = False) -> None:
@@ -201,10 +204,11 @@ def _lines(trace: Trace) -> Iterator[bytes]:
     extras = [
         (field, column.tolist()) for field in ("tenant", "priority") if (column := getattr(trace, field)) is not None
     ]
+    size = "" if trace.block_tokens == MOONCAKE_BLOCK_TOKENS else f', "block_tokens": {trace.block_tokens}'
     for index, request in enumerate(trace):
         time_ms = times_ms[index]
         stamp = int(time_ms) if time_ms == int(time_ms) else time_ms
-        more = "".join(f', "{field}": {values[index]}' for field, values in extras)
+        more = "".join(f', "{field}": {values[index]}' for field, values in extras) + size
         yield (
             f'{{"timestamp": {stamp}, "input_length": {request.num_input}, "output_length": {request.num_output}, '
             f'"hash_ids": {request.block_ids.tolist()}{more}}}\n'

@@ -1,7 +1,7 @@
 """The systems that Moonpool is compared with: prefill and decode in one engine, nothing shared between nodes.
 
-Continuous batching by production's own scheduler, in three forms: prompts first and whole (what vLLM 0.5 does by
-default), the same with a cache of prefixes in the GPUs' own memory, and prompts in chunks beside the decodes.
+Continuous batching by production's own scheduler: prompts first and whole (what vLLM 0.5 does by default) or in chunks
+beside the decodes, each with or without a cache of prefixes in the GPUs' own memory. vLLM's V1 engine has both.
 """
 
 from __future__ import annotations

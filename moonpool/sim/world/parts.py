@@ -135,6 +135,7 @@ class Parts:
         config = self._config
         if config.pool == "shared":
             nodes = config.prefill_nodes + (config.decode_nodes if config.decode_nodes_hold_blocks else [])
+            self.conductor.set_pool_nodes(len(nodes))
             return dict.fromkeys(self._groups, self._make_pool(nodes, self._pool_changed))
         return dict.fromkeys(self._groups)
 

@@ -38,6 +38,22 @@ class Found(NamedTuple):
         return self.ends[-1] if self.ends else 0
 
 
+class _PutBatch:
+    """Objects on their way from one node's GPUs into one node's memory."""
+
+    __slots__ = ("generations", "names", "nbytes")
+
+    def __init__(self) -> None:
+        self.names: list[bytes] = []
+        self.generations: list[int] = []
+        self.nbytes = 0
+
+    def add(self, name: bytes, generation: int, nbytes: int) -> None:
+        self.names.append(name)
+        self.generations.append(generation)
+        self.nbytes += nbytes
+
+
 class SimPool:
     """`on_changes` hears what is stored and what is gone, as listeners of a real pool do."""
 
@@ -83,20 +99,38 @@ class SimPool:
         return found
 
     def put(self, node: str, runs: Sequence[Run], parents: Sequence[int | None]) -> None:
-        """Runs computed on a node, into its own memory if there is room. What is refused is not stored.
+        """Copy runs from a node's GPUs into its own memory if there is room there, else into another node's.
 
-        A parent is the first block of the run before.
+        Each can be found when its copy has ended. What is refused is not stored. A parent is the first block of the run
+        before.
         """
         now_s, state = self._clock.now_s, self.state
         names = [self._key(head) for head, _, _ in runs]
         sizes = [(end - begin) * self._block_nbytes + ALIGN_NBYTES for _, begin, end in runs]
         above = [b"" if parent is None else self._key(parent) for parent in parents]
         reply = state.put_start(names, sizes, self._options[node], now_s, parents=above)
-        granted = [at for at, generation in enumerate(reply.generations) if generation]
-        if granted:
-            state.put_end([names[at] for at in granted], [reply.generations[at] for at in granted], {}, now_s)
+        batches: dict[str, _PutBatch] = {}
+        for name, nbytes, generation, place in zip(names, sizes, reply.generations, reply.replicas, strict=True):
+            if generation:
+                target = self._node_of[place[0].segment]
+                batches.setdefault(target, _PutBatch()).add(name, generation, nbytes)
+        for target, batch in batches.items():
+            self._store(node, target, batch)
         self._tick(now_s)
         self.follow_up()
+
+    def _store(self, node: str, target: str, batch: _PutBatch) -> None:
+        links = (f"{node}/d2h",) if target == node else (f"{node}/nic_out", f"{target}/nic_in")
+
+        def stored() -> None:
+            self.state.put_end(batch.names, batch.generations, {}, self._clock.now_s)
+            self.follow_up()
+
+        def lost() -> None:
+            self.state.put_revoke(batch.names, batch.generations, True, self._clock.now_s)
+            self.follow_up()
+
+        self._clock.send(links, batch.nbytes, stored, lost)
 
     def route(self, source: str, target: str, on_ssd: bool) -> tuple[str, ...]:
         """The links that a block takes from one node's memory or disk into the other's GPUs."""

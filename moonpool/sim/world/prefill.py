@@ -202,7 +202,7 @@ class PrefillWorker:
         def loaded() -> None:
             left[0] -= 1
             if not left[0] and life == self._life:
-                self._pulled(entry)
+                self._pulled(entry, num_on_ssd)
 
         def lost(source: str) -> None:
             if life == self._life:
@@ -212,6 +212,7 @@ class PrefillWorker:
         nbytes = self._block_tokens * self._token_nbytes / self._num_stages
         sources = _sources(found, entry.blocks[0], entry.blocks[-1] + 1)
         self._count_hits(job, sources)
+        num_on_ssd = sum([count for (_, on_ssd), count in sources.items() if on_ssd])
         for (source, on_ssd), count in sources.items():
             for node in self._stages.nodes:
                 left[0] += 1
@@ -235,11 +236,12 @@ class PrefillWorker:
         if entry.request_id not in self._void:
             self._count_hits(job, _sources(found, entry.blocks[0], first))
 
-    def _pulled(self, entry: Admitted) -> None:
+    def _pulled(self, entry: Admitted, num_on_ssd: int) -> None:
         seconds = self._clock.now_s - self._step_began_s
         if entry.request_id not in self._missing:
-            nbytes = len(entry.blocks) * self._block_tokens * self._token_nbytes
-            self._reporter.pulls.append(PullSample(nbytes, seconds))
+            block_nbytes = self._block_tokens * self._token_nbytes
+            sample = PullSample(len(entry.blocks) * block_nbytes, seconds, num_on_ssd * block_nbytes)
+            self._reporter.pulls.append(sample)
         # The last layer came only now, and is still to be computed.
         life = self._life
         self._clock.at(self._clock.now_s + self._compute_s / self._stage_layers, lambda: self._loaded(life))

@@ -41,13 +41,13 @@ class Reads:
         """Idempotent."""
         self._ledger.close()
 
-    def lookup(self, keys: list[bytes], *, prefix: bool = False) -> list[ObjectInfo | None]:
-        """Leased and counted."""
-        return self._counted(self._line.ask(m.Lookup(keys=keys, prefix=prefix)))
+    def lookup(self, keys: list[bytes], *, prefix: bool = False, reads: bool = True) -> list[ObjectInfo | None]:
+        """Leased and counted; hits only if the caller now `reads` them."""
+        return self._counted(self._line.ask(m.Lookup(keys=keys, prefix=prefix, reads=reads)), reads)
 
-    def _counted(self, found: list[ObjectInfo | None]) -> list[ObjectInfo | None]:
+    def _counted(self, found: list[ObjectInfo | None], reads: bool = True) -> list[ObjectInfo | None]:
         num_misses = found.count(None)
-        self._tools.counters.add_lookup(len(found) - num_misses, num_misses)
+        self._tools.counters.add_lookup(len(found) - num_misses if reads else 0, num_misses)
         return found
 
     def read(self, keys: Sequence[bytes], targets: Sequence[Targets], identity: bytes | None) -> list[Got]:

@@ -134,9 +134,12 @@ class StoreClient:
 
     # asking the master
 
-    def lookup(self, keys: Sequence[bytes], prefix: bool = False) -> list[ObjectInfo | None]:
-        """Where the objects are, each leased for info.lease_s. With `prefix` all behind the first gap is None."""
-        return self._reads.lookup(list(keys), prefix=prefix)
+    def lookup(self, keys: Sequence[bytes], prefix: bool = False, reads: bool = True) -> list[ObjectInfo | None]:
+        """Where the objects are, each leased for info.lease_s. With `prefix` all behind the first gap is None.
+
+        `reads` False: another look-up will follow for what is read, which counts its use.
+        """
+        return self._reads.lookup(list(keys), prefix=prefix, reads=reads)
 
     def exist(self, keys: Sequence[bytes]) -> list[bool]:
         """As lookup, leases included, without the places; counts neither hit nor miss. What lies only on segments that

@@ -90,7 +90,7 @@ def _objects(master: Master) -> dict[type[Call[Any]], Handler]:
         return errands.once(c.errand, 1, lambda: state.remove_matching(c.pattern, c.force, c.cursor, now()))
 
     def lookup(c: m.Lookup, _: Peer) -> list[m.ObjectInfo | None]:
-        return state.lookup(c.keys, now(), prefix=c.prefix, lease=c.lease, session=c.session)
+        return state.lookup(c.keys, now(), prefix=c.prefix, lease=c.lease, session=c.session, reads=c.reads)
 
     return {
         m.PutEnd: lambda c, _: state.put_end(c.keys, c.generations, c.failed, now()),

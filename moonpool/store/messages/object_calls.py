@@ -62,18 +62,22 @@ class Lookup(Call[list[ObjectInfo | None]]):
     """Where the objects are, each leased for reading unless `lease` is False (then nobody promises anything).
 
     With `prefix` all behind the first missing key is None. With a `session` each one found is pinned for that
-    process, as Pin does.
+    process, as Pin does. `reads` False: what is found will be looked up again to be read. It is leased, and the second
+    look-up counts its use, so that a use counts once for hit rates, hot keys and promotion; misses count now.
     """
 
     keys: list[bytes]
     prefix: bool = False
     lease: bool = True
     session: Whole = 0
+    reads: bool = True
 
 
 class Exist(Call[list[bool]]):
-    """As Lookup, leases included, without the places. Objects that lie only on the segments `without` (name and
-    incarnation), which the caller cannot read, are not there for it, and not leased.
+    """As Lookup, leases included, without the places; it counts neither hits nor misses, nor a use of the key.
+
+    Objects that lie only on the segments `without` (name and incarnation), which the caller cannot read, are not there
+    for it, and not leased.
     """
 
     keys: list[bytes]

@@ -119,13 +119,20 @@ class PoolState:
     # reading and removing
 
     def lookup(
-        self, keys: Sequence[bytes], now_s: float, *, prefix: bool = False, lease: bool = True, session: int = 0
+        self,
+        keys: Sequence[bytes],
+        now_s: float,
+        *,
+        prefix: bool = False,
+        lease: bool = True,
+        session: int = 0,
+        reads: bool = True,
     ) -> list[m.ObjectInfo | None]:
         """Where the objects are, each leased; with `prefix` everything behind the first missing key is None."""
         if session and session < FIRST_SESSION:
             raise InvalidInput(f"a session is 0 or at least {FIRST_SESSION}", param="session")
         self.members.heard_of(session)
-        return self._reads.lookup(keys, prefix, lease, session, now_s)
+        return self._reads.lookup(keys, prefix, lease, session, now_s, reads)
 
     def exist(self, keys: Sequence[bytes], now_s: float, without: Sequence[tuple[str, int]] = ()) -> list[bool]:
         """As lookup, leases included, without the places. `without` are segments that the caller cannot read."""
