@@ -64,7 +64,7 @@ def test_json_and_report_are_the_same_every_time(trace: Path, tmp_path: Path) ->
     assert outputs[0] == outputs[1]
     assert pages[0] == pages[1]
     html = pages[0].decode()
-    assert f"<pre>moonpool replay {trace} --load 1.5 --slice 0:15 --nodes 4</pre>" in html
+    assert f"<pre>moonpool replay {trace} --system moonpool --load 1.5 --slice 0:15 --nodes 4</pre>" in html
     assert '<p class="headline">moonpool serves ' in html
     for said in ("<td>TTFT p90, s</td>", "<td>DRAM per node</td><td>1 TB</td>", "<td>network</td><td>86 GB/s</td>"):
         assert said in html

@@ -112,7 +112,7 @@ def test_labels_are_two_more_fields(tmp_path: Path) -> None:
     path = tmp_path / "labelled.jsonl"
     write_jsonl(trace.but(tenant=np.array([0, 5]), priority=np.array([2, 0])), path)
     lines = path.read_text().splitlines()
-    assert lines[1].endswith('"hash_ids": [0], "tenant": 5, "priority": 0}')
+    assert lines[1].endswith('"hash_ids": [0], "tenant": 5, "priority": 0, "block_tokens": 4}')
     again = read_jsonl(path, block_tokens=BLOCK_TOKENS)
     assert again.tenant is not None
     assert again.tenant.tolist() == [0, 5]
