@@ -54,6 +54,7 @@ def remove(log: SsdLog, present: dict[bytes, int], count: int, rng: random.Rando
 def main(folder: str, seed: int) -> None:
     rng = random.Random(seed)
     with SsdLog.open(folder, CONFIG) as log:
+        log.refuse((stored.key, stored.generation) for stored in log.salvaged())  # as a master that knows none of them
         present = {stored.key: stored.generation for stored in log.items()}
         generation = seed * 1_000_000
         while True:

@@ -133,3 +133,22 @@ def test_a_newer_record_or_tombstone_beats_a_salvaged_one(tmp_path: Path) -> Non
         assert {(stored.key, stored.generation) for stored in log.salvaged()} == {(b"b", 2), (b"c", 2)}
         assert log.confirm([(b"a", 2)]) == 0
         assert inventory(log)[b"a"] == 3
+
+
+def test_files_are_kept_for_salvaged_objects_until_these_are_settled(tmp_path: Path) -> None:
+    """Refused ones, and those that a newer record beats, keep no file; an older object of the key stays."""
+    folder = killed(
+        tmp_path, [item_of(b"a", 1), item_of(b"z", 1)], [item_of(b"a", 2), item_of(b"b", 2)], [item_of(b"b", 3)]
+    )
+    (file,) = log_files(folder)
+    overwrite(file, headers(file)[1], bytes(BLOCK_NBYTES))
+    with SsdLog.open(folder, CONFIG) as log:
+        assert [(stored.key, stored.generation) for stored in log.salvaged()] == [(b"a", 2)]
+        log.compact(CONFIG.file_nbytes)
+        assert log.drained() == []
+        log.refuse([(b"a", 2)])
+        assert log.salvaged() == []
+        log.append_many([item_of(b"filler", 1)])
+        log.compact(CONFIG.file_nbytes)
+        assert len(log.drained()) == 1
+        assert inventory(log) == {b"a": 1, b"z": 1, b"b": 3, b"filler": 1}

@@ -131,14 +131,18 @@ class SsdMount(Mount):
             damaged_nbytes=damaged_nbytes,
         )
         wanted = await client.call(call, timeout_s=CALL_TIMEOUT_S)
-        pairs = zip(part, wanted, strict=True)
-        confirmed = [(each.key, each.generation) for each, keep in pairs if keep and each.doubt is Doubt.SALVAGED]
-        if confirmed:
-            self._ssd.log.confirm(confirmed)
-        unwanted = [(each.key, each.generation) for each, keep in zip(part, wanted, strict=True) if not keep]
+        salvaged: dict[bool, list[tuple[bytes, int]]] = {True: [], False: []}
+        unwanted: list[tuple[bytes, int]] = []
+        for each, keep in zip(part, wanted, strict=True):
+            if each.doubt is Doubt.SALVAGED:
+                salvaged[keep].append((each.key, each.generation))
+            elif not keep:
+                unwanted.append((each.key, each.generation))
+        self._ssd.log.confirm(salvaged[True])
+        self._ssd.log.refuse(salvaged[False])
         if unwanted:
             await asyncio.to_thread(self._ssd.log.remove, unwanted)
-        return len(unwanted)
+        return len(unwanted) + len(salvaged[False])
 
 
 class Housekeeper:

@@ -84,6 +84,10 @@ class Index:
         """An object that was found outside of any batch; it counts after confirm()."""
         self._salvaged[entry.key, entry.generation] = entry
 
+    def drop_beaten_salvage(self) -> None:
+        """Forget salvaged objects that a record beats: they are never asked about, and would keep their files."""
+        self._salvaged = {name: each for name, each in self._salvaged.items() if self._would_win(each)}
+
     def salvaged(self) -> list[Entry]:
         """Those that would count if they were confirmed."""
         return [entry for entry in self._salvaged.values() if self._would_win(entry)]

@@ -122,6 +122,14 @@ class SsdLog:
             self._num_salvaged += num_confirmed
         return num_confirmed
 
+    def refuse(self, items: Iterable[tuple[bytes, int]]) -> None:
+        """Forget salvaged objects (key, generation) that the master does not know; their files can be used again. Other
+        objects of these keys stay. Until they are confirmed or refused, the files of salvaged objects are kept.
+        """
+        with self._index_lock:
+            for key, generation in items:
+                self._index.refuse(key, generation)
+
     def read_into(
         self,
         location: Location,

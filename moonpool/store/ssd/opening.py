@@ -57,6 +57,7 @@ def recover_folder(folder: Folder) -> Recovered:
         if found is not None:
             recovered.damaged_nbytes += found.damaged_nbytes
             recovered.doubtful_upto = number if found.lost_batches else recovered.doubtful_upto
+    recovered.index.drop_beaten_salvage()
     if is_durable:
         _retire_useless(folder, recovered.index)
     return recovered
