@@ -68,7 +68,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
         if self._is_refused:
-            self.watch.body(len(data))
+            self._count_body(len(data))
             return
         was_head = self.watch.phase is Phase.HEAD
         try:
@@ -111,7 +111,12 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
-        self.watch.body(len(body))
+        self._count_body(len(body))
+
+    def _count_body(self, nbytes: int) -> None:
+        self.watch.body(nbytes)
+        if self.watch.overdue(self.loop.time()) is Phase.DRAINING:  # until the next sweep it could send gigabytes
+            self.transport.abort()
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
