@@ -149,7 +149,8 @@ def test_those_whose_time_is_over_are_told() -> None:
     assert answer.request_id == "r3"
     assert room.state.refused[Cause.TOO_LATE] == 1
     assert room.state.records.get("r3").waited_s == 9.5
-    assert (room.room.num_waited, room.room.waited_s) == (1, 9.5)
+    samples = {sample.name: sample.value for sample in room.room.wait_times.family("waited", "").samples}
+    assert (samples["waited_count"], samples["waited_sum"]) == (1, 9.5)
 
 
 @pytest.mark.parametrize("form", list(AdmissionForm))

@@ -432,4 +432,5 @@ def test_fates_have_numbers_that_stand_in_journals() -> None:
         "SSD_EVICTED": 8,
         "NOT_RECOVERED": 9,
         "REPLACED": 10,
+        "LOG_DAMAGED": 11,
     }

@@ -18,7 +18,7 @@ from moonpool.transfer.descriptor import SegmentDescriptor
 
 # Heartbeats after which a name may be taken by another process, should its connection still stand.
 _TAKEOVER_HEARTBEATS = 3
-MAX_SEGMENT_NBYTES = {Tier.DRAM: 1 << 48, Tier.SSD: 1 << 63}  # an SSD's are addresses, most of them unused
+MAX_SEGMENT_NBYTES = {Tier.DRAM: 1 << 52, Tier.SSD: 1 << 63}  # an SSD's are addresses, most of them unused
 
 Place = tuple[int, int]  # (number of the segment, offset)
 
