@@ -40,7 +40,7 @@ def late_s(planned_s: float, now_s: float) -> float:
     """By how many seconds a look that was planned for `planned_s` came late; 0 when it is early or on time.
 
     The one rule for a process that stands still (stopped, not scheduled, its machine suspended): what it did not hear
-    while it could not listen is not the silence of others. Whoever compares "heard last" with the time plans its
+    while it could not listen is not the silence of others. A process that compares "heard last" with the time plans its
     looks, and forgives others by as much as a look was late: `AttendedClock` for a whole service, rpc/silence.py for
     one connection.
     """

@@ -25,7 +25,7 @@ ROLE_LABEL, NAME_LABEL = "moonpool_role", "moonpool_name"
 TIME_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 REPORT_EVERY_S = 5.0  # by roles that report their metrics instead of being asked
 
-disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per counter that nobody reads
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per counter, which no board uses
 
 
 class MetricSample(msgspec.Struct, frozen=True, array_like=True):

@@ -150,7 +150,7 @@ class Engine:
         return [self._fail(chunks[0].request_id, reason)]
 
     def _probe(self, error: Exception) -> None:
-        """Raise `error` if the model cannot compute one token of a sequence that nobody sent."""
+        """Raise `error` if the model cannot compute one token of a sequence that belongs to no request."""
         pages = self.scheduler.pages
         if not pages.num_available:
             return

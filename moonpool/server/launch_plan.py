@@ -171,7 +171,7 @@ def _worker(config: ServeConfig, run_dir: Path, role: str, index: int, threads: 
         "secret_file": config.secret_file,
         "log_level": config.log_level,
     }
-    # Restarted ones wait for nobody: they serve without the pool, and register when the conductor is back.
+    # Restarted workers wait for no other role: they serve without the pool, and register when the conductor is back.
     return Role(name, "worker", options, first_after=(CONDUCTOR, NODE), start_timeout_s=_WORKER_START_S)
 
 

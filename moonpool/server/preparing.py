@@ -113,7 +113,7 @@ class PromptProcess:
     def _forget(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # the caller may have gone; its failure is then of interest to nobody
+            task.exception()  # the caller may have gone; then no task reads the failure
 
     async def _start_early(self) -> None:
         async with self._turn:

@@ -19,10 +19,10 @@ from moonpool.transfer.transports.tcp.frames import (
     RESPONSE_NBYTES,
     VERDICT_NBYTES,
     Op,
+    ReadVerdict,
     Request,
     Response,
     Status,
-    Verdict,
     check_body,
     check_start,
     pack_ask,
@@ -62,7 +62,7 @@ def test_golden_responses() -> None:
     assert pack_response(5, 4096).hex() == "4d505458020000000500000000000000001000000000000000000000e89d1621"
     head = "4d50545802010000050000000000000019000000000000007569be225e390ea9"
     assert pack_refusal(5, StaleGeneration("too late")).hex() == head + b"stale_generation too late".hex()
-    assert pack_verdict(5, Verdict.STALE).hex() == "010000000500000000000000279e3072"
+    assert pack_verdict(5, ReadVerdict.STALE).hex() == "010000000500000000000000279e3072"
 
 
 def test_golden_ask() -> None:
@@ -165,7 +165,7 @@ def test_no_flipped_bit_of_a_head_gets_through() -> None:
         for flipped in flips(answer, len(answer)):
             with pytest.raises((DamagedFrame, ProtocolError)):
                 check_body(flipped[RESPONSE_NBYTES:], unpack_response(flipped).checksum)
-    for flipped in flips(pack_verdict(77, Verdict.STALE), VERDICT_NBYTES):
+    for flipped in flips(pack_verdict(77, ReadVerdict.STALE), VERDICT_NBYTES):
         with pytest.raises(DamagedFrame):
             unpack_verdict(flipped, 77)
 
@@ -176,8 +176,8 @@ def test_damage_is_told_from_other_protocols() -> None:
             unpack_request(flipped)
 
 
-@pytest.mark.parametrize("verdict", list(Verdict))
-def test_verdicts_survive(verdict: Verdict) -> None:
+@pytest.mark.parametrize("verdict", list(ReadVerdict))
+def test_verdicts_survive(verdict: ReadVerdict) -> None:
     assert unpack_verdict(pack_verdict(9, verdict), 9) is verdict
     with pytest.raises(ProtocolError):
         unpack_verdict(pack_verdict(9, verdict), 8)

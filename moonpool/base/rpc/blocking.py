@@ -4,7 +4,7 @@ A call that fails by time or by a lost connection closes the socket, because the
 next call connects anew. An error that the other side answered leaves the connection as it is. Safe to share
 between threads (calls queue up on a lock, for no longer than their deadline). It sends no pings: the deadline of a
 call ends its wait for a frozen server; with `limits` its silence does (rpc/breaker.py). A silent server that moves
-again finds its connection, and whatever it held by it, as it was: an answer that nobody waits for any more is skipped.
+again finds its connection, and what it held by it, as it was; the late answer to a call that was given up is skipped.
 """
 
 from __future__ import annotations

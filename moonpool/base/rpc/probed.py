@@ -76,7 +76,7 @@ class ProbedBreaker:
         return False
 
     def stop(self) -> None:
-        """No more probes. Idempotent; wakes nobody who waits in `ping`, that is its owner's part before join()."""
+        """Stop probing. Idempotent. A thread that waits in `ping` is not woken; the owner does that before join()."""
         self._ended.set()
 
     def join(self) -> None:

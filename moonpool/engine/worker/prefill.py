@@ -45,7 +45,7 @@ class Prompt:
     pool_nbytes: int = 0
 
 
-# A pull may take so many times as long as computing the same tokens before it is given up.
+# A pull is given up when it takes this many times as long as computing the same tokens.
 _PATIENCE = 2.0
 
 

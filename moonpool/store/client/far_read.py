@@ -2,8 +2,8 @@
 
 Header and bytes arrive together, so that it takes one way there and back. Where the owner checks generations itself
 (tcp) that is all; elsewhere the header is looked at once more when they have arrived. Two threads, the caller's and one
-of the crew, each keep a stream going, and check what has come while the next comes. What is not as expected is left
-out, and somebody else finds out why.
+of the crew, each keep a stream going, and check what has come while the next comes. Objects whose
+bytes are not as expected are left out; the caller reads them again and finds out why.
 """
 
 from __future__ import annotations

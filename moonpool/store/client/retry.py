@@ -2,7 +2,7 @@
 
 A master that is away costs a caller `BreakerLimits.silence_s` once. From then on calls fail at once with BreakerOpen,
 which is Unavailable and no miss, until a probe finds that the master is back. With `retry_s` a call waits for that, and
-may be said again. Every call ends within its deadline, close() included: it wakes whoever waits.
+may be said again. Every call ends within its deadline, close() included: it wakes all waiting threads.
 """
 
 from __future__ import annotations

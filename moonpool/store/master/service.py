@@ -54,7 +54,7 @@ class Master:
 
     def __init__(self, config: MasterConfig, clock: Clock | None = None) -> None:
         self.config = config
-        # Nodes, leases and puts are not to pay for time in which this process stood still and heard nobody.
+        # Nodes, leases and puts are not to pay for time in which this process stood still and heard nothing.
         self.clock: Clock = clock or AttendedClock(config.tick_s + _LATE_TICK_S)
         self.board = SegmentBoard()
         self.order_streams = OrderStreams()

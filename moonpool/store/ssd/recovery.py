@@ -71,7 +71,7 @@ def _scan(read: Reader, header: FileHeader) -> Found:
             salvaged += more
             if entries:  # a batch was before it
                 damaged_nbytes, lost_batches = damaged_nbytes + start - at, True
-            elif has_remains:  # as after a crash in the middle of a write, whose tombstones were promised to nobody
+            elif has_remains:  # as after a crash in the middle of a write, whose tombstones were not acknowledged
                 damaged_nbytes += max([at + UNIT_NBYTES, *(each.offset + each.padded_nbytes for each in more)]) - at
         whole = [entry for entry in entries if _is_whole(read, entry)]
         found += whole

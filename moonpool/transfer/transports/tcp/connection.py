@@ -22,8 +22,8 @@ from moonpool.transfer.transports.tcp.frames import (
     REQUEST_NBYTES,
     START_NBYTES,
     Op,
+    ReadVerdict,
     Request,
-    Verdict,
     check_body,
     check_start,
     pack_answer,
@@ -266,10 +266,10 @@ def _nothing() -> None:
     pass
 
 
-def _verdict(fence: Fence, request: Request) -> Verdict:
+def _verdict(fence: Fence, request: Request) -> ReadVerdict:
     """Whether the space still carries the generation that a READ expects."""
     try:
         fence.confirm(request.offset, request.nbytes, request.generation)
     except StaleGeneration:
-        return Verdict.STALE
-    return Verdict.SAME
+        return ReadVerdict.STALE
+    return ReadVerdict.SAME

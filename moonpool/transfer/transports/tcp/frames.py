@@ -28,7 +28,7 @@ The data of a READ that expects a generation is followed by its verdict, 16 byte
 Requests of one connection are answered in order; several may be under way. A request once begun is sent whole: the
 owner may keep earlier answers until it has it. A WRITE is answered when its bytes are in the owner's memory. A
 refused WRITE's data is read and thrown away, so the connection stays in step. One request carries at most 1 GiB.
-Nothing is read or written for a request before its checksums have passed. Whoever receives a frame that breaks these
+Nothing is read or written for a request before its checksums have passed. The receiver of a frame that breaks these
 rules, or is damaged, closes the connection. Data of READs and WRITEs has no checksum here: what is stored has its own.
 """
 
@@ -76,7 +76,7 @@ class Status(IntEnum):
     ERROR = 1
 
 
-class Verdict(IntEnum):
+class ReadVerdict(IntEnum):
     SAME = 0
     STALE = 1
 
@@ -84,7 +84,7 @@ class Verdict(IntEnum):
 # Calling an enum for its member takes longer than the rest of a frame.
 _OPS = {member.value: member for member in Op}
 _STATUSES = {member.value: member for member in Status}
-_VERDICTS = {member.value: member for member in Verdict}
+_VERDICTS = {member.value: member for member in ReadVerdict}
 
 
 class Request(NamedTuple):
@@ -216,12 +216,12 @@ def unpack_response(frame: bytes | bytearray | memoryview) -> Response:
     return Response(known_status, request_id, nbytes, checksum)
 
 
-def pack_verdict(request_id: int, verdict: Verdict) -> bytes:
+def pack_verdict(request_id: int, verdict: ReadVerdict) -> bytes:
     """What follows the data of a READ that expects a generation."""
     return _sealed(_VERDICT.pack(verdict, request_id))
 
 
-def unpack_verdict(frame: bytes | bytearray | memoryview, request_id: int) -> Verdict:
+def unpack_verdict(frame: bytes | bytearray | memoryview, request_id: int) -> ReadVerdict:
     """The verdict on that request's data; ProtocolError when it is none, DamagedFrame when it is damaged."""
     raw = bytes(frame)
     verdict, found_id = _VERDICT.unpack_from(raw)

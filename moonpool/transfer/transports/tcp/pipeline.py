@@ -20,8 +20,8 @@ from moonpool.transfer.transports.tcp.frames import (
     RESPONSE_NBYTES,
     VERDICT_NBYTES,
     Op,
+    ReadVerdict,
     Status,
-    Verdict,
     check_body,
     pack_requests,
     pack_response,
@@ -190,7 +190,7 @@ class Pipeline:
     def _take_verdict(self, inbox: Inbox, number: int, order: Order) -> None:
         inbox.receive(VERDICT_NBYTES, self._deadline)
         frame = inbox.take(VERDICT_NBYTES)
-        if frame != pack_verdict(number, Verdict.SAME) and unpack_verdict(frame, number) is Verdict.STALE:
+        if frame != pack_verdict(number, ReadVerdict.SAME) and unpack_verdict(frame, number) is ReadVerdict.STALE:
             self.refusals[number - 1] = StaleGeneration(
                 f"space at offset {order.offset} was given away while generation {order.generation} of it was read"
             )

@@ -1,10 +1,10 @@
 """The owner's side of the tcp transport: one listening thread, one thread per connection (tcp/connection.py), a bounded
 number of them.
 
-A caller first proves itself: behind a guard by what tcp/door.py asks for, else by a first request. Those who have not
-yet are counted apart, have little time, and make room for new ones, the oldest silent one first: they cannot take the
-places of those who have. Those who have are let go after a long silence, and before that when all places are taken: the
-one that has been silent longest makes room.
+A caller first proves itself: behind a guard by what tcp/door.py asks for, else by a first request. Connections that
+have not proved themselves are counted apart and have little time; when there are too many, the oldest silent one is
+closed, so they cannot take the places of the others. Proven connections are closed after a long silence; when all their
+places are taken, the one that has been silent longest is closed for a new one.
 """
 
 from __future__ import annotations
