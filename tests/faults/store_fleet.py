@@ -174,7 +174,7 @@ class Fleet:
         """The state as a master would find it in the journal now."""
         with tempfile.TemporaryDirectory(dir=self.folder) as scratch:
             copied = Path(scratch) / "data"
-            shutil.copytree(self.data_dir, copied)
+            _copy_folder(self.data_dir, copied)
             names = PoolRules.__dataclass_fields__
             rules = PoolRules(**{name: value for name, value in self.rules.items() if name in names})
             journal, replay = Journal.open(copied)
@@ -218,3 +218,15 @@ def open_fleet(nursery: Nursery, *, start: bool = True, **rules: Any) -> Iterato
             yield fleet
         finally:
             fleet.close()
+
+
+def _copy_folder(source: Path, target: Path) -> None:
+    """Copy the master's folder while the master uses it: again when a file was replaced or removed meanwhile."""
+    while True:
+        try:
+            shutil.copytree(source, target)
+            return
+        except shutil.Error as error:
+            if any("No such file" not in why for _, _, why in error.args[0]):
+                raise
+            shutil.rmtree(target)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -164,10 +165,11 @@ async def test_without_a_pool_requests_go_on_and_find_the_next_one(
 
         await cluster.start_pool()
         await until_found(cluster)
-        await ask(cluster, oracle, prompt_of(80, seed=9))
+        prompt = await until_stored(cluster, oracle)
         await cluster.forget_pages()
-        again = await ask(cluster, oracle, prompt_of(80, seed=9))
-        assert again.prefills[0].pool_tokens == 64, "the new pool is used without a restart"
+        again = await ask(cluster, oracle, prompt)
+        stats = cluster.stats("prefill0")
+        assert again.prefills[0].pool_tokens == 64, f"the new pool is used without a restart: {stats}"
 
 
 async def until_found(cluster: TinyCluster) -> None:
@@ -175,6 +177,19 @@ async def until_found(cluster: TinyCluster) -> None:
     await cluster.until(
         lambda: all(worker._store.wait_for_master(0.0) for worker in cluster.workers.values()), "the master is back"
     )
+
+
+async def until_stored(cluster: TinyCluster, oracle: Oracle) -> list[int]:
+    """A prompt whose full blocks are in the pool. The first puts may come before the node has offered its memory."""
+    give_up_s = time.monotonic() + 10.0
+    for seed in itertools.count(9):
+        prompt = prompt_of(80, seed)
+        await ask(cluster, oracle, prompt)
+        keys = cluster.object_keys(prompt)[:4]
+        if all(cluster.master.state.exist(keys, time.monotonic())):
+            return prompt
+        assert time.monotonic() < give_up_s, f"nothing is put into the new pool: {cluster.stats('prefill0')}"
+    raise AssertionError("unreachable")
 
 
 async def test_a_master_that_hangs_costs_no_request_its_timeout(
