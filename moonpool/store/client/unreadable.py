@@ -54,7 +54,9 @@ class UnreadableSegments:
             if self._looking is None or not self._looking.is_alive():
                 self._looking = threading.Thread(target=self._look_again, name="store-segments", daemon=True)
                 self._looking.start()
-        _LOG.warning("segment %s cannot be read, so what lies only there is a miss: %s", place.segment, error)
+        # An owner that refuses this process says what to do, and the caller gets that error: once is enough.
+        level = logging.DEBUG if isinstance(error, Unauthorized) else logging.WARNING
+        _LOG.log(level, "segment %s cannot be read, so what lies only there is a miss: %s", place.segment, error)
 
     def failure(self, segment: str, incarnation: int) -> MoonpoolError | None:
         """Why it could not be read; None when it could be, as far as known."""
