@@ -90,7 +90,7 @@ def made_frames() -> dict[str, dict[str, bytes]]:
     )
     write = tcp_frames.Request(tcp_frames.Op.WRITE, 7, "node-0/dram", 5, 4096, 3, 12)
     read = tcp_frames.Request(tcp_frames.Op.READ, 8, "node-0/dram", 5, 4096, 3, 12)
-    same = tcp_frames.pack_verdict(8, tcp_frames.Verdict.SAME)
+    same = tcp_frames.pack_verdict(8, tcp_frames.ReadVerdict.SAME)
     return {
         "frames": {
             "hello": encode_value(FrameKind.HELLO, 0, Hello("store", "client", 5)),
