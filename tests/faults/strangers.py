@@ -13,7 +13,6 @@ import contextlib
 import json
 import os
 import random
-import signal
 import struct
 import sys
 from collections.abc import Callable, Coroutine
@@ -318,7 +317,6 @@ class Stranger:
 def main() -> None:
     seed, attacks_per_s, targets = sys.argv[1:]
     os.nice(19)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     stranger = Stranger(int(seed), msgspec.json.decode(targets, type=Targets))
     asyncio.run(stranger.run(float(attacks_per_s)))
 

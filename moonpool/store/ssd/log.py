@@ -178,9 +178,7 @@ class SsdLog:
             self._check_open()
             gone = list(items)
             num_removed = sum(self._writer.bury(key, generation) for key, generation in gone)
-            with self._index_lock:
-                for key, generation in gone:
-                    self._index.refuse(key, generation)
+            self.refuse(gone)
             self._try_tombstones()
         return num_removed
 
