@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-from moonpool.sim.traces import Trace, read_jsonl, slice_count
-from moonpool.sim.traces.generate import generate
+from moonpool.traces import Trace, read_jsonl, slice_count
+from moonpool.traces.generate import generate
 
 CONVERSATION = Path(__file__).resolve().parents[2] / "shared" / "traces" / "conversation_trace.jsonl"
 NUM_REQUESTS = 12_031

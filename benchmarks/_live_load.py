@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import httpx
 
 from moonpool.base.cores import available_cores
-from moonpool.server.launch_child import to_arguments
-from moonpool.server.launch_plan import CONDUCTOR, FRONTEND, Role, ServeConfig, plan_roles
+from moonpool.launch.child import to_arguments
+from moonpool.launch.plan import CONDUCTOR, FRONTEND, Role, ServeConfig, plan_roles
 
 VOCAB = 2000
 START_S = 120.0

@@ -23,11 +23,11 @@ from moonpool.base.clock import Deadline
 from moonpool.base.cluster import DecodeSample, PrefillSample
 from moonpool.base.keys import chain_keys
 from moonpool.conductor.messages import RequestEnded, Route
-from moonpool.engine.messages import PrefillReply, RequestSpec
 from moonpool.engine.sequence import SamplingParams
-from moonpool.server.attempt import Attempt
-from moonpool.server.workers import Connections
+from moonpool.frontend.attempt import Attempt
+from moonpool.frontend.workers import Connections
 from moonpool.sim.fleet import Profile
+from moonpool.worker.messages import PrefillReply, RequestSpec
 
 PREFILLS = (
     *((24, 0), (48, 0), (100, 0), (200, 0), (300, 0), (420, 0), (500, 0)),  # tokens, the first so many of them cached

@@ -25,9 +25,9 @@ from moonpool.sim.machine import machine_for
 from moonpool.sim.physics.hardware import node
 from moonpool.sim.physics.model_config import preset
 from moonpool.sim.physics.paper_fit import paper_cost
-from moonpool.sim.traces import Trace, scale_load, slice_count
-from moonpool.sim.traces.published import ARXIV_SETS, arxiv_set
 from moonpool.sim.world.results import Results
+from moonpool.traces import Trace, scale_load, slice_count
+from moonpool.traces.published import ARXIV_SETS, arxiv_set
 
 _SERVED = 0.9  # of all requests
 _TBT_S = 0.1

@@ -20,7 +20,7 @@ from _paper_published import (
 )
 from _paper_rows import Row
 
-from moonpool.sim.traces import Trace, describe, hit_curve, merge
+from moonpool.traces import Trace, describe, hit_curve, merge
 
 _FINER = "ours are blocks of 512 tokens, the paper's were finer, which finds about 3 points more"
 _NO_RESULT = "the generator was made to have it"

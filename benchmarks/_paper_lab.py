@@ -18,13 +18,13 @@ from moonpool.sim.physics.hardware import GB, node
 from moonpool.sim.physics.model_config import preset
 from moonpool.sim.physics.paper_fit import chunk_cost, mooncake_cost
 from moonpool.sim.systems import BASELINE, VLLM_TODAY
-from moonpool.sim.traces import Trace, read_jsonl, scale_load, slice_count
-from moonpool.sim.traces.generate import generate
 from moonpool.sim.world.cluster import Cluster
 from moonpool.sim.world.config import ClusterConfig, PoolKind
 from moonpool.sim.world.coupled import CoupledCluster, CoupledConfig
 from moonpool.sim.world.results import Results
 from moonpool.sim.world.watch import Columns, Watch
+from moonpool.traces import Trace, read_jsonl, scale_load, slice_count
+from moonpool.traces.generate import generate
 
 GENERATED = "trace generated from its published statistics"
 NUM_NODES, NUM_PREFILL = 16, 8

@@ -21,8 +21,8 @@ from _paper_published import (
 from _paper_rows import Row
 
 from moonpool.sim.physics.paper_fit import chunk_cost
-from moonpool.sim.traces import Trace
 from moonpool.sim.world.config import PoolKind
+from moonpool.traces import Trace
 
 POLICIES = {
     "paper": Apart("paper"),

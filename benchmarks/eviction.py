@@ -39,8 +39,8 @@ from typing import NamedTuple
 
 from _conversation import CONVERSATION
 
-from moonpool.store.policies import DEFAULT_POLICY, POLICIES, EvictionPolicy, PrefixAware
-from moonpool.store.policies.prefix import COST_GROWTH_PER_TOKEN
+from moonpool.master.policies import DEFAULT_POLICY, POLICIES, EvictionPolicy, PrefixAware
+from moonpool.master.policies.prefix import COST_GROWTH_PER_TOKEN
 
 BLOCK_TOKENS = 512
 CAPACITIES = (1_000, 2_000, 5_000, 10_000, 30_000, 50_000, 100_000)

@@ -25,9 +25,6 @@ from moonpool.base.identity import CacheIdentity
 from moonpool.base.keys import chain_keys
 from moonpool.engine.config import EngineConfig, ModelConfig
 from moonpool.engine.engine import Engine
-from moonpool.engine.kv_link.device_pieces import DevicePieces
-from moonpool.engine.kv_link.pull import Puller
-from moonpool.engine.kv_link.push import PoolWriter
 from moonpool.engine.kv_memory import PIECE_LAYOUT, KvLayout
 from moonpool.engine.kv_tensor import KvMemory
 from moonpool.engine.load import make_scheduler
@@ -36,12 +33,16 @@ from moonpool.engine.runner import Runner
 from moonpool.engine.sequence import SamplingParams
 from moonpool.engine.step import Admitted
 from moonpool.engine.weights import random_weights
+from moonpool.master.service import Master, MasterConfig
+from moonpool.node.config import NodeConfig
+from moonpool.node.service import Node
 from moonpool.store.client import StoreClient
-from moonpool.store.master import Master, MasterConfig
-from moonpool.store.node import Node, NodeConfig
 from moonpool.transfer.config import TransferConfig
 from moonpool.transfer.engine import TransferEngine
-from moonpool.transfer.segment import Segment
+from moonpool.transfer.memory.segment import Segment
+from moonpool.worker.kv_link.device_pieces import DevicePieces
+from moonpool.worker.kv_link.pull import Puller
+from moonpool.worker.kv_link.push import PoolWriter
 
 MODEL = ModelConfig(
     architecture="llama", vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_layers=32,

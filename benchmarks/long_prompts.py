@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 
 from moonpool.base.errors import MoonpoolError
 from moonpool.engine.tokenizer import Tokenizer
-from moonpool.server.preparing import Preparer, load_call
-from moonpool.server.prompts import CHAT, COMPLETION, Endpoint, ServedModel, load_model, prepare
+from moonpool.frontend.preparing import Preparer, load_call
+from moonpool.frontend.prompts import CHAT, COMPLETION, Endpoint, ServedModel, load_model, prepare
 
 MODEL = "smollm2"
 PROMISE_MS = 50.0

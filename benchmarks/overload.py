@@ -33,10 +33,10 @@ from moonpool.conductor.placement.policy import PolicyConfig
 from moonpool.sim.physics.hardware import node
 from moonpool.sim.physics.model_config import preset
 from moonpool.sim.physics.paper_fit import mooncake_cost
-from moonpool.sim.traces import scale_load
 from moonpool.sim.world.cluster import Cluster
 from moonpool.sim.world.config import ClusterConfig
 from moonpool.sim.world.results import Results
+from moonpool.traces import scale_load
 
 NUM_PUBLISHED = 23_000
 FORMS = tuple(AdmissionForm)

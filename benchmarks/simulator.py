@@ -20,11 +20,11 @@ from _conversation import RATE_PER_S, conversation, origin
 from moonpool.sim.physics.hardware import node
 from moonpool.sim.physics.model_config import preset
 from moonpool.sim.physics.paper_fit import paper_cost
-from moonpool.sim.traces import Trace
-from moonpool.sim.traces.generate import generate
 from moonpool.sim.world.cluster import Cluster
 from moonpool.sim.world.config import ClusterConfig
 from moonpool.sim.world.results import Results
+from moonpool.traces import Trace
+from moonpool.traces.generate import generate
 
 RATE_PER_NODE = RATE_PER_S / 16  # as in the conversation trace
 CLAIMED_S, CLAIMED_BIG_S, CLAIMED_BIG_GB = 4.0, 900.0, 8.0

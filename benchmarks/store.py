@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 
-from moonpool.cli import bench_store
+from moonpool.bench import store as bench_store
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -24,7 +24,7 @@ import numpy as np
 
 from moonpool.base.checksum import crc32c
 from moonpool.base.object_header import ObjectHeader, Piece, header_nbytes
-from moonpool.store.ssd import Item, Location, Read, SsdConfig, SsdLog
+from moonpool.node.ssd import Item, Location, Read, SsdConfig, SsdLog
 from moonpool.transfer import aligned_buffer
 
 MIB = 1 << 20

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 
-from moonpool.cli import bench_transfer
+from moonpool.bench import transfer as bench_transfer
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -23,11 +23,11 @@ from contextlib import contextmanager
 import msgspec
 import numpy as np
 
+from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import Unavailable
-from moonpool.transfer.buffers import address_of
-from moonpool.transfer.descriptor import SegmentDescriptor
 from moonpool.transfer.desk import Desk
 from moonpool.transfer.host import host_id
+from moonpool.transfer.memory.buffers import address_of
 from moonpool.transfer.transports.cuda.driver import driver
 from moonpool.transfer.transports.cuda.segment import DeviceSegment
 from moonpool.transfer.transports.cuda.transport import CudaRemote, CudaTransport

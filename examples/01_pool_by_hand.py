@@ -11,9 +11,10 @@ import asyncio
 import tempfile
 
 from moonpool.base.units import format_nbytes
+from moonpool.master.service import Master, MasterConfig
+from moonpool.node.config import NodeConfig
+from moonpool.node.service import Node
 from moonpool.store.client import StoreClient
-from moonpool.store.master import Master, MasterConfig
-from moonpool.store.node import Node, NodeConfig
 from moonpool.transfer.config import TransferConfig
 from moonpool.transfer.engine import TransferEngine
 

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from moonpool.cli import bench_store, bench_transfer
+from moonpool.bench import store as bench_store
+from moonpool.bench import transfer as bench_transfer
 
 command = typer.Typer(no_args_is_help=True)
 

@@ -23,9 +23,9 @@ from moonpool.cli.doctor_crossover import check_crossover
 from moonpool.cli.doctor_packages import check_packages
 from moonpool.engine.cache_folder import cache_folder
 from moonpool.engine.model_fetch import NAMED_MODELS, fetched_path
-from moonpool.server.launch import default_state_dir
-from moonpool.server.launch_checks import RESERVE_NBYTES, available_nbytes, choose_port, require_memory
-from moonpool.server.launch_plan import ServeConfig
+from moonpool.launch.checks import RESERVE_NBYTES, available_nbytes, choose_port, require_memory
+from moonpool.launch.plan import ServeConfig
+from moonpool.launch.serve import default_state_dir
 from moonpool.transfer.doctor import (
     Finding,
     check_descriptor_passing,

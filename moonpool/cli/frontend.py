@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moonpool.base.process import ProcessConfig, run_role
 from moonpool.cli.options import command_from
-from moonpool.server.frontend import Frontend, FrontendConfig
+from moonpool.frontend.service import Frontend, FrontendConfig
 
 
 def _run(config: FrontendConfig, process: ProcessConfig) -> None:

@@ -12,7 +12,7 @@ from moonpool.base.errors import NotFound, Refused
 from moonpool.cli.pool import HexOption, MasterOption, pool
 from moonpool.cli.progress import Show, bytes_moved
 from moonpool.store import Store
-from moonpool.store.api.keys_text import read_key
+from moonpool.store.keys_text import read_key
 from moonpool.store.tensors.whole_file import whole_file
 
 

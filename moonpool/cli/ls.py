@@ -11,7 +11,7 @@ import typer
 from moonpool.base.units import format_nbytes
 from moonpool.cli.pool import HexOption, MasterOption, pool
 from moonpool.cli.progress import objects_seen
-from moonpool.store.api.keys_text import show_key
+from moonpool.store.keys_text import show_key
 from moonpool.store.messages import ListedObject, Tier
 
 _SHOW_EVERY = 1000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moonpool.base.process import ProcessConfig, run_role
 from moonpool.cli.options import command_from
-from moonpool.store.master import Master, MasterConfig
+from moonpool.master.service import Master, MasterConfig
 
 
 def _run(config: MasterConfig, process: ProcessConfig) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from moonpool.base.process import ProcessConfig, run_role
 from moonpool.base.units import format_nbytes
 from moonpool.cli.options import command_from
-from moonpool.store.node import Node, NodeConfig
+from moonpool.node.config import NodeConfig
+from moonpool.node.service import Node
 
 
 def _run(config: NodeConfig, process: ProcessConfig) -> None:

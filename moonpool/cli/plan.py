@@ -15,11 +15,11 @@ from moonpool.base.errors import InvalidInput
 from moonpool.base.units import parse_nbytes
 
 if TYPE_CHECKING:
+    from moonpool.planner.hits import PoolSize
+    from moonpool.planner.plan import Plan
+    from moonpool.planner.split import Targets
     from moonpool.sim.machine import Machine
-    from moonpool.sim.planner.hits import PoolSize
-    from moonpool.sim.planner.plan import Plan
-    from moonpool.sim.planner.split import Targets
-    from moonpool.sim.traces.columns import Trace
+    from moonpool.traces.columns import Trace
 
 
 def command(
@@ -53,9 +53,9 @@ def command(
     import msgspec
 
     from moonpool.cli.plan_table import show, show_sizes
-    from moonpool.sim.planner.hits import PoolSize
-    from moonpool.sim.planner.kv_sizes import kv_sizes
-    from moonpool.sim.planner.split import Targets
+    from moonpool.planner.hits import PoolSize
+    from moonpool.planner.kv_sizes import kv_sizes
+    from moonpool.planner.split import Targets
 
     targets = Targets(ttft_s=ttft, tbt_s=tbt, goal=goal)
     machine = _machine(model, gpu, gpus, profile, PoolSize(parse_nbytes(dram), parse_nbytes(ssd)))
@@ -85,9 +85,9 @@ def _plan(
 ) -> Plan:
     import numpy as np
 
-    from moonpool.sim.planner.check import cluster_run
-    from moonpool.sim.planner.plan import make_plan
-    from moonpool.sim.planner.price import Prices, read_prices
+    from moonpool.planner.check import cluster_run
+    from moonpool.planner.plan import make_plan
+    from moonpool.planner.price import Prices, read_prices
 
     prices = Prices() if price is None else read_prices(_bytes_of(price))
     with _steps_shown(f"plan {trace.name}") as tell:
@@ -105,7 +105,7 @@ def _plan(
 
 def _read_trace(path: Path, block_tokens: int | None) -> Trace:
     from moonpool.cli.progress import bytes_moved
-    from moonpool.sim.traces.mooncake_jsonl import read_jsonl
+    from moonpool.traces.mooncake_jsonl import read_jsonl
 
     with bytes_moved(f"read {path}") as moved:
         return read_jsonl(path, block_tokens=block_tokens, progress=moved)

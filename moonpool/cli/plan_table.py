@@ -10,9 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from moonpool.sim.planner.kv_sizes import KvSizes
-    from moonpool.sim.planner.plan import Plan
-    from moonpool.sim.planner.price import PoolCost
+    from moonpool.planner.kv_sizes import KvSizes
+    from moonpool.planner.plan import Plan
+    from moonpool.planner.price import PoolCost
 
 _GB = 1e9
 _TB = 1e12

@@ -14,8 +14,8 @@ import typer
 
 from moonpool.base.errors import Unauthorized
 from moonpool.store import Store
-from moonpool.store.api.finding import CREDENTIAL_VARIABLES, find_master
 from moonpool.store.client import ClientConfig
+from moonpool.store.finding import CREDENTIAL_VARIABLES, find_master
 
 _RETRY_S = 2.0  # people wait less gladly than programs for a master that may come back
 

@@ -27,10 +27,10 @@ from moonpool.sim.systems import (
     with_pipelines,
     without,
 )
-from moonpool.sim.traces.changes import scale_load, slice_time
-from moonpool.sim.traces.columns import Trace
-from moonpool.sim.traces.mooncake_jsonl import read_jsonl
 from moonpool.sim.world.failures import Failure, parse_failure
+from moonpool.traces.changes import scale_load, slice_time
+from moonpool.traces.columns import Trace
+from moonpool.traces.mooncake_jsonl import read_jsonl
 
 _ALL = "all"
 _OUTPUT_OPTIONS = ("json", "report", "force")

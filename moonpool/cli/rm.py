@@ -11,7 +11,7 @@ from moonpool.base.errors import InvalidInput, Overloaded
 from moonpool.cli.pool import HexOption, MasterOption, pool
 from moonpool.cli.progress import objects_seen
 from moonpool.store import Store
-from moonpool.store.api.keys_text import read_key
+from moonpool.store.keys_text import read_key
 
 _MAX_SHOWN = 5
 _WHAT_TO_DO = "Try again then, or remove it at once with --force"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from moonpool.cli.model import fetch_if_named
 from moonpool.cli.options import command_from
-from moonpool.server.launch import serve
-from moonpool.server.launch_plan import ServeConfig
+from moonpool.launch.plan import ServeConfig
+from moonpool.launch.serve import serve
 
 
 def _run(config: ServeConfig) -> None:

@@ -19,7 +19,7 @@ from moonpool.base.run_dirs import conductor_beside
 from moonpool.base.units import format_nbytes
 from moonpool.cli.pool import MasterOption, pool
 from moonpool.conductor.messages import Status, WorkerStatus
-from moonpool.store.api.finding import find_master
+from moonpool.store.finding import find_master
 from moonpool.store.messages import SegmentStats, StoreStats, TaskInfo, Tier
 
 _JOURNAL = "moonpool_journal_"

@@ -12,10 +12,10 @@ import typer
 
 from moonpool.base.errors import AlreadyExists, InvalidInput
 from moonpool.cli.progress import bytes_moved
-from moonpool.sim.traces.arrivals import Arrivals
-from moonpool.sim.traces.columns import Trace
-from moonpool.sim.traces.generate import KINDS, generate, generate_like
-from moonpool.sim.traces.mooncake_jsonl import read_jsonl, write_jsonl
+from moonpool.traces.arrivals import Arrivals
+from moonpool.traces.columns import Trace
+from moonpool.traces.generate import KINDS, generate, generate_like
+from moonpool.traces.mooncake_jsonl import read_jsonl, write_jsonl
 
 command = typer.Typer(no_args_is_help=True)
 
@@ -46,7 +46,7 @@ def _describe(
     import msgspec
 
     from moonpool.cli.trace_table import show
-    from moonpool.sim.traces.statistics import describe
+    from moonpool.traces.statistics import describe
 
     trace = _read(file, block_tokens)
     statistics = describe(trace)
@@ -108,7 +108,7 @@ def _change(
 ) -> None:
     import numpy as np
 
-    from moonpool.sim.traces import changes
+    from moonpool.traces import changes
 
     _refuse_existing(output, force)
     if rate is None and (cv is not None or step is not None):

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.table import Table
 
-from moonpool.sim.traces.columns import Trace
-from moonpool.sim.traces.picture import draw
-from moonpool.sim.traces.statistics import LENGTH_PERCENTILES, Lengths, TraceStatistics
+from moonpool.traces.columns import Trace
+from moonpool.traces.picture import draw
+from moonpool.traces.statistics import LENGTH_PERCENTILES, Lengths, TraceStatistics
 
 _MAX_WIDTH = 100
 

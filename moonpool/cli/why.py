@@ -17,9 +17,9 @@ from moonpool.base.rpc import BlockingClient
 from moonpool.base.run_dirs import CONDUCTOR, live_run_dirs, socket_address
 from moonpool.cli.pool import HexOption, MasterOption, pool
 from moonpool.conductor.messages import ExplainedRecord, ExplainRequest
-from moonpool.server.record_ids import bare_id
-from moonpool.store.api.keys_text import read_key
-from moonpool.store.state.fates import NEVER_STORED
+from moonpool.frontend.record_ids import bare_id
+from moonpool.master.state.fates import NEVER_STORED
+from moonpool.store.keys_text import read_key
 
 _ASK_S = 5.0
 _KEYS_HINT = "`moonpool ls` lists the keys of the pool; those of KV blocks are typed with --hex"

@@ -6,7 +6,7 @@ import os
 
 from moonpool.base.process import ProcessConfig, Service, run_role
 from moonpool.cli.options import command_from
-from moonpool.engine.worker.config import WorkerConfig
+from moonpool.worker.config import WorkerConfig
 
 
 def _run(config: WorkerConfig, process: ProcessConfig) -> None:
@@ -16,7 +16,7 @@ def _run(config: WorkerConfig, process: ProcessConfig) -> None:
 def _make(config: WorkerConfig) -> Service:
     # Several workers share the cores: threads that wait by spinning would take them from those who compute.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from moonpool.engine.worker.service import Worker  # here: it brings torch, which --help does not need
+    from moonpool.worker.service import Worker  # here: it brings torch, which --help does not need
 
     return Worker(config)
 

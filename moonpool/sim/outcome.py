@@ -14,9 +14,9 @@ from moonpool.base.errors import InvalidInput
 from moonpool.sim.fleet import Fleet
 from moonpool.sim.physics.roofline import kv_capacity_tokens
 from moonpool.sim.systems import Goals, System
-from moonpool.sim.traces.columns import Trace
 from moonpool.sim.world.results import Results
 from moonpool.sim.world.watch import Columns, Watch
+from moonpool.traces.columns import Trace
 
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 _QUANTILES = 101

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple, TypeAlias
 from moonpool.base.errors import InvalidInput
 from moonpool.conductor.placement.policy import DEFAULT_POLICY, PolicyConfig
 from moonpool.sim.fleet import Fleet
-from moonpool.sim.traces.columns import Trace
 from moonpool.sim.world.cluster import Cluster
 from moonpool.sim.world.config import ClusterConfig
 from moonpool.sim.world.coupled import CoupledCluster, CoupledConfig
 from moonpool.sim.world.failures import Failure
 from moonpool.sim.world.pool import rules_on_paper
+from moonpool.traces.columns import Trace
 
 World: TypeAlias = Cluster | CoupledCluster
 FULL = "moonpool"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from moonpool.store.api.store import Store
+    from moonpool.store.store import Store
 
 __all__ = ["Store"]
 
@@ -18,7 +18,7 @@ __all__ = ["Store"]
 def __getattr__(name: str) -> object:
     """Store when it is asked for: those who want one module of this package do not load all of it."""
     if name == "Store":
-        from moonpool.store.api.store import Store
+        from moonpool.store.store import Store
 
         return Store
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 import threading
 
+from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import AlreadyExists, MoonpoolError, NotFound, Unavailable
 from moonpool.base.rpc import BlockingClient
 from moonpool.store.messages import SERVICE, Announce, FindSegment, Retract
-from moonpool.transfer.descriptor import SegmentDescriptor
 
 _LOG = logging.getLogger(__name__)
 _JOIN_TIMEOUT_S = 5.0

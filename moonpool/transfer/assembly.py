@@ -8,9 +8,9 @@ from typing import NamedTuple, TypeVar
 from moonpool.base.errors import ConfigError
 from moonpool.transfer.config import AUTO, TransferConfig
 from moonpool.transfer.desk import Desk, Line
-from moonpool.transfer.rails import Rail, find_rails, split_rails
-from moonpool.transfer.segment import Segment
+from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.topology import Topology
+from moonpool.transfer.topology.rails import Rail, find_rails, split_rails
 from moonpool.transfer.transports.base import Transport
 from moonpool.transfer.transports.cuda.transport import CudaTransport
 from moonpool.transfer.transports.file.transport import FileTransport

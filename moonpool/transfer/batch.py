@@ -18,14 +18,14 @@ import msgspec
 
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import Cancelled, DeadlineExceeded, MoonpoolError, PeerLost
-from moonpool.transfer.buffers import Buffer, Memory, as_memory, cut
 from moonpool.transfer.crew import Crew, attempt
-from moonpool.transfer.multipath import MultiPathRemote
+from moonpool.transfer.memory.buffers import Buffer, Memory, as_memory, cut
+from moonpool.transfer.paths.multipath import MultiPathRemote
+from moonpool.transfer.paths.places import Place, move, nbytes_of
+from moonpool.transfer.paths.plan import Slice, cut_batch, take_run
+from moonpool.transfer.paths.priority import Priority
+from moonpool.transfer.paths.slice_queue import SliceQueue
 from moonpool.transfer.pending import Pending
-from moonpool.transfer.places import Place, move, nbytes_of
-from moonpool.transfer.plan import Slice, cut_batch, take_run
-from moonpool.transfer.priority import Priority
-from moonpool.transfer.slice_queue import SliceQueue
 from moonpool.transfer.transports.base import RemoteSegment
 
 

@@ -8,9 +8,9 @@ from typing import Any
 from moonpool.base.config import make_paths_absolute
 from moonpool.base.errors import ConfigError
 from moonpool.base.tls import TlsConfig
-from moonpool.transfer.path_load import PlanConfig
-from moonpool.transfer.plan import DEFAULT_SLICE_NBYTES
-from moonpool.transfer.priority import DEFAULT_PROMOTE_AFTER_S
+from moonpool.transfer.paths.path_load import PlanConfig
+from moonpool.transfer.paths.plan import DEFAULT_SLICE_NBYTES
+from moonpool.transfer.paths.priority import DEFAULT_PROMOTE_AFTER_S
 from moonpool.transfer.transports.tcp.guard import Guard
 from moonpool.transfer.transports.tcp.server import IDLE_TIMEOUT_S, MAX_CONNECTIONS
 

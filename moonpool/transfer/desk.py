@@ -16,13 +16,13 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from moonpool.base.clock import Deadline
+from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import InvalidInput, NotFound
 from moonpool.base.rpc.protocol import Call, CallDecoder, as_moonpool_error
-from moonpool.transfer.descriptor import SegmentDescriptor
 from moonpool.transfer.host import host_id
 from moonpool.transfer.mailbox import Mailbox, Notification
-from moonpool.transfer.segment import Fence, Segment
-from moonpool.transfer.spans import Spans
+from moonpool.transfer.memory.segment import Fence, Segment
+from moonpool.transfer.memory.spans import Spans
 from moonpool.transfer.topology import Topology
 from moonpool.transfer.transports.base import ServedSegments, check_bounds
 

@@ -12,8 +12,8 @@ import threading
 from typing import NamedTuple, Protocol
 
 from moonpool.base.address import parse_address
+from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import AlreadyExists, ConfigError, InvalidInput, NotFound
-from moonpool.transfer.descriptor import SegmentDescriptor
 
 
 class Directory(Protocol):

@@ -20,10 +20,10 @@ import msgspec
 
 from moonpool.base.errors import MoonpoolError, Unavailable
 from moonpool.base.units import format_nbytes
+from moonpool.transfer.disk.alignment import find_alignment
 from moonpool.transfer.topology import Hardware
 from moonpool.transfer.transports.cuda.driver import driver
 from moonpool.transfer.transports.cuda.probe import probe_ipc
-from moonpool.transfer.transports.file.alignment import find_alignment
 from moonpool.transfer.transports.nixl import agent as nixl_agent
 
 # Sockets to every worker and client, mapped segments and files: fewer than this runs out under load.

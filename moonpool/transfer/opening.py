@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from functools import partial
 from weakref import WeakValueDictionary
 
+from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import NotFound, PeerLost, Unavailable
-from moonpool.transfer.descriptor import SegmentDescriptor
-from moonpool.transfer.multipath import MultiPathRemote
-from moonpool.transfer.path_load import PlanConfig
-from moonpool.transfer.paths import PeerPaths
+from moonpool.transfer.paths.multipath import MultiPathRemote
+from moonpool.transfer.paths.path_load import PlanConfig
+from moonpool.transfer.paths.peer_paths import PeerPaths
 from moonpool.transfer.transports.base import RemoteSegment, Transport
 from moonpool.transfer.transports.tcp.transport import TcpTransport
 

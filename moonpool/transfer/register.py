@@ -10,13 +10,13 @@ from __future__ import annotations
 import os
 
 from moonpool.base.errors import InvalidInput
-from moonpool.transfer.buffers import Buffer
-from moonpool.transfer.foreign import RawMemory, device_span
-from moonpool.transfer.location import Location, parse_location
-from moonpool.transfer.segment import Segment
+from moonpool.transfer.disk.sidecar import sidecar_path
+from moonpool.transfer.memory.buffers import Buffer
+from moonpool.transfer.memory.foreign import RawMemory, device_span
+from moonpool.transfer.memory.location import Location, parse_location
+from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.transports.cuda.segment import DeviceSegment
 from moonpool.transfer.transports.file.segment import FileSegment
-from moonpool.transfer.transports.file.sidecar import sidecar_path
 
 
 def make_segment(

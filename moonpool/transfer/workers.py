@@ -6,7 +6,7 @@ import threading
 
 from moonpool.base.errors import PeerLost
 from moonpool.transfer.batch import Batch
-from moonpool.transfer.slice_queue import SliceQueue
+from moonpool.transfer.paths.slice_queue import SliceQueue
 
 
 class Workers:

@@ -17,8 +17,8 @@ from moonpool.base.keys import chain_keys, object_key, tenant_root
 from moonpool.base.object_header import ObjectHeader, ObjectKind, Piece, unpack
 from moonpool.base.rpc.protocol import Hello, encode_call, encode_error, encode_value
 from moonpool.engine.kv_memory import PIECE_LAYOUT, KvLayout
-from moonpool.engine.messages import CommitHandoff, OpenHandoff, TokenOut
 from moonpool.transfer.transports.tcp import frames as tcp_frames
+from moonpool.worker.messages import CommitHandoff, OpenHandoff, TokenOut
 
 DOC = Path(__file__).parents[2] / "docs" / "formats.md"
 

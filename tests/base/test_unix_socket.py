@@ -16,7 +16,7 @@ import pytest
 from rpc_service import Service
 
 from moonpool.base.rpc import AsyncClient
-from moonpool.transfer.segment import Segment
+from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.transports.shm.transport import ShmTransport
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")

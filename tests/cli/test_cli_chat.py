@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from moonpool.base.run_dirs import write_url
-from moonpool.server.launch_run_dir import RunDir
+from moonpool.launch.run_dir import RunDir
 
 
 class Echo(BaseHTTPRequestHandler):

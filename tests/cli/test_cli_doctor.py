@@ -24,7 +24,7 @@ from moonpool.cli.doctor_checks import (
 )
 from moonpool.cli.doctor_packages import Requirement, check_packages, is_at_least, package_finding, parse_requirement
 from moonpool.cli.doctor_text import in_words
-from moonpool.server.launch_plan import ServeConfig
+from moonpool.launch.plan import ServeConfig
 from moonpool.transfer.doctor import (
     Finding,
     check_descriptor_passing,

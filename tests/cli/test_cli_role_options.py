@@ -13,9 +13,9 @@ from moonpool.base.config import OPTION_NAMES
 from moonpool.cli.main import COMMANDS, build_app
 from moonpool.cli.options import command_from
 from moonpool.conductor.service import ConductorConfig
-from moonpool.engine.worker.config import WorkerConfig
-from moonpool.server.frontend import FrontendConfig
-from moonpool.store.node import NodeConfig
+from moonpool.frontend.service import FrontendConfig
+from moonpool.node.config import NodeConfig
+from moonpool.worker.config import WorkerConfig
 
 CONFIGS: dict[str, type[Any]] = {
     "node": NodeConfig,

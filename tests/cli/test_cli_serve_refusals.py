@@ -123,8 +123,8 @@ def test_cuda_without_a_gpu(runtime: Path) -> None:
 
 @pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="there is a GPU")
 def test_a_worker_without_its_gpu() -> None:
-    from moonpool.engine.worker.build import build
-    from moonpool.engine.worker.config import WorkerConfig
+    from moonpool.worker.build import build
+    from moonpool.worker.config import WorkerConfig
 
     addresses = {"address": "unix:/w", "conductor_address": "unix:/c", "master_address": "unix:/m", "run_dir": "/r"}
     with pytest.raises(ConfigError, match=r"--device cuda cannot be used: torch .*--device cpu always works"):

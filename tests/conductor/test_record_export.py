@@ -17,7 +17,7 @@ from moonpool.conductor.records.store import RecordFilter, RecordStore
 from moonpool.sim.fleet import make_fleet
 from moonpool.sim.systems import Goals
 from moonpool.sim.systems import system as system_by_name
-from moonpool.sim.traces.mooncake_jsonl import read_jsonl, write_jsonl
+from moonpool.traces.mooncake_jsonl import read_jsonl, write_jsonl
 
 ROOT = b"r" * 32
 BLOCK = 16

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
 from moonpool.base.secret import Secret
 from moonpool.transfer.transports.tcp.guard import Guard
-
-sys.path.append(str(Path(__file__).parents[1] / "transfer"))  # for tls_authority
 
 
 @pytest.fixture(scope="session")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 
-from moonpool.transfer.descriptor import SegmentDescriptor
+from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.transfer.desk import Desk
-from moonpool.transfer.multipath import MultiPathRemote
-from moonpool.transfer.path_load import PlanConfig
-from moonpool.transfer.paths import PeerPaths
-from moonpool.transfer.segment import Segment
+from moonpool.transfer.memory.segment import Segment
+from moonpool.transfer.paths.multipath import MultiPathRemote
+from moonpool.transfer.paths.path_load import PlanConfig
+from moonpool.transfer.paths.peer_paths import PeerPaths
 from moonpool.transfer.transports.base import RemoteSegment, Transport, rest_of
 from moonpool.transfer.transports.tcp.transport import TcpTransport
 

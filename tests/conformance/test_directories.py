@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import AlreadyExists, NotFound, Unavailable
-from moonpool.store.master import Master, MasterConfig
+from moonpool.master.service import Master, MasterConfig
 from moonpool.store.master_directory import MasterDirectory
-from moonpool.transfer.descriptor import SegmentDescriptor
 from moonpool.transfer.directory import Directory, MemoryDirectory
 
 WAYS = ("memory", "master")

@@ -18,15 +18,15 @@ from message_values import MessageValues
 from msgspec import inspect
 
 from moonpool.base.cluster import CONDUCTOR_SERVICE
+from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import Internal, InvalidInput, MoonpoolError, ProtocolError
 from moonpool.base.frames import FrameDecoder, FrameKind, encode_frame
 from moonpool.base.rpc import Call, Hello, Peer, RpcServer
 from moonpool.base.rpc.protocol import decode_error, encode_call, encode_value
 from moonpool.conductor import messages as c
 from moonpool.conductor.service import Conductor, ConductorConfig
+from moonpool.master.service import Master, MasterConfig
 from moonpool.store import messages as m
-from moonpool.store.master import Master, MasterConfig
-from moonpool.transfer.descriptor import SegmentDescriptor
 
 
 class Wire:

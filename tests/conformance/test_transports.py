@@ -14,11 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from paths_transport import PathsTransport
 
+from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import AlreadyExists, InvalidInput, NotFound, Overloaded, PeerLost, StaleGeneration
-from moonpool.transfer.descriptor import SegmentDescriptor
 from moonpool.transfer.host import host_id
 from moonpool.transfer.mailbox import MAX_MESSAGE_NBYTES, Notification
-from moonpool.transfer.segment import Segment
+from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.transports.base import RemoteSegment, Transport
 from moonpool.transfer.transports.file.segment import FileSegment
 from moonpool.transfer.transports.file.transport import FileTransport

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 QUESTION, ANSWER = "What is the capital of Japan?", "Tokyo"
 
 
-@pytest.mark.parametrize("file", ["README.md", "README.zh-CN.md", "moonpool/server/launch.py"])
+@pytest.mark.parametrize("file", ["README.md", "README.zh-CN.md", "moonpool/launch/serve.py"])
 def test_it_is_the_question_that_is_shown(file: str) -> None:
     assert QUESTION in (ROOT / file).read_text()
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,8 +18,6 @@ from typing import Any
 import pytest
 from e2e_service import wait_until
 from machines_lab import Machine, MachinesLab, RoleProcess, missing
-
-sys.path.append(str(Path(__file__).parents[1] / "engine"))  # for tiny_models
 
 REASON = missing()
 pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.timeout(180)]

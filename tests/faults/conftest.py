@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.append(str(Path(__file__).parents[1] / "engine"))  # for tiny_models
-
 from tiny_cluster import Oracle
 from tiny_models import save_tiny
 

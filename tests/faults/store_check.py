@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import msgspec
 
 from moonpool.base.rpc import Call
-from moonpool.store.state import PoolState
-from moonpool.store.state.segments import Place
+from moonpool.master.state import PoolState
+from moonpool.master.state.segments import Place
 
 CHECK_SERVICE = "check"
 Span = tuple[str, int, int]  # segment, offset, nbytes

@@ -16,11 +16,11 @@ from store_nursery import Nursery, Role
 
 from moonpool.base.errors import MoonpoolError, NoSpace
 from moonpool.base.rpc import BlockingClient, Call
+from moonpool.master.journal import Journal
+from moonpool.master.rules import PoolRules
+from moonpool.master.state import PoolState
 from moonpool.store.client import ClientConfig, StoreClient
-from moonpool.store.journal import Journal
 from moonpool.store.messages import SERVICE, Lookup, Placement, SegmentInfo, Segments, Stats, StoreStats
-from moonpool.store.rules import PoolRules
-from moonpool.store.state import PoolState
 from moonpool.transfer.config import TransferConfig
 from moonpool.transfer.engine import TransferEngine
 

@@ -20,9 +20,9 @@ from store_values import value_of, version_in
 from moonpool.base.errors import MoonpoolError
 from moonpool.store.client import ClientConfig, Put, StoreClient
 from moonpool.store.client.put_request import DEFAULT_OPTIONS
-from moonpool.transfer.buffers import copy_bytes
 from moonpool.transfer.config import TransferConfig
 from moonpool.transfer.engine import TransferEngine
+from moonpool.transfer.memory.buffers import copy_bytes
 from moonpool.transfer.transports import mapped, sockets
 from moonpool.transfer.transports.tcp import pipeline
 

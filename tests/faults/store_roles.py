@@ -15,8 +15,9 @@ from store_load import run_load
 
 from moonpool.base.errors import MoonpoolError
 from moonpool.base.rpc import RpcServer
-from moonpool.store.master import Master, MasterConfig
-from moonpool.store.node import Node, NodeConfig
+from moonpool.master.service import Master, MasterConfig
+from moonpool.node.config import NodeConfig
+from moonpool.node.service import Node
 
 
 def _say(line: str) -> None:

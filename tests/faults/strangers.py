@@ -21,14 +21,14 @@ from typing import Any
 
 import msgspec
 
-sys.path.append(str(Path(__file__).parents[1] / "conformance"))  # for message_values
+sys.path.append(str(Path(__file__).parents[1] / "helpers"))  # for message_values; this runs as a script
 
 from message_values import FLOATS, INTEGERS, TEXTS, MessageValues
 
 import moonpool.conductor.messages as conductor_messages
-import moonpool.engine.messages as worker_messages
-import moonpool.store.desk as node_messages
 import moonpool.store.messages as store_messages
+import moonpool.store.messages.session_calls as node_messages
+import moonpool.worker.messages as worker_messages
 from moonpool.base import cluster
 from moonpool.base.frames import FrameKind, encode_frame
 from moonpool.base.rpc import Call

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tiny_cluster import Answer, Gate, Oracle, TinyCluster, greedy, prompt_of, tiny_cluster
 
-from moonpool.engine.messages import RequestSpec
-from moonpool.server.attempt import Attempt
+from moonpool.frontend.attempt import Attempt
+from moonpool.worker.messages import RequestSpec
 
 PROMPT = prompt_of(100)
 PARAMS = greedy(40)

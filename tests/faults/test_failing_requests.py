@@ -12,8 +12,8 @@ from tiny_cluster import VOCAB, Answer, Oracle, TinyWorker, greedy, prompt_of, t
 
 from moonpool.base.errors import Internal, InvalidInput
 from moonpool.conductor.retries import Retries
-from moonpool.engine.messages import ALONE_STEPS
 from moonpool.engine.sequence import Chunk, SamplingParams
+from moonpool.worker.messages import ALONE_STEPS
 
 Change = Callable[[Sequence[Chunk], torch.Tensor], torch.Tensor]
 

@@ -12,10 +12,10 @@ import pytest
 from tiny_cluster import Answer, Gate, Oracle, TinyCluster, greedy, prompt_of, tiny_cluster
 
 from moonpool.base.errors import MoonpoolError, StaleGeneration
-from moonpool.engine.kv_link.push import Push
-from moonpool.engine.messages import TokenOut
 from moonpool.engine.sequence import SamplingParams
 from moonpool.transfer.transports.shm.transport import ShmRemote
+from moonpool.worker.kv_link.push import Push
+from moonpool.worker.messages import TokenOut
 
 PROMPT = prompt_of(70)
 PARAMS = greedy(20)

@@ -17,11 +17,11 @@ from tiny_cluster import Answer, Gate, Oracle, TinyCluster, greedy, prompt_of, t
 from moonpool.base.clock import VirtualClock
 from moonpool.base.errors import DeadlineExceeded, MoonpoolError, NoSpace
 from moonpool.base.object_header import ObjectHeader, ObjectKind, Piece, unpack
-from moonpool.engine.kv_link.pool_health import PoolHealth
 from moonpool.store.client import StoreClient
 from moonpool.store.client.read_session import ReadSession
 from moonpool.transfer.config import TransferConfig
 from moonpool.transfer.engine import TransferEngine
+from moonpool.worker.kv_link.pool_health import PoolHealth
 
 PROMPT = prompt_of(90)  # five full blocks and a partial one
 PARAMS = greedy(12)

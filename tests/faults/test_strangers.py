@@ -21,9 +21,6 @@ import httpx
 import msgspec
 import psutil
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "e2e"))  # for e2e_service
-
 from e2e_service import Service, running, wait_until
 from strangers import Targets
 

@@ -28,17 +28,18 @@ from moonpool.conductor.retries import RetryPolicy
 from moonpool.conductor.service import Conductor, ConductorConfig
 from moonpool.engine.blocks import PageManager
 from moonpool.engine.engine import Engine
-from moonpool.engine.kv_link.pieces import PieceMemory
-from moonpool.engine.messages import PrefillReply, WorkerStats
 from moonpool.engine.scheduler import Scheduler, SchedulerConfig
 from moonpool.engine.sequence import SamplingParams
-from moonpool.engine.worker.build import Built
-from moonpool.engine.worker.config import WorkerConfig
-from moonpool.engine.worker.service import Worker
-from moonpool.server.generation import ChoiceRequest, Generation
-from moonpool.server.workers import Connections
-from moonpool.store.master import Master, MasterConfig
-from moonpool.store.node import Node, NodeConfig
+from moonpool.frontend.generation import ChoiceRequest, Generation
+from moonpool.frontend.workers import Connections
+from moonpool.master.service import Master, MasterConfig
+from moonpool.node.config import NodeConfig
+from moonpool.node.service import Node
+from moonpool.worker.build import Built
+from moonpool.worker.config import WorkerConfig
+from moonpool.worker.kv_link.pieces import PieceMemory
+from moonpool.worker.messages import PrefillReply, WorkerStats
+from moonpool.worker.service import Worker
 
 T = TypeVar("T")
 ROOT = bytes(range(32))  # of a tenant that only tests have

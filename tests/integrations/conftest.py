@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from store_pool import MIB, LocalPool
 
 from moonpool.integrations.mooncake import MooncakeDistributedStore
-
-sys.path.append(str(Path(__file__).parents[1] / "store"))  # for store_pool
-
-from store_pool import MIB, LocalPool
 
 MakeStore = Callable[..., MooncakeDistributedStore]
 

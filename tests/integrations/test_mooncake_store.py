@@ -420,7 +420,7 @@ def test_an_outage_of_the_master_fails_calls_at_once_and_is_logged_once(
     with caplog.at_level("WARNING", "moonpool.base.rpc"), caplog.at_level("WARNING", "moonpool.integrations"):
         assert [store.is_exist("k") for _ in range(100)] == [-900] * 100, "never a false 0"
         assert store.get("k") == b""
-    ours = [each for each in caplog.records if not each.name.startswith("moonpool.store.node")]
+    ours = [each for each in caplog.records if not each.name.startswith("moonpool.node")]
     assert len(ours) == 1
     assert store.counters()["master_outages"] == 1
     pool.start_master()

@@ -11,10 +11,10 @@ from world_cases import cluster
 from moonpool.conductor.admission.forms import AdmissionForm
 from moonpool.conductor.placement.policy import PolicyConfig
 from moonpool.sim.physics.paper_fit import mooncake_cost
-from moonpool.sim.traces.generate import generate
 from moonpool.sim.world.cluster import Cluster
 from moonpool.sim.world.job import DONE, Job
 from moonpool.sim.world.results import Results
+from moonpool.traces.generate import generate
 
 TTFT_S, TBT_S = 30.0, 0.1
 LASTS_S = 300.0

@@ -7,8 +7,8 @@ import pytest
 
 from moonpool.base.errors import InvalidInput
 from moonpool.sim.physics.paper_fit import chunk_cost, mooncake_cost, paper_cost
-from moonpool.sim.traces import Trace, describe
-from moonpool.sim.traces.published import ARXIV_SETS, arxiv_set
+from moonpool.traces import Trace, describe
+from moonpool.traces.published import ARXIV_SETS, arxiv_set
 
 PUBLISHED = {"arxiv-summarization": (8088, 229, 0.0), "l-eval": (19019, 72, 0.8)}
 PUBLISHED |= {f"simulated-{k}k": (k * 1024, 512, 0.5) for k in (16, 32, 64, 128)}

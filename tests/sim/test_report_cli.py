@@ -18,7 +18,7 @@ from moonpool.cli.replay_table import _groups, show
 from moonpool.sim.fleet import make_fleet
 from moonpool.sim.outcome import replay
 from moonpool.sim.systems import Goals, system
-from moonpool.sim.traces.mooncake_jsonl import read_jsonl, write_jsonl
+from moonpool.traces.mooncake_jsonl import read_jsonl, write_jsonl
 
 
 def replay_command(*arguments: object) -> subprocess.CompletedProcess[str]:

@@ -11,11 +11,11 @@ from moonpool.conductor.placement.policy import PolicyConfig
 from moonpool.sim.physics.hardware import node
 from moonpool.sim.physics.paper_fit import paper_cost
 from moonpool.sim.systems import BASELINE, Goals, system
-from moonpool.sim.traces.columns import Trace
 from moonpool.sim.world.cluster import Cluster
 from moonpool.sim.world.coupled import CoupledCluster
 from moonpool.sim.world.job import DONE
 from moonpool.sim.world.results import Results
+from moonpool.traces.columns import Trace
 
 BLOCK_NBYTES = BLOCK * 327_680
 FIRST = (0.0, 8 * BLOCK + 1, 1, list(range(9)))

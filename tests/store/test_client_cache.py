@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from moonpool.base.errors import InvalidInput
 from moonpool.store import Store
-from moonpool.store.api.cache import ObjectCache, RecentKeys
+from moonpool.store.client.cache import ObjectCache, RecentKeys
 
 CACHE_NBYTES = 1 << 20
 

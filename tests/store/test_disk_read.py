@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from ssd_world import KIB, body_of, item_of
 
 from moonpool.base.errors import MoonpoolError, PeerLost
+from moonpool.node.ssd import SsdConfig, SsdLog
+from moonpool.node.ssd_tier import offset_of
 from moonpool.store.client.disk_read import _MOST_NBYTES, DiskRead, _neighbours
 from moonpool.store.client.far_read import FarObject
 from moonpool.store.client.flight import FlightCrew
 from moonpool.store.messages import ObjectInfo, Placement
-from moonpool.store.node.ssd import offset_of
-from moonpool.store.ssd import SsdConfig, SsdLog
 from moonpool.transfer import TransferConfig, TransferEngine, aligned_buffer
+from moonpool.transfer.disk import disk as disk_module
 from moonpool.transfer.transports.base import RemoteSegment
-from moonpool.transfer.transports.file import disk as disk_module
 from moonpool.transfer.transports.file.folder import FolderSegment
 
 CONFIG = SsdConfig(max_nbytes=16 * 512 * KIB, file_nbytes=512 * KIB)

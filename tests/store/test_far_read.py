@@ -14,7 +14,7 @@ from moonpool.store.client.far_read import PREFIX_NBYTES, FarObject, FarRead
 from moonpool.store.client.flight import BUNDLE_NBYTES, FlightCrew
 from moonpool.store.client.headers import pack_header
 from moonpool.store.messages import ObjectInfo, Placement
-from moonpool.transfer.buffers import Buffer, as_bytes_views
+from moonpool.transfer.memory.buffers import Buffer, as_bytes_views
 from moonpool.transfer.transports.base import RemoteSegment
 
 MIB = 1 << 20

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.base.errors import InvalidInput
-from moonpool.store.api.keys_text import key_bytes, read_key, show_key
+from moonpool.store.keys_text import key_bytes, read_key, show_key
 
 
 @given(st.binary(min_size=1, max_size=50) | st.text(min_size=1, max_size=20).map(str.encode))

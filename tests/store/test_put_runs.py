@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from store_pool import LocalPool
 
 from moonpool.base.errors import InvalidInput, StaleGeneration, Unavailable
-from moonpool.store.allocator import GRANULE_NBYTES
 from moonpool.store.client import Put
 from moonpool.store.client.runs import Runs
-from moonpool.store.messages import Placement
+from moonpool.store.messages import GRANULE_NBYTES, Placement
 from moonpool.transfer.transports.mapped import MappedWriter
 
 

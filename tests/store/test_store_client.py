@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from store_pool import MIB, LocalPool, wait_until
 
 from moonpool.base.clock import VirtualClock
+from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import (
     AlreadyExists,
     FewerReplicas,
@@ -30,7 +31,6 @@ from moonpool.store.client.put_request import PutRequest
 from moonpool.store.client.put_session import PutSession
 from moonpool.store.messages import Placement, SegmentInfo, Tier
 from moonpool.transfer.config import TransferConfig
-from moonpool.transfer.descriptor import SegmentDescriptor
 from moonpool.transfer.engine import TransferEngine
 from moonpool.transfer.host import host_id
 

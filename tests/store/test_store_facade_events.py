@@ -12,8 +12,8 @@ from store_pool import wait_until
 
 from moonpool.base.errors import PeerLost
 from moonpool.store import Store
-from moonpool.store.api.event_feed import EventFeed
 from moonpool.store.client import ClientConfig
+from moonpool.store.event_feed import EventFeed
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,16 +10,15 @@ import pytest
 from store_pool import MIB, LocalPool
 
 from moonpool.base.clock import VirtualClock
+from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import ConfigError, Unauthorized
+from moonpool.node.config import NodeConfig
+from moonpool.node.service import Node
 from moonpool.store.client import ClientConfig, StoreClient
 from moonpool.store.client.directory import REFUSED_FOR_S, SegmentDirectory
 from moonpool.store.messages import Placement, SegmentInfo, Tier
-from moonpool.store.node import Node, NodeConfig
 from moonpool.transfer.config import TransferConfig
-from moonpool.transfer.descriptor import SegmentDescriptor
 from moonpool.transfer.engine import TransferEngine
-
-sys.path.append(str(Path(__file__).parents[1] / "transfer"))  # for tls_authority
 
 DATA = b"KV" * 1000
 

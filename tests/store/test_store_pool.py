@@ -27,12 +27,13 @@ from moonpool.base.errors import (
 from moonpool.base.metrics import GetMetrics
 from moonpool.base.object_header import ALIGN_NBYTES, ObjectKind
 from moonpool.base.rpc import AsyncClient
+from moonpool.master.state.changes import Changes
+from moonpool.node.config import NodeConfig
+from moonpool.node.service import Node
 from moonpool.store.client import OPAQUE_PIECE_NBYTES, ClientConfig, Put, StoreClient
 from moonpool.store.client.put_request import PutRequest
 from moonpool.store.client.put_session import PutSession
 from moonpool.store.messages import SERVICE, ObjectInfo, Subscribe
-from moonpool.store.node import Node, NodeConfig
-from moonpool.store.state.changes import Changes
 from moonpool.transfer.config import TransferConfig
 from moonpool.transfer.engine import TransferEngine
 

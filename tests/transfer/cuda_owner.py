@@ -19,8 +19,8 @@ import numpy as np
 from moonpool.base.checksum import crc32c
 from moonpool.transfer import SegmentDescriptor, host_id
 from moonpool.transfer.desk import Desk
+from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.register import make_segment
-from moonpool.transfer.segment import Segment
 from moonpool.transfer.transports.cuda.segment import DeviceSegment
 from moonpool.transfer.transports.cuda.transport import CudaTransport
 from moonpool.transfer.transports.tcp.transport import TcpTransport

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from moonpool.base.checksum import crc32c
-from moonpool.store.master import Master, MasterConfig
+from moonpool.master.service import Master, MasterConfig
 from moonpool.store.master_directory import MasterDirectory
 from moonpool.transfer import TransferConfig, TransferEngine, TransferOp, TransferRequest
 

@@ -8,9 +8,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from moonpool.base.checksum import crc32c
-from moonpool.transfer.descriptor import SegmentDescriptor
+from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.transfer.desk import Desk
-from moonpool.transfer.segment import Segment
+from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.transports.tcp.guard import Guard
 from moonpool.transfer.transports.tcp.lanes import LanePool
 from moonpool.transfer.transports.tcp.server import TcpServer

@@ -7,9 +7,9 @@ import itertools
 from dataclasses import dataclass, field
 
 from moonpool.base.errors import DeadlineExceeded, MoonpoolError, PeerLost
-from moonpool.transfer.path_load import PathState, PlanConfig
-from moonpool.transfer.plan import Assignment, Planner
-from moonpool.transfer.priority import Priority
+from moonpool.transfer.paths.path_load import PathState, PlanConfig
+from moonpool.transfer.paths.plan import Assignment, Planner
+from moonpool.transfer.paths.priority import Priority
 
 MIB = 1 << 20
 RATE = 125e6

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from moonpool.base.errors import MoonpoolError
-from moonpool.transfer.buffers import Buffer, as_bytes_view, as_bytes_views
+from moonpool.transfer.memory.buffers import Buffer, as_bytes_view, as_bytes_views
 from moonpool.transfer.transports.base import RemoteSegment
 
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from moonpool.base.checksum import crc32c
+from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import MoonpoolError
-from moonpool.transfer.descriptor import SegmentDescriptor
 from moonpool.transfer.desk import Desk
-from moonpool.transfer.segment import Fence, Segment
+from moonpool.transfer.memory.segment import Fence, Segment
 
 MARGIN = 64 * 1024
 GRANULE = 512

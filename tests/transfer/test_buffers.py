@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.base.errors import InvalidInput
-from moonpool.transfer.buffers import as_bytes_view, as_bytes_views, cut, total_nbytes
+from moonpool.transfer.memory.buffers import as_bytes_view, as_bytes_views, cut, total_nbytes
 
 
 @pytest.mark.parametrize(

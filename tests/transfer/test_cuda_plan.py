@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from moonpool.base.errors import InvalidInput, MoonpoolError, NoSpace, ProtocolError, Unavailable
 from moonpool.transfer import SegmentDescriptor, host_id
 from moonpool.transfer.desk import Desk
+from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.register import make_segment
-from moonpool.transfer.segment import Segment
 from moonpool.transfer.transports.cuda.driver import cuda_error, driver
 from moonpool.transfer.transports.cuda.ipc import Offer, decode_offer, hello
 from moonpool.transfer.transports.cuda.plan import Piece, cut_loads, share_out

@@ -26,9 +26,9 @@ from moonpool.base.checksum import crc32c
 from moonpool.base.errors import InvalidInput, MoonpoolError, NotFound, PeerLost, StaleGeneration, Unavailable
 from moonpool.transfer import SegmentDescriptor, host_id
 from moonpool.transfer.desk import Desk
-from moonpool.transfer.foreign import DeviceSpan, RawMemory
+from moonpool.transfer.memory.foreign import DeviceSpan, RawMemory
+from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.register import make_segment
-from moonpool.transfer.segment import Segment
 from moonpool.transfer.transports.base import Transport
 from moonpool.transfer.transports.cuda import ipc as cuda_ipc
 from moonpool.transfer.transports.cuda.driver import driver

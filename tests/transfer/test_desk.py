@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import (
     AlreadyExists,
     DeadlineExceeded,
@@ -20,11 +21,10 @@ from moonpool.base.errors import (
     ProtocolError,
     StaleGeneration,
 )
-from moonpool.transfer.descriptor import SegmentDescriptor
 from moonpool.transfer.desk import Admit, Attach, Confirm, Describe, Desk, Introduce, Line, LocalLine, Notify
 from moonpool.transfer.host import host_id
 from moonpool.transfer.mailbox import Mailbox, Notification
-from moonpool.transfer.segment import Segment
+from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.topology import read_topology
 from moonpool.transfer.transports.shm.ask import UnixLine
 from moonpool.transfer.transports.shm.transport import ShmTransport

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.base.errors import ConfigError, InvalidInput
-from moonpool.transfer.location import Location, parse_location
+from moonpool.transfer.memory.location import Location, parse_location
 from moonpool.transfer.topology.devices import Gpu, Hardware, NumaNode, Place
 from moonpool.transfer.topology.matrix import locations
 

@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 from nursery import Nursery, kill_under
 
 from moonpool.base.clock import Deadline
+from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import ConfigError, DeadlineExceeded, MoonpoolError, NotFound, PeerLost, ProtocolError
-from moonpool.transfer.descriptor import SegmentDescriptor
 from moonpool.transfer.desk import Desk
 from moonpool.transfer.host import host_id
-from moonpool.transfer.segment import Segment
-from moonpool.transfer.spans import merge_spans
+from moonpool.transfer.memory.segment import Segment
+from moonpool.transfer.memory.spans import merge_spans
 from moonpool.transfer.transports.base import RemoteSegment
 from moonpool.transfer.transports.nixl import agent as nixl_agent
 from moonpool.transfer.transports.nixl.chunks import cut_chunks

@@ -38,9 +38,9 @@ from moonpool.transfer import (
     TransferOp,
     TransferRequest,
 )
-from moonpool.transfer.buffers import Buffer, as_bytes_views
-from moonpool.transfer.path_load import PathState
-from moonpool.transfer.paths import PeerPaths
+from moonpool.transfer.memory.buffers import Buffer, as_bytes_views
+from moonpool.transfer.paths.path_load import PathState
+from moonpool.transfer.paths.peer_paths import PeerPaths
 
 NBYTES = 16 << 20
 LAB = str(Path(__file__).parents[2] / "benchmarks" / "_rails_lab.py")

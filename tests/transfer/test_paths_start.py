@@ -12,10 +12,10 @@ from plan_world import FAST
 from slow_remote import FakeRemote
 
 from moonpool.base.errors import Cancelled, DeadlineExceeded, InvalidInput, PeerLost
-from moonpool.transfer.multipath import MultiPathRemote
-from moonpool.transfer.paths import PeerPaths
+from moonpool.transfer.paths.multipath import MultiPathRemote
+from moonpool.transfer.paths.peer_paths import PeerPaths
+from moonpool.transfer.paths.priority import Priority
 from moonpool.transfer.pending import Pending
-from moonpool.transfer.priority import Priority
 
 Before = Callable[[list[tuple[int, int]]], None]
 NBYTES = 200_000

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from moonpool.base.errors import ConfigError, InvalidInput
-from moonpool.transfer.buffers import as_bytes_view
-from moonpool.transfer.foreign import RawMemory, device_span
+from moonpool.transfer.memory.buffers import as_bytes_view
+from moonpool.transfer.memory.foreign import RawMemory, device_span
+from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.register import make_segment
-from moonpool.transfer.segment import Segment
 from moonpool.transfer.transports.file.segment import FileSegment
 
 

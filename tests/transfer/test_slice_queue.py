@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moonpool.base.errors import Overloaded, PeerLost
-from moonpool.transfer.plan import MAX_RUN_SLICES, Slice, cut_batch
-from moonpool.transfer.priority import Priority, Turns
-from moonpool.transfer.slice_queue import SliceOrder, SliceQueue
+from moonpool.transfer.paths.plan import MAX_RUN_SLICES, Slice, cut_batch
+from moonpool.transfer.paths.priority import Priority, Turns
+from moonpool.transfer.paths.slice_queue import SliceOrder, SliceQueue
 
 HANDOFF, PREFETCH, REPLICATION = Priority
 LIMIT = 100

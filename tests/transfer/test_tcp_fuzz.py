@@ -24,14 +24,14 @@ from hypothesis import strategies as st
 from tcp_shadow import Answer, Memories, Shadow
 
 from moonpool.base.clock import Deadline
+from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import DamagedFrame, MoonpoolError, ProtocolError, Unauthorized
 from moonpool.base.frames import HEADER_NBYTES, FrameDecoder, FrameKind, decode_header, encode_frame
 from moonpool.base.rpc.protocol import CallDecoder, decode_error, decode_reply
 from moonpool.base.secret import Secret
-from moonpool.transfer.descriptor import SegmentDescriptor
 from moonpool.transfer.desk import CALLS, Desk, Introduce
 from moonpool.transfer.host import host_id
-from moonpool.transfer.segment import Segment
+from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.transports.shm.server import AskSegment, ShmServer
 from moonpool.transfer.transports.shm.transport import ShmRemote
 from moonpool.transfer.transports.tcp.ask import TcpLine, _receive_answer

@@ -23,7 +23,7 @@ from moonpool.base.errors import (
     Unauthorized,
 )
 from moonpool.base.secret import Secret
-from moonpool.transfer.path_load import is_retriable
+from moonpool.transfer.paths.path_load import is_retriable
 from moonpool.transfer.transports.tcp.frames import (
     RESPONSE_NBYTES,
     Op,

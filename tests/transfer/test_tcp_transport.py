@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -22,8 +23,7 @@ from moonpool.base.errors import (
     ProtocolError,
     Unavailable,
 )
-from moonpool.transfer.descriptor import SegmentDescriptor
-from moonpool.transfer.segment import Segment
+from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.transports.tcp.frames import (
     RESPONSE_NBYTES,
     Op,

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import NotFound, PeerLost, StaleGeneration
-from moonpool.transfer.descriptor import SegmentDescriptor
-from moonpool.transfer.segment import Segment
+from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.transports.tcp.pipeline import merge_neighbours
 from moonpool.transfer.transports.tcp.transport import TcpRemote, TcpTransport
 

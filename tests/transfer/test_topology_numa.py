@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from moonpool.transfer import Segment
-from moonpool.transfer.topology import Sysfs, bind_file_to_node, bind_to_node
+from moonpool.transfer.memory.numa import bind_file_to_node, bind_to_node, node_mask, prefer_node, whole_pages
+from moonpool.transfer.topology import Sysfs
 from moonpool.transfer.topology.discover import numa_nodes
-from moonpool.transfer.topology.numa import node_mask, prefer_node, whole_pages
 
 _GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}
 _MPOL_PREFERRED, _MPOL_F_ADDR = 1, 2

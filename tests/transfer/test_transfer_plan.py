@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.transfer.plan import cut_batch, take_run
+from moonpool.transfer.paths.plan import cut_batch, take_run
 
 sizes = st.lists(st.integers(0, 300), max_size=20)
 limits = st.integers(1, 100)

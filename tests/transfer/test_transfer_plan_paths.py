@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from plan_world import CONFIG, MIB, RATE, Rail, World
 
 from moonpool.base.errors import DeadlineExceeded, InvalidInput, MoonpoolError, NotFound, PeerLost, StaleGeneration
-from moonpool.transfer.path_load import PathState, PlanConfig
-from moonpool.transfer.plan import Planner
+from moonpool.transfer.paths.path_load import PathState, PlanConfig
+from moonpool.transfer.paths.plan import Planner
 
 
 def share(rail: Rail) -> int:

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from plan_world import MIB, RATE, Rail, World
 
 from moonpool.base.errors import Cancelled, DeadlineExceeded, PeerLost
-from moonpool.transfer.path_load import PlanConfig
-from moonpool.transfer.plan import Planner
-from moonpool.transfer.priority import Priority
+from moonpool.transfer.paths.path_load import PlanConfig
+from moonpool.transfer.paths.plan import Planner
+from moonpool.transfer.paths.priority import Priority
 
 HANDOFF, PREFETCH, REPLICATION = Priority
 

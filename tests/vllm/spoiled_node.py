@@ -8,7 +8,8 @@ import asyncio
 import json
 import sys
 
-from moonpool.store.node import Node, NodeConfig
+from moonpool.node.config import NodeConfig
+from moonpool.node.service import Node
 
 
 def say(line: str) -> None:

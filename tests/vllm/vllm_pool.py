@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import random
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from store_pool import MIB, RoleProcess
 from tiny_llama import VOCAB
 from vllm_process import NodeProcess
-
-sys.path.append(str(Path(__file__).parents[1] / "store"))  # for store_pool
-
-from store_pool import MIB, RoleProcess
 
 from moonpool.integrations.mooncake import MooncakeDistributedStore
 

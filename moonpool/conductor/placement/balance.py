@@ -3,7 +3,7 @@
 Nothing is predicted and nothing is ordered. By the paper's rule a request that load sends to another worker than the
 one with the longest prefix makes the new replica itself: it pulls what is missing, or computes it again where that is
 faster, and the worker keeps it like any other block. A replica that has become cold goes by the worker's own eviction.
-Replicas of objects inside the pool are the store's affair (store/state/hot_keys.py counts look-ups and copies; its
+Replicas of objects inside the pool are the store's affair (master/state/hot_keys.py counts look-ups and copies; its
 eviction drops): two minds about the same copies would fight.
 
 What is left to do here is to count: how many blocks were replicated and how, and which prefixes are hot. Counts fade,

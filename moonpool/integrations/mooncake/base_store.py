@@ -25,7 +25,7 @@ from moonpool.integrations.mooncake.registered_memory import RegisteredMemory
 from moonpool.integrations.mooncake.replicate_config import ReplicateConfig
 from moonpool.integrations.mooncake.session import Session
 from moonpool.integrations.mooncake.setup_config import SetupConfig
-from moonpool.store.node.seldom import SeldomLog
+from moonpool.node.seldom import SeldomLog
 
 _LOG = logging.getLogger(__name__)
 _BY_POSITION = (

@@ -12,7 +12,8 @@ from collections.abc import Coroutine
 from typing import Any
 
 from moonpool.base.errors import DeadlineExceeded, Unavailable
-from moonpool.store.node import Node, NodeConfig
+from moonpool.node.config import NodeConfig
+from moonpool.node.service import Node
 
 _START_TIMEOUT_S = 60.0  # it takes all of its memory at once
 _CLOSE_TIMEOUT_S = 10.0

@@ -11,8 +11,8 @@ from moonpool.base.errors import BreakerOpen
 from moonpool.integrations.mooncake.embedded_node import EmbeddedNode
 from moonpool.integrations.mooncake.pool import Pool
 from moonpool.integrations.mooncake.setup_config import SetupConfig, credentials
+from moonpool.node.config import NodeConfig
 from moonpool.store.client import ClientConfig, StoreClient
-from moonpool.store.node import NodeConfig
 from moonpool.transfer.config import TransferConfig
 from moonpool.transfer.engine import TransferEngine
 

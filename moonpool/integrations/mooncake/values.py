@@ -11,7 +11,7 @@ from moonpool.integrations.mooncake.base_store import BaseStore
 from moonpool.integrations.mooncake.codes import ErrorCode
 from moonpool.integrations.mooncake.pool import Pool
 from moonpool.integrations.mooncake.replicate_config import ReplicateConfig
-from moonpool.transfer.buffers import as_bytes_view
+from moonpool.transfer.memory.buffers import as_bytes_view
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

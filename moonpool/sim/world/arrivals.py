@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from moonpool.sim.traces.columns import Trace, TraceRequest
 from moonpool.sim.world.clockwork import Clockwork
+from moonpool.traces.columns import Trace, TraceRequest
 
 
 def follow(clock: Clockwork, trace: Trace, arrived: Callable[[int, TraceRequest], None]) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from moonpool.base.errors import MoonpoolError, Overloaded, PeerLost, Unavailable
 from moonpool.conductor.messages import Decision, RequestEnded
-from moonpool.sim.traces.columns import Trace, TraceRequest
 from moonpool.sim.world.arrivals import follow
 from moonpool.sim.world.config import ClusterConfig
 from moonpool.sim.world.decode import DecodeWorker, Written
@@ -17,6 +16,7 @@ from moonpool.sim.world.outages import Outages
 from moonpool.sim.world.paper import block_keys
 from moonpool.sim.world.parts import Parts
 from moonpool.sim.world.pool_members import PoolMembers
+from moonpool.traces.columns import Trace, TraceRequest
 
 
 class Cluster:

@@ -8,13 +8,13 @@ from typing import Literal
 from moonpool.base.errors import ConfigError
 from moonpool.conductor.placement.policy import PolicyConfig
 from moonpool.conductor.retries import RetryPolicy
+from moonpool.master.rules import PoolRules
 from moonpool.sim.physics.cost import EngineCost
 from moonpool.sim.physics.hardware import NodeSpec
 from moonpool.sim.physics.model_shape import ModelShape
 from moonpool.sim.physics.roofline import kv_capacity_tokens
 from moonpool.sim.world.failures import Failure, check_schedule
 from moonpool.sim.world.pool import rules_on_paper
-from moonpool.store.rules import PoolRules
 
 PoolKind = Literal["shared", "local", "none"]
 

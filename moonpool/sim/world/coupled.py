@@ -20,12 +20,12 @@ from moonpool.sim.physics.hardware import NodeSpec
 from moonpool.sim.physics.links import Network
 from moonpool.sim.physics.model_shape import ModelShape
 from moonpool.sim.physics.roofline import kv_capacity_tokens
-from moonpool.sim.traces.columns import Trace, TraceRequest
 from moonpool.sim.world.arrivals import follow
 from moonpool.sim.world.clockwork import Clockwork
 from moonpool.sim.world.job import DONE, Job
 from moonpool.sim.world.paper import PaperSequence, block_keys
 from moonpool.sim.world.stepper import Stepper
+from moonpool.traces.columns import Trace, TraceRequest
 
 _MAX_SEQ_TOKENS = 1 << 30
 _PRIVATE = 1 << 55  # numbers from here on are blocks that no other request has

@@ -9,7 +9,6 @@ import numpy as np
 
 from moonpool.base.keys import object_key
 from moonpool.engine.jumping import JumpingScheduler
-from moonpool.sim.traces.columns import Trace
 from moonpool.sim.world.cluster import Cluster
 from moonpool.sim.world.coupled import CoupledCluster, CoupledWorker
 from moonpool.sim.world.decode import DecodeWorker
@@ -17,6 +16,7 @@ from moonpool.sim.world.paper import block_key
 from moonpool.sim.world.pool import SimPool
 from moonpool.sim.world.prefill import PrefillWorker
 from moonpool.store.messages import Tier
+from moonpool.traces.columns import Trace
 
 World: TypeAlias = Cluster | CoupledCluster
 Worker: TypeAlias = PrefillWorker | DecodeWorker | CoupledWorker

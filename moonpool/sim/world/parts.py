@@ -13,9 +13,9 @@ from moonpool.conductor.state import ConductorState
 from moonpool.engine.blocks import MAX_EVENTS, PageManager
 from moonpool.engine.jumping import JumpingScheduler
 from moonpool.engine.scheduler import SchedulerConfig
+from moonpool.master.state.changes import Changes
 from moonpool.sim.physics.links import Network
 from moonpool.sim.physics.pipeline import pipelined_prefill_s
-from moonpool.sim.traces.columns import Trace
 from moonpool.sim.world.clockwork import Clockwork
 from moonpool.sim.world.config import ClusterConfig
 from moonpool.sim.world.decode import DecodeWorker
@@ -24,7 +24,7 @@ from moonpool.sim.world.pool import SimPool
 from moonpool.sim.world.prefill import PrefillWorker, Stages
 from moonpool.sim.world.reporter import INCARNATION, Reporter
 from moonpool.sim.world.runs import Runs
-from moonpool.store.state.changes import Changes
+from moonpool.traces.columns import Trace
 
 _MODEL = "simulated"
 _MAX_SEQ_TOKENS = 1 << 30

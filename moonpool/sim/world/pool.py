@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.keys import object_key
 from moonpool.base.object_header import ALIGN_NBYTES
+from moonpool.master.rules import PoolRules
+from moonpool.master.state import PoolState
+from moonpool.master.state.changes import Changes
 from moonpool.sim.physics.hardware import NodeSpec
 from moonpool.sim.world.clockwork import Clockwork
 from moonpool.sim.world.paper import block_key
 from moonpool.store.messages import Order, OrderKind, OrderResult, PutOptions, Tier
-from moonpool.store.rules import PoolRules
-from moonpool.store.state import PoolState
-from moonpool.store.state.changes import Changes
-from moonpool.transfer.descriptor import SegmentDescriptor
 
 _NEVER_S = 1e12
 _GRANULE_NBYTES = 4096

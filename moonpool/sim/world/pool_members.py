@@ -3,11 +3,11 @@ nodes were ordered to do, is up to PoolState."""
 
 from __future__ import annotations
 
+from moonpool.base.descriptor import SegmentDescriptor
+from moonpool.master.state.segments import MountedSegment
 from moonpool.sim.world.clockwork import Clockwork
 from moonpool.sim.world.pool import SimPool
 from moonpool.store.messages import Tier
-from moonpool.store.state.segments import MountedSegment
-from moonpool.transfer.descriptor import SegmentDescriptor
 
 
 class PoolMembers:

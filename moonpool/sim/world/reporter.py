@@ -5,9 +5,9 @@ from __future__ import annotations
 from moonpool.base.cluster import DecodeSample, PrefillSample, PullSample, ReportWorker, WorkerLoad
 from moonpool.conductor.state import ConductorState
 from moonpool.engine.jumping import JumpingScheduler
+from moonpool.master.state.changes import Changes
 from moonpool.sim.world.paper import block_keys
 from moonpool.sim.world.runs import Runs
-from moonpool.store.state.changes import Changes
 
 INCARNATION = 1
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from moonpool.sim.traces.columns import Trace
 from moonpool.sim.world.paper import block_number
+from moonpool.traces.columns import Trace
 
 Ints = NDArray[np.int64]
 

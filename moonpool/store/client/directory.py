@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from moonpool.base.clock import Clock, SystemClock
+from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import MoonpoolError, NotFound, Unauthorized, Unavailable
 from moonpool.store.client.unreadable import UnreadableSegments
 from moonpool.store.messages import Placement, SegmentInfo, Tier
-from moonpool.transfer.descriptor import SegmentDescriptor
 from moonpool.transfer.engine import TransferEngine
 from moonpool.transfer.host import host_id
 from moonpool.transfer.transports.base import RemoteSegment

@@ -15,7 +15,7 @@ from moonpool.base.errors import MoonpoolError, Unavailable
 from moonpool.base.object_header import ALIGN_NBYTES
 from moonpool.store.client.far_read import FarObject
 from moonpool.store.client.flight import FlightCrew
-from moonpool.transfer.buffers import aligned_buffer
+from moonpool.transfer.memory.buffers import aligned_buffer
 from moonpool.transfer.transports.base import RemoteSegment
 
 _LEAST_NBYTES, _MOST_NBYTES = 1024 * 1024, 4 * 1024 * 1024 + 64 * 1024  # of neighbours that are read together

@@ -22,7 +22,7 @@ from moonpool.store.client.cuts import scatter
 from moonpool.store.client.flight import BUNDLE_ITEMS, BUNDLE_NBYTES, FlightCrew
 from moonpool.store.client.headers import Glance, glance
 from moonpool.store.messages import ObjectInfo, Placement
-from moonpool.transfer.buffers import cut
+from moonpool.transfer.memory.buffers import cut
 from moonpool.transfer.transports.base import RemoteSegment
 
 PREFIX_NBYTES = 64  # enough of the header to see whose it is: magic to identity

@@ -12,9 +12,9 @@ import threading
 
 from moonpool.base.errors import MoonpoolError, PeerLost
 from moonpool.base.rpc import BlockingClient
-from moonpool.store import desk
 from moonpool.store.client.directory import SegmentDirectory
 from moonpool.store.messages import Placement, SegmentInfo
+from moonpool.store.messages import session_calls as desk
 from moonpool.transfer.transports.base import RemoteSegment
 from moonpool.transfer.transports.mapped import MappedRemote
 

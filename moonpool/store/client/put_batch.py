@@ -15,7 +15,6 @@ import numpy as np
 from moonpool.base.checksum import crc32c_of_array
 from moonpool.base.errors import MoonpoolError, Unauthorized, Unavailable
 from moonpool.base.object_header import ObjectKind
-from moonpool.store.allocator import GRANULE_NBYTES, num_granules
 from moonpool.store.client.cuts import gather
 from moonpool.store.client.flight import BUNDLE_ITEMS, BUNDLE_NBYTES, Flight, FlightCrew, Landed
 from moonpool.store.client.headers import pack_header, padded_nbytes
@@ -24,8 +23,8 @@ from moonpool.store.client.put_request import MAX_BATCH_NBYTES, Put, bundle
 from moonpool.store.client.put_session import REPLICA_ERRORS, PutTools
 from moonpool.store.client.runs import SMALL_NBYTES, Run, Runs
 from moonpool.store.client.side_by_side import side_by_side
-from moonpool.store.messages import Placement
-from moonpool.transfer.buffers import as_bytes_view
+from moonpool.store.messages import GRANULE_NBYTES, Placement, num_granules
+from moonpool.transfer.memory.buffers import as_bytes_view
 from moonpool.transfer.transports.base import RemoteSegment
 from moonpool.transfer.transports.mapped import MappedRemote, MappedWriter
 

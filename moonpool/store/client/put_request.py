@@ -9,7 +9,7 @@ import msgspec
 
 from moonpool.base.object_header import NO_IDENTITY, ObjectKind, header_nbytes
 from moonpool.store.messages import PutOptions, PutStart
-from moonpool.transfer.buffers import Buffer
+from moonpool.transfer.memory.buffers import Buffer
 
 MAX_BATCH_OBJECTS = 1000
 MAX_BATCH_NBYTES = 256 * 1024 * 1024  # written within a fraction of the time after which a put is discarded

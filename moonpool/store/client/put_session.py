@@ -18,7 +18,7 @@ from moonpool.store.client.headers import pack_header
 from moonpool.store.client.holder import Holder
 from moonpool.store.client.put_request import PutRequest
 from moonpool.store.messages import Placement
-from moonpool.transfer.buffers import Buffer, as_bytes_view
+from moonpool.transfer.memory.buffers import Buffer, as_bytes_view
 
 # What may go wrong with one replica and leave the others usable.
 REPLICA_ERRORS = (Unavailable, NotFound, StaleGeneration, Unauthorized)

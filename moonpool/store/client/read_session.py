@@ -26,7 +26,7 @@ from moonpool.store.client.counters import ClientCounters
 from moonpool.store.client.cuts import Part
 from moonpool.store.client.directory import SegmentDirectory
 from moonpool.store.messages import ObjectInfo, Placement
-from moonpool.transfer.buffers import Buffer, as_bytes_view
+from moonpool.transfer.memory.buffers import Buffer, as_bytes_view
 from moonpool.transfer.transports.base import RemoteSegment
 
 # Enough of the header to see whose it is: magic to identity.

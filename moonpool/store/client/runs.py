@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moonpool.store.allocator import GRANULE_NBYTES, num_granules
-from moonpool.store.messages import Placement
+from moonpool.store.messages import GRANULE_NBYTES, Placement, num_granules
 
 SMALL_NBYTES = 32 * 1024  # above, the copy takes longer than what is done around it
 _MAX_RUN_GRANULES = 256

@@ -40,8 +40,8 @@ from moonpool.store.client.recovery import read_ranges
 from moonpool.store.client.retry import MasterLine
 from moonpool.store.client.views import ObjectView
 from moonpool.store.messages import ListedObject, ObjectInfo, PutOptions, StoreStats, TaskInfo
-from moonpool.transfer.buffers import Buffer, as_bytes_view
 from moonpool.transfer.engine import TransferEngine
+from moonpool.transfer.memory.buffers import Buffer, as_bytes_view
 
 __all__ = ["OPAQUE_PIECE_NBYTES", "ClientConfig", "ObjectView", "Put", "PutOptions", "PutRequest", "StoreClient"]
 

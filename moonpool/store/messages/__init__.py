@@ -44,6 +44,7 @@ from moonpool.store.messages.task_calls import (
     QueryTask,
 )
 from moonpool.store.messages.values import (
+    GRANULE_NBYTES,
     MAX_GENERATION,
     SESSIONS_ALONE,
     Doubt,
@@ -67,11 +68,13 @@ from moonpool.store.messages.values import (
     StoreStats,
     TaskInfo,
     Tier,
+    num_granules,
 )
 
 SERVICE = "store"
 
 __all__ = [
+    "GRANULE_NBYTES",
     "MAX_GENERATION",
     "SERVICE",
     "SESSIONS_ALONE",
@@ -131,4 +134,5 @@ __all__ = [
     "UnmountSegment",
     "Unpin",
     "Why",
+    "num_granules",
 ]

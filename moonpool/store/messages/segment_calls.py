@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.ranges import Seconds, Whole
 from moonpool.base.rpc import Call, StreamCall
 from moonpool.store.messages.values import (
@@ -14,7 +15,6 @@ from moonpool.store.messages.values import (
     SegmentInfo,
     Tier,
 )
-from moonpool.transfer.descriptor import SegmentDescriptor
 
 
 class MountSegment(Call[MountReply]):

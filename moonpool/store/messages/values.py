@@ -7,10 +7,16 @@ from typing import Annotated
 
 import msgspec
 
+from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.ranges import Seconds, Whole
-from moonpool.transfer.descriptor import SegmentDescriptor
 
 MAX_REPLICAS = 16  # of one object
+GRANULE_NBYTES = 4096  # the unit in which space of a segment is granted and fenced
+
+
+def num_granules(nbytes: int) -> int:
+    """Return how many granules hold `nbytes`."""
+    return -(-nbytes // GRANULE_NBYTES)
 
 
 class Tier(IntFlag):

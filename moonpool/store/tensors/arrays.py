@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from moonpool.base.errors import InvalidInput
 from moonpool.store.tensors.tensor_form import ITEM_NBYTES, TensorForm
-from moonpool.transfer.buffers import as_bytes_view
+from moonpool.transfer.memory.buffers import as_bytes_view
 
 Library: TypeAlias = Literal["numpy", "torch"]
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from moonpool.base.errors import FewerReplicas, InvalidInput, from_wire
-from moonpool.store.api.keys_text import key_bytes
-from moonpool.store.api.put_settings import PutSettings, as_wish
 from moonpool.store.client import Put, StoreClient
+from moonpool.store.keys_text import key_bytes
+from moonpool.store.put_settings import PutSettings, as_wish
 from moonpool.store.tensors.arrays import row_major
 from moonpool.store.tensors.safetensors_index import FileTensor, checked_names, make_index, read_index
 from moonpool.store.tensors.tensor_calls import TensorCalls

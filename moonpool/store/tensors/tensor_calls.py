@@ -9,14 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moonpool.base.errors import InvalidInput, MoonpoolError, NotFound, Refused
-from moonpool.store.api.keys_text import show_key
-from moonpool.store.api.piece_sessions import PieceReader
-from moonpool.store.api.put_settings import PutSettings, as_wish
 from moonpool.store.client import Put, StoreClient
+from moonpool.store.keys_text import show_key
 from moonpool.store.messages import ObjectInfo
+from moonpool.store.piece_sessions import PieceReader
+from moonpool.store.put_settings import PutSettings, as_wish
 from moonpool.store.tensors.arrays import Library, as_numpy, as_source, as_target, as_torch, is_torch
 from moonpool.store.tensors.tensor_form import MAX_HEADER_NBYTES, TensorForm, unpack_form
-from moonpool.transfer.buffers import Buffer, address_of
+from moonpool.transfer.memory.buffers import Buffer, address_of
 
 ReadInto: TypeAlias = Callable[[Sequence[bytes], Sequence[Sequence[Buffer]]], list[int | MoonpoolError]]
 Lookup: TypeAlias = Callable[[list[bytes]], list[ObjectInfo | None]]

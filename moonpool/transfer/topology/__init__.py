@@ -19,7 +19,6 @@ from moonpool.transfer.topology.devices import (
 )
 from moonpool.transfer.topology.discover import discover
 from moonpool.transfer.topology.matrix import build_topology
-from moonpool.transfer.topology.numa import bind_file_to_node, bind_to_node
 from moonpool.transfer.topology.nvml import nvml_gpus
 from moonpool.transfer.topology.override import apply_override
 from moonpool.transfer.topology.sysfs import Sysfs
@@ -36,8 +35,6 @@ __all__ = [
     "Sysfs",
     "Topology",
     "apply_override",
-    "bind_file_to_node",
-    "bind_to_node",
     "build_topology",
     "discover",
     "read_topology",

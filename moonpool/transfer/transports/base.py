@@ -18,10 +18,10 @@ from collections.abc import Generator, Iterable, Sequence
 from typing import ClassVar
 
 from moonpool.base.clock import Deadline
+from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import AlreadyExists, InvalidInput, MoonpoolError, NotFound, StaleGeneration, Unauthorized
-from moonpool.transfer.buffers import Buffer, as_bytes_view
-from moonpool.transfer.descriptor import SegmentDescriptor
-from moonpool.transfer.segment import Segment
+from moonpool.transfer.memory.buffers import Buffer, as_bytes_view
+from moonpool.transfer.memory.segment import Segment
 
 
 class RemoteSegment(ABC):

@@ -6,11 +6,11 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 from moonpool.base.errors import PeerLost
-from moonpool.transfer.buffers import Buffer, as_bytes_view, copy_bytes, total_nbytes
-from moonpool.transfer.segment import Borrowed
-from moonpool.transfer.spans import merge_spans
+from moonpool.transfer.memory.buffers import Buffer, as_bytes_view, copy_bytes, total_nbytes
+from moonpool.transfer.memory.prefault import Prefault
+from moonpool.transfer.memory.segment import Borrowed
+from moonpool.transfer.memory.spans import merge_spans
 from moonpool.transfer.transports.base import RemoteSegment, check_bounds, place_items
-from moonpool.transfer.transports.prefault import Prefault
 
 # Time for the owner to answer where nobody named one: a connection was lost and it must be asked again.
 _VIEW_TIMEOUT_S = 2.0

@@ -7,11 +7,11 @@ from __future__ import annotations
 import threading
 import uuid
 
+from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import PeerLost
-from moonpool.transfer.descriptor import SegmentDescriptor
 from moonpool.transfer.desk import Desk, Notify
 from moonpool.transfer.mailbox import check_message
-from moonpool.transfer.segment import Borrowed, Segment
+from moonpool.transfer.memory.segment import Borrowed, Segment
 from moonpool.transfer.transports.base import Transport, check_bounds, rest_of
 from moonpool.transfer.transports.mapped import MappedRemote
 

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from moonpool.store.state.fates import Fate
+from moonpool.master.state.fates import Fate
 
 NEVER_S = float("inf")
 _EVICTED = (Fate.EVICTED_WATERMARK, Fate.EVICTED_FOR_PUT, Fate.SSD_EVICTED)

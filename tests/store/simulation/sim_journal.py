@@ -1,6 +1,6 @@
 """The master's simulated journal: what it appended outlives a kill; a power loss cuts what was not synced yet.
 
-The real one (store/journal/) has tests of its own for torn frames, full disks and half-written snapshots. This one
+The real one (master/journal/) has tests of its own for torn frames, full disks and half-written snapshots. This one
 keeps its promises and no more than them.
 """
 
@@ -34,7 +34,7 @@ class JournalDisk:
 
 
 class SimJournal:
-    """Stands for Journal in store/master/service.py."""
+    """Stands for Journal in master/service.py."""
 
     has_unwritten = False  # its disk takes everything
 

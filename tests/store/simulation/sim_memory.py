@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from moonpool.base.clock import Deadline
+from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import DeadlineExceeded, MoonpoolError, NotFound, PeerLost
-from moonpool.transfer.buffers import address_of, as_bytes_views, total_nbytes
-from moonpool.transfer.descriptor import SegmentDescriptor
-from moonpool.transfer.segment import Borrowed, Segment
+from moonpool.transfer.memory.buffers import address_of, as_bytes_views, total_nbytes
+from moonpool.transfer.memory.segment import Borrowed, Segment
 from moonpool.transfer.transports.base import RemoteSegment, check_bounds
 from moonpool.transfer.transports.file.folder import FOLDER_NBYTES, MAX_FILE_NBYTES
 from moonpool.transfer.transports.mapped import MappedRemote

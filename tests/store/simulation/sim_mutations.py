@@ -6,22 +6,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import moonpool.node.copying
+import moonpool.node.desk
+import moonpool.node.mount
 import moonpool.store.client.far_read
 import moonpool.store.client.get_batch
 import moonpool.store.client.views
-import moonpool.store.node.copying
-import moonpool.store.node.desk
-import moonpool.store.node.mount
-from moonpool.store.state.copies import Copies
-from moonpool.store.state.index import ObjectIndex
-from moonpool.store.state.members import Members
-from moonpool.store.state.pins import PinTable
-from moonpool.store.state.puts import Puts
-from moonpool.store.state.reads import Reads
-from moonpool.store.state.records import Outcomes, PutsEnded
-from moonpool.store.state.space import SpaceReturns
-from moonpool.store.state.ssd_tier import SsdTier
-from moonpool.transfer.segment import Fence
+from moonpool.master.state.copies import Copies
+from moonpool.master.state.index import ObjectIndex
+from moonpool.master.state.members import Members
+from moonpool.master.state.pins import PinTable
+from moonpool.master.state.puts import Puts
+from moonpool.master.state.reads import Reads
+from moonpool.master.state.records import Outcomes, PutsEnded
+from moonpool.master.state.space import SpaceReturns
+from moonpool.master.state.ssd_tier import SsdTier
+from moonpool.transfer.memory.segment import Fence
 
 Change = tuple[Any, str, Any]
 
@@ -87,14 +87,14 @@ def _unwritten_replicas_count() -> list[Change]:
 
 
 def _ends_are_not_told() -> list[Change]:
-    return [(moonpool.store.node.desk.NodeDesk, "_left", lambda self, peer: self._sessions_of.pop(peer) and None)]
+    return [(moonpool.node.desk.NodeDesk, "_left", lambda self, peer: self._sessions_of.pop(peer) and None)]
 
 
 def _memory_is_mounted_again_as_it_is() -> list[Change]:
     async def make_ready(self: Any) -> bool:
         return True
 
-    return [(moonpool.store.node.mount.DramMount, "_make_ready", make_ready)]
+    return [(moonpool.node.mount.DramMount, "_make_ready", make_ready)]
 
 
 def _lost_desks_are_not_missed() -> list[Change]:

@@ -20,6 +20,23 @@ import moonpool.base.rpc.blocking
 import moonpool.base.rpc.intake
 import moonpool.base.rpc.probed
 import moonpool.base.rpc.silence
+import moonpool.master.service
+import moonpool.master.state.copies
+import moonpool.master.state.fates
+import moonpool.master.state.segments
+import moonpool.master.state.snapshot
+import moonpool.node.desk
+import moonpool.node.link
+import moonpool.node.mount
+import moonpool.node.offloading
+import moonpool.node.orders
+import moonpool.node.replicas
+import moonpool.node.seldom
+import moonpool.node.service
+import moonpool.node.ssd.folder
+import moonpool.node.ssd.log_file
+import moonpool.node.ssd.opening
+import moonpool.node.ssd_tier
 import moonpool.store.client.directory
 import moonpool.store.client.flight
 import moonpool.store.client.get_batch
@@ -27,24 +44,7 @@ import moonpool.store.client.holder
 import moonpool.store.client.retry
 import moonpool.store.client.unreadable
 import moonpool.store.client.views
-import moonpool.store.master.service
-import moonpool.store.node.desk
-import moonpool.store.node.link
-import moonpool.store.node.mount
-import moonpool.store.node.offloading
-import moonpool.store.node.orders
-import moonpool.store.node.replicas
-import moonpool.store.node.seldom
-import moonpool.store.node.service
-import moonpool.store.node.ssd
-import moonpool.store.ssd.folder
-import moonpool.store.ssd.log_file
-import moonpool.store.ssd.opening
-import moonpool.store.state.copies
-import moonpool.store.state.fates
-import moonpool.store.state.segments
-import moonpool.store.state.snapshot
-import moonpool.transfer.transports.file.handle
+import moonpool.transfer.disk.handle
 import moonpool.transfer.transports.mapped
 from moonpool.base.errors import DeadlineExceeded, PeerLost
 from moonpool.store.messages import SESSIONS_ALONE
@@ -254,7 +254,7 @@ def _patches() -> list[tuple[Any, str, Any]]:
                 STORE.ssd.folder,
                 STORE.ssd.log_file,
                 STORE.ssd.opening,
-                moonpool.transfer.transports.file.handle,
+                moonpool.transfer.disk.handle,
             )
         ],
         (STORE.ssd.folder, "fcntl", SimFcntl(lambda: _world().disks)),

@@ -11,14 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 from moonpool.base.errors import MoonpoolError
-from moonpool.store.allocator import GRANULE_NBYTES
+from moonpool.master.service import Master, MasterConfig
+from moonpool.master.state.table import Flag
+from moonpool.node.config import NodeConfig
+from moonpool.node.service import Node
+from moonpool.node.ssd import SsdConfig
 from moonpool.store.client import ClientConfig, StoreClient
-from moonpool.store.master import Master, MasterConfig
-from moonpool.store.messages import Placement
-from moonpool.store.node import Node, NodeConfig
-from moonpool.store.ssd import SsdConfig
-from moonpool.store.state.table import Flag
-from moonpool.transfer.segment import Segment
+from moonpool.store.messages import GRANULE_NBYTES, Placement
+from moonpool.transfer.memory.segment import Segment
 
 from .sim_disk import SimOs
 from .sim_history import History, describe

@@ -17,9 +17,9 @@ from typing import NamedTuple, TypeAlias
 
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import DeadlineExceeded, Internal, MoonpoolError
-from moonpool.transfer.buffers import Memory, address_of, copy_bytes
 from moonpool.transfer.crew import Crew
-from moonpool.transfer.foreign import DeviceSpan
+from moonpool.transfer.memory.buffers import Memory, address_of, copy_bytes
+from moonpool.transfer.memory.foreign import DeviceSpan
 from moonpool.transfer.transports.cuda.driver import Device, driver
 from moonpool.transfer.transports.cuda.plan import Load, Piece, cut_loads, share_out
 

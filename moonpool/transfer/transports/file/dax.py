@@ -9,8 +9,8 @@ from pathlib import Path
 
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import InvalidInput, PeerLost
-from moonpool.transfer.transports.file.disk import OpenDisk, gather, scatter
-from moonpool.transfer.transports.file.handle import own_errors
+from moonpool.transfer.disk.disk import OpenDisk, gather, scatter
+from moonpool.transfer.disk.handle import own_errors
 
 _ALIGN_NBYTES = 2 * 1024 * 1024  # the driver's default, where sysfs does not say
 

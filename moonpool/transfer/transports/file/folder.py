@@ -15,14 +15,14 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from moonpool.base.clock import Deadline
+from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import Corrupt, HandleClosed, InvalidInput, NotFound, PeerLost, Unavailable
-from moonpool.transfer.buffers import Buffer, as_bytes_views, total_nbytes
-from moonpool.transfer.descriptor import SegmentDescriptor
-from moonpool.transfer.segment import Segment
+from moonpool.transfer.disk.disk import FileDisk
+from moonpool.transfer.disk.handle import own_errors
+from moonpool.transfer.disk.sidecar import Sidecar, pack_grant
+from moonpool.transfer.memory.buffers import Buffer, as_bytes_views, total_nbytes
+from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.transports.base import RemoteSegment
-from moonpool.transfer.transports.file.disk import FileDisk
-from moonpool.transfer.transports.file.handle import own_errors
-from moonpool.transfer.transports.file.sidecar import Sidecar, pack_grant
 
 FILE_BITS = 32
 MAX_FILE_NBYTES = 1 << FILE_BITS

@@ -15,13 +15,13 @@ from typing import ClassVar
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import AlreadyExists, InvalidInput, NoSpace
 from moonpool.base.units import format_nbytes
-from moonpool.transfer.buffers import Buffer, as_bytes_views, total_nbytes
-from moonpool.transfer.segment import Segment, check_sizes
+from moonpool.transfer.disk.disk import FileDisk, OpenDisk
+from moonpool.transfer.disk.handle import own_errors
+from moonpool.transfer.disk.sidecar import Sidecar, pack_grant, sidecar_path
+from moonpool.transfer.memory.buffers import Buffer, as_bytes_views, total_nbytes
+from moonpool.transfer.memory.segment import Segment, check_sizes
 from moonpool.transfer.transports.base import check_bounds
 from moonpool.transfer.transports.file.dax import DaxDisk, dax_geometry
-from moonpool.transfer.transports.file.disk import FileDisk, OpenDisk
-from moonpool.transfer.transports.file.handle import own_errors
-from moonpool.transfer.transports.file.sidecar import Sidecar, pack_grant, sidecar_path
 
 _FILE_UNIT_NBYTES = 64 * 1024  # a multiple of every block size
 

@@ -11,15 +11,15 @@ import threading
 from collections.abc import Sequence
 
 from moonpool.base.clock import Deadline
+from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import AlreadyExists, InvalidInput, PeerLost
-from moonpool.transfer.buffers import Buffer
-from moonpool.transfer.descriptor import SegmentDescriptor
+from moonpool.transfer.disk.sidecar import pack_grant
 from moonpool.transfer.host import host_id
-from moonpool.transfer.segment import Segment
+from moonpool.transfer.memory.buffers import Buffer
+from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.transports.base import RemoteSegment, Transport, check_bounds, rest_of
 from moonpool.transfer.transports.file.folder import FolderRemote, FolderSegment, is_folder
 from moonpool.transfer.transports.file.segment import FencedFile, FileSegment
-from moonpool.transfer.transports.file.sidecar import pack_grant
 
 
 class FileTransport(Transport):

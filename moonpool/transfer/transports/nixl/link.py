@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import DeadlineExceeded, PeerLost
-from moonpool.transfer.buffers import copy_bytes
+from moonpool.transfer.memory.buffers import copy_bytes
 from moonpool.transfer.transports.nixl.agent import Agent, Op
 from moonpool.transfer.transports.nixl.chunks import Chunk
 from moonpool.transfer.transports.nixl.peer import Flight, NixlAddress, Peer

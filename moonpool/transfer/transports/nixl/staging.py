@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 
 from moonpool.base.clock import Deadline
-from moonpool.transfer.buffers import address_of, aligned_buffer
+from moonpool.transfer.memory.buffers import address_of, aligned_buffer
 from moonpool.transfer.transports.nixl.agent import Agent, Memory
 
 

@@ -21,14 +21,14 @@ import msgspec
 
 from moonpool.base.address import parse_address
 from moonpool.base.clock import Deadline
+from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import DeadlineExceeded, InvalidInput, MoonpoolError, NotFound, PeerLost
-from moonpool.transfer.buffers import Buffer, address_of, as_bytes_views, total_nbytes
-from moonpool.transfer.descriptor import SegmentDescriptor
 from moonpool.transfer.desk import Admit, Attach, Confirm, Desk, Line, Notify, ask_fence
-from moonpool.transfer.location import parse_location
 from moonpool.transfer.mailbox import check_message
-from moonpool.transfer.segment import Segment
-from moonpool.transfer.spans import Spans, merge_spans
+from moonpool.transfer.memory.buffers import Buffer, address_of, as_bytes_views, total_nbytes
+from moonpool.transfer.memory.location import parse_location
+from moonpool.transfer.memory.segment import Segment
+from moonpool.transfer.memory.spans import Spans, merge_spans
 from moonpool.transfer.transports.base import RemoteSegment, Transport, check_bounds, place_items, rest_of
 from moonpool.transfer.transports.nixl.agent import Agent, Memory, Op, check_installed
 from moonpool.transfer.transports.nixl.chunks import cut_chunks

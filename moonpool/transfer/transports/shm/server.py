@@ -31,7 +31,7 @@ _MAX_REQUEST_NBYTES = HEADER_NBYTES + 64 * 1024  # on one connection, in all
 
 
 class SegmentMemory(msgspec.Struct, frozen=True, array_like=True):
-    """How to map the memfd that comes with it (layout: transfer/segment.py)."""
+    """How to map the memfd that comes with it (layout: transfer/memory/segment.py)."""
 
     nbytes: int
     granule_nbytes: int | None

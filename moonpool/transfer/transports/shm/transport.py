@@ -12,14 +12,14 @@ import uuid
 
 from moonpool.base.address import parse_address
 from moonpool.base.clock import Deadline
+from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import DeadlineExceeded, PeerLost, ProtocolError
 from moonpool.base.frames import HEADER_NBYTES
 from moonpool.base.rpc.protocol import encode_call
-from moonpool.transfer.descriptor import SegmentDescriptor
 from moonpool.transfer.desk import Desk, Notify
 from moonpool.transfer.host import host_id
 from moonpool.transfer.mailbox import check_message
-from moonpool.transfer.segment import Borrowed, Segment
+from moonpool.transfer.memory.segment import Borrowed, Segment
 from moonpool.transfer.transports.base import Transport, check_bounds, rest_of
 from moonpool.transfer.transports.mapped import MappedRemote
 from moonpool.transfer.transports.peer_errors import PeerErrors

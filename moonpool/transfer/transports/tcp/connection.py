@@ -14,9 +14,9 @@ from collections.abc import Callable
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import DamagedFrame, InvalidInput, MoonpoolError, Overloaded, ProtocolError, StaleGeneration
 from moonpool.transfer.desk import Desk
-from moonpool.transfer.segment import Fence, Segment
+from moonpool.transfer.disk.bounce import BouncePool
+from moonpool.transfer.memory.segment import Fence, Segment
 from moonpool.transfer.transports.base import check_bounds
-from moonpool.transfer.transports.file.bounce import BouncePool
 from moonpool.transfer.transports.sockets import receive_exactly, receive_present, wait_readable
 from moonpool.transfer.transports.tcp.frames import (
     REQUEST_NBYTES,

@@ -43,7 +43,7 @@ import google_crc32c
 
 from moonpool.base.errors import InvalidInput, MoonpoolError, ProtocolError, from_wire
 from moonpool.base.frames import damaged
-from moonpool.transfer.segment import MAX_NAME_NBYTES
+from moonpool.transfer.memory.segment import MAX_NAME_NBYTES
 
 MAGIC = b"MPTX"
 VERSION = 2

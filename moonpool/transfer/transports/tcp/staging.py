@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 from moonpool.base.errors import Internal
-from moonpool.transfer.buffers import Buffer
-from moonpool.transfer.segment import Segment
-from moonpool.transfer.transports.file.bounce import BouncePool
+from moonpool.transfer.disk.bounce import BouncePool
+from moonpool.transfer.memory.buffers import Buffer
+from moonpool.transfer.memory.segment import Segment
 
 _PART_NBYTES = 1024 * 1024
 _MAX_PARTS = 16

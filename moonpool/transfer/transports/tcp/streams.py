@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 
 from moonpool.base.clock import Deadline
-from moonpool.transfer.buffers import total_nbytes
+from moonpool.transfer.memory.buffers import total_nbytes
 from moonpool.transfer.transports.sockets import after, receive_ahead, receive_exactly, receive_some, send_all
 
 # Data moves in parts of this size. Each has the stall timeout to itself: a large request on a slow wire is no stall.

@@ -15,12 +15,12 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 
 from moonpool.base.address import host_port, parse_address
 from moonpool.base.clock import Deadline
+from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import ConfigError, InvalidInput, MoonpoolError, PeerLost, StaleGeneration
-from moonpool.transfer.buffers import Buffer, as_bytes_views, total_nbytes
-from moonpool.transfer.descriptor import SegmentDescriptor
 from moonpool.transfer.desk import Desk, Line, Notify
 from moonpool.transfer.mailbox import check_message
-from moonpool.transfer.segment import Segment
+from moonpool.transfer.memory.buffers import Buffer, as_bytes_views, total_nbytes
+from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.transports.base import RemoteSegment, Transport, check_bounds, place_items
 from moonpool.transfer.transports.peer_errors import PeerErrors
 from moonpool.transfer.transports.tcp.ask import TcpLine

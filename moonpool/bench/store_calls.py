@@ -1,0 +1,130 @@
+"""What a client process of `moonpool bench store` asks of the master alone: no bytes move.
+
+Space is offered by segments that exist on paper only, so that one master can be filled with a petabyte.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+from moonpool.base.descriptor import SegmentDescriptor
+from moonpool.base.errors import Unavailable, from_wire
+from moonpool.base.rpc import BlockingClient, Call
+from moonpool.store import messages as m
+from moonpool.store.messages import GRANULE_NBYTES
+
+BATCH = 1000
+CHAIN = 100  # blocks of one conversation; each continues the one before
+_KEY_NBYTES = 36
+_SPREAD = 0x9E3779B97F4A7C15F39CC0605CEDC8341082276BF3A27251F86C6A11D0C18E95  # odd: every number has a key of its own
+_MASK = (1 << 8 * _KEY_NBYTES) - 1
+_TIMEOUT_S = 60.0
+_PREPARED = 200_000  # puts whose calls are made before the clock runs; more would be too much memory
+
+
+def block_key(number: int) -> bytes:
+    """Looks like a hash, and is known by its number."""
+    return (((number + 1) * _SPREAD << 32) & _MASK).to_bytes(_KEY_NBYTES, "big")
+
+
+class CallWork:
+    """One connection to the master. Segments stay mounted as long as it does."""
+
+    def __init__(self, address: str, stack: ExitStack) -> None:
+        self._line = BlockingClient(address, m.SERVICE, name="bench")
+        stack.callback(self._line.close)
+
+    def work(self) -> dict[str, Callable[..., Any]]:
+        return {
+            "mount": self.mount,
+            "store": self.store,
+            "exist": self.exist,
+            "exist_many": self.exist_many,
+            "lookup_many": self.lookup_many,
+        }
+
+    def mount(self, count: int, nbytes: int) -> None:
+        """Offers segments that nobody can reach."""
+        for number in range(count):
+            descriptor = SegmentDescriptor(
+                name=f"paper{number}.dram",
+                nbytes=nbytes,
+                incarnation=time.time_ns(),
+                host="nowhere",
+                endpoints=(),
+                granule_nbytes=GRANULE_NBYTES,
+            )
+            self._ask(m.MountSegment(node=f"paper{number}", descriptor=descriptor))
+            self._ask(m.Heartbeat(segment=descriptor.name, incarnation=descriptor.incarnation))
+
+    def store(self, first: int, count: int, nbytes: int, chained: bool) -> float:
+        """Begins and ends puts of these objects, in batches; objects/s. Making up many keys is in the time."""
+        wanted: Iterable[m.PutStart] = _puts(first, count, nbytes, chained)
+        if count <= _PREPARED:
+            wanted = list(wanted)
+        started_s = time.perf_counter()
+        for call in wanted:
+            reply = self._ask(call)
+            _check(reply.refusals)
+            _check(self._ask(m.PutEnd(keys=call.keys, generations=reply.generations)))
+        return count / (time.perf_counter() - started_s)
+
+    def exist(self, first: int, count: int, seconds: float) -> float:
+        """Calls/s, one key each."""
+        calls = [m.Exist(keys=[block_key(number)]) for number in range(first, first + min(count, BATCH))]
+        return self._rate(calls, seconds, lambda found: found == [True])
+
+    def exist_many(self, first: int, count: int, seconds: float) -> float:
+        """Keys/s, in batches."""
+        calls = [m.Exist(keys=keys) for keys in _batches(first, count)]
+        return self._rate(calls, seconds, lambda found: all(found)) * BATCH
+
+    def lookup_many(self, first: int, count: int, seconds: float) -> float:
+        """Keys/s, in batches, with their places."""
+        calls = [m.Lookup(keys=keys) for keys in _batches(first, count)]
+        return self._rate(calls, seconds, lambda found: None not in found) * BATCH
+
+    def _rate(self, calls: list[Any], seconds: float, is_right: Callable[[Any], bool]) -> float:
+        """Calls/s, going round."""
+        _require(is_right(self._ask(calls[0])))
+        num_done = 0
+        started_s = now_s = time.perf_counter()
+        while now_s < started_s + seconds:
+            answer = self._ask(calls[num_done % len(calls)])
+            num_done += 1
+            now_s = time.perf_counter()
+        _require(is_right(answer))
+        return num_done / (now_s - started_s)
+
+    def _ask(self, call: Call[Any]) -> Any:
+        return self._line.call(call, timeout_s=_TIMEOUT_S)
+
+
+def _puts(first: int, count: int, nbytes: int, chained: bool) -> Iterator[m.PutStart]:
+    options = m.PutOptions()
+    for start in range(first, first + count, BATCH):
+        numbers = range(start, min(start + BATCH, first + count))
+        keys = [block_key(number) for number in numbers]
+        parents = [b"" if number % CHAIN == 0 else block_key(number - 1) for number in numbers] if chained else None
+        yield m.PutStart(keys=keys, sizes=[nbytes] * len(keys), options=options, parents=parents)
+
+
+def _check(refusals: dict[int, m.Refusal]) -> None:
+    for refusal in refusals.values():
+        raise from_wire(refusal.code, refusal.message)
+
+
+def _require(is_right: bool) -> None:
+    if not is_right:
+        raise Unavailable("the master does not have what it was given")
+
+
+def _batches(first: int, count: int) -> Iterator[list[bytes]]:
+    """Up to 100 batches, each of numbers from all over the range, so that no cache holds what is asked for."""
+    num_batches = max(1, min(100, count // BATCH))
+    step = max(1, count // BATCH)
+    for batch in range(num_batches):
+        yield [block_key(first + (batch + index * step) % count) for index in range(min(BATCH, count))]

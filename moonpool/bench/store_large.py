@@ -1,0 +1,193 @@
+"""One master, many objects: memory, rates and the longest pause while it grows, evicts, journals and snapshots.
+
+Objects are blocks on paper, in chains of 100, as large as 320 tokens of LLaMA-70B: ten million are a petabyte. The
+master has a processor for itself; a third client asks one small question every millisecond and keeps the longest wait.
+Journal and snapshots are on, as they are by default; when a snapshot is being written is seen from its file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from moonpool.bench.store_case import Case, Report, say
+from moonpool.bench.store_pool import NUM_CLIENTS, BenchClient, Pool, start_pool
+
+BLOCK_NBYTES = 320 * 327_680 + 4096  # keys and values of 320 tokens, and a header
+NUM_SEGMENTS = 64
+FIRST_NUM_OBJECTS = 100_000
+_FULL_PART = 0.93  # of the pool's bytes is taken when all objects are there; eviction starts at 0.95
+_MAX_PAUSE_MS = 50.0
+_MAX_GB = 8.0
+_LEAST_RATE_RATIO = 0.5
+_LOOK_EVERY_S = 0.02
+_SETTLED_S = 0.5
+_MAX_SNAPSHOT_S = 120.0
+# Nobody beats for segments on paper, nor copies what is hot, so look-ups are counted and nothing comes of it. Leases
+# are short, so that in a small run too there is something to evict.
+_LEASE_S = 0.5
+_RULES = {"segment_ttl_s": 1e6, "away_ttl_s": 1e6, "hot_hits": 1_000_000_000, "lease_s": _LEASE_S}
+RATES = (("exist_many", "exist"), ("lookup_many", "look-up"), ("store", "put_start + put_end"))
+
+
+class Filler:
+    """The first two clients, which fill the master with blocks on paper; knows how far they are."""
+
+    def __init__(self, pool: Pool, *, nbytes: int, chained: bool) -> None:
+        self._pool, self._nbytes, self._chained = pool, nbytes, chained
+        self.count = 0
+
+    def grow(self, count: int) -> float:
+        """So many more, by both at once; objects/s."""
+        share = count // NUM_CLIENTS
+        shares = [{"first": self.count + number * share} for number in range(NUM_CLIENTS)]
+        self.count += NUM_CLIENTS * share
+        return self._pool.together("store", shares, count=share, nbytes=self._nbytes, chained=self._chained)
+
+    def rate(self, what: str, seconds: float) -> float:
+        """Keys/s of both together."""
+        return self._pool.together(what, first=0, count=self.count, seconds=seconds)
+
+
+class SnapshotWatch:
+    """When snapshots were being written, by their files in the master's folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="snapshots")
+        self.times_s: list[tuple[float, float]] = []  # from, to
+
+    def __enter__(self) -> SnapshotWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def worst_s(self, long: list[tuple[float, float]]) -> float:
+        """The longest of the waits that have to do with a snapshot."""
+        return max(
+            (
+                lasted
+                for begun, lasted in long
+                for start, end in self.times_s
+                if begun <= end and begun + lasted >= start
+            ),
+            default=0.0,
+        )
+
+    def wait_until_over(self) -> None:
+        """None is being written when this returns, unless the last one takes long."""
+        ends_s = time.monotonic() + _MAX_SNAPSHOT_S
+        while self._is_written() and time.monotonic() < ends_s:
+            time.sleep(_LOOK_EVERY_S)
+
+    def _is_written(self) -> bool:
+        return any(self._folder.glob("snapshot-*.new"))
+
+    def _watch(self) -> None:
+        while not self._stop.wait(_LOOK_EVERY_S):
+            if self._is_written():
+                now_s = time.monotonic()
+                if self.times_s and now_s - self.times_s[-1][1] < 3 * _LOOK_EVERY_S:
+                    self.times_s[-1] = (self.times_s[-1][0], now_s)
+                else:
+                    self.times_s.append((now_s - _LOOK_EVERY_S, now_s))
+
+
+def measure(report: Report, num_objects: int, seconds: float) -> None:
+    """Fills a master of its own with `num_objects`, and more until it evicts."""
+    first = min(FIRST_NUM_OBJECTS, num_objects // 10)
+    segment_nbytes = int((num_objects + first) * BLOCK_NBYTES / _FULL_PART / NUM_SEGMENTS)
+    with start_pool(master=_RULES, num_clients=NUM_CLIENTS + 1, apart=True) as pool:
+        pinger = pool.clients[NUM_CLIENTS]
+        pool.clients[0].do("mount", count=NUM_SEGMENTS, nbytes=segment_nbytes)
+        filler = Filler(pool, nbytes=BLOCK_NBYTES, chained=True)
+        filler.grow(first)
+        before = _rates(filler, first, seconds)
+        with _pings(pinger), SnapshotWatch(pool.data_dir) as snapshots:
+            _tell_growing(report, pool, filler, pinger, snapshots, num_objects - 2 * first)
+            snapshots.wait_until_over()  # while one is written the master has two things to do
+            after = _rates(filler, first, seconds)
+            _tell_evicting(report, filler, pinger, num_objects // 20)
+        for what, name in RATES:
+            case = f"{name} in batches at {num_objects:,} objects (beside: at {first:,})"
+            report.tell(Case(case, "keys/s", float, None, _LEAST_RATE_RATIO), after[what], before[what])
+
+
+def _rates(filler: Filler, count: int, seconds: float) -> dict[str, float]:
+    """Keys/s at the present size."""
+    rates = {what: filler.rate(what, seconds) for what, _ in RATES if what != "store"}
+    return {**rates, "store": filler.grow(count)}
+
+
+def _tell_growing(
+    report: Report, pool: Pool, filler: Filler, pinger: BenchClient, snapshots: SnapshotWatch, count: int
+) -> None:
+    quiet = pinger.do("pings")
+    waited_s = _run_delay_s(pool.master_pid)
+    rate = filler.grow(count)
+    pings = pinger.do("pings")
+    report.note(f"growing to {filler.count:,} objects", rate, "objects/s")
+    report.note(f"memory of the master at {filler.count:,} objects", _rss_gb(pool.master_pid), "GB", at_most=_MAX_GB)
+    report.note("longest wait when nothing goes on", quiet["worst_s"] * 1e3, "ms")
+    report.note("longest wait while growing, journal on", pings["worst_s"] * 1e3, "ms", at_most=_MAX_PAUSE_MS)
+    if snapshots.times_s:
+        worst_ms = snapshots.worst_s(pings["long"]) * 1e3
+        name = f"longest wait during {len(snapshots.times_s)} snapshots"
+        report.note(name, worst_ms, "ms", at_most=_MAX_PAUSE_MS)
+    else:
+        say("no snapshot was due while growing; their pauses are not measured (more --objects)")
+    waited_s = _run_delay_s(pool.master_pid) - waited_s
+    report.note("time the master waited for its processor meanwhile", waited_s, "s")
+
+
+def _tell_evicting(report: Report, filler: Filler, pinger: BenchClient, count: int) -> None:
+    """Puts on until the watermark is crossed, and beyond; what was there before goes."""
+    time.sleep(2 * _LEASE_S)  # nothing that was asked for is kept any more
+    pinger.do("pings")
+    rate = filler.grow(count)
+    evicted = _when_settled(lambda: int(pinger.do("stats")["evicted"]))
+    pings = pinger.do("pings")
+    if not evicted:
+        say("nothing was evicted; the pauses of eviction are not measured")
+        return
+    report.note("putting while evicting", rate, "objects/s")
+    report.note(f"longest wait while evicting {evicted:,}", pings["worst_s"] * 1e3, "ms", at_most=_MAX_PAUSE_MS)
+
+
+def _when_settled(ask: Callable[[], int]) -> int:
+    """The number, once it does not change any more."""
+    before, now = -1, ask()
+    while now != before:
+        time.sleep(_SETTLED_S)
+        before, now = now, ask()
+    return now
+
+
+@contextlib.contextmanager
+def _pings(pinger: BenchClient) -> Iterator[None]:
+    pinger.do("ping")
+    time.sleep(1.0)  # of nothing else, to know what a wait is then
+    yield
+
+
+def _rss_gb(pid: int) -> float:
+    return int(_proc(pid, "status").split("VmRSS:")[1].split()[0]) * 1024 / 1e9
+
+
+def _run_delay_s(pid: int) -> float:
+    """How long it was ready to run and did not, by the kernel's count; 0 where the kernel does not count."""
+    with contextlib.suppress(OSError):
+        return int(_proc(pid, "schedstat").split()[1]) / 1e9
+    return 0.0
+
+
+def _proc(pid: int, name: str) -> Any:
+    return Path(f"/proc/{pid}/{name}").read_text()

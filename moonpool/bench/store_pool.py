@@ -1,0 +1,183 @@
+"""The processes that `moonpool bench store` measures: a master, perhaps a node, and two clients.
+
+Master and node are the commands that anybody types. Clients (store_client.py) are told what to do in lines of
+JSON. All end with the block that started them, and by their lifeline should the benchmark be killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from moonpool.base.errors import Unavailable
+from moonpool.base.lifeline import Lifeline
+from moonpool.base.process import Report
+from moonpool.launch.child import to_arguments
+
+_STOP_TIMEOUT_S = 10.0
+_STDERR = 2
+NUM_CLIENTS = 2
+
+
+class Reply(msgspec.Struct):
+    """A client's answer: a result, or the error that it ran into."""
+
+    result: Any = None
+    error: str | None = None
+
+
+class BenchClient:
+    """A client process. One thing at a time: `begin` it, then `end` it; `do` is both."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def do(self, what: str, **arguments: Any) -> Any:
+        self.begin(what, **arguments)
+        return self.end()
+
+    def begin(self, what: str, **arguments: Any) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(msgspec.json.encode([what, arguments]) + b"\n")
+        self._process.stdin.flush()
+
+    def end(self) -> Any:
+        """Unavailable when it failed, or is gone."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise Unavailable(f"a client of the benchmark ended with {self._process.wait()}")
+        reply = msgspec.json.decode(line, type=Reply)
+        if reply.error is not None:
+            raise Unavailable(f"a client of the benchmark failed: {reply.error}")
+        return reply.result
+
+
+class Pool:
+    """What runs, and where. `folder` is theirs alone."""
+
+    def __init__(self, folder: Path, master_pid: int, clients: Sequence[BenchClient]) -> None:
+        self.folder = folder
+        self.master_pid = master_pid
+        self.clients = clients
+
+    @property
+    def data_dir(self) -> Path:
+        """The master's."""
+        return _data_dir(self.folder)
+
+    def together(self, what: str, each: Sequence[Mapping[str, Any]] | None = None, **arguments: Any) -> float:
+        """The first two clients at once; the sum of their rates. `each` holds arguments that differ, by client."""
+        both = self.clients[:NUM_CLIENTS]
+        for number, client in enumerate(both):
+            client.begin(what, **arguments, **(each[number] if each else {}))
+        return sum([float(client.end()) for client in both])
+
+
+@contextlib.contextmanager
+def start_pool(
+    *,
+    master: Mapping[str, object] | None = None,
+    node: Mapping[str, object] | None = None,
+    folder: str | None = None,
+    num_clients: int = NUM_CLIENTS,
+    apart: bool = False,
+) -> Iterator[Pool]:
+    """A pool of its own with these settings; `node` None: none. `folder` is where its own one is made. With `apart`
+    the master has a processor for itself, if there are two.
+    """
+    with contextlib.ExitStack() as stack:
+        home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mp-bench-", dir=folder)))
+        lifeline = stack.enter_context(Lifeline())
+        address = f"unix:{home}/master"
+        settings = {"data_dir": str(_data_dir(home)), "listen": address, **(master or {})}
+        master_pid = stack.enter_context(_role("master", settings, lifeline))
+        if node is not None:
+            here = {"name": "bench", "master_address": address, "run_dir": str(home), **node}
+            stack.enter_context(_role("node", here, lifeline))
+        clients = [stack.enter_context(_client(address, home, lifeline)) for _ in range(num_clients)]
+        if apart:
+            _set_apart(master_pid, [client.pid for client in clients])
+        yield Pool(home, master_pid, clients)
+
+
+@contextlib.contextmanager
+def _role(command: str, settings: Mapping[str, object], lifeline: Lifeline) -> Iterator[int]:
+    """Its process id, once it is ready. Unavailable with its own words when it cannot start."""
+    read_fd, write_fd = os.pipe()
+    options = {**settings, "log_level": "WARNING", "ready_fd": write_fd}
+    argv = [sys.executable, "-m", "moonpool", command, *to_arguments(options)]
+    with open(read_fd, "rb") as ready:
+        with _process(argv, lifeline, (write_fd,), close=write_fd) as process:
+            report = msgspec.json.decode(ready.readline() or b"{}", type=Report)
+            if report.ready is None:
+                raise Unavailable(f"the {command} did not start: {report.error or 'it ended without a word'}")
+            yield process.pid
+
+
+@contextlib.contextmanager
+def _client(address: str, run_dir: Path, lifeline: Lifeline) -> Iterator[BenchClient]:
+    argv = [sys.executable, "-m", "moonpool.bench.store_client", address, str(run_dir)]
+    with _process(argv, lifeline, (), talks=True) as process:
+        yield BenchClient(process)
+
+
+@contextlib.contextmanager
+def _process(
+    argv: Sequence[str], lifeline: Lifeline, fds: tuple[int, ...], *, talks: bool = False, close: int | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    try:
+        process = subprocess.Popen(
+            argv,
+            stdin=subprocess.PIPE if talks else subprocess.DEVNULL,
+            stdout=subprocess.PIPE if talks else _STDERR,  # our own standard output is for figures
+            pass_fds=(*fds, lifeline.fd),
+            env={**os.environ, **lifeline.environment},
+            start_new_session=True,  # Ctrl-C reaches the benchmark alone, which ends them in order
+        )
+    finally:
+        if close is not None:
+            os.close(close)
+    try:
+        yield process
+    finally:
+        _stop(process)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
+    process.terminate()
+    try:
+        process.wait(_STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _set_apart(master_pid: int, others: Sequence[int]) -> None:
+    """What is measured is the master, not who gets its processor next. Every thread of a process is moved."""
+    cpus = sorted(os.sched_getaffinity(0))
+    if len(cpus) < 2:
+        return
+    for pid, chosen in ((master_pid, {cpus[0]}), *((pid, set(cpus[1:])) for pid in others)):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            os.sched_setaffinity(int(thread), chosen)
+
+
+def _data_dir(home: Path) -> Path:
+    return home / "data"

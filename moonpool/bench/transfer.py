@@ -1,0 +1,264 @@
+"""What `moonpool bench transfer` and benchmarks/transfer.py measure: tcp and shm, from one process to another.
+
+Every case is measured once per round, its baseline in the same round, and the best round of each counts. Within a
+round tcp, as iperf3, is given as the mean, copies and their baseline as the best. The first line printed says how busy
+the machine was: on one that others use too, no ratio means much.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from moonpool.bench.guards import secret_settings, tls_settings
+from moonpool.bench.iperf import iperf_gb_s
+from moonpool.transfer import (
+    RemoteSegment,
+    SegmentDescriptor,
+    TransferConfig,
+    TransferEngine,
+    TransferOp,
+    TransferRequest,
+)
+
+_MIB = 1 << 20
+_NBYTES = 64 * _MIB
+_TIMEOUT_S = 30.0
+_SECONDS = 1.0  # per measurement
+_NUM_SMALL, _SMALL_NBYTES = 1000, 4096
+_SHM_SMALL_PER_S, _TCP_SMALL_PER_S, _VIEW_US = 100_000.0, 50_000.0, 50.0  # the claims, where nothing is comparable
+Items = list[tuple[int, NDArray[np.uint8]]]
+
+
+class Case(NamedTuple):
+    """`measure` and `baseline` give a figure in `unit`; a number is a claim, None means nothing to compare with."""
+
+    name: str
+    unit: str
+    measure: Callable[[], float]
+    baseline: Callable[[], float | None] | float
+    smaller_is_better: bool = False
+
+
+class Bench(NamedTuple):
+    """One way to the other process, and how long to measure."""
+
+    engine: TransferEngine
+    remote: RemoteSegment
+    seconds: float
+
+    def read_each(self, items: Items) -> float:
+        """GB/s, one request after the other."""
+
+        def work() -> None:
+            for offset, piece in items:
+                self.remote.read_into(offset, [piece], timeout_s=_TIMEOUT_S)
+
+        return _gb(items) / best_s(work, self.seconds)
+
+    def write_each(self, items: Items) -> float:
+        def work() -> None:
+            for offset, piece in items:
+                self.remote.write_from(offset, [piece], generation=0, timeout_s=_TIMEOUT_S)
+
+        return _gb(items) / best_s(work, self.seconds)
+
+    def read_many(self, items: Items) -> float:
+        """GB/s, many requests under way."""
+        return _gb(items) / mean_s(lambda: self.remote.read_many(items, timeout_s=_TIMEOUT_S), self.seconds)
+
+    def write_many(self, items: Items) -> float:
+        work = partial(self.remote.write_many, items, generation=0, timeout_s=_TIMEOUT_S)
+        return _gb(items) / mean_s(work, self.seconds)
+
+    def submit(self, op: TransferOp, items: Items) -> float:
+        """GB/s, the same by the engine's threads, each item a request."""
+        requests = [TransferRequest(op, self.remote, offset, [piece]) for offset, piece in items]
+        work = partial(self.engine.submit, requests, timeout_s=_TIMEOUT_S)
+        return _gb(items) / mean_s(lambda: work().wait(), self.seconds)
+
+    def memcpy(self, items: Items) -> float:
+        """GB/s of a plain copy into the same places from memory of this process."""
+        source = np.ones(_NBYTES, np.uint8)
+
+        def work() -> None:
+            for offset, piece in items:
+                np.copyto(piece, source[offset : offset + piece.size])
+
+        return _gb(items) / best_s(work, self.seconds)
+
+    def view_us(self, nbytes: int) -> float:
+        return best_s(lambda: self.remote.view(0, nbytes), self.seconds) * 1e6
+
+
+class Line(msgspec.Struct, kw_only=True):
+    bench: str = "transfer"
+    case: str
+    value: float
+    unit: str
+    baseline: float | None
+    ratio: float | None
+
+
+def run(*, as_json: bool, rounds: int, seconds: float = _SECONDS) -> None:
+    """Prints one line per case; each is measured `rounds` times for so many seconds."""
+    show(Line(case="machine's load before", value=os.getloadavg()[0], unit="cores", baseline=None, ratio=None), as_json)
+    with tempfile.TemporaryDirectory(prefix="moonpool-bench-") as folder, _owner(folder, {}) as segments:
+        for way, cases in (("shm", _shm_cases), ("tcp", _tcp_cases)):
+            with _engine(folder, {}) as engine:
+                benches = [Bench(engine, engine.open(_only(segment, way)), seconds) for segment in segments]
+                for case in cases(*benches):
+                    show(_measure(case, rounds), as_json)
+        with _engine(folder, {}) as engine:
+            plain = Bench(engine, engine.open(_only(segments[0], "tcp")), seconds)
+            for label, settings in _guards(Path(folder)):
+                with _owner(folder, settings) as guarded, _engine(folder, settings) as other:
+                    bench = Bench(other, other.open(_only(guarded[0], "tcp")), seconds)
+                    for case in _guarded_cases(label, bench, plain):
+                        show(_measure(case, rounds), as_json)
+
+
+def _guards(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    secret = secret_settings(folder)
+    yield "with a secret", secret
+    tls = tls_settings(folder)
+    if tls is None:
+        print("tcp with TLS is not measured: there is no openssl command to make a certificate", file=sys.stderr)
+    else:
+        yield "with TLS and a secret", secret | tls
+
+
+def show(line: Line, as_json: bool) -> None:
+    if as_json:
+        print(msgspec.json.encode(line).decode(), flush=True)
+        return
+    beside = "" if line.baseline is None else f"  ({line.baseline:,.2f}, ratio {line.ratio:.2f})"
+    print(f"{line.case:<44} {line.value:12,.2f} {line.unit}{beside}", flush=True)
+
+
+def _measure(case: Case, rounds: int) -> Line:
+    best = min if case.smaller_is_better else max
+    values, baselines = [], []
+    for _ in range(rounds):
+        values.append(case.measure())
+        baselines.append(case.baseline() if callable(case.baseline) else case.baseline)
+    value = best(values)
+    found = [baseline for baseline in baselines if baseline is not None]
+    baseline = best(found) if found else None
+    ratio = None if baseline is None else round(value / baseline, 3)
+    return Line(case=case.name, value=round(value, 3), unit=case.unit, baseline=baseline, ratio=ratio)
+
+
+def _shm_cases(bench: Bench, fenced: Bench) -> Iterator[Case]:
+    for label, nbytes in (("1 MiB", _MIB), ("64 MiB", _NBYTES)):
+        items = _pieces(nbytes)
+        memcpy = partial(bench.memcpy, items)
+        yield Case(f"shm read, {label} (beside: memcpy)", "GB/s", partial(bench.read_each, items), memcpy)
+        yield Case(f"shm write, {label} (beside: memcpy)", "GB/s", partial(bench.write_each, items), memcpy)
+    for label, nbytes in (("4 KiB", 4096), ("64 MiB", _NBYTES)):
+        yield Case(f"shm view of {label}", "us", partial(bench.view_us, nbytes), _VIEW_US, smaller_is_better=True)
+    yield from _small_cases(bench, fenced, _SHM_SMALL_PER_S)
+
+
+def _tcp_cases(bench: Bench, fenced: Bench) -> Iterator[Case]:
+    # iperf3 sends and receives the same 1 MiB over and over; so does the first pair of cases. The second walks
+    # through memory that no cache holds.
+    for label, span_nbytes in (("", _MIB), (" over 64 MiB", _NBYTES)):
+        items = _pieces(_MIB, span_nbytes)
+        yield Case(f"tcp read, 1 MiB{label} (beside: iperf3)", "GB/s", partial(bench.read_many, items), iperf_gb_s)
+        yield Case(f"tcp write, 1 MiB{label} (beside: iperf3)", "GB/s", partial(bench.write_many, items), iperf_gb_s)
+    yield from _small_cases(bench, fenced, _TCP_SMALL_PER_S)
+
+
+def _guarded_cases(label: str, bench: Bench, plain: Bench) -> Iterator[Case]:
+    items = _pieces(_MIB, _MIB)
+    reads, writes = partial(bench.read_many, items), partial(bench.write_many, items)
+    yield Case(f"tcp read, 1 MiB {label} (beside: without)", "GB/s", reads, partial(plain.read_many, items))
+    yield Case(f"tcp write, 1 MiB {label} (beside: without)", "GB/s", writes, partial(plain.write_many, items))
+
+
+def _small_cases(bench: Bench, fenced: Bench, claim_per_s: float) -> Iterator[Case]:
+    memory = np.ones(_NUM_SMALL * _SMALL_NBYTES * 2, np.uint8)
+    starts = range(0, memory.size, _SMALL_NBYTES * 2)
+    items = [(start, memory[start : start + _SMALL_NBYTES]) for start in starts]
+    way, unit = bench.remote.transport, "transfers/s"
+
+    def per_s(measure: Callable[[Items], float]) -> float:
+        return measure(items) * 1e9 / _SMALL_NBYTES
+
+    for op, measure in (("read", bench.read_many), ("write", bench.write_many)):
+        yield Case(f"{way} {op}, batches of 1,000 x 4 KiB", unit, partial(per_s, measure), claim_per_s)
+    for asked in TransferOp:
+        name = f"{way} {asked.value} by submit(), 1,000 x 4 KiB"
+        yield Case(name, unit, partial(per_s, partial(bench.submit, asked)), claim_per_s)
+    name = f"{way} fenced write, 1,000 x 4 KiB (beside: plain)"
+    yield Case(name, unit, partial(per_s, fenced.write_many), partial(per_s, bench.write_many))
+
+
+def _pieces(nbytes: int, span_nbytes: int = _NBYTES) -> Items:
+    """64 MiB in pieces of `nbytes`, taken from a span of memory that may be smaller."""
+    memory = np.ones(span_nbytes, np.uint8)
+    offsets = [start % span_nbytes for start in range(0, _NBYTES, nbytes)]
+    return [(offset, memory[offset : offset + nbytes]) for offset in offsets]
+
+
+def _gb(items: Items) -> float:
+    return sum(piece.size for _, piece in items) / 1e9
+
+
+def best_s(work: Callable[[], object], for_s: float) -> float:
+    """The shortest of as many runs as fit in the time."""
+    return min(_times_s(work, for_s))
+
+
+def mean_s(work: Callable[[], object], for_s: float) -> float:
+    """The mean of as many runs as fit in the time."""
+    times_s = list(_times_s(work, for_s))
+    return sum(times_s) / len(times_s)
+
+
+def _times_s(work: Callable[[], object], for_s: float) -> Iterator[float]:
+    work()  # the first one takes page faults and growing socket buffers
+    ends_s = time.perf_counter() + for_s
+    while True:
+        started_s = time.perf_counter()
+        work()
+        ended_s = time.perf_counter()
+        yield ended_s - started_s
+        if ended_s >= ends_s:
+            return
+
+
+def _only(descriptor: SegmentDescriptor, way: str) -> SegmentDescriptor:
+    kept = tuple(endpoint for endpoint in descriptor.endpoints if endpoint.startswith(f"{way}:"))
+    return msgspec.structs.replace(descriptor, endpoints=kept)
+
+
+def _engine(run_dir: str, settings: dict[str, Any]) -> TransferEngine:
+    """That reaches out and serves nothing."""
+    return TransferEngine(TransferConfig(run_dir=run_dir, tcp_host=None, **settings))
+
+
+@contextlib.contextmanager
+def _owner(run_dir: str, settings: dict[str, Any]) -> Iterator[list[SegmentDescriptor]]:
+    """A second process that serves 64 MiB, and 64 MiB behind a fence."""
+    command = [sys.executable, "-m", "moonpool.bench.owner", run_dir, str(_NBYTES), json.dumps(settings)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield msgspec.json.decode(process.stdout.readline(), type=list[SegmentDescriptor])
+        finally:
+            process.kill()

@@ -1,0 +1,190 @@
+"""One try at a request with one pair of workers: reserve pages at decode, prefill into them, read the tokens.
+
+Ends after a finish reason, or raises; `failed` then names the worker that is to blame, and `loss` says for what.
+However it ends, the Decode stream is closed and the Prefill call is over or cancelled, so workers hold nothing for it
+any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple, TypeVar, cast
+
+from moonpool.base.clock import Deadline
+from moonpool.base.errors import (
+    Corrupt,
+    DeadlineExceeded,
+    NotFound,
+    PeerLost,
+    ProtocolError,
+    StaleGeneration,
+    Unavailable,
+)
+from moonpool.base.rpc import AsyncClient
+from moonpool.conductor.messages import Decision, WorkerRef
+from moonpool.conductor.retries import Loss
+from moonpool.frontend.workers import Connections
+from moonpool.worker.messages import (
+    ALONE_STEPS,
+    Decode,
+    DecodeItem,
+    Prefill,
+    PrefillReply,
+    RequestSpec,
+    Ticket,
+    TokenOut,
+)
+
+_T = TypeVar("_T")
+
+# What another attempt, perhaps with other workers, may do better.
+LOST = (PeerLost, NotFound, Corrupt, StaleGeneration, Unavailable)
+# A worker that fails a request with an error may be ending: its connection is then gone this much later at most.
+_LAST_WORDS_S = 0.3
+
+
+class TokenBatch(NamedTuple):
+    """Tokens in order; `prefill` comes with the attempt's first, `finish_reason` with the last."""
+
+    tokens: tuple[TokenOut, ...]
+    finish_reason: str | None
+    prefill: PrefillReply | None = None
+
+
+class Attempt:
+    def __init__(self, connections: Connections, decision: Decision, spec: RequestSpec, deadline: Deadline) -> None:
+        self._connections = connections
+        self.decision = decision
+        self._spec = spec
+        self._deadline = deadline
+        self.failed: set[str] = set()
+        self.loss = Loss.ABSENT
+        self._is_prefilled = False
+        self._num_decoded = 0  # tokens from the decode worker
+
+    @property
+    def survived(self) -> bool:
+        """Whether both workers have computed as much of it as a suspect is computed alone."""
+        return self._num_decoded >= ALONE_STEPS
+
+    async def batches(self) -> AsyncGenerator[TokenBatch, None]:
+        """The first token comes from the prefill worker, all others from the decode worker."""
+        prefill = await self._connect(self.decision.prefill)
+        decode = await self._connect(self.decision.decode)
+        async with _closing(decode.stream(Decode(spec=self._spec))) as items:
+            ticket = _ticket(await self._next(decode, items))
+            # Reading on while prefill runs notices at once when the decode worker dies meanwhile.
+            async with _running(self._next(decode, items)) as second:
+                reply = await self._prefill(prefill, decode, ticket, second)
+                self._is_prefilled = True
+                yield TokenBatch((reply.first,), reply.finish_reason, reply)
+                if reply.finish_reason is not None:
+                    return
+                item = await second
+            while True:
+                self._num_decoded += len(item.tokens)
+                yield TokenBatch(item.tokens, item.finish_reason)
+                if item.finish_reason is not None:
+                    return
+                item = await self._next(decode, items)
+
+    async def _connect(self, worker: WorkerRef) -> AsyncClient:
+        try:
+            return await self._in_time(self._connections.worker(worker))
+        except LOST:
+            self.failed.add(worker.name)
+            raise
+
+    async def _next(self, decode: AsyncClient, items: AsyncIterator[DecodeItem]) -> DecodeItem:
+        try:
+            return await self._in_time(anext(items))
+        except StopAsyncIteration:
+            self.failed.add(self.decision.decode.name)
+            raise PeerLost(f"worker {self.decision.decode.name} ended its stream early") from None
+        except LOST:
+            await self._blame_decode(decode)
+            raise
+
+    async def _prefill(
+        self, prefill: AsyncClient, decode: AsyncClient, ticket: Ticket, second: asyncio.Task[DecodeItem]
+    ) -> PrefillReply:
+        call = Prefill(spec=self._spec, ticket=ticket, max_pool_blocks=self.decision.max_pool_blocks)
+        async with _running(prefill.call(call, timeout_s=self._deadline.remaining_s())) as prefilling:
+            await asyncio.wait((prefilling, second), return_when=asyncio.FIRST_COMPLETED)
+            if second.done():
+                second.result()  # a second token may overtake the reply that has the first; a failure ends it all
+            try:
+                return await prefilling
+            except LOST:
+                await self._blame_for_prefill(prefill, decode)
+                raise
+
+    async def _blame_for_prefill(self, prefill: AsyncClient, decode: AsyncClient) -> None:
+        """Find out who is to blame for a prefill that failed: it also fails when it cannot reach decode."""
+        await _wait_closed(prefill, decode)
+        if prefill.closed.is_set():
+            self.failed.add(self.decision.prefill.name)
+            self.loss = Loss.DIED
+        elif decode.closed.is_set():
+            self.failed.add(self.decision.decode.name)
+        else:
+            self.failed.add(self.decision.prefill.name)
+            self.loss = Loss.REFUSED
+
+    async def _blame_decode(self, decode: AsyncClient) -> None:
+        """A decode worker that dies has computed nothing of a request whose prompt is still being computed."""
+        await _wait_closed(decode)
+        self.failed.add(self.decision.decode.name)
+        if not decode.closed.is_set():
+            self.loss = Loss.REFUSED
+        elif self._is_prefilled:
+            self.loss = Loss.DIED
+
+    async def _in_time(self, work: Awaitable[_T]) -> _T:
+        try:
+            async with asyncio.timeout(self._deadline.remaining_s()):
+                return await work
+        except TimeoutError as error:
+            raise DeadlineExceeded("the request took longer than it may") from error
+
+
+async def _wait_closed(*clients: AsyncClient) -> None:
+    """Return when one of the connections has ended, or after _LAST_WORDS_S."""
+    waiting = [asyncio.create_task(client.closed.wait()) for client in clients]
+    try:
+        await asyncio.wait(waiting, timeout=_LAST_WORDS_S, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in waiting:
+            task.cancel()
+
+
+def _ticket(item: DecodeItem) -> Ticket:
+    if item.ticket is None:
+        raise ProtocolError("a decode worker sent tokens before its ticket")
+    return item.ticket
+
+
+@asynccontextmanager
+async def _closing(items: AsyncIterator[_T]) -> AsyncIterator[AsyncIterator[_T]]:
+    """Closes a client's stream. With the connection gone there is nobody left to tell, which is no failure."""
+    try:
+        yield items
+    finally:
+        with contextlib.suppress(PeerLost):
+            await cast(AsyncGenerator[_T, None], items).aclose()
+
+
+@asynccontextmanager
+async def _running(work: Coroutine[Any, Any, _T]) -> AsyncIterator[asyncio.Task[_T]]:
+    """The work as a task that is over when the block is left; its failure is raised only to who awaits it."""
+    task = asyncio.create_task(work)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.wait((task,))
+        if not task.cancelled():
+            task.exception()  # seen, so that nobody complains about it

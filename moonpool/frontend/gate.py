@@ -1,0 +1,112 @@
+"""The outermost layer of the app: gives every request an id, bounds its body, and counts how it ended."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Awaitable
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from moonpool.frontend.metrics import FrontendMetrics
+
+_LOG = logging.getLogger(__name__)
+_NUM_LARGE_BODIES = 8  # that fit the memory for bodies at once
+_LEAST_HELD_NBYTES = 64 * 1024 * 1024
+_MAX_LENGTH_DIGITS = 19  # of a Content-Length; the parser refuses longer ones
+COUNTED_PATHS = ("/v1/chat/completions", "/v1/completions")
+
+
+class Gate:
+    """Handlers find the id in `request.state.request_id` and may say in `request.state.outcome` how it ended."""
+
+    def __init__(self, app: ASGIApp, metrics: FrontendMetrics, max_body_nbytes: int) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._max_body_nbytes = max_body_nbytes
+        self._max_held_nbytes = max(_NUM_LARGE_BODIES * max_body_nbytes, _LEAST_HELD_NBYTES)
+        self._held_nbytes = 0  # of bodies whose requests have no answer yet
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        state = scope.setdefault("state", {})
+        state["request_id"] = secrets.token_hex(12)
+        answered = False
+        body = _BodyMeter(self)
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal answered
+            if message["type"] == "http.response.start":
+                body.forget()
+                MutableHeaders(scope=message)["x-request-id"] = state["request_id"]
+                state.setdefault("outcome", "done" if message["status"] < 400 else f"http_{message['status']}")
+            await send(message)
+            answered = message["type"] == "http.response.body" and not message.get("more_body", False)
+
+        work = self._app(scope, body.bounded(scope, receive), send_with_id)
+        try:
+            await (self._counted(scope["path"], state, work) if scope["path"] in COUNTED_PATHS else work)
+        except Exception:
+            if not answered:
+                raise
+            # Starlette raises a bug again after it has answered 500; uvicorn would then close the connection.
+            _LOG.exception("request %s ended with a bug in the front end", state["request_id"])
+        finally:
+            body.forget()
+
+    async def _counted(self, path: str, state: dict[str, str], work: Awaitable[None]) -> None:
+        with self._metrics.running.track_inprogress(), self._metrics.request_time.labels(path).time():
+            try:
+                await work
+            finally:
+                self._metrics.requests.labels(path, state.get("outcome", "cancelled")).inc()
+
+    def hold(self, nbytes: int) -> None:
+        """Count bytes of a body that is kept in memory; HTTPException 503 when there is no room for them."""
+        if self._held_nbytes + nbytes > self._max_held_nbytes:
+            raise HTTPException(503, "too many large requests at a time; try again later", {"retry-after": "1"})
+        self._held_nbytes += nbytes
+
+    def release(self, nbytes: int) -> None:
+        self._held_nbytes -= nbytes
+
+    @property
+    def max_body_nbytes(self) -> int:
+        return self._max_body_nbytes
+
+
+class _BodyMeter:
+    """Counts one request's body while it arrives, whatever its headers say, and bounds it."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+        self._received_nbytes = 0
+        self._held_nbytes = 0
+
+    def bounded(self, scope: Scope, receive: Receive) -> Receive:
+        length = Headers(scope=scope).get("content-length", "0")
+        limit = self._gate.max_body_nbytes
+        too_large = HTTPException(413, f"the body is larger than {limit} bytes, which is more than the model can read")
+
+        async def receive_bounded() -> Message:
+            if length.isdigit() and int(length[:_MAX_LENGTH_DIGITS]) > limit:
+                raise too_large
+            message = await receive()
+            nbytes = len(message.get("body", b""))
+            self._received_nbytes += nbytes
+            if self._received_nbytes > limit:
+                raise too_large
+            self._gate.hold(nbytes)
+            self._held_nbytes += nbytes
+            return message
+
+        return receive_bounded
+
+    def forget(self) -> None:
+        """The body has been read and is not kept any more. Idempotent."""
+        self._gate.release(self._held_nbytes)
+        self._held_nbytes = 0

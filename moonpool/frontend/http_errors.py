@@ -1,0 +1,93 @@
+"""Every failure as OpenAI's clients expect it: {"error": {"message", "type", "param", "code"}} and a fitting status."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+
+from moonpool.base.errors import InvalidInput, MoonpoolError, Overloaded
+from moonpool.frontend.bodies import complaint
+from moonpool.frontend.replies import ErrorDetail, ErrorReply
+
+_LOG = logging.getLogger(__name__)
+_MAX_MESSAGE_CHARS = 2000
+# Of errors that HTTP itself has and the error tree has not.
+_CODES = {
+    400: InvalidInput.code,
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "too_slow",
+    413: "too_large",
+    431: "too_large",
+    503: "unavailable",
+}
+
+
+# Addresses of other processes and paths on this machine, as they occur in messages about failures.
+_INTERNALS = re.compile(r"(?:\b(?:unix|tcp|shm):|(?<![\w/:.])/)[^\s,;'\")]+")
+
+
+def public_text(error: MoonpoolError) -> str:
+    """The error's message as clients may see it: without addresses and paths if the failure is on the server's side."""
+    return _INTERNALS.sub("(internal address)", str(error)) if error.http_status >= 500 else str(error)
+
+
+def error_reply(error: MoonpoolError) -> ErrorReply:
+    param = error.param if isinstance(error, InvalidInput) else None
+    return _reply(error.http_status, public_text(error), param, error.code)
+
+
+def reply_json(status: int, message: str, code: str | None = None) -> bytes:
+    """An error's body, for answers that are not made by the app."""
+    return _reply(status, message, None, code or _CODES.get(status)).model_dump_json().encode()
+
+
+def error_response(error: MoonpoolError) -> Response:
+    headers = {}
+    if isinstance(error, Overloaded):
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+    return _response(error.http_status, error_reply(error), headers)
+
+
+def install(app: FastAPI) -> None:
+    """Makes these the only errors that leave the app."""
+
+    @app.exception_handler(MoonpoolError)
+    async def on_moonpool_error(request: Request, error: MoonpoolError) -> Response:
+        if error.http_status >= 500:
+            _LOG.warning("%s %s failed: %s: %s", request.method, request.url.path, error.code, error)
+        request.state.outcome = error.code
+        return error_response(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def on_invalid_query(request: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        message, param = complaint(first, first["loc"][1:])
+        request.state.outcome = InvalidInput.code
+        return _response(400, _reply(400, message, param, InvalidInput.code))
+
+    @app.exception_handler(HTTPException)
+    async def on_http_error(request: Request, error: HTTPException) -> Response:
+        code = _CODES.get(error.status_code)
+        reply = _reply(error.status_code, str(error.detail), None, code)
+        return _response(error.status_code, reply, dict(error.headers or {}))
+
+    @app.exception_handler(Exception)
+    async def on_bug(request: Request, error: Exception) -> Response:
+        # The text of a foreign exception may hold anything, so it goes to the log only.
+        return _response(500, _reply(500, f"a bug in the front end: {type(error).__name__}", None, "internal"))
+
+
+def _reply(status: int, message: str, param: str | None, code: str | None) -> ErrorReply:
+    kind = "rate_limit_exceeded" if status == 429 else "invalid_request_error" if status < 500 else "server_error"
+    return ErrorReply(error=ErrorDetail(message=message[:_MAX_MESSAGE_CHARS], type=kind, param=param, code=code))
+
+
+def _response(status: int, reply: ErrorReply, headers: dict[str, str] | None = None) -> Response:
+    return Response(reply.model_dump_json(), status, headers, media_type="application/json")

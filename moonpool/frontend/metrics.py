@@ -1,0 +1,148 @@
+"""What the front end counts, and one page with the numbers of every role."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from enum import StrEnum
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from moonpool.base.errors import MoonpoolError
+from moonpool.base.metrics import (
+    TIME_BUCKETS_S,
+    GetMetrics,
+    GetReportedMetrics,
+    MergedCollector,
+    RoleMetrics,
+    process_metrics,
+    snapshot,
+)
+from moonpool.base.rpc import AsyncClient
+from moonpool.conductor.messages import ClaimSharedMetrics, WorkerRef, WorkerStatus
+from moonpool.frontend.workers import Cluster, Connections
+from moonpool.worker.messages import PrefillReply
+
+SCRAPE_TIMEOUT_S = 1.0
+_TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_TBT_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+
+
+class FrontendMetrics:
+    """Own registry, so that several front ends may live in one process."""
+
+    def __init__(self) -> None:
+        own = self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "moonpool_requests", "Requests by endpoint and how they ended", ["endpoint", "outcome"], registry=own
+        )
+        self.running = Gauge("moonpool_requests_running", "Requests that are being answered", registry=own)
+        self.request_time = Histogram(
+            "moonpool_request_seconds",
+            "Whole requests, from the first byte to the last",
+            ["endpoint"],
+            buckets=TIME_BUCKETS_S,
+            registry=own,
+        )
+        self.replans = Counter("moonpool_replans", "Attempts beyond a choice's first", registry=own)
+        self.fatal_requests = Counter(
+            "moonpool_fatal_requests", "Choices given up because workers died of them", registry=own
+        )
+        self.ttft = Histogram("moonpool_ttft_seconds", "Time to first token", buckets=_TTFT_BUCKETS_S, registry=own)
+        self.tbt = Histogram("moonpool_tbt_seconds", "Time between tokens", buckets=_TBT_BUCKETS_S, registry=own)
+        self.prompt_tokens = Counter("moonpool_prompt_tokens", "Prompt tokens", registry=own)
+        self.output_tokens = Counter("moonpool_output_tokens", "Generated tokens", registry=own)
+        self.cached_tokens = Counter(
+            "moonpool_cached_tokens", "Prompt tokens reused from a worker's pages or the pool", ["source"], registry=own
+        )
+        self.pool_nbytes = Counter("moonpool_pool_bytes", "KV bytes that prefill pulled from the pool", registry=own)
+        self.unanswered = Counter("moonpool_scrapes_unanswered", "Roles that gave no metrics in time", registry=own)
+
+    def count_prefill(self, num_prompt_tokens: int, reply: PrefillReply, ttft_s: float | None) -> None:
+        self.prompt_tokens.inc(num_prompt_tokens)
+        self.cached_tokens.labels("local").inc(reply.local_tokens)
+        self.cached_tokens.labels("pool").inc(reply.pool_tokens)
+        self.pool_nbytes.inc(reply.pool_nbytes)
+        if ttft_s is not None:
+            self.ttft.observe(ttft_s)
+
+
+class Roles(StrEnum):
+    """Whose metrics a page has: this front end's own, all roles', or all roles' on one page of several (auto)."""
+
+    AUTO = "auto"
+    OWN = "own"
+    ALL = "all"
+
+
+async def metrics_page(
+    own: FrontendMetrics, connections: Connections, cluster: Cluster, *, name: str, roles: Roles = Roles.AUTO
+) -> bytes:
+    """Return Prometheus' text of all roles that answer within SCRAPE_TIMEOUT_S; the others are counted.
+
+    With several front ends, and `roles` left at AUTO, the roles that they share are on the page of one of them only, so
+    that no series is collected twice.
+    """
+    note, parts = b"", list[RoleMetrics]()
+    if roles is Roles.ALL or (roles is Roles.AUTO and await _claims_shared(own, connections)):
+        parts = await _scrape_all(own, connections, cluster)
+    elif roles is Roles.AUTO:
+        note = b"# The other roles are on the page of another front end; /metrics?roles=all shows them here too.\n"
+    registry = CollectorRegistry()
+    itself = RoleMetrics("frontend", name, [*snapshot(own.registry), *process_metrics()])
+    registry.register(MergedCollector([itself, *parts]))
+    return note + generate_latest(registry)
+
+
+async def _claims_shared(own: FrontendMetrics, connections: Connections) -> bool:
+    """Whether this page is the one for the shared roles. True without a conductor, which is noticed next."""
+    try:
+        return await (await connections.conductor()).call(ClaimSharedMetrics(), timeout_s=SCRAPE_TIMEOUT_S)
+    except MoonpoolError:
+        return True
+
+
+async def _scrape_all(own: FrontendMetrics, connections: Connections, cluster: Cluster) -> list[RoleMetrics]:
+    master = asyncio.create_task(_ask_master(connections))  # it answers also when the conductor is away
+    asked: list[Coroutine[Any, Any, list[RoleMetrics] | None]] = []
+    try:
+        conductor = await connections.conductor()
+        workers = (await cluster.status(SCRAPE_TIMEOUT_S)).workers
+        asked = [_ask(conductor, "conductor", "conductor"), *(_ask_worker(connections, each) for each in workers)]
+    except MoonpoolError:
+        own.unanswered.inc()
+    answers = await asyncio.gather(master, *asked)
+    own.unanswered.inc(sum(parts is None for parts in answers))
+    return [part for parts in answers for part in parts or ()]
+
+
+async def _ask_master(connections: Connections) -> list[RoleMetrics] | None:
+    """The master's own metrics, and those of the nodes, which report to it."""
+    try:
+        async with asyncio.timeout(SCRAPE_TIMEOUT_S):
+            client = await connections.master()
+            if client is None:
+                return []
+            nodes = await client.call(GetReportedMetrics(), timeout_s=SCRAPE_TIMEOUT_S)
+    except (MoonpoolError, TimeoutError):
+        return None
+    master = await _ask(client, "master", "master")
+    return None if master is None else [*master, *nodes]
+
+
+async def _ask_worker(connections: Connections, worker: WorkerStatus) -> list[RoleMetrics] | None:
+    info = worker.info
+    try:
+        async with asyncio.timeout(SCRAPE_TIMEOUT_S):
+            client = await connections.worker(WorkerRef(info.name, info.address, info.incarnation))
+    except (MoonpoolError, TimeoutError):
+        return None
+    return await _ask(client, info.role.value, info.name)
+
+
+async def _ask(client: AsyncClient, role: str, name: str) -> list[RoleMetrics] | None:
+    try:
+        return [RoleMetrics(role, name, await client.call(GetMetrics(), timeout_s=SCRAPE_TIMEOUT_S))]
+    except MoonpoolError:
+        return None

@@ -1,0 +1,185 @@
+"""Prepares request bodies beside the event loop: short ones in a thread, long ones in a process of their own.
+
+A thread is quicker to reach, but Python's interpreter lock makes everything else wait for it: SHORT_NBYTES is what a
+thread is done with in a few milliseconds, whatever the body holds. Longer bodies go to prompt_process.py, where
+they can hold up only each other (benchmarks/long_prompts.py). A process that dies or takes too long costs the request
+at hand a 503, and is replaced when the next long body comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar, cast
+
+import msgspec
+
+from moonpool.base.errors import Overloaded, Unavailable, from_wire
+from moonpool.frontend.prompt_process import (
+    LENGTH,
+    MODULE,
+    LoadModel,
+    PrepareBody,
+    PreparedBody,
+    PrepareFailure,
+    unpack,
+)
+from moonpool.frontend.prompts import Endpoint, Prepared, ServedModel, prepare
+from moonpool.frontend.schema import SamplingBody
+
+SHORT_NBYTES = 64 * 1024
+MAX_WAITING = 16  # long bodies that wait for the process
+ANSWER_S = 60.0  # to start it, and for one body
+_SLICE_NBYTES = 1 << 20
+_LOG = logging.getLogger(__name__)
+_B = TypeVar("_B", bound=SamplingBody)
+
+
+class Preparer:
+    """`load` is given where long bodies have a process; without it threads do everything. Close it with `close`."""
+
+    def __init__(self, model: ServedModel, load: LoadModel | None = None, *, num_threads: int = 2) -> None:
+        self._model = model
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize")
+        self._process = None if load is None else PromptProcess(load)
+
+    def start(self) -> None:
+        """Begin to start the process, if there is one, so that the first long body need not wait for it."""
+        if self._process is not None:
+            self._process.warm_up()
+
+    async def prepare(self, endpoint: Endpoint[_B], raw: bytes) -> Prepared[_B]:
+        """What prompts.prepare returns and raises; Overloaded or Unavailable when the process cannot do it."""
+        if self._process is None or len(raw) <= SHORT_NBYTES:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._threads, prepare, self._model, endpoint, raw)
+        packed = await self._process.ask(PrepareBody(endpoint.name, raw))
+        loop = asyncio.get_running_loop()
+        generic = cast(Endpoint[SamplingBody], endpoint)
+        return cast(Prepared[_B], await loop.run_in_executor(self._threads, unpack, packed, generic))
+
+    async def close(self) -> None:
+        """Idempotent. Returns when the process is gone."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._process is not None:
+            await self._process.close()
+
+
+def load_call(load: Callable[..., ServedModel], model: str, model_name: str | None, max_len: int | None) -> LoadModel:
+    """How the process gets the same model as `load` gives to this one. `load` must be a module's function."""
+    return LoadModel(f"{load.__module__}:{load.__qualname__}", model, model_name, max_len)
+
+
+class PromptProcess:
+    """One child process, started when it is needed, asked one thing at a time."""
+
+    def __init__(self, load: LoadModel) -> None:
+        self._load = load
+        self._child: asyncio.subprocess.Process | None = None
+        self._turn = asyncio.Lock()
+        self._num_waiting = 0
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._is_closed = False
+
+    def warm_up(self) -> None:
+        self._keep(asyncio.create_task(self._start_early()))
+
+    async def ask(self, call: PrepareBody) -> PreparedBody:
+        """Cancelling this does not stop the process: it finishes the body and drops the result."""
+        if self._num_waiting >= MAX_WAITING:
+            raise Overloaded("too many long prompts are being tokenized; try again later", retry_after_s=1.0)
+        self._num_waiting += 1
+        task = asyncio.create_task(self._ask(call))
+        self._keep(task)
+        return await asyncio.shield(task)
+
+    async def close(self) -> None:
+        self._is_closed = True
+        for task in tuple(self._tasks):
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        await self._end()
+
+    def _keep(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._forget)
+
+    def _forget(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # the caller may have gone; then no task reads the failure
+
+    async def _start_early(self) -> None:
+        async with self._turn:
+            with contextlib.suppress(OSError, TimeoutError):
+                await self._start()
+
+    async def _ask(self, call: PrepareBody) -> PreparedBody:
+        try:
+            async with self._turn:
+                reply = await self._exchange(msgspec.msgpack.encode(call))
+        finally:
+            self._num_waiting -= 1
+        if isinstance(reply, PrepareFailure):
+            raise from_wire(reply.code, reply.message, param=reply.param)
+        return reply
+
+    async def _exchange(self, frame: bytes) -> PreparedBody | PrepareFailure:
+        if self._is_closed:
+            raise Unavailable("the front end is stopping")
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                child = await self._start()
+                await _send(child, frame)
+                reply = await _receive(child)
+        except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
+            await self._end()
+            _LOG.warning("the process for long prompts failed (%s); it is started again", type(error).__name__)
+            raise Unavailable("this prompt could not be tokenized; try again") from error
+        except asyncio.CancelledError:
+            await self._end()
+            raise
+        return msgspec.msgpack.decode(reply, type=PreparedBody | PrepareFailure)
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        if self._child is None or self._child.returncode is not None:
+            self._child = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-P",  # the path is given below
+                "-m",
+                MODULE,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+            await _send(self._child, msgspec.msgpack.encode(self._load))
+        return self._child
+
+    async def _end(self) -> None:
+        child, self._child = self._child, None
+        if child is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            child.kill()
+        await child.wait()
+
+
+async def _send(child: asyncio.subprocess.Process, frame: bytes) -> None:
+    assert child.stdin is not None, "it was started with a pipe"
+    child.stdin.write(LENGTH.pack(len(frame)))
+    view = memoryview(frame)
+    for start in range(0, len(view), _SLICE_NBYTES):
+        child.stdin.write(view[start : start + _SLICE_NBYTES])
+        await child.stdin.drain()
+
+
+async def _receive(child: asyncio.subprocess.Process) -> bytes:
+    assert child.stdout is not None, "it was started with a pipe"
+    (nbytes,) = LENGTH.unpack(await child.stdout.readexactly(LENGTH.size))
+    return await child.stdout.readexactly(nbytes)

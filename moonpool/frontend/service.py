@@ -1,0 +1,217 @@
+"""The front end as a role: takes its port first, then loads the tokenizer, then serves until it is closed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import math
+import resource
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import uvicorn
+
+from moonpool.base.address import Address, parse_address
+from moonpool.base.errors import ConfigError, Internal
+from moonpool.conductor.retries import RetryPolicy
+from moonpool.frontend.app import make_app
+from moonpool.frontend.connection import ConnectionLimits
+from moonpool.frontend.desk import Desk
+from moonpool.frontend.preparing import Preparer, load_call
+from moonpool.frontend.prompts import ServedModel, load_model
+from moonpool.frontend.protocol import GuardedProtocol
+from moonpool.frontend.tenants import load_tenants
+from moonpool.frontend.workers import Connections
+
+# Requests that run get this long to finish by themselves when the front end is closed.
+GRACE_S = 1.0
+_BACKLOG = 2048
+_TICKS_PER_SWEEP = 5  # uvicorn ticks every 0.1 s
+_SPARE_FILES = 128  # descriptors for everything that is not a client's connection
+
+
+@dataclass(frozen=True)
+class FrontendConfig:
+    conductor_address: str = field(metadata={"help": "where the conductor listens"})
+    state_dir: str = field(metadata={"help": "folder for what must survive a restart, secrets included"})
+    master_address: str | None = field(default=None, metadata={"help": "the pool's master, for its metrics"})
+    model: str = field(default="smollm2", metadata={"help": "model name, Hugging Face folder or .gguf file"})
+    model_name: str | None = field(default=None, metadata={"help": "name shown to clients; the model's own if unset"})
+    listen: str = field(default="tcp:127.0.0.1:8000", metadata={"help": "where to serve HTTP; port 0: any free one"})
+    host: str | None = field(default=None, metadata={"hidden": True})  # with `port`: the form of `listen` before it
+    port: int | None = field(default=None, metadata={"hidden": True})
+    name: str = field(default="frontend", metadata={"help": "tells several front ends apart, in logs and metrics"})
+    expected_workers: tuple[str, ...] = field(default=(), metadata={"help": "workers that /health misses when away"})
+    tenants_file: str | None = field(default=None, metadata={"help": "JSON file of tenants and their API keys"})
+    max_model_len: int | None = field(default=None, metadata={"help": "longest context; the model's own if unset"})
+    request_timeout_s: float = field(default=600.0, metadata={"help": "after this time a request ends"})
+    max_attempts: int = field(default=4, metadata={"help": "tries per request that living workers may fail"})
+    worker_wait_s: float = field(default=30.0, metadata={"help": "how long a request waits for workers to return"})
+    max_body_nbytes: int | None = field(
+        default=None, metadata={"help": "largest request body; what the model's context can need if unset"}
+    )
+    prompt_process: bool = field(
+        default=True, metadata={"help": "prepare long prompts in a process of their own, so that they delay no stream"}
+    )
+    max_connections: int = field(default=1024, metadata={"help": "most client connections at a time"})
+    access_log: bool = field(default=False, metadata={"help": "log a line per request"})
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.http_address.port < 65536:
+            raise ConfigError(f"{self.port} is not a port", param="port")
+        if self.http_address.scheme != "tcp":
+            raise ConfigError("HTTP is served at an address like tcp:127.0.0.1:8000", param="listen")
+        for name in ("max_model_len", "request_timeout_s", "max_attempts", "max_body_nbytes", "max_connections"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name} must be above 0", param=name)
+
+    @property
+    def http_address(self) -> Address:
+        """`listen`, overruled by `host` and `port` where these are given. ConfigError when it is no address."""
+        address = parse_address(self.listen)
+        host = address.host if self.host is None else self.host
+        return Address(address.scheme, address.path, host, address.port if self.port is None else self.port)
+
+
+class Frontend:
+    """A base.process.Service. `start` returns the URL."""
+
+    def __init__(
+        self,
+        config: FrontendConfig,
+        load: Callable[[FrontendConfig], ServedModel] | None = None,
+        limits: ConnectionLimits | None = None,
+    ) -> None:
+        self.config = config
+        self._load = load or load_model
+        self._limits = limits or ConnectionLimits(max_connections=_possible_connections(config.max_connections))
+        self._connections: Connections | None = None
+        self._preparer: Preparer | None = None
+        self._desk: Desk | None = None
+        self._socket: socket.socket | None = None
+        self._server: _Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self) -> str:
+        """Raises ConfigError when the port is taken, ModelError when the model's files cannot be used."""
+        config = self.config
+        self._socket = bind(config.http_address.host, config.http_address.port)
+        model = await asyncio.to_thread(self._load, config)
+        tenants_file = None if config.tenants_file is None else Path(config.tenants_file)
+        tenants = await asyncio.to_thread(load_tenants, Path(config.state_dir), tenants_file)
+        call = load_call(self._load, config.model, config.model_name, config.max_model_len)
+        self._preparer = Preparer(model, call if config.prompt_process else None)
+        self._preparer.start()
+        self._connections = Connections(config.conductor_address, config.master_address)
+        self._desk = Desk(
+            model,
+            tenants,
+            self._connections,
+            self._preparer,
+            policy=RetryPolicy(max_attempts=config.max_attempts, worker_wait_s=config.worker_wait_s),
+            request_timeout_s=config.request_timeout_s,
+            expected_workers=config.expected_workers,
+        )
+        await self._serve(self._desk, self._socket)
+        return url_of(self._socket)
+
+    async def _serve(self, desk: Desk, sock: socket.socket) -> None:
+        limits = self._limits
+        max_body_nbytes = self.config.max_body_nbytes or desk.model.max_body_nbytes
+        app = make_app(desk, max_body_nbytes=max_body_nbytes, name=self.config.name)
+        self._server = _Server(
+            uvicorn.Config(
+                app,
+                http=functools.partial(GuardedProtocol, limits=limits),  # type: ignore[arg-type]
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                log_level="info" if self.config.access_log else "warning",
+                access_log=self.config.access_log,
+                timeout_keep_alive=math.ceil(limits.keep_alive_s),
+                timeout_graceful_shutdown=int(GRACE_S) + 1,
+            )
+        )
+        self._serving = asyncio.create_task(self._server.serve(sockets=[sock]), name="http server")
+        await self._server.wait_started(self._serving)
+
+    async def close(self) -> None:
+        """Idempotent. Running requests get GRACE_S to finish, then they end with an error that says why."""
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = True
+            await asyncio.wait((self._serving,), timeout=GRACE_S)
+        if self._connections is not None:
+            await self._connections.close()
+        if self._serving is not None:
+            await asyncio.wait((self._serving,))
+        if self._preparer is not None:
+            await self._preparer.close()
+        if self._socket is not None:
+            self._socket.close()
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the process (base/process.py) and says when it has started."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._ready = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % _TICKS_PER_SWEEP == 0:
+            now_s = asyncio.get_running_loop().time()
+            for connection in list(self.server_state.connections):
+                if isinstance(connection, GuardedProtocol):
+                    connection.sweep(now_s)
+        return await super().on_tick(counter)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready.set()
+
+    async def wait_started(self, serving: asyncio.Task[None]) -> None:
+        ready = asyncio.create_task(self._ready.wait())
+        await asyncio.wait((ready, serving), return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+        if serving.done():
+            raise Internal("the HTTP server ended as soon as it started") from serving.exception()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening-to-be socket of our own, so that a taken port is one clear sentence and nothing has started yet."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, proto)
+    except OSError as error:
+        raise ConfigError(f"cannot serve at {host!r}: {error.strerror or error}", param="host") from error
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(_BACKLOG)  # now, because with SO_REUSEADDR a bind alone does not notice another listener-to-be
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"cannot serve at {host}:{port}: {error.strerror or error}", param="port") from error
+    return sock
+
+
+def url_of(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _possible_connections(wanted: int) -> int:
+    """Raise this process's limit of open files as far as is allowed, and return how many connections it leaves."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + _SPARE_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return wanted if soft == resource.RLIM_INFINITY else max(1, min(wanted, soft - _SPARE_FILES))

@@ -1,0 +1,1 @@
+"""The launcher: starts, watches, restarts and stops the roles of one machine."""

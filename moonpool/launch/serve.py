@@ -1,0 +1,101 @@
+"""`moonpool serve`: everything on this machine with one command.
+
+What can be checked is checked before anything starts, so a wrong port, model or size is one line within a second or
+two. Sockets live in a private run directory that goes when the launcher goes; what must outlive it (secrets, the
+pool's epoch) is in the state directory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from moonpool.base.address import host_port
+from moonpool.base.cores import available_cores
+from moonpool.base.errors import ConfigError, Unavailable
+from moonpool.base.lifeline import Lifeline
+from moonpool.base.log import setup_logging
+from moonpool.base.run_dirs import write_url
+from moonpool.base.secret import Secret
+from moonpool.engine.model_files import resolve
+from moonpool.frontend.tenants import load_tenants
+from moonpool.launch.checks import (
+    choose_port,
+    require_address_space,
+    require_device,
+    require_memory,
+    require_whole_model,
+)
+from moonpool.launch.launcher import Launcher
+from moonpool.launch.plan import ServeConfig, plan_roles
+from moonpool.launch.run_dir import RunDir
+
+_HERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # where to reach, from this machine, a front end that listens everywhere
+
+
+def serve(config: ServeConfig, prepare_model: Callable[[str], None]) -> None:
+    """Blocks until the service is stopped (SIGINT, SIGTERM); MoonpoolError when it cannot start or go on.
+
+    `prepare_model` may fetch the model; it is called once everything cheaper has been checked.
+    """
+    config.check()
+    setup_logging("launcher", config.log_level)
+    config = replace(config, port=choose_port(config.host, config.port))
+    require_device(config.device)
+    require_address_space(config.pool_nbytes, config.kv_nbytes)
+    require_memory(config.pool_nbytes, config.num_workers * config.kv_nbytes)
+    state_dir = _own_folder(Path(config.state_dir).expanduser() if config.state_dir else default_state_dir())
+    log_dir = _own_folder(Path(config.log_dir).expanduser()) if config.log_dir else None
+    if config.ssd is not None:
+        config = replace(config, ssd=str(_own_folder(Path(config.ssd).expanduser())))
+    if config.secret_file is not None:
+        Secret.from_file(config.secret_file)
+    load_tenants(state_dir, Path(config.tenants_file) if config.tenants_file else None)
+    prepare_model(config.model)
+    require_whole_model(resolve(config.model))
+    with RunDir() as run_dir, Lifeline() as lifeline:
+        roles = plan_roles(config, run_dir.path, state_dir, num_cores=available_cores())
+        launcher = Launcher(roles, lifeline, lambda seconds: _announce(config, run_dir.path, seconds), log_dir)
+        failure = asyncio.run(launcher.run())
+    if failure is not None:
+        raise Unavailable(failure)
+
+
+def default_state_dir() -> Path:
+    """MOONPOOL_STATE, else where the desktop standard keeps state."""
+    chosen = os.environ.get("MOONPOOL_STATE")
+    if chosen:
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "moonpool"
+
+
+def _own_folder(path: Path) -> Path:
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make the folder {path}: {error.strerror or error}") from error
+    return path.resolve()
+
+
+def _announce(config: ServeConfig, run_dir: Path, seconds: float) -> None:
+    """Tell the person at the terminal, and `moonpool chat`, where the service is."""
+    host = _HERE.get(config.host, config.host)
+    write_url(run_dir, f"http://{host_port(host, config.port)}")
+    url = f"http://{host_port(host, config.port)}/v1"
+    body = {
+        "model": resolve(config.model).name,
+        "messages": [{"role": "user", "content": "What is the capital of Japan?"}],
+    }
+    key = "-H 'Authorization: Bearer YOUR_KEY' " if config.tenants_file else ""
+    print(
+        f"\nMoonpool serves {body['model']} at {url} (ready after {seconds:.1f} s)\n\n"
+        f"  curl {url}/chat/completions {key}-H 'Content-Type: application/json' \\\n"
+        f"    -d '{json.dumps(body)}'\n\n"
+        "  moonpool chat\n\n"
+        "Ctrl-C stops it.",
+        flush=True,
+    )

@@ -1,0 +1,128 @@
+"""The stream of changes to listeners: replayed from where they were, or a snapshot first; in bounded memory.
+
+Batches are numbered across all listeners. A listener that comes back says which one it had last and gets the rest, as
+long as that is remembered; otherwise it starts from a snapshot. One that falls too far behind is dropped with
+Overloaded, and comes back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterator
+
+from moonpool.base.errors import Overloaded
+from moonpool.master.state.changes import Changes
+from moonpool.store.messages import EventBatch, Tier
+
+# Keys in one batch of a snapshot: about 0.3 MB on the wire, a few milliseconds of the master's time.
+SNAPSHOT_KEYS = 8192
+
+Part = list[tuple[bytes, Tier]]
+Snapshot = Callable[[], Iterator[Part]]
+
+
+class _Listener:
+    __slots__ = ("num_keys", "pending", "too_slow", "wake")
+
+    def __init__(self) -> None:
+        self.pending: deque[EventBatch] = deque()
+        self.num_keys = 0
+        self.too_slow = False
+        self.wake = asyncio.Event()
+
+
+class ChangeFeed:
+    """Fans changes out. All methods belong to the event loop's thread."""
+
+    def __init__(self, max_pending_keys: int, max_replay_keys: int, first_sequence: int = 0) -> None:
+        self._max_pending_keys = max_pending_keys
+        self._max_replay_keys = max_replay_keys
+        self._sequence = first_sequence  # of the last batch
+        self._replay: deque[EventBatch] = deque()
+        self._replay_keys = 0
+        self._listeners: set[_Listener] = set()
+
+    def __len__(self) -> int:
+        return len(self._listeners)
+
+    @property
+    def sequence(self) -> int:
+        """Of the last batch there was."""
+        return self._sequence
+
+    def publish(self, changes: Changes) -> None:
+        """One batch for everybody."""
+        self._sequence += 1
+        batch = EventBatch(self._sequence, False, *changes)
+        size = _num_keys(batch)
+        self._replay.append(batch)
+        self._replay_keys += size
+        while self._replay_keys > self._max_replay_keys:
+            self._replay_keys -= _num_keys(self._replay.popleft())
+        for listener in self._listeners:
+            listener.pending.append(batch)
+            listener.num_keys += size
+            if listener.num_keys > self._max_pending_keys:
+                listener.too_slow = True
+                listener.pending.clear()
+            listener.wake.set()
+
+    async def subscribe(self, since: int | None, snapshot: Snapshot) -> AsyncGenerator[EventBatch, None]:
+        """All batches after `since`, or a snapshot and all batches after it. `snapshot` yields keys part by part."""
+        listener = _Listener()
+        missed = self._missed(since)
+        self._listeners.add(listener)
+        try:
+            if missed is None:
+                sequence, first = self._sequence, True
+                for part in _in_batches(snapshot()):
+                    yield _snapshot_batch(sequence, first, part)
+                    first = False
+                    await asyncio.sleep(0)  # others have their turn between two parts
+            else:
+                for batch in missed:
+                    yield batch
+            async for batch in self._changes(listener):
+                yield batch
+        finally:
+            self._listeners.discard(listener)
+
+    def _missed(self, since: int | None) -> list[EventBatch] | None:
+        """What came after `since`; None when that is not known any more."""
+        oldest = self._replay[0].sequence if self._replay else self._sequence + 1
+        if since is None or not oldest - 1 <= since <= self._sequence:
+            return None
+        return [batch for batch in self._replay if batch.sequence > since]
+
+    async def _changes(self, listener: _Listener) -> AsyncGenerator[EventBatch, None]:
+        while True:
+            await listener.wake.wait()
+            listener.wake.clear()
+            while listener.pending:
+                batch = listener.pending.popleft()
+                listener.num_keys -= _num_keys(batch)
+                yield batch
+            if listener.too_slow:
+                raise Overloaded("this listener reads more slowly than the pool changes; subscribe again")
+
+
+def _num_keys(batch: EventBatch) -> int:
+    return len(batch.stored) + len(batch.removed) + len(batch.moved) + len(batch.tiers)
+
+
+def _snapshot_batch(sequence: int, first: bool, part: Part) -> EventBatch:
+    tiers = tuple((key, tier) for key, tier in part if tier != Tier.DRAM)
+    return EventBatch(sequence, first, stored=tuple(key for key, _ in part), tiers=tiers)
+
+
+def _in_batches(parts: Iterator[Part]) -> Iterator[Part]:
+    """Small parts together; at least one batch, which may be empty."""
+    batch: Part = []
+    for part in parts:
+        batch.extend(part)
+        if len(batch) >= SNAPSHOT_KEYS:
+            yield batch
+            batch = []
+    # An empty pool has a snapshot too, and one empty batch at the end of a full one does no harm.
+    yield batch

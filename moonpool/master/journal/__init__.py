@@ -1,0 +1,17 @@
+"""The master's memory across its lives: a folder of journals and snapshots. Knows nothing of what the records mean."""
+
+from moonpool.master.journal.journal import Journal, JournalConfig, JournalHealth, forget, snapshot_due
+from moonpool.master.journal.report import FileReport, FolderReport, describe
+from moonpool.master.journal.snapshot import SnapshotWriter
+
+__all__ = [
+    "FileReport",
+    "FolderReport",
+    "Journal",
+    "JournalConfig",
+    "JournalHealth",
+    "SnapshotWriter",
+    "describe",
+    "forget",
+    "snapshot_due",
+]

@@ -1,0 +1,149 @@
+"""What a folder's files amount to after any end of the last life, without a guess.
+
+The newest whole snapshot, then every journal from its number on. A crash may have cut or garbled only what was not
+yet on disk: the tail of the last journal, or of the one before when the last was just begun. That is cut off and
+logged. Anything else (damage that a mark or the snapshot speaks for, a missing file) is Corrupt, and nothing has been
+touched by then.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from moonpool.base.errors import Corrupt
+from moonpool.master.journal.folder import Folder, Listing
+from moonpool.master.journal.frames import HEADER_NBYTES, FileKind, RecordFile, find_mark
+
+ADVICE = (
+    "nothing was changed; put a good copy of the folder in place, or start with --forget-journal, "
+    "which sets the files aside and begins with an empty pool"
+)
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A journal, and how many of its bytes are good. `closed`: it says itself that nothing follows."""
+
+    number: int
+    nbytes: int
+    closed: bool
+
+
+@dataclass
+class Recovered:
+    """What to replay, and what to put right before anything is appended."""
+
+    snapshot: int | None = None
+    snapshot_nbytes: int = 0
+    journals: list[Extent] = field(default_factory=list)
+    cut_nbytes: int = 0  # behind the last extent, to be cut off
+    unusable: list[Path] = field(default_factory=list)  # journals begun after the place of the cut, broken snapshots
+
+    @property
+    def last_number(self) -> int:
+        return max([extent.number for extent in self.journals], default=-1)
+
+    def replay(self, folder: Folder) -> Iterator[bytes]:
+        """The records, in order. May be consumed while the last journal is already appended to."""
+        if self.snapshot is not None:
+            path = folder.snapshot(self.snapshot)
+            yield from _checked(RecordFile(path, FileKind.SNAPSHOT, self.snapshot), self.snapshot_nbytes)
+        for extent in self.journals:
+            file = RecordFile(folder.journal(extent.number), FileKind.JOURNAL, extent.number)
+            yield from _checked(file, extent.nbytes)
+
+
+def _checked(file: RecordFile, nbytes: int) -> Iterator[bytes]:
+    if nbytes >= HEADER_NBYTES:
+        yield from file.records(nbytes)
+        if file.fault is not None:
+            raise Corrupt(f"{file.path} changed since it was checked: {file.fault}; {ADVICE}")
+
+
+def recover(folder: Folder) -> Recovered:
+    """Reads everything and changes nothing. Corrupt, OSError."""
+    listing = folder.listing()
+    found = Recovered()
+    floor, faults = _take_snapshot(folder, listing, found)
+    numbers = _chain(folder, listing, found.snapshot, faults)
+    for number in numbers:
+        file = RecordFile(folder.journal(number), FileKind.JOURNAL, number).scan()
+        found.journals.append(Extent(number, file.end, file.closing is not None))
+        goes_on = file.whole or (file.fault is None and number == numbers[-1])
+        if not goes_on or file.end < floor:
+            later = [folder.journal(each) for each in numbers if each > number]
+            _check_is_only_a_tail(file, floor, later)
+            found.cut_nbytes = file.nbytes - file.end
+            found.unusable += later
+            break
+        floor = 0  # it speaks of the first journal only
+    return found
+
+
+def _take_snapshot(folder: Folder, listing: Listing, found: Recovered) -> tuple[int, list[str]]:
+    """Finds the newest whole snapshot. How much of its journal was on disk, and what is wrong with newer ones."""
+    faults: list[str] = []
+    for number in reversed(listing.snapshots):
+        file = RecordFile(folder.snapshot(number), FileKind.SNAPSHOT, number).scan()
+        if file.fault is None and file.closing is not None:
+            found.snapshot, found.snapshot_nbytes = number, file.nbytes
+            return file.closing.value, faults
+        faults.append(f"{file.path} is not whole ({file.fault or 'its end is missing'})")
+        found.unusable.append(file.path)
+        _LOG.warning("%s; looking for an older one", faults[-1])
+    return 0, faults
+
+
+def _chain(folder: Folder, listing: Listing, snapshot: int | None, faults: list[str]) -> list[int]:
+    """The journals to replay; Corrupt when one is missing."""
+    if listing.empty:
+        return []
+    first = snapshot or 0
+    numbers = range(first, max([first, *listing.journals, *listing.snapshots]) + 1)
+    missing = [number for number in numbers if number not in listing.journals]
+    if missing:
+        since = f"snapshot-{snapshot}" if snapshot is not None else "the beginning"
+        lacks = f"journal-{missing[0]} is missing in {folder.path}, so it is not known all that happened since {since}"
+        raise Corrupt("; ".join([lacks, *faults, ADVICE]))
+    return list(numbers)
+
+
+def _check_is_only_a_tail(file: RecordFile, floor: int, later: list[Path]) -> None:
+    """Corrupt unless the damage behind `file.end` can only be what a crash left of unsynced bytes."""
+    fault, proof = file.fault or "its end is missing", None
+    if file.end < floor:
+        proof = "its snapshot says that it was longer"
+    elif file.closing is not None:
+        proof = "its writer had closed it"
+    else:
+        witness = _witness(file, later)
+        proof = f"a mark in {witness.name} says that it was good" if witness is not None else None
+    if proof:
+        raise Corrupt(f"{file.path} is damaged at byte {file.end} ({fault}), and {proof}; {ADVICE}")
+
+
+def _witness(file: RecordFile, later: list[Path]) -> Path | None:
+    """The file with a mark that speaks for the place of the damage."""
+    if find_mark(file.path, file.end, speaks_for=file.end):
+        return file.path
+    return next((path for path in later if find_mark(path, 0, speaks_for=0)), None)
+
+
+def put_right(folder: Folder, found: Recovered, listing: Listing) -> None:
+    """Does what `recover` found necessary, all but the cut itself, and tells the log what is lost."""
+    for path in listing.leavings:
+        _LOG.info("removing %s, which was never finished or was already replaced", path)
+        os.unlink(path)
+    if found.unusable:
+        newest_first = sorted(found.unusable, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
+        names, nbytes = [path.name for path in newest_first], sum(path.stat().st_size for path in newest_first)
+        aside = folder.set_aside(newest_first)
+        _LOG.warning("%s (%d bytes) cannot be used and are kept in %s", ", ".join(names), nbytes, aside)
+    if found.cut_nbytes:
+        path = folder.journal(found.last_number)
+        _LOG.warning("%s ends in the middle of a write; its last %d bytes are cut off", path, found.cut_nbytes)

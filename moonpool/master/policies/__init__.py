@@ -1,0 +1,27 @@
+"""Eviction policies, by name. Which is the default was measured: benchmarks/eviction.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from moonpool.base.errors import ConfigError
+from moonpool.master.policies.base import EvictionPolicy
+from moonpool.master.policies.lru import LeastRecentlyUsed
+from moonpool.master.policies.prefix import PrefixAware
+from moonpool.master.policies.s3fifo import S3Fifo
+
+__all__ = ["DEFAULT_POLICY", "POLICIES", "EvictionPolicy", "LeastRecentlyUsed", "PrefixAware", "S3Fifo", "make_policy"]
+
+POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
+    "lru": LeastRecentlyUsed,
+    "s3fifo": S3Fifo,
+    "prefix": PrefixAware,
+}
+DEFAULT_POLICY = "prefix"
+
+
+def make_policy(name: str = DEFAULT_POLICY) -> EvictionPolicy:
+    """Raises ConfigError when there is no such policy."""
+    if name not in POLICIES:
+        raise ConfigError(f"no eviction policy {name!r}; there are {', '.join(POLICIES)}", param="eviction")
+    return POLICIES[name]()

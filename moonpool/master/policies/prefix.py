@@ -1,0 +1,256 @@
+"""The prefix-aware policy: a block outlives its children, and worth is learned from when blocks are used again.
+
+- Only blocks without a stored child are candidates. When the last child goes, its parent follows at once if it is
+  worth no more than what goes now; so a cold conversation goes whole, from its end, and never leaves a hole.
+- Worth is the rate of hits that keeping the block can bring (reuse.py: by its uses and its age, learned as it goes,
+  evicted blocks included) times what a hit saves per byte. Computing a block costs in proportion to its bytes, and
+  more the longer the prefix it attends to: 1 + cost_growth * depth.
+- Parents are those that insert() is told. A block whose parent is not told is ranked by its own uses and age alone.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moonpool.master.policies.columns import grow, view
+from moonpool.master.policies.ghosts import Ghosts
+from moonpool.master.policies.reuse import NUM_CLASSES, Counts, ReuseModel, bin_of, bins_of, count
+from moonpool.master.policies.sweep import SweepPolicy
+
+_FEW_PENDING, _MOST_OBSERVED = 24, 1024
+_MAX_DEPTH = 65_535
+_SURVEY = 8192  # residents, and as many ghosts, looked at when the model learns
+# What cost_growth is, per token of a block, for LLaMA3-70B (from prefill times in Mooncake, FAST'25, figure 14). It is
+# not the default: on the conversation trace it costs hits at some capacities, and the prefill time saved changes by
+# -2 % to +4 % without a clear direction (benchmarks/eviction.py).
+COST_GROWTH_PER_TOKEN = 2 * 7.79e-4 / 0.1123 / 1024
+
+
+class PrefixAware(SweepPolicy):
+    def __init__(self, cost_growth: float = 0.0) -> None:
+        super().__init__()
+        self._cost_growth = cost_growth
+        self._clock = 0  # counts inserts
+        self._uses = bytearray()  # after the first, up to NUM_CLASSES - 1
+        self._fingerprints = array("I")
+        self._lives = array("I")  # by slot: how many different objects it has stood for
+        self._parents, self._parent_lives = array("I"), array("I")  # the parent's slot + 1 (0: none), and its life
+        self._children = array("I")  # how many slots in the policy have it as parent
+        self._depths = array("H")
+        self._model, self._ghosts = ReuseModel(), Ghosts()
+        self._watch_mask = 0  # keys whose fingerprint has none of these bits are watched
+        self._survey_phase = 0
+        self._learn_at, self._forget_at = 1024, 4096
+
+    def insert(self, slot: int, parent: int | None, nbytes: int, fingerprint: int) -> None:
+        if self._pending:
+            self._account()
+        if parent is not None and parent >= len(self._present):
+            self._reserve(parent)
+        self._clock += 1
+        self._enter(slot)
+        if self._fingerprints[slot] != fingerprint or not self._lives[slot]:
+            self._begin_life(slot, fingerprint)
+        self._stamps[slot] = self._clock
+        self._adopt(slot, None if parent == slot else parent)
+        if self._clock >= self._learn_at:
+            self._learn()
+
+    def insert_many(
+        self, slots: Sequence[int], parents: Sequence[int | None] | None, fingerprints: Sequence[int]
+    ) -> None:
+        if self._pending:
+            self._account()
+        highest = max(max(slots), max((each for each in parents or () if each is not None), default=0))
+        if highest >= len(self._present):
+            self._reserve(highest)
+        at, marks = np.array(slots, np.int64), np.array(fingerprints, np.uint32)
+        stamps = np.arange(self._clock + 1, self._clock + 1 + len(slots))
+        self._clock += len(slots)
+        self._count += len(slots)
+        assert not view(self._present)[at].any(), "none of the slots is in the policy"
+        view(self._present)[at] = 1
+        view(self._fingerprints)[at] = marks
+        view(self._lives)[at] += np.uint32(1)
+        view(self._stamps)[at] = stamps
+        for column in (self._uses, self._children, self._depths, self._parents):
+            view(column)[at] = 0
+        self._recognise(at, marks, stamps)
+        if parents is not None:
+            self._link_many(slots, parents)
+            at = at[view(self._children)[at] == 0]
+        self._candidates.add_many(at)
+        if self._clock >= self._learn_at:
+            self._learn()
+
+    def remove(self, slot: int) -> None:
+        if self._pending:
+            self._account()
+        is_victim = slot == self._offered
+        self._leave(slot)
+        if not self._fingerprints[slot] & self._watch_mask:
+            age = self._clock - self._stamps[slot]
+            old = self._ghosts.put(self._fingerprints[slot], self._uses[slot], self._clock, age)
+            if old is not None:
+                self._model.unseen(*old)
+        parent = self._parent(slot)
+        if parent is not None:
+            self._orphan(slot, parent, is_victim)
+
+    def check_integrity(self) -> None:
+        super().check_integrity()
+        children = dict.fromkeys(range(len(self._children)), 0)
+        for slot in np.flatnonzero(view(self._present)).tolist():
+            parent = self._parent(slot)
+            if parent is not None:
+                children[parent] += 1
+                assert self._depths[parent] < self._depths[slot], "a parent is nearer to the root"
+        for slot in np.flatnonzero(view(self._present)).tolist():
+            assert self._children[slot] == children[slot], "a parent knows how many children it has"
+            assert (slot in self._candidates) == (not children[slot]), "candidates are those without a child"
+
+    # the chain
+
+    def _parent(self, slot: int) -> int | None:
+        """None too when another object has taken the parent's slot."""
+        parent = self._parents[slot] - 1
+        if parent < 0 or self._lives[parent] != self._parent_lives[slot]:
+            return None
+        return parent
+
+    def _adopt(self, slot: int, parent: int | None) -> None:
+        """Links it to its parent and makes it a candidate in the parent's stead. Depth grows along every link, told
+        right or wrong, so there is no circle."""
+        is_leaf = not self._children[slot]
+        if parent is None or self._depths[parent] >= (_MAX_DEPTH if is_leaf else self._depths[slot]):
+            self._parents[slot] = 0
+            if is_leaf:
+                self._candidates.add(slot)
+            return
+        self._parents[slot], self._parent_lives[slot] = parent + 1, self._lives[parent]
+        self._children[parent] += 1
+        if is_leaf:
+            self._depths[slot] = self._depths[parent] + 1
+            self._candidates.replace(parent, slot)
+        else:
+            self._candidates.discard(parent)
+
+    def _link_many(self, slots: Sequence[int], parents: Sequence[int | None]) -> None:
+        """New slots to their parents, as _adopt(); which of them are candidates is settled when all are linked."""
+        children, depths, lives = self._children, self._depths, self._lives
+        for slot, parent in zip(slots, parents, strict=True):
+            if parent is None or parent == slot or depths[parent] >= _MAX_DEPTH:
+                continue
+            self._parents[slot], self._parent_lives[slot] = parent + 1, lives[parent]
+            if not children[parent]:
+                self._candidates.discard(parent)
+            children[parent] += 1
+            depths[slot] = depths[parent] + 1
+
+    def _orphan(self, slot: int, parent: int, is_victim: bool) -> None:
+        self._parents[slot] = 0
+        self._children[parent] -= 1
+        if self._children[parent] or not self._present[parent]:
+            return
+        self._candidates.add(parent)
+        if is_victim and self._rank(parent) <= self._worst_rank:
+            self._batch.append((parent, self._stamps[parent]))
+
+    def _held_back(self, kept: set[int]) -> Iterator[int]:
+        """All that is left has kept ones at the ends of its chains: nearest to them first."""
+        for end in tuple(kept):
+            slot = self._parent(end) if end in self else None
+            while slot is not None and slot in self and slot not in kept:
+                kept.add(slot)
+                above = self._parent(slot)
+                yield slot
+                slot = above
+
+    # uses and ages
+
+    def _rank(self, slot: int) -> float:
+        rate = self._model.rows[self._uses[slot]][bin_of(self._clock - self._stamps[slot])]
+        return rate * (1 + self._cost_growth * self._depths[slot])
+
+    def _ranks(self, slots: NDArray[np.uint32]) -> NDArray[np.float64]:
+        ages = self._clock - view(self._stamps)[slots]
+        rates = self._model.table[view(self._uses)[slots], bins_of(ages)]
+        costs = 1 + self._cost_growth * view(self._depths)[slots]
+        return np.asarray(rates * costs, np.float64)
+
+    def _begin_life(self, slot: int, fingerprint: int) -> None:
+        """Another object is in the slot (the same one was only pinned in between and goes on): new, or come back."""
+        self._fingerprints[slot] = fingerprint
+        self._lives[slot] = self._lives[slot] + 1 & 0xFFFF_FFFF
+        self._uses[slot] = self._children[slot] = self._depths[slot] = 0
+        ghost = None if fingerprint & self._watch_mask else self._ghosts.take(fingerprint, self._clock)
+        if ghost is not None:
+            self._model.ended(*ghost)
+            self._uses[slot] = min(ghost[0] + 1, NUM_CLASSES - 1)
+
+    def _recognise(self, slots: NDArray[np.int64], fingerprints: NDArray[np.uint32], stamps: NDArray[np.int64]) -> None:
+        """Those that come back go on with the uses they had."""
+        watched = np.flatnonzero(fingerprints & np.uint32(self._watch_mask) == 0)
+        found, uses, ages = self._ghosts.take_many(fingerprints[watched], stamps[watched])
+        if len(found):
+            self._model.ended_many(count(uses, ages, each=1))
+            view(self._uses)[slots[watched[found]]] = np.minimum(uses + np.uint8(1), np.uint8(NUM_CLASSES - 1))
+
+    def _account(self) -> None:
+        pending, self._pending = self._pending, array("I")
+        if len(pending) <= _FEW_PENDING:
+            for slot in pending:
+                self._account_one(slot)
+            return
+        slots, uses, stamps = view(pending), view(self._uses), view(self._stamps)
+        step = -(-len(slots) // _MOST_OBSERVED)  # all count as uses, a part is enough to learn from
+        watched = slots[::step]
+        watched = watched[view(self._fingerprints)[watched] & np.uint32(self._watch_mask) == 0]
+        self._model.ended_many(count(uses[watched], self._clock - stamps[watched], each=step))
+        uses[slots] = np.minimum(uses[slots] + np.uint8(1), np.uint8(NUM_CLASSES - 1))
+        stamps[slots] = self._clock
+
+    def _account_one(self, slot: int) -> None:
+        if not self._fingerprints[slot] & self._watch_mask:
+            self._model.ended(self._uses[slot], self._clock - self._stamps[slot])
+        self._uses[slot] = min(self._uses[slot] + 1, NUM_CLASSES - 1)
+        self._stamps[slot] = self._clock
+
+    def _learn(self) -> None:
+        self._learn_at = self._clock + max(1024, self._count // 8)
+        if self._clock >= self._forget_at:
+            self._forget_at = self._clock + max(4096, 8 * self._count)
+            self._model.forget_half()
+        # What is remembered is to reach back over two turnovers; where memory is short, of a part of the keys.
+        self._watch_mask = (1 << ((2 * self._count - 1) // self._ghosts.size).bit_length()) - 1
+        self._survey_phase += 1
+        self._model.learn(self._ghosts_waiting() + self._residents_waiting())
+
+    def _residents_waiting(self) -> Counts:
+        """How long the watched slots have waited for their next use, from a sample of them."""
+        part = self._sampled(len(self._present))
+        there = view(self._present)[part].astype(bool)
+        there &= view(self._fingerprints)[part] & np.uint32(self._watch_mask) == 0
+        uses, stamps = view(self._uses)[part][there], view(self._stamps)[part][there]
+        return count(uses, self._clock - stamps, each=part.step)
+
+    def _ghosts_waiting(self) -> Counts:
+        part = self._sampled(self._ghosts.size)
+        uses, ages = self._ghosts.sample(part, self._clock)
+        return count(uses, ages, each=part.step)
+
+    def _sampled(self, num: int) -> slice:
+        step = -(-num // _SURVEY)
+        return slice(self._survey_phase % step, None, step)
+
+    def _reserve(self, slot: int) -> None:
+        super()._reserve(slot)
+        grow(slot, self._uses, self._fingerprints, self._lives)
+        grow(slot, self._parents, self._parent_lives, self._children, self._depths)
+        size = Ghosts.size_for(len(self._uses))
+        if size > self._ghosts.size:
+            self._ghosts = Ghosts(size)

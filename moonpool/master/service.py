@@ -1,0 +1,248 @@
+"""The master's shell: sockets, time, the journal and listeners around the pure PoolState, which decides everything.
+
+Every event's records are in the journal before the event is answered, so whatever a client was told survives the
+master's death. Snapshots are written in steps between events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import itertools
+import logging
+from collections.abc import AsyncGenerator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from moonpool.base.clock import AttendedClock, Clock
+from moonpool.base.descriptor import SegmentDescriptor
+from moonpool.base.errors import MoonpoolError
+from moonpool.base.rpc import Peer, RpcServer
+from moonpool.master.board import SegmentBoard
+from moonpool.master.calls import handlers
+from moonpool.master.events import ChangeFeed
+from moonpool.master.journal import Journal, JournalConfig, JournalHealth, SnapshotWriter, forget
+from moonpool.master.order_streams import OrderStreams
+from moonpool.master.rules import PoolRules
+from moonpool.master.state import EPOCH_BITS, PoolState
+from moonpool.store import messages as m
+
+_LOG = logging.getLogger(__name__)
+_BUSY_S = 100e-6  # more than the loop needs to find that nobody calls
+_CALLERS_SHARE = 2.0
+_LATE_TICK_S = 0.2  # a tick that comes later than this came after a standstill
+
+
+@dataclass(frozen=True, kw_only=True)
+class MasterConfig(PoolRules):
+    """The pool's rules, and how the master serves them. Two masters must not share a `data_dir`."""
+
+    data_dir: str  # where the journal and the epoch are kept between lives
+    listen: str = "tcp:127.0.0.1:7700"  # unix:/path or tcp:host:port
+    journal: bool = True  # off: a restarted master knows nothing of what was stored before
+    forget_journal: bool = False  # sets an unreadable journal aside at the start and begins without it
+    journal_sync_s: float = 0.1  # a machine that loses power loses at most this; 0: nothing, at a price per call
+    tick_s: float = 0.05  # how often time is looked at
+    event_delay_s: float = 0.005  # changes are gathered this long before listeners hear of them
+    max_pending_event_keys: int = 1_000_000  # a listener this far behind is dropped
+    max_replay_event_keys: int = 1_000_000  # what a listener that comes back can be told again
+
+
+class Master:
+    """`await start()`, then it serves until `await close()`. `wait()` ends when it does, with the error if any."""
+
+    def __init__(self, config: MasterConfig, clock: Clock | None = None) -> None:
+        self.config = config
+        # Nodes, leases and puts are not to pay for time in which this process stood still and heard nothing.
+        self.clock: Clock = clock or AttendedClock(config.tick_s + _LATE_TICK_S)
+        self.board = SegmentBoard()
+        self.order_streams = OrderStreams()
+        self._connections = itertools.count(1)
+        self._connection_of: dict[Peer, int] = {}
+        self._beating: dict[Peer, set[tuple[str, int]]] = {}
+        self._publish_planned = False
+        self._server: RpcServer | None = None
+        self._ticking: asyncio.Task[None] | None = None
+        self._state: PoolState | None = None
+        self._journal: Journal | None = None
+        self._feed: ChangeFeed | None = None
+
+    @property
+    def state(self) -> PoolState:
+        """The state it serves; for tests and for reading."""
+        assert self._state is not None, "the master was not started"
+        return self._state
+
+    def journal_health(self) -> JournalHealth | None:
+        """None before the start."""
+        return None if self._journal is None else self._journal.health()
+
+    async def start(self) -> str:
+        """The address it serves at. ConfigError when that or the data directory cannot be used; Corrupt when the
+        journal there cannot be trusted.
+        """
+        config = JournalConfig(sync_s=self.config.journal_sync_s)
+        if self.config.forget_journal:
+            aside = await asyncio.to_thread(forget, Path(self.config.data_dir))
+            _LOG.warning("what this master knew is set aside in %s", aside or "no place: there was nothing")
+        journal, replay = await asyncio.to_thread(Journal.open, Path(self.config.data_dir), config)
+        self._journal = journal
+        try:
+            self._restore(journal.epoch, replay)
+            self._server = RpcServer(m.SERVICE, handlers(self), name="master", incarnation=journal.epoch)
+            address = await self._server.listen(self.config.listen)
+        except BaseException:
+            journal.close()
+            raise
+        gc.freeze()  # what is there now stays: no reason to look through it again and again
+        self._ticking = asyncio.get_running_loop().create_task(self._tick_forever())
+        return address
+
+    def _restore(self, epoch: int, replay: Iterator[bytes]) -> None:
+        self._state = PoolState(self.config, epoch, journalled=self.config.journal)
+        self._feed = ChangeFeed(
+            self.config.max_pending_event_keys, self.config.max_replay_event_keys, epoch << EPOCH_BITS
+        )
+        count = self._state.restore(replay if self.config.journal else iter(()), self.clock.now_s())
+        if count:
+            _LOG.info("epoch %d begins with %d objects from the journal", epoch, len(self._state.index))
+
+    async def wait(self) -> None:
+        """Returns after close(); raises what ended the master otherwise."""
+        assert self._ticking is not None, "the master was not started"
+        await asyncio.wait([self._ticking])
+        if not self._ticking.cancelled():
+            self._ticking.result()
+
+    async def close(self) -> None:
+        """Idempotent. Ends all connections."""
+        if self._ticking is not None:
+            self._ticking.cancel()
+            await asyncio.wait([self._ticking])
+        if self._server is not None:
+            await self._server.close()
+        if self._journal is not None:
+            await asyncio.to_thread(self._journal.close)
+
+    # time
+
+    async def _tick_forever(self) -> None:
+        snapshot: _Snapshot | None = None
+        while True:
+            more = self.state.tick(self.clock.now_s())
+            with contextlib.suppress(MoonpoolError):  # the journal has logged it, and asks for a snapshot
+                self.after_event()
+                self._write_again()
+            assert self._journal is not None
+            if snapshot is None and self.config.journal and self._journal.should_snapshot:
+                snapshot = self._begin_snapshot(self._journal)
+            if snapshot is not None:
+                began_s = self.clock.now_s()
+                if not snapshot.step():
+                    snapshot = None
+                await self._leave_time(self.clock.now_s() - began_s)
+            else:
+                await asyncio.sleep(0 if more else self.config.tick_s)
+
+    async def _leave_time(self, used_s: float) -> None:
+        """A snapshot takes a third of the time when there are callers, and all of it when there are none."""
+        before_s = self.clock.now_s()
+        await asyncio.sleep(0)
+        if self.clock.now_s() - before_s > _BUSY_S:
+            await asyncio.sleep(_CALLERS_SHARE * used_s)
+
+    def _begin_snapshot(self, journal: Journal) -> _Snapshot | None:
+        try:
+            writer = journal.begin_snapshot()
+        except MoonpoolError as error:
+            _LOG.warning("no snapshot now: %s", error)
+            return None
+        # Its first step is taken here, at the very moment from which the new journal goes on.
+        return _Snapshot(writer, self.state.snapshot_records(self.clock.now_s()))
+
+    # after every event
+
+    def after_event(self) -> None:
+        """Writes down what happened, before anybody is told; wakes listeners and nodes.
+
+        NoSpace or Unavailable when the journal cannot be written: then it has happened and may be forgotten.
+        """
+        records = self.state.take_records()
+        if not self._publish_planned:
+            self._publish_planned = True
+            asyncio.get_running_loop().call_later(self.config.event_delay_s, self._publish)
+        if self.state.orders.has_news:
+            self.order_streams.wake(self.state.orders.nodes_with_news())
+        if records:
+            assert self._journal is not None
+            self._journal.append(records)
+
+    def _write_again(self) -> None:
+        assert self._journal is not None
+        if self._journal.has_unwritten:
+            self._journal.write_again()
+
+    def _publish(self) -> None:
+        self._publish_planned = False
+        changes = self.state.take_changes()
+        if changes is not None:
+            assert self._feed is not None
+            self._feed.publish(changes)
+
+    # for the handlers
+
+    def subscribe(self, since: int | None) -> AsyncGenerator[m.EventBatch, None]:
+        assert self._feed is not None
+        self._publish()  # what is not told yet belongs before the snapshot
+        return self._feed.subscribe(since, self.state.snapshot)
+
+    def find_segment(self, name: str) -> SegmentDescriptor | None:
+        announced = self.board.find(name, self.clock.now_s())
+        known = (each.descriptor for each in self.state.segments())
+        return announced or next((each for each in known if each.name == name), None)
+
+    def connection(self, peer: Peer) -> int:
+        """The number the state knows this connection by; its pins end with it."""
+        number = self._connection_of.get(peer)
+        if number is None:
+            number = self._connection_of[peer] = next(self._connections)
+            peer.on_close(lambda: self._on_close(peer))
+        return number
+
+    def note_beat(self, peer: Peer, segment: str, incarnation: int) -> None:
+        """Remembers whose segment it is, to know at once when its node is gone."""
+        if peer not in self._beating:
+            self._beating[peer] = set()
+            peer.on_close(lambda: self._on_node_gone(peer))
+        self._beating[peer].add((segment, incarnation))
+
+    def _on_close(self, peer: Peer) -> None:
+        self.state.connection_closed(self._connection_of.pop(peer), self.clock.now_s())
+
+    def _on_node_gone(self, peer: Peer) -> None:
+        for segment, incarnation in self._beating.pop(peer):
+            self.state.members.disconnected(segment, incarnation, self.clock.now_s())
+
+
+class _Snapshot:
+    """A snapshot under way: one bounded step at a time."""
+
+    def __init__(self, writer: SnapshotWriter, steps: Iterator[list[bytes]]) -> None:
+        self._writer = writer
+        self._steps = steps
+        self._queue = next(steps)
+
+    def step(self) -> bool:
+        """False when it has ended, well or not; the journal logs which."""
+        try:
+            while self._queue and self._writer.ready:
+                self._writer.add(self._queue.pop(0))
+            if not self._queue:
+                self._queue = next(self._steps)
+            return True
+        except StopIteration:
+            self._writer.finish_soon()
+        except MoonpoolError as error:
+            _LOG.warning("the snapshot was given up: %s", error)
+        return False

@@ -1,0 +1,362 @@
+"""The objects and all that hangs on them: replicas, leases, pins, eviction order, fates, news, records. Pure.
+
+Every change of an object goes through here, so that these agree. Objects that lost a replica with its segment are
+pruned when somebody asks for them and, in steps, by losses.py; so a lost node costs nothing at the moment it is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from zlib import crc32
+
+import numpy as np
+
+from moonpool.master.policies.base import EvictionPolicy
+from moonpool.master.rules import PoolRules
+from moonpool.master.state.changes import ChangeLog
+from moonpool.master.state.fates import Fate, Fates
+from moonpool.master.state.key_index import Slots
+from moonpool.master.state.losses import UNKNOWN_OFFSET, Losses
+from moonpool.master.state.pins import PinnedObject, PinTable
+from moonpool.master.state.records import Outcomes, Pinned, Unpinned, Viewed
+from moonpool.master.state.segments import Place, SegmentTable
+from moonpool.master.state.space import SpaceReturns
+from moonpool.master.state.table import KEPT, Flag, ObjectTable, Replica
+from moonpool.store.messages import Placement, Tier
+
+# Holders below this are connections, whose pins do not outlive them nor the master; others are client sessions.
+FIRST_SESSION = 2**32
+# From this many slots on, leases are written by numpy.
+_VECTOR = 24
+
+
+_TIERS = tuple(Tier(bits) for bits in range(4))  # making one anew takes a microsecond
+
+
+class ObjectIndex:
+    def __init__(
+        self, rules: PoolRules, segments: SegmentTable, space: SpaceReturns, policy: EvictionPolicy, outcomes: Outcomes
+    ) -> None:
+        self.table = ObjectTable(rules.max_objects)
+        self.fates = Fates(rules.max_fates)
+        self.changes = ChangeLog()
+        self.policy = policy
+        self.pins = PinTable()
+        self.outcomes = outcomes
+        self.counters = dict.fromkeys(("stored", "removed", "evicted", "evicted_ssd", "corrupt_replicas", "lost"), 0)
+        self.on_record_unwanted: Callable[[bytes, int, Replica, float], None] = lambda key, nbytes, replica, now_s: None
+        self.all_were_ordered = True  # every object was in the eviction order at some time: it may be told of any
+        self._lease_s = rules.lease_s
+        self._segments = segments
+        self._space = space
+        self.losses = Losses(self, segments)
+
+    def __len__(self) -> int:
+        """Objects that can be read."""
+        return len(self.table) - self.table.num_dormant
+
+    # finding
+
+    def find(self, key: bytes, now_s: float) -> int | None:
+        """The slot of a readable object."""
+        slot = self.find_any(key, now_s)
+        return None if slot is None or self.table.flags[slot] & Flag.DORMANT else slot
+
+    def find_any(self, key: bytes, now_s: float) -> int | None:
+        """The slot of an object, readable or not."""
+        slot = self.table.find(key)
+        return None if slot is None or (self.losses.pending and not self.losses.prune(slot, now_s)) else slot
+
+    def find_many(self, keys: Sequence[bytes], now_s: float) -> list[int | None]:
+        if self.losses.pending or self.table.num_dormant:
+            return [self.find(key, now_s) for key in keys]
+        return self.table.find_many(keys)
+
+    def find_plainly(self, keys: Sequence[bytes]) -> Slots | None:
+        """As find_many, -1 for None, of many keys; None when they are few, or have to be looked at one by one."""
+        if len(keys) < _VECTOR or self.losses.pending or self.table.num_dormant:
+            return None
+        return self.table.slots_of.find_many(keys)
+
+    def touch(self, slots: Sequence[int] | Slots, now_s: float) -> None:
+        """Leases readable objects, and tells the eviction order; the slots in the caller's order."""
+        table, until_s = self.table, now_s + self._lease_s
+        if len(slots) < _VECTOR:
+            leases = table.lease_until_s
+            for slot in slots:
+                leases[slot] = until_s
+        else:
+            table.leases[np.asarray(slots, dtype=np.int64)] = until_s
+        if table.groups:
+            self._lease_groups(slots, until_s)
+        if self.all_were_ordered:
+            self.policy.access(slots)
+        else:
+            flags, segments = table.flags, table.dram_segment
+            self.policy.access([int(slot) for slot in slots if segments[slot] and not flags[slot] & KEPT])
+
+    def _lease_groups(self, slots: Sequence[int] | Slots, until_s: float) -> None:
+        table = self.table
+        for group in {table.group_of[int(slot)] for slot in slots if table.flags[slot] & Flag.GROUPED}:
+            for member in table.groups[group]:
+                table.lease_until_s[member] = until_s
+
+    def placements(self, slot: int) -> tuple[Placement, ...]:
+        """The replicas that can be read, memory before disk."""
+        table, by_number = self.table, self._segments.by_number
+        found: list[Placement] = []
+        number = table.dram_segment[slot]
+        if number and (segment := by_number.get(number)) is not None:
+            at = segment.descriptor
+            found.append(Placement(at.name, table.dram_offset[slot], at.incarnation, table.dram_generation[slot]))
+        if table.flags[slot] & Flag.EXTRA:
+            found += [self.placement(each) for each in table.extras[slot] if each.segment in by_number]
+        ssd = table.ssd_segment[slot]
+        if ssd and self._ssd_is_live(slot):
+            found.append(self.placement(Replica(ssd, table.ssd_offset[slot], table.ssd_generation[slot])))
+        return tuple(found)
+
+    def placement(self, replica: Replica) -> Placement:
+        at = self._segments.by_number[replica.segment].descriptor
+        return Placement(at.name, replica.offset, at.incarnation, replica.generation)
+
+    def tier(self, slot: int) -> Tier:
+        """Where it can be read from now."""
+        table, by_number = self.table, self._segments.by_number
+        in_dram = table.dram_segment[slot] in by_number
+        if not in_dram and table.flags[slot] & Flag.EXTRA:
+            in_dram = any(each.segment in by_number for each in table.extras[slot])
+        on_ssd = table.ssd_segment[slot] and self._ssd_is_live(slot)
+        return _TIERS[(1 if in_dram else 0) + (2 if on_ssd else 0)]
+
+    def tiers_of(self, keys: Sequence[bytes]) -> list[Tier]:
+        table, by_number = self.table, self._segments.by_number
+        nowhere, dram = _TIERS[0], _TIERS[1]
+        segments, on_ssd, tier = table.dram_segment, table.ssd_segment, self.tier
+        return [
+            nowhere if slot is None else (dram if segments[slot] in by_number and not on_ssd[slot] else tier(slot))
+            for slot in table.find_many(keys)
+        ]
+
+    def _ssd_is_live(self, slot: int) -> bool:
+        segment = self._segments.by_number.get(self.table.ssd_segment[slot])
+        return segment is not None and not segment.is_away and self.table.ssd_offset[slot] != UNKNOWN_OFFSET
+
+    def has_record(self, slot: int) -> bool:
+        """Whether the object is known to be on an SSD, there or away."""
+        return bool(self.table.ssd_segment[slot]) and self.table.ssd_offset[slot] != UNKNOWN_OFFSET
+
+    def _enter_order(self, slot: int) -> None:
+        """An object may be evicted (again)."""
+        table = self.table
+        key = table.keys[slot]
+        assert key is not None
+        self.policy.insert(slot, table.parent_slot(slot), table.nbytes[slot], crc32(key))
+
+    # adding and removing
+
+    def insert(
+        self,
+        key: bytes,
+        nbytes: int,
+        dram: Sequence[Replica],
+        version: int,
+        flags: int = 0,
+        identity: int = 0,
+        parent: int | None = None,
+    ) -> int:
+        """A new object under a key that has none. The caller writes the record; its space is counted already."""
+        table = self.table
+        slot = table.add(key, nbytes)
+        table.version[slot] = version
+        if flags:
+            table.flags[slot] = flags
+        if identity:
+            table.identity[slot] = identity
+        if dram:
+            table.set_dram(slot, dram)
+            if not flags & KEPT:
+                self.policy.insert(slot, parent, nbytes, crc32(key))
+        if not dram or flags & KEPT:
+            self.all_were_ordered = False
+        if parent is not None:
+            table.parent[slot], table.child[parent] = parent + 1, slot + 1
+        self.fates.forget(key)
+        self.changes.stored(key)
+        self.counters["stored"] += 1
+        return slot
+
+    def drop(self, slot: int, fate: Fate, now_s: float) -> None:
+        """Takes the object out and sends its space on its way back."""
+        table = self.table
+        key, nbytes, flags = table.keys[slot], table.nbytes[slot], table.flags[slot]
+        assert key is not None
+        if table.dram_segment[slot]:
+            if not flags & KEPT:
+                self.policy.remove(slot)
+            places = [(each.segment, each.offset) for each in table.dram_replicas(slot)]
+        else:
+            places = []
+        if table.ssd_segment[slot]:
+            self.give_up_ssd(slot, now_s)
+        if flags & Flag.PINNED:
+            self.pins.detach(slot, places, table.lease_until_s[slot])
+            self.outcomes.add(Viewed(key, places, nbytes, ended=True))
+        else:
+            self._space.rest(places, nbytes, table.lease_until_s[slot], now_s)
+        if not flags & Flag.DORMANT:
+            self.changes.removed(key)
+        table.discard(slot)
+        self.fates.record(key, fate, now_s)
+        self.outcomes.dropped(key, fate)
+
+    def drop_replicas(self, slot: int, gone: Iterable[Replica], now_s: float) -> None:
+        """Gives up some DRAM replicas of an object that has others, if only on an SSD that is away."""
+        table = self.table
+        gone = list(gone)
+        places: list[Place] = [(each.segment, each.offset) for each in gone]
+        if table.flags[slot] & Flag.PINNED:
+            key = table.keys[slot]
+            assert key is not None
+            self.pins.keep(slot, places, table.lease_until_s[slot])
+            self.outcomes.add(Viewed(key, places, table.nbytes[slot], ended=False))
+        else:
+            self._space.rest(places, table.nbytes[slot], table.lease_until_s[slot], now_s)
+        self.set_dram(slot, [each for each in table.dram_replicas(slot) if each not in gone])
+        if not self.tier(slot):
+            self.sleep(slot)
+
+    def lose_replicas(self, slot: int, lost: Sequence[Replica], fate: Fate, until_s: float, now_s: float) -> None:
+        """Somebody else may be writing over these DRAM replicas until then."""
+        lease_until_s = self.table.lease_until_s[slot]
+        self.table.lease_until_s[slot] = max(lease_until_s, until_s)  # their space rests as long
+        if len(lost) == len(self.table.dram_replicas(slot)) and not self.table.ssd_segment[slot]:
+            self.drop(slot, fate, now_s)
+        else:
+            self.drop_replicas(slot, lost, now_s)
+            self.table.lease_until_s[slot] = lease_until_s
+
+    def set_dram(self, slot: int, replicas: Sequence[Replica]) -> None:
+        """Other replicas in DRAM than before; the space of those that went is the caller's concern."""
+        table = self.table
+        before = bool(table.dram_segment[slot])
+        table.set_dram(slot, replicas)
+        kept = table.flags[slot] & KEPT
+        if before and not replicas and not kept:
+            self.policy.remove(slot)
+        elif replicas and not before and not kept:
+            self._enter_order(slot)
+        key = table.keys[slot]
+        assert key is not None
+        if before is bool(replicas):
+            self.changes.moved(key)
+        else:
+            self.tier_changed(slot)
+        self.record(slot)
+
+    def set_ssd(self, slot: int, replica: Replica | None) -> None:
+        """Another record on SSD, or none."""
+        table = self.table
+        if table.ssd_segment[slot]:
+            self._segments.count_ssd(table.ssd_segment[slot], table.nbytes[slot], -1)
+        table.set_ssd(slot, replica)
+        if replica is not None:
+            self._segments.count_ssd(replica.segment, table.nbytes[slot], +1)
+        self.tier_changed(slot)
+        self.record(slot)
+
+    def move_ssd(self, slot: int, offset: int) -> None:
+        """The object's record lies elsewhere in its log, or it is known only now where."""
+        self.table.ssd_offset[slot] = offset
+        self.record(slot)
+
+    def give_up_ssd(self, slot: int, now_s: float) -> None:
+        """The object's record is not wanted any more; its node will be told. Not written down yet."""
+        key, replica = self.table.keys[slot], self.table.ssd_replica(slot)
+        assert key is not None
+        assert replica is not None
+        self._segments.count_ssd(replica.segment, self.table.nbytes[slot], -1)
+        self.table.set_ssd(slot, None)
+        self.on_record_unwanted(key, self.table.nbytes[slot], replica, now_s)
+
+    def drop_ssd(self, slot: int, now_s: float) -> None:
+        """Gives up the record of an object that is in DRAM too."""
+        self.give_up_ssd(slot, now_s)
+        self.tier_changed(slot)
+        self.record(slot)
+
+    def tier_changed(self, slot: int) -> None:
+        """News for listeners, to whom a dormant object does not exist."""
+        key = self.table.keys[slot]
+        assert key is not None
+        if not self.table.flags[slot] & Flag.DORMANT:
+            self.changes.tier(key)
+
+    def record(self, slot: int) -> None:
+        """Writes down the object as it is."""
+        if not self.outcomes.enabled:
+            return
+        table = self.table
+        key = table.keys[slot]
+        assert key is not None
+        self.outcomes.placed(
+            key,
+            table.version[slot],
+            table.nbytes[slot],
+            table.flags[slot] & Flag.HARD_PIN,
+            table.identity[slot],
+            table.dram_replicas(slot),
+            table.ssd_replica(slot),
+            table.group_of.get(slot),
+            table.parent_key(slot),
+        )
+
+    # pins
+
+    def pin(self, holder: int, slot: int) -> None:
+        table = self.table
+        key = table.keys[slot]
+        assert key is not None
+        if self.pins.add(holder, key, slot, table.nbytes[slot]):
+            table.flags[slot] |= Flag.PINNED
+        if holder >= FIRST_SESSION:
+            self.outcomes.add(Pinned(holder, [key]))
+
+    def unpin(self, holder: int, key: bytes, now_s: float) -> None:
+        ended = self.pins.remove(holder, key)
+        if ended is not None:
+            self._unpinned(ended, now_s)
+        if holder >= FIRST_SESSION:
+            self.outcomes.add(Unpinned(holder, [key]))
+
+    def unpin_all(self, holder: int, now_s: float) -> None:
+        for ended in self.pins.remove_all(holder):
+            self._unpinned(ended, now_s)
+
+    def _unpinned(self, pinned: PinnedObject, now_s: float) -> None:
+        """The last pin has ended."""
+        self._space.rest(pinned.left, pinned.nbytes, pinned.free_at_s, now_s)
+        slot = pinned.slot
+        if slot is not None:
+            self.table.flags[slot] &= ~Flag.PINNED
+
+    # being readable
+
+    def sleep(self, slot: int) -> None:
+        """No replica can be read for now."""
+        key = self.table.keys[slot]
+        assert key is not None
+        if not self.table.flags[slot] & Flag.DORMANT:
+            self.table.set_dormant(slot, True)
+            self.changes.removed(key)
+
+    def wake(self, slot: int) -> None:
+        """A replica can be read (again)."""
+        table = self.table
+        if table.flags[slot] & Flag.DORMANT:
+            table.set_dormant(slot, False)
+            key = table.keys[slot]
+            assert key is not None
+            if table.dram_segment[slot] and not table.flags[slot] & KEPT:
+                self._enter_order(slot)
+            self.changes.stored(key)

@@ -1,0 +1,138 @@
+"""Walking through all objects in bounded steps: listing, and removing by pattern. Pure.
+
+A pattern is a regular expression in RE2's syntax, searched for in the bytes of a key. RE2 needs time proportional to
+the key's length times the pattern's size, never more, and both are limited; so is the work of one step. Other calls
+are served between two steps.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import re2
+
+from moonpool.base.errors import InvalidInput
+from moonpool.master.state.fates import Fate
+from moonpool.master.state.index import ObjectIndex
+from moonpool.master.state.table import Flag
+from moonpool.store.messages import ListedObject, ObjectPage, RemovedCount
+
+STEP_SLOTS = 8192
+STEP_REMOVALS = 1024  # each takes about 10 us, so no step holds other calls up for more than about 10 ms
+MAX_PAGE = 10_000
+MAX_PATTERN_CHARS = 4096
+MAX_PATTERN_SIZE = 1000  # instructions that RE2 compiles a pattern to
+# Work is counted in RE2's steps (instructions x bytes of the key), at most 10 ns each: a step takes 20 ms at most.
+STEP_WORK = 2_000_000
+_WORK_PER_SEARCH = 350  # what calling RE2 costs, in the same unit
+_PATTERN_MEMORY_NBYTES = 256 * 1024  # RE2 keeps up to 128 patterns
+_MAX_CACHED_PATTERNS = 16
+
+
+class _KeyPattern:
+    """A compiled pattern. `work` is what searching one byte costs at most."""
+
+    def __init__(self, pattern: str) -> None:
+        """InvalidInput when RE2 does not know the syntax, or the pattern is too large."""
+        if len(pattern) > MAX_PATTERN_CHARS:
+            raise InvalidInput(
+                f"a pattern has at most {MAX_PATTERN_CHARS} characters, not {len(pattern)}", param="pattern"
+            )
+        options = re2.Options()
+        options.encoding = re2.Options.Encoding.LATIN1  # keys are bytes, and so is the pattern
+        options.max_mem = _PATTERN_MEMORY_NBYTES
+        options.never_capture = True
+        options.log_errors = False
+        try:
+            compiled = re2.compile(pattern.encode(), options)
+        except (re2.error, UnicodeEncodeError) as error:
+            raise InvalidInput(_refusal(pattern, error), param="pattern") from error
+        self.work = max(compiled.programsize, compiled.reverseprogramsize)
+        if self.work > MAX_PATTERN_SIZE:
+            raise InvalidInput(
+                f"{_shown(pattern)} is too large: it compiles to {self.work} instructions, at most {MAX_PATTERN_SIZE}"
+                " are allowed; use fewer or smaller repetitions",
+                param="pattern",
+            )
+        self.search = compiled.search
+
+
+class Listing:
+    def __init__(self, index: ObjectIndex) -> None:
+        self._index = index
+
+    def page(self, pattern: str | None, cursor: int, limit: int, now_s: float) -> ObjectPage:
+        """Objects from slot `cursor` on; fewer than `limit`, even none, is not the end while there is a cursor."""
+        if limit < 1:
+            raise InvalidInput("a page has room for one object at least", param="limit")
+        found, at = self._matching(pattern, cursor, min(limit, MAX_PAGE))
+        return ObjectPage([self._describe(slot, key, now_s) for slot, key in found], at)
+
+    def remove(self, pattern: str | None, force: bool, cursor: int, now_s: float) -> RemovedCount:
+        num_removed = num_kept = 0
+        found, at = self._matching(pattern, cursor, STEP_REMOVALS)
+        for slot, _ in found:
+            if remove(self._index, slot, force, now_s):
+                num_removed += 1
+            else:
+                num_kept += 1
+        return RemovedCount(num_removed, num_kept, at)
+
+    def _matching(self, pattern: str | None, cursor: int, limit: int) -> tuple[list[tuple[int, bytes]], int | None]:
+        """Up to `limit` slots and keys from slot `cursor` on, and the slot to go on at; None behind the last one."""
+        if cursor < 0:
+            raise InvalidInput("a cursor is what an earlier answer gave, or 0", param="cursor")
+        compiled = None if pattern is None else _compiled(pattern)
+        found: list[tuple[int, bytes]] = []
+        at, work_left = cursor, STEP_WORK
+        for key in self._index.table.keys[cursor : cursor + STEP_SLOTS]:
+            if len(found) >= limit or work_left <= 0:
+                return found, at
+            if key is not None:
+                if compiled is None:
+                    found.append((at, key))
+                else:
+                    work_left -= _WORK_PER_SEARCH + compiled.work * len(key)
+                    if compiled.search(key):
+                        found.append((at, key))
+            at += 1
+        return found, at if at < self._index.table.end else None
+
+    def _describe(self, slot: int, key: bytes, now_s: float) -> ListedObject:
+        table = self._index.table
+        return ListedObject(
+            key,
+            table.nbytes[slot],
+            self._index.tier(slot),
+            len(self._index.placements(slot)),
+            table.lease_until_s[slot] > now_s,
+            bool(table.flags[slot] & (Flag.PINNED | Flag.HARD_PIN)),
+        )
+
+
+def remove(index: ObjectIndex, slot: int, force: bool, now_s: float) -> bool:
+    """Leased and pinned objects stay unless `force`."""
+    table = index.table
+    kept = table.flags[slot] & (Flag.PINNED | Flag.HARD_PIN) or table.lease_until_s[slot] > now_s
+    if kept and not force:
+        return False
+    index.counters["removed"] += 1
+    index.drop(slot, Fate.REMOVED, now_s)
+    return True
+
+
+@lru_cache(maxsize=_MAX_CACHED_PATTERNS)
+def _compiled(pattern: str) -> _KeyPattern:
+    return _KeyPattern(pattern)
+
+
+def _refusal(pattern: str, error: Exception) -> str:
+    why = error.args[0].decode(errors="replace") if isinstance(error, re2.error) else str(error)
+    return (
+        f"{_shown(pattern)} is no regular expression that can be searched for in bounded time: {why} (RE2's syntax:"
+        " no backreferences, no look-ahead or look-behind, repetitions up to 1000)"
+    )
+
+
+def _shown(pattern: str) -> str:
+    return repr(pattern if len(pattern) <= 100 else pattern[:100] + "...")

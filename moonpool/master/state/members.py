@@ -1,0 +1,345 @@
+"""Segments and processes: they come, beat, fall silent, leave, and come back. Pure."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from moonpool.base.descriptor import SegmentDescriptor
+from moonpool.base.errors import InvalidInput, NotFound, StaleGeneration
+from moonpool.master.rules import PoolRules
+from moonpool.master.state.allocator import OffsetAllocator
+from moonpool.master.state.fates import Fate
+from moonpool.master.state.generations import Generations
+from moonpool.master.state.index import FIRST_SESSION, ObjectIndex
+from moonpool.master.state.orders import OrderBook
+from moonpool.master.state.puts import Puts
+from moonpool.master.state.records import Freed, Listed, Mounted, SegmentsAway, SegmentsEnded, SessionsEnded
+from moonpool.master.state.recounting import common, overwritten, unowned, with_taken
+from moonpool.master.state.segments import MountedSegment, SegmentTable
+from moonpool.master.state.space import SpaceReturns
+from moonpool.master.state.ssd_tier import SsdTier
+from moonpool.store.messages import (
+    GRANULE_NBYTES,
+    MAX_GENERATION,
+    SESSIONS_ALONE,
+    HeartbeatReply,
+    HeldItem,
+    MountReply,
+    Tier,
+    num_granules,
+)
+
+_MAX_ENDED_SESSIONS = 16_384
+_MAX_SPANS = 256  # of one FenceAhead; the node asks again for the rest
+
+
+class Members:
+    def __init__(
+        self,
+        rules: PoolRules,
+        epoch: int,
+        index: ObjectIndex,
+        segments: SegmentTable,
+        space: SpaceReturns,
+        puts: Puts,
+        orders: OrderBook,
+        ssd: SsdTier,
+        generations: Generations,
+    ) -> None:
+        self._rules = rules
+        self._epoch = epoch
+        self._index = index
+        self._segments = segments
+        self._space = space
+        self._puts = puts
+        self._orders = orders
+        self._ssd = ssd
+        self._generations = generations
+        self.adopts = False  # a master whose first life began with nothing takes what SSDs have
+        self.listed: set[str] = set()  # SSD segments that have shown all they hold, in this life or an earlier one
+        # Of an earlier life, or of a desk that is gone with its node: until they or their nodes have spoken.
+        self.unseen_sessions: set[int] = set()
+        self._known_sessions: set[int] = set()  # a desk has named them since a desk was lost last
+        self._doubtful_sessions: set[int] = set()  # they have spoken; would anybody notice their end?
+        self.ended_sessions: OrderedDict[int, None] = OrderedDict()  # the newest; they must not be used again
+
+    # segments
+
+    def mount(
+        self,
+        node: str,
+        descriptor: SegmentDescriptor,
+        tier: Tier,
+        desk: str | None,
+        capacity_nbytes: int | None,
+        now_s: float,
+    ) -> MountReply:
+        """Takes a segment in, empty; used from its first heartbeat on. Saying it twice changes nothing."""
+        known = self._segments.find(descriptor.name, descriptor.incarnation)
+        if known is None:
+            known = self._mount(node, descriptor, tier, desk, capacity_nbytes, now_s)
+        return MountReply(self._epoch, self._rules.heartbeat_s, known.floor, self._generations.limit)
+
+    def _mount(
+        self,
+        node: str,
+        descriptor: SegmentDescriptor,
+        tier: Tier,
+        desk: str | None,
+        capacity_nbytes: int | None,
+        now_s: float,
+    ) -> MountedSegment:
+        if tier is Tier.SSD and capacity_nbytes is None:
+            raise InvalidInput("an SSD segment says how many bytes it takes", param="capacity_nbytes")
+        self._segments.check_mount(descriptor, tier, self._rules.heartbeat_s, now_s)
+        before = self._segments.get(descriptor.name)
+        made = self._segments.mount(node, descriptor, tier, desk, capacity_nbytes or 0)
+        made.floor, made.heard_s = self._generations.last, now_s
+        capacity, floor = made.capacity_nbytes, made.floor
+        self._index.outcomes.add(Mounted(made.number, node, descriptor, tier, desk, capacity, floor))
+        if before is not None and before.tier is Tier.DRAM:
+            self._end([before], now_s)
+        elif before is not None:
+            self._send_away([before])
+        if tier is Tier.SSD:
+            self._ssd.on_mounted(made)
+        return made
+
+    def heartbeat(
+        self, name: str, incarnation: int, now_s: float, generation_limit: int = MAX_GENERATION
+    ) -> HeartbeatReply:
+        segment = self._segments.find(name, incarnation)
+        if segment is None or segment.is_away:
+            return HeartbeatReply(known=False, epoch=self._epoch)
+        segment.heard_s, segment.gone_since_s = now_s, None
+        generations = self._generations
+        segment.is_behind = not generations.are_admitted_up_to(generation_limit)
+        if segment.recount_above in (None, SESSIONS_ALONE) and segment.tier is Tier.DRAM:
+            segment.acknowledged = not segment.is_behind
+        return HeartbeatReply(True, self._epoch, segment.recount_above, generations.limit, generations.last)
+
+    def recount(
+        self, name: str, incarnation: int, spans: Sequence[tuple[int, int]], sessions: Iterable[int], now_s: float
+    ) -> None:
+        """What a node knows of the time that the journal has not; from here on its segment takes part again."""
+        segment = self._segments.find(name, incarnation)
+        if segment is None or segment.recount_above is None:
+            return
+        if spans and segment.allocator is not None:
+            self._take_out(segment, segment.allocator, spans, now_s)
+        segment.recount_above = None
+        segment.acknowledged = segment.tier is Tier.DRAM
+        known = set(sessions)
+        self._known_sessions |= known
+        self.unseen_sessions -= known
+        self._doubtful_sessions -= known
+        self._forget_unseen_sessions(now_s)
+
+    def fence_ahead(
+        self, name: str, incarnation: int, spans: Sequence[tuple[int, int, int]]
+    ) -> list[tuple[int, int, int, int]]:
+        """What a node shall stamp in place of generations that were never given out; see FenceAhead.
+
+        Free space gets a generation that no writer has, so that late writers stay out; an object's space gets its own.
+        """
+        segment = self._segments.find(name, incarnation)
+        if segment is None or segment.allocator is None or not segment.acknowledged:
+            return []
+        spans = [span for span in spans if span[2] > self._generations.last][:_MAX_SPANS]
+        if not spans:
+            return []
+        fresh = self._generations.take()
+        lowered = [
+            (*free, stamp, fresh)
+            for offset, nbytes, stamp in spans
+            for free in unowned(segment.allocator, [(offset, nbytes)])
+        ]
+        table = self._index.table
+        for slot, replicas in overwritten(table, segment.number, [span[:2] for span in spans]):
+            nbytes = num_granules(table.nbytes[slot]) * GRANULE_NBYTES
+            for each in replicas:
+                shared = ((common((each.offset, nbytes), span[:2]), span[2]) for span in spans)
+                lowered += [(*span, stamp, each.generation) for span, stamp in shared if span[1] > 0]
+        return lowered
+
+    def disconnected(self, name: str, incarnation: int, now_s: float) -> None:
+        """The node's connection has ended: another process may take the name at once."""
+        segment = self._segments.find(name, incarnation)
+        if segment is not None:
+            segment.gone_since_s = now_s
+
+    def unmount(self, name: str, incarnation: int, now_s: float) -> None:
+        segment = self._segments.find(name, incarnation)
+        if segment is None:
+            return
+        if segment.tier is Tier.SSD:
+            self._send_away([segment])
+        else:
+            self._end([segment], now_s)
+
+    def expire(self, now_s: float) -> None:
+        """Memory whose node is silent is gone; disks are away, and gone after a long time."""
+        silent_s, forgotten_s = now_s - self._rules.segment_ttl_s, now_s - self._rules.away_ttl_s
+        known = list(self._segments.by_number.values())
+        silent = [each for each in known if each.heard_s <= silent_s and not each.is_away]
+        if silent:
+            self._send_away([each for each in silent if each.tier is Tier.SSD])
+            self._end([each for each in silent if each.tier is Tier.DRAM], now_s)
+        self._end([each for each in known if each.is_away and each.heard_s <= forgotten_s], now_s)
+        self._forget_unseen_sessions(now_s)
+
+    def _end(self, ended: Sequence[MountedSegment], now_s: float, fate: Fate = Fate.NODE_GONE) -> None:
+        if not ended:
+            return
+        heirs = [self._heir(segment) for segment in ended]
+        for segment in ended:
+            self._segments.end(segment)
+            if segment.tier is Tier.SSD:
+                self._ssd.on_ended(segment)
+        numbers = [segment.number for segment in ended]
+        self._index.outcomes.add(SegmentsEnded(numbers, heirs))
+        self._index.losses.start_sweep(numbers, fate)
+        for segment in ended:
+            if segment.tier is Tier.DRAM:
+                self._orders.node_gone(segment.node, now_s)
+        if any(segment.tier is Tier.DRAM for segment in ended):
+            self._known_sessions.clear()
+            pinning = {holder for holder in self._index.pins.holders() if holder >= FIRST_SESSION}
+            self._ask_about(pinning | set(self._space.sessions()) | self._puts.sessions())
+
+    def _heir(self, segment: MountedSegment) -> int:
+        """The SSD that may have objects of this memory without having said so: it is asked. 0 for none."""
+        heir = self._segments.ssd_of(segment.node) if segment.tier is Tier.DRAM else None
+        if heir is None:
+            return 0
+        heir.recount_above = 0
+        self._index.losses.heirs[segment.number] = heir.number
+        return heir.number
+
+    def _send_away(self, segments: Sequence[MountedSegment]) -> None:
+        if not segments:
+            return
+        for segment in segments:
+            segment.is_away, segment.acknowledged = True, False
+        numbers = [segment.number for segment in segments]
+        self._index.outcomes.add(SegmentsAway(numbers))
+        self._index.losses.start_sweep(numbers)
+
+    def _take_out(
+        self, segment: MountedSegment, allocator: OffsetAllocator, spans: Sequence[tuple[int, int]], now_s: float
+    ) -> None:
+        """Spans written under grants that the journal lost rest, for their writers may be at it still.
+
+        Objects that the journal knows there are overwritten, whatever else it lost: their replicas are gone.
+        """
+        rested_s = now_s + self._rules.put_release_s
+        for slot, lost in list(overwritten(self._index.table, segment.number, spans)):
+            self._index.lose_replicas(slot, lost, Fate.NOT_RECOVERED, rested_s, now_s)
+        new = unowned(allocator, spans)
+        segment.allocator = with_taken(allocator, new)
+        self._segments.count_totals()
+        segment.num_replicas += len(new)
+        for offset, nbytes in new:
+            self._space.rest([(segment.number, offset)], nbytes, rested_s, now_s)
+
+    # SSDs that come back
+
+    def inventory(
+        self,
+        name: str,
+        incarnation: int,
+        items: Sequence[HeldItem],
+        last: bool,
+        now_s: float,
+        *,
+        is_damaged: bool = False,
+    ) -> list[bool]:
+        """True where a record is wanted. `is_damaged`: what is missing was lost with a part of the log."""
+        segment = self._ssd_segment(name, incarnation)
+        wanted = self._ssd.adopt(segment, items, self.adopts and name not in self.listed, now_s)
+        if items:
+            self._raise_generations(max(item.generation for item in items))
+        if last:
+            self._on_listed(segment, now_s, Fate.LOG_DAMAGED if is_damaged else Fate.NOT_RECOVERED)
+        return wanted
+
+    def _raise_generations(self, known: int) -> None:
+        """Give out none up to `known` any more. Memory whose node would refuse the ones that follow takes no new
+        objects until the node has heard of them.
+        """
+        before, self._generations.last = self._generations.limit, max(self._generations.last, known)
+        if not self._generations.are_admitted_up_to(before):
+            for each in self._segments.of_tier(Tier.DRAM):
+                each.is_behind, each.acknowledged = True, False
+
+    def _on_listed(self, segment: MountedSegment, now_s: float, fate: Fate) -> None:
+        """The node has said all it has: what was expected there besides is lost."""
+        segment.acknowledged, segment.recount_above = True, None
+        known = self._segments.by_number.values()
+        earlier = [each for each in known if each.name == segment.name and each is not segment]
+        self._end(earlier, now_s, fate)
+        self._ssd.on_listed(segment)
+        self._index.losses.start_sweep([segment.number], fate)
+        if segment.name not in self.listed:
+            self.listed.add(segment.name)
+            self._index.outcomes.add(Listed(segment.name))
+
+    def relocated(self, name: str, incarnation: int, items: Sequence[tuple[bytes, int, int]]) -> list[bool]:
+        return self._ssd.relocated(self._ssd_segment(name, incarnation), items)
+
+    def _ssd_segment(self, name: str, incarnation: int) -> MountedSegment:
+        segment = self._segments.find(name, incarnation)
+        if segment is None or segment.is_away or segment.tier is not Tier.SSD:
+            raise NotFound(f"this incarnation of SSD segment {name!r} is not mounted; mount it first")
+        return segment
+
+    # processes
+
+    def sessions_gone(self, sessions: Iterable[int], now_s: float) -> None:
+        """These processes have ended: their pins, their unfinished puts and what they held are over."""
+        gone = list(sessions)
+        self._known_sessions.difference_update(gone)
+        self.note_ended(gone)
+        for session in gone:
+            self._index.unpin_all(session, now_s)
+            self._puts.session_gone(session, now_s)
+            freed = self._space.session_gone(session)
+            if freed:
+                self._index.outcomes.add(Freed(freed))
+        self._index.outcomes.add(SessionsEnded(gone))
+
+    def note_ended(self, sessions: Iterable[int]) -> None:
+        self.ended_sessions.update(dict.fromkeys(sessions))
+        while len(self.ended_sessions) > _MAX_ENDED_SESSIONS:
+            self.ended_sessions.popitem(last=False)
+
+    def heard_of(self, session: int) -> None:
+        """The process lives. Unless a desk knows it, perhaps one that is gone, nobody tells of its end: that is asked.
+
+        StaleGeneration when the session was given up: its pins are not counted any more, so it must begin another.
+        """
+        if session in self.ended_sessions:
+            raise StaleGeneration("this session is over: its process was taken for gone, or has said so itself")
+        if session >= FIRST_SESSION and session not in self._known_sessions:
+            self.unseen_sessions.discard(session)
+            self._doubtful_sessions.add(session)
+
+    def _ask_about(self, sessions: set[int]) -> None:
+        """Whether a desk knows them: every node is asked for its sessions."""
+        if sessions:
+            self.unseen_sessions |= sessions
+            for each in self._segments.of_tier(Tier.DRAM):
+                if each.recount_above is None:
+                    each.recount_above = SESSIONS_ALONE
+
+    def _forget_unseen_sessions(self, now_s: float) -> None:
+        """Once every node has spoken, or is gone, processes that none of them knows are gone too."""
+        waiting = any(each.recount_above is not None for each in self._segments.of_tier(Tier.DRAM))
+        if waiting or not (self.unseen_sessions or self._doubtful_sessions):
+            return
+        unseen, self.unseen_sessions = sorted(self.unseen_sessions), set()
+        doubtful, self._doubtful_sessions = self._doubtful_sessions, set()
+        if unseen:
+            self.sessions_gone(unseen, now_s)
+        self._ask_about(doubtful)

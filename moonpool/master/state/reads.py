@@ -1,0 +1,85 @@
+"""Finding objects: leased, pinned if asked, counted, and told to those who move objects by what is read. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moonpool.master.rules import PoolRules
+from moonpool.master.state.hot_keys import HotKeys
+from moonpool.master.state.index import ObjectIndex
+from moonpool.master.state.key_index import Slots
+from moonpool.master.state.ssd_tier import SsdTier
+from moonpool.store.messages import ObjectInfo
+
+
+class Reads:
+    def __init__(self, rules: PoolRules, index: ObjectIndex, ssd: SsdTier, hot: HotKeys) -> None:
+        self._lease_s = rules.lease_s
+        self._index = index
+        self._ssd = ssd
+        self._hot = hot
+        self.counters = dict.fromkeys(("hits", "misses"), 0)
+
+    def lookup(
+        self, keys: Sequence[bytes], prefix: bool, lease: bool, session: int, now_s: float, reads: bool = True
+    ) -> list[ObjectInfo | None]:
+        """Where the objects are; with `prefix` everything behind the first missing key is None.
+
+        A use of what is found counts only if the caller now `reads` it: one who asks first whether it is there, and
+        later where, has used it once.
+        """
+        slots = self._index.find_many(keys, now_s)
+        if prefix and None in slots:
+            first = slots.index(None)
+            slots[first:] = [None] * (len(slots) - first)
+        found = [slot for slot in slots if slot is not None]
+        if lease:
+            self._lease(found, now_s)
+            self.counters["misses"] += len(keys) - len(found)
+            if reads:
+                self._count_uses(found, now_s)
+                self.counters["hits"] += len(found)
+        if session:
+            for slot in found:
+                self._index.pin(session, slot)
+        nbytes, placements, lease_s = self._index.table.nbytes, self._index.placements, self._lease_s if lease else 0.0
+        return [
+            None if slot is None else ObjectInfo(key, nbytes[slot], placements(slot), lease_s)
+            for key, slot in zip(keys, slots, strict=True)
+        ]
+
+    def exist(self, keys: Sequence[bytes], now_s: float) -> list[bool]:
+        """As lookup, leases included, without the places. No use is counted: a look-up follows if it is read."""
+        found = self._index.find_plainly(keys)
+        if found is not None:
+            there = found >= 0
+            if there.any():
+                self._lease(found[there], now_s)
+            return there.tolist()  # type: ignore[no-any-return]
+        slots = self._index.find_many(keys, now_s)
+        if None in slots:
+            self._lease([slot for slot in slots if slot is not None], now_s)
+            return [slot is not None for slot in slots]
+        self._lease(slots, now_s)  # type: ignore[arg-type]  # none of them is None
+        return [True] * len(slots)
+
+    def exist_outside(self, keys: Sequence[bytes], without: Sequence[tuple[str, int]], now_s: float) -> list[bool]:
+        """As exist, but what lies only on the segments `without` (name and incarnation) is not there."""
+        unreadable, slots = set(without), self._index.find_many(keys, now_s)
+        found = [slot if slot is not None and self._lies_outside(slot, unreadable) else None for slot in slots]
+        self._lease([slot for slot in found if slot is not None], now_s)
+        return [slot is not None for slot in found]
+
+    def _lies_outside(self, slot: int, unreadable: set[tuple[str, int]]) -> bool:
+        return any((each.segment, each.incarnation) not in unreadable for each in self._index.placements(slot))
+
+    def _lease(self, found: Sequence[int] | Slots, now_s: float) -> None:
+        if len(found):
+            self._index.touch(found, now_s)
+
+    def _count_uses(self, found: Sequence[int], now_s: float) -> None:
+        if not found:
+            return
+        for each in (self._ssd, self._hot):
+            if each.is_used:
+                each.on_found(found, now_s)

@@ -1,0 +1,117 @@
+"""The state written out in steps, while it goes on changing. Pure.
+
+What is small is written at once, in the first step, together with the moment from which the journal goes on. The
+objects follow by slots. What changes meanwhile is in the journal as well, and records are absolute, so whoever reads
+the snapshot and then that journal arrives at what is true.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from moonpool.master.state import records as r
+from moonpool.master.state.index import FIRST_SESSION, ObjectIndex
+from moonpool.master.state.table import Flag
+from moonpool.store.messages import Tier
+
+if TYPE_CHECKING:
+    from moonpool.master.state.pool import PoolState
+
+STEP_SLOTS = 1024
+
+
+def keys(index: ObjectIndex) -> Iterator[list[tuple[bytes, Tier]]]:
+    """Readable keys, part by part."""
+    table, start = index.table, 0
+    while start < table.end:
+        part = enumerate(table.keys[start : start + STEP_SLOTS], start)
+        found = [(key, index.tier(slot)) for slot, key in part if key is not None]
+        yield [(key, tier) for key, tier in found if tier]
+        start += STEP_SLOTS
+
+
+def records(state: PoolState, now_s: float) -> Iterator[list[bytes]]:
+    yield [r.encode([record]) for record in _small(state, now_s)]
+    for fated in _fates(state.index, now_s):
+        yield [r.encode([fated])]
+    table, start = state.index.table, 0
+    while start < table.end:
+        placed = _placed(state.index, start, min(start + STEP_SLOTS, table.end), now_s)
+        yield [r.encode([placed])] if placed.keys else []
+        start += STEP_SLOTS
+
+
+def _small(state: PoolState, now_s: float) -> Iterator[r.Record]:
+    segments, index = state.table_of_segments, state.index
+    members = state.members
+    yield r.Began(state.epoch, segments.last_number, state.generations.last, members.adopts, sorted(members.listed))
+    for number, at in segments.by_number.items():
+        yield r.Mounted(number, at.node, at.descriptor, at.tier, at.desk, at.capacity_nbytes, at.floor, at.draining)
+    yield r.SessionsEnded(list(members.ended_sessions))
+    yield r.SegmentsAway([number for number, each in segments.by_number.items() if each.is_away])
+    yield r.SegmentsEnded(list(index.losses.heirs), list(index.losses.heirs.values()))
+    for number, digest in state.identities.items():
+        yield r.Identified(number, digest)
+    for session, up_to in state.space.let_go_of():
+        yield r.LetGo(session, up_to)
+    for put in state.puts.pending.values():
+        terms, groups = put.terms, [put.group] if put.group else None
+        yield r.Granted(
+            [put.key],
+            [put.nbytes],
+            [put.generation],
+            [put.places],
+            terms.session,
+            terms.flags,
+            terms.identity,
+            terms.soft_pin_s,
+            terms.replace,
+            groups,
+            [put.parent] if put.parent else None,
+        )
+    for generation, (places, nbytes, session) in state.space.of_puts.items():
+        yield r.HeldPut(generation, session, list(places), nbytes)
+    yield from _pins(index)
+
+
+def _fates(index: ObjectIndex, now_s: float) -> Iterator[r.Fated]:
+    every = list(index.fates.items())
+    for start in range(0, len(every), STEP_SLOTS):
+        part = every[start : start + STEP_SLOTS]
+        yield r.Fated(
+            [key for key, _, _ in part], [int(fate) for _, fate, _ in part], [now_s - at for _, _, at in part]
+        )
+
+
+def _pins(index: ObjectIndex) -> Iterator[r.Record]:
+    for pinned, holders in index.pins.all():
+        sessions = [holder for holder in holders if holder >= FIRST_SESSION]
+        for session in sessions:
+            yield r.Pinned(session, [pinned.key])
+        if sessions and (pinned.left or pinned.slot is None):
+            yield r.Viewed(pinned.key, pinned.left, pinned.nbytes, pinned.slot is None)
+
+
+def _placed(index: ObjectIndex, start: int, end: int, now_s: float) -> r.Placed:
+    table = index.table
+    made = r.Placed([], [], [], [], [], [], [], {}, {})
+    for slot in range(start, end):
+        key = table.keys[slot]
+        if key is None:
+            continue
+        if table.flags[slot] & Flag.GROUPED:
+            made.groups[len(made.keys)] = table.group_of[slot]
+        parent = table.parent_key(slot)
+        if parent is not None:
+            made.tell_parent(parent)
+        if table.flags[slot] & Flag.SOFT_PIN:
+            made.soft_pins_s[len(made.keys)] = table.soft_pins[slot] - now_s
+        made.keys.append(key)
+        made.versions.append(table.version[slot])
+        made.sizes.append(table.nbytes[slot])
+        made.flags.append(table.flags[slot] & Flag.HARD_PIN)
+        made.identities.append(table.identity[slot])
+        made.dram.append(table.dram_replicas(slot))
+        made.ssd.append(table.ssd_replica(slot))
+    return made

@@ -1,0 +1,244 @@
+"""The objects: found by key, kept in columns by slot. Pure.
+
+A slot is a small number that an object has from its insert to its removal; then another object may have it. Ten
+million objects are a few hundred bytes each, nothing among them grows in one step that could be felt, and nothing here
+is seen by the garbage collector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from moonpool.master.state.columns import Column
+from moonpool.master.state.key_index import FEW, KeyIndex
+
+
+class Replica(NamedTuple):
+    """One copy: the number of its segment, where in it, and the generation of that allocation."""
+
+    segment: int
+    offset: int
+    generation: int
+
+
+class Flag:
+    """Bits of ObjectTable.flags."""
+
+    HARD_PIN = 1  # by its writer's wish, until it is removed
+    PINNED = 2  # by processes (pins.py)
+    SOFT_PIN = 4  # see ObjectTable.soft_pins
+    GROUPED = 8  # see ObjectTable.groups
+    EXTRA = 16  # it has more replicas in DRAM than its first: ObjectTable.extras
+    DORMANT = 32  # all its replicas are on segments that are away: it cannot be read now
+    USED = 64  # since the SSD's clock hand passed by
+    WAITING = 128  # to be written to an SSD
+
+
+# Whoever has one of these is not in the eviction order. One that processes pin stays in it, and is passed over: pins
+# come and go with every view.
+KEPT = Flag.HARD_PIN | Flag.DORMANT
+
+
+class ObjectTable:
+    """Segment number 0 means none: `dram_segment[slot]` 0 is an object without a replica in DRAM."""
+
+    def __init__(self, max_objects: int) -> None:
+        self.max_objects = max_objects
+        self.keys: list[bytes | None] = []  # by slot
+        self.slots_of = KeyIndex(self.keys, max_objects)
+        self._free: list[int] = []
+        self._columns = {
+            name: Column(code, max_objects)
+            for name, code in (
+                ("nbytes", "Q"),
+                ("lease_until_s", "d"),
+                ("version", "Q"),
+                ("flags", "B"),
+                ("identity", "H"),
+                ("parent", "I"),
+                ("child", "I"),
+                ("dram_segment", "I"),
+                ("dram_offset", "Q"),
+                ("dram_generation", "Q"),
+                ("ssd_segment", "I"),
+                ("ssd_offset", "Q"),
+                ("ssd_generation", "Q"),
+            )
+        }
+        self.nbytes = self._columns["nbytes"].cells
+        self.lease_until_s = self._columns["lease_until_s"].cells
+        self.leases = self._columns["lease_until_s"].array
+        self.version = self._columns["version"].cells  # generation of its put: tells it from one that replaced it
+        self.flags = self._columns["flags"].cells
+        self.identity = self._columns["identity"].cells  # number of its identity, 0 for none
+        self.parent = self._columns["parent"].cells  # slot + 1 of the block that it continues; may be out of date
+        self.child = self._columns["child"].cells  # slot + 1 of the block stored last as its continuation
+        self.dram_segment = self._columns["dram_segment"].cells
+        self.dram_offset = self._columns["dram_offset"].cells
+        self.dram_generation = self._columns["dram_generation"].cells
+        self.ssd_segment = self._columns["ssd_segment"].cells
+        self.ssd_offset = self._columns["ssd_offset"].cells
+        self.ssd_generation = self._columns["ssd_generation"].cells
+        self.sizes = self._columns["nbytes"].array
+        self.dram_offsets = self._columns["dram_offset"].array
+        self.dram_segments = self._columns["dram_segment"].array
+        self.ssd_segments = self._columns["ssd_segment"].array
+        self.ssd_offsets = self._columns["ssd_offset"].array
+        self.all_flags = self._columns["flags"].array
+        self.versions = self._columns["version"].array
+        self.parents = self._columns["parent"].array
+        self.children = self._columns["child"].array
+        self.extras: dict[int, list[Replica]] = {}
+        self.extra_nbytes = 0  # of all extra replicas
+        self.soft_pins: dict[int, float] = {}  # slot -> until when
+        self.group_of: dict[int, bytes] = {}
+        self.groups: dict[bytes, set[int]] = {}
+        self.num_dormant = 0
+        self.promised: Collection[bytes] = ()  # keys of puts under way, which will need a slot each
+
+    def __len__(self) -> int:
+        """All objects, dormant ones included."""
+        return len(self.keys) - len(self._free)
+
+    @property
+    def is_full(self) -> bool:
+        """No slot is left that is not used or promised."""
+        return len(self) + len(self.promised) >= self.max_objects
+
+    @property
+    def end(self) -> int:
+        """One past the highest slot ever used."""
+        return len(self.keys)
+
+    def find(self, key: bytes) -> int | None:
+        return self.slots_of.find(key)
+
+    def find_many(self, keys: Sequence[bytes]) -> list[int | None]:
+        if len(keys) <= FEW:
+            return [self.slots_of.find(key) for key in keys]
+        slots: list[int | None] = self.slots_of.find_many(keys).tolist()
+        return [None if slot == -1 else slot for slot in slots] if -1 in slots else slots
+
+    def add(self, key: bytes, nbytes: int) -> int:
+        """A slot for a key that has none. Its columns are zero but for the size."""
+        if self._free:
+            slot = self._free.pop()
+            self.keys[slot] = key
+        else:
+            slot = len(self.keys)
+            self.keys.append(key)
+        self.slots_of.add(key, slot)
+        self.nbytes[slot] = nbytes
+        return slot
+
+    def add_many(self, keys: Sequence[bytes]) -> list[int]:
+        """Slots for keys that have none; the columns are fill()'s to set."""
+        reused = self._free[len(self._free) - len(keys) :] if self._free else []
+        if reused:
+            del self._free[len(self._free) - len(reused) :]
+            reused.reverse()  # as add() would have taken them
+        for slot, key in zip(reused, keys, strict=False):
+            self.keys[slot] = key
+        first = len(self.keys)
+        self.keys.extend(keys[len(reused) :])
+        slots = reused + list(range(first, len(self.keys)))
+        self.slots_of.add_many(keys, slots)
+        return slots
+
+    def fill(self, slots: Sequence[int], columns: Mapping[str, Sequence[int]]) -> None:
+        """Sets the named columns of those slots, one value each."""
+        at = np.array(slots, dtype=np.int64)
+        for name, values in columns.items():
+            column = self._columns[name].array
+            column[at] = np.array(values, dtype=column.dtype)
+
+    def discard(self, slot: int) -> None:
+        """Gives the slot back. Its replicas, pins and place in the eviction order are the caller's concern."""
+        key = self.keys[slot]
+        assert key is not None, "the slot is in use"
+        self.slots_of.discard(key)
+        flags = self.flags[slot]
+        if flags & Flag.SOFT_PIN:
+            self.soft_pins.pop(slot, None)
+        if flags & Flag.GROUPED:
+            self._leave_group(slot)
+        if flags & Flag.EXTRA:
+            self.extra_nbytes -= self.nbytes[slot] * len(self.extras.pop(slot))
+        if flags & Flag.DORMANT:
+            self.num_dormant -= 1
+        self.keys[slot] = None
+        self.flags[slot] = 0
+        self.lease_until_s[slot] = 0.0
+        self.identity[slot] = 0
+        self.parent[slot] = 0
+        self.child[slot] = 0
+        self.dram_segment[slot] = 0
+        self.ssd_segment[slot] = 0
+        self._free.append(slot)
+
+    # what an object has
+
+    def parent_slot(self, slot: int) -> int | None:
+        """The block that it continues, if that is still there: a newer object in its slot is another one."""
+        parent = self.parent[slot] - 1
+        known = parent >= 0 and self.keys[parent] is not None and self.version[parent] < self.version[slot]
+        return parent if known else None
+
+    def parent_key(self, slot: int) -> bytes | None:
+        parent = self.parent_slot(slot)
+        return None if parent is None else self.keys[parent]
+
+    def dram_replicas(self, slot: int) -> list[Replica]:
+        if not self.dram_segment[slot]:
+            return []
+        first = Replica(self.dram_segment[slot], self.dram_offset[slot], self.dram_generation[slot])
+        return [first, *self.extras.get(slot, ())] if self.flags[slot] & Flag.EXTRA else [first]
+
+    def ssd_replica(self, slot: int) -> Replica | None:
+        if not self.ssd_segment[slot]:
+            return None
+        return Replica(self.ssd_segment[slot], self.ssd_offset[slot], self.ssd_generation[slot])
+
+    def set_dram(self, slot: int, replicas: Sequence[Replica]) -> None:
+        """In place of those it had."""
+        if not replicas:
+            self.dram_segment[slot] = 0
+        else:
+            self.dram_segment[slot], self.dram_offset[slot], self.dram_generation[slot] = replicas[0]
+        if self.flags[slot] & Flag.EXTRA:
+            self.extra_nbytes -= self.nbytes[slot] * len(self.extras.pop(slot))
+            self.flags[slot] &= ~Flag.EXTRA
+        if len(replicas) > 1:
+            self.extra_nbytes += self.nbytes[slot] * (len(replicas) - 1)
+            self.extras[slot] = list(replicas[1:])
+            self.flags[slot] |= Flag.EXTRA
+
+    def set_ssd(self, slot: int, replica: Replica | None) -> None:
+        if replica is None:
+            self.ssd_segment[slot] = 0
+        else:
+            self.ssd_segment[slot], self.ssd_offset[slot], self.ssd_generation[slot] = replica
+
+    def set_dormant(self, slot: int, dormant: bool) -> None:
+        if bool(self.flags[slot] & Flag.DORMANT) is not dormant:
+            self.flags[slot] ^= Flag.DORMANT
+            self.num_dormant += 1 if dormant else -1
+
+    def join_group(self, slot: int, group: bytes) -> None:
+        self.flags[slot] |= Flag.GROUPED
+        self.group_of[slot] = group
+        self.groups.setdefault(group, set()).add(slot)
+
+    def _leave_group(self, slot: int) -> None:
+        group = self.group_of.pop(slot)
+        members = self.groups[group]
+        members.discard(slot)
+        if not members:
+            del self.groups[group]
+
+    def slots(self) -> Iterator[int]:
+        """Every slot in use, in order."""
+        return (slot for slot, key in enumerate(self.keys) if key is not None)

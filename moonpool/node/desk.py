@@ -1,0 +1,78 @@
+"""The node's desk: it knows which processes hold the node's memory in place, and tells the master when one has ended.
+
+A connection that stands is a process that lives: one that is stopped for an hour still holds what it holds. So nobody
+is cut off for silence here. A session that registered from several connections is gone with the last of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from moonpool.base.address import parse_address
+from moonpool.base.errors import ConfigError
+from moonpool.base.metrics import GetMetrics, MetricFamily
+from moonpool.base.rpc import AsyncClient, Call, Patience, Peer, RpcServer
+from moonpool.store.messages import SessionsGone
+from moonpool.store.messages.session_calls import SERVICE, Register
+
+_FOR_EVER = Patience(silence_limit_s=10 * 365 * 86_400.0)
+_CALL_TIMEOUT_S = 5.0
+
+
+class NodeDesk:
+    """`await start()`, then it serves until `await close()`."""
+
+    def __init__(self, address: str, name: str, metrics: Callable[[], Awaitable[list[MetricFamily]]]) -> None:
+        self.address = address
+        handlers: dict[type[Call[Any]], Callable[[Any, Peer], Any]] = {
+            Register: self._register,
+            GetMetrics: lambda call, peer: metrics(),
+        }
+        self._server = RpcServer(SERVICE, handlers, name=name, patience=_FOR_EVER)
+        self._sessions_of: dict[Peer, set[int]] = {}
+        self._gone: set[int] = set()  # the master does not know of it yet
+        self._someone_left = asyncio.Event()
+        self._closing = False
+
+    async def start(self) -> None:
+        """ConfigError when another process serves there: a node of this name lives on this machine."""
+        folder = os.path.dirname(parse_address(self.address).path)
+        try:
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"cannot make the folder {folder}: {error.strerror}", param="run_dir") from error
+        await self._server.listen(self.address)
+
+    async def close(self) -> None:
+        """Idempotent. Whoever is registered is not gone because of it."""
+        self._closing = True
+        await self._server.close()
+
+    def sessions(self) -> list[int]:
+        """Those of living processes."""
+        return sorted(set().union(*self._sessions_of.values()))
+
+    async def report(self, client: AsyncClient) -> None:
+        """Tells the master of every end, at once; ends with the connection to it. What it could not tell is kept."""
+        while True:
+            if not self._gone:
+                self._someone_left.clear()
+                await self._someone_left.wait()
+            told = sorted(self._gone)
+            await client.call(SessionsGone(sessions=told), timeout_s=_CALL_TIMEOUT_S)
+            self._gone.difference_update(told)
+
+    def _register(self, call: Register, peer: Peer) -> None:
+        if peer not in self._sessions_of:
+            self._sessions_of[peer] = set()
+            peer.on_close(lambda: self._left(peer))
+        self._sessions_of[peer].add(call.session)
+
+    def _left(self, peer: Peer) -> None:
+        sessions = self._sessions_of.pop(peer)
+        if not self._closing:
+            self._gone |= sessions.difference(*self._sessions_of.values())
+            self._someone_left.set()

@@ -1,0 +1,271 @@
+"""The life of a segment at the master: mounted, kept by heartbeats, mounted anew when the master has forgotten it.
+
+Whenever the master does not know the segment (its first hello, a node silent for too long) it is mounted as a new
+incarnation; handles opened for an earlier one are void from then on. A master that came back and knows it from its
+journal asks for a recount instead, and nothing is void. While either goes on no order is carried out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import ClassVar
+
+from moonpool.base.descriptor import SegmentDescriptor
+from moonpool.base.errors import AlreadyExists, MoonpoolError, NoSpace, NotFound
+from moonpool.base.rpc import AsyncClient
+from moonpool.node.seldom import SeldomLog
+from moonpool.store.messages import (
+    MAX_GENERATION,
+    SESSIONS_ALONE,
+    FenceAhead,
+    Heartbeat,
+    HeartbeatReply,
+    MountReply,
+    MountSegment,
+    Recount,
+    Tier,
+    UnmountSegment,
+)
+from moonpool.transfer.engine import TransferEngine
+from moonpool.transfer.memory.segment import Fence, Segment
+from moonpool.transfer.reach import in_words
+
+_LOG = logging.getLogger(__name__)
+CALL_TIMEOUT_S = 5.0
+_GOODBYE_TIMEOUT_S = 1.0
+_REFUSED_PAUSE_S = 0.2
+_MAX_SPANS = 256  # asked about at once; the rest at the next check
+
+Pause = Callable[[], AbstractAsyncContextManager[None]]
+
+
+class Mount(ABC):
+    """Borrows the segment and the engine. `mounted` is set while the master knows the segment."""
+
+    tier: ClassVar[Tier]
+    keeps_contents: ClassVar[bool]  # what it held before a mount is there after it, and is told to the master
+
+    def __init__(self, node: str, segment: Segment, engine: TransferEngine, pause_orders: Pause) -> None:
+        self.segment = segment
+        self.mounted = asyncio.Event()
+        self.refusal: AlreadyExists | None = None  # another node has the name, as far as the master knows
+        self._node = node
+        self._engine = engine
+        self._pause_orders = pause_orders
+        self._heartbeat_s = 1.0
+        self._epoch = 0  # of the master that was heard last
+        self._told = (0, 0)  # incarnation and epoch in which the contents were told
+        self._is_settled = False  # this incarnation may be used
+
+    async def attend(self, client: AsyncClient) -> None:
+        """Beats until the connection is lost, also while a recount waits for orders under way."""
+        self.mounted.clear()
+        recount: asyncio.Task[None] | None = None
+        async with asyncio.TaskGroup() as tasks:
+            while not client.closed.is_set():
+                # A mount that was cut short may be known to the master; but its past is not fenced off.
+                reply = await self._checked_beat(client) if self._is_settled else HeartbeatReply(known=False)
+                if not reply.known:
+                    self.mounted.clear()
+                if reply.known or await self._mount(client):
+                    self.mounted.set()
+                untold = self.keeps_contents and self.mounted.is_set() and not self.is_told
+                is_asked = reply.recount_above is not None or untold
+                if is_asked and (recount is None or recount.done()):
+                    recount = tasks.create_task(self._answer_recount(client, reply.recount_above or 0))
+                await self._rest(client)
+
+    async def leave(self, client: AsyncClient) -> None:
+        """Says goodbye, if the master still listens."""
+        call = UnmountSegment(segment=self.segment.name, incarnation=self.segment.incarnation)
+        try:
+            await client.call(call, timeout_s=_GOODBYE_TIMEOUT_S)
+        except MoonpoolError as error:
+            _LOG.info("%s: could not say goodbye to the master: %s", self.segment.name, error)
+
+    async def _rest(self, client: AsyncClient) -> None:
+        """Until the next beat, or the end of the connection."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._heartbeat_s if self.mounted.is_set() else _REFUSED_PAUSE_S):
+                await client.closed.wait()
+
+    @property
+    def is_told(self) -> bool:
+        """Whether this master, in this life of it, has heard what the segment holds."""
+        return self.mounted.is_set() and self._told == (self.segment.incarnation, self._epoch)
+
+    async def _answer_recount(self, client: AsyncClient, above: int) -> None:
+        async with contextlib.nullcontext() if above == SESSIONS_ALONE else self._pause_orders():
+            told = (self.segment.incarnation, self._epoch)
+            try:
+                await self._recount(client, above)
+            except NotFound as error:  # forgotten meanwhile; the next beat says so too
+                _LOG.info("%s: %s", self.segment.name, error)
+            else:
+                self._told = told
+
+    async def _mount(self, client: AsyncClient) -> bool:
+        """Offers the segment as a new incarnation; False when the master does not want it (yet)."""
+        self._is_settled = False
+        async with self._pause_orders():
+            self._engine.unserve(self.segment.name)
+            if not await self._make_ready():
+                return False
+            self.segment.incarnation = time.time_ns()
+            descriptor = self._engine.serve(self.segment)
+            try:
+                reply = await client.call(self._offer(descriptor), timeout_s=CALL_TIMEOUT_S)
+            except AlreadyExists as error:
+                self._refused(error)
+                return False
+            self.refusal = None
+            self._heartbeat_s, self._epoch = reply.heartbeat_s, reply.epoch
+            await self._fence_off(reply)
+            self._is_settled = True
+            if not (await self._beat(client)).known:
+                return False
+        _LOG.info("mounted %s", self._in_words(descriptor))
+        return True
+
+    async def _checked_beat(self, client: AsyncClient) -> HeartbeatReply:
+        """A beat, with whatever is looked after once in a while."""
+        return await self._beat(client)
+
+    async def _beat(self, client: AsyncClient) -> HeartbeatReply:
+        fence = self.segment.fence
+        limit = MAX_GENERATION if fence is None else fence.limit
+        beat = Heartbeat(segment=self.segment.name, incarnation=self.segment.incarnation, generation_limit=limit)
+        reply = await client.call(beat, timeout_s=CALL_TIMEOUT_S)
+        self._epoch = reply.epoch
+        if fence is not None and reply.known:
+            fence.limit = reply.generation_limit
+        return reply
+
+    def _refused(self, error: AlreadyExists) -> None:
+        if self.refusal is None:
+            _LOG.warning("%s: %s", self.segment.name, error)
+        self.refusal = error
+
+    def _in_words(self, descriptor: SegmentDescriptor) -> str:
+        return in_words(descriptor)
+
+    async def _make_ready(self) -> bool:
+        """What must be done before it is offered; False when that cannot be done now."""
+        return True
+
+    @abstractmethod
+    def _offer(self, descriptor: SegmentDescriptor) -> MountSegment:
+        """What is said to the master."""
+
+    @abstractmethod
+    async def _fence_off(self, reply: MountReply) -> None:
+        """What must be done before anything is placed there."""
+
+    @abstractmethod
+    async def _recount(self, client: AsyncClient, above: int) -> None:
+        """Tells what the segment holds."""
+
+
+class DramMount(Mount):
+    """Memory: empty after a mount, with every generation granted before fenced off.
+
+    Writes of generations that the master cannot have given out are refused. Once in a while the fence is compared with
+    what it has given out: a stamp above that (a flipped bit, a mistaken writer) would keep all writers out of its space
+    for ever, so the master is asked what to stamp instead.
+
+    The master that forgot the memory forgot its pins too. Processes that may hold it in place (a view, a copy that was
+    stopped half way) keep it as it is: the pool gets other memory.
+    """
+
+    tier = Tier.DRAM
+    keeps_contents = False
+
+    def __init__(
+        self,
+        node: str,
+        segment: Segment,
+        engine: TransferEngine,
+        pause_orders: Pause,
+        *,
+        desk: str,
+        sessions: Callable[[], list[int]],
+        fence_check_s: float,
+    ) -> None:
+        super().__init__(node, segment, engine, pause_orders)
+        self._desk = desk
+        self._sessions = sessions
+        self._fence_check_s = fence_check_s
+        self._next_check_s = 0.0
+        self._last_generation = 0  # given out, as the master said last
+        self.num_restamped = 0  # granules that had a generation never given out
+        self._may_be_held = False  # in place, by processes of this machine
+        self._complaints = SeldomLog(_LOG, f"{segment.name} cannot be mounted anew: %s")
+
+    async def _make_ready(self) -> bool:
+        if self.segment.fence is not None and not (self._may_be_held and self._sessions()):
+            return True
+        try:
+            await asyncio.to_thread(self.segment.renew)
+        except NoSpace as error:  # until those processes let go of the old memory
+            self._complaints.warn(error)
+            return False
+        self._may_be_held = False
+        return True
+
+    def _offer(self, descriptor: SegmentDescriptor) -> MountSegment:
+        return MountSegment(node=self._node, descriptor=descriptor, tier=self.tier, desk=self._desk)
+
+    async def _fence_off(self, reply: MountReply) -> None:
+        self._may_be_held = True
+        fence = self.segment.fence
+        assert fence is not None, "the pool's memory is fenced"
+        await asyncio.to_thread(fence.stamp, 0, self.segment.nbytes, reply.generation_floor)
+        fence.limit = reply.generation_limit
+        self._last_generation = reply.generation_floor
+
+    async def _checked_beat(self, client: AsyncClient) -> HeartbeatReply:
+        """What was stamped before a beat was given out before its answer: a stamp above that was never given out."""
+        fence, suspects = self.segment.fence, list[tuple[int, int, int]]()
+        if fence is not None and time.monotonic() >= self._next_check_s:
+            suspects = await asyncio.to_thread(fence.stamps_above, self._last_generation)
+            self._next_check_s = time.monotonic() + self._fence_check_s
+        reply = await self._beat(client)
+        ahead = [span for span in suspects if span[2] > reply.last_generation]
+        if ahead and fence is not None and reply.known:
+            await self._restamp(client, fence, ahead)
+        self._last_generation = reply.last_generation
+        return reply
+
+    async def _restamp(self, client: AsyncClient, fence: Fence, ahead: list[tuple[int, int, int]]) -> None:
+        name, incarnation = self.segment.name, self.segment.incarnation
+        call = FenceAhead(segment=name, incarnation=incarnation, spans=ahead[:_MAX_SPANS])
+        restamped = await client.call(call, timeout_s=CALL_TIMEOUT_S)
+        for span in restamped:
+            fence.restamp(*span)
+            self.num_restamped += -(-span[1] // fence.granule_nbytes)
+        _LOG.warning(
+            "%s: %d spans carried generations that were never given out; %d are free for writers again",
+            name,
+            len(ahead),
+            len(restamped),
+        )
+
+    async def _recount(self, client: AsyncClient, above: int) -> None:
+        fence = self.segment.fence
+        assert fence is not None, "the pool's memory is fenced"
+        spans = await asyncio.to_thread(fence.spans_above, above)
+        call = Recount(
+            segment=self.segment.name,
+            incarnation=self.segment.incarnation,
+            spans=spans,
+            sessions=self._sessions(),
+        )
+        await client.call(call, timeout_s=CALL_TIMEOUT_S)
+        if above != SESSIONS_ALONE:
+            _LOG.info("%s: the master is back; %d spans are newer than it knew", self.segment.name, len(spans))

@@ -1,0 +1,144 @@
+"""OFFLOAD and DROP: writes objects from this node's memory to its log, and forgets records there. In their order.
+
+All objects of a go are checked, written by large writes and made durable by one sync: what is answered as done survives
+a power failure. Those of the next write are checked on another thread while the last ones are written, and no others:
+what is checked long before it is written has left the processor's cache. The space of an object may be given to another
+one at any time, so the fence is asked once more when the bytes have been written.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import groupby
+from typing import TypeAlias
+
+from moonpool.base.errors import Corrupt, MoonpoolError, NotFound, Unavailable
+from moonpool.node.orders import refused
+from moonpool.node.replicas import check_here
+from moonpool.node.seldom import SeldomLog
+from moonpool.node.ssd import Item, Location, SsdConfig
+from moonpool.node.ssd.checks import check_object
+from moonpool.node.ssd_tier import SsdTier, offset_of
+from moonpool.store.messages import Order, OrderKind, OrderResult
+from moonpool.transfer.memory.segment import Segment
+
+_LOG = logging.getLogger(__name__)
+_FIRST_WRITE_NBYTES = 4 * 1024 * 1024  # soon checked: the disk waits for that; the next ones are larger
+_WRITE_NBYTES = SsdConfig.batch_nbytes - 64 * 1024  # of objects: the log's framing goes with them
+
+_Looked: TypeAlias = Item | Location | MoonpoolError
+
+
+class LogHand:
+    """The one thread that orders write the log with. Borrows the memory; `ssd` gives the log, None while there is
+    none.
+    """
+
+    def __init__(self, memory: Segment, ssd: Callable[[], SsdTier | None]) -> None:
+        self._memory = memory
+        self._ssd = ssd
+        self._complaints = SeldomLog(_LOG, "objects are not offloaded: %s")
+        self._checker = ThreadPoolExecutor(1, thread_name_prefix="check")
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._checker.shutdown()
+
+    def carry_out(self, orders: list[Order]) -> list[OrderResult]:
+        ssd = self._ssd()
+        if ssd is None:
+            return [refused(order, Unavailable("this node's disk is not in use")) for order in orders]
+        results: list[OrderResult] = []
+        for kind, some in groupby(orders, key=lambda order: order.kind):
+            carry_out = self._offload if kind is OrderKind.OFFLOAD else self._drop
+            results += carry_out(ssd, list(some))
+        return results
+
+    def _drop(self, ssd: SsdTier, orders: Sequence[Order]) -> list[OrderResult]:
+        """A tombstone that is lost in a crash brings the record back, and the next inventory drops it."""
+        ssd.log.remove([(order.key, order.source.generation) for order in orders])
+        return [OrderResult(order.order_id) for order in orders]
+
+    def _offload(self, ssd: SsdTier, orders: Sequence[Order]) -> list[OrderResult]:
+        found: list[Location | MoonpoolError] = []
+        look = partial(self._look, ssd)
+        batches = list(_batches(orders))
+        looked = self._checker.map(look, batches[0])
+        for following in (*batches[1:], ()):
+            checked = list(looked)
+            looked = self._checker.map(look, following)
+            found += self._write(ssd, checked)
+        found = [self._look_again(ssd, order, each) for order, each in zip(orders, found, strict=True)]
+        try:
+            ssd.log.sync()
+        except MoonpoolError as error:
+            done = [order for order, each in zip(orders, found, strict=True) if isinstance(each, Location)]
+            ssd.log.remove([(order.key, order.source.generation) for order in done])
+            found = [each if isinstance(each, MoonpoolError) else error for each in found]
+        return [self._answer(order, each) for order, each in zip(orders, found, strict=True)]
+
+    def _write(self, ssd: SsdTier, looked: Sequence[_Looked]) -> list[Location | MoonpoolError]:
+        written = iter(ssd.log.append_many([each for each in looked if isinstance(each, Item)]))
+        return [next(written) if isinstance(each, Item) else each for each in looked]
+
+    def _look(self, ssd: SsdTier, order: Order) -> _Looked:
+        """What to write, or where it is already; the bytes in memory are right."""
+        try:
+            check_here(order.source, self._memory, order.nbytes)
+            if order.target is not None and order.target.incarnation != ssd.segment.incarnation:
+                raise NotFound("the disk was mounted anew")
+            there = ssd.log.find(order.key, order.source.generation)
+            if there is not None:
+                return there
+            view = self._memory.memory[order.source.offset : order.source.offset + order.nbytes]
+            self._check(order, view)
+        except MoonpoolError as error:
+            return error
+        return Item(order.key, order.source.generation, [view])
+
+    def _check(self, order: Order, view: memoryview) -> None:
+        try:
+            check_object([view], order.key, order.source.generation, None)
+        except Corrupt:
+            self._check_fence(order)  # perhaps we are only late
+            raise
+
+    def _look_again(self, ssd: SsdTier, order: Order, found: Location | MoonpoolError) -> Location | MoonpoolError:
+        """StaleGeneration when the space was given away while its bytes were written."""
+        if isinstance(found, MoonpoolError):
+            return found
+        try:
+            self._check_fence(order)
+        except MoonpoolError as error:
+            ssd.log.remove([(order.key, order.source.generation)])
+            return error
+        return found
+
+    def _check_fence(self, order: Order) -> None:
+        """StaleGeneration when a newer generation has begun to write there."""
+        fence = self._memory.fence
+        assert fence is not None, "the pool's memory is fenced"
+        fence.admit(order.source.offset, order.nbytes, order.source.generation)
+
+    def _answer(self, order: Order, found: Location | MoonpoolError) -> OrderResult:
+        if isinstance(found, MoonpoolError):
+            if not isinstance(found, NotFound):  # that is only an order of an earlier mount
+                self._complaints.warn(found)
+            return refused(order, found)
+        return OrderResult(order.order_id, offset=offset_of(found))
+
+
+def _batches(orders: Sequence[Order]) -> Iterator[Sequence[Order]]:
+    """What is written by one system call each. The first ones are smaller: the disk waits for their checks."""
+    most_nbytes, start, nbytes = _FIRST_WRITE_NBYTES, 0, 0
+    for position, order in enumerate(orders):
+        if position > start and nbytes + order.nbytes > most_nbytes:
+            yield orders[start:position]
+            start, nbytes = position, 0
+            most_nbytes = min(2 * most_nbytes, _WRITE_NBYTES)
+        nbytes += order.nbytes
+    if orders:
+        yield orders[start:]

@@ -1,0 +1,267 @@
+"""The node as a service: takes the memory, opens the disk, and attends to the master for as long as it lives.
+
+Without a master it goes on serving what it has and tries again. Trouble with its disk never ends it: it goes on with
+memory alone and tries the disk again too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from functools import partial
+
+from moonpool.base.errors import ConfigError, MoonpoolError, PeerLost, Unavailable
+from moonpool.base.metrics import REPORT_EVERY_S, MetricFamily, ReportMetrics, RoleMetrics, process_metrics
+from moonpool.base.rpc import AsyncClient
+from moonpool.node.config import NodeConfig
+from moonpool.node.copying import Copier
+from moonpool.node.desk import NodeDesk
+from moonpool.node.link import MasterLink
+from moonpool.node.metrics import node_metrics
+from moonpool.node.mount import CALL_TIMEOUT_S, DramMount
+from moonpool.node.offloading import LogHand
+from moonpool.node.orders import Lane, OrderRunner
+from moonpool.node.replicas import OwnMemory, Readable, check_here
+from moonpool.node.ssd_tier import Housekeeper, SsdMount, SsdTier
+from moonpool.store.client.directory import SegmentDirectory
+from moonpool.store.messages import GRANULE_NBYTES, OrderKind, Placement, SegmentInfo, Segments
+from moonpool.transfer.config import TransferConfig
+from moonpool.transfer.engine import TransferEngine
+from moonpool.transfer.memory.segment import Segment
+from moonpool.transfer.reach import check_numa_node, warn_if_open
+
+_LOG = logging.getLogger(__name__)
+_MAX_LOG_ORDERS = 512  # in one go
+_DISK_RETRY_S = 5.0
+
+
+class Node:
+    """`await start()` returns when the memory is mounted; it stays so until `await close()`."""
+
+    def __init__(self, config: NodeConfig) -> None:
+        self.config = config
+        self.segment_name = f"{config.name}.dram"
+        self.ssd: SsdTier | None = None
+        self._desk: NodeDesk | None = None
+        self._engine: TransferEngine | None = None
+        self._segment: Segment | None = None
+        self._work: _Work | None = None
+        self._attending: asyncio.Task[None] | None = None
+        self._finding_disk: asyncio.Task[SsdTier] | None = None
+
+    @property
+    def segment(self) -> Segment:
+        """The memory it owns."""
+        assert self._segment is not None, "the node was not started"
+        return self._segment
+
+    @property
+    def work(self) -> _Work:
+        """What it does for the master; for tests and for reading."""
+        assert self._work is not None, "the node was not started"
+        return self._work
+
+    async def start(self) -> None:
+        """NoSpace when the memory is not there, PeerLost when no master answers in time, ConfigError, also when another
+        node of this name lives.
+        """
+        check_numa_node(self.config.numa_node)
+        try:
+            self._engine = TransferEngine(self._transfer_config())  # first: a wrong setting costs no memory
+            warn_if_open(_LOG, self.config, self._engine.addresses)
+            self._desk = NodeDesk(self.config.desk_address, self.config.name, self.metrics)
+            await self._desk.start()
+            self._segment = await asyncio.to_thread(self._allocate)
+            if self.config.ssd_dir is not None:
+                await self._open_disk()
+            self._work = _Work(self, self._engine, self._desk)
+            self._attending = asyncio.get_running_loop().create_task(self._work.link.attend_forever())
+            await self._first_mount(self._work, self._attending)
+        except BaseException:
+            await self.close()
+            raise
+
+    async def wait(self) -> None:
+        """Returns after close(); raises what ended the node otherwise."""
+        assert self._attending is not None, "the node was not started"
+        await asyncio.wait([self._attending])
+        if not self._attending.cancelled():
+            self._attending.result()
+
+    async def leave(self) -> None:
+        """Takes the memory back from the pool: says goodbye to the master, and does nothing for it any more. Starts no
+        thread, so it works in a process that is ending, which gives the rest back by itself. Idempotent.
+        """
+        for task in (self._finding_disk, self._attending):
+            if task is not None:
+                task.cancel()
+                await asyncio.wait([task])
+        if self._work is not None:
+            await self._work.leave()
+
+    async def close(self) -> None:
+        """Idempotent. Takes the memory back from the pool and from the machine; what is on disk stays there."""
+        await self.leave()
+        if self._desk is not None:
+            await self._desk.close()
+        if self._engine is not None:
+            await asyncio.to_thread(self._engine.close)
+        if self._work is not None:
+            await self._work.close()
+        if self.ssd is not None:
+            await asyncio.to_thread(self.ssd.close)
+        if self._segment is not None:
+            self._segment.close()
+
+    async def metrics(self) -> list[MetricFamily]:
+        orders = {} if self._work is None else self._work.orders.counters
+        ssd = None if self.ssd is None else await asyncio.to_thread(self.ssd.log.stats)
+        sessions = [] if self._desk is None else self._desk.sessions()
+        connections = (0, Counter[str]()) if self._engine is None else self._engine.connections()
+        num_restamped = 0 if self._work is None else self._work.dram.num_restamped
+        own = node_metrics(self.config.dram_nbytes, len(sessions), orders, ssd, connections, num_restamped)
+        return [*own, *process_metrics()]
+
+    def _transfer_config(self) -> TransferConfig:
+        # One thread: orders read on threads of their own.
+        return TransferConfig(run_dir=self.config.run_dir, num_threads=1, **self.config.wires())
+
+    def _allocate(self) -> Segment:
+        return Segment.allocate(
+            self.segment_name,
+            self.config.dram_nbytes,
+            granule_nbytes=GRANULE_NBYTES,
+            incarnation=0,
+            numa_node=self.config.numa_node,
+        )
+
+    async def _open_disk(self) -> None:
+        """A disk in trouble is tried again later."""
+        try:
+            self.ssd = await asyncio.to_thread(SsdTier, self.config)
+        except ConfigError:
+            raise
+        except MoonpoolError as error:
+            _LOG.warning("%s begins without its disk: %s", self.config.name, error)
+            self._finding_disk = asyncio.get_running_loop().create_task(self._find_disk())
+
+    async def _find_disk(self) -> SsdTier:
+        while self.ssd is None:
+            await asyncio.sleep(_DISK_RETRY_S)
+            try:
+                self.ssd = await asyncio.to_thread(SsdTier, self.config)
+            except MoonpoolError as error:
+                _LOG.debug("%s is still without its disk: %s", self.config.name, error)
+        return self.ssd
+
+    async def disk(self) -> SsdTier:
+        """Waits until there is one."""
+        if self.ssd is not None:
+            return self.ssd
+        assert self._finding_disk is not None, "the node has no disk"
+        return await asyncio.shield(self._finding_disk)  # who waits may be cancelled, and another one waits on
+
+    async def _first_mount(self, work: _Work, attending: asyncio.Task[None]) -> None:
+        dram = work.dram
+        mounted = asyncio.get_running_loop().create_task(dram.mounted.wait())
+        try:
+            await asyncio.wait(
+                [mounted, attending], timeout=self.config.start_timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            mounted.cancel()
+        if attending.done():
+            attending.result()
+        if dram.mounted.is_set():
+            return
+        if dram.refusal is not None:
+            name = self.config.name
+            raise ConfigError(f"another node called {name!r} lives in this pool; each needs its own", param="name")
+        if work.link.failure is not None and not isinstance(work.link.failure, Unavailable):
+            raise work.link.failure
+        raise PeerLost(f"no master took the segment at {self.config.master_address} in time")
+
+
+class _Work:
+    """What a started node does for the master: its mounts, its orders, and the link that they hang on."""
+
+    def __init__(self, node: Node, engine: TransferEngine, desk: NodeDesk) -> None:
+        config = node.config
+        self._node = node
+        self._engine = engine
+        self._directory = SegmentDirectory(engine, self._list_segments)
+        copies = Lane(Copier(node.segment, self._open_source).carry_out, width=config.copy_threads)
+        self._log_hand = LogHand(node.segment, lambda: node.ssd)
+        self._log_lane = Lane(self._log_hand.carry_out, max_orders=_MAX_LOG_ORDERS)
+        self.orders = OrderRunner(
+            config.name,
+            {OrderKind.COPY: copies, OrderKind.OFFLOAD: self._log_lane, OrderKind.DROP: self._log_lane},
+        )
+        self.dram = DramMount(
+            config.name,
+            node.segment,
+            engine,
+            self.orders.paused,
+            desk=desk.address,
+            sessions=desk.sessions,
+            fence_check_s=config.fence_check_s,
+        )
+        self.disk: SsdMount | None = None
+        self._keeper: Housekeeper | None = None
+        duties = [self.dram.attend, desk.report, self._take_orders, self._report_metrics]
+        if config.ssd_dir is not None:
+            duties.append(self._attend_disk)
+        self.link = MasterLink(config.master_address, config.name, config.retry_s, duties)
+
+    async def leave(self) -> None:
+        """Says goodbye to the master."""
+        client = self.link.client
+        if client is not None:
+            for mount in (self.dram, self.disk):
+                if mount is not None and mount.mounted.is_set():
+                    await mount.leave(client)
+            client.close()
+
+    async def close(self) -> None:
+        """Idempotent. Waits for orders under way."""
+        await self.orders.close()
+        self._log_hand.close()
+
+    async def _take_orders(self, client: AsyncClient) -> None:
+        await self.dram.mounted.wait()
+        await self.orders.attend(client)
+
+    async def _report_metrics(self, client: AsyncClient) -> None:
+        """Tell the master this node's figures: front ends of other machines cannot ask the node itself."""
+        while True:
+            report = RoleMetrics("node", self._node.config.name, await self._node.metrics())
+            try:
+                await client.call(ReportMetrics(metrics=report), timeout_s=CALL_TIMEOUT_S)
+            except MoonpoolError as error:  # nothing depends on it; a lost connection is noticed by others
+                _LOG.debug("the master did not take the metrics: %s", error)
+            await asyncio.sleep(REPORT_EVERY_S)
+
+    async def _attend_disk(self, client: AsyncClient) -> None:
+        config, ssd = self._node.config, await self._node.disk()
+        if self.disk is None or self._keeper is None:
+            self.disk = SsdMount(config.name, ssd, self._engine, self.orders.paused)
+            hold_log = partial(self.orders.hold, self._log_lane)
+            self._keeper = Housekeeper(ssd, self.disk, hold_log, config.ssd_rest_s)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.disk.attend(client))
+            tasks.create_task(self._keeper.attend(client))
+
+    def _open_source(self, placement: Placement) -> Readable:
+        """Where an order's source lies, whoever has it. Runs on the orders' threads."""
+        ssd = self._node.ssd
+        if placement.segment == self._node.segment_name:
+            check_here(placement, self._node.segment, 0)
+            return OwnMemory(self._node.segment)
+        if ssd is not None and placement.segment == ssd.segment.name:
+            check_here(placement, ssd.segment, 0)
+            return ssd.segment
+        return self._directory.open(placement)
+
+    def _list_segments(self) -> list[SegmentInfo]:
+        return self.link.call_from_thread(Segments(), timeout_s=CALL_TIMEOUT_S)

@@ -1,0 +1,94 @@
+"""Reads of objects from the log, checked like reads from DRAM. Neighbours are fetched by one system call.
+
+Reading ahead in another thread while these are checked was measured and is slower: the checksum holds Python's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from moonpool.base.clock import Deadline
+from moonpool.base.errors import Corrupt, InvalidInput, MoonpoolError, StaleGeneration
+from moonpool.node.ssd.checks import check_object
+from moonpool.node.ssd.folder import Folder
+from moonpool.node.ssd.layout import UNIT_NBYTES
+from moonpool.node.ssd.types import Location, Read
+from moonpool.transfer.memory.buffers import as_bytes_views, total_nbytes
+
+_MERGED_NBYTES = 8 * 1024 * 1024
+
+
+class Place(NamedTuple):
+    """One object to read: the position of its result, its bytes on disk and in memory."""
+
+    position: int
+    location: Location
+    views: list[memoryview]
+
+
+def read_checked(folder: Folder, reads: Sequence[Read], timeout_s: float) -> list[MoonpoolError | None]:
+    """Fills the buffers; None where the bytes are those of the object asked for. A buffer with another result holds
+    nothing to rely on. InvalidInput, for all, when buffers are not as long as their objects.
+    """
+    deadline = Deadline(timeout_s)
+    results: list[MoonpoolError | None] = [None] * len(reads)
+    for group in _neighbours(_places(reads)):
+        for place, error in zip(group, _fetch(folder, group, deadline), strict=True):
+            results[place.position] = error or _check(reads[place.position], place.views)
+    return results
+
+
+def _places(reads: Sequence[Read]) -> list[Place]:
+    places = []
+    for position, read in enumerate(reads):
+        views = as_bytes_views(read.buffers, writable=True)
+        if total_nbytes(views) != read.location.nbytes or read.location.nbytes == 0:
+            raise InvalidInput(f"buffers of {total_nbytes(views)} bytes for an object of {read.location.nbytes}")
+        places.append(Place(position, read.location, views))
+    return places
+
+
+def _neighbours(places: list[Place]) -> Iterator[list[Place]]:
+    """Groups whose bytes follow one another without gaps, none much larger than what one system call should move."""
+    group: list[Place] = []
+    nbytes = 0
+    for place in sorted(places, key=lambda place: place.location):
+        if group and (nbytes + place.location.nbytes > _MERGED_NBYTES or not _touch(group[-1], place)):
+            yield group
+            group, nbytes = [], 0
+        group.append(place)
+        nbytes += place.location.nbytes
+    if group:
+        yield group
+
+
+def _touch(one: Place, other: Place) -> bool:
+    here, there = one.location, other.location
+    return here.nbytes % UNIT_NBYTES == 0 and (here.file_number, here.offset + here.nbytes) == (
+        there.file_number,
+        there.offset,
+    )
+
+
+def _fetch(folder: Folder, group: list[Place], deadline: Deadline) -> list[MoonpoolError | None]:
+    first = group[0].location
+    try:
+        with folder.borrow(first.file_number) as file:
+            file.read(first.offset, [view for place in group for view in place.views], deadline)
+    except MoonpoolError as error:
+        if len(group) == 1:
+            return [error]
+        # One bad block must not take the neighbours with it.
+        return [result for place in group for result in _fetch(folder, [place], deadline)]
+    return [None] * len(group)
+
+
+def _check(read: Read, views: list[memoryview]) -> MoonpoolError | None:
+    try:
+        check_object(views, read.key, read.generation, read.crc)
+    except InvalidInput as error:
+        return Corrupt(str(error))  # the header is another one than was written here
+    except (Corrupt, StaleGeneration) as error:
+        return error
+    return None

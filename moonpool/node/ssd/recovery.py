@@ -1,0 +1,155 @@
+"""Which records a log file holds, after whatever happened to it. No I/O of its own: `read` fetches bytes.
+
+A sealed file says it in its index; everything in it was durable before that was written. Any other file is searched
+batch by batch, and an object counts only if all of it is there and right. Where a batch's header is damaged the search
+goes on at every 4 KiB, for the next batch and for objects whose own header and checksums are good. Such an object is
+salvaged: it may stem from the file's earlier life, be part of another object's bytes, or have been removed since, so it
+counts only once the master has confirmed it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from moonpool.base import object_header
+from moonpool.base.checksum import ChecksumKind
+from moonpool.base.errors import InvalidInput, Refused
+from moonpool.node.ssd.checks import check_object
+from moonpool.node.ssd.layout import (
+    BATCH_MAGIC,
+    UNIT_NBYTES,
+    Entry,
+    FileHeader,
+    pad,
+    parse_batch,
+    parse_index,
+    parse_trailer,
+    peek_batch,
+)
+
+Reader: TypeAlias = Callable[[int, int], memoryview]  # (offset, nbytes): valid until the next call
+_SEARCH_NBYTES = 4 * 1024 * 1024
+_MAGIC = np.frombuffer(BATCH_MAGIC, np.uint8)
+_OBJECT = np.frombuffer(object_header.MAGIC, np.uint8)
+
+
+class Found(NamedTuple):
+    entries: list[Entry]
+    num_torn: int  # objects that are not whole
+    sealed: bool
+    salvaged: Sequence[Entry] = ()
+    damaged_nbytes: int = 0  # where a batch must have been; what was salvaged there included
+    lost_batches: bool = False  # tombstones may have been among them
+
+
+def recover(read: Reader, header: FileHeader) -> Found:
+    entries = _read_index(read, header)
+    return Found(entries, 0, sealed=True) if entries is not None else _scan(read, header)
+
+
+def _read_index(read: Reader, header: FileHeader) -> list[Entry] | None:
+    trailer = parse_trailer(read(header.file_nbytes - UNIT_NBYTES, UNIT_NBYTES), header)
+    if trailer is None:
+        return None
+    return parse_index(read(trailer.index_offset, trailer.index_nbytes), trailer, header)
+
+
+def _scan(read: Reader, header: FileHeader) -> Found:
+    found: list[Entry] = []
+    salvaged: list[Entry] = []
+    num_torn = damaged_nbytes = 0
+    lost_batches = False
+    at = UNIT_NBYTES
+    while at < header.file_nbytes:
+        start, entries, end = _next_whole_batch(read, at, header)
+        if start > at:
+            has_remains = header.nonce in bytes(read(at, UNIT_NBYTES))  # of a batch's header
+            more = _salvage(read, at, start, header)
+            salvaged += more
+            if entries:  # a batch was before it
+                damaged_nbytes, lost_batches = damaged_nbytes + start - at, True
+            elif has_remains:  # as after a crash in the middle of a write, whose tombstones were not acknowledged
+                damaged_nbytes += max([at + UNIT_NBYTES, *(each.offset + each.padded_nbytes for each in more)]) - at
+        whole = [entry for entry in entries if _is_whole(read, entry)]
+        found += whole
+        num_torn += len(entries) - len(whole)
+        at = end
+    return Found(found, num_torn, False, salvaged, damaged_nbytes, lost_batches)
+
+
+def _next_whole_batch(read: Reader, start: int, header: FileHeader) -> tuple[int, list[Entry], int]:
+    """Where the next batch with a good header begins, its entries, and where it ends; no entries at the file's end."""
+    at = _next_batch(read, start, header)
+    while at is not None:
+        entries, end = _read_batch(read, at, header)
+        if entries:
+            return at, entries, end
+        at = _next_batch(read, end, header)
+    return header.file_nbytes, [], header.file_nbytes
+
+
+def _salvage(read: Reader, start: int, end: int, header: FileHeader) -> list[Entry]:
+    """Objects between two places that are whole by their own header and checksums."""
+    found: list[Entry] = []
+    at = start
+    while at < end:
+        nbytes = min(_SEARCH_NBYTES, end - at)
+        blocks = np.frombuffer(read(at, nbytes), np.uint8).reshape(-1, UNIT_NBYTES)
+        begins = np.flatnonzero((blocks[:, : len(_OBJECT)] == _OBJECT).all(axis=1)) * UNIT_NBYTES + at
+        for offset in begins.tolist():
+            if not found or offset >= found[-1].offset + found[-1].padded_nbytes:
+                entry = _object_at(read, offset, end, header)
+                found += [] if entry is None else [entry]
+        at += nbytes
+    return found
+
+
+def _object_at(read: Reader, offset: int, end: int, header: FileHeader) -> Entry | None:
+    """The object that begins there; None when it is damaged, or has no checksums to tell by."""
+    try:
+        head_nbytes = object_header.announced_nbytes(read(offset, UNIT_NBYTES))
+        if head_nbytes > end - offset:
+            return None
+        head = object_header.unpack(bytes(read(offset, pad(head_nbytes))))
+        nbytes = head.nbytes + sum(piece.nbytes for piece in head.pieces)
+        if nbytes > end - offset or head.checksum_kind is ChecksumKind.NONE:
+            return None
+        check_object([read(offset, nbytes)], head.key, head.generation, None)
+    except (Refused, InvalidInput):
+        return None
+    return Entry(head.key, head.generation, header.number, offset, nbytes)
+
+
+def _next_batch(read: Reader, start: int, header: FileHeader) -> int | None:
+    """Where, from `start` on, the next thing lies that looks like a batch."""
+    at, nbytes = start, UNIT_NBYTES  # mostly it follows at once
+    while at < header.file_nbytes:
+        nbytes = min(nbytes, header.file_nbytes - at)
+        blocks = np.frombuffer(read(at, nbytes), np.uint8).reshape(-1, UNIT_NBYTES)
+        for block in np.flatnonzero((blocks[:, : len(_MAGIC)] == _MAGIC).all(axis=1)):
+            if peek_batch(blocks[block].data, at + int(block) * UNIT_NBYTES, header) is not None:
+                return at + int(block) * UNIT_NBYTES
+        at, nbytes = at + nbytes, _SEARCH_NBYTES
+    return None
+
+
+def _read_batch(read: Reader, at: int, header: FileHeader) -> tuple[list[Entry], int]:
+    """The entries and where to look next."""
+    head = peek_batch(read(at, UNIT_NBYTES), at, header)
+    entries = None if head is None else parse_batch(read(at, head.header_nbytes), at, header)
+    if head is None or entries is None:
+        return [], at + UNIT_NBYTES
+    return entries, at + head.batch_nbytes
+
+
+def _is_whole(read: Reader, entry: Entry) -> bool:
+    if entry.nbytes is None:
+        return True
+    try:
+        check_object([read(entry.offset, entry.nbytes)], entry.key, entry.generation, entry.crc)
+    except (Refused, InvalidInput):
+        return False
+    return True

@@ -1,0 +1,209 @@
+"""The growing end of the log: batches go to the active file; a full one is sealed and the next one begun.
+
+Nothing here is thread-safe; SsdLog holds its writing lock around every call but sync_files(). A write that fails
+changes nothing: the index does not know of it, and the next batch goes to another file.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from moonpool.base.errors import MoonpoolError, NoSpace, StaleGeneration, Unavailable
+from moonpool.base.units import format_nbytes
+from moonpool.node.ssd.folder import Folder, aligned_copy
+from moonpool.node.ssd.index import Index
+from moonpool.node.ssd.layout import Entry, FileHeader, pack_batch_header, pack_footer
+from moonpool.node.ssd.log_file import LogFile
+from moonpool.node.ssd.packing import Batch, Record, Room
+from moonpool.node.ssd.stream import BlockStream
+from moonpool.node.ssd.types import Location, SsdConfig, location_of
+from moonpool.transfer.memory.buffers import aligned_buffer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class ActiveFile:
+    header: FileHeader
+    file: LogFile
+    room: Room
+    entries: list[Entry] = field(default_factory=list)
+
+
+class Writer:
+    def __init__(self, folder: Folder, index: Index, index_lock: threading.Lock, config: SsdConfig) -> None:
+        self._folder = folder
+        self._index = index
+        self._index_lock = index_lock
+        self._config = config
+        self._active: ActiveFile | None = None
+        self._staging: memoryview | None = None  # made when first needed
+        self._unsynced: dict[int, int] = {}  # file number -> batches written, until they are known to be durable
+        self._pending: dict[bytes, int] = {}  # tombstones to write: key -> generation
+
+    @property
+    def active_number(self) -> int | None:
+        return None if self._active is None else self._active.header.number
+
+    @property
+    def room_nbytes(self) -> int:
+        """What the active file can still take."""
+        return 0 if self._active is None else self._active.room.free_nbytes
+
+    @property
+    def pending(self) -> dict[bytes, int]:
+        """Keys of objects that are removed here and not yet on the disk."""
+        return self._pending
+
+    def append(self, records: Sequence[Record], *, moving: bool = False) -> list[Location | MoonpoolError]:
+        """One result per record. Tombstones that wait go first: a batch's order is the order of its records.
+
+        `moving`: may use what is kept for compaction.
+        """
+        waiting = self._needed_tombstones()
+        results = self._append([*waiting, *records], moving)
+        for tombstone, result in zip(waiting, results, strict=False):
+            if not isinstance(result, MoonpoolError):
+                self._pending.pop(tombstone.key, None)
+        return [
+            result if isinstance(result, MoonpoolError) else location_of(result) for result in results[len(waiting) :]
+        ]
+
+    def bury(self, key: bytes, generation: int) -> bool:
+        """Takes the object out of the index; its tombstone waits for the next write. False when it is not there."""
+        with self._index_lock:
+            entry = self._index.bury(key, generation)
+        if entry is None:
+            return False
+        self._pending[key] = entry.generation
+        return True
+
+    def write_tombstones(self, carried: Sequence[Entry] = ()) -> None:
+        """Those that wait, and `carried` ones once more; raises when not all could be written."""
+        records = [Record(entry.key, entry.generation, None) for entry in carried]
+        waiting = self._needed_tombstones()
+        for record, result in zip((*waiting, *records), self._append([*waiting, *records], True), strict=True):
+            if isinstance(result, MoonpoolError):
+                raise result
+            self._pending.pop(record.key, None)
+
+    def unsynced(self) -> dict[int, int]:
+        return dict(self._unsynced)
+
+    def sync_files(self, unsynced: dict[int, int]) -> None:
+        """Makes what unsynced() listed durable. May run beside the other calls."""
+        for number in unsynced:
+            try:
+                with self._folder.borrow(number) as file:
+                    file.sync()
+            except Unavailable:
+                if number in self._folder.sizes:  # else it was released meanwhile, and holds nothing
+                    raise
+
+    def mark_synced(self, synced: dict[int, int]) -> None:
+        for number, count in synced.items():
+            if self._unsynced.get(number) == count:
+                del self._unsynced[number]
+
+    def forget(self, number: int) -> None:
+        """The file is gone."""
+        self._unsynced.pop(number, None)
+
+    def seal(self) -> None:
+        """Ends the active file, if any. One whose bytes or footer cannot be written stays without footer: the next
+        recovery searches it.
+        """
+        active, self._active = self._active, None
+        if active is None:
+            return
+        number = active.header.number
+        try:
+            active.file.sync()
+            self._unsynced.pop(number, None)
+            write_footer(active.file, active.header, active.entries)
+        except MoonpoolError as error:
+            logger.warning("log file %d is left without an index: %s", number, error)
+        finally:
+            active.file.close()
+
+    def _needed_tombstones(self) -> list[Record]:
+        with self._index_lock:
+            unneeded = [key for key in self._pending if not self._index.is_hidden(key)]
+        for key in unneeded:  # the file that held the object is gone
+            del self._pending[key]
+        return [Record(key, generation, None) for key, generation in self._pending.items()]
+
+    def _append(self, records: Sequence[Record], moving: bool) -> list[Entry | MoonpoolError]:
+        results: list[Entry | MoonpoolError] = []
+        while len(results) < len(records):
+            rest = records[len(results) :]
+            try:
+                active, batch = self._plan(rest, moving)
+                self._write(active, batch, rest)
+            except MoonpoolError as error:
+                return results + [error] * len(rest)
+            results += self._publish(active, batch)
+        return results
+
+    def _plan(self, records: Sequence[Record], moving: bool) -> tuple[ActiveFile, Batch]:
+        self._check_allowed(moving)
+        active = self._active or self._begin(moving)
+        batch = active.room.plan(records, self._config.batch_nbytes, active.header.number)
+        if batch is None:
+            self.seal()
+            active = self._begin(moving)
+            batch = active.room.plan(records, self._config.batch_nbytes, active.header.number)
+        assert batch is not None, "objects that do not fit an empty file are refused before"
+        return active, batch
+
+    def _begin(self, moving: bool) -> ActiveFile:
+        self._check_allowed(moving, self._config.file_nbytes)
+        header, file = self._folder.make_file(keep_spare=not moving)
+        with self._index_lock:
+            self._index.open_file(header.number)
+        self._active = ActiveFile(header, file, Room(header.file_nbytes))
+        return self._active
+
+    def _check_allowed(self, moving: bool, more_nbytes: int = 0) -> None:
+        limit = self._config.max_nbytes - (0 if moving else self._config.reserved_nbytes)
+        if self._folder.log_nbytes + more_nbytes > limit:
+            size = format_nbytes(self._config.max_nbytes)
+            raise NoSpace(f"the log in {self._folder.path} has used its {size}; remove objects, compact, release files")
+
+    def _write(self, active: ActiveFile, batch: Batch, records: Sequence[Record]) -> None:
+        if self._staging is None:
+            self._staging = aligned_buffer(self._config.batch_nbytes)
+        stream = BlockStream(active.file, batch.offset, self._staging, self._folder.alignment.memory_nbytes)
+        head = pack_batch_header(batch.entries, batch.offset, batch.header_nbytes, batch.end, active.header.nonce)
+        try:
+            stream.add([memoryview(head)])
+            for record in records[: len(batch.entries)]:
+                stream.add(record.views)
+            stream.finish()
+        except MoonpoolError:
+            if active.entries:  # an empty file is as good as the next one
+                self.seal()
+            raise
+
+    def _publish(self, active: ActiveFile, batch: Batch) -> list[Entry | MoonpoolError]:
+        number = active.header.number
+        active.room.take(batch)
+        active.entries += batch.entries
+        self._unsynced[number] = self._unsynced.get(number, 0) + 1
+        with self._index_lock:
+            return [self._add(entry) for entry in batch.entries]
+
+    def _add(self, entry: Entry) -> Entry | MoonpoolError:
+        self._index.add(entry)
+        if entry.nbytes is None or self._index.is_live(entry):
+            return entry
+        return StaleGeneration(f"a newer {entry.key.hex()[:16]} was appended together with this one")
+
+
+def write_footer(file: LogFile, header: FileHeader, entries: Sequence[Entry]) -> None:
+    """Only when everything in the file is durable."""
+    offset, data = pack_footer(entries, header)
+    file.write(offset, [aligned_copy(data)])

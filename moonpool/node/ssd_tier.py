@@ -1,0 +1,223 @@
+"""A node's disk in the pool: the log, served to readers as one folder segment, mounted beside the memory.
+
+After a mount the master hears what the log holds and says which records it does not want. Compaction runs beside the
+orders: what it moved is told to the master, and a file that was emptied so stays for a while, for readers who still
+know the old places.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+
+from moonpool.base.clock import AttendedClock
+from moonpool.base.descriptor import SegmentDescriptor
+from moonpool.base.errors import MoonpoolError
+from moonpool.base.rpc import AsyncClient
+from moonpool.base.units import format_nbytes
+from moonpool.node.config import NodeConfig
+from moonpool.node.mount import CALL_TIMEOUT_S, Mount, Pause
+from moonpool.node.seldom import SeldomLog
+from moonpool.node.ssd import Location, Moved, SsdConfig, SsdLog, SsdStats, Stored
+from moonpool.store.messages import (
+    Doubt,
+    HeldItem,
+    Inventory,
+    MountReply,
+    MountSegment,
+    Relocated,
+    ReportCorrupt,
+    Tier,
+)
+from moonpool.transfer.engine import TransferEngine
+from moonpool.transfer.transports.file.folder import FolderSegment, address_of_byte
+
+_LOG = logging.getLogger(__name__)
+_ITEMS_PER_CALL = 2000
+_COMPACT_EVERY_S = 1.0
+_COMPACT_NBYTES = 64 * 1024 * 1024  # moved in one step, while offloads wait
+_LOW_FREE_PART = 0.05  # of the log's bytes: with less it is tidied
+_HIGH_DEAD_PART = 0.25
+
+Hold = Callable[[], AbstractAsyncContextManager[None]]
+
+
+def offset_of(location: Location) -> int:
+    """Where a placement says that it lies."""
+    return address_of_byte(location.file_number, location.offset)
+
+
+class SsdTier:
+    """The open log and its segment; owns both. Opening recovers the log and takes as long as that takes."""
+
+    def __init__(self, config: NodeConfig) -> None:
+        """ConfigError when another process uses the folder; NoSpace or Unavailable when the disk is in trouble."""
+        assert config.ssd_dir is not None, "there is an SSD"
+        self.max_nbytes = config.ssd_nbytes
+        self.capacity_nbytes = _capacity_nbytes(config.ssd_log())
+        self.log = SsdLog.open(config.ssd_dir, config.ssd_log())
+        try:
+            self.segment = FolderSegment.open(f"{config.name}.ssd", config.ssd_dir, incarnation=0)
+        except BaseException:
+            self.log.close()
+            raise
+        self.lock = asyncio.Lock()  # held while records are listed or moved: the two must not mix
+
+    def needs_compaction(self) -> bool:
+        return is_untidy(self.log.stats(), self.max_nbytes)
+
+    def close(self) -> None:
+        """Idempotent."""
+        self.segment.close()
+        self.log.close()
+
+
+def _capacity_nbytes(log: SsdConfig) -> int:
+    """What the pool may keep there: so much less than fits that the files of a full log are, on average, dead enough
+    to be tidied.
+    """
+    return int((log.max_nbytes - log.reserved_nbytes - log.file_nbytes) * (1 - log.compact_dead_fraction))
+
+
+def is_untidy(stats: SsdStats, max_nbytes: int) -> bool:
+    """Whether moving records around is worth its price now."""
+    short = stats.free_nbytes < _LOW_FREE_PART * max_nbytes and stats.dead_nbytes > 0
+    return short or stats.dead_nbytes > _HIGH_DEAD_PART * max_nbytes
+
+
+class SsdMount(Mount):
+    tier = Tier.SSD
+    keeps_contents = True
+
+    def __init__(self, node: str, ssd: SsdTier, engine: TransferEngine, pause_orders: Pause) -> None:
+        super().__init__(node, ssd.segment, engine, pause_orders)
+        self._ssd = ssd
+
+    def _offer(self, descriptor: SegmentDescriptor) -> MountSegment:
+        return MountSegment(
+            node=self._node, descriptor=descriptor, tier=self.tier, capacity_nbytes=self._ssd.capacity_nbytes
+        )
+
+    def _in_words(self, descriptor: SegmentDescriptor) -> str:
+        return f"{descriptor.name}, {format_nbytes(self._ssd.capacity_nbytes)} at {descriptor.location}"
+
+    async def _fence_off(self, reply: MountReply) -> None:
+        """Nobody but this process writes there."""
+
+    async def _recount(self, client: AsyncClient, above: int) -> None:
+        """Every record, in parts; those that are not wanted go."""
+        async with self._ssd.lock:
+            items = await asyncio.to_thread(lambda: [*self._ssd.log.items(), *self._ssd.log.salvaged()])
+            parts = [items[at : at + _ITEMS_PER_CALL] for at in range(0, len(items), _ITEMS_PER_CALL)] or [[]]
+            num_dropped = 0
+            for number, part in enumerate(parts, 1):
+                num_dropped += await self._tell_part(client, part, number == len(parts))
+        _LOG.info("%s: %d records, %d of them not wanted any more", self.segment.name, len(items), num_dropped)
+
+    async def _tell_part(self, client: AsyncClient, part: list[Stored], last: bool) -> int:
+        held = [
+            HeldItem(each.key, each.generation, each.location.nbytes, offset_of(each.location), each.doubt)
+            for each in part
+        ]
+        damaged_nbytes = self._ssd.log.stats().damaged_nbytes if last else 0
+        call = Inventory(
+            segment=self.segment.name,
+            incarnation=self.segment.incarnation,
+            items=held,
+            last=last,
+            damaged_nbytes=damaged_nbytes,
+        )
+        wanted = await client.call(call, timeout_s=CALL_TIMEOUT_S)
+        salvaged: dict[bool, list[tuple[bytes, int]]] = {True: [], False: []}
+        unwanted: list[tuple[bytes, int]] = []
+        for each, keep in zip(part, wanted, strict=True):
+            if each.doubt is Doubt.SALVAGED:
+                salvaged[keep].append((each.key, each.generation))
+            elif not keep:
+                unwanted.append((each.key, each.generation))
+        self._ssd.log.confirm(salvaged[True])
+        self._ssd.log.refuse(salvaged[False])
+        if unwanted:
+            await asyncio.to_thread(self._ssd.log.remove, unwanted)
+        return len(unwanted) + len(salvaged[False])
+
+
+class Housekeeper:
+    """Tidies the log in steps. While it moves records no order touches the log, and all answers are with the master:
+    so the master hears of a record before it hears that the record was moved. So it does after a mount: nothing is
+    said of moves before the master knows what is there, for it would not want any of it.
+    """
+
+    def __init__(self, ssd: SsdTier, mount: SsdMount, hold_log: Hold, rest_s: float) -> None:
+        self._ssd = ssd
+        self._mount = mount
+        self._hold_log = hold_log
+        self._rest_s = rest_s
+        self._untold: list[Moved] = []  # the master has not heard of these moves yet
+        self._release_at_s: dict[int, float] = {}  # by number of an emptied file
+        # Readers with a lease are not to lose their time because this process stood still.
+        self._clock = AttendedClock(2 * _COMPACT_EVERY_S)
+        self._complaints = SeldomLog(_LOG, f"{ssd.segment.name}: the log is not tidied: %s")
+
+    async def attend(self, client: AsyncClient) -> None:
+        """Until the connection is lost."""
+        while True:
+            await self._mount.mounted.wait()
+            try:
+                moved = await self._tidy(client)
+                await self._release_rested()
+            except MoonpoolError as error:
+                if client.closed.is_set():
+                    raise
+                self._complaints.warn(error)
+                moved = False
+            await asyncio.sleep(0 if moved else self._pause_s())
+
+    def _pause_s(self) -> float:
+        """Until the next look, or until an emptied file has rested if that is sooner."""
+        rested_in_s = min(self._release_at_s.values(), default=math.inf) - self._clock.now_s()
+        return min(_COMPACT_EVERY_S, max(0.0, rested_in_s))
+
+    async def _tidy(self, client: AsyncClient) -> bool:
+        """One step, in which orders for the log wait; False when there was nothing to move."""
+        untidy = await asyncio.to_thread(self._ssd.needs_compaction)
+        if not self._mount.is_told or (not untidy and not self._untold):
+            return False
+        async with self._hold_log(), self._ssd.lock:
+            if not self._untold:
+                await asyncio.to_thread(self._compact)
+            moved = bool(self._untold)
+            await self._tell_moves(client)
+        return moved
+
+    def _compact(self) -> None:
+        """On a thread that goes on when nobody waits for it any more: what it moved must not be forgotten then."""
+        self._untold += self._ssd.log.compact(_COMPACT_NBYTES)
+
+    async def _release_rested(self) -> None:
+        now_s = self._clock.now_s()
+        for number in await asyncio.to_thread(self._ssd.log.drained):
+            if now_s >= self._release_at_s.setdefault(number, now_s + self._rest_s):
+                await asyncio.to_thread(self._ssd.log.release, number)
+                del self._release_at_s[number]
+
+    async def _tell_moves(self, client: AsyncClient) -> None:
+        """Removes records that turn out to be unwanted; reports those that were found damaged."""
+        name, incarnation = self._ssd.segment.name, self._ssd.segment.incarnation
+        while self._untold and self._mount.is_told:  # else it was mounted anew meanwhile
+            some = self._untold[:_ITEMS_PER_CALL]
+            moves = [(each.key, each.generation, offset_of(each.new)) for each in some if each.new is not None]
+            wanted = await client.call(
+                Relocated(segment=name, incarnation=incarnation, items=moves), timeout_s=CALL_TIMEOUT_S
+            )
+            unwanted = [(key, generation) for (key, generation, _), keep in zip(moves, wanted, strict=True) if not keep]
+            for each in some:
+                if each.new is None:
+                    damaged = ReportCorrupt(each.key, each.generation, name, offset_of(each.old))
+                    await client.call(damaged, timeout_s=CALL_TIMEOUT_S)
+            del self._untold[: len(some)]
+            if unwanted:
+                await asyncio.to_thread(self._ssd.log.remove, unwanted)

@@ -1,0 +1,47 @@
+"""Traces of requests: read and write them, describe them, change them, generate them.
+
+trace = read_jsonl("conversation_trace.jsonl")
+print(describe(trace).hit_tokens)
+twice = scale_load(trace, 2.0)
+like = fit(trace).generate(100_000, rate_per_s=10.0, rng=np.random.default_rng(0))
+"""
+
+from moonpool.traces.arrivals import POISSON, Arrivals
+from moonpool.traces.changes import (
+    change_rate,
+    label,
+    merge,
+    relabel,
+    rescale_blocks,
+    scale_load,
+    slice_count,
+    slice_time,
+    split,
+)
+from moonpool.traces.columns import Trace, TraceRequest
+from moonpool.traces.mooncake_jsonl import read_jsonl, write_jsonl
+from moonpool.traces.reuse import NEVER, hit_curve, reuse_distances
+from moonpool.traces.statistics import TraceStatistics, describe
+
+__all__ = [
+    "NEVER",
+    "POISSON",
+    "Arrivals",
+    "Trace",
+    "TraceRequest",
+    "TraceStatistics",
+    "change_rate",
+    "describe",
+    "hit_curve",
+    "label",
+    "merge",
+    "read_jsonl",
+    "relabel",
+    "rescale_blocks",
+    "reuse_distances",
+    "scale_load",
+    "slice_count",
+    "slice_time",
+    "split",
+    "write_jsonl",
+]

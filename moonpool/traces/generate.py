@@ -1,0 +1,108 @@
+"""Traces by the name of their kind, the same for the same seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+import msgspec
+import numpy as np
+
+from moonpool.base.errors import InvalidInput
+from moonpool.traces.agents import AgentsSpec
+from moonpool.traces.arrivals import Arrivals
+from moonpool.traces.changes import change_rate
+from moonpool.traces.chat import ChatSpec
+from moonpool.traces.columns import Trace
+from moonpool.traces.documents import DocumentsSpec
+from moonpool.traces.fit import fit
+from moonpool.traces.published import (
+    SYNTHETIC_RATE_PER_S,
+    SYNTHETIC_REQUESTS,
+    TOOL_AGENT_RATE_PER_S,
+    TOOL_AGENT_REQUESTS,
+    synthetic_mix,
+    tool_agent,
+)
+
+GeneratorSpec: TypeAlias = ChatSpec | DocumentsSpec | AgentsSpec
+MAX_REQUESTS = 100_000_000
+Generate: TypeAlias = Callable[[int, float, np.random.Generator], Trace]
+
+
+class Kind(NamedTuple):
+    summary: str
+    generate: Generate
+    num_requests: int  # unless told otherwise
+    rate_per_s: float
+
+
+KINDS = {
+    "chat": Kind("conversations of several turns behind one system prompt", ChatSpec().generate, 10_000, 3.0),
+    "documents": Kind(
+        "questions about documents, some asked far more than others", DocumentsSpec().generate, 10_000, 3.0
+    ),
+    "agents": Kind("agents with long shared instructions and many short steps", AgentsSpec().generate, 10_000, 6.0),
+    "synthetic": Kind("the paper's synthetic mix", synthetic_mix, SYNTHETIC_REQUESTS, SYNTHETIC_RATE_PER_S),
+    "tool-agent": Kind("like the paper's Tool&Agent trace", tool_agent, TOOL_AGENT_REQUESTS, TOOL_AGENT_RATE_PER_S),
+}
+
+
+def generate(
+    kind: str,
+    *,
+    num_requests: int | None = None,
+    rate_per_s: float | None = None,
+    seed: int = 0,
+    arrivals: Arrivals | None = None,
+) -> Trace:
+    """None is the kind's own. InvalidInput for a kind that there is not."""
+    if kind not in KINDS:
+        raise InvalidInput(f"no kind of trace is called {kind!r}; there are {', '.join(KINDS)}")
+    chosen = KINDS[kind]
+    return _draw(
+        chosen.generate,
+        chosen.num_requests if num_requests is None else num_requests,
+        chosen.rate_per_s if rate_per_s is None else rate_per_s,
+        seed,
+        arrivals,
+    )
+
+
+def generate_like(
+    trace: Trace,
+    *,
+    num_requests: int | None = None,
+    rate_per_s: float | None = None,
+    seed: int = 0,
+    arrivals: Arrivals | None = None,
+) -> Trace:
+    """Traffic fitted to this trace; None is the trace's own."""
+    spec = fit(trace)
+    made = _draw(
+        spec.generate,
+        len(trace) if num_requests is None else num_requests,
+        len(trace) / trace.duration_s if rate_per_s is None else rate_per_s,
+        seed,
+        arrivals,
+    )
+    return made.but(name=f"like-{trace.name}")
+
+
+def read_spec(text: bytes) -> GeneratorSpec:
+    """A spec that was kept as JSON. InvalidInput says which field is wrong."""
+    try:
+        spec: GeneratorSpec = msgspec.json.decode(text, type=GeneratorSpec)
+    except msgspec.DecodeError as error:
+        raise InvalidInput(f"this is no generator's spec: {error}") from error
+    return spec
+
+
+def _draw(make: Generate, num_requests: int, rate_per_s: float, seed: int, arrivals: Arrivals | None) -> Trace:
+    if not 1 <= num_requests <= MAX_REQUESTS:
+        raise InvalidInput(f"{num_requests} requests cannot be made; 1 to {MAX_REQUESTS} can")
+    if seed < 0:
+        raise InvalidInput(f"a seed cannot be {seed}; take 0 or more")
+    rng = np.random.default_rng(seed)
+    trace = make(num_requests, rate_per_s, rng)
+    return trace if arrivals is None else change_rate(trace, rate_per_s, arrivals, rng)

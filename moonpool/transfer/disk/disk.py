@@ -1,0 +1,220 @@
+"""Reads and writes of a file or block device, past the page cache where that is possible.
+
+Aligned parts of a request go straight between the disk and the caller's memory; the rest passes through an aligned
+bounce buffer. A write never changes a byte outside its request: a block it fills only in part is read, changed and
+written back while no other writer, in any process that uses this module, can do the same to that block.
+
+Waiting is bounded except inside one system call: a disk that does not answer holds its caller, as the memory must not
+be given back while the disk may still write to it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from moonpool.base.clock import Deadline
+from moonpool.base.errors import DeadlineExceeded, Unavailable
+from moonpool.transfer.disk.alignment import BUFFERED, Alignment, find_alignment
+from moonpool.transfer.disk.bounce import BlockLocks, BouncePool
+from moonpool.transfer.disk.handle import SharedFd, lock, own_errors, unlock
+from moonpool.transfer.disk.plan import Cursor, Span, plan_spans
+from moonpool.transfer.memory.buffers import copy_bytes, cut, total_nbytes
+
+_PART_NBYTES = 8 * 1024 * 1024  # one system call; the deadline is looked at between them
+_MAX_VIEWS = 1024  # what the kernel takes in one list
+_BOUNCE_NBYTES = 1024 * 1024
+_MAX_BOUNCE_BUFFERS = 4
+
+_Vectored = Callable[[int, list[memoryview], int], int]
+
+
+class OpenDisk(ABC):
+    """Bytes on something that can be addressed by offset. Thread-safe. The caller checks bounds."""
+
+    path: str
+    direct: bool
+
+    @abstractmethod
+    def read(self, offset: int, views: Sequence[memoryview], deadline: Deadline) -> None:
+        """Fills the views, or raises; a file that has become too short is Unavailable."""
+
+    @abstractmethod
+    def write(self, offset: int, views: Sequence[memoryview], deadline: Deadline) -> None:
+        """Hands the bytes to the device; sync() makes them durable."""
+
+    @abstractmethod
+    def sync(self) -> None:
+        """Returns when everything written before is durable."""
+
+    def view(self, offset: int, nbytes: int) -> memoryview | None:
+        return None
+
+    @property
+    def num_bounces(self) -> int:
+        """How often bytes were copied through a buffer of ours, since the start."""
+        return 0
+
+    @abstractmethod
+    def close(self) -> None:
+        """Idempotent; calls under way end first."""
+
+
+class FileDisk(OpenDisk):
+    """A regular file or a block device of at least `nbytes` (rounded up to whole blocks)."""
+
+    def __init__(self, path: str, nbytes: int, *, writable: bool = True) -> None:
+        with own_errors(path):
+            fd, self._alignment = _open(path, os.O_RDWR if writable else os.O_RDONLY)
+        self.path = path
+        self.direct = self._alignment.direct
+        self._fd = SharedFd(fd, path)
+        block = self._alignment.block_nbytes
+        self._needed_nbytes = -(-nbytes // block) * block
+        self._bounces = BouncePool(
+            max(_BOUNCE_NBYTES, block), _MAX_BOUNCE_BUFFERS, alignment=max(block, self._alignment.memory_nbytes)
+        )
+        self._block_locks = BlockLocks()
+        try:
+            with self._fd:
+                self._is_regular = stat.S_ISREG(os.fstat(fd).st_mode)
+                self._check_whole(fd)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def num_bounces(self) -> int:
+        return self._bounces.num_borrowed
+
+    def read(self, offset: int, views: Sequence[memoryview], deadline: Deadline) -> None:
+        with self._fd as fd:
+            self._check_whole(fd)
+            for span in plan_spans(offset, views, self._alignment):
+                if span.direct:
+                    self._move(os.preadv, fd, span.views, span.offset, deadline)
+                else:
+                    self._read_bounced(fd, span, deadline)
+
+    def write(self, offset: int, views: Sequence[memoryview], deadline: Deadline) -> None:
+        with self._fd as fd:
+            self._check_whole(fd)
+            for span in plan_spans(offset, views, self._alignment):
+                if span.direct:
+                    self._move(os.pwritev, fd, span.views, span.offset, deadline)
+                else:
+                    self._write_bounced(fd, span, deadline)
+            self._check_whole(fd)
+
+    def sync(self) -> None:
+        with self._fd as fd:
+            os.fdatasync(fd)
+
+    def close(self) -> None:
+        self._fd.close()
+
+    def _move(
+        self, operation: _Vectored, fd: int, views: Sequence[memoryview], offset: int, deadline: Deadline
+    ) -> None:
+        """All bytes of aligned views, by as many system calls as it takes (interrupted ones are Python's concern)."""
+        cursor = Cursor(views)
+        while group := cursor.take(_PART_NBYTES, _MAX_VIEWS):
+            left = total_nbytes(group)
+            while left:
+                if deadline.expired():
+                    raise DeadlineExceeded(f"{self.path} was not done in time")
+                moved = operation(fd, group, offset)
+                offset, left = offset + moved, left - moved
+                if moved == 0 or (left and moved % self._alignment.block_nbytes):
+                    raise Unavailable(f"{self.path} ends at byte {offset}; it was truncated or is damaged")
+                if left:
+                    group = cut(group, moved, left)
+
+    def _read_bounced(self, fd: int, span: Span, deadline: Deadline) -> None:
+        block, cursor = self._alignment.block_nbytes, Cursor(span.views)
+        at, end = span.offset, span.offset + span.nbytes
+        while at < end:
+            start = at // block * block
+            stop = min(start + self._bounces.buffer_nbytes, -(-end // block) * block)
+            with self._bounces.borrow(deadline) as buffer:
+                self._move(os.preadv, fd, [buffer[: stop - start]], start, deadline)
+                part_end = min(stop, end)
+                scatter(buffer[at - start : part_end - start], cursor.take(part_end - at))
+            at = part_end
+
+    def _write_bounced(self, fd: int, span: Span, deadline: Deadline) -> None:
+        block, cursor = self._alignment.block_nbytes, Cursor(span.views)
+        at, end = span.offset, span.offset + span.nbytes
+        while at < end:
+            start = at // block * block
+            if at != start or end - at < block:
+                stop = min(end, start + block)
+                self._patch_block(fd, start, at - start, cursor.take(stop - at), deadline)
+            else:
+                stop = min(at + self._bounces.buffer_nbytes, end // block * block)
+                with self._bounces.borrow(deadline) as buffer:
+                    gather(buffer, cursor.take(stop - at))
+                    self._move(os.pwritev, fd, [buffer[: stop - at]], at, deadline)
+            at = stop
+
+    def _patch_block(self, fd: int, start: int, at: int, views: Sequence[memoryview], deadline: Deadline) -> None:
+        """Changes part of one block. Two locks, as the file's own does not tell threads of this handle apart; a
+        request holds one block at a time, so no two can wait for each other.
+        """
+        block = self._alignment.block_nbytes
+        with self._block_locks.hold(start, deadline):
+            lock(fd, start, block, deadline)
+            try:
+                with self._bounces.borrow(deadline) as buffer:
+                    self._move(os.preadv, fd, [buffer[:block]], start, deadline)
+                    gather(buffer[at:], views)
+                    self._move(os.pwritev, fd, [buffer[:block]], start, deadline)
+            finally:
+                unlock(fd, start, block)
+
+    def _check_whole(self, fd: int) -> None:
+        """A file that was removed or cut short holds nothing anybody can rely on."""
+        if not self._is_regular:
+            return
+        status = os.fstat(fd)
+        if status.st_nlink == 0:
+            raise Unavailable(f"{self.path} was removed")
+        if status.st_size < self._needed_nbytes:
+            raise Unavailable(f"{self.path} has {status.st_size} bytes and should have {self._needed_nbytes}")
+
+
+def gather(target: memoryview, views: Sequence[memoryview]) -> None:
+    """Copies the views, one after the other, to the beginning of `target`."""
+    at = 0
+    for view in views:
+        copy_bytes(target[at : at + view.nbytes], view)
+        at += view.nbytes
+
+
+def scatter(source: memoryview, views: Sequence[memoryview]) -> None:
+    """Fills the views, one after the other, from the beginning of `source`."""
+    at = 0
+    for view in views:
+        copy_bytes(view, source[at : at + view.nbytes])
+        at += view.nbytes
+
+
+def _open(path: str, access: int) -> tuple[int, Alignment]:
+    try:
+        fd = os.open(path, access | os.O_CLOEXEC | os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.open(path, access | os.O_CLOEXEC), BUFFERED
+    try:
+        alignment = find_alignment(fd)
+        if not alignment.direct:
+            fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd, alignment

@@ -1,0 +1,1 @@
+"""Several paths to one peer: which slice takes which path (pure), and the threads that follow the decision."""

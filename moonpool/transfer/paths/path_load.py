@@ -1,0 +1,112 @@
+"""What a planner knows of one path: whether it works, how fast it is, how much is under way. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from moonpool.base.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    HandleClosed,
+    MoonpoolError,
+    Overloaded,
+    ProtocolError,
+    Unavailable,
+)
+from moonpool.transfer.paths.priority import DEFAULT_PROMOTE_AFTER_S
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    max_slice_nbytes: int = 1024 * 1024
+    min_slice_nbytes: int = 64 * 1024
+    slices_per_path: int = 2  # under way at once
+    slice_s: float = 0.05  # a slice is cut to take about this long, so that a silent path is told from a slow one
+    slice_timeout_s: float = 0.6  # room for a lost packet or two; a dead path then stalls nobody for a second
+    max_attempts: int = 8  # of one slice
+    first_rest_s: float = 0.25
+    max_rest_s: float = 2.0
+    first_throughput: float = 125e6  # bytes per second, of a path that was not measured yet
+    sample_s: float = 0.02  # busy time that makes one measurement
+    sample_weight: float = 0.3  # of the newest measurement in the average
+    promote_after_s: float = DEFAULT_PROMOTE_AFTER_S  # see priority.Turns
+
+
+class PathState(Enum):
+    UP = "up"
+    RESTING = "resting"  # failed; a probe is due when its rest ends
+    PROBING = "probing"
+    TRIAL = "trial"  # answered a probe; carries one small slice at a time until one arrives
+
+
+@dataclass
+class PathLoad:
+    """What is known of one path. Throughput in bytes per second, over the time in which it had something to do."""
+
+    throughput: float
+    state: PathState = PathState.UP
+    num_under_way: int = 0
+    in_flight_nbytes: int = 0
+    done_nbytes: int = 0
+    num_failures: int = 0  # in a row
+    rest_until_s: float = 0.0
+    error: MoonpoolError | None = None
+    _measured: bool = False
+    _sample_nbytes: int = 0
+    _sample_slices: int = 0
+    _sample_busy_s: float = 0.0
+    _counted_until_s: float = 0.0
+
+    @property
+    def usable(self) -> bool:
+        return self.state in (PathState.UP, PathState.TRIAL)
+
+    def started(self, nbytes: int, now_s: float) -> None:
+        if self.num_under_way == 0:
+            self._counted_until_s = now_s
+        self.num_under_way += 1
+        self.in_flight_nbytes += nbytes
+
+    def ended(self, nbytes: int, now_s: float) -> None:
+        self._sample_busy_s += now_s - self._counted_until_s
+        self._counted_until_s = now_s
+        self.num_under_way -= 1
+        self.in_flight_nbytes -= nbytes
+
+    def arrived(self, nbytes: int, config: PlanConfig) -> None:
+        """It works; and, now and then, a new measurement. As many slices must have arrived as are under way at once:
+        those that started together share the path and arrive together.
+        """
+        self.state, self.num_failures, self.error = PathState.UP, 0, None
+        self.done_nbytes += nbytes
+        self._sample_nbytes += nbytes
+        self._sample_slices += 1
+        if self._sample_busy_s < config.sample_s or self._sample_slices < config.slices_per_path:
+            return
+        sample = max(self._sample_nbytes / self._sample_busy_s, config.min_slice_nbytes / config.slice_timeout_s)
+        weight = config.sample_weight if self._measured else 1.0
+        self.throughput += weight * (sample - self.throughput)
+        self._measured = True
+        self._forget_sample()
+
+    def broke(self, error: MoonpoolError, now_s: float, config: PlanConfig) -> None:
+        self._forget_sample()
+        if self.state is PathState.RESTING:
+            return  # the same failure, seen by another slice that was under way
+        self.state, self.error = PathState.RESTING, error
+        self.num_failures += 1
+        self.rest_until_s = now_s + min(config.first_rest_s * 2.0 ** min(self.num_failures - 1, 30), config.max_rest_s)
+        if isinstance(error, DeadlineExceeded):
+            # Perhaps it is alive and slower than believed: smaller slices next time.
+            self.throughput = max(self.throughput / 2, config.min_slice_nbytes / config.slice_timeout_s)
+
+    def _forget_sample(self) -> None:
+        self._sample_nbytes, self._sample_slices, self._sample_busy_s = 0, 0, 0.0
+
+
+def is_retriable(error: MoonpoolError) -> bool:
+    """Whether another path may do better: the path failed, not the request."""
+    if isinstance(error, Cancelled | HandleClosed):
+        return False
+    return isinstance(error, Unavailable | Overloaded | ProtocolError)

@@ -1,0 +1,306 @@
+"""The decode role: keep pages for a prompt to come, check what arrives in them, then decode in the running batch.
+
+A request's stream owns all of it: closing the stream gives the pages back. Blocks that decoding completes go to
+the pool, so that the next turn of a conversation finds them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+
+from moonpool.base.checksum import crc32c
+from moonpool.base.clock import Clock
+from moonpool.base.cluster import DecodeSample
+from moonpool.base.descriptor import SegmentDescriptor
+from moonpool.base.errors import Corrupt, DeadlineExceeded, MoonpoolError, NoSpace, NotFound, PromptTooLong
+from moonpool.engine.engine import StepFailure, StepOutput
+from moonpool.engine.runner import LayerHooks
+from moonpool.engine.scheduler import Scheduler
+from moonpool.engine.sequence import Chunk, pages_for
+from moonpool.engine.sequence import Sequence as RequestSequence
+from moonpool.engine.step import Admitted, FullBlock
+from moonpool.worker.kv_link.outbox import Outbox, Urgency
+from moonpool.worker.kv_link.pieces import PieceMemory
+from moonpool.worker.kv_link.push import PoolWriter
+from moonpool.worker.kv_link.reservations import Incoming, Reservations
+from moonpool.worker.loop import EngineLoop
+from moonpool.worker.messages import (
+    ALONE_STEPS,
+    AbortHandoff,
+    CommitHandoff,
+    DecodeItem,
+    OpenHandoff,
+    RequestSpec,
+    Ticket,
+    TokenOut,
+)
+from moonpool.worker.prefill import engine_name
+from moonpool.worker.samples import Samples, token_out
+
+# Blocks waiting to be put; beyond it new ones are not put (and counted), so a slow pool costs no memory.
+_MAX_WAITING_PUTS = 1024
+
+T = TypeVar("T")
+
+
+def _uncancellable() -> Future[Incoming]:
+    """A future that only the engine's thread settles: a client that gives up just stops waiting for it."""
+    future: Future[Incoming] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
+@dataclass(slots=True)
+class Stream:
+    """One request's way back to the front end."""
+
+    spec: RequestSpec
+    items: asyncio.Queue[DecodeItem | MoonpoolError]
+    loop: asyncio.AbstractEventLoop
+    entered_s: float = 0.0
+    reserved: Future[Incoming] = field(default_factory=_uncancellable)
+    left: bool = False
+
+    def send(self, item: DecodeItem | MoonpoolError) -> None:
+        """From any thread."""
+        self.loop.call_soon_threadsafe(self.items.put_nowait, item)
+
+
+class DecodeRole:
+    """`describe` gives the address and the descriptor that tickets carry, known once the worker serves."""
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        reservations: Reservations,
+        memory: PieceMemory,
+        pool: PoolWriter,
+        outbox: Outbox,
+        samples: Samples,
+        describe: Callable[[], tuple[str, SegmentDescriptor]],
+        clock: Clock,
+    ) -> None:
+        self._scheduler, self._reservations, self._memory = scheduler, reservations, memory
+        self._pool, self._outbox, self._samples = pool, outbox, samples
+        self._describe, self._clock = describe, clock
+        self._block_tokens = scheduler.pages.block_tokens
+        self._streams: dict[str, Stream] = {}
+        self._waiting: deque[Stream] = deque()  # for pages
+        self._commits: set[asyncio.Task[None]] = set()
+        self._put_numbers = itertools.count()
+        self._step_started_s = 0.0
+        self._step_chunks: Sequence[Chunk] = ()
+        self.loop: EngineLoop | None = None  # set once, before the loop starts
+
+    # -- the RPC face, on the event loop ---------------------------------------------------------------------
+
+    async def decode(self, spec: RequestSpec) -> AsyncIterator[DecodeItem]:
+        stream = Stream(spec, asyncio.Queue(), asyncio.get_running_loop())
+        assert self.loop is not None
+        try:
+            await asyncio.wrap_future(self.loop.call(lambda: self._enter(stream)))
+            incoming = await self._reserved(stream)
+            yield DecodeItem(ticket=self._ticket(incoming))
+            ended = False
+            while not ended:
+                item = await stream.items.get()
+                if isinstance(item, MoonpoolError):
+                    raise item
+                ended = item.finish_reason is not None
+                yield item
+        finally:
+            self.loop.post(lambda: self._leave(stream))
+
+    async def _reserved(self, stream: Stream) -> Incoming:
+        try:
+            async with asyncio.timeout(stream.spec.timeout_s):
+                return await asyncio.wrap_future(stream.reserved)
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"no pages became free within {stream.spec.timeout_s:g} s") from error
+
+    def _ticket(self, incoming: Incoming) -> Ticket:
+        address, segment = self._describe()
+        return Ticket(
+            request_id=incoming.request_id,
+            epoch=incoming.epoch,
+            address=address,
+            segment=segment,
+            pages=incoming.pages,
+            num_present_blocks=incoming.num_present,
+            generation=incoming.generation,
+        )
+
+    async def open_handoff(self, call: OpenHandoff, writer: object) -> None:
+        await self._on_engine(lambda: self._reservations.open(call.request_id, call.epoch, call.generation, id(writer)))
+
+    async def abort_handoff(self, call: AbortHandoff) -> None:
+        await self._on_engine(lambda: self._reservations.abort(call.request_id, call.epoch, call.generation))
+
+    def writer_gone(self, writer: object) -> None:
+        name = id(writer)
+        assert self.loop is not None
+        self.loop.post(lambda: self._reservations.writer_gone(name))
+
+    async def commit_handoff(self, call: CommitHandoff) -> None:
+        """Runs to its end even when the writer goes away meanwhile: the pages must end up somewhere."""
+        task = asyncio.get_running_loop().create_task(self._commit(call))
+        self._commits.add(task)
+        task.add_done_callback(self._committed)
+        await asyncio.shield(task)
+
+    def _committed(self, task: asyncio.Task[None]) -> None:
+        self._commits.discard(task)
+        if not task.cancelled():
+            task.exception()  # seen: the writer may be gone, and to the reader a failed commit is a prefill that failed
+
+    async def _commit(self, call: CommitHandoff) -> None:
+        begin = self._reservations.begin_commit
+        incoming = await self._on_engine(lambda: begin(call.request_id, call.epoch, call.generation))
+        is_good = await asyncio.to_thread(self._verify, incoming, call.checksums)
+        await self._on_engine(lambda: self._adopt(incoming, call) if is_good else self._refuse(incoming))
+
+    def _verify(self, incoming: Incoming, expected: bytes) -> bool:
+        """Whether every piece that was to be written holds what was sent; if so, the pages hold it now."""
+        written = incoming.pages[incoming.num_present :]
+        layers = range(self._memory.layout.num_layers)
+        found = [[crc32c(self._memory.received(page, layer)) for layer in layers] for page in written]
+        if np.array(found, dtype="<u4").tobytes() != expected:
+            return False
+        self._memory.land(written)
+        return True
+
+    async def _on_engine(self, function: Callable[[], T]) -> T:
+        assert self.loop is not None
+        return await asyncio.wrap_future(self.loop.call(function))
+
+    # -- between steps, on the engine's thread ---------------------------------------------------------------
+
+    def _enter(self, stream: Stream) -> None:
+        spec = stream.spec
+        limit = self._scheduler.config.max_seq_tokens
+        if len(spec.tokens) >= limit:
+            raise PromptTooLong(f"{len(spec.tokens)} tokens leave no room to answer within {limit}", param="prompt")
+        self._streams[engine_name(spec)], stream.entered_s = stream, self._clock.now_s()
+        self._waiting.append(stream)
+        self.at_boundary()
+
+    def at_boundary(self) -> None:
+        """Gives pages to those who wait for them, first come first served; preempted requests came before."""
+        while self._waiting and not self._scheduler.roster.waiting:
+            stream = self._waiting[0]
+            if not stream.left:
+                try:
+                    stream.reserved.set_result(self._reserve(stream.spec))
+                    self._samples.times.queue.observe(self._clock.now_s() - stream.entered_s)
+                except NoSpace:
+                    return
+                except Exception as error:  # noqa: BLE001 - it concerns this request alone
+                    stream.reserved.set_exception(error)
+            self._waiting.popleft()
+
+    def _reserve(self, spec: RequestSpec) -> Incoming:
+        sequence = self._sequence(spec, None)
+        keys = sequence.keys[: sequence.num_reusable_blocks]
+        num_blocks = pages_for(len(spec.tokens), self._block_tokens)
+        return self._reservations.reserve(spec.request_id, spec.epoch, num_blocks, keys)
+
+    def _leave(self, stream: Stream) -> None:
+        stream.left = True
+        name = engine_name(stream.spec)
+        if self._streams.get(name) is stream:
+            del self._streams[name]
+            self._scheduler.cancel(name)
+            self._reservations.leave(stream.spec.request_id, stream.spec.epoch)
+
+    def _adopt(self, incoming: Incoming, call: CommitHandoff) -> None:
+        stream = self._streams.get(f"{call.request_id}/{call.epoch}")
+        pages = self._reservations.adopt(incoming)
+        if pages is None or stream is None:
+            if pages is not None:
+                self._scheduler.pages.free(pages)
+            raise NotFound(f"nobody waits for request {call.request_id} any more")
+        sequence = self._sequence(stream.spec, call.first)
+        sequence.pages = pages
+        sequence.num_computed_tokens = call.num_tokens
+        try:
+            self._scheduler.adopt(sequence)
+        except Exception:
+            self._scheduler.pages.free(pages)
+            raise
+
+    def _refuse(self, incoming: Incoming) -> None:
+        self._reservations.void(incoming)
+        error = Corrupt(f"KV of request {incoming.request_id} was damaged on its way")
+        self._samples.pull_failures[error.code] += 1
+        raise error
+
+    def _sequence(self, spec: RequestSpec, first: TokenOut | None) -> RequestSequence:
+        accepted = spec.tokens[spec.num_prompt_tokens :]
+        return RequestSequence(
+            engine_name(spec),
+            spec.tokens[: spec.num_prompt_tokens],
+            spec.params,
+            root=spec.root,
+            block_tokens=self._block_tokens,
+            output=accepted if first is None else [*accepted, first.token],
+            num_alone_steps=ALONE_STEPS if spec.alone else 0,
+        )
+
+    def on_step(self, outputs: Sequence[StepOutput | StepFailure]) -> None:
+        self._measure()
+        for out in outputs:
+            stream = self._streams.get(out.request_id)
+            if stream is None:
+                continue
+            if isinstance(out, StepFailure):
+                self._samples.failed_requests += 1
+                stream.send(out.error)
+            else:
+                stream.send(DecodeItem(tokens=(token_out(out.sampled),), finish_reason=out.finish_reason))
+
+    def _measure(self) -> None:
+        if self._step_chunks:
+            kv_tokens = sum(chunk.end for chunk in self._step_chunks)
+            seconds = self._clock.now_s() - self._step_started_s
+            if all(len(chunk.tokens) == 1 for chunk in self._step_chunks):
+                self._samples.decodes.append(DecodeSample(len(self._step_chunks), kv_tokens, seconds))
+            self._step_chunks = ()
+
+    # -- around a step (StepLink), on the engine's thread -------------------------------------------------------
+
+    def begin_step(self, chunks: Sequence[Chunk], admitted: Sequence[Admitted]) -> LayerHooks | None:
+        self._step_chunks, self._step_started_s = chunks, self._clock.now_s()
+        return None
+
+    def end_step(self) -> Mapping[str, int]:
+        return {}
+
+    def completed(self, full_blocks: Sequence[FullBlock]) -> None:
+        pages = self._scheduler.pages
+        for block in full_blocks:
+            page = pages.page_of(block.key)  # another one, when the same block was here before
+            if page is None:
+                continue
+            if len(self._outbox) >= _MAX_WAITING_PUTS:
+                self._pool.failures["outbox_full"] += 1
+                continue
+            owner = f"put:{next(self._put_numbers)}"  # a block may be put again while its first put still waits
+            pages.hold(owner, [page])
+            self._outbox.put(Urgency.POOL, partial(self._put, block, page, owner))
+
+    def _put(self, block: FullBlock, page: int, owner: str) -> None:
+        try:
+            self._pool.put_page(block.key, page, block.parent)
+        finally:
+            assert self.loop is not None
+            self.loop.post(lambda: self._scheduler.pages.release(owner))

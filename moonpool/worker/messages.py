@@ -1,0 +1,157 @@
+"""What the front end and other workers say to a worker. Service name "worker" (base/cluster.py).
+
+A request's way: the front end opens `Decode` at the decode worker and gets a Ticket (reserved pages); it hands the
+ticket to `Prefill`; the prefill worker writes KV straight into those pages and ends with `CommitHandoff` at the decode
+worker; tokens then come out of the `Decode` stream. Closing the stream at any time gives everything back. `epoch`
+counts the front end's attempts at one request: what an earlier attempt left behind is void.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from moonpool.base.descriptor import SegmentDescriptor
+from moonpool.base.rpc import Call, StreamCall
+from moonpool.engine.sequence import SamplingParams
+
+# A suspect goes on from the last token that reached the front end. A few tokens after it may have been lost with the
+# worker, so the step that ended that worker comes up again within this many steps.
+ALONE_STEPS = 4
+
+
+class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A request as workers see it. `tokens` = prompt + output accepted so far (a replanned request has some)."""
+
+    request_id: str
+    epoch: int
+    tokens: list[int]
+    num_prompt_tokens: int
+    root: bytes  # the tenant's chain root (base/keys.py); the secret itself never reaches a worker
+    params: SamplingParams
+    timeout_s: float = 600.0
+    alone: bool = False  # workers died under it: its prompt and its first ALONE_STEPS decode steps get own batches
+
+
+class Ticket(msgspec.Struct, frozen=True, kw_only=True):
+    """Pages that a decode worker keeps free for one hand-off, one per block of the prompt, partial last included.
+
+    The first `num_present_blocks` of them hold the right KV already and must not be written.
+    """
+
+    request_id: str
+    epoch: int
+    address: str  # of the decode worker
+    segment: SegmentDescriptor
+    pages: list[int]
+    num_present_blocks: int
+    generation: int
+
+
+class TokenOut(msgspec.Struct, frozen=True, array_like=True):
+    """One sampled token; `top` holds the most likely ones where the request asked for logprobs."""
+
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class PrefillReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The first token and where the prompt's KV came from."""
+
+    first: TokenOut
+    finish_reason: str | None  # set when the first token was also the last; nothing was handed off then
+    local_tokens: int  # found in the worker's own pages
+    pool_tokens: int  # pulled from the pool
+    pool_nbytes: int
+    queue_s: float
+    compute_s: float
+
+
+class DecodeItem(msgspec.Struct, frozen=True, kw_only=True):
+    """Element of a Decode stream: the ticket comes first and alone, then tokens, the last with `finish_reason`."""
+
+    ticket: Ticket | None = None
+    tokens: tuple[TokenOut, ...] = ()
+    finish_reason: str | None = None
+
+
+class Decode(StreamCall[DecodeItem]):
+    """Reserve pages for the prompt, wait for its KV, then decode. NoSpace when pages never suffice."""
+
+    spec: RequestSpec
+
+
+class Prefill(Call[PrefillReply]):
+    """Compute the prompt's KV and the first token, and hand them to the ticket's owner.
+
+    No more than the first `max_pool_blocks` blocks come from the pool; None: all that it has.
+    """
+
+    spec: RequestSpec
+    ticket: Ticket
+    max_pool_blocks: int | None = None
+
+
+class OpenHandoff(Call[None]):
+    """From prefill to decode worker, before the first write: from now on the writer's connection owns the pages.
+
+    Until it commits, aborts or is gone, the pages are kept, whatever becomes of the request. StaleGeneration when the
+    reservation is no more.
+    """
+
+    request_id: str
+    epoch: int
+    generation: int
+
+
+class CommitHandoff(Call[None]):
+    """From prefill to decode worker: all pieces are written. Every one is checked before the request may run.
+
+    `checksums` are CRC-32C of the pieces as little-endian u32, `[block][layer]`, for the blocks that were written.
+    Corrupt when one does not match; the request then fails over.
+    """
+
+    request_id: str
+    epoch: int
+    generation: int
+    first: TokenOut
+    num_tokens: int
+    checksums: bytes
+
+
+class AbortHandoff(Call[None]):
+    """From prefill to decode worker: nothing more will be written. Only now may the pages be used again."""
+
+    request_id: str
+    epoch: int
+    generation: int
+
+
+class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts for tests and operators; all of them are zero-based and monotonic unless they name a state."""
+
+    name: str
+    role: str
+    incarnation: int
+    pid: int
+    num_pages: int
+    free_pages: int  # nobody refers to them; their content may still be reusable
+    cached_pages: int
+    reserved_pages: int
+    num_waiting: int
+    num_running: int
+    pool_read_nbytes: int
+    pool_written_nbytes: int
+    handoff_nbytes: int
+    pull_failures: dict[str, int]
+    failed_requests: int = 0  # ended with an error of their own: NaN, or a step that failed with them alone
+
+
+class GetStats(Call[WorkerStats]):
+    pass
+
+
+class PieceChecksums(Call[bytes]):
+    """CRC-32C of every piece of a cached chain key, read from the worker's pages now: u32 per layer. NotFound."""
+
+    key: bytes

@@ -1,0 +1,63 @@
+"""A worker's counters and times in Prometheus' words. Counters are read from its stats when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from moonpool.base.metrics import TIME_BUCKETS_S
+from moonpool.worker.messages import WorkerStats
+
+_GAUGES = {
+    "num_pages": "KV pages in all",
+    "free_pages": "KV pages that nobody refers to",
+    "cached_pages": "free pages whose block can be reused",
+    "reserved_pages": "pages kept for hand-offs under way",
+    "num_waiting": "requests that wait",
+    "num_running": "requests in the running batch",
+}
+_COUNTERS = {
+    "pool_read_nbytes": ("pool_read_bytes", "bytes read from the pool"),
+    "pool_written_nbytes": ("pool_written_bytes", "bytes written to the pool"),
+    "handoff_nbytes": ("handoff_bytes", "bytes handed to decode workers"),
+    "failed_requests": ("failed_requests", "requests that ended with an error of their own"),
+}
+
+
+class WorkerTimes:
+    """How long the parts of requests take at this worker. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.queue = _histogram("queue", "from a request's arrival until it is computed, or has pages to decode in")
+        self.prefill = _histogram("prefill", "computing a prompt, waits for the pool included")
+        self.pull = _histogram("pull", "pulling a prompt's blocks from the pool")
+        self.handoff = _histogram("handoff", "from a prompt's last token until the decode worker has all of its KV")
+
+    def register(self, registry: CollectorRegistry) -> None:
+        for each in (self.queue, self.prefill, self.pull, self.handoff):
+            registry.register(each)
+
+
+def _histogram(name: str, text: str) -> Histogram:
+    return Histogram(f"moonpool_worker_{name}_seconds", text, buckets=TIME_BUCKETS_S, registry=None)
+
+
+class WorkerCollector(Collector):
+    def __init__(self, stats: Callable[[], WorkerStats]) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats()
+        for name, text in _GAUGES.items():
+            yield GaugeMetricFamily(f"moonpool_worker_{name}", text, value=getattr(stats, name))
+        for field, (name, text) in _COUNTERS.items():
+            yield CounterMetricFamily(f"moonpool_worker_{name}", text, value=getattr(stats, field))
+        failures = CounterMetricFamily(
+            "moonpool_worker_kv_failures", "pulls, puts and hand-offs that failed", labels=["code"]
+        )
+        for code, count in stats.pull_failures.items():
+            failures.add_metric([code], count)
+        yield failures

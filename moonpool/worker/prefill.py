@@ -1,0 +1,329 @@
+"""The prefill role: compute a prompt's KV and its first token, reuse what the pool has, hand all of it over.
+
+Layer by layer: before layer j reads old KV, its pieces must have come from the pool; when layer j is written, its
+pieces start on their way to the decode worker and to the pool, while layer j+1 is computed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from moonpool.base.clock import Clock, Deadline
+from moonpool.base.cluster import PrefillSample, PullSample
+from moonpool.base.errors import Cancelled, DeadlineExceeded, Internal, MoonpoolError
+from moonpool.engine.engine import StepFailure, StepOutput
+from moonpool.engine.runner import LayerHooks
+from moonpool.engine.scheduler import Scheduler
+from moonpool.engine.sequence import Chunk
+from moonpool.engine.sequence import Sequence as RequestSequence
+from moonpool.engine.step import Admitted, FullBlock
+from moonpool.worker.kv_link.pull import Puller, PullJob
+from moonpool.worker.kv_link.push import Push
+from moonpool.worker.loop import EngineLoop
+from moonpool.worker.messages import Prefill, PrefillReply, RequestSpec, Ticket, TokenOut
+from moonpool.worker.samples import Samples, token_out
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Prompt:
+    """One prefill in progress. Only the engine's thread changes it."""
+
+    spec: RequestSpec
+    push: Push
+    done: Callable[[PrefillReply | MoonpoolError], None]
+    arrived_s: float
+    started_s: float = 0.0
+    alone_s: float = 0.0  # its share of the steps that computed it, pulls and other prompts left out
+    local_tokens: int = 0
+    pool_tokens: int = 0
+    pool_nbytes: int = 0
+
+
+# A pull is given up when it takes this many times as long as computing the same tokens.
+_PATIENCE = 2.0
+
+
+class PrefillRole:
+    """`make_push` builds the outgoing side of one request from its ticket and the keys of its full blocks."""
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        puller: Puller,
+        make_push: Callable[[Ticket, Sequence[bytes]], Push],
+        samples: Samples,
+        pull_timeout_s: float,
+        clock: Clock,
+        pull_grace_s: float = 1.0,
+    ) -> None:
+        self._scheduler = scheduler
+        self._block_tokens = scheduler.pages.block_tokens
+        self._puller = puller
+        self._make_push = make_push
+        self._samples = samples
+        self._pull_timeout_s, self._pull_grace_s = pull_timeout_s, pull_grace_s
+        self._clock = clock
+        self._token_s: float | None = None  # that computing a token takes, lately
+        self.last_pull_s: float | None = None
+        self._prompts: dict[str, Prompt] = {}
+        self._chunks: Sequence[Chunk] = ()
+        self._jobs: list[PullJob] = []
+        self._step_began_s = self._stalled_s = 0.0  # of the open step, and how long it stood still for pulls
+        self._pull_deadline = Deadline(0, clock)  # one for all pulls of a step: others wait for it too
+        self.loop: EngineLoop | None = None  # set once, before the loop starts
+
+    # -- the RPC face, on the event loop ---------------------------------------------------------------------
+
+    async def prefill(self, call: Prefill) -> PrefillReply:
+        spec, name = call.spec, engine_name(call.spec)
+        loop = asyncio.get_running_loop()
+        sequence = self._sequence(spec)
+        reusable = sequence.keys[: sequence.num_reusable_blocks][: call.max_pool_blocks]
+        sequence.num_pool_blocks = await asyncio.to_thread(self._puller.count_stored, reusable) if reusable else 0
+        reply: asyncio.Future[PrefillReply] = loop.create_future()
+
+        def done(outcome: PrefillReply | MoonpoolError) -> None:
+            loop.call_soon_threadsafe(_settle, reply, outcome)
+
+        prompt = Prompt(spec, self._make_push(call.ticket, sequence.keys), done, self._clock.now_s())
+        assert self.loop is not None
+        try:
+            await asyncio.wrap_future(self.loop.call(lambda: self._add(name, sequence, prompt)))
+            async with asyncio.timeout(spec.timeout_s):
+                return await reply
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"the prompt was not computed within {spec.timeout_s:g} s") from error
+        finally:
+            # Ended, given up or timed out: whatever is left of it goes. Nothing happens when it has ended.
+            reply.cancel()
+            self.loop.post(lambda: self._drop(name, prompt))
+
+    def _sequence(self, spec: RequestSpec) -> RequestSequence:
+        return RequestSequence(
+            engine_name(spec),
+            spec.tokens[: spec.num_prompt_tokens],
+            spec.params,
+            root=spec.root,
+            block_tokens=self._block_tokens,
+            output=spec.tokens[spec.num_prompt_tokens :],
+            prefill_only=True,
+            hold_pages=True,
+            num_alone_steps=sys.maxsize if spec.alone else 0,
+        )
+
+    # -- between steps, on the engine's thread ---------------------------------------------------------------
+
+    def _add(self, name: str, sequence: RequestSequence, prompt: Prompt) -> None:
+        self._scheduler.add(sequence)
+        self._prompts[name] = prompt
+
+    def _drop(self, name: str, prompt: Prompt) -> None:
+        if self._prompts.get(name) is prompt:
+            del self._prompts[name]
+            self._end(name, prompt, Cancelled("the request was given up"))
+
+    def _end(self, name: str, prompt: Prompt, error: MoonpoolError) -> None:
+        """Give back whatever the prompt holds, and answer with `error` unless it has its answer."""
+        self._scheduler.cancel(name)
+        prompt.push.abort()
+        prompt.push.finish_puts(complete=False, on_done=lambda: None)
+        prompt.done(error)
+
+    def at_boundary(self) -> None:
+        """Nothing to do between steps."""
+
+    def on_step(self, outputs: Sequence[StepOutput | StepFailure]) -> None:
+        self._share_out_step()
+        for out in outputs:
+            prompt = self._prompts.pop(out.request_id, None)
+            if prompt is None:
+                continue
+            if isinstance(out, StepFailure):
+                self._samples.failed_requests += 1
+                self._end(out.request_id, prompt, out.error)
+                continue
+            try:
+                self._finish(out, prompt)
+            except Exception as error:  # noqa: BLE001 - it concerns this request alone
+                _LOG.exception("handing over %s failed", out.request_id)
+                self._end(out.request_id, prompt, Internal(f"handing it over raised {type(error).__name__}"))
+
+    def _share_out_step(self) -> None:
+        """Prompts that are computed together cost each a part: who took the whole step for its own would make the
+        conductor believe in longer queues the more there is to do. What the pool cost is learnt from pulls."""
+        computing_s = self._clock.now_s() - self._step_began_s - self._stalled_s
+        num_tokens = sum(len(chunk.tokens) for chunk in self._chunks)
+        if num_tokens:
+            self._token_s = computing_s / num_tokens
+        for chunk in self._chunks:
+            prompt = self._prompts.get(chunk.request_id)
+            if prompt is not None:
+                prompt.alone_s += computing_s * len(chunk.tokens) / num_tokens
+        self._chunks = ()
+
+    def _finish(self, out: StepOutput, prompt: Prompt) -> None:
+        first = token_out(out.sampled)
+        ended = None if out.finish_reason == "handoff" else out.finish_reason
+        reply = self._reply(prompt, first, ended)
+        if ended is None:
+            began_s = self._clock.now_s()
+            prompt.push.commit(
+                first, len(prompt.spec.tokens), lambda error: self._handed_off(prompt, error or reply, began_s)
+            )
+        else:
+            prompt.push.abort()
+            prompt.done(reply)
+        prompt.push.finish_puts(complete=True, on_done=lambda: self._released(out.request_id, prompt.push))
+
+    def _handed_off(self, prompt: Prompt, outcome: PrefillReply | MoonpoolError, began_s: float) -> None:
+        if isinstance(outcome, PrefillReply):
+            self._samples.times.handoff.observe(self._clock.now_s() - began_s)
+        prompt.done(outcome)
+
+    def _released(self, name: str, push: Push) -> None:
+        """Nothing reads the pages any more."""
+        self._samples.handoff_nbytes += push.sent_nbytes
+        assert self.loop is not None
+        self.loop.post(lambda: self._scheduler.release(name))
+
+    def _reply(self, prompt: Prompt, first: TokenOut, ended: str | None) -> PrefillReply:
+        compute_s = self._clock.now_s() - prompt.started_s
+        reused, times = prompt.local_tokens + prompt.pool_tokens, self._samples.times
+        times.queue.observe(prompt.started_s - prompt.arrived_s)
+        times.prefill.observe(compute_s)
+        self._samples.prefills.append(PrefillSample(len(prompt.spec.tokens), reused, prompt.alone_s))
+        return PrefillReply(
+            first=first,
+            finish_reason=ended,
+            local_tokens=prompt.local_tokens,
+            pool_tokens=prompt.pool_tokens,
+            pool_nbytes=prompt.pool_nbytes,
+            queue_s=prompt.started_s - prompt.arrived_s,
+            compute_s=compute_s,
+        )
+
+    # -- around and inside a step (StepLink and LayerHooks), on the engine's thread -----------------------------
+
+    def begin_step(self, chunks: Sequence[Chunk], admitted: Sequence[Admitted]) -> LayerHooks:
+        self._chunks, self._jobs = chunks, []
+        self._step_began_s, self._stalled_s = self._clock.now_s(), 0.0
+        self._pull_deadline = Deadline(self._pull_limit_s(admitted), self._clock)
+        for entry in admitted:
+            prompt, sequence = self._prompts[entry.request_id], self._scheduler.get(entry.request_id)
+            assert sequence is not None
+            prompt.started_s, prompt.alone_s = self._clock.now_s(), 0.0
+            prompt.local_tokens = entry.num_local_blocks * self._block_tokens
+            prompt.pool_tokens = prompt.pool_nbytes = 0
+            prompt.push.begin(sequence.pages, entry.num_local_blocks, len(entry.blocks))
+            if entry.blocks:
+                self._start_pull(entry, prompt.push)
+        return self
+
+    def _pull_limit_s(self, admitted: Sequence[Admitted]) -> float:
+        """How long the step may wait for its pulls: twice what computing the same tokens would take, and at least the
+        grace. The pool was expected to be faster than computing; one that is not is left, whatever was predicted."""
+        token_s = self._token_s if self._token_s is not None else self._calibrated_token_s()
+        if token_s is None:
+            return self._pull_timeout_s
+        num_tokens = sum(len(entry.blocks) for entry in admitted) * self._block_tokens
+        return min(self._pull_timeout_s, max(self._pull_grace_s, _PATIENCE * token_s * num_tokens))
+
+    def _calibrated_token_s(self) -> float | None:
+        if not self._samples.prefills:
+            return None
+        last = self._samples.prefills[-1]
+        return last.seconds / (last.num_tokens - last.prefix_tokens)
+
+    def _start_pull(self, entry: Admitted, push: Push) -> None:
+        # Whatever becomes of the request, nobody else gets these pages while the puller may write to them.
+        owner = f"pull:{entry.request_id}"
+        self._scheduler.pages.hold(owner, entry.pages)
+        self._jobs.append(
+            self._puller.start(
+                entry,
+                on_layer=lambda layer, count: push.layer_ready(layer, entry.blocks[:count]),
+                on_end=lambda: self._let_go(owner),
+            )
+        )
+
+    def _let_go(self, owner: str) -> None:
+        assert self.loop is not None
+        self.loop.post(lambda: self._scheduler.pages.release(owner))
+
+    def before_layer(self, layer: int) -> None:
+        if not self._jobs:
+            return
+        started_s = self._clock.now_s()
+        for job in self._jobs:
+            job.wait_layer(layer, self._pull_deadline.remaining_s())
+        self._stalled_s += self._clock.now_s() - started_s
+
+    def after_layer(self, layer: int) -> None:
+        for chunk in self._chunks:
+            prompt = self._prompts.get(chunk.request_id)
+            if prompt is not None:
+                prompt.push.layer_ready(layer, completed_blocks(chunk, self._block_tokens))
+
+    def end_step(self) -> Mapping[str, int]:
+        return {job.admitted.request_id: self._settle_pull(job) for job in self._jobs}
+
+    def _settle_pull(self, job: PullJob) -> int:
+        """How many leading tokens of the request have KV that can be trusted."""
+        name = job.admitted.request_id
+        result, prompt = job.wait_end(self._pull_deadline.remaining_s()), self._prompts[name]
+        prompt.pool_tokens = result.num_good * self._block_tokens
+        prompt.pool_nbytes = result.nbytes
+        if result.failure is not None:
+            self._samples.pull_failures[result.failure.code] += 1
+        if result.nbytes:
+            self._samples.times.pull.observe(result.seconds)
+            self._note_pull(PullSample(result.nbytes, result.seconds, result.ssd_nbytes))
+        if job.left_behind:
+            # What came until then says how slow the pool is; if nothing came, one piece would have taken longer.
+            moved = max(job.moved_nbytes, self._puller.piece_nbytes)
+            waited_s = self._clock.now_s() - self._step_began_s
+            self._note_pull(PullSample(moved, waited_s, min(moved, job.moved_ssd_nbytes)))
+            self._puller.rest()
+            self._start_over(name, prompt)
+        return prompt.local_tokens + prompt.pool_tokens
+
+    def _note_pull(self, sample: PullSample) -> None:
+        self._samples.pulls.append(sample)
+        self.last_pull_s = self._clock.now_s()
+
+    def _start_over(self, name: str, prompt: Prompt) -> None:
+        """Computes the prompt in other pages, without the pool: the puller may still write to those it had."""
+        self._scheduler.cancel(name)
+        self._scheduler.add(self._sequence(prompt.spec))
+
+    def completed(self, full_blocks: Sequence[FullBlock]) -> None:
+        """Nothing: the blocks are on their way already, layer by layer."""
+
+
+def engine_name(spec: RequestSpec) -> str:
+    """The request's name inside an engine: one attempt of it."""
+    return f"{spec.request_id}/{spec.epoch}"
+
+
+def completed_blocks(chunk: Chunk, block_tokens: int) -> range:
+    """Blocks whose KV this chunk brings to its final state: full ones, and the partial last one of the prompt."""
+    end = chunk.end // block_tokens
+    if chunk.wants_logits and chunk.end % block_tokens:
+        end += 1
+    return range(chunk.start // block_tokens, end)
+
+
+def _settle(future: asyncio.Future[PrefillReply], outcome: PrefillReply | MoonpoolError) -> None:
+    if future.done():
+        return
+    if isinstance(outcome, MoonpoolError):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)

@@ -1,0 +1,126 @@
+"""Tells the conductor what this worker holds and how busy it is; connects again for as long as it lives.
+
+Reports are numbered from 1 after each registration, and the first one lists everything that is cached.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from moonpool.base.cluster import CONDUCTOR_SERVICE, RegisterWorker, ReportWorker, WorkerInfo, WorkerLoad
+from moonpool.base.errors import MoonpoolError
+from moonpool.base.rpc import AsyncClient
+from moonpool.engine.scheduler import Scheduler
+from moonpool.worker.samples import Samples
+
+T = TypeVar("T")
+_LOG = logging.getLogger(__name__)
+_RECONNECT_S = 0.2
+# A worker that has nothing new to tell says so this often.
+_HEARTBEAT_S = 1.0
+
+
+class Books:
+    """Collects one report's worth of news. Called on the engine's thread."""
+
+    def __init__(self, info: WorkerInfo, scheduler: Scheduler, samples: Samples) -> None:
+        self._info, self._scheduler, self._samples = info, scheduler, samples
+        self._events_lost = 0
+
+    def report(self, sequence: int) -> ReportWorker:
+        """The news since the last report; all there is when `sequence` is 1."""
+        pages, samples = self._scheduler.pages, self._samples
+        events = pages.drain_events()
+        if sequence == 1:
+            cached: tuple[bytes, ...] = tuple(pages.published_keys())
+            dropped: tuple[bytes, ...] = ()
+            self._events_lost = pages.num_events_lost
+        else:
+            cached = tuple(key for key, added in events.items() if added)
+            dropped = tuple(key for key, added in events.items() if not added)
+        return ReportWorker(
+            name=self._info.name,
+            incarnation=self._info.incarnation,
+            sequence=sequence,
+            load=self.load(),
+            cached=cached,
+            dropped=dropped,
+            prefills=tuple(_taken(samples.prefills)),
+            decodes=tuple(_taken(samples.decodes)),
+            pulls=tuple(_taken(samples.pulls)),
+        )
+
+    def must_start_over(self) -> bool:
+        """Whether news got lost, so that only a full list helps."""
+        return self._scheduler.pages.num_events_lost != self._events_lost
+
+    def load(self) -> WorkerLoad:
+        roster = self._scheduler.roster
+        return WorkerLoad(
+            num_waiting=roster.num_waiting,
+            num_running=roster.num_running,
+            waiting_tokens=roster.num_waiting_tokens,
+            running_tokens=sum(sequence.num_computed_tokens for sequence in roster.running),
+            free_pages=self._scheduler.pages.num_available,
+        )
+
+
+def _taken(samples: deque[T]) -> list[T]:
+    taken = list(samples)
+    samples.clear()
+    return taken
+
+
+class Reporter:
+    """`ask` runs a function on the engine's thread and returns its answer."""
+
+    def __init__(
+        self,
+        address: str,
+        info: WorkerInfo,
+        ask: Callable[[int], Awaitable[ReportWorker]],
+        must_start_over: Callable[[], bool],
+        interval_s: float,
+    ) -> None:
+        self._address, self._info, self._ask = address, info, ask
+        self._must_start_over = must_start_over
+        self._interval_s = interval_s
+        self.registered = asyncio.Event()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            try:
+                await self._stay_registered()
+            except MoonpoolError as error:
+                if self.registered.is_set():
+                    _LOG.warning("lost the conductor: %s", error)
+            self.registered.clear()
+            await asyncio.sleep(_RECONNECT_S)
+
+    async def _stay_registered(self) -> None:
+        client = await AsyncClient.connect(
+            self._address, CONDUCTOR_SERVICE, name=self._info.name, incarnation=self._info.incarnation
+        )
+        with contextlib.closing(client):
+            await client.call(RegisterWorker(info=self._info))
+            sequence, silent_s = 1, 0.0
+            load: WorkerLoad | None = None
+            while sequence == 1 or not self._must_start_over():
+                report = await self._ask(sequence)
+                silent_s += self._interval_s
+                if _has_news(report) or report.load != load or silent_s >= _HEARTBEAT_S:
+                    await client.call(report)
+                    sequence, silent_s, load = sequence + 1, 0.0, report.load
+                    self.registered.set()
+                await asyncio.sleep(self._interval_s)
+
+
+def _has_news(report: ReportWorker) -> bool:
+    changes = (report.cached, report.dropped, report.prefills, report.decodes, report.pulls)
+    return report.sequence == 1 or any(changes)

@@ -1,0 +1,323 @@
+"""A worker as a service: builds the engine, serves worker/messages.py, reports to the conductor.
+
+The same pieces for both roles; the role decides which calls are answered and what happens around a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+from prometheus_client import CollectorRegistry
+
+from moonpool.base.checksum import crc32c
+from moonpool.base.clock import SystemClock
+from moonpool.base.cluster import WORKER_SERVICE, ReportWorker, WorkerInfo, WorkerRole
+from moonpool.base.cores import CorePresence
+from moonpool.base.descriptor import SegmentDescriptor
+from moonpool.base.errors import InvalidInput, NotFound
+from moonpool.base.metrics import GetMetrics, process_metrics, snapshot
+from moonpool.base.process import EXIT_BUG
+from moonpool.base.rpc import Call, Peer, RpcServer
+from moonpool.engine.engine import Engine
+from moonpool.store.client import ClientConfig, StoreClient
+from moonpool.transfer.engine import TransferEngine
+from moonpool.transfer.reach import check_numa_node, in_words, warn_if_open
+from moonpool.worker.build import Built, build
+from moonpool.worker.calibrate import Calibration, Limits
+from moonpool.worker.config import WorkerConfig
+from moonpool.worker.decode import DecodeRole
+from moonpool.worker.kv_link.outbox import Outbox
+from moonpool.worker.kv_link.pool_health import PoolHealth
+from moonpool.worker.kv_link.probe import PoolProbe
+from moonpool.worker.kv_link.pull import Puller
+from moonpool.worker.kv_link.push import DecodePeers, PoolWriter, Push
+from moonpool.worker.kv_link.reservations import Reservations
+from moonpool.worker.loop import EngineLoop
+from moonpool.worker.messages import (
+    AbortHandoff,
+    CommitHandoff,
+    Decode,
+    GetStats,
+    OpenHandoff,
+    PieceChecksums,
+    Prefill,
+    Ticket,
+    WorkerStats,
+)
+from moonpool.worker.metrics import WorkerCollector
+from moonpool.worker.prefill import PrefillRole
+from moonpool.worker.reporter import Books, Reporter
+from moonpool.worker.samples import Samples
+from moonpool.worker.threads import choose_threads, follow_share
+
+_LOG = logging.getLogger(__name__)
+_C = TypeVar("_C", Prefill, Decode)
+
+
+class Worker:
+    """`await start()`, then it serves until `await close()`."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self.config = config
+        self.incarnation = time.time_ns()
+        self._closers = contextlib.ExitStack()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._server: RpcServer | None = None
+        self._address = ""
+        self._writers: set[Peer] = set()
+
+    async def start(self) -> str:
+        """Loads the model and serves; returns the address once the conductor knows this worker."""
+        check_numa_node(self.config.numa_node)
+        self.config.transfer().guard()  # a file that is missing should be known before the model is loaded
+        presence = self._closers.enter_context(CorePresence())
+        threads = choose_threads(self.config.threads, presence)
+        config = replace(self.config, threads=threads)
+        self._built = built = await asyncio.to_thread(build, config, self.incarnation)
+        self._closers.callback(built.segment.close)
+        self._connect(built)
+        await asyncio.to_thread(self._calibrate, built)
+        self._server = RpcServer(WORKER_SERVICE, self._handlers(), name=self.config.name, incarnation=self.incarnation)
+        self._address = await self._server.listen(self.config.address)
+        self._loop.start()
+        reporter = self._make_reporter(built)
+        self._tasks.append(asyncio.create_task(reporter.run(), name="reporter"))
+        if isinstance(self._role, PrefillRole) and self.config.calibrate_s > 0:
+            self._tasks.append(asyncio.create_task(self._keep_measuring(self._role), name="pool probe"))
+        if self.config.threads is None and self.config.device == "cpu":
+            self._tasks.append(asyncio.create_task(follow_share(threads, presence, self._loop.post), name="cores"))
+        await reporter.registered.wait()
+        return self._address
+
+    async def close(self) -> None:
+        """Idempotent."""
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._server is not None:
+            await self._server.close()
+        await asyncio.to_thread(self._closers.close)
+
+    # -- putting it together -----------------------------------------------------------------------------------
+
+    def _connect(self, built: Built) -> None:
+        config, own = self.config, self._closers
+        self._transfer = TransferEngine(config.transfer())
+        own.callback(self._transfer.close)
+        self._segment: SegmentDescriptor = self._transfer.serve(built.segment)
+        _LOG.info("serves %s", in_words(self._segment))
+        warn_if_open(_LOG, config, self._transfer.addresses)
+        limits = ClientConfig(
+            name=config.name,
+            rpc_timeout_s=config.pool_timeout_s,
+            retry_s=0.0,  # a pool that is away is a miss: computing goes on meanwhile
+            transfer_timeout_s=config.pool_timeout_s,
+        )
+        self._store = StoreClient(config.master_address, self._transfer, limits)
+        own.callback(self._store.close)
+        self._probe = PoolProbe(
+            lambda: StoreClient(config.master_address, self._transfer, limits), built.layout.page_nbytes, SystemClock()
+        )
+        identity = built.identity.digest()
+        self._pool_health = PoolHealth(config.pool_rest_s)
+        self._pool = PoolWriter(self._store, built.pieces, identity, self._pool_health)
+        self._peers = DecodePeers(config.name)
+        own.callback(self._peers.close)
+        self._outbox = Outbox()
+        own.callback(self._outbox.close)
+        self._samples = Samples()
+        self._reservations = Reservations(built.scheduler.pages, self._stamp)
+        self._role = self._make_prefill(built, identity) if config.role == "prefill" else self._make_decode(built)
+        self._loop = EngineLoop(
+            Engine(built.scheduler, built.runner, self._role),
+            on_step=self._role.on_step,
+            at_boundary=self._role.at_boundary,
+            on_fatal=lambda error: os._exit(EXIT_BUG),  # a broken engine must not linger; the launcher restarts it
+        )
+        self._role.loop = self._loop
+        own.callback(self._loop.close)
+        self.registry = CollectorRegistry()
+        self.registry.register(WorkerCollector(self.stats))
+        self._samples.times.register(self.registry)
+
+    def _calibrate(self, built: Built) -> None:
+        limits, pages = built.scheduler.config, built.scheduler.pages
+        run = Calibration(
+            lambda chunks: float(built.runner.execute(chunks, None).sum()),  # waits for the device
+            Limits(
+                num_pages=pages.num_pages,
+                block_tokens=pages.block_tokens,
+                max_batch_tokens=limits.max_batch_tokens,
+                max_num_seqs=limits.max_num_seqs,
+                max_seq_tokens=limits.max_seq_tokens,
+            ),
+            SystemClock(),
+            self.config.calibrate_s,
+        )
+        if self.config.calibrate_s > 0:
+            if self.config.role == "prefill":
+                self._samples.prefills.extend(run.prefills())
+                self._samples.pulls.extend(self._probe.measure())
+            else:
+                self._samples.decodes.extend(run.decodes())
+            built.runner.kv.clear(list(range(run.num_pages_used)))
+            _LOG.info("calibrated with %d runs", len(self._samples.prefills) + len(self._samples.decodes))
+
+    async def _keep_measuring(self, role: PrefillRole) -> None:
+        pulls = self._samples.pulls
+        await self._probe.keep_measuring(
+            lambda found: self._loop.post(lambda: pulls.extend(found)), lambda: role.last_pull_s
+        )
+
+    def _make_prefill(self, built: Built, identity: bytes) -> PrefillRole:
+        puller = Puller(self._store, built.pieces, identity, health=self._pool_health)
+        self._closers.callback(puller.close)
+
+        def make_push(ticket: Ticket, keys: Sequence[bytes]) -> Push:
+            return Push(
+                ticket,
+                keys,
+                outbox=self._outbox,
+                memory=built.pieces,
+                pool=self._pool,
+                peers=self._peers,
+                transfer=self._transfer,
+            )
+
+        return PrefillRole(
+            scheduler=built.scheduler,
+            puller=puller,
+            make_push=make_push,
+            samples=self._samples,
+            pull_timeout_s=self.config.pull_timeout_s,
+            pull_grace_s=self.config.pull_grace_s,
+            clock=SystemClock(),
+        )
+
+    def _make_decode(self, built: Built) -> DecodeRole:
+        return DecodeRole(
+            scheduler=built.scheduler,
+            reservations=self._reservations,
+            memory=built.pieces,
+            pool=self._pool,
+            outbox=self._outbox,
+            samples=self._samples,
+            describe=lambda: (self._address, self._segment),
+            clock=SystemClock(),
+        )
+
+    def _stamp(self, pages: Sequence[int], generation: int) -> None:
+        fence, layout = self._built.segment.fence, self._built.layout
+        assert fence is not None, "KV memory is fenced"
+        for page in pages:
+            fence.stamp(*layout.page(page), generation)
+        fence.limit = generation  # they rise, so nothing above it was given out
+
+    def _make_reporter(self, built: Built) -> Reporter:
+        config = self.config
+        info = WorkerInfo(
+            name=config.name,
+            role=WorkerRole(config.role),
+            address=self._address,
+            incarnation=self.incarnation,
+            identity=built.identity.digest(),
+            model=built.files.name,
+            block_tokens=config.block_tokens,
+            num_pages=built.layout.num_pages,
+            max_num_seqs=config.max_num_seqs,
+            page_nbytes=built.layout.page_nbytes,
+            num_layers=built.layout.num_layers,
+        )
+        books = Books(info, built.scheduler, self._samples)
+
+        async def ask(sequence: int) -> ReportWorker:
+            return await asyncio.wrap_future(self._loop.call(lambda: books.report(sequence)))
+
+        return Reporter(config.conductor_address, info, ask, books.must_start_over, config.report_interval_s)
+
+    # -- calls ---------------------------------------------------------------------------------------------------
+
+    def _handlers(self) -> dict[type[Call[Any]], Callable[[Any, Peer], Any]]:
+        handlers: dict[type[Call[Any]], Callable[[Any, Peer], Any]] = {
+            GetStats: lambda call, peer: self._ask_stats(),
+            PieceChecksums: lambda call, peer: self._piece_checksums(call.key),
+            GetMetrics: lambda call, peer: [*snapshot(self.registry), *process_metrics()],
+        }
+        role = self._role
+        if isinstance(role, PrefillRole):
+            handlers[Prefill] = lambda call, peer: role.prefill(self._checked(call))
+        else:
+            handlers[Decode] = lambda call, peer: role.decode(self._checked(call).spec)
+            handlers[OpenHandoff] = self._open_handoff
+            handlers[CommitHandoff] = lambda call, peer: role.commit_handoff(call)
+            handlers[AbortHandoff] = lambda call, peer: role.abort_handoff(call)
+        return handlers
+
+    def _checked(self, call: _C) -> _C:
+        """Return the call. Raises InvalidInput for tokens that the model does not have; a GPU does not survive them."""
+        tokens, vocab_size = call.spec.tokens, self._built.runner.model.config.vocab_size
+        if not (1 <= call.spec.num_prompt_tokens <= len(tokens) and min(tokens) >= 0 and max(tokens) < vocab_size):
+            raise InvalidInput(f"a request needs a prompt of token ids below {vocab_size}", param="prompt")
+        return call
+
+    async def _open_handoff(self, call: OpenHandoff, peer: Peer) -> None:
+        role = self._role
+        assert isinstance(role, DecodeRole)
+        if peer not in self._writers:
+            self._writers.add(peer)
+            peer.on_close(lambda: self._writer_gone(role, peer))
+        await role.open_handoff(call, peer)
+
+    def _writer_gone(self, role: DecodeRole, peer: Peer) -> None:
+        self._writers.discard(peer)
+        role.writer_gone(peer)
+
+    async def _piece_checksums(self, key: bytes) -> bytes:
+        built = self._built
+
+        def read() -> bytes:
+            page = built.scheduler.pages.page_of(key)
+            if page is None:
+                raise NotFound("that block is not in this worker's pages")
+            found = [crc32c(built.pieces.read(page, layer)) for layer in range(built.layout.num_layers)]
+            return np.array(found, dtype="<u4").tobytes()
+
+        return await asyncio.wrap_future(self._loop.call(read))
+
+    async def _ask_stats(self) -> WorkerStats:
+        return await asyncio.wrap_future(self._loop.call(self.stats))
+
+    def stats(self) -> WorkerStats:
+        """Counts as they are now; exact on the engine's thread, approximate elsewhere."""
+        scheduler, counters = self._built.scheduler, self._store.counters()
+        return WorkerStats(
+            name=self.config.name,
+            role=self.config.role,
+            incarnation=self.incarnation,
+            pid=os.getpid(),
+            num_pages=scheduler.pages.num_pages,
+            free_pages=scheduler.pages.num_available,
+            cached_pages=scheduler.pages.num_cached,
+            reserved_pages=self._reservations.num_pages,
+            num_waiting=scheduler.roster.num_waiting,
+            num_running=scheduler.roster.num_running,
+            pool_read_nbytes=counters["bytes_read"],
+            pool_written_nbytes=counters["bytes_written"],
+            handoff_nbytes=self._samples.handoff_nbytes,
+            pull_failures=self._failures(),
+            failed_requests=self._samples.failed_requests,
+        )
+
+    def _failures(self) -> dict[str, int]:
+        # Copied first, in one step each: other threads count while this one adds.
+        return dict(Counter(dict(self._samples.pull_failures)) + Counter(dict(self._pool.failures)))

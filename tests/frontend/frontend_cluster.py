@@ -1,0 +1,326 @@
+"""A cluster for tests of the front end: the real conductor, and workers that speak the real protocol over real
+sockets but run a toy model whose next token is a function of all tokens before it and the seed. A token lost,
+repeated or taken from another position therefore changes everything that follows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from moonpool.base.cluster import WORKER_SERVICE, RegisterWorker, WorkerInfo, WorkerRole
+from moonpool.base.descriptor import SegmentDescriptor
+from moonpool.base.errors import MoonpoolError
+from moonpool.base.metrics import GetMetrics, MetricFamily, MetricSample
+from moonpool.base.rpc import AsyncClient, RpcServer
+from moonpool.conductor.service import Conductor, ConductorConfig
+from moonpool.engine.sequence import SamplingParams
+from moonpool.frontend.connection import ConnectionLimits
+from moonpool.frontend.prompts import ServedModel
+from moonpool.frontend.service import Frontend, FrontendConfig
+from moonpool.worker.messages import (
+    CommitHandoff,
+    Decode,
+    DecodeItem,
+    Prefill,
+    PrefillReply,
+    RequestSpec,
+    Ticket,
+    TokenOut,
+)
+
+BLOCK_TOKENS = 4
+VOCAB_SIZE = 512
+EOS = 0
+MAX_MODEL_LEN = 400
+MODEL = "toy"
+IDENTITY = bytes(range(32))
+_INCARNATIONS = itertools.count(1)
+
+
+class LetterCodec:
+    """One token per character."""
+
+    vocab_size = VOCAB_SIZE
+    max_token_chars = 1
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        return [ord(letter) % VOCAB_SIZE for letter in text]
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        return "".join(f"<{message['role']}>{message['content']}" for message in messages) + "<assistant>"
+
+    def token_text(self, token: int) -> str:
+        return chr(token)
+
+    def stream(self) -> LetterDecoder:
+        return LetterDecoder()
+
+
+class LetterDecoder:
+    def push(self, token: int) -> str:
+        return chr(token)
+
+    def flush(self) -> str:
+        return ""
+
+
+def next_token(tokens: Sequence[int], seed: int) -> int:
+    state = seed % 1_000_003
+    for token in tokens:
+        state = (state * 31 + token + 7) % 1_000_003
+    return EOS if state % 41 == 0 else 97 + state % 26
+
+
+def finish_reason(token: int, num_output: int, params: SamplingParams) -> str | None:
+    if token == EOS and not params.ignore_eos:
+        return "stop"
+    return "length" if num_output >= params.max_tokens else None
+
+
+def expected(prompt: str | list[int], max_tokens: int, seed: int = 0) -> tuple[str, str]:
+    """(text, finish reason) of an undisturbed run."""
+    tokens = LetterCodec().encode(prompt) if isinstance(prompt, str) else list(prompt)
+    start, params = len(tokens), SamplingParams(max_tokens=max_tokens)
+    while True:
+        tokens.append(next_token(tokens, seed))
+        reason = finish_reason(tokens[-1], len(tokens) - start, params)
+        if reason is not None:
+            shown = tokens[start:-1] if reason == "stop" else tokens[start:]
+            return "".join(map(chr, shown)), reason
+
+
+def chat_prompt(content: str) -> str:
+    return LetterCodec().render_chat([{"role": "user", "content": content}])
+
+
+class ToyWorker:
+    """`die_after` kills it after that many tokens (decode) or calls (prefill); `errors` are raised one per call."""
+
+    def __init__(self, name: str, role: WorkerRole, conductor_address: str) -> None:
+        self.name = name
+        self.role = role
+        self.specs: list[RequestSpec] = []
+        self.num_active = 0
+        self.token_s = 0.0
+        self.die_after: int | None = None
+        self.die_during_prefill = False
+        self.errors: list[MoonpoolError] = []
+        self.may_go_on = asyncio.Event()
+        self.may_go_on.set()
+        self.gone = asyncio.Event()
+        self.num_pages = 1000
+        self._conductor_address = conductor_address
+        self._handoffs: dict[tuple[str, int], asyncio.Future[TokenOut]] = {}
+        self._dying: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        incarnation = next(_INCARNATIONS)
+        handlers = {
+            Decode: self._decode,
+            Prefill: self._prefill,
+            CommitHandoff: self._commit,
+            GetMetrics: lambda call, peer: [MetricFamily("toy_steps", "Steps", "counter", [self._sample()])],
+        }
+        self._server = RpcServer(WORKER_SERVICE, handlers, name=self.name, incarnation=incarnation)
+        self.address = await self._server.listen("tcp:127.0.0.1:0")
+        self._conductor = await AsyncClient.connect(self._conductor_address, "conductor", name=self.name)
+        info = WorkerInfo(
+            name=self.name,
+            role=self.role,
+            address=self.address,
+            incarnation=incarnation,
+            identity=IDENTITY,
+            model=MODEL,
+            block_tokens=BLOCK_TOKENS,
+            num_pages=self.num_pages,
+            max_num_seqs=64,
+            page_nbytes=1024,
+        )
+        await self._conductor.call(RegisterWorker(info=info))
+
+    async def kill(self) -> None:
+        self._conductor.close()
+        await self._conductor.closed.wait()
+        await self._server.close()
+        self.gone.set()
+
+    def _sample(self) -> MetricSample:
+        return MetricSample("toy_steps_total", {}, 7.0)
+
+    def _die(self) -> asyncio.Future[None]:
+        if self._dying is None:
+            self._dying = asyncio.create_task(self.kill())
+        return asyncio.get_running_loop().create_future()  # never: what follows death does not happen
+
+    async def _decode(self, call: Decode, peer: object) -> AsyncIterator[DecodeItem]:
+        spec = call.spec
+        self.specs.append(spec)
+        if self.errors:
+            raise self.errors.pop(0)
+        handoff = self._handoffs[spec.request_id, spec.epoch] = asyncio.get_running_loop().create_future()
+        self.num_active += 1
+        try:
+            yield DecodeItem(ticket=self._ticket(spec))
+            tokens = [*spec.tokens, (await handoff).token]
+            async for item in self._tokens(spec, tokens):
+                yield item
+        finally:
+            self.num_active -= 1
+            del self._handoffs[spec.request_id, spec.epoch]
+
+    async def _tokens(self, spec: RequestSpec, tokens: list[int]) -> AsyncIterator[DecodeItem]:
+        for count in itertools.count():
+            if count == self.die_after:
+                await self._die()
+            await self.may_go_on.wait()
+            await asyncio.sleep(self.token_s)
+            out = toy_token(spec.params, tokens)
+            tokens.append(out.token)
+            reason = finish_reason(out.token, len(tokens) - spec.num_prompt_tokens, spec.params)
+            yield DecodeItem(tokens=(out,), finish_reason=reason)
+            if reason is not None:
+                return
+
+    async def _prefill(self, call: Prefill, peer: object) -> PrefillReply:
+        spec = call.spec
+        self.specs.append(spec)
+        self.num_active += 1
+        try:
+            if self.errors:
+                raise self.errors.pop(0)
+            if self.die_during_prefill or len(self.specs) - 1 == self.die_after:
+                await self._die()
+            await self.may_go_on.wait()
+            return await self._hand_over(call)
+        finally:
+            self.num_active -= 1
+
+    async def _hand_over(self, call: Prefill) -> PrefillReply:
+        spec, first = call.spec, toy_token(call.spec.params, call.spec.tokens)
+        reason = finish_reason(first.token, len(spec.tokens) + 1 - spec.num_prompt_tokens, spec.params)
+        if reason is None:
+            decode = await AsyncClient.connect(call.ticket.address, WORKER_SERVICE)
+            with contextlib.closing(decode):
+                await decode.call(
+                    CommitHandoff(
+                        request_id=spec.request_id,
+                        epoch=spec.epoch,
+                        generation=1,
+                        first=first,
+                        num_tokens=len(spec.tokens),
+                        checksums=b"",
+                    )
+                )
+        return PrefillReply(
+            first=first,
+            finish_reason=reason,
+            local_tokens=4,
+            pool_tokens=8,
+            pool_nbytes=2048,
+            queue_s=0.0,
+            compute_s=0.0,
+        )
+
+    def _commit(self, call: CommitHandoff, peer: object) -> None:
+        handoff = self._handoffs[call.request_id, call.epoch]
+        if not handoff.done():
+            handoff.set_result(call.first)
+
+    def _ticket(self, spec: RequestSpec) -> Ticket:
+        segment = SegmentDescriptor(name=self.name, nbytes=0, incarnation=1, host="toy", endpoints=())
+        return Ticket(
+            request_id=spec.request_id,
+            epoch=spec.epoch,
+            address=self.address,
+            segment=segment,
+            pages=[],
+            num_present_blocks=0,
+            generation=1,
+        )
+
+
+def toy_token(params: SamplingParams, tokens: Sequence[int]) -> TokenOut:
+    token = next_token(tokens, params.seed)
+    if params.logprobs is None:
+        return TokenOut(token)
+    return TokenOut(token, -0.5, tuple((97 + rank, -0.5 - rank) for rank in range(params.logprobs)))
+
+
+class ToyCluster:
+    """A conductor, toy workers and one front end. Use as `async with`."""
+
+    def __init__(
+        self,
+        state_dir: Path,
+        num_prefill: int = 1,
+        num_decode: int = 1,
+        conductor: ConductorConfig | None = None,
+        limits: ConnectionLimits | None = None,
+        **settings: object,
+    ) -> None:
+        self._state_dir = state_dir
+        self._conductor_config = conductor or ConductorConfig()
+        self._limits = limits
+        self._settings = settings
+        self._counts = {WorkerRole.PREFILL: num_prefill, WorkerRole.DECODE: num_decode}
+        self.workers: dict[str, ToyWorker] = {}
+        self.url = ""
+
+    async def __aenter__(self) -> ToyCluster:
+        self.conductor = Conductor(self._conductor_config)
+        self.conductor_address = await self.conductor.start()
+        for role, count in self._counts.items():
+            for number in range(count):
+                await self.add_worker(f"{role.value}{number}", role)
+        config = FrontendConfig(
+            conductor_address=self.conductor_address, state_dir=str(self._state_dir), model=MODEL, port=0
+        )
+        config = replace(config, prompt_process=False)  # what is asked of it here is asked of few tests
+        self.frontend = Frontend(replace(config, **self._settings), load_toy, self._limits)
+        self.url = await self.frontend.start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.frontend.close()
+        for worker in self.workers.values():
+            await worker.kill()
+        await self.conductor.close()
+
+    async def add_worker(self, name: str, role: WorkerRole) -> ToyWorker:
+        worker = self.workers[name] = ToyWorker(name, role, self.conductor_address)
+        await worker.start()
+        return worker
+
+    @property
+    def prefill(self) -> ToyWorker:
+        return self.workers["prefill0"]
+
+    @property
+    def decode(self) -> ToyWorker:
+        return self.workers["decode0"]
+
+    @property
+    def num_seen(self) -> int:
+        return sum(len(worker.specs) for worker in self.workers.values())
+
+    async def until_idle(self) -> None:
+        """Returns when no worker holds anything for anybody."""
+        await until(lambda: not any(worker.num_active for worker in self.workers.values()))
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Waits for something that other tasks bring about, five seconds at most."""
+    for _ in range(1000):
+        if holds():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("it did not happen")
+
+
+def load_toy(config: FrontendConfig) -> ServedModel:
+    return ServedModel(MODEL, LetterCodec(), config.max_model_len or MAX_MODEL_LEN)

@@ -1,0 +1,224 @@
+"""A real `moonpool serve` for tests: its processes, its URL, and direct calls to its roles."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import psutil
+
+from moonpool.base.cluster import CONDUCTOR_SERVICE, WORKER_SERVICE
+from moonpool.base.keys import chain_keys
+from moonpool.base.rpc import BlockingClient, Call
+from moonpool.conductor.messages import ConductorStatus, Status
+from moonpool.conductor.retries import RetryPolicy
+from moonpool.engine.sequence import SamplingParams
+from moonpool.frontend.generation import ChoiceRequest, Generation
+from moonpool.frontend.workers import Connections
+from moonpool.worker.messages import GetStats, PieceChecksums, PrefillReply, WorkerStats
+
+R = TypeVar("R")
+ROOT = bytes(range(32))  # of a tenant that only tests have
+BLOCK_TOKENS = 64
+
+
+def wait_until(holds: Any, timeout_s: float, what: str) -> None:
+    """Polls until `holds()` is true; fails saying what did not happen."""
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.02)
+
+
+@dataclass
+class Answer:
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    prefill: PrefillReply | None = None
+    ttft_s: float = 0.0
+    num_attempts: int = 0
+
+
+class Service:
+    """Started by its constructor, stopped by `stop()`; use `running(...)`."""
+
+    def __init__(self, state_dir: Path, *options: str) -> None:
+        self.started_s = time.monotonic()
+        env = {**os.environ, "MOONPOOL_STATE": str(state_dir)}
+        command = [sys.executable, "-m", "moonpool", "serve", "--port", "0", *options]
+        self._log = (state_dir / f"serve-{time.time_ns()}.log").open("w+")
+        self.process = subprocess.Popen(
+            command, env=env, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        self.url = ""
+        self.ready_after_s = 0.0
+
+    def log(self) -> str:
+        return Path(self._log.name).read_text()
+
+    def wait_ready(self, timeout_s: float = 120.0) -> None:
+        def is_ready() -> bool:
+            assert self.process.poll() is None, f"serve ended with {self.process.returncode}:\n{self.log()}"
+            return re.search(r"serves \S+ at (http\S+)/v1", self.log()) is not None
+
+        wait_until(is_ready, timeout_s, "the service is ready")
+        match = re.search(r"serves \S+ at (http\S+)/v1", self.log())
+        assert match is not None
+        self.url = match[1]
+        wait_until(self._healthy, 10, "the service is healthy")
+        self.ready_after_s = time.monotonic() - self.started_s
+
+    def _healthy(self) -> bool:
+        with contextlib.suppress(httpx.HTTPError):
+            return httpx.get(f"{self.url}/health").status_code == 200
+        return False
+
+    def stop(self, signum: int = signal.SIGINT, timeout_s: float = 5.0) -> None:
+        """Ends it and makes sure that nothing is left."""
+        family = self.family()
+        if self.process.poll() is None:
+            os.kill(self.process.pid, signum)
+        try:
+            self.process.wait(timeout_s)
+            _, alive = psutil.wait_procs(family, timeout=timeout_s)
+        finally:
+            for process in family:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                self.process.kill()
+            self.process.wait()
+            self._log.close()
+        assert not alive, f"left behind: {alive}"
+
+    # -- its processes ---------------------------------------------------------------------------------------
+
+    def family(self) -> list[psutil.Process]:
+        """The launcher's descendants."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return psutil.Process(self.process.pid).children(recursive=True)
+        return []
+
+    def role(self, name: str) -> psutil.Process:
+        """The process of one role, e.g. "prefill-0"."""
+        for process in self.family():
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+                words = process.cmdline()
+                pairs = list(itertools.pairwise(words))
+                if ("--name", name) in pairs or ("moonpool", name) in pairs:
+                    return process
+        raise AssertionError(f"no process is {name}")
+
+    def run_dir(self) -> Path:
+        words = self.role("decode-0").cmdline()
+        return Path(words[words.index("--run-dir") + 1])
+
+    def address(self, name: str) -> str:
+        return f"unix:{self.run_dir() / name}.sock"
+
+    def kill_and_wait_back(self, name: str, timeout_s: float = 60.0) -> None:
+        """kill -9, then wait until the conductor knows its successor."""
+        before = self.worker_incarnation(name)
+        self.role(name).kill()
+
+        def is_back() -> bool:
+            return self.worker_incarnation(name) not in (None, before)
+
+        wait_until(is_back, timeout_s, f"{name} is back")
+
+    def worker_incarnation(self, name: str) -> int | None:
+        workers = {w.info.name: w.info.incarnation for w in self.status().workers}
+        return workers.get(name)
+
+    # -- its roles, directly -----------------------------------------------------------------------------------
+
+    def ask(self, address: str, service: str, call: Call[R]) -> R:
+        client = BlockingClient(address, service, name="test")
+        try:
+            return client.call(call, timeout_s=30)
+        finally:
+            client.close()
+
+    def status(self) -> ConductorStatus:
+        return self.ask(self.address("conductor"), CONDUCTOR_SERVICE, Status())
+
+    def stats(self, worker: str) -> WorkerStats:
+        return self.ask(self.address(worker), WORKER_SERVICE, GetStats())
+
+    def piece_checksums(self, worker: str, key: bytes) -> bytes:
+        return self.ask(self.address(worker), WORKER_SERVICE, PieceChecksums(key=key))
+
+    def generate(self, prompt: list[int], max_tokens: int = 16, **params: Any) -> Answer:
+        """One request past HTTP: tokens in, tokens out."""
+        return self.generate_all([prompt], max_tokens, **params)[0]
+
+    def generate_all(self, prompts: list[list[int]], max_tokens: int = 16, **params: Any) -> list[Answer]:
+        """All at once."""
+        settings = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, **params})
+        return _run(_generate_all(self.address("conductor"), prompts, settings))
+
+    # -- its front end -------------------------------------------------------------------------------------------
+
+    def stream(self, path: str, body: dict[str, Any], *, timeout_s: float = 120.0) -> Iterator[dict[str, Any]]:
+        """Events of a streamed answer."""
+        with httpx.stream("POST", f"{self.url}{path}", json={**body, "stream": True}, timeout=timeout_s) as reply:
+            assert reply.status_code == 200, reply.read()
+            for line in reply.iter_lines():
+                if line.startswith("data: ") and line != "data: [DONE]":
+                    yield json.loads(line.removeprefix("data: "))
+
+
+def _run(work: Coroutine[Any, Any, R]) -> R:
+    return asyncio.run(work)
+
+
+async def _generate_all(address: str, prompts: list[list[int]], params: SamplingParams) -> list[Answer]:
+    connections = Connections(address)
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(_generate(connections, prompt, params)) for prompt in prompts]
+        return [task.result() for task in tasks]
+    finally:
+        await connections.close()
+
+
+async def _generate(connections: Connections, prompt: list[int], params: SamplingParams) -> Answer:
+    request = ChoiceRequest(f"e2e-{os.urandom(6).hex()}", prompt, ROOT, BLOCK_TOKENS, params, timeout_s=100)
+    generation, answer = Generation(request, connections, RetryPolicy()), Answer()
+    started_s = time.monotonic()
+    async with contextlib.aclosing(generation.events()) as events:
+        async for batch in events:
+            if not answer.tokens:
+                answer.ttft_s = time.monotonic() - started_s
+            answer.tokens += [out.token for out in batch.tokens]
+            answer.finish_reason = batch.finish_reason
+            answer.prefill = answer.prefill or batch.prefill
+    answer.num_attempts = generation.num_attempts
+    return answer
+
+
+@contextlib.contextmanager
+def running(state_dir: Path, *options: str) -> Iterator[Service]:
+    service = Service(state_dir, *options)
+    try:
+        service.wait_ready()
+        yield service
+    finally:
+        service.stop()
+
+
+def keys_of(tokens: list[int]) -> list[bytes]:
+    return chain_keys(ROOT, tokens, BLOCK_TOKENS)

@@ -1,0 +1,155 @@
+"""The launcher with real processes. Conductors are the smallest real role: no torch, no memory, a socket each."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from moonpool.base.cluster import CONDUCTOR_SERVICE
+from moonpool.base.errors import PeerLost
+from moonpool.base.rpc import BlockingClient
+from moonpool.conductor.messages import Status
+
+LAUNCH = """
+import asyncio, sys
+from pathlib import Path
+from moonpool.base.lifeline import Lifeline
+from moonpool.launch.plan import Role
+from moonpool.launch.launcher import Launcher
+folder, second = Path(sys.argv[1]), sys.argv[2]
+roles = [
+    Role("first", "conductor", {"address": f"unix:{folder}/first.sock", "name": "first"}),
+    Role("second", "conductor", {"address": second, "name": "second"}, after=("first",)),
+]
+with Lifeline() as lifeline:
+    failure = asyncio.run(Launcher(roles, lifeline, lambda seconds: print("complete", flush=True), folder).run())
+sys.exit(failure)
+"""
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="mp-") as path:
+        yield Path(path)
+
+
+@contextlib.contextmanager
+def launched(folder: Path, second: str) -> Iterator[subprocess.Popen[str]]:
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCH, str(folder), second],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    children: list[psutil.Process] = []
+    try:
+        yield launcher
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            children = psutil.Process(launcher.pid).children(recursive=True)
+        launcher.kill()
+        launcher.communicate()
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+
+
+def wait_complete(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
+    assert launcher.stdout is not None
+    assert launcher.stdout.readline() == "complete\n"
+    children = psutil.Process(launcher.pid).children()
+    assert len(children) == 2
+    return children
+
+
+def is_gone(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)  # ended; nobody may be there to collect it
+    except psutil.NoSuchProcess:
+        return True
+
+
+def all_gone_within(processes: list[psutil.Process], timeout_s: float) -> bool:
+    deadline_s = time.monotonic() + timeout_s
+    while not all(is_gone(process) for process in processes):
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def incarnation(address: str, timeout_s: float = 20.0) -> int:
+    """Asks the conductor there; waits while it is being started again."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        client = BlockingClient(address, CONDUCTOR_SERVICE)
+        try:
+            client.call(Status(), timeout_s=5)
+            assert client.peer is not None
+            return client.peer.incarnation
+        except PeerLost:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+        finally:
+            client.close()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_leaves_nothing(folder: Path, signum: signal.Signals) -> None:
+    with launched(folder, f"unix:{folder}/second.sock") as launcher:
+        children = wait_complete(launcher)
+        begin_s = time.monotonic()
+        launcher.send_signal(signum)
+        _, err = launcher.communicate(timeout=10)
+        assert time.monotonic() - begin_s < 5
+        assert launcher.returncode == 0, err
+        assert all(is_gone(child) for child in children)
+        assert sorted(path.name for path in folder.iterdir()) == ["first.log", "second.log"]
+
+
+def test_children_of_a_killed_launcher_end_by_themselves(folder: Path) -> None:
+    with launched(folder, f"unix:{folder}/second.sock") as launcher:
+        children = wait_complete(launcher)
+        launcher.kill()
+        assert all_gone_within(children, 2.0)
+
+
+def test_a_killed_child_comes_back_at_the_same_address(folder: Path) -> None:
+    address = f"unix:{folder}/second.sock"
+    with launched(folder, address) as launcher:
+        children = wait_complete(launcher)
+        before = incarnation(address)
+        victim = next(child for child in children if "second" in child.cmdline())
+        victim.kill()
+        assert all_gone_within([victim], 5.0)
+        assert incarnation(address) > before
+        launcher.terminate()
+        _, err = launcher.communicate(timeout=10)
+        assert "second ended (killed by SIGKILL); starting it again in 0.2 s" in err
+
+
+def test_a_child_that_cannot_start_ends_the_launch_with_its_reason(folder: Path) -> None:
+    with launched(folder, "nonsense") as launcher:
+        out, err = launcher.communicate(timeout=30)
+        assert launcher.returncode == 1
+        assert out == ""
+        assert err.splitlines()[-1].startswith("second: 'nonsense' is not an address")
+        assert not (folder / "first.sock").exists()
+
+
+def test_children_do_not_hear_ctrl_c_themselves(folder: Path) -> None:
+    with launched(folder, f"unix:{folder}/second.sock") as launcher:
+        for child in wait_complete(launcher):
+            assert os.getpgid(child.pid) != os.getpgid(launcher.pid)
+        launcher.terminate()
+        launcher.communicate(timeout=10)

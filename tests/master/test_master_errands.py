@@ -1,0 +1,62 @@
+"""A call said twice is done once, however late its copy comes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from store_pool import MIB, LocalPool
+
+from moonpool.base.rpc import BlockingClient
+from moonpool.master.errands import MAX_ANSWERS, MAX_ERRANDS, Errands
+from moonpool.store.client import Put
+from moonpool.store.messages import SERVICE, Remove, RemoveMatching
+
+
+def test_the_first_is_done_and_the_others_get_its_answer() -> None:
+    errands, done = Errands(), list[int]()
+
+    def act(number: int) -> int:
+        done.append(number)
+        return 10 * number
+
+    assert [errands.once(number, 1, lambda number=number: act(number)) for number in (3, 4, 3, 4)] == [30, 40, 30, 40]
+    assert done == [3, 4]
+    assert [errands.once(0, 1, lambda: act(5)) for _ in range(2)] == [50, 50]
+    assert done == [3, 4, 5, 5], "number 0 is none"
+
+
+def test_what_failed_may_be_tried_again() -> None:
+    errands = Errands()
+    with pytest.raises(ZeroDivisionError):
+        errands.once(1, 1, lambda: 1 // 0)
+    assert errands.once(1, 1, lambda: 7) == 7
+
+
+@pytest.mark.parametrize(
+    ("num_answers", "num_kept"), [(1, MAX_ERRANDS), (MAX_ANSWERS // 4, 4), (MAX_ANSWERS, 1), (2 * MAX_ANSWERS, 1)]
+)
+def test_no_more_is_remembered_than_is_stated(num_answers: int, num_kept: int) -> None:
+    errands = Errands()
+    last = num_kept + 9
+    for number in range(1, last + 1):
+        errands.once(number, num_answers, lambda: "first")
+    assert errands.once(last - num_kept + 1, num_answers, lambda: "again") == "first"
+    assert errands.once(last - num_kept, num_answers, lambda: "again") == "again"
+
+
+@pytest.mark.parametrize("call", [Remove(keys=[b"key"], force=True, errand=5), RemoveMatching(force=True, errand=5)])
+def test_a_late_copy_does_not_take_what_was_stored_since(tmp_path: Path, call: Remove | RemoveMatching) -> None:
+    pool = LocalPool(tmp_path, MIB)
+    try:
+        with pool.client() as client:
+            assert client.put_many([Put(b"key", [b"old"])]) == [None]
+            line, given_up = (BlockingClient(pool.address, SERVICE) for _ in range(2))
+            answer = line.call(call, timeout_s=5)  # type: ignore[arg-type]
+            assert client.put_many([Put(b"key", [b"new"])]) == [None]
+            assert given_up.call(call, timeout_s=5) == answer  # type: ignore[arg-type]
+            assert client.get_many([b"key"]) == [b"new"]
+            line.close()
+            given_up.close()
+    finally:
+        pool.close()

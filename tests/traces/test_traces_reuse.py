@@ -1,0 +1,71 @@
+"""Reuse distances against a cache that is really run."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from trace_cases import BLOCK_TOKENS, make_trace, traces
+
+from moonpool.traces.columns import Trace
+from moonpool.traces.reuse import NEVER, count_greater_before, hit_curve, leading_hits, reuse_distances
+
+ANY_TRACE = st.booleans().flatmap(lambda chained: traces(chained=chained))
+
+
+def run_lru(trace: Trace, num_blocks: int) -> list[int]:
+    """Leading hits of each request in a cache of so many blocks."""
+    cache: OrderedDict[int, None] = OrderedDict()
+    hits = []
+    for request in trace:
+        ids = request.block_ids.tolist()
+        hits.append(next((at for at, block in enumerate(ids) if block not in cache), len(ids)))
+        for block in reversed(ids):
+            cache[block] = None
+            cache.move_to_end(block)
+        while len(cache) > num_blocks:
+            cache.popitem(last=False)
+    return hits
+
+
+@given(ANY_TRACE, st.integers(0, 40))
+def test_a_distance_says_in_which_caches_a_block_hits(trace: Trace, num_blocks: int) -> None:
+    hits = reuse_distances(trace) < num_blocks
+    offsets = trace.block_offsets.tolist()
+    per_request = [int(hits[begin:end].sum()) for begin, end in pairwise(offsets)]
+    assert per_request == run_lru(trace, num_blocks)
+
+
+@given(ANY_TRACE, st.lists(st.integers(0, 200), max_size=5))
+def test_the_curve_is_the_hit_rate_of_each_cache(trace: Trace, capacities: list[int]) -> None:
+    curve = hit_curve(trace, capacities)
+    for capacity, share in zip(capacities, curve, strict=True):
+        hits = np.array(run_lru(trace, capacity // BLOCK_TOKENS))
+        saved = np.minimum(hits * BLOCK_TOKENS, trace.num_input - 1).sum()
+        assert share == pytest.approx(saved / trace.num_input.sum())
+
+
+@given(ANY_TRACE)
+def test_a_cache_without_limit_hits_all_that_was_there(trace: Trace) -> None:
+    assert leading_hits(trace).tolist() == run_lru(trace, 10**9)
+    counted = (reuse_distances(trace) != NEVER).sum()
+    assert counted == leading_hits(trace).sum()
+
+
+@given(st.lists(st.integers(-1000, 1000), unique=True, max_size=70))
+def test_counting_greater_ones_in_front(values: list[int]) -> None:
+    wanted = [sum(other > value for other in values[:at]) for at, value in enumerate(values)]
+    assert count_greater_before(np.array(values, np.int64)).tolist() == wanted
+
+
+def test_distances_of_a_small_trace() -> None:
+    trace = make_trace([(0.0, 8, 1, [0, 1]), (1.0, 8, 1, [0, 2]), (2.0, 8, 1, [0, 1])])
+    assert reuse_distances(trace).tolist() == [NEVER, NEVER, 0, NEVER, 0, 2]
+
+
+def test_an_empty_trace_hits_nothing() -> None:
+    assert hit_curve(make_trace([]), [10.0]).tolist() == [0.0]

@@ -1,0 +1,220 @@
+"""Blocks from a real pool into pages: the good prefix is kept, whatever fails behind it."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import pytest
+from store_pool import LocalPool
+
+from moonpool.base.errors import Corrupt, DeadlineExceeded, NotFound
+from moonpool.base.keys import chain_keys, object_key
+from moonpool.base.object_header import unpack
+from moonpool.engine.kv_memory import KvLayout
+from moonpool.engine.step import Admitted
+from moonpool.store.client import StoreClient
+from moonpool.worker.kv_link.pieces import HostPieces
+from moonpool.worker.kv_link.pull import Puller, PullJob, PullResult
+from moonpool.worker.kv_link.push import PoolWriter
+
+IDENTITY = bytes(range(32))
+NUM_BLOCKS = 4
+LAYOUT = KvLayout(num_pages=16, num_layers=3, num_kv_heads=1, block_tokens=4, head_dim=8, dtype="float32")
+_ROOTS = itertools.count(1)
+
+
+class Bench:
+    """Pages 0 to 3 hold blocks that are in the pool; pages 8 to 11 are where they are pulled to."""
+
+    def __init__(self, pool: LocalPool, store: StoreClient) -> None:
+        self.pool, self.store = pool, store
+        self.memory = memoryview(bytearray(LAYOUT.total_nbytes))
+        self.pieces = HostPieces(self.memory, LAYOUT)
+        np.frombuffer(self.memory, dtype=np.uint8)[: 4 * LAYOUT.page_nbytes] = np.random.default_rng(3).integers(
+            0, 256, 4 * LAYOUT.page_nbytes
+        )
+        root = next(_ROOTS).to_bytes(32)
+        self.keys = chain_keys(root, range(NUM_BLOCKS * LAYOUT.block_tokens), LAYOUT.block_tokens)
+        writer = PoolWriter(store, self.pieces, IDENTITY)
+        for page, key in enumerate(self.keys):
+            writer.put_page(key, page)
+        assert writer.failures == {}
+        self.layers: list[tuple[int, int]] = []
+        self.ended = threading.Event()
+
+    def pull(self, puller: Puller) -> PullJob:
+        pages = tuple(range(8, 8 + NUM_BLOCKS))
+        admitted = Admitted("r", 0, tuple(range(NUM_BLOCKS)), pages, tuple(self.keys))
+        return puller.start(admitted, lambda *layer: self.layers.append(layer), self.ended.set)
+
+    def page(self, page: int) -> bytes:
+        return b"".join(bytes(self.pieces.read(page, layer)) for layer in range(LAYOUT.num_layers))
+
+    def check_pages(self, num_good: int) -> None:
+        assert [self.page(8 + n) == self.page(n) for n in range(num_good)] == [True] * num_good
+
+    def damage(self, block: int, layer: int) -> None:
+        info = self.store.lookup([object_key(self.keys[block])])[0]
+        assert info is not None
+        memory = self.pool.nodes[0].segment.memory[info.replicas[0].offset :]
+        memory[unpack(memory).piece_offset(layer)] ^= 1
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalPool]:
+    pool = LocalPool(tmp_path_factory.mktemp("p"), dram_nbytes=4 << 20)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def store(pool: LocalPool) -> StoreClient:
+    return pool.client()
+
+
+@pytest.fixture
+def bench(pool: LocalPool, store: StoreClient) -> Bench:
+    return Bench(pool, store)
+
+
+@pytest.fixture
+def puller(bench: Bench) -> Iterator[Puller]:
+    puller = Puller(bench.store, bench.pieces, IDENTITY)
+    yield puller
+    puller.close()
+
+
+def test_all_blocks_arrive_layer_by_layer(bench: Bench, puller: Puller) -> None:
+    assert puller.count_stored(bench.keys) == NUM_BLOCKS
+    result = bench.pull(puller).wait_end(5)
+    assert (result.num_good, result.failure) == (NUM_BLOCKS, None)
+    assert result.nbytes == NUM_BLOCKS * LAYOUT.page_nbytes
+    assert bench.layers == [(0, NUM_BLOCKS), (1, NUM_BLOCKS), (2, NUM_BLOCKS)]
+    assert bench.ended.wait(5)
+    bench.check_pages(NUM_BLOCKS)
+
+
+@pytest.mark.parametrize("layer", range(LAYOUT.num_layers))
+@pytest.mark.parametrize("block", range(NUM_BLOCKS))
+def test_damage_keeps_the_blocks_before_it(bench: Bench, puller: Puller, block: int, layer: int) -> None:
+    bench.damage(block, layer)
+    result = bench.pull(puller).wait_end(5)
+    assert result.num_good == block
+    assert isinstance(result.failure, Corrupt)
+    assert result.nbytes == block * LAYOUT.page_nbytes
+    counts = [NUM_BLOCKS] * layer + [block] * (LAYOUT.num_layers - layer)
+    assert bench.layers == list(enumerate(counts)), "from the damaged layer on, no more than the good ones are told"
+    assert bench.ended.wait(5)
+    bench.check_pages(block)
+    assert puller.count_stored(bench.keys) == block, "the damaged replica is in quarantine"
+
+
+@pytest.mark.parametrize("block", range(NUM_BLOCKS))
+def test_a_missing_block_ends_the_prefix(bench: Bench, puller: Puller, block: int) -> None:
+    bench.store.remove([object_key(bench.keys[block])], force=True)
+    result = bench.pull(puller).wait_end(5)
+    assert result.num_good == block
+    assert isinstance(result.failure, NotFound)
+    bench.check_pages(block)
+
+
+def test_blocks_of_another_model_are_not_read(bench: Bench) -> None:
+    puller = Puller(bench.store, bench.pieces, bytes(32))
+    result = bench.pull(puller).wait_end(5)
+    puller.close()
+    assert result.failure is not None
+    assert (result.num_good, result.failure.code) == (0, "identity_mismatch")
+    assert bench.page(8) == bytes(LAYOUT.page_nbytes)
+
+
+def test_an_unreachable_pool_is_a_miss(bench: Bench, pool: LocalPool) -> None:
+    client = pool.client()
+    client.close()
+    puller = Puller(client, bench.pieces, IDENTITY)
+    assert puller.count_stored(bench.keys) == 0
+    result = bench.pull(puller).wait_end(5)
+    puller.close()
+    assert result.num_good == 0
+    assert result.failure is not None
+    assert bench.ended.is_set()
+
+
+class SlowPieces(HostPieces):
+    """Stops before each fill until told to go on."""
+
+    def __init__(self, memory: memoryview) -> None:
+        super().__init__(memory, LAYOUT)
+        self.steps = threading.Semaphore(0)
+
+    def fill(self, page: int, layer: int, write: Callable[[memoryview], None]) -> None:
+        assert self.steps.acquire(timeout=10)
+        super().fill(page, layer, write)
+
+
+def test_waiting_is_for_one_layer_at_a_time(bench: Bench) -> None:
+    slow = SlowPieces(bench.memory)
+    puller = Puller(bench.store, slow, IDENTITY)
+    job = bench.pull(puller)
+    job.wait_layer(0, 0.01)
+    assert bench.layers == []
+    slow.steps.release(NUM_BLOCKS)
+    job.wait_layer(0, 5)
+    assert bench.layers == [(0, NUM_BLOCKS)]
+    slow.steps.release(NUM_BLOCKS)
+    job.wait_layer(1, 5)
+    assert job.result is None
+    slow.steps.release(NUM_BLOCKS)
+    assert job.wait_end(5).num_good == NUM_BLOCKS
+    job.wait_layer(2, 0)
+    puller.close()
+
+
+def test_a_job_that_is_late_is_left_behind(bench: Bench) -> None:
+    """From then on nobody is told of layers, and the puller stops at the next piece instead of reading on."""
+    slow = SlowPieces(bench.memory)
+    puller = Puller(bench.store, slow, IDENTITY)
+    job = bench.pull(puller)
+    slow.steps.release(NUM_BLOCKS)
+    job.wait_layer(0, 5)
+    result = job.wait_end(0.02)
+    assert result.num_good == 0
+    assert isinstance(result.failure, DeadlineExceeded)
+    assert not bench.ended.is_set(), "the pages are still the puller's"
+    slow.steps.release(1)
+    assert bench.ended.wait(5), "it ends after the piece it was at"
+    assert bench.layers == [(0, NUM_BLOCKS)]
+    assert job.wait_end(0) == result, "and nothing makes it good again"
+    slow.steps.release(100)
+    puller.close()
+    assert [bytes(slow.read(8 + n, 1)) for n in range(1, NUM_BLOCKS)] == [bytes(LAYOUT.piece_nbytes)] * 3
+
+
+def test_a_bug_ends_the_job(bench: Bench) -> None:
+    class Broken(HostPieces):
+        def fill(self, page: int, layer: int, write: Callable[[memoryview], None]) -> None:
+            raise RuntimeError("oops")
+
+    puller = Puller(bench.store, Broken(bench.memory, LAYOUT), IDENTITY)
+    result = bench.pull(puller).wait_end(5)
+    puller.close()
+    assert result.num_good == 0
+    assert "oops" in str(result.failure)
+    assert bench.ended.is_set()
+
+
+def test_jobs_do_not_wait_for_one_another(bench: Bench, store: StoreClient, pool: LocalPool) -> None:
+    others: Sequence[Bench] = [Bench(pool, store) for _ in range(3)]
+    puller = Puller(bench.store, bench.pieces, IDENTITY, num_threads=2)
+    jobs = [other.pull(puller) for other in others]
+    assert [job.wait_end(5).num_good for job in jobs] == [NUM_BLOCKS] * 3
+    puller.close()
+
+
+def test_the_outcome_of_a_job_wakes_who_waits_for_a_layer() -> None:
+    job = PullJob(Admitted("r", 0, (), (), ()), lambda *_: None, lambda: None)
+    threading.Timer(0.01, job.end, [PullResult(0, 0, 0.0, NotFound("gone"))]).start()
+    job.wait_layer(2, 5)
+    assert job.result is not None

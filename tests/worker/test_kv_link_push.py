@@ -1,0 +1,261 @@
+"""The outgoing side of a hand-off, on an outbox that the test plays itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from moonpool.base.checksum import crc32c
+from moonpool.base.clock import Clock, VirtualClock
+from moonpool.base.descriptor import SegmentDescriptor
+from moonpool.base.errors import Internal, MoonpoolError, PeerLost, StaleGeneration
+from moonpool.base.rpc import Call
+from moonpool.engine.kv_memory import KvLayout
+from moonpool.store.client.put_session import PutSession
+from moonpool.transfer.engine import TransferEngine
+from moonpool.worker.kv_link.outbox import Outbox, Urgency
+from moonpool.worker.kv_link.pieces import HostPieces
+from moonpool.worker.kv_link.push import DecodePeers, PoolWriter, Push
+from moonpool.worker.messages import AbortHandoff, CommitHandoff, OpenHandoff, Ticket, TokenOut
+
+LAYOUT = KvLayout(num_pages=4, num_layers=2, num_kv_heads=1, block_tokens=4, head_dim=4, dtype="float32")
+REMOTE_PAGES = 32
+FIRST = TokenOut(5)
+
+
+class HandOutbox:
+    """Runs everything at once, most urgent first, when told to."""
+
+    def __init__(self) -> None:
+        self.tasks: list[tuple[Urgency, Callable[[], None]]] = []
+
+    def put(self, urgency: Urgency, task: Callable[[], None]) -> None:
+        self.tasks.append((urgency, task))
+
+    def run(self) -> None:
+        tasks, self.tasks = self.tasks, []
+        for _, task in sorted(tasks, key=lambda entry: entry[0]):
+            task()
+
+
+class DecodeWorker:
+    """The other side: its memory and the calls it got. Plays both the connection and the remote segment."""
+
+    def __init__(self) -> None:
+        self.memory = bytearray(REMOTE_PAGES * LAYOUT.page_nbytes)
+        self.calls: list[Call[Any]] = []
+        self.refusals: dict[type[Call[Any]], MoonpoolError] = {}
+        self.write_error: MoonpoolError | None = None
+        self.num_writes = 0
+
+    def reach(self, address: str, call: Call[None]) -> None:
+        self.call(call)
+
+    def get(self, address: str) -> DecodeWorker:
+        return self
+
+    def call(self, call: Call[None], timeout_s: float = 0.0) -> None:
+        self.calls.append(call)
+        if type(call) in self.refusals:
+            raise self.refusals[type(call)]
+
+    def open(self, descriptor: SegmentDescriptor) -> DecodeWorker:
+        return self
+
+    def write_from(self, offset: int, buffers: Sequence[Any], *, generation: int, timeout_s: float) -> None:
+        self.num_writes += 1
+        if self.write_error is not None:
+            raise self.write_error
+        data = b"".join(bytes(buffer) for buffer in buffers)
+        self.memory[offset : offset + len(data)] = data
+
+    def page(self, page: int) -> bytes:
+        return bytes(self.memory[page * LAYOUT.page_nbytes : (page + 1) * LAYOUT.page_nbytes])
+
+    @property
+    def said(self) -> list[type[Call[Any]]]:
+        return [type(call) for call in self.calls]
+
+
+class NoPool:
+    """A pool that wants nothing."""
+
+    def begin(self, keys: Sequence[bytes], parents: Mapping[bytes, bytes]) -> dict[bytes, PutSession]:
+        return {}
+
+
+class SlowPool:
+    """A pool that takes every block and notes what it was told."""
+
+    def __init__(self) -> None:
+        self.parents: dict[bytes, bytes] = {}
+        self.kept: list[int] = []
+        self.finished: list[int] = []
+
+    def begin(self, keys: Sequence[bytes], parents: Mapping[bytes, bytes]) -> dict[bytes, PutSession]:
+        self.parents = dict(parents)
+        return {key: cast(PutSession, object()) for key in keys}
+
+    def write(self, session: PutSession, page: int, layer: int) -> None: ...
+
+    def keep(self, sessions: Sequence[PutSession]) -> None:
+        self.kept.append(len(sessions))
+
+    def finish(self, sessions: Sequence[PutSession]) -> None:
+        self.finished.append(len(sessions))
+
+
+class Bench:
+    def __init__(self, *, num_present: int = 0, pool: object = None, clock: Clock | None = None) -> None:
+        self.memory = memoryview(bytearray(np.random.default_rng(1).bytes(LAYOUT.total_nbytes)))
+        self.decode, self.outbox = DecodeWorker(), HandOutbox()
+        segment = SegmentDescriptor(name="d/kv", nbytes=len(self.decode.memory), incarnation=1, host="", endpoints=())
+        ticket = Ticket(
+            request_id="r",
+            epoch=1,
+            address="unix:/d",
+            segment=segment,
+            pages=[30, 2, 17],  # also beyond the number of pages that this worker has
+            num_present_blocks=num_present,
+            generation=9,
+        )
+        self.push = Push(
+            ticket,
+            [b"k0", b"k1"],
+            outbox=cast(Outbox, self.outbox),
+            memory=HostPieces(self.memory, LAYOUT),
+            pool=cast(PoolWriter, pool or NoPool()),
+            peers=cast(DecodePeers, self.decode),
+            transfer=cast(TransferEngine, self.decode),
+            clock=clock,
+        )
+        self.outcomes: list[MoonpoolError | None] = []
+
+    def compute(self, blocks: Sequence[int] = (0, 1, 2)) -> None:
+        for layer in range(LAYOUT.num_layers):
+            self.push.layer_ready(layer, blocks)
+
+    def commit(self) -> MoonpoolError | None:
+        self.push.commit(FIRST, 11, self.outcomes.append)
+        self.outbox.run()
+        return self.outcomes[-1]
+
+    def page(self, page: int) -> bytes:
+        return bytes(self.memory[page * LAYOUT.page_nbytes : (page + 1) * LAYOUT.page_nbytes])
+
+
+def test_every_page_goes_to_its_place_whatever_the_other_side_s_size() -> None:
+    bench = Bench()
+    bench.push.begin([1, 3, 0], 0, 0)
+    bench.compute()
+    assert bench.commit() is None
+    for ours, theirs in ((1, 30), (3, 2), (0, 17)):
+        assert bench.decode.page(theirs) == bench.page(ours)
+    assert bench.decode.said == [OpenHandoff, CommitHandoff]
+    sent = bench.decode.calls[-1]
+    assert isinstance(sent, CommitHandoff)
+    pieces = [HostPieces(bench.memory, LAYOUT).read(page, layer) for page in (1, 3, 0) for layer in range(2)]
+    assert sent.checksums == np.array([crc32c(piece) for piece in pieces], dtype="<u4").tobytes()
+
+
+def test_puts_of_a_prompt_that_takes_long_are_kept_alive() -> None:
+    """The pool discards a put after half a minute; a long prompt takes longer."""
+    pool, clock = SlowPool(), VirtualClock()
+    bench = Bench(pool=pool, clock=clock)
+    bench.push.begin([1, 3, 0], 0, 0)
+    for _ in range(8):
+        clock.advance(4.0)
+        bench.push.layer_ready(0, [0])
+        bench.outbox.run()
+    assert pool.kept == [2] * 3
+    bench.compute()
+    assert bench.commit() is None
+    assert pool.parents == {b"k1": b"k0"}
+
+
+def test_what_is_present_is_not_sent() -> None:
+    bench = Bench(num_present=2)
+    bench.push.begin([1, 3, 0], 2, 0)
+    bench.compute([2])
+    assert bench.commit() is None
+    assert bench.decode.page(30) == bench.decode.page(2) == bytes(LAYOUT.page_nbytes)
+    assert bench.decode.num_writes == 2
+
+
+def test_a_piece_computed_again_is_sent_again_and_its_last_bytes_count() -> None:
+    bench = Bench()
+    bench.push.begin([1, 3, 0], 0, 0)
+    bench.compute()
+    bench.outbox.run()
+    bench.push.begin([2, 3, 0], 0, 0)  # preempted: it got another page
+    bench.compute()
+    assert bench.commit() is None
+    assert bench.decode.page(30) == bench.page(2)
+    assert bench.decode.said == [OpenHandoff, CommitHandoff]
+
+
+def test_a_piece_that_was_never_sent_fails_the_attempt_and_frees_the_pages() -> None:
+    bench = Bench()
+    bench.push.begin([1, 3, 0], 0, 0)
+    bench.compute([0, 2])
+    assert isinstance(bench.commit(), Internal)
+    assert bench.decode.said == [OpenHandoff, AbortHandoff]
+
+
+def test_after_an_abort_nothing_is_written_any_more() -> None:
+    """The decode worker may give the pages to somebody else as soon as it has heard of it."""
+    bench = Bench()
+    bench.push.begin([1, 3, 0], 0, 0)
+    bench.push.layer_ready(0, [0])
+    bench.push.abort()
+    bench.push.layer_ready(1, [0])
+    bench.outbox.run()
+    assert bench.decode.said == [OpenHandoff, AbortHandoff]
+    assert bench.decode.num_writes == 1
+    bench.push.abort()
+    bench.outbox.run()
+    assert bench.decode.said == [OpenHandoff, AbortHandoff], "said once"
+
+
+def test_a_reservation_that_is_gone_ends_the_attempt_before_the_first_write() -> None:
+    bench = Bench()
+    bench.decode.refusals[OpenHandoff] = StaleGeneration("too late")
+    bench.push.begin([1, 3, 0], 0, 0)
+    bench.compute()
+    assert isinstance(bench.commit(), StaleGeneration)
+    assert bench.decode.said == [OpenHandoff], "nothing was opened, so nothing is aborted"
+    assert bench.decode.num_writes == 0
+
+
+@pytest.mark.parametrize("error", [PeerLost("gone"), StaleGeneration("late")])
+def test_a_write_that_fails_is_the_attempt_s_failure(error: MoonpoolError) -> None:
+    bench = Bench()
+    bench.decode.write_error = error
+    bench.decode.refusals[AbortHandoff] = PeerLost("gone as well")
+    bench.push.begin([1, 3, 0], 0, 0)
+    bench.compute()
+    assert bench.commit() is error
+    assert bench.decode.num_writes == 1, "after the first failure there is no use"
+    assert bench.decode.said == [OpenHandoff, AbortHandoff]
+
+
+def test_a_commit_that_is_refused_is_followed_by_an_abort() -> None:
+    bench = Bench()
+    bench.decode.refusals[CommitHandoff] = StaleGeneration("too late")
+    bench.push.begin([1, 3, 0], 0, 0)
+    bench.compute()
+    assert isinstance(bench.commit(), StaleGeneration)
+    assert bench.decode.said == [OpenHandoff, CommitHandoff, AbortHandoff]
+
+
+def test_closed_peers_make_no_new_connections() -> None:
+    peers = DecodePeers("p")
+    peers.get("unix:/d1")
+    peers.close()
+    peers.close()
+    for address in ("unix:/d1", "unix:/d2"):
+        with pytest.raises(PeerLost):
+            peers.get(address)

@@ -1,0 +1,102 @@
+"""A peer that does not let a worker in: the log says so once, and the client's API key is not blamed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import cast
+
+import pytest
+
+from moonpool.base.descriptor import SegmentDescriptor
+from moonpool.base.errors import MoonpoolError, PeerLost, Unauthorized, Unavailable
+from moonpool.engine.kv_memory import KvLayout
+from moonpool.transfer.engine import TransferEngine
+from moonpool.worker.kv_link.outbox import Outbox, Urgency
+from moonpool.worker.kv_link.pieces import HostPieces
+from moonpool.worker.kv_link.pool_health import PoolHealth
+from moonpool.worker.kv_link.push import DecodePeers, PoolWriter, Push
+from moonpool.worker.kv_link.refusals import RefusalLog
+from moonpool.worker.messages import Ticket, TokenOut
+
+LAYOUT = KvLayout(num_pages=1, num_layers=1, num_kv_heads=1, block_tokens=4, head_dim=4, dtype="float32")
+
+
+def test_each_refusal_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    log = RefusalLog("nothing is reused")
+    for error in (Unauthorized("a: set secret_file"), Unauthorized("b: set secret_file"), PeerLost("c"), None) * 3:
+        log.note(error)
+    assert [record.getMessage() for record in caplog.records] == [
+        "a: set secret_file; until this is set right nothing is reused",
+        "b: set secret_file; until this is set right nothing is reused",
+    ]
+
+
+def test_the_log_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    log = RefusalLog("nothing is reused")
+    for number in range(1000):
+        log.note(Unauthorized(f"port {number}"))
+    assert len(caplog.records) < 100
+
+
+def test_a_pool_that_refuses_is_logged_and_does_not_rest(caplog: pytest.LogCaptureFixture) -> None:
+    health = PoolHealth()
+    for _ in range(3):
+        health.note(Unauthorized("no access to segment 'n.dram': set secret_file"))
+    assert not health.rests, "other nodes of the pool may let it in"
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+class AtOnce:
+    def put(self, urgency: Urgency, task: Callable[[], None]) -> None:
+        task()
+
+
+class Peers(DecodePeers):
+    """Takes every call."""
+
+    def reach(self, address: str, call: object) -> None:
+        pass
+
+    def get(self, address: str) -> Peers:  # type: ignore[override]
+        return self
+
+    def call(self, call: object, timeout_s: float) -> None:
+        pass
+
+
+class Guarded:
+    def open(self, descriptor: SegmentDescriptor) -> None:
+        raise Unauthorized("the caller's secret is not the owner's; see secret_file")
+
+
+def test_a_refused_hand_off_is_no_fault_of_the_client(caplog: pytest.LogCaptureFixture) -> None:
+    peers, outcomes = Peers("p"), list[MoonpoolError | None]()
+    for epoch in range(2):
+        segment = SegmentDescriptor(name="d/kv", nbytes=LAYOUT.total_nbytes, incarnation=1, host="h", endpoints=())
+        ticket = Ticket(
+            request_id="r",
+            epoch=epoch,
+            address="tcp:10.0.0.2:7900",
+            segment=segment,
+            pages=[0],
+            num_present_blocks=0,
+            generation=1,
+        )
+        push = Push(
+            ticket,
+            [],
+            outbox=cast(Outbox, AtOnce()),
+            memory=HostPieces(memoryview(bytearray(LAYOUT.total_nbytes)), LAYOUT),
+            pool=cast(PoolWriter, None),
+            peers=peers,
+            transfer=cast(TransferEngine, Guarded()),
+        )
+        push.begin([0], 0, 0)
+        push.commit(TokenOut(1), 3, outcomes.append)
+    for outcome in outcomes:
+        assert type(outcome) is Unavailable, "another decode worker may do; 401 would blame the client"
+        assert "tcp:10.0.0.2:7900" in str(outcome)
+        assert "secret_file" in str(outcome)
+    assert len(outcomes) == 2
+    assert len(caplog.records) == 1

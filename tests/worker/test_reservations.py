@@ -1,0 +1,213 @@
+"""The decode side of a hand-off: pages are free again exactly when nobody can write them any more."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from moonpool.base.errors import AlreadyExists, NoSpace, StaleGeneration
+from moonpool.engine.blocks import PageManager
+from moonpool.worker.kv_link.reservations import Incoming, Reservations
+
+
+class Fence:
+    def __init__(self, num_pages: int) -> None:
+        self.generations = [0] * num_pages
+
+    def stamp(self, pages: list[int], generation: int) -> None:
+        for page in pages:
+            assert generation > self.generations[page], "a generation never goes back"
+            self.generations[page] = generation
+
+    def admits(self, pages: list[int], generation: int) -> bool:
+        return all(self.generations[page] <= generation for page in pages)
+
+
+@pytest.fixture
+def pages() -> PageManager:
+    return PageManager(num_pages=8, block_tokens=4)
+
+
+@pytest.fixture
+def fence() -> Fence:
+    return Fence(8)
+
+
+@pytest.fixture
+def desk(pages: PageManager, fence: Fence) -> Reservations:
+    return Reservations(pages, fence.stamp)
+
+
+def test_a_commit_hands_the_pages_over_and_shuts_the_writer_out(
+    desk: Reservations, pages: PageManager, fence: Fence
+) -> None:
+    made = desk.reserve("r", 0, 3, [])
+    desk.open("r", 0, made.generation, writer="p0")
+    assert fence.admits(made.pages, made.generation)
+    assert desk.adopt(desk.begin_commit("r", 0, made.generation)) == made.pages
+    assert not fence.admits(made.pages, made.generation)
+    pages.check_integrity(Counter(made.pages))
+    pages.free(made.pages)
+    assert pages.num_available == 8
+    assert desk.num_pages == 0
+
+
+def test_present_blocks_are_shared_and_never_stamped(desk: Reservations, pages: PageManager, fence: Fence) -> None:
+    [page] = pages.allocate(1)
+    pages.publish([page], [b"k0"])
+    pages.free([page])
+    made = desk.reserve("r", 0, 2, [b"k0", b"k1"])
+    assert made.pages[0] == page
+    assert made.num_present == 1
+    assert fence.generations[page] == 0
+    desk.leave("r", 0)
+    assert fence.generations[page] == 0
+    pages.check_integrity({})
+    assert pages.num_cached == 1
+
+
+def test_pages_in_a_writers_hands_outlive_the_reader(desk: Reservations, pages: PageManager, fence: Fence) -> None:
+    made = desk.reserve("r", 0, 8, [])
+    desk.open("r", 0, made.generation, writer="p0")
+    desk.leave("r", 0)
+    assert pages.num_available == 0
+    with pytest.raises(StaleGeneration):
+        desk.begin_commit("r", 0, made.generation)
+    desk.abort("r", 0, made.generation)
+    assert pages.num_available == 8
+    assert not fence.admits(made.pages, made.generation)
+
+
+def test_an_unopened_reservation_ends_with_its_reader(desk: Reservations, pages: PageManager) -> None:
+    made = desk.reserve("r", 0, 8, [])
+    desk.leave("r", 0)
+    assert pages.num_available == 8
+    with pytest.raises(StaleGeneration):
+        desk.open("r", 0, made.generation, writer="p0")
+
+
+def test_a_dead_writer_lets_go_of_all_it_held(desk: Reservations, pages: PageManager) -> None:
+    for name in ("a", "b"):
+        desk.open(name, 0, desk.reserve(name, 0, 2, []).generation, writer="p0")
+    desk.open("c", 0, desk.reserve("c", 0, 2, []).generation, writer="p1")
+    desk.leave("a", 0)
+    desk.writer_gone("p0")
+    assert desk.num_pages == 2
+    assert pages.num_available == 6
+
+
+def test_a_newer_attempt_replaces_an_older_one(desk: Reservations, pages: PageManager) -> None:
+    old = desk.reserve("r", 0, 2, [])
+    desk.open("r", 0, old.generation, writer="p0")
+    new = desk.reserve("r", 1, 2, [])
+    with pytest.raises(AlreadyExists):
+        desk.reserve("r", 1, 2, [])
+    assert not set(old.pages) & set(new.pages)
+    with pytest.raises(StaleGeneration):
+        desk.begin_commit("r", 0, old.generation)
+    desk.abort("r", 0, old.generation)
+    assert desk.num_pages == 2
+
+
+def test_no_space_changes_nothing(desk: Reservations, pages: PageManager) -> None:
+    desk.reserve("a", 0, 6, [])
+    with pytest.raises(NoSpace):
+        desk.reserve("b", 0, 3, [])
+    assert desk.num_pages == 6
+    assert pages.num_available == 2
+
+
+def test_a_reader_that_leaves_while_the_pieces_are_verified(desk: Reservations, pages: PageManager) -> None:
+    made = desk.reserve("r", 0, 2, [])
+    desk.open("r", 0, made.generation, writer="p0")
+    committing = desk.begin_commit("r", 0, made.generation)
+    desk.leave("r", 0)
+    desk.writer_gone("p0")
+    assert pages.num_available == 6, "the verifier still reads them"
+    assert desk.adopt(committing) is None
+    assert pages.num_available == 8
+
+
+class Desk(RuleBasedStateMachine):
+    """Random parties come and go; no page is ever free while a writer could still be admitted to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pages = PageManager(num_pages=6, block_tokens=4)
+        self.fence = Fence(6)
+        self.desk = Reservations(self.pages, self.fence.stamp)
+        self.made: list[Incoming] = []
+        self.epoch = 0
+        self.writing: dict[int, Incoming] = {}  # generation -> open, not yet let go
+        self.adopted: list[int] = []
+
+    @rule(name=st.sampled_from("abc"), num_blocks=st.integers(1, 4))
+    def reserve(self, name: str, num_blocks: int) -> None:
+        self.epoch += 1
+        try:
+            self.made.append(self.desk.reserve(name, self.epoch, num_blocks, []))
+        except NoSpace:
+            assert num_blocks > self.pages.num_available
+
+    @rule(pick=st.integers(0, 99), writer=st.sampled_from("pq"))
+    def open(self, pick: int, writer: str) -> None:
+        if self.made:
+            chosen = self.made[pick % len(self.made)]
+            try:
+                self.desk.open(chosen.request_id, chosen.epoch, chosen.generation, writer)
+                self.writing[chosen.generation] = chosen
+            except StaleGeneration:
+                pass
+
+    @rule(pick=st.integers(0, 99))
+    def leave(self, pick: int) -> None:
+        if self.made:
+            chosen = self.made[pick % len(self.made)]
+            self.desk.leave(chosen.request_id, chosen.epoch)
+
+    @rule(pick=st.integers(0, 99))
+    def abort(self, pick: int) -> None:
+        if self.writing:
+            chosen = list(self.writing.values())[pick % len(self.writing)]
+            self.desk.abort(chosen.request_id, chosen.epoch, chosen.generation)
+            del self.writing[chosen.generation]
+
+    @rule(writer=st.sampled_from("pq"))
+    def writer_dies(self, writer: str) -> None:
+        self.desk.writer_gone(writer)
+        self.writing = {g: r for g, r in self.writing.items() if r.writer != writer}
+
+    @rule(pick=st.integers(0, 99), good=st.booleans())
+    def commit(self, pick: int, good: bool) -> None:
+        if self.writing:
+            chosen = list(self.writing.values())[pick % len(self.writing)]
+            try:
+                committing = self.desk.begin_commit(chosen.request_id, chosen.epoch, chosen.generation)
+            except StaleGeneration:
+                return
+            del self.writing[chosen.generation]
+            if good:
+                self.adopted += self.desk.adopt(committing) or []
+            else:
+                self.desk.void(committing)
+
+    @rule()
+    def finish_adopted(self) -> None:
+        self.pages.free(self.adopted)
+        self.adopted = []
+
+    @invariant()
+    def books_balance_and_writers_are_fenced(self) -> None:
+        self.pages.check_integrity(Counter(self.adopted))
+        held = {page for pages in self.pages.holders().values() for page in pages}
+        for generation, reservation in self.writing.items():
+            if self.fence.admits(reservation.pages, generation):
+                assert set(reservation.pages) <= held, "a writer could hit a page that is not reserved"
+
+
+TestDesk = Desk.TestCase
+TestDesk.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

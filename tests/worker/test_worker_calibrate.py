@@ -1,0 +1,69 @@
+"""What a worker measures before it is known: within its pages, its limits and its time."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moonpool.base.clock import VirtualClock
+from moonpool.engine.sequence import Chunk
+from moonpool.worker.calibrate import Calibration, Limits
+
+LIMITS = Limits(num_pages=1000, block_tokens=64, max_batch_tokens=512, max_num_seqs=32, max_seq_tokens=8192)
+
+
+class Machine:
+    """Computes a token in `per_token_s` on a virtual clock, and checks what it is asked to do."""
+
+    def __init__(self, limits: Limits, per_token_s: float) -> None:
+        self.limits, self.per_token_s, self.clock = limits, per_token_s, VirtualClock()
+
+    def __call__(self, chunks: list[Chunk]) -> None:
+        limits = self.limits
+        used = [page for chunk in chunks for page in chunk.pages]
+        assert len(used) == len(set(used))
+        assert max(used) < limits.num_pages
+        assert sum(len(chunk.tokens) for chunk in chunks) <= max(limits.max_batch_tokens, len(chunks))
+        assert all(chunk.end <= min(len(chunk.pages) * limits.block_tokens, limits.max_seq_tokens) for chunk in chunks)
+        self.clock.advance(self.per_token_s * sum(len(chunk.tokens) for chunk in chunks))
+
+    def calibration(self, budget_s: float) -> Calibration:
+        return Calibration(self, self.limits, self.clock, budget_s)
+
+
+def test_prefills_cold_and_behind_a_prefix() -> None:
+    machine = Machine(LIMITS, 1e-4)
+    run = machine.calibration(10.0)
+    samples = list(run.prefills())
+    assert {(512, 0), (512, 384), (2048, 0)} <= {(one.num_tokens, one.prefix_tokens) for one in samples}
+    assert all(abs(one.seconds - 1e-4 * (one.num_tokens - one.prefix_tokens)) < 1e-9 for one in samples)
+    assert run.num_pages_used == 32
+
+
+def test_decode_batches() -> None:
+    samples = list(Machine(LIMITS, 1e-3).calibration(10.0).decodes())
+    assert {(1, 32), (8, 4096), (32, 32 * 512)} <= {(one.num_seqs, one.kv_tokens) for one in samples}
+
+
+@given(
+    st.builds(
+        Limits,
+        num_pages=st.integers(1, 100),
+        block_tokens=st.sampled_from([16, 64, 512]),
+        max_batch_tokens=st.integers(1, 3000),
+        max_num_seqs=st.integers(1, 40),
+        max_seq_tokens=st.integers(1, 3000),
+    ),
+    st.floats(1e-6, 1.0),
+    st.floats(0.01, 5.0),
+)
+def test_within_its_limits_and_its_time(limits: Limits, per_token_s: float, budget_s: float) -> None:
+    for kind in ("prefills", "decodes"):
+        machine = Machine(limits, per_token_s)
+        run = machine.calibration(budget_s)
+        samples = list(getattr(run, kind)())
+        assert run.num_pages_used <= limits.num_pages
+        # Only the first run cannot know how long it takes.
+        first_s = 32 * per_token_s
+        assert machine.clock.now_s() <= max(budget_s, first_s) + 1e-6
+        assert all(one.seconds > 0 for one in samples)

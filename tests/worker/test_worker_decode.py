@@ -1,0 +1,213 @@
+"""The decode role on an engine thread that the test plays itself, so that every interleaving can be written down."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, cast
+
+import pytest
+
+from moonpool.base.clock import VirtualClock
+from moonpool.base.descriptor import SegmentDescriptor
+from moonpool.base.errors import MoonpoolError
+from moonpool.engine.blocks import PageManager
+from moonpool.engine.kv_memory import KvLayout
+from moonpool.engine.scheduler import Scheduler, SchedulerConfig
+from moonpool.engine.sequence import SamplingParams
+from moonpool.engine.sequence import Sequence as RequestSequence
+from moonpool.engine.step import FullBlock
+from moonpool.worker.decode import DecodeRole
+from moonpool.worker.kv_link.outbox import Outbox, Urgency
+from moonpool.worker.kv_link.pieces import HostPieces
+from moonpool.worker.kv_link.push import PoolWriter
+from moonpool.worker.kv_link.reservations import Reservations
+from moonpool.worker.loop import EngineLoop
+from moonpool.worker.messages import DecodeItem, RequestSpec
+from moonpool.worker.samples import Samples
+
+LAYOUT = KvLayout(num_pages=8, num_layers=1, num_kv_heads=1, block_tokens=4, head_dim=4, dtype="float32")
+
+
+class HandLoop:
+    """Posts wait until the test runs them."""
+
+    def __init__(self) -> None:
+        self.posted: list[Callable[[], None]] = []
+
+    def post(self, function: Callable[[], None]) -> None:
+        self.posted.append(function)
+
+    def call(self, function: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except MoonpoolError as error:
+                future.set_exception(error)
+
+        self.post(run)
+        return future
+
+    def run_posted(self) -> None:
+        posted, self.posted = self.posted, []
+        for function in posted:
+            function()
+
+
+class HandOutbox:
+    """Tasks wait until the test runs them."""
+
+    def __init__(self) -> None:
+        self.tasks: list[Callable[[], None]] = []
+
+    def put(self, urgency: Urgency, task: Callable[[], None]) -> None:
+        self.tasks.append(task)
+
+    def __len__(self) -> int:
+        return len(self.tasks)
+
+
+class RememberingPool:
+    """Remembers what it read from pages, instead of putting it."""
+
+    def __init__(self, pieces: HostPieces) -> None:
+        self._pieces = pieces
+        self.puts: list[tuple[bytes, bytes]] = []
+
+    def put_page(self, key: bytes, page: int, parent: bytes | None = None) -> None:
+        self.puts.append((key, bytes(self._pieces.read(page, 0))))
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.pages = PageManager(LAYOUT.num_pages, LAYOUT.block_tokens)
+        self.scheduler = Scheduler(SchedulerConfig(64, 8, 32), self.pages)
+        self.memory = memoryview(bytearray(LAYOUT.total_nbytes))
+        pieces = HostPieces(self.memory, LAYOUT)
+        self.loop, self.outbox, self.pool = HandLoop(), HandOutbox(), RememberingPool(pieces)
+        self.reservations = Reservations(self.pages, lambda pages, generation: None)
+        segment = SegmentDescriptor(name="d/kv", nbytes=0, incarnation=1, host="", endpoints=())
+        self.role = DecodeRole(
+            scheduler=self.scheduler,
+            reservations=self.reservations,
+            memory=pieces,
+            pool=cast(PoolWriter, self.pool),
+            outbox=cast(Outbox, self.outbox),
+            samples=Samples(),
+            describe=lambda: ("unix:/d", segment),
+            clock=VirtualClock(),
+        )
+        self.role.loop = cast(EngineLoop, self.loop)
+
+    def ask(self, name: str, num_tokens: int = 8, timeout_s: float = 5.0) -> asyncio.Task[DecodeItem]:
+        spec = RequestSpec(
+            request_id=name,
+            epoch=1,
+            tokens=list(range(num_tokens)),
+            num_prompt_tokens=num_tokens,
+            root=bytes(32),
+            params=SamplingParams(max_tokens=4),
+            timeout_s=timeout_s,
+        )
+
+        async def first() -> DecodeItem:
+            async for item in self.role.decode(spec):
+                return item
+            raise AssertionError("a stream begins with its ticket")
+
+        return asyncio.create_task(first())
+
+    async def settle(self) -> None:
+        """Lets the event loop do all it can."""
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+@pytest.mark.parametrize("how", ["cancelled", "timed out"])
+async def test_pages_become_free_just_when_the_client_gives_up(bench: Bench, how: str) -> None:
+    """The engine's thread looks for waiting streams after the client has gone and before it is told so."""
+    bench.pages.reserve("others", LAYOUT.num_pages)
+    asking = bench.ask("r", timeout_s=5.0 if how == "cancelled" else 0.3)
+    await bench.settle()
+    bench.loop.run_posted()  # enters and finds no page
+    if how == "cancelled":
+        await bench.settle()
+        asking.cancel()
+    with pytest.raises(asyncio.CancelledError if how == "cancelled" else MoonpoolError):
+        await asking
+    await bench.settle()
+    assert len(bench.loop.posted) == 1, "its good-bye is on its way"
+    bench.pages.release("others")
+    bench.role.at_boundary()
+    bench.loop.run_posted()
+    bench.role.at_boundary()
+    assert bench.pages.num_available == LAYOUT.num_pages
+    assert bench.reservations.num_pages == 0
+
+
+async def test_first_come_first_served(bench: Bench) -> None:
+    bench.pages.reserve("others", 5)
+    asking = [bench.ask("large", 16), bench.ask("small", 4)]
+    await bench.settle()
+    bench.loop.run_posted()
+    await bench.settle()
+    assert not any(task.done() for task in asking), "small ones do not overtake, else large ones starve"
+    bench.pages.release("others")
+    bench.role.at_boundary()
+    large, small = [await task for task in asking]
+    assert large.ticket is not None
+    assert small.ticket is not None
+    assert (len(large.ticket.pages), len(small.ticket.pages)) == (4, 1)
+
+
+async def test_a_preempted_request_gets_its_pages_before_new_ones(bench: Bench) -> None:
+    """Else a stream of short prompts keeps a long one from ever going on."""
+    taken = bench.pages.allocate(7)
+    preempted = RequestSequence(
+        "old/1", list(range(12)), SamplingParams(max_tokens=8), root=bytes(32), block_tokens=4, output=[1]
+    )
+    bench.scheduler.add(preempted)
+    assert bench.scheduler.schedule() == [], "four pages are wanted and one is free"
+    asking = bench.ask("new", 4)
+    await bench.settle()
+    bench.loop.run_posted()
+    await bench.settle()
+    assert not asking.done()
+    bench.pages.free(taken)
+    bench.role.at_boundary()
+    assert [chunk.request_id for chunk in bench.scheduler.schedule()] == ["old/1"]
+    bench.scheduler.complete({"old/1": 5})
+    bench.role.at_boundary()
+    assert (await asking).ticket is not None
+    bench.loop.run_posted()
+    bench.scheduler.check_integrity()
+
+
+async def test_a_block_put_twice_is_held_until_the_second_put_is_done(bench: Bench) -> None:
+    """A preempted request completes a block again while its first put still waits."""
+    [page] = bench.pages.allocate(1)
+    key = bytes(range(32))
+    bench.pages.publish([page], [key])
+    right = b"R" * LAYOUT.page_nbytes
+    bench.memory[page * LAYOUT.page_nbytes : (page + 1) * LAYOUT.page_nbytes] = right
+    block = FullBlock("r/1", 0, page, key)
+    bench.role.completed([block])
+    bench.role.completed([block])
+    bench.pages.free([page])
+    first, second = bench.outbox.tasks
+    first()
+    bench.loop.run_posted()
+    for other in bench.pages.allocate(bench.pages.num_available):  # whoever comes next writes where they may
+        bench.memory[other * LAYOUT.page_nbytes : (other + 1) * LAYOUT.page_nbytes] = b"X" * LAYOUT.page_nbytes
+    second()
+    bench.loop.run_posted()
+    assert bench.pool.puts == [(key, right), (key, right)]
+    assert bench.pages.holders() == {}
