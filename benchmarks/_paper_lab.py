@@ -18,11 +18,11 @@ from moonpool.sim.physics.hardware import GB, node
 from moonpool.sim.physics.model_config import preset
 from moonpool.sim.physics.paper_fit import chunk_cost, mooncake_cost
 from moonpool.sim.systems import BASELINE, VLLM_TODAY
-from moonpool.sim.world.cluster import Cluster
+from moonpool.sim.world.cluster import SimCluster
 from moonpool.sim.world.config import ClusterConfig, PoolKind
 from moonpool.sim.world.coupled import CoupledCluster, CoupledConfig
+from moonpool.sim.world.recorder import Columns, WorldRecorder
 from moonpool.sim.world.results import Results
-from moonpool.sim.world.watch import Columns, Watch
 from moonpool.traces import Trace, read_jsonl, scale_load, slice_count
 from moonpool.traces.generate import generate
 
@@ -123,8 +123,8 @@ class Lab:
 def run_apart(trace: Trace, system: Apart, machine: Machine | None = None) -> Run:
     if system.one_token:
         trace = trace.but(num_output=np.ones(len(trace), dtype=np.int64))
-    cluster = Cluster(_config(system, machine or FAST25), trace)
-    watch, pulls = Watch(cluster, _SAMPLE_S), _follow_pulls(cluster)
+    cluster = SimCluster(_config(system, machine or FAST25), trace)
+    watch, pulls = WorldRecorder(cluster, _SAMPLE_S), _follow_pulls(cluster)
     results = Results.of(cluster.run())
     return Run(results, watch.columns(), pulls)
 
@@ -156,7 +156,7 @@ def _config(system: Apart, machine: Machine) -> ClusterConfig:
     )
 
 
-def _follow_pulls(cluster: Cluster) -> list[PullSample]:
+def _follow_pulls(cluster: SimCluster) -> list[PullSample]:
     """What workers tell the conductor of their pulls, as it comes."""
     pulls: list[PullSample] = []
     for worker in cluster.prefills.values():

@@ -41,7 +41,7 @@ from moonpool.sim.fleet import Profile, write_profile
 from moonpool.sim.physics.hardware import GB, GpuSpec, NodeSpec
 from moonpool.sim.physics.model_config import shape_from_config
 from moonpool.sim.physics.model_shape import ModelShape
-from moonpool.sim.world.cluster import Cluster
+from moonpool.sim.world.cluster import SimCluster
 from moonpool.sim.world.config import ClusterConfig
 from moonpool.sim.world.job import DONE, Job
 from moonpool.sim.world.step_log import mean_of_longest_s
@@ -243,7 +243,7 @@ def _node(shape: ModelShape, kv_nbytes: int, pool_nbytes: int) -> NodeSpec:
 
 
 def simulate(config: ClusterConfig, trace: Trace) -> list[Job]:
-    return Cluster(config, trace).run()
+    return SimCluster(config, trace).run()
 
 
 # what came out

@@ -31,7 +31,7 @@ from moonpool.engine.load import make_scheduler
 from moonpool.engine.models.llama import LlamaModel
 from moonpool.engine.runner import Runner
 from moonpool.engine.sequence import SamplingParams
-from moonpool.engine.step import Admitted
+from moonpool.engine.step import AdmittedSequence
 from moonpool.engine.weights import random_weights
 from moonpool.master.service import Master, MasterConfig
 from moonpool.node.config import NodeConfig
@@ -94,7 +94,7 @@ class Side:
     def pull(self, root: bytes, pages: list[int]) -> float:
         """Pulls that chain's blocks into the pages; bytes per second. Every piece is verified on the way."""
         keys = chain_keys(root, TOKENS, BLOCK_TOKENS)
-        wanted = Admitted("smoke", 0, tuple(range(len(keys))), tuple(pages), tuple(keys))
+        wanted = AdmittedSequence("smoke", 0, tuple(range(len(keys))), tuple(pages), tuple(keys))
         result = self.puller.start(wanted, lambda layer, count: None, lambda: None).wait_end(60)
         assert result.failure is None, result.failure
         assert result.num_good == len(pages)

@@ -33,7 +33,7 @@ from moonpool.conductor.placement.policy import PolicyConfig
 from moonpool.sim.physics.hardware import node
 from moonpool.sim.physics.model_config import preset
 from moonpool.sim.physics.paper_fit import mooncake_cost
-from moonpool.sim.world.cluster import Cluster
+from moonpool.sim.world.cluster import SimCluster
 from moonpool.sim.world.config import ClusterConfig
 from moonpool.sim.world.results import Results
 from moonpool.traces import scale_load
@@ -79,7 +79,7 @@ def outcome(setup: Setup, form: AdmissionForm, load: float) -> Results:
         num_decode=setup.num_decode,
         policy=policy,
     )
-    return Results.of(Cluster(config, scale_load(conversation(setup.num_requests), load)).run())
+    return Results.of(SimCluster(config, scale_load(conversation(setup.num_requests), load)).run())
 
 
 def num_rejected(results: Results) -> int:

@@ -20,7 +20,7 @@ from _conversation import RATE_PER_S, conversation, origin
 from moonpool.sim.physics.hardware import node
 from moonpool.sim.physics.model_config import preset
 from moonpool.sim.physics.paper_fit import paper_cost
-from moonpool.sim.world.cluster import Cluster
+from moonpool.sim.world.cluster import SimCluster
 from moonpool.sim.world.config import ClusterConfig
 from moonpool.sim.world.results import Results
 from moonpool.traces import Trace
@@ -41,7 +41,7 @@ def simulate(trace: Trace, num_nodes: int) -> tuple[float, Results]:
         num_prefill=num_nodes // 2,
         num_decode=num_nodes - num_nodes // 2,
     )
-    results = Results.of(Cluster(config, trace).run())
+    results = Results.of(SimCluster(config, trace).run())
     return time.process_time() - began_s, results
 
 

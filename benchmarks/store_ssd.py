@@ -24,7 +24,7 @@ import numpy as np
 
 from moonpool.base.checksum import crc32c
 from moonpool.base.object_header import ObjectHeader, Piece, header_nbytes
-from moonpool.node.ssd import Item, Location, Read, SsdConfig, SsdLog
+from moonpool.node.ssd import LogItem, LogLocation, LogRead, SsdConfig, SsdLog
 from moonpool.transfer import aligned_buffer
 
 MIB = 1 << 20
@@ -43,7 +43,7 @@ def fio(path: str, op: str, size_nbytes: int) -> float:
     return size_nbytes / MIB / (float(job["job_runtime"]) / 1000)
 
 
-def objects(count: int) -> list[Item]:
+def objects(count: int) -> list[LogItem]:
     """Each in aligned memory, header and piece as they lie in DRAM."""
     rng = np.random.default_rng(0)
     made = []
@@ -52,22 +52,22 @@ def objects(count: int) -> list[Item]:
         view[-MIB:] = rng.bytes(MIB)
         key = number.to_bytes(KEY_NBYTES, "big")
         view[:-MIB] = ObjectHeader(key=key, generation=1, pieces=(Piece(MIB, crc32c(view[-MIB:])),)).pack()
-        made.append(Item(key, 1, [view]))
+        made.append(LogItem(key, 1, [view]))
     return made
 
 
-def renamed(items: list[Item], first: int) -> list[Item]:
+def renamed(items: list[LogItem], first: int) -> list[LogItem]:
     """The same memory under the next keys."""
     for number, item in enumerate(items):
         view = memoryview(item.parts[0])  # type: ignore[arg-type]
         key = (first + number).to_bytes(KEY_NBYTES, "big")
         pieces = (Piece(MIB, crc32c(view[-MIB:])),)
         view[:-MIB] = ObjectHeader(key=key, generation=1, pieces=pieces).pack()
-        items[number] = Item(key, 1, item.parts)
+        items[number] = LogItem(key, 1, item.parts)
     return items
 
 
-def offload(log: SsdLog, items: list[Item], num_batches: int, first: int) -> tuple[float, dict[bytes, Location]]:
+def offload(log: SsdLog, items: list[LogItem], num_batches: int, first: int) -> tuple[float, dict[bytes, LogLocation]]:
     """MiB/s of objects, and where they lie. Preparing the next batch is not in the time."""
     spent_s, where = 0.0, {}
     for number in range(num_batches):
@@ -78,13 +78,13 @@ def offload(log: SsdLog, items: list[Item], num_batches: int, first: int) -> tup
             log.sync()
         spent_s += time.perf_counter() - start
         for item, result in zip(batch, results, strict=True):
-            if not isinstance(result, Location):
+            if not isinstance(result, LogLocation):
                 raise result
             where[item.key] = result
     return num_batches * len(items) * OBJECT_NBYTES / MIB / spent_s, where
 
 
-def read_back(log: SsdLog, where: dict[bytes, Location], batch: int) -> float:
+def read_back(log: SsdLog, where: dict[bytes, LogLocation], batch: int) -> float:
     """MiB/s of objects, `batch` per call."""
     views = [aligned_buffer(OBJECT_NBYTES) for _ in range(batch)]
     for view in views:
@@ -93,7 +93,7 @@ def read_back(log: SsdLog, where: dict[bytes, Location], batch: int) -> float:
     start = time.perf_counter()
     for at in range(0, len(wanted), batch):
         part = zip(wanted[at : at + batch], views, strict=False)
-        errors = log.read_many([Read(key, 1, location, [view]) for (key, location), view in part])
+        errors = log.read_many([LogRead(key, 1, location, [view]) for (key, location), view in part])
         assert not any(errors), errors
     return len(wanted) * OBJECT_NBYTES / MIB / (time.perf_counter() - start)
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import Unavailable
-from moonpool.transfer.desk import Desk
+from moonpool.transfer.control import ControlHandler
 from moonpool.transfer.host import host_id
 from moonpool.transfer.memory.buffers import address_of
 from moonpool.transfer.transports.cuda.driver import driver
@@ -40,7 +40,7 @@ T = 30.0
 def own(nbytes: int, granule_nbytes: int) -> None:
     """The owner's process; ends with its standard input."""
     segment = DeviceSegment.create("pool", nbytes, device=0, granule_nbytes=granule_nbytes or None, incarnation=1)
-    desk = Desk()
+    desk = ControlHandler()
     tcp = TcpTransport(desk=desk)
     cuda = CudaTransport(desk, tcp.serve(segment), tcp.line)
     endpoint = cuda.serve(segment)
@@ -58,7 +58,7 @@ def opened(nbytes: int, granule_nbytes: int) -> Iterator[CudaRemote]:
     assert process.stdout is not None
     descriptor = msgspec.json.decode(process.stdout.readline(), type=SegmentDescriptor)
     tcp = TcpTransport(None)
-    transport = CudaTransport(Desk(), None, tcp.line)
+    transport = CudaTransport(ControlHandler(), None, tcp.line)
     remote = transport.open(descriptor, descriptor.endpoints[0], timeout_s=T)
     try:
         yield remote

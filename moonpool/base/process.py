@@ -60,7 +60,7 @@ class ProcessConfig:
     ready_fd: int | None = field(default=None, metadata={"help": "inherited descriptor that is told of readiness"})
 
 
-class Report(msgspec.Struct, frozen=True, omit_defaults=True):
+class ReadyReport(msgspec.Struct, frozen=True, omit_defaults=True):
     """The one line on the ready descriptor; exactly one field is set."""
 
     ready: str | None = None
@@ -93,9 +93,9 @@ def _run(role: str, make: Callable[[], Service], config: ProcessConfig, what: st
         reason = str(error) if isinstance(error, MoonpoolError) else memory_shortage(error)
         if reason is None:
             _LOG.exception("a bug ended this process")
-            ready.tell(Report(error=f"a bug: {type(error).__name__}: {error}"[:_MAX_REASON]))
+            ready.tell(ReadyReport(error=f"a bug: {type(error).__name__}: {error}"[:_MAX_REASON]))
             return EXIT_BUG
-        if not ready.tell(Report(error=reason[:_MAX_REASON])):
+        if not ready.tell(ReadyReport(error=reason[:_MAX_REASON])):
             print(f"moonpool {role}: {reason}", file=sys.stderr)
         return EXIT_FAILED
     return 0
@@ -110,7 +110,7 @@ async def _serve(make: Callable[[], Service], ready: _ReadyPipe, what: str) -> N
     try:
         address = await _started(service, stopping)
         if not stopping.done():
-            if not ready.tell(Report(ready=address or "")):
+            if not ready.tell(ReadyReport(ready=address or "")):
                 at = f" at {address}" if address else ""
                 _LOG.info("moonpool %s: %s serves%s (process %d)", __version__, what, at, os.getpid())
             await _run_until(service, stopping)
@@ -167,7 +167,7 @@ class _ReadyPipe:
             except OSError as error:
                 raise ConfigError(f"--ready-fd {fd} is not an open descriptor") from error
 
-    def tell(self, report: Report) -> bool:
+    def tell(self, report: ReadyReport) -> bool:
         """False when there is nobody to tell any more."""
         if self._fd is None:
             return False

@@ -19,10 +19,10 @@ from moonpool.base.errors import InvalidInput
 from moonpool.bench import store_large, store_redis, store_ssd
 from moonpool.bench.iperf import iperf_gb_s
 from moonpool.bench.store_calls import BATCH
-from moonpool.bench.store_case import Case, Report, Scale, say
+from moonpool.bench.store_case import BenchScale, ClaimReport, StoreCase, say
 from moonpool.bench.store_large import Filler
 from moonpool.bench.store_objects import MIB, SMALL_BATCH, SMALL_NBYTES
-from moonpool.bench.store_pool import NUM_CLIENTS, Pool, start_pool
+from moonpool.bench.store_pool import NUM_CLIENTS, BenchPool, start_pool
 
 LARGE_NUM_OBJECTS = 10_000_000
 _LABEL = "kept"
@@ -33,7 +33,7 @@ _SPARE_NBYTES = 64 * MIB
 
 
 class Options(NamedTuple):
-    scale: Scale
+    scale: BenchScale
     num_objects: int  # to grow to
     folder: str | None  # on the disk to measure
 
@@ -52,18 +52,18 @@ def run(
     unknown = set(cases) - CASES.keys()
     if unknown:
         raise InvalidInput(f"no case {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
-    scale = Scale.quick() if quick else Scale()
+    scale = BenchScale.quick() if quick else BenchScale()
     if rounds is not None:
         scale = replace(scale, rounds=rounds)
     options = Options(scale, num_objects or (LARGE_NUM_OBJECTS if large else scale.num_objects), folder)
-    report = Report(as_json)
+    report = ClaimReport(as_json)
     report.note("machine's load before", os.getloadavg()[0], "cores")
     for name in cases or CASES:
         CASES[name](report, options)
     report.sum_up()
 
 
-def _copy(report: Report, options: Options) -> None:
+def _copy(report: ClaimReport, options: Options) -> None:
     """1 MiB within this machine."""
     scale = options.scale
     count, seconds = scale.num_large, scale.seconds
@@ -76,27 +76,27 @@ def _copy(report: Report, options: Options) -> None:
             get = partial(reader.do, "get", way="shm", label=_LABEL, count=count, batch=batch, seconds=seconds)
             loop = partial(reader.do, "copy_out", label=_LABEL, count=count, seconds=seconds)
             report.measure(
-                Case(f"get 1 MiB, {how} (beside: copy and crc32c)", "GB/s", get, loop, get_claim), scale.rounds
+                StoreCase(f"get 1 MiB, {how} (beside: copy and crc32c)", "GB/s", get, loop, get_claim), scale.rounds
             )
             put = partial(writer.do, "put", way="shm", count=count, batch=batch, seconds=seconds)
             loop = partial(writer.do, "copy_in", count=count, seconds=seconds)
             report.measure(
-                Case(f"put 1 MiB, {how} (beside: crc32c and copy)", "GB/s", put, loop, put_claim), scale.rounds
+                StoreCase(f"put 1 MiB, {how} (beside: crc32c and copy)", "GB/s", put, loop, put_claim), scale.rounds
             )
 
 
-def _view(report: Report, options: Options) -> None:
+def _view(report: ClaimReport, options: Options) -> None:
     scale = options.scale
     with _large_pool(scale) as pool:
         reader = pool.clients[1]
         view = partial(reader.do, "view_us", label=_LABEL, count=scale.num_large, seconds=scale.seconds)
-        case = Case("view of 1 MiB", "us", partial(view, always=False), _VIEW_US, 1.0, smaller_is_better=True)
+        case = StoreCase("view of 1 MiB", "us", partial(view, always=False), _VIEW_US, 1.0, smaller_is_better=True)
         report.measure(case, scale.rounds)
-        case = Case("view of 1 MiB, verified each time", "us", partial(view, always=True), smaller_is_better=True)
+        case = StoreCase("view of 1 MiB, verified each time", "us", partial(view, always=True), smaller_is_better=True)
         report.measure(case, scale.rounds)
 
 
-def _tcp(report: Report, options: Options) -> None:
+def _tcp(report: ClaimReport, options: Options) -> None:
     """1 MiB over sockets, though it is the same machine."""
     scale = options.scale
     count, seconds = scale.num_large, scale.seconds
@@ -107,11 +107,13 @@ def _tcp(report: Report, options: Options) -> None:
         common: dict[str, Any] = {"way": "tcp", "count": count, "batch": True, "seconds": seconds, "best": False}
         get, put = partial(reader.do, "get", label=_LABEL, **common), partial(writer.do, "put", **common)
         for name, work, claim in (("get", get, 0.75), ("put", put, 0.7)):
-            case = Case(f"{name} 1 MiB over tcp, batches of {count} (beside: iperf3)", "GB/s", work, iperf_gb_s, claim)
+            case = StoreCase(
+                f"{name} 1 MiB over tcp, batches of {count} (beside: iperf3)", "GB/s", work, iperf_gb_s, claim
+            )
             report.measure(case, scale.rounds)
 
 
-def _redis(report: Report, options: Options) -> None:
+def _redis(report: ClaimReport, options: Options) -> None:
     """1 MiB, ours and redis's, each by its Python client: get gives new bytes."""
     scale = options.scale
     count, seconds = scale.num_large, scale.seconds
@@ -125,13 +127,17 @@ def _redis(report: Report, options: Options) -> None:
             common: dict[str, Any] = {"count": count, "batch": batch, "seconds": seconds}
             get = partial(reader.do, "get_bytes", label=_LABEL, **common)
             other = partial(reader.do, "redis_get", port=port, **common)
-            report.measure(Case(f"get 1 MiB, {how} (beside: redis)", "GB/s", get, other, _REDIS_RATIO), scale.rounds)
+            report.measure(
+                StoreCase(f"get 1 MiB, {how} (beside: redis)", "GB/s", get, other, _REDIS_RATIO), scale.rounds
+            )
             put = partial(writer.do, "put", way="shm", best=False, **common)
             other = partial(writer.do, "redis_put", port=port, **common)
-            report.measure(Case(f"put 1 MiB, {how} (beside: redis)", "GB/s", put, other, _REDIS_RATIO), scale.rounds)
+            report.measure(
+                StoreCase(f"put 1 MiB, {how} (beside: redis)", "GB/s", put, other, _REDIS_RATIO), scale.rounds
+            )
 
 
-def _calls(report: Report, options: Options) -> None:
+def _calls(report: ClaimReport, options: Options) -> None:
     """The master alone, asked by both clients at once."""
     scale = options.scale
     with start_pool(master={"segment_ttl_s": 1e6}, apart=True) as pool:
@@ -143,14 +149,14 @@ def _calls(report: Report, options: Options) -> None:
         exist_many = partial(pool.together, "exist_many", **known)
         store = partial(filler.grow, scale.num_objects)
         for case in (
-            Case("exist with leases, one key a call", "calls/s", exist, _EXIST_PER_S, 1.0),
-            Case(f"exist with leases, batches of {BATCH:,}", "keys/s", exist_many, _EXIST_KEYS_PER_S, 1.0),
-            Case(f"put_start + put_end, batches of {BATCH:,}", "objects/s", store, _STORED_PER_S, 1.0),
+            StoreCase("exist with leases, one key a call", "calls/s", exist, _EXIST_PER_S, 1.0),
+            StoreCase(f"exist with leases, batches of {BATCH:,}", "keys/s", exist_many, _EXIST_KEYS_PER_S, 1.0),
+            StoreCase(f"put_start + put_end, batches of {BATCH:,}", "objects/s", store, _STORED_PER_S, 1.0),
         ):
             report.measure(case, scale.rounds)
 
 
-def _small(report: Report, options: Options) -> None:
+def _small(report: ClaimReport, options: Options) -> None:
     """4 KiB, both clients at once."""
     scale = options.scale
     # One batch of batches stays, and each client has one more; an object takes twice its size, for its header.
@@ -161,27 +167,27 @@ def _small(report: Report, options: Options) -> None:
         get = partial(pool.together, "get_small", label=_LABEL, num_batches=count, seconds=scale.seconds)
         put = partial(pool.together, "put_small", num_batches=count)
         name = f"4 KiB, batches of {SMALL_BATCH:,}"
-        report.measure(Case(f"get {name}", "objects/s", get, _SMALL_GETS_PER_S, 1.0), scale.rounds)
-        report.measure(Case(f"put {name}", "objects/s", put, _SMALL_PUTS_PER_S, 1.0), scale.rounds)
+        report.measure(StoreCase(f"get {name}", "objects/s", get, _SMALL_GETS_PER_S, 1.0), scale.rounds)
+        report.measure(StoreCase(f"put {name}", "objects/s", put, _SMALL_PUTS_PER_S, 1.0), scale.rounds)
 
 
 @contextlib.contextmanager
-def _large_pool(scale: Scale) -> Iterator[Pool]:
+def _large_pool(scale: BenchScale) -> Iterator[BenchPool]:
     """With objects of 1 MiB that the first client has put."""
     with start_pool(node={"dram_nbytes": 4 * scale.num_large * MIB + _SPARE_NBYTES}) as pool:
         pool.clients[0].do("fill", label=_LABEL, count=scale.num_large)
         yield pool
 
 
-def _grow(report: Report, options: Options) -> None:
+def _grow(report: ClaimReport, options: Options) -> None:
     store_large.measure(report, options.num_objects, options.scale.seconds)
 
 
-def _ssd(report: Report, options: Options) -> None:
+def _ssd(report: ClaimReport, options: Options) -> None:
     store_ssd.measure(report, options.scale, options.folder)
 
 
-CASES: dict[str, Callable[[Report, Options], None]] = {
+CASES: dict[str, Callable[[ClaimReport, Options], None]] = {
     "copy": _copy,
     "view": _view,
     "tcp": _tcp,

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from moonpool.bench.transfer import Line, show
+from moonpool.bench.transfer import BenchLine, show
 
 _BENCH = "store"
 
 
-class Case(NamedTuple):
+class StoreCase(NamedTuple):
     """`measure` and `baseline` give a figure in `unit`, measured in turns; a number is a claim, None: nothing to
     compare with. `claim` is what their ratio should reach, or with `smaller_is_better` not exceed.
     """
@@ -26,7 +26,7 @@ class Case(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scale:
+class BenchScale:
     """How much is measured. The best of `rounds` counts."""
 
     rounds: int = 3
@@ -37,19 +37,19 @@ class Scale:
     ssd_nbytes: int = 2 << 30  # written to disk and read back
 
     @classmethod
-    def quick(cls) -> Scale:
+    def quick(cls) -> BenchScale:
         """Seconds in all; says that it works, and little of how fast."""
         return cls(rounds=1, seconds=0.1, num_large=8, num_small_batches=2, num_objects=10_000, ssd_nbytes=64 << 20)
 
 
 @dataclass
-class Report:
+class ClaimReport:
     """Prints lines as they come and remembers which claims were missed."""
 
     as_json: bool
     missed: list[str] = field(default_factory=list)
 
-    def measure(self, case: Case, rounds: int) -> None:
+    def measure(self, case: StoreCase, rounds: int) -> None:
         best = min if case.smaller_is_better else max
         values: list[float] = []
         baselines: list[float] = []
@@ -60,10 +60,12 @@ class Report:
                 baselines.append(baseline)
         self.tell(case, best(values), best(baselines) if baselines else None)
 
-    def tell(self, case: Case, value: float, baseline: float | None) -> None:
+    def tell(self, case: StoreCase, value: float, baseline: float | None) -> None:
         ratio = None if not baseline else round(value / baseline, 3)
         shown = None if baseline is None else round(baseline, 3)
-        line = Line(bench=_BENCH, case=case.name, value=round(value, 3), unit=case.unit, baseline=shown, ratio=ratio)
+        line = BenchLine(
+            bench=_BENCH, case=case.name, value=round(value, 3), unit=case.unit, baseline=shown, ratio=ratio
+        )
         show(line, self.as_json)
         if ratio is not None and case.claim is not None:
             holds = ratio <= case.claim if case.smaller_is_better else ratio >= case.claim
@@ -73,7 +75,7 @@ class Report:
     def note(self, name: str, value: float, unit: str, *, at_most: float | None = None) -> None:
         """A figure that stands beside no other, or beside what it may be at most."""
         claim = None if at_most is None else 1.0
-        self.tell(Case(name, unit, lambda: value, None, claim, smaller_is_better=True), value, at_most)
+        self.tell(StoreCase(name, unit, lambda: value, None, claim, smaller_is_better=True), value, at_most)
 
     def sum_up(self) -> None:
         for missed in self.missed:

@@ -16,7 +16,7 @@ from moonpool.base.lifeline import watch_inherited
 from moonpool.bench.store_calls import CallWork
 from moonpool.bench.store_objects import ObjectWork
 from moonpool.bench.store_ping import PingWork
-from moonpool.bench.store_pool import Reply
+from moonpool.bench.store_pool import BenchReply
 from moonpool.bench.store_redis import RedisWork
 
 
@@ -33,11 +33,11 @@ def main(address: str, run_dir: str) -> None:
             sys.stdout.buffer.flush()
 
 
-def _attempt(work: Callable[..., Any], arguments: dict[str, Any]) -> Reply:
+def _attempt(work: Callable[..., Any], arguments: dict[str, Any]) -> BenchReply:
     try:
-        return Reply(result=work(**arguments))
+        return BenchReply(result=work(**arguments))
     except Exception as error:  # noqa: BLE001 - whatever it is, the benchmark that waits for us must hear of it
-        return Reply(error=f"{type(error).__name__}: {error}")
+        return BenchReply(error=f"{type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":

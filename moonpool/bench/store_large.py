@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from moonpool.bench.store_case import Case, Report, say
-from moonpool.bench.store_pool import NUM_CLIENTS, BenchClient, Pool, start_pool
+from moonpool.bench.store_case import ClaimReport, StoreCase, say
+from moonpool.bench.store_pool import NUM_CLIENTS, BenchClient, BenchPool, start_pool
 
 BLOCK_NBYTES = 320 * 327_680 + 4096  # keys and values of 320 tokens, and a header
 NUM_SEGMENTS = 64
@@ -37,7 +37,7 @@ RATES = (("exist_many", "exist"), ("lookup_many", "look-up"), ("store", "put_sta
 class Filler:
     """The first two clients, which fill the master with blocks on paper; knows how far they are."""
 
-    def __init__(self, pool: Pool, *, nbytes: int, chained: bool) -> None:
+    def __init__(self, pool: BenchPool, *, nbytes: int, chained: bool) -> None:
         self._pool, self._nbytes, self._chained = pool, nbytes, chained
         self.count = 0
 
@@ -101,7 +101,7 @@ class SnapshotWatch:
                     self.times_s.append((now_s - _LOOK_EVERY_S, now_s))
 
 
-def measure(report: Report, num_objects: int, seconds: float) -> None:
+def measure(report: ClaimReport, num_objects: int, seconds: float) -> None:
     """Fills a master of its own with `num_objects`, and more until it evicts."""
     first = min(FIRST_NUM_OBJECTS, num_objects // 10)
     segment_nbytes = int((num_objects + first) * BLOCK_NBYTES / _FULL_PART / NUM_SEGMENTS)
@@ -118,7 +118,7 @@ def measure(report: Report, num_objects: int, seconds: float) -> None:
             _tell_evicting(report, filler, pinger, num_objects // 20)
         for what, name in RATES:
             case = f"{name} in batches at {num_objects:,} objects (beside: at {first:,})"
-            report.tell(Case(case, "keys/s", float, None, _LEAST_RATE_RATIO), after[what], before[what])
+            report.tell(StoreCase(case, "keys/s", float, None, _LEAST_RATE_RATIO), after[what], before[what])
 
 
 def _rates(filler: Filler, count: int, seconds: float) -> dict[str, float]:
@@ -128,7 +128,7 @@ def _rates(filler: Filler, count: int, seconds: float) -> dict[str, float]:
 
 
 def _tell_growing(
-    report: Report, pool: Pool, filler: Filler, pinger: BenchClient, snapshots: SnapshotWatch, count: int
+    report: ClaimReport, pool: BenchPool, filler: Filler, pinger: BenchClient, snapshots: SnapshotWatch, count: int
 ) -> None:
     quiet = pinger.do("pings")
     waited_s = _run_delay_s(pool.master_pid)
@@ -148,7 +148,7 @@ def _tell_growing(
     report.note("time the master waited for its processor meanwhile", waited_s, "s")
 
 
-def _tell_evicting(report: Report, filler: Filler, pinger: BenchClient, count: int) -> None:
+def _tell_evicting(report: ClaimReport, filler: Filler, pinger: BenchClient, count: int) -> None:
     """Puts on until the watermark is crossed, and beyond; what was there before goes."""
     time.sleep(2 * _LEASE_S)  # nothing that was asked for is kept any more
     pinger.do("pings")

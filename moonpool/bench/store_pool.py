@@ -19,7 +19,7 @@ import msgspec
 
 from moonpool.base.errors import Unavailable
 from moonpool.base.lifeline import Lifeline
-from moonpool.base.process import Report
+from moonpool.base.process import ReadyReport
 from moonpool.launch.child import to_arguments
 
 _STOP_TIMEOUT_S = 10.0
@@ -27,7 +27,7 @@ _STDERR = 2
 NUM_CLIENTS = 2
 
 
-class Reply(msgspec.Struct):
+class BenchReply(msgspec.Struct):
     """A client's answer: a result, or the error that it ran into."""
 
     result: Any = None
@@ -59,13 +59,13 @@ class BenchClient:
         line = self._process.stdout.readline()
         if not line:
             raise Unavailable(f"a client of the benchmark ended with {self._process.wait()}")
-        reply = msgspec.json.decode(line, type=Reply)
+        reply = msgspec.json.decode(line, type=BenchReply)
         if reply.error is not None:
             raise Unavailable(f"a client of the benchmark failed: {reply.error}")
         return reply.result
 
 
-class Pool:
+class BenchPool:
     """What runs, and where. `folder` is theirs alone."""
 
     def __init__(self, folder: Path, master_pid: int, clients: Sequence[BenchClient]) -> None:
@@ -94,7 +94,7 @@ def start_pool(
     folder: str | None = None,
     num_clients: int = NUM_CLIENTS,
     apart: bool = False,
-) -> Iterator[Pool]:
+) -> Iterator[BenchPool]:
     """A pool of its own with these settings; `node` None: none. `folder` is where its own one is made. With `apart`
     the master has a processor for itself, if there are two.
     """
@@ -110,7 +110,7 @@ def start_pool(
         clients = [stack.enter_context(_client(address, home, lifeline)) for _ in range(num_clients)]
         if apart:
             _set_apart(master_pid, [client.pid for client in clients])
-        yield Pool(home, master_pid, clients)
+        yield BenchPool(home, master_pid, clients)
 
 
 @contextlib.contextmanager
@@ -121,7 +121,7 @@ def _role(command: str, settings: Mapping[str, object], lifeline: Lifeline) -> I
     argv = [sys.executable, "-m", "moonpool", command, *to_arguments(options)]
     with open(read_fd, "rb") as ready:
         with _process(argv, lifeline, (write_fd,), close=write_fd) as process:
-            report = msgspec.json.decode(ready.readline() or b"{}", type=Report)
+            report = msgspec.json.decode(ready.readline() or b"{}", type=ReadyReport)
             if report.ready is None:
                 raise Unavailable(f"the {command} did not start: {report.error or 'it ended without a word'}")
             yield process.pid

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from moonpool.base.errors import Unavailable
-from moonpool.bench.store_case import Case, Report, Scale, say
+from moonpool.bench.store_case import BenchScale, ClaimReport, StoreCase, say
 from moonpool.bench.store_objects import MIB
 from moonpool.bench.store_pool import BenchClient, start_pool
 
@@ -29,7 +29,7 @@ _STALL_S = 60.0
 _READ_CLAIM, _OFFLOAD_CLAIM = 0.8, 0.6
 
 
-def measure(report: Report, scale: Scale, folder: str | None) -> None:
+def measure(report: ClaimReport, scale: BenchScale, folder: str | None) -> None:
     if shutil.which("fio") is None:
         say("ssd is not measured: fio is not installed (apt-get install fio)")
         return
@@ -57,7 +57,7 @@ def measure(report: Report, scale: Scale, folder: str | None) -> None:
         (f"get of 1 MiB from SSD, batches of {_BATCH} (beside: fio read)", "get", "read", _READ_CLAIM),
         ("offload of 1 MiB objects to SSD (beside: fio write)", "offload", "write", _OFFLOAD_CLAIM),
     ):
-        case = Case(name, "GB/s", float, None, claim)
+        case = StoreCase(name, "GB/s", float, None, claim)
         report.tell(case, statistics.median(figures[ours]), statistics.median(figures[fio]))
 
 

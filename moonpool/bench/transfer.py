@@ -43,7 +43,7 @@ _SHM_SMALL_PER_S, _TCP_SMALL_PER_S, _VIEW_US = 100_000.0, 50_000.0, 50.0  # the 
 Items = list[tuple[int, NDArray[np.uint8]]]
 
 
-class Case(NamedTuple):
+class TransferCase(NamedTuple):
     """`measure` and `baseline` give a figure in `unit`; a number is a claim, None means nothing to compare with."""
 
     name: str
@@ -104,7 +104,7 @@ class Bench(NamedTuple):
         return best_s(lambda: self.remote.view(0, nbytes), self.seconds) * 1e6
 
 
-class Line(msgspec.Struct, kw_only=True):
+class BenchLine(msgspec.Struct, kw_only=True):
     bench: str = "transfer"
     case: str
     value: float
@@ -115,7 +115,10 @@ class Line(msgspec.Struct, kw_only=True):
 
 def run(*, as_json: bool, rounds: int, seconds: float = _SECONDS) -> None:
     """Prints one line per case; each is measured `rounds` times for so many seconds."""
-    show(Line(case="machine's load before", value=os.getloadavg()[0], unit="cores", baseline=None, ratio=None), as_json)
+    show(
+        BenchLine(case="machine's load before", value=os.getloadavg()[0], unit="cores", baseline=None, ratio=None),
+        as_json,
+    )
     with tempfile.TemporaryDirectory(prefix="moonpool-bench-") as folder, _owner(folder, {}) as segments:
         for way, cases in (("shm", _shm_cases), ("tcp", _tcp_cases)):
             with _engine(folder, {}) as engine:
@@ -141,7 +144,7 @@ def _guards(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "with TLS and a secret", secret | tls
 
 
-def show(line: Line, as_json: bool) -> None:
+def show(line: BenchLine, as_json: bool) -> None:
     if as_json:
         print(msgspec.json.encode(line).decode(), flush=True)
         return
@@ -149,7 +152,7 @@ def show(line: Line, as_json: bool) -> None:
     print(f"{line.case:<44} {line.value:12,.2f} {line.unit}{beside}", flush=True)
 
 
-def _measure(case: Case, rounds: int) -> Line:
+def _measure(case: TransferCase, rounds: int) -> BenchLine:
     best = min if case.smaller_is_better else max
     values, baselines = [], []
     for _ in range(rounds):
@@ -159,38 +162,44 @@ def _measure(case: Case, rounds: int) -> Line:
     found = [baseline for baseline in baselines if baseline is not None]
     baseline = best(found) if found else None
     ratio = None if baseline is None else round(value / baseline, 3)
-    return Line(case=case.name, value=round(value, 3), unit=case.unit, baseline=baseline, ratio=ratio)
+    return BenchLine(case=case.name, value=round(value, 3), unit=case.unit, baseline=baseline, ratio=ratio)
 
 
-def _shm_cases(bench: Bench, fenced: Bench) -> Iterator[Case]:
+def _shm_cases(bench: Bench, fenced: Bench) -> Iterator[TransferCase]:
     for label, nbytes in (("1 MiB", _MIB), ("64 MiB", _NBYTES)):
         items = _pieces(nbytes)
         memcpy = partial(bench.memcpy, items)
-        yield Case(f"shm read, {label} (beside: memcpy)", "GB/s", partial(bench.read_each, items), memcpy)
-        yield Case(f"shm write, {label} (beside: memcpy)", "GB/s", partial(bench.write_each, items), memcpy)
+        yield TransferCase(f"shm read, {label} (beside: memcpy)", "GB/s", partial(bench.read_each, items), memcpy)
+        yield TransferCase(f"shm write, {label} (beside: memcpy)", "GB/s", partial(bench.write_each, items), memcpy)
     for label, nbytes in (("4 KiB", 4096), ("64 MiB", _NBYTES)):
-        yield Case(f"shm view of {label}", "us", partial(bench.view_us, nbytes), _VIEW_US, smaller_is_better=True)
+        yield TransferCase(
+            f"shm view of {label}", "us", partial(bench.view_us, nbytes), _VIEW_US, smaller_is_better=True
+        )
     yield from _small_cases(bench, fenced, _SHM_SMALL_PER_S)
 
 
-def _tcp_cases(bench: Bench, fenced: Bench) -> Iterator[Case]:
+def _tcp_cases(bench: Bench, fenced: Bench) -> Iterator[TransferCase]:
     # iperf3 sends and receives the same 1 MiB over and over; so does the first pair of cases. The second walks
     # through memory that no cache holds.
     for label, span_nbytes in (("", _MIB), (" over 64 MiB", _NBYTES)):
         items = _pieces(_MIB, span_nbytes)
-        yield Case(f"tcp read, 1 MiB{label} (beside: iperf3)", "GB/s", partial(bench.read_many, items), iperf_gb_s)
-        yield Case(f"tcp write, 1 MiB{label} (beside: iperf3)", "GB/s", partial(bench.write_many, items), iperf_gb_s)
+        yield TransferCase(
+            f"tcp read, 1 MiB{label} (beside: iperf3)", "GB/s", partial(bench.read_many, items), iperf_gb_s
+        )
+        yield TransferCase(
+            f"tcp write, 1 MiB{label} (beside: iperf3)", "GB/s", partial(bench.write_many, items), iperf_gb_s
+        )
     yield from _small_cases(bench, fenced, _TCP_SMALL_PER_S)
 
 
-def _guarded_cases(label: str, bench: Bench, plain: Bench) -> Iterator[Case]:
+def _guarded_cases(label: str, bench: Bench, plain: Bench) -> Iterator[TransferCase]:
     items = _pieces(_MIB, _MIB)
     reads, writes = partial(bench.read_many, items), partial(bench.write_many, items)
-    yield Case(f"tcp read, 1 MiB {label} (beside: without)", "GB/s", reads, partial(plain.read_many, items))
-    yield Case(f"tcp write, 1 MiB {label} (beside: without)", "GB/s", writes, partial(plain.write_many, items))
+    yield TransferCase(f"tcp read, 1 MiB {label} (beside: without)", "GB/s", reads, partial(plain.read_many, items))
+    yield TransferCase(f"tcp write, 1 MiB {label} (beside: without)", "GB/s", writes, partial(plain.write_many, items))
 
 
-def _small_cases(bench: Bench, fenced: Bench, claim_per_s: float) -> Iterator[Case]:
+def _small_cases(bench: Bench, fenced: Bench, claim_per_s: float) -> Iterator[TransferCase]:
     memory = np.ones(_NUM_SMALL * _SMALL_NBYTES * 2, np.uint8)
     starts = range(0, memory.size, _SMALL_NBYTES * 2)
     items = [(start, memory[start : start + _SMALL_NBYTES]) for start in starts]
@@ -200,12 +209,12 @@ def _small_cases(bench: Bench, fenced: Bench, claim_per_s: float) -> Iterator[Ca
         return measure(items) * 1e9 / _SMALL_NBYTES
 
     for op, measure in (("read", bench.read_many), ("write", bench.write_many)):
-        yield Case(f"{way} {op}, batches of 1,000 x 4 KiB", unit, partial(per_s, measure), claim_per_s)
+        yield TransferCase(f"{way} {op}, batches of 1,000 x 4 KiB", unit, partial(per_s, measure), claim_per_s)
     for asked in TransferOp:
         name = f"{way} {asked.value} by submit(), 1,000 x 4 KiB"
-        yield Case(name, unit, partial(per_s, partial(bench.submit, asked)), claim_per_s)
+        yield TransferCase(name, unit, partial(per_s, partial(bench.submit, asked)), claim_per_s)
     name = f"{way} fenced write, 1,000 x 4 KiB (beside: plain)"
-    yield Case(name, unit, partial(per_s, fenced.write_many), partial(per_s, bench.write_many))
+    yield TransferCase(name, unit, partial(per_s, fenced.write_many), partial(per_s, bench.write_many))
 
 
 def _pieces(nbytes: int, span_nbytes: int = _NBYTES) -> Items:

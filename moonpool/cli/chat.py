@@ -45,7 +45,7 @@ class ChatConfig:
 
 
 @dataclass
-class Turn:
+class ChatTurn:
     """One answer and what it took. Token counts are None when the server did not say."""
 
     text: str = ""
@@ -98,10 +98,10 @@ class Conversation:
                 raise ProtocolError(f"{self.url} does not answer like an OpenAI server") from error
         return self.model
 
-    def ask(self, text: str) -> Generator[Turn, None, None]:
+    def ask(self, text: str) -> Generator[ChatTurn, None, None]:
         """Yields the growing turn after every piece of text, and whole at the end. Kept only if it gave an answer."""
         question = {"role": "user", "content": text}
-        turn, begin_s = Turn(), time.monotonic()
+        turn, begin_s = ChatTurn(), time.monotonic()
         try:
             for event in self._events([*self._messages, question]):
                 turn.usage = event.get("usage") or turn.usage
@@ -218,7 +218,7 @@ def _say(text: str) -> None:
 
 
 def _answer(conversation: Conversation, line: str) -> None:
-    shown, turn = 0, Turn()
+    shown, turn = 0, ChatTurn()
     try:
         with contextlib.closing(conversation.ask(line)) as turns:
             for turn in turns:

@@ -43,7 +43,7 @@ _DISK_RESERVE_NBYTES = 512 * 1024**2
 _MIN_PYTHON = (3, 11)
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
     """`ok`: `moonpool serve` would work. `reasons` says why not."""
 
     ok: bool
@@ -55,7 +55,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     topology: Topology
 
 
-def examine_machine(topology: Topology) -> Report:
+def examine_machine(topology: Topology) -> DoctorReport:
     """Runs every check once."""
     config, state_dir = ServeConfig(), default_state_dir()
     checks = [
@@ -73,7 +73,7 @@ def examine_machine(topology: Topology) -> Report:
         check_locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], topology.hardware),
     ]
     reasons = [f"{check.name}: {check.says}" for check in checks if check.needed and not check.ok]
-    return Report(
+    return DoctorReport(
         ok=not reasons,
         reasons=reasons,
         version=__version__,

@@ -7,15 +7,15 @@ from collections.abc import Iterable
 import typer
 
 from moonpool.base.units import format_nbytes
-from moonpool.cli.doctor_checks import Report
+from moonpool.cli.doctor_checks import DoctorReport
 from moonpool.transfer.doctor import Finding
-from moonpool.transfer.topology import Gpu, Matrix, Nic, NumaNode, NvmeDrive, Place, Topology
+from moonpool.transfer.topology import DevicePlace, Gpu, Matrix, Nic, NumaNode, NvmeDrive, Topology
 
 _COLOURS = {"ok": typer.colors.GREEN, "missing": typer.colors.YELLOW, "broken": typer.colors.RED}
 _MAX_NICS_SHOWN = 8
 
 
-def in_words(report: Report) -> str:
+def in_words(report: DoctorReport) -> str:
     """Coloured; typer.echo takes the colours out when it does not write to a terminal."""
     parts = [
         f"moonpool {report.version}",
@@ -80,7 +80,7 @@ def _drive(drive: NvmeDrive) -> str:
     )
 
 
-def _place(place: Place) -> tuple[str | None, str | None]:
+def _place(place: DevicePlace) -> tuple[str | None, str | None]:
     return place.pci_address, f"node {place.numa_node}" if place.numa_node is not None and place.pci else None
 
 
@@ -98,7 +98,7 @@ def _some(names: tuple[str, ...]) -> str:
     return ", ".join(names[:_MAX_NICS_SHOWN]) + (f" and {left_out} more" if left_out > 0 else "")
 
 
-def _verdict(report: Report) -> list[str]:
+def _verdict(report: DoctorReport) -> list[str]:
     if report.ok:
         return ["`moonpool serve` works on this machine."]
     return ["`moonpool serve` does not work here:", *(f"  {reason}" for reason in report.reasons)]

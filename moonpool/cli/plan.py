@@ -16,7 +16,7 @@ from moonpool.base.units import parse_nbytes
 
 if TYPE_CHECKING:
     from moonpool.planner.hits import PoolSize
-    from moonpool.planner.plan import Plan
+    from moonpool.planner.plan import ClusterPlan
     from moonpool.planner.split import Targets
     from moonpool.sim.machine import Machine
     from moonpool.traces.columns import Trace
@@ -82,7 +82,7 @@ def _machine(model: str, gpu: str, gpus: int, profile: Path | None, memory: Pool
 
 def _plan(
     trace: Trace, machine: Machine, targets: Targets, nodes: int, price: Path | None, check: int, seed: int
-) -> Plan:
+) -> ClusterPlan:
     import numpy as np
 
     from moonpool.planner.check import cluster_run

@@ -11,7 +11,7 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from moonpool.planner.kv_sizes import KvSizes
-    from moonpool.planner.plan import Plan
+    from moonpool.planner.plan import ClusterPlan
     from moonpool.planner.price import PoolCost
 
 _GB = 1e9
@@ -19,7 +19,7 @@ _TB = 1e12
 _BAR = 24
 
 
-def show(plan: Plan) -> None:
+def show(plan: ClusterPlan) -> None:
     """On standard output; plain where that is no terminal."""
     console = Console(highlight=False)
     _say(console, _answer(plan))
@@ -59,7 +59,7 @@ def show_sizes(sizes: KvSizes, cost_source: str | None) -> None:
     _say(console, [*lines, *([f"Times: {cost_source}."] if cost_source else []), ""])
 
 
-def _answer(plan: Plan) -> Iterable[str]:
+def _answer(plan: ClusterPlan) -> Iterable[str]:
     targets, best = plan.targets, plan.best
     yield (
         f"{plan.trace}: {plan.num_requests} requests in {plan.duration_s:.0f} s; {targets.goal:.0%} shall have their"
@@ -81,12 +81,12 @@ def _answer(plan: Plan) -> Iterable[str]:
     yield ""
 
 
-def _node_range(plan: Plan) -> str:
+def _node_range(plan: ClusterPlan) -> str:
     found = plan.certainty.num_nodes
     return "" if found is None else f"; {found.low:.0f} to {found.high:.0f} for other traffic of this kind"
 
 
-def _curve(plan: Plan, console: Console) -> Table:
+def _curve(plan: ClusterPlan, console: Console) -> Table:
     table = _table(
         "what a pool of each size finds", "pool TB", "M tokens", "hit", "nodes saved", "per TB more", "", bars=True
     )
@@ -103,7 +103,7 @@ def _curve(plan: Plan, console: Console) -> Table:
     return table
 
 
-def _tier_lines(plan: Plan) -> Iterable[str]:
+def _tier_lines(plan: ClusterPlan) -> Iterable[str]:
     tiers = plan.tiers
     dram = f"DRAM of {tiers.dram_nbytes / _TB:g} TB finds {tiers.dram_share:.1%}"
     ssd = f", SSD of {tiers.ssd_nbytes / _TB:g} TB adds {tiers.ssd_share:.1%}" if tiers.ssd_nbytes else ""
@@ -111,7 +111,7 @@ def _tier_lines(plan: Plan) -> Iterable[str]:
     yield ""
 
 
-def _splits(plan: Plan) -> Table:
+def _splits(plan: ClusterPlan) -> Table:
     low, high = plan.equally_good
     title = f"splits (at this load {low} to {high} prefill nodes do as well as the best, within 0.5 points)"
     table = _table(
@@ -133,7 +133,7 @@ def _splits(plan: Plan) -> Table:
     return table
 
 
-def _checked(plan: Plan) -> Table:
+def _checked(plan: ClusterPlan) -> Table:
     title = f"the same in the simulator, the busiest {plan.checked[0].num_requests} requests"
     by_models = ("by models: good", "TTFT s", "TBT ms")
     table = _table(title, "prefill", "decode", "good", "TTFT s", "TBT ms", "hit", *by_models)
@@ -152,7 +152,7 @@ def _checked(plan: Plan) -> Table:
     return table
 
 
-def _prices(plan: Plan) -> Table:
+def _prices(plan: ClusterPlan) -> Table:
     prices = plan.prices
     title = (
         f"price per month ({prices.source}: GPU hour {prices.gpu_hour:g}, GB of DRAM {prices.dram_gb_month:g}, of SSD"
@@ -174,7 +174,7 @@ def _prices(plan: Plan) -> Table:
     return table
 
 
-def _price_lines(plan: Plan) -> Iterable[str]:
+def _price_lines(plan: ClusterPlan) -> Iterable[str]:
     pool = plan.pool
     assert pool is not None
     low, high = pool.flat_dram_nbytes
@@ -199,7 +199,7 @@ def _pool_words(cost: PoolCost) -> str:
     return f"{cost.dram_nbytes / _TB:g} TB of DRAM{ssd}, {cost.total:,.0f} a month with its GPUs"
 
 
-def _sure_lines(plan: Plan) -> Iterable[str]:
+def _sure_lines(plan: ClusterPlan) -> Iterable[str]:
     sure = plan.certainty
     yield (
         f"{sure.num_draws} draws of {sure.num_slices} slices of {sure.slice_s:.0f} s: hit rate"

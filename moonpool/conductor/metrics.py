@@ -8,12 +8,12 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from moonpool.conductor.admission.forms import Cause
+from moonpool.conductor.request_queue import RequestQueue
 from moonpool.conductor.state import ConductorState
-from moonpool.conductor.waiting_room import WaitingRoom
 
 
 class ConductorCollector(Collector):
-    def __init__(self, state: ConductorState, room: WaitingRoom, pool_connected: Callable[[], bool]) -> None:
+    def __init__(self, state: ConductorState, room: RequestQueue, pool_connected: Callable[[], bool]) -> None:
         self._state = state
         self._room = room
         self._pool_connected = pool_connected

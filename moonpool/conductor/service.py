@@ -16,8 +16,7 @@ from prometheus_client import CollectorRegistry
 from moonpool.base.clock import Clock, SystemClock
 from moonpool.base.cluster import CONDUCTOR_SERVICE, RegisterWorker, ReportWorker
 from moonpool.base.metrics import GetMetrics, MetricFamily, process_metrics, snapshot
-from moonpool.base.rpc import Call, Patience, Peer, RpcServer
-from moonpool.conductor.clerk import Clerk
+from moonpool.base.rpc import Call, RpcPeer, RpcServer, SilenceLimits
 from moonpool.conductor.messages import (
     BeforeDecode,
     ClaimSharedMetrics,
@@ -37,10 +36,11 @@ from moonpool.conductor.metrics import ConductorCollector
 from moonpool.conductor.placement.policy import PolicyConfig
 from moonpool.conductor.placement.prefix_index import PrefixIndex
 from moonpool.conductor.pool_feed import PoolFeed
-from moonpool.conductor.queue_desk import QueueDesk
+from moonpool.conductor.queue_service import RequestQueueService
+from moonpool.conductor.record_keeper import RecordKeeper
 from moonpool.conductor.registration import Registration
+from moonpool.conductor.request_queue import RequestQueue
 from moonpool.conductor.state import ConductorState
-from moonpool.conductor.waiting_room import WaitingRoom
 
 _SHARED_METRICS_S = 150.0  # two of Prometheus' usual intervals, and some
 
@@ -59,7 +59,7 @@ class Conductor:
     """`await start()`, then it serves until `await close()`."""
 
     def __init__(
-        self, config: ConductorConfig, *, clock: Clock | None = None, patience: Patience | None = None
+        self, config: ConductorConfig, *, clock: Clock | None = None, patience: SilenceLimits | None = None
     ) -> None:
         self.config = config
         self.registry = CollectorRegistry()
@@ -73,12 +73,12 @@ class Conductor:
             else None
         )
         self._feeding: asyncio.Task[None] | None = None
-        room = WaitingRoom(self._state, config.policy)
-        self._desk = QueueDesk(room, self._clock)
-        self._clerk = Clerk(self._state, self._feed)
-        self._front_ends: set[Peer] = set()
-        self._shared_metrics: tuple[Peer, float] | None = None  # whose page has them, and when it was last read
-        self._server = self._make_server(patience or Patience())
+        room = RequestQueue(self._state, config.policy)
+        self._desk = RequestQueueService(room, self._clock)
+        self._clerk = RecordKeeper(self._state, self._feed)
+        self._front_ends: set[RpcPeer] = set()
+        self._shared_metrics: tuple[RpcPeer, float] | None = None  # whose page has them, and when it was last read
+        self._server = self._make_server(patience or SilenceLimits())
         self.registry.register(ConductorCollector(self._state, room, lambda: self.pool_connected))
 
     @property
@@ -102,8 +102,8 @@ class Conductor:
                 await feeding
         await self._server.close()
 
-    def _make_server(self, patience: Patience) -> RpcServer:
-        handlers: dict[type[Call[Any]], Callable[[Any, Peer], Any]] = {
+    def _make_server(self, patience: SilenceLimits) -> RpcServer:
+        handlers: dict[type[Call[Any]], Callable[[Any, RpcPeer], Any]] = {
             RegisterWorker: self._register,
             ReportWorker: self._report,
             Route: self._route,
@@ -123,7 +123,7 @@ class Conductor:
 
     # handlers
 
-    def _register(self, call: RegisterWorker, peer: Peer) -> None:
+    def _register(self, call: RegisterWorker, peer: RpcPeer) -> None:
         worker = self._state.register(call.info)
         peer.on_close(lambda: self._unregister(worker))
         self._desk.changed()
@@ -132,38 +132,38 @@ class Conductor:
         self._state.unregister(worker)
         self._desk.changed()
 
-    def _report(self, call: ReportWorker, peer: Peer) -> None:
+    def _report(self, call: ReportWorker, peer: RpcPeer) -> None:
         self._state.report(call)
         self._desk.changed()
 
-    def _route(self, call: Route, peer: Peer) -> Decision | Awaitable[Decision]:
+    def _route(self, call: Route, peer: RpcPeer) -> Decision | Awaitable[Decision]:
         if peer not in self._front_ends:
             self._front_ends.add(peer)
             peer.on_close(lambda: self._front_end_gone(peer))
         return self._desk.ask(call, peer)
 
-    def _front_end_gone(self, peer: Peer) -> None:
+    def _front_end_gone(self, peer: RpcPeer) -> None:
         self._front_ends.discard(peer)
         self._desk.owner_gone(peer)
         self._state.owner_gone(peer, self._clock.now_s())
         self._desk.changed()
 
-    def _prefill_ended(self, call: PrefillEnded, peer: Peer) -> None:
+    def _prefill_ended(self, call: PrefillEnded, peer: RpcPeer) -> None:
         self._state.prefill_ended(call.request_id, self._clock.now_s())
         self._desk.changed()
 
-    def _before_decode(self, call: BeforeDecode, peer: Peer) -> None:
+    def _before_decode(self, call: BeforeDecode, peer: RpcPeer) -> None:
         try:
             self._state.before_decode(call.request_id, self._clock.now_s())
         finally:
             self._prefill_ended(PrefillEnded(request_id=call.request_id), peer)
 
-    def _request_ended(self, call: RequestEnded, peer: Peer) -> None:
+    def _request_ended(self, call: RequestEnded, peer: RpcPeer) -> None:
         self._desk.cancel(call.request_id)
         self._state.request_ended(call, self._clock.now_s())
         self._desk.changed()
 
-    def _status(self, call: Status, peer: Peer) -> ConductorStatus:
+    def _status(self, call: Status, peer: RpcPeer) -> ConductorStatus:
         return ConductorStatus(
             workers=self._state.status(),
             pool_blocks=self._state.index.pool_blocks,
@@ -175,19 +175,19 @@ class Conductor:
             fetch_or_compute=self._state.fetch_or_compute(),
         )
 
-    def _records(self, call: Records, peer: Peer) -> list[DecisionRecord]:
+    def _records(self, call: Records, peer: RpcPeer) -> list[DecisionRecord]:
         return self._clerk.find(call)
 
-    def _explain(self, call: ExplainRequest, peer: Peer) -> Awaitable[list[ExplainedRecord]]:
+    def _explain(self, call: ExplainRequest, peer: RpcPeer) -> Awaitable[list[ExplainedRecord]]:
         return self._clerk.explain(call)
 
-    def _export(self, call: ExportTrace, peer: Peer) -> AsyncIterator[bytes]:
+    def _export(self, call: ExportTrace, peer: RpcPeer) -> AsyncIterator[bytes]:
         return self._clerk.export(call)
 
-    def _metrics(self, call: GetMetrics, peer: Peer) -> list[MetricFamily]:
+    def _metrics(self, call: GetMetrics, peer: RpcPeer) -> list[MetricFamily]:
         return [*snapshot(self.registry), *process_metrics()]
 
-    def _claim_shared_metrics(self, call: ClaimSharedMetrics, peer: Peer) -> bool:
+    def _claim_shared_metrics(self, call: ClaimSharedMetrics, peer: RpcPeer) -> bool:
         """The claim lasts from one reading of the page to the next, and falls to another when it is not renewed."""
         now_s, claimant = self._clock.now_s(), self._shared_metrics
         if claimant is None or claimant[0].closed or now_s - claimant[1] > _SHARED_METRICS_S:

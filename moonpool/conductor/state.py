@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from moonpool.base.cluster import ReportWorker, WorkerInfo, WorkerLoad, WorkerRole
 from moonpool.base.errors import IdentityMismatch, InvalidInput, MoonpoolError, NotFound
-from moonpool.conductor.admission.forms import Cause, DecodeNow, Refused, Verdict
-from moonpool.conductor.admission.gatekeeper import Gatekeeper
+from moonpool.conductor.admission.controller import AdmissionController
+from moonpool.conductor.admission.forms import Cause, DecodeNow, RefusedRequest, Verdict
 from moonpool.conductor.costs.accuracy import ErrorWindow
 from moonpool.conductor.costs.crossover import crossover
 from moonpool.conductor.costs.estimate import CostModels
@@ -30,9 +30,9 @@ from moonpool.conductor.messages import (
 )
 from moonpool.conductor.placement.balance import HotPrefixes, replicated
 from moonpool.conductor.placement.policies import make_policy
-from moonpool.conductor.placement.policy import Choice, Chooser, PolicyConfig, Scene
+from moonpool.conductor.placement.policy import Chooser, PlacementChoice, PlacementInput, PolicyConfig
 from moonpool.conductor.placement.prefix_index import PrefixIndex, fingerprints
-from moonpool.conductor.placement.pricing import Demand, Pricing
+from moonpool.conductor.placement.pricing import PlacementRequest, Pricing
 from moonpool.conductor.placement.slots import Slots
 from moonpool.conductor.placement.tables import DecodeTable, PrefillTable
 from moonpool.conductor.placement.traffic import Traffic
@@ -41,12 +41,12 @@ from moonpool.conductor.records.store import RecordStore
 from moonpool.conductor.registration import OpenRequest, Registration, check_parity
 
 
-class Weighed(NamedTuple):
+class WeighedRequest(NamedTuple):
     """A request that was weighed against all workers, and what admission says of it."""
 
     prints: list[int]
-    scene: Scene
-    choice: Choice
+    scene: PlacementInput
+    choice: PlacementChoice
     verdict: Verdict
 
 
@@ -63,7 +63,7 @@ class ConductorState:
         self.hot = HotPrefixes()
         self.prefills, self.decodes = PrefillTable(), DecodeTable()
         self._chooser = Chooser(make_policy(policy, random.Random(policy.seed)))
-        self._gate = Gatekeeper(policy.targets, self.costs.decode_step_s)
+        self._gate = AdmissionController(policy.targets, self.costs.decode_step_s)
         self._pool_sources = policy.pool_sources
         self.set_pool_nodes(1)
         self._decode_slots = Slots()
@@ -201,7 +201,7 @@ class ConductorState:
             weighed = self.weigh(call, now_s)
         except MoonpoolError as error:
             raise self.refuse(call.request_id, error) from None
-        if isinstance(weighed.verdict, Refused):
+        if isinstance(weighed.verdict, RefusedRequest):
             raise self.refuse(call.request_id, weighed.verdict.error(), weighed.verdict.cause)
         return self.send(call, owner, weighed, now_s)
 
@@ -212,7 +212,7 @@ class ConductorState:
         self._take_out(call.request_id, now_s)
         self.records.add(open_record(call, wall_s), tenant=call.tenant or None, keys=call.keys)
 
-    def weigh(self, call: Route, now_s: float, before_s: float = 0.0) -> Weighed:
+    def weigh(self, call: Route, now_s: float, before_s: float = 0.0) -> WeighedRequest:
         """Changes nothing but whose turn it is. `before_s` is what it has waited already, or will before it is sent.
 
         Raises Unavailable when there are no workers.
@@ -220,9 +220,11 @@ class ConductorState:
         prints = fingerprints(call.keys)
         scene, choice = self._choose(call, prints, now_s)
         verdict = self._gate.at_arrival(call.num_tokens, choice.prefill, before_s, self._decode_now.values(), now_s)
-        return Weighed(prints, scene, choice, verdict)
+        return WeighedRequest(prints, scene, choice, verdict)
 
-    def send(self, call: Route, owner: Hashable, weighed: Weighed, now_s: float, waited_s: float = 0.0) -> Decision:
+    def send(
+        self, call: Route, owner: Hashable, weighed: WeighedRequest, now_s: float, waited_s: float = 0.0
+    ) -> Decision:
         decision = self._dispatch(call, owner, weighed, now_s, waited_s)
         self._gate.sent(call, weighed.choice.prefill.ttft_s, weighed.verdict, now_s)
         record = self.records.get(call.request_id)
@@ -260,7 +262,7 @@ class ConductorState:
         if request is None or request.has_joined:
             return
         verdict = self._gate.before_decode(request_id, request.num_tokens, request.decode.decode_now, now_s)
-        if isinstance(verdict, Refused):
+        if isinstance(verdict, RefusedRequest):
             self.counters["wasted_prefills"] += 1
             raise self.refuse(request_id, verdict.error(), verdict.cause)
 
@@ -297,7 +299,7 @@ class ConductorState:
         if record is not None:
             record.outcome = "abandoned"
 
-    def _choose(self, call: Route, prints: list[int], now_s: float) -> tuple[Scene, Choice]:
+    def _choose(self, call: Route, prints: list[int], now_s: float) -> tuple[PlacementInput, PlacementChoice]:
         self.traffic.advance(now_s)
         queue_s, among, excluded = self.prefills.wait_s(now_s), self.prefills.mask, []
         for worker in (self._workers[name] for name in call.exclude if name in self._workers):
@@ -307,12 +309,14 @@ class ConductorState:
             else:
                 excluded.append(worker.slot)
         leading = self.index.leading(prints, among)
-        demand = Demand(call.num_tokens, call.max_tokens, *self._block_shape)
+        demand = PlacementRequest(call.num_tokens, call.max_tokens, *self._block_shape)
         prices = Pricing(demand, leading, self.costs, self.traffic)
-        scene = Scene(demand, leading, queue_s, self.prefills, prices, self.traffic)
+        scene = PlacementInput(demand, leading, queue_s, self.prefills, prices, self.traffic)
         return scene, self._chooser.choose(scene, self.decodes, excluded, self.costs)
 
-    def _dispatch(self, call: Route, owner: Hashable, weighed: Weighed, now_s: float, waited_s: float) -> Decision:
+    def _dispatch(
+        self, call: Route, owner: Hashable, weighed: WeighedRequest, now_s: float, waited_s: float
+    ) -> Decision:
         prints, scene, choice, _ = weighed
         best = choice.prefill
         prefill = self._workers[best.worker]
@@ -342,7 +346,7 @@ class ConductorState:
             asks_before_decode=self._gate.asks_before_decode,
         )
 
-    def _note_reuse(self, prints: list[int], scene: Scene, choice: Choice, now_s: float) -> None:
+    def _note_reuse(self, prints: list[int], scene: PlacementInput, choice: PlacementChoice, now_s: float) -> None:
         plan = choice.plan
         self.hot.note(prints, max(plan.local + plan.pulled, scene.leading.groups[-1][0]), now_s)
         copied = replicated(scene.leading, plan)

@@ -26,7 +26,7 @@ from moonpool.engine.sampler import SampledToken, SampleRow, sample
 from moonpool.engine.scheduler import Scheduler
 from moonpool.engine.sequence import Chunk, FinishReason, SamplingParams
 from moonpool.engine.sequence import Sequence as RequestSequence
-from moonpool.engine.step import Admitted, FullBlock
+from moonpool.engine.step import AdmittedSequence, FullBlock
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +48,7 @@ class Executor(Protocol):
 class StepLink(Protocol):
     """What a worker does around a step."""
 
-    def begin_step(self, chunks: Sequence[Chunk], admitted: Sequence[Admitted]) -> LayerHooks | None:
+    def begin_step(self, chunks: Sequence[Chunk], admitted: Sequence[AdmittedSequence]) -> LayerHooks | None:
         """Before the model runs: start the pulls of `admitted`; the hooks wait for them layer by layer."""
 
     def end_step(self) -> Mapping[str, int]:
@@ -80,7 +80,7 @@ class StepFailure:
 
 
 @dataclass(slots=True)
-class Generation:
+class GenerationResult:
     """The whole answer to one prompt."""
 
     tokens: list[int] = field(default_factory=list)
@@ -178,7 +178,7 @@ class Engine:
                 if pull.blocks:
                     self._settle(pull, verified.get(pull.request_id, 0))
 
-    def _settle(self, pull: Admitted, num_verified_tokens: int) -> None:
+    def _settle(self, pull: AdmittedSequence, num_verified_tokens: int) -> None:
         if num_verified_tokens >= (pull.blocks[-1] + 1) * self.scheduler.pages.block_tokens:
             self.scheduler.confirm_pulled(pull.request_id)
         else:
@@ -217,10 +217,10 @@ class Engine:
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
-    ) -> list[Generation]:
+    ) -> list[GenerationResult]:
         """Answers all prompts, batched, in their order. The engine must have no other work."""
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
-        answers = {f"generate-{i}": Generation() for i in range(len(prompts))}
+        answers = {f"generate-{i}": GenerationResult() for i in range(len(prompts))}
         try:
             for request_id, prompt, own in zip(answers, prompts, each, strict=True):
                 self.add_request(request_id, prompt, own)
@@ -231,7 +231,7 @@ class Engine:
                 self.cancel(request_id)
         return list(answers.values())
 
-    def _gather(self, answers: dict[str, Generation]) -> None:
+    def _gather(self, answers: dict[str, GenerationResult]) -> None:
         num_steps = self.num_steps
         outputs = self.step()
         if self.num_steps == num_steps:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from moonpool.engine.kv_tensor import KvMemory
-from moonpool.engine.layers.attention import AttentionGroup, Span, plan_attention
+from moonpool.engine.layers.attention import AttentionGroup, QuerySpan, plan_attention
 from moonpool.engine.models.llama import LayerHooks, LlamaModel, Step
 from moonpool.engine.sequence import Chunk
 
@@ -41,7 +41,7 @@ class Runner:
         positions = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks])
         spans = _spans(chunks)
         wanting = [span for span, chunk in zip(spans, chunks, strict=True) if chunk.wants_logits]
-        last_tokens = [Span(row, span.end - 1, 1, span.pages) for row, span in enumerate(wanting)]
+        last_tokens = [QuerySpan(row, span.end - 1, 1, span.pages) for row, span in enumerate(wanting)]
         all_wanted = len(wanting) == len(positions)
         last_rows = np.array([span.first_row + span.length - 1 for span in wanting], dtype=np.int64)
         return Step(
@@ -53,7 +53,7 @@ class Runner:
             wanted_groups=[] if all_wanted else self._plan(last_tokens, len(wanting)),
         )
 
-    def _plan(self, spans: Sequence[Span], num_rows: int) -> list[AttentionGroup]:
+    def _plan(self, spans: Sequence[QuerySpan], num_rows: int) -> list[AttentionGroup]:
         return plan_attention(spans, self.kv, num_rows=num_rows, dtype=self.model.dtype, device=self.model.device)
 
     def _write_rows(self, chunks: Sequence[Chunk], positions: np.ndarray) -> np.ndarray:
@@ -65,11 +65,11 @@ class Runner:
         return torch.from_numpy(values).to(self.model.device)
 
 
-def _spans(chunks: Sequence[Chunk]) -> list[Span]:
+def _spans(chunks: Sequence[Chunk]) -> list[QuerySpan]:
     """Where each chunk's rows lie in the step."""
     spans, row = [], 0
     for chunk in chunks:
-        spans.append(Span(row, chunk.start, len(chunk.tokens), chunk.pages))
+        spans.append(QuerySpan(row, chunk.start, len(chunk.tokens), chunk.pages))
         row += len(chunk.tokens)
     return spans
 

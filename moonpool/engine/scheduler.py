@@ -24,9 +24,9 @@ from dataclasses import dataclass
 
 from moonpool.base.errors import ConfigError, Internal, NoSpace, PromptTooLong
 from moonpool.engine.blocks import PageManager
-from moonpool.engine.roster import Roster
-from moonpool.engine.sequence import Chunk, FinishReason, Sequence, Status, pages_for
-from moonpool.engine.step import Accepted, Admitted, StepResult, full_blocks
+from moonpool.engine.sequence import Chunk, FinishReason, Sequence, SequenceStatus, pages_for
+from moonpool.engine.sequence_queues import SequenceQueues
+from moonpool.engine.step import Accepted, AdmittedSequence, StepResult, full_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +48,15 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, pages: PageManager) -> None:
         self.config = config
         self.pages = pages
-        self.roster = Roster(config.max_num_seqs)
+        self.roster = SequenceQueues(config.max_num_seqs)
         self.num_preemptions = 0
         self._block_tokens = pages.block_tokens
         self._plan: dict[str, int] = {}  # tokens per request in the step being scheduled
         self._step_is_open = False
         self._in_flight: dict[str, Chunk] = {}  # chunks whose outcome still counts
         self._limbo: list[int] = []  # pages given back when the open step closes
-        self._admitted: list[Admitted] = []
-        self._pulls: dict[str, Admitted] = {}  # neither confirmed nor rewound yet
+        self._admitted: list[AdmittedSequence] = []
+        self._pulls: dict[str, AdmittedSequence] = {}  # neither confirmed nor rewound yet
 
     # -- requests come -------------------------------------------------------------------------------------
 
@@ -111,11 +111,11 @@ class Scheduler:
     def release(self, request_id: str) -> None:
         """Gives back the pages of a finished sequence that holds them; nothing otherwise."""
         sequence = self.roster.sequences.get(request_id)
-        if sequence is not None and sequence.status is Status.HELD:
+        if sequence is not None and sequence.status is SequenceStatus.HELD:
             self._leave(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
-        if self._step_is_open and sequence.status is Status.RUNNING:
+        if self._step_is_open and sequence.status is SequenceStatus.RUNNING:
             self._limbo += sequence.pages
         else:
             self.pages.free(sequence.pages)
@@ -141,7 +141,7 @@ class Scheduler:
     def _plan_alone(self) -> bool:
         """Plan a step for one sequence that needs a batch of its own. Return False if none of them can run now."""
         for sequence in self.roster.next_alone():
-            if sequence.status is Status.WAITING:
+            if sequence.status is SequenceStatus.WAITING:
                 if not sequence.pages and not self._give_pages(sequence):
                     continue
                 self.roster.enter(sequence)
@@ -170,7 +170,7 @@ class Scheduler:
 
     def _plan_decodes(self) -> None:
         for sequence in list(self.roster.running):
-            if sequence.status is Status.RUNNING and sequence.num_uncomputed_tokens == 1:
+            if sequence.status is SequenceStatus.RUNNING and sequence.num_uncomputed_tokens == 1:
                 self._plan_tokens(sequence, 1)
 
     def _join_adopted(self) -> None:
@@ -183,7 +183,7 @@ class Scheduler:
     def _plan_prefills(self) -> None:
         for sequence in list(self.roster.running):
             is_decode = self.config.prefill_first and sequence.num_uncomputed_tokens == 1
-            if sequence.status is Status.RUNNING and sequence.request_id not in self._plan and not is_decode:
+            if sequence.status is SequenceStatus.RUNNING and sequence.request_id not in self._plan and not is_decode:
                 self._plan_tokens(sequence, min(self._budget, sequence.num_uncomputed_tokens))
 
     def _plan_tokens(self, sequence: Sequence, num_tokens: int) -> None:
@@ -248,7 +248,7 @@ class Scheduler:
         if sequence.num_preemptions == 0:
             sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
         pulled = slice(num_local, end)
-        admitted = Admitted(
+        admitted = AdmittedSequence(
             request_id=sequence.request_id,
             num_local_blocks=num_local,
             blocks=tuple(range(num_local, end)),
@@ -259,7 +259,7 @@ class Scheduler:
         if admitted.blocks:
             self._pulls[sequence.request_id] = admitted
 
-    def drain_admitted(self) -> list[Admitted]:
+    def drain_admitted(self) -> list[AdmittedSequence]:
         """Who entered the batch with the last schedule(), and what must be pulled for them."""
         admitted, self._admitted = self._admitted, []
         return admitted
@@ -278,7 +278,7 @@ class Scheduler:
         count as verified, and sealed blocks stay. Nothing happens when the request is gone or finished.
         """
         sequence = self.roster.sequences.get(request_id)
-        if sequence is None or sequence.status is Status.HELD:
+        if sequence is None or sequence.status is SequenceStatus.HELD:
             return
         self._in_flight.pop(request_id, None)
         pull = self._pulls.pop(request_id, None)

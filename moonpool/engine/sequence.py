@@ -91,7 +91,7 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
         return self.start + len(self.tokens)
 
 
-class Status(enum.Enum):
+class SequenceStatus(enum.Enum):
     NEW = "new"  # not yet given to a scheduler
     WAITING = "waiting"  # for a place in the batch; holds pages only when adopted
     RUNNING = "running"
@@ -162,7 +162,7 @@ class Sequence:
         self.hold_pages = hold_pages
         self.num_alone_steps = num_alone_steps
         # ---
-        self.status = Status.NEW
+        self.status = SequenceStatus.NEW
         self.arrival = 0
         self.limit = 0  # the number of tokens at which it ends, if nothing ends it before
         self.pages: list[int] = []

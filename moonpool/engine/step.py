@@ -7,7 +7,7 @@ import msgspec
 from moonpool.engine.sequence import FinishReason, Sequence
 
 
-class Admitted(msgspec.Struct, frozen=True, gc=False):
+class AdmittedSequence(msgspec.Struct, frozen=True, gc=False):
     """A sequence that entered the batch. Its `blocks`, if any, must be pulled from the pool into `pages`
     before this step reads them."""
 

@@ -14,8 +14,8 @@ from starlette.responses import Response
 
 from moonpool.base.errors import Internal, MoonpoolError
 from moonpool.frontend.choice import ChoiceEvent
-from moonpool.frontend.desk import Order
 from moonpool.frontend.http_errors import error_reply
+from moonpool.frontend.request_handler import ClientRequest
 from moonpool.frontend.stream import DONE, EventStream, sse, while_connected
 from moonpool.worker.messages import TokenOut
 
@@ -50,7 +50,7 @@ class AnswerFormat(Protocol):
     def whole(self, results: Sequence[ChoiceResult]) -> BaseModel: ...
 
 
-async def answer(request: Request, order: Order, form: AnswerFormat, *, stream: bool) -> Response:
+async def answer(request: Request, order: ClientRequest, form: AnswerFormat, *, stream: bool) -> Response:
     """A failure before the first token is raised, and so gets its own status; a later one is told in the stream."""
     if not stream:
         results = await while_connected(request.receive, _collect(order))
@@ -65,7 +65,7 @@ async def answer(request: Request, order: Order, form: AnswerFormat, *, stream: 
     return EventStream(first, chunks)
 
 
-async def _collect(order: Order) -> list[ChoiceResult]:
+async def _collect(order: ClientRequest) -> list[ChoiceResult]:
     results = [ChoiceResult(index) for index in range(order.num_choices)]
     async with aclosing(order.events()) as events:
         async for event in events:
@@ -76,7 +76,7 @@ async def _collect(order: Order) -> list[ChoiceResult]:
     return results
 
 
-async def _chunks(request: Request, order: Order, form: AnswerFormat) -> AsyncGenerator[bytes, None]:
+async def _chunks(request: Request, order: ClientRequest, form: AnswerFormat) -> AsyncGenerator[bytes, None]:
     started = False
     try:
         async with aclosing(order.events()) as events:

@@ -14,7 +14,6 @@ from moonpool.frontend import http_errors
 from moonpool.frontend.answer import answer
 from moonpool.frontend.chat_format import ChatFormat
 from moonpool.frontend.completion_format import CompletionFormat
-from moonpool.frontend.desk import Desk
 from moonpool.frontend.gate import Gate
 from moonpool.frontend.health import check_health
 from moonpool.frontend.metrics import Roles, metrics_page
@@ -22,6 +21,7 @@ from moonpool.frontend.openapi import add_bodies, request_body
 from moonpool.frontend.prompts import CHAT, COMPLETION
 from moonpool.frontend.record_pages import add_records
 from moonpool.frontend.replies import ChatCompletion, Completion, ErrorReply, Model, ModelList
+from moonpool.frontend.request_handler import RequestHandler
 from moonpool.frontend.schema import ChatBody, CompletionBody
 from moonpool.frontend.stream import read_body
 
@@ -30,7 +30,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def make_app(desk: Desk, *, max_body_nbytes: int, name: str = "frontend") -> ASGIApp:
+def make_app(desk: RequestHandler, *, max_body_nbytes: int, name: str = "frontend") -> ASGIApp:
     """`name` tells this front end from others in its metrics."""
     app = FastAPI(title="Moonpool", version=moonpool.__version__, responses=_ERRORS)
     http_errors.install(app)
@@ -49,7 +49,7 @@ def make_app(desk: Desk, *, max_body_nbytes: int, name: str = "frontend") -> ASG
     return Gate(app, desk.metrics, max_body_nbytes)
 
 
-def _add_completions(router: APIRouter, desk: Desk) -> None:
+def _add_completions(router: APIRouter, desk: RequestHandler) -> None:
     @router.post("/chat/completions", response_model=ChatCompletion, openapi_extra=request_body(ChatBody))
     async def create_chat_completion(request: Request) -> Response:
         """An answer to a conversation, whole or as server-sent events."""
@@ -67,7 +67,7 @@ def _add_completions(router: APIRouter, desk: Desk) -> None:
         return await answer(request, order, form, stream=bool(body.stream))
 
 
-def _add_models(router: APIRouter, desk: Desk) -> None:
+def _add_models(router: APIRouter, desk: RequestHandler) -> None:
     served = desk.model
     model = Model(id=served.name, created=served.created, max_model_len=served.max_model_len)
 
@@ -81,7 +81,7 @@ def _add_models(router: APIRouter, desk: Desk) -> None:
         return model
 
 
-def _add_operations(app: FastAPI, desk: Desk, name: str) -> None:
+def _add_operations(app: FastAPI, desk: RequestHandler, name: str) -> None:
     @app.get("/health")
     async def health() -> JSONResponse:
         """200 when a request could be served now, otherwise 503; either way with the roles that are missing."""

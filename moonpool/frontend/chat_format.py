@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from moonpool.frontend.answer import ChoiceResult
 from moonpool.frontend.choice import ChoiceEvent
-from moonpool.frontend.desk import Order
 from moonpool.frontend.logprobs import TokenText, chat_logprobs
 from moonpool.frontend.replies import (
     AssistantMessage,
@@ -17,12 +16,13 @@ from moonpool.frontend.replies import (
     ChatDelta,
     ChatLogprobs,
 )
+from moonpool.frontend.request_handler import ClientRequest
 from moonpool.frontend.schema import ChatBody
 from moonpool.worker.messages import TokenOut
 
 
 class ChatFormat:
-    def __init__(self, order: Order, body: ChatBody, token_text: TokenText) -> None:
+    def __init__(self, order: ClientRequest, body: ChatBody, token_text: TokenText) -> None:
         self._order = order
         self._wants_logprobs = bool(body.logprobs)
         self._includes_usage = body.includes_usage

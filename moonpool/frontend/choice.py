@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from moonpool.base.errors import FatalRequest
 from moonpool.frontend.attempt import TokenBatch
-from moonpool.frontend.generation import Generation
+from moonpool.frontend.generation import ChoiceRunner
 from moonpool.frontend.metrics import FrontendMetrics
-from moonpool.frontend.text import Piece, TextAssembler
+from moonpool.frontend.text import TextAssembler, TextDelta
 from moonpool.worker.messages import PrefillReply, TokenOut
 
 _MAX_WAITING_EVENTS = 256
@@ -35,7 +35,7 @@ class Choice:
     def __init__(
         self,
         index: int,
-        generation: Generation,
+        generation: ChoiceRunner,
         assembler: TextAssembler,
         metrics: FrontendMetrics,
         after: Choice | None = None,
@@ -48,7 +48,7 @@ class Choice:
         self._prefilled = asyncio.Event()
 
     async def events(self) -> AsyncGenerator[ChoiceEvent, None]:
-        """Ends with an event that has a finish reason, or raises what Generation.events raises."""
+        """Ends with an event that has a finish reason, or raises what ChoiceRunner.events raises."""
         if self._after is not None:
             await self._after._prefilled.wait()
         last_s: float | None = None
@@ -71,7 +71,7 @@ class Choice:
     def _assemble(self, batch: TokenBatch) -> ChoiceEvent:
         """Tokens behind a stop string are dropped: the client never asked for them."""
         text, count = "", 0
-        piece = Piece("", None)
+        piece = TextDelta("", None)
         for count, out in enumerate(batch.tokens, start=1):
             is_last = count == len(batch.tokens)
             piece = self._assembler.push(out.token, batch.finish_reason if is_last else None)

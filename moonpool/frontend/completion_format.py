@@ -7,15 +7,15 @@ from collections.abc import Sequence
 
 from moonpool.frontend.answer import ChoiceResult
 from moonpool.frontend.choice import ChoiceEvent
-from moonpool.frontend.desk import Order
 from moonpool.frontend.logprobs import TokenText, completion_logprobs
 from moonpool.frontend.replies import Completion, CompletionChoice, CompletionLogprobs
+from moonpool.frontend.request_handler import ClientRequest
 from moonpool.frontend.schema import CompletionBody
 from moonpool.worker.messages import TokenOut
 
 
 class CompletionFormat:
-    def __init__(self, order: Order, body: CompletionBody, token_text: TokenText) -> None:
+    def __init__(self, order: ClientRequest, body: CompletionBody, token_text: TokenText) -> None:
         self._order = order
         self._wants_logprobs = body.logprobs is not None
         self._includes_usage = body.includes_usage

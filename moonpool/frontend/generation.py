@@ -41,7 +41,7 @@ class ChoiceRequest:
     priority: int = 0  # the highest first
 
 
-class Generation:
+class ChoiceRunner:
     """Runs one ChoiceRequest. The deadline starts now."""
 
     def __init__(self, request: ChoiceRequest, connections: Connections, policy: RetryPolicy) -> None:

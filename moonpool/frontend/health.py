@@ -9,15 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 from moonpool.base.errors import MoonpoolError
-from moonpool.frontend.desk import Desk
 from moonpool.frontend.http_errors import public_text
+from moonpool.frontend.request_handler import RequestHandler
 from moonpool.frontend.workers import Connections, missing_roles
 from moonpool.store.messages import Segments
 
 _POOL_TIMEOUT_S = 1.0
 
 
-async def check_health(desk: Desk) -> tuple[int, dict[str, Any]]:
+async def check_health(desk: RequestHandler) -> tuple[int, dict[str, Any]]:
     """Return an HTTP status, and a body with "status", "missing" (names of roles) and, if any are missing, "reason"."""
     vital: list[str] = []
     reasons: list[str] = []

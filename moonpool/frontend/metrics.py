@@ -21,7 +21,7 @@ from moonpool.base.metrics import (
 )
 from moonpool.base.rpc import AsyncClient
 from moonpool.conductor.messages import ClaimSharedMetrics, WorkerRef, WorkerStatus
-from moonpool.frontend.workers import Cluster, Connections
+from moonpool.frontend.workers import ClusterDirectory, Connections
 from moonpool.worker.messages import PrefillReply
 
 SCRAPE_TIMEOUT_S = 1.0
@@ -77,7 +77,7 @@ class Roles(StrEnum):
 
 
 async def metrics_page(
-    own: FrontendMetrics, connections: Connections, cluster: Cluster, *, name: str, roles: Roles = Roles.AUTO
+    own: FrontendMetrics, connections: Connections, cluster: ClusterDirectory, *, name: str, roles: Roles = Roles.AUTO
 ) -> bytes:
     """Return Prometheus' text of all roles that answer within SCRAPE_TIMEOUT_S; the others are counted.
 
@@ -103,7 +103,7 @@ async def _claims_shared(own: FrontendMetrics, connections: Connections) -> bool
         return True
 
 
-async def _scrape_all(own: FrontendMetrics, connections: Connections, cluster: Cluster) -> list[RoleMetrics]:
+async def _scrape_all(own: FrontendMetrics, connections: Connections, cluster: ClusterDirectory) -> list[RoleMetrics]:
     master = asyncio.create_task(_ask_master(connections))  # it answers also when the conductor is away
     asked: list[Coroutine[Any, Any, list[RoleMetrics] | None]] = []
     try:

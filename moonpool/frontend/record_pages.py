@@ -12,14 +12,14 @@ from fastapi.responses import Response, StreamingResponse
 
 from moonpool.base.errors import InvalidInput, NotFound
 from moonpool.conductor.messages import ExplainRequest, ExportTrace, Records
-from moonpool.frontend.desk import Desk
 from moonpool.frontend.record_ids import bare_id
+from moonpool.frontend.request_handler import RequestHandler
 
 MAX_RECORDS = 10_000
 MAX_BLOCK_TOKENS = 65_536
 
 
-def add_records(router: APIRouter, desk: Desk) -> None:
+def add_records(router: APIRouter, desk: RequestHandler) -> None:
     @router.get("/records")
     async def list_records(
         request: Request,

@@ -19,10 +19,10 @@ from moonpool.base.errors import ConfigError, Internal
 from moonpool.conductor.retries import RetryPolicy
 from moonpool.frontend.app import make_app
 from moonpool.frontend.connection import ConnectionLimits
-from moonpool.frontend.desk import Desk
 from moonpool.frontend.preparing import Preparer, load_call
 from moonpool.frontend.prompts import ServedModel, load_model
 from moonpool.frontend.protocol import GuardedProtocol
+from moonpool.frontend.request_handler import RequestHandler
 from moonpool.frontend.tenants import load_tenants
 from moonpool.frontend.workers import Connections
 
@@ -91,7 +91,7 @@ class Frontend:
         self._limits = limits or ConnectionLimits(max_connections=_possible_connections(config.max_connections))
         self._connections: Connections | None = None
         self._preparer: Preparer | None = None
-        self._desk: Desk | None = None
+        self._desk: RequestHandler | None = None
         self._socket: socket.socket | None = None
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -107,7 +107,7 @@ class Frontend:
         self._preparer = Preparer(model, call if config.prompt_process else None)
         self._preparer.start()
         self._connections = Connections(config.conductor_address, config.master_address)
-        self._desk = Desk(
+        self._desk = RequestHandler(
             model,
             tenants,
             self._connections,
@@ -119,7 +119,7 @@ class Frontend:
         await self._serve(self._desk, self._socket)
         return url_of(self._socket)
 
-    async def _serve(self, desk: Desk, sock: socket.socket) -> None:
+    async def _serve(self, desk: RequestHandler, sock: socket.socket) -> None:
         limits = self._limits
         max_body_nbytes = self.config.max_body_nbytes or desk.model.max_body_nbytes
         app = make_app(desk, max_body_nbytes=max_body_nbytes, name=self.config.name)

@@ -79,7 +79,7 @@ def _fallbacks(stop: str) -> tuple[int, ...]:
     return tuple(table)
 
 
-class Piece(NamedTuple):
+class TextDelta(NamedTuple):
     """Text that became visible with one token; `finish_reason` is set on the last."""
 
     text: str
@@ -94,21 +94,21 @@ class TextAssembler:
         self._matcher = StopMatcher(stops)
         self._unmatched_tokens = min_tokens
 
-    def push(self, token: int, finish_reason: str | None) -> Piece:
+    def push(self, token: int, finish_reason: str | None) -> TextDelta:
         """Takes a token and why it is the last, if it is. One that ended the output as a stop has no text."""
         text = "" if finish_reason == "stop" else self._decoder.push(token)
         shown, stopped = self._match(text)
         if stopped:
-            return Piece(shown, "stop")
+            return TextDelta(shown, "stop")
         if finish_reason is not None:
             rest = self.finish(finish_reason)
-            return Piece(shown + rest.text, rest.finish_reason)
-        return Piece(shown, None)
+            return TextDelta(shown + rest.text, rest.finish_reason)
+        return TextDelta(shown, None)
 
-    def finish(self, finish_reason: str) -> Piece:
+    def finish(self, finish_reason: str) -> TextDelta:
         """No more tokens: all that was held back comes out, unless its last characters complete a stop string."""
         shown, stopped = self._match(self._decoder.flush())
-        return Piece(shown, "stop") if stopped else Piece(shown + self._matcher.finish(), finish_reason)
+        return TextDelta(shown, "stop") if stopped else TextDelta(shown + self._matcher.finish(), finish_reason)
 
     def _match(self, text: str) -> tuple[str, bool]:
         if self._unmatched_tokens > 0:

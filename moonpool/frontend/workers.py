@@ -104,7 +104,7 @@ class ClusterView:
     max_tokens: int  # of one sequence: what fits the pages of every worker
 
 
-class Cluster:
+class ClusterDirectory:
     """The conductor's list of workers, at most `max_age_s` old."""
 
     def __init__(self, connections: Connections, *, max_age_s: float = 1.0, clock: Clock | None = None) -> None:

@@ -19,7 +19,7 @@ import msgspec
 
 from moonpool.base.config import option_name
 from moonpool.base.lifeline import Lifeline
-from moonpool.base.process import Report
+from moonpool.base.process import ReadyReport
 
 _MAX_REPORT_NBYTES = 64 * 1024
 
@@ -59,7 +59,7 @@ class Child:
     def pid(self) -> int:
         return self._process.pid
 
-    async def report(self) -> Report | None:
+    async def report(self) -> ReadyReport | None:
         """What the child said; None when it ended without a word. Call once."""
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader(limit=_MAX_REPORT_NBYTES)
@@ -69,9 +69,9 @@ class Child:
         finally:
             transport.close()
         try:
-            return msgspec.json.decode(line, type=Report) if line else None
+            return msgspec.json.decode(line, type=ReadyReport) if line else None
         except msgspec.DecodeError:
-            return Report(error=f"it reported {line[:80]!r}, which is not understood")
+            return ReadyReport(error=f"it reported {line[:80]!r}, which is not understood")
 
     async def wait(self) -> str:
         """Its end, in words."""

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from moonpool.base.errors import MoonpoolError
 from moonpool.base.metrics import GetMetrics, GetReportedMetrics, ReportMetrics, process_metrics
-from moonpool.base.rpc import Call, Peer
-from moonpool.master.errands import Errands
+from moonpool.base.rpc import Call, RpcPeer
+from moonpool.master.idempotency_cache import IdempotencyCache
 from moonpool.master.metrics import ReportedMetrics, pool_metrics
 from moonpool.store import messages as m
 
 if TYPE_CHECKING:
     from moonpool.master.service import Master
 
-Handler = Callable[[Any, Peer], Any]
+Handler = Callable[[Any, RpcPeer], Any]
 
 
 def handlers(master: Master) -> dict[type[Call[Any]], Handler]:
@@ -27,7 +27,7 @@ def handlers(master: Master) -> dict[type[Call[Any]], Handler]:
 
 
 def _recorded(master: Master, handle: Handler) -> Handler:
-    def handle_and_record(call: Any, peer: Peer) -> Any:
+    def handle_and_record(call: Any, peer: RpcPeer) -> Any:
         try:
             return handle(call, peer)
         finally:
@@ -36,11 +36,11 @@ def _recorded(master: Master, handle: Handler) -> Handler:
     return handle_and_record
 
 
-def _put_start(master: Master) -> Callable[[m.PutStart, Peer], m.PutReply]:
+def _put_start(master: Master) -> Callable[[m.PutStart, RpcPeer], m.PutReply]:
     """Space that cannot be written down is taken back: its writer is not told of it, so nobody writes there."""
     state, now = master.state, master.clock.now_s
 
-    def start_and_record(c: m.PutStart, _: Peer) -> m.PutReply:
+    def start_and_record(c: m.PutStart, _: RpcPeer) -> m.PutReply:
         generations: list[int] = []
         told: dict[str, Any] = {"session": c.session, "settled_up_to": c.settled_up_to}
         try:
@@ -81,15 +81,15 @@ def _questions(master: Master) -> dict[type[Call[Any]], Handler]:
 
 
 def _objects(master: Master) -> dict[type[Call[Any]], Handler]:
-    state, now, errands = master.state, master.clock.now_s, Errands()
+    state, now, errands = master.state, master.clock.now_s, IdempotencyCache()
 
-    def remove(c: m.Remove, _: Peer) -> list[bool]:
+    def remove(c: m.Remove, _: RpcPeer) -> list[bool]:
         return errands.once(c.errand, len(c.keys), lambda: state.remove(c.keys, c.force, now()))
 
-    def remove_matching(c: m.RemoveMatching, _: Peer) -> m.RemovedCount:
+    def remove_matching(c: m.RemoveMatching, _: RpcPeer) -> m.RemovedCount:
         return errands.once(c.errand, 1, lambda: state.remove_matching(c.pattern, c.force, c.cursor, now()))
 
-    def lookup(c: m.Lookup, _: Peer) -> list[m.ObjectInfo | None]:
+    def lookup(c: m.Lookup, _: RpcPeer) -> list[m.ObjectInfo | None]:
         return state.lookup(c.keys, now(), prefix=c.prefix, lease=c.lease, session=c.session, reads=c.reads)
 
     return {
@@ -108,12 +108,12 @@ def _objects(master: Master) -> dict[type[Call[Any]], Handler]:
 def _segments(master: Master) -> dict[type[Call[Any]], Handler]:
     state, members, now = master.state, master.state.members, master.clock.now_s
 
-    def mount(c: m.MountSegment, peer: Peer) -> m.MountReply:
+    def mount(c: m.MountSegment, peer: RpcPeer) -> m.MountReply:
         reply = state.mount(c.node, c.descriptor, now(), tier=c.tier, desk=c.desk, capacity_nbytes=c.capacity_nbytes)
         master.note_beat(peer, c.descriptor.name, c.descriptor.incarnation)
         return reply
 
-    def heartbeat(c: m.Heartbeat, peer: Peer) -> m.HeartbeatReply:
+    def heartbeat(c: m.Heartbeat, peer: RpcPeer) -> m.HeartbeatReply:
         reply = state.heartbeat(c.segment, c.incarnation, now(), c.generation_limit)
         if reply.known:
             master.note_beat(peer, c.segment, c.incarnation)

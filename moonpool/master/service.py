@@ -18,7 +18,7 @@ from pathlib import Path
 from moonpool.base.clock import AttendedClock, Clock
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import MoonpoolError
-from moonpool.base.rpc import Peer, RpcServer
+from moonpool.base.rpc import RpcPeer, RpcServer
 from moonpool.master.board import SegmentBoard
 from moonpool.master.calls import handlers
 from moonpool.master.events import ChangeFeed
@@ -59,8 +59,8 @@ class Master:
         self.board = SegmentBoard()
         self.order_streams = OrderStreams()
         self._connections = itertools.count(1)
-        self._connection_of: dict[Peer, int] = {}
-        self._beating: dict[Peer, set[tuple[str, int]]] = {}
+        self._connection_of: dict[RpcPeer, int] = {}
+        self._beating: dict[RpcPeer, set[tuple[str, int]]] = {}
         self._publish_planned = False
         self._server: RpcServer | None = None
         self._ticking: asyncio.Task[None] | None = None
@@ -202,7 +202,7 @@ class Master:
         known = (each.descriptor for each in self.state.segments())
         return announced or next((each for each in known if each.name == name), None)
 
-    def connection(self, peer: Peer) -> int:
+    def connection(self, peer: RpcPeer) -> int:
         """The number the state knows this connection by; its pins end with it."""
         number = self._connection_of.get(peer)
         if number is None:
@@ -210,17 +210,17 @@ class Master:
             peer.on_close(lambda: self._on_close(peer))
         return number
 
-    def note_beat(self, peer: Peer, segment: str, incarnation: int) -> None:
+    def note_beat(self, peer: RpcPeer, segment: str, incarnation: int) -> None:
         """Remembers whose segment it is, to know at once when its node is gone."""
         if peer not in self._beating:
             self._beating[peer] = set()
             peer.on_close(lambda: self._on_node_gone(peer))
         self._beating[peer].add((segment, incarnation))
 
-    def _on_close(self, peer: Peer) -> None:
+    def _on_close(self, peer: RpcPeer) -> None:
         self.state.connection_closed(self._connection_of.pop(peer), self.clock.now_s())
 
-    def _on_node_gone(self, peer: Peer) -> None:
+    def _on_node_gone(self, peer: RpcPeer) -> None:
         for segment, incarnation in self._beating.pop(peer):
             self.state.members.disconnected(segment, incarnation, self.clock.now_s())
 

@@ -19,7 +19,7 @@ from typing import ClassVar
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import AlreadyExists, MoonpoolError, NoSpace, NotFound
 from moonpool.base.rpc import AsyncClient
-from moonpool.node.seldom import SeldomLog
+from moonpool.node.seldom import RateLimitedWarning
 from moonpool.store.messages import (
     MAX_GENERATION,
     SESSIONS_ALONE,
@@ -205,7 +205,7 @@ class DramMount(Mount):
         self._last_generation = 0  # given out, as the master said last
         self.num_restamped = 0  # granules that had a generation never given out
         self._may_be_held = False  # in place, by processes of this machine
-        self._complaints = SeldomLog(_LOG, f"{segment.name} cannot be mounted anew: %s")
+        self._complaints = RateLimitedWarning(_LOG, f"{segment.name} cannot be mounted anew: %s")
 
     async def _make_ready(self) -> bool:
         if self.segment.fence is not None and not (self._may_be_held and self._sessions()):

@@ -18,10 +18,10 @@ from typing import TypeAlias
 from moonpool.base.errors import Corrupt, MoonpoolError, NotFound, Unavailable
 from moonpool.node.orders import refused
 from moonpool.node.replicas import check_here
-from moonpool.node.seldom import SeldomLog
-from moonpool.node.ssd import Item, Location, SsdConfig
+from moonpool.node.seldom import RateLimitedWarning
+from moonpool.node.ssd import LogItem, LogLocation, SsdConfig
 from moonpool.node.ssd.checks import check_object
-from moonpool.node.ssd_tier import SsdTier, offset_of
+from moonpool.node.ssd_tier import NodeSsd, offset_of
 from moonpool.store.messages import Order, OrderKind, OrderResult
 from moonpool.transfer.memory.segment import Segment
 
@@ -29,18 +29,18 @@ _LOG = logging.getLogger(__name__)
 _FIRST_WRITE_NBYTES = 4 * 1024 * 1024  # soon checked: the disk waits for that; the next ones are larger
 _WRITE_NBYTES = SsdConfig.batch_nbytes - 64 * 1024  # of objects: the log's framing goes with them
 
-_Looked: TypeAlias = Item | Location | MoonpoolError
+_Looked: TypeAlias = LogItem | LogLocation | MoonpoolError
 
 
-class LogHand:
+class LogThread:
     """The one thread that orders write the log with. Borrows the memory; `ssd` gives the log, None while there is
     none.
     """
 
-    def __init__(self, memory: Segment, ssd: Callable[[], SsdTier | None]) -> None:
+    def __init__(self, memory: Segment, ssd: Callable[[], NodeSsd | None]) -> None:
         self._memory = memory
         self._ssd = ssd
-        self._complaints = SeldomLog(_LOG, "objects are not offloaded: %s")
+        self._complaints = RateLimitedWarning(_LOG, "objects are not offloaded: %s")
         self._checker = ThreadPoolExecutor(1, thread_name_prefix="check")
 
     def close(self) -> None:
@@ -57,13 +57,13 @@ class LogHand:
             results += carry_out(ssd, list(some))
         return results
 
-    def _drop(self, ssd: SsdTier, orders: Sequence[Order]) -> list[OrderResult]:
+    def _drop(self, ssd: NodeSsd, orders: Sequence[Order]) -> list[OrderResult]:
         """A tombstone that is lost in a crash brings the record back, and the next inventory drops it."""
         ssd.log.remove([(order.key, order.source.generation) for order in orders])
         return [OrderResult(order.order_id) for order in orders]
 
-    def _offload(self, ssd: SsdTier, orders: Sequence[Order]) -> list[OrderResult]:
-        found: list[Location | MoonpoolError] = []
+    def _offload(self, ssd: NodeSsd, orders: Sequence[Order]) -> list[OrderResult]:
+        found: list[LogLocation | MoonpoolError] = []
         look = partial(self._look, ssd)
         batches = list(_batches(orders))
         looked = self._checker.map(look, batches[0])
@@ -75,16 +75,16 @@ class LogHand:
         try:
             ssd.log.sync()
         except MoonpoolError as error:
-            done = [order for order, each in zip(orders, found, strict=True) if isinstance(each, Location)]
+            done = [order for order, each in zip(orders, found, strict=True) if isinstance(each, LogLocation)]
             ssd.log.remove([(order.key, order.source.generation) for order in done])
             found = [each if isinstance(each, MoonpoolError) else error for each in found]
         return [self._answer(order, each) for order, each in zip(orders, found, strict=True)]
 
-    def _write(self, ssd: SsdTier, looked: Sequence[_Looked]) -> list[Location | MoonpoolError]:
-        written = iter(ssd.log.append_many([each for each in looked if isinstance(each, Item)]))
-        return [next(written) if isinstance(each, Item) else each for each in looked]
+    def _write(self, ssd: NodeSsd, looked: Sequence[_Looked]) -> list[LogLocation | MoonpoolError]:
+        written = iter(ssd.log.append_many([each for each in looked if isinstance(each, LogItem)]))
+        return [next(written) if isinstance(each, LogItem) else each for each in looked]
 
-    def _look(self, ssd: SsdTier, order: Order) -> _Looked:
+    def _look(self, ssd: NodeSsd, order: Order) -> _Looked:
         """What to write, or where it is already; the bytes in memory are right."""
         try:
             check_here(order.source, self._memory, order.nbytes)
@@ -97,7 +97,7 @@ class LogHand:
             self._check(order, view)
         except MoonpoolError as error:
             return error
-        return Item(order.key, order.source.generation, [view])
+        return LogItem(order.key, order.source.generation, [view])
 
     def _check(self, order: Order, view: memoryview) -> None:
         try:
@@ -106,7 +106,9 @@ class LogHand:
             self._check_fence(order)  # perhaps we are only late
             raise
 
-    def _look_again(self, ssd: SsdTier, order: Order, found: Location | MoonpoolError) -> Location | MoonpoolError:
+    def _look_again(
+        self, ssd: NodeSsd, order: Order, found: LogLocation | MoonpoolError
+    ) -> LogLocation | MoonpoolError:
         """StaleGeneration when the space was given away while its bytes were written."""
         if isinstance(found, MoonpoolError):
             return found
@@ -123,7 +125,7 @@ class LogHand:
         assert fence is not None, "the pool's memory is fenced"
         fence.admit(order.source.offset, order.nbytes, order.source.generation)
 
-    def _answer(self, order: Order, found: Location | MoonpoolError) -> OrderResult:
+    def _answer(self, order: Order, found: LogLocation | MoonpoolError) -> OrderResult:
         if isinstance(found, MoonpoolError):
             if not isinstance(found, NotFound):  # that is only an order of an earlier mount
                 self._complaints.warn(found)

@@ -33,7 +33,7 @@ def refused(order: Order, error: MoonpoolError) -> OrderResult:
     return OrderResult(order.order_id, Refusal(error.code, str(error)))
 
 
-class Lane:
+class OrderLane:
     """Orders that are carried out by the same hand. `carry_out` runs on a thread, gets up to `max_orders` (and
     `max_nbytes`, unless it is a single one) and answers each.
     """
@@ -84,13 +84,13 @@ class Lane:
 class OrderRunner:
     """Keeps the stream of orders open and the lanes busy. `counters` holds (kind, outcome): how often."""
 
-    def __init__(self, node: str, lanes: Mapping[OrderKind, Lane]) -> None:
+    def __init__(self, node: str, lanes: Mapping[OrderKind, OrderLane]) -> None:
         self.counters: Counter[tuple[OrderKind, str]] = Counter()
         self._node = node
         self._lanes = dict(lanes)
         num_threads = sum(lane.width for lane in set(lanes.values()))
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="orders")
-        self._running: dict[asyncio.Task[None], Lane] = {}
+        self._running: dict[asyncio.Task[None], OrderLane] = {}
         self._answers: list[OrderResult] = []
         self._answered = asyncio.Event()
         self._num_answers = self._num_told = 0  # those the master has, or does not need any more, are told
@@ -132,7 +132,7 @@ class OrderRunner:
                 self._may_run.set()
 
     @asynccontextmanager
-    async def hold(self, lane: Lane) -> AsyncIterator[None]:
+    async def hold(self, lane: OrderLane) -> AsyncIterator[None]:
         """Nothing of this lane is carried out inside, and the master has every answer."""
         lane.num_holds += 1
         try:
@@ -182,7 +182,7 @@ class OrderRunner:
         for lane in {self._lanes[order.kind] for order in orders}:
             self._start(lane)
 
-    def _start(self, lane: Lane) -> None:
+    def _start(self, lane: OrderLane) -> None:
         if lane.num_holds:
             return
         late = lane.take_late()
@@ -195,7 +195,7 @@ class OrderRunner:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._start(self._running.pop(task))
 
-    async def _carry_out(self, lane: Lane, orders: list[Order]) -> None:
+    async def _carry_out(self, lane: OrderLane, orders: list[Order]) -> None:
         self._done(orders, await asyncio.get_running_loop().run_in_executor(self._pool, lane.run, orders))
 
     def _done(self, orders: list[Order], results: list[OrderResult]) -> None:

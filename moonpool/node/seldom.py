@@ -8,7 +8,7 @@ import time
 _EVERY_S = 60.0
 
 
-class SeldomLog:
+class RateLimitedWarning:
     """Says the first one at once, and others only when a minute has passed."""
 
     def __init__(self, log: logging.Logger, text: str) -> None:

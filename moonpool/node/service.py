@@ -16,14 +16,14 @@ from moonpool.base.metrics import REPORT_EVERY_S, MetricFamily, ReportMetrics, R
 from moonpool.base.rpc import AsyncClient
 from moonpool.node.config import NodeConfig
 from moonpool.node.copying import Copier
-from moonpool.node.desk import NodeDesk
 from moonpool.node.link import MasterLink
 from moonpool.node.metrics import node_metrics
 from moonpool.node.mount import CALL_TIMEOUT_S, DramMount
-from moonpool.node.offloading import LogHand
-from moonpool.node.orders import Lane, OrderRunner
+from moonpool.node.offloading import LogThread
+from moonpool.node.orders import OrderLane, OrderRunner
 from moonpool.node.replicas import OwnMemory, Readable, check_here
-from moonpool.node.ssd_tier import Housekeeper, SsdMount, SsdTier
+from moonpool.node.session_registry import SessionRegistry
+from moonpool.node.ssd_tier import LogMaintenance, NodeSsd, SsdMount
 from moonpool.store.client.directory import SegmentDirectory
 from moonpool.store.messages import GRANULE_NBYTES, OrderKind, Placement, SegmentInfo, Segments
 from moonpool.transfer.config import TransferConfig
@@ -42,13 +42,13 @@ class Node:
     def __init__(self, config: NodeConfig) -> None:
         self.config = config
         self.segment_name = f"{config.name}.dram"
-        self.ssd: SsdTier | None = None
-        self._desk: NodeDesk | None = None
+        self.ssd: NodeSsd | None = None
+        self._desk: SessionRegistry | None = None
         self._engine: TransferEngine | None = None
         self._segment: Segment | None = None
         self._work: _Work | None = None
         self._attending: asyncio.Task[None] | None = None
-        self._finding_disk: asyncio.Task[SsdTier] | None = None
+        self._finding_disk: asyncio.Task[NodeSsd] | None = None
 
     @property
     def segment(self) -> Segment:
@@ -70,7 +70,7 @@ class Node:
         try:
             self._engine = TransferEngine(self._transfer_config())  # first: a wrong setting costs no memory
             warn_if_open(_LOG, self.config, self._engine.addresses)
-            self._desk = NodeDesk(self.config.desk_address, self.config.name, self.metrics)
+            self._desk = SessionRegistry(self.config.desk_address, self.config.name, self.metrics)
             await self._desk.start()
             self._segment = await asyncio.to_thread(self._allocate)
             if self.config.ssd_dir is not None:
@@ -139,23 +139,23 @@ class Node:
     async def _open_disk(self) -> None:
         """A disk in trouble is tried again later."""
         try:
-            self.ssd = await asyncio.to_thread(SsdTier, self.config)
+            self.ssd = await asyncio.to_thread(NodeSsd, self.config)
         except ConfigError:
             raise
         except MoonpoolError as error:
             _LOG.warning("%s begins without its disk: %s", self.config.name, error)
             self._finding_disk = asyncio.get_running_loop().create_task(self._find_disk())
 
-    async def _find_disk(self) -> SsdTier:
+    async def _find_disk(self) -> NodeSsd:
         while self.ssd is None:
             await asyncio.sleep(_DISK_RETRY_S)
             try:
-                self.ssd = await asyncio.to_thread(SsdTier, self.config)
+                self.ssd = await asyncio.to_thread(NodeSsd, self.config)
             except MoonpoolError as error:
                 _LOG.debug("%s is still without its disk: %s", self.config.name, error)
         return self.ssd
 
-    async def disk(self) -> SsdTier:
+    async def disk(self) -> NodeSsd:
         """Waits until there is one."""
         if self.ssd is not None:
             return self.ssd
@@ -186,14 +186,14 @@ class Node:
 class _Work:
     """What a started node does for the master: its mounts, its orders, and the link that they hang on."""
 
-    def __init__(self, node: Node, engine: TransferEngine, desk: NodeDesk) -> None:
+    def __init__(self, node: Node, engine: TransferEngine, desk: SessionRegistry) -> None:
         config = node.config
         self._node = node
         self._engine = engine
         self._directory = SegmentDirectory(engine, self._list_segments)
-        copies = Lane(Copier(node.segment, self._open_source).carry_out, width=config.copy_threads)
-        self._log_hand = LogHand(node.segment, lambda: node.ssd)
-        self._log_lane = Lane(self._log_hand.carry_out, max_orders=_MAX_LOG_ORDERS)
+        copies = OrderLane(Copier(node.segment, self._open_source).carry_out, width=config.copy_threads)
+        self._log_hand = LogThread(node.segment, lambda: node.ssd)
+        self._log_lane = OrderLane(self._log_hand.carry_out, max_orders=_MAX_LOG_ORDERS)
         self.orders = OrderRunner(
             config.name,
             {OrderKind.COPY: copies, OrderKind.OFFLOAD: self._log_lane, OrderKind.DROP: self._log_lane},
@@ -208,7 +208,7 @@ class _Work:
             fence_check_s=config.fence_check_s,
         )
         self.disk: SsdMount | None = None
-        self._keeper: Housekeeper | None = None
+        self._keeper: LogMaintenance | None = None
         duties = [self.dram.attend, desk.report, self._take_orders, self._report_metrics]
         if config.ssd_dir is not None:
             duties.append(self._attend_disk)
@@ -247,7 +247,7 @@ class _Work:
         if self.disk is None or self._keeper is None:
             self.disk = SsdMount(config.name, ssd, self._engine, self.orders.paused)
             hold_log = partial(self.orders.hold, self._log_lane)
-            self._keeper = Housekeeper(ssd, self.disk, hold_log, config.ssd_rest_s)
+            self._keeper = LogMaintenance(ssd, self.disk, hold_log, config.ssd_rest_s)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.disk.attend(client))
             tasks.create_task(self._keeper.attend(client))

@@ -20,8 +20,8 @@ from moonpool.base.rpc import AsyncClient
 from moonpool.base.units import format_nbytes
 from moonpool.node.config import NodeConfig
 from moonpool.node.mount import CALL_TIMEOUT_S, Mount, Pause
-from moonpool.node.seldom import SeldomLog
-from moonpool.node.ssd import Location, Moved, SsdConfig, SsdLog, SsdStats, Stored
+from moonpool.node.seldom import RateLimitedWarning
+from moonpool.node.ssd import LogLocation, MovedRecord, SsdConfig, SsdLog, SsdStats, StoredRecord
 from moonpool.store.messages import (
     Doubt,
     HeldItem,
@@ -45,12 +45,12 @@ _HIGH_DEAD_PART = 0.25
 Hold = Callable[[], AbstractAsyncContextManager[None]]
 
 
-def offset_of(location: Location) -> int:
+def offset_of(location: LogLocation) -> int:
     """Where a placement says that it lies."""
     return address_of_byte(location.file_number, location.offset)
 
 
-class SsdTier:
+class NodeSsd:
     """The open log and its segment; owns both. Opening recovers the log and takes as long as that takes."""
 
     def __init__(self, config: NodeConfig) -> None:
@@ -92,7 +92,7 @@ class SsdMount(Mount):
     tier = Tier.SSD
     keeps_contents = True
 
-    def __init__(self, node: str, ssd: SsdTier, engine: TransferEngine, pause_orders: Pause) -> None:
+    def __init__(self, node: str, ssd: NodeSsd, engine: TransferEngine, pause_orders: Pause) -> None:
         super().__init__(node, ssd.segment, engine, pause_orders)
         self._ssd = ssd
 
@@ -117,7 +117,7 @@ class SsdMount(Mount):
                 num_dropped += await self._tell_part(client, part, number == len(parts))
         _LOG.info("%s: %d records, %d of them not wanted any more", self.segment.name, len(items), num_dropped)
 
-    async def _tell_part(self, client: AsyncClient, part: list[Stored], last: bool) -> int:
+    async def _tell_part(self, client: AsyncClient, part: list[StoredRecord], last: bool) -> int:
         held = [
             HeldItem(each.key, each.generation, each.location.nbytes, offset_of(each.location), each.doubt)
             for each in part
@@ -145,22 +145,22 @@ class SsdMount(Mount):
         return len(unwanted) + len(salvaged[False])
 
 
-class Housekeeper:
+class LogMaintenance:
     """Tidies the log in steps. While it moves records no order touches the log, and all answers are with the master:
     so the master hears of a record before it hears that the record was moved. So it does after a mount: nothing is
     said of moves before the master knows what is there, for it would not want any of it.
     """
 
-    def __init__(self, ssd: SsdTier, mount: SsdMount, hold_log: Hold, rest_s: float) -> None:
+    def __init__(self, ssd: NodeSsd, mount: SsdMount, hold_log: Hold, rest_s: float) -> None:
         self._ssd = ssd
         self._mount = mount
         self._hold_log = hold_log
         self._rest_s = rest_s
-        self._untold: list[Moved] = []  # the master has not heard of these moves yet
+        self._untold: list[MovedRecord] = []  # the master has not heard of these moves yet
         self._release_at_s: dict[int, float] = {}  # by number of an emptied file
         # Readers with a lease are not to lose their time because this process stood still.
         self._clock = AttendedClock(2 * _COMPACT_EVERY_S)
-        self._complaints = SeldomLog(_LOG, f"{ssd.segment.name}: the log is not tidied: %s")
+        self._complaints = RateLimitedWarning(_LOG, f"{ssd.segment.name}: the log is not tidied: %s")
 
     async def attend(self, client: AsyncClient) -> None:
         """Until the connection is lost."""

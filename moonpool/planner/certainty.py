@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from moonpool.base.errors import InvalidInput
-from moonpool.planner.demand import Demand
+from moonpool.planner.demand import PrefillDemand
 from moonpool.planner.hits import PoolSize, ReuseProfile
 from moonpool.planner.split import Screen, fewest_nodes
 from moonpool.sim.machine import Machine
@@ -43,7 +43,7 @@ class Certainty(msgspec.Struct, frozen=True, kw_only=True):
 
 def certainty(
     profile: ReuseProfile,
-    demand: Demand,
+    demand: PrefillDemand,
     size: PoolSize,
     sized: Screen,
     rng: np.random.Generator,
@@ -71,7 +71,7 @@ def certainty(
     )
 
 
-def draws(demand: Demand, slice_s: float, count: int, rng: np.random.Generator) -> Iterator[tuple[Ints, Floats]]:
+def draws(demand: PrefillDemand, slice_s: float, count: int, rng: np.random.Generator) -> Iterator[tuple[Ints, Floats]]:
     """Rows of as many slices as there are, drawn from them, with new arrivals. An empty draw does not count."""
     bounds = _bounds(demand, slice_s)
     num_slices = len(bounds) - 1
@@ -127,7 +127,7 @@ def _halves(profile: ReuseProfile, capacity_tokens: float) -> tuple[float, float
     return float(first), float(hits[middle:].sum() / trace.num_input[middle:].sum())
 
 
-def _bounds(demand: Demand, slice_s: float) -> Ints:
+def _bounds(demand: PrefillDemand, slice_s: float) -> Ints:
     """Rows at which slices begin, and the end."""
     since_s = demand.arrival_s - demand.arrival_s[0]
     num_slices = int(since_s[-1] // slice_s) + 1

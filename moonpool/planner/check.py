@@ -16,7 +16,7 @@ from moonpool.planner.demand import demand_of
 from moonpool.planner.hits import PoolSize, ReuseProfile
 from moonpool.planner.split import Estimate, Screen, Targets
 from moonpool.sim.machine import Machine
-from moonpool.sim.world.cluster import Cluster
+from moonpool.sim.world.cluster import SimCluster
 from moonpool.sim.world.config import ClusterConfig
 from moonpool.sim.world.results import Results
 from moonpool.traces.changes import slice_count
@@ -71,7 +71,7 @@ def cluster_run(trace: Trace, machine: Machine, targets: Targets, num_requests: 
             pool="shared" if per_node.dram_nbytes else "none",
             decode_nodes_hold_blocks=True,
         )
-        results = Results.of(Cluster(config, part).run()[warm:])
+        results = Results.of(SimCluster(config, part).run()[warm:])
         summary = results.summary()
         return Checked(
             num_prefill=num_prefill,

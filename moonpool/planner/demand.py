@@ -13,7 +13,7 @@ from moonpool.traces.columns import Floats, Ints
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
-class Demand:
+class PrefillDemand:
     """Sorted by arrival. `prefill_s` is of one node alone, with what the pool has of the prompt."""
 
     arrival_s: Floats
@@ -42,9 +42,9 @@ class Demand:
     def hit_share(self) -> float:
         return float((self.dram_tokens + self.ssd_tokens).sum() / self.num_input.sum())
 
-    def rows(self, which: Ints, arrival_s: Floats | None = None) -> Demand:
+    def rows(self, which: Ints, arrival_s: Floats | None = None) -> PrefillDemand:
         """These rows; with other arrivals, if given, in their order."""
-        return Demand(
+        return PrefillDemand(
             arrival_s=self.arrival_s[which] if arrival_s is None else arrival_s,
             num_input=self.num_input[which],
             num_output=self.num_output[which],
@@ -53,11 +53,11 @@ class Demand:
             prefill_s=self.prefill_s[which],
         )
 
-    def faster(self, factor: float) -> Demand:
+    def faster(self, factor: float) -> PrefillDemand:
         """The same requests in 1 / factor of the time."""
         return replace(self, arrival_s=self.arrival_s / factor)
 
-    def busiest(self, count: int) -> Demand:
+    def busiest(self, count: int) -> PrefillDemand:
         """So many requests in a row, those that came in the least time; all, if there are no more."""
         if len(self) <= count:
             return self
@@ -66,11 +66,11 @@ class Demand:
         return self.rows(np.arange(first, first + count))
 
 
-def demand_of(profile: ReuseProfile, size: PoolSize, machine: Machine) -> Demand:
+def demand_of(profile: ReuseProfile, size: PoolSize, machine: Machine) -> PrefillDemand:
     trace = profile.trace
     found = tier_hits(profile, size, machine.shape.kv_nbytes_per_token)
     seconds, used = prefill_times(machine, trace.num_input, found)
-    return Demand(
+    return PrefillDemand(
         arrival_s=trace.arrival_s,
         num_input=trace.num_input,
         num_output=trace.num_output,

@@ -47,7 +47,7 @@ class TierShares(msgspec.Struct, frozen=True, kw_only=True):
     most_that_can_hit: float
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class ClusterPlan(msgspec.Struct, frozen=True, kw_only=True):
     trace: str
     num_requests: int
     duration_s: float
@@ -78,7 +78,7 @@ def make_plan(
     rng: np.random.Generator,
     run: Run | None = None,
     tell: Tell = lambda step: None,
-) -> Plan:
+) -> ClusterPlan:
     """The pool has so many bytes of each node as the machine's says. `run` checks the best splits, if given; `tell`
     hears what is being worked on."""
     tell("reuse")
@@ -96,7 +96,7 @@ def make_plan(
     sure = certainty(profile, screen.demand, size, sized, rng)
     tell("simulation")
     checked = check(_to_check(around, best, fewest), run) if run is not None else []
-    return Plan(
+    return ClusterPlan(
         trace=trace.name,
         num_requests=len(trace),
         duration_s=trace.duration_s,

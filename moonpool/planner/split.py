@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from moonpool.base.errors import InvalidInput
-from moonpool.planner.demand import Demand
+from moonpool.planner.demand import PrefillDemand
 from moonpool.planner.waiting import DecodeRoom, decode_gaps, fifo_waits
 from moonpool.sim.machine import Machine
 from moonpool.sim.physics.roofline import kv_capacity_tokens
@@ -60,7 +60,7 @@ class Screen:
     """Answers about one demand, and remembers them: searches ask again, and many splits share their waits. The first
     `num_warm` requests are there and not counted."""
 
-    demand: Demand
+    demand: PrefillDemand
     machine: Machine
     targets: Targets
     num_warm: int = 0

@@ -14,8 +14,8 @@ from moonpool.base.errors import InvalidInput
 from moonpool.sim.fleet import Fleet
 from moonpool.sim.physics.roofline import kv_capacity_tokens
 from moonpool.sim.systems import Goals, System
+from moonpool.sim.world.recorder import Columns, WorldRecorder
 from moonpool.sim.world.results import Results
-from moonpool.sim.world.watch import Columns, Watch
 from moonpool.traces.columns import Trace
 
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
@@ -72,7 +72,7 @@ def replay(
     """
     _refuse_unfit(trace, fleet)
     world = system.make(trace.but(num_output=np.maximum(trace.num_output, 1)), fleet, goals)
-    watch = Watch(world)
+    watch = WorldRecorder(world)
     results = Results.of(world.run(progress))
     bucket_s, rates = watch.links()
     return Outcome(

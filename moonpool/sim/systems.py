@@ -13,14 +13,14 @@ from typing import Any, NamedTuple, TypeAlias
 from moonpool.base.errors import InvalidInput
 from moonpool.conductor.placement.policy import DEFAULT_POLICY, PolicyConfig
 from moonpool.sim.fleet import Fleet
-from moonpool.sim.world.cluster import Cluster
+from moonpool.sim.world.cluster import SimCluster
 from moonpool.sim.world.config import ClusterConfig
 from moonpool.sim.world.coupled import CoupledCluster, CoupledConfig
 from moonpool.sim.world.failures import Failure
 from moonpool.sim.world.pool import rules_on_paper
 from moonpool.traces.columns import Trace
 
-World: TypeAlias = Cluster | CoupledCluster
+World: TypeAlias = SimCluster | CoupledCluster
 FULL = "moonpool"
 BASELINE = "vllm-v1"  # what the full system is compared with
 # vLLM's V1 engine: prefix caching and chunked prefill are on, a step has up to 2,048 tokens on GPUs like these; several
@@ -54,7 +54,7 @@ class System(NamedTuple):
 
 
 def _made_of(name: str, summary: str, config: Callable[[Fleet, Goals], ClusterConfig]) -> System:
-    return System(name, summary, lambda trace, fleet, goals: Cluster(config(fleet, goals), trace), config)
+    return System(name, summary, lambda trace, fleet, goals: SimCluster(config(fleet, goals), trace), config)
 
 
 def _apart(name: str, summary: str, policy: str, **changes: Any) -> System:

@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Iterator
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import MoonpoolError, Overloaded, Unavailable
 from moonpool.base.rpc import AsyncClient
-from moonpool.store.client.retry import pauses
+from moonpool.store.client.master_client import pauses
 from moonpool.store.messages import SERVICE, EventBatch, Subscribe
 
 _JOIN_TIMEOUT_S = 5.0

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import DeadlineExceeded, NotFound
 from moonpool.store import messages as m
-from moonpool.store.client.retry import MasterLine
+from moonpool.store.client.master_client import MasterClient
 from moonpool.store.keys_text import Key, key_bytes
 from moonpool.store.messages import TaskInfo
 
@@ -20,7 +20,7 @@ _LONGEST_POLL_S = 0.5
 class PoolTasks:
     """Segments are named as stats() names them. A request is said once: after PeerLost it may be under way or not."""
 
-    def __init__(self, line: MasterLine) -> None:
+    def __init__(self, line: MasterClient) -> None:
         self._line = line
 
     def copy(self, key: Key, targets: Sequence[str]) -> int:

@@ -14,7 +14,7 @@ from moonpool.traces.columns import MOONCAKE_BLOCK_TOKENS, Trace
 from moonpool.traces.popularity import draw_zipf
 from moonpool.traces.prefixes import to_trace
 from moonpool.traces.quantiles import Quantiles, by_percent
-from moonpool.traces.sessions import Beginnings, Turns, plan_sessions
+from moonpool.traces.sessions import Beginnings, SessionTurns, plan_sessions
 
 _INSTRUCTIONS = by_percent({0: 1000, 50: 4000, 90: 9000, 100: 16000})
 _TASK = by_percent({0: 30, 25: 200, 50: 700, 75: 2000, 95: 10000, 100: 40000})
@@ -32,7 +32,7 @@ class AgentsSpec(msgspec.Struct, frozen=True, kw_only=True, tag="agents"):
     instruction_tokens: Quantiles = _INSTRUCTIONS  # per kind of agent, beside the common ones
     task_tokens: Quantiles = _TASK
     output: Quantiles = _OUTPUT
-    turns: Turns = Turns(go_on=((0.85,),), think_s=_TOOL_S, added_tokens=_TOOL_ANSWER)
+    turns: SessionTurns = SessionTurns(go_on=((0.85,),), think_s=_TOOL_S, added_tokens=_TOOL_ANSWER)
     arrivals: Arrivals = Arrivals(cv=2.0)
     block_tokens: int = MOONCAKE_BLOCK_TOKENS
 

@@ -9,7 +9,7 @@ from moonpool.traces.arrivals import POISSON, Arrivals
 from moonpool.traces.columns import MOONCAKE_BLOCK_TOKENS, Trace
 from moonpool.traces.prefixes import to_trace
 from moonpool.traces.quantiles import Quantiles, by_percent
-from moonpool.traces.sessions import Beginnings, Turns, plan_sessions
+from moonpool.traces.sessions import Beginnings, SessionTurns, plan_sessions
 
 _FIRST_MESSAGE = by_percent({0: 50, 25: 450, 50: 2150, 75: 7150, 90: 19150, 98: 49150, 100: 99150})
 _OUTPUT = by_percent({0: 1, 5: 10, 25: 150, 50: 350, 75: 470, 95: 700, 99: 1100, 100: 2000})
@@ -31,7 +31,7 @@ class ChatSpec(msgspec.Struct, frozen=True, kw_only=True, tag="chat"):
     stems: tuple[Stem, ...] = ()
     first_message: Quantiles = _FIRST_MESSAGE  # tokens behind the stem
     output: Quantiles = _OUTPUT
-    turns: Turns = Turns(go_on=((0.5,), (0.7,)), think_s=_THINK_S, added_tokens=_MESSAGE)
+    turns: SessionTurns = SessionTurns(go_on=((0.5,), (0.7,)), think_s=_THINK_S, added_tokens=_MESSAGE)
     arrivals: Arrivals = POISSON
     block_tokens: int = MOONCAKE_BLOCK_TOKENS
 

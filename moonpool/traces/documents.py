@@ -8,7 +8,7 @@ import numpy as np
 from moonpool.traces.arrivals import POISSON, Arrivals, draw_arrivals
 from moonpool.traces.columns import MOONCAKE_BLOCK_TOKENS, Trace
 from moonpool.traces.popularity import draw_zipf
-from moonpool.traces.prefixes import ROOT, Plan, to_trace
+from moonpool.traces.prefixes import ROOT, PrefixPlan, to_trace
 from moonpool.traces.quantiles import Quantiles, by_percent
 
 _DOCUMENT = by_percent({0: 2000, 25: 8000, 50: 18000, 75: 30000, 95: 60000, 100: 120000})
@@ -33,7 +33,7 @@ class DocumentsSpec(msgspec.Struct, frozen=True, kw_only=True, tag="documents"):
     ) -> Trace:
         lengths = self.system_tokens + self.document_tokens.spread_tokens(self.num_documents, rng)
         asked = draw_zipf(self.num_documents, self.exponent, num_requests, rng)
-        plan = Plan(
+        plan = PrefixPlan(
             draw_arrivals(self.arrivals, num_requests, rate_per_s, rng),
             num_input=lengths[asked] + np.maximum(self.question_tokens.draw_tokens(num_requests, rng), 1),
             num_output=np.maximum(self.output.draw_tokens(num_requests, rng), 1),

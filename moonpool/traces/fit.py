@@ -24,7 +24,7 @@ from moonpool.traces.columns import Floats, Ints, Trace
 from moonpool.traces.prefixes import ROOT
 from moonpool.traces.quantiles import fit_quantiles
 from moonpool.traces.reuse import leading_hits, previous_uses
-from moonpool.traces.sessions import Turns
+from moonpool.traces.sessions import SessionTurns
 
 _MIN_REQUESTS = 100  # below, percentiles mean nothing
 _NUM_INPUT_CLASSES = 8
@@ -126,7 +126,7 @@ def _turn_numbers(num_requests: int, child: Ints, parent: Ints) -> Ints:
     return np.array(turn, np.int64)
 
 
-def _fit_turns(trace: Trace, links: _Links) -> Turns:
+def _fit_turns(trace: Trace, links: _Links) -> SessionTurns:
     child, parent = links.child, links.parent
     think_s = trace.arrival_s[child] - trace.arrival_s[parent]
     growth = trace.num_input[child] - trace.num_input[parent]
@@ -135,7 +135,7 @@ def _fit_turns(trace: Trace, links: _Links) -> Turns:
     edges = np.unique(np.quantile(trace.num_input, np.arange(1, _NUM_INPUT_CLASSES) / _NUM_INPUT_CLASSES))
     kept_tokens = (links.kept_blocks + 0.5) * trace.block_tokens  # the end of what is kept lies somewhere in a block
     weights = _unseen_weights(trace, think_s)
-    return Turns(
+    return SessionTurns(
         go_on=_go_on(trace, links, think_s, weights, edges),
         input_edges=tuple(edges.tolist()),
         think_s=fit_quantiles(think_s, weights=weights),

@@ -30,7 +30,7 @@ MAX_REQUESTS = 100_000_000
 Generate: TypeAlias = Callable[[int, float, np.random.Generator], Trace]
 
 
-class Kind(NamedTuple):
+class TraceKind(NamedTuple):
     summary: str
     generate: Generate
     num_requests: int  # unless told otherwise
@@ -38,13 +38,17 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "chat": Kind("conversations of several turns behind one system prompt", ChatSpec().generate, 10_000, 3.0),
-    "documents": Kind(
+    "chat": TraceKind("conversations of several turns behind one system prompt", ChatSpec().generate, 10_000, 3.0),
+    "documents": TraceKind(
         "questions about documents, some asked far more than others", DocumentsSpec().generate, 10_000, 3.0
     ),
-    "agents": Kind("agents with long shared instructions and many short steps", AgentsSpec().generate, 10_000, 6.0),
-    "synthetic": Kind("the paper's synthetic mix", synthetic_mix, SYNTHETIC_REQUESTS, SYNTHETIC_RATE_PER_S),
-    "tool-agent": Kind("like the paper's Tool&Agent trace", tool_agent, TOOL_AGENT_REQUESTS, TOOL_AGENT_RATE_PER_S),
+    "agents": TraceKind(
+        "agents with long shared instructions and many short steps", AgentsSpec().generate, 10_000, 6.0
+    ),
+    "synthetic": TraceKind("the paper's synthetic mix", synthetic_mix, SYNTHETIC_REQUESTS, SYNTHETIC_RATE_PER_S),
+    "tool-agent": TraceKind(
+        "like the paper's Tool&Agent trace", tool_agent, TOOL_AGENT_REQUESTS, TOOL_AGENT_RATE_PER_S
+    ),
 }
 
 

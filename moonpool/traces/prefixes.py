@@ -16,7 +16,7 @@ from moonpool.traces.columns import MOONCAKE_BLOCK_TOKENS, Floats, Ints, Trace, 
 ROOT = -1  # the parent of a conversation's first request
 
 
-class Plan(NamedTuple):
+class PrefixPlan(NamedTuple):
     """One row per request, sorted by arrival; a parent stands in front of its children."""
 
     arrival_s: Floats
@@ -28,13 +28,13 @@ class Plan(NamedTuple):
     stem_tokens: Ints  # of this row's stem, the common ones included
 
 
-def in_order(plan: Plan, arrival_s: Floats | None = None) -> Plan:
+def in_order(plan: PrefixPlan, arrival_s: Floats | None = None) -> PrefixPlan:
     """The plan sorted by its arrivals, of which a child's must not be before its parent's; perhaps with others then."""
     order = np.argsort(plan.arrival_s, kind="stable")
     rows = np.empty(len(order), np.int64)
     rows[order] = np.arange(len(order))
     parent = plan.parent[order]
-    return Plan(
+    return PrefixPlan(
         arrival_s=plan.arrival_s[order] if arrival_s is None else arrival_s,
         num_input=plan.num_input[order],
         num_output=plan.num_output[order],
@@ -45,7 +45,9 @@ def in_order(plan: Plan, arrival_s: Floats | None = None) -> Plan:
     )
 
 
-def to_trace(plan: Plan, *, name: str, common_tokens: int = 0, block_tokens: int = MOONCAKE_BLOCK_TOKENS) -> Trace:
+def to_trace(
+    plan: PrefixPlan, *, name: str, common_tokens: int = 0, block_tokens: int = MOONCAKE_BLOCK_TOKENS
+) -> Trace:
     """The trace in which these requests share what the plan says."""
     parent, shared = _with_stems(plan, common_tokens)
     kept = np.minimum(shared, np.minimum(plan.num_input, np.where(parent == ROOT, 0, plan.num_input[parent])))
@@ -67,7 +69,7 @@ def to_trace(plan: Plan, *, name: str, common_tokens: int = 0, block_tokens: int
     )
 
 
-def _with_stems(plan: Plan, common_tokens: int) -> tuple[Ints, Ints]:
+def _with_stems(plan: PrefixPlan, common_tokens: int) -> tuple[Ints, Ints]:
     """Parents and shared tokens: a root continues the first one of its stem, and that one the trace's first request."""
     rows = np.arange(len(plan.parent))
     roots = np.flatnonzero(plan.parent == ROOT)

@@ -25,7 +25,7 @@ from moonpool.traces.chat import ChatSpec
 from moonpool.traces.columns import Trace
 from moonpool.traces.documents import DocumentsSpec
 from moonpool.traces.quantiles import Quantiles, by_percent, constant
-from moonpool.traces.sessions import Turns
+from moonpool.traces.sessions import SessionTurns
 
 SYNTHETIC_REQUESTS, SYNTHETIC_RATE_PER_S = 3993, 3.91
 TOOL_AGENT_REQUESTS, TOOL_AGENT_RATE_PER_S = 23608, 6.56
@@ -52,7 +52,7 @@ _SHARE_GPT = ChatSpec(  # single short questions: hardly any of them fills a blo
     system_tokens=0,
     first_message=by_percent({0: 4, 15: 22, 50: 110, 75: 277, 90: 500, 98: 1000, 100: 3000}),
     output=by_percent({0: 2, 10: 40, 25: 145, 50: 270, 75: 415, 90: 610, 98: 790, 100: 893}),
-    turns=Turns(go_on=((0.0,),), think_s=constant(0.0), added_tokens=constant(0.0)),
+    turns=SessionTurns(go_on=((0.0,),), think_s=constant(0.0), added_tokens=constant(0.0)),
 )
 _L_EVAL = DocumentsSpec(  # few documents, many questions on each
     num_documents=92,
@@ -76,7 +76,7 @@ _TOOL_AGENT = AgentsSpec(  # the instructions of all agents fit into 100,000 tok
     instruction_tokens=by_percent({0: 2800, 100: 3000}),
     task_tokens=by_percent({0: 66, 25: 265, 50: 1000, 75: 3000, 90: 9300, 98: 30000, 100: 67000}),
     output=by_percent({0: 1, 5: 3, 25: 17, 50: 34, 75: 320, 90: 500, 95: 590, 99: 810, 100: 2000}),
-    turns=Turns(
+    turns=SessionTurns(
         go_on=((0.355,), (0.46,)),
         think_s=by_percent({0: 6, 10: 51, 25: 83, 50: 153, 75: 332, 90: 613, 98: 1532, 100: 3831}),
         added_tokens=by_percent({0: 3, 50: 50, 75: 400, 90: 2500, 98: 8000, 100: 40000}),

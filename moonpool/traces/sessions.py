@@ -15,13 +15,13 @@ import numpy as np
 from moonpool.base.errors import InvalidInput
 from moonpool.traces.arrivals import Arrivals, draw_arrivals
 from moonpool.traces.columns import Floats, Ints
-from moonpool.traces.prefixes import ROOT, Plan, in_order
+from moonpool.traces.prefixes import ROOT, PrefixPlan, in_order
 from moonpool.traces.quantiles import Quantiles, constant
 
 _MAX_GO_ON = 0.99
 
 
-class Turns(msgspec.Struct, frozen=True, kw_only=True):
+class SessionTurns(msgspec.Struct, frozen=True, kw_only=True):
     """How a session goes on.
 
     The next input is the last input, the answer, and `added_tokens` (which may be negative: a history cut short). A
@@ -71,14 +71,14 @@ class _Turn(NamedTuple):
 
 def plan_sessions(
     begin: Beginnings,
-    turns: Turns,
+    turns: SessionTurns,
     output: Quantiles,
     *,
     num_requests: int,
     rate_per_s: float,
     arrivals: Arrivals,
     rng: np.random.Generator,
-) -> Plan:
+) -> PrefixPlan:
     """Exactly `num_requests` rows. `begin` has as many sessions as there could be: num_requests."""
     times = draw_arrivals(arrivals, num_requests, rate_per_s, rng)
     duration_s = num_requests / rate_per_s
@@ -101,7 +101,7 @@ def _first_turn(begin: Beginnings, output: Quantiles, duration_s: float, rng: np
 
 
 def _next_turn(
-    last: _Turn, number: int, turns: Turns, output: Quantiles, duration_s: float, rng: np.random.Generator
+    last: _Turn, number: int, turns: SessionTurns, output: Quantiles, duration_s: float, rng: np.random.Generator
 ) -> _Turn:
     count = len(last.session)
     chances = np.minimum(np.array(turns.go_on[min(number, len(turns.go_on)) - 1]), _MAX_GO_ON)
@@ -130,7 +130,7 @@ def _chosen(steps: list[_Turn], num_sessions: int, num_last: int) -> list[Ints]:
     ]
 
 
-def _joined(steps: list[_Turn], rows: list[Ints], begin: Beginnings) -> Plan:
+def _joined(steps: list[_Turn], rows: list[Ints], begin: Beginnings) -> PrefixPlan:
     parts = [step.rows(chosen) for step, chosen in zip(steps, rows, strict=True)]
     whole = _Turn(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
     parent = np.full(len(whole.session), ROOT, np.int64)
@@ -141,7 +141,7 @@ def _joined(steps: list[_Turn], rows: list[Ints], begin: Beginnings) -> Plan:
         parent[here] = latest[part.session]
         latest[part.session] = here
         base += len(here)
-    return Plan(
+    return PrefixPlan(
         whole.arrival_s,
         whole.num_input,
         whole.num_output,

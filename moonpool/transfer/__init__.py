@@ -3,7 +3,7 @@
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.transfer.batch import Batch, TransferOp, TransferRequest, TransferStatus
 from moonpool.transfer.config import TransferConfig, WireConfig
-from moonpool.transfer.desk import PeerInfo
+from moonpool.transfer.control import PeerInfo
 from moonpool.transfer.directory import Directory, MemoryDirectory
 from moonpool.transfer.engine import TransferEngine
 from moonpool.transfer.host import host_id

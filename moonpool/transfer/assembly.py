@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeVar
 
 from moonpool.base.errors import ConfigError
 from moonpool.transfer.config import AUTO, TransferConfig
-from moonpool.transfer.desk import Desk, Line
+from moonpool.transfer.control import ControlClient, ControlHandler
 from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.topology import Topology
 from moonpool.transfer.topology.rails import Rail, find_rails, split_rails
@@ -16,7 +16,7 @@ from moonpool.transfer.transports.cuda.transport import CudaTransport
 from moonpool.transfer.transports.file.transport import FileTransport
 from moonpool.transfer.transports.memory import MemoryFabric, MemoryTransport
 from moonpool.transfer.transports.nixl.transport import NixlTransport
-from moonpool.transfer.transports.shm.ask import UnixLine
+from moonpool.transfer.transports.shm.control_client import UnixControlClient
 from moonpool.transfer.transports.shm.transport import ShmTransport
 from moonpool.transfer.transports.tcp.guard import Guard
 from moonpool.transfer.transports.tcp.transport import TcpTransport
@@ -35,7 +35,7 @@ class Assembly:
     """The transports of one engine, fastest first, and which of them serve a segment. Closes what it made."""
 
     def __init__(
-        self, config: TransferConfig, desk: Desk, topology: Topology | None, fabric: MemoryFabric | None
+        self, config: TransferConfig, desk: ControlHandler, topology: Topology | None, fabric: MemoryFabric | None
     ) -> None:
         self._config = config
         self._desk = desk
@@ -58,10 +58,10 @@ class Assembly:
         found = [tcp.connections() for tcp in self._tcp]
         return sum(count for count, _ in found), sum((ended for _, ended in found), Counter())
 
-    def line_to(self, endpoint: str) -> Line:
+    def line_to(self, endpoint: str) -> ControlClient:
         """To the desk at `unix:/path` or `tcp:host:port`."""
         scheme, _, rest = endpoint.partition(":")
-        return UnixLine(rest) if scheme == "unix" else self._dialler.line(endpoint)
+        return UnixControlClient(rest) if scheme == "unix" else self._dialler.line(endpoint)
 
     def serve(self, segment: Segment) -> Endpoints:
         """By every transport that can, or none; where the topology is known, by the rails of its memory first."""

@@ -18,7 +18,6 @@ import msgspec
 
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import Cancelled, DeadlineExceeded, MoonpoolError, PeerLost
-from moonpool.transfer.crew import Crew, attempt
 from moonpool.transfer.memory.buffers import Buffer, Memory, as_memory, cut
 from moonpool.transfer.paths.multipath import MultiPathRemote
 from moonpool.transfer.paths.places import Place, move, nbytes_of
@@ -26,6 +25,7 @@ from moonpool.transfer.paths.plan import Slice, cut_batch, take_run
 from moonpool.transfer.paths.priority import Priority
 from moonpool.transfer.paths.slice_queue import SliceQueue
 from moonpool.transfer.pending import Pending
+from moonpool.transfer.thread_pool import ThreadPool, attempt
 from moonpool.transfer.transports.base import RemoteSegment
 
 
@@ -80,7 +80,7 @@ class Batch(Pending[None]):
         requests: Sequence[TransferRequest],
         *,
         queue: SliceQueue[Batch],
-        crew: Crew,
+        crew: ThreadPool,
         timeout_s: float,
         slice_nbytes: int,
         priority: Priority = Priority.PREFETCH,

@@ -39,22 +39,22 @@ class Directory(Protocol):
         ...
 
 
-class Target(NamedTuple):
+class SegmentTarget(NamedTuple):
     """A segment as a person writes it; `peer` is where to ask, None for the directory."""
 
     name: str
     peer: str | None
 
 
-def parse_target(text: str) -> Target:
+def parse_target(text: str) -> SegmentTarget:
     """`name@host:port`, or a name. Names may contain "@": the last one counts, and only with a ":" behind it."""
     name, _, peer = text.rpartition("@")
     if ":" not in peer or "@" not in text:
-        return Target(text, None)
+        return SegmentTarget(text, None)
     if not name:
         raise InvalidInput(f"{text!r} names a peer and no segment")
     try:
-        return Target(name, str(parse_address(f"tcp:{peer}")))
+        return SegmentTarget(name, str(parse_address(f"tcp:{peer}")))
     except ConfigError as error:
         raise InvalidInput(f"{text!r} is no name@host:port; an IPv6 address stands in brackets") from error
 

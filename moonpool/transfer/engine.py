@@ -26,8 +26,7 @@ from moonpool.base.errors import AlreadyExists, InvalidInput, PeerLost, Unavaila
 from moonpool.transfer.assembly import Assembly, Endpoints
 from moonpool.transfer.batch import Batch, TransferRequest
 from moonpool.transfer.config import AUTO, TransferConfig
-from moonpool.transfer.crew import Crew
-from moonpool.transfer.desk import Describe, Desk, Introduce, PeerInfo
+from moonpool.transfer.control import ControlHandler, Describe, Introduce, PeerInfo
 from moonpool.transfer.directory import Directory, parse_target
 from moonpool.transfer.host import host_id
 from moonpool.transfer.mailbox import Notification
@@ -38,6 +37,7 @@ from moonpool.transfer.paths.priority import Priority
 from moonpool.transfer.paths.slice_queue import SliceOrder, SliceQueue
 from moonpool.transfer.pending import Pending
 from moonpool.transfer.register import make_segment
+from moonpool.transfer.thread_pool import ThreadPool
 from moonpool.transfer.topology import Topology, read_topology
 from moonpool.transfer.transports.base import RemoteSegment
 from moonpool.transfer.transports.memory import MemoryFabric
@@ -59,11 +59,11 @@ class TransferEngine:
         self._config = config
         self._directory = directory
         self.incarnation = time.time_ns()  # of the segments registered here: a later start has a greater one
-        self._desk = Desk(self.incarnation, lambda: self.topology)
+        self._desk = ControlHandler(self.incarnation, lambda: self.topology)
         wanted = config.tcp_host == AUTO or config.topology_file is not None
         self._assembly = Assembly(config, self._desk, self.topology if wanted else None, fabric)
         self._remotes = Remotes(self._assembly.transports, config.plan, config.timeout_s)
-        self._crew = Crew("transfer-crew", _CREW_SIZE)
+        self._crew = ThreadPool("transfer-crew", _CREW_SIZE)
         order: SliceOrder[Batch] = SliceOrder(config.max_queued_slices, config.slice_nbytes, config.promote_after_s)
         self._workers = Workers(SliceQueue(order), config.num_threads)
         self._lock = threading.Lock()

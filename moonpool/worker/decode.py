@@ -27,8 +27,8 @@ from moonpool.engine.runner import LayerHooks
 from moonpool.engine.scheduler import Scheduler
 from moonpool.engine.sequence import Chunk, pages_for
 from moonpool.engine.sequence import Sequence as RequestSequence
-from moonpool.engine.step import Admitted, FullBlock
-from moonpool.worker.kv_link.outbox import Outbox, Urgency
+from moonpool.engine.step import AdmittedSequence, FullBlock
+from moonpool.worker.kv_link.outbox import SendQueue, Urgency
 from moonpool.worker.kv_link.pieces import PieceMemory
 from moonpool.worker.kv_link.push import PoolWriter
 from moonpool.worker.kv_link.reservations import Incoming, Reservations
@@ -85,7 +85,7 @@ class DecodeRole:
         reservations: Reservations,
         memory: PieceMemory,
         pool: PoolWriter,
-        outbox: Outbox,
+        outbox: SendQueue,
         samples: Samples,
         describe: Callable[[], tuple[str, SegmentDescriptor]],
         clock: Clock,
@@ -278,7 +278,7 @@ class DecodeRole:
 
     # -- around a step (StepLink), on the engine's thread -------------------------------------------------------
 
-    def begin_step(self, chunks: Sequence[Chunk], admitted: Sequence[Admitted]) -> LayerHooks | None:
+    def begin_step(self, chunks: Sequence[Chunk], admitted: Sequence[AdmittedSequence]) -> LayerHooks | None:
         self._step_chunks, self._step_started_s = chunks, self._clock.now_s()
         return None
 

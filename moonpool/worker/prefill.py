@@ -20,7 +20,7 @@ from moonpool.engine.runner import LayerHooks
 from moonpool.engine.scheduler import Scheduler
 from moonpool.engine.sequence import Chunk
 from moonpool.engine.sequence import Sequence as RequestSequence
-from moonpool.engine.step import Admitted, FullBlock
+from moonpool.engine.step import AdmittedSequence, FullBlock
 from moonpool.worker.kv_link.pull import Puller, PullJob
 from moonpool.worker.kv_link.push import Push
 from moonpool.worker.loop import EngineLoop
@@ -211,7 +211,7 @@ class PrefillRole:
 
     # -- around and inside a step (StepLink and LayerHooks), on the engine's thread -----------------------------
 
-    def begin_step(self, chunks: Sequence[Chunk], admitted: Sequence[Admitted]) -> LayerHooks:
+    def begin_step(self, chunks: Sequence[Chunk], admitted: Sequence[AdmittedSequence]) -> LayerHooks:
         self._chunks, self._jobs = chunks, []
         self._step_began_s, self._stalled_s = self._clock.now_s(), 0.0
         self._pull_deadline = Deadline(self._pull_limit_s(admitted), self._clock)
@@ -226,7 +226,7 @@ class PrefillRole:
                 self._start_pull(entry, prompt.push)
         return self
 
-    def _pull_limit_s(self, admitted: Sequence[Admitted]) -> float:
+    def _pull_limit_s(self, admitted: Sequence[AdmittedSequence]) -> float:
         """How long the step may wait for its pulls: twice what computing the same tokens would take, and at least the
         grace. The pool was expected to be faster than computing; one that is not is left, whatever was predicted."""
         token_s = self._token_s if self._token_s is not None else self._calibrated_token_s()
@@ -241,7 +241,7 @@ class PrefillRole:
         last = self._samples.prefills[-1]
         return last.seconds / (last.num_tokens - last.prefix_tokens)
 
-    def _start_pull(self, entry: Admitted, push: Push) -> None:
+    def _start_pull(self, entry: AdmittedSequence, push: Push) -> None:
         # Whatever becomes of the request, nobody else gets these pages while the puller may write to them.
         owner = f"pull:{entry.request_id}"
         self._scheduler.pages.hold(owner, entry.pages)

@@ -25,7 +25,7 @@ _RECONNECT_S = 0.2
 _HEARTBEAT_S = 1.0
 
 
-class Books:
+class ReportCollector:
     """Collects one report's worth of news. Called on the engine's thread."""
 
     def __init__(self, info: WorkerInfo, scheduler: Scheduler, samples: Samples) -> None:
@@ -76,7 +76,7 @@ def _taken(samples: deque[T]) -> list[T]:
     return taken
 
 
-class Reporter:
+class WorkerReporter:
     """`ask` runs a function on the engine's thread and returns its answer."""
 
     def __init__(

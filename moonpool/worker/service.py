@@ -26,7 +26,7 @@ from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import InvalidInput, NotFound
 from moonpool.base.metrics import GetMetrics, process_metrics, snapshot
 from moonpool.base.process import EXIT_BUG
-from moonpool.base.rpc import Call, Peer, RpcServer
+from moonpool.base.rpc import Call, RpcPeer, RpcServer
 from moonpool.engine.engine import Engine
 from moonpool.store.client import ClientConfig, StoreClient
 from moonpool.transfer.engine import TransferEngine
@@ -35,7 +35,7 @@ from moonpool.worker.build import Built, build
 from moonpool.worker.calibrate import Calibration, Limits
 from moonpool.worker.config import WorkerConfig
 from moonpool.worker.decode import DecodeRole
-from moonpool.worker.kv_link.outbox import Outbox
+from moonpool.worker.kv_link.outbox import SendQueue
 from moonpool.worker.kv_link.pool_health import PoolHealth
 from moonpool.worker.kv_link.probe import PoolProbe
 from moonpool.worker.kv_link.pull import Puller
@@ -55,7 +55,7 @@ from moonpool.worker.messages import (
 )
 from moonpool.worker.metrics import WorkerCollector
 from moonpool.worker.prefill import PrefillRole
-from moonpool.worker.reporter import Books, Reporter
+from moonpool.worker.reporter import ReportCollector, WorkerReporter
 from moonpool.worker.samples import Samples
 from moonpool.worker.threads import choose_threads, follow_share
 
@@ -73,7 +73,7 @@ class Worker:
         self._tasks: list[asyncio.Task[None]] = []
         self._server: RpcServer | None = None
         self._address = ""
-        self._writers: set[Peer] = set()
+        self._writers: set[RpcPeer] = set()
 
     async def start(self) -> str:
         """Loads the model and serves; returns the address once the conductor knows this worker."""
@@ -133,7 +133,7 @@ class Worker:
         self._pool = PoolWriter(self._store, built.pieces, identity, self._pool_health)
         self._peers = DecodePeers(config.name)
         own.callback(self._peers.close)
-        self._outbox = Outbox()
+        self._outbox = SendQueue()
         own.callback(self._outbox.close)
         self._samples = Samples()
         self._reservations = Reservations(built.scheduler.pages, self._stamp)
@@ -223,7 +223,7 @@ class Worker:
             fence.stamp(*layout.page(page), generation)
         fence.limit = generation  # they rise, so nothing above it was given out
 
-    def _make_reporter(self, built: Built) -> Reporter:
+    def _make_reporter(self, built: Built) -> WorkerReporter:
         config = self.config
         info = WorkerInfo(
             name=config.name,
@@ -238,17 +238,17 @@ class Worker:
             page_nbytes=built.layout.page_nbytes,
             num_layers=built.layout.num_layers,
         )
-        books = Books(info, built.scheduler, self._samples)
+        books = ReportCollector(info, built.scheduler, self._samples)
 
         async def ask(sequence: int) -> ReportWorker:
             return await asyncio.wrap_future(self._loop.call(lambda: books.report(sequence)))
 
-        return Reporter(config.conductor_address, info, ask, books.must_start_over, config.report_interval_s)
+        return WorkerReporter(config.conductor_address, info, ask, books.must_start_over, config.report_interval_s)
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
-    def _handlers(self) -> dict[type[Call[Any]], Callable[[Any, Peer], Any]]:
-        handlers: dict[type[Call[Any]], Callable[[Any, Peer], Any]] = {
+    def _handlers(self) -> dict[type[Call[Any]], Callable[[Any, RpcPeer], Any]]:
+        handlers: dict[type[Call[Any]], Callable[[Any, RpcPeer], Any]] = {
             GetStats: lambda call, peer: self._ask_stats(),
             PieceChecksums: lambda call, peer: self._piece_checksums(call.key),
             GetMetrics: lambda call, peer: [*snapshot(self.registry), *process_metrics()],
@@ -270,7 +270,7 @@ class Worker:
             raise InvalidInput(f"a request needs a prompt of token ids below {vocab_size}", param="prompt")
         return call
 
-    async def _open_handoff(self, call: OpenHandoff, peer: Peer) -> None:
+    async def _open_handoff(self, call: OpenHandoff, peer: RpcPeer) -> None:
         role = self._role
         assert isinstance(role, DecodeRole)
         if peer not in self._writers:
@@ -278,7 +278,7 @@ class Worker:
             peer.on_close(lambda: self._writer_gone(role, peer))
         await role.open_handoff(call, peer)
 
-    def _writer_gone(self, role: DecodeRole, peer: Peer) -> None:
+    def _writer_gone(self, role: DecodeRole, peer: RpcPeer) -> None:
         self._writers.discard(peer)
         role.writer_gone(peer)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import uvloop
 from rpc_service import Echo, Service
 
-from moonpool.base.rpc import AsyncClient, Patience
+from moonpool.base.rpc import AsyncClient, SilenceLimits
 
 
 class Child:
@@ -40,7 +40,7 @@ class Child:
 
 
 @contextlib.asynccontextmanager
-async def child(role: str, address: str, loop: str, patience: Patience) -> AsyncIterator[Child]:
+async def child(role: str, address: str, loop: str, patience: SilenceLimits) -> AsyncIterator[Child]:
     intervals = [str(patience.ping_interval_s), str(patience.silence_limit_s)]
     command = [sys.executable, str(Path(__file__)), role, address, loop, *intervals]
     process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
@@ -51,12 +51,12 @@ async def child(role: str, address: str, loop: str, patience: Patience) -> Async
         await process.communicate()
 
 
-async def serve(address: str, patience: Patience) -> None:
+async def serve(address: str, patience: SilenceLimits) -> None:
     print(await Service(patience).server.listen(address), flush=True)
     await asyncio.Event().wait()
 
 
-async def stay_connected(address: str, patience: Patience) -> None:
+async def stay_connected(address: str, patience: SilenceLimits) -> None:
     while True:
         client = await AsyncClient.connect(address, "testing", name="child", timeout_s=20, patience=patience)
         await client.call(Echo(b"here"))
@@ -65,7 +65,7 @@ async def stay_connected(address: str, patience: Patience) -> None:
 
 
 def main(role: str, address: str, loop: str, interval_s: str, limit_s: str) -> None:
-    patience = Patience(float(interval_s), float(limit_s))
+    patience = SilenceLimits(float(interval_s), float(limit_s))
     factory = uvloop.new_event_loop if loop == "uvloop" else asyncio.new_event_loop
     with asyncio.Runner(loop_factory=factory) as runner:
         runner.run((serve if role == "server" else stay_connected)(address, patience))

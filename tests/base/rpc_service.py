@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from moonpool.base.errors import NotFound, Overloaded
-from moonpool.base.rpc import Call, Patience, Peer, RpcServer, StreamCall
+from moonpool.base.rpc import Call, RpcPeer, RpcServer, SilenceLimits, StreamCall
 from moonpool.base.rpc.silence import DEFAULT_PATIENCE
 
 
@@ -64,7 +64,7 @@ class Unknown(Call[int]):
 class Service:
     """Make it on the loop that serves it. Its numbers say what happened inside."""
 
-    def __init__(self, patience: Patience = DEFAULT_PATIENCE) -> None:
+    def __init__(self, patience: SilenceLimits = DEFAULT_PATIENCE) -> None:
         self.gate = asyncio.Event()
         self.started = asyncio.Event()
         self.ended = asyncio.Event()  # a slow call or a stream was cancelled
@@ -88,11 +88,11 @@ class Service:
             patience=patience,
         )
 
-    def echo(self, call: Echo, peer: Peer) -> bytes:
+    def echo(self, call: Echo, peer: RpcPeer) -> bytes:
         peer.on_close(self.peer_closed.set)
         return call.data
 
-    async def slow(self, call: Slow, peer: Peer) -> str:
+    async def slow(self, call: Slow, peer: RpcPeer) -> str:
         self.started.set()
         try:
             await self.gate.wait()
@@ -101,20 +101,20 @@ class Service:
             raise
         return "at last"
 
-    async def fail(self, call: Fail, peer: Peer) -> None:
+    async def fail(self, call: Fail, peer: RpcPeer) -> None:
         if call.kind == "bug":
             raise KeyError("a bug")
         if call.kind == "cancelled":
             raise asyncio.CancelledError
         raise {"missing": NotFound("not here"), "busy": Overloaded("later", retry_after_s=3.0)}[call.kind]
 
-    async def count(self, call: Count, peer: Peer) -> AsyncIterator[int]:
+    async def count(self, call: Count, peer: RpcPeer) -> AsyncIterator[int]:
         for number in range(call.upto):
             if number == call.fail_at:
                 raise NotFound(f"no {number}")
             yield number
 
-    async def blobs(self, call: Blobs, peer: Peer) -> AsyncIterator[bytes]:
+    async def blobs(self, call: Blobs, peer: RpcPeer) -> AsyncIterator[bytes]:
         try:
             while True:
                 self.blobs_made += 1
@@ -123,7 +123,7 @@ class Service:
         finally:
             self.ended.set()
 
-    async def ticks(self, call: Ticks, peer: Peer) -> AsyncIterator[int]:
+    async def ticks(self, call: Ticks, peer: RpcPeer) -> AsyncIterator[int]:
         for number in itertools.count():
             yield number
             await asyncio.sleep(call.every_s)

@@ -88,8 +88,8 @@ def made_frames() -> dict[str, dict[str, bytes]]:
     commit = CommitHandoff(
         request_id="r1", epoch=2, generation=9, first=TokenOut(42), num_tokens=20, checksums=checksums
     )
-    write = tcp_frames.Request(tcp_frames.Op.WRITE, 7, "node-0/dram", 5, 4096, 3, 12)
-    read = tcp_frames.Request(tcp_frames.Op.READ, 8, "node-0/dram", 5, 4096, 3, 12)
+    write = tcp_frames.Request(tcp_frames.FrameOp.WRITE, 7, "node-0/dram", 5, 4096, 3, 12)
+    read = tcp_frames.Request(tcp_frames.FrameOp.READ, 8, "node-0/dram", 5, 4096, 3, 12)
     same = tcp_frames.pack_verdict(8, tcp_frames.ReadVerdict.SAME)
     return {
         "frames": {

@@ -18,12 +18,12 @@ from rpc_service import Block, Echo, Service, Slow, Ticks
 
 from moonpool.base.errors import PeerLost
 from moonpool.base.frames import FrameDecoder, FrameKind, encode_frame
-from moonpool.base.rpc import AsyncClient, Hello, Patience
+from moonpool.base.rpc import AsyncClient, Hello, SilenceLimits
 from moonpool.base.rpc.protocol import encode_value
 
-QUICK = Patience(ping_interval_s=0.1, silence_limit_s=0.8)  # notices a frozen peer
-CALM = Patience(ping_interval_s=0.2, silence_limit_s=3.0)  # must not lose one that is merely slow
-ENDLESS = Patience(ping_interval_s=0.1, silence_limit_s=600.0)  # pings, and never gives up
+QUICK = SilenceLimits(ping_interval_s=0.1, silence_limit_s=0.8)  # notices a frozen peer
+CALM = SilenceLimits(ping_interval_s=0.2, silence_limit_s=3.0)  # must not lose one that is merely slow
+ENDLESS = SilenceLimits(ping_interval_s=0.1, silence_limit_s=600.0)  # pings, and never gives up
 NOTICED_S = 0.8 + 5.0  # with room for a loaded machine
 Place = tuple[str, str]
 
@@ -41,7 +41,7 @@ def run(loop_kind: str, main: Coroutine[Any, Any, None]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def serving(address: str, patience: Patience) -> AsyncIterator[tuple[Service, str]]:
+async def serving(address: str, patience: SilenceLimits) -> AsyncIterator[tuple[Service, str]]:
     service = Service(patience)
     try:
         yield service, await service.server.listen(address)
@@ -50,7 +50,7 @@ async def serving(address: str, patience: Patience) -> AsyncIterator[tuple[Servi
 
 
 @contextlib.asynccontextmanager
-async def connected(address: str, patience: Patience) -> AsyncIterator[AsyncClient]:
+async def connected(address: str, patience: SilenceLimits) -> AsyncIterator[AsyncClient]:
     client = await AsyncClient.connect(address, "testing", patience=patience)
     try:
         yield client
@@ -188,7 +188,7 @@ _PONG = encode_frame(FrameKind.PONG, 0)
 
 
 async def test_busy_connections_send_no_pings_and_quiet_ones_do(tmp_path: Path) -> None:
-    recorder, patience = Recorder(), Patience(ping_interval_s=0.25, silence_limit_s=5.0)
+    recorder, patience = Recorder(), SilenceLimits(ping_interval_s=0.25, silence_limit_s=5.0)
     server = await asyncio.start_unix_server(recorder.serve, f"{tmp_path}/s.sock")
     async with server, connected(f"unix:{tmp_path}/s.sock", patience) as client:
         until_s, longest_s = time.monotonic() + 4 * patience.ping_interval_s, 0.0

@@ -10,16 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.base.errors import ConfigError
-from moonpool.base.rpc import Patience
-from moonpool.base.rpc.silence import AttendedTimer, Silence, Verdict
+from moonpool.base.rpc import SilenceLimits
+from moonpool.base.rpc.silence import AttendedTimer, Silence, SilenceVerdict
 
-WAIT, PING, LOST = Verdict.WAIT, Verdict.PING, Verdict.LOST
-PATIENCE = Patience(ping_interval_s=3.0, silence_limit_s=10.0)
+WAIT, PING, LOST = SilenceVerdict.WAIT, SilenceVerdict.PING, SilenceVerdict.LOST
+PATIENCE = SilenceLimits(ping_interval_s=3.0, silence_limit_s=10.0)
 
 
-def looks(silence: Silence, upto: int) -> list[tuple[float, Verdict]]:
+def looks(silence: Silence, upto: int) -> list[tuple[float, SilenceVerdict]]:
     """What an idle watcher does at the moments it planned, until the peer is lost."""
-    seen: list[tuple[float, Verdict]] = []
+    seen: list[tuple[float, SilenceVerdict]] = []
     while len(seen) < upto and (not seen or seen[-1][1] is not LOST):
         now_s = silence.next_look_s
         seen.append((now_s, silence.look(now_s)))
@@ -73,7 +73,7 @@ def test_data_read_just_before_a_late_look_counts_once() -> None:
 @given(st.lists(st.tuples(st.floats(0.0, 1.0), st.floats(0.0, 1000.0)), max_size=60), st.floats(0.0, 0.99))
 def test_no_stop_of_our_own_costs_a_healthy_peer(stops: list[tuple[float, float]], round_trip: float) -> None:
     """Each wait is cut by a stop at some part of it; what the peer answered lies unread until after the late look."""
-    patience = Patience(ping_interval_s=1.0, silence_limit_s=3.0)
+    patience = SilenceLimits(ping_interval_s=1.0, silence_limit_s=3.0)
     silence = Silence(patience, 0.0)
     now_s, answer_s = 0.0, None
     for part, stop_s in stops:
@@ -100,7 +100,7 @@ def test_a_lame_watcher_still_notices_a_frozen_peer(lateness: list[float]) -> No
 @pytest.mark.parametrize(("interval_s", "limit_s"), [(3.0, 8.0), (0.0, 10.0), (-1.0, 10.0)])
 def test_impatience_that_would_cut_healthy_peers_is_refused(interval_s: float, limit_s: float) -> None:
     with pytest.raises(ConfigError, match="needs pings"):
-        Patience(ping_interval_s=interval_s, silence_limit_s=limit_s)
+        SilenceLimits(ping_interval_s=interval_s, silence_limit_s=limit_s)
 
 
 async def test_a_late_timer_lets_what_came_meanwhile_be_heard_first() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from moonpool.bench.store_case import Case, Report
+from moonpool.bench.store_case import ClaimReport, StoreCase
 from moonpool.bench.store_redis import missing
 from moonpool.cli.main import main
 
@@ -71,9 +71,9 @@ def test_a_case_that_there_is_not(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_missed_claims_are_remembered() -> None:
-    report = Report(as_json=True)
-    report.measure(Case("fast", "GB/s", lambda: 2.0, lambda: 1.0, 0.9), rounds=1)
-    report.measure(Case("slow", "GB/s", lambda: 0.5, lambda: 1.0, 0.9), rounds=1)
+    report = ClaimReport(as_json=True)
+    report.measure(StoreCase("fast", "GB/s", lambda: 2.0, lambda: 1.0, 0.9), rounds=1)
+    report.measure(StoreCase("slow", "GB/s", lambda: 0.5, lambda: 1.0, 0.9), rounds=1)
     report.note("short", 10.0, "ms", at_most=50.0)
     report.note("long", 60.0, "ms", at_most=50.0)
     report.note("nothing beside", 1.0, "ms")

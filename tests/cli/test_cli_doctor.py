@@ -35,10 +35,19 @@ from moonpool.transfer.doctor import (
     check_open_files,
     transport_findings,
 )
-from moonpool.transfer.topology import Gpu, Hardware, Nic, NumaNode, NvmeDrive, Place, build_topology, read_topology
+from moonpool.transfer.topology import (
+    DevicePlace,
+    Gpu,
+    Hardware,
+    Nic,
+    NumaNode,
+    NvmeDrive,
+    build_topology,
+    read_topology,
+)
 from moonpool.transfer.transports.nixl import agent as nixl_agent
 
-PLACE = Place(pci=("pci0000:00", "0000:00:01.0"), numa_node=0)
+PLACE = DevicePlace(pci=("pci0000:00", "0000:00:01.0"), numa_node=0)
 SERVER = Hardware(
     nodes=(NumaNode(node=0, cpus=(0, 1), memory_nbytes=1 << 30),),
     nics=(

@@ -12,7 +12,14 @@ from heapq import heappop, heappush
 from itertools import count
 
 from moonpool.conductor.admission.forecast import DecodeForecast, ExpectedDecode
-from moonpool.conductor.admission.forms import Admission, AdmissionConfig, AdmissionForm, DecodeNow, PrefillNow, Refused
+from moonpool.conductor.admission.forms import (
+    Admission,
+    AdmissionConfig,
+    AdmissionForm,
+    DecodeNow,
+    PrefillNow,
+    RefusedRequest,
+)
 
 TTFT_SLO_S = 10.0
 TBT_SLO_S = 0.06
@@ -140,7 +147,7 @@ class World:
         work_s = prefill_s(job.num_tokens)
         prefills = [PrefillNow(one.queue_s(now_s), work_s) for one in self.prefills]
         verdict = self.admission.at_arrival(job.num_tokens, prefills, self._views(), now_s)
-        if isinstance(verdict, Refused):
+        if isinstance(verdict, RefusedRequest):
             self.outcome.refused += 1
             self.outcome.retry_after.append(verdict.retry_after_s)
             return
@@ -167,7 +174,7 @@ class World:
         server.coming -= 1
         server.coming_tokens -= job.num_tokens
         verdict = self.admission.before_decode(job.num_tokens, [server.now()], now_s)
-        if isinstance(verdict, Refused):
+        if isinstance(verdict, RefusedRequest):
             self.outcome.wasted += 1
             self.forecast.end(job.request_id, now_s)
             return

@@ -11,10 +11,10 @@ import sys
 from worker_info import info
 
 from moonpool.base.cluster import CONDUCTOR_SERVICE, RegisterWorker, WorkerRole
-from moonpool.base.rpc import AsyncClient, Patience
+from moonpool.base.rpc import AsyncClient, SilenceLimits
 
 
-async def stay_registered(address: str, name: str, patience: Patience) -> None:
+async def stay_registered(address: str, name: str, patience: SilenceLimits) -> None:
     while True:
         client = await AsyncClient.connect(address, CONDUCTOR_SERVICE, name=name, patience=patience)
         await client.call(RegisterWorker(info(name, role=WorkerRole.PREFILL)))
@@ -22,4 +22,4 @@ async def stay_registered(address: str, name: str, patience: Patience) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(stay_registered(sys.argv[1], sys.argv[2], Patience(float(sys.argv[3]), float(sys.argv[4]))))
+    asyncio.run(stay_registered(sys.argv[1], sys.argv[2], SilenceLimits(float(sys.argv[3]), float(sys.argv[4]))))

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moonpool.base.errors import ConfigError
-from moonpool.conductor.admission.caution import Caution
 from moonpool.conductor.admission.forecast import DecodeLoad, ExpectedDecode, SystemForecast
 from moonpool.conductor.admission.length_class import NUM_STEPS, STEP_S, step_of
 from moonpool.conductor.admission.output_lengths import LengthHistogram, OutputLengths
 from moonpool.conductor.admission.request_forecast import RequestForecast
+from moonpool.conductor.admission.safety_margin import SafetyMargin
 from moonpool.conductor.admission.time_sums import TICKS_PER_S, TimeSums, tick_of
 
 MOMENTS = st.floats(0, 5000, allow_nan=False)
@@ -192,7 +192,7 @@ def test_a_forecast_takes_no_longer_with_many_requests() -> None:
 
 
 def test_caution_is_what_nine_of_ten_outcomes_are_within() -> None:
-    caution, draw = Caution(), random.Random(1)
+    caution, draw = SafetyMargin(), random.Random(1)
     for _ in range(5000):
         caution.learn(10.0, 10.0 * draw.uniform(0.8, 1.1))  # 0.07 is the ninth tenth
     assert caution.value == pytest.approx(0.07, abs=0.02)

@@ -12,10 +12,10 @@ from moonpool.conductor.admission.forms import (
     Admission,
     AdmissionConfig,
     AdmissionForm,
-    Admitted,
+    AdmittedRequest,
     DecodeNow,
     PrefillNow,
-    Refused,
+    RefusedRequest,
 )
 
 IDLE = [PrefillNow(0.0, 1.0)]
@@ -44,9 +44,9 @@ def forecast_of(joined: int, coming_s: tuple[float, ...] = ()) -> SystemForecast
 
 def test_none_sees_a_full_decode_pool_only_after_the_prefill() -> None:
     one = admission("none")
-    assert one.at_arrival(100, IDLE, FULL, 0.0) == Admitted(0.2, 1.0)
+    assert one.at_arrival(100, IDLE, FULL, 0.0) == AdmittedRequest(0.2, 1.0)
     refused = one.before_decode(100, FULL, 1.0)
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, RefusedRequest)
     assert refused.load == pytest.approx(1.101 / 0.9)
     assert refused.reason == (
         "tokens would come 110 ms apart, the target is 100 ms: too many answers are being written"
@@ -55,34 +55,34 @@ def test_none_sees_a_full_decode_pool_only_after_the_prefill() -> None:
 
 def test_a_tenth_of_the_target_is_kept_free_for_what_batches_grow_by() -> None:
     one = admission("early")
-    assert isinstance(one.at_arrival(100, IDLE, [DecodeNow(7, 0)], 0.0), Admitted)
+    assert isinstance(one.at_arrival(100, IDLE, [DecodeNow(7, 0)], 0.0), AdmittedRequest)
     refused = one.at_arrival(5000, IDLE, [DecodeNow(8, 0)], 0.0)
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, RefusedRequest)
     assert "95 ms apart, the target is 100 ms and 90 ms are given away: too many" in refused.reason
-    assert isinstance(one.at_arrival(85_000, IDLE, EMPTY, 0.0), Admitted), "alone it has the whole target"
+    assert isinstance(one.at_arrival(85_000, IDLE, EMPTY, 0.0), AdmittedRequest), "alone it has the whole target"
 
 
 def test_early_sees_the_decode_pool_as_it_is_now() -> None:
-    assert isinstance(admission("early").at_arrival(100, IDLE, FULL, 0.0), Refused)
+    assert isinstance(admission("early").at_arrival(100, IDLE, FULL, 0.0), RefusedRequest)
     verdict = admission("early", forecast_of(0, (0.5,) * 30)).at_arrival(100, IDLE, EMPTY, 0.0)
-    assert isinstance(verdict, Admitted)  # although thirty are on their way
+    assert isinstance(verdict, AdmittedRequest)  # although thirty are on their way
 
 
 def test_predicted_sees_who_comes_and_who_goes() -> None:
     refused = admission("predicted", forecast_of(0, (0.5,) * 30)).at_arrival(100, IDLE, EMPTY, 0.0)
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, RefusedRequest)
     assert refused.reason.startswith("in 1.00 s, when its prompt would be done, tokens would come 160 ms apart")
     leaving = admission("predicted", forecast_of(20)).at_arrival(100, [PrefillNow(3.0, 1.0)], FULL, 7.0)
-    assert isinstance(leaving, Admitted)  # all of them will have decoded for 8 s by then
+    assert isinstance(leaving, AdmittedRequest)  # all of them will have decoded for 8 s by then
     assert leaving.prefill_ends_s == 11.0
 
 
 def test_retry_after_is_when_the_load_is_predicted_to_fall() -> None:
     refused = admission("early", forecast_of(20)).at_arrival(100, IDLE, FULL, 2.0)
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, RefusedRequest)
     assert refused.retry_after_s == pytest.approx(6.0, abs=0.1)  # they joined at 0 and decode for 8 s
     queued = admission("early").at_arrival(100, [PrefillNow(7.5, 1.0)], EMPTY, 0.0)
-    assert isinstance(queued, Refused)
+    assert isinstance(queued, RefusedRequest)
     assert queued.retry_after_s == pytest.approx(3.5)
     assert queued.reason == ("the first token would take 8.50 s, the target is 5 s: 7.50 s of other prompts come first")
     assert queued.error().retry_after_s == pytest.approx(3.5)
@@ -90,11 +90,11 @@ def test_retry_after_is_when_the_load_is_predicted_to_fall() -> None:
 
 def test_a_request_that_never_fits_is_told_so() -> None:
     long = admission("predicted").at_arrival(100, [PrefillNow(0.0, 6.0)], EMPTY, 0.0)
-    assert isinstance(long, Refused)
+    assert isinstance(long, RefusedRequest)
     assert long.retry_after_s is None
     assert "a shorter prompt may pass" in long.reason
     wide = admission("predicted").at_arrival(95_000, IDLE, EMPTY, 0.0)
-    assert isinstance(wide, Refused)
+    assert isinstance(wide, RefusedRequest)
     assert wide.retry_after_s is None
     assert wide.reason == (
         "tokens of this prompt alone come 105 ms apart, the target is 100 ms; a shorter prompt may pass"
@@ -105,8 +105,8 @@ def test_a_request_that_never_fits_is_told_so() -> None:
 def test_without_targets_everything_is_let_in() -> None:
     for form in AdmissionForm:
         one = Admission(AdmissionConfig(form), step_s, forecast_of(99))
-        assert isinstance(one.at_arrival(10**6, [PrefillNow(99.0, 99.0)], FULL, 1.0), Admitted)
-        assert isinstance(one.before_decode(10**6, FULL, 1.0), Admitted)
+        assert isinstance(one.at_arrival(10**6, [PrefillNow(99.0, 99.0)], FULL, 1.0), AdmittedRequest)
+        assert isinstance(one.before_decode(10**6, FULL, 1.0), AdmittedRequest)
     for wrong in ({"ttft_slo_s": 0.0}, {"tbt_slo_s": float("nan")}):
         with pytest.raises(ConfigError):
             AdmissionConfig(**wrong)
@@ -123,8 +123,8 @@ def test_load_above_one_and_refusal_are_the_same_thing(form, prefills, decodes, 
     forecast = forecast_of(joined)
     one = Admission(AdmissionConfig(form, 5.0, 0.1), step_s, forecast)
     verdict = one.at_arrival(num_tokens, prefills, decodes, 1.0)
-    assert (verdict.load > 1) == isinstance(verdict, Refused)
-    if isinstance(verdict, Refused):
+    assert (verdict.load > 1) == isinstance(verdict, RefusedRequest)
+    if isinstance(verdict, RefusedRequest):
         assert verdict.reason
         assert verdict.retry_after_s is None or 1 <= verdict.retry_after_s <= 20
     else:

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from moonpool.conductor.placement.balance import HALF_LIFE_S, HotPrefixes, Replicated, replicated
 from moonpool.conductor.placement.leading import Leading
-from moonpool.conductor.placement.pricing import Plan
+from moonpool.conductor.placement.pricing import PricedPlacement
 
 
-def plan(local: int, pulled: int) -> Plan:
-    return Plan(local, pulled, 0, 0.0, 0.0, 0.0, 0.0, 0.0)
+def plan(local: int, pulled: int) -> PricedPlacement:
+    return PricedPlacement(local, pulled, 0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize(

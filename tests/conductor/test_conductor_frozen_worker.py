@@ -11,11 +11,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from moonpool.base.cluster import CONDUCTOR_SERVICE
-from moonpool.base.rpc import AsyncClient, Patience
+from moonpool.base.rpc import AsyncClient, SilenceLimits
 from moonpool.conductor.messages import Status
 from moonpool.conductor.service import Conductor, ConductorConfig
 
-PATIENCE = Patience(ping_interval_s=0.1, silence_limit_s=1.5)
+PATIENCE = SilenceLimits(ping_interval_s=0.1, silence_limit_s=1.5)
 
 
 @contextlib.asynccontextmanager

@@ -17,8 +17,8 @@ from moonpool.conductor.costs.estimate import CostModels, LearnedCost
 from moonpool.conductor.placement.backlog import Backlog
 from moonpool.conductor.placement.leading import Leading
 from moonpool.conductor.placement.policies import make_policy
-from moonpool.conductor.placement.policy import POLICY_NAMES, Choice, Chooser, PolicyConfig, Scene
-from moonpool.conductor.placement.pricing import Demand, Pricing
+from moonpool.conductor.placement.policy import POLICY_NAMES, Chooser, PlacementChoice, PlacementInput, PolicyConfig
+from moonpool.conductor.placement.pricing import PlacementRequest, Pricing
 from moonpool.conductor.placement.tables import DecodeTable, PrefillTable
 from moonpool.conductor.placement.traffic import Traffic
 
@@ -73,16 +73,16 @@ class World:
             self.decodes.update(slot, one.num_seqs, one.kv_tokens, one.free_pages)
         self.traffic = Traffic()
         self.costs = costs
-        demand = Demand(num_blocks * BLOCK, 16, BLOCK, 1 << 20, layers)
+        demand = PlacementRequest(num_blocks * BLOCK, 16, BLOCK, 1 << 20, layers)
         leading = Leading(pool, tuple(on_ssd), tuple(sorted(groups.items())))
         prices = Pricing(demand, leading, costs, self.traffic)
-        self.scene = Scene(demand, leading, self.table.wait_s(0.0), self.table, prices, self.traffic)
+        self.scene = PlacementInput(demand, leading, self.table.wait_s(0.0), self.table, prices, self.traffic)
 
     def chooser(self, **config) -> Chooser:
         config = PolicyConfig(**config)
         return Chooser(make_policy(config, random.Random(config.seed)))
 
-    def choose(self, chooser: Chooser | None = None, **config) -> Choice:
+    def choose(self, chooser: Chooser | None = None, **config) -> PlacementChoice:
         return (chooser or self.chooser(**config)).choose(self.scene, self.decodes, (), self.costs)
 
 

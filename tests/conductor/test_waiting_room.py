@@ -13,8 +13,8 @@ from moonpool.conductor.admission.forms import AdmissionForm, Cause
 from moonpool.conductor.messages import Decision, RequestEnded, Route
 from moonpool.conductor.placement.policy import PolicyConfig
 from moonpool.conductor.placement.prefix_index import PrefixIndex
+from moonpool.conductor.request_queue import QueueAnswer, RequestQueue
 from moonpool.conductor.state import ConductorState
-from moonpool.conductor.waiting_room import Answer, WaitingRoom
 
 TOKENS = 640  # one second
 
@@ -41,21 +41,21 @@ class Room:
             prefills=[PrefillSample(TOKENS, 0, 1.0)] * 9,
             decodes=[DecodeSample(num, num * TOKENS, 0.01 * num) for num in (1, 5, 10, 20)] * 9,
         )
-        self.room = WaitingRoom(self.state, self.config)
+        self.room = RequestQueue(self.state, self.config)
         self.now_s = 0.0
 
     def ask(self, *args: object, **kwargs: object) -> Decision | None:
         return self.room.ask(route(*args, **kwargs), "fe", self.now_s, self.now_s)
 
-    def after(self, seconds: float) -> list[Answer]:
+    def after(self, seconds: float) -> list[QueueAnswer]:
         self.now_s += seconds
         return self.room.settle(self.now_s)
 
-    def prefilled(self, request_id: str) -> list[Answer]:
+    def prefilled(self, request_id: str) -> list[QueueAnswer]:
         self.state.prefill_ended(request_id, self.now_s)
         return self.room.settle(self.now_s)
 
-    def ended(self, request_id: str, output_tokens: int = 16) -> list[Answer]:
+    def ended(self, request_id: str, output_tokens: int = 16) -> list[QueueAnswer]:
         self.state.request_ended(RequestEnded(request_id=request_id, output_tokens=output_tokens), self.now_s)
         return self.room.settle(self.now_s)
 
@@ -234,7 +234,7 @@ def test_each_request_is_answered_exactly_once(steps: list[tuple[str, int, int]]
     room = Room(ttft_slo_s=6.0, tbt_slo_s=0.05, queue_capacity=3)
     waiting: set[str] = set()
 
-    def take(answers: list[Answer]) -> None:
+    def take(answers: list[QueueAnswer]) -> None:
         for answer in answers:
             waiting.remove(answer.request_id)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from moonpool.base.descriptor import SegmentDescriptor
-from moonpool.transfer.desk import Desk
+from moonpool.transfer.control import ControlHandler
 from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.paths.multipath import MultiPathRemote
 from moonpool.transfer.paths.path_load import PlanConfig
@@ -20,7 +20,7 @@ class PathsTransport(Transport):
     scheme = "paths"
 
     def __init__(self) -> None:
-        self.desk = Desk()
+        self.desk = ControlHandler()
         self._rails = [TcpTransport("127.0.0.1", desk=self.desk) for _ in range(2)]
         self._lock = threading.Lock()
         self._peers: dict[str, PeerPaths] = {}

@@ -21,7 +21,7 @@ from moonpool.base.cluster import CONDUCTOR_SERVICE
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import Internal, InvalidInput, MoonpoolError, ProtocolError
 from moonpool.base.frames import FrameDecoder, FrameKind, encode_frame
-from moonpool.base.rpc import Call, Hello, Peer, RpcServer
+from moonpool.base.rpc import Call, Hello, RpcPeer, RpcServer
 from moonpool.base.rpc.protocol import decode_error, encode_call, encode_value
 from moonpool.conductor import messages as c
 from moonpool.conductor.service import Conductor, ConductorConfig
@@ -32,7 +32,7 @@ from moonpool.store import messages as m
 class Wire:
     """An asyncio transport that keeps what is written."""
 
-    def __init__(self, peer: Peer) -> None:
+    def __init__(self, peer: RpcPeer) -> None:
         self.peer = peer
         self.frames = FrameDecoder()
         self.is_closed = False
@@ -65,7 +65,7 @@ class Connection:
     """One peer of a server, without a socket; each call is answered before the next, or left waiting."""
 
     def __init__(self, server: RpcServer, service: str) -> None:
-        self._peer, self._ids = Peer(server), 0
+        self._peer, self._ids = RpcPeer(server), 0
         self.wire = Wire(self._peer)
         self._peer.connection_made(self.wire)  # type: ignore[arg-type]
         self._peer.data_received(encode_value(FrameKind.HELLO, 0, Hello(service)))

@@ -11,7 +11,7 @@ import torch
 from moonpool.base.errors import NoSpace
 from moonpool.engine.blocks import PageManager
 from moonpool.engine.config import ModelConfig
-from moonpool.engine.engine import LOCAL_ROOT, Engine, Generation
+from moonpool.engine.engine import LOCAL_ROOT, Engine, GenerationResult
 from moonpool.engine.kv_memory import KvLayout
 from moonpool.engine.kv_tensor import KvMemory
 from moonpool.engine.models.llama import LayerWeights, LlamaModel, LlamaWeights
@@ -19,7 +19,7 @@ from moonpool.engine.runner import Runner
 from moonpool.engine.scheduler import Scheduler, SchedulerConfig
 from moonpool.engine.sequence import Chunk, SamplingParams
 from moonpool.engine.sequence import Sequence as RequestSequence
-from moonpool.engine.step import Admitted, FullBlock
+from moonpool.engine.step import AdmittedSequence, FullBlock
 
 BLOCK_TOKENS = 16
 VOCAB = 97
@@ -73,7 +73,7 @@ def build(num_pages: int = 64, link: "PoolLink | None" = None, **changes: int) -
     return Engine(scheduler, Runner(MODEL, kv), link), kv
 
 
-def alone(prompt: list[int], params: SamplingParams = GREEDY) -> Generation:
+def alone(prompt: list[int], params: SamplingParams = GREEDY) -> GenerationResult:
     return build()[0].generate([prompt], params)[0]
 
 
@@ -175,10 +175,10 @@ class PoolLink:
         self.pool: dict[bytes, torch.Tensor] = {}
         self.broken_block: int | None = None
         self.kv: KvMemory | None = None
-        self.pulls: list[Admitted] = []
+        self.pulls: list[AdmittedSequence] = []
         self.num_pulled = 0
 
-    def begin_step(self, chunks: Sequence[Chunk], admitted: Sequence[Admitted]) -> "PoolLink":
+    def begin_step(self, chunks: Sequence[Chunk], admitted: Sequence[AdmittedSequence]) -> "PoolLink":
         self.pulls = [a for a in admitted if a.blocks]
         return self
 

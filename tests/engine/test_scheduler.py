@@ -6,7 +6,7 @@ from scheduler_model import CONFIG, drive, next_token, scheduler, sequence
 from moonpool.base.errors import AlreadyExists, ConfigError, Internal, NoSpace, PromptTooLong
 from moonpool.base.keys import chain_keys
 from moonpool.engine.scheduler import Scheduler, SchedulerConfig
-from moonpool.engine.sequence import Chunk, Status
+from moonpool.engine.sequence import Chunk, SequenceStatus
 
 
 def sampled(sched: Scheduler, chunks: list[Chunk]) -> dict[str, int]:
@@ -210,11 +210,11 @@ def test_handoff_holds_pages_until_released() -> None:
     it = sequence("a", 6, prefill_only=True, hold_pages=True)
     sched.add(it)
     assert drive(sched)["a"] == ("handoff", 1)
-    assert (it.status, len(it.pages), sched.roster.num_held) == (Status.HELD, 2, 1)
+    assert (it.status, len(it.pages), sched.roster.num_held) == (SequenceStatus.HELD, 2, 1)
     sched.check_integrity()
     sched.release("a")
     sched.release("a")
-    assert (it.status, sched.pages.num_used) == (Status.GONE, 0)
+    assert (it.status, sched.pages.num_used) == (SequenceStatus.GONE, 0)
 
 
 def test_a_prefill_whose_first_token_is_the_last_says_so() -> None:

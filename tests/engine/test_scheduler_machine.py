@@ -8,7 +8,7 @@ from scheduler_model import BLOCK_TOKENS, FakeModel, next_token, scheduler, sequ
 
 from moonpool.base.errors import NoSpace
 from moonpool.engine.sequence import Chunk, FinishReason, Sequence, pages_for
-from moonpool.engine.step import Admitted
+from moonpool.engine.step import AdmittedSequence
 
 NUM_PAGES = 8
 PROMPTS = st.tuples(st.integers(0, 2), st.integers(1, 18)).map(lambda t: [t[0], *range(t[1])])
@@ -26,7 +26,7 @@ class Machine(RuleBasedStateMachine):
         super().__init__()
         self.count = 0
         self.chunks: list[Chunk] | None = None  # of the open step
-        self.pulls: list[Admitted] = []
+        self.pulls: list[AdmittedSequence] = []
         self.bad: dict[str, int | None] = {}  # the first block of each pull that came wrong
         self.live: dict[str, Sequence] = {}
         self.held: list[str] = []
@@ -106,7 +106,7 @@ class Machine(RuleBasedStateMachine):
         assert not suspects or len(chunks) == 1, "a suspect is computed with others"
         return chunks
 
-    def pull(self, admitted: Admitted, bad: int | None) -> None:
+    def pull(self, admitted: AdmittedSequence, bad: int | None) -> None:
         tokens = self.live[admitted.request_id].tokens
         for page, block in zip(admitted.pages, admitted.blocks, strict=True):
             poison = 0 if bad is None or block < bad else 7

@@ -33,10 +33,10 @@ from moonpool.base import cluster
 from moonpool.base.frames import FrameKind, encode_frame
 from moonpool.base.rpc import Call
 from moonpool.base.rpc.protocol import Hello
-from moonpool.transfer import desk
+from moonpool.transfer import control as desk
 from moonpool.transfer.transports.shm import server as shm_server
 from moonpool.transfer.transports.tcp import guard
-from moonpool.transfer.transports.tcp.frames import Op, Request, pack_ask, pack_request
+from moonpool.transfer.transports.tcp.frames import FrameOp, Request, pack_ask, pack_request
 
 _PATIENCE_S = 4.0
 _MAX_OPEN = 60
@@ -303,14 +303,14 @@ class Stranger:
 
     def _memory_request(self) -> bytes:
         rng = self.rng
-        op, nbytes = rng.choice((Op.READ, Op.WRITE, Op.ASK)), rng.choice((0, 1, 64, 4096))
-        if op is Op.ASK:
+        op, nbytes = rng.choice((FrameOp.READ, FrameOp.WRITE, FrameOp.ASK)), rng.choice((0, 1, 64, 4096))
+        if op is FrameOp.ASK:
             frame = pack_ask(rng.getrandbits(64), self.bodies.of_call(rng.choice(SERVICES["shm"]))[:60_000])
         else:
             numbers = (rng.choice((0, 4096, 2**40, 2**62)), nbytes, rng.choice((0, 1, 2**40, 2**62)))
             name = rng.choice(("node.dram", "node-tcp.dram", "x"))
             frame = pack_request(Request(op, rng.getrandbits(64), name, rng.choice((0, 1, 2**63)), *numbers))
-            frame += rng.randbytes(nbytes) if op is Op.WRITE else b""
+            frame += rng.randbytes(nbytes) if op is FrameOp.WRITE else b""
         return self._break(frame) if rng.random() < 0.3 else frame
 
 

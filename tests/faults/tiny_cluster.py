@@ -30,7 +30,7 @@ from moonpool.engine.blocks import PageManager
 from moonpool.engine.engine import Engine
 from moonpool.engine.scheduler import Scheduler, SchedulerConfig
 from moonpool.engine.sequence import SamplingParams
-from moonpool.frontend.generation import ChoiceRequest, Generation
+from moonpool.frontend.generation import ChoiceRequest, ChoiceRunner
 from moonpool.frontend.workers import Connections
 from moonpool.master.service import Master, MasterConfig
 from moonpool.node.config import NodeConfig
@@ -281,7 +281,7 @@ class TinyCluster:
         self, prompt: list[int], params: SamplingParams, on_tokens: Callable[[Answer], None] | None, timeout_s: float
     ) -> Answer:
         request = ChoiceRequest(f"r{next(_NAMES)}", prompt, ROOT, BLOCK_TOKENS, params, timeout_s)
-        generation, answer = Generation(request, self.connections, RETRY), Answer()
+        generation, answer = ChoiceRunner(request, self.connections, RETRY), Answer()
         async with aclosing(generation.events()) as events:
             async for batch in events:
                 answer.num_attempts = generation.num_attempts

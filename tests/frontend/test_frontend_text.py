@@ -6,7 +6,7 @@ from frontend_cluster import LetterDecoder
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.frontend.text import Piece, StopMatcher, TextAssembler
+from moonpool.frontend.text import StopMatcher, TextAssembler, TextDelta
 
 LETTERS = st.text(alphabet="abc", max_size=30)
 STOPS = st.lists(st.text(alphabet="abc", min_size=1, max_size=5), max_size=4)
@@ -55,7 +55,7 @@ def test_without_stops_nothing_is_withheld():
     assert matcher.finish() == ""
 
 
-def run(text: str, reason: str, stops: list[str], min_tokens: int = 0) -> list[Piece]:
+def run(text: str, reason: str, stops: list[str], min_tokens: int = 0) -> list[TextDelta]:
     assembler, pieces = TextAssembler(LetterDecoder(), stops, min_tokens), []
     for at, letter in enumerate(text, start=1):
         pieces.append(assembler.push(ord(letter), reason if at == len(text) else None))

@@ -26,7 +26,7 @@ from moonpool.base.rpc import BlockingClient, Call
 from moonpool.conductor.messages import ConductorStatus, Status
 from moonpool.conductor.retries import RetryPolicy
 from moonpool.engine.sequence import SamplingParams
-from moonpool.frontend.generation import ChoiceRequest, Generation
+from moonpool.frontend.generation import ChoiceRequest, ChoiceRunner
 from moonpool.frontend.workers import Connections
 from moonpool.worker.messages import GetStats, PieceChecksums, PrefillReply, WorkerStats
 
@@ -197,7 +197,7 @@ async def _generate_all(address: str, prompts: list[list[int]], params: Sampling
 
 async def _generate(connections: Connections, prompt: list[int], params: SamplingParams) -> Answer:
     request = ChoiceRequest(f"e2e-{os.urandom(6).hex()}", prompt, ROOT, BLOCK_TOKENS, params, timeout_s=100)
-    generation, answer = Generation(request, connections, RetryPolicy()), Answer()
+    generation, answer = ChoiceRunner(request, connections, RetryPolicy()), Answer()
     started_s = time.monotonic()
     async with contextlib.aclosing(generation.events()) as events:
         async for batch in events:

@@ -16,7 +16,7 @@ from unittest import mock
 
 from moonpool.base.checksum import ChecksumKind, crc32c
 from moonpool.base.object_header import ObjectHeader, Piece, unpack
-from moonpool.node.ssd import Item, Location, SsdConfig, SsdLog
+from moonpool.node.ssd import LogItem, LogLocation, SsdConfig, SsdLog
 
 KIB = 1024
 BLOCK_NBYTES = 4 * KIB
@@ -44,11 +44,11 @@ def parts_of(
     return [header.pack(), *pieces]
 
 
-def item_of(key: bytes, generation: int, sizes: Sequence[int] = (5000,)) -> Item:
-    return Item(key, generation, parts_of(key, generation, sizes))
+def item_of(key: bytes, generation: int, sizes: Sequence[int] = (5000,)) -> LogItem:
+    return LogItem(key, generation, parts_of(key, generation, sizes))
 
 
-def read_object(log: SsdLog, key: bytes, generation: int, location: Location | None = None) -> bytes:
+def read_object(log: SsdLog, key: bytes, generation: int, location: LogLocation | None = None) -> bytes:
     where = location or log.find(key, generation)
     assert where is not None
     buffer = bytearray(where.nbytes)

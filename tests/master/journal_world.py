@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from moonpool.master.journal import Journal, JournalConfig
-from moonpool.master.journal.folder import Folder
+from moonpool.master.journal.folder import JournalFolder
 from moonpool.master.journal.recovery import recover
 
 BY_HAND = JournalConfig(sync_s=3600.0)  # synced by the test alone
@@ -26,7 +26,7 @@ def put_back(image: Image, directory: Path) -> Path:
 
 def replayed(directory: Path) -> list[bytes]:
     """What a master would be given, without changing a byte."""
-    folder = Folder(directory)
+    folder = JournalFolder(directory)
     return list(recover(folder).replay(folder))
 
 

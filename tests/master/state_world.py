@@ -11,7 +11,7 @@ from state_model import Claim, FakeNode, OpenPut, Stored, claims_on, held_puts, 
 
 from moonpool.master.rules import PoolRules
 from moonpool.master.state import PoolState
-from moonpool.master.state.fates import Fate
+from moonpool.master.state.removal_reasons import RemovalReason
 from moonpool.master.state.table import Flag
 from moonpool.store import messages as m
 
@@ -38,7 +38,7 @@ some_keys = st.lists(st.sampled_from(KEYS), min_size=1, max_size=4)
 nodes = st.sampled_from(sorted(NODES))
 picks = st.integers(0, 30)
 rarely = st.integers(0, 3).map(lambda number: number == 3)
-EVICTED = (Fate.EVICTED_FOR_PUT, Fate.EVICTED_WATERMARK, Fate.SSD_EVICTED)
+EVICTED = (RemovalReason.EVICTED_FOR_PUT, RemovalReason.EVICTED_WATERMARK, RemovalReason.SSD_EVICTED)
 
 
 class World(RuleBasedStateMachine):
@@ -175,7 +175,7 @@ class World(RuleBasedStateMachine):
                 fate = next(fate for known, fate, _ in self.state.index.fates.items() if known == key)
                 assert fate in EVICTED or bad, f"{key!r} was on {living} and is gone: {fate.name}"
                 assert fate not in EVICTED or not self._is_kept(key, stored), "evicted though it was kept"
-                assert fate in (*EVICTED, Fate.CORRUPT) or not self._is_unreported(key, stored), (
+                assert fate in (*EVICTED, RemovalReason.CORRUPT) or not self._is_unreported(key, stored), (
                     f"{key!r} is on an SSD: {fate.name}"
                 )
                 del self.stored[key]

@@ -18,7 +18,7 @@ from journal_world import BY_HAND, reopened
 
 from moonpool.base.errors import ConfigError, MoonpoolError, NoSpace, Unavailable
 from moonpool.master.journal import Journal, JournalConfig, describe
-from moonpool.master.journal.folder import Folder
+from moonpool.master.journal.folder import JournalFolder
 
 
 @contextmanager
@@ -195,9 +195,9 @@ def test_files_are_set_aside_on_a_disk_that_takes_no_folder(tmp_path: Path, monk
 
     (tmp_path / "journal-3").write_bytes(b"x")
     monkeypatch.setattr(Path, "mkdir", no_folder)
-    aside = Folder(tmp_path).set_aside([tmp_path / "journal-3"])
+    aside = JournalFolder(tmp_path).set_aside([tmp_path / "journal-3"])
     assert [path.name for path in tmp_path.iterdir()] == [f"{aside.name}-journal-3"]
-    assert Folder(tmp_path).listing().empty
+    assert JournalFolder(tmp_path).listing().empty
 
 
 def test_a_read_only_disk_is_told_at_the_start(tmp_path: Path) -> None:

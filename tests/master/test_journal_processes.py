@@ -22,7 +22,7 @@ from moonpool.master.journal import Journal, describe, forget
 from moonpool.master.journal import epoch as epoch_module
 from moonpool.master.journal import journal as journal_module
 from moonpool.master.journal.epoch import CLOCK_STARTS_S, WallClock, next_epoch
-from moonpool.master.journal.folder import Folder
+from moonpool.master.journal.folder import JournalFolder
 
 WRITER = Path(__file__).with_name("journal_writer.py")
 
@@ -114,7 +114,7 @@ def no_space(*_: Any) -> None:
 
 
 def test_an_epoch_is_the_next_one_or_the_clocks(tmp_path: Path) -> None:
-    folder, wall = Folder(tmp_path), Wall(1000.5)
+    folder, wall = JournalFolder(tmp_path), Wall(1000.5)
     lives = [next_epoch(folder, had_lives=bool(life), clock=wall.clock) for life in range(3)]
     assert lives == [(1000, None), (1001, None), (1002, None)]
     wall.unix_s -= 900
@@ -122,12 +122,12 @@ def test_an_epoch_is_the_next_one_or_the_clocks(tmp_path: Path) -> None:
     wall.unix_s += 5000
     assert next_epoch(folder, had_lives=True, clock=wall.clock).number == 5100
     for senseless in (-5.0, 2.0**40):
-        assert next_epoch(Folder(tmp_path), had_lives=True, clock=Wall(senseless).clock).number <= 5102
+        assert next_epoch(JournalFolder(tmp_path), had_lives=True, clock=Wall(senseless).clock).number <= 5102
 
 
 def test_an_epoch_that_cannot_be_kept_never_comes_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lives that leave nothing on disk, in the same second, with and without lives between that do."""
-    folder, wall = Folder(tmp_path), Wall(1000.25)
+    folder, wall = JournalFolder(tmp_path), Wall(1000.25)
     seen = []
     for life, is_kept in enumerate([True, False, False, True, True, False, True]):
         with monkeypatch.context() as patch:
@@ -143,10 +143,10 @@ def test_an_epoch_that_cannot_be_kept_never_comes_again(tmp_path: Path, monkeypa
 def test_an_epoch_is_refused_when_neither_disk_nor_clock_can_give_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    next_epoch(Folder(tmp_path), had_lives=False, clock=Wall(1000.0).clock)
+    next_epoch(JournalFolder(tmp_path), had_lives=False, clock=Wall(1000.0).clock)
     monkeypatch.setattr(epoch_module, "keep_epoch", no_space)
     with pytest.raises(ConfigError, match="make room on the disk or set the clock"):
-        next_epoch(Folder(tmp_path), had_lives=True, clock=Wall(500.0).clock)
+        next_epoch(JournalFolder(tmp_path), had_lives=True, clock=Wall(500.0).clock)
 
 
 def test_an_epoch_that_could_not_be_kept_is_kept_later(

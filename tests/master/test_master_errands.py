@@ -8,13 +8,13 @@ import pytest
 from store_pool import MIB, LocalPool
 
 from moonpool.base.rpc import BlockingClient
-from moonpool.master.errands import MAX_ANSWERS, MAX_ERRANDS, Errands
+from moonpool.master.idempotency_cache import MAX_ANSWERS, MAX_ERRANDS, IdempotencyCache
 from moonpool.store.client import Put
 from moonpool.store.messages import SERVICE, Remove, RemoveMatching
 
 
 def test_the_first_is_done_and_the_others_get_its_answer() -> None:
-    errands, done = Errands(), list[int]()
+    errands, done = IdempotencyCache(), list[int]()
 
     def act(number: int) -> int:
         done.append(number)
@@ -27,7 +27,7 @@ def test_the_first_is_done_and_the_others_get_its_answer() -> None:
 
 
 def test_what_failed_may_be_tried_again() -> None:
-    errands = Errands()
+    errands = IdempotencyCache()
     with pytest.raises(ZeroDivisionError):
         errands.once(1, 1, lambda: 1 // 0)
     assert errands.once(1, 1, lambda: 7) == 7
@@ -37,7 +37,7 @@ def test_what_failed_may_be_tried_again() -> None:
     ("num_answers", "num_kept"), [(1, MAX_ERRANDS), (MAX_ANSWERS // 4, 4), (MAX_ANSWERS, 1), (2 * MAX_ANSWERS, 1)]
 )
 def test_no_more_is_remembered_than_is_stated(num_answers: int, num_kept: int) -> None:
-    errands = Errands()
+    errands = IdempotencyCache()
     last = num_kept + 9
     for number in range(1, last + 1):
         errands.once(number, num_answers, lambda: "first")

@@ -10,7 +10,7 @@ from state_pool import SESSION, G, Pool, descriptor
 
 from moonpool.base.errors import Corrupt
 from moonpool.master.state import PoolState, records, snapshot
-from moonpool.master.state.fates import Fate
+from moonpool.master.state.removal_reasons import RemovalReason
 from moonpool.master.state.table import Replica
 from moonpool.store import messages as m
 
@@ -421,7 +421,7 @@ def test_a_snapshot_knows_generations_that_have_no_owner_any_more() -> None:
 
 
 def test_fates_have_numbers_that_stand_in_journals() -> None:
-    assert {fate.name: fate.value for fate in Fate} == {
+    assert {fate.name: fate.value for fate in RemovalReason} == {
         "EVICTED_WATERMARK": 1,
         "EVICTED_FOR_PUT": 2,
         "REMOVED": 3,

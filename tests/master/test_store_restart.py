@@ -12,7 +12,7 @@ import pytest
 from store_pool import LocalPool, wait_until
 
 from moonpool.base.errors import AlreadyExists, MoonpoolError, NoSpace, Unavailable
-from moonpool.master.journal.log_file import LogFile
+from moonpool.master.journal.log_file import JournalFile
 from moonpool.master.state.members import Members
 from moonpool.store.client import Put, StoreClient
 from moonpool.store.client.put_request import PutRequest
@@ -81,11 +81,11 @@ def test_a_put_that_waits_ends_with_its_client(tmp_path: Path, monkeypatch: pyte
 def full_disk() -> Iterator[None]:
     """Under every journal of this process."""
 
-    def write(self: LogFile, data: bytes) -> None:
+    def write(self: JournalFile, data: bytes) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LogFile, "write", write)
+        patch.setattr(JournalFile, "write", write)
         yield
 
 

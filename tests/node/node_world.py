@@ -9,7 +9,7 @@ from pathlib import Path
 from moonpool.base.checksum import crc32c
 from moonpool.base.object_header import ObjectHeader, Piece, unpack
 from moonpool.node.config import NodeConfig
-from moonpool.node.ssd_tier import SsdTier
+from moonpool.node.ssd_tier import NodeSsd
 from moonpool.store.messages import GRANULE_NBYTES, Order, OrderKind, Placement
 from moonpool.transfer.memory.segment import Segment
 
@@ -29,8 +29,8 @@ def config(tmp_path: Path, *, name: str = "n0", ssd_nbytes: int = 16 * LOG_FILE_
     )
 
 
-def open_ssd(tmp_path: Path) -> SsdTier:
-    made = SsdTier(config(tmp_path))
+def open_ssd(tmp_path: Path) -> NodeSsd:
+    made = NodeSsd(config(tmp_path))
     made.segment.incarnation = 3
     return made
 

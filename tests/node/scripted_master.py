@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from moonpool.base.errors import AlreadyExists
-from moonpool.base.rpc import Call, Peer, RpcServer
+from moonpool.base.rpc import Call, RpcPeer, RpcServer
 from moonpool.store import messages as m
 
 FLOOR = 100
@@ -80,7 +80,7 @@ class ScriptedMaster:
             await self._changed.wait_for(holds)
 
     def _noted(self, handle: Any) -> Any:
-        def answer(call: Call[Any], peer: Peer) -> Any:
+        def answer(call: Call[Any], peer: RpcPeer) -> Any:
             name = type(call).__name__
             self.num_calls[name] = self.num_calls.get(name, 0) + 1
             try:
@@ -94,7 +94,7 @@ class ScriptedMaster:
         async with self._changed:
             self._changed.notify_all()
 
-    def _mount(self, call: m.MountSegment, peer: Peer) -> m.MountReply:
+    def _mount(self, call: m.MountSegment, peer: RpcPeer) -> m.MountReply:
         if self.refuse_mounts:
             raise AlreadyExists("somebody else has the name")
         self.mounts[call.descriptor.name] = call
@@ -104,44 +104,44 @@ class ScriptedMaster:
             peer.abort()
         return m.MountReply(epoch=1, heartbeat_s=_HEARTBEAT_S, generation_floor=FLOOR)
 
-    def _beat(self, call: m.Heartbeat, _: Peer) -> m.HeartbeatReply:
+    def _beat(self, call: m.Heartbeat, _: RpcPeer) -> m.HeartbeatReply:
         self.num_beats += 1
         mount = self.mounts.get(call.segment)
         known = mount is not None and mount.descriptor.incarnation == call.incarnation
         return m.HeartbeatReply(known, 1, self.recount_above if known else None)
 
-    def _recount(self, call: m.Recount, _: Peer) -> None:
+    def _recount(self, call: m.Recount, _: RpcPeer) -> None:
         self.recounts.append(call)
         self.recount_above = None
 
-    def _gone(self, call: m.SessionsGone, _: Peer) -> None:
+    def _gone(self, call: m.SessionsGone, _: RpcPeer) -> None:
         self.gone += call.sessions
 
-    def _inventory(self, call: m.Inventory, _: Peer) -> list[bool]:
+    def _inventory(self, call: m.Inventory, _: RpcPeer) -> list[bool]:
         self.inventory += call.items
         self.inventory_parts.append((len(call.items), call.last))
         return [item.key not in self.unwanted for item in call.items]
 
-    def _relocated(self, call: m.Relocated, _: Peer) -> list[bool]:
+    def _relocated(self, call: m.Relocated, _: RpcPeer) -> list[bool]:
         self.relocated += call.items
         return [key not in self.unwanted for key, _, _ in call.items]
 
-    def _report_corrupt(self, call: m.ReportCorrupt, _: Peer) -> bool:
+    def _report_corrupt(self, call: m.ReportCorrupt, _: RpcPeer) -> bool:
         self.corrupt.append(call)
         return True
 
-    async def _stream(self, call: m.Orders, _: Peer) -> AsyncGenerator[list[m.Order], None]:
+    async def _stream(self, call: m.Orders, _: RpcPeer) -> AsyncGenerator[list[m.Order], None]:
         stream = self._streams[call.node] = asyncio.Queue()
         yield [order for order in self._open_orders.values() if node_of(order) == call.node]
         while True:
             yield await stream.get()
 
-    def _orders_done(self, call: m.OrdersDone, _: Peer) -> None:
+    def _orders_done(self, call: m.OrdersDone, _: RpcPeer) -> None:
         for result in call.results:
             self.done[result.order_id] = result
             self._open_orders.pop(result.order_id, None)
 
-    def _segments(self, call: m.Segments, _: Peer) -> list[m.SegmentInfo]:
+    def _segments(self, call: m.Segments, _: RpcPeer) -> list[m.SegmentInfo]:
         return [m.SegmentInfo(each.descriptor, each.node, each.tier, each.desk) for each in self.mounts.values()]
 
 

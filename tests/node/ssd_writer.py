@@ -15,7 +15,7 @@ import sys
 from ssd_world import KIB, item_of
 
 from moonpool.base.errors import NoSpace
-from moonpool.node.ssd import Location, SsdConfig, SsdLog
+from moonpool.node.ssd import LogLocation, SsdConfig, SsdLog
 
 CONFIG = SsdConfig(max_nbytes=10 * 128 * KIB, file_nbytes=128 * KIB, batch_nbytes=64 * KIB)
 NUM_KEYS = 20
@@ -35,7 +35,7 @@ def append(log: SsdLog, present: dict[bytes, int], generation: int, rng: random.
     items = [item_of(b"%036d" % key, generation, sizes_of(generation)) for key in keys]
     say("".join(f"start append {item.key.decode()} {generation}\n" for item in items))
     for item, result in zip(items, log.append_many(items), strict=True):
-        if isinstance(result, Location):
+        if isinstance(result, LogLocation):
             present[item.key] = generation
             say(f"append {item.key.decode()} {generation}\n")
         else:

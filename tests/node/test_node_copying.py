@@ -10,7 +10,7 @@ from node_world import MIB, allocate, body_of, header_at, object_of, open_ssd, o
 
 from moonpool.base.errors import Corrupt, DeadlineExceeded, InvalidInput, MoonpoolError, NotFound, StaleGeneration
 from moonpool.node.copying import Copier
-from moonpool.node.offloading import LogHand
+from moonpool.node.offloading import LogThread
 from moonpool.node.replicas import OwnMemory, Readable
 from moonpool.store.messages import Order, OrderKind, Placement
 from moonpool.transfer.memory.buffers import Buffer
@@ -80,7 +80,7 @@ def test_from_the_disk(memory: Segment, tmp_path: Path) -> None:
     ssd = open_ssd(tmp_path)
     try:
         offload = order(OrderKind.OFFLOAD, b"key", nbytes, place(memory, 0, GENERATION))
-        (result,) = LogHand(memory, lambda: ssd).carry_out([offload])
+        (result,) = LogThread(memory, lambda: ssd).carry_out([offload])
         assert result.offset is not None
         memory.memory[:nbytes] = bytes(nbytes)
         source = Placement(ssd.segment.name, result.offset, ssd.segment.incarnation, GENERATION)

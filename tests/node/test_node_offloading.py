@@ -12,10 +12,10 @@ from node_world import MIB, allocate, object_of, open_ssd, order, place, store
 
 from moonpool.base.errors import MoonpoolError, NoSpace, Unavailable
 from moonpool.node import offloading
-from moonpool.node.offloading import LogHand
-from moonpool.node.ssd import Item, Location
-from moonpool.node.ssd.folder import Folder
-from moonpool.node.ssd_tier import SsdTier, offset_of
+from moonpool.node.offloading import LogThread
+from moonpool.node.ssd import LogItem, LogLocation
+from moonpool.node.ssd.folder import LogFolder
+from moonpool.node.ssd_tier import NodeSsd, offset_of
 from moonpool.store.messages import Order, OrderKind, OrderResult, Placement
 from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.transports.file.folder import file_name
@@ -31,15 +31,15 @@ def memory() -> Iterator[Segment]:
 
 
 @pytest.fixture
-def ssd(tmp_path: Path) -> Iterator[SsdTier]:
+def ssd(tmp_path: Path) -> Iterator[NodeSsd]:
     made = open_ssd(tmp_path)
     yield made
     made.close()
 
 
 @pytest.fixture
-def hand(memory: Segment, ssd: SsdTier) -> Iterator[LogHand]:
-    made = LogHand(memory, lambda: ssd)
+def hand(memory: Segment, ssd: NodeSsd) -> Iterator[LogThread]:
+    made = LogThread(memory, lambda: ssd)
     yield made
     made.close()
 
@@ -62,7 +62,7 @@ def codes(results: Sequence[OrderResult]) -> list[str | None]:
     return [None if result.refusal is None else result.refusal.code for result in results]
 
 
-def test_several_in_one_go(memory: Segment, ssd: SsdTier, hand: LogHand) -> None:
+def test_several_in_one_go(memory: Segment, ssd: NodeSsd, hand: LogThread) -> None:
     orders = offloads(memory, 20)
     results = hand.carry_out(orders)
     assert [result.order_id for result in results] == [each.order_id for each in orders]
@@ -76,7 +76,7 @@ def test_several_in_one_go(memory: Segment, ssd: SsdTier, hand: LogHand) -> None
 
 
 def test_checks_run_one_write_ahead(
-    memory: Segment, ssd: SsdTier, hand: LogHand, monkeypatch: pytest.MonkeyPatch
+    memory: Segment, ssd: NodeSsd, hand: LogThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Further ahead they would keep the writing thread from Python's lock."""
     orders = offloads(memory, 16)
@@ -92,7 +92,7 @@ def test_checks_run_one_write_ahead(
         check(*args)
         num_checked += 1
 
-    def writing(items: Sequence[Item]) -> list[Location | MoonpoolError]:
+    def writing(items: Sequence[LogItem]) -> list[LogLocation | MoonpoolError]:
         written = append_many(items)
         seen.append((len(items), num_checked))
         return written
@@ -105,7 +105,7 @@ def test_checks_run_one_write_ahead(
         assert checked <= most
 
 
-def test_done_means_durable(memory: Segment, ssd: SsdTier, hand: LogHand, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_done_means_durable(memory: Segment, ssd: NodeSsd, hand: LogThread, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
     sync = ssd.log.sync
     monkeypatch.setattr(ssd.log, "sync", lambda: (sync(), synced.append(ssd.log.stats().num_objects)))
@@ -114,7 +114,7 @@ def test_done_means_durable(memory: Segment, ssd: SsdTier, hand: LogHand, monkey
 
 
 def test_a_failed_sync_is_no_success(
-    memory: Segment, ssd: SsdTier, hand: LogHand, monkeypatch: pytest.MonkeyPatch
+    memory: Segment, ssd: NodeSsd, hand: LogThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     orders = offloads(memory, 3)
     with monkeypatch.context() as patch:
@@ -124,7 +124,7 @@ def test_a_failed_sync_is_no_success(
     assert codes(hand.carry_out(orders)) == [None] * 3
 
 
-def test_wrong_bytes_are_never_stored(memory: Segment, ssd: SsdTier, hand: LogHand) -> None:
+def test_wrong_bytes_are_never_stored(memory: Segment, ssd: NodeSsd, hand: LogThread) -> None:
     orders = offloads(memory, 4)
     memory.memory[1 * SPACE + 50_000] ^= 1
     memory.memory[2 * SPACE + 10] ^= 1
@@ -132,7 +132,7 @@ def test_wrong_bytes_are_never_stored(memory: Segment, ssd: SsdTier, hand: LogHa
     assert {each.key for each in ssd.log.items()} == {b"key-0", b"key-3"}
 
 
-def test_space_that_was_given_away_before(memory: Segment, ssd: SsdTier, hand: LogHand) -> None:
+def test_space_that_was_given_away_before(memory: Segment, ssd: NodeSsd, hand: LogThread) -> None:
     orders = offloads(memory, 2)
     store(memory, 0, b"other", 8, SIZES)
     assert memory.fence is not None
@@ -143,12 +143,12 @@ def test_space_that_was_given_away_before(memory: Segment, ssd: SsdTier, hand: L
 
 
 def test_space_that_is_given_away_while_its_bytes_are_written(
-    memory: Segment, ssd: SsdTier, hand: LogHand, monkeypatch: pytest.MonkeyPatch
+    memory: Segment, ssd: NodeSsd, hand: LogThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     orders = offloads(memory, 3)
     append_many = ssd.log.append_many
 
-    def slow(items: Sequence[Item]) -> list[Location | MoonpoolError]:
+    def slow(items: Sequence[LogItem]) -> list[LogLocation | MoonpoolError]:
         store(memory, 1 * SPACE, b"other", 8, SIZES)
         return append_many(items)
 
@@ -159,13 +159,13 @@ def test_space_that_is_given_away_while_its_bytes_are_written(
     assert {each.key for each in ssd.log.items()} == {b"key-0", b"key-2"}
 
 
-def test_asked_again_it_says_where_it_is(memory: Segment, ssd: SsdTier, hand: LogHand) -> None:
+def test_asked_again_it_says_where_it_is(memory: Segment, ssd: NodeSsd, hand: LogThread) -> None:
     orders = offloads(memory, 3)
     first, again = hand.carry_out(orders), hand.carry_out(orders)
     assert [result.offset for result in first] == [result.offset for result in again]
 
 
-def test_in_their_order(memory: Segment, ssd: SsdTier, hand: LogHand) -> None:
+def test_in_their_order(memory: Segment, ssd: NodeSsd, hand: LogThread) -> None:
     (offload,) = offloads(memory, 1)
     results = hand.carry_out([offload, drop(offload), offload, drop(offload), offload])
     assert codes(results) == [None] * 5
@@ -176,7 +176,7 @@ def test_in_their_order(memory: Segment, ssd: SsdTier, hand: LogHand) -> None:
     assert ssd.log.find(b"key-0", 7) is None
 
 
-def test_orders_of_earlier_mounts(memory: Segment, ssd: SsdTier, hand: LogHand) -> None:
+def test_orders_of_earlier_mounts(memory: Segment, ssd: NodeSsd, hand: LogThread) -> None:
     (offload,) = offloads(memory, 1)
     late = order(OrderKind.OFFLOAD, offload.key, offload.nbytes, offload.source, Placement("n0.ssd", 0, 2, 7))
     memory.incarnation += 1
@@ -186,7 +186,7 @@ def test_orders_of_earlier_mounts(memory: Segment, ssd: SsdTier, hand: LogHand) 
 
 
 def test_a_full_log_refuses_and_goes_on_when_there_is_room(
-    memory: Segment, ssd: SsdTier, hand: LogHand, caplog: pytest.LogCaptureFixture
+    memory: Segment, ssd: NodeSsd, hand: LogThread, caplog: pytest.LogCaptureFixture
 ) -> None:
     refusals: set[str | None] = set()
     with caplog.at_level(logging.WARNING):
@@ -210,20 +210,20 @@ def test_a_full_log_refuses_and_goes_on_when_there_is_room(
 
 
 def test_a_disk_in_trouble_refuses_and_recovers(
-    memory: Segment, ssd: SsdTier, hand: LogHand, monkeypatch: pytest.MonkeyPatch
+    memory: Segment, ssd: NodeSsd, hand: LogThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     orders = offloads(memory, 2)
     with monkeypatch.context() as patch:
-        patch.setattr(Folder, "make_file", fail_with(Unavailable("read-only file system")))
+        patch.setattr(LogFolder, "make_file", fail_with(Unavailable("read-only file system")))
         assert codes(hand.carry_out(orders)) == ["unavailable"] * 2
     assert codes(hand.carry_out(orders)) == [None, None]
 
 
 def test_without_a_disk(memory: Segment) -> None:
-    assert codes(LogHand(memory, lambda: None).carry_out(offloads(memory, 2))) == ["unavailable"] * 2
+    assert codes(LogThread(memory, lambda: None).carry_out(offloads(memory, 2))) == ["unavailable"] * 2
 
 
-def test_log_and_segment_call_files_the_same(ssd: SsdTier) -> None:
+def test_log_and_segment_call_files_the_same(ssd: NodeSsd) -> None:
     for number in (1, 77, 2**31 - 1):
         assert Path(ssd.log.path_of(number)).name == file_name(number)
 

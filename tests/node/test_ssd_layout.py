@@ -11,17 +11,17 @@ from ssd_world import BLOCK_NBYTES, parts_of
 
 from moonpool.base.errors import ConfigError, StaleGeneration
 from moonpool.node.ssd import layout
-from moonpool.node.ssd.choice import Load, choose_victim
-from moonpool.node.ssd.index import Index
+from moonpool.node.ssd.choice import FileLoad, choose_victim
+from moonpool.node.ssd.index import LogIndex
 from moonpool.node.ssd.layout import UNIT_NBYTES, Entry, FileHeader
-from moonpool.node.ssd.packing import Batch, Record, Room, largest_object_nbytes
+from moonpool.node.ssd.packing import FileRoom, LogRecord, RecordBatch, largest_object_nbytes
 from moonpool.node.ssd.recovery import Reader, recover
 
 FILE_NBYTES = 256 * 1024
 HEADER = FileHeader(7, FILE_NBYTES, bytes(range(16)))
 
 records = st.builds(
-    Record,
+    LogRecord,
     st.binary(min_size=1, max_size=300),
     st.integers(0, 2**64 - 1),
     st.none() | st.integers(4096, 60_000),
@@ -34,8 +34,8 @@ def view(data: bytes) -> memoryview:
 
 
 @given(st.lists(records, min_size=1, max_size=60), st.sampled_from([8192, 40_000, 10**9]))
-def test_batches_fill_a_file_and_leave_room_for_the_index(wanted: list[Record], batch_nbytes: int) -> None:
-    room, entries, batches = Room(FILE_NBYTES), [], []
+def test_batches_fill_a_file_and_leave_room_for_the_index(wanted: list[LogRecord], batch_nbytes: int) -> None:
+    room, entries, batches = FileRoom(FILE_NBYTES), [], []
     while wanted and (batch := room.plan(wanted, batch_nbytes, HEADER.number)) is not None:
         assert batch.offset == room.tail
         assert batch.end - batch.offset <= batch_nbytes or len(batch.entries) == 1
@@ -64,7 +64,7 @@ def test_batches_fill_a_file_and_leave_room_for_the_index(wanted: list[Record], 
 def test_what_is_called_the_largest_object_fits(key_nbytes: int) -> None:
     most = largest_object_nbytes(FILE_NBYTES, key_nbytes)
     for nbytes, fits in ((most, True), (most + 1, False)):  # it is a multiple of 4 KiB
-        batch = Room(FILE_NBYTES).plan([Record(bytes(key_nbytes), 1, nbytes)], 1 << 20, 1)
+        batch = FileRoom(FILE_NBYTES).plan([LogRecord(bytes(key_nbytes), 1, nbytes)], 1 << 20, 1)
         assert (batch is not None) is fits
 
 
@@ -113,12 +113,12 @@ class FileImage:
     def __init__(self) -> None:
         self.data = bytearray(FILE_NBYTES)
         self.data[:UNIT_NBYTES] = layout.pack_file_header(HEADER)
-        self.room = Room(FILE_NBYTES)
-        self.batches: list[Batch] = []
+        self.room = FileRoom(FILE_NBYTES)
+        self.batches: list[RecordBatch] = []
 
-    def write(self, *keys: bytes) -> Batch:
+    def write(self, *keys: bytes) -> RecordBatch:
         objects = [b"".join(parts_of(key, 1)) for key in keys]
-        batch = self.room.plan([Record(key, 1, len(o)) for key, o in zip(keys, objects, strict=True)], 1 << 20, 7)
+        batch = self.room.plan([LogRecord(key, 1, len(o)) for key, o in zip(keys, objects, strict=True)], 1 << 20, 7)
         assert batch is not None
         head = layout.pack_batch_header(batch.entries, batch.offset, batch.header_nbytes, batch.end, HEADER.nonce)
         self.put(batch.offset, head)
@@ -204,8 +204,8 @@ entries = st.lists(
 )
 
 
-def index_of(rows: list[Entry]) -> Index:
-    index = Index()
+def index_of(rows: list[Entry]) -> LogIndex:
+    index = LogIndex()
     for number in (1, 2, 3):
         index.open_file(number)
     for entry in rows:
@@ -247,9 +247,9 @@ def test_an_older_generation_is_not_admitted() -> None:
 
 
 def test_the_file_with_the_least_to_move_is_chosen() -> None:
-    loads = {1: Load(90, 100, 100), 2: Load(30, 95, 100), 3: Load(20, 60, 100), 4: Load(51, 51, 100)}
+    loads = {1: FileLoad(90, 100, 100), 2: FileLoad(30, 95, 100), 3: FileLoad(20, 60, 100), 4: FileLoad(51, 51, 100)}
     assert choose_victim(loads, 0.2) == 3
     assert choose_victim({1: loads[1], 4: loads[4]}, 0.2) is None  # all but full, or no second object would have fitted
-    assert choose_victim({1: loads[1], 5: Load(40, 40, 100)}, 0.2) == 5  # sealed half empty
-    assert choose_victim({6: Load(0, 100, 100), 5: Load(0, 0, 100)}, 0.2) == 5
+    assert choose_victim({1: loads[1], 5: FileLoad(40, 40, 100)}, 0.2) == 5  # sealed half empty
+    assert choose_victim({6: FileLoad(0, 100, 100), 5: FileLoad(0, 0, 100)}, 0.2) == 5
     assert choose_victim({}, 0.2) is None

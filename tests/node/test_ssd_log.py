@@ -20,7 +20,7 @@ from moonpool.base.errors import (
     StaleGeneration,
     Unavailable,
 )
-from moonpool.node.ssd import Item, Location, Read, SsdConfig, SsdLog
+from moonpool.node.ssd import LogItem, LogLocation, LogRead, SsdConfig, SsdLog
 from moonpool.transfer import FileSegment, SegmentDescriptor, host_id
 from moonpool.transfer.disk.sidecar import Sidecar
 from moonpool.transfer.memory.buffers import aligned_buffer
@@ -105,7 +105,7 @@ def test_the_newer_generation_wins(log: SsdLog, tmp_path: Path) -> None:
     assert log.remove([(A, 6), (B, 1)]) == 0
     assert inventory(log) == {A: 7}
     both = log.append_many([item_of(B, 2), item_of(B, 1)])
-    assert isinstance(both[0], Location)
+    assert isinstance(both[0], LogLocation)
     assert isinstance(both[1], StaleGeneration)
     with reopened(log, tmp_path) as again:
         assert inventory(again) == {A: 7, B: 2}
@@ -125,16 +125,16 @@ def test_each_item_has_its_own_result(log: SsdLog) -> None:
     results = log.append_many(
         [
             item_of(A, 1),
-            Item(B, 1, parts_of(A, 1)),
-            Item(B, 1, broken),
-            Item(C, 1, [*parts_of(C, 1), b"more"]),
+            LogItem(B, 1, parts_of(A, 1)),
+            LogItem(B, 1, broken),
+            LogItem(C, 1, [*parts_of(C, 1), b"more"]),
             item_of(C, 1, (long,)),
-            Item(C, 1, []),
+            LogItem(C, 1, []),
             item_of(B, 2),
         ]
     )
     kinds = [type(result) for result in results]
-    assert kinds == [Location, StaleGeneration, Corrupt, InvalidInput, InvalidInput, Corrupt, Location]
+    assert kinds == [LogLocation, StaleGeneration, Corrupt, InvalidInput, InvalidInput, Corrupt, LogLocation]
     assert inventory(log) == {A: 1, B: 2}
 
 
@@ -163,9 +163,9 @@ def test_many_are_read_at_once(log: SsdLog) -> None:
     items = [item_of(b"%036d" % number, 1, (4096 + number % 2,)) for number in range(20)]
     locations = log.append_many(items)
     reads = [
-        Read(item.key, 1, location, [bytearray(location.nbytes)])
+        LogRead(item.key, 1, location, [bytearray(location.nbytes)])
         for item, location in zip(items, locations, strict=True)
-        if isinstance(location, Location)
+        if isinstance(location, LogLocation)
     ]
     assert log.read_many([]) == []
     assert log.read_many(reads[::-1]) == [None] * 20
@@ -225,7 +225,7 @@ def test_space_is_bounded_and_comes_back(log: SsdLog) -> None:
         while refused is None:
             number += 1
             (result,) = log.append_many([item_of(b"%036d" % number, number)])
-            refused = result if not isinstance(result, Location) else None
+            refused = result if not isinstance(result, LogLocation) else None
         assert isinstance(refused, NoSpace)
         assert "remove objects" in str(refused)
         assert log.stats().free_nbytes < 64 * KIB
@@ -244,7 +244,7 @@ def test_space_is_bounded_and_comes_back(log: SsdLog) -> None:
 def test_a_full_log_that_is_emptied_takes_objects_again(log: SsdLog) -> None:
     """The worst case for tombstones: everything goes, one by one, while nothing may be appended."""
     number = 0
-    while isinstance(log.append_many([item_of(b"%036d" % number, 1, (1,))])[0], Location):
+    while isinstance(log.append_many([item_of(b"%036d" % number, 1, (1,))])[0], LogLocation):
         number += 1
     for stored in list(log.items()):
         log.remove([(stored.key, stored.generation)])

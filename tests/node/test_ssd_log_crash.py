@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from ssd_world import FAST_DIR, KIB, SMALL, PowerLoss, inventory, is_object, item_of, parts_of, read_object
 
 from moonpool.base.errors import MoonpoolError, NoSpace
-from moonpool.node.ssd import Location, SsdLog
+from moonpool.node.ssd import LogLocation, SsdLog
 
 KEYS = [bytes([65 + i]) * 36 for i in range(7)]
 SIZES: list[tuple[int, ...]] = [(100,), (5000,), (8192,), (4096, 4096, 17), (20 * KIB,)]
@@ -59,7 +59,7 @@ class LogMachine(RuleBasedStateMachine):
                 generation, self.next_generation = self.next_generation, self.next_generation + 1
             items.append(item_of(key, generation, sizes_of(generation)))
         for item, result in zip(items, self.log.append_many(items), strict=True):
-            if isinstance(result, Location):
+            if isinstance(result, LogLocation):
                 self.states[item.key].append(item.generation)
             else:
                 assert isinstance(result, NoSpace)

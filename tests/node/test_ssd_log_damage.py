@@ -8,7 +8,7 @@ import pytest
 from ssd_world import BLOCK_NBYTES, KIB, copy_as_is, inventory, is_object, item_of, log_files, parts_of, read_object
 
 from moonpool.base.checksum import ChecksumKind
-from moonpool.node.ssd import Item, SsdConfig, SsdLog
+from moonpool.node.ssd import LogItem, SsdConfig, SsdLog
 from moonpool.node.ssd.layout import BATCH_MAGIC
 from moonpool.store.messages import Doubt
 
@@ -19,7 +19,7 @@ def keys(start: int, count: int) -> list[bytes]:
     return [b"key-%d" % number for number in range(start, start + count)]
 
 
-def killed(tmp_path: Path, *batches: list[Item], removed: tuple[bytes, ...] = ()) -> Path:
+def killed(tmp_path: Path, *batches: list[LogItem], removed: tuple[bytes, ...] = ()) -> Path:
     """A folder with these batches, as a killed process leaves it. Tombstones go with the second batch."""
     with SsdLog.open(tmp_path / "live", CONFIG) as log:
         for number, items in enumerate(batches):
@@ -108,7 +108,7 @@ def test_what_a_lost_tombstone_had_removed_is_in_doubt(tmp_path: Path) -> None:
 
 def test_damaged_objects_and_those_without_checksums_are_not_salvaged(tmp_path: Path) -> None:
     second = [item_of(key, 1) for key in keys(10, 5)]
-    second.append(Item(b"bare", 1, parts_of(b"bare", 1, kind=ChecksumKind.NONE)))
+    second.append(LogItem(b"bare", 1, parts_of(b"bare", 1, kind=ChecksumKind.NONE)))
     folder = killed(tmp_path, [item_of(b"first", 1)], second, [item_of(b"third", 1)])
     (file,) = log_files(folder)
     at = headers(file)[1]

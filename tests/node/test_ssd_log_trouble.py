@@ -20,7 +20,7 @@ import pytest
 from ssd_world import FAST_DIR, KIB, SMALL, copy_as_is, inventory, is_object, item_of, log_files, parts_of, read_object
 
 from moonpool.base.errors import Corrupt, NoSpace, Unavailable
-from moonpool.node.ssd import Location, SsdConfig, SsdLog
+from moonpool.node.ssd import LogLocation, SsdConfig, SsdLog
 from moonpool.node.ssd.log_file import on_disk
 
 A, B, C = b"a" * 36, b"b" * 36, b"c" * 36
@@ -62,7 +62,7 @@ def fill(log: SsdLog) -> tuple[dict[bytes, int], Exception]:
     while True:
         key = b"%036d" % len(stored)
         (result,) = log.append_many([item_of(key, 1)])
-        if not isinstance(result, Location):
+        if not isinstance(result, LogLocation):
             return stored, result
         stored[key] = 1
 

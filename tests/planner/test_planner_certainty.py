@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from trace_cases import make_trace, traces
 
 from moonpool.planner.certainty import Certainty, certainty, doubts, draws
-from moonpool.planner.demand import Demand, demand_of
+from moonpool.planner.demand import PrefillDemand, demand_of
 from moonpool.planner.hits import PoolSize, ReuseProfile
 from moonpool.planner.split import Screen, Targets, fewest_nodes
 from moonpool.sim.machine import machine_for
@@ -64,7 +64,7 @@ def test_traffic_that_changes_is_not() -> None:
 def test_the_plain_answer_lies_within_and_the_same_seed_says_the_same() -> None:
     trace = generate("chat", num_requests=1500, seed=6)
     size = PoolSize(4 * TB)
-    demand: Demand = demand_of(ReuseProfile.of(trace), size, MACHINE)
+    demand: PrefillDemand = demand_of(ReuseProfile.of(trace), size, MACHINE)
     found = sure(trace, size)
     assert found.hit_share.low < demand.hit_share < found.hit_share.high
     needed = fewest_nodes(Screen(demand, MACHINE, TARGETS))

@@ -14,7 +14,7 @@ from trace_cases import CONVERSATION, needs_conversation
 
 from moonpool.base.errors import InvalidInput
 from moonpool.planner.check import Checked, Run, busiest_part, cluster_run
-from moonpool.planner.plan import Plan, make_plan
+from moonpool.planner.plan import ClusterPlan, make_plan
 from moonpool.planner.price import Prices
 from moonpool.planner.split import Estimate, Targets
 from moonpool.sim.machine import machine_for
@@ -28,7 +28,7 @@ MACHINE = machine_for(preset("llama3-70b"), node("a800"))
 TARGETS = Targets(ttft_s=30.0, tbt_s=0.1)
 
 
-def plan(trace: Trace, *, run: Run | None = None, targets: Targets = TARGETS, num_nodes: int = 8) -> Plan:
+def plan(trace: Trace, *, run: Run | None = None, targets: Targets = TARGETS, num_nodes: int = 8) -> ClusterPlan:
     rng = np.random.default_rng(0)
     return make_plan(trace, MACHINE, targets, num_nodes=num_nodes, prices=Prices(), rng=rng, run=run)
 

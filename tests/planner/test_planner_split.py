@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.base.errors import InvalidInput
-from moonpool.planner.demand import Demand, demand_of
+from moonpool.planner.demand import PrefillDemand, demand_of
 from moonpool.planner.hits import PoolSize, ReuseProfile
 from moonpool.planner.split import Screen, Targets, best_split, equal_splits, fewest_nodes, first_true
 from moonpool.sim.machine import machine_for
@@ -20,13 +20,13 @@ MACHINE = machine_for(preset("llama3-70b"), node("a800"))
 
 
 @pytest.fixture(scope="module")
-def demand() -> Demand:
+def demand() -> PrefillDemand:
     trace = generate("chat", num_requests=400, rate_per_s=5.0, seed=2)
     return demand_of(ReuseProfile.of(trace), PoolSize(8e12), MACHINE)
 
 
 @pytest.fixture(scope="module", params=[(30.0, 0.1), (5.0, 0.05), (8.0, 0.032)], ids=str)
-def screen(request: pytest.FixtureRequest, demand: Demand) -> Screen:
+def screen(request: pytest.FixtureRequest, demand: PrefillDemand) -> Screen:
     ttft_s, tbt_s = request.param
     return Screen(demand, MACHINE, Targets(ttft_s=ttft_s, tbt_s=tbt_s, goal=0.9))
 
@@ -64,14 +64,14 @@ def test_a_margin_is_what_the_load_may_grow(screen: Screen) -> None:
         assert grown.is_enough(best.num_prefill, best.num_decode) is is_enough
 
 
-def test_more_nodes_do_more(demand: Demand) -> None:
+def test_more_nodes_do_more(demand: PrefillDemand) -> None:
     screen = Screen(demand, MACHINE, Targets(ttft_s=5.0, tbt_s=0.035))
     shares = [max(screen.estimate(p, n - p).effective_share for p in range(1, n)) for n in range(2, 9)]
     assert shares == sorted(shares)
     assert shares[0] < shares[-1]
 
 
-def test_targets_that_nobody_can_meet_are_refused(demand: Demand) -> None:
+def test_targets_that_nobody_can_meet_are_refused(demand: PrefillDemand) -> None:
     with pytest.raises(InvalidInput, match=r"of the prompts can be prefilled within 0\.1 s"):
         fewest_nodes(Screen(demand, MACHINE, Targets(ttft_s=0.1, tbt_s=0.1)))
     with pytest.raises(InvalidInput, match="give them more time"):
@@ -88,7 +88,7 @@ def test_the_first_that_holds(low: int, length: int, turn: int) -> None:
     assert found == next((number for number in range(low, low + length) if number >= turn), low + length)
 
 
-def test_the_busiest_requests_are_those_in_the_least_time(demand: Demand) -> None:
+def test_the_busiest_requests_are_those_in_the_least_time(demand: PrefillDemand) -> None:
     part = demand.busiest(50)
     lasted_s = [demand.arrival_s[at + 49] - demand.arrival_s[at] for at in range(len(demand) - 49)]
     assert part.arrival_s[-1] - part.arrival_s[0] == min(lasted_s)

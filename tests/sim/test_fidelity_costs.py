@@ -18,7 +18,7 @@ from moonpool.sim.fleet import Profile, read_profile, write_profile
 from moonpool.sim.physics.cost import DecodeCost, EngineCost, Overhead, PrefillCost
 from moonpool.sim.physics.paper_fit import paper_cost
 from moonpool.sim.physics.profile import profile_cost
-from moonpool.sim.world.cluster import Cluster
+from moonpool.sim.world.cluster import SimCluster
 from moonpool.sim.world.job import DONE, Job
 
 # A CPU that gathers pages, masks what it computed for nothing, and has a faster way for a single sequence.
@@ -98,7 +98,7 @@ COST = replace(paper_cost(), overhead=OVERHEAD)
 
 def run(*requests: tuple[float, int, int, list[int]], between_steps: bool = True) -> list[Job]:
     config = cluster(num_prefill=1, num_decode=1, cost=COST, answers_between_steps=between_steps, layer_wise=True)
-    return Cluster(config, trace_of(*requests)).run()
+    return SimCluster(config, trace_of(*requests)).run()
 
 
 @pytest.mark.parametrize("between_steps", [False, True])
@@ -136,7 +136,7 @@ def test_every_request_is_done_and_the_same_twice(seed: int, between_steps: bool
     config = cluster(cost=COST, answers_between_steps=between_steps)
     times = []
     for _ in range(2):
-        world = Cluster(config, chat(40, seed, rate=4.0))
+        world = SimCluster(config, chat(40, seed, rate=4.0))
         jobs = world.run()
         assert all(job.outcome == DONE for job in jobs)
         assert all(job.ttft_s is not None and job.ttft_s >= OVERHEAD.request_s for job in jobs)

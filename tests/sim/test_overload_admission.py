@@ -11,7 +11,7 @@ from world_cases import cluster
 from moonpool.conductor.admission.forms import AdmissionForm
 from moonpool.conductor.placement.policy import PolicyConfig
 from moonpool.sim.physics.paper_fit import mooncake_cost
-from moonpool.sim.world.cluster import Cluster
+from moonpool.sim.world.cluster import SimCluster
 from moonpool.sim.world.job import DONE, Job
 from moonpool.sim.world.results import Results
 from moonpool.traces.generate import generate
@@ -33,7 +33,7 @@ class Outcome(NamedTuple):
 def outcome(form: AdmissionForm, rate: float) -> Outcome:
     trace = generate("chat", num_requests=int(rate * LASTS_S), rate_per_s=rate, seed=1)
     policy = PolicyConfig(name="cost", ttft_slo_s=TTFT_S, tbt_slo_s=TBT_S, admission=form)
-    world = Cluster(cluster(num_prefill=4, num_decode=4, cost=mooncake_cost(), policy=policy), trace)
+    world = SimCluster(cluster(num_prefill=4, num_decode=4, cost=mooncake_cost(), policy=policy), trace)
     jobs = world.run()
     results, last_s = Results.of(jobs), jobs[-1].arrival_s
     (error,) = [each for each in world.conductor.predictions() if each.model == "decode_load"]

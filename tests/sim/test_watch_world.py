@@ -11,24 +11,24 @@ from world_cases import BLOCK, chat, cluster, coupled, trace_of
 from moonpool.base.errors import InvalidInput
 from moonpool.conductor.placement.policy import PolicyConfig
 from moonpool.sim.world import gauges
-from moonpool.sim.world.cluster import Cluster
+from moonpool.sim.world.cluster import SimCluster
 from moonpool.sim.world.coupled import CoupledCluster
+from moonpool.sim.world.recorder import _MAX_SAMPLES, SAMPLES_PER_TRACE, WorldRecorder
 from moonpool.sim.world.results import Results
-from moonpool.sim.world.watch import _MAX_SAMPLES, SAMPLES_PER_TRACE, Watch
 
 
 def test_looking_changes_nothing() -> None:
     trace = chat(100, seed=5)
-    for make in (lambda: Cluster(cluster(), trace), lambda: CoupledCluster(coupled(prefix_caching=True), trace)):
+    for make in (lambda: SimCluster(cluster(), trace), lambda: CoupledCluster(coupled(prefix_caching=True), trace)):
         plain, watched = make(), make()
-        Watch(watched)
+        WorldRecorder(watched)
         assert Results.of(watched.run()).summary() == Results.of(plain.run()).summary()
 
 
 def test_columns_tell_what_went_on() -> None:
     trace = chat(80, seed=1)
-    world = Cluster(cluster(), trace)
-    watch = Watch(world)
+    world = SimCluster(cluster(), trace)
+    watch = WorldRecorder(world)
     jobs = world.run()
     columns = watch.columns()
     assert {len(values) for values in columns.values()} == {len(columns["time_s"])}
@@ -50,8 +50,8 @@ def test_columns_tell_what_went_on() -> None:
 
 
 def test_link_rates_add_up_to_the_bytes_that_were_moved() -> None:
-    world = Cluster(cluster(policy=PolicyConfig(name="round-robin")), chat(60, seed=3))
-    watch = Watch(world)
+    world = SimCluster(cluster(policy=PolicyConfig(name="round-robin")), chat(60, seed=3))
+    watch = WorldRecorder(world)
     world.run()
     width_s, rates = watch.links()
     network = world.clock.network
@@ -63,8 +63,8 @@ def test_link_rates_add_up_to_the_bytes_that_were_moved() -> None:
 
 def test_memory_is_bounded_however_long_the_run() -> None:
     """The last answer is long, so the run lasts far longer than the trace."""
-    world = Cluster(cluster(), trace_of((0.0, 600, 2, [1, 2]), (1.0, 600, 3000, [1, 3])))
-    watch = Watch(world)
+    world = SimCluster(cluster(), trace_of((0.0, 600, 2, [1, 2]), (1.0, 600, 3000, [1, 3])))
+    watch = WorldRecorder(world)
     world.run()
     times = watch.columns()["time_s"]
     assert len(times) <= _MAX_SAMPLES
@@ -75,7 +75,7 @@ def test_memory_is_bounded_however_long_the_run() -> None:
 def test_a_request_that_never_ends_does_not_keep_the_clock_going() -> None:
     """Nobody has pages for it."""
     world = CoupledCluster(coupled(num_nodes=1), chat(1, seed=1))
-    watch = Watch(world)
+    watch = WorldRecorder(world)
     world._arrived = lambda number, request: None  # type: ignore[method-assign]  # it comes, and nobody takes it
     world.run()
     assert len(watch.columns()["time_s"]) <= 2
@@ -92,8 +92,8 @@ def test_replicas_are_counted_per_node() -> None:
     """Two nodes compute the same prompt at once: it is in the pages of both, and in the pool of one."""
     prompt = list(range(12))
     requests = [(0.0, 12 * BLOCK, 1, prompt), (0.0, 12 * BLOCK, 1, prompt), (50.0, BLOCK, 1, [99])]
-    world = Cluster(cluster(policy=PolicyConfig(name="round-robin")), trace_of(*requests))
-    watch = Watch(world)
+    world = SimCluster(cluster(policy=PolicyConfig(name="round-robin")), trace_of(*requests))
+    watch = WorldRecorder(world)
     world.run()
     assert watch.columns()["replicas_rank_10"][-1] == 2
     assert "replicas_rank_100" not in watch.columns()
@@ -102,4 +102,4 @@ def test_replicas_are_counted_per_node() -> None:
 def test_times_that_cannot_be() -> None:
     for every_s in (0.0, -1.0, math.nan, math.inf):
         with pytest.raises(InvalidInput):
-            Watch(Cluster(cluster(), chat(3, seed=1)), every_s)
+            WorldRecorder(SimCluster(cluster(), chat(3, seed=1)), every_s)

@@ -12,7 +12,7 @@ from world_cases import BLOCK, chat, cluster, coupled, trace_of
 from moonpool.conductor.admission.forms import AdmissionForm
 from moonpool.conductor.placement.policy import PolicyConfig
 from moonpool.sim.physics.paper_fit import paper_cost
-from moonpool.sim.world.cluster import Cluster
+from moonpool.sim.world.cluster import SimCluster
 from moonpool.sim.world.coupled import CoupledCluster
 from moonpool.sim.world.job import DONE, REFUSED, Job
 from moonpool.sim.world.results import Results
@@ -22,7 +22,7 @@ KV_NBYTES = 327_680
 
 
 def run(trace: Any, **changes: Any) -> list[Job]:
-    return Cluster(cluster(**changes), trace).run()
+    return SimCluster(cluster(**changes), trace).run()
 
 
 def test_one_request_takes_what_the_cost_model_says() -> None:
@@ -41,7 +41,7 @@ def test_a_prefix_comes_from_the_pool_layer_by_layer() -> None:
     first = (0.0, 8 * BLOCK + 1, 1, list(range(9)))
     second = (100.0, 16 * BLOCK, 1, list(range(16)))
     config = cluster(num_prefill=1, policy=PolicyConfig(name="paper"))
-    world = Cluster(config, trace_of(first, second))
+    world = SimCluster(config, trace_of(first, second))
     # The worker's own pages are gone, the pool's blocks are not.
     world.clock.at(50.0, lambda: world.prefills["p0"].drop_cached())
     job = world.run()[1]
@@ -68,7 +68,7 @@ SYSTEMS = [
 @pytest.mark.parametrize("changes", SYSTEMS, ids=lambda each: f"{each['pool']}-{each['policy'].name}")
 def test_every_request_ends_and_the_books_balance(changes: dict[str, Any]) -> None:
     trace = chat(150, seed=3)
-    world = Cluster(cluster(**changes), trace)
+    world = SimCluster(cluster(**changes), trace)
     jobs = world.run()
     assert [job.outcome for job in jobs] == [DONE] * len(trace)
     assert [job.num_input for job in jobs] == trace.num_input.tolist()
@@ -86,7 +86,10 @@ def test_every_request_ends_and_the_books_balance(changes: dict[str, Any]) -> No
 
 
 def test_the_same_twice() -> None:
-    for make in (lambda: Cluster(cluster(), chat(100, seed=5)), lambda: CoupledCluster(coupled(), chat(100, seed=5))):
+    for make in (
+        lambda: SimCluster(cluster(), chat(100, seed=5)),
+        lambda: CoupledCluster(coupled(), chat(100, seed=5)),
+    ):
         first, second = (Results.of(make().run()).summary() for _ in "ab")
         assert first == second
 
@@ -151,7 +154,7 @@ def test_a_small_pool_evicts_and_spills_to_disk() -> None:
     small = replace(cluster().node, dram_nbytes=100 * BLOCK * KV_NBYTES, gpu=gpu)
     shares = {}
     for name, node in (("small", small), ("disk", replace(small, ssd_nbytes=2e12))):
-        world = Cluster(cluster(node=node), trace)
+        world = SimCluster(cluster(node=node), trace)
         shares[name] = Results.of(world.run()).summary()
         world.pools["p0"].state.check_integrity()  # type: ignore[union-attr]
     assert shares["small"]["hit_share_ssd"] == 0
@@ -173,7 +176,9 @@ def test_targets_are_counted_over_all_requests() -> None:
 
 def test_without_overlap_loading_computing_and_sending_take_turns() -> None:
     config = cluster(num_prefill=1, num_decode=1, layer_wise=False)
-    world = Cluster(config, trace_of((0.0, 8 * BLOCK + 1, 1, list(range(9))), (100.0, 16 * BLOCK, 2, list(range(16)))))
+    world = SimCluster(
+        config, trace_of((0.0, 8 * BLOCK + 1, 1, list(range(9))), (100.0, 16 * BLOCK, 2, list(range(16))))
+    )
     world.clock.at(50.0, lambda: world.prefills["p0"].drop_cached())
     job = world.run()[1]
     load_s = 8 * BLOCK * KV_NBYTES / config.node.h2d_bandwidth
@@ -203,7 +208,7 @@ def test_in_an_overload_everybody_is_answered_once(form: str, queue_capacity: in
         admission=AdmissionForm(form),
         queue_capacity=queue_capacity,
     )
-    world = Cluster(cluster(num_decode=1, policy=policy), trace)
+    world = SimCluster(cluster(num_decode=1, policy=policy), trace)
     results = Results.of(world.run())
     assert results.is_done.sum() + sum(results.refusals.values()) == len(trace)
     assert results.is_done.sum() > 50
@@ -228,7 +233,7 @@ def test_a_crowd_waits_for_its_turn_instead_of_being_sent_away() -> None:
 
 def test_prefill_costs_are_learnt_right_however_slow_the_network_and_crowded_the_steps() -> None:
     slow = replace(cluster().node, num_nics=1, nic_bandwidth=2e9)
-    world = Cluster(cluster(node=slow, always_pulls=True), chat(200, seed=3, rate=3.0))
+    world = SimCluster(cluster(node=slow, always_pulls=True), chat(200, seed=3, rate=3.0))
     assert sum(job.remote_tokens for job in world.run()) > 0
     (error,) = [each for each in world.conductor.predictions() if each.model == "prefill"]
     assert error.p50 < 0.15, "loading, and the prompts of others, are no part of it"

@@ -15,21 +15,21 @@ from moonpool.conductor.placement.policy import PolicyConfig
 from moonpool.conductor.retries import RetryPolicy
 from moonpool.sim.physics.links import Network
 from moonpool.sim.physics.paper_fit import paper_cost
-from moonpool.sim.world.clockwork import Clockwork
-from moonpool.sim.world.cluster import Cluster
+from moonpool.sim.world.cluster import SimCluster
 from moonpool.sim.world.failures import Failure, Kind, parse_failure
 from moonpool.sim.world.job import DONE, LOST, REFUSED, Job
 from moonpool.sim.world.results import Results
+from moonpool.sim.world.timers import SimTimers
 
 COST = paper_cost()
 KV_NBYTES = 327_680
 
 
-def world(trace: Any, *failures: str, **changes: Any) -> Cluster:
-    return Cluster(cluster(failures=tuple(parse_failure(each) for each in failures), **changes), trace)
+def world(trace: Any, *failures: str, **changes: Any) -> SimCluster:
+    return SimCluster(cluster(failures=tuple(parse_failure(each) for each in failures), **changes), trace)
 
 
-def check(ended: Cluster) -> None:
+def check(ended: SimCluster) -> None:
     """Nothing is left anywhere."""
     assert all(job.outcome in (DONE, REFUSED, LOST) for job in ended.jobs)
     assert [job.num_input for job in ended.jobs] == ended.trace.num_input.tolist()
@@ -216,7 +216,7 @@ def test_a_slow_network_of_a_node_that_crashes_stays_slow() -> None:
 
 
 def test_over_cut_links_nothing_arrives() -> None:
-    clock = Clockwork(Network({"a": 10.0, "b": 10.0}))
+    clock = SimTimers(Network({"a": 10.0, "b": 10.0}))
     told: list[str] = []
     clock.send(("a", "b"), 100.0, lambda: told.append("came"), lambda: told.append("lost"))
     clock.at(1.0, lambda: clock.cut(["a"]))
@@ -284,7 +284,7 @@ def test_every_request_ends_whatever_fails(
         decode_nodes_hold_blocks=seed % 2 == 0,
     )
     trace = chat(50, seed, rate=4.0)
-    first, second = Cluster(config, trace), Cluster(config, trace)
+    first, second = SimCluster(config, trace), SimCluster(config, trace)
     first.run()
     check(first)
     second.run()

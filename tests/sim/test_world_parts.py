@@ -12,13 +12,13 @@ from world_cases import BLOCK, chat, cluster, trace_of
 from moonpool.base.keys import object_key
 from moonpool.engine.sequence import SamplingParams, Sequence
 from moonpool.sim.physics.links import Network
-from moonpool.sim.world.clockwork import Clockwork
-from moonpool.sim.world.cluster import Cluster
+from moonpool.sim.world.cluster import SimCluster
 from moonpool.sim.world.job import DONE
 from moonpool.sim.world.paper import TOKEN, PaperSequence, block_key, block_keys, block_number
 from moonpool.sim.world.results import Results
-from moonpool.sim.world.runs import Runs
+from moonpool.sim.world.runs import BlockRuns
 from moonpool.sim.world.step_log import StepLog
+from moonpool.sim.world.timers import SimTimers
 
 # runs
 
@@ -26,7 +26,7 @@ from moonpool.sim.world.step_log import StepLog
 @given(seed=st.integers(0, 10_000), max_blocks=st.sampled_from([1, 2, 5, 1000]))
 def test_runs_are_blocks_that_always_come_together(seed: int, max_blocks: int) -> None:
     trace = chat(30, seed)
-    runs = Runs(trace, max_blocks)
+    runs = BlockRuns(trace, max_blocks)
     prompts = [each.block_ids[: each.num_input // BLOCK].tolist() for each in trace]
     members: dict[int, list[int]] = {}
     for numbers in prompts:
@@ -45,13 +45,13 @@ def test_runs_are_blocks_that_always_come_together(seed: int, max_blocks: int) -
 
 def test_runs_lead_to_the_same_answers_as_blocks() -> None:
     trace = chat(300, seed=2)
-    exact, by_runs = (Results.of(Cluster(cluster(max_run_blocks=size), trace).run()).summary() for size in (1, 16))
+    exact, by_runs = (Results.of(SimCluster(cluster(max_run_blocks=size), trace).run()).summary() for size in (1, 16))
     assert by_runs["hit_share"] == pytest.approx(exact["hit_share"], abs=0.005)
     assert by_runs["ttft_s_mean"] == pytest.approx(exact["ttft_s_mean"], rel=0.02)
 
 
 def test_prompts_without_a_full_block_have_no_run() -> None:
-    runs = Runs(trace_of((0.0, 100, 1, [0]), (1.0, 600, 1, [1, 2])), 16)
+    runs = BlockRuns(trace_of((0.0, 100, 1, [0]), (1.0, 600, 1, [1, 2])), 16)
     assert runs.split([]) == []
     assert runs.split([1]) == [(1, 0, 1)]
 
@@ -101,7 +101,7 @@ def test_a_block_is_known_by_its_key(number: int) -> None:
 def test_places_are_not_given_from_pages_that_decodes_under_way_will_need(seed: int) -> None:
     node = cluster().node
     small = replace(node, gpu=replace(node.gpu, hbm_nbytes=26e9))
-    jobs = Cluster(cluster(num_prefill=4, num_decode=1, node=small), chat(60, seed, rate=4.0)).run()
+    jobs = SimCluster(cluster(num_prefill=4, num_decode=1, node=small), chat(60, seed, rate=4.0)).run()
     assert {job.outcome for job in jobs} == {DONE}
 
 
@@ -109,7 +109,7 @@ def test_places_are_not_given_from_pages_that_decodes_under_way_will_need(seed: 
 
 
 def test_flows_end_before_events_of_the_same_moment_happen() -> None:
-    clock = Clockwork(Network({"link": 10.0}))
+    clock = SimTimers(Network({"link": 10.0}))
     told: list[tuple[str, float]] = []
     clock.at(2.0, lambda: told.append(("event", clock.now_s)))
     clock.send(("link",), 20.0, lambda: told.append(("flow", clock.now_s)))
@@ -120,7 +120,7 @@ def test_flows_end_before_events_of_the_same_moment_happen() -> None:
 
 
 def test_progress_is_told_now_and_then() -> None:
-    clock = Clockwork(Network())
+    clock = SimTimers(Network())
     for number in range(10_000):
         clock.at(float(number), lambda: None)
     told: list[float] = []

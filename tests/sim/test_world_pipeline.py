@@ -15,7 +15,7 @@ from moonpool.conductor.placement.policy import PolicyConfig
 from moonpool.sim.physics.paper_fit import paper_cost
 from moonpool.sim.physics.pipeline import StageLine, chunk_ends, pipelined_prefill_s
 from moonpool.sim.physics.roofline import kv_capacity_tokens
-from moonpool.sim.world.cluster import Cluster
+from moonpool.sim.world.cluster import SimCluster
 from moonpool.sim.world.job import DONE, Job
 from moonpool.sim.world.results import Results
 
@@ -25,7 +25,7 @@ KV_NBYTES = 327_680
 
 
 def run(trace: Any, pipeline_nodes: int, **changes: Any) -> list[Job]:
-    return Cluster(cluster(num_prefill=4, pipeline_nodes=pipeline_nodes, **changes), trace).run()
+    return SimCluster(cluster(num_prefill=4, pipeline_nodes=pipeline_nodes, **changes), trace).run()
 
 
 def prompt(
@@ -94,7 +94,7 @@ def test_what_one_pipeline_has_reaches_another_over_all_nics() -> None:
     pulled_s: dict[int, float] = {}
     for size in (1, 2):
         how: dict[str, Any] = {"policy": PolicyConfig(name="round-robin"), "always_pulls": True, "node": node}
-        world = Cluster(cluster(num_prefill=4, pipeline_nodes=size, **how), trace)
+        world = SimCluster(cluster(num_prefill=4, pipeline_nodes=size, **how), trace)
         job = world.run()[1]
         assert (job.outcome, job.remote_tokens) == (DONE, 64 * BLOCK)
         pulled_s[size] = job.ttft_s or 0.0
@@ -109,7 +109,7 @@ def test_a_hand_off_leaves_over_all_nics() -> None:
     node = replace(cluster().node, nic_bandwidth=1e8)
     ends = {}
     for size in (1, 4):
-        world = Cluster(cluster(num_prefill=4, pipeline_nodes=size, node=node), trace_of(prompt(8000, num_output=2)))
+        world = SimCluster(cluster(num_prefill=4, pipeline_nodes=size, node=node), trace_of(prompt(8000, num_output=2)))
         (job,) = world.run()
         sent = [world.clock.network.busy_nbytes(f"p{n}/nic_out") for n in range(4)]
         assert sum(sent) >= 8000 * KV_NBYTES * 0.999
@@ -125,7 +125,7 @@ def test_a_hand_off_leaves_over_all_nics() -> None:
 @pytest.mark.parametrize("layer_wise", [True, False])
 def test_every_request_ends_and_the_books_balance(pool: str, layer_wise: bool) -> None:
     trace = chat(120, seed=3)
-    world = Cluster(cluster(num_prefill=4, pipeline_nodes=2, pool=pool, layer_wise=layer_wise), trace)
+    world = SimCluster(cluster(num_prefill=4, pipeline_nodes=2, pool=pool, layer_wise=layer_wise), trace)
     jobs = world.run()
     assert [job.outcome for job in jobs] == [DONE] * len(trace)
     workers: list[Any] = [*world.prefills.values(), *world.decodes.values()]

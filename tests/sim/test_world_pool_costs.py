@@ -11,7 +11,7 @@ from moonpool.conductor.placement.policy import PolicyConfig
 from moonpool.sim.physics.hardware import node
 from moonpool.sim.physics.paper_fit import paper_cost
 from moonpool.sim.systems import BASELINE, Goals, system
-from moonpool.sim.world.cluster import Cluster
+from moonpool.sim.world.cluster import SimCluster
 from moonpool.sim.world.coupled import CoupledCluster
 from moonpool.sim.world.job import DONE
 from moonpool.sim.world.results import Results
@@ -22,13 +22,13 @@ FIRST = (0.0, 8 * BLOCK + 1, 1, list(range(9)))
 AGAIN = (100.0, 8 * BLOCK + 1, 1, list(range(9)))
 
 
-def moved(world: Cluster, kind: str) -> float:
+def moved(world: SimCluster, kind: str) -> float:
     network = world.clock.network
     return sum(network.nbytes_over_time(name)[1].sum() for name in network._links if name.endswith(f"/{kind}"))
 
 
 def test_storing_moves_what_is_stored_from_the_gpus_to_memory() -> None:
-    world = Cluster(cluster(num_prefill=1), trace_of(FIRST, AGAIN))
+    world = SimCluster(cluster(num_prefill=1), trace_of(FIRST, AGAIN))
     world.run()
     assert moved(world, "d2h") == pytest.approx(8 * BLOCK_NBYTES, rel=1e-3)  # once: it is stored already
 
@@ -38,14 +38,14 @@ def test_what_is_being_stored_cannot_be_found_yet() -> None:
     found = []
     for second_s in (5.0, 100.0):
         trace = trace_of(FIRST, (second_s, *AGAIN[1:]))
-        world = Cluster(cluster(num_prefill=1, node=slow, policy=PolicyConfig(name="paper")), trace)
+        world = SimCluster(cluster(num_prefill=1, node=slow, policy=PolicyConfig(name="paper")), trace)
         world.clock.at(second_s - 0.1, lambda world=world: world.prefills["p0"].drop_cached())
         found.append(world.run()[1].dram_tokens)
     assert found == [0, 8 * BLOCK]
 
 
 def test_storing_at_another_node_takes_the_network() -> None:
-    world = Cluster(cluster(num_prefill=2), trace_of(FIRST))
+    world = SimCluster(cluster(num_prefill=2), trace_of(FIRST))
     pool = world.pools["p0"]
     assert pool is not None
     pool._options["p0"] = pool._options["p1"]
@@ -57,7 +57,7 @@ def _slow_pool(policy: str) -> float:
     """Mean TTFT of a prompt that computes in about a second and that another node holds, at 10 MB/s."""
     slow = replace(node("a800"), num_nics=1, nic_bandwidth=10e6)
     trace = trace_of(FIRST, *((100.0 + 1000 * turn, *AGAIN[1:]) for turn in range(3)))
-    world = Cluster(cluster(num_prefill=1, node=slow, policy=PolicyConfig(name=policy)), trace)
+    world = SimCluster(cluster(num_prefill=1, node=slow, policy=PolicyConfig(name=policy)), trace)
     pool = world.pools["p0"]
     pool.route = lambda source, target, on_ssd: (f"{source}/nic_out",)  # type: ignore[method-assign]
     for turn in range(3):
@@ -76,7 +76,7 @@ def test_a_slow_pool_is_left_alone_by_default() -> None:
 def test_pulls_from_disk_teach_the_model_of_disks() -> None:
     gpu = replace(node("a800").gpu, hbm_nbytes=26e9)  # too little to find anything there
     small = replace(node("a800"), gpu=gpu, dram_nbytes=100.0 * BLOCK_NBYTES, ssd_nbytes=2e12)
-    world = Cluster(cluster(node=small), chat(300, seed=11))
+    world = SimCluster(cluster(node=small), chat(300, seed=11))
     results = Results.of(world.run())
     assert results.hit_share("ssd") > 0
     model = world.conductor.costs.transfer_ssd

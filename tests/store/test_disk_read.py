@@ -18,7 +18,7 @@ from moonpool.node.ssd import SsdConfig, SsdLog
 from moonpool.node.ssd_tier import offset_of
 from moonpool.store.client.disk_read import _MOST_NBYTES, DiskRead, _neighbours
 from moonpool.store.client.far_read import FarObject
-from moonpool.store.client.flight import FlightCrew
+from moonpool.store.client.transfer_window import TransferThreads
 from moonpool.store.messages import ObjectInfo, Placement
 from moonpool.transfer import TransferConfig, TransferEngine, aligned_buffer
 from moonpool.transfer.disk import disk as disk_module
@@ -36,8 +36,8 @@ def log(tmp_path: Path) -> Iterator[SsdLog]:
 
 
 @pytest.fixture
-def crew() -> Iterator[FlightCrew]:
-    made = FlightCrew()
+def crew() -> Iterator[TransferThreads]:
+    made = TransferThreads()
     yield made
     made.close()
 
@@ -76,7 +76,9 @@ def wanted(placed: Sequence[tuple[bytes, Placement, int]], *, aligned: bool = Tr
     return made
 
 
-def read(remote: RemoteSegment, crew: FlightCrew, objects: Sequence[FarObject]) -> tuple[DiskRead, dict[int, bytes]]:
+def read(
+    remote: RemoteSegment, crew: TransferThreads, objects: Sequence[FarObject]
+) -> tuple[DiskRead, dict[int, bytes]]:
     """The reader, and the bytes of what it thinks is right."""
     reader = DiskRead(remote, crew, None, TIMEOUT_S)
     good = reader.run(objects)
@@ -86,7 +88,7 @@ def read(remote: RemoteSegment, crew: FlightCrew, objects: Sequence[FarObject]) 
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("sizes", [(4096,), (5000, 300), (64 * KIB,)])
 def test_every_byte(
-    log: SsdLog, remote: RemoteSegment, crew: FlightCrew, sizes: tuple[int, ...], aligned: bool
+    log: SsdLog, remote: RemoteSegment, crew: TransferThreads, sizes: tuple[int, ...], aligned: bool
 ) -> None:
     placed = add(log, 40, sizes)  # over several files
     reader, found = read(remote, crew, wanted(placed, aligned=aligned)[::-1])
@@ -95,7 +97,7 @@ def test_every_byte(
 
 
 def test_neighbours_come_by_one_request(
-    log: SsdLog, remote: RemoteSegment, crew: FlightCrew, monkeypatch: pytest.MonkeyPatch
+    log: SsdLog, remote: RemoteSegment, crew: TransferThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     objects = wanted(add(log, 8, (8 * KIB,)))
     requests: list[int] = []
@@ -111,7 +113,7 @@ def test_neighbours_come_by_one_request(
     assert len(requests) == 1
 
 
-def test_wrong_bytes_are_left_out_alone(log: SsdLog, remote: RemoteSegment, crew: FlightCrew) -> None:
+def test_wrong_bytes_are_left_out_alone(log: SsdLog, remote: RemoteSegment, crew: TransferThreads) -> None:
     placed = add(log, 8, (8 * KIB,))
     file_number, at = divmod(placed[3][1].offset, 1 << 32)
     with open(log.path_of(file_number), "r+b") as file:
@@ -126,13 +128,15 @@ def test_wrong_bytes_are_left_out_alone(log: SsdLog, remote: RemoteSegment, crew
     assert sorted(found) == [0, 1, 2, 4, 5, 6, 7]
 
 
-def test_another_object_is_left_out(log: SsdLog, remote: RemoteSegment, crew: FlightCrew) -> None:
+def test_another_object_is_left_out(log: SsdLog, remote: RemoteSegment, crew: TransferThreads) -> None:
     (one, other) = add(log, 2, (8 * KIB,))
     mistaken = (one[0], other[1], one[2])
     assert read(remote, crew, wanted([mistaken]))[1] == {}
 
 
-def test_a_file_that_is_gone_takes_its_own_objects_alone(log: SsdLog, remote: RemoteSegment, crew: FlightCrew) -> None:
+def test_a_file_that_is_gone_takes_its_own_objects_alone(
+    log: SsdLog, remote: RemoteSegment, crew: TransferThreads
+) -> None:
     placed = add(log, 12, (64 * KIB,))
     numbers = [place.offset >> 32 for _, place, _ in placed]
     assert numbers[0] != numbers[-1]
@@ -144,7 +148,7 @@ def test_a_file_that_is_gone_takes_its_own_objects_alone(log: SsdLog, remote: Re
 
 
 def test_an_owner_that_is_gone_is_a_failure(
-    log: SsdLog, remote: RemoteSegment, owner: TransferEngine, crew: FlightCrew
+    log: SsdLog, remote: RemoteSegment, owner: TransferEngine, crew: TransferThreads
 ) -> None:
     objects = wanted(add(log, 12, (64 * KIB,)))
     owner.close()

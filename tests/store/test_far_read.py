@@ -11,8 +11,8 @@ from moonpool.base.checksum import crc32c
 from moonpool.base.errors import DeadlineExceeded, MoonpoolError, NotFound, PeerLost, Unauthorized
 from moonpool.base.object_header import ALIGN_NBYTES
 from moonpool.store.client.far_read import PREFIX_NBYTES, FarObject, FarRead
-from moonpool.store.client.flight import BUNDLE_NBYTES, FlightCrew
 from moonpool.store.client.headers import pack_header
+from moonpool.store.client.transfer_window import BUNDLE_NBYTES, TransferThreads
 from moonpool.store.messages import ObjectInfo, Placement
 from moonpool.transfer.memory.buffers import Buffer, as_bytes_views
 from moonpool.transfer.transports.base import RemoteSegment
@@ -48,7 +48,7 @@ class Far(RemoteSegment):
 
 
 class World:
-    def __init__(self, crew: FlightCrew, sizes: Sequence[int]) -> None:
+    def __init__(self, crew: TransferThreads, sizes: Sequence[int]) -> None:
         self.remote = Far(sum(sizes) + ALIGN_NBYTES * len(sizes))
         self.values = [random.Random(number).randbytes(size) for number, size in enumerate(sizes)]
         self.objects: list[FarObject] = []
@@ -70,8 +70,8 @@ class World:
 
 
 @pytest.fixture
-def crew() -> Iterator[FlightCrew]:
-    made = FlightCrew()
+def crew() -> Iterator[TransferThreads]:
+    made = TransferThreads()
     yield made
     made.close()
 
@@ -82,14 +82,14 @@ MIXED = [*[MIB] * NUM, 3 * BUNDLE_NBYTES + 5, 0, 1, *[300] * 400, BUNDLE_NBYTES]
 @pytest.mark.parametrize(
     "sizes", [[MIB] * NUM, MIXED, [5 * BUNDLE_NBYTES], [100], [100] * 3], ids=["equal", "mixed", "large", "one", "few"]
 )
-def test_all_come(crew: FlightCrew, sizes: list[int]) -> None:
+def test_all_come(crew: TransferThreads, sizes: list[int]) -> None:
     world = World(crew, sizes)
     assert world.run() == list(range(len(sizes)))
     assert world.far.failure is None
 
 
 @pytest.mark.parametrize("at", [0, 3, NUM - 1, NUM], ids=str)
-def test_a_damaged_one_is_left_out(crew: FlightCrew, at: int) -> None:
+def test_a_damaged_one_is_left_out(crew: TransferThreads, at: int) -> None:
     sizes = MIXED
     world = World(crew, sizes)
     world.remote.memory[world.objects[at].place.offset + ALIGN_NBYTES + sizes[at] - 1] ^= 1
@@ -98,7 +98,7 @@ def test_a_damaged_one_is_left_out(crew: FlightCrew, at: int) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 7, 24], ids=str)
-def test_a_header_that_changed_after_the_bytes_came_is_noticed(crew: FlightCrew, at: int) -> None:
+def test_a_header_that_changed_after_the_bytes_came_is_noticed(crew: TransferThreads, at: int) -> None:
     """Also that of a large object, whose parts come by both streams."""
     world = World(crew, MIXED)
     place = world.objects[at].place
@@ -111,7 +111,7 @@ def test_a_header_that_changed_after_the_bytes_came_is_noticed(crew: FlightCrew,
     assert world.run() == [number for number in range(len(MIXED)) if number != at]
 
 
-def test_what_failed_alone_costs_no_more_than_its_stream(crew: FlightCrew) -> None:
+def test_what_failed_alone_costs_no_more_than_its_stream(crew: TransferThreads) -> None:
     world = World(crew, [MIB] * 40)
     bad = world.objects[20].place.offset
 
@@ -129,7 +129,7 @@ def test_what_failed_alone_costs_no_more_than_its_stream(crew: FlightCrew) -> No
 @pytest.mark.parametrize(
     "error", [PeerLost("gone"), DeadlineExceeded("slow"), Unauthorized("who are you")], ids=lambda error: error.code
 )
-def test_an_owner_out_of_reach_is_a_failure(crew: FlightCrew, error: MoonpoolError) -> None:
+def test_an_owner_out_of_reach_is_a_failure(crew: TransferThreads, error: MoonpoolError) -> None:
     world = World(crew, [MIB] * NUM)
 
     def before(offset: int, nbytes: int) -> None:
@@ -140,7 +140,7 @@ def test_an_owner_out_of_reach_is_a_failure(crew: FlightCrew, error: MoonpoolErr
     assert world.far.failure is error
 
 
-def test_a_refusal_before_anything_was_taken_ends_it(crew: FlightCrew, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_before_anything_was_taken_ends_it(crew: TransferThreads, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(crew, [MIB] * NUM)
 
     def refuse(*_: object, **__: object) -> Iterator[int]:
@@ -151,7 +151,7 @@ def test_a_refusal_before_anything_was_taken_ends_it(crew: FlightCrew, monkeypat
     assert isinstance(world.far.failure, NotFound)
 
 
-def test_memory_is_the_callers_again_when_it_is_interrupted(crew: FlightCrew) -> None:
+def test_memory_is_the_callers_again_when_it_is_interrupted(crew: TransferThreads) -> None:
     world = World(crew, [MIB] * NUM)
     under_way: list[int] = []
 

@@ -11,14 +11,14 @@ from store_pool import LocalPool
 
 from moonpool.base.errors import InvalidInput, StaleGeneration, Unavailable
 from moonpool.store.client import Put
-from moonpool.store.client.runs import Runs
+from moonpool.store.client.runs import ObjectRuns
 from moonpool.store.messages import GRANULE_NBYTES, Placement
 from moonpool.transfer.transports.mapped import MappedWriter
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 2), st.integers(1, 3 * GRANULE_NBYTES)), max_size=40))
 def test_runs_hold_every_object_once_in_order_and_without_gaps(objects: list[tuple[str, int, int]]) -> None:
-    runs, at, places = Runs(), 0, []
+    runs, at, places = ObjectRuns(), 0, []
     for position, (segment, gap, nbytes) in enumerate(objects):
         at += gap * GRANULE_NBYTES
         places.append((segment, at))

@@ -8,28 +8,28 @@ from collections.abc import Iterator
 import pytest
 
 from moonpool.base.checksum import runs_beside_others
-from moonpool.store.client.flight import FlightCrew
 from moonpool.store.client.side_by_side import side_by_side
+from moonpool.store.client.transfer_window import TransferThreads
 
 MIB = 1 << 20
 
 
 @pytest.fixture
-def crew() -> Iterator[FlightCrew]:
-    made = FlightCrew()
+def crew() -> Iterator[TransferThreads]:
+    made = TransferThreads()
     yield made
     made.close()
 
 
 @pytest.mark.parametrize(("count", "nbytes"), [(0, 0), (1, 64 * MIB), (100, 1000), (100, 100 * MIB)])
-def test_every_item_is_done_once(crew: FlightCrew, count: int, nbytes: int) -> None:
+def test_every_item_is_done_once(crew: TransferThreads, count: int, nbytes: int) -> None:
     done: list[int] = []
     side_by_side(crew, range(count), nbytes, done.append)
     assert sorted(done) == list(range(count))
 
 
 @pytest.mark.skipif(not runs_beside_others(), reason="checksums hold Python's lock here")
-def test_two_threads_work_at_the_same_time(crew: FlightCrew) -> None:
+def test_two_threads_work_at_the_same_time(crew: TransferThreads) -> None:
     both, threads = threading.Barrier(2, timeout=20.0), set()
 
     def meet(item: int) -> None:
@@ -41,7 +41,7 @@ def test_two_threads_work_at_the_same_time(crew: FlightCrew) -> None:
 
 
 @pytest.mark.parametrize("bad", [0, 57, 99])
-def test_an_error_reaches_the_caller_when_all_has_ended(crew: FlightCrew, bad: int) -> None:
+def test_an_error_reaches_the_caller_when_all_has_ended(crew: TransferThreads, bad: int) -> None:
     running = threading.Semaphore(2)
 
     def work(item: int) -> None:

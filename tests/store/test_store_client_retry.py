@@ -12,8 +12,8 @@ import pytest
 from store_pool import LoopThread
 
 from moonpool.base.errors import DeadlineExceeded, PeerLost
-from moonpool.base.rpc import Peer, RpcServer
-from moonpool.store.client.retry import LONGEST_PAUSE_S, MasterLine, pauses
+from moonpool.base.rpc import RpcPeer, RpcServer
+from moonpool.store.client.master_client import LONGEST_PAUSE_S, MasterClient, pauses
 from moonpool.store.messages import SERVICE, Exist
 
 
@@ -40,7 +40,7 @@ class FakeMaster:
         if server is not None:
             self._loop.run(server.close())
 
-    def _exist(self, call: Exist, peer: Peer) -> list[bool]:
+    def _exist(self, call: Exist, peer: RpcPeer) -> list[bool]:
         self.num_asked += 1
         if self.lost_answers:
             self.lost_answers -= 1
@@ -57,9 +57,9 @@ def master(tmp_path: Path) -> Iterator[FakeMaster]:
     loop.close()
 
 
-def line_to(master: FakeMaster, **limits: float | None) -> MasterLine:
+def line_to(master: FakeMaster, **limits: float | None) -> MasterClient:
     given = {"connect_timeout_s": 1.0, "timeout_s": 10.0, "retry_s": 10.0, **limits}
-    return MasterLine(master.address, name="t", **given)  # type: ignore[arg-type]
+    return MasterClient(master.address, name="t", **given)  # type: ignore[arg-type]
 
 
 def test_pauses_grow_to_a_limit() -> None:

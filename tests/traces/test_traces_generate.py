@@ -18,7 +18,7 @@ from moonpool.traces.generate import KINDS, generate, read_spec
 from moonpool.traces.popularity import draw_zipf
 from moonpool.traces.quantiles import Quantiles, by_percent, constant, fit_quantiles
 from moonpool.traces.reuse import hit_curve, leading_hits
-from moonpool.traces.sessions import Turns
+from moonpool.traces.sessions import SessionTurns
 from moonpool.traces.statistics import describe
 
 
@@ -58,7 +58,7 @@ def test_the_rate_and_the_arrivals_are_as_asked(kind: str) -> None:
 
 
 def test_a_conversation_grows_by_its_answers() -> None:
-    turns = Turns(go_on=((1.0,),), think_s=constant(10.0), added_tokens=constant(100.0))
+    turns = SessionTurns(go_on=((1.0,),), think_s=constant(10.0), added_tokens=constant(100.0))
     spec = ChatSpec(system_tokens=600, first_message=constant(400), output=constant(200), turns=turns)
     trace = spec.generate(50, 0.5, np.random.default_rng(0))
     assert {int(num) for num in trace.num_input} <= {1000 + 300 * turn for turn in range(50)}
@@ -67,7 +67,7 @@ def test_a_conversation_grows_by_its_answers() -> None:
 
 
 def test_an_edited_turn_keeps_a_part() -> None:
-    turns = Turns(
+    turns = SessionTurns(
         go_on=((0.9,),), think_s=constant(5.0), added_tokens=constant(0.0), edited=1.0, kept_share=constant(0.5)
     )
     spec = ChatSpec(system_tokens=0, first_message=constant(5120), output=constant(1), turns=turns)
@@ -162,4 +162,4 @@ def test_what_cannot_be_generated_is_refused() -> None:
         with pytest.raises(InvalidInput, match="cannot arrive"):
             generate("documents", rate_per_s=rate)
     with pytest.raises(InvalidInput, match="one column more"):
-        Turns(go_on=((0.5, 0.5),), think_s=constant(1), added_tokens=constant(1))
+        SessionTurns(go_on=((0.5, 0.5),), think_s=constant(1), added_tokens=constant(1))

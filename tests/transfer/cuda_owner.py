@@ -18,7 +18,7 @@ import numpy as np
 
 from moonpool.base.checksum import crc32c
 from moonpool.transfer import SegmentDescriptor, host_id
-from moonpool.transfer.desk import Desk
+from moonpool.transfer.control import ControlHandler
 from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.register import make_segment
 from moonpool.transfer.transports.cuda.segment import DeviceSegment
@@ -53,7 +53,7 @@ def contents(segment: DeviceSegment) -> np.ndarray:
 def main(kind: str, nbytes: int, granule_nbytes: int) -> None:
     segment = make(kind, nbytes, granule_nbytes or None)
     segment.write_from(0, [np.random.default_rng(1).bytes(nbytes)], generation=0, timeout_s=30)
-    desk = Desk()
+    desk = ControlHandler()
     tcp = TcpTransport(desk=desk)
     cuda = CudaTransport(desk, tcp.serve(segment), tcp.line)
     endpoint = cuda.serve(segment)

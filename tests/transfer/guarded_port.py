@@ -9,7 +9,7 @@ from typing import Any
 
 from moonpool.base.checksum import crc32c
 from moonpool.base.descriptor import SegmentDescriptor
-from moonpool.transfer.desk import Desk
+from moonpool.transfer.control import ControlHandler
 from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.transports.tcp.guard import Guard
 from moonpool.transfer.transports.tcp.lanes import LanePool
@@ -22,7 +22,7 @@ NBYTES = 64 * 1024
 class Port:
     def __init__(self, guard: Guard | None, **settings: Any) -> None:
         self.segment = Segment.allocate("seg", NBYTES, granule_nbytes=4096, incarnation=1)
-        self.desk = Desk()
+        self.desk = ControlHandler()
         self.desk.serve(self.segment)
         settings = {"stall_timeout_s": 2.0, "max_connections": 16} | settings
         self.server = TcpServer(self.desk, "127.0.0.1", 0, guard=guard, **settings)

@@ -15,8 +15,8 @@ import msgspec
 
 from moonpool.base.checksum import crc32c
 from moonpool.base.rpc.protocol import Call
-from moonpool.transfer.desk import Admit, Attach, Confirm, Describe, Introduce, Notify
-from moonpool.transfer.transports.tcp.frames import Op
+from moonpool.transfer.control import Admit, Attach, Confirm, Describe, Introduce, Notify
+from moonpool.transfer.transports.tcp.frames import FrameOp
 
 NBYTES = 64 * 1024
 NAMES = (b"seg", b"fenced", b"private", b"gone", b"", b"\xff\xfe", "sëg".encode(), b"n" * 255, b"\0")
@@ -58,18 +58,18 @@ class Hostile:
 
     def request(self) -> bytes:
         """One request, whole: right in form, with one value or another that is a lie."""
-        op = self.rng.choices((Op.READ, Op.WRITE, Op.ASK), (4, 6, 2))[0]
-        if op is Op.ASK:
+        op = self.rng.choices((FrameOp.READ, FrameOp.WRITE, FrameOp.ASK), (4, 6, 2))[0]
+        if op is FrameOp.ASK:
             body = self.call()
             return pack(op, b"", 0, 0, len(body), 0, self.rng.getrandbits(64), body) + body
         nbytes = self.rng.choice((0, 1, 100, self.rng.randrange(4000), self.rng.randrange(300)))
         offset = self.rng.randrange(NBYTES - nbytes) if self.rng.random() < 0.8 else self.number()
         incarnation = 1 if self.rng.random() < 0.9 else self.number()
         generation = self.rng.randrange(50) if self.rng.random() < 0.95 else self.number()
-        if op is Op.READ and self.rng.random() < 0.5:
+        if op is FrameOp.READ and self.rng.random() < 0.5:
             generation = 0  # expects none
         head = pack(op, self.name(), incarnation, offset, nbytes, generation, self.rng.getrandbits(64))
-        return head + (self.data(nbytes) if op is Op.WRITE else b"")
+        return head + (self.data(nbytes) if op is FrameOp.WRITE else b"")
 
     def call(self) -> bytes:
         name = self.name().decode("utf-8", "replace")
@@ -139,7 +139,7 @@ def pack(
     """A request's head by the book (tcp/frames.py), whatever the values; written anew here, so that the test does not
     trust what it tests.
     """
-    numbers = (id_, incarnation, offset, nbytes, generation, crc32c(call if op == Op.ASK else name))
+    numbers = (id_, incarnation, offset, nbytes, generation, crc32c(call if op == FrameOp.ASK else name))
     head = struct.pack("<4sBBHQQQQQI", b"MPTX", 2, op, len(name), *numbers)
     return head + struct.pack("<I", crc32c(head)) + name
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from moonpool.base.checksum import crc32c
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import MoonpoolError
-from moonpool.transfer.desk import Desk
+from moonpool.transfer.control import ControlHandler
 from moonpool.transfer.memory.segment import Fence, Segment
 
 MARGIN = 64 * 1024
@@ -31,7 +31,7 @@ class Memories:
     """Two segments that are served, cut out of the middle of larger memory, and two that are not."""
 
     nbytes: int
-    desk: Desk = field(default_factory=lambda: Desk(incarnation=5))
+    desk: ControlHandler = field(default_factory=lambda: ControlHandler(incarnation=5))
 
     def __post_init__(self) -> None:
         names = ("seg", "fenced", "private", "gone")

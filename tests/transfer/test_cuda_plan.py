@@ -14,28 +14,28 @@ from hypothesis import strategies as st
 
 from moonpool.base.errors import InvalidInput, MoonpoolError, NoSpace, ProtocolError, Unavailable
 from moonpool.transfer import SegmentDescriptor, host_id
-from moonpool.transfer.desk import Desk
+from moonpool.transfer.control import ControlHandler
 from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.register import make_segment
 from moonpool.transfer.transports.cuda.driver import cuda_error, driver
 from moonpool.transfer.transports.cuda.ipc import Offer, decode_offer, hello
-from moonpool.transfer.transports.cuda.plan import Piece, cut_loads, share_out
+from moonpool.transfer.transports.cuda.plan import DevicePiece, cut_loads, share_out
 from moonpool.transfer.transports.cuda.transport import CudaTransport
 from moonpool.transfer.transports.tcp.transport import TcpTransport
 
 
 @st.composite
-def device_pieces(draw: st.DrawFn) -> tuple[np.ndarray, list[Piece]]:
+def device_pieces(draw: st.DrawFn) -> tuple[np.ndarray, list[DevicePiece]]:
     """A GPU's memory (address 0 is its first byte) and pieces of it, some following each other, some empty."""
     device = np.random.default_rng(draw(st.integers(0, 99))).integers(0, 256, 400, dtype=np.uint8)
     pieces, at = [], 0
     for gap, nbytes in draw(st.lists(st.tuples(st.sampled_from([0, 0, 3]), st.integers(0, 40)), max_size=8)):
-        pieces.append(Piece(at + gap, memoryview(bytearray(nbytes))))
+        pieces.append(DevicePiece(at + gap, memoryview(bytearray(nbytes))))
         at += gap + nbytes
     return device, pieces
 
 
-def read_through_a_slot(device: np.ndarray, pieces: list[Piece], slot_nbytes: int) -> int:
+def read_through_a_slot(device: np.ndarray, pieces: list[DevicePiece], slot_nbytes: int) -> int:
     """As a lane does it; the number of copies on the GPU."""
     num_runs = 0
     for runs, parts in cut_loads(pieces, slot_nbytes):
@@ -49,7 +49,7 @@ def read_through_a_slot(device: np.ndarray, pieces: list[Piece], slot_nbytes: in
 
 
 @given(device_pieces(), st.integers(1, 50))
-def test_every_byte_goes_through_the_slot_once(made: tuple[np.ndarray, list[Piece]], slot_nbytes: int) -> None:
+def test_every_byte_goes_through_the_slot_once(made: tuple[np.ndarray, list[DevicePiece]], slot_nbytes: int) -> None:
     device, pieces = made
     read_through_a_slot(device, pieces, slot_nbytes)
     for address, view in pieces:
@@ -58,14 +58,14 @@ def test_every_byte_goes_through_the_slot_once(made: tuple[np.ndarray, list[Piec
 
 def test_pieces_that_follow_each_other_are_one_copy() -> None:
     device = np.arange(200, dtype=np.uint8)
-    pieces = [Piece(at, memoryview(bytearray(10))) for at in range(0, 100, 10)]
+    pieces = [DevicePiece(at, memoryview(bytearray(10))) for at in range(0, 100, 10)]
     assert read_through_a_slot(device, pieces, 100) == 1
     assert read_through_a_slot(device, pieces, 30) == 4
     assert read_through_a_slot(device, pieces[::2], 100) == 5
 
 
 @given(device_pieces(), st.integers(1, 5), st.integers(1, 60))
-def test_shares_are_all_there_is(made: tuple[np.ndarray, list[Piece]], max_shares: int, min_nbytes: int) -> None:
+def test_shares_are_all_there_is(made: tuple[np.ndarray, list[DevicePiece]], max_shares: int, min_nbytes: int) -> None:
     _, pieces = made
     shares = share_out(pieces, max_shares, min_nbytes)
     sizes = [sum(view.nbytes for _, view in share) for share in shares]
@@ -125,7 +125,7 @@ class TestWithoutADriver:
 
     def test_the_transport_is_there_and_not_usable(self) -> None:
         tcp = TcpTransport(None)
-        transport = CudaTransport(Desk(), "tcp:127.0.0.1:1", tcp.line)
+        transport = CudaTransport(ControlHandler(), "tcp:127.0.0.1:1", tcp.line)
         descriptor = SegmentDescriptor(name="x", nbytes=1, incarnation=1, host=host_id(), endpoints=())
         assert not transport.usable(descriptor, "cuda:unix:/x.sock")
         segment = Segment.over("host", bytearray(8), incarnation=1)

@@ -25,7 +25,7 @@ import pytest
 from moonpool.base.checksum import crc32c
 from moonpool.base.errors import InvalidInput, MoonpoolError, NotFound, PeerLost, StaleGeneration, Unavailable
 from moonpool.transfer import SegmentDescriptor, host_id
-from moonpool.transfer.desk import Desk
+from moonpool.transfer.control import ControlHandler
 from moonpool.transfer.memory.foreign import DeviceSpan, RawMemory
 from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.register import make_segment
@@ -75,7 +75,7 @@ class Peer:
 
     def __init__(self) -> None:
         self._tcp = TcpTransport(None)
-        self.transport = CudaTransport(Desk(), None, self._tcp.line)
+        self.transport = CudaTransport(ControlHandler(), None, self._tcp.line)
         self._owners: list[Owner] = []
         self._remotes: list[CudaRemote] = []
 
@@ -405,7 +405,7 @@ class WithDesk(CudaTransport):
     """A transport with a desk of its own, which it closes."""
 
     def __init__(self) -> None:
-        desk = Desk()
+        desk = ControlHandler()
         self._tcp = TcpTransport(desk=desk)
         endpoint = self._tcp.serve(Segment.over("probe", bytearray(1), incarnation=1))
         self._tcp.unserve("probe")

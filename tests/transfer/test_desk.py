@@ -21,12 +21,22 @@ from moonpool.base.errors import (
     ProtocolError,
     StaleGeneration,
 )
-from moonpool.transfer.desk import Admit, Attach, Confirm, Describe, Desk, Introduce, Line, LocalLine, Notify
+from moonpool.transfer.control import (
+    Admit,
+    Attach,
+    Confirm,
+    ControlClient,
+    ControlHandler,
+    Describe,
+    Introduce,
+    LocalControlClient,
+    Notify,
+)
 from moonpool.transfer.host import host_id
 from moonpool.transfer.mailbox import Mailbox, Notification
 from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.topology import read_topology
-from moonpool.transfer.transports.shm.ask import UnixLine
+from moonpool.transfer.transports.shm.control_client import UnixControlClient
 from moonpool.transfer.transports.shm.transport import ShmTransport
 from moonpool.transfer.transports.tcp.transport import TcpTransport
 
@@ -37,18 +47,18 @@ class Office:
     """A desk with one fenced segment, and a line to it."""
 
     def __init__(self, way: str, run_dir: Path) -> None:
-        self.desk = Desk(incarnation=7, topology=read_topology)
+        self.desk = ControlHandler(incarnation=7, topology=read_topology)
         self.segment = Segment.over("seg", bytearray(1000), granule_nbytes=100, incarnation=3)
         self.desk.serve(self.segment)
         self.close: Callable[[], None] = lambda: None
-        self.line: Line = LocalLine(self.desk)
+        self.line: ControlClient = LocalControlClient(self.desk)
         if way == "tcp":
             owner, peer = TcpTransport("127.0.0.1", desk=self.desk), TcpTransport(None)
             self.line = peer.line(owner.serve(self.segment))
             self.close = lambda: (owner.close(), peer.close(), None)[-1]
         if way == "unix":
             shm = ShmTransport(str(run_dir), desk=self.desk)
-            self.line = UnixLine(shm.serve(self.segment).removeprefix("shm:"))
+            self.line = UnixControlClient(shm.serve(self.segment).removeprefix("shm:"))
             self.close = shm.close
 
 
@@ -119,7 +129,7 @@ def test_messages_are_kept_until_taken(office: Office) -> None:
 
 
 def test_one_name_one_segment() -> None:
-    desk, segment = Desk(), Segment.over("seg", bytearray(1), incarnation=1)
+    desk, segment = ControlHandler(), Segment.over("seg", bytearray(1), incarnation=1)
     desk.serve(segment)
     desk.serve(segment)
     with pytest.raises(AlreadyExists):
@@ -131,7 +141,7 @@ def test_one_name_one_segment() -> None:
 )
 def test_what_is_no_call_is_refused(body: bytes) -> None:
     with pytest.raises(ProtocolError):
-        Desk().answer_body(body)
+        ControlHandler().answer_body(body)
 
 
 def test_nobody_there(tmp_path: Path) -> None:
@@ -139,7 +149,7 @@ def test_nobody_there(tmp_path: Path) -> None:
     with pytest.raises(PeerLost):
         peer.line("tcp:127.0.0.1:9").ask(Introduce(), T)
     with pytest.raises(PeerLost):
-        UnixLine(str(tmp_path / "no.sock")).ask(Introduce(), T)
+        UnixControlClient(str(tmp_path / "no.sock")).ask(Introduce(), T)
     peer.close()
 
 

@@ -43,7 +43,7 @@ from moonpool.transfer import (
     as_bytes_view,
     host_id,
 )
-from moonpool.transfer.directory import Target, parse_target
+from moonpool.transfer.directory import SegmentTarget, parse_target
 
 NBYTES = 8192
 DATA = bytes(range(256)) * (NBYTES // 256)
@@ -144,15 +144,15 @@ def test_a_drive_is_reached_from_another_machine_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("kv", Target("kv", None)),
-        ("kv@host:5", Target("kv", "tcp:host:5")),
-        ("a@b@10.0.0.1:5", Target("a@b", "tcp:10.0.0.1:5")),
-        ("a@b", Target("a@b", None)),
-        ("a:b", Target("a:b", None)),
-        ("kv@[::1]:5", Target("kv", "tcp:[::1]:5")),
+        ("kv", SegmentTarget("kv", None)),
+        ("kv@host:5", SegmentTarget("kv", "tcp:host:5")),
+        ("a@b@10.0.0.1:5", SegmentTarget("a@b", "tcp:10.0.0.1:5")),
+        ("a@b", SegmentTarget("a@b", None)),
+        ("a:b", SegmentTarget("a:b", None)),
+        ("kv@[::1]:5", SegmentTarget("kv", "tcp:[::1]:5")),
     ],
 )
-def test_targets(text: str, found: Target) -> None:
+def test_targets(text: str, found: SegmentTarget) -> None:
     assert parse_target(text) == found
 
 

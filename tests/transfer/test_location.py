@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from moonpool.base.errors import ConfigError, InvalidInput
 from moonpool.transfer.memory.location import Location, parse_location
-from moonpool.transfer.topology.devices import Gpu, Hardware, NumaNode, Place
+from moonpool.transfer.topology.devices import DevicePlace, Gpu, Hardware, NumaNode
 from moonpool.transfer.topology.matrix import locations
 
 
@@ -43,5 +43,5 @@ def test_whatever_is_taken_comes_back_as_it_was(text: str) -> None:
 
 
 def test_the_topologys_words_are_locations() -> None:
-    hardware = Hardware(nodes=(NumaNode(node=3, cpus=()),), gpus=(Gpu(index=2, place=Place()),))
+    hardware = Hardware(nodes=(NumaNode(node=3, cpus=()),), gpus=(Gpu(index=2, place=DevicePlace()),))
     assert [str(parse_location(text)) for text in locations(hardware)] == ["cpu:3", "cuda:2"]

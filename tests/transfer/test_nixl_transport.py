@@ -23,7 +23,7 @@ from nursery import Nursery, kill_under
 from moonpool.base.clock import Deadline
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import ConfigError, DeadlineExceeded, MoonpoolError, NotFound, PeerLost, ProtocolError
-from moonpool.transfer.desk import Desk
+from moonpool.transfer.control import ControlHandler
 from moonpool.transfer.host import host_id
 from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.memory.spans import merge_spans
@@ -49,7 +49,7 @@ class Asker:
 
     def __init__(self, **options: int) -> None:
         self._tcp = TcpTransport(None)
-        self.transport = NixlTransport(Desk(), None, self._tcp.line, **options)
+        self.transport = NixlTransport(ControlHandler(), None, self._tcp.line, **options)
 
     def open(self, descriptor: SegmentDescriptor) -> RemoteSegment:
         return self.transport.open(descriptor, descriptor.endpoints[0], timeout_s=T)

@@ -13,8 +13,8 @@ import pytest
 import uvloop
 
 from moonpool.base.errors import Cancelled, DeadlineExceeded, Internal, NotFound, Overloaded, PeerLost
-from moonpool.transfer.crew import Crew
 from moonpool.transfer.pending import Pending
+from moonpool.transfer.thread_pool import ThreadPool
 
 LOOPS = pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 NewLoop = Callable[[], asyncio.AbstractEventLoop]
@@ -151,7 +151,7 @@ def test_ends_and_waiters_race() -> None:
 
 
 def test_a_crews_calls() -> None:
-    crew = Crew("test", 1)
+    crew = ThreadPool("test", 1)
     begun, go = threading.Event(), threading.Event()
 
     def work() -> str:
@@ -180,7 +180,7 @@ def test_a_crews_calls() -> None:
 
 
 def test_a_crew_takes_so_many_calls_and_no_more() -> None:
-    crew, gate = Crew("test", 1), threading.Event()
+    crew, gate = ThreadPool("test", 1), threading.Event()
     first = crew.call(gate.wait)
     while crew._work:  # until its thread has begun with it
         threading.Event().wait(0.001)

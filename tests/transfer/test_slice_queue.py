@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from moonpool.base.errors import Overloaded, PeerLost
 from moonpool.transfer.paths.plan import MAX_RUN_SLICES, Slice, cut_batch
-from moonpool.transfer.paths.priority import Priority, Turns
+from moonpool.transfer.paths.priority import Priority, PriorityOrder
 from moonpool.transfer.paths.slice_queue import SliceOrder, SliceQueue
 
 HANDOFF, PREFETCH, REPLICATION = Priority
@@ -168,7 +168,7 @@ class Watch:
 
 @given(st.lists(st.tuples(*[st.none() | st.floats(0, 1)] * 3), min_size=1, max_size=50))
 def test_turns_only_ever_name_those_that_wait(states: list[tuple[float | None, ...]]) -> None:
-    turns = Turns(AFTER_S)
+    turns = PriorityOrder(AFTER_S)
     for since_s in states:
         named = turns.order(since_s, 1.0)
         assert sorted(named) == [priority for priority in Priority if since_s[priority] is not None]

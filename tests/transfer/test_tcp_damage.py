@@ -10,12 +10,12 @@ from guarded_port import NBYTES, Port, many_ports
 
 from moonpool.base.errors import DamagedFrame
 from moonpool.base.frames import DamageCount
-from moonpool.transfer.desk import Introduce
+from moonpool.transfer.control import Introduce
 from moonpool.transfer.transports.tcp import connection
-from moonpool.transfer.transports.tcp.ask import TcpLine
+from moonpool.transfer.transports.tcp.control_client import TcpControlClient
 from moonpool.transfer.transports.tcp.frames import (
     RESPONSE_NBYTES,
-    Op,
+    FrameOp,
     Request,
     pack_request,
     unpack_error,
@@ -23,7 +23,7 @@ from moonpool.transfer.transports.tcp.frames import (
 )
 
 DATA = b"\xff" * 3000
-WRITE = pack_request(Request(Op.WRITE, 1, "seg", 1, 8192, len(DATA), 9))
+WRITE = pack_request(Request(FrameOp.WRITE, 1, "seg", 1, 8192, len(DATA), 9))
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_a_damaged_answer_is_a_lost_connection(port: Port, at: int, monkeypatch:
         return bytes(answer)
 
     monkeypatch.setattr(connection, "pack_answer", damaged)
-    line = TcpLine(port.pool(None))
+    line = TcpControlClient(port.pool(None))
     with pytest.raises(DamagedFrame):
         line.ask(Introduce(), 5)
     assert line.ask(Introduce(), 5).host

@@ -18,11 +18,11 @@ from moonpool.transfer.transports.tcp.frames import (
     REQUEST_NBYTES,
     RESPONSE_NBYTES,
     VERDICT_NBYTES,
-    Op,
+    FrameOp,
+    FrameStatus,
     ReadVerdict,
     Request,
     Response,
-    Status,
     check_body,
     check_start,
     pack_ask,
@@ -41,7 +41,7 @@ names = st.text(min_size=1, max_size=60).filter(lambda name: len(name.encode()) 
 
 
 def test_golden_write_request() -> None:
-    request = Request(Op.WRITE, 0x0102030405060708, "node-0", 3, 0x1000, 4096, 9)
+    request = Request(FrameOp.WRITE, 0x0102030405060708, "node-0", 3, 0x1000, 4096, 9)
     assert pack_request(request).hex() == (
         "4d505458"  # MPTX
         "02"
@@ -75,9 +75,17 @@ def test_golden_ask() -> None:
 
 
 @given(
-    st.sampled_from([Op.READ, Op.WRITE]), u64, names, u64, st.integers(0, 2**63), st.integers(0, MAX_DATA_NBYTES), u64
+    st.sampled_from([FrameOp.READ, FrameOp.WRITE]),
+    u64,
+    names,
+    u64,
+    st.integers(0, 2**63),
+    st.integers(0, MAX_DATA_NBYTES),
+    u64,
 )
-def test_requests_survive(op: Op, id_: int, name: str, inc: int, offset: int, nbytes: int, generation: int) -> None:
+def test_requests_survive(
+    op: FrameOp, id_: int, name: str, inc: int, offset: int, nbytes: int, generation: int
+) -> None:
     request = Request(op, id_, name, inc, offset, nbytes, generation)
     frame = pack_request(request)
     head = unpack_request(frame)
@@ -87,14 +95,14 @@ def test_requests_survive(op: Op, id_: int, name: str, inc: int, offset: int, nb
 
 @given(u64, st.integers(0, MAX_DATA_NBYTES))
 def test_responses_survive(id_: int, nbytes: int) -> None:
-    assert unpack_response(pack_response(id_, nbytes)) == Response(Status.OK, id_, nbytes)
+    assert unpack_response(pack_response(id_, nbytes)) == Response(FrameStatus.OK, id_, nbytes)
 
 
 @given(st.text(max_size=3000))
 def test_refusals_survive_and_are_cut_to_fit(message: str) -> None:
     frame = pack_refusal(1, StaleGeneration(message))
     response = unpack_response(frame)
-    assert response.status is Status.ERROR
+    assert response.status is FrameStatus.ERROR
     assert response.nbytes == len(frame) - RESPONSE_NBYTES <= MAX_ERROR_NBYTES
     error = unpack_error(frame[RESPONSE_NBYTES:])
     assert type(error) is StaleGeneration
@@ -109,11 +117,11 @@ def test_an_unknown_error_code_is_kept_in_the_text() -> None:
 @pytest.mark.parametrize(
     "request_",
     [
-        Request(Op.READ, 1, "", 1, 0, 1),
-        Request(Op.READ, 1, "n" * 256, 1, 0, 1),
-        Request(Op.READ, 1, "n", 1, -1, 1),
-        Request(Op.READ, 1, "n", 1, 2**64, 1),
-        Request(Op.READ, 1, "n", 1, 0, MAX_DATA_NBYTES + 1),
+        Request(FrameOp.READ, 1, "", 1, 0, 1),
+        Request(FrameOp.READ, 1, "n" * 256, 1, 0, 1),
+        Request(FrameOp.READ, 1, "n", 1, -1, 1),
+        Request(FrameOp.READ, 1, "n", 1, 2**64, 1),
+        Request(FrameOp.READ, 1, "n", 1, 0, MAX_DATA_NBYTES + 1),
     ],
 )
 def test_what_does_not_fit_is_not_packed(request_: Request) -> None:
@@ -126,7 +134,7 @@ def sealed(frame: bytes) -> bytes:
     return frame + crc32c(frame).to_bytes(4, "little")
 
 
-GOOD = pack_request(Request(Op.READ, 1, "n", 1, 0, 1))
+GOOD = pack_request(Request(FrameOp.READ, 1, "n", 1, 0, 1))
 
 
 @pytest.mark.parametrize(
@@ -157,7 +165,9 @@ def flips(frame: bytes, nbytes: int) -> list[bytes]:
 
 def test_no_flipped_bit_of_a_head_gets_through() -> None:
     """Not one of offset, size and generation above all: nothing is written elsewhere, or stamped for ever."""
-    request = pack_request(Request(Op.WRITE, 2**40 + 7, "node-0/dram", 2**60 + 1, 2**30 + 4096, 2**20, (5 << 32) + 9))
+    request = pack_request(
+        Request(FrameOp.WRITE, 2**40 + 7, "node-0/dram", 2**60 + 1, 2**30 + 4096, 2**20, (5 << 32) + 9)
+    )
     for flipped in flips(request, len(request)):
         with pytest.raises((DamagedFrame, ProtocolError)):
             unpack_request(flipped).with_name(flipped[REQUEST_NBYTES:])
@@ -193,7 +203,7 @@ def test_random_bytes_are_a_frame_or_a_protocol_error(data: bytes, with_magic: b
     with contextlib.suppress(ProtocolError, DamagedFrame):
         head = unpack_request(data)
         assert head.nbytes <= MAX_DATA_NBYTES
-        assert head.with_name(data[REQUEST_NBYTES:]).op in Op
+        assert head.with_name(data[REQUEST_NBYTES:]).op in FrameOp
     with contextlib.suppress(ProtocolError, DamagedFrame):
         assert unpack_response(data).nbytes <= MAX_DATA_NBYTES
     assert isinstance(unpack_error(data), MoonpoolError)

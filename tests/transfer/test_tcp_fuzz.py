@@ -29,15 +29,15 @@ from moonpool.base.errors import DamagedFrame, MoonpoolError, ProtocolError, Una
 from moonpool.base.frames import HEADER_NBYTES, FrameDecoder, FrameKind, decode_header, encode_frame
 from moonpool.base.rpc.protocol import CallDecoder, decode_error, decode_reply
 from moonpool.base.secret import Secret
-from moonpool.transfer.desk import CALLS, Desk, Introduce
+from moonpool.transfer.control import CALLS, ControlHandler, Introduce
 from moonpool.transfer.host import host_id
 from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.transports.shm.server import AskSegment, ShmServer
 from moonpool.transfer.transports.shm.transport import ShmRemote
-from moonpool.transfer.transports.tcp.ask import TcpLine, _receive_answer
+from moonpool.transfer.transports.tcp.control_client import TcpControlClient, _receive_answer
 from moonpool.transfer.transports.tcp.frames import (
     RESPONSE_NBYTES,
-    Op,
+    FrameOp,
     pack_answer,
     pack_refusal,
     pack_requests,
@@ -48,7 +48,7 @@ from moonpool.transfer.transports.tcp.frames import (
 )
 from moonpool.transfer.transports.tcp.guard import FRAME_NBYTES, CallerSide, Guard, OwnerSide
 from moonpool.transfer.transports.tcp.lanes import LanePool, _prove
-from moonpool.transfer.transports.tcp.pipeline import Order, Pipeline, Target
+from moonpool.transfer.transports.tcp.pipeline import Pipeline, PipelinedRequest, PipelineTarget
 from moonpool.transfer.transports.tcp.server import TcpServer
 from moonpool.transfer.transports.tcp.transport import TcpRemote
 
@@ -77,7 +77,7 @@ class Owner:
         back = bytearray(NBYTES)
         self._remote.read_into(0, [back], timeout_s=10)
         assert back == bytes(self.memories.segments["seg"].memory)
-        assert TcpLine(self._pool).ask(Introduce(), 10).incarnation == 5
+        assert TcpControlClient(self._pool).ask(Introduce(), 10).incarnation == 5
 
     def close(self) -> None:
         self._pool.close()
@@ -138,7 +138,7 @@ def test_a_guarded_owner_fed_damaged_proofs(times: int) -> None:
     """Whoever has not proved itself changes nothing, whatever it sends after."""
     owner = Owner(Guard(secret=GUARD.secret, timeout_s=5.0, max_unproven=16))
     shadow = Memories(NBYTES)
-    write = pack_requests(Op.WRITE, "seg", 1, [(1, 0, 4, 1)])[0] + b"evil"
+    write = pack_requests(FrameOp.WRITE, "seg", 1, [(1, 0, 4, 1)])[0] + b"evil"
 
     def run(hostile: Hostile) -> int:
         for _ in range(50):
@@ -195,9 +195,9 @@ def test_a_caller_fed_damaged_answers(times: int) -> None:
     def run(hostile: Hostile) -> int:
         fed = 0
         for _ in range(200):
-            op = hostile.rng.choice((Op.READ, Op.WRITE))
-            orders = [Order(0, view.nbytes, [view]) for view in views]
-            data = [hostile.data(view.nbytes) for view in views] if op is Op.READ else [b""] * len(views)
+            op = hostile.rng.choice((FrameOp.READ, FrameOp.WRITE))
+            orders = [PipelinedRequest(0, view.nbytes, [view]) for view in views]
+            data = [hostile.data(view.nbytes) for view in views] if op is FrameOp.READ else [b""] * len(views)
             right = [pack_response(number, len(part)) + part for number, part in enumerate(data, 1)]
             refused = hostile.rng.randrange(6)
             refusal = pack_refusal(refused, Unauthorized("x" * hostile.rng.randrange(2000)))
@@ -215,20 +215,20 @@ def test_a_caller_fed_damaged_answers(times: int) -> None:
     run_batches(PIPELINE, times, run)
 
 
-def take_answers(op: Op, orders: list[Order], said: bytes, right: bytes) -> bool:
+def take_answers(op: FrameOp, orders: list[PipelinedRequest], said: bytes, right: bytes) -> bool:
     """Whether the lane stays in use: all was answered, be it with a refusal."""
     with said_by_owner(said) as sock:
         try:
-            refusal = Pipeline(sock, op, Target("seg", 1), Deadline(10)).run(orders)
+            refusal = Pipeline(sock, op, PipelineTarget("seg", 1), Deadline(10)).run(orders)
         except (MoonpoolError, ConnectionError):
             return False
     if refusal is None:
         heads_said = [
-            pack_response(number, order.nbytes if op is Op.READ else 0) for number, order in enumerate(orders, 1)
+            pack_response(number, order.nbytes if op is FrameOp.READ else 0) for number, order in enumerate(orders, 1)
         ]
         assert len(said) == len(right)
         assert all(head in said for head in heads_said)
-        if op is Op.READ:
+        if op is FrameOp.READ:
             taken = b"".join(head + bytes(order.views[0]) for head, order in zip(heads_said, orders, strict=True))
             assert taken == said
     return True
@@ -242,7 +242,7 @@ def check_margins(whole: bytearray, views: list[memoryview]) -> None:
 
 @scale
 def test_callers_of_the_desk_and_of_the_guard_fed_nonsense(times: int) -> None:
-    info = Desk(incarnation=5).answer_body(b"\x91\xa9Introduce")
+    info = ControlHandler(incarnation=5).answer_body(b"\x91\xa9Introduce")
 
     def run(hostile: Hostile) -> int:
         for _ in range(100):
@@ -272,7 +272,7 @@ def test_callers_of_the_desk_and_of_the_guard_fed_nonsense(times: int) -> None:
 @scale
 def test_an_shm_owner_and_its_callers_fed_damaged_frames(tmp_path: Path, times: int) -> None:
     path = str(tmp_path / "s.sock")
-    desk = Desk(incarnation=5)
+    desk = ControlHandler(incarnation=5)
     with Segment.allocate("seg", NBYTES, incarnation=1) as segment, Segment.allocate("private", 1, incarnation=1):
         desk.serve(segment)
         server = ShmServer(desk, path, max_connections=64)

@@ -26,9 +26,9 @@ from moonpool.base.secret import Secret
 from moonpool.transfer.paths.path_load import is_retriable
 from moonpool.transfer.transports.tcp.frames import (
     RESPONSE_NBYTES,
-    Op,
+    FrameOp,
+    FrameStatus,
     Request,
-    Status,
     pack_refusal,
     pack_request,
     unpack_error,
@@ -40,7 +40,7 @@ from moonpool.transfer.transports.tcp.lanes import LanePool
 VALUE = b"correct horse battery staple"
 GUARD = Guard(secret=Secret(VALUE))
 OTHER = Guard(secret=Secret(b"another secret of some length"))
-READ = pack_request(Request(Op.READ, 1, "seg", 1, 0, 1))
+READ = pack_request(Request(FrameOp.READ, 1, "seg", 1, 0, 1))
 
 
 @pytest.fixture
@@ -86,18 +86,18 @@ def test_the_uninvited_learn_nothing(ports: Callable[..., Port]) -> None:
     answers = []
     for name in ("seg", "nobody"):
         with port.connect() as sock:
-            sock.sendall(pack_request(Request(Op.READ, 7, name, 1, 0, 1)) * 100)
+            sock.sendall(pack_request(Request(FrameOp.READ, 7, name, 1, 0, 1)) * 100)
             answers.append(read_all(sock))
     assert answers[0] == answers[1]
     response = unpack_response(answers[0])
-    assert (response.status, response.request_id) == (Status.ERROR, 0)
+    assert (response.status, response.request_id) == (FrameStatus.ERROR, 0)
     assert isinstance(unpack_error(answers[0][RESPONSE_NBYTES:]), Unauthorized)
 
 
 def test_requests_sent_with_the_proof_do_not_pass_before_it(ports: Callable[..., Port]) -> None:
     port = ports(GUARD)
     caller = CallerSide(OTHER.secret)
-    write = pack_request(Request(Op.WRITE, 1, "seg", 1, 0, 4, 1)) + b"evil"
+    write = pack_request(Request(FrameOp.WRITE, 1, "seg", 1, 0, 4, 1)) + b"evil"
     with port.connect() as sock:
         sock.sendall(caller.hello())
         proof = caller.proof(sock.recv(FRAME_NBYTES, socket.MSG_WAITALL))
@@ -113,7 +113,7 @@ def test_requests_sent_with_a_right_proof_are_answered(ports: Callable[..., Port
         sock.sendall(caller.hello())
         sock.sendall(caller.proof(sock.recv(FRAME_NBYTES, socket.MSG_WAITALL)) + READ)
         caller.check_welcome(sock.recv(FRAME_NBYTES, socket.MSG_WAITALL))
-        assert unpack_response(sock.recv(RESPONSE_NBYTES, socket.MSG_WAITALL)).status is Status.OK
+        assert unpack_response(sock.recv(RESPONSE_NBYTES, socket.MSG_WAITALL)).status is FrameStatus.OK
 
 
 def read_all(sock: socket.socket) -> bytes:

@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from moonpool.base.errors import ConfigError, DamagedFrame, NotFound, Overloaded, ProtocolError, Unauthorized
 from moonpool.base.secret import Secret
 from moonpool.transfer.transports.tcp.frames import REQUEST_NBYTES
-from moonpool.transfer.transports.tcp.guard import FRAME_NBYTES, CallerSide, Guard, OwnerSide, RareLog, read_refusal
+from moonpool.transfer.transports.tcp.guard import (
+    FRAME_NBYTES,
+    CallerSide,
+    Guard,
+    OwnerSide,
+    RateLimitedLog,
+    read_refusal,
+)
 
 VALUE = b"correct horse battery staple"
 GUARD = Guard(secret=Secret(VALUE))
@@ -140,7 +147,7 @@ def test_an_unproven_owner_is_not_believed() -> None:
 
 
 def test_attempts_are_logged_once_per_address_and_minute() -> None:
-    log = RareLog(every_s=60, max_addresses=3)
+    log = RateLimitedLog(every_s=60, max_addresses=3)
     assert [log.is_due("a", now_s) for now_s in (0, 1, 59.9, 60, 61, 130)] == [True, False, False, True, False, True]
     assert [log.is_due(name, 131) for name in "bcde"] == [True, True, False, False]
     assert log.is_due("e", 200)

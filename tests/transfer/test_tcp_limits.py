@@ -12,10 +12,10 @@ from guarded_port import Port, many_ports
 
 from moonpool.base.errors import Overloaded, PeerLost
 from moonpool.transfer.transports.tcp import lanes, server
-from moonpool.transfer.transports.tcp.frames import Op, Request, pack_request
+from moonpool.transfer.transports.tcp.frames import FrameOp, Request, pack_request
 from moonpool.transfer.transports.tcp.guard import Guard
 
-READ = pack_request(Request(Op.READ, 1, "seg", 1, 0, 1))
+READ = pack_request(Request(FrameOp.READ, 1, "seg", 1, 0, 1))
 ANSWER_NBYTES = 33
 
 

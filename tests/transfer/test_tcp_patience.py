@@ -11,13 +11,13 @@ from collections.abc import Iterator
 import pytest
 from guarded_port import NBYTES, Port
 
-from moonpool.transfer.transports.tcp.frames import Op, Request, pack_request, pack_response
-from moonpool.transfer.transports.tcp.streams import Outbox
+from moonpool.transfer.transports.tcp.frames import FrameOp, Request, pack_request, pack_response
+from moonpool.transfer.transports.tcp.streams import ResponseQueue
 
 STALL_S = 0.4
-READ = pack_request(Request(Op.READ, 1, "seg", 1, 0, NBYTES))
-WRITE = pack_request(Request(Op.WRITE, 1, "seg", 1, 0, NBYTES, 1))
-REFUSED = pack_request(Request(Op.WRITE, 1, "nobody", 1, 0, NBYTES, 1))
+READ = pack_request(Request(FrameOp.READ, 1, "seg", 1, 0, NBYTES))
+WRITE = pack_request(Request(FrameOp.WRITE, 1, "seg", 1, 0, NBYTES, 1))
+REFUSED = pack_request(Request(FrameOp.WRITE, 1, "nobody", 1, 0, NBYTES, 1))
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_slow_peers_do_not_slow_others_down() -> None:
 def test_an_idle_peer_is_no_stalled_one(port: Port) -> None:
     with port.connect() as sock:
         for _ in range(2):
-            sock.sendall(pack_request(Request(Op.READ, 1, "seg", 1, 0, 1)))
+            sock.sendall(pack_request(Request(FrameOp.READ, 1, "seg", 1, 0, 1)))
             assert len(sock.recv(33, socket.MSG_WAITALL)) == 33
             time.sleep(STALL_S * 1.5)  # the silence is what is tested
 
@@ -104,7 +104,7 @@ def test_answers_that_wait_are_bounded_in_bytes() -> None:
     taken = threading.Thread(target=read_all, args=(right,))
     taken.start()
     with left, right:
-        outbox = Outbox(left, 5.0)
+        outbox = ResponseQueue(left, 5.0)
         most = 0
         for number in range(40):
             outbox.add(pack_response(number, 1 << 20) + bytes(1 << 20))

@@ -32,7 +32,7 @@ from moonpool.transfer.transports.sockets import (
     wait_readable,
 )
 from moonpool.transfer.transports.tcp import tls as tcp_tls
-from moonpool.transfer.transports.tcp.frames import RESPONSE_NBYTES, Op, Request, pack_request, unpack_error
+from moonpool.transfer.transports.tcp.frames import RESPONSE_NBYTES, FrameOp, Request, pack_request, unpack_error
 from moonpool.transfer.transports.tcp.guard import Guard
 from moonpool.transfer.transports.tcp.lanes import LanePool
 
@@ -380,7 +380,7 @@ def test_a_plain_request_inside_tls_is_refused(certs: Certificates, ports: Calla
     sock = tcp_tls.wrap_client(port.connect(), certs.good.load(), "127.0.0.1")
     with sock:
         tcp_tls.handshake(sock, Deadline(5))
-        send_all(sock, [pack_request(Request(Op.READ, 1, "seg", 1, 0, 1))], Deadline(5))
+        send_all(sock, [pack_request(Request(FrameOp.READ, 1, "seg", 1, 0, 1))], Deadline(5))
         head = memoryview(bytearray(RESPONSE_NBYTES))
         receive_exactly(sock, [head], Deadline(5))
         text = memoryview(bytearray(int.from_bytes(head[16:24], "little")))

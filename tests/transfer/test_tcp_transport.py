@@ -26,9 +26,9 @@ from moonpool.base.errors import (
 from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.transports.tcp.frames import (
     RESPONSE_NBYTES,
-    Op,
+    FrameOp,
+    FrameStatus,
     Request,
-    Status,
     pack_request,
     pack_response,
     unpack_error,
@@ -68,7 +68,7 @@ def owner() -> Iterator[Owner]:
     made.close()
 
 
-def answer(sock: socket.socket) -> tuple[Status, int, bytes]:
+def answer(sock: socket.socket) -> tuple[FrameStatus, int, bytes]:
     response = unpack_response(sock.recv(RESPONSE_NBYTES, socket.MSG_WAITALL))
     return response.status, response.request_id, sock.recv(response.nbytes, socket.MSG_WAITALL)
 
@@ -76,18 +76,22 @@ def answer(sock: socket.socket) -> tuple[Status, int, bytes]:
 def test_pipelined_requests_are_answered_in_order(owner: Owner) -> None:
     owner.segment.memory[:6] = b"abcdef"
     with owner.connect() as sock:
-        sock.sendall(b"".join(pack_request(Request(Op.READ, n + 1, "seg", 1, n, 1)) for n in range(6)))
+        sock.sendall(b"".join(pack_request(Request(FrameOp.READ, n + 1, "seg", 1, n, 1)) for n in range(6)))
         answers = [answer(sock) for _ in range(6)]
-    assert answers == [(Status.OK, n + 1, b"abcdef"[n : n + 1]) for n in range(6)]
+    assert answers == [(FrameStatus.OK, n + 1, b"abcdef"[n : n + 1]) for n in range(6)]
 
 
 def test_a_refused_write_leaves_the_connection_in_step(owner: Owner) -> None:
     with owner.connect() as sock:
-        sock.sendall(pack_request(Request(Op.WRITE, 1, "seg", 1, NBYTES - 10, 200_000, 1)) + bytes(200_000))
-        sock.sendall(pack_request(Request(Op.WRITE, 2, "other", 1, 0, 5, 1)) + b"12345")
-        sock.sendall(pack_request(Request(Op.WRITE, 3, "seg", 1, 0, 5, 1)) + b"12345")
+        sock.sendall(pack_request(Request(FrameOp.WRITE, 1, "seg", 1, NBYTES - 10, 200_000, 1)) + bytes(200_000))
+        sock.sendall(pack_request(Request(FrameOp.WRITE, 2, "other", 1, 0, 5, 1)) + b"12345")
+        sock.sendall(pack_request(Request(FrameOp.WRITE, 3, "seg", 1, 0, 5, 1)) + b"12345")
         answers = [answer(sock) for _ in range(3)]
-    assert [(status, id_) for status, id_, _ in answers] == [(Status.ERROR, 1), (Status.ERROR, 2), (Status.OK, 3)]
+    assert [(status, id_) for status, id_, _ in answers] == [
+        (FrameStatus.ERROR, 1),
+        (FrameStatus.ERROR, 2),
+        (FrameStatus.OK, 3),
+    ]
     assert [unpack_error(answers[n][2]).code for n in (0, 1)] == ["invalid_input", "not_found"]
     assert bytes(owner.segment.memory[:5]) == b"12345"
 
@@ -96,20 +100,20 @@ def test_reads_see_the_writes_before_them_and_not_those_after(owner: Owner) -> N
     with owner.connect() as sock:
         frames = b""
         for n in range(50):
-            frames += pack_request(Request(Op.WRITE, 2 * n + 1, "seg", 1, 0, 1, 1)) + bytes([n])
-            frames += pack_request(Request(Op.READ, 2 * n + 2, "seg", 1, 0, 1))
+            frames += pack_request(Request(FrameOp.WRITE, 2 * n + 1, "seg", 1, 0, 1, 1)) + bytes([n])
+            frames += pack_request(Request(FrameOp.READ, 2 * n + 2, "seg", 1, 0, 1))
         sock.sendall(frames)
         answers = [answer(sock) for _ in range(100)]
     assert [data for _, _, data in answers[1::2]] == [bytes([n]) for n in range(50)]
 
 
 def test_a_frame_may_come_byte_by_byte(owner: Owner) -> None:
-    frame = pack_request(Request(Op.WRITE, 1, "seg", 1, 0, 5, 1)) + b"12345"
+    frame = pack_request(Request(FrameOp.WRITE, 1, "seg", 1, 0, 5, 1)) + b"12345"
     with owner.connect() as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for byte in frame * 3:
             sock.sendall(bytes([byte]))
-        assert [answer(sock)[0] for _ in range(3)] == [Status.OK] * 3
+        assert [answer(sock)[0] for _ in range(3)] == [FrameStatus.OK] * 3
     assert bytes(owner.segment.memory[:5]) == b"12345"
 
 
@@ -151,13 +155,13 @@ def test_a_slow_writer_that_was_overtaken_cannot_overwrite(owner: Owner) -> None
     fence = owner.segment.fence
     assert fence is not None
     with owner.connect() as slow, owner.connect() as fast:
-        slow.sendall(pack_request(Request(Op.WRITE, 1, "seg", 1, 0, 8192, 5)) + b"s" * 4096)
+        slow.sendall(pack_request(Request(FrameOp.WRITE, 1, "seg", 1, 0, 8192, 5)) + b"s" * 4096)
         wait_for(lambda: owner.segment.memory[4095] == ord("s"))
-        fast.sendall(pack_request(Request(Op.WRITE, 1, "seg", 1, 0, 8192, 6)) + b"f" * 8192)
-        assert answer(fast)[0] is Status.OK
+        fast.sendall(pack_request(Request(FrameOp.WRITE, 1, "seg", 1, 0, 8192, 6)) + b"f" * 8192)
+        assert answer(fast)[0] is FrameStatus.OK
         slow.sendall(b"s" * 4096)
         status, _, text = answer(slow)
-    assert status is Status.ERROR
+    assert status is FrameStatus.ERROR
     assert unpack_error(text).code == "stale_generation"
     assert bytes(owner.segment.memory[:8192]) == b"f" * 8192
 
@@ -166,7 +170,7 @@ def test_a_broken_frame_gets_an_answer_and_the_door(owner: Owner) -> None:
     with owner.connect() as sock:
         sock.sendall(b"GET / HTTP/1.1\r\nHost: wrong-protocol\r\n\r\nmore than 56 bytes, which a head has")
         status, id_, text = answer(sock)
-        assert (status, id_) == (Status.ERROR, 0)
+        assert (status, id_) == (FrameStatus.ERROR, 0)
         assert isinstance(unpack_error(text), ProtocolError)
         with contextlib.suppress(ConnectionResetError):
             assert sock.recv(1) == b""
@@ -191,11 +195,11 @@ def test_a_stalled_request_is_cut_off() -> None:
     owner = Owner(stall_timeout_s=0.1)
     try:
         with owner.connect() as idle, owner.connect() as stalled:
-            stalled.sendall(pack_request(Request(Op.WRITE, 1, "seg", 1, 0, 100, 1)) + b"only a part")
+            stalled.sendall(pack_request(Request(FrameOp.WRITE, 1, "seg", 1, 0, 100, 1)) + b"only a part")
             assert stalled.recv(1) == b""
             # An idle connection is not a stalled one.
-            idle.sendall(pack_request(Request(Op.READ, 1, "seg", 1, 0, 1)))
-            assert answer(idle)[0] is Status.OK
+            idle.sendall(pack_request(Request(FrameOp.READ, 1, "seg", 1, 0, 1)))
+            assert answer(idle)[0] is FrameStatus.OK
     finally:
         owner.close()
 
@@ -205,7 +209,7 @@ def test_too_many_connections_are_refused_and_places_come_free() -> None:
     client = TcpTransport(None)
     try:
         with owner.connect() as first:
-            first.sendall(pack_request(Request(Op.READ, 1, "seg", 1, 0, 1)))
+            first.sendall(pack_request(Request(FrameOp.READ, 1, "seg", 1, 0, 1)))
             answer(first)
             with pytest.raises((Overloaded, PeerLost)):
                 client.open(owner.descriptor, owner.endpoint, timeout_s=5)

@@ -13,12 +13,12 @@ from sysfs_tree import eight_gpus_eight_nics, eight_gpus_four_nics
 
 from moonpool.base.errors import ConfigError
 from moonpool.transfer.topology import (
+    DevicePlace,
     Gpu,
     Hardware,
     Nic,
     NicChoice,
     NumaNode,
-    Place,
     Sysfs,
     Topology,
     apply_override,
@@ -38,7 +38,7 @@ PHYSICAL = ("ens0", "ens1", "ens2", "ens3")
 
 def net(name: str, node: int | None = 0, **fields: object) -> Nic:
     defaults: dict[str, object] = {"kind": "net", "up": True, "addresses": ("10.0.0.1",)}
-    return Nic(name=name, place=Place(numa_node=node), **(defaults | fields))  # type: ignore[arg-type]
+    return Nic(name=name, place=DevicePlace(numa_node=node), **(defaults | fields))  # type: ignore[arg-type]
 
 
 def choose(*nics: Nic, location: str = "cpu:0") -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -84,15 +84,17 @@ def test_it_travels(four_nics: Topology) -> None:
 
 
 def test_distances() -> None:
-    gpu = Place(pci=("pci0000:10", "0000:10:01.0", "0000:11:00.0", "0000:12:00.0", "0000:13:00.0"), numa_node=0)
-    below_one_switch = Place(pci=(*gpu.pci[:3], "0000:12:01.0", "0000:14:00.0"), numa_node=0)
-    below_one_bridge = Place(pci=("pci0000:10", "0000:10:02.0", "0000:20:00.0"), numa_node=0)
+    gpu = DevicePlace(pci=("pci0000:10", "0000:10:01.0", "0000:11:00.0", "0000:12:00.0", "0000:13:00.0"), numa_node=0)
+    below_one_switch = DevicePlace(pci=(*gpu.pci[:3], "0000:12:01.0", "0000:14:00.0"), numa_node=0)
+    below_one_bridge = DevicePlace(pci=("pci0000:10", "0000:10:02.0", "0000:20:00.0"), numa_node=0)
     assert distance(gpu, below_one_switch, NODES) == Distance(Level.SWITCH, 4)
     assert distance(gpu, below_one_bridge, NODES) == Distance(Level.ROOT)
-    assert distance(gpu, Place(numa_node=0), NODES) == Distance(Level.NODE)
-    assert distance(gpu, Place(numa_node=1), NODES) == Distance(Level.FAR, 12)
-    assert distance(gpu, Place(numa_node=2), NODES) == Distance(Level.FAR, 32)
-    assert distance(gpu, Place(), NODES) == distance(Place(), Place(), NODES) == Distance(Level.FAR, 255)
+    assert distance(gpu, DevicePlace(numa_node=0), NODES) == Distance(Level.NODE)
+    assert distance(gpu, DevicePlace(numa_node=1), NODES) == Distance(Level.FAR, 12)
+    assert distance(gpu, DevicePlace(numa_node=2), NODES) == Distance(Level.FAR, 32)
+    assert (
+        distance(gpu, DevicePlace(), NODES) == distance(DevicePlace(), DevicePlace(), NODES) == Distance(Level.FAR, 255)
+    )
 
 
 def test_the_nearer_of_two_far_nodes_is_preferred() -> None:
@@ -135,7 +137,7 @@ nics = st.lists(
 
 @given(nics=nics)
 def test_every_location_has_a_choice_without_repeats(nics: list[Nic]) -> None:
-    hardware = Hardware(nodes=NODES, nics=tuple(nics), gpus=(Gpu(index=0, place=Place(numa_node=1)),))
+    hardware = Hardware(nodes=NODES, nics=tuple(nics), gpus=(Gpu(index=0, place=DevicePlace(numa_node=1)),))
     usable = {nic.name for nic in nics if nic.up and nic.addresses and not nic.loopback}
     matrix = rank_nics(hardware, "net")
     assert matrix.keys() == locations(hardware).keys() == {"cpu:0", "cpu:1", "cpu:2", "cuda:0"}

@@ -9,18 +9,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from moonpool.worker.kv_link.outbox import Outbox, Urgency
+from moonpool.worker.kv_link.outbox import SendQueue, Urgency
 
 
 @pytest.fixture
-def outbox() -> Iterator[Outbox]:
-    outbox = Outbox()
+def outbox() -> Iterator[SendQueue]:
+    outbox = SendQueue()
     yield outbox
     outbox.close()
     assert not outbox._thread.is_alive()
 
 
-def test_hand_offs_overtake_the_pool_and_keep_their_own_order(outbox: Outbox) -> None:
+def test_hand_offs_overtake_the_pool_and_keep_their_own_order(outbox: SendQueue) -> None:
     gate, done, order = threading.Event(), threading.Event(), []
     outbox.put(Urgency.POOL, lambda: gate.wait(5) and None)
     for number in range(3):
@@ -32,7 +32,7 @@ def test_hand_offs_overtake_the_pool_and_keep_their_own_order(outbox: Outbox) ->
     assert order == ["handoff 0", "handoff 1", "handoff 2", "pool 0", "pool 1", "pool 2"]
 
 
-def test_a_bug_in_a_task_does_not_end_the_thread(outbox: Outbox, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_bug_in_a_task_does_not_end_the_thread(outbox: SendQueue, caplog: pytest.LogCaptureFixture) -> None:
     done = threading.Event()
     with caplog.at_level(logging.ERROR):
         outbox.put(Urgency.HANDOFF, lambda: [][0])
@@ -43,7 +43,7 @@ def test_a_bug_in_a_task_does_not_end_the_thread(outbox: Outbox, caplog: pytest.
 
 
 def test_close_runs_what_is_queued_and_may_be_said_twice() -> None:
-    outbox, ran = Outbox(), []
+    outbox, ran = SendQueue(), []
     for number in range(100):
         outbox.put(Urgency.POOL, lambda n=number: ran.append(n))
     outbox.close()
@@ -52,7 +52,7 @@ def test_close_runs_what_is_queued_and_may_be_said_twice() -> None:
 
 
 def test_close_gives_up_on_a_task_that_hangs() -> None:
-    outbox, gate = Outbox(), threading.Event()
+    outbox, gate = SendQueue(), threading.Event()
     outbox.put(Urgency.POOL, lambda: gate.wait(5) and None)
     started_s = time.monotonic()
     outbox.close(timeout_s=0.05)
@@ -62,7 +62,7 @@ def test_close_gives_up_on_a_task_that_hangs() -> None:
     assert not outbox._thread.is_alive()
 
 
-def test_its_length_is_what_waits(outbox: Outbox) -> None:
+def test_its_length_is_what_waits(outbox: SendQueue) -> None:
     gate, running = threading.Event(), threading.Event()
     outbox.put(Urgency.POOL, running.set)
     outbox.put(Urgency.POOL, lambda: gate.wait(5) and None)

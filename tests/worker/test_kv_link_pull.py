@@ -14,7 +14,7 @@ from moonpool.base.errors import Corrupt, DeadlineExceeded, NotFound
 from moonpool.base.keys import chain_keys, object_key
 from moonpool.base.object_header import unpack
 from moonpool.engine.kv_memory import KvLayout
-from moonpool.engine.step import Admitted
+from moonpool.engine.step import AdmittedSequence
 from moonpool.store.client import StoreClient
 from moonpool.worker.kv_link.pieces import HostPieces
 from moonpool.worker.kv_link.pull import Puller, PullJob, PullResult
@@ -47,7 +47,7 @@ class Bench:
 
     def pull(self, puller: Puller) -> PullJob:
         pages = tuple(range(8, 8 + NUM_BLOCKS))
-        admitted = Admitted("r", 0, tuple(range(NUM_BLOCKS)), pages, tuple(self.keys))
+        admitted = AdmittedSequence("r", 0, tuple(range(NUM_BLOCKS)), pages, tuple(self.keys))
         return puller.start(admitted, lambda *layer: self.layers.append(layer), self.ended.set)
 
     def page(self, page: int) -> bytes:
@@ -214,7 +214,7 @@ def test_jobs_do_not_wait_for_one_another(bench: Bench, store: StoreClient, pool
 
 
 def test_the_outcome_of_a_job_wakes_who_waits_for_a_layer() -> None:
-    job = PullJob(Admitted("r", 0, (), (), ()), lambda *_: None, lambda: None)
+    job = PullJob(AdmittedSequence("r", 0, (), (), ()), lambda *_: None, lambda: None)
     threading.Timer(0.01, job.end, [PullResult(0, 0, 0.0, NotFound("gone"))]).start()
     job.wait_layer(2, 5)
     assert job.result is not None

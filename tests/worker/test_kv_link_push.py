@@ -16,7 +16,7 @@ from moonpool.base.rpc import Call
 from moonpool.engine.kv_memory import KvLayout
 from moonpool.store.client.put_session import PutSession
 from moonpool.transfer.engine import TransferEngine
-from moonpool.worker.kv_link.outbox import Outbox, Urgency
+from moonpool.worker.kv_link.outbox import SendQueue, Urgency
 from moonpool.worker.kv_link.pieces import HostPieces
 from moonpool.worker.kv_link.push import DecodePeers, PoolWriter, Push
 from moonpool.worker.messages import AbortHandoff, CommitHandoff, OpenHandoff, Ticket, TokenOut
@@ -125,7 +125,7 @@ class Bench:
         self.push = Push(
             ticket,
             [b"k0", b"k1"],
-            outbox=cast(Outbox, self.outbox),
+            outbox=cast(SendQueue, self.outbox),
             memory=HostPieces(self.memory, LAYOUT),
             pool=cast(PoolWriter, pool or NoPool()),
             peers=cast(DecodePeers, self.decode),

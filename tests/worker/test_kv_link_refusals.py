@@ -12,7 +12,7 @@ from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import MoonpoolError, PeerLost, Unauthorized, Unavailable
 from moonpool.engine.kv_memory import KvLayout
 from moonpool.transfer.engine import TransferEngine
-from moonpool.worker.kv_link.outbox import Outbox, Urgency
+from moonpool.worker.kv_link.outbox import SendQueue, Urgency
 from moonpool.worker.kv_link.pieces import HostPieces
 from moonpool.worker.kv_link.pool_health import PoolHealth
 from moonpool.worker.kv_link.push import DecodePeers, PoolWriter, Push
@@ -86,7 +86,7 @@ def test_a_refused_hand_off_is_no_fault_of_the_client(caplog: pytest.LogCaptureF
         push = Push(
             ticket,
             [],
-            outbox=cast(Outbox, AtOnce()),
+            outbox=cast(SendQueue, AtOnce()),
             memory=HostPieces(memoryview(bytearray(LAYOUT.total_nbytes)), LAYOUT),
             pool=cast(PoolWriter, None),
             peers=peers,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from moonpool.transfer.topology import Gpu, Hardware, NumaNode, Place
+from moonpool.transfer.topology import DevicePlace, Gpu, Hardware, NumaNode
 from moonpool.worker.build import gpu_numa_node
 
 
 def hardware(*gpus: tuple[str | None, int | None]) -> Hardware:
     nodes = tuple(NumaNode(node=node, cpus=()) for node in (0, 1))
-    made = [Gpu(index=i, place=Place(numa_node=node), uuid=uuid) for i, (uuid, node) in enumerate(gpus)]
+    made = [Gpu(index=i, place=DevicePlace(numa_node=node), uuid=uuid) for i, (uuid, node) in enumerate(gpus)]
     return Hardware(nodes=nodes, gpus=tuple(made))
 
 

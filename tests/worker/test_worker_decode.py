@@ -19,7 +19,7 @@ from moonpool.engine.sequence import SamplingParams
 from moonpool.engine.sequence import Sequence as RequestSequence
 from moonpool.engine.step import FullBlock
 from moonpool.worker.decode import DecodeRole
-from moonpool.worker.kv_link.outbox import Outbox, Urgency
+from moonpool.worker.kv_link.outbox import SendQueue, Urgency
 from moonpool.worker.kv_link.pieces import HostPieces
 from moonpool.worker.kv_link.push import PoolWriter
 from moonpool.worker.kv_link.reservations import Reservations
@@ -95,7 +95,7 @@ class Bench:
             reservations=self.reservations,
             memory=pieces,
             pool=cast(PoolWriter, self.pool),
-            outbox=cast(Outbox, self.outbox),
+            outbox=cast(SendQueue, self.outbox),
             samples=Samples(),
             describe=lambda: ("unix:/d", segment),
             clock=VirtualClock(),

@@ -12,9 +12,9 @@ an AsyncClient's connection notice within seconds when the other process is froz
 """
 
 from moonpool.base.rpc.aio_client import AsyncClient
-from moonpool.base.rpc.aio_server import Peer, RpcServer
+from moonpool.base.rpc.aio_server import RpcPeer, RpcServer
 from moonpool.base.rpc.blocking import BlockingClient
 from moonpool.base.rpc.protocol import Call, Hello, StreamCall
-from moonpool.base.rpc.silence import Patience
+from moonpool.base.rpc.silence import SilenceLimits
 
-__all__ = ["AsyncClient", "BlockingClient", "Call", "Hello", "Patience", "Peer", "RpcServer", "StreamCall"]
+__all__ = ["AsyncClient", "BlockingClient", "Call", "Hello", "RpcPeer", "RpcServer", "SilenceLimits", "StreamCall"]

@@ -25,7 +25,7 @@ from moonpool.base.rpc.protocol import (
     encode_call,
     encode_value,
 )
-from moonpool.base.rpc.silence import DEFAULT_PATIENCE, Patience, Watch
+from moonpool.base.rpc.silence import DEFAULT_PATIENCE, SilenceLimits, SilenceWatch
 
 R = TypeVar("R")
 # A reader this far behind is stuck; its stream fails and it may ask again for a fresh start.
@@ -36,7 +36,7 @@ _PING = encode_frame(FrameKind.PING, 0)
 class AsyncClient(asyncio.Protocol):
     """Make one with `await AsyncClient.connect(...)`."""
 
-    def __init__(self, address: str, hello: Hello, patience: Patience = DEFAULT_PATIENCE) -> None:
+    def __init__(self, address: str, hello: Hello, patience: SilenceLimits = DEFAULT_PATIENCE) -> None:
         self.address = address
         self.peer: Hello | None = None
         self.closed = asyncio.Event()
@@ -47,7 +47,7 @@ class AsyncClient(asyncio.Protocol):
         self._calls: dict[int, asyncio.Future[Frame]] = {}
         self._streams: dict[int, asyncio.Queue[Frame | MoonpoolError]] = {}
         self._transport: asyncio.Transport | None = None
-        self._watch = Watch(patience, lost=self._on_silence, ping=self._ping)
+        self._watch = SilenceWatch(patience, lost=self._on_silence, ping=self._ping)
 
     @classmethod
     async def connect(
@@ -58,7 +58,7 @@ class AsyncClient(asyncio.Protocol):
         name: str = "",
         incarnation: int = 0,
         timeout_s: float = 5.0,
-        patience: Patience = DEFAULT_PATIENCE,
+        patience: SilenceLimits = DEFAULT_PATIENCE,
     ) -> AsyncClient:
         """Raises PeerLost when nobody answers there, ProtocolError when it is another service."""
         loop, at = asyncio.get_running_loop(), parse_address(address)

@@ -41,7 +41,7 @@ from moonpool.base.rpc.protocol import (
     encode_error,
     encode_value,
 )
-from moonpool.base.rpc.silence import DEFAULT_PATIENCE, AttendedTimer, Patience, Watch
+from moonpool.base.rpc.silence import DEFAULT_PATIENCE, AttendedTimer, SilenceLimits, SilenceWatch
 from moonpool.base.unix_socket import bind_private, is_own_user
 
 _LOG = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ _UNREAD_NBYTES = 256 * 1024  # of answers; with more, calls wait until the peer 
 _KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _KEEPALIVE_PROBES = 15, 5, 3
 _PONG = encode_frame(FrameKind.PONG, 0)
 
-Handler = Callable[[Any, "Peer"], Any]
+Handler = Callable[[Any, "RpcPeer"], Any]
 
 
 class RpcServer:
@@ -64,7 +64,7 @@ class RpcServer:
         *,
         name: str = "",
         incarnation: int = 0,
-        patience: Patience = DEFAULT_PATIENCE,
+        patience: SilenceLimits = DEFAULT_PATIENCE,
     ) -> None:
         self.hello = Hello(service, name, incarnation)
         self.decoder = CallDecoder(handlers)
@@ -72,7 +72,7 @@ class RpcServer:
         self.patience = patience
         self._servers: list[asyncio.Server] = []
         self._paths: list[str] = []
-        self.peers: set[Peer] = set()
+        self.peers: set[RpcPeer] = set()
         self.large_frames = LargeFrames()
 
     async def listen(self, address: str) -> str:
@@ -81,10 +81,10 @@ class RpcServer:
         try:
             if at.scheme == "unix":
                 await _free_socket_path(at.path)
-                server = await loop.create_unix_server(lambda: Peer(self), sock=bind_private(at.path))
+                server = await loop.create_unix_server(lambda: RpcPeer(self), sock=bind_private(at.path))
                 self._paths.append(at.path)
             else:
-                server = await loop.create_server(lambda: Peer(self), at.host, at.port)
+                server = await loop.create_server(lambda: RpcPeer(self), at.host, at.port)
                 at = Address("tcp", host=at.host, port=server.sockets[0].getsockname()[1])
         except OSError as error:
             raise ConfigError(f"cannot listen at {address}: {error.strerror or error}") from error
@@ -136,7 +136,7 @@ def _keep_alive(transport: asyncio.Transport) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVE_PROBES)
 
 
-class Peer(asyncio.Protocol):
+class RpcPeer(asyncio.Protocol):
     """One connection, seen from the server. `hello` is who they said they are."""
 
     def __init__(self, server: RpcServer) -> None:
@@ -151,7 +151,7 @@ class Peer(asyncio.Protocol):
         self._writable.set()
         self._transport: asyncio.Transport | None = None
         self._greeting: AttendedTimer | None = None
-        self._watch = Watch(server.patience, lost=self._on_silence)
+        self._watch = SilenceWatch(server.patience, lost=self._on_silence)
         self._watched = False  # it has promised to be heard
         self.hello: Hello | None = None
         self.closed = False

@@ -4,7 +4,7 @@ The client pings when either direction was quiet for an interval; the server ans
 nothing was heard for the limit is lost. So a peer may stall for limit minus interval at any moment and survive.
 
 Time in which this process could not listen is not the peer's silence: by as much as the timer was late, the peer
-gets more time, and after a long stop always one full interval. `Silence` decides, `Watch` is its timer.
+gets more time, and after a long stop always one full interval. `Silence` decides, `SilenceWatch` is its timer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PUNCTUAL_S = 0.1  # a timer that fires later than this fired after a standstill
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class SilenceLimits:
     """A server's limit must suit the interval of its clients, not only its own."""
 
     ping_interval_s: float = PING_INTERVAL_S
@@ -40,10 +40,10 @@ class Patience:
             )
 
 
-DEFAULT_PATIENCE = Patience()
+DEFAULT_PATIENCE = SilenceLimits()
 
 
-class Verdict(Enum):
+class SilenceVerdict(Enum):
     WAIT = auto()
     PING = auto()
     LOST = auto()
@@ -54,21 +54,21 @@ class Silence:
 
     __slots__ = ("_patience", "_pinged_s", "heard_s", "next_look_s", "said_s")
 
-    def __init__(self, patience: Patience, now_s: float) -> None:
+    def __init__(self, patience: SilenceLimits, now_s: float) -> None:
         self._patience = patience
         self.heard_s = self.said_s = self._pinged_s = now_s
         self.next_look_s = now_s + patience.ping_interval_s
 
-    def look(self, now_s: float) -> Verdict:
+    def look(self, now_s: float) -> SilenceVerdict:
         """What to do now; PING counts as said. Sets `next_look_s`."""
         self._forgive(now_s)
         lost_s = self.heard_s + self._patience.silence_limit_s
         if now_s >= lost_s:
-            return Verdict.LOST
-        verdict = Verdict.WAIT
+            return SilenceVerdict.LOST
+        verdict = SilenceVerdict.WAIT
         if now_s >= self._ping_due_s():
             self.said_s = self._pinged_s = now_s
-            verdict = Verdict.PING
+            verdict = SilenceVerdict.PING
         self.next_look_s = min(self._ping_due_s(), lost_s)
         return verdict
 
@@ -110,10 +110,12 @@ class AttendedTimer:
             self._over()
 
 
-class Watch:
+class SilenceWatch:
     """One timer over one connection, from start() to stop(). `lost` is called at most once per start."""
 
-    def __init__(self, patience: Patience, *, lost: Callable[[], None], ping: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, patience: SilenceLimits, *, lost: Callable[[], None], ping: Callable[[], None] | None = None
+    ) -> None:
         self.patience = patience
         self._lost, self._ping = lost, ping
         self._silence = Silence(patience, time.monotonic())
@@ -145,9 +147,9 @@ class Watch:
         self._timer = None
         now_s = time.monotonic()
         verdict = self._silence.look(now_s)
-        if verdict is Verdict.LOST:
+        if verdict is SilenceVerdict.LOST:
             self._lost()
             return
-        if verdict is Verdict.PING and self._ping is not None:
+        if verdict is SilenceVerdict.PING and self._ping is not None:
             self._ping()
         self._arm(now_s)

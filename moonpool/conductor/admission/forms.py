@@ -89,7 +89,7 @@ class DecodeNow(NamedTuple):
     kv_tokens: int
 
 
-class Admitted(NamedTuple):
+class AdmittedRequest(NamedTuple):
     """`prefill_ends_s` is when decoding is expected to begin: what the forecast wants to be told. `tbt_s`: the time
     between tokens that is predicted for then, None where nobody looked ahead."""
 
@@ -98,7 +98,7 @@ class Admitted(NamedTuple):
     tbt_s: float | None = None
 
 
-class Refused(NamedTuple):
+class RefusedRequest(NamedTuple):
     """`reason` is a sentence for the user. retry_after_s None: waiting does not help, the request is too large."""
 
     reason: str
@@ -110,7 +110,7 @@ class Refused(NamedTuple):
         return Overloaded(self.reason, retry_after_s=self.retry_after_s or MIN_RETRY_S)
 
 
-Verdict: TypeAlias = Admitted | Refused
+Verdict: TypeAlias = AdmittedRequest | RefusedRequest
 
 
 class Admission:
@@ -135,15 +135,15 @@ class Admission:
         prefill = min(prefills, key=lambda one: one.ttft_s)
         prefill_ends_s = now_s + prefill.queue_s + prefill.work_s
         verdict = self._check_prefill(prefill, prefill_ends_s)
-        if isinstance(verdict, Refused) or self._config.form is AdmissionForm.NONE:
+        if isinstance(verdict, RefusedRequest) or self._config.form is AdmissionForm.NONE:
             return verdict
         if self._config.form is AdmissionForm.EARLY:
             decode = self._check_decode_now(num_tokens, decodes, now_s)
         else:
             decode = self._check_decode_then(num_tokens, len(decodes), prefill_ends_s, now_s, caution)
-        if isinstance(decode, Refused):
+        if isinstance(decode, RefusedRequest):
             return decode
-        return Admitted(max(verdict.load, decode.load), prefill_ends_s, decode.tbt_s)
+        return AdmittedRequest(max(verdict.load, decode.load), prefill_ends_s, decode.tbt_s)
 
     def before_decode(self, num_tokens: int, decodes: Collection[DecodeNow], now_s: float) -> Verdict:
         """The check on the decode side once the prefill is done, the same in all forms."""
@@ -156,25 +156,25 @@ class Admission:
         ttft_s = best.ttft_s
         load = 0.0 if target_s is None else ttft_s / target_s
         if target_s is None or load <= 1:
-            return Admitted(load, prefill_ends_s)
+            return AdmittedRequest(load, prefill_ends_s)
         if best.work_s > target_s:
             reason = f"this prompt alone takes {best.work_s:.2f} s until its first token, the target is {target_s:g} s"
-            return Refused(f"{reason}; a shorter prompt may pass", None, load, Cause.TOO_LONG)
+            return RefusedRequest(f"{reason}; a shorter prompt may pass", None, load, Cause.TOO_LONG)
         reason = (
             f"the first token would take {ttft_s:.2f} s, the target is {target_s:g} s: "
             f"{ttft_s - best.work_s:.2f} s of other prompts come first"
         )
-        return Refused(reason, max(MIN_RETRY_S, ttft_s - target_s), load, Cause.TTFT)
+        return RefusedRequest(reason, max(MIN_RETRY_S, ttft_s - target_s), load, Cause.TTFT)
 
     # decode
 
     def _check_decode_now(self, num_tokens: int, decodes: Collection[DecodeNow], now_s: float) -> Verdict:
         aim_s = self._aim_s(num_tokens)
         if aim_s is None:
-            return Admitted(0.0, now_s)
+            return AdmittedRequest(0.0, now_s)
         tbt_s = sum(self._step_s(one.num_seqs + 1, one.kv_tokens + num_tokens) for one in decodes) / len(decodes)
         if tbt_s <= aim_s:
-            return Admitted(tbt_s / aim_s, now_s)
+            return AdmittedRequest(tbt_s / aim_s, now_s)
         return self._refuse_decode("", tbt_s, aim_s, num_tokens, len(decodes), now_s, now_s)
 
     def _check_decode_then(
@@ -182,12 +182,12 @@ class Admission:
     ) -> Verdict:
         aim_s = self._aim_s(num_tokens)
         if aim_s is None:
-            return Admitted(0.0, at_s)
+            return AdmittedRequest(0.0, at_s)
         predicted_s = self._predicted_tbt_s(num_tokens, num_workers, at_s, now_s)
         # Of the request itself nothing is uncertain: alone in its batch it would be as fast as this.
         tbt_s = predicted_s + caution * (predicted_s - self._step_s(1, num_tokens))
         if tbt_s <= aim_s:
-            return Admitted(tbt_s / aim_s, at_s, predicted_s)
+            return AdmittedRequest(tbt_s / aim_s, at_s, predicted_s)
         when = f"in {at_s - now_s:.2f} s, when its prompt would be done, "
         return self._refuse_decode(when, tbt_s, aim_s, num_tokens, num_workers, at_s, now_s)
 
@@ -205,20 +205,20 @@ class Admission:
 
     def _refuse_decode(
         self, when: str, tbt_s: float, aim_s: float, num_tokens: int, num_workers: int, at_s: float, now_s: float
-    ) -> Refused:
+    ) -> RefusedRequest:
         load, target_s = tbt_s / aim_s, self._config.tbt_slo_s or aim_s
         alone_s = self._step_s(1, num_tokens)
         if alone_s > target_s:
             reason = (
                 f"tokens of this prompt alone come {alone_s * 1e3:.0f} ms apart, the target is {target_s * 1e3:g} ms"
             )
-            return Refused(f"{reason}; a shorter prompt may pass", None, load, Cause.TOO_LONG)
+            return RefusedRequest(f"{reason}; a shorter prompt may pass", None, load, Cause.TOO_LONG)
         reason = f"{when}tokens would come {tbt_s * 1e3:.0f} ms apart, the target is {target_s * 1e3:g} ms"
         if tbt_s <= target_s:
             reason += f" and {aim_s * 1e3:.3g} ms are given away"
         falls_s = self._falls_s(num_tokens, num_workers, at_s, now_s, aim_s)
         retry_after_s = max(MIN_RETRY_S, falls_s - at_s)
-        return Refused(f"{reason}: too many answers are being written", retry_after_s, load, Cause.TBT)
+        return RefusedRequest(f"{reason}: too many answers are being written", retry_after_s, load, Cause.TBT)
 
     def _falls_s(self, num_tokens: int, num_workers: int, at_s: float, now_s: float, aim_s: float) -> float:
         """A moment after at_s from which the load is predicted to be below 1, were nobody else let in."""

@@ -58,7 +58,7 @@ class WaitingRequest(NamedTuple):
     start_by_s: float | None = None
 
 
-class TurnedAway(NamedTuple):
+class QueueRefusal(NamedTuple):
     request: WaitingRequest
     reason: str
     retry_after_s: float
@@ -133,7 +133,7 @@ class AdmissionQueue:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def offer(self, request: WaitingRequest, now_s: float) -> TurnedAway | None:
+    def offer(self, request: WaitingRequest, now_s: float) -> QueueRefusal | None:
         """Takes it in, or says who had to go: the request itself or another. AlreadyExists when its id waits."""
         if request.request_id in self._entries:
             raise AlreadyExists(f"request {request.request_id} is waiting already")
@@ -167,7 +167,7 @@ class AdmissionQueue:
         self._rate.drained(waited_s, now_s, still_waiting=bool(self._entries))
         return [one.request for one in ready]
 
-    def expire(self, now_s: float) -> list[TurnedAway]:
+    def expire(self, now_s: float) -> list[QueueRefusal]:
         """Hands out all that can no longer start in time, earliest deadline first."""
         self._set_late_aside(now_s)
         late, self._late = self._late, []
@@ -268,9 +268,9 @@ class AdmissionQueue:
 
     # what is said
 
-    def _turn_away(self, entry: _Entry, reason: str, cause: Cause) -> TurnedAway:
+    def _turn_away(self, entry: _Entry, reason: str, cause: Cause) -> QueueRefusal:
         work_s = entry.request.prefill_s + self.waiting_s()
-        return TurnedAway(entry.request, reason, max(MIN_RETRY_S, self._rate.seconds_for(work_s)), cause)
+        return QueueRefusal(entry.request, reason, max(MIN_RETRY_S, self._rate.seconds_for(work_s)), cause)
 
     def _too_late(self, request: WaitingRequest, waited_s: float) -> str:
         return (

@@ -16,7 +16,7 @@ import heapq
 from typing import NamedTuple
 
 from moonpool.conductor.placement.leading import Leading
-from moonpool.conductor.placement.pricing import Plan
+from moonpool.conductor.placement.pricing import PricedPlacement
 
 HALF_LIFE_S = 300.0
 _MIN_COUNT = 0.5  # colder ones leave the list when it is full
@@ -29,7 +29,7 @@ class Replicated(NamedTuple):
     computed: int
 
 
-def replicated(leading: Leading, plan: Plan) -> Replicated:
+def replicated(leading: Leading, plan: PricedPlacement) -> Replicated:
     """`leading` knows the runs of all workers that were asked about."""
     longest = leading.groups[-1][0]  # groups ascend
     missing = max(0, longest - plan.local)

@@ -17,8 +17,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from moonpool.conductor.placement.policy import POLICY_NAMES, Policy, PolicyConfig, Scene, Turn
-from moonpool.conductor.placement.pricing import Plan
+from moonpool.conductor.placement.policy import POLICY_NAMES, PlacementInput, Policy, PolicyConfig, RoundRobinTies
+from moonpool.conductor.placement.pricing import PricedPlacement
 from moonpool.conductor.placement.slots import where
 from moonpool.conductor.placement.tables import Column
 
@@ -31,7 +31,7 @@ class _NoPulls:
 
     pulls = False
 
-    def pool_limit(self, scene: Scene, plan: Plan) -> int | None:
+    def pool_limit(self, scene: PlacementInput, plan: PricedPlacement) -> int | None:
         return 0
 
 
@@ -41,7 +41,7 @@ class Random(_NoPulls):
     def __init__(self, config: PolicyConfig, rng: random.Random) -> None:
         self._rng = rng
 
-    def pick(self, scene: Scene) -> list[tuple[int, Plan]]:
+    def pick(self, scene: PlacementInput) -> list[tuple[int, PricedPlacement]]:
         slots = np.isfinite(scene.queue_s).nonzero()[0]
         return _with_own_prefix(scene, int(slots[self._rng.randrange(len(slots))]))
 
@@ -50,9 +50,9 @@ class RoundRobin(_NoPulls):
     name = "round-robin"
 
     def __init__(self, config: PolicyConfig, rng: random.Random) -> None:
-        self._turn = Turn()
+        self._turn = RoundRobinTies()
 
-    def pick(self, scene: Scene) -> list[tuple[int, Plan]]:
+    def pick(self, scene: PlacementInput) -> list[tuple[int, PricedPlacement]]:
         return _with_own_prefix(scene, self._turn.take(np.where(scene.queue_s < math.inf, 0.0, math.inf)))
 
 
@@ -62,9 +62,9 @@ class LeastLoaded(_NoPulls):
     name = "least-loaded"
 
     def __init__(self, config: PolicyConfig, rng: random.Random) -> None:
-        self._turn = Turn()
+        self._turn = RoundRobinTies()
 
-    def pick(self, scene: Scene) -> list[tuple[int, Plan]]:
+    def pick(self, scene: PlacementInput) -> list[tuple[int, PricedPlacement]]:
         least = scene.queue_s.item(int(scene.queue_s.argmin()))
         rank = np.where(scene.queue_s <= least, scene.table.assigned, math.inf)
         return _with_own_prefix(scene, self._turn.take(rank))
@@ -77,17 +77,17 @@ class SmallestTtft:
 
     def __init__(self, config: PolicyConfig, rng: random.Random) -> None:
         self._config = config
-        self._turn = Turn()
+        self._turn = RoundRobinTies()
         self._columns: dict[int, Column] = {}
 
-    def plan(self, scene: Scene, local: int, slot: int | None) -> Plan:
+    def plan(self, scene: PlacementInput, local: int, slot: int | None) -> PricedPlacement:
         raise NotImplementedError
 
-    def pool_limit(self, scene: Scene, plan: Plan) -> int | None:
+    def pool_limit(self, scene: PlacementInput, plan: PricedPlacement) -> int | None:
         wanted = plan.local + plan.pulled
         return None if wanted >= scene.leading.pool else wanted if plan.pulled else 0
 
-    def pick(self, scene: Scene) -> list[tuple[int, Plan]]:
+    def pick(self, scene: PlacementInput) -> list[tuple[int, PricedPlacement]]:
         plans = self._plans(scene)
         ttft_s = self._ttft_s(scene, plans)
         best = _smallest(ttft_s, max(2, self._config.num_candidates))
@@ -99,7 +99,7 @@ class SmallestTtft:
         ranked = [slot, *others[: self._config.num_candidates - 1]]
         return [(one, _plan_of(plans, one)) for one in ranked]
 
-    def _plans(self, scene: Scene) -> list[tuple[int, Plan]]:
+    def _plans(self, scene: PlacementInput) -> list[tuple[int, PricedPlacement]]:
         """(mask of slots, their plan). Workers with the same run share one, but for those that are being sent to."""
         busy, pool, plans = scene.traffic.busy_slots if self.pulls else {}, scene.leading.pool, []
         for local, mask in scene.leading.groups:
@@ -111,7 +111,7 @@ class SmallestTtft:
                 plans.append((mask, self.plan(scene, local, None)))
         return plans
 
-    def _ttft_s(self, scene: Scene, plans: list[tuple[int, Plan]]) -> Column:
+    def _ttft_s(self, scene: PlacementInput, plans: list[tuple[int, PricedPlacement]]) -> Column:
         """The most common service time is added everywhere, and the others' differences to it where they are."""
         usual = plans[0][1].service_s if len(plans) == 1 else max(plans, key=_num_slots)[1].service_s
         ttft_s = scene.queue_s + usual
@@ -138,17 +138,17 @@ class SmallestTtft:
 class Local(SmallestTtft):
     name, pulls = "local", False
 
-    def pool_limit(self, scene: Scene, plan: Plan) -> int | None:
+    def pool_limit(self, scene: PlacementInput, plan: PricedPlacement) -> int | None:
         return 0
 
-    def plan(self, scene: Scene, local: int, slot: int | None) -> Plan:
+    def plan(self, scene: PlacementInput, local: int, slot: int | None) -> PricedPlacement:
         return scene.prices.plan(local, 0, slot)
 
 
 class PaperAlgorithm(SmallestTtft):
     name = "paper"
 
-    def plan(self, scene: Scene, local: int, slot: int | None) -> Plan:
+    def plan(self, scene: PlacementInput, local: int, slot: int | None) -> PricedPlacement:
         # best_len / prefix_len > threshold, written so that an empty prefix divides nothing.
         worth_it = scene.leading.pool > self._config.kvcache_balancing_threshold * local
         return scene.prices.plan(local, scene.leading.pool - local if worth_it else 0, slot)
@@ -157,10 +157,10 @@ class PaperAlgorithm(SmallestTtft):
 class SmallestCost(SmallestTtft):
     name = "cost"
 
-    def plan(self, scene: Scene, local: int, slot: int | None) -> Plan:
+    def plan(self, scene: PlacementInput, local: int, slot: int | None) -> PricedPlacement:
         return scene.prices.best_plan(local, slot)
 
-    def pool_limit(self, scene: Scene, plan: Plan) -> int | None:
+    def pool_limit(self, scene: PlacementInput, plan: PricedPlacement) -> int | None:
         limit = super().pool_limit(scene, plan)
         return scene.prices.limit_beyond(plan) if limit is None else limit
 
@@ -186,15 +186,15 @@ def _smallest(column: Column, count: int) -> list[int]:
     return sorted(slots, key=column.item)[:count]
 
 
-def _with_own_prefix(scene: Scene, slot: int) -> list[tuple[int, Plan]]:
+def _with_own_prefix(scene: PlacementInput, slot: int) -> list[tuple[int, PricedPlacement]]:
     return [(slot, scene.prices.plan(scene.leading.run_of(slot), 0, None))]
 
 
-def _num_slots(plan: tuple[int, Plan]) -> int:
+def _num_slots(plan: tuple[int, PricedPlacement]) -> int:
     return plan[0].bit_count()
 
 
-def _plan_of(plans: list[tuple[int, Plan]], slot: int) -> Plan:
+def _plan_of(plans: list[tuple[int, PricedPlacement]], slot: int) -> PricedPlacement:
     for mask, plan in plans:
         if mask >> slot & 1:
             return plan

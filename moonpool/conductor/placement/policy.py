@@ -23,7 +23,7 @@ from moonpool.conductor.admission.forms import AdmissionConfig, AdmissionForm
 from moonpool.conductor.costs.estimate import CostModels
 from moonpool.conductor.messages import Candidate
 from moonpool.conductor.placement.leading import Leading
-from moonpool.conductor.placement.pricing import Demand, Plan, Pricing
+from moonpool.conductor.placement.pricing import PlacementRequest, PricedPlacement, Pricing
 from moonpool.conductor.placement.tables import FULL_S, Column, DecodeTable, PrefillTable
 from moonpool.conductor.placement.traffic import Traffic
 
@@ -77,10 +77,10 @@ class PolicyConfig:
         return 0 if self.ttft_slo_s is None else DEFAULT_QUEUE_CAPACITY
 
 
-class Scene(NamedTuple):
+class PlacementInput(NamedTuple):
     """All that bears on the choice of a prefill worker. `queue_s` is infinite where a request must not go."""
 
-    demand: Demand
+    demand: PlacementRequest
     leading: Leading
     queue_s: Column
     table: PrefillTable
@@ -95,15 +95,15 @@ class Policy(Protocol):
     name: str
     pulls: bool  # whether its workers may take blocks from the pool
 
-    def pick(self, scene: Scene) -> list[tuple[int, Plan]]: ...
+    def pick(self, scene: PlacementInput) -> list[tuple[int, PricedPlacement]]: ...
 
-    def pool_limit(self, scene: Scene, plan: Plan) -> int | None:
+    def pool_limit(self, scene: PlacementInput, plan: PricedPlacement) -> int | None:
         """How many leading blocks the worker may take from the pool, should it find them there; None: all."""
         ...
 
 
-class Choice(NamedTuple):
-    plan: Plan
+class PlacementChoice(NamedTuple):
+    plan: PricedPlacement
     prefill: Candidate
     decode_slot: int
     tbt_s: float
@@ -116,9 +116,11 @@ class Chooser:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self._turn = Turn()
+        self._turn = RoundRobinTies()
 
-    def choose(self, scene: Scene, decodes: DecodeTable, excluded: Sequence[int], costs: CostModels) -> Choice:
+    def choose(
+        self, scene: PlacementInput, decodes: DecodeTable, excluded: Sequence[int], costs: CostModels
+    ) -> PlacementChoice:
         """Unavailable when there is no worker of a kind."""
         if not scene.leading.groups:
             raise Unavailable("no prefill worker is ready")
@@ -126,10 +128,10 @@ class Chooser:
         picked = self.policy.pick(scene)
         candidates = tuple(_candidate(scene, slot, plan) for slot, plan in picked)
         plan = picked[0][1]
-        return Choice(plan, candidates[0], decode, tbt_s, candidates, self.policy.pool_limit(scene, plan))
+        return PlacementChoice(plan, candidates[0], decode, tbt_s, candidates, self.policy.pool_limit(scene, plan))
 
     def select_decode(
-        self, demand: Demand, table: DecodeTable, excluded: Sequence[int], costs: CostModels
+        self, demand: PlacementRequest, table: DecodeTable, excluded: Sequence[int], costs: CostModels
     ) -> tuple[int, float]:
         """The slot with room and the smallest predicted TBT with this request in its batch. If none has room, the
         same among all of them: the request waits there."""
@@ -147,7 +149,7 @@ class Chooser:
         return slot, costs.decode_step_s(table.num_seqs.item(slot) + 1, table.kv_tokens.item(slot) + demand.num_tokens)
 
 
-class Turn:
+class RoundRobinTies:
     """Equals take turns: the first at or after the one behind the last that was chosen, round and round."""
 
     def __init__(self) -> None:
@@ -164,7 +166,7 @@ class Turn:
         return slot
 
 
-def _candidate(scene: Scene, slot: int, plan: Plan) -> Candidate:
+def _candidate(scene: PlacementInput, slot: int, plan: PricedPlacement) -> Candidate:
     return Candidate(
         worker=scene.table.names[slot],
         local_blocks=plan.local,

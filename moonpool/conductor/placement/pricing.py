@@ -15,7 +15,7 @@ from moonpool.conductor.placement.traffic import Traffic
 _MAX_EDGES = 8
 
 
-class Demand(NamedTuple):
+class PlacementRequest(NamedTuple):
     """A request as the policy sees it."""
 
     num_tokens: int
@@ -29,7 +29,7 @@ class Demand(NamedTuple):
         return -(-(self.num_tokens + self.max_tokens) // self.block_tokens)
 
 
-class Plan(NamedTuple):
+class PricedPlacement(NamedTuple):
     """How a worker with `local` leading blocks would serve a request, and how long it would be busy with it."""
 
     local: int
@@ -47,7 +47,7 @@ class Pricing:
 
     __slots__ = ("_is_known", "_leading", "_most", "_prefill", "_ssd", "_traffic", "_transfer", "demand")
 
-    def __init__(self, demand: Demand, leading: Leading, costs: CostModels, traffic: Traffic) -> None:
+    def __init__(self, demand: PlacementRequest, leading: Leading, costs: CostModels, traffic: Traffic) -> None:
         self.demand = demand
         self._leading = leading
         self._traffic = traffic
@@ -97,20 +97,20 @@ class Pricing:
         extra_s = self._ssd[0] + ssd * (self._ssd[1] * self.demand.block_nbytes - per_block_s)
         return extra_s - fixed_s if ssd == pulled else extra_s
 
-    def plan(self, local: int, pulled: int, slot: int | None, num_layers: int = 1) -> Plan:
+    def plan(self, local: int, pulled: int, slot: int | None, num_layers: int = 1) -> PricedPlacement:
         """The terms when that many blocks behind the local ones are pulled, and loaded layer by layer.
 
         With L layers of equal size the longer of loading and computing hides all but 1/L of the shorter.
         """
         prefill_s = self.prefill_s(local + pulled)
         if not pulled:
-            return Plan(local, 0, 0, 0.0, 0.0, prefill_s, 0.0, prefill_s)
+            return PricedPlacement(local, 0, 0, 0.0, 0.0, prefill_s, 0.0, prefill_s)
         transfer_s, congestion_s, ssd = self.transfer_s(local, pulled, slot)
         overlap_s = min(transfer_s, prefill_s) * (1 - 1 / num_layers)
         service_s = transfer_s + prefill_s - overlap_s
-        return Plan(local, pulled, ssd, transfer_s, congestion_s, prefill_s, overlap_s, service_s)
+        return PricedPlacement(local, pulled, ssd, transfer_s, congestion_s, prefill_s, overlap_s, service_s)
 
-    def best_plan(self, local: int, slot: int | None) -> Plan:
+    def best_plan(self, local: int, slot: int | None) -> PricedPlacement:
         """With the number of blocks to pull that makes it shortest, none included; the fewest where equal.
 
         Computing gets shorter and bends down with each block, loading gets longer in a straight line. So both their
@@ -152,7 +152,7 @@ class Pricing:
         untried = [at for at in on_ssd if at >= local]
         return untried[1] if len(untried) > 1 else pool
 
-    def limit_beyond(self, plan: Plan) -> int | None:
+    def limit_beyond(self, plan: PricedPlacement) -> int | None:
         """The number of leading blocks that a worker may take from the pool, should it find more there, or fewer in its
         own pages, than was known.
 

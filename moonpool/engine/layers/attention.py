@@ -24,7 +24,7 @@ _SHORT_CHUNK_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class QuerySpan:
     """Queries of one sequence: rows first_row.. of the step, standing at positions start.. of the sequence."""
 
     first_row: int
@@ -52,7 +52,7 @@ class AttentionGroup:
 
 
 def plan_attention(
-    spans: Sequence[Span], kv: KvMemory, *, num_rows: int, dtype: torch.dtype, device: torch.device
+    spans: Sequence[QuerySpan], kv: KvMemory, *, num_rows: int, dtype: torch.dtype, device: torch.device
 ) -> list[AttentionGroup]:
     """Groups that cover all spans, each span in one group. `num_rows` is how many rows the step has."""
     return [
@@ -108,9 +108,9 @@ def _attend_many(query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: A
     return out.reshape(spans * queries, heads, dim)
 
 
-def _grouped(spans: Iterable[Span], block_tokens: int) -> list[list[Span]]:
+def _grouped(spans: Iterable[QuerySpan], block_tokens: int) -> list[list[QuerySpan]]:
     """Like with like, so that padding at most doubles the work. Long chunks stay alone."""
-    groups: dict[tuple[int, ...], list[Span]] = defaultdict(list)
+    groups: dict[tuple[int, ...], list[QuerySpan]] = defaultdict(list)
     for span in spans:
         if span.length > _SHORT_CHUNK_TOKENS:
             groups[(span.first_row, -1, -1)].append(span)
@@ -121,7 +121,7 @@ def _grouped(spans: Iterable[Span], block_tokens: int) -> list[list[Span]]:
 
 
 def _plan_group(
-    spans: Sequence[Span], kv: KvMemory, *, num_rows: int, dtype: torch.dtype, device: torch.device
+    spans: Sequence[QuerySpan], kv: KvMemory, *, num_rows: int, dtype: torch.dtype, device: torch.device
 ) -> AttentionGroup:
     lengths = np.array([span.length for span in spans])
     starts = np.array([span.start for span in spans])
@@ -147,7 +147,7 @@ def _plan_group(
     )
 
 
-def _tables(spans: Sequence[Span], num_keys: int, block_tokens: int) -> np.ndarray:
+def _tables(spans: Sequence[QuerySpan], num_keys: int, block_tokens: int) -> np.ndarray:
     """Block tables of equal width; what pads them is a page of the same span, and masked."""
     width = pages_for(num_keys, block_tokens)
     tables = np.empty((len(spans), width), dtype=np.int64)

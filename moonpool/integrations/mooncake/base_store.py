@@ -20,12 +20,12 @@ from moonpool.base.errors import (
     Unavailable,
 )
 from moonpool.integrations.mooncake.codes import ErrorCode, code_of, transfer_code_of
-from moonpool.integrations.mooncake.pool import Pool
+from moonpool.integrations.mooncake.pool import MooncakePool
 from moonpool.integrations.mooncake.registered_memory import RegisteredMemory
 from moonpool.integrations.mooncake.replicate_config import ReplicateConfig
-from moonpool.integrations.mooncake.session import Session
+from moonpool.integrations.mooncake.session import MooncakeSession
 from moonpool.integrations.mooncake.setup_config import SetupConfig
-from moonpool.node.seldom import SeldomLog
+from moonpool.node.seldom import RateLimitedWarning
 
 _LOG = logging.getLogger(__name__)
 _BY_POSITION = (
@@ -45,10 +45,10 @@ class BaseStore:
     """Set up, closed, asked whether it is well. Thread-safe."""
 
     def __init__(self) -> None:
-        self._session: Session | None = None
+        self._session: MooncakeSession | None = None
         self._memory = RegisteredMemory()
         self._lifecycle = threading.Lock()
-        self._outages = SeldomLog(_LOG, "the pool, or a part of it, is out of reach: %s")
+        self._outages = RateLimitedWarning(_LOG, "the pool, or a part of it, is out of reach: %s")
 
     def setup(self, local_hostname: str | Mapping[str, Any], *settings: Any, **named: Any) -> int:
         """Either one mapping of settings, or local_hostname, metadata_server, global_segment_size,
@@ -63,7 +63,7 @@ class BaseStore:
                     raise InvalidInput("this store is set up already; close it first")
                 config = _setup_config(local_hostname, settings, named)
                 config.say_what_is_ignored()
-                self._session = Session(config)
+                self._session = MooncakeSession(config)
             except MoonpoolError as error:
                 _LOG.error("setup: %s", error)
                 return code_of(error)
@@ -89,7 +89,7 @@ class BaseStore:
         """0: well; 1: not set up; 2: the master does not answer."""
         if self._session is None:
             return 1
-        return self._ask("health_check", Pool.is_well, lambda _: 2)
+        return self._ask("health_check", MooncakePool.is_well, lambda _: 2)
 
     def get_hostname(self) -> str:
         """`host:number`; as a preferred_segment it means the memory that this store offers."""
@@ -112,7 +112,7 @@ class BaseStore:
 
     # for the methods in the other files
 
-    def _ask(self, what: str, action: Callable[[Pool], R], on_error: Callable[[int], E]) -> R | E:
+    def _ask(self, what: str, action: Callable[[MooncakePool], R], on_error: Callable[[int], E]) -> R | E:
         """What `action` answers; `on_error` of a code when nobody could be asked."""
         session = self._session
         if session is None:

@@ -14,7 +14,7 @@ from moonpool.store.client import Put, PutOptions, StoreClient
 from moonpool.store.messages import ObjectInfo, Tier
 
 
-class Pool:
+class MooncakePool:
     """Borrows the client. Thread-safe as it is."""
 
     def __init__(self, client: StoreClient) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from moonpool.integrations.mooncake.base_store import BaseStore
-from moonpool.integrations.mooncake.pool import Pool
+from moonpool.integrations.mooncake.pool import MooncakePool
 from moonpool.integrations.mooncake.replica_descriptor import (
     Descriptor,
     DiskDescriptor,
@@ -23,7 +23,7 @@ class ReplicaMethods(BaseStore):
     def batch_get_replica_desc(self, keys: Sequence[str]) -> dict[str, list[ReplicaDescriptor]]:
         """By key, leased; those that are not there are left out."""
 
-        def places(pool: Pool) -> dict[str, list[ReplicaDescriptor]]:
+        def places(pool: MooncakePool) -> dict[str, list[ReplicaDescriptor]]:
             infos, tiers = pool.places([self._key(key) for key in keys]), pool.tiers()
             return {key: _describe(info, tiers) for key, info in zip(keys, infos, strict=True) if info is not None}
 

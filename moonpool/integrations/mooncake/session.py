@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 from moonpool.base.errors import BreakerOpen
 from moonpool.integrations.mooncake.embedded_node import EmbeddedNode
-from moonpool.integrations.mooncake.pool import Pool
+from moonpool.integrations.mooncake.pool import MooncakePool
 from moonpool.integrations.mooncake.setup_config import SetupConfig, credentials
 from moonpool.node.config import NodeConfig
 from moonpool.store.client import ClientConfig, StoreClient
@@ -21,7 +21,7 @@ _HOST_CHARS = 40  # of it in a name, which is part of a socket's path, which has
 _NUMBERS = itertools.count(1)  # a process may set up several stores
 
 
-class Session:
+class MooncakeSession:
     """Raises what a client or a node raises when it cannot start, and leaves nothing behind then."""
 
     def __init__(self, config: SetupConfig) -> None:
@@ -32,7 +32,7 @@ class Session:
             self._run_dir = tempfile.TemporaryDirectory(prefix="mp-mc-")
             run_dir = stack.enter_context(self._run_dir)
             self.client = self._connect(stack, run_dir)
-            self.pool = Pool(self.client)
+            self.pool = MooncakePool(self.client)
             self._greet_master()
             if config.offered_nbytes:
                 self._node = EmbeddedNode(self._node_config(run_dir))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from moonpool.base.errors import InvalidInput
 from moonpool.integrations.mooncake.base_store import BaseStore
 from moonpool.integrations.mooncake.codes import ErrorCode
-from moonpool.integrations.mooncake.pool import Pool
+from moonpool.integrations.mooncake.pool import MooncakePool
 from moonpool.integrations.mooncake.replicate_config import ReplicateConfig
 from moonpool.transfer.memory.buffers import as_bytes_view
 
@@ -43,7 +43,7 @@ class ValueMethods(BaseStore):
     def batch_is_exist(self, keys: Sequence[str]) -> list[int]:
         """1 or 0 by position; those that are there are leased. The same error for all when nobody could be asked."""
 
-        def exist(pool: Pool) -> list[int]:
+        def exist(pool: MooncakePool) -> list[int]:
             return [int(found) for found in pool.exist([self._key(key) for key in keys])]
 
         return self._ask("exist", exist, lambda code: [code] * len(keys))
@@ -55,7 +55,7 @@ class ValueMethods(BaseStore):
     def remove(self, key: str, force: bool = False) -> int:
         """-706 while it is leased or pinned, unless `force`."""
 
-        def remove(pool: Pool) -> int:
+        def remove(pool: MooncakePool) -> int:
             return ErrorCode.OK if pool.remove(self._key(key), force) else ErrorCode.OBJECT_HAS_LEASE
 
         return self._ask("remove", remove, lambda code: code)
@@ -63,7 +63,7 @@ class ValueMethods(BaseStore):
     def remove_all(self, force: bool = False) -> int:
         """How many objects of this tenant went, or an error. What others keep in the pool stays."""
 
-        def remove(pool: Pool) -> int:
+        def remove(pool: MooncakePool) -> int:
             session = self._session
             return 0 if session is None else pool.remove_all(session.config.namespace, force)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from moonpool.base.errors import ConfigError
-from moonpool.master.journal.folder import Folder
+from moonpool.master.journal.folder import JournalFolder
 
 EPOCH_BITS = 32
 CLOCK_STARTS_S = 1_577_836_800  # 2020-01-01 UTC, as Unix time
@@ -37,7 +37,7 @@ class Epoch(NamedTuple):
     unkept: OSError | None
 
 
-def next_epoch(folder: Folder, *, had_lives: bool, clock: WallClock | None = None) -> Epoch:
+def next_epoch(folder: JournalFolder, *, had_lives: bool, clock: WallClock | None = None) -> Epoch:
     """The epoch of the life that begins now. `had_lives`: there are signs of an earlier one, so there must be a file.
 
     ConfigError when the last one cannot be read, or the new one neither be kept nor taken from the clock. The caller
@@ -63,7 +63,7 @@ def next_epoch(folder: Folder, *, had_lives: bool, clock: WallClock | None = Non
     return Epoch(number, None)
 
 
-def keep_epoch(folder: Folder, number: int) -> None:
+def keep_epoch(folder: JournalFolder, number: int) -> None:
     """Write the epoch to its file; it is on disk when this returns. OSError."""
     try:
         _replace_file(folder, number)
@@ -71,7 +71,7 @@ def keep_epoch(folder: Folder, number: int) -> None:
         _overwrite(folder, number)
 
 
-def read_epoch(folder: Folder) -> int | None:
+def read_epoch(folder: JournalFolder) -> int | None:
     """The epoch of the last life that was kept, None when there was none. OSError, ValueError."""
     try:
         text = (folder.path / _FILE).read_text()
@@ -88,7 +88,7 @@ def _seconds(clock: WallClock) -> int:
     return seconds if 0 < seconds < 2 ** (EPOCH_BITS - 1) else 0
 
 
-def _let_second_pass(number: int, clock: WallClock, folder: Folder, unkept: OSError) -> None:
+def _let_second_pass(number: int, clock: WallClock, folder: JournalFolder, unkept: OSError) -> None:
     wait_s = number + 1 + CLOCK_STARTS_S - clock.now_s()
     if wait_s > _MAX_WAIT_S:
         raise ConfigError(
@@ -101,7 +101,7 @@ def _let_second_pass(number: int, clock: WallClock, folder: Folder, unkept: OSEr
         wait_s = number + 1 + CLOCK_STARTS_S - clock.now_s()
 
 
-def _replace_file(folder: Folder, number: int) -> None:
+def _replace_file(folder: JournalFolder, number: int) -> None:
     path = folder.path / _FILE
     fresh = path.with_suffix(".new")
     with open(fresh, "w") as file:
@@ -112,7 +112,7 @@ def _replace_file(folder: Folder, number: int) -> None:
     folder.sync()
 
 
-def _overwrite(folder: Folder, number: int) -> None:
+def _overwrite(folder: JournalFolder, number: int) -> None:
     """Without taking new space: numbers only grow, and all their digits lie in one sector."""
     fd = os.open(folder.path / _FILE, os.O_WRONLY | os.O_CLOEXEC)
     try:

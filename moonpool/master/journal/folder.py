@@ -35,7 +35,7 @@ _SHRINK_PAUSE_S = 0.02
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
-class Listing(msgspec.Struct, frozen=True):
+class JournalFiles(msgspec.Struct, frozen=True):
     """Numbers of the files that are there, ascending. `leavings`: paths that are of no use to anybody."""
 
     snapshots: list[int]
@@ -47,7 +47,7 @@ class Listing(msgspec.Struct, frozen=True):
         return not (self.snapshots or self.journals)
 
 
-class Folder:
+class JournalFolder:
     """Paths and names only; holds nothing open."""
 
     def __init__(self, path: Path) -> None:
@@ -62,7 +62,7 @@ class Folder:
     def journal(self, number: int) -> Path:
         return self.path / f"journal-{number}"
 
-    def listing(self) -> Listing:
+    def listing(self) -> JournalFiles:
         numbers: dict[str, list[int]] = {"snapshot": [], "journal": []}
         leavings = []
         for name in sorted(os.listdir(self.path)):
@@ -72,7 +72,7 @@ class Folder:
                 numbers[match[1]].append(int(match[2]))
             elif match is not None:
                 leavings.append(self.path / name)
-        return Listing(sorted(numbers["snapshot"]), sorted(numbers["journal"]), leavings)
+        return JournalFiles(sorted(numbers["snapshot"]), sorted(numbers["journal"]), leavings)
 
     def sync(self) -> None:
         """Names created, renamed and removed are on disk when this returns."""
@@ -143,7 +143,7 @@ class LockNote(msgspec.Struct, frozen=True):
 class FolderLock:
     """Held until `release()` or the end of the process. The kernel lets go when the process dies."""
 
-    def __init__(self, folder: Folder) -> None:
+    def __init__(self, folder: JournalFolder) -> None:
         """ConfigError when another process holds it, naming its pid if it can be known."""
         fd = os.open(folder.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -180,7 +180,7 @@ class FolderLock:
             os.pwrite(self._fd, msgspec.json.encode(self._note).ljust(_LOCK_NBYTES), 0)
 
 
-def read_lock(folder: Folder) -> tuple[LockNote | None, bool]:
+def read_lock(folder: JournalFolder) -> tuple[LockNote | None, bool]:
     """What the lock file says, and whether somebody holds it now. Takes a shared lock for an instant."""
     try:
         fd = os.open(folder.path / _LOCK, os.O_RDONLY | os.O_CLOEXEC)

@@ -22,10 +22,10 @@ import msgspec
 from moonpool.base.clock import Clock, SystemClock
 from moonpool.base.errors import AlreadyExists, ConfigError, MoonpoolError, Unavailable
 from moonpool.master.journal.epoch import Epoch, keep_epoch, next_epoch
-from moonpool.master.journal.folder import Folder, FolderLock, as_moonpool_error
+from moonpool.master.journal.folder import FolderLock, JournalFolder, as_moonpool_error
 from moonpool.master.journal.frames import END, pack_records
-from moonpool.master.journal.log_file import LogFile
-from moonpool.master.journal.recovery import Recovered, put_right, recover
+from moonpool.master.journal.log_file import JournalFile
+from moonpool.master.journal.recovery import RecoveredJournal, put_right, recover
 from moonpool.master.journal.snapshot import SnapshotWriter
 
 _LOG = logging.getLogger(__name__)
@@ -74,7 +74,13 @@ class Journal:
     """Appended to by one thread (the master's event loop); synced by another. Made by `open`, ended by `close`."""
 
     def __init__(
-        self, folder: Folder, lock: FolderLock, config: JournalConfig, found: Recovered, clock: Clock, epoch: Epoch
+        self,
+        folder: JournalFolder,
+        lock: FolderLock,
+        config: JournalConfig,
+        found: RecoveredJournal,
+        clock: Clock,
+        epoch: Epoch,
     ) -> None:
         """Not for callers; see `open`."""
         self.epoch = epoch.number
@@ -84,7 +90,7 @@ class Journal:
         self._file, unopened = _file_to_append_to(folder, found)
         self._older_nbytes = sum(extent.nbytes for extent in found.journals if extent.number != self._file.number)
         self._snapshot_nbytes = found.snapshot_nbytes
-        self._retired: list[LogFile] = []  # rotated away, and not yet known to be on disk
+        self._retired: list[JournalFile] = []  # rotated away, and not yet known to be on disk
         self._names_changed = True
         self._lost_at: int | None = None  # the journal in use when a record or a sync failed
         self._error: str | None = None
@@ -109,7 +115,7 @@ class Journal:
 
         ConfigError when the folder cannot be used or another master uses it; Corrupt when replaying would be a guess.
         """
-        folder = Folder(directory)
+        folder = JournalFolder(directory)
         try:
             directory.mkdir(parents=True, exist_ok=True)
             lock = FolderLock(folder)
@@ -222,7 +228,7 @@ class Journal:
             with self._lock:
                 self._synced(retired, file, nbytes)
 
-    def _synced(self, retired: list[LogFile], file: LogFile, nbytes: int) -> None:
+    def _synced(self, retired: list[JournalFile], file: JournalFile, nbytes: int) -> None:
         for each in retired:
             self._retired.remove(each)
             each.close()
@@ -305,7 +311,7 @@ class Journal:
     def _rotate(self) -> None:
         old, number = self._file, self._file.number + 1
         try:
-            fresh = LogFile.create(self._folder.journal(number), number)
+            fresh = JournalFile.create(self._folder.journal(number), number)
         except OSError as error:
             self._snapshot_failed_s = self._clock.now_s()
             raise as_moonpool_error(error, f"cannot begin journal-{number} in {self._folder.path}") from error
@@ -357,7 +363,7 @@ class Journal:
             )
 
 
-def _file_to_append_to(folder: Folder, found: Recovered) -> tuple[LogFile, OSError | None]:
+def _file_to_append_to(folder: JournalFolder, found: RecoveredJournal) -> tuple[JournalFile, OSError | None]:
     """The last journal, cut to its good part, or a new one when there is none or the last is closed.
 
     With an error the file could not be opened or begun, and the next write tries again.
@@ -367,12 +373,12 @@ def _file_to_append_to(folder: Folder, found: Recovered) -> tuple[LogFile, OSErr
     path = folder.journal(number)
     try:
         if last is None or last.closed:
-            return LogFile.create(path, number), None
-        return LogFile.reopen(path, number, nbytes), None
+            return JournalFile.create(path, number), None
+        return JournalFile.reopen(path, number, nbytes), None
     except FileExistsError:
         raise  # not ours to overwrite
     except OSError as error:
-        return LogFile(None, path, number, nbytes), error
+        return JournalFile(None, path, number, nbytes), error
 
 
 def forget(directory: Path) -> Path | None:
@@ -380,7 +386,7 @@ def forget(directory: Path) -> Path | None:
 
     The folder where they are now; None when there were none. ConfigError as in `Journal.open`.
     """
-    folder = Folder(directory)
+    folder = JournalFolder(directory)
     try:
         lock = FolderLock(folder)
         try:

@@ -11,7 +11,7 @@ from moonpool.master.journal.frames import HEADER_NBYTES, MARK, Control, FileKin
 _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
 
 
-class LogFile:
+class JournalFile:
     """Not safe for threads, but `sync()` may run while another thread writes. All methods raise OSError."""
 
     def __init__(self, fd: int | None, path: Path, number: int, nbytes: int) -> None:
@@ -24,7 +24,7 @@ class LogFile:
         self._torn = False
 
     @classmethod
-    def create(cls, path: Path, number: int) -> LogFile:
+    def create(cls, path: Path, number: int) -> JournalFile:
         """A new file with nothing but its header."""
         created = cls(os.open(path, _FLAGS | os.O_CREAT | os.O_EXCL, 0o600), path, number, 0)
         try:
@@ -36,7 +36,7 @@ class LogFile:
         return created
 
     @classmethod
-    def reopen(cls, path: Path, number: int, nbytes: int) -> LogFile:
+    def reopen(cls, path: Path, number: int, nbytes: int) -> JournalFile:
         """An earlier life's file, cut to its good part; what is left of it is on disk when this returns."""
         fd = os.open(path, _FLAGS)
         opened = cls(fd, path, number, nbytes)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from moonpool.base.errors import Corrupt
-from moonpool.master.journal.folder import Folder, Listing
+from moonpool.master.journal.folder import JournalFiles, JournalFolder
 from moonpool.master.journal.frames import HEADER_NBYTES, FileKind, RecordFile, find_mark
 
 ADVICE = (
@@ -35,7 +35,7 @@ class Extent:
 
 
 @dataclass
-class Recovered:
+class RecoveredJournal:
     """What to replay, and what to put right before anything is appended."""
 
     snapshot: int | None = None
@@ -48,7 +48,7 @@ class Recovered:
     def last_number(self) -> int:
         return max([extent.number for extent in self.journals], default=-1)
 
-    def replay(self, folder: Folder) -> Iterator[bytes]:
+    def replay(self, folder: JournalFolder) -> Iterator[bytes]:
         """The records, in order. May be consumed while the last journal is already appended to."""
         if self.snapshot is not None:
             path = folder.snapshot(self.snapshot)
@@ -65,10 +65,10 @@ def _checked(file: RecordFile, nbytes: int) -> Iterator[bytes]:
             raise Corrupt(f"{file.path} changed since it was checked: {file.fault}; {ADVICE}")
 
 
-def recover(folder: Folder) -> Recovered:
+def recover(folder: JournalFolder) -> RecoveredJournal:
     """Reads everything and changes nothing. Corrupt, OSError."""
     listing = folder.listing()
-    found = Recovered()
+    found = RecoveredJournal()
     floor, faults = _take_snapshot(folder, listing, found)
     numbers = _chain(folder, listing, found.snapshot, faults)
     for number in numbers:
@@ -85,7 +85,7 @@ def recover(folder: Folder) -> Recovered:
     return found
 
 
-def _take_snapshot(folder: Folder, listing: Listing, found: Recovered) -> tuple[int, list[str]]:
+def _take_snapshot(folder: JournalFolder, listing: JournalFiles, found: RecoveredJournal) -> tuple[int, list[str]]:
     """Finds the newest whole snapshot. How much of its journal was on disk, and what is wrong with newer ones."""
     faults: list[str] = []
     for number in reversed(listing.snapshots):
@@ -99,7 +99,7 @@ def _take_snapshot(folder: Folder, listing: Listing, found: Recovered) -> tuple[
     return 0, faults
 
 
-def _chain(folder: Folder, listing: Listing, snapshot: int | None, faults: list[str]) -> list[int]:
+def _chain(folder: JournalFolder, listing: JournalFiles, snapshot: int | None, faults: list[str]) -> list[int]:
     """The journals to replay; Corrupt when one is missing."""
     if listing.empty:
         return []
@@ -134,7 +134,7 @@ def _witness(file: RecordFile, later: list[Path]) -> Path | None:
     return next((path for path in later if find_mark(path, 0, speaks_for=0)), None)
 
 
-def put_right(folder: Folder, found: Recovered, listing: Listing) -> None:
+def put_right(folder: JournalFolder, found: RecoveredJournal, listing: JournalFiles) -> None:
     """Does what `recover` found necessary, all but the cut itself, and tells the log what is lost."""
     for path in listing.leavings:
         _LOG.info("removing %s, which was never finished or was already replaced", path)

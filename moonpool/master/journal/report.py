@@ -11,7 +11,7 @@ import msgspec
 
 from moonpool.base.errors import ConfigError, Corrupt
 from moonpool.master.journal.epoch import read_epoch
-from moonpool.master.journal.folder import Folder, read_lock
+from moonpool.master.journal.folder import JournalFolder, read_lock
 from moonpool.master.journal.recovery import recover
 
 
@@ -39,7 +39,7 @@ def describe(directory: Path, *, check: bool = False) -> FolderReport:
 
     ConfigError when the folder cannot be read.
     """
-    folder = Folder(directory)
+    folder = JournalFolder(directory)
     try:
         note, held = read_lock(folder)
         names = sorted(os.listdir(directory))
@@ -58,7 +58,7 @@ def describe(directory: Path, *, check: bool = False) -> FolderReport:
         raise ConfigError(f"cannot read {directory}: {error.strerror or error}", param="data_dir") from error
 
 
-def _files(folder: Folder) -> list[FileReport]:
+def _files(folder: JournalFolder) -> list[FileReport]:
     listing = folder.listing()
     paths = [
         *(folder.snapshot(number) for number in listing.snapshots),
@@ -73,14 +73,14 @@ def _files(folder: Folder) -> list[FileReport]:
     return reports
 
 
-def _epoch(folder: Folder) -> int | None:
+def _epoch(folder: JournalFolder) -> int | None:
     try:
         return read_epoch(folder)
     except ValueError:
         return None
 
 
-def _problem(folder: Folder) -> str | None:
+def _problem(folder: JournalFolder) -> str | None:
     try:
         recover(folder)
     except Corrupt as error:

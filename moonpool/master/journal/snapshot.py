@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from moonpool.base.errors import Cancelled, Internal, MoonpoolError, Overloaded
-from moonpool.master.journal.folder import Folder, as_moonpool_error, remove_gently
+from moonpool.master.journal.folder import JournalFolder, as_moonpool_error, remove_gently
 from moonpool.master.journal.frames import (
     END,
     Control,
@@ -46,7 +46,7 @@ class SnapshotOwner(Protocol):
 class SnapshotWriter:
     """`add` chunks while `ready`, then `finish`; or `abort`. Exactly one thread calls these, and none of them waits."""
 
-    def __init__(self, folder: Folder, number: int, owner: SnapshotOwner, max_queued_nbytes: int) -> None:
+    def __init__(self, folder: JournalFolder, number: int, owner: SnapshotOwner, max_queued_nbytes: int) -> None:
         self.number = number
         self._folder = folder
         self._owner = owner

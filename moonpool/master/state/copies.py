@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 from moonpool.base.errors import Corrupt, DeadlineExceeded, NotFound, PeerLost
 from moonpool.master.rules import PoolRules
-from moonpool.master.state.fates import Fate
 from moonpool.master.state.generations import Generations
 from moonpool.master.state.index import ObjectIndex
 from moonpool.master.state.orders import OpenOrder, OrderBook
+from moonpool.master.state.removal_reasons import RemovalReason
 from moonpool.master.state.segments import Place, SegmentTable
 from moonpool.master.state.space import SpaceReturns
 from moonpool.master.state.table import Replica
@@ -125,7 +125,7 @@ class Copies:
             return False
         index.counters["corrupt_replicas"] += 1
         if len(bad) + on_ssd == len(table.dram_replicas(slot)) + (ssd is not None):
-            index.drop(slot, Fate.CORRUPT, now_s)
+            index.drop(slot, RemovalReason.CORRUPT, now_s)
         elif on_ssd:
             self.on_record_spoilt(key, generation)
             index.drop_ssd(slot, now_s)

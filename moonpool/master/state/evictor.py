@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from moonpool.master.rules import PoolRules
-from moonpool.master.state.fates import Fate
 from moonpool.master.state.index import ObjectIndex
+from moonpool.master.state.removal_reasons import RemovalReason
 from moonpool.master.state.segments import SegmentTable
 from moonpool.master.state.table import Flag
 
@@ -40,7 +40,7 @@ class Evictor:
         """Evicts at least `nbytes` if it can. False when nothing could go."""
         before = self._segments.used_nbytes
         for last_round, limit in enumerate(self._candidates_left):
-            looked_at = self._evict(before - nbytes, last_round, Fate.EVICTED_FOR_PUT, now_s, limit)
+            looked_at = self._evict(before - nbytes, last_round, RemovalReason.EVICTED_FOR_PUT, now_s, limit)
             self._candidates_left[last_round] -= looked_at
             if self._segments.used_nbytes <= before - nbytes:
                 break
@@ -89,7 +89,7 @@ class Evictor:
         grouped = table.flags[slot] & Flag.GROUPED
         for each in sorted(table.groups[table.group_of[slot]]) if grouped else (slot,):
             self._index.counters["evicted"] += 1
-            self._index.drop(each, Fate.EVICTED_FOR_PUT, now_s)
+            self._index.drop(each, RemovalReason.EVICTED_FOR_PUT, now_s)
 
     def by_watermark(self, now_s: float, limit: int) -> bool:
         """One step down to the low mark. True when it should go on soon."""
@@ -99,16 +99,16 @@ class Evictor:
         if not self._evicting:
             return False
         target = int(self._rules.low_watermark * capacity)
-        looked_at = self._evict(target, 0, Fate.EVICTED_WATERMARK, now_s, limit)
+        looked_at = self._evict(target, 0, RemovalReason.EVICTED_WATERMARK, now_s, limit)
         self._num_passed_over = 0 if self._segments.used_nbytes < used else self._num_passed_over + looked_at
         goes_on = looked_at == limit and self._num_passed_over < len(self._index.policy)
         if self._segments.used_nbytes == used and not goes_on:  # an SSD that keeps up is given the time to
-            self._evict(target, 1, Fate.EVICTED_WATERMARK, now_s, limit)
+            self._evict(target, 1, RemovalReason.EVICTED_WATERMARK, now_s, limit)
             self._num_passed_over = 0
         self._evicting = self._segments.used_nbytes > target
         return self._evicting and (self._segments.used_nbytes < used or goes_on)
 
-    def _evict(self, target: int, last_round: int, fate: Fate, now_s: float, limit: int) -> int:
+    def _evict(self, target: int, last_round: int, fate: RemovalReason, now_s: float, limit: int) -> int:
         """Evicts until no more than `target` bytes are used; how many candidates were looked at."""
         looked_at = 0
         policy = self._index.policy
@@ -147,7 +147,7 @@ class Evictor:
         ssd = None if segment is None else self._segments.ssd_of(segment.node)
         return 1 if ssd is not None and ssd.takes_new else 0
 
-    def _evict_one(self, slot: int, fate: Fate, now_s: float) -> None:
+    def _evict_one(self, slot: int, fate: RemovalReason, now_s: float) -> None:
         index, table = self._index, self._index.table
         grouped = table.flags[slot] & Flag.GROUPED
         for each in sorted(table.groups[table.group_of[slot]]) if grouped else (slot,):

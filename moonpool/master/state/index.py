@@ -14,11 +14,11 @@ import numpy as np
 from moonpool.master.policies.base import EvictionPolicy
 from moonpool.master.rules import PoolRules
 from moonpool.master.state.changes import ChangeLog
-from moonpool.master.state.fates import Fate, Fates
 from moonpool.master.state.key_index import Slots
 from moonpool.master.state.losses import UNKNOWN_OFFSET, Losses
 from moonpool.master.state.pins import PinnedObject, PinTable
 from moonpool.master.state.records import Outcomes, Pinned, Unpinned, Viewed
+from moonpool.master.state.removal_reasons import RemovalLog, RemovalReason
 from moonpool.master.state.segments import Place, SegmentTable
 from moonpool.master.state.space import SpaceReturns
 from moonpool.master.state.table import KEPT, Flag, ObjectTable, Replica
@@ -38,7 +38,7 @@ class ObjectIndex:
         self, rules: PoolRules, segments: SegmentTable, space: SpaceReturns, policy: EvictionPolicy, outcomes: Outcomes
     ) -> None:
         self.table = ObjectTable(rules.max_objects)
-        self.fates = Fates(rules.max_fates)
+        self.fates = RemovalLog(rules.max_fates)
         self.changes = ChangeLog()
         self.policy = policy
         self.pins = PinTable()
@@ -186,7 +186,7 @@ class ObjectIndex:
         self.counters["stored"] += 1
         return slot
 
-    def drop(self, slot: int, fate: Fate, now_s: float) -> None:
+    def drop(self, slot: int, fate: RemovalReason, now_s: float) -> None:
         """Takes the object out and sends its space on its way back."""
         table = self.table
         key, nbytes, flags = table.keys[slot], table.nbytes[slot], table.flags[slot]
@@ -226,7 +226,9 @@ class ObjectIndex:
         if not self.tier(slot):
             self.sleep(slot)
 
-    def lose_replicas(self, slot: int, lost: Sequence[Replica], fate: Fate, until_s: float, now_s: float) -> None:
+    def lose_replicas(
+        self, slot: int, lost: Sequence[Replica], fate: RemovalReason, until_s: float, now_s: float
+    ) -> None:
         """Somebody else may be writing over these DRAM replicas until then."""
         lease_until_s = self.table.lease_until_s[slot]
         self.table.lease_until_s[slot] = max(lease_until_s, until_s)  # their space rests as long

@@ -12,8 +12,8 @@ from functools import lru_cache
 import re2
 
 from moonpool.base.errors import InvalidInput
-from moonpool.master.state.fates import Fate
 from moonpool.master.state.index import ObjectIndex
+from moonpool.master.state.removal_reasons import RemovalReason
 from moonpool.master.state.table import Flag
 from moonpool.store.messages import ListedObject, ObjectPage, RemovedCount
 
@@ -57,7 +57,7 @@ class _KeyPattern:
         self.search = compiled.search
 
 
-class Listing:
+class ObjectListing:
     def __init__(self, index: ObjectIndex) -> None:
         self._index = index
 
@@ -117,7 +117,7 @@ def remove(index: ObjectIndex, slot: int, force: bool, now_s: float) -> bool:
     if kept and not force:
         return False
     index.counters["removed"] += 1
-    index.drop(slot, Fate.REMOVED, now_s)
+    index.drop(slot, RemovalReason.REMOVED, now_s)
     return True
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from moonpool.master.state.fates import Fate
+from moonpool.master.state.removal_reasons import RemovalReason
 from moonpool.master.state.segments import SegmentTable
 from moonpool.master.state.table import Flag, Replica
 
@@ -23,11 +23,13 @@ class Losses:
     def __init__(self, index: ObjectIndex, segments: SegmentTable) -> None:
         self._index = index
         self._segments = segments
-        self.pending: dict[int, Fate] = {}  # segments not all of whose objects were seen: what becomes of these
+        self.pending: dict[
+            int, RemovalReason
+        ] = {}  # segments not all of whose objects were seen: what becomes of these
         self.heirs: dict[int, int] = {}  # ended DRAM segment -> the SSD segment of its node, which may have its objects
         self._swept_to = 0
 
-    def start_sweep(self, numbers: Iterable[int], fate: Fate = Fate.NODE_GONE) -> None:
+    def start_sweep(self, numbers: Iterable[int], fate: RemovalReason = RemovalReason.NODE_GONE) -> None:
         """These segments ended, went away or said all they have: from here on every object must be seen once."""
         self.pending.update(dict.fromkeys(numbers, fate))
         self._swept_to = 0
@@ -60,7 +62,7 @@ class Losses:
 
     def prune(self, slot: int, now_s: float) -> bool:
         """Takes replicas away that went with their segment. False when that ended the object."""
-        table, by_number, fate = self._index.table, self._segments.by_number, Fate.NODE_GONE
+        table, by_number, fate = self._index.table, self._segments.by_number, RemovalReason.NODE_GONE
         ssd = table.ssd_segment[slot]
         if ssd and self._ssd_is_lost(slot):
             fate = self.pending.get(ssd, fate)

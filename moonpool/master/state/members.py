@@ -9,13 +9,13 @@ from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import InvalidInput, NotFound, StaleGeneration
 from moonpool.master.rules import PoolRules
 from moonpool.master.state.allocator import OffsetAllocator
-from moonpool.master.state.fates import Fate
 from moonpool.master.state.generations import Generations
 from moonpool.master.state.index import FIRST_SESSION, ObjectIndex
 from moonpool.master.state.orders import OrderBook
 from moonpool.master.state.puts import Puts
 from moonpool.master.state.records import Freed, Listed, Mounted, SegmentsAway, SegmentsEnded, SessionsEnded
 from moonpool.master.state.recounting import common, overwritten, unowned, with_taken
+from moonpool.master.state.removal_reasons import RemovalReason
 from moonpool.master.state.segments import MountedSegment, SegmentTable
 from moonpool.master.state.space import SpaceReturns
 from moonpool.master.state.ssd_tier import SsdTier
@@ -189,7 +189,9 @@ class Members:
         self._end([each for each in known if each.is_away and each.heard_s <= forgotten_s], now_s)
         self._forget_unseen_sessions(now_s)
 
-    def _end(self, ended: Sequence[MountedSegment], now_s: float, fate: Fate = Fate.NODE_GONE) -> None:
+    def _end(
+        self, ended: Sequence[MountedSegment], now_s: float, fate: RemovalReason = RemovalReason.NODE_GONE
+    ) -> None:
         if not ended:
             return
         heirs = [self._heir(segment) for segment in ended]
@@ -235,7 +237,7 @@ class Members:
         """
         rested_s = now_s + self._rules.put_release_s
         for slot, lost in list(overwritten(self._index.table, segment.number, spans)):
-            self._index.lose_replicas(slot, lost, Fate.NOT_RECOVERED, rested_s, now_s)
+            self._index.lose_replicas(slot, lost, RemovalReason.NOT_RECOVERED, rested_s, now_s)
         new = unowned(allocator, spans)
         segment.allocator = with_taken(allocator, new)
         self._segments.count_totals()
@@ -261,7 +263,7 @@ class Members:
         if items:
             self._raise_generations(max(item.generation for item in items))
         if last:
-            self._on_listed(segment, now_s, Fate.LOG_DAMAGED if is_damaged else Fate.NOT_RECOVERED)
+            self._on_listed(segment, now_s, RemovalReason.LOG_DAMAGED if is_damaged else RemovalReason.NOT_RECOVERED)
         return wanted
 
     def _raise_generations(self, known: int) -> None:
@@ -273,7 +275,7 @@ class Members:
             for each in self._segments.of_tier(Tier.DRAM):
                 each.is_behind, each.acknowledged = True, False
 
-    def _on_listed(self, segment: MountedSegment, now_s: float, fate: Fate) -> None:
+    def _on_listed(self, segment: MountedSegment, now_s: float, fate: RemovalReason) -> None:
         """The node has said all it has: what was expected there besides is lost."""
         segment.acknowledged, segment.recount_above = True, None
         known = self._segments.by_number.values()

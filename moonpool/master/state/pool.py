@@ -29,11 +29,11 @@ from moonpool.master.state.hot_keys import HotKeys
 from moonpool.master.state.identities import Identities
 from moonpool.master.state.index import FIRST_SESSION, ObjectIndex
 from moonpool.master.state.integrity import check_pool, object_spans
-from moonpool.master.state.listing import Listing, remove
+from moonpool.master.state.listing import ObjectListing, remove
 from moonpool.master.state.members import Members
 from moonpool.master.state.orders import OrderBook
 from moonpool.master.state.puts import Puts
-from moonpool.master.state.reads import Reads
+from moonpool.master.state.reads import ReadState
 from moonpool.master.state.records import Freed, Outcomes
 from moonpool.master.state.refusals import check_pairs
 from moonpool.master.state.segments import Place, SegmentTable
@@ -67,8 +67,8 @@ class PoolState:
         self.copies = Copies(rules, index, segments, self.space, self.orders, self.generations)
         self.ssd = SsdTier(rules, index, segments, self.orders, self.copies)
         self._hot = HotKeys(rules, index, segments, self.copies)
-        self._reads = Reads(rules, index, self.ssd, self._hot)
-        self._listing = Listing(index)
+        self._reads = ReadState(rules, index, self.ssd, self._hot)
+        self._listing = ObjectListing(index)
         self._tasks = Tasks(rules, first_id, index, segments, self.copies)
         self.members = Members(
             rules, epoch, index, segments, self.space, self.puts, self.orders, self.ssd, self.generations

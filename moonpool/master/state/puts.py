@@ -8,7 +8,6 @@ from moonpool.base.errors import InvalidInput, NoSpace
 from moonpool.master.rules import PoolRules
 from moonpool.master.state.bulk import LEAST, are_plain, insert_plain
 from moonpool.master.state.evictor import Evictor
-from moonpool.master.state.fates import Fate
 from moonpool.master.state.generations import Generations
 from moonpool.master.state.identities import Identities
 from moonpool.master.state.index import ObjectIndex
@@ -24,6 +23,7 @@ from moonpool.master.state.refusals import (
     check_batch,
     refusal,
 )
+from moonpool.master.state.removal_reasons import RemovalReason
 from moonpool.master.state.segments import Place, SegmentTable
 from moonpool.master.state.space import SpaceReturns
 from moonpool.master.state.table import Flag, Replica
@@ -224,7 +224,7 @@ class Puts(UnfinishedPuts):
     def _make_way(self, put: PendingPut, replace: bool, now_s: float) -> bool:
         """An upsert does not wait for an unfinished put of the same key; others wait until it is discarded."""
         if replace:
-            self._abandon([put], Fate.PUT_REVOKED, False, now_s)
+            self._abandon([put], RemovalReason.PUT_REVOKED, False, now_s)
             return True
         return self._discard_if_late(put, now_s)
 
@@ -328,7 +328,7 @@ class Puts(UnfinishedPuts):
             put = pending.get(key)
             if put is None or put.generation != generations[at] or put.renewed_s <= too_old_s:
                 if put is not None and put.generation == generations[at]:
-                    self._abandon([put], Fate.PUT_ABANDONED, False, now_s)
+                    self._abandon([put], RemovalReason.PUT_ABANDONED, False, now_s)
                 late = self._late(key, generations[at], now_s)
                 if late is not None:
                     refusals[at] = late
@@ -378,7 +378,7 @@ class Puts(UnfinishedPuts):
         by_number = self._segments.by_number
         left = [place for place in put.places if place[0] in by_number and by_number[place[0]].name not in failed]
         if not left:
-            self._abandon([put], Fate.PUT_ABANDONED, False, now_s)
+            self._abandon([put], RemovalReason.PUT_ABANDONED, False, now_s)
             return False
         lost = [place for place in put.places if place not in left]
         put.places = left
@@ -391,7 +391,7 @@ class Puts(UnfinishedPuts):
         index, table, terms = self._index, self._index.table, put.terms
         old = table.find(put.key)
         if old is not None:
-            index.drop(old, Fate.REPLACED, now_s)
+            index.drop(old, RemovalReason.REPLACED, now_s)
         parent = table.find(put.parent) if put.parent else None
         dram = [Replica(number, offset, put.generation) for number, offset in put.places]
         slot = index.insert(put.key, put.nbytes, dram, put.generation, terms.flags, terms.identity, parent)

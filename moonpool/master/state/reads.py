@@ -12,7 +12,7 @@ from moonpool.master.state.ssd_tier import SsdTier
 from moonpool.store.messages import ObjectInfo
 
 
-class Reads:
+class ReadState:
     def __init__(self, rules: PoolRules, index: ObjectIndex, ssd: SsdTier, hot: HotKeys) -> None:
         self._lease_s = rules.lease_s
         self._index = index

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import msgspec
 
 from moonpool.base.descriptor import SegmentDescriptor
-from moonpool.master.state.fates import Fate
+from moonpool.master.state.removal_reasons import RemovalReason
 from moonpool.master.state.segments import Place
 from moonpool.master.state.table import Replica
 from moonpool.store.messages import Tier
@@ -259,7 +259,7 @@ class Outcomes:
         if self.enabled:
             self._records.append(record)
 
-    def dropped(self, key: bytes, fate: Fate) -> None:
+    def dropped(self, key: bytes, fate: RemovalReason) -> None:
         """Many in a row are one record."""
         if not self.enabled:
             return

@@ -17,11 +17,11 @@ import numpy as np
 from moonpool.base.errors import Corrupt, InvalidInput
 from moonpool.master.state import records as r
 from moonpool.master.state.allocator import OffsetAllocator
-from moonpool.master.state.fates import Fate
 from moonpool.master.state.losses import UNKNOWN_OFFSET
 from moonpool.master.state.pending import PendingPut, Terms
 from moonpool.master.state.recovered_order import RecoveredOrder
 from moonpool.master.state.recovered_pins import RecoveredPins
+from moonpool.master.state.removal_reasons import RemovalReason
 from moonpool.master.state.segments import MountedSegment, Place
 from moonpool.master.state.table import Flag
 from moonpool.store.messages import GRANULE_NBYTES, Tier
@@ -153,7 +153,7 @@ class _Recovery:
                 continue
             if record.kept[at]:
                 self._state.puts.keep(put, self._now_s, self._now_s)
-            self._index.fates.record(key, Fate(record.fates[at]), self._now_s)
+            self._index.fates.record(key, RemovalReason(record.fates[at]), self._now_s)
 
     def _take_put(self, key: bytes, generation: int) -> PendingPut | None:
         put = self._state.puts.pending.get(key)
@@ -182,9 +182,9 @@ class _Recovery:
         for key, fate in zip(record.keys, record.fates, strict=True):
             slot = self._index.table.find(key)
             if slot is not None:
-                self._index.drop(slot, Fate(fate), self._now_s)
+                self._index.drop(slot, RemovalReason(fate), self._now_s)
             else:
-                self._index.fates.record(key, Fate(fate), self._now_s)
+                self._index.fates.record(key, RemovalReason(fate), self._now_s)
 
     def _placed(self, record: r.Placed) -> None:
         index, table = self._index, self._index.table
@@ -192,7 +192,7 @@ class _Recovery:
             dram, ssd = record.dram[at], record.ssd[at]
             slot = table.find(key)
             if slot is not None and table.version[slot] != record.versions[at]:
-                index.drop(slot, Fate.REPLACED, self._now_s)
+                index.drop(slot, RemovalReason.REPLACED, self._now_s)
                 slot = None
             if slot is None:
                 slot = self._insert(record, at)
@@ -224,7 +224,7 @@ class _Recovery:
 
     def _fated(self, record: r.Fated) -> None:
         for key, fate, age_s in zip(record.keys, record.fates, record.ages_s, strict=True):
-            self._index.fates.record(key, Fate(fate), self._now_s - age_s)
+            self._index.fates.record(key, RemovalReason(fate), self._now_s - age_s)
 
     # processes
 

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from moonpool.base.errors import Corrupt, DeadlineExceeded, NoSpace, Overloaded, Unavailable
 from moonpool.master.rules import PoolRules
 from moonpool.master.state.copies import Copies
-from moonpool.master.state.fates import Fate
 from moonpool.master.state.index import ObjectIndex
 from moonpool.master.state.losses import UNKNOWN_OFFSET
 from moonpool.master.state.orders import OpenOrder, OrderBook
+from moonpool.master.state.removal_reasons import RemovalReason
 from moonpool.master.state.segments import MountedSegment, SegmentTable
 from moonpool.master.state.table import Flag, Replica
 from moonpool.store.messages import (
@@ -251,7 +251,7 @@ class SsdTier:
         if table.dram_segment[slot]:
             index.drop_ssd(slot, now_s)
         else:
-            index.drop(slot, Fate.SSD_EVICTED, now_s)
+            index.drop(slot, RemovalReason.SSD_EVICTED, now_s)
 
     def _on_record_unwanted(self, key: bytes, nbytes: int, record: Replica, now_s: float) -> None:
         """The node forgets the record; one that is away learns it when it shows its inventory."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from moonpool.master.rules import PoolRules
-from moonpool.master.state.fates import Fate
 from moonpool.master.state.index import FIRST_SESSION, ObjectIndex
 from moonpool.master.state.pending import PendingPut
 from moonpool.master.state.records import Freed, LetGo, PutsAbandoned
+from moonpool.master.state.removal_reasons import RemovalReason
 from moonpool.master.state.segments import Place
 from moonpool.master.state.space import SpaceReturns
 
@@ -44,7 +44,7 @@ class UnfinishedPuts:
             elif settled and self._space.settled(generation):
                 freed.append(generation)
         if ended:
-            self._abandon(ended, Fate.PUT_REVOKED, settled, now_s)
+            self._abandon(ended, RemovalReason.PUT_REVOKED, settled, now_s)
         if freed:
             self._index.outcomes.add(Freed(freed))
 
@@ -55,7 +55,7 @@ class UnfinishedPuts:
         found = [self.pending[key] for key in dict.fromkeys(keys) if key in self.pending] if self.pending else []
         lost = [put for put in found if put.terms.session == session and put.generation <= up_to]
         if lost:
-            self._abandon(lost, Fate.PUT_REVOKED, False, now_s)
+            self._abandon(lost, RemovalReason.PUT_REVOKED, False, now_s)
         if self._space.let_go(session, up_to, now_s + self._rules.put_release_s):
             self._index.outcomes.add(LetGo(session, up_to))
 
@@ -67,14 +67,14 @@ class UnfinishedPuts:
                 break
             late.append(put)
         if late:
-            self._abandon(late, Fate.PUT_ABANDONED, False, now_s)
+            self._abandon(late, RemovalReason.PUT_ABANDONED, False, now_s)
         return len(late) == limit
 
     def session_gone(self, session: int, now_s: float) -> None:
         """The writer has ended: its unfinished puts will never be, and nothing writes there any more."""
         mine = [put for put in self.pending.values() if put.terms.session == session]
         if mine:
-            self._abandon(mine, Fate.PUT_ABANDONED, True, now_s)
+            self._abandon(mine, RemovalReason.PUT_ABANDONED, True, now_s)
 
     def sessions(self) -> set[int]:
         return {put.terms.session for put in self.pending.values() if put.terms.session >= FIRST_SESSION}
@@ -87,10 +87,10 @@ class UnfinishedPuts:
     def _discard_if_late(self, put: PendingPut, now_s: float) -> bool:
         if now_s < put.renewed_s + self._rules.put_discard_s:
             return False
-        self._abandon([put], Fate.PUT_ABANDONED, False, now_s)
+        self._abandon([put], RemovalReason.PUT_ABANDONED, False, now_s)
         return True
 
-    def _abandon(self, puts: Sequence[PendingPut], fate: Fate, settled: bool, now_s: float) -> None:
+    def _abandon(self, puts: Sequence[PendingPut], fate: RemovalReason, settled: bool, now_s: float) -> None:
         for put in puts:
             del self.pending[put.key]
             if settled:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 
-class Load(NamedTuple):
+class FileLoad(NamedTuple):
     """A sealed file: objects that live, objects ever written there, and the most that it could hold."""
 
     live_nbytes: int
@@ -14,7 +14,7 @@ class Load(NamedTuple):
     capacity_nbytes: int
 
 
-def choose_victim(loads: Mapping[int, Load], dead_fraction: float) -> int | None:
+def choose_victim(loads: Mapping[int, FileLoad], dead_fraction: float) -> int | None:
     """The file with the least to move, the oldest of equals: its tombstones are the first that nothing needs any
     more. None when every file is worth its space.
     """
@@ -22,7 +22,7 @@ def choose_victim(loads: Mapping[int, Load], dead_fraction: float) -> int | None
     return min(worth)[1] if worth else None
 
 
-def _is_worth_it(load: Load, dead_fraction: float) -> bool:
+def _is_worth_it(load: FileLoad, dead_fraction: float) -> bool:
     """Much in it is dead, or it was sealed half empty (at a restart). A file that is full of living objects never is,
     however they fit, or the same objects would be moved for ever.
     """

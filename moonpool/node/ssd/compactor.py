@@ -9,14 +9,14 @@ import threading
 from collections.abc import Sequence
 
 from moonpool.base.errors import HandleClosed, MoonpoolError, NoSpace, Refused
-from moonpool.node.ssd.choice import Load, choose_victim
-from moonpool.node.ssd.folder import Folder
-from moonpool.node.ssd.index import Index
+from moonpool.node.ssd.choice import FileLoad, choose_victim
+from moonpool.node.ssd.folder import LogFolder
+from moonpool.node.ssd.index import LogIndex
 from moonpool.node.ssd.layout import Entry
-from moonpool.node.ssd.packing import Record, largest_object_nbytes
+from moonpool.node.ssd.packing import LogRecord, largest_object_nbytes
 from moonpool.node.ssd.reading import read_checked
-from moonpool.node.ssd.types import Moved, Read, SsdConfig, location_of
-from moonpool.node.ssd.writer import Writer
+from moonpool.node.ssd.types import LogRead, MovedRecord, SsdConfig, location_of
+from moonpool.node.ssd.writer import LogWriter
 from moonpool.transfer.memory.buffers import aligned_buffer
 
 
@@ -25,9 +25,9 @@ class Compactor:
 
     def __init__(
         self,
-        folder: Folder,
-        index: Index,
-        writer: Writer,
+        folder: LogFolder,
+        index: LogIndex,
+        writer: LogWriter,
         config: SsdConfig,
         *,
         writing: threading.Lock,
@@ -46,7 +46,7 @@ class Compactor:
         self.drained: set[int] = set()  # nothing lives there; readers may still be at it
         self.num_corrupt = 0
 
-    def step(self, max_nbytes: int) -> list[Moved]:
+    def step(self, max_nbytes: int) -> list[MovedRecord]:
         """SsdLog.compact()."""
         with self._stepping:
             if self._closed:
@@ -61,8 +61,8 @@ class Compactor:
         with self._stepping:
             self._closed = True
 
-    def _step(self, max_nbytes: int) -> tuple[list[Moved], MoonpoolError | None]:
-        moved: list[Moved] = []
+    def _step(self, max_nbytes: int) -> tuple[list[MovedRecord], MoonpoolError | None]:
+        moved: list[MovedRecord] = []
         sealed, full = self._sealed(), False  # what this step fills is not for this step to empty
         while (victim := self._choose(sealed - self._avoided - self.drained, only_empty=full)) is not None:
             chunk = self._next_chunk(victim, max_nbytes, at_least_one=not moved)
@@ -87,7 +87,9 @@ class Compactor:
     def _choose(self, numbers: set[int], *, only_empty: bool) -> int | None:
         with self._index_lock:
             loads = {
-                number: Load(use.live_nbytes, use.written_nbytes, largest_object_nbytes(self._folder.sizes[number], 0))
+                number: FileLoad(
+                    use.live_nbytes, use.written_nbytes, largest_object_nbytes(self._folder.sizes[number], 0)
+                )
                 for number, use in self._index.uses()
                 if number in numbers and not (only_empty and use.num_live)
             }
@@ -105,11 +107,11 @@ class Compactor:
                 chunk.append(entry)
         return chunk
 
-    def _move(self, chunk: Sequence[Entry]) -> tuple[list[Moved], MoonpoolError | None]:
+    def _move(self, chunk: Sequence[Entry]) -> tuple[list[MovedRecord], MoonpoolError | None]:
         """Also what is lost counts as moved, to nowhere. The error is that of objects that stay where they are."""
         views = self._places_for(chunk)
         pairs = zip(chunk, views, strict=True)
-        reads = [Read(entry.key, entry.generation, location_of(entry), [view], entry.crc) for entry, view in pairs]
+        reads = [LogRead(entry.key, entry.generation, location_of(entry), [view], entry.crc) for entry, view in pairs]
         errors = read_checked(self._folder, reads, self._config.io_timeout_s)
         with self._writing:
             with self._index_lock:
@@ -121,21 +123,21 @@ class Compactor:
         unread = next((e for e in errors if e is not None and not isinstance(e, Refused)), None)
         return lost + moved, unread or refused
 
-    def _append(self, whole: Sequence[tuple[Entry, memoryview]]) -> tuple[list[Moved], MoonpoolError | None]:
-        records = [Record(entry.key, entry.generation, entry.nbytes, [view], entry.crc) for entry, view in whole]
-        moved: list[Moved] = []
+    def _append(self, whole: Sequence[tuple[Entry, memoryview]]) -> tuple[list[MovedRecord], MoonpoolError | None]:
+        records = [LogRecord(entry.key, entry.generation, entry.nbytes, [view], entry.crc) for entry, view in whole]
+        moved: list[MovedRecord] = []
         error: MoonpoolError | None = None
         for (entry, _), result in zip(whole, self._writer.append(records, moving=True), strict=True):
             if isinstance(result, MoonpoolError):
                 error = result
             else:
-                moved.append(Moved(entry.key, entry.generation, location_of(entry), result))
+                moved.append(MovedRecord(entry.key, entry.generation, location_of(entry), result))
         return moved, error
 
-    def _lose(self, entry: Entry) -> Moved:
+    def _lose(self, entry: Entry) -> MovedRecord:
         self.num_corrupt += 1
         self._writer.bury(entry.key, entry.generation)
-        return Moved(entry.key, entry.generation, location_of(entry), None)
+        return MovedRecord(entry.key, entry.generation, location_of(entry), None)
 
     def _drain(self, victim: int) -> MoonpoolError | None:
         with self._writing:

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 
 from moonpool.base.errors import ConfigError, HandleClosed, NoSpace, Unavailable
 from moonpool.node.ssd.layout import NONCE_NBYTES, UNIT_NBYTES, FileHeader, pack_file_header
-from moonpool.node.ssd.log_file import LogFile, on_disk
+from moonpool.node.ssd.log_file import SsdLogFile, on_disk
 from moonpool.transfer.disk.alignment import BUFFERED, Alignment, find_alignment
 from moonpool.transfer.disk.bounce import BouncePool
 from moonpool.transfer.disk.sidecar import sidecar_path
@@ -35,7 +35,7 @@ _MAX_BOUNCE_BUFFERS = 4
 logger = logging.getLogger(__name__)
 
 
-class Folder:
+class LogFolder:
     """Thread-safe, except that files are made and retired by one thread at a time."""
 
     def __init__(self, path: str, file_nbytes: int, max_nbytes: int, max_open_files: int) -> None:
@@ -45,7 +45,7 @@ class Folder:
         self._max_nbytes = max_nbytes
         self._max_open_files = max_open_files
         self._mutex = threading.Lock()
-        self._open_files: OrderedDict[int, LogFile] = OrderedDict()
+        self._open_files: OrderedDict[int, SsdLogFile] = OrderedDict()
         with on_disk(self.path):
             os.makedirs(self.path, mode=0o700, exist_ok=True)
             self._lock_fd = _lock(os.path.join(self.path, "LOCK"))  # None again after close()
@@ -76,7 +76,7 @@ class Folder:
         return os.path.join(self.path, f"log-{number:010d}")
 
     @contextmanager
-    def borrow(self, number: int) -> Iterator[LogFile]:
+    def borrow(self, number: int) -> Iterator[SsdLogFile]:
         """The file, open for reading. Unavailable when it is not there or no handle is left, HandleClosed after
         close().
         """
@@ -89,18 +89,18 @@ class Folder:
                 stack.enter_context(file.kept_open)  # under the lock: nobody can close it between
             yield file
 
-    def open_to_write(self, number: int) -> LogFile:
+    def open_to_write(self, number: int) -> SsdLogFile:
         """A handle of the caller's own."""
-        return LogFile(self.path_of(number), self.alignment, self._bounces, writable=True)
+        return SsdLogFile(self.path_of(number), self.alignment, self._bounces, writable=True)
 
-    def make_file(self, *, keep_spare: bool) -> tuple[FileHeader, LogFile]:
+    def make_file(self, *, keep_spare: bool) -> tuple[FileHeader, SsdLogFile]:
         """A new log file, durable and empty, and a handle to write it. NoSpace when the disk has not enough, for a
         spare one besides too if one must be kept: on a full disk it is what compaction moves to.
         """
         spare = self._ensure_spares(2 if keep_spare else 1)
         number = self._take_number()
         header = FileHeader(number, self._file_nbytes, os.urandom(NONCE_NBYTES))
-        file = LogFile(self._spare_path(spare), self.alignment, self._bounces, writable=True)
+        file = SsdLogFile(self._spare_path(spare), self.alignment, self._bounces, writable=True)
         try:
             file.write(0, [aligned_copy(pack_file_header(header))])
             file.sync()
@@ -148,18 +148,18 @@ class Folder:
         if lock_fd is not None:
             os.close(lock_fd)
 
-    def _open(self, number: int) -> LogFile:
+    def _open(self, number: int) -> SsdLogFile:
         if number not in self.sizes:
             raise Unavailable(f"{self.path} has no log file {number} any more")
         while len(self._open_files) >= self._max_open_files:
             self._close_oldest()
         try:
-            file = LogFile(self.path_of(number), self.alignment, self._bounces, writable=False)
+            file = SsdLogFile(self.path_of(number), self.alignment, self._bounces, writable=False)
         except Unavailable:
             if not self._open_files:
                 raise
             self._close_oldest()  # the process may be out of handles, and this one is ours to give
-            file = LogFile(self.path_of(number), self.alignment, self._bounces, writable=False)
+            file = SsdLogFile(self.path_of(number), self.alignment, self._bounces, writable=False)
         self._open_files[number] = file
         return file
 

@@ -23,7 +23,7 @@ class FileUse:
     num_live: int = 0
 
 
-class Index:
+class LogIndex:
     def __init__(self) -> None:
         self._live: dict[bytes, Entry] = {}
         self._shadows: dict[bytes, list[Entry]] = {}
@@ -149,7 +149,7 @@ class Index:
         """AssertionError unless the books agree with each other and with what a recovery would find; of `pending`
         keys the tombstones are not written yet.
         """
-        again = Index()
+        again = LogIndex()
         for number, use in self._files.items():
             again.open_file(number)
             for entry in reversed(use.entries):

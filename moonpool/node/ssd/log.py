@@ -18,13 +18,22 @@ from moonpool.base.errors import Corrupt, HandleClosed, InvalidInput, MoonpoolEr
 from moonpool.base.units import format_nbytes
 from moonpool.node.ssd.checks import check_header, object_crc
 from moonpool.node.ssd.compactor import Compactor
-from moonpool.node.ssd.folder import Folder
+from moonpool.node.ssd.folder import LogFolder
 from moonpool.node.ssd.layout import Entry
 from moonpool.node.ssd.opening import recover_folder
-from moonpool.node.ssd.packing import Record, largest_object_nbytes
+from moonpool.node.ssd.packing import LogRecord, largest_object_nbytes
 from moonpool.node.ssd.reading import read_checked
-from moonpool.node.ssd.types import Item, Location, Moved, Read, SsdConfig, SsdStats, Stored, location_of
-from moonpool.node.ssd.writer import Writer
+from moonpool.node.ssd.types import (
+    LogItem,
+    LogLocation,
+    LogRead,
+    MovedRecord,
+    SsdConfig,
+    SsdStats,
+    StoredRecord,
+    location_of,
+)
+from moonpool.node.ssd.writer import LogWriter
 from moonpool.store.messages import Doubt
 from moonpool.transfer.memory.buffers import Buffer, as_bytes_views, total_nbytes
 
@@ -34,7 +43,7 @@ logger = logging.getLogger(__name__)
 class SsdLog:
     """Make one with open(). Locks are taken in this order: one compaction at a time, writing, index."""
 
-    def __init__(self, folder: Folder, config: SsdConfig) -> None:
+    def __init__(self, folder: LogFolder, config: SsdConfig) -> None:
         recovered = recover_folder(folder)
         self._config = config
         self._folder = folder
@@ -47,7 +56,7 @@ class SsdLog:
         self._closed = False
         self._writing = threading.Lock()
         self._index_lock = threading.Lock()
-        self._writer = Writer(folder, self._index, self._index_lock, config)
+        self._writer = LogWriter(folder, self._index, self._index_lock, config)
         self._compactor = Compactor(
             folder, self._index, self._writer, config, writing=self._writing, index_lock=self._index_lock
         )
@@ -57,21 +66,21 @@ class SsdLog:
         """Makes the folder if need be and recovers what is in it. ConfigError when somebody else has it, Unavailable
         when the disk cannot be read.
         """
-        folder = Folder(os.fspath(path), config.file_nbytes, config.max_nbytes, config.max_open_files)
+        folder = LogFolder(os.fspath(path), config.file_nbytes, config.max_nbytes, config.max_open_files)
         try:
             return cls(folder, config)
         except BaseException:
             folder.close()
             raise
 
-    def append(self, key: bytes, generation: int, parts: Sequence[Buffer]) -> Location:
+    def append(self, key: bytes, generation: int, parts: Sequence[Buffer]) -> LogLocation:
         """append_many() of one, raising what it answers."""
-        (result,) = self.append_many([Item(key, generation, parts)])
+        (result,) = self.append_many([LogItem(key, generation, parts)])
         if isinstance(result, MoonpoolError):
             raise result
         return result
 
-    def append_many(self, items: Sequence[Item]) -> list[Location | MoonpoolError]:
+    def append_many(self, items: Sequence[LogItem]) -> list[LogLocation | MoonpoolError]:
         """Writes objects as they lie; the buffers are the caller's again on return. One result per item:
 
         InvalidInput when its size is not the one its header says or does not fit a file, Corrupt or StaleGeneration
@@ -81,10 +90,10 @@ class SsdLog:
         prepared = [self._prepare(item) for item in items]
         with self._writing:
             self._check_open()
-            admitted = [self._admit(record) if isinstance(record, Record) else record for record in prepared]
-            records = [record for record in admitted if isinstance(record, Record)]
+            admitted = [self._admit(record) if isinstance(record, LogRecord) else record for record in prepared]
+            records = [record for record in admitted if isinstance(record, LogRecord)]
             results = iter(self._writer.append(records) if records else [])
-        return [next(results) if isinstance(one, Record) else one for one in admitted]
+        return [next(results) if isinstance(one, LogRecord) else one for one in admitted]
 
     def sync(self) -> None:
         """What was appended and removed before is durable when it returns. After a failure only what is written
@@ -96,12 +105,12 @@ class SsdLog:
                 self._writer.write_tombstones()
         self._sync_files()
 
-    def find(self, key: bytes, generation: int) -> Location | None:
+    def find(self, key: bytes, generation: int) -> LogLocation | None:
         with self._index_lock:
             entry = self._index.find(key)
         return location_of(entry) if entry is not None and entry.generation == generation else None
 
-    def items(self) -> Iterator[Stored]:
+    def items(self) -> Iterator[StoredRecord]:
         """All objects, as they were at the time of the call. Where a part of the log is damaged, a tombstone may have
         been lost with it: objects that are not newer are in doubt then.
         """
@@ -109,11 +118,11 @@ class SsdLog:
             entries = self._index.live()
         return (self._stored(entry) for entry in entries)
 
-    def salvaged(self) -> list[Stored]:
+    def salvaged(self) -> list[StoredRecord]:
         """Objects that were found in damaged parts and wait for confirm()."""
         with self._index_lock:
             entries = self._index.salvaged()
-        return [Stored(entry.key, entry.generation, location_of(entry), Doubt.SALVAGED) for entry in entries]
+        return [StoredRecord(entry.key, entry.generation, location_of(entry), Doubt.SALVAGED) for entry in entries]
 
     def confirm(self, items: Iterable[tuple[bytes, int]]) -> int:
         """Salvaged objects (key, generation) that count from here on, because the master knows them. How many."""
@@ -132,7 +141,7 @@ class SsdLog:
 
     def read_into(
         self,
-        location: Location,
+        location: LogLocation,
         buffers: Sequence[Buffer],
         *,
         key: bytes,
@@ -140,11 +149,11 @@ class SsdLog:
         timeout_s: float | None = None,
     ) -> None:
         """read_many() of one, raising what it answers."""
-        (error,) = self.read_many([Read(key, generation, location, buffers)], timeout_s=timeout_s)
+        (error,) = self.read_many([LogRead(key, generation, location, buffers)], timeout_s=timeout_s)
         if error is not None:
             raise error
 
-    def read_many(self, reads: Sequence[Read], *, timeout_s: float | None = None) -> list[MoonpoolError | None]:
+    def read_many(self, reads: Sequence[LogRead], *, timeout_s: float | None = None) -> list[MoonpoolError | None]:
         """Fills the buffers; None where they hold the object asked for, all of it checked. Else Corrupt (counted),
         StaleGeneration when another object lies there, or Unavailable; those buffers must not be used. InvalidInput,
         for all, when buffers are not as long as their objects. Fastest for neighbours, into aligned memory.
@@ -182,7 +191,7 @@ class SsdLog:
             self._try_tombstones()
         return num_removed
 
-    def compact(self, max_nbytes_moved: int) -> list[Moved]:
+    def compact(self, max_nbytes_moved: int) -> list[MovedRecord]:
         """Moves objects out of files that are mostly dead, those with the least to move first: about so many bytes,
         one object at least. Empty when there is nothing worth it or no room now. Files that have nothing left are
         listed by drained(). Unavailable when a file cannot be read; the next call begins with another one.
@@ -274,7 +283,7 @@ class SsdLog:
         with self._writing:
             self._writer.mark_synced(unsynced)
 
-    def _prepare(self, item: Item) -> Record | MoonpoolError:
+    def _prepare(self, item: LogItem) -> LogRecord | MoonpoolError:
         try:
             views = as_bytes_views(item.parts, writable=False)
             header = check_header(views, item.key, item.generation)
@@ -284,9 +293,9 @@ class SsdLog:
         if nbytes > most:
             return InvalidInput(f"an object of {format_nbytes(nbytes)} does not fit a log file ({format_nbytes(most)})")
         crc = object_crc(views) if header.checksum_kind is ChecksumKind.NONE else None
-        return Record(item.key, item.generation, nbytes, views, crc)
+        return LogRecord(item.key, item.generation, nbytes, views, crc)
 
-    def _admit(self, record: Record) -> Record | MoonpoolError:
+    def _admit(self, record: LogRecord) -> LogRecord | MoonpoolError:
         try:
             with self._index_lock:
                 self._index.admit(record.key, record.generation)
@@ -294,11 +303,11 @@ class SsdLog:
             return error
         return record
 
-    def _stored(self, entry: Entry) -> Stored:
+    def _stored(self, entry: Entry) -> StoredRecord:
         doubt = Doubt.REMOVED if entry.file_number <= self._doubtful_upto else Doubt.NONE
-        return Stored(entry.key, entry.generation, location_of(entry), doubt)
+        return StoredRecord(entry.key, entry.generation, location_of(entry), doubt)
 
-    def _crc_of(self, read: Read) -> int | None:
+    def _crc_of(self, read: LogRead) -> int | None:
         entry: Entry | None = self._index.find(read.key)
         return entry.crc if entry is not None and location_of(entry) == read.location else None
 

@@ -16,7 +16,7 @@ from moonpool.transfer.disk.alignment import Alignment
 from moonpool.transfer.disk.bounce import BouncePool
 from moonpool.transfer.disk.disk import scatter
 from moonpool.transfer.disk.handle import SharedFd, own_errors
-from moonpool.transfer.disk.plan import Cursor, Span, plan_spans
+from moonpool.transfer.disk.plan import Cursor, FileSpan, plan_spans
 from moonpool.transfer.memory.buffers import cut, total_nbytes
 
 _PART_NBYTES = 16 * 1024 * 1024  # one system call; the deadline is looked at between them
@@ -35,7 +35,7 @@ def on_disk(path: str) -> Iterator[None]:
         raise Unavailable(str(error)) from error
 
 
-class LogFile:
+class SsdLogFile:
     """Owns its descriptor; borrows the bounce buffers."""
 
     def __init__(self, path: str, alignment: Alignment, bounces: BouncePool, *, writable: bool) -> None:
@@ -96,7 +96,7 @@ class LogFile:
                 if left:
                     group = cut(group, moved, left)
 
-    def _read_bounced(self, fd: int, span: Span, deadline: Deadline) -> None:
+    def _read_bounced(self, fd: int, span: FileSpan, deadline: Deadline) -> None:
         block, cursor = self._alignment.block_nbytes, Cursor(span.views)
         at, end = span.offset, span.offset + span.nbytes
         while at < end:

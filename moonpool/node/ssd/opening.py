@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import MoonpoolError
-from moonpool.node.ssd.folder import Folder
-from moonpool.node.ssd.index import Index
+from moonpool.node.ssd.folder import LogFolder
+from moonpool.node.ssd.index import LogIndex
 from moonpool.node.ssd.layout import UNIT_NBYTES, Entry, FileHeader, parse_file_header
-from moonpool.node.ssd.log_file import LogFile, on_disk
-from moonpool.node.ssd.recovery import Found, Reader, recover
+from moonpool.node.ssd.log_file import SsdLogFile, on_disk
+from moonpool.node.ssd.recovery import FoundRecord, Reader, recover
 from moonpool.node.ssd.writer import write_footer
 from moonpool.transfer.memory.buffers import aligned_buffer
 
@@ -23,19 +23,19 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Recovered:
-    index: Index = field(default_factory=Index)
+class RecoveredLog:
+    index: LogIndex = field(default_factory=LogIndex)
     num_torn: int = 0
     damaged_nbytes: int = 0
     doubtful_upto: int = 0  # the newest damaged file: a tombstone may be lost of whatever lies there or in older ones
     num_unreadable_files: int = 0
 
 
-def recover_folder(folder: Folder) -> Recovered:
+def recover_folder(folder: LogFolder) -> RecoveredLog:
     """Reads every file's index, or the file. Raises Unavailable when the disk cannot be read: nothing is given up for
     that. A file without a valid header is given up: it never held anything, or nothing in it can be told apart.
     """
-    recovered = Recovered()
+    recovered = RecoveredLog()
     reader = _Reader()
     is_durable = True
     for number in sorted(folder.sizes):
@@ -63,7 +63,7 @@ def recover_folder(folder: Folder) -> Recovered:
     return recovered
 
 
-def _retire_useless(folder: Folder, index: Index) -> None:
+def _retire_useless(folder: LogFolder, index: LogIndex) -> None:
     """Files with nothing alive and no tombstone that something older needs, the oldest first. Nobody reads them: who
     knew their places knew them of an earlier incarnation. An owner that dies often would have no time to empty and to
     rest them, and run out of files.
@@ -74,7 +74,7 @@ def _retire_useless(folder: Folder, index: Index) -> None:
             index.drop_file(number)
 
 
-def _retired(folder: Folder, number: int) -> bool:
+def _retired(folder: LogFolder, number: int) -> bool:
     try:
         folder.retire(number)
     except MoonpoolError as error:
@@ -83,7 +83,7 @@ def _retired(folder: Folder, number: int) -> bool:
     return True
 
 
-def _recover_file(folder: Folder, number: int, read: Reader) -> tuple[Found | None, bool]:
+def _recover_file(folder: LogFolder, number: int, read: Reader) -> tuple[FoundRecord | None, bool]:
     """What was found, and whether all of it is durable now."""
     header = parse_file_header(read(0, UNIT_NBYTES), number) if folder.sizes[number] >= UNIT_NBYTES else None
     if header is None:
@@ -107,7 +107,7 @@ def _recover_file(folder: Folder, number: int, read: Reader) -> tuple[Found | No
     return found, _seal(folder, header, None)  # without an index: the next start must learn of the damage too
 
 
-def _restore_size(folder: Folder, header: FileHeader) -> None:
+def _restore_size(folder: LogFolder, header: FileHeader) -> None:
     path = folder.path_of(header.number)
     logger.warning("%s was cut short; what is left of it is searched", path)
     with on_disk(path):
@@ -115,7 +115,7 @@ def _restore_size(folder: Folder, header: FileHeader) -> None:
     folder.sizes[header.number] = header.file_nbytes
 
 
-def _seal(folder: Folder, header: FileHeader, entries: list[Entry] | None) -> bool:
+def _seal(folder: LogFolder, header: FileHeader, entries: list[Entry] | None) -> bool:
     """So that the next start need not search again (None: it shall, but what is there is durable); False when it cannot
     be done, and nothing depends on it.
     """
@@ -139,7 +139,7 @@ class _Reader:
     def __init__(self) -> None:
         self._buffer = aligned_buffer(_FIRST_BUFFER_NBYTES)
 
-    def of(self, file: LogFile) -> Reader:
+    def of(self, file: SsdLogFile) -> Reader:
         deadline = Deadline(_READ_TIMEOUT_S)
 
         def read(offset: int, nbytes: int) -> memoryview:

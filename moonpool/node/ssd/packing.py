@@ -19,7 +19,7 @@ from moonpool.node.ssd.layout import (
 )
 
 
-class Record(NamedTuple):
+class LogRecord(NamedTuple):
     """Something to write: an object with the memory it lies in, or (nbytes is None) a tombstone."""
 
     key: bytes
@@ -29,7 +29,7 @@ class Record(NamedTuple):
     crc: int | None = None
 
 
-class Batch(NamedTuple):
+class RecordBatch(NamedTuple):
     """Where the first `len(entries)` of the records go."""
 
     offset: int
@@ -38,7 +38,7 @@ class Batch(NamedTuple):
     entries: list[Entry]
 
 
-class Room:
+class FileRoom:
     """What is left of a file that is being written."""
 
     def __init__(self, file_nbytes: int) -> None:
@@ -50,7 +50,7 @@ class Room:
     def free_nbytes(self) -> int:
         return max(0, self._file_nbytes - footer_bound_nbytes(self._index_nbytes) - self.tail)
 
-    def plan(self, records: Sequence[Record], max_nbytes: int, file_number: int) -> Batch | None:
+    def plan(self, records: Sequence[LogRecord], max_nbytes: int, file_number: int) -> RecordBatch | None:
         """As many records as fit the file and, but for the first, `max_nbytes`; None when not even one fits."""
         count, header_nbytes = self._count(records, max_nbytes)
         if count == 0:
@@ -60,15 +60,15 @@ class Room:
             offset = self.tail if record.nbytes is None else at
             entries.append(Entry(record.key, record.generation, file_number, offset, record.nbytes, record.crc))
             at += entries[-1].padded_nbytes
-        return Batch(self.tail, header_nbytes, at, entries)
+        return RecordBatch(self.tail, header_nbytes, at, entries)
 
-    def take(self, batch: Batch) -> None:
+    def take(self, batch: RecordBatch) -> None:
         """The batch is written."""
         assert batch.offset == self.tail, "batches follow one another"
         self.tail = batch.end
         self._index_nbytes += sum(entry_bound_nbytes(len(entry.key)) for entry in batch.entries)
 
-    def _count(self, records: Sequence[Record], max_nbytes: int) -> tuple[int, int]:
+    def _count(self, records: Sequence[LogRecord], max_nbytes: int) -> tuple[int, int]:
         count = entries_nbytes = data_nbytes = header_nbytes = 0
         for record in records:
             entries_nbytes += entry_bound_nbytes(len(record.key))

@@ -11,23 +11,23 @@ from typing import NamedTuple
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import Corrupt, InvalidInput, MoonpoolError, StaleGeneration
 from moonpool.node.ssd.checks import check_object
-from moonpool.node.ssd.folder import Folder
+from moonpool.node.ssd.folder import LogFolder
 from moonpool.node.ssd.layout import UNIT_NBYTES
-from moonpool.node.ssd.types import Location, Read
+from moonpool.node.ssd.types import LogLocation, LogRead
 from moonpool.transfer.memory.buffers import as_bytes_views, total_nbytes
 
 _MERGED_NBYTES = 8 * 1024 * 1024
 
 
-class Place(NamedTuple):
+class ReadPlace(NamedTuple):
     """One object to read: the position of its result, its bytes on disk and in memory."""
 
     position: int
-    location: Location
+    location: LogLocation
     views: list[memoryview]
 
 
-def read_checked(folder: Folder, reads: Sequence[Read], timeout_s: float) -> list[MoonpoolError | None]:
+def read_checked(folder: LogFolder, reads: Sequence[LogRead], timeout_s: float) -> list[MoonpoolError | None]:
     """Fills the buffers; None where the bytes are those of the object asked for. A buffer with another result holds
     nothing to rely on. InvalidInput, for all, when buffers are not as long as their objects.
     """
@@ -39,19 +39,19 @@ def read_checked(folder: Folder, reads: Sequence[Read], timeout_s: float) -> lis
     return results
 
 
-def _places(reads: Sequence[Read]) -> list[Place]:
+def _places(reads: Sequence[LogRead]) -> list[ReadPlace]:
     places = []
     for position, read in enumerate(reads):
         views = as_bytes_views(read.buffers, writable=True)
         if total_nbytes(views) != read.location.nbytes or read.location.nbytes == 0:
             raise InvalidInput(f"buffers of {total_nbytes(views)} bytes for an object of {read.location.nbytes}")
-        places.append(Place(position, read.location, views))
+        places.append(ReadPlace(position, read.location, views))
     return places
 
 
-def _neighbours(places: list[Place]) -> Iterator[list[Place]]:
+def _neighbours(places: list[ReadPlace]) -> Iterator[list[ReadPlace]]:
     """Groups whose bytes follow one another without gaps, none much larger than what one system call should move."""
-    group: list[Place] = []
+    group: list[ReadPlace] = []
     nbytes = 0
     for place in sorted(places, key=lambda place: place.location):
         if group and (nbytes + place.location.nbytes > _MERGED_NBYTES or not _touch(group[-1], place)):
@@ -63,7 +63,7 @@ def _neighbours(places: list[Place]) -> Iterator[list[Place]]:
         yield group
 
 
-def _touch(one: Place, other: Place) -> bool:
+def _touch(one: ReadPlace, other: ReadPlace) -> bool:
     here, there = one.location, other.location
     return here.nbytes % UNIT_NBYTES == 0 and (here.file_number, here.offset + here.nbytes) == (
         there.file_number,
@@ -71,7 +71,7 @@ def _touch(one: Place, other: Place) -> bool:
     )
 
 
-def _fetch(folder: Folder, group: list[Place], deadline: Deadline) -> list[MoonpoolError | None]:
+def _fetch(folder: LogFolder, group: list[ReadPlace], deadline: Deadline) -> list[MoonpoolError | None]:
     first = group[0].location
     try:
         with folder.borrow(first.file_number) as file:
@@ -84,7 +84,7 @@ def _fetch(folder: Folder, group: list[Place], deadline: Deadline) -> list[Moonp
     return [None] * len(group)
 
 
-def _check(read: Read, views: list[memoryview]) -> MoonpoolError | None:
+def _check(read: LogRead, views: list[memoryview]) -> MoonpoolError | None:
     try:
         check_object(views, read.key, read.generation, read.crc)
     except InvalidInput as error:

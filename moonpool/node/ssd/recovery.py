@@ -36,7 +36,7 @@ _MAGIC = np.frombuffer(BATCH_MAGIC, np.uint8)
 _OBJECT = np.frombuffer(object_header.MAGIC, np.uint8)
 
 
-class Found(NamedTuple):
+class FoundRecord(NamedTuple):
     entries: list[Entry]
     num_torn: int  # objects that are not whole
     sealed: bool
@@ -45,9 +45,9 @@ class Found(NamedTuple):
     lost_batches: bool = False  # tombstones may have been among them
 
 
-def recover(read: Reader, header: FileHeader) -> Found:
+def recover(read: Reader, header: FileHeader) -> FoundRecord:
     entries = _read_index(read, header)
-    return Found(entries, 0, sealed=True) if entries is not None else _scan(read, header)
+    return FoundRecord(entries, 0, sealed=True) if entries is not None else _scan(read, header)
 
 
 def _read_index(read: Reader, header: FileHeader) -> list[Entry] | None:
@@ -57,7 +57,7 @@ def _read_index(read: Reader, header: FileHeader) -> list[Entry] | None:
     return parse_index(read(trailer.index_offset, trailer.index_nbytes), trailer, header)
 
 
-def _scan(read: Reader, header: FileHeader) -> Found:
+def _scan(read: Reader, header: FileHeader) -> FoundRecord:
     found: list[Entry] = []
     salvaged: list[Entry] = []
     num_torn = damaged_nbytes = 0
@@ -77,7 +77,7 @@ def _scan(read: Reader, header: FileHeader) -> Found:
         found += whole
         num_torn += len(entries) - len(whole)
         at = end
-    return Found(found, num_torn, False, salvaged, damaged_nbytes, lost_batches)
+    return FoundRecord(found, num_torn, False, salvaged, damaged_nbytes, lost_batches)
 
 
 def _next_whole_batch(read: Reader, start: int, header: FileHeader) -> tuple[int, list[Entry], int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moonpool.node.ssd.layout import UNIT_NBYTES
-from moonpool.node.ssd.log_file import LogFile
+from moonpool.node.ssd.log_file import SsdLogFile
 from moonpool.transfer.memory.buffers import address_of, copy_bytes
 
 _IN_PLACE_NBYTES = 64 * 1024  # below this a copy costs less than another element in the kernel's list
@@ -20,7 +20,7 @@ _ZEROS = memoryview(bytes(UNIT_NBYTES))
 class BlockStream:
     """Writes what it is given to a file, from `offset` on. The staging buffer is whole blocks, aligned, borrowed."""
 
-    def __init__(self, file: LogFile, offset: int, staging: memoryview, memory_nbytes: int) -> None:
+    def __init__(self, file: SsdLogFile, offset: int, staging: memoryview, memory_nbytes: int) -> None:
         self._file = file
         self._staging = staging
         self._memory_nbytes = memory_nbytes

@@ -49,7 +49,7 @@ class SsdConfig:
         return max(1, self.max_nbytes // self.file_nbytes // _FILES_PER_RESERVED) * self.file_nbytes
 
 
-class Location(msgspec.Struct, frozen=True, array_like=True, order=True):
+class LogLocation(msgspec.Struct, frozen=True, array_like=True, order=True):
     """Where an object lies: header first, `nbytes` without padding; `offset` is a multiple of 4 KiB."""
 
     file_number: int
@@ -57,7 +57,7 @@ class Location(msgspec.Struct, frozen=True, array_like=True, order=True):
     nbytes: int
 
 
-class Item(NamedTuple):
+class LogItem(NamedTuple):
     """An object to append: its bytes as they lie in DRAM, header included, in as many parts as they come."""
 
     key: bytes
@@ -65,16 +65,16 @@ class Item(NamedTuple):
     parts: Sequence[Buffer]
 
 
-class Stored(NamedTuple):
+class StoredRecord(NamedTuple):
     """An object that the log holds, or may hold (`doubt`)."""
 
     key: bytes
     generation: int
-    location: Location
+    location: LogLocation
     doubt: Doubt = Doubt.NONE
 
 
-class Read(NamedTuple):
+class LogRead(NamedTuple):
     """What to read and where to: the buffers together are exactly `location.nbytes`.
 
     `crc` covers the whole of an object that has no checksums of its own; the log knows it and fills it in.
@@ -82,18 +82,18 @@ class Read(NamedTuple):
 
     key: bytes
     generation: int
-    location: Location
+    location: LogLocation
     buffers: Sequence[Buffer]
     crc: int | None = None
 
 
-class Moved(NamedTuple):
+class MovedRecord(NamedTuple):
     """`new` is None when the bytes turned out to be damaged: the object is gone."""
 
     key: bytes
     generation: int
-    old: Location
-    new: Location | None
+    old: LogLocation
+    new: LogLocation | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +114,6 @@ class SsdStats:
     direct: bool
 
 
-def location_of(entry: Entry) -> Location:
+def location_of(entry: Entry) -> LogLocation:
     assert entry.nbytes is not None, "a tombstone lies nowhere"
-    return Location(entry.file_number, entry.offset, entry.nbytes)
+    return LogLocation(entry.file_number, entry.offset, entry.nbytes)

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 
 from moonpool.base.errors import MoonpoolError, NoSpace, StaleGeneration, Unavailable
 from moonpool.base.units import format_nbytes
-from moonpool.node.ssd.folder import Folder, aligned_copy
-from moonpool.node.ssd.index import Index
+from moonpool.node.ssd.folder import LogFolder, aligned_copy
+from moonpool.node.ssd.index import LogIndex
 from moonpool.node.ssd.layout import Entry, FileHeader, pack_batch_header, pack_footer
-from moonpool.node.ssd.log_file import LogFile
-from moonpool.node.ssd.packing import Batch, Record, Room
+from moonpool.node.ssd.log_file import SsdLogFile
+from moonpool.node.ssd.packing import FileRoom, LogRecord, RecordBatch
 from moonpool.node.ssd.stream import BlockStream
-from moonpool.node.ssd.types import Location, SsdConfig, location_of
+from moonpool.node.ssd.types import LogLocation, SsdConfig, location_of
 from moonpool.transfer.memory.buffers import aligned_buffer
 
 logger = logging.getLogger(__name__)
@@ -28,13 +28,13 @@ logger = logging.getLogger(__name__)
 @dataclass
 class ActiveFile:
     header: FileHeader
-    file: LogFile
-    room: Room
+    file: SsdLogFile
+    room: FileRoom
     entries: list[Entry] = field(default_factory=list)
 
 
-class Writer:
-    def __init__(self, folder: Folder, index: Index, index_lock: threading.Lock, config: SsdConfig) -> None:
+class LogWriter:
+    def __init__(self, folder: LogFolder, index: LogIndex, index_lock: threading.Lock, config: SsdConfig) -> None:
         self._folder = folder
         self._index = index
         self._index_lock = index_lock
@@ -58,7 +58,7 @@ class Writer:
         """Keys of objects that are removed here and not yet on the disk."""
         return self._pending
 
-    def append(self, records: Sequence[Record], *, moving: bool = False) -> list[Location | MoonpoolError]:
+    def append(self, records: Sequence[LogRecord], *, moving: bool = False) -> list[LogLocation | MoonpoolError]:
         """One result per record. Tombstones that wait go first: a batch's order is the order of its records.
 
         `moving`: may use what is kept for compaction.
@@ -83,7 +83,7 @@ class Writer:
 
     def write_tombstones(self, carried: Sequence[Entry] = ()) -> None:
         """Those that wait, and `carried` ones once more; raises when not all could be written."""
-        records = [Record(entry.key, entry.generation, None) for entry in carried]
+        records = [LogRecord(entry.key, entry.generation, None) for entry in carried]
         waiting = self._needed_tombstones()
         for record, result in zip((*waiting, *records), self._append([*waiting, *records], True), strict=True):
             if isinstance(result, MoonpoolError):
@@ -129,14 +129,14 @@ class Writer:
         finally:
             active.file.close()
 
-    def _needed_tombstones(self) -> list[Record]:
+    def _needed_tombstones(self) -> list[LogRecord]:
         with self._index_lock:
             unneeded = [key for key in self._pending if not self._index.is_hidden(key)]
         for key in unneeded:  # the file that held the object is gone
             del self._pending[key]
-        return [Record(key, generation, None) for key, generation in self._pending.items()]
+        return [LogRecord(key, generation, None) for key, generation in self._pending.items()]
 
-    def _append(self, records: Sequence[Record], moving: bool) -> list[Entry | MoonpoolError]:
+    def _append(self, records: Sequence[LogRecord], moving: bool) -> list[Entry | MoonpoolError]:
         results: list[Entry | MoonpoolError] = []
         while len(results) < len(records):
             rest = records[len(results) :]
@@ -148,7 +148,7 @@ class Writer:
             results += self._publish(active, batch)
         return results
 
-    def _plan(self, records: Sequence[Record], moving: bool) -> tuple[ActiveFile, Batch]:
+    def _plan(self, records: Sequence[LogRecord], moving: bool) -> tuple[ActiveFile, RecordBatch]:
         self._check_allowed(moving)
         active = self._active or self._begin(moving)
         batch = active.room.plan(records, self._config.batch_nbytes, active.header.number)
@@ -164,7 +164,7 @@ class Writer:
         header, file = self._folder.make_file(keep_spare=not moving)
         with self._index_lock:
             self._index.open_file(header.number)
-        self._active = ActiveFile(header, file, Room(header.file_nbytes))
+        self._active = ActiveFile(header, file, FileRoom(header.file_nbytes))
         return self._active
 
     def _check_allowed(self, moving: bool, more_nbytes: int = 0) -> None:
@@ -173,7 +173,7 @@ class Writer:
             size = format_nbytes(self._config.max_nbytes)
             raise NoSpace(f"the log in {self._folder.path} has used its {size}; remove objects, compact, release files")
 
-    def _write(self, active: ActiveFile, batch: Batch, records: Sequence[Record]) -> None:
+    def _write(self, active: ActiveFile, batch: RecordBatch, records: Sequence[LogRecord]) -> None:
         if self._staging is None:
             self._staging = aligned_buffer(self._config.batch_nbytes)
         stream = BlockStream(active.file, batch.offset, self._staging, self._folder.alignment.memory_nbytes)
@@ -188,7 +188,7 @@ class Writer:
                 self.seal()
             raise
 
-    def _publish(self, active: ActiveFile, batch: Batch) -> list[Entry | MoonpoolError]:
+    def _publish(self, active: ActiveFile, batch: RecordBatch) -> list[Entry | MoonpoolError]:
         number = active.header.number
         active.room.take(batch)
         active.entries += batch.entries
@@ -203,7 +203,7 @@ class Writer:
         return StaleGeneration(f"a newer {entry.key.hex()[:16]} was appended together with this one")
 
 
-def write_footer(file: LogFile, header: FileHeader, entries: Sequence[Entry]) -> None:
+def write_footer(file: SsdLogFile, header: FileHeader, entries: Sequence[Entry]) -> None:
     """Only when everything in the file is durable."""
     offset, data = pack_footer(entries, header)
     file.write(offset, [aligned_copy(data)])

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
-from moonpool.sim.report.scale import Scale, linear, logarithmic, short
+from moonpool.sim.report.scale import AxisScale, linear, logarithmic, short
 from moonpool.sim.report.style import color, dashes
 
 _WIDTH, _HEIGHT = 480, 250
@@ -75,7 +75,7 @@ def thinned(length: int, most: int) -> list[int]:
     return [round(at * (length - 1) / (most - 1)) for at in range(most)]
 
 
-def _frame(x: Scale, y: Scale, x_name: str, y_name: str, inside: str) -> str:
+def _frame(x: AxisScale, y: AxisScale, x_name: str, y_name: str, inside: str) -> str:
     rows = "".join(
         f'<path class="axis" d="M{_LEFT} {y.at(tick):.1f}H{_RIGHT}"/>'
         f'<text x="{_LEFT - 5}" y="{y.at(tick) + 4:.1f}" text-anchor="end">{short(tick)}</text>'
@@ -91,22 +91,22 @@ def _frame(x: Scale, y: Scale, x_name: str, y_name: str, inside: str) -> str:
     return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{about}">{rows}{columns}{label}{inside}</svg>'
 
 
-def _points(xs: Sequence[float], ys: Sequence[float], x: Scale, y: Scale) -> str:
+def _points(xs: Sequence[float], ys: Sequence[float], x: AxisScale, y: AxisScale) -> str:
     return " ".join(f"{x.at(one):.1f},{y.at(other):.1f}" for one, other in zip(xs, ys, strict=True))
 
 
-def _line(series: Series, x: Scale, y: Scale) -> str:
+def _line(series: Series, x: AxisScale, y: AxisScale) -> str:
     stroke = f'stroke="{color(series.hue)}"{dashes(series.hue)}'
     return f'<polyline class="series" {stroke} points="{_points(series.x, series.y, x, y)}"/>'
 
 
-def _area(series: Series, low: Sequence[float], high: Sequence[float], x: Scale, y: Scale) -> str:
+def _area(series: Series, low: Sequence[float], high: Sequence[float], x: AxisScale, y: AxisScale) -> str:
     upper = _points(series.x, high, x, y)
     lower = _points(series.x[::-1], low[::-1], x, y)
     return f'<polygon fill="{color(series.hue)}" fill-opacity="0.75" points="{upper} {lower}"/>'
 
 
-def _marks(marks: Sequence[Mark], x: Scale) -> str:
+def _marks(marks: Sequence[Mark], x: AxisScale) -> str:
     return "".join(
         f'<path class="target" d="M{x.at(mark.x):.1f} {_TOP}V{_BOTTOM}"/>'
         f'<text x="{x.at(mark.x) - 4:.1f}" y="{_BOTTOM - 6}" text-anchor="end">{escape(mark.word)}</text>'
@@ -114,7 +114,7 @@ def _marks(marks: Sequence[Mark], x: Scale) -> str:
     )
 
 
-def _bands(series: Sequence[Series], x: Scale, x_name: str, y_name: str) -> str:
+def _bands(series: Sequence[Series], x: AxisScale, x_name: str, y_name: str) -> str:
     """Invisible columns that tell all values at their place when hovered."""
     width = (_RIGHT - _LEFT) / _MAX_BANDS
     found: list[dict[str, tuple[float, float]]] = [{} for _ in range(_MAX_BANDS)]

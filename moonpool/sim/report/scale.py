@@ -13,7 +13,7 @@ _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class AxisScale:
     """Numbers low..high lie at begin..end; `is_log` spaces ratios evenly (low > 0 then)."""
 
     low: float
@@ -35,22 +35,22 @@ class Scale:
         return _log_ticks(self.low, self.high) if self.is_log else _ticks(self.low, self.high)
 
 
-def linear(values: Sequence[float], begin: float, end: float, *, is_round: bool = True) -> Scale:
+def linear(values: Sequence[float], begin: float, end: float, *, is_round: bool = True) -> AxisScale:
     """From 0 to the highest of them, or to the round number at or above it."""
     highest = max([value for value in values if math.isfinite(value)], default=0.0)
     if highest < _LEAST:
-        return Scale(0.0, 1.0, begin, end)
+        return AxisScale(0.0, 1.0, begin, end)
     step = _step(0.0, highest)
-    return Scale(0.0, math.ceil(highest / step - 1e-9) * step if is_round else highest, begin, end)
+    return AxisScale(0.0, math.ceil(highest / step - 1e-9) * step if is_round else highest, begin, end)
 
 
-def logarithmic(values: Sequence[float], begin: float, end: float) -> Scale:
+def logarithmic(values: Sequence[float], begin: float, end: float) -> AxisScale:
     """Around all of them that are above 0, at least a factor of ten."""
     positive = [value for value in values if 0 < value < math.inf]
     low, high = (min(positive), max(positive)) if positive else (0.1, 1.0)
     decade = 10.0 ** math.floor(math.log10(low * 1.0001))
     low = max(decade * step for step in _LOG_STEPS if decade * step <= low * 1.0002)
-    return Scale(low, max(high * 1.05, low * 10), begin, end, is_log=True)
+    return AxisScale(low, max(high * 1.05, low * 10), begin, end, is_log=True)
 
 
 def _step(low: float, high: float, about: int = 5) -> float:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from moonpool.sim.world.clockwork import Clockwork
+from moonpool.sim.world.timers import SimTimers
 from moonpool.traces.columns import Trace, TraceRequest
 
 
-def follow(clock: Clockwork, trace: Trace, arrived: Callable[[int, TraceRequest], None]) -> None:
+def follow(clock: SimTimers, trace: Trace, arrived: Callable[[int, TraceRequest], None]) -> None:
     """`arrived` hears of each request and its row when the clock has come to it."""
     requests = enumerate(iter(trace))
 

@@ -9,7 +9,7 @@ from moonpool.conductor.messages import Decision, RequestEnded
 from moonpool.sim.world.arrivals import follow
 from moonpool.sim.world.config import ClusterConfig
 from moonpool.sim.world.decode import DecodeWorker, Written
-from moonpool.sim.world.front_desk import FrontDesk
+from moonpool.sim.world.frontend import SimFrontend
 from moonpool.sim.world.job import DONE, LOST, REFUSED, Job
 from moonpool.sim.world.lives import Lives
 from moonpool.sim.world.outages import Outages
@@ -19,7 +19,7 @@ from moonpool.sim.world.pool_members import PoolMembers
 from moonpool.traces.columns import Trace, TraceRequest
 
 
-class Cluster:
+class SimCluster:
     """Runs one trace, once. `jobs` has every request when run() returns, in the trace's order."""
 
     def __init__(self, config: ClusterConfig, trace: Trace) -> None:
@@ -28,7 +28,7 @@ class Cluster:
         self._parts = parts = Parts(config, trace, self._first_token, self._handed_over, self._ended)
         self.clock, self.conductor, self._runs = parts.clock, parts.conductor, parts.runs
         self.pools, self.prefills, self.decodes = parts.pools, parts.prefills, parts.decodes
-        self._desk = FrontDesk(
+        self._desk = SimFrontend(
             self.clock, self.conductor, config.policy, config.asked_tokens, self._sent, self._refused
         )
         self._lives: Lives | None = None  # where nothing fails, nobody needs another

@@ -21,10 +21,10 @@ from moonpool.sim.physics.links import Network
 from moonpool.sim.physics.model_shape import ModelShape
 from moonpool.sim.physics.roofline import kv_capacity_tokens
 from moonpool.sim.world.arrivals import follow
-from moonpool.sim.world.clockwork import Clockwork
 from moonpool.sim.world.job import DONE, Job
 from moonpool.sim.world.paper import PaperSequence, block_keys
 from moonpool.sim.world.stepper import Stepper
+from moonpool.sim.world.timers import SimTimers
 from moonpool.traces.columns import Trace, TraceRequest
 
 _MAX_SEQ_TOKENS = 1 << 30
@@ -52,7 +52,7 @@ class CoupledConfig:
 
 
 class CoupledWorker:
-    def __init__(self, clock: Clockwork, config: CoupledConfig, block_tokens: int) -> None:
+    def __init__(self, clock: SimTimers, config: CoupledConfig, block_tokens: int) -> None:
         tokens = max(config.chunk_tokens, config.max_num_seqs) if config.chunked_prefill else config.max_batch_tokens
         limits = SchedulerConfig(
             max_batch_tokens=tokens,
@@ -102,7 +102,7 @@ class CoupledCluster:
     def __init__(self, config: CoupledConfig, trace: Trace) -> None:
         self.config, self.trace = config, trace
         self.jobs: list[Job] = []
-        self.clock = Clockwork(Network())
+        self.clock = SimTimers(Network())
         self.workers = [CoupledWorker(self.clock, config, trace.block_tokens) for _ in range(config.num_nodes)]
 
     def run(self, progress: Callable[[float], None] | None = None) -> list[Job]:

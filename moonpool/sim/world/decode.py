@@ -13,11 +13,11 @@ from moonpool.engine.jumping import JumpingScheduler
 from moonpool.engine.sequence import pages_for
 from moonpool.engine.step import StepResult
 from moonpool.sim.physics.cost import EngineCost
-from moonpool.sim.world.clockwork import Clockwork
 from moonpool.sim.world.job import Job
 from moonpool.sim.world.paper import PaperSequence
-from moonpool.sim.world.reporter import Reporter
+from moonpool.sim.world.reporter import SimReporter
 from moonpool.sim.world.stepper import Stepper
+from moonpool.sim.world.timers import SimTimers
 
 
 class Written(NamedTuple):
@@ -33,11 +33,11 @@ class DecodeWorker:
 
     def __init__(
         self,
-        clock: Clockwork,
+        clock: SimTimers,
         node: str,
         scheduler: JumpingScheduler,
         cost: EngineCost,
-        reporter: Reporter,
+        reporter: SimReporter,
         on_done: Callable[[Job], None],
     ) -> None:
         self._clock, self.node, self._scheduler = clock, node, scheduler
@@ -116,7 +116,7 @@ class DecodeWorker:
         """Between the tokens that it wrote of an answer, and before the first of them; seconds and how many."""
         return self._stepper.log.gaps(job.first_entry, job.first_gap_s) if job.first_entry else []
 
-    def restart(self, scheduler: JumpingScheduler, reporter: Reporter) -> None:
+    def restart(self, scheduler: JumpingScheduler, reporter: SimReporter) -> None:
         """After `stop`, as a new process: with nothing of what it had."""
         self._scheduler, self._reporter = scheduler, reporter
         self._stepper.restart(scheduler)

@@ -9,7 +9,7 @@ import numpy as np
 
 from moonpool.base.keys import object_key
 from moonpool.engine.jumping import JumpingScheduler
-from moonpool.sim.world.cluster import Cluster
+from moonpool.sim.world.cluster import SimCluster
 from moonpool.sim.world.coupled import CoupledCluster, CoupledWorker
 from moonpool.sim.world.decode import DecodeWorker
 from moonpool.sim.world.paper import block_key
@@ -18,7 +18,7 @@ from moonpool.sim.world.prefill import PrefillWorker
 from moonpool.store.messages import Tier
 from moonpool.traces.columns import Trace
 
-World: TypeAlias = Cluster | CoupledCluster
+World: TypeAlias = SimCluster | CoupledCluster
 Worker: TypeAlias = PrefillWorker | DecodeWorker | CoupledWorker
 RANKS = (10, 100, 1000, 10_000)  # by use: the paper's Fig 11
 

@@ -12,7 +12,7 @@ from functools import cache
 from typing import cast
 
 from moonpool.base.keys import KEY_NBYTES
-from moonpool.engine.sequence import Chunk, SamplingParams, Sequence, Status
+from moonpool.engine.sequence import Chunk, SamplingParams, Sequence, SequenceStatus
 
 _PADDING = bytes(KEY_NBYTES - 8)
 _FIRST_OUTPUT = 1 << 56  # numbers from here on are blocks of answers
@@ -68,7 +68,7 @@ class PaperSequence(Sequence):
         self.keys = keys
         self.pool_start_block = self.num_pool_blocks = 0
         self.prefill_only, self.hold_pages = prefill_only, hold_pages
-        self.status = Status.NEW
+        self.status = SequenceStatus.NEW
         self.arrival = self.limit = 0
         self.pages = []
         self.num_computed_tokens = self.num_preemptions = self.num_sealed_blocks = self.num_cached_tokens = 0

@@ -16,14 +16,14 @@ from moonpool.engine.scheduler import SchedulerConfig
 from moonpool.master.state.changes import Changes
 from moonpool.sim.physics.links import Network
 from moonpool.sim.physics.pipeline import pipelined_prefill_s
-from moonpool.sim.world.clockwork import Clockwork
 from moonpool.sim.world.config import ClusterConfig
 from moonpool.sim.world.decode import DecodeWorker
 from moonpool.sim.world.job import Job
 from moonpool.sim.world.pool import SimPool
 from moonpool.sim.world.prefill import PrefillWorker, Stages
-from moonpool.sim.world.reporter import INCARNATION, Reporter
-from moonpool.sim.world.runs import Runs
+from moonpool.sim.world.reporter import INCARNATION, SimReporter
+from moonpool.sim.world.runs import BlockRuns
+from moonpool.sim.world.timers import SimTimers
 from moonpool.traces.columns import Trace
 
 _MODEL = "simulated"
@@ -38,9 +38,9 @@ class Parts:
         self, config: ClusterConfig, trace: Trace, on_first_token: OnJob, on_handed_over: OnJob, on_done: OnJob
     ) -> None:
         self._config, self._trace = config, trace
-        self.clock = Clockwork(_network(config))
+        self.clock = SimTimers(_network(config))
         self.conductor = ConductorState(config.policy, PrefixIndex(max_pool_blocks=1 << 24), num_records=0)
-        self.runs = Runs(trace, config.max_run_blocks)
+        self.runs = BlockRuns(trace, config.max_run_blocks)
         size, nodes = config.pipeline_nodes, config.prefill_nodes
         self._groups = {nodes[at]: tuple(nodes[at : at + size]) for at in range(0, len(nodes), size)}
         self.worker_of = {node: name for name, group in self._groups.items() for node in group}
@@ -85,7 +85,7 @@ class Parts:
             self._give_own_pool(name, reporter)
             self.prefills[name].restart(scheduler, self.pools[name], reporter)
 
-    def _begin(self, name: str) -> tuple[JumpingScheduler, Reporter]:
+    def _begin(self, name: str) -> tuple[JumpingScheduler, SimReporter]:
         config, block_tokens = self._config, self._trace.block_tokens
         limits = SchedulerConfig(
             max_batch_tokens=config.max_batch_tokens if name in self._groups else config.max_num_seqs,
@@ -95,7 +95,9 @@ class Parts:
         # Nobody asks which blocks a decode worker has.
         pages = PageManager(self._num_pages(name), block_tokens, MAX_EVENTS if name in self._groups else 0)
         scheduler = JumpingScheduler(limits, pages)
-        reporter = Reporter(name, self._incarnations[name], scheduler, self.conductor, config.report_every_s, self.runs)
+        reporter = SimReporter(
+            name, self._incarnations[name], scheduler, self.conductor, config.report_every_s, self.runs
+        )
         return scheduler, reporter
 
     def _num_pages(self, name: str) -> int:
@@ -139,7 +141,7 @@ class Parts:
             return dict.fromkeys(self._groups, self._make_pool(nodes, self._pool_changed))
         return dict.fromkeys(self._groups)
 
-    def _give_own_pool(self, name: str, reporter: Reporter) -> None:
+    def _give_own_pool(self, name: str, reporter: SimReporter) -> None:
         if self._config.pool == "local":
             self.pools[name] = self._make_pool(list(self._groups[name]), reporter.own_pool_changed)
 

@@ -16,8 +16,8 @@ from moonpool.master.rules import PoolRules
 from moonpool.master.state import PoolState
 from moonpool.master.state.changes import Changes
 from moonpool.sim.physics.hardware import NodeSpec
-from moonpool.sim.world.clockwork import Clockwork
 from moonpool.sim.world.paper import block_key
+from moonpool.sim.world.timers import SimTimers
 from moonpool.store.messages import Order, OrderKind, OrderResult, PutOptions, Tier
 
 _NEVER_S = 1e12
@@ -26,7 +26,7 @@ _TICK_S = 0.5
 Run = tuple[int, int, int]  # first block, where it begins and ends in the prompt
 
 
-class Found(NamedTuple):
+class PoolHit(NamedTuple):
     """The leading blocks of a prompt that are stored: per run where it ends, who has it, whether only on SSD."""
 
     ends: list[int]
@@ -59,7 +59,7 @@ class SimPool:
 
     def __init__(
         self,
-        clock: Clockwork,
+        clock: SimTimers,
         nodes: Sequence[str],
         spec: NodeSpec,
         block_nbytes: int,
@@ -81,9 +81,9 @@ class SimPool:
             if spec.ssd_nbytes:
                 self._mount(node, Tier.SSD, int(spec.ssd_nbytes))
 
-    def find(self, runs: Sequence[Run], node: str) -> Found:
+    def find(self, runs: Sequence[Run], node: str) -> PoolHit:
         """Leased. Where a run has several replicas, the nearest to `node`."""
-        found = Found([], [], [])
+        found = PoolHit([], [], [])
         names = [self._key(head) for head, _, _ in runs]
         for info, (_, _, end) in zip(self.state.lookup(names, self._clock.now_s, prefix=True), runs, strict=True):
             if info is None:

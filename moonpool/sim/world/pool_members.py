@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.master.state.segments import MountedSegment
-from moonpool.sim.world.clockwork import Clockwork
 from moonpool.sim.world.pool import SimPool
+from moonpool.sim.world.timers import SimTimers
 from moonpool.store.messages import Tier
 
 
 class PoolMembers:
-    def __init__(self, clock: Clockwork, pool: SimPool) -> None:
+    def __init__(self, clock: SimTimers, pool: SimPool) -> None:
         self._clock, self._pool = clock, pool
         self._away: dict[str, list[tuple[SegmentDescriptor, Tier]]] = {}
 

@@ -19,15 +19,15 @@ from typing import NamedTuple
 from moonpool.base.cluster import PrefillSample, PullSample
 from moonpool.engine.jumping import JumpingScheduler
 from moonpool.engine.sequence import Chunk
-from moonpool.engine.step import Admitted
+from moonpool.engine.step import AdmittedSequence
 from moonpool.sim.physics.cost import PrefillCost
 from moonpool.sim.physics.events import Handle
 from moonpool.sim.physics.pipeline import StageLine
-from moonpool.sim.world.clockwork import Clockwork
 from moonpool.sim.world.job import Job
 from moonpool.sim.world.paper import TOKEN, PaperSequence
-from moonpool.sim.world.pool import Found, Run, SimPool
-from moonpool.sim.world.reporter import Reporter
+from moonpool.sim.world.pool import PoolHit, Run, SimPool
+from moonpool.sim.world.reporter import SimReporter
+from moonpool.sim.world.timers import SimTimers
 
 
 class Stages(NamedTuple):
@@ -63,12 +63,12 @@ class PrefillWorker:
 
     def __init__(
         self,
-        clock: Clockwork,
+        clock: SimTimers,
         stages: Stages,
         scheduler: JumpingScheduler,
         cost: PrefillCost,
         pool: SimPool | None,
-        reporter: Reporter,
+        reporter: SimReporter,
         kv_nbytes_per_token: int,
         num_layers: int,
         on_first_token: Callable[[Job], None],
@@ -84,15 +84,15 @@ class PrefillWorker:
         self._life = 0  # what began in an earlier one counts no more
         self._begin_life(scheduler, pool, reporter)
 
-    def _begin_life(self, scheduler: JumpingScheduler, pool: SimPool | None, reporter: Reporter) -> None:
+    def _begin_life(self, scheduler: JumpingScheduler, pool: SimPool | None, reporter: SimReporter) -> None:
         self._scheduler, self._pool, self._reporter = scheduler, pool, reporter
         self._line = StageLine(self._num_stages)
         self._leaving: list[_Leaving] = []
         self._jobs: dict[str, Job] = {}
-        self._found: dict[str, Found] = {}
+        self._found: dict[str, PoolHit] = {}
         self._present: dict[str, int] = {}  # tokens that the decode worker has already
         self._chunks: list[Chunk] = []
-        self._admitted: list[Admitted] = []
+        self._admitted: list[AdmittedSequence] = []
         self._step_began_s = self._compute_s = 0.0
         self._num_loading = 0
         self._computing: Handle | None = None
@@ -138,7 +138,7 @@ class PrefillWorker:
         """After others were cancelled."""
         self._begin_step()
 
-    def restart(self, scheduler: JumpingScheduler, pool: SimPool | None, reporter: Reporter) -> None:
+    def restart(self, scheduler: JumpingScheduler, pool: SimPool | None, reporter: SimReporter) -> None:
         """It crashes, and begins anew with nothing of what it had."""
         if self._computing is not None:
             self._clock.cancel(self._computing)
@@ -189,7 +189,7 @@ class PrefillWorker:
             self._num_loading += 1
             self._clock.send((f"{node}/nic_out", f"{following}/nic_in"), nbytes, lambda: self._loaded(life))
 
-    def _start_pull(self, entry: Admitted) -> None:
+    def _start_pull(self, entry: AdmittedSequence) -> None:
         job = self._jobs[entry.request_id]
         job.prefill_start_s, job.alone_s = self._clock.now_s, 0.0
         job.local_tokens = entry.num_local_blocks * self._block_tokens
@@ -229,14 +229,14 @@ class PrefillWorker:
             else:
                 job.remote_tokens += num_tokens
 
-    def _miss(self, job: Job, entry: Admitted, found: Found, source: str) -> None:
+    def _miss(self, job: Job, entry: AdmittedSequence, found: PoolHit, source: str) -> None:
         """A node went away while its blocks were on their way: from the first of them on all is computed."""
         first = _first_of(found, source, entry.blocks[0])
         first = self._missing[entry.request_id] = min(first, self._missing.get(entry.request_id, first))
         if entry.request_id not in self._void:
             self._count_hits(job, _sources(found, entry.blocks[0], first))
 
-    def _pulled(self, entry: Admitted, num_on_ssd: int) -> None:
+    def _pulled(self, entry: AdmittedSequence, num_on_ssd: int) -> None:
         seconds = self._clock.now_s - self._step_began_s
         if entry.request_id not in self._missing:
             block_nbytes = self._block_tokens * self._token_nbytes
@@ -369,7 +369,7 @@ class PrefillWorker:
         self._begin_step()
 
 
-def _first_of(found: Found, source: str, begin: int) -> int:
+def _first_of(found: PoolHit, source: str, begin: int) -> int:
     """The first of the blocks from `begin` on that would come from there."""
     start = 0
     for stop, node in zip(found.ends, found.nodes, strict=True):
@@ -379,7 +379,7 @@ def _first_of(found: Found, source: str, begin: int) -> int:
     return begin
 
 
-def _sources(found: Found, begin: int, end: int) -> dict[tuple[str, bool], int]:
+def _sources(found: PoolHit, begin: int, end: int) -> dict[tuple[str, bool], int]:
     """How many of the blocks begin..end each node has, in memory or on SSD."""
     counts: dict[tuple[str, bool], int] = {}
     start = 0

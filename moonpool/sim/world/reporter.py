@@ -7,12 +7,12 @@ from moonpool.conductor.state import ConductorState
 from moonpool.engine.jumping import JumpingScheduler
 from moonpool.master.state.changes import Changes
 from moonpool.sim.world.paper import block_keys
-from moonpool.sim.world.runs import Runs
+from moonpool.sim.world.runs import BlockRuns
 
 INCARNATION = 1
 
 
-class Reporter:
+class SimReporter:
     """At most one report in `every_s`: real ones do not come after each step either."""
 
     def __init__(
@@ -22,7 +22,7 @@ class Reporter:
         scheduler: JumpingScheduler,
         conductor: ConductorState,
         every_s: float,
-        runs: Runs,
+        runs: BlockRuns,
     ) -> None:
         self._incarnation, self._runs = incarnation, runs
         self._name, self._scheduler, self._conductor, self._every_s = name, scheduler, conductor, every_s

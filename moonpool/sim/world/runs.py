@@ -19,7 +19,7 @@ from moonpool.traces.columns import Trace
 Ints = NDArray[np.int64]
 
 
-class Runs:
+class BlockRuns:
     """Of a trace's full blocks: partial ones are never stored."""
 
     def __init__(self, trace: Trace, max_blocks: int) -> None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from moonpool.engine.jumping import JumpingScheduler
-from moonpool.engine.sequence import Chunk, Sequence, Status
+from moonpool.engine.sequence import Chunk, Sequence, SequenceStatus
 from moonpool.engine.step import StepResult
 from moonpool.sim.physics.cost import EngineCost
 from moonpool.sim.physics.events import Handle
-from moonpool.sim.world.clockwork import Clockwork
 from moonpool.sim.world.paper import TOKEN
 from moonpool.sim.world.step_log import StepLog
+from moonpool.sim.world.timers import SimTimers
 
 
 class Stepper:
@@ -23,7 +23,7 @@ class Stepper:
 
     def __init__(
         self,
-        clock: Clockwork,
+        clock: SimTimers,
         scheduler: JumpingScheduler,
         cost: EngineCost,
         on_steps: Callable[[StepResult, int, float], None],
@@ -119,7 +119,7 @@ class Stepper:
             running = scheduler.roster.running
             self.shape = len(running), sum([each.num_computed_tokens for each in running])
             lasts_s = cost.decode_steps_s(*self.shape, steps)
-        self.joined = [each for each in adopted if each.status is Status.RUNNING]
+        self.joined = [each for each in adopted if each.status is SequenceStatus.RUNNING]
         self._num_steps, self._began_s = steps, self._clock.now_s
         self._end = self._clock.at(self._began_s + lasts_s, self._ended)
 

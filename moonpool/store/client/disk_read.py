@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from moonpool.base.errors import MoonpoolError, Unavailable
 from moonpool.base.object_header import ALIGN_NBYTES
 from moonpool.store.client.far_read import FarObject
-from moonpool.store.client.flight import FlightCrew
+from moonpool.store.client.transfer_window import TransferThreads
 from moonpool.transfer.memory.buffers import aligned_buffer
 from moonpool.transfer.transports.base import RemoteSegment
 
@@ -26,7 +26,7 @@ _NUM_HELPERS = 2
 class DiskRead:
     """One segment's objects, as FarRead: `failure` is set when the segment cannot be read."""
 
-    def __init__(self, remote: RemoteSegment, crew: FlightCrew, identity: bytes | None, timeout_s: float) -> None:
+    def __init__(self, remote: RemoteSegment, crew: TransferThreads, identity: bytes | None, timeout_s: float) -> None:
         assert remote.written_once, "else headers must be looked at again"
         self._remote, self._crew = remote, crew
         self._identity, self._timeout_s = identity, timeout_s

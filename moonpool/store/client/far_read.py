@@ -19,8 +19,8 @@ from moonpool.base.checksum import crc32c_of_array
 from moonpool.base.errors import MoonpoolError, NotFound, Unauthorized, Unavailable
 from moonpool.base.object_header import ALIGN_NBYTES
 from moonpool.store.client.cuts import scatter
-from moonpool.store.client.flight import BUNDLE_ITEMS, BUNDLE_NBYTES, FlightCrew
-from moonpool.store.client.headers import Glance, glance
+from moonpool.store.client.headers import HeaderFields, glance
+from moonpool.store.client.transfer_window import BUNDLE_ITEMS, BUNDLE_NBYTES, TransferThreads
 from moonpool.store.messages import ObjectInfo, Placement
 from moonpool.transfer.memory.buffers import cut
 from moonpool.transfer.transports.base import RemoteSegment
@@ -98,7 +98,7 @@ class _Bundle:
 class FarRead:
     """One segment's objects. `failure` is set when its owner cannot be reached."""
 
-    def __init__(self, remote: RemoteSegment, crew: FlightCrew, identity: bytes | None, timeout_s: float) -> None:
+    def __init__(self, remote: RemoteSegment, crew: TransferThreads, identity: bytes | None, timeout_s: float) -> None:
         self._remote, self._crew = remote, crew
         self._identity, self._timeout_s = identity, timeout_s
         self._rest: deque[_Bundle] = deque()
@@ -227,7 +227,7 @@ def _bundles(objects: Iterable[FarObject]) -> Iterator[_Bundle]:
         yield bundle
 
 
-def is_verified(pieces: Sequence[Sequence[memoryview]], seen: Glance) -> bool:
+def is_verified(pieces: Sequence[Sequence[memoryview]], seen: HeaderFields) -> bool:
     """Whether the pieces' bytes have the checksums that the header states."""
     for views, checksum in zip(pieces, seen.checksums, strict=True):
         found = 0

@@ -18,11 +18,11 @@ from moonpool.base.errors import InvalidInput, MoonpoolError, NotFound, Unauthor
 from moonpool.store.client.cuts import scatter
 from moonpool.store.client.disk_read import DiskRead
 from moonpool.store.client.far_read import FarObject, FarRead, is_verified
-from moonpool.store.client.flight import FlightCrew
-from moonpool.store.client.headers import GENERATION, GENERATION_AT, Glance, glance
+from moonpool.store.client.headers import GENERATION, GENERATION_AT, HeaderFields, glance
 from moonpool.store.client.read_session import ReadTools
 from moonpool.store.client.recovery import Recovery, Targets, missing, read_whole
 from moonpool.store.client.side_by_side import is_large, side_by_side
+from moonpool.store.client.transfer_window import TransferThreads
 from moonpool.store.messages import ObjectInfo, Placement
 from moonpool.transfer.transports.base import RemoteSegment
 
@@ -43,7 +43,7 @@ class BatchRead:
         targets: Sequence[Targets],
         identity: bytes | None,
         *,
-        crew: FlightCrew,
+        crew: TransferThreads,
         tools: ReadTools,
         recovery: Recovery,
     ) -> None:
@@ -150,12 +150,12 @@ class BatchRead:
 
 _Found: TypeAlias = tuple[int, ObjectInfo, Placement]  # position, what it is, the replica to read
 # position, the replica, where its pieces begin, what they are, and the memory for each (None: new bytes)
-_Plan: TypeAlias = tuple[int, Placement, int, Glance, list[list[memoryview]] | None]
+_Plan: TypeAlias = tuple[int, Placement, int, HeaderFields, list[list[memoryview]] | None]
 _Copied: TypeAlias = tuple[int, Placement, int | bytes | None]  # position, the replica, what was read of it
 
 
 def _copy(
-    memory: memoryview, array: NDArray[Any], start: int, seen: Glance, pieces: list[list[memoryview]] | None
+    memory: memoryview, array: NDArray[Any], start: int, seen: HeaderFields, pieces: list[list[memoryview]] | None
 ) -> int | bytes | None:
     """The object, copied and checked; None when a checksum does not match."""
     if pieces is None:

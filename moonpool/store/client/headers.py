@@ -38,7 +38,7 @@ class _Layout(NamedTuple):
     padding: bytes
 
 
-class Glance(NamedTuple):
+class HeaderFields(NamedTuple):
     """What the pieces are: their sizes and checksums, one after the other from `start` on."""
 
     start: int
@@ -95,7 +95,7 @@ def pack_header(
 
 def glance(
     memory: memoryview, offset: int, nbytes: int, key: bytes, generation: int, identity: bytes | None
-) -> Glance | None:
+) -> HeaderFields | None:
     """The header of the object of `nbytes` at `offset`; None unless all of it is there, in order and as expected."""
     room = min(nbytes, memory.nbytes - offset)
     if room < ALIGN_NBYTES:
@@ -122,4 +122,4 @@ def glance(
         sizes, checksums = (pieces[0],), (pieces[1],)
     else:
         sizes, checksums = tuple(pieces[:-1:2]), tuple(pieces[1:-1:2])
-    return Glance(header_size, sizes, checksums) if header_size + sum(sizes) == nbytes else None
+    return HeaderFields(header_size, sizes, checksums) if header_size + sum(sizes) == nbytes else None

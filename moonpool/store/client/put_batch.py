@@ -16,13 +16,19 @@ from moonpool.base.checksum import crc32c_of_array
 from moonpool.base.errors import MoonpoolError, Unauthorized, Unavailable
 from moonpool.base.object_header import ObjectKind
 from moonpool.store.client.cuts import gather
-from moonpool.store.client.flight import BUNDLE_ITEMS, BUNDLE_NBYTES, Flight, FlightCrew, Landed
 from moonpool.store.client.headers import pack_header, padded_nbytes
-from moonpool.store.client.put_calls import Granted, PutCalls
+from moonpool.store.client.put_calls import GrantedPuts, PutCalls
 from moonpool.store.client.put_request import MAX_BATCH_NBYTES, Put, bundle
 from moonpool.store.client.put_session import REPLICA_ERRORS, PutTools
-from moonpool.store.client.runs import SMALL_NBYTES, Run, Runs
+from moonpool.store.client.runs import SMALL_NBYTES, ObjectRun, ObjectRuns
 from moonpool.store.client.side_by_side import side_by_side
+from moonpool.store.client.transfer_window import (
+    BUNDLE_ITEMS,
+    BUNDLE_NBYTES,
+    FinishedTransfer,
+    TransferThreads,
+    TransferWindow,
+)
 from moonpool.store.messages import GRANULE_NBYTES, Placement, num_granules
 from moonpool.transfer.memory.buffers import as_bytes_view
 from moonpool.transfer.transports.base import RemoteSegment
@@ -39,7 +45,7 @@ _bytes_of = np.frombuffer
 class PutBatches:
     """put_many() of a client. Thread-safe."""
 
-    def __init__(self, crew: FlightCrew, calls: PutCalls, tools: PutTools) -> None:
+    def __init__(self, crew: TransferThreads, calls: PutCalls, tools: PutTools) -> None:
         self._crew, self._calls, self._tools = crew, calls, tools
 
     def put_many(self, puts: Sequence[Put]) -> list[MoonpoolError | None]:
@@ -88,7 +94,7 @@ class PutBatches:
             return [error] * len(puts)
         writing = _Writing(granted, bundle.checksums, self._tools, self._calls, self._crew)
         try:
-            with Flight[_FarBundle](self._crew) as flight:
+            with TransferWindow[_FarBundle](self._crew) as flight:
                 writing.write(puts, bundle.pieces, flight)
         except BaseException:
             granted.unsettled.update(range(len(puts)))  # whatever it was, it may have left something on its way
@@ -141,7 +147,7 @@ class _Writing:
     """The bytes of one bundle on their way."""
 
     def __init__(
-        self, granted: Granted, checksums: _Checksums, tools: PutTools, calls: PutCalls, crew: FlightCrew
+        self, granted: GrantedPuts, checksums: _Checksums, tools: PutTools, calls: PutCalls, crew: TransferThreads
     ) -> None:
         self._granted, self._checksums, self._tools, self._calls = granted, checksums, tools, calls
         self._crew = crew
@@ -153,11 +159,13 @@ class _Writing:
         self._remotes: dict[str, RemoteSegment | MappedWriter | MoonpoolError] = {}
         self._renew_at_s = tools.clock.now_s() + tools.renew_after_s
 
-    def write(self, puts: Sequence[Put], pieces: Sequence[list[memoryview]], flight: Flight[_FarBundle]) -> None:
+    def write(
+        self, puts: Sequence[Put], pieces: Sequence[list[memoryview]], flight: TransferWindow[_FarBundle]
+    ) -> None:
         """Every replica, or a note why not."""
         self._puts, self._pieces = puts, pieces
         near: list[int] = []
-        runs = Runs()
+        runs = ObjectRuns()
         nbytes = near_nbytes = 0
         for position in self._granted.open():
             parts, places = pieces[position], self._granted.replicas[position]
@@ -202,7 +210,7 @@ class _Writing:
             remote = self._remotes[placement.segment] = self._open(placement)
         return remote
 
-    def _write_run(self, run: Run) -> None:
+    def _write_run(self, run: ObjectRun) -> None:
         """Small objects that lie side by side."""
         remote = self._remotes[run.segment]
         assert isinstance(remote, MappedWriter), "only such objects are near"
@@ -231,7 +239,7 @@ class _Writing:
             except REPLICA_ERRORS as error:
                 self._noted.append((position, placement, error))
 
-    def _write_anywhere(self, position: int, flight: Flight[_FarBundle]) -> None:
+    def _write_anywhere(self, position: int, flight: TransferWindow[_FarBundle]) -> None:
         views = self._views(position)
         for placement in self._granted.replicas[position]:
             remote = self._remote(placement)
@@ -251,7 +259,7 @@ class _Writing:
         placement: Placement,
         remote: RemoteSegment,
         views: list[memoryview],
-        flight: Flight[_FarBundle],
+        flight: TransferWindow[_FarBundle],
     ) -> None:
         far = self._far.get(placement.segment)
         if far is None:
@@ -283,7 +291,7 @@ class _Writing:
                 self._tools.counters.add_refusal(error)
             return error
 
-    def _take(self, landed: Iterable[Landed[_FarBundle]]) -> None:
+    def _take(self, landed: Iterable[FinishedTransfer[_FarBundle]]) -> None:
         for far, lost in landed:
             for position, placement, error in far.outcomes(lost):
                 if error is not None:

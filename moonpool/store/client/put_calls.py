@@ -10,13 +10,13 @@ from moonpool.store import messages as m
 from moonpool.store.client.counters import ClientCounters
 from moonpool.store.client.directory import SegmentDirectory
 from moonpool.store.client.grants import Grants
-from moonpool.store.client.holder import Holder
+from moonpool.store.client.master_client import MasterClient
 from moonpool.store.client.put_request import W, put_start
-from moonpool.store.client.retry import MasterLine
+from moonpool.store.client.session_client import SessionClient
 from moonpool.store.messages import Placement
 
 
-class Granted:
+class GrantedPuts:
     """A bundle of puts that was begun, by position: space, or in `errors` the reason why there is none."""
 
     def __init__(self, keys: list[bytes], session: int, reply: m.PutReply, repeated: bool = False) -> None:
@@ -47,11 +47,15 @@ class Granted:
 class PutCalls:
     """Thread-safe."""
 
-    def __init__(self, line: MasterLine, directory: SegmentDirectory, holder: Holder, counters: ClientCounters) -> None:
+    def __init__(
+        self, line: MasterClient, directory: SegmentDirectory, holder: SessionClient, counters: ClientCounters
+    ) -> None:
         self._line, self._directory, self._holder, self._counters = line, directory, holder, counters
         self._grants = Grants()
 
-    def start(self, wishes: Sequence[W], sizes: Sequence[int], meanwhile: Callable[[], bool] | None = None) -> Granted:
+    def start(
+        self, wishes: Sequence[W], sizes: Sequence[int], meanwhile: Callable[[], bool] | None = None
+    ) -> GrantedPuts:
         """Space for wishes that have their options in common. A master that is back and still waits for its nodes' word
         is asked until it has it, as one that is away is. `meanwhile` may be done while it is asked, or not at all.
         """
@@ -67,7 +71,7 @@ class PutCalls:
 
     def _start_known(
         self, wishes: Sequence[W], sizes: Sequence[int], meanwhile: Callable[[], bool] | None = None
-    ) -> Granted:
+    ) -> GrantedPuts:
         """With a session where one is needed, and nothing left over from an answer that was lost."""
         granted = self._start(wishes, sizes, meanwhile)
         if not granted.session and self._may_write_in_place(granted):
@@ -80,14 +84,16 @@ class PutCalls:
             self._doubt(granted.keys, granted.errors)
         return granted
 
-    def _may_write_in_place(self, granted: Granted) -> bool:
+    def _may_write_in_place(self, granted: GrantedPuts) -> bool:
         """Whether a grant led to nodes that a session has to be known at."""
         for place in {place.segment: place for places in granted.replicas for place in places}.values():
             with contextlib.suppress(NotFound):
                 self._directory.info(place)  # which looks again, if the segment is new
         return self._holder.session() != 0
 
-    def _start(self, wishes: Sequence[W], sizes: Sequence[int], meanwhile: Callable[[], bool] | None = None) -> Granted:
+    def _start(
+        self, wishes: Sequence[W], sizes: Sequence[int], meanwhile: Callable[[], bool] | None = None
+    ) -> GrantedPuts:
         session = self._holder.session()
         try:
             return self._start_for(session, wishes, sizes, meanwhile)
@@ -97,7 +103,7 @@ class PutCalls:
 
     def _start_for(
         self, session: int, wishes: Sequence[W], sizes: Sequence[int], meanwhile: Callable[[], bool] | None = None
-    ) -> Granted:
+    ) -> GrantedPuts:
         local = self._directory.local_segment()
         began_at, settled_up_to = self._grants.ask()
         repeated = True
@@ -109,9 +115,9 @@ class PutCalls:
             self._grants.end_ask(began_at)
             if repeated:
                 self._grants.doubt()
-        return Granted(call.keys, session, reply, repeated)
+        return GrantedPuts(call.keys, session, reply, repeated)
 
-    def end(self, granted: Granted, meanwhile: Callable[[], bool] | None = None) -> None:
+    def end(self, granted: GrantedPuts, meanwhile: Callable[[], bool] | None = None) -> None:
         """Makes visible what was written and gives the rest back; `errors` then says what became of each.
 
         When the master cannot be asked, whether they are visible is not known. `meanwhile` as in start().
@@ -146,7 +152,7 @@ class PutCalls:
         self._counters.add_refusals(errors.values())
         return errors
 
-    def revoke(self, granted: Granted, positions: Iterable[int]) -> None:
+    def revoke(self, granted: GrantedPuts, positions: Iterable[int]) -> None:
         """Gives the space of these back."""
         with_space = [position for position in positions if granted.replicas[position]]
         for settled in (True, False):

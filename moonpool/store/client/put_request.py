@@ -16,7 +16,7 @@ MAX_BATCH_NBYTES = 256 * 1024 * 1024  # written within a fraction of the time af
 DEFAULT_OPTIONS = PutOptions()
 
 
-class PutWish(msgspec.Struct, frozen=True, kw_only=True):
+class PutSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What every object to store has beside its bytes. `parent` is the key of the block that this one continues;
     objects of one `group` are evicted together.
     """
@@ -29,14 +29,14 @@ class PutWish(msgspec.Struct, frozen=True, kw_only=True):
     group: bytes = b""
 
 
-class Put(PutWish, frozen=True):
+class Put(PutSpec, frozen=True):
     """An object with its bytes. Its buffers are its pieces; those of opaque objects are cut where they are large."""
 
     key: bytes
     buffers: Sequence[Buffer]
 
 
-class PutRequest(PutWish, frozen=True):
+class PutRequest(PutSpec, frozen=True):
     """An object whose pieces are going to be written one by one."""
 
     key: bytes

@@ -15,8 +15,8 @@ from moonpool.base.errors import InvalidInput, MoonpoolError, NotFound, StaleGen
 from moonpool.base.object_header import header_nbytes
 from moonpool.store.client.counters import ClientCounters
 from moonpool.store.client.headers import pack_header
-from moonpool.store.client.holder import Holder
 from moonpool.store.client.put_request import PutRequest
+from moonpool.store.client.session_client import SessionClient
 from moonpool.store.messages import Placement
 from moonpool.transfer.memory.buffers import Buffer, as_bytes_view
 
@@ -32,7 +32,7 @@ class PutTools:
     def __init__(
         self,
         *,
-        holder: Holder,
+        holder: SessionClient,
         counters: ClientCounters,
         clock: Clock,
         timeout_s: float,

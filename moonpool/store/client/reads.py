@@ -7,27 +7,27 @@ from typing import TypeVar
 
 from moonpool.base.errors import MoonpoolError, StaleGeneration
 from moonpool.store import messages as m
-from moonpool.store.client.flight import FlightCrew
 from moonpool.store.client.get_batch import BatchRead, Got
-from moonpool.store.client.holder import Holder
+from moonpool.store.client.master_client import MasterClient
 from moonpool.store.client.read_session import ReadSession, ReadTools
 from moonpool.store.client.recovery import Recovery, Targets, missing, read_pieces
-from moonpool.store.client.retry import MasterLine
-from moonpool.store.client.views import ObjectView, Pin, VerifiedCache, Viewer, ViewLedger
+from moonpool.store.client.session_client import SessionClient
+from moonpool.store.client.transfer_window import TransferThreads
+from moonpool.store.client.views import HeldPin, ObjectView, VerifiedCache, Viewer, ViewLedger
 from moonpool.store.messages import ObjectInfo, Placement
 
 T = TypeVar("T")
 BATCH_OBJECTS = 1000  # looked up and read in one round, so that leases stay fresh
 
 
-class Reads:
+class ClientReads:
     """Whole objects, objects piece by piece, and views. Thread-safe."""
 
     def __init__(
         self,
-        line: MasterLine,
-        crew: FlightCrew,
-        holder: Holder,
+        line: MasterClient,
+        crew: TransferThreads,
+        holder: SessionClient,
         tools: ReadTools,
         *,
         max_view_nbytes: int,
@@ -93,7 +93,7 @@ class Reads:
         self._tools.counters.add("bytes_viewed", sum(in_place))
         return views
 
-    def _pinning_lookup(self, keys: list[bytes]) -> tuple[list[ObjectInfo | None], Iterator[Pin]]:
+    def _pinning_lookup(self, keys: list[bytes]) -> tuple[list[ObjectInfo | None], Iterator[HeldPin]]:
         """What was found, and the pins of it; none where no node of this machine would notice our end."""
         with self._ledger.pinning:
             session = self._holder.session()
@@ -124,7 +124,7 @@ class Reads:
         self._ledger.retire(session)
 
     def _view_in_place(
-        self, info: ObjectInfo, pin: Pin, identity: bytes | None, always_verify: bool
+        self, info: ObjectInfo, pin: HeldPin, identity: bytes | None, always_verify: bool
     ) -> ObjectView | None:
         """None when there is no replica here that can be trusted to stay; a copy tells what is wrong, if anything."""
         for place in self._tools.directory.best_first(info.replicas):
@@ -159,7 +159,7 @@ class Reads:
         self._line.ask(m.SessionsGone(sessions=[session]))
 
 
-def report_corrupt(line: MasterLine, info: ObjectInfo, place: Placement) -> bool:
+def report_corrupt(line: MasterClient, info: ObjectInfo, place: Placement) -> bool:
     """False when the object has no such replica there any more: the reader was late."""
     call = m.ReportCorrupt(key=info.key, generation=place.generation, segment=place.segment, offset=place.offset)
     return line.ask(call)

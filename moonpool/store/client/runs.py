@@ -13,7 +13,7 @@ SMALL_NBYTES = 32 * 1024  # above, the copy takes longer than what is done aroun
 _MAX_RUN_GRANULES = 256
 
 
-class Run:
+class ObjectRun:
     """Positions in the batch, whose objects follow each other from `offset` on."""
 
     __slots__ = ("end", "offset", "positions", "segment")
@@ -23,9 +23,9 @@ class Run:
         self.positions: list[int] = []
 
 
-class Runs:
+class ObjectRuns:
     def __init__(self) -> None:
-        self._runs: list[Run] = []
+        self._runs: list[ObjectRun] = []
 
     def add(self, position: int, place: Placement, nbytes: int) -> None:
         """The objects in their order, with the size of header and pieces."""
@@ -36,10 +36,10 @@ class Runs:
             or run.segment != place.segment
             or run.end - run.offset >= _MAX_RUN_GRANULES * GRANULE_NBYTES
         ):
-            run = Run(place.segment, place.offset)
+            run = ObjectRun(place.segment, place.offset)
             self._runs.append(run)
         run.positions.append(position)
         run.end += num_granules(nbytes) * GRANULE_NBYTES
 
-    def all(self) -> Iterator[Run]:
+    def all(self) -> Iterator[ObjectRun]:
         return iter(self._runs)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from moonpool.base.checksum import runs_beside_others
-from moonpool.store.client.flight import FlightCrew
+from moonpool.store.client.transfer_window import TransferThreads
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ def is_large(nbytes: int, num_items: int) -> bool:
     return num_items > 1 and nbytes >= max(_LEAST_NBYTES, _LEAST_ITEM_NBYTES * num_items) and runs_beside_others()
 
 
-def side_by_side(crew: FlightCrew, items: Sequence[T], nbytes: int, work: Callable[[T], None]) -> None:
+def side_by_side(crew: TransferThreads, items: Sequence[T], nbytes: int, work: Callable[[T], None]) -> None:
     """Does the work for every item, of `nbytes` together, in any order. Raises what it raises, when all has ended."""
     if not is_large(nbytes, len(items)):
         for item in items:

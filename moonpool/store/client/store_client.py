@@ -27,17 +27,17 @@ from moonpool.base.errors import (
 from moonpool.store import messages as m
 from moonpool.store.client.counters import ClientCounters
 from moonpool.store.client.directory import SegmentDirectory
-from moonpool.store.client.flight import FlightCrew
 from moonpool.store.client.get_batch import Got
-from moonpool.store.client.holder import Holder
+from moonpool.store.client.master_client import MasterClient
 from moonpool.store.client.put_batch import OPAQUE_PIECE_NBYTES, PutBatches
 from moonpool.store.client.put_calls import PutCalls
 from moonpool.store.client.put_request import DEFAULT_OPTIONS, Put, PutRequest, bundle
 from moonpool.store.client.put_session import PutSession, PutTools
 from moonpool.store.client.read_session import ReadSession, ReadTools
-from moonpool.store.client.reads import Reads, report_corrupt
+from moonpool.store.client.reads import ClientReads, report_corrupt
 from moonpool.store.client.recovery import read_ranges
-from moonpool.store.client.retry import MasterLine
+from moonpool.store.client.session_client import SessionClient
+from moonpool.store.client.transfer_window import TransferThreads
 from moonpool.store.client.views import ObjectView
 from moonpool.store.messages import ListedObject, ObjectInfo, PutOptions, StoreStats, TaskInfo
 from moonpool.transfer.engine import TransferEngine
@@ -69,7 +69,7 @@ class StoreClient:
         clock: Clock | None = None,
     ) -> None:
         config = config or ClientConfig()
-        self.line = line = MasterLine(
+        self.line = line = MasterClient(
             master_address,
             name=config.name,
             connect_timeout_s=config.connect_timeout_s,
@@ -78,7 +78,7 @@ class StoreClient:
         )
         self._counters = ClientCounters()
         self.directory = directory = SegmentDirectory(engine, lambda: line.ask(m.Segments()))
-        self._holder = Holder(directory, name=config.name, timeout_s=config.connect_timeout_s)
+        self._holder = SessionClient(directory, name=config.name, timeout_s=config.connect_timeout_s)
         self._calls = PutCalls(line, directory, self._holder, self._counters)
         self._put_tools = PutTools(
             holder=self._holder,
@@ -88,7 +88,7 @@ class StoreClient:
             renew_after_s=config.renew_after_s,
             renew=self._renew,
         )
-        self._crew = FlightCrew()
+        self._crew = TransferThreads()
         self._puts = PutBatches(self._crew, self._calls, self._put_tools)
         self._read_tools = ReadTools(
             directory=directory,
@@ -97,8 +97,8 @@ class StoreClient:
             report_corrupt=lambda info, place: report_corrupt(line, info, place),
         )
         # Views have sessions of their own, for these may change (views.py).
-        self._view_holder = Holder(directory, name=config.name, timeout_s=config.connect_timeout_s)
-        self._reads = Reads(
+        self._view_holder = SessionClient(directory, name=config.name, timeout_s=config.connect_timeout_s)
+        self._reads = ClientReads(
             line,
             self._crew,
             self._view_holder,

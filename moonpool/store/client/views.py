@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from moonpool.base.errors import MoonpoolError
 from moonpool.store.client.cuts import scatter
 from moonpool.store.client.far_read import is_verified
-from moonpool.store.client.headers import Glance, glance
+from moonpool.store.client.headers import HeaderFields, glance
 from moonpool.store.messages import ObjectInfo, Placement
 from moonpool.transfer.transports.base import RemoteSegment
 
@@ -73,7 +73,7 @@ class VerifiedCache:
                 self._known.popitem(last=False)
 
 
-class Pin:
+class HeldPin:
     """One pin of a key, held by the master for this process."""
 
     __slots__ = ("is_over", "key", "session")
@@ -96,7 +96,7 @@ class _Anchor(weakref.ref["NDArray[Any]"]):
     __slots__ = ("nbytes", "pin")
 
     nbytes: int
-    pin: Pin
+    pin: HeldPin
 
 
 class ViewLedger:
@@ -120,12 +120,12 @@ class ViewLedger:
         self._lock = threading.Lock()
         self._nbytes = 0
         self._anchors: dict[int, _Anchor] = {}
-        self._pins: dict[tuple[int, bytes], deque[Pin]] = {}  # by session and key, oldest first
+        self._pins: dict[tuple[int, bytes], deque[HeldPin]] = {}  # by session and key, oldest first
         self._num_pins: Counter[int] = Counter()  # by session
         self._retired: set[int] = set()
         self.pinning = threading.Lock()  # hold it from the look-up that pins to note_pins(), to keep their order
         # Put to from wherever an array happens to be collected, within a put too: no other queue bears that.
-        self._gone: SimpleQueue[_Anchor | Pin | _Nudge | None] = SimpleQueue()
+        self._gone: SimpleQueue[_Anchor | HeldPin | _Nudge | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
 
@@ -142,9 +142,9 @@ class ViewLedger:
             self._nbytes += nbytes
             return True
 
-    def note_pins(self, keys: Sequence[bytes], session: int) -> list[Pin]:
+    def note_pins(self, keys: Sequence[bytes], session: int) -> list[HeldPin]:
         """These were pinned, just now."""
-        pins = [Pin(key, session) for key in keys]
+        pins = [HeldPin(key, session) for key in keys]
         with self._lock:
             for pin in pins:
                 self._pins.setdefault((session, pin.key), deque()).append(pin)
@@ -158,7 +158,7 @@ class ViewLedger:
         self._gone.put(_NUDGE)
         self._run()
 
-    def keep(self, pin: Pin, array: NDArray[Any]) -> None:
+    def keep(self, pin: HeldPin, array: NDArray[Any]) -> None:
         """The pin, and the room reserved for it, are given back when nothing shows the array's memory."""
         anchor = _Anchor(array, self._gone.put)
         anchor.pin, anchor.nbytes = pin, array.nbytes
@@ -170,7 +170,7 @@ class ViewLedger:
         with self._lock:
             self._nbytes -= nbytes
 
-    def drop(self, pin: Pin) -> None:
+    def drop(self, pin: HeldPin) -> None:
         """A pin that was not needed."""
         self._gone.put(pin)
         self._run()
@@ -198,7 +198,7 @@ class ViewLedger:
             is_open = None not in gone
             over: dict[int, list[bytes]] = {}
             for each in gone:
-                if isinstance(each, _Anchor | Pin):
+                if isinstance(each, _Anchor | HeldPin):
                     session, keys = self._forget(each)
                     over.setdefault(session, []).extend(keys)
             for session, keys in over.items():
@@ -221,7 +221,7 @@ class ViewLedger:
                 self._retired.discard(session)
                 del self._num_pins[session]
 
-    def _take(self) -> list[_Anchor | Pin | _Nudge | None]:
+    def _take(self) -> list[_Anchor | HeldPin | _Nudge | None]:
         """Waits for what is gone; then takes all that went within a moment."""
         gone = [self._gone.get()]
         self._closing.wait(_GATHER_S)
@@ -230,7 +230,7 @@ class ViewLedger:
                 gone.append(self._gone.get_nowait())
         return gone
 
-    def _forget(self, gone: _Anchor | Pin) -> tuple[int, list[bytes]]:
+    def _forget(self, gone: _Anchor | HeldPin) -> tuple[int, list[bytes]]:
         """Whose pin it was, and the key, as many times as the master is to end a pin of it now."""
         pin = gone
         if isinstance(pin, _Anchor):
@@ -257,7 +257,13 @@ class Viewer:
         self._ledger, self._verified = ledger, verified
 
     def view(
-        self, info: ObjectInfo, pin: Pin, place: Placement, remote: RemoteSegment, identity: bytes | None, always: bool
+        self,
+        info: ObjectInfo,
+        pin: HeldPin,
+        place: Placement,
+        remote: RemoteSegment,
+        identity: bytes | None,
+        always: bool,
     ) -> ObjectView | None:
         """A view of the replica; None when it is not in order, is not mapped here or the limit is reached."""
         start = place.offset
@@ -276,7 +282,7 @@ class Viewer:
         return ObjectView(info.key, pieces, is_copy=False)
 
 
-def _cut(array: NDArray[Any], seen: Glance) -> tuple[memoryview, ...]:
+def _cut(array: NDArray[Any], seen: HeaderFields) -> tuple[memoryview, ...]:
     whole = array.data  # whatever is made from it keeps the array
     if len(seen.sizes) == 1:
         return (whole,)

@@ -22,7 +22,7 @@ from moonpool.base.errors import DeadlineExceeded, Unavailable
 from moonpool.transfer.disk.alignment import BUFFERED, Alignment, find_alignment
 from moonpool.transfer.disk.bounce import BlockLocks, BouncePool
 from moonpool.transfer.disk.handle import SharedFd, lock, own_errors, unlock
-from moonpool.transfer.disk.plan import Cursor, Span, plan_spans
+from moonpool.transfer.disk.plan import Cursor, FileSpan, plan_spans
 from moonpool.transfer.memory.buffers import copy_bytes, cut, total_nbytes
 
 _PART_NBYTES = 8 * 1024 * 1024  # one system call; the deadline is looked at between them
@@ -134,7 +134,7 @@ class FileDisk(OpenDisk):
                 if left:
                     group = cut(group, moved, left)
 
-    def _read_bounced(self, fd: int, span: Span, deadline: Deadline) -> None:
+    def _read_bounced(self, fd: int, span: FileSpan, deadline: Deadline) -> None:
         block, cursor = self._alignment.block_nbytes, Cursor(span.views)
         at, end = span.offset, span.offset + span.nbytes
         while at < end:
@@ -146,7 +146,7 @@ class FileDisk(OpenDisk):
                 scatter(buffer[at - start : part_end - start], cursor.take(part_end - at))
             at = part_end
 
-    def _write_bounced(self, fd: int, span: Span, deadline: Deadline) -> None:
+    def _write_bounced(self, fd: int, span: FileSpan, deadline: Deadline) -> None:
         block, cursor = self._alignment.block_nbytes, Cursor(span.views)
         at, end = span.offset, span.offset + span.nbytes
         while at < end:

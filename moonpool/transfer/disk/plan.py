@@ -13,7 +13,7 @@ from moonpool.transfer.disk.alignment import Alignment
 from moonpool.transfer.memory.buffers import address_of
 
 
-class Span(NamedTuple):
+class FileSpan(NamedTuple):
     """Bytes `offset` .. `offset + nbytes` of the file, which are those of the views."""
 
     direct: bool
@@ -22,10 +22,10 @@ class Span(NamedTuple):
     views: list[memoryview]
 
 
-def plan_spans(offset: int, views: Sequence[memoryview], alignment: Alignment) -> list[Span]:
+def plan_spans(offset: int, views: Sequence[memoryview], alignment: Alignment) -> list[FileSpan]:
     if len(views) == 1 and _is_aligned(offset, views[0], alignment):
-        return [Span(True, offset, views[0].nbytes, list(views))]  # the usual request, at a third of the price
-    spans: list[Span] = []
+        return [FileSpan(True, offset, views[0].nbytes, list(views))]  # the usual request, at a third of the price
+    spans: list[FileSpan] = []
     for view in views:
         for direct, part in _split(offset, view, alignment):
             if spans and spans[-1].direct is direct:
@@ -33,7 +33,7 @@ def plan_spans(offset: int, views: Sequence[memoryview], alignment: Alignment) -
                 last.views.append(part)
                 spans[-1] = last._replace(nbytes=last.nbytes + part.nbytes)
             else:
-                spans.append(Span(direct, offset, part.nbytes, [part]))
+                spans.append(FileSpan(direct, offset, part.nbytes, [part]))
             offset += part.nbytes
     return spans
 

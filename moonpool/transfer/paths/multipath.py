@@ -9,13 +9,13 @@ from queue import SimpleQueue
 
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import DeadlineExceeded, HandleClosed, MoonpoolError, PeerLost, Unavailable
-from moonpool.transfer.crew import attempt
 from moonpool.transfer.memory.buffers import Buffer, as_memory
 from moonpool.transfer.paths.path_load import is_retriable
 from moonpool.transfer.paths.peer_paths import Mover, PathReport, PeerPaths
 from moonpool.transfer.paths.places import Place, check_places, cut_places, move
 from moonpool.transfer.paths.priority import Priority
 from moonpool.transfer.pending import Pending
+from moonpool.transfer.thread_pool import attempt
 from moonpool.transfer.transports.base import RemoteSegment
 
 Opener = Callable[[float], RemoteSegment]  # takes a timeout_s

@@ -17,11 +17,11 @@ from functools import partial
 from typing import NamedTuple
 
 from moonpool.base.errors import MoonpoolError, PeerLost
-from moonpool.transfer.crew import Crew, attempt
 from moonpool.transfer.paths.path_load import PathState, PlanConfig
 from moonpool.transfer.paths.plan import Assignment, Planner
 from moonpool.transfer.paths.priority import Priority
 from moonpool.transfer.pending import Pending
+from moonpool.transfer.thread_pool import ThreadPool, attempt
 
 Mover = Callable[[int, int, int, float], None]  # takes path, start, nbytes, timeout_s
 Prober = Callable[[int, float], None]  # takes path, timeout_s
@@ -55,7 +55,7 @@ class PeerPaths:
         self.endpoints = tuple(endpoints)
         self.config = config
         # What may be under way at once, a probe for each path, and one that minds the clock.
-        self.crew = Crew("transfer-path", (config.slices_per_path + 1) * len(endpoints) + 1)
+        self.crew = ThreadPool("transfer-path", (config.slices_per_path + 1) * len(endpoints) + 1)
         weakref.finalize(self, self.crew.close).atexit = False  # a peer nobody could open is let go, not closed
         self._planner = Planner(len(endpoints), config, num_secondary)
         self._lock = threading.Lock()

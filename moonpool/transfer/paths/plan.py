@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from moonpool.base.errors import Cancelled, DeadlineExceeded, MoonpoolError, PeerLost
 from moonpool.transfer.paths.path_load import PathLoad, PathState, PlanConfig, is_retriable
-from moonpool.transfer.paths.priority import Priority, Turns
+from moonpool.transfer.paths.priority import Priority, PriorityOrder
 
 # Measured over two lanes of loopback tcp: 256 KiB slices move 0.4 GB/s, 1 MiB ones 0.8 to 1.7, 4 MiB ones 1.1 to 1.7.
 # The smallest of the good sizes shares a batch most evenly over the lanes.
@@ -124,7 +124,7 @@ class Planner:
         self.paths = [PathLoad(self.config.first_throughput) for _ in range(self.num_paths)]
         self._tasks: dict[int, _Task] = {}
         self._lines: list[deque[int]] = [deque() for _ in Priority]  # tasks with pieces, served in turn
-        self._turns = Turns(self.config.promote_after_s)
+        self._turns = PriorityOrder(self.config.promote_after_s)
         self._deadlines: list[tuple[float, int]] = []  # a heap; those of tasks that ended stay until they are on top
         self._ended: list[tuple[int, MoonpoolError | None]] = []
         self._waiting_nbytes = [0] * len(Priority)

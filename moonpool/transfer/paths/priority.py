@@ -17,7 +17,7 @@ class Priority(IntEnum):
     REPLICATION = 2  # copies for later
 
 
-class Turns:
+class PriorityOrder:
     """Whose turn it is among those that wait: the highest priority; but while lower ones have waited longer than
     `promote_after_s`, and longer than the highest, every fourth turn is theirs, each in turn. So high priority keeps
     three quarters of the work whatever there is, what came first is not held up by what came later, and nothing waits

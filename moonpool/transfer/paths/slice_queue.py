@@ -14,10 +14,10 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 from moonpool.base.clock import Clock, Deadline, SystemClock
 from moonpool.base.errors import Overloaded, PeerLost
 from moonpool.transfer.paths.plan import Slice, take_run
-from moonpool.transfer.paths.priority import DEFAULT_PROMOTE_AFTER_S, Priority, Turns
+from moonpool.transfer.paths.priority import DEFAULT_PROMOTE_AFTER_S, Priority, PriorityOrder
 
 
-class Work(Protocol):
+class QueuedBatch(Protocol):
     """`slices` are handed out here. `num_slices` may be more: those that wait elsewhere count against the same bound
     until release() is called for them.
     """
@@ -30,10 +30,10 @@ class Work(Protocol):
     def num_slices(self) -> int: ...
 
 
-W = TypeVar("W", bound=Work)
+W = TypeVar("W", bound=QueuedBatch)
 
 
-class Run(NamedTuple, Generic[W]):
+class SliceRun(NamedTuple, Generic[W]):
     """Slices of one batch for one thread, to be moved together."""
 
     work: W
@@ -55,7 +55,7 @@ class SliceOrder(Generic[W]):
         """Holds `max_slices` of each priority; a run has at most `run_nbytes`, or one slice."""
         self._max_slices = max_slices
         self._run_nbytes = run_nbytes
-        self._turns = Turns(promote_after_s)
+        self._turns = PriorityOrder(promote_after_s)
         self._waiting: list[OrderedDict[W, _Waiting]] = [OrderedDict() for _ in Priority]
         self._num_slices = [0] * len(Priority)
 
@@ -69,7 +69,7 @@ class SliceOrder(Generic[W]):
         if work.slices:
             self._waiting[work.priority][work] = _Waiting(now_s)
 
-    def take(self, now_s: float) -> Run[W] | None:
+    def take(self, now_s: float) -> SliceRun[W] | None:
         """The next run; None when nothing waits."""
         since_s = [next(iter(line.values())).since_s if line else None for line in self._waiting]
         order = self._turns.order(since_s, now_s)
@@ -87,8 +87,8 @@ class SliceOrder(Generic[W]):
         self.release(work.priority, len(left))
         return left
 
-    def withdraw_all(self) -> list[Run[W]]:
-        return [Run(work, self.withdraw(work)) for line in self._waiting for work in list(line)]
+    def withdraw_all(self) -> list[SliceRun[W]]:
+        return [SliceRun(work, self.withdraw(work)) for line in self._waiting for work in list(line)]
 
     def release(self, priority: Priority, num_slices: int) -> None:
         """So many slices that waited elsewhere have ended."""
@@ -101,7 +101,7 @@ class SliceOrder(Generic[W]):
             assert 0 <= here <= self._num_slices[priority]
             assert all(waiting.next_slice < len(work.slices) for work, waiting in line.items())
 
-    def _take_from(self, priority: Priority) -> Run[W]:
+    def _take_from(self, priority: Priority) -> SliceRun[W]:
         line = self._waiting[priority]
         work, waiting = next(iter(line.items()))
         start, end = waiting.next_slice, take_run(work.slices, waiting.next_slice, self._run_nbytes)
@@ -109,7 +109,7 @@ class SliceOrder(Generic[W]):
         if end == len(work.slices):
             del line[work]
         self.release(priority, end - start)
-        return Run(work, work.slices[start:end])
+        return SliceRun(work, work.slices[start:end])
 
 
 class SliceQueue(Generic[W]):
@@ -135,7 +135,7 @@ class SliceQueue(Generic[W]):
             self._order.add(work, self._clock.now_s())
             self._work.notify(len(work.slices))
 
-    def take(self) -> Run[W] | None:
+    def take(self) -> SliceRun[W] | None:
         """The next run; waits for one. None when the queue is closed."""
         with self._lock:
             while not self._closed:
@@ -158,7 +158,7 @@ class SliceQueue(Generic[W]):
             self._order.release(priority, num_slices)
             self._room.notify_all()
 
-    def close(self) -> list[Run[W]]:
+    def close(self) -> list[SliceRun[W]]:
         """Idempotent; what was not handed out."""
         with self._lock:
             self._closed = True

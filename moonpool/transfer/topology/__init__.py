@@ -7,6 +7,7 @@ from pathlib import Path
 from moonpool.base.errors import ConfigError
 from moonpool.transfer.topology.addresses import interface_addresses
 from moonpool.transfer.topology.devices import (
+    DevicePlace,
     Gpu,
     Hardware,
     Matrix,
@@ -14,7 +15,6 @@ from moonpool.transfer.topology.devices import (
     NicChoice,
     NumaNode,
     NvmeDrive,
-    Place,
     Topology,
 )
 from moonpool.transfer.topology.discover import discover
@@ -24,6 +24,7 @@ from moonpool.transfer.topology.override import apply_override
 from moonpool.transfer.topology.sysfs import Sysfs
 
 __all__ = [
+    "DevicePlace",
     "Gpu",
     "Hardware",
     "Matrix",
@@ -31,7 +32,6 @@ __all__ = [
     "NicChoice",
     "NumaNode",
     "NvmeDrive",
-    "Place",
     "Sysfs",
     "Topology",
     "apply_override",

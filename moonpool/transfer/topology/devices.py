@@ -13,7 +13,7 @@ import msgspec
 NicKind: TypeAlias = Literal["net", "rdma"]
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
+class DevicePlace(msgspec.Struct, frozen=True, kw_only=True):
     """Where a device sits. `pci` leads from the host bridge down to the device; it is empty off the PCI bus."""
 
     pci: tuple[str, ...] = ()
@@ -41,7 +41,7 @@ class Nic(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     kind: NicKind
-    place: Place
+    place: DevicePlace
     up: bool
     virtual: bool = False
     loopback: bool = False
@@ -54,14 +54,14 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """`index` is NVML's, or the order on the PCI bus: the machine's numbering, whatever CUDA_VISIBLE_DEVICES says."""
 
     index: int
-    place: Place
+    place: DevicePlace
     uuid: str | None = None
     name: str | None = None
 
 
 class NvmeDrive(msgspec.Struct, frozen=True, kw_only=True):
     name: str
-    place: Place
+    place: DevicePlace
     model: str | None = None
     state: str | None = None
     nbytes: int | None = None

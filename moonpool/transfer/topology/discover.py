@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
-from moonpool.transfer.topology.devices import Gpu, Hardware, Nic, NumaNode, NvmeDrive, Place
+from moonpool.transfer.topology.devices import DevicePlace, Gpu, Hardware, Nic, NumaNode, NvmeDrive
 from moonpool.transfer.topology.nvml import NvmlGpu
 from moonpool.transfer.topology.sysfs import Sysfs, parse_cpulist
 
@@ -77,7 +77,7 @@ def gpus(sysfs: Sysfs, nvml_gpus: Sequence[NvmlGpu] | None = None) -> list[Gpu]:
     if nvml_gpus is None:
         return [Gpu(index=index, place=place) for index, place in enumerate(places.values())]
     return [
-        Gpu(index=gpu.index, place=places.get(gpu.pci_address, Place()), uuid=gpu.uuid, name=gpu.name)
+        Gpu(index=gpu.index, place=places.get(gpu.pci_address, DevicePlace()), uuid=gpu.uuid, name=gpu.name)
         for gpu in nvml_gpus
     ]
 
@@ -136,7 +136,9 @@ def _net_interface(sysfs: Sysfs, name: str, addresses: tuple[str, ...]) -> Nic:
 def _unseen_interface(name: str, addresses: tuple[str, ...]) -> Nic:
     """Most likely a veth. It has an address, so it is taken to be up."""
     loopback = all(ipaddress.ip_address(address).is_loopback for address in addresses)
-    return Nic(name=name, kind="net", place=Place(), up=True, virtual=True, loopback=loopback, addresses=addresses)
+    return Nic(
+        name=name, kind="net", place=DevicePlace(), up=True, virtual=True, loopback=loopback, addresses=addresses
+    )
 
 
 def _physical_below(sysfs: Sysfs, name: str, depth: int = 4) -> str | None:
@@ -182,7 +184,7 @@ def _drive_nbytes(sysfs: Sysfs, name: str) -> int | None:
     return sum(known) * _SECTOR_NBYTES if known else None
 
 
-def _gpu_places(sysfs: Sysfs) -> list[Place]:
+def _gpu_places(sysfs: Sysfs) -> list[DevicePlace]:
     """In the order of the PCI bus."""
     addresses = sorted(sysfs.names(_PCI))  # hexadecimal of fixed width
     return [sysfs.place(f"{_PCI}/{address}") for address in addresses if _is_gpu(sysfs, f"{_PCI}/{address}")]

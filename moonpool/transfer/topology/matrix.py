@@ -12,7 +12,16 @@ from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
-from moonpool.transfer.topology.devices import Hardware, Matrix, Nic, NicChoice, NicKind, NumaNode, Place, Topology
+from moonpool.transfer.topology.devices import (
+    DevicePlace,
+    Hardware,
+    Matrix,
+    Nic,
+    NicChoice,
+    NicKind,
+    NumaNode,
+    Topology,
+)
 from moonpool.transfer.topology.sysfs import natural_key
 
 # A NIC slower than this part of the fastest one is worth less than a fast one at the other end of the machine.
@@ -54,13 +63,13 @@ def rank_nics(hardware: Hardware, kind: NicKind) -> Matrix:
     return {location: _choose(place, ranked, hardware.nodes) for location, place in locations(hardware).items()}
 
 
-def locations(hardware: Hardware) -> dict[str, Place]:
+def locations(hardware: Hardware) -> dict[str, DevicePlace]:
     """Every memory location and where it is: "cpu:N" is the memory of NUMA node N, "cuda:N" that of GPU N."""
-    cpus = {f"cpu:{node.node}": Place(numa_node=node.node) for node in hardware.nodes}
+    cpus = {f"cpu:{node.node}": DevicePlace(numa_node=node.node) for node in hardware.nodes}
     return cpus | {f"cuda:{gpu.index}": gpu.place for gpu in hardware.gpus}
 
 
-def distance(one: Place, other: Place, nodes: Sequence[NumaNode]) -> Distance:
+def distance(one: DevicePlace, other: DevicePlace, nodes: Sequence[NumaNode]) -> Distance:
     """How far apart two places are. Unknown NUMA nodes count as far: nothing speaks for them."""
     shared = _shared_steps(one.pci, other.pci)
     if shared > 1:  # the host bridge and at least one bridge below it
@@ -111,7 +120,7 @@ def _is_usable(nic: Nic) -> bool:
     return nic.up and not nic.loopback and (nic.kind == "rdma" or bool(nic.addresses))
 
 
-def _choose(place: Place, ranked: Iterable[tuple[_Rank, Nic]], nodes: Sequence[NumaNode]) -> NicChoice:
+def _choose(place: DevicePlace, ranked: Iterable[tuple[_Rank, Nic]], nodes: Sequence[NumaNode]) -> NicChoice:
     keyed = [((rank, distance(place, nic.place, nodes)), nic) for rank, nic in ranked]
     keyed.sort(key=lambda entry: (entry[0], -(entry[1].speed_gbit_s or 0.0), natural_key(entry[1].name)))
     best = [nic.name for key, nic in keyed if key == keyed[0][0]]

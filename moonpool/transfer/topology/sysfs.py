@@ -10,7 +10,7 @@ import os
 import re
 from pathlib import Path
 
-from moonpool.transfer.topology.devices import Place
+from moonpool.transfer.topology.devices import DevicePlace
 
 _PCI_STEP = re.compile(r"pci[0-9a-f]{4,}:[0-9a-f]{2}|[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 
@@ -43,14 +43,14 @@ class Sysfs:
         """The path with its links followed, relative to the root."""
         return os.path.relpath((self._root / path).resolve(), self._root)
 
-    def place(self, path: str) -> Place:
+    def place(self, path: str) -> DevicePlace:
         """Where the device sits that `path` leads to. What hangs on a PCI device (virtio, USB) sits there too."""
         steps = self.real(path).split("/")
         positions = [number for number, step in enumerate(steps) if _PCI_STEP.fullmatch(step)]
         if not positions:
-            return Place(numa_node=self._numa_node(path))
+            return DevicePlace(numa_node=self._numa_node(path))
         device = "/".join(steps[: positions[-1] + 1])
-        return Place(pci=tuple(steps[number] for number in positions), numa_node=self._numa_node(device))
+        return DevicePlace(pci=tuple(steps[number] for number in positions), numa_node=self._numa_node(device))
 
     def _numa_node(self, device: str) -> int | None:
         node = self.integer(f"{device}/numa_node")

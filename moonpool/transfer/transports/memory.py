@@ -9,7 +9,7 @@ import uuid
 
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import PeerLost
-from moonpool.transfer.desk import Desk, Notify
+from moonpool.transfer.control import ControlHandler, Notify
 from moonpool.transfer.mailbox import check_message
 from moonpool.transfer.memory.segment import Borrowed, Segment
 from moonpool.transfer.transports.base import Transport, check_bounds, rest_of
@@ -20,10 +20,10 @@ class MemoryFabric:
     """Who is alive in this process, by a name no other process has."""
 
     def __init__(self) -> None:
-        self._owners: dict[str, Desk] = {}
+        self._owners: dict[str, ControlHandler] = {}
         self._lock = threading.Lock()
 
-    def join(self, owner: str, desk: Desk) -> None:
+    def join(self, owner: str, desk: ControlHandler) -> None:
         with self._lock:
             self._owners[owner] = desk
 
@@ -31,17 +31,17 @@ class MemoryFabric:
         with self._lock:
             self._owners.pop(owner, None)
 
-    def desk_of(self, owner: str) -> Desk | None:
+    def desk_of(self, owner: str) -> ControlHandler | None:
         return self._owners.get(owner)
 
 
 class MemoryTransport(Transport):
     scheme = "memory"
 
-    def __init__(self, fabric: MemoryFabric, *, desk: Desk | None = None) -> None:
+    def __init__(self, fabric: MemoryFabric, *, desk: ControlHandler | None = None) -> None:
         self._fabric = fabric
         self._owner = uuid.uuid4().hex
-        self.desk = desk or Desk()
+        self.desk = desk or ControlHandler()
         fabric.join(self._owner, self.desk)
 
     def can_serve(self, segment: Segment) -> bool:
@@ -86,7 +86,7 @@ class MemoryRemote(MappedRemote):
     def _borrow(self, timeout_s: float) -> Borrowed:
         return self._desk().segments.find(self._name, self._incarnation).borrow()
 
-    def _desk(self) -> Desk:
+    def _desk(self) -> ControlHandler:
         if self._closed:
             raise PeerLost(f"this handle of segment {self._name!r} is closed")
         desk = self._fabric.desk_of(self._owner)

@@ -21,7 +21,7 @@ class Urgency(IntEnum):
 Task = Callable[[], None]
 
 
-class Outbox:
+class SendQueue:
     """Runs tasks in order of urgency, first come first served within one. Tasks handle their own errors."""
 
     def __init__(self, name: str = "outbox") -> None:

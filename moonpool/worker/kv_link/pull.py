@@ -17,7 +17,7 @@ from moonpool.base.errors import Corrupt, DeadlineExceeded, MoonpoolError, NotFo
 from moonpool.base.keys import object_key
 from moonpool.base.object_header import ObjectHeader, ObjectKind
 from moonpool.engine.kv_memory import KvLayout
-from moonpool.engine.step import Admitted
+from moonpool.engine.step import AdmittedSequence
 from moonpool.store.client import StoreClient
 from moonpool.store.client.read_session import ReadSession
 from moonpool.worker.kv_link.pieces import PieceMemory
@@ -42,7 +42,7 @@ LayerListener = Callable[[int, int], None]
 class PullJob:
     """One request's blocks on their way into pages. Waiting is for the engine's thread, the rest for the puller's."""
 
-    def __init__(self, admitted: Admitted, on_layer: LayerListener, on_end: Callable[[], None]) -> None:
+    def __init__(self, admitted: AdmittedSequence, on_layer: LayerListener, on_end: Callable[[], None]) -> None:
         self.admitted = admitted
         self.result: PullResult | None = None
         self.left_behind = False  # the engine waits for it no more
@@ -129,7 +129,7 @@ class Puller:
         """A pull was given up for taking too long: start none for a while, whatever those who plan them believe."""
         self._slow.note(DeadlineExceeded("a pull took longer than computing would have"))
 
-    def start(self, admitted: Admitted, on_layer: LayerListener, on_end: Callable[[], None]) -> PullJob:
+    def start(self, admitted: AdmittedSequence, on_layer: LayerListener, on_end: Callable[[], None]) -> PullJob:
         """`on_end` says that the puller no longer writes to the pages. Both are called on a puller's thread."""
         job = PullJob(admitted, on_layer, on_end)
         self._threads.submit(self._run, job)
@@ -156,7 +156,7 @@ class Puller:
         nbytes, ssd_nbytes = len(sessions) * page_nbytes, sum(each.is_on_disk for each in sessions) * page_nbytes
         job.end(PullResult(len(sessions), nbytes, self._clock.now_s() - started_s, failure, ssd_nbytes))
 
-    def _open(self, admitted: Admitted) -> tuple[list[ReadSession], MoonpoolError | None]:
+    def _open(self, admitted: AdmittedSequence) -> tuple[list[ReadSession], MoonpoolError | None]:
         """Looks the blocks up again, because the promise may be old; the answer is leased."""
         sessions: list[ReadSession] = []
         for info in self._store.lookup([object_key(key) for key in admitted.keys], prefix=True):

@@ -26,7 +26,7 @@ from moonpool.store.client.put_request import PutRequest
 from moonpool.store.client.put_session import PutSession
 from moonpool.transfer.engine import TransferEngine
 from moonpool.transfer.transports.base import RemoteSegment
-from moonpool.worker.kv_link.outbox import Outbox, Urgency
+from moonpool.worker.kv_link.outbox import SendQueue, Urgency
 from moonpool.worker.kv_link.pieces import PieceMemory
 from moonpool.worker.kv_link.pool_health import PoolHealth
 from moonpool.worker.kv_link.refusals import RefusalLog
@@ -158,7 +158,7 @@ class Push:
         ticket: Ticket,
         keys: Sequence[bytes],
         *,
-        outbox: Outbox,
+        outbox: SendQueue,
         memory: PieceMemory,
         pool: PoolWriter,
         peers: DecodePeers,

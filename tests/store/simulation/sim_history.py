@@ -11,11 +11,11 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from moonpool.master.state.fates import Fate
+from moonpool.master.state.removal_reasons import RemovalReason
 
 NEVER_S = float("inf")
-_EVICTED = (Fate.EVICTED_WATERMARK, Fate.EVICTED_FOR_PUT, Fate.SSD_EVICTED)
-_LOST = (Fate.NODE_GONE, Fate.NOT_RECOVERED)
+_EVICTED = (RemovalReason.EVICTED_WATERMARK, RemovalReason.EVICTED_FOR_PUT, RemovalReason.SSD_EVICTED)
+_LOST = (RemovalReason.NODE_GONE, RemovalReason.NOT_RECOVERED)
 
 
 class Write:
@@ -35,7 +35,7 @@ class History:
         self._now, self._violated = now, violated
         self._writes: dict[bytes, list[Write]] = {}
         self._by_number: dict[int, Write] = {}
-        self._fates: dict[bytes, list[tuple[float, Fate]]] = {}
+        self._fates: dict[bytes, list[tuple[float, RemovalReason]]] = {}
         self.losses_s: list[float] = []  # of nodes, or of the end of the journal
         self.num_flips = 0
         self.lost_times_s: list[tuple[float, float]] = []  # from when on nothing was durable, and when power was lost
@@ -117,7 +117,7 @@ class History:
                 return "evicted"
             if fate in _LOST and any(lost_s >= since_s for lost_s in self.losses_s):
                 return "lost with its node, or with power"
-            if fate is Fate.CORRUPT and self.may_be_damaged:
+            if fate is RemovalReason.CORRUPT and self.may_be_damaged:
                 return "damaged"
         return None
 
@@ -132,7 +132,7 @@ class History:
 
     # what happened to the world
 
-    def note_fate(self, key: bytes, fate: Fate) -> None:
+    def note_fate(self, key: bytes, fate: RemovalReason) -> None:
         self._fates.setdefault(key, []).append((self._now(), fate))
 
     def power_lost(self, durable_s: float) -> None:

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import moonpool.node.copying
-import moonpool.node.desk
 import moonpool.node.mount
+import moonpool.node.session_registry
 import moonpool.store.client.far_read
 import moonpool.store.client.get_batch
 import moonpool.store.client.views
@@ -17,7 +17,7 @@ from moonpool.master.state.index import ObjectIndex
 from moonpool.master.state.members import Members
 from moonpool.master.state.pins import PinTable
 from moonpool.master.state.puts import Puts
-from moonpool.master.state.reads import Reads
+from moonpool.master.state.reads import ReadState
 from moonpool.master.state.records import Outcomes, PutsEnded
 from moonpool.master.state.space import SpaceReturns
 from moonpool.master.state.ssd_tier import SsdTier
@@ -62,10 +62,10 @@ def _the_fence_admits_everybody() -> list[Change]:
 
 
 def _views_are_not_pinned() -> list[Change]:
-    original = Reads.lookup
+    original = ReadState.lookup
     return [
         (
-            Reads,
+            ReadState,
             "lookup",
             lambda self, keys, prefix, lease, session, now_s: original(self, keys, prefix, lease, 0, now_s),
         )
@@ -87,7 +87,7 @@ def _unwritten_replicas_count() -> list[Change]:
 
 
 def _ends_are_not_told() -> list[Change]:
-    return [(moonpool.node.desk.NodeDesk, "_left", lambda self, peer: self._sessions_of.pop(peer) and None)]
+    return [(moonpool.node.session_registry.NodeDesk, "_left", lambda self, peer: self._sessions_of.pop(peer) and None)]
 
 
 def _memory_is_mounted_again_as_it_is() -> list[Change]:

@@ -17,11 +17,11 @@ from typing import NamedTuple, TypeAlias
 
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import DeadlineExceeded, Internal, MoonpoolError
-from moonpool.transfer.crew import Crew
 from moonpool.transfer.memory.buffers import Memory, address_of, copy_bytes
 from moonpool.transfer.memory.foreign import DeviceSpan
+from moonpool.transfer.thread_pool import ThreadPool
 from moonpool.transfer.transports.cuda.driver import Device, driver
-from moonpool.transfer.transports.cuda.plan import Load, Piece, cut_loads, share_out
+from moonpool.transfer.transports.cuda.plan import DevicePiece, SlotLoad, cut_loads, share_out
 
 SLOT_NBYTES = 4 * 1024 * 1024
 _MIN_SHARE_NBYTES = 4 * 1024 * 1024  # less is not worth waking another thread
@@ -66,8 +66,8 @@ class _Lane:
         else:
             self._between(address, self._device, source.address, driver().device_of(source.address), nbytes)
 
-    def read(self, pieces: Sequence[Piece], deadline: Deadline) -> None:
-        full: tuple[_Slot, Load] | None = None
+    def read(self, pieces: Sequence[DevicePiece], deadline: Deadline) -> None:
+        full: tuple[_Slot, SlotLoad] | None = None
         for number, load in enumerate(cut_loads(pieces, SLOT_NBYTES)):
             _check_time(deadline)
             slot = self._slots[number % 2]
@@ -80,7 +80,7 @@ class _Lane:
         if full is not None:
             self._empty(*full)
 
-    def write(self, pieces: Sequence[Piece], deadline: Deadline) -> None:
+    def write(self, pieces: Sequence[DevicePiece], deadline: Deadline) -> None:
         for number, load in enumerate(cut_loads(pieces, SLOT_NBYTES)):
             _check_time(deadline)
             slot = self._slots[number % 2]
@@ -92,7 +92,7 @@ class _Lane:
                 self._device.copy(address, slot.address + start, nbytes, self._stream)
             self._device.record(slot.event, self._stream)
 
-    def _empty(self, slot: _Slot, load: Load) -> None:
+    def _empty(self, slot: _Slot, load: SlotLoad) -> None:
         self._device.wait_event(slot.event)
         for start, view in load.parts:
             copy_bytes(view, slot.memory[start : start + view.nbytes])
@@ -104,7 +104,7 @@ class _Lane:
             self._device.copy_between(target, target_device, source, source_device, nbytes, self._stream)
 
 
-_Stage: TypeAlias = Callable[[_Lane, Sequence[Piece], Deadline], None]
+_Stage: TypeAlias = Callable[[_Lane, Sequence[DevicePiece], Deadline], None]
 _Start: TypeAlias = Callable[[_Lane, int, DeviceSpan | int, int], None]
 
 
@@ -116,7 +116,7 @@ class Mover:
         self._changed = threading.Condition()
         self._idle: list[_Lane] = []
         self._num_lanes = 0
-        self._crew = Crew(f"cuda-copy-{device.index}", MAX_LANES)
+        self._crew = ThreadPool(f"cuda-copy-{device.index}", MAX_LANES)
         self._max_shares = max(1, min(MAX_LANES, (os.cpu_count() or 1) // 2))
 
     def read(self, placed: Sequence[Placed], deadline: Deadline) -> None:
@@ -144,7 +144,7 @@ class Mover:
 
     def _carry(
         self,
-        share: Sequence[Piece],
+        share: Sequence[DevicePiece],
         deadline: Deadline,
         stage: _Stage,
         ended: SimpleQueue[MoonpoolError | None],
@@ -157,7 +157,7 @@ class Mover:
 
     def _carry_own(
         self,
-        share: Sequence[Piece],
+        share: Sequence[DevicePiece],
         direct: Sequence[tuple[int, DeviceSpan | int, int]],
         deadline: Deadline,
         stage: _Stage,
@@ -198,10 +198,10 @@ def mover_of(device: Device) -> Mover:
     return Mover(device)
 
 
-def _sort_out(placed: Sequence[Placed]) -> tuple[list[tuple[int, DeviceSpan | int, int]], list[Piece]]:
+def _sort_out(placed: Sequence[Placed]) -> tuple[list[tuple[int, DeviceSpan | int, int]], list[DevicePiece]]:
     """(address on the GPU, other memory, nbytes) of what can be copied directly, and what goes through slots."""
     direct: list[tuple[int, DeviceSpan | int, int]] = []
-    staged: list[Piece] = []
+    staged: list[DevicePiece] = []
     for address, memory in placed:
         if isinstance(memory, DeviceSpan):
             if memory.nbytes:
@@ -209,7 +209,7 @@ def _sort_out(placed: Sequence[Placed]) -> tuple[list[tuple[int, DeviceSpan | in
         elif memory.nbytes >= _MIN_DIRECT_NBYTES and _is_pinned(memory):
             direct.append((address, address_of(memory), memory.nbytes))
         else:
-            staged.append(Piece(address, memory))
+            staged.append(DevicePiece(address, memory))
     return direct, staged
 
 

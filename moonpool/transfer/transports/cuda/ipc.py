@@ -26,7 +26,7 @@ from moonpool.transfer.transports.cuda.segment import DeviceSegment
 T = TypeVar("T")
 
 
-class Hello(msgspec.Struct, frozen=True, array_like=True):
+class IpcHello(msgspec.Struct, frozen=True, array_like=True):
     """Who asks."""
 
     process: str
@@ -66,7 +66,7 @@ def _process_of(pid: int) -> str:  # a forked child is another process
 
 def hello(process: str | None = None) -> bytes:
     """What this process (None), or another one, says when it asks."""
-    return msgspec.msgpack.encode(Hello(process or _process_of(os.getpid())))
+    return msgspec.msgpack.encode(IpcHello(process or _process_of(os.getpid())))
 
 
 class Offers:
@@ -84,7 +84,7 @@ class Offers:
         if segment is None:
             raise Unavailable("that segment is closed")
         span = segment.span  # not after close()
-        if _decode(asked, Hello).process == _process_of(os.getpid()):
+        if _decode(asked, IpcHello).process == _process_of(os.getpid()):
             return msgspec.msgpack.encode(self._offer(segment))
         if self._to_others is None:
             self._to_others = msgspec.msgpack.encode(_exported(self._offer(segment), span, segment.device))

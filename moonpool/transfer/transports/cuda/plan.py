@@ -11,14 +11,14 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 
-class Piece(NamedTuple):
+class DevicePiece(NamedTuple):
     """Bytes at `address` on the GPU and their place in main memory."""
 
     address: int
     view: memoryview
 
 
-class Run(NamedTuple):
+class DeviceCopy(NamedTuple):
     """One copy of the GPU's, from or to `start` in the slot."""
 
     address: int
@@ -26,23 +26,23 @@ class Run(NamedTuple):
     nbytes: int
 
 
-class Load(NamedTuple):
+class SlotLoad(NamedTuple):
     """What goes through a slot at once; `parts` are (start in the slot, place in main memory)."""
 
-    runs: list[Run]
+    runs: list[DeviceCopy]
     parts: list[tuple[int, memoryview]]
 
 
-def cut_loads(pieces: Sequence[Piece], slot_nbytes: int) -> Iterator[Load]:
-    load, used = Load([], []), 0
+def cut_loads(pieces: Sequence[DevicePiece], slot_nbytes: int) -> Iterator[SlotLoad]:
+    load, used = SlotLoad([], []), 0
     for address, view in pieces:
         done = 0
         while done < view.nbytes:
             if used == slot_nbytes:
                 yield load
-                load, used = Load([], []), 0
+                load, used = SlotLoad([], []), 0
             nbytes = min(view.nbytes - done, slot_nbytes - used)
-            _add_run(load.runs, Run(address + done, used, nbytes))
+            _add_run(load.runs, DeviceCopy(address + done, used, nbytes))
             load.parts.append((used, view[done : done + nbytes]))
             done += nbytes
             used += nbytes
@@ -50,12 +50,12 @@ def cut_loads(pieces: Sequence[Piece], slot_nbytes: int) -> Iterator[Load]:
         yield load
 
 
-def share_out(pieces: Sequence[Piece], max_shares: int, min_share_nbytes: int) -> list[list[Piece]]:
+def share_out(pieces: Sequence[DevicePiece], max_shares: int, min_share_nbytes: int) -> list[list[DevicePiece]]:
     """The pieces in shares of about one size, at least `min_share_nbytes` unless there is but one share."""
     total = sum(view.nbytes for _, view in pieces)
     num_shares = max(1, min(max_shares, total // min_share_nbytes))
     limit = -(-total // num_shares)
-    shares: list[list[Piece]] = [[]]
+    shares: list[list[DevicePiece]] = [[]]
     room = limit
     for address, view in pieces:
         done = 0
@@ -64,15 +64,15 @@ def share_out(pieces: Sequence[Piece], max_shares: int, min_share_nbytes: int) -
                 shares.append([])
                 room = limit
             nbytes = min(view.nbytes - done, room)
-            shares[-1].append(Piece(address + done, view[done : done + nbytes]))
+            shares[-1].append(DevicePiece(address + done, view[done : done + nbytes]))
             done += nbytes
             room -= nbytes
     return shares
 
 
-def _add_run(runs: list[Run], new: Run) -> None:
+def _add_run(runs: list[DeviceCopy], new: DeviceCopy) -> None:
     """The slot is filled without gaps, so what follows on the GPU follows in the slot too."""
     if runs and runs[-1].address + runs[-1].nbytes == new.address:
         last = runs.pop()
-        new = Run(last.address, last.start, last.nbytes + new.nbytes)
+        new = DeviceCopy(last.address, last.start, last.nbytes + new.nbytes)
     runs.append(new)

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 from moonpool.base.clock import Deadline
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import InvalidInput, NotFound, PeerLost, Unavailable
-from moonpool.transfer.desk import Admit, Attach, Confirm, Desk, Line, Notify, ask_fence
+from moonpool.transfer.control import Admit, Attach, Confirm, ControlClient, ControlHandler, Notify, ask_fence
 from moonpool.transfer.host import host_id
 from moonpool.transfer.mailbox import check_message
 from moonpool.transfer.memory.buffers import Buffer, Memory, as_memory
@@ -37,7 +37,9 @@ class CudaTransport(Transport):
 
     scheme = "cuda"
 
-    def __init__(self, desk: Desk, desk_endpoint: str | None, line_to: Callable[[str], Line]) -> None:
+    def __init__(
+        self, desk: ControlHandler, desk_endpoint: str | None, line_to: Callable[[str], ControlClient]
+    ) -> None:
         self.desk = desk
         self._desk_endpoint = desk_endpoint
         self._line_to = line_to
@@ -95,7 +97,7 @@ class CudaRemote(RemoteSegment):
 
     transport = CudaTransport.scheme
 
-    def __init__(self, line: Line, descriptor: SegmentDescriptor, timeout_s: float) -> None:
+    def __init__(self, line: ControlClient, descriptor: SegmentDescriptor, timeout_s: float) -> None:
         self.nbytes = descriptor.nbytes
         self._line = line
         self._name, self._incarnation = descriptor.name, descriptor.incarnation

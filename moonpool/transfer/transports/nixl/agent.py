@@ -34,7 +34,7 @@ _NONSENSE = ("Mismatch", "InvalidParam")
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
-class Op(Enum):
+class NixlOp(Enum):
     READ = "READ"
     WRITE = "WRITE"
 
@@ -104,7 +104,7 @@ class Agent:
         with self._errors.mapped("the owner's agent cannot be removed"):
             self._live().remove_remote_agent(name)
 
-    def start(self, op: Op, local: Sequence[Memory], remote: Sequence[Memory], peer: str) -> Transfer:
+    def start(self, op: NixlOp, local: Sequence[Memory], remote: Sequence[Memory], peer: str) -> Transfer:
         """Begins to move local[i] from or to remote[i], for all i. All of one side are of one kind of memory."""
         agent = self._live()
         with self._errors.mapped("the transfer cannot start"):

@@ -11,7 +11,7 @@ MAX_SPANS = 4096  # per chunk; beyond that NIXL's own work per descriptor is all
 
 
 @dataclass
-class Chunk:
+class StagedChunk:
     """Bytes that lie one after the other in staging memory: where they are the caller's, and where the owner's."""
 
     views: list[memoryview] = field(default_factory=list)
@@ -26,15 +26,15 @@ class Chunk:
 
 def cut_chunks(
     placed: Iterable[tuple[int, memoryview]], max_nbytes: int, max_spans: int = MAX_SPANS
-) -> Iterator[Chunk]:
+) -> Iterator[StagedChunk]:
     """All bytes in order, in chunks that are full but for the last one; an item may be cut anywhere."""
-    chunk = Chunk()
+    chunk = StagedChunk()
     for offset, view in placed:
         at = 0
         while at < view.nbytes:
             if chunk.nbytes == max_nbytes or len(chunk.spans) == max_spans:
                 yield chunk
-                chunk = Chunk()
+                chunk = StagedChunk()
             part = view[at : at + max_nbytes - chunk.nbytes]
             chunk.add(offset + at, part)
             at += part.nbytes

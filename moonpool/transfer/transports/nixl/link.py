@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import DeadlineExceeded, PeerLost
 from moonpool.transfer.memory.buffers import copy_bytes
-from moonpool.transfer.transports.nixl.agent import Agent, Op
-from moonpool.transfer.transports.nixl.chunks import Chunk
-from moonpool.transfer.transports.nixl.peer import Flight, NixlAddress, Peer
+from moonpool.transfer.transports.nixl.agent import Agent, NixlOp
+from moonpool.transfer.transports.nixl.chunks import StagedChunk
+from moonpool.transfer.transports.nixl.peer import NixlAddress, NixlPeer, SlotTransfer
 from moonpool.transfer.transports.nixl.staging import Slot, Staging
 
 SLOT_NBYTES = 4 * 1024 * 1024
@@ -33,14 +33,14 @@ _CLOSE_TIMEOUT_S = 5.0
 Watch = Callable[[Deadline], None]  # raises when the owner is gone
 
 
-class Link:
+class NixlLink:
     """Thread-safe. `slot_nbytes` is the largest piece that moves at once."""
 
     def __init__(self, *, loopback_only: bool, slot_nbytes: int = SLOT_NBYTES, max_slots: int = MAX_SLOTS) -> None:
         self._agent = Agent(loopback_only=loopback_only)
         self._staging = Staging(self._agent, slot_nbytes, max_slots)
         self._changed = threading.Condition()
-        self._abandoned: list[Flight] = []
+        self._abandoned: list[SlotTransfer] = []
         self._num_users = 0
         self._closed = False
 
@@ -60,13 +60,13 @@ class Link:
         finally:
             self._leave()
 
-    def connect(self, address: NixlAddress) -> Peer:
-        return Peer(self._agent, address)
+    def connect(self, address: NixlAddress) -> NixlPeer:
+        return NixlPeer(self._agent, address)
 
-    def move(self, peer: Peer, op: Op, chunks: Iterable[Chunk], deadline: Deadline, watch: Watch) -> None:
+    def move(self, peer: NixlPeer, op: NixlOp, chunks: Iterable[StagedChunk], deadline: Deadline, watch: Watch) -> None:
         """Carries out all chunks, or raises with none of the callers' memory in NIXL's hands. Call it in_use()."""
         self._settle(peer, deadline, watch)
-        in_air: deque[tuple[Flight, Chunk]] = deque()
+        in_air: deque[tuple[SlotTransfer, StagedChunk]] = deque()
         try:
             for chunk in chunks:
                 slot = self._next_slot(op, in_air, deadline, watch)
@@ -99,7 +99,9 @@ class Link:
         self._abandoned.clear()
         self._staging.clear()
 
-    def _next_slot(self, op: Op, in_air: deque[tuple[Flight, Chunk]], deadline: Deadline, watch: Watch) -> Slot:
+    def _next_slot(
+        self, op: NixlOp, in_air: deque[tuple[SlotTransfer, StagedChunk]], deadline: Deadline, watch: Watch
+    ) -> Slot:
         """Waits for slots of others only while holding none, so that no two calls wait for each other."""
         while in_air:
             slot = self._staging.take() if len(in_air) < _FLIGHTS_PER_CALL else None
@@ -111,28 +113,30 @@ class Link:
             self._check(deadline)
         return slot
 
-    def _launch(self, peer: Peer, op: Op, slot: Slot, chunk: Chunk) -> Flight:
+    def _launch(self, peer: NixlPeer, op: NixlOp, slot: Slot, chunk: StagedChunk) -> SlotTransfer:
         try:
-            if op is Op.WRITE:
+            if op is NixlOp.WRITE:
                 _gather(slot.memory, chunk)
             return peer.start(op, slot, chunk)
         except BaseException:
             self._staging.give_back(slot)
             raise
 
-    def _land_first(self, op: Op, in_air: deque[tuple[Flight, Chunk]], deadline: Deadline, watch: Watch) -> None:
+    def _land_first(
+        self, op: NixlOp, in_air: deque[tuple[SlotTransfer, StagedChunk]], deadline: Deadline, watch: Watch
+    ) -> None:
         flight, chunk = in_air[0]
         self._wait(flight.landed, deadline, watch)
         in_air.popleft()
-        if op is Op.READ:
+        if op is NixlOp.READ:
             _scatter(chunk, flight.slot.memory)
         self._staging.give_back(flight.slot)
 
-    def _settle(self, peer: Peer, deadline: Deadline, watch: Watch) -> None:
+    def _settle(self, peer: NixlPeer, deadline: Deadline, watch: Watch) -> None:
         """Waits until nothing that was given up is in the air with this peer."""
         self._wait(lambda: self._reap(peer), deadline, watch)
 
-    def _reap(self, peer: Peer | None = None) -> bool:
+    def _reap(self, peer: NixlPeer | None = None) -> bool:
         """Takes back the slots of what has ended; whether nothing of `peer` is left."""
         with self._changed:
             ended = [flight for flight in self._abandoned if _is_over(flight)]
@@ -142,7 +146,7 @@ class Link:
             self._staging.give_back(flight.slot)
         return clear
 
-    def _abandon(self, flights: list[Flight]) -> None:
+    def _abandon(self, flights: list[SlotTransfer]) -> None:
         with self._changed:
             self._abandoned.extend(flights)
         if flights:
@@ -166,21 +170,21 @@ class Link:
             raise DeadlineExceeded("the transfer over nixl did not end in time")
 
 
-def _is_over(flight: Flight) -> bool:
+def _is_over(flight: SlotTransfer) -> bool:
     try:
         return flight.landed()
     except PeerLost:
         return True
 
 
-def _gather(target: memoryview, chunk: Chunk) -> None:
+def _gather(target: memoryview, chunk: StagedChunk) -> None:
     at = 0
     for view in chunk.views:
         copy_bytes(target[at : at + view.nbytes], view)
         at += view.nbytes
 
 
-def _scatter(chunk: Chunk, source: memoryview) -> None:
+def _scatter(chunk: StagedChunk, source: memoryview) -> None:
     at = 0
     for view in chunk.views:
         copy_bytes(view, source[at : at + view.nbytes])

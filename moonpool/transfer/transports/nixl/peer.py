@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 import msgspec
 
 from moonpool.base.errors import PeerLost, ProtocolError
-from moonpool.transfer.transports.nixl.agent import Agent, Memory, Op, Transfer
-from moonpool.transfer.transports.nixl.chunks import Chunk
+from moonpool.transfer.transports.nixl.agent import Agent, Memory, NixlOp, Transfer
+from moonpool.transfer.transports.nixl.chunks import StagedChunk
 from moonpool.transfer.transports.nixl.staging import Slot
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -34,7 +34,7 @@ def decode_address(packed: bytes) -> NixlAddress:
         raise ProtocolError(f"the owner's nixl address makes no sense: {error}") from error
 
 
-class Peer:
+class NixlPeer:
     """Thread-safe. Let go of by retire(); NIXL forgets it when the last transfer with it has ended."""
 
     def __init__(self, agent: Agent, address: NixlAddress) -> None:
@@ -45,7 +45,7 @@ class Peer:
         self._num_flights = 0
         self._retired = False
 
-    def start(self, op: Op, slot: Slot, chunk: Chunk) -> Flight:
+    def start(self, op: NixlOp, slot: Slot, chunk: StagedChunk) -> SlotTransfer:
         """Moves the slot's first bytes to the chunk's spans, or the other way round. The slot is the flight's now."""
         local, remote, at = [], [], slot.address
         for offset, nbytes in chunk.spans:
@@ -61,7 +61,7 @@ class Peer:
         except BaseException:
             self.flight_ended()
             raise
-        return Flight(self, transfer, slot)
+        return SlotTransfer(self, transfer, slot)
 
     def retire(self) -> None:
         """Idempotent."""
@@ -84,10 +84,10 @@ class Peer:
             self._agent.remove_peer(self._name)
 
 
-class Flight:
+class SlotTransfer:
     """A transfer and the slot it uses. For one thread at a time."""
 
-    def __init__(self, peer: Peer, transfer: Transfer, slot: Slot) -> None:
+    def __init__(self, peer: NixlPeer, transfer: Transfer, slot: Slot) -> None:
         self.peer = peer
         self.slot = slot
         self._transfer: Transfer | None = transfer

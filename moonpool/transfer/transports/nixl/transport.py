@@ -23,17 +23,17 @@ from moonpool.base.address import parse_address
 from moonpool.base.clock import Deadline
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import DeadlineExceeded, InvalidInput, MoonpoolError, NotFound, PeerLost
-from moonpool.transfer.desk import Admit, Attach, Confirm, Desk, Line, Notify, ask_fence
+from moonpool.transfer.control import Admit, Attach, Confirm, ControlClient, ControlHandler, Notify, ask_fence
 from moonpool.transfer.mailbox import check_message
 from moonpool.transfer.memory.buffers import Buffer, address_of, as_bytes_views, total_nbytes
 from moonpool.transfer.memory.location import parse_location
 from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.memory.spans import Spans, merge_spans
 from moonpool.transfer.transports.base import RemoteSegment, Transport, check_bounds, place_items, rest_of
-from moonpool.transfer.transports.nixl.agent import Agent, Memory, Op, check_installed
+from moonpool.transfer.transports.nixl.agent import Agent, Memory, NixlOp, check_installed
 from moonpool.transfer.transports.nixl.chunks import cut_chunks
-from moonpool.transfer.transports.nixl.link import MAX_SLOTS, SLOT_NBYTES, Link
-from moonpool.transfer.transports.nixl.peer import NixlAddress, Peer, decode_address
+from moonpool.transfer.transports.nixl.link import MAX_SLOTS, SLOT_NBYTES, NixlLink
+from moonpool.transfer.transports.nixl.peer import NixlAddress, NixlPeer, decode_address
 
 _PULSE_TIMEOUT_S = 1.0  # for an owner to say that it lives, while a transfer is under way
 
@@ -48,9 +48,9 @@ class NixlTransport(Transport):
 
     def __init__(
         self,
-        desk: Desk,
+        desk: ControlHandler,
         desk_endpoint: str | None,
-        lines: Callable[[str], Line],
+        lines: Callable[[str], ControlClient],
         *,
         staging_slot_nbytes: int = SLOT_NBYTES,
         max_staging_slots: int = MAX_SLOTS,
@@ -63,7 +63,7 @@ class NixlTransport(Transport):
         self._loopback_only = desk_endpoint is not None and _is_loopback(desk_endpoint)
         self._lock = threading.Lock()
         self._offers: dict[str, _Offer] = {}
-        self._link: Link | None = None
+        self._link: NixlLink | None = None
         self._closed = False
         desk.on_attach(self.scheme, self._answer)
 
@@ -123,12 +123,12 @@ class NixlTransport(Transport):
             raise
         return offer
 
-    def _get_link(self) -> Link:
+    def _get_link(self) -> NixlLink:
         with self._lock:
             if self._closed:
                 raise PeerLost("this transport is closed")
             if self._link is None:
-                self._link = Link(
+                self._link = NixlLink(
                     loopback_only=self._loopback_only, slot_nbytes=self._slot_nbytes, max_slots=self._max_slots
                 )
             return self._link
@@ -171,27 +171,27 @@ class NixlRemote(RemoteSegment):
 
     transport = NixlTransport.scheme
 
-    def __init__(self, link: Link, line: Line, descriptor: SegmentDescriptor) -> None:
+    def __init__(self, link: NixlLink, line: ControlClient, descriptor: SegmentDescriptor) -> None:
         self.nbytes = descriptor.nbytes
         self._link = link
         self._line = line
         self._name, self._incarnation = descriptor.name, descriptor.incarnation
         self._connecting = threading.Lock()  # held while the owner is asked
         self._lock = threading.Lock()
-        self._peer: Peer | None = None
+        self._peer: NixlPeer | None = None
         self._closed = False
 
     def read_into(self, offset: int, buffers: Sequence[Buffer], *, timeout_s: float) -> None:
-        self._move(Op.READ, self._place(offset, buffers, writable=True), 0, timeout_s)
+        self._move(NixlOp.READ, self._place(offset, buffers, writable=True), 0, timeout_s)
 
     def write_from(self, offset: int, buffers: Sequence[Buffer], *, generation: int, timeout_s: float) -> None:
-        self._move(Op.WRITE, self._place(offset, buffers, writable=False), generation, timeout_s)
+        self._move(NixlOp.WRITE, self._place(offset, buffers, writable=False), generation, timeout_s)
 
     def read_many(self, items: Sequence[tuple[int, Buffer]], *, timeout_s: float) -> None:
-        self._move(Op.READ, place_items(items, self.nbytes, writable=True), 0, timeout_s)
+        self._move(NixlOp.READ, place_items(items, self.nbytes, writable=True), 0, timeout_s)
 
     def write_many(self, items: Sequence[tuple[int, Buffer]], *, generation: int, timeout_s: float) -> None:
-        self._move(Op.WRITE, place_items(items, self.nbytes, writable=False), generation, timeout_s)
+        self._move(NixlOp.WRITE, place_items(items, self.nbytes, writable=False), generation, timeout_s)
 
     def notify(self, message: bytes, *, timeout_s: float) -> None:
         check_message(message)
@@ -212,7 +212,7 @@ class NixlRemote(RemoteSegment):
             offset += view.nbytes
         return placed
 
-    def _move(self, op: Op, placed: list[tuple[int, memoryview]], generation: int, timeout_s: float) -> None:
+    def _move(self, op: NixlOp, placed: list[tuple[int, memoryview]], generation: int, timeout_s: float) -> None:
         deadline = Deadline(timeout_s)
         with self._link.in_use():
             try:
@@ -221,20 +221,22 @@ class NixlRemote(RemoteSegment):
                 # The owner lives, and may have withdrawn and served the segment again since we connected.
                 self._move_again(op, placed, generation, deadline)
 
-    def _move_again(self, op: Op, placed: list[tuple[int, memoryview]], generation: int, deadline: Deadline) -> None:
+    def _move_again(
+        self, op: NixlOp, placed: list[tuple[int, memoryview]], generation: int, deadline: Deadline
+    ) -> None:
         try:
             self._move_once(op, placed, generation, deadline)
         except _ConnectionLost as error:
             raise PeerLost(str(error)) from error
 
-    def _move_once(self, op: Op, placed: list[tuple[int, memoryview]], generation: int, deadline: Deadline) -> None:
+    def _move_once(self, op: NixlOp, placed: list[tuple[int, memoryview]], generation: int, deadline: Deadline) -> None:
         peer = self._connect(deadline)
         spans = (
             merge_spans((offset, view.nbytes) for offset, view in placed)
-            if op is Op.WRITE and peer.address.fenced
+            if op is NixlOp.WRITE and peer.address.fenced
             else []
         )
-        if op is Op.WRITE:
+        if op is NixlOp.WRITE:
             self._ask_fence(Admit, spans, generation, deadline)
         chunks = cut_chunks(placed, self._link.slot_nbytes)
         try:
@@ -244,7 +246,7 @@ class NixlRemote(RemoteSegment):
             raise self._reason(error, deadline) from error
         self._ask_fence(Confirm, spans, generation, deadline)
 
-    def _connect(self, deadline: Deadline) -> Peer:
+    def _connect(self, deadline: Deadline) -> NixlPeer:
         """The peer to use; one thread connects, the others wait for it, each within its own deadline."""
         self._check_open()
         peer = self._peer
@@ -263,13 +265,13 @@ class NixlRemote(RemoteSegment):
         self._check_open()
         return peer
 
-    def _attach(self, deadline: Deadline) -> Peer:
+    def _attach(self, deadline: Deadline) -> NixlPeer:
         ask = Attach(NixlTransport.scheme, self._name, self._incarnation)
         address = decode_address(self._line.ask(ask, deadline.remaining_s()))
         check_bounds(0, self.nbytes, address.nbytes)
         return self._link.connect(address)
 
-    def _disconnect(self, peer: Peer) -> None:
+    def _disconnect(self, peer: NixlPeer) -> None:
         with self._lock:
             if self._peer is peer:
                 self._peer = None

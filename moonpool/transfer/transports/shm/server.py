@@ -2,7 +2,7 @@
 
 A client asks once, with one CALL frame, and gets a REPLY frame, or an ERROR frame. If it asked for a segment the reply
 has the descriptor attached, and the client keeps the connection open and says nothing more: as long as it is open the
-owner lives and serves the segment. Calls to the desk (transfer/desk.py) are taken too. One thread does it all.
+owner lives and serves the segment. Calls to the desk (transfer/control.py) are taken too. One thread does it all.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moonpool.base.errors import MoonpoolError, NotFound, Overloaded, ProtocolEr
 from moonpool.base.frames import HEADER_NBYTES, FrameDecoder, FrameKind
 from moonpool.base.rpc.protocol import Call, CallDecoder, encode_error, encode_value
 from moonpool.base.unix_socket import bind_private, is_own_user
-from moonpool.transfer.desk import CALLS, Desk
+from moonpool.transfer.control import CALLS, ControlHandler
 from moonpool.transfer.transports.sockets import hang_up
 
 _log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class _Client:
 class ShmServer:
     """Listens at `path` from construction to close(), which removes the path again."""
 
-    def __init__(self, desk: Desk, path: str, *, max_connections: int) -> None:
+    def __init__(self, desk: ControlHandler, path: str, *, max_connections: int) -> None:
         self._desk = desk
         self._path = path
         self._max_connections = max_connections

@@ -16,14 +16,14 @@ from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import DeadlineExceeded, PeerLost, ProtocolError
 from moonpool.base.frames import HEADER_NBYTES
 from moonpool.base.rpc.protocol import encode_call
-from moonpool.transfer.desk import Desk, Notify
+from moonpool.transfer.control import ControlHandler, Notify
 from moonpool.transfer.host import host_id
 from moonpool.transfer.mailbox import check_message
 from moonpool.transfer.memory.segment import Borrowed, Segment
 from moonpool.transfer.transports.base import Transport, check_bounds, rest_of
 from moonpool.transfer.transports.mapped import MappedRemote
 from moonpool.transfer.transports.peer_errors import PeerErrors
-from moonpool.transfer.transports.shm.ask import UnixLine, receive_reply
+from moonpool.transfer.transports.shm.control_client import UnixControlClient, receive_reply
 from moonpool.transfer.transports.shm.server import AskSegment, ShmServer
 from moonpool.transfer.transports.sockets import connect_unix, receive_with_fds, send_all
 
@@ -35,11 +35,13 @@ class ShmTransport(Transport):
 
     scheme = "shm"
 
-    def __init__(self, run_dir: str, *, desk: Desk | None = None, max_connections: int = MAX_CONNECTIONS) -> None:
+    def __init__(
+        self, run_dir: str, *, desk: ControlHandler | None = None, max_connections: int = MAX_CONNECTIONS
+    ) -> None:
         os.makedirs(run_dir, mode=0o700, exist_ok=True)
         path = os.path.join(os.path.abspath(run_dir), f"shm-{os.getpid()}-{uuid.uuid4().hex[:8]}.sock")
         self._path = parse_address(f"unix:{path}").path  # refuses a path too long for the kernel
-        self.desk = desk or Desk()
+        self.desk = desk or ControlHandler()
         self._server = ShmServer(self.desk, self._path, max_connections=max_connections)
 
     @property
@@ -108,7 +110,9 @@ class ShmRemote(MappedRemote):
         check_message(message)
         if self._closed:
             raise PeerLost(f"this handle of segment {self._descriptor.name!r} is closed")
-        UnixLine(self._path).ask(Notify(self._descriptor.name, self._descriptor.incarnation, message), timeout_s)
+        UnixControlClient(self._path).ask(
+            Notify(self._descriptor.name, self._descriptor.incarnation, message), timeout_s
+        )
 
     def close(self) -> None:
         with self._lock:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import DamagedFrame, InvalidInput, MoonpoolError, Overloaded, ProtocolError, StaleGeneration
-from moonpool.transfer.desk import Desk
+from moonpool.transfer.control import ControlHandler
 from moonpool.transfer.disk.bounce import BouncePool
 from moonpool.transfer.memory.segment import Fence, Segment
 from moonpool.transfer.transports.base import check_bounds
@@ -21,7 +21,7 @@ from moonpool.transfer.transports.sockets import receive_exactly, receive_presen
 from moonpool.transfer.transports.tcp.frames import (
     REQUEST_NBYTES,
     START_NBYTES,
-    Op,
+    FrameOp,
     ReadVerdict,
     Request,
     check_body,
@@ -33,7 +33,7 @@ from moonpool.transfer.transports.tcp.frames import (
     unpack_request,
 )
 from moonpool.transfer.transports.tcp.staging import parts_of, staged
-from moonpool.transfer.transports.tcp.streams import INBOX_NBYTES, PART_NBYTES, Inbox, Outbox
+from moonpool.transfer.transports.tcp.streams import INBOX_NBYTES, PART_NBYTES, Inbox, ResponseQueue
 
 _DISCARD_NBYTES = 64 * 1024
 GATHER_NBYTES = 32 * 1024  # data of a READ below this is copied rather than sent from where it lies
@@ -43,7 +43,12 @@ class TcpConnection:
     """Answers the requests of one connection, in order, until the other side leaves."""
 
     def __init__(
-        self, sock: socket.socket, desk: Desk, staging: BouncePool, stall_timeout_s: float, idle_timeout_s: float
+        self,
+        sock: socket.socket,
+        desk: ControlHandler,
+        staging: BouncePool,
+        stall_timeout_s: float,
+        idle_timeout_s: float,
     ) -> None:
         self._sock = sock
         self._desk = desk
@@ -53,8 +58,8 @@ class TcpConnection:
         self._idle_since_s: float | None = None  # since when the next request is waited for
         self._left = 0  # bytes of the WRITE under way that are still on the wire
         self._inbox = Inbox(sock, INBOX_NBYTES)
-        self._outbox = Outbox(sock, stall_timeout_s)
-        self._answers = {Op.READ: self._read, Op.WRITE: self._write, Op.ASK: self._ask}
+        self._outbox = ResponseQueue(sock, stall_timeout_s)
+        self._answers = {FrameOp.READ: self._read, FrameOp.WRITE: self._write, FrameOp.ASK: self._ask}
 
     def serve(self, first_request_s: float | None = None, on_first: Callable[[], None] = lambda: None) -> str:
         """Answer requests until the connection ends; return why it did, unless OSError says so.
@@ -75,7 +80,7 @@ class TcpConnection:
                 self._outbox.add(pack_refusal(0, error))
                 self._outbox.flush()
                 return error.code
-            self._inbox.expect(request.nbytes if request.op is Op.WRITE else 0)
+            self._inbox.expect(request.nbytes if request.op is FrameOp.WRITE else 0)
 
     def idle_s(self) -> float:
         """For how long the next request has been waited for."""

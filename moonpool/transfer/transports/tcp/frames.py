@@ -8,7 +8,7 @@ Request, 56 bytes, then the name, then for a WRITE the data, for an ASK the call
     40  generation u64: that a WRITE stamps; that a READ expects, 0 for none
     48  CRC-32C u32 of the name, or of an ASK's call                           52  CRC-32C u32 of bytes 0 to 52
 
-An ASK carries one call to the owner's desk (transfer/desk.py), msgpack, at most 64 KiB; its other fields are 0.
+An ASK carries one call to the owner's desk (transfer/control.py), msgpack, at most 64 KiB; its other fields are 0.
 
 Response, 32 bytes, then for a READ or ASK that succeeded the data, or for a failure its text:
 
@@ -65,13 +65,13 @@ _U64 = 1 << 64
 _crc = google_crc32c.value
 
 
-class Op(IntEnum):
+class FrameOp(IntEnum):
     READ = 1
     WRITE = 2
     ASK = 3
 
 
-class Status(IntEnum):
+class FrameStatus(IntEnum):
     OK = 0
     ERROR = 1
 
@@ -82,13 +82,13 @@ class ReadVerdict(IntEnum):
 
 
 # Calling an enum for its member takes longer than the rest of a frame.
-_OPS = {member.value: member for member in Op}
-_STATUSES = {member.value: member for member in Status}
+_OPS = {member.value: member for member in FrameOp}
+_STATUSES = {member.value: member for member in FrameStatus}
 _VERDICTS = {member.value: member for member in ReadVerdict}
 
 
 class Request(NamedTuple):
-    op: Op
+    op: FrameOp
     request_id: int
     name: str
     incarnation: int
@@ -101,7 +101,7 @@ class Request(NamedTuple):
 class RequestHead(NamedTuple):
     """A request whose name is still on the wire."""
 
-    op: Op
+    op: FrameOp
     name_nbytes: int
     request_id: int
     incarnation: int
@@ -125,7 +125,7 @@ class RequestHead(NamedTuple):
 
 
 class Response(NamedTuple):
-    status: Status
+    status: FrameStatus
     request_id: int
     nbytes: int
     checksum: int = 0  # of an answer or a text
@@ -137,7 +137,7 @@ def pack_request(request: Request) -> bytes:
     return pack_requests(request.op, request.name, request.incarnation, [order])[0]
 
 
-def pack_requests(op: Op, name: str, incarnation: int, orders: Iterable[tuple[int, int, int, int]]) -> list[bytes]:
+def pack_requests(op: FrameOp, name: str, incarnation: int, orders: Iterable[tuple[int, int, int, int]]) -> list[bytes]:
     """As pack_request(), for each (request_id, offset, nbytes, generation)."""
     text = name.encode()
     if not 0 < len(text) <= MAX_NAME_NBYTES:
@@ -159,7 +159,7 @@ def pack_ask(request_id: int, body: bytes) -> bytes:
     """A whole request. InvalidInput when the call is too large."""
     if len(body) > MAX_ASK_NBYTES:
         raise InvalidInput(f"a call has at most {MAX_ASK_NBYTES} bytes, not {len(body)}")
-    return _sealed(_REQUEST.pack(MAGIC, VERSION, Op.ASK, 0, request_id, 0, 0, len(body), 0, _crc(body))) + body
+    return _sealed(_REQUEST.pack(MAGIC, VERSION, FrameOp.ASK, 0, request_id, 0, 0, len(body), 0, _crc(body))) + body
 
 
 def check_start(frame: bytes | bytearray | memoryview) -> None:
@@ -181,9 +181,9 @@ def unpack_request(frame: bytes | bytearray | memoryview) -> RequestHead:
     known_op = _OPS.get(op)
     if known_op is None:
         raise ProtocolError(f"unknown operation {op}")
-    if not 0 < name_nbytes <= MAX_NAME_NBYTES and (name_nbytes, known_op) != (0, Op.ASK):
+    if not 0 < name_nbytes <= MAX_NAME_NBYTES and (name_nbytes, known_op) != (0, FrameOp.ASK):
         raise ProtocolError(f"a name of {name_nbytes} bytes is not allowed")
-    if nbytes > (MAX_ASK_NBYTES if known_op is Op.ASK else MAX_DATA_NBYTES) or offset + nbytes >= _U64:
+    if nbytes > (MAX_ASK_NBYTES if known_op is FrameOp.ASK else MAX_DATA_NBYTES) or offset + nbytes >= _U64:
         raise ProtocolError(f"a request for {nbytes} bytes at {offset} is over the limit")
     return RequestHead(known_op, name_nbytes, request_id, incarnation, offset, nbytes, generation, checksum)
 
@@ -202,7 +202,7 @@ def pack_answer(request_id: int, body: bytes) -> bytes:
 def pack_refusal(request_id: int, error: MoonpoolError) -> bytes:
     """A failure, text included (cut to fit)."""
     text = f"{error.code} {error}".encode()[:MAX_ERROR_NBYTES]
-    return _sealed(_RESPONSE.pack(MAGIC, VERSION, Status.ERROR, 0, request_id, len(text), _crc(text))) + text
+    return _sealed(_RESPONSE.pack(MAGIC, VERSION, FrameStatus.ERROR, 0, request_id, len(text), _crc(text))) + text
 
 
 def unpack_response(frame: bytes | bytearray | memoryview) -> Response:
@@ -211,7 +211,7 @@ def unpack_response(frame: bytes | bytearray | memoryview) -> Response:
     known_status = _STATUSES.get(status)
     if known_status is None or reserved != 0:
         raise ProtocolError(f"unknown status {status}")
-    if nbytes > (MAX_DATA_NBYTES if known_status is Status.OK else MAX_ERROR_NBYTES):
+    if nbytes > (MAX_DATA_NBYTES if known_status is FrameStatus.OK else MAX_ERROR_NBYTES):
         raise ProtocolError(f"an answer of {nbytes} bytes is over the limit")
     return Response(known_status, request_id, nbytes, checksum)
 

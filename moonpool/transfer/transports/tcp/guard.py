@@ -50,7 +50,7 @@ _UNUSED = bytes(12)
 Frame: TypeAlias = bytes | bytearray | memoryview
 
 
-class Kind(IntEnum):
+class GuardMessage(IntEnum):
     HELLO = 1
     CHALLENGE = 2
     PROOF = 3
@@ -92,22 +92,22 @@ class CallerSide:
         self._owner_nonce = b""
 
     def hello(self) -> bytes:
-        return _pack(Kind.HELLO, self._secret, self._nonce)
+        return _pack(GuardMessage.HELLO, self._secret, self._nonce)
 
     def proof(self, challenge: Frame) -> bytes:
         """ProtocolError when the owner speaks nonsense."""
-        self._owner_nonce = self._value(challenge, Kind.CHALLENGE)
-        return _pack(Kind.PROOF, self._secret, _proof(self._secret, b"C", self._nonce, self._owner_nonce))
+        self._owner_nonce = self._value(challenge, GuardMessage.CHALLENGE)
+        return _pack(GuardMessage.PROOF, self._secret, _proof(self._secret, b"C", self._nonce, self._owner_nonce))
 
     def check_welcome(self, welcome: Frame) -> None:
         """Unauthorized when the owner does not know our secret."""
-        value = self._value(welcome, Kind.WELCOME)
+        value = self._value(welcome, GuardMessage.WELCOME)
         if not hmac.compare_digest(value, _proof(self._secret, b"O", self._nonce, self._owner_nonce)):
             raise Unauthorized(
                 "the owner does not know this side's secret; both need the same content in their secret_file"
             )
 
-    def _value(self, frame: Frame, kind: Kind) -> bytes:
+    def _value(self, frame: Frame, kind: GuardMessage) -> bytes:
         has_secret, value = _unpack(frame, kind)
         if has_secret is not (self._secret is not None):
             raise ProtocolError("the owner answers another question than was asked")
@@ -126,19 +126,19 @@ class OwnerSide:
         """Unauthorized when the caller has not what is asked for, ProtocolError when it speaks nonsense."""
         if bytes(hello[:4]) == REQUEST_MAGIC:
             raise Unauthorized(self._demand())
-        self._caller_nonce = self._value(hello, Kind.HELLO)
-        return _pack(Kind.CHALLENGE, self._secret, self._nonce)
+        self._caller_nonce = self._value(hello, GuardMessage.HELLO)
+        return _pack(GuardMessage.CHALLENGE, self._secret, self._nonce)
 
     def welcome(self, proof: Frame) -> bytes:
         """Unauthorized when the caller does not know our secret."""
-        value = self._value(proof, Kind.PROOF)
+        value = self._value(proof, GuardMessage.PROOF)
         if not hmac.compare_digest(value, _proof(self._secret, b"C", self._caller_nonce, self._nonce)):
             raise Unauthorized(
                 "the caller's secret is not the owner's; both need the same content in their secret_file"
             )
-        return _pack(Kind.WELCOME, self._secret, _proof(self._secret, b"O", self._caller_nonce, self._nonce))
+        return _pack(GuardMessage.WELCOME, self._secret, _proof(self._secret, b"O", self._caller_nonce, self._nonce))
 
-    def _value(self, frame: Frame, kind: Kind) -> bytes:
+    def _value(self, frame: Frame, kind: GuardMessage) -> bytes:
         has_secret, value = _unpack(frame, kind)
         if has_secret is not (self._secret is not None):
             raise Unauthorized(self._demand())
@@ -162,7 +162,7 @@ def read_refusal(error: MoonpoolError) -> MoonpoolError:
     )
 
 
-class RareLog:
+class RateLimitedLog:
     """Says which attempts to log: each address once a minute, few addresses. Bounded, so that nobody fills a disk."""
 
     def __init__(self, every_s: float = 60.0, max_addresses: int = 64) -> None:
@@ -184,12 +184,12 @@ def _proof(secret: Secret | None, role: bytes, caller_nonce: bytes, owner_nonce:
     return secret.mac(_LABEL + bytes([VERSION]) + role + caller_nonce + owner_nonce)
 
 
-def _pack(kind: Kind, secret: Secret | None, value: bytes) -> bytes:
+def _pack(kind: GuardMessage, secret: Secret | None, value: bytes) -> bytes:
     frame = _FRAME.pack(MAGIC, VERSION, kind, secret is not None, 0, value, _UNUSED)
     return frame + _CRC.pack(crc32c(frame))
 
 
-def _unpack(frame: Frame, expected: Kind) -> tuple[bool, bytes]:
+def _unpack(frame: Frame, expected: GuardMessage) -> tuple[bool, bytes]:
     """(whether the sender has a secret, value); ProtocolError when a rule is broken, or DamagedFrame."""
     if len(frame) != FRAME_NBYTES:
         raise ProtocolError(f"a frame of the guard has {FRAME_NBYTES} bytes, not {len(frame)}")

@@ -19,9 +19,9 @@ from moonpool.transfer.transports.sockets import send_all
 from moonpool.transfer.transports.tcp.frames import (
     RESPONSE_NBYTES,
     VERDICT_NBYTES,
-    Op,
+    FrameOp,
+    FrameStatus,
     ReadVerdict,
-    Status,
     check_body,
     pack_requests,
     pack_response,
@@ -39,7 +39,7 @@ _MERGED_NBYTES = 8 * 1024 * 1024
 _MERGED_ITEMS = 512
 
 
-class Order(NamedTuple):
+class PipelinedRequest(NamedTuple):
     """One request: the place in the segment and the caller's memory, `nbytes` in all. `generation` is what a write
     stamps, or what a read expects to find (0: anything).
     """
@@ -50,53 +50,53 @@ class Order(NamedTuple):
     generation: int = 0
 
 
-class Target(NamedTuple):
+class PipelineTarget(NamedTuple):
     """The segment that all requests are about."""
 
     name: str
     incarnation: int
 
 
-class Run(NamedTuple):
+class RequestRun(NamedTuple):
     """Orders that are sent together."""
 
-    orders: Sequence[Order]
+    orders: Sequence[PipelinedRequest]
     is_last: bool  # of its batch
 
 
-def merge_neighbours(items: Iterable[tuple[int, memoryview]], generation: int = 0) -> list[Order]:
+def merge_neighbours(items: Iterable[tuple[int, memoryview]], generation: int = 0) -> list[PipelinedRequest]:
     """One request for items that follow each other in the segment: what is said and done per request takes as long as
     moving some 100 KiB. Not without limit: a request is refused as a whole.
     """
     return merge_alike([(offset, view, generation) for offset, view in items])
 
 
-def merge_alike(items: Iterable[tuple[int, memoryview, int]]) -> list[Order]:
+def merge_alike(items: Iterable[tuple[int, memoryview, int]]) -> list[PipelinedRequest]:
     """As merge_neighbours(), of neighbours with the same generation each. The items of an order follow each other."""
-    orders: list[Order] = []
+    orders: list[PipelinedRequest] = []
     end, nbytes, views, last = -1, 0, list[memoryview](), -1
     for offset, view, generation in items:
         full = nbytes + view.nbytes > _MERGED_NBYTES or len(views) == _MERGED_ITEMS
         if offset != end or generation != last or full:
             nbytes, views, last = 0, [], generation
-            orders.append(Order(offset, 0, views, generation))
+            orders.append(PipelinedRequest(offset, 0, views, generation))
         views.append(view)
         nbytes += view.nbytes
         end = offset + view.nbytes
-        orders[-1] = Order(end - nbytes, nbytes, views, generation)
+        orders[-1] = PipelinedRequest(end - nbytes, nbytes, views, generation)
     return orders
 
 
-def cut_runs(orders: Sequence[Order]) -> Iterator[Run]:
+def cut_runs(orders: Sequence[PipelinedRequest]) -> Iterator[RequestRun]:
     """All of a batch, be it empty."""
     for start in range(0, max(len(orders), 1), _RUN):
-        yield Run(orders[start : start + _RUN], start + _RUN >= len(orders))
+        yield RequestRun(orders[start : start + _RUN], start + _RUN >= len(orders))
 
 
 class Pipeline:
     """All orders of one caller, on a lane that is its own. The ids start anew, as no answer is left on the lane."""
 
-    def __init__(self, sock: socket.socket, op: Op, target: Target, deadline: Deadline) -> None:
+    def __init__(self, sock: socket.socket, op: FrameOp, target: PipelineTarget, deadline: Deadline) -> None:
         self._sock = sock
         self._op = op
         self._target = target
@@ -106,13 +106,15 @@ class Pipeline:
         self._inbox: Inbox | None = None
         self.refusals: dict[int, MoonpoolError] = {}  # by the order's position among all
 
-    def run(self, orders: Sequence[Order]) -> MoonpoolError | None:
+    def run(self, orders: Sequence[PipelinedRequest]) -> MoonpoolError | None:
         """The first refusal, when every order is answered. Raises when the lane is of no more use."""
         for _ in self.in_turn([orders], None):
             pass
         return next(iter(self.refusals.values()), None)
 
-    def in_turn(self, batches: Iterable[Sequence[Order]], timeout_s: float | None) -> Generator[None, None, None]:
+    def in_turn(
+        self, batches: Iterable[Sequence[PipelinedRequest]], timeout_s: float | None
+    ) -> Generator[None, None, None]:
         """Returns to the caller when every order of a batch is answered. Its successor is on its way by then, and has
         `timeout_s` from then on. Raises when the lane is of no more use.
         """
@@ -125,24 +127,24 @@ class Pipeline:
         if self._inbox is not None and self._inbox.nbytes:
             raise ProtocolError("the owner sent more than was asked for")
 
-    def _under_way(self, batches: Iterable[Sequence[Order]]) -> Iterator[Run]:
+    def _under_way(self, batches: Iterable[Sequence[PipelinedRequest]]) -> Iterator[RequestRun]:
         """Each run when it is to be received: others behind it are on their way, or there are none."""
         rest = (run for orders in batches for run in cut_runs(orders))
-        flying: deque[Run] = deque()
+        flying: deque[RequestRun] = deque()
         while sent := list(self._next_to_send(rest)):
             flying += sent
             while flying and not self._runs_low():
                 yield flying.popleft()
         yield from flying
 
-    def _next_to_send(self, rest: Iterator[Run]) -> Iterator[Run]:
+    def _next_to_send(self, rest: Iterator[RequestRun]) -> Iterator[RequestRun]:
         """Sends what may be on its way now: requests alone in one piece, for each message wakes the owner up."""
         heads: list[bytes] = []
         while self._num_sent - self._num_answered <= _RUN and self._nbytes_ahead < _AHEAD_NBYTES:
             run = next(rest, None)
             if run is None:
                 break
-            if self._op is Op.READ:
+            if self._op is FrameOp.READ:
                 heads += self._heads_of(run.orders)
                 self._nbytes_ahead += sum([order.nbytes for order in run.orders])
             else:
@@ -155,22 +157,22 @@ class Pipeline:
         """Whether the owner might be without work soon."""
         return self._num_sent - self._num_answered <= _RUN and self._nbytes_ahead <= _AHEAD_NBYTES // 2
 
-    def _heads_of(self, orders: Sequence[Order]) -> list[bytes]:
+    def _heads_of(self, orders: Sequence[PipelinedRequest]) -> list[bytes]:
         first = self._num_sent + 1
         self._num_sent += len(orders)
         numbered = [(number, each.offset, each.nbytes, each.generation) for number, each in enumerate(orders, first)]
         return pack_requests(self._op, *self._target, numbered)
 
-    def _send_data(self, orders: Sequence[Order]) -> None:
+    def _send_data(self, orders: Sequence[PipelinedRequest]) -> None:
         parts: list[bytes | memoryview] = []
         for head, order in zip(self._heads_of(orders), orders, strict=True):
             parts.append(head)
             parts += order.views
         send_all(self._sock, parts, self._deadline)
 
-    def _receive(self, orders: Sequence[Order]) -> None:
+    def _receive(self, orders: Sequence[PipelinedRequest]) -> None:
         """Takes the answers to one run."""
-        inbox, deadline, reading = self._inbox or self._make_inbox(orders), self._deadline, self._op is Op.READ
+        inbox, deadline, reading = self._inbox or self._make_inbox(orders), self._deadline, self._op is FrameOp.READ
         for number, order in enumerate(orders, self._num_answered + 1):
             inbox.receive(RESPONSE_NBYTES, deadline)
             head, nbytes = inbox.take(RESPONSE_NBYTES), order.nbytes if reading else 0
@@ -187,7 +189,7 @@ class Pipeline:
         self._num_answered += len(orders)
         self._nbytes_ahead -= sum([order.nbytes for order in orders]) if reading else 0
 
-    def _take_verdict(self, inbox: Inbox, number: int, order: Order) -> None:
+    def _take_verdict(self, inbox: Inbox, number: int, order: PipelinedRequest) -> None:
         inbox.receive(VERDICT_NBYTES, self._deadline)
         frame = inbox.take(VERDICT_NBYTES)
         if frame != pack_verdict(number, ReadVerdict.SAME) and unpack_verdict(frame, number) is ReadVerdict.STALE:
@@ -195,18 +197,18 @@ class Pipeline:
                 f"space at offset {order.offset} was given away while generation {order.generation} of it was read"
             )
 
-    def _make_inbox(self, orders: Sequence[Order]) -> Inbox:
+    def _make_inbox(self, orders: Sequence[PipelinedRequest]) -> Inbox:
         # Large data goes past the inbox; room for it would have to be taken from the system anew each time.
         small = [RESPONSE_NBYTES + order.nbytes + VERDICT_NBYTES for order in orders if order.nbytes < DIRECT_NBYTES]
-        self._inbox = inbox = Inbox(self._sock, sum(small) if self._op is Op.READ else 0)
-        if self._op is Op.READ and orders:
+        self._inbox = inbox = Inbox(self._sock, sum(small) if self._op is FrameOp.READ else 0)
+        if self._op is FrameOp.READ and orders:
             inbox.expect(orders[0].nbytes)
         return inbox
 
     def _refusal(self, inbox: Inbox, number: int, nbytes: int, head: memoryview) -> MoonpoolError:
         """The error in an answer that is no success; ProtocolError when it is no answer to this order at all."""
         response = unpack_response(head)
-        if response.status is not Status.ERROR or response.request_id not in (number, 0):
+        if response.status is not FrameStatus.ERROR or response.request_id not in (number, 0):
             raise ProtocolError(
                 f"the owner answered request {response.request_id} with {response.nbytes} bytes, "
                 f"expected were {nbytes} for request {number}"

@@ -19,10 +19,10 @@ from collections import Counter
 from moonpool.base.address import host_port
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import ConfigError, MoonpoolError, Overloaded
-from moonpool.transfer.desk import Desk
+from moonpool.transfer.control import ControlHandler
 from moonpool.transfer.transports.sockets import hang_up, is_quiet, send_all, tune
 from moonpool.transfer.transports.tcp.connection import TcpConnection
-from moonpool.transfer.transports.tcp.door import Door
+from moonpool.transfer.transports.tcp.connection_limiter import ConnectionLimiter
 from moonpool.transfer.transports.tcp.frames import pack_refusal
 from moonpool.transfer.transports.tcp.guard import Guard
 from moonpool.transfer.transports.tcp.staging import staging_buffers
@@ -57,7 +57,7 @@ class TcpServer:
 
     def __init__(
         self,
-        desk: Desk,
+        desk: ControlHandler,
         host: str,
         port: int,
         *,
@@ -73,7 +73,7 @@ class TcpServer:
         self._idle_timeout_s = idle_timeout_s
         self._max_unproven = Guard.max_unproven if guard is None else guard.max_unproven
         self.ended: Counter[str] = Counter()  # connections by why they ended
-        self._door = None if guard is None else Door(guard)
+        self._door = None if guard is None else ConnectionLimiter(guard)
         self._changed = threading.Condition()
         self._callers: dict[_Caller, None] = {}  # in order of arrival
         self._closed = threading.Event()
@@ -180,7 +180,7 @@ class TcpServer:
             return caller.connection.serve()
         return caller.connection.serve(_FIRST_REQUEST_S, lambda: self._take_place(caller))
 
-    def _admit(self, caller: _Caller, door: Door) -> bool:
+    def _admit(self, caller: _Caller, door: ConnectionLimiter) -> bool:
         """Whether the caller was let in; else it was told."""
         deadline = Deadline(door.guard.timeout_s)
         try:

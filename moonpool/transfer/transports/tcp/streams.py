@@ -93,7 +93,7 @@ class Inbox:
         self._start, self._end = 0, rest
 
 
-class Outbox:
+class ResponseQueue:
     """Answers that wait to be sent, in order. Bounded; borrows the memory it is given until flush()."""
 
     def __init__(self, sock: socket.socket, stall_timeout_s: float) -> None:

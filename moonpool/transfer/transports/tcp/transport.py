@@ -17,17 +17,23 @@ from moonpool.base.address import host_port, parse_address
 from moonpool.base.clock import Deadline
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import ConfigError, InvalidInput, MoonpoolError, PeerLost, StaleGeneration
-from moonpool.transfer.desk import Desk, Line, Notify
+from moonpool.transfer.control import ControlClient, ControlHandler, Notify
 from moonpool.transfer.mailbox import check_message
 from moonpool.transfer.memory.buffers import Buffer, as_bytes_views, total_nbytes
 from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.transports.base import RemoteSegment, Transport, check_bounds, place_items
 from moonpool.transfer.transports.peer_errors import PeerErrors
-from moonpool.transfer.transports.tcp.ask import TcpLine
-from moonpool.transfer.transports.tcp.frames import Op
+from moonpool.transfer.transports.tcp.control_client import TcpControlClient
+from moonpool.transfer.transports.tcp.frames import FrameOp
 from moonpool.transfer.transports.tcp.guard import Guard
 from moonpool.transfer.transports.tcp.lanes import LanePool
-from moonpool.transfer.transports.tcp.pipeline import Order, Pipeline, Target, merge_alike, merge_neighbours
+from moonpool.transfer.transports.tcp.pipeline import (
+    Pipeline,
+    PipelinedRequest,
+    PipelineTarget,
+    merge_alike,
+    merge_neighbours,
+)
 from moonpool.transfer.transports.tcp.server import IDLE_TIMEOUT_S, MAX_CONNECTIONS, TcpServer
 
 STALL_TIMEOUT_S = 10.0
@@ -44,7 +50,7 @@ class TcpTransport(Transport):
         host: str | None = "127.0.0.1",
         port: int = 0,
         *,
-        desk: Desk | None = None,
+        desk: ControlHandler | None = None,
         lanes: int = 2,
         advertise_host: str | None = None,
         max_connections: int = MAX_CONNECTIONS,
@@ -52,7 +58,7 @@ class TcpTransport(Transport):
         stall_timeout_s: float = STALL_TIMEOUT_S,
         guard: Guard | None = None,
     ) -> None:
-        self.desk = desk or Desk()
+        self.desk = desk or ControlHandler()
         self._pools: dict[tuple[str, int], LanePool] = {}
         self._lanes = lanes
         self._guard = guard
@@ -105,9 +111,9 @@ class TcpTransport(Transport):
         remote.probe(timeout_s)
         return remote
 
-    def line(self, endpoint: str) -> Line:
+    def line(self, endpoint: str) -> ControlClient:
         """To the desk behind `endpoint`."""
-        return TcpLine(self._pool_at(endpoint))
+        return TcpControlClient(self._pool_at(endpoint))
 
     def close(self) -> None:
         with self._lock:
@@ -137,25 +143,27 @@ class TcpRemote(RemoteSegment):
         self.nbytes = descriptor.nbytes
         self._pool = pool
         self._descriptor = descriptor
-        self._target = Target(descriptor.name, descriptor.incarnation)
+        self._target = PipelineTarget(descriptor.name, descriptor.incarnation)
         self._closed = False
 
     def probe(self, timeout_s: float) -> None:
         """Raises what a read would; the last byte's address is checked, so a smaller segment is found out."""
-        self._exchange(Op.READ, [Order(self.nbytes, 0, [])], timeout_s)
+        self._exchange(FrameOp.READ, [PipelinedRequest(self.nbytes, 0, [])], timeout_s)
 
     def read_into(self, offset: int, buffers: Sequence[Buffer], *, timeout_s: float) -> None:
-        self._exchange(Op.READ, [self._order(offset, as_bytes_views(buffers, writable=True))], timeout_s)
+        self._exchange(FrameOp.READ, [self._order(offset, as_bytes_views(buffers, writable=True))], timeout_s)
 
     def write_from(self, offset: int, buffers: Sequence[Buffer], *, generation: int, timeout_s: float) -> None:
-        self._exchange(Op.WRITE, [self._order(offset, as_bytes_views(buffers, writable=False), generation)], timeout_s)
+        self._exchange(
+            FrameOp.WRITE, [self._order(offset, as_bytes_views(buffers, writable=False), generation)], timeout_s
+        )
 
     def read_many(self, items: Sequence[tuple[int, Buffer]], *, timeout_s: float) -> None:
-        self._exchange(Op.READ, merge_neighbours(place_items(items, self.nbytes, writable=True)), timeout_s)
+        self._exchange(FrameOp.READ, merge_neighbours(place_items(items, self.nbytes, writable=True)), timeout_s)
 
     def write_many(self, items: Sequence[tuple[int, Buffer]], *, generation: int, timeout_s: float) -> None:
         orders = merge_neighbours(place_items(items, self.nbytes, writable=False), generation)
-        self._exchange(Op.WRITE, orders, timeout_s)
+        self._exchange(FrameOp.WRITE, orders, timeout_s)
 
     def read_in_turn(
         self, batches: Iterable[Sequence[tuple[int, Buffer]]], *, timeout_s: float
@@ -164,7 +172,7 @@ class TcpRemote(RemoteSegment):
         orders = (merge_neighbours(place_items(items, self.nbytes, writable=True)) for items in batches)
         deadline = Deadline(timeout_s)
         with PeerErrors(self._pool, timeout_s), self._pool.lane(deadline) as sock:
-            pipeline = Pipeline(sock, Op.READ, self._target, deadline)
+            pipeline = Pipeline(sock, FrameOp.READ, self._target, deadline)
             for number, _ in enumerate(pipeline.in_turn(orders, timeout_s)):
                 for refusal in pipeline.refusals.values():
                     raise refusal  # the lane goes, for there are answers on it that nobody waits for
@@ -177,7 +185,7 @@ class TcpRemote(RemoteSegment):
         deadline = Deadline(timeout_s)
         sizes: deque[list[int]] = deque()  # per batch under way, how many items each order has
 
-        def orders() -> Iterator[list[Order]]:
+        def orders() -> Iterator[list[PipelinedRequest]]:
             for items in batches:
                 placed = place_items([(offset, buffer) for offset, buffer, _ in items], self.nbytes, writable=True)
                 made = merge_alike([(*each, item[2]) for each, item in zip(placed, items, strict=True)])
@@ -185,7 +193,7 @@ class TcpRemote(RemoteSegment):
                 yield made
 
         with PeerErrors(self._pool, timeout_s), self._pool.lane(deadline) as sock:
-            pipeline = Pipeline(sock, Op.READ, self._target, deadline)
+            pipeline = Pipeline(sock, FrameOp.READ, self._target, deadline)
             num_done = 0
             for _ in pipeline.in_turn(orders(), timeout_s):
                 of_batch = sizes.popleft()
@@ -200,29 +208,31 @@ class TcpRemote(RemoteSegment):
             self._order(offset, as_bytes_views(buffers, writable=False), generation)
             for offset, buffers, generation in items
         ]
-        refusals = self._carry_out(Op.WRITE, orders, timeout_s)
+        refusals = self._carry_out(FrameOp.WRITE, orders, timeout_s)
         return [refusals.get(position) for position in range(len(orders))]
 
     def notify(self, message: bytes, *, timeout_s: float) -> None:
         check_message(message)
         self._check_open()
-        TcpLine(self._pool).ask(Notify(self._descriptor.name, self._descriptor.incarnation, message), timeout_s)
+        TcpControlClient(self._pool).ask(
+            Notify(self._descriptor.name, self._descriptor.incarnation, message), timeout_s
+        )
 
     def close(self) -> None:
         """The lanes stay: they belong to the transport and serve its other handles."""
         self._closed = True
 
-    def _order(self, offset: int, views: list[memoryview], generation: int = 0) -> Order:
+    def _order(self, offset: int, views: list[memoryview], generation: int = 0) -> PipelinedRequest:
         nbytes = total_nbytes(views)
         check_bounds(offset, nbytes, self.nbytes)
-        return Order(offset, nbytes, views, generation)
+        return PipelinedRequest(offset, nbytes, views, generation)
 
-    def _exchange(self, op: Op, orders: list[Order], timeout_s: float) -> None:
+    def _exchange(self, op: FrameOp, orders: list[PipelinedRequest], timeout_s: float) -> None:
         """Raises the first refusal once all are answered."""
         for refusal in self._carry_out(op, orders, timeout_s).values():
             raise refusal
 
-    def _carry_out(self, op: Op, orders: list[Order], timeout_s: float) -> dict[int, MoonpoolError]:
+    def _carry_out(self, op: FrameOp, orders: list[PipelinedRequest], timeout_s: float) -> dict[int, MoonpoolError]:
         """Carries the orders out on one lane; the refusals by position."""
         self._check_open()
         if not orders:

@@ -7,21 +7,21 @@ from collections.abc import Callable
 from moonpool.base.errors import MoonpoolError, Overloaded, Unavailable
 from moonpool.conductor.messages import Decision, Route
 from moonpool.conductor.placement.policy import PolicyConfig
+from moonpool.conductor.request_queue import RequestQueue
 from moonpool.conductor.state import ConductorState
-from moonpool.conductor.waiting_room import WaitingRoom
 from moonpool.sim.physics.events import Handle
-from moonpool.sim.world.clockwork import Clockwork
 from moonpool.sim.world.job import Job
+from moonpool.sim.world.timers import SimTimers
 
 _OWNER = "trace"
 
 
-class FrontDesk:
+class SimFrontend:
     """Every job that is asked for is sent or refused, now or later, once."""
 
     def __init__(
         self,
-        clock: Clockwork,
+        clock: SimTimers,
         conductor: ConductorState,
         policy: PolicyConfig,
         asked_tokens: int,
@@ -29,7 +29,7 @@ class FrontDesk:
         on_refused: Callable[[Job, MoonpoolError], None],
     ) -> None:
         self._clock, self._on_sent, self._on_refused = clock, on_sent, on_refused
-        self._room = WaitingRoom(conductor, policy)
+        self._room = RequestQueue(conductor, policy)
         self._asked_tokens = asked_tokens
         self._jobs: dict[str, Job] = {}  # that wait
         self._timer: Handle | None = None

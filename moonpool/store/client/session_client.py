@@ -22,7 +22,7 @@ _LEAST_SESSION = 2**32 + 1
 _END_OF_SESSIONS = 2**63
 
 
-class Holder:
+class SessionClient:
     """Registers when first asked for the session, and again when nodes of this machine have changed.
 
     `number` is the session's, whether anybody knows it or not.

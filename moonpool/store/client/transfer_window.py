@@ -21,7 +21,7 @@ _NUM_THREADS = 2
 _MAX_UNDER_WAY = 3  # bundles of one caller
 
 
-class FlightCrew:
+class TransferThreads:
     """The threads, for all callers of a client. Started when first needed."""
 
     def __init__(self) -> None:
@@ -64,30 +64,30 @@ class FlightCrew:
         self._threads.shutdown(wait=True)
 
 
-class Landed(NamedTuple, Generic[T]):
+class FinishedTransfer(NamedTuple, Generic[T]):
     """What a bundle was about, and why it failed, if it did."""
 
     tag: T
     error: MoonpoolError | None
 
 
-class Flight(Generic[T]):
+class TransferWindow(Generic[T]):
     """One caller's bundles, which land in the order in which they were added. A context manager: when it ends, however
     it does, nothing is under way and all memory is the caller's again.
     """
 
-    def __init__(self, crew: FlightCrew) -> None:
+    def __init__(self, crew: TransferThreads) -> None:
         self._crew = crew
         self._under_way: deque[tuple[T, Future[None] | MoonpoolError]] = deque()
 
-    def __enter__(self) -> Flight[T]:
+    def __enter__(self) -> TransferWindow[T]:
         return self
 
     def __exit__(self, *_: object) -> None:
         for _landed in self.land_all():
             pass
 
-    def add(self, job: Callable[[], None], tag: T) -> list[Landed[T]]:
+    def add(self, job: Callable[[], None], tag: T) -> list[FinishedTransfer[T]]:
         """Starts a bundle, and gives those that had to land to keep to the limit."""
         try:
             self._under_way.append((tag, self._crew.start(job)))
@@ -95,20 +95,20 @@ class Flight(Generic[T]):
             self._under_way.append((tag, error))
         return [self._land()] if len(self._under_way) > _MAX_UNDER_WAY else []
 
-    def land_all(self) -> Iterator[Landed[T]]:
+    def land_all(self) -> Iterator[FinishedTransfer[T]]:
         """The rest, as it comes."""
         while self._under_way:
             yield self._land()
 
-    def _land(self) -> Landed[T]:
+    def _land(self) -> FinishedTransfer[T]:
         tag, under_way = self._under_way[0]
         try:
             if isinstance(under_way, MoonpoolError):
-                return Landed(tag, under_way)
+                return FinishedTransfer(tag, under_way)
             under_way.result()
-            return Landed(tag, None)
+            return FinishedTransfer(tag, None)
         except MoonpoolError as error:
-            return Landed(tag, error)
+            return FinishedTransfer(tag, error)
         finally:
             if isinstance(under_way, MoonpoolError) or under_way.done():  # an interrupted wait is taken up again
                 self._under_way.popleft()

@@ -87,7 +87,7 @@ CALLS: tuple[type[Call[Any]], ...] = (Describe, Introduce, Notify, Admit, Confir
 _DECODER = CallDecoder(CALLS)
 
 
-class Line(Protocol):
+class ControlClient(Protocol):
     """A way to somebody's desk."""
 
     def ask(self, call: Call[R], timeout_s: float) -> R:
@@ -95,7 +95,7 @@ class Line(Protocol):
         ...
 
 
-class Desk:
+class ControlHandler:
     """Thread-safe; answers without waiting."""
 
     def __init__(self, incarnation: int = 0, topology: Callable[[], Topology | None] = lambda: None) -> None:
@@ -182,7 +182,7 @@ class Desk:
 
 
 def ask_fence(
-    line: Line,
+    line: ControlClient,
     call: type[Admit | Confirm],
     name: str,
     incarnation: int,
@@ -198,10 +198,10 @@ def ask_fence(
         line.ask(call(name, incarnation, some, generation), deadline.remaining_s())
 
 
-class LocalLine:
+class LocalControlClient:
     """To a desk of this process."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: ControlHandler) -> None:
         self._desk = desk
 
     def ask(self, call: Call[R], timeout_s: float) -> R:

@@ -1,4 +1,4 @@
-"""Small questions to an owner over its tcp port: one ASK frame, one answer (tcp/frames.py, transfer/desk.py)."""
+"""Small questions to an owner over its tcp port: one ASK frame, one answer (tcp/frames.py, transfer/control.py)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moonpool.transfer.transports.sockets import receive_exactly, send_all
 from moonpool.transfer.transports.tcp.frames import (
     MAX_ANSWER_NBYTES,
     RESPONSE_NBYTES,
-    Status,
+    FrameStatus,
     check_body,
     pack_ask,
     unpack_error,
@@ -27,7 +27,7 @@ R = TypeVar("R")
 _REQUEST_ID = 1  # one question at a time, and no answer is ever left on a lane
 
 
-class TcpLine:
+class TcpControlClient:
     """To the desk behind a pool of lanes, which it shares with the data."""
 
     def __init__(self, pool: LanePool) -> None:
@@ -54,7 +54,7 @@ def _receive_answer(sock: socket.socket, deadline: Deadline) -> bytes | Moonpool
     body = memoryview(bytearray(response.nbytes))
     receive_exactly(sock, [body], deadline)
     checked = check_body(bytes(body), response.checksum)
-    if response.status is Status.OK:
+    if response.status is FrameStatus.OK:
         return checked
     error = unpack_error(checked)
     if response.request_id == 0:

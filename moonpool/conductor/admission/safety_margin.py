@@ -11,7 +11,7 @@ _PACE = 0.005
 _LARGEST = 0.25
 
 
-class Caution:
+class SafetyMargin:
     """`value` 0.03: nine of ten outcomes are at most 3 % above what was predicted."""
 
     __slots__ = ("value",)

@@ -10,14 +10,14 @@ from collections import Counter, deque
 from collections.abc import Iterable
 
 from moonpool.base.errors import AlreadyExists
-from moonpool.engine.sequence import Sequence, Status
+from moonpool.engine.sequence import Sequence, SequenceStatus
 
 
 def _arrival(sequence: Sequence) -> int:
     return sequence.arrival
 
 
-class Roster:
+class SequenceQueues:
     """Only `max_num_seqs` may run at once. The lists are for reading; the methods change them."""
 
     def __init__(self, max_num_seqs: int) -> None:
@@ -38,7 +38,7 @@ class Roster:
         self.check_new(sequence.request_id)
         sequence.arrival = self._next_arrival
         self._next_arrival += 1
-        sequence.status = Status.WAITING
+        sequence.status = SequenceStatus.WAITING
         self.sequences[sequence.request_id] = sequence
         if sequence.num_alone_steps:
             self.alone[sequence.request_id] = sequence
@@ -48,31 +48,31 @@ class Roster:
         """From waiting to running."""
         self._take_out(sequence)
         insort(self.running, sequence, key=_arrival)
-        sequence.status = Status.RUNNING
+        sequence.status = SequenceStatus.RUNNING
 
     def send_back(self, sequence: Sequence) -> None:
         """From running to waiting, before everybody who arrived later."""
         self._take_out(sequence)
         insort(self.waiting, sequence, key=_arrival)
-        sequence.status = Status.WAITING
+        sequence.status = SequenceStatus.WAITING
 
     def set_aside(self, sequence: Sequence) -> None:
         """From running to held."""
         self._take_out(sequence)
         self.alone.pop(sequence.request_id, None)
-        sequence.status = Status.HELD
+        sequence.status = SequenceStatus.HELD
 
     def remove(self, sequence: Sequence) -> None:
         self._take_out(sequence)
         self.alone.pop(sequence.request_id, None)
         del self.sequences[sequence.request_id]
-        sequence.status = Status.GONE
+        sequence.status = SequenceStatus.GONE
 
     def isolate(self, request_ids: Iterable[str]) -> None:
         """Have the next step of each of these requests computed in a batch of its own; ignore those that are gone."""
         for request_id in request_ids:
             sequence = self.sequences.get(request_id)
-            if sequence is not None and sequence.status is not Status.HELD:
+            if sequence is not None and sequence.status is not SequenceStatus.HELD:
                 sequence.num_alone_steps = max(sequence.num_alone_steps, 1)
                 self.alone[request_id] = sequence
 
@@ -84,15 +84,15 @@ class Roster:
 
     def next_alone(self) -> list[Sequence]:
         """Return the sequences that a batch of their own could be made for now: running ones first, then by arrival."""
-        able = [s for s in self.alone.values() if s.status is Status.RUNNING or self.has_place]
-        return sorted(able, key=lambda s: (s.status is not Status.RUNNING, s.arrival))
+        able = [s for s in self.alone.values() if s.status is SequenceStatus.RUNNING or self.has_place]
+        return sorted(able, key=lambda s: (s.status is not SequenceStatus.RUNNING, s.arrival))
 
     def _take_out(self, sequence: Sequence) -> None:
-        if sequence.status is Status.RUNNING:
+        if sequence.status is SequenceStatus.RUNNING:
             self.running.remove(sequence)
-        elif sequence.status is Status.WAITING and sequence in self.adopted:
+        elif sequence.status is SequenceStatus.WAITING and sequence in self.adopted:
             self.adopted.remove(sequence)
-        elif sequence.status is Status.WAITING:
+        elif sequence.status is SequenceStatus.WAITING:
             self.waiting.remove(sequence)
 
     @property
@@ -118,14 +118,14 @@ class Roster:
         return prefilling + sum([s.num_tokens for s in self.waiting])
 
     def check_integrity(self) -> None:
-        held = [s for s in self.sequences.values() if s.status is Status.HELD]
+        held = [s for s in self.sequences.values() if s.status is SequenceStatus.HELD]
         places = Counter(id(s) for s in [*self.waiting, *self.adopted, *self.running, *held])
         assert places == Counter(id(s) for s in self.sequences.values()), "a sequence is nowhere or twice"
-        assert all(s.status is Status.RUNNING for s in self.running)
-        assert all(s.status is Status.WAITING for s in [*self.waiting, *self.adopted])
+        assert all(s.status is SequenceStatus.RUNNING for s in self.running)
+        assert all(s.status is SequenceStatus.WAITING for s in [*self.waiting, *self.adopted])
         assert not any(s.pages for s in self.waiting), "a sequence waits with pages"
         assert len(self.running) <= self.max_num_seqs
-        unfinished = [s for s in self.sequences.values() if s.status is not Status.HELD]
+        unfinished = [s for s in self.sequences.values() if s.status is not SequenceStatus.HELD]
         assert self.alone == {s.request_id: s for s in unfinished if s.num_alone_steps}
         assert self.waiting == sorted(self.waiting, key=_arrival)
         assert self.running == sorted(self.running, key=_arrival)

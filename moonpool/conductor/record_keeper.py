@@ -18,7 +18,7 @@ from moonpool.conductor.state import ConductorState
 _CHUNK_NBYTES = 1 << 16
 
 
-class Clerk:
+class RecordKeeper:
     """`feed` None: there is no pool to ask why a block was not there."""
 
     def __init__(self, state: ConductorState, feed: PoolFeed | None) -> None:

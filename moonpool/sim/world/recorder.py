@@ -23,7 +23,7 @@ _SHORTEST_S = 1e-3
 Columns = dict[str, list[float]]
 
 
-class Watch:
+class WorldRecorder:
     """Make it before the run, read `columns()` and `links()` after it."""
 
     def __init__(self, world: gauges.World, every_s: float | None = None) -> None:

@@ -13,19 +13,19 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
-from moonpool.conductor.admission.caution import Caution
 from moonpool.conductor.admission.forecast import DecodeForecast, ExpectedDecode, FadedMean
 from moonpool.conductor.admission.forms import (
     Admission,
     AdmissionConfig,
     AdmissionForm,
-    Admitted,
+    AdmittedRequest,
     DecodeNow,
     PrefillNow,
     StepTime,
     Verdict,
 )
 from moonpool.conductor.admission.request_forecast import RequestForecast
+from moonpool.conductor.admission.safety_margin import SafetyMargin
 from moonpool.conductor.costs.accuracy import ErrorWindow
 from moonpool.conductor.messages import Candidate, Route
 
@@ -40,7 +40,7 @@ class _Sent(NamedTuple):
     tbt_s: float | None  # predicted for then; the same
 
 
-class Gatekeeper:
+class AdmissionController:
     """`errors`: sequences that were predicted to decode when a request's prefill ends, against those that did."""
 
     def __init__(self, config: AdmissionConfig, step_s: StepTime, forecast: DecodeForecast | None = None) -> None:
@@ -49,7 +49,7 @@ class Gatekeeper:
         self._looks_ahead = config.tbt_slo_s is not None and config.form is AdmissionForm.PREDICTED
         self._sent: dict[str, _Sent] = {}
         self._pace = FadedMean(1.0)  # measured over predicted seconds
-        self._caution = Caution()  # decode workers that were more crowded than predicted
+        self._caution = SafetyMargin()  # decode workers that were more crowded than predicted
         self._step_s = step_s
         self.asks_before_decode = config.tbt_slo_s is not None
         self.errors = ErrorWindow("decode_load")
@@ -79,7 +79,7 @@ class Gatekeeper:
 
     def sent(self, call: Route, ttft_s: float, verdict: Verdict, now_s: float) -> None:
         num_seqs = None
-        tbt_s = verdict.tbt_s if isinstance(verdict, Admitted) else None
+        tbt_s = verdict.tbt_s if isinstance(verdict, AdmittedRequest) else None
         if self._looks_ahead:
             ends_s = now_s + self.pace * ttft_s
             num_seqs = self._forecast.at(ends_s, now_s).num_seqs

@@ -1,4 +1,4 @@
-"""Small questions to an owner of this machine over its Unix socket: one CALL frame, one answer (transfer/desk.py)."""
+"""Control calls to an owner on this machine over its Unix socket: one CALL frame, one answer (transfer/control.py)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moonpool.transfer.transports.tcp.frames import MAX_ANSWER_NBYTES
 R = TypeVar("R")
 
 
-class UnixLine:
+class UnixControlClient:
     """To the desk of the process that listens at `path`; a connection for each question."""
 
     def __init__(self, path: str) -> None:

@@ -16,7 +16,7 @@ MAX_ANSWERS = 1 << 20  # in all errands together; one that has more is kept alon
 R = TypeVar("R")
 
 
-class Errands:
+class IdempotencyCache:
     """Remembers the last ones: MAX_ERRANDS, or fewer with MAX_ANSWERS answers."""
 
     def __init__(self) -> None:

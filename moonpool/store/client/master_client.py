@@ -34,7 +34,7 @@ def pauses() -> Iterator[float]:
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
-class MasterLine:
+class MasterClient:
     """One connection and its breaker, shared by threads.
 
     `retry_s` is how long a call waits for a master that is away: 0 fails at once.

@@ -15,7 +15,7 @@ from moonpool.base.errors import Unavailable
 from moonpool.base.keys import tenant_root
 from moonpool.conductor.retries import Retries, RetryPolicy
 from moonpool.frontend.choice import Choice, ChoiceEvent, run_together
-from moonpool.frontend.generation import ChoiceRequest, Generation
+from moonpool.frontend.generation import ChoiceRequest, ChoiceRunner
 from moonpool.frontend.metrics import FrontendMetrics
 from moonpool.frontend.preparing import Preparer
 from moonpool.frontend.prompts import Endpoint, ServedModel, output_room
@@ -23,12 +23,12 @@ from moonpool.frontend.replies import PromptTokensDetails, Usage
 from moonpool.frontend.schema import SamplingBody
 from moonpool.frontend.tenants import Tenant, Tenants
 from moonpool.frontend.text import TextAssembler
-from moonpool.frontend.workers import Cluster, ClusterView, Connections
+from moonpool.frontend.workers import ClusterDirectory, ClusterView, Connections
 
 _B = TypeVar("_B", bound=SamplingBody)
 
 
-class Order:
+class ClientRequest:
     """One client request in progress: its choices, and what they have used so far."""
 
     def __init__(self, request_id: str, model: str, prompts: list[list[int]], choices: list[Choice]) -> None:
@@ -67,7 +67,7 @@ class Order:
             self._cached_tokens += event.prefill.local_tokens + event.prefill.pool_tokens
 
 
-class Desk:
+class RequestHandler:
     """Shared by all endpoints. What it is given belongs to the caller, who also closes it."""
 
     def __init__(
@@ -85,19 +85,21 @@ class Desk:
         self.tenants = tenants
         self.connections = connections
         self._preparer = preparer
-        self.cluster = Cluster(connections)
+        self.cluster = ClusterDirectory(connections)
         self.metrics = FrontendMetrics()
         self.expected_workers = expected_workers
         self._policy = policy
         self._request_timeout_s = request_timeout_s
 
-    async def take(self, request_id: str, tenant: Tenant, endpoint: Endpoint[_B], raw: bytes) -> tuple[Order, _B]:
+    async def take(
+        self, request_id: str, tenant: Tenant, endpoint: Endpoint[_B], raw: bytes
+    ) -> tuple[ClientRequest, _B]:
         """Return the order and the checked body of `raw`. Raise InvalidInput and its kin, and Unavailable if no
         workers have come by then. Starts nothing yet."""
         prepared = await self._preparer.prepare(endpoint, raw)
         view = await self._view()
         choices = self._choices(request_id, tenant, prepared.body, prepared.prompts, view)
-        return Order(request_id, self.model.name, prepared.prompts, choices), prepared.body
+        return ClientRequest(request_id, self.model.name, prepared.prompts, choices), prepared.body
 
     async def _view(self) -> ClusterView:
         """Return what all workers have in common. A front end that has just started waits for them, as requests do."""
@@ -140,7 +142,7 @@ class Desk:
         return choices
 
     def _choice(self, index: int, request: ChoiceRequest, body: SamplingBody, first: Choice | None) -> Choice:
-        generation = Generation(request, self.connections, self._policy)
+        generation = ChoiceRunner(request, self.connections, self._policy)
         assembler = TextAssembler(self.model.codec.stream(), body.stops, request.params.min_tokens)
         return Choice(index, generation, assembler, self.metrics, after=first)
 

@@ -9,7 +9,7 @@ from enum import IntEnum
 NEVER_STORED = "this object was never stored"  # how the answer about a key begins that the pool knows nothing of
 
 
-class Fate(IntEnum):
+class RemovalReason(IntEnum):
     """How a key ended. The numbers stand in journals."""
 
     EVICTED_WATERMARK = 1
@@ -31,31 +31,31 @@ class Fate(IntEnum):
 
 
 _SENTENCES = {
-    Fate.EVICTED_WATERMARK: "was evicted: the pool was above its high watermark and the policy chose it",
-    Fate.EVICTED_FOR_PUT: "was evicted to make room for a put that found no space; the policy chose it",
-    Fate.REMOVED: "was removed by a caller",
-    Fate.CORRUPT: "was quarantined: wrong bytes were found in its last replica",
-    Fate.NODE_GONE: "was on a node that left or died, and nowhere else",
-    Fate.PUT_ABANDONED: "expired unfinished: its put was discarded because its writer did not end it in time",
-    Fate.PUT_REVOKED: "was never finished: its writer gave the put up",
-    Fate.SSD_EVICTED: "was evicted from SSD, where its last replica was: the disk's share was full",
-    Fate.NOT_RECOVERED: "was not there any more when its node, or the master, came back",
-    Fate.REPLACED: "was replaced by an upsert",
-    Fate.LOG_DAMAGED: "was lost with a damaged part of its node's SSD log, and was nowhere else",
+    RemovalReason.EVICTED_WATERMARK: "was evicted: the pool was above its high watermark and the policy chose it",
+    RemovalReason.EVICTED_FOR_PUT: "was evicted to make room for a put that found no space; the policy chose it",
+    RemovalReason.REMOVED: "was removed by a caller",
+    RemovalReason.CORRUPT: "was quarantined: wrong bytes were found in its last replica",
+    RemovalReason.NODE_GONE: "was on a node that left or died, and nowhere else",
+    RemovalReason.PUT_ABANDONED: "expired unfinished: its put was discarded because its writer did not end it in time",
+    RemovalReason.PUT_REVOKED: "was never finished: its writer gave the put up",
+    RemovalReason.SSD_EVICTED: "was evicted from SSD, where its last replica was: the disk's share was full",
+    RemovalReason.NOT_RECOVERED: "was not there any more when its node, or the master, came back",
+    RemovalReason.REPLACED: "was replaced by an upsert",
+    RemovalReason.LOG_DAMAGED: "was lost with a damaged part of its node's SSD log, and was nowhere else",
 }
 
 
-class Fates:
+class RemovalLog:
     """The last `limit` endings, by key."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._fates: OrderedDict[bytes, tuple[Fate, float]] = OrderedDict()
+        self._fates: OrderedDict[bytes, tuple[RemovalReason, float]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._fates)
 
-    def record(self, key: bytes, fate: Fate, now_s: float) -> None:
+    def record(self, key: bytes, fate: RemovalReason, now_s: float) -> None:
         fates = self._fates
         fates.pop(key, None)
         fates[key] = (fate, now_s)
@@ -71,12 +71,12 @@ class Fates:
             for key in keys:
                 fates.pop(key, None)
 
-    def items(self) -> Iterator[tuple[bytes, Fate, float]]:
+    def items(self) -> Iterator[tuple[bytes, RemovalReason, float]]:
         """Oldest first."""
         for key, (fate, at_s) in self._fates.items():
             yield key, fate, at_s
 
-    def restore(self, items: Iterable[tuple[bytes, Fate, float]]) -> None:
+    def restore(self, items: Iterable[tuple[bytes, RemovalReason, float]]) -> None:
         for key, fate, at_s in items:
             self.record(key, fate, at_s)
 

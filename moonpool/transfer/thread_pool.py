@@ -15,7 +15,7 @@ _MAX_ERRANDS = 4096  # waiting for a thread
 T = TypeVar("T")
 
 
-class Crew:
+class ThreadPool:
     """At most `size` threads. Thread-safe. Work must not raise."""
 
     def __init__(self, name: str, size: int) -> None:

@@ -41,7 +41,7 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-class Clockwork:
+class SimTimers:
     def __init__(self, network: Network) -> None:
         self.now_s = 0.0
         self.network = network

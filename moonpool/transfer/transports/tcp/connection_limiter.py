@@ -14,19 +14,19 @@ from moonpool.base.tls import explain_tls
 from moonpool.transfer.transports.sockets import part_ways, receive_exactly, send_all, wait_readable
 from moonpool.transfer.transports.tcp import tls as tcp_tls
 from moonpool.transfer.transports.tcp.frames import pack_refusal
-from moonpool.transfer.transports.tcp.guard import FRAME_NBYTES, Guard, OwnerSide, RareLog
+from moonpool.transfer.transports.tcp.guard import FRAME_NBYTES, Guard, OwnerSide, RateLimitedLog
 
 _log = logging.getLogger(__name__)
 _TLS_HANDSHAKE = b"\x16"  # the first byte of whoever opens a TLS connection
 _FAREWELL_S = 1.0
 
 
-class Door:
+class ConnectionLimiter:
     """One per server; used by the threads of all its connections."""
 
     def __init__(self, guard: Guard) -> None:
         self.guard = guard
-        self._log = RareLog()
+        self._log = RateLimitedLog()
         self._clock = SystemClock()
         self._lock = threading.Lock()
 

@@ -20,16 +20,16 @@ from typing import NamedTuple
 
 from moonpool.base.errors import MoonpoolError, Overloaded, Unavailable
 from moonpool.base.metrics import TimeHistogram
-from moonpool.conductor.admission.forms import Cause, Refused
-from moonpool.conductor.admission.queue import AdmissionQueue, QueueConfig, TurnedAway, WaitingRequest
+from moonpool.conductor.admission.forms import Cause, RefusedRequest
+from moonpool.conductor.admission.queue import AdmissionQueue, QueueConfig, QueueRefusal, WaitingRequest
 from moonpool.conductor.messages import Decision, Route
 from moonpool.conductor.placement.policy import PolicyConfig
-from moonpool.conductor.state import ConductorState, Weighed
+from moonpool.conductor.state import ConductorState, WeighedRequest
 
 _BACKLOG_SHARE = 0.25  # of the TTFT target: fills a worker's batches, and leaves most of the order to be decided here
 
 
-class Answer(NamedTuple):
+class QueueAnswer(NamedTuple):
     """To a request that had to wait."""
 
     request_id: str
@@ -43,7 +43,7 @@ class _Waiting:
     since_s: float
 
 
-class WaitingRoom:
+class RequestQueue:
     """In front of ConductorState.route. Each request that waits gets exactly one Answer, unless it is cancelled."""
 
     def __init__(self, state: ConductorState, config: PolicyConfig) -> None:
@@ -52,7 +52,7 @@ class WaitingRoom:
         self._queue = AdmissionQueue(QueueConfig(capacity=config.room_to_wait)) if config.room_to_wait else None
         self._max_backlog_s = math.inf if config.ttft_slo_s is None else _BACKLOG_SHARE * config.ttft_slo_s
         self._waiting: dict[str, _Waiting] = {}
-        self._turned_away: list[Answer] = []  # not handed out yet
+        self._turned_away: list[QueueAnswer] = []  # not handed out yet
         self.wait_times = TimeHistogram()  # of all that have left
 
     def __len__(self) -> int:
@@ -69,7 +69,7 @@ class WaitingRoom:
         except MoonpoolError as error:
             raise self._state.refuse(call.request_id, error) from None
         verdict = weighed.verdict
-        if isinstance(verdict, Refused):
+        if isinstance(verdict, RefusedRequest):
             if verdict.cause is not Cause.TBT:
                 raise self._state.refuse(call.request_id, verdict.error(), verdict.cause)
         elif not self._waiting and self._has_room(now_s):
@@ -77,7 +77,7 @@ class WaitingRoom:
         self._enter(self._queue, call, owner, weighed, now_s)
         return None
 
-    def settle(self, now_s: float) -> list[Answer]:
+    def settle(self, now_s: float) -> list[QueueAnswer]:
         """Sends on whom there is room for, and answers those whose time is over."""
         answers, self._turned_away = self._turned_away, []
         if self._queue is None or not self._waiting:
@@ -87,7 +87,7 @@ class WaitingRoom:
         def fits(request: WaitingRequest) -> bool:
             decision = self._try_to_send(self._waiting[request.request_id], now_s)
             if decision is not None:
-                answers.append(Answer(request.request_id, decision))
+                answers.append(QueueAnswer(request.request_id, decision))
             return decision is not None
 
         for request in self._queue.pop_ready(now_s, fits):
@@ -118,7 +118,9 @@ class WaitingRoom:
             return 0.0
         return self._queue.waiting_s(priority) / max(1, len(self._state.prefills.names))
 
-    def _enter(self, queue: AdmissionQueue, call: Route, owner: Hashable, weighed: Weighed, now_s: float) -> None:
+    def _enter(
+        self, queue: AdmissionQueue, call: Route, owner: Hashable, weighed: WeighedRequest, now_s: float
+    ) -> None:
         """Overloaded when the queue has no room for it."""
         work_s, target_s = weighed.choice.prefill.service_s, self._config.ttft_slo_s
         wait_s = self._config.queue_timeout_s if target_s is None else target_s - work_s
@@ -139,14 +141,14 @@ class WaitingRoom:
             weighed = self._state.weigh(waiting.call, now_s, waited_s)
         except Unavailable:
             return None  # workers may come back before its time is over
-        if isinstance(weighed.verdict, Refused):
+        if isinstance(weighed.verdict, RefusedRequest):
             return None
         return self._state.send(waiting.call, waiting.owner, weighed, now_s, waited_s)
 
-    def _refused(self, turned: TurnedAway, now_s: float) -> Answer:
+    def _refused(self, turned: QueueRefusal, now_s: float) -> QueueAnswer:
         waited_s = self._forget(turned.request.request_id, now_s)
         error = self._state.refuse(turned.request.request_id, _error(turned), turned.cause, waited_s)
-        return Answer(turned.request.request_id, error)
+        return QueueAnswer(turned.request.request_id, error)
 
     def _leave(self, request_id: str, now_s: float) -> bool:
         if self._queue is None or request_id not in self._waiting:
@@ -162,5 +164,5 @@ class WaitingRoom:
         return waited_s
 
 
-def _error(turned: TurnedAway) -> Overloaded:
+def _error(turned: QueueRefusal) -> Overloaded:
     return Overloaded(turned.reason, retry_after_s=turned.retry_after_s)

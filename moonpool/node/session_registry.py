@@ -14,25 +14,25 @@ from typing import Any
 from moonpool.base.address import parse_address
 from moonpool.base.errors import ConfigError
 from moonpool.base.metrics import GetMetrics, MetricFamily
-from moonpool.base.rpc import AsyncClient, Call, Patience, Peer, RpcServer
+from moonpool.base.rpc import AsyncClient, Call, RpcPeer, RpcServer, SilenceLimits
 from moonpool.store.messages import SessionsGone
 from moonpool.store.messages.session_calls import SERVICE, Register
 
-_FOR_EVER = Patience(silence_limit_s=10 * 365 * 86_400.0)
+_FOR_EVER = SilenceLimits(silence_limit_s=10 * 365 * 86_400.0)
 _CALL_TIMEOUT_S = 5.0
 
 
-class NodeDesk:
+class SessionRegistry:
     """`await start()`, then it serves until `await close()`."""
 
     def __init__(self, address: str, name: str, metrics: Callable[[], Awaitable[list[MetricFamily]]]) -> None:
         self.address = address
-        handlers: dict[type[Call[Any]], Callable[[Any, Peer], Any]] = {
+        handlers: dict[type[Call[Any]], Callable[[Any, RpcPeer], Any]] = {
             Register: self._register,
             GetMetrics: lambda call, peer: metrics(),
         }
         self._server = RpcServer(SERVICE, handlers, name=name, patience=_FOR_EVER)
-        self._sessions_of: dict[Peer, set[int]] = {}
+        self._sessions_of: dict[RpcPeer, set[int]] = {}
         self._gone: set[int] = set()  # the master does not know of it yet
         self._someone_left = asyncio.Event()
         self._closing = False
@@ -65,13 +65,13 @@ class NodeDesk:
             await client.call(SessionsGone(sessions=told), timeout_s=_CALL_TIMEOUT_S)
             self._gone.difference_update(told)
 
-    def _register(self, call: Register, peer: Peer) -> None:
+    def _register(self, call: Register, peer: RpcPeer) -> None:
         if peer not in self._sessions_of:
             self._sessions_of[peer] = set()
             peer.on_close(lambda: self._left(peer))
         self._sessions_of[peer].add(call.session)
 
-    def _left(self, peer: Peer) -> None:
+    def _left(self, peer: RpcPeer) -> None:
         sessions = self._sessions_of.pop(peer)
         if not self._closing:
             self._gone |= sessions.difference(*self._sessions_of.values())

@@ -9,13 +9,13 @@ from collections.abc import Awaitable, Hashable
 from moonpool.base.clock import Clock
 from moonpool.base.errors import Cancelled
 from moonpool.conductor.messages import Decision, Route
-from moonpool.conductor.waiting_room import Answer, WaitingRoom
+from moonpool.conductor.request_queue import QueueAnswer, RequestQueue
 
 
-class QueueDesk:
+class RequestQueueService:
     """To be used in one event loop. Close it when the server is closed."""
 
-    def __init__(self, room: WaitingRoom, clock: Clock) -> None:
+    def __init__(self, room: RequestQueue, clock: Clock) -> None:
         self._room = room
         self._clock = clock
         self._futures: dict[str, asyncio.Future[Decision]] = {}
@@ -79,7 +79,7 @@ class QueueDesk:
             delay_s = max(0.0, at_s - self._clock.now_s())
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._settle)
 
-    def _answer(self, answer: Answer) -> None:
+    def _answer(self, answer: QueueAnswer) -> None:
         future = self._futures.pop(answer.request_id, None)
         if future is None or future.done():
             return
