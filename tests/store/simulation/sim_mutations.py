@@ -87,7 +87,13 @@ def _unwritten_replicas_count() -> list[Change]:
 
 
 def _ends_are_not_told() -> list[Change]:
-    return [(moonpool.node.session_registry.NodeDesk, "_left", lambda self, peer: self._sessions_of.pop(peer) and None)]
+    return [
+        (
+            moonpool.node.session_registry.SessionRegistry,
+            "_left",
+            lambda self, peer: self._sessions_of.pop(peer) and None,
+        )
+    ]
 
 
 def _memory_is_mounted_again_as_it_is() -> list[Change]:

@@ -34,6 +34,7 @@ import moonpool.node.seldom
 import moonpool.node.service
 import moonpool.node.session_registry
 import moonpool.node.ssd.folder
+import moonpool.node.ssd.log
 import moonpool.node.ssd.log_file
 import moonpool.node.ssd.opening
 import moonpool.node.ssd_tier
@@ -54,7 +55,6 @@ from .sim_loop import SimEvent, SimLock, SimPool, SimQueue
 from .sim_memory import SimEngine, SimFolder
 from .sim_net import SimSocketModule
 
-STORE = moonpool.store
 _SNAPSHOT_SLOTS = 4  # in one step: so that a small table is written in many
 
 
@@ -189,7 +189,6 @@ class _Passing:
 def _patches() -> list[tuple[Any, str, Any]]:
     time, threading = _time(), _threading()
     disks = _Passing(lambda: _world().disks)
-    node = STORE.node
     nothing: Callable[..., None] = lambda *args, **kwargs: None  # noqa: E731
     secrets = SimpleNamespace(randbelow=lambda limit: _world().scheduler.rng.randrange(limit))
     return [
@@ -200,67 +199,81 @@ def _patches() -> list[tuple[Any, str, Any]]:
                 moonpool.base.rpc.blocking,
                 moonpool.base.rpc.probed,
                 moonpool.base.rpc.silence,
-                node.mount,
-                node.orders,
+                moonpool.node.mount,
+                moonpool.node.orders,
             )
         ],
         *[(module, "time", time) for module in (moonpool.base.rpc.aio_server, moonpool.base.rpc.intake)],
         (moonpool.base.rpc.aio_server, "bind_private", lambda path: path),
-        (node.seldom, "time", time),
+        (moonpool.node.seldom, "time", time),
         (moonpool.base.rpc.blocking, "socket", SimSocketModule(lambda: _world().network)),
         *[
             (module, "threading", threading)
             for module in (
                 moonpool.base.rpc.blocking,
                 moonpool.base.rpc.probed,
-                STORE.client.holder,
-                STORE.client.retry,
-                STORE.client.unreadable,
-                STORE.client.views,
+                moonpool.store.client.session_client,
+                moonpool.store.client.master_client,
+                moonpool.store.client.unreadable,
+                moonpool.store.client.views,
             )
         ],
-        (STORE.client.views, "SimpleQueue", lambda: SimQueue(_world().scheduler)),
-        *[(module, "secrets", secrets) for module in (STORE.client.holder, STORE.client.store_client)],
-        (STORE.client.directory, "host_id", lambda: _world().scheduler.current.host),
-        (STORE.client.get_batch, "glance", _with_pauses(STORE.client.get_batch.glance)),
+        (moonpool.store.client.views, "SimpleQueue", lambda: SimQueue(_world().scheduler)),
         *[
-            (STORE.ssd.SsdLog, name, _with_pauses(getattr(STORE.ssd.SsdLog, name)))
+            (module, "secrets", secrets)
+            for module in (moonpool.store.client.session_client, moonpool.store.client.store_client)
+        ],
+        (moonpool.store.client.directory, "host_id", lambda: _world().scheduler.current.host),
+        (moonpool.store.client.get_batch, "glance", _with_pauses(moonpool.store.client.get_batch.glance)),
+        *[
+            (moonpool.node.ssd.log.SsdLog, name, _with_pauses(getattr(moonpool.node.ssd.log.SsdLog, name)))
             for name in ("append_many", "sync", "remove")
         ],
-        (STORE.master.service, "Journal", SimpleNamespace(open=lambda *args: _world().open_journal())),
-        (STORE.master.service, "gc", SimpleNamespace(freeze=nothing)),
-        (STORE.state.snapshot, "STEP_SLOTS", _SNAPSHOT_SLOTS),
-        (node.ssd, "_COMPACT_EVERY_S", 2.0),
-        (STORE.state.fates.Fates, "record", _record(STORE.state.fates.Fates.record)),
-        (STORE.state.copies.Copies, "quarantine", _quarantine(STORE.state.copies.Copies.quarantine)),
-        (STORE.state.segments.SegmentTable, "end", _end(STORE.state.segments.SegmentTable.end)),
-        (SimPool, "scheduler", staticmethod(lambda: _world().scheduler)),
-        *[(module, "ThreadPoolExecutor", SimPool) for module in (node.orders, node.offloading, STORE.client.flight)],
-        (node.desk, "os", SimpleNamespace(path=_Paths, makedirs=nothing)),
-        (node.service, "TransferEngine", lambda config: SimEngine(_world(), _world().scheduler.current)),
-        (node.service, "check_numa_node", nothing),
-        (node.service, "warn_if_open", nothing),
+        (moonpool.master.service, "Journal", SimpleNamespace(open=lambda *args: _world().open_journal())),
+        (moonpool.master.service, "gc", SimpleNamespace(freeze=nothing)),
+        (moonpool.master.state.snapshot, "STEP_SLOTS", _SNAPSHOT_SLOTS),
+        (moonpool.node.ssd_tier, "_COMPACT_EVERY_S", 2.0),
         (
-            node.ssd,
+            moonpool.master.state.removal_reasons.RemovalLog,
+            "record",
+            _record(moonpool.master.state.removal_reasons.RemovalLog.record),
+        ),
+        (
+            moonpool.master.state.copies.Copies,
+            "quarantine",
+            _quarantine(moonpool.master.state.copies.Copies.quarantine),
+        ),
+        (moonpool.master.state.segments.SegmentTable, "end", _end(moonpool.master.state.segments.SegmentTable.end)),
+        (SimPool, "scheduler", staticmethod(lambda: _world().scheduler)),
+        *[
+            (module, "ThreadPoolExecutor", SimPool)
+            for module in (moonpool.node.orders, moonpool.node.offloading, moonpool.store.client.transfer_window)
+        ],
+        (moonpool.node.session_registry, "os", SimpleNamespace(path=_Paths, makedirs=nothing)),
+        (moonpool.node.service, "TransferEngine", lambda config: SimEngine(_world(), _world().scheduler.current)),
+        (moonpool.node.service, "check_numa_node", nothing),
+        (moonpool.node.service, "warn_if_open", nothing),
+        (
+            moonpool.node.ssd_tier,
             "FolderSegment",
             SimpleNamespace(
                 open=lambda name, path, incarnation: SimFolder(name, f"{path}/", _world().disks, incarnation)
             ),
         ),
-        (node.link.MasterLink, "call_from_thread", _call_from_thread),
+        (moonpool.node.link.MasterLink, "call_from_thread", _call_from_thread),
         *[
             (module, "os", disks)
             for module in (
-                STORE.ssd.folder,
-                STORE.ssd.log_file,
-                STORE.ssd.opening,
+                moonpool.node.ssd.folder,
+                moonpool.node.ssd.log_file,
+                moonpool.node.ssd.opening,
                 moonpool.transfer.disk.handle,
             )
         ],
-        (STORE.ssd.folder, "fcntl", SimFcntl(lambda: _world().disks)),
+        (moonpool.node.ssd.folder, "fcntl", SimFcntl(lambda: _world().disks)),
         *[
             (module, "copy_bytes", lambda target, source: _world().watch.copy(target, source))
-            for module in (moonpool.transfer.transports.mapped, node.replicas)
+            for module in (moonpool.transfer.transports.mapped, moonpool.node.replicas)
         ],
     ]
 
