@@ -1,13 +1,15 @@
 """Writing one object: its pieces in any order and from any thread, then its header, to every replica.
 
 A replica that cannot be written is left out; the put fails only when none is left. Nothing is visible to readers
-before StoreClient.finish_puts() has told the master. A session that lasts is renewed as its pieces are written.
+before StoreClient.finish_puts() has told the master. A session that lasts is renewed as its pieces are written. Pieces
+of many sessions are written with one transfer per segment (write_pieces()).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 from moonpool.base.checksum import crc32c
 from moonpool.base.clock import Clock
@@ -17,13 +19,14 @@ from moonpool.store.client.counters import ClientCounters
 from moonpool.store.client.headers import pack_header
 from moonpool.store.client.put_request import PutRequest
 from moonpool.store.client.session_client import SessionClient
+from moonpool.store.client.transfer_window import bundles
 from moonpool.store.messages import Placement
 from moonpool.transfer.memory.buffers import Buffer, as_bytes_view
 
 # What may go wrong with one replica and leave the others usable.
 REPLICA_ERRORS = (Unavailable, NotFound, StaleGeneration, Unauthorized)
 
-Renew = Callable[["PutSession"], None]
+Renew = Callable[[Sequence["PutSession"]], list[bool]]
 
 
 class PutTools:
@@ -82,16 +85,20 @@ class PutSession:
         The buffer is the caller's again when this returns. Raises when no replica could be written, StaleGeneration
         when the put was discarded meanwhile.
         """
+        (error,) = write_pieces([(self, index, buffer, checksum)], self._tools)
+        if error is not None:
+            raise error
+
+    def _piece(self, index: int, buffer: Buffer, checksum: int | None) -> _Write:
+        """Note the piece's checksum; return what to write. InvalidInput when the buffer has another size."""
         view = as_bytes_view(buffer, writable=False)
         if view.nbytes != self.request.piece_nbytes[index]:
             raise InvalidInput(f"piece {index} has {self.request.piece_nbytes[index]} bytes, not {view.nbytes}")
-        self._stay()
         self._checksums[index] = crc32c(view) if checksum is None else checksum
-        self._write(self._offsets[index], view)
-        self._tools.counters.add("bytes_written", view.nbytes)
+        return _Write(self, self._offsets[index], view)
 
-    def write_header(self) -> None:
-        """For finish_puts: states what the pieces are. InvalidInput when one was not written."""
+    def _header(self) -> _Write:
+        """The header, which states what the pieces are. InvalidInput when one was not written."""
         checksums = [checksum for checksum in self._checksums if checksum is not None]
         if len(checksums) < len(self._checksums):
             missing = self._checksums.index(None)
@@ -106,28 +113,7 @@ class PutSession:
             identity=request.identity,
             valid_tokens=request.valid_tokens,
         )
-        self._write(0, memoryview(header))
-
-    def _stay(self) -> None:
-        """Long before the master would discard the put, tells it that the put goes on."""
-        tools, now_s = self._tools, self._tools.clock.now_s()
-        if now_s - self._renewed_s >= tools.renew_after_s:
-            self._renewed_s = now_s  # first: one thread asks, the others go on
-            tools.renew(self)
-
-    def _write(self, at: int, view: memoryview) -> None:
-        tools = self._tools
-        for placement in list(self._replicas):
-            try:
-                remote = tools.holder.open_for_writing(placement, self._session)
-                remote.write_from(
-                    placement.offset + at, [view], generation=placement.generation, timeout_s=tools.timeout_s
-                )
-            except REPLICA_ERRORS as error:
-                self._give_up(placement, error)
-        if not self._replicas:
-            assert self._failure is not None, "a grant has a replica, so one has failed"
-            raise self._failure
+        return _Write(self, 0, memoryview(header))
 
     def _give_up(self, placement: Placement, error: MoonpoolError) -> None:
         # After a lost connection or a deadline the bytes may still be on their way to the other side.
@@ -138,3 +124,125 @@ class PutSession:
         if placement in self._replicas:  # another thread may have been first
             self._replicas.remove(placement)
             self._failed.append(placement.segment)
+
+
+class _Write(NamedTuple):
+    """Bytes for offset `at` of the session's object, in each of its replicas."""
+
+    session: PutSession
+    at: int
+    view: memoryview
+
+
+class _ReplicaWrite(NamedTuple):
+    """A _Write to one replica. `position` is the write's."""
+
+    position: int
+    session: PutSession
+    place: Placement
+    item: tuple[int, list[memoryview], int]  # as RemoteSegment.write_each() takes it
+
+
+def write_pieces(
+    writes: Sequence[tuple[PutSession, int, Buffer, int | None]], tools: PutTools
+) -> list[MoonpoolError | None]:
+    """PutSession.write_piece() of each, with one transfer per segment. Return the error of each."""
+    errors: list[MoonpoolError | None] = [None] * len(writes)
+    ready: list[_Write] = []
+    positions: list[int] = []
+    late = _renew_due([session for session, _, _, _ in writes], tools)
+    for position, (session, index, buffer, checksum) in enumerate(writes):
+        try:
+            if session in late:
+                raise late[session]
+            ready.append(session._piece(index, buffer, checksum))
+            positions.append(position)
+        except MoonpoolError as error:
+            errors[position] = error
+    nbytes = 0
+    for position, write, outcome in zip(positions, ready, _write(ready, tools), strict=True):
+        errors[position] = outcome
+        nbytes += write.view.nbytes if outcome is None else 0
+    tools.counters.add("bytes_written", nbytes)
+    return errors
+
+
+def write_headers(sessions: Sequence[PutSession], tools: PutTools) -> list[MoonpoolError | None]:
+    """Write the header of each, for finish_puts(). Return the error of each: InvalidInput when a piece was not
+    written, else why no replica could be written.
+    """
+    errors: list[MoonpoolError | None] = [None] * len(sessions)
+    ready: list[_Write] = []
+    positions: list[int] = []
+    for position, session in enumerate(sessions):
+        try:
+            ready.append(session._header())
+            positions.append(position)
+        except MoonpoolError as error:
+            errors[position] = error
+    for position, outcome in zip(positions, _write(ready, tools), strict=True):
+        errors[position] = outcome
+    return errors
+
+
+def _renew_due(sessions: Sequence[PutSession], tools: PutTools) -> dict[PutSession, MoonpoolError]:
+    """Long before the master would discard the puts, tell it that they go on. Return those that it has discarded, or
+    could not be told of, with the error.
+    """
+    now_s = tools.clock.now_s()
+    due = [each for each in dict.fromkeys(sessions) if now_s - each._renewed_s >= tools.renew_after_s]
+    if not due:
+        return {}
+    for session in due:
+        session._renewed_s = now_s  # first: one thread asks, the others go on
+    try:
+        renewed = tools.renew(due)
+    except MoonpoolError as error:
+        return dict.fromkeys(due, error)
+    return {
+        session: StaleGeneration(f"the put of {session.key.hex()[:16]} took too long and was discarded")
+        for session, is_renewed in zip(due, renewed, strict=True)
+        if not is_renewed
+    }
+
+
+def _write(writes: Sequence[_Write], tools: PutTools) -> list[MoonpoolError | None]:
+    """Write to every replica that is left. A replica that cannot be written is left out; the error of a write is why
+    its session has no replica left.
+    """
+    errors: list[MoonpoolError | None] = [None] * len(writes)
+    by_segment: dict[tuple[str, int, int], list[_ReplicaWrite]] = {}
+    for position, (session, at, view) in enumerate(writes):
+        for place in list(session._replicas):
+            each = _ReplicaWrite(position, session, place, (place.offset + at, [view], place.generation))
+            by_segment.setdefault((place.segment, place.incarnation, session._session), []).append(each)
+    for (_, _, number), some in by_segment.items():
+        for each, error in _write_segment(some, number, tools):
+            if isinstance(error, REPLICA_ERRORS):
+                each.session._give_up(each.place, error)
+            elif error is not None:
+                errors[each.position] = error
+    for position, write in enumerate(writes):
+        if not write.session._replicas:
+            errors[position] = write.session._failure
+    return errors
+
+
+def _write_segment(
+    writes: Sequence[_ReplicaWrite], number: int, tools: PutTools
+) -> Iterator[tuple[_ReplicaWrite, MoonpoolError | None]]:
+    """Write to one segment, for the session with this number. Give the error of each."""
+    lost: MoonpoolError | None = None
+    try:
+        remote = tools.holder.open_for_writing(writes[0].place, number)
+    except MoonpoolError as error:
+        lost = error
+    for bundle in bundles(writes, lambda each: each.item[1][0].nbytes):
+        outcomes: list[MoonpoolError | None] = [lost] * len(bundle)
+        if lost is None:
+            try:
+                outcomes = remote.write_each([each.item for each in bundle], timeout_s=tools.timeout_s)
+            except MoonpoolError as error:
+                outcomes = [error] * len(bundle)
+                lost = error if isinstance(error, Unavailable) else None  # the owner is not asked again
+        yield from zip(bundle, outcomes, strict=True)

@@ -3,13 +3,18 @@
 The header is checked first (its own checksum, key, generation, identity), then each piece as it lies in the reader's
 memory, then the generation once more. A replica that fails is reported and the next one is tried. Wrong bytes are never
 returned; they may lie in the caller's buffer after an error.
+
+open_reads(), read_pieces() and finish_reads() do the same for many sessions with one transfer per remote segment. Where
+a shared transfer fails, or one of its items does not pass its check, the sessions concerned go on one by one, so that
+an error concerns its own item.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from itertools import accumulate
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from moonpool.base.checksum import ChecksumKind, crc32c
 from moonpool.base.errors import (
@@ -25,6 +30,7 @@ from moonpool.base.object_header import ALIGN_NBYTES, ObjectHeader, announced_nb
 from moonpool.store.client.counters import ClientCounters
 from moonpool.store.client.cuts import Part
 from moonpool.store.client.directory import SegmentDirectory
+from moonpool.store.client.transfer_window import bundles
 from moonpool.store.messages import ObjectInfo, Placement
 from moonpool.transfer.memory.buffers import Buffer, as_bytes_view
 from moonpool.transfer.transports.base import RemoteSegment
@@ -34,6 +40,7 @@ PREFIX_NBYTES = 64
 
 Failures: TypeAlias = dict[tuple[str, int], MoonpoolError]  # by segment and incarnation: why it cannot be reached
 ReportCorrupt = Callable[[ObjectInfo, Placement], bool]
+_CANNOT_READ = (Unavailable, Unauthorized)  # an error of the whole segment, not of one object in it
 
 
 class ReadTools:
@@ -54,7 +61,8 @@ class ReadTools:
 class ReadSession:
     """An object open for reading, by one thread. `header` says what its pieces are.
 
-    Segments in `failures` are not asked again; those that cannot be reached are added.
+    Segments in `failures` are not asked again; those that cannot be reached are added. `fetched` is the start of the
+    object at one of its replicas, if the caller has read it already.
     """
 
     def __init__(
@@ -63,8 +71,10 @@ class ReadSession:
         identity: bytes | None,
         tools: ReadTools,
         failures: Failures | None = None,
+        fetched: tuple[Placement, bytearray] | None = None,
     ) -> None:
         self.info = info
+        self._fetched = fetched
         self._identity = identity
         self._tools = tools
         self._failures = {} if failures is None else failures
@@ -101,26 +111,38 @@ class ReadSession:
 
     def read_parts(self, index: int, parts: Sequence[Part]) -> None:
         """read_piece() into several places; bytes without one are read and checked all the same."""
+        self._check_size(index, sum(part_nbytes for part_nbytes, _ in parts))
+        views = [memoryview(bytearray(part_nbytes)) if view is None else view for part_nbytes, view in parts]
+        self._read(index, views, None)
+
+    def _check_size(self, index: int, nbytes: int) -> None:
         piece = self.header.pieces[index]
-        nbytes = sum(part_nbytes for part_nbytes, _ in parts)
         if nbytes != piece.nbytes:
             raise InvalidInput(f"piece {index} has {piece.nbytes} bytes, the buffer {nbytes}")
-        views = [memoryview(bytearray(part_nbytes)) if view is None else view for part_nbytes, view in parts]
+
+    def _read(self, index: int, views: Sequence[memoryview], failure: MoonpoolError | None) -> None:
+        """Read the piece from one replica after the other. `failure`: the current replica has failed already."""
         while True:
             try:
+                if failure is not None:
+                    raise failure
                 at = self._placement.offset + self._offsets[index]
                 self._remote.read_into(at, views, timeout_s=self._tools.timeout_s)
                 self._verify(index, views)
             except (Unavailable, NotFound, Unauthorized, Corrupt) as error:
                 self._give_up(error)
                 self._open_next(error)
+                failure = None
             else:
-                self._tools.counters.add("bytes_read", nbytes)
+                self._tools.counters.add("bytes_read", self.header.pieces[index].nbytes)
                 return
 
     def finish(self) -> None:
         """StaleGeneration when the space was given to another object meanwhile: use nothing of what was read."""
-        if self._read_start(PREFIX_NBYTES) != self._prefix:
+        self._check_unchanged(self._read_start(PREFIX_NBYTES))
+
+    def _check_unchanged(self, prefix: bytearray) -> None:
+        if prefix != self._prefix:
             raise StaleGeneration(f"the space of {self.info.key.hex()[:16]} was reused while it was read")
 
     def _verify(self, index: int, views: Sequence[memoryview]) -> None:
@@ -161,7 +183,10 @@ class ReadSession:
         self._tools.counters.add("corrupt_replicas")
 
     def _read_header(self) -> None:
-        raw = self._read_start(min(ALIGN_NBYTES, self.info.nbytes))
+        if self._fetched is not None and self._fetched[0] is self._placement:
+            raw = self._fetched[1]
+        else:
+            raw = self._read_start(_first_nbytes(self.info))
         nbytes = announced_nbytes(raw)
         if len(raw) < nbytes <= self.info.nbytes:
             raw = self._read_start(nbytes)
@@ -177,3 +202,161 @@ class ReadSession:
         raw = bytearray(nbytes)
         self._remote.read_into(self._placement.offset, [raw], timeout_s=self._tools.timeout_s)
         return raw
+
+
+class _Piece(NamedTuple):
+    """One item of read_pieces(): piece `number` of the session, which lies at `offset` of the segment."""
+
+    session: ReadSession
+    number: int
+    place: Placement  # the session's replica when the transfer began
+    offset: int
+    view: memoryview
+
+    def check(self) -> MoonpoolError | None:
+        try:
+            self.session._verify(self.number, [self.view])
+        except Corrupt as error:
+            return error
+        return None
+
+    def read_again(self, failure: MoonpoolError | None) -> None:
+        """Read the piece alone. `failure` is why its replica cannot be used; None: the replica is tried again."""
+        has_moved = self.session._placement is not self.place  # another piece of the session has failed before
+        self.session._read(self.number, [self.view], None if has_moved else failure)
+
+
+def open_reads(
+    infos: Sequence[ObjectInfo], identity: bytes | None, tools: ReadTools
+) -> list[ReadSession | MoonpoolError]:
+    """Open the objects, with one transfer of headers per segment. Return the session or the error of each."""
+    fetched, failures = _fetch_headers(infos, tools)
+    opened: list[ReadSession | MoonpoolError] = []
+    for position, info in enumerate(infos):
+        try:
+            opened.append(ReadSession(info, identity, tools, dict(failures), fetched.get(position)))
+        except MoonpoolError as error:
+            tools.counters.add_refusal(error)
+            opened.append(error)
+    return opened
+
+
+def _fetch_headers(
+    infos: Sequence[ObjectInfo], tools: ReadTools
+) -> tuple[dict[int, tuple[Placement, bytearray]], Failures]:
+    """Return the start of each object by its position, as far as it could be read, and which segments cannot be."""
+    directory = tools.directory
+    by_segment: dict[tuple[str, int], list[tuple[int, Placement, bytearray]]] = {}
+    for position, info in enumerate(infos):
+        replicas = info.replicas
+        if replicas:
+            place = replicas[0] if len(replicas) == 1 else directory.best_first(replicas)[0]
+            wanted = by_segment.setdefault((place.segment, place.incarnation), [])
+            wanted.append((position, place, bytearray(_first_nbytes(info))))
+    fetched: dict[int, tuple[Placement, bytearray]] = {}
+    failures: Failures = {}
+    for key, wanted in by_segment.items():
+        first = wanted[0][1]
+        try:
+            remote = directory.open(first)
+        except (NotFound, *_CANNOT_READ) as error:
+            failures[key] = error
+            directory.unreadable.note(first, error)
+            continue
+        try:
+            remote.read_many([(place.offset, raw) for _, place, raw in wanted], timeout_s=tools.timeout_s)
+        except _CANNOT_READ as error:
+            failures[key] = error
+            directory.unreadable.note(first, error)
+        except MoonpoolError:  # one of the objects is at fault: each session reads its own header
+            continue
+        else:
+            fetched.update((position, (place, raw)) for position, place, raw in wanted)
+    return fetched, failures
+
+
+def read_pieces(reads: Sequence[tuple[ReadSession, int, Buffer]], tools: ReadTools) -> list[MoonpoolError | None]:
+    """ReadSession.read_piece() of each, with one stream of transfers per segment. Return the error of each.
+
+    The buffers are the caller's again when this returns; one whose read failed may hold anything.
+    """
+    errors: list[MoonpoolError | None] = [None] * len(reads)
+    by_remote: dict[RemoteSegment, list[tuple[int, _Piece]]] = {}
+    for position, (session, index, buffer) in enumerate(reads):
+        try:
+            view = as_bytes_view(buffer, writable=True)
+            session._check_size(index, view.nbytes)
+        except MoonpoolError as error:
+            errors[position] = error
+        else:
+            place = session._placement
+            piece = _Piece(session, index, place, place.offset + session._offsets[index], view)
+            by_remote.setdefault(session._remote, []).append((position, piece))
+    for remote, wanted in by_remote.items():
+        for (position, piece), is_right, failure in _read_segment(remote, wanted, tools):
+            if not is_right:
+                try:
+                    piece.read_again(failure)
+                except MoonpoolError as error:
+                    errors[position] = error
+    return errors
+
+
+def _read_segment(
+    remote: RemoteSegment, wanted: list[tuple[int, _Piece]], tools: ReadTools
+) -> list[tuple[tuple[int, _Piece], bool, MoonpoolError | None]]:
+    """Read the pieces, and check each bundle while the next one comes. Return of each whether its bytes are right; if
+    not, why its replica cannot be used (None: not known).
+    """
+    groups = list(bundles(wanted, lambda each: each[1].view.nbytes))
+    checked: list[tuple[tuple[int, _Piece], bool, MoonpoolError | None]] = []
+    batches = ([(piece.offset, piece.view) for _, piece in group if piece.view.nbytes] for group in groups)
+    failure: MoonpoolError | None = None
+    nbytes = 0
+    try:
+        with closing(remote.read_in_turn(batches, timeout_s=tools.timeout_s)) as arrivals:
+            for number in arrivals:
+                for each in groups[number]:
+                    error = each[1].check()
+                    checked.append((each, error is None, error))
+                    nbytes += each[1].view.nbytes if error is None else 0
+    except MoonpoolError as error:
+        failure = error if isinstance(error, _CANNOT_READ) else None  # else one item is at fault, perhaps another
+    tools.counters.add("bytes_read", nbytes)
+    return checked + [(each, False, failure) for each in wanted[len(checked) :]]
+
+
+def finish_reads(sessions: Sequence[ReadSession], tools: ReadTools) -> list[MoonpoolError | None]:
+    """ReadSession.finish() of each, with one transfer per segment. Return the error of each."""
+    errors: list[MoonpoolError | None] = [None] * len(sessions)
+    by_remote: dict[RemoteSegment, list[int]] = {}
+    for position, session in enumerate(sessions):
+        by_remote.setdefault(session._remote, []).append(position)
+    for remote, positions in by_remote.items():
+        prefixes = [bytearray(PREFIX_NBYTES) for _ in positions]
+        offsets = [sessions[position]._placement.offset for position in positions]
+        lost: MoonpoolError | None = None
+        is_read = True
+        try:
+            remote.read_many(list(zip(offsets, prefixes, strict=True)), timeout_s=tools.timeout_s)
+        except _CANNOT_READ as error:
+            lost = error
+        except MoonpoolError:  # one of them is at fault
+            is_read = False
+        for position, prefix in zip(positions, prefixes, strict=True):
+            session = sessions[position]
+            try:
+                if lost is not None:
+                    raise lost
+                if is_read:
+                    session._check_unchanged(prefix)
+                else:
+                    session.finish()
+            except MoonpoolError as error:
+                errors[position] = error
+    return errors
+
+
+def _first_nbytes(info: ObjectInfo) -> int:
+    """How much of an object to read first: the whole header, unless it has very many pieces."""
+    return min(ALIGN_NBYTES, info.nbytes)

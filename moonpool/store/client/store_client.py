@@ -22,7 +22,6 @@ from moonpool.base.errors import (
     MoonpoolError,
     NotFound,
     Refused,
-    StaleGeneration,
 )
 from moonpool.store import messages as m
 from moonpool.store.client.counters import ClientCounters
@@ -32,8 +31,8 @@ from moonpool.store.client.master_client import MasterClient
 from moonpool.store.client.put_batch import OPAQUE_PIECE_NBYTES, PutBatches
 from moonpool.store.client.put_calls import PutCalls
 from moonpool.store.client.put_request import DEFAULT_OPTIONS, Put, PutRequest, bundle
-from moonpool.store.client.put_session import PutSession, PutTools
-from moonpool.store.client.read_session import ReadSession, ReadTools
+from moonpool.store.client.put_session import PutSession, PutTools, write_headers, write_pieces
+from moonpool.store.client.read_session import ReadSession, ReadTools, finish_reads, open_reads, read_pieces
 from moonpool.store.client.reads import ClientReads, report_corrupt
 from moonpool.store.client.recovery import read_ranges
 from moonpool.store.client.session_client import SessionClient
@@ -86,7 +85,7 @@ class StoreClient:
             clock=clock or SystemClock(),
             timeout_s=config.transfer_timeout_s,
             renew_after_s=config.renew_after_s,
-            renew=self._renew,
+            renew=self.renew_puts,
         )
         self._crew = TransferThreads()
         self._puts = PutBatches(self._crew, self._calls, self._put_tools)
@@ -227,13 +226,23 @@ class StoreClient:
         """The master discards them later; False where it has already. Writing pieces does it when it is due."""
         return self._calls.renew([each.key for each in sessions], [each.generation for each in sessions])
 
+    def write_pieces(self, writes: Sequence[tuple[PutSession, int, Buffer, int | None]]) -> list[MoonpoolError | None]:
+        """Write piece `int` of each session from its buffer, with one transfer per segment. The last number is the
+        piece's crc32c if the caller knows it, else None.
+
+        A replica that cannot be written is left out. Return of each None, or what PutSession.write_piece() raises: a
+        write fails only when its session has no replica left, or was discarded. The buffers are the caller's again
+        when this returns.
+        """
+        return write_pieces(writes, self._put_tools)
+
     def finish_puts(self, sessions: Sequence[PutSession]) -> list[MoonpoolError | None]:
         """Writes the headers and makes the objects visible, in one call. Those that fail are aborted; FewerReplicas is
         no failure, as in put_many().
 
         Raises only when the master cannot be asked; whether the objects are visible is not known then.
         """
-        results: list[MoonpoolError | None] = [_attempt(session.write_header) for session in sessions]
+        results = write_headers(sessions, self._put_tools)
         self.abort_puts([each for each, error in zip(sessions, results, strict=True) if error is not None])
         written = [index for index, error in enumerate(results) if error is None]
         refused = self._calls.finish(
@@ -322,9 +331,23 @@ class StoreClient:
             self._counters.add_refusal(error)
             raise
 
-    def _renew(self, session: PutSession) -> None:
-        if not self.renew_puts([session])[0]:
-            raise StaleGeneration(f"the put of {session.key.hex()[:16]} took too long and was discarded")
+    def open_reads(self, infos: Sequence[ObjectInfo], identity: bytes | None) -> list[ReadSession | MoonpoolError]:
+        """open_read() of each, with one transfer of headers per segment; the session, or what open_read() raises."""
+        return open_reads(infos, identity, self._read_tools)
+
+    def read_pieces(self, reads: Sequence[tuple[ReadSession, int, Buffer]]) -> list[MoonpoolError | None]:
+        """Read piece `int` of each session into its buffer, with one stream of transfers per segment.
+
+        Each piece is verified, and read from another replica where it fails, as in ReadSession.read_piece(). Return of
+        each None, or what read_piece() raises. The buffers are the caller's again when this returns.
+        """
+        return read_pieces(reads, self._read_tools)
+
+    def finish_reads(self, sessions: Sequence[ReadSession]) -> list[MoonpoolError | None]:
+        """ReadSession.finish() of each, with one transfer per segment. What a session with an error has read must not
+        be used.
+        """
+        return finish_reads(sessions, self._read_tools)
 
 
 def is_new(outcome: MoonpoolError | None) -> bool:
@@ -334,14 +357,6 @@ def is_new(outcome: MoonpoolError | None) -> bool:
     if isinstance(outcome, AlreadyExists):
         return False
     raise outcome
-
-
-def _attempt(action: Callable[[], object]) -> MoonpoolError | None:
-    try:
-        action()
-    except MoonpoolError as error:
-        return error
-    return None
 
 
 def _attempted(action: Callable[[], int]) -> int | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, NamedTuple, TypeVar
 
@@ -19,6 +19,20 @@ BUNDLE_NBYTES = 8 * 1024 * 1024
 BUNDLE_ITEMS = 256
 _NUM_THREADS = 2
 _MAX_UNDER_WAY = 3  # bundles of one caller
+
+
+def bundles(items: Iterable[T], nbytes_of: Callable[[T], int]) -> Iterator[list[T]]:
+    """The items in their order, as many together as one transfer should move."""
+    bundle: list[T] = []
+    nbytes = 0
+    for each in items:
+        bundle.append(each)
+        nbytes += nbytes_of(each)
+        if nbytes >= BUNDLE_NBYTES or len(bundle) >= BUNDLE_ITEMS:
+            yield bundle
+            bundle, nbytes = [], 0
+    if bundle:
+        yield bundle
 
 
 class TransferThreads:
