@@ -44,6 +44,13 @@ def test_a_batch_is_positional_and_a_bad_item_fails_nobody_else() -> None:
     assert pool.counters["refused"] == 6
 
 
+def test_a_batch_of_nothing_is_granted_nothing() -> None:
+    pool = Pool("a")
+    reply = pool.state.put_start([], [], m.PutOptions(), 0.0)
+    assert (reply.generations, reply.replicas, reply.refusals) == ([], [], {})
+    pool.check()
+
+
 @pytest.mark.parametrize(
     ("sizes", "options", "columns"),
     [

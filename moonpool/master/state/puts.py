@@ -70,7 +70,7 @@ class Puts(UnfinishedPuts):
         refusals: dict[int, Refusal] = {}
         wanted = self._admitted(keys, sizes, options, refusals, now_s)
         places = self._place([sizes[at] for at in wanted], options, now_s)
-        if len(wanted) == len(keys) and groups is None and min(map(len, places)) == max(map(len, places)) == 1:
+        if len(wanted) == len(keys) and groups is None and all(len(found) == 1 for found in places):
             return self._grant_all(keys, sizes, terms, parents, places, now_s)
         return self._grant_some(
             keys, sizes, terms, parents, groups, dict(zip(wanted, places, strict=True)), refusals, now_s
