@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
+import socket
 import stat
 import subprocess
 import sys
@@ -15,7 +17,8 @@ from pathlib import Path
 import pytest
 from rpc_service import Service
 
-from moonpool.base.rpc import AsyncClient
+from moonpool.base.rpc import AsyncClient, BlockingClient, RpcPeer
+from moonpool.base.unix_socket import bind_private
 from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.transports.shm.transport import ShmTransport
 
@@ -89,3 +92,53 @@ def test_memory_is_not_passed_to_other_users(open_folder: Path) -> None:
             assert outcomes(path) == (0o600, "refused", "closed")
         finally:
             transport.close()
+
+
+def fill_queue(path: Path) -> list[socket.socket]:
+    """Connect until the kernel refuses more: nothing accepts these connections."""
+    waiting: list[socket.socket] = []
+    while True:
+        sock = socket.socket(socket.AF_UNIX)
+        sock.setblocking(False)
+        try:
+            sock.connect(str(path))
+        except BlockingIOError:
+            sock.close()
+            return waiting
+        waiting.append(sock)
+
+
+@pytest.mark.parametrize("kind", ["asyncio", "blocking"])
+async def test_a_client_waits_while_the_server_has_a_full_queue_of_connections(kind: str, tmp_path: Path) -> None:
+    service, address = Service(), f"unix:{tmp_path}/full.sock"
+    async with contextlib.AsyncExitStack() as stack:
+        listener = stack.enter_context(bind_private(str(tmp_path / "full.sock")))
+        listener.listen(1)
+        for sock in fill_queue(tmp_path / "full.sock"):
+            stack.enter_context(sock)
+        if kind == "asyncio":
+            connecting = asyncio.create_task(asynchronously(address))
+        else:
+            connecting = asyncio.create_task(asyncio.to_thread(blockingly, address))
+        done, _ = await asyncio.wait([connecting], timeout=0.05)
+        assert not done, "refused, or connected to nothing"
+        server = await asyncio.get_running_loop().create_unix_server(lambda: RpcPeer(service.server), sock=listener)
+        stack.callback(server.close)
+        stack.push_async_callback(service.server.close)
+        assert await connecting == "testing"
+
+
+async def asynchronously(address: str) -> str:
+    client = await AsyncClient.connect(address, "testing", timeout_s=30)
+    client.close()
+    await client.closed.wait()
+    assert client.peer is not None
+    return client.peer.service
+
+
+def blockingly(address: str) -> str:
+    client = BlockingClient(address, "testing", connect_timeout_s=30)
+    try:
+        return client.connect(timeout_s=30).service
+    finally:
+        client.close()

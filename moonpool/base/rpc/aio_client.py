@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import socket
 from collections.abc import AsyncIterator
 from typing import TypeVar, cast
 
@@ -29,8 +30,29 @@ from moonpool.base.rpc.silence import DEFAULT_PATIENCE, SilenceLimits, SilenceWa
 
 R = TypeVar("R")
 # A reader this far behind is stuck; its stream fails and it may ask again for a fresh start.
+_FULL_PAUSE_S, _MAX_FULL_PAUSE_S = 0.002, 0.1  # between attempts to reach a server with a full queue
 _MAX_WAITING_ITEMS = 65_536
 _PING = encode_frame(FrameKind.PING, 0)
+
+
+async def _connect_unix(path: str) -> socket.socket:
+    """Return a connected socket. Wait while the server's queue of connections is full: the kernel makes a TCP client
+    wait then, but refuses a Unix client at once (uvloop raises that, asyncio takes it for a connection).
+    """
+    pause_s = _FULL_PAUSE_S
+    while True:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.setblocking(False)
+            sock.connect(path)
+            return sock
+        except BlockingIOError:
+            sock.close()
+        except BaseException:
+            sock.close()
+            raise
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, _MAX_FULL_PAUSE_S)
 
 
 class AsyncClient(asyncio.Protocol):
@@ -66,7 +88,7 @@ class AsyncClient(asyncio.Protocol):
         try:
             async with asyncio.timeout(timeout_s):
                 if at.scheme == "unix":
-                    await loop.create_unix_connection(lambda: client, at.path)
+                    await loop.create_unix_connection(lambda: client, sock=await _connect_unix(at.path))
                 else:
                     await loop.create_connection(lambda: client, at.host, at.port)
                 client.peer = await client._greeted

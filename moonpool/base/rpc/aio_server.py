@@ -45,6 +45,7 @@ from moonpool.base.rpc.silence import DEFAULT_PATIENCE, AttendedTimer, SilenceLi
 from moonpool.base.unix_socket import bind_private, is_own_user
 
 _LOG = logging.getLogger(__name__)
+_BACKLOG = 1024  # connections that wait to be accepted while a handler runs
 _MAX_CALLS_PER_PEER = 4096
 _HELLO_TIMEOUT_S = 10.0
 _UNREAD_NBYTES = 256 * 1024  # of answers; with more, calls wait until the peer has read all but a quarter
@@ -81,10 +82,12 @@ class RpcServer:
         try:
             if at.scheme == "unix":
                 await _free_socket_path(at.path)
-                server = await loop.create_unix_server(lambda: RpcPeer(self), sock=bind_private(at.path))
+                server = await loop.create_unix_server(
+                    lambda: RpcPeer(self), sock=bind_private(at.path), backlog=_BACKLOG
+                )
                 self._paths.append(at.path)
             else:
-                server = await loop.create_server(lambda: RpcPeer(self), at.host, at.port)
+                server = await loop.create_server(lambda: RpcPeer(self), at.host, at.port, backlog=_BACKLOG)
                 at = Address("tcp", host=at.host, port=server.sockets[0].getsockname()[1])
         except OSError as error:
             raise ConfigError(f"cannot listen at {address}: {error.strerror or error}") from error

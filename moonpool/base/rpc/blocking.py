@@ -287,7 +287,9 @@ class BlockingClient:
         if self._address.scheme == "unix":
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
-                sock.settimeout(timeout_s)
+                # The kernel keeps the time: a connect with Python's timeout fails at once when the server's queue of
+                # connections is full, this one waits for room in it.
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(timeout_s))
                 sock.connect(self._address.path)
             except OSError:
                 sock.close()
@@ -346,7 +348,7 @@ class BlockingClient:
         left_s = min(left_s, self._longest_s)
         if abs(left_s - self._limit_s) > min(_SLACK_S, left_s / 10):
             self._limit_s = left_s
-            value = _TIMEVAL.pack(int(left_s), int(left_s % 1 * 1e6) + 1)
+            value = _timeval(left_s)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
 
@@ -356,6 +358,11 @@ class BlockingClient:
             self._socket = None
         self._is_torn = False
         self._given_up.clear()
+
+
+def _timeval(seconds: float) -> bytes:
+    """Return a struct timeval, never zero: the kernel takes zero for no limit."""
+    return _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6) + 1)
 
 
 def _is_readable(sock: socket.socket) -> bool:
