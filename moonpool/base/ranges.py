@@ -12,10 +12,12 @@ from moonpool.base.keys import KEY_NBYTES
 
 MAX_WHOLE = 2**63 - 1
 MAX_COUNT = 2**31 - 1
+MAX_TOKENS = 2**24  # of one request; a loop over the blocks of a longer one would hold its process up
 MAX_SECONDS = 1e9
 
 Whole: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_WHOLE)]  # identifiers, generations, offsets, bytes
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_COUNT)]  # of things, tokens and pages
+Tokens: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 Positive: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
 Signed: TypeAlias = Annotated[int, Meta(ge=-MAX_COUNT, le=MAX_COUNT)]
 ChainKey: TypeAlias = Annotated[bytes, Meta(min_length=KEY_NBYTES, max_length=KEY_NBYTES)]

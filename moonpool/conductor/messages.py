@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from moonpool.base.cluster import WorkerInfo, WorkerLoad
-from moonpool.base.ranges import ChainKey, Count, Positive, Seconds, Signed
+from moonpool.base.ranges import ChainKey, Count, Positive, Seconds, Signed, Tokens
 from moonpool.base.rpc import Call, StreamCall
 
 
@@ -61,7 +61,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Route(Call[Decision]):
-    """Raises Overloaded when no pair meets the targets, Unavailable when there are no workers.
+    """Raises Overloaded when no pair meets the targets, Unavailable when there are no workers, PromptTooLong when the
+    prompt is longer than the KV memory of every worker.
 
     It may be answered late: a request that does not fit now waits for its turn, higher priorities first and tenants in
     fair turns (waiting_room.py). Cancelling the call takes it out. Routing a request again takes its earlier assignment
@@ -70,8 +71,8 @@ class Route(Call[Decision]):
 
     request_id: str
     keys: list[ChainKey]
-    num_tokens: Count
-    max_tokens: Count
+    num_tokens: Tokens
+    max_tokens: Tokens
     exclude: tuple[str, ...] = ()  # workers that just failed this request
     tenant: str = ""
     priority: Signed = 0  # the highest first

@@ -12,7 +12,7 @@ from collections.abc import Hashable
 from typing import NamedTuple
 
 from moonpool.base.cluster import ReportWorker, WorkerInfo, WorkerLoad, WorkerRole
-from moonpool.base.errors import IdentityMismatch, InvalidInput, MoonpoolError, NotFound
+from moonpool.base.errors import IdentityMismatch, InvalidInput, MoonpoolError, NotFound, PromptTooLong
 from moonpool.conductor.admission.controller import AdmissionController
 from moonpool.conductor.admission.forms import Cause, DecodeNow, RefusedRequest, Verdict
 from moonpool.conductor.costs.accuracy import ErrorWindow
@@ -68,6 +68,7 @@ class ConductorState:
         self.set_pool_nodes(1)
         self._decode_slots = Slots()
         self._request_errors = {name: ErrorWindow(name) for name in ("ttft", "tbt")}
+        self._most_tokens = 0  # that any one worker can hold
         self._block_shape = (1, 0, 1)  # tokens, bytes and layers of a block; the same at all workers
         self._workers: dict[str, Registration] = {}
         self._decode_now: dict[str, DecodeNow] = {}  # of each decode worker, as admission sees it
@@ -133,8 +134,13 @@ class ConductorState:
             self.unregister(earlier)
         worker = self._workers[info.name] = self._enter(info)
         self._block_shape = info.block_tokens, info.page_nbytes, info.num_layers
+        self._count_tokens()
         self.counters["registered"] += 1
         return worker
+
+    def _count_tokens(self) -> None:
+        infos = [worker.info for worker in self._workers.values()]
+        self._most_tokens = max((info.num_pages * info.block_tokens for info in infos), default=0)
 
     def _enter(self, info: WorkerInfo) -> Registration:
         is_prefill = info.role is WorkerRole.PREFILL
@@ -165,6 +171,7 @@ class ConductorState:
         if self._workers.get(name) is not worker:
             return
         del self._workers[name]
+        self._count_tokens()
         if not worker.is_prefill:
             self.decodes.drop(worker.slot)
             del self._decode_now[name]
@@ -206,9 +213,17 @@ class ConductorState:
         return self.send(call, owner, weighed, now_s)
 
     def begin(self, call: Route, now_s: float, wall_s: float) -> None:
-        """Opens its record, and takes an earlier assignment back."""
+        """Open the request's record, and take an earlier assignment of the request back.
+
+        Raise PromptTooLong when no registered worker can hold the prompt; such a request is not recorded, because its
+        length may be made up, and whoever reads records walks over their blocks.
+        """
         if call.num_tokens < 1 or call.max_tokens < 0:
             raise InvalidInput("a request has at least one token and asks for none or more")
+        if self._workers and call.num_tokens > self._most_tokens:
+            raise PromptTooLong(
+                f"the prompt has {call.num_tokens} tokens, the largest worker holds {self._most_tokens}"
+            )
         self._take_out(call.request_id, now_s)
         self.records.add(open_record(call, wall_s), tenant=call.tenant or None, keys=call.keys)
 

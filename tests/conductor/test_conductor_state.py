@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -11,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from worker_info import info
 
 from moonpool.base.cluster import PrefillSample, PullSample, ReportWorker, WorkerLoad
-from moonpool.base.errors import IdentityMismatch, InvalidInput, NotFound, Overloaded, Unavailable
+from moonpool.base.errors import IdentityMismatch, InvalidInput, NotFound, Overloaded, PromptTooLong, Unavailable
 from moonpool.base.keys import object_key
 from moonpool.conductor.messages import RequestEnded, Route
 from moonpool.conductor.placement.backlog import Backlog
@@ -158,7 +159,8 @@ def test_a_front_end_that_goes_takes_its_requests_along() -> None:
 
 
 def test_records_say_what_was_predicted_and_measured() -> None:
-    state = state_with("p0", "d0", policy=PolicyConfig(ttft_slo_s=5.0))
+    state = state_with("d0", policy=PolicyConfig(ttft_slo_s=5.0))
+    state.register(info("p0", num_pages=10**6))
     decision = state.route(route("r1"), "fe", 0.0, 123.0)
     state.request_ended(
         RequestEnded(request_id="r1", ttft_s=0.5, cached_tokens=64, pool_tokens=64, output_tokens=9), 1.0
@@ -175,6 +177,15 @@ def test_records_say_what_was_predicted_and_measured() -> None:
 def test_a_request_without_tokens_is_refused() -> None:
     with pytest.raises(InvalidInput):
         state_with("p0", "d0").route(Route(request_id="r", keys=[], num_tokens=0, max_tokens=1), "fe", 0.0, 0.0)
+
+
+def test_a_prompt_longer_than_every_worker_is_refused_and_leaves_no_record() -> None:
+    state = state_with("p0", "d0")
+    fits = Route(request_id="fits", keys=[], num_tokens=64_000, max_tokens=1)
+    state.route(fits, "fe", 0.0, 0.0)
+    with pytest.raises(PromptTooLong, match="64001 tokens, the largest worker holds 64000"):
+        state.route(msgspec.structs.replace(fits, request_id="long", num_tokens=64_001), "fe", 0.0, 0.0)
+    assert state.records.get("long") is None
 
 
 def test_decode_load_counts_what_is_on_its_way_and_what_is_reported() -> None:
