@@ -13,6 +13,7 @@ import openai
 import psutil
 import pytest
 from e2e_service import Service, running, wait_until
+from wall_time import crowding
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
@@ -35,12 +36,14 @@ def test_an_openai_client_gets_a_sensible_answer_streamed(one_each: Service) -> 
 
 
 def test_two_and_two_are_ready_within_30_s_and_take_under_6_gb(tmp_path: Path) -> None:
+    crowded = crowding()
     with running(tmp_path, "--prefill", "2", "--decode", "2") as service:
+        crowded = max(crowded, crowding())
         service.generate_all([[7 * i % 4000 + 500 for i in range(600 + n)] for n in range(4)], 8)
         resident, count = resident_nbytes(service), len(service.family()) + 1
         print(f"ready after {service.ready_after_s:.1f} s, {resident / GB:.2f} GB resident in {count} processes")
         assert resident < 6 * GB
-        assert service.ready_after_s < 30
+        assert service.ready_after_s < 30 * crowded
 
 
 def resident_nbytes(service: Service) -> int:
