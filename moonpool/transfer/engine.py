@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from asyncio import _get_running_loop
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property, partial
@@ -45,6 +46,7 @@ from moonpool.transfer.workers import Workers
 
 _JOIN_TIMEOUT_S = 5.0
 _CLOSED = "the transfer engine is closed"
+_INLINE_NBYTES = 256 * 1024  # moved in less time than it takes to wake another thread a few times
 _CREW_SIZE = 16  # segments being opened and messages being sent at once
 
 
@@ -216,8 +218,11 @@ class TransferEngine:
         notify: bytes | None = None,
         room_timeout_s: float | None = None,
     ) -> Batch:
-        """Starts the requests on the engine's threads, all under one deadline. Slices of large ones run in parallel,
-        small ones go together; there is no order between requests.
+        """Start the requests under one deadline, and return the batch to wait for. Slices of large requests run in
+        parallel on the engine's threads, small ones go together; there is no order between requests.
+
+        A single request of at most 256 KiB is moved on the caller's thread before this returns, unless `room_timeout_s`
+        is 0 or an event loop runs in this thread. To have several requests under way at once put them into one batch.
 
         `notify` is left with the owner of each segment once all requests have succeeded, and before the batch is done;
         the batch fails if that fails. Overloaded, with nothing begun, when the queue of this priority stays full for
@@ -226,14 +231,16 @@ class TransferEngine:
         timeout_s = self._config.timeout_s if timeout_s is None else timeout_s
         batch = Batch(
             requests,
-            queue=self._workers.queue,
-            crew=self._crew,
             timeout_s=timeout_s,
             slice_nbytes=self._config.slice_nbytes,
             priority=priority,
             notify=notify,
         )
-        batch.start(timeout_s if room_timeout_s is None else min(room_timeout_s, timeout_s))
+        may_wait = room_timeout_s != 0 and _get_running_loop() is None
+        if may_wait and not self._closed and batch.run_inline(min(_INLINE_NBYTES, self._config.slice_nbytes)):
+            return batch
+        room_timeout_s = timeout_s if room_timeout_s is None else min(room_timeout_s, timeout_s)
+        batch.start(self._workers.queue, self._crew, room_timeout_s)
         return batch
 
     def close(self) -> None:

@@ -25,7 +25,8 @@ class Pending(Generic[T]):
 
     def __init__(self, canceller: Callable[[], None] | None = None) -> None:
         """`canceller` asks whoever works on it to stop; without one cancel() changes nothing."""
-        self._over = threading.Event()
+        self._done = False
+        self._ended: threading.Event | None = None  # made by the first thread that has to wait: most never do
         self._ending = threading.Lock()
         self._canceller = canceller
         self._callbacks: list[Callable[[Pending[T]], object]] = []
@@ -34,17 +35,23 @@ class Pending(Generic[T]):
 
     def done(self) -> bool:
         """True when it has succeeded or failed and nothing of the caller's is touched any more."""
-        return self._over.is_set()
+        return self._done
 
-    def done_within(self, timeout_s: float) -> bool:
-        """done(), after waiting for it at most so long."""
-        return self._over.wait(timeout_s)
+    def done_within(self, timeout_s: float | None) -> bool:
+        """Wait at most `timeout_s` (None: until it is over) and return done()."""
+        if self._done:
+            return True
+        with self._ending:
+            if self._done:
+                return True
+            ended = self._ended = self._ended or threading.Event()
+        return ended.wait(timeout_s)
 
     def wait(self, timeout_s: float | None = None) -> T:
         """The result; raises what it failed with. DeadlineExceeded when it takes longer than `timeout_s` (None: its
         own deadline ends it); it goes on then.
         """
-        if not self._over.wait(timeout_s):
+        if not self._done and not self.done_within(timeout_s):
             raise DeadlineExceeded(f"not done after {timeout_s:g} s")
         return self._outcome()
 
@@ -81,11 +88,13 @@ class Pending(Generic[T]):
 
     def _end(self, result: T | None, failure: MoonpoolError | None) -> None:
         with self._ending:
-            if self.done():
+            if self._done:
                 return
             self._result, self._failure, self._canceller = result, failure, None
             callbacks, self._callbacks = self._callbacks, []
-            self._over.set()
+            self._done = True
+            if self._ended is not None:
+                self._ended.set()
         for callback in callbacks:
             self._call(callback)
 

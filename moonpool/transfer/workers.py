@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 
-from moonpool.base.errors import PeerLost
 from moonpool.transfer.batch import Batch
 from moonpool.transfer.paths.slice_queue import SliceQueue
 
@@ -23,7 +22,7 @@ class Workers:
     def close(self) -> None:
         """Idempotent. What has not begun fails with PeerLost; what is under way ends by itself."""
         for batch, parts in self.queue.close():
-            batch.settle(parts, PeerLost("the transfer engine was closed"))
+            batch.abandon(parts)
 
     def join(self, timeout_s: float) -> None:
         for thread in self._threads:

@@ -170,8 +170,8 @@ def test_a_bug_in_a_transport_fails_the_batch_and_not_the_engine(tmp_path: Path)
 def test_waiting_has_a_limit_and_so_has_the_batch(tmp_path: Path) -> None:
     gate = Gate()
     with TransferEngine(config(tmp_path, num_threads=1)) as engine:
-        first = engine.submit([TransferRequest(READ, gate, 0, [bytearray(1)])])
-        late = engine.submit([TransferRequest(READ, gate, 1, [bytearray(1)])], timeout_s=0.01)
+        first = engine.submit([TransferRequest(READ, gate, 0, [bytearray(1)])], room_timeout_s=0)
+        late = engine.submit([TransferRequest(READ, gate, 1, [bytearray(1)])], timeout_s=0.01, room_timeout_s=0)
         with pytest.raises(DeadlineExceeded, match="not done after"):
             first.wait(0.05)
         assert first.status(0) is TransferStatus.PENDING
@@ -185,11 +185,11 @@ def test_waiting_has_a_limit_and_so_has_the_batch(tmp_path: Path) -> None:
 def test_the_queue_is_bounded(tmp_path: Path) -> None:
     gate = Gate()
     with TransferEngine(config(tmp_path, num_threads=1, max_queued_slices=2, slice_nbytes=1)) as engine:
-        running = engine.submit([TransferRequest(READ, gate, 0, [bytearray(1)])])
+        running = engine.submit([TransferRequest(READ, gate, 0, [bytearray(1)])], room_timeout_s=0)
         assert gate.entered.acquire(timeout=5)
         waiting = engine.submit([TransferRequest(READ, gate, 0, [bytearray(2)])])
         with pytest.raises(Overloaded):
-            engine.submit([TransferRequest(READ, gate, 0, [bytearray(1)])], timeout_s=0.05)
+            engine.submit([TransferRequest(READ, gate, 0, [bytearray(2)])], timeout_s=0.05)
         gate.open.set()
         running.wait(5)
         waiting.wait(5)
@@ -205,9 +205,9 @@ def test_close_ends_threads_sockets_and_waiters(tmp_path: Path, segment: Segment
     remote = peer.open(only(descriptor, "tcp"))
     peer.open(msgspec.structs.replace(descriptor, endpoints=descriptor.endpoints[:1]))
     peer.submit([TransferRequest(READ, remote, 0, [bytearray(NBYTES)])]).wait(5)
-    running = peer.submit([TransferRequest(READ, gate, 0, [bytearray(1)])])
+    running = peer.submit([TransferRequest(READ, gate, 0, [bytearray(1)])], room_timeout_s=0)
     assert gate.entered.acquire(timeout=5)
-    waiting = peer.submit([TransferRequest(READ, gate, 0, [bytearray(1)])])
+    waiting = peer.submit([TransferRequest(READ, gate, 0, [bytearray(1)])], room_timeout_s=0)
     threading.Timer(0.05, gate.open.set).start()
     peer.close()
     peer.close()

@@ -165,8 +165,95 @@ def test_a_bug_is_looked_for_one_by_one_too(engine: TransferEngine) -> None:
 def test_a_request_that_makes_no_sense_ends_its_batch_and_not_the_engine(lone: TransferEngine) -> None:
     nonsense = TransferRequest(WRITE, FakeRemote(), 0, [b"x"], generation=[])  # type: ignore[arg-type]
     with pytest.raises(MoonpoolError, match="unhashable"):
-        lone.submit([nonsense]).wait(5)
+        lone.submit([nonsense], room_timeout_s=0).wait(5)
     lone.submit(reads(FakeRemote(), 1, 1)).wait(5)
+
+
+def test_a_single_small_request_is_moved_by_the_callers_thread(engine: TransferEngine) -> None:
+    threads: list[str] = []
+    remote = FakeRemote(MIB, lambda spans: threads.append(threading.current_thread().name))
+    batch = engine.submit(reads(remote, 1, 64))
+    assert batch.done()
+    assert statuses(batch) == [DONE]
+    assert list(batch.as_completed()) == [0]
+    batch.cancel()
+    engine.submit(reads(remote, 1, 64), room_timeout_s=0).wait(5)
+    engine.submit(reads(remote, 1, 512 * KIB)).wait(5)
+    engine.submit(reads(remote, 1, 64), notify=b"x").wait(5)
+    assert [name == threading.current_thread().name for name in threads] == [True, False, False, False]
+    refused = engine.submit(reads(refusing(0, error=NotFound("x")), 1, 64))
+    assert (statuses(refused), [type(error) for error in refused.outcomes()]) == ([FAILED], [NotFound])
+
+
+def test_requests_are_reported_as_they_end(tmp_path: Path) -> None:
+    gate, fast = Gate(), refusing(64, error=NotFound("x"))
+    with TransferEngine(config(tmp_path, num_threads=2)) as engine:
+        batch = engine.submit([*reads(gate, 1, MIB), *reads(fast, 3, 64)])
+        ended = batch.as_completed()
+        assert {next(ended), next(ended), next(ended)} == {1, 2, 3}
+        assert (batch.error(1), batch.status(0)) == (None, TransferStatus.PENDING)
+        assert isinstance(batch.error(2), NotFound)
+        gate.open.set()
+        assert list(ended) == [0]
+        assert [error is None for error in batch.outcomes()] == [True, True, False, True]
+
+
+@pytest.fixture
+def fenced(tmp_path: Path) -> Iterator[tuple[TransferEngine, RemoteSegment, Segment]]:
+    """A segment with a fence of 4 KiB, reached by tcp."""
+    with (
+        Segment.allocate("seg", 8 * MIB, granule_nbytes=4 * KIB, incarnation=1) as segment,
+        TransferEngine(config(tmp_path, tcp_host="127.0.0.1")) as owner,
+        TransferEngine(config(tmp_path)) as peer,
+    ):
+        yield peer, peer.open(owner.serve(segment)), segment
+
+
+Fenced = tuple[TransferEngine, RemoteSegment, Segment]
+
+
+def test_writes_of_many_generations_go_together_and_fail_alone(fenced: Fenced) -> None:
+    peer, remote, segment = fenced
+    assert segment.fence is not None
+    segment.fence.stamp(3 * 4 * KIB, 1, 99)
+    batch = peer.submit(
+        [TransferRequest(WRITE, remote, n * 4 * KIB, [bytes([n]), bytes([n])], n + 1) for n in range(9)]
+    )
+    outcomes = batch.outcomes()
+    assert [n for n, error in enumerate(outcomes) if error is not None] == [3]
+    assert isinstance(outcomes[3], StaleGeneration)
+    for n in (0, 1, 2, 4, 5, 6, 7, 8):
+        assert segment.fence.generation_at(n * 4 * KIB) == n + 1
+        assert bytes(segment.memory[n * 4 * KIB :][:2]) == bytes([n, n])
+
+
+def test_a_read_expects_a_generation(fenced: Fenced) -> None:
+    peer, remote, segment = fenced
+    assert segment.fence is not None
+    data = random.Random(5).randbytes(4 * MIB)
+    segment.memory[: len(data)] = data
+    segment.fence.stamp(0, 4 * MIB, 7)
+    segment.fence.stamp(8 * KIB, 1, 8)
+
+    def read(offset: int, nbytes: int, expected: int) -> TransferRequest:
+        return TransferRequest(READ, remote, offset, [bytearray(nbytes // 2), bytearray(nbytes // 2)], 0, expected)
+
+    requests = [read(0, 4 * KIB, 7), read(8 * KIB, 4 * KIB, 7), read(MIB, 3 * MIB, 7), read(8 * KIB, 64, 8)]
+    outcomes = peer.submit([*requests, *reads(remote, 1, 64)]).outcomes()
+    assert [type(error) for error in outcomes] == [type(None), StaleGeneration, *[type(None)] * 3]
+    for request in (requests[0], requests[2], requests[3]):
+        moved = b"".join(bytes(buffer) for buffer in request.buffers)
+        assert moved == data[request.offset :][: len(moved)]
+    for inline in (True, False):
+        room_timeout_s = None if inline else 0
+        with pytest.raises(StaleGeneration):
+            peer.submit([read(8 * KIB, 64, 7)], room_timeout_s=room_timeout_s).wait(5)
+        peer.submit([read(8 * KIB, 64, 8)], room_timeout_s=room_timeout_s).wait(5)
+        with pytest.raises(InvalidInput):
+            peer.submit([read(8 * KIB, 64, 0)], room_timeout_s=room_timeout_s).wait(5)
+    unfenced = TransferRequest(READ, FakeRemote(), 0, [bytearray(1)], expected_generation=1)
+    with pytest.raises(InvalidInput, match="without generations"):
+        peer.submit([unfenced]).wait(5)
 
 
 def test_cancel_settles_what_has_not_begun_at_once(lone: TransferEngine) -> None:
@@ -237,7 +324,7 @@ def test_urgent_work_waits_for_one_slice_at_most(tmp_path: Path) -> None:
         for _ in range(20):
             time.sleep(slice_s / 3)  # at any moment of a slice
             started_s = time.monotonic()
-            engine.submit(reads(FakeRemote(), 1, 64), priority=Priority.HANDOFF).wait(5)
+            engine.submit(reads(FakeRemote(), 1, 64), priority=Priority.HANDOFF, room_timeout_s=0).wait(5)
             seconds.append(time.monotonic() - started_s)
         bulk.cancel()
         assert bulk.done_within(5)
@@ -253,7 +340,7 @@ def test_priorities_and_the_share_of_the_rest(tmp_path: Path) -> None:
     }
     gate = Gate()
     with TransferEngine(config(tmp_path, num_threads=1, slice_nbytes=64, promote_after_s=60)) as engine:
-        engine.submit(reads(gate, 1, 1))
+        engine.submit(reads(gate, 1, 1), room_timeout_s=0)
         assert gate.entered.acquire(timeout=5)
         batches = [engine.submit(reads(remotes[p], 4, 64), priority=p) for p in reversed(Priority)]
         gate.open.set()
@@ -263,7 +350,7 @@ def test_priorities_and_the_share_of_the_rest(tmp_path: Path) -> None:
     served.clear()
     gate = Gate()
     with TransferEngine(config(tmp_path, num_threads=1, slice_nbytes=64, promote_after_s=0.0)) as engine:
-        engine.submit(reads(gate, 1, 1))
+        engine.submit(reads(gate, 1, 1), room_timeout_s=0)
         assert gate.entered.acquire(timeout=5)
         batches = [
             engine.submit(reads(remotes[p], 12, 64), priority=p) for p in (Priority.REPLICATION, Priority.HANDOFF)
@@ -277,7 +364,7 @@ def test_priorities_and_the_share_of_the_rest(tmp_path: Path) -> None:
 def test_a_full_queue_of_replicas_lets_a_hand_off_in(tmp_path: Path) -> None:
     gate = Gate()
     with TransferEngine(config(tmp_path, num_threads=1, max_queued_slices=2, slice_nbytes=1)) as engine:
-        engine.submit(reads(gate, 1, 1))
+        engine.submit(reads(gate, 1, 1), room_timeout_s=0)
         assert gate.entered.acquire(timeout=5)
         low = engine.submit(reads(gate, 2, 1), priority=Priority.REPLICATION)
         with pytest.raises(Overloaded):

@@ -48,16 +48,28 @@ class MultiPathRemote(RemoteSegment):
                 raise error
 
     def read_into(self, offset: int, buffers: Sequence[Buffer], *, timeout_s: float) -> None:
-        self._transfer([(offset, [as_memory(buffer, True) for buffer in buffers])], None, timeout_s)
+        self.transfer([(offset, [as_memory(buffer, True) for buffer in buffers])], None, timeout_s)
 
     def write_from(self, offset: int, buffers: Sequence[Buffer], *, generation: int, timeout_s: float) -> None:
-        self._transfer([(offset, [as_memory(buffer, False) for buffer in buffers])], generation, timeout_s)
+        self.transfer([(offset, [as_memory(buffer, False) for buffer in buffers])], generation, timeout_s)
 
     def read_many(self, items: Sequence[tuple[int, Buffer]], *, timeout_s: float) -> None:
-        self._transfer([(offset, [as_memory(buffer, True)]) for offset, buffer in items], None, timeout_s)
+        self.transfer([(offset, [as_memory(buffer, True)]) for offset, buffer in items], None, timeout_s)
 
     def write_many(self, items: Sequence[tuple[int, Buffer]], *, generation: int, timeout_s: float) -> None:
-        self._transfer([(offset, [as_memory(buffer, False)]) for offset, buffer in items], generation, timeout_s)
+        self.transfer([(offset, [as_memory(buffer, False)]) for offset, buffer in items], generation, timeout_s)
+
+    def transfer(
+        self,
+        places: Sequence[Place],
+        generation: int | None,
+        timeout_s: float,
+        priority: Priority = Priority.PREFETCH,
+    ) -> None:
+        """Write the places with `generation`, or read them (None). The caller's thread carries slices, too."""
+        nbytes = self._check(places)
+        if places:
+            self._paths.transfer(nbytes, self._mover(places, generation), self._probe, timeout_s, priority)
 
     def start(
         self, places: Sequence[Place], *, generation: int | None, timeout_s: float, priority: Priority
@@ -94,11 +106,6 @@ class MultiPathRemote(RemoteSegment):
             remotes = [remote for remote in self._remotes if remote is not None]
         for remote in remotes:
             remote.close()
-
-    def _transfer(self, places: Sequence[Place], generation: int | None, timeout_s: float) -> None:
-        nbytes = self._check(places)
-        if places:
-            self._paths.transfer(nbytes, self._mover(places, generation), self._probe, timeout_s)
 
     def _check(self, places: Sequence[Place]) -> int:
         if self._closed:

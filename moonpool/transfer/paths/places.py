@@ -56,14 +56,14 @@ def move(remote: RemoteSegment, places: Sequence[Place], *, generation: int | No
         else:
             remote.write_from(offset, memories, generation=generation, timeout_s=timeout_s)
         return
-    items = _items(places)
+    items = items_of(places)
     if generation is None:
         remote.read_many(items, timeout_s=timeout_s)
     else:
         remote.write_many(items, generation=generation, timeout_s=timeout_s)
 
 
-def _items(places: Sequence[Place]) -> list[tuple[int, Buffer]]:
+def items_of(places: Sequence[Place]) -> list[tuple[int, Buffer]]:
     """One per piece of memory; a place without any keeps one, so that it is checked."""
     items: list[tuple[int, Buffer]] = []
     for offset, memories in places:

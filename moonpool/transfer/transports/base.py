@@ -33,6 +33,8 @@ class RemoteSegment(ABC):
     written_once: ClassVar[bool] = False
     # Whether read_expecting() can be used: the owner itself checks the generation of what it sends.
     checks_generation: bool = False
+    # Whether write_each() has all of its items under way at once; elsewhere it is one write_from() after the other.
+    pipelines_writes: ClassVar[bool] = False
     nbytes: int
 
     @abstractmethod

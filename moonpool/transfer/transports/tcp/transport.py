@@ -138,6 +138,7 @@ class TcpTransport(Transport):
 
 class TcpRemote(RemoteSegment):
     transport = TcpTransport.scheme
+    pipelines_writes = True
 
     def __init__(self, pool: LanePool, descriptor: SegmentDescriptor) -> None:
         self.nbytes = descriptor.nbytes
