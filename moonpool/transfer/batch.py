@@ -11,7 +11,7 @@ A single small request needs none of this: run_inline() moves it on the caller's
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from enum import Enum
 from functools import partial
 from typing import NamedTuple
@@ -110,8 +110,9 @@ class Batch(Pending[None]):
         self._slice_nbytes = slice_nbytes
         self._notify = notify
         self._memories, self._sizes = _borrow(requests)
-        self.slices: Sequence[Slice] = ()
+        self.slices_of_peers: dict[Hashable, list[Slice]] = {}
         self._path_slices: Sequence[Slice] = ()
+        self._num_slices = 0
         self._slices_left = [1] * len(requests)
         self._errors: list[MoonpoolError | None] = [None] * len(requests)
         self._finished: list[int] = []  # requests that have ended, in this order
@@ -125,7 +126,7 @@ class Batch(Pending[None]):
 
     @property
     def num_slices(self) -> int:
-        return len(self.slices) + len(self._path_slices)
+        return self._num_slices
 
     def status(self, request: int) -> TransferStatus:
         if self._slices_left[request]:
@@ -194,8 +195,7 @@ class Batch(Pending[None]):
         self._queue, self._threads = queue, threads
         self._deadline = Deadline(self._timeout_s)
         self._moving: set[Pending[None]] = set()
-        self.slices, self._path_slices = self._cut()
-        self._slices_left = self._count_slices()
+        self._cut()
         groups = list(self._path_groups())
         self._queue.put(self, room_timeout_s)
         for group in groups:
@@ -250,26 +250,29 @@ class Batch(Pending[None]):
                 return
         self.resolve(None)
 
-    def _cut(self) -> tuple[list[Slice], list[Slice]]:
-        """Return the slices for the engine's threads and those for planners. These cut by themselves, and better when
-        they see the whole.
+    def _cut(self) -> None:
+        """Make the slices for the engine's threads, by peer, and those for planners. A planner cuts by itself, and
+        better when it sees the whole request.
         """
-        limit = self._slice_nbytes
-        if not any(isinstance(remote, MultiPathRemote) for remote in {request.remote for request in self._requests}):
-            return cut_batch(self._sizes, limit), []
-        by_paths = {n for n, request in enumerate(self._requests) if isinstance(request.remote, MultiPathRemote)}
-        limits = [max(nbytes, limit) if n in by_paths else limit for n, nbytes in enumerate(self._sizes)]
+        limit, requests = self._slice_nbytes, self._requests
+        remotes = {request.remote for request in requests}
+        limits: int | list[int] = limit
+        if any(isinstance(remote, MultiPathRemote) for remote in remotes):
+            by_paths = [isinstance(request.remote, MultiPathRemote) for request in requests]
+            limits = [max(n, limit) if paths else limit for n, paths in zip(self._sizes, by_paths, strict=True)]
         slices = cut_batch(self._sizes, limits)
-        return [s for s in slices if s.request not in by_paths], [s for s in slices if s.request in by_paths]
-
-    def _count_slices(self) -> list[int]:
-        """Return the number of slices of each request."""
-        if self.num_slices == len(self._requests):
-            return [1] * len(self._requests)
-        left = [0] * len(self._requests)
-        for request, _, _ in (*self.slices, *self._path_slices):
-            left[request] += 1
-        return left
+        self._num_slices = len(slices)
+        if len(slices) > len(requests):
+            self._slices_left = [0] * len(requests)
+            for request, _, _ in slices:
+                self._slices_left[request] += 1
+        by_peer = self.slices_of_peers
+        if len(remotes) == 1:
+            by_peer[remotes.pop().peer] = slices
+        else:
+            for part in slices:
+                by_peer.setdefault(requests[part.request].remote.peer, []).append(part)
+        self._path_slices = by_peer.pop(MultiPathRemote.peer, [])
 
     def _still_wanted(self, parts: Sequence[Slice]) -> Sequence[Slice]:
         """Return the slices without those of requests that have failed already, which are settled here."""

@@ -65,7 +65,7 @@ class WireConfig:
 class TransferConfig(WireConfig):
     run_dir: str  # holds the shm socket
     timeout_s: float = 10.0  # for what names no other
-    num_threads: int = 2
+    num_threads: int = 2  # that move slices to or from one peer at a time
     slice_nbytes: int = DEFAULT_SLICE_NBYTES
     max_queued_slices: int = 65_536  # of each priority
     promote_after_s: float = DEFAULT_PROMOTE_AFTER_S  # from then on lower priorities get a share, see priority.Turns

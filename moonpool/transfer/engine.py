@@ -42,7 +42,6 @@ from moonpool.transfer.thread_pool import ThreadPool
 from moonpool.transfer.topology import Topology, read_topology
 from moonpool.transfer.transports.base import RemoteSegment
 from moonpool.transfer.transports.memory import MemoryFabric
-from moonpool.transfer.workers import Workers
 
 _JOIN_TIMEOUT_S = 5.0
 _CLOSED = "the transfer engine is closed"
@@ -66,8 +65,13 @@ class TransferEngine:
         self._assembly = Assembly(config, self._desk, self.topology if wanted else None, fabric)
         self._remotes = Remotes(self._assembly.transports, config.plan, config.timeout_s)
         self._crew = ThreadPool("transfer-crew", _CREW_SIZE)
-        order: SliceOrder[Batch] = SliceOrder(config.max_queued_slices, config.slice_nbytes, config.promote_after_s)
-        self._workers = Workers(SliceQueue(order), config.num_threads)
+        order: SliceOrder[Batch] = SliceOrder(
+            config.max_queued_slices,
+            config.slice_nbytes,
+            config.promote_after_s,
+            threads_per_peer=config.num_threads,
+        )
+        self._queue = SliceQueue(order)
         self._lock = threading.Lock()
         self._closed = False
         self._served: dict[str, SegmentDescriptor] = {}
@@ -240,18 +244,18 @@ class TransferEngine:
         if may_wait and not self._closed and batch.run_inline(min(_INLINE_NBYTES, self._config.slice_nbytes)):
             return batch
         room_timeout_s = timeout_s if room_timeout_s is None else min(room_timeout_s, timeout_s)
-        batch.start(self._workers.queue, self._crew, room_timeout_s)
+        batch.start(self._queue, self._crew, room_timeout_s)
         return batch
 
     def close(self) -> None:
         """Idempotent. Unfinished transfers fail with PeerLost; all threads, sockets and mappings go."""
         self._withdraw_all()
-        self._workers.close()
+        self._queue.close()
         self._remotes.close()
         self._assembly.close()
         self._desk.close()
         self._crew.close()
-        self._workers.join(_JOIN_TIMEOUT_S)
+        self._queue.join(_JOIN_TIMEOUT_S)
         self._remotes.join(_JOIN_TIMEOUT_S)
         self._crew.join(_JOIN_TIMEOUT_S)
         with self._lock:

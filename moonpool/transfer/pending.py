@@ -39,10 +39,10 @@ class Pending(Generic[T]):
 
     def done_within(self, timeout_s: float | None) -> bool:
         """Wait at most `timeout_s` (None: until it is over) and return done()."""
-        if self._done:
+        if self.done():
             return True
         with self._ending:
-            if self._done:
+            if self.done():
                 return True
             ended = self._ended = self._ended or threading.Event()
         return ended.wait(timeout_s)

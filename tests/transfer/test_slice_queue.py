@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -28,18 +28,37 @@ class Job:
     num_elsewhere: int = 0
     added_s: float = 0.0
     handed_out: list[Slice] = field(default_factory=list)
+    abandoned: list[Slice] = field(default_factory=list)
+    peer: str = "peer"
+    gate: threading.Event | None = None
+    started: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def num_slices(self) -> int:
         return len(self.slices) + self.num_elsewhere
+
+    @property
+    def slices_of_peers(self) -> Mapping[Hashable, Sequence[Slice]]:
+        return {self.peer: self.slices} if self.slices else {}
+
+    def run(self, parts: Sequence[Slice]) -> None:
+        self.started.release()
+        if self.gate is not None:
+            assert self.gate.wait(10)
+        with self.lock:
+            self.handed_out += parts
+
+    def abandon(self, parts: Sequence[Slice]) -> None:
+        self.abandoned += parts
 
 
 def job(priority: Priority, num_slices: int = 1, nbytes: int = LIMIT) -> Job:
     return Job(priority, cut_batch([nbytes] * num_slices, LIMIT))
 
 
-def order(max_slices: int = 1000) -> SliceOrder[Job]:
-    return SliceOrder(max_slices, LIMIT, AFTER_S)
+def order(max_slices: int = 1000, threads_per_peer: int = 10**6) -> SliceOrder[Job]:
+    return SliceOrder(max_slices, LIMIT, AFTER_S, threads_per_peer=threads_per_peer)
 
 
 def test_higher_first_then_by_arrival() -> None:
@@ -75,7 +94,7 @@ def test_two_overdue_priorities_share_that_turn() -> None:
 
 
 def test_runs_are_bounded_in_bytes_and_number() -> None:
-    line = SliceOrder[Job](10**6, LIMIT)
+    line = order(max_slices=10**6)
     line.add(job(PREFETCH, 3, LIMIT), 0.0)
     line.add(job(PREFETCH, 2000, 0), 0.0)
     lengths = []
@@ -178,52 +197,118 @@ def test_turns_only_ever_name_those_that_wait(states: list[tuple[float | None, .
 
 
 def test_a_full_low_queue_does_not_keep_high_work_out() -> None:
-    queue = SliceQueue(order(max_slices=2))
-    queue.put(job(REPLICATION, 2), 0)
+    queue = SliceQueue(order(max_slices=2, threads_per_peer=1))
+    gate = threading.Event()
+    running = Job(PREFETCH, cut_batch([1]), gate=gate)
+    queue.put(running, 0)
+    assert running.started.acquire(timeout=5)
+    low = job(REPLICATION, 2)
+    queue.put(low, 0)
     with pytest.raises(Overloaded, match="replication"):
         queue.put(job(REPLICATION), 0.01)
-    urgent = job(HANDOFF)
+    urgent = Job(HANDOFF, cut_batch([1]), gate=(second := threading.Event()))
     queue.put(urgent, 0)
-    run = queue.take()
-    assert run is not None
-    assert run.work is urgent
+    gate.set()
+    assert urgent.started.acquire(timeout=5)
+    assert not low.handed_out
+    second.set()
+    queue.close()
+    queue.join(5)
 
 
 def test_many_threads_take_everything_once() -> None:
-    queue = SliceQueue(order(max_slices=20))
+    queue = SliceQueue(order(max_slices=20, threads_per_peer=4))
     jobs = [job(Priority(number % 3), number % 7 + 1) for number in range(300)]
-    taken: list[Slice] = []
-
-    def take_all() -> None:
-        while (run := queue.take()) is not None:
-            taken.extend((*part, id(run.work)) for part in run.slices)  # type: ignore[misc]
-
-    takers = [threading.Thread(target=take_all) for _ in range(4)]
-    for taker in takers:
-        taker.start()
+    for number, each in enumerate(jobs):
+        each.peer = f"peer {number % 3}"
     with ThreadPoolExecutor(6) as pool:  # putters that must wait for room again and again
         list(pool.map(lambda each: queue.put(each, 10.0), jobs))
     done = job(REPLICATION)
     queue.put(done, 10.0)
-    left = queue.close()
-    for taker in takers:
-        taker.join(10)
-        assert not taker.is_alive()
-    taken += [(*part, id(work)) for work, parts in left for part in parts]  # type: ignore[misc]
+    queue.close()
+    queue.join(10)
+    taken = [(*part, id(each)) for each in [*jobs, done] for part in (*each.handed_out, *each.abandoned)]
     assert sorted(taken) == sorted((*part, id(each)) for each in [*jobs, done] for part in each.slices)
     with pytest.raises(PeerLost):
         queue.put(done, 0)
 
 
-def test_close_wakes_those_that_wait_for_room_or_work() -> None:
-    queue = SliceQueue(order(max_slices=1))
-    idle = SliceQueue(order())
-    queue.put(job(PREFETCH), 0)
-    with ThreadPoolExecutor(2) as pool:
+def test_close_wakes_those_that_wait_for_room_and_ends_the_threads() -> None:
+    queue = SliceQueue(order(max_slices=1, threads_per_peer=1))
+    gate = threading.Event()
+    running, waiting = Job(PREFETCH, cut_batch([1]), gate=gate), job(PREFETCH)
+    queue.put(running, 0)
+    assert running.started.acquire(timeout=5)
+    queue.put(waiting, 0)
+    with ThreadPoolExecutor(1) as pool:
         putting = pool.submit(queue.put, job(PREFETCH), 10.0)
-        taking = pool.submit(idle.take)
-        assert [len(run.slices) for run in queue.close()] == [1]
-        assert idle.close() == []
+        queue.close()
+        assert waiting.abandoned == waiting.slices
         with pytest.raises(PeerLost):
             putting.result(5)
-        assert taking.result(5) is None
+    gate.set()
+    queue.join(5)
+    assert running.handed_out == running.slices
+    assert not [thread for thread in threading.enumerate() if thread.name == "transfer-slices"]
+
+
+def test_a_slow_peer_has_its_share_of_threads_and_delays_no_other() -> None:
+    queue = SliceQueue(order(threads_per_peer=2))
+    gate = threading.Event()
+    slow = [Job(HANDOFF, cut_batch([LIMIT] * 5, LIMIT), peer="slow", gate=gate) for _ in range(3)]
+    for each in slow:
+        queue.put(each, 0)
+    for _ in range(2):
+        assert slow[0].started.acquire(timeout=5)
+    for number in range(20):
+        other = Job(REPLICATION, cut_batch([LIMIT] * 3, LIMIT), peer=f"peer {number}")
+        queue.put(other, 0)
+        for _ in range(3):
+            assert other.started.acquire(timeout=5), "held up by a peer that answers nothing"
+    assert not slow[0].started.acquire(timeout=0.02), "more threads than its share"
+    gate.set()
+    for each in slow[1:]:
+        for _ in range(5):
+            assert each.started.acquire(timeout=5)
+    queue.close()
+    queue.join(5)
+
+
+def test_a_thread_that_leaves_a_peer_for_urgent_work_is_replaced() -> None:
+    queue = SliceQueue(order(threads_per_peer=1))
+    first, second = threading.Event(), threading.Event()
+    bulk = Job(REPLICATION, cut_batch([LIMIT] * 2, LIMIT), peer="one", gate=first)
+    holding = Job(HANDOFF, cut_batch([LIMIT]), peer="two", gate=second)
+    behind = Job(HANDOFF, cut_batch([LIMIT]), peer="two", gate=second)
+    for each in (bulk, holding, behind):
+        queue.put(each, 0)
+    assert bulk.started.acquire(timeout=5)
+    assert holding.started.acquire(timeout=5)
+    first.set()
+    assert bulk.started.acquire(timeout=5)
+    second.set()
+    assert behind.started.acquire(timeout=5)
+    queue.close()
+    queue.join(5)
+
+
+def test_the_order_serves_other_peers_while_one_has_its_share() -> None:
+    line = order(threads_per_peer=1)
+    one, two = job(HANDOFF, 3), job(REPLICATION, 2)
+    two.peer = "other"
+    line.add(one, 0.0)
+    line.add(two, 0.0)
+    assert line.num_startable() == 2
+    first, second = line.take(0.0), line.take(0.0)
+    assert first is not None
+    assert second is not None
+    assert (first.work, second.work) == (one, two)
+    assert line.take(0.0) is None
+    assert line.num_startable() == 0
+    line.finished(second)
+    line.finished(first)
+    assert line.num_startable() == 2
+    third = line.take(0.0)
+    assert third is not None
+    assert third.work is one
+    line.check_integrity()

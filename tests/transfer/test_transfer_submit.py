@@ -333,6 +333,25 @@ def test_urgent_work_waits_for_one_slice_at_most(tmp_path: Path) -> None:
     assert max(seconds) < 0.5  # the machine may be busy; all of the bulk takes more than a second
 
 
+def test_a_slow_peer_delays_no_other(tmp_path: Path) -> None:
+    with (
+        Segment.allocate("seg", MIB, incarnation=1) as segment,
+        TransferEngine(config(tmp_path, tcp_host="127.0.0.1")) as owner,
+        TransferEngine(config(tmp_path)) as peer,
+    ):
+        remote, silent = peer.open(owner.serve(segment)), Gate(8 * MIB)
+        stuck = peer.submit(
+            [TransferRequest(READ, silent, 0, [bytearray(8 * MIB)])], priority=Priority.HANDOFF, timeout_s=60
+        )
+        for _ in range(2):
+            assert silent.entered.acquire(timeout=5)
+        for priority in Priority:
+            peer.submit(reads(remote, 10, 4 * KIB), priority=priority, timeout_s=5).wait()
+        assert not stuck.done()
+        silent.open.set()
+        stuck.wait(10)
+
+
 def test_priorities_and_the_share_of_the_rest(tmp_path: Path) -> None:
     served: list[Priority] = []
     remotes = {

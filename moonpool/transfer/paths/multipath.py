@@ -25,6 +25,7 @@ class MultiPathRemote(RemoteSegment):
     """The handles of the single paths are opened here, when first used."""
 
     transport = "paths"
+    peer = "paths"  # its transfers wait with the planner of the peer, not for the engine's threads
 
     def __init__(self, paths: PeerPaths, nbytes: int, openers: Sequence[Opener]) -> None:
         assert len(openers) == len(paths.endpoints)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Hashable, Iterable, Sequence
 from typing import ClassVar
 
 from moonpool.base.clock import Deadline
@@ -36,6 +36,13 @@ class RemoteSegment(ABC):
     # Whether write_each() has all of its items under way at once; elsewhere it is one write_from() after the other.
     pipelines_writes: ClassVar[bool] = False
     nbytes: int
+
+    @property
+    def peer(self) -> Hashable:
+        """What a transfer may have to wait for: requests with an equal value share a number of threads. By default all
+        segments of one transport.
+        """
+        return self.transport
 
     @abstractmethod
     def read_into(self, offset: int, buffers: Sequence[Buffer], *, timeout_s: float) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 
 from moonpool.base.address import host_port, parse_address
 from moonpool.base.clock import Deadline
@@ -146,6 +146,10 @@ class TcpRemote(RemoteSegment):
         self._descriptor = descriptor
         self._target = PipelineTarget(descriptor.name, descriptor.incarnation)
         self._closed = False
+
+    @property
+    def peer(self) -> Hashable:
+        return self._pool
 
     def probe(self, timeout_s: float) -> None:
         """Raises what a read would; the last byte's address is checked, so a smaller segment is found out."""
