@@ -3,7 +3,7 @@
     python benchmarks/overload.py [--json] [--quick] [--case rejection|goodput|table ...]
 
 rejection   arXiv's experiment: 8 prefill and 8 decode nodes, a trace at twice its speed; rejected requests for the
-            three forms of admission (none, early, predicted). Published: 4,183 / 3,771 / 3,589 of 23,000.
+            forms of admission (none, early, paper, predicted). Published: 4,183 / 3,771 / 3,589 of 23,000.
 goodput     requests a second within both targets against the offered rate, of the best one of the same form
 table       rejected over loads and TBT targets
 
@@ -95,7 +95,7 @@ def goodput(setup: Setup, form: AdmissionForm, load: float) -> float:
 
 
 def rejection_rows(quick: bool = False) -> Iterator[Row]:
-    """Rejected of 23,000, in the order none, early, predicted; also what each wasted."""
+    """Rejected of 23,000, in the order none, early, paper, predicted; also what each wasted."""
     for may_wait in (True, False):
         setup = Setup(num_requests=1000 if quick else 12_031, may_wait=may_wait)
         scale = NUM_PUBLISHED / setup.num_requests
@@ -129,7 +129,7 @@ def table_rows(quick: bool = False) -> Iterator[Row]:
 
 def _cell(setup: Setup, load: float) -> Iterator[Row]:
     rejected = {form: num_rejected(outcome(setup, form, load)) for form in FORMS}
-    counts = list(rejected.values())
+    counts = [rejected[form] for form in (AdmissionForm.NONE, AdmissionForm.EARLY, AdmissionForm.PREDICTED)]
     kind = "falls" if counts[0] > counts[1] > counts[2] else "same" if len(set(counts)) == 1 else "other"
     for form in FORMS:
         note = f"order {kind}; wasted {num_wasted(outcome(setup, form, load))}; {goodput(setup, form, load):.2f} good/s"

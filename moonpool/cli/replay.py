@@ -13,6 +13,7 @@ import typer
 from moonpool.base.errors import AlreadyExists, InvalidInput
 from moonpool.base.units import parse_nbytes
 from moonpool.cli.progress import bytes_moved, virtual_time
+from moonpool.conductor.admission.forms import AdmissionForm
 from moonpool.sim.fleet import Fleet, make_fleet
 from moonpool.sim.outcome import Outcome, encode, replay
 from moonpool.sim.systems import (
@@ -54,6 +55,9 @@ def command(
     slice: Annotated[str | None, typer.Option(help="seconds BEGIN:END of the trace; either may be left out")] = None,
     ttft: Annotated[float, typer.Option(help="target for the first token, seconds")] = 30.0,
     tbt: Annotated[float, typer.Option(help="target for the time between tokens, seconds")] = 0.1,
+    admission: Annotated[
+        AdmissionForm, typer.Option(help="which load of decode nodes counts when a request arrives (docs/conductor.md)")
+    ] = AdmissionForm.PREDICTED,
     model: Annotated[str, typer.Option(help="a known model, or the path of a config.json")] = "llama3-70b",
     gpu: Annotated[str, typer.Option(help="kind of GPU")] = "a800",
     gpus: Annotated[int, typer.Option(min=1, help="GPUs of a node; they run one instance together")] = 8,
@@ -85,7 +89,7 @@ def command(
     failures = tuple(parse_failure(each) for each in fails or [])
     names = systems or _default_systems(features_off or [], pipeline_nodes, failures)
     chosen = [_with(each, pipeline_nodes, failures) for each in _chosen(names, features_off or [])]
-    goals = Goals(_target(ttft, "--ttft"), _target(tbt, "--tbt"), seed)
+    goals = Goals(_target(ttft, "--ttft"), _target(tbt, "--tbt"), seed, admission)
     fleet = make_fleet(
         model=model,
         gpu=gpu,

@@ -28,11 +28,10 @@ from moonpool.conductor.messages import (
     WorkerRef,
     WorkerStatus,
 )
-from moonpool.conductor.placement.balance import HotPrefixes, replicated
 from moonpool.conductor.placement.policies import make_policy
 from moonpool.conductor.placement.policy import Chooser, PlacementChoice, PlacementInput, PolicyConfig
 from moonpool.conductor.placement.prefix_index import PrefixIndex, fingerprints
-from moonpool.conductor.placement.pricing import PlacementRequest, Pricing
+from moonpool.conductor.placement.pricing import PlacementRequest, Pricing, replicated
 from moonpool.conductor.placement.slots import Slots
 from moonpool.conductor.placement.tables import DecodeTable, PrefillTable
 from moonpool.conductor.placement.traffic import Traffic
@@ -60,7 +59,6 @@ class ConductorState:
         self.counters: Counter[str] = Counter()
         self.refused: Counter[Cause] = Counter()
         self.traffic = Traffic()
-        self.hot = HotPrefixes()
         self.prefills, self.decodes = PrefillTable(), DecodeTable()
         self._chooser = Chooser(make_policy(policy, random.Random(policy.seed)))
         self._gate = AdmissionController(policy.targets, self.costs.decode_step_s)
@@ -338,7 +336,7 @@ class ConductorState:
         decode = self._workers[self.decodes.names[choice.decode_slot]]
         prefill.backlog.add(call.request_id, best.service_s, now_s)
         self.prefills.update(prefill.slot, prefill.backlog)
-        self._note_reuse(prints, scene, choice, now_s)
+        self._count_replicated(scene, choice)
         self.index.expect(best.worker, prints)
         if best.pulled_blocks:
             start_s, nbytes = now_s + best.queue_s, best.pulled_blocks * scene.demand.block_nbytes
@@ -361,10 +359,8 @@ class ConductorState:
             asks_before_decode=self._gate.asks_before_decode,
         )
 
-    def _note_reuse(self, prints: list[int], scene: PlacementInput, choice: PlacementChoice, now_s: float) -> None:
-        plan = choice.plan
-        self.hot.note(prints, max(plan.local + plan.pulled, scene.leading.groups[-1][0]), now_s)
-        copied = replicated(scene.leading, plan)
+    def _count_replicated(self, scene: PlacementInput, choice: PlacementChoice) -> None:
+        copied = replicated(scene.leading, choice.plan)
         if copied.pulled or copied.computed:
             self.counters["replicated_by_pulling"] += copied.pulled
             self.counters["replicated_by_computing"] += copied.computed

@@ -108,10 +108,6 @@ class SequenceQueues:
         return len(self.running)
 
     @property
-    def num_held(self) -> int:
-        return len(self.sequences) - self.num_waiting - self.num_running
-
-    @property
     def num_waiting_tokens(self) -> int:
         """Tokens to compute before everybody here decodes, reuse not counted: the length of the queue."""
         prefilling = sum([count for s in self.running if (count := s.num_uncomputed_tokens) > 1])

@@ -43,10 +43,6 @@ class Tokenizer:
         # Byte-level vocabularies write one character per byte, so this is never too small.
         self.max_token_chars = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self._chat_template is not None
-
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Token ids. `add_special_tokens` adds what the model wants before plain text (not before a chat).
 

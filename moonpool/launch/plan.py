@@ -12,6 +12,7 @@ from moonpool.base.cores import divide_cores
 from moonpool.base.errors import ConfigError
 from moonpool.base.run_dirs import CONDUCTOR, MASTER, socket_address
 from moonpool.base.units import format_nbytes, parse_nbytes
+from moonpool.conductor.admission.forms import AdmissionForm
 from moonpool.conductor.placement.policy import DEFAULT_POLICY, PolicyConfig
 from moonpool.engine.config import Device, DType
 from moonpool.worker.config import WorkerConfig
@@ -45,6 +46,7 @@ class ServeConfig:
     policy: str = DEFAULT_POLICY  # how workers are chosen: random, round-robin, least-loaded, local, paper or cost
     ttft_slo_s: float | None = None  # requests that would wait longer for their first token are refused; default: none
     tbt_slo_s: float | None = None  # the same for the time between tokens
+    admission: AdmissionForm = AdmissionForm.PREDICTED  # with --tbt-slo-s: which load counts when a request arrives
     tenants_file: str | None = None  # JSON: {"tenants": [{"name": ..., "api_keys": [...]}]}; default: one open tenant
     secret_file: str | None = None  # the node opens a tcp port too, for those who know this secret; mode 600
     state_dir: str | None = None  # secrets and the pool's epoch; default: MOONPOOL_STATE or ~/.local/state/moonpool
@@ -145,6 +147,7 @@ def _conductor(config: ServeConfig, run_dir: Path) -> Role:
         "policy_name": config.policy,
         "policy_ttft_slo_s": config.ttft_slo_s,
         "policy_tbt_slo_s": config.tbt_slo_s,
+        "policy_admission": config.admission,
         "log_level": config.log_level,
     }
     return Role(CONDUCTOR, "conductor", options, first_after=(MASTER,))

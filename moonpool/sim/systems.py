@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
 from moonpool.base.errors import InvalidInput
+from moonpool.conductor.admission.forms import AdmissionForm
 from moonpool.conductor.placement.policy import DEFAULT_POLICY, PolicyConfig
 from moonpool.sim.fleet import Fleet
 from moonpool.sim.world.cluster import SimCluster
@@ -34,14 +35,17 @@ VLLM_TODAY: dict[str, Any] = {
 
 
 class Goals(NamedTuple):
-    """Targets in seconds, and the seed of whatever is drawn."""
+    """Targets in seconds, the seed of whatever is drawn, and the form of admission."""
 
     ttft_s: float = 30.0
     tbt_s: float = 0.1
     seed: int = 0
+    admission: AdmissionForm = AdmissionForm.PREDICTED
 
     def policy(self, name: str) -> PolicyConfig:
-        return PolicyConfig(name=name, ttft_slo_s=self.ttft_s, tbt_slo_s=self.tbt_s, seed=self.seed)
+        return PolicyConfig(
+            name=name, ttft_slo_s=self.ttft_s, tbt_slo_s=self.tbt_s, admission=self.admission, seed=self.seed
+        )
 
 
 class System(NamedTuple):

@@ -1,4 +1,4 @@
-"""The three forms of admission: what each looks at, what it says, and when to come back."""
+"""The forms of admission: what each looks at, what it says, and when to come back."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.base.errors import ConfigError
+from moonpool.conductor.admission.controller import AdmissionController
 from moonpool.conductor.admission.forecast import ExpectedDecode, SystemForecast
 from moonpool.conductor.admission.forms import (
     Admission,
@@ -17,6 +18,8 @@ from moonpool.conductor.admission.forms import (
     PrefillNow,
     RefusedRequest,
 )
+from moonpool.conductor.admission.time_sums import tick_of
+from moonpool.conductor.messages import Candidate, Route
 
 IDLE = [PrefillNow(0.0, 1.0)]
 FULL = [DecodeNow(10, 0)] * 2
@@ -40,6 +43,10 @@ def forecast_of(joined: int, coming_s: tuple[float, ...] = ()) -> SystemForecast
     for number, at_s in enumerate(coming_s):
         forecast.expect(ExpectedDecode(f"c{number}", at_s, 0), 0.0)
     return forecast
+
+
+def candidate(prefill_s: float) -> Candidate:
+    return Candidate(worker="p", local_blocks=0, pulled_blocks=0, transfer_s=0.0, queue_s=0.0, prefill_s=prefill_s)
 
 
 def test_none_sees_a_full_decode_pool_only_after_the_prefill() -> None:
@@ -75,6 +82,59 @@ def test_predicted_sees_who_comes_and_who_goes() -> None:
     leaving = admission("predicted", forecast_of(20)).at_arrival(100, [PrefillNow(3.0, 1.0)], FULL, 7.0)
     assert isinstance(leaving, AdmittedRequest)  # all of them will have decoded for 8 s by then
     assert leaving.prefill_ends_s == 11.0
+
+
+DECODE_S = 20.0  # the decode time that the paper's rule gives every request until others are measured
+ARRIVALS = st.lists(st.tuples(st.floats(0, 5), st.floats(0, 30), st.integers(1, 9000), st.booleans()), max_size=60)
+
+
+@given(ARRIVALS, st.integers(1, 4), st.floats(0, 4.9))
+def test_paper_counts_who_has_joined_by_then_and_leaves_out_who_has_decoded_for_the_one_decode_time(
+    arrivals, num_workers: int, own_s: float
+) -> None:
+    """The paper's rule, request by request: at the end of this prefill, those whose prefill ends by then decode, those
+    that have decoded for t_d or longer do not; the load is the mean TBT over the decode workers / the target."""
+    gate = AdmissionController(AdmissionConfig(AdmissionForm.PAPER, 5.0, 0.1), step_s)
+    now_s, starts = 0.0, []
+    for number, (passed_s, ttft_s, num_tokens, joins) in enumerate(arrivals):
+        now_s += passed_s
+        call = Route(request_id=f"r{number}", keys=[], num_tokens=num_tokens, max_tokens=9)
+        gate.sent(call, 0.0 if joins else ttft_s, AdmittedRequest(0.5, now_s), now_s)
+        if joins:
+            gate.joined(call.request_id, 0, now_s)
+        starts.append((now_s if joins else now_s + ttft_s, num_tokens, joins))
+    then_s = now_s + own_s
+
+    def decodes(start_s: float, joined: bool) -> bool:
+        over_s = then_s - DECODE_S
+        late = not joined and over_s < now_s  # a prefill that is late ends now at the earliest
+        return tick_of(start_s) <= tick_of(then_s) and (late or tick_of(start_s) > tick_of(over_s))
+
+    there = [num_tokens for start_s, num_tokens, joined in starts if decodes(start_s, joined)]
+    tbt_s = step_s(len(there) / num_workers + 1, sum(there) / num_workers + 100)
+    verdict = gate.at_arrival(100, candidate(own_s), 0.0, [DecodeNow(99, 0)] * num_workers, now_s)
+    assert verdict.load == pytest.approx(max(own_s / 5.0, tbt_s / 0.09))
+    assert isinstance(verdict, RefusedRequest) == (verdict.load > 1)
+
+
+def load_after(form: AdmissionForm, num_crowded: int) -> float:
+    """The load with four sequences decoding, after so many requests found a worker more crowded than predicted."""
+    gate = AdmissionController(AdmissionConfig(form, 5.0, 0.1), step_s)
+    calls = [Route(request_id=f"r{number}", keys=[], num_tokens=1, max_tokens=9) for number in range(num_crowded + 4)]
+    for call in calls[4:]:
+        gate.sent(call, 1.0, AdmittedRequest(0.5, 1.0, tbt_s=0.05), 0.0)
+        gate.before_decode(call.request_id, 100, DecodeNow(9, 0), 0.5)
+        gate.ended(call.request_id, 0.5)
+    for call in calls[:4]:
+        gate.sent(call, 0.0, AdmittedRequest(0.5, 1.0), 1.0)
+        gate.joined(call.request_id, 0, 1.0)
+    return gate.at_arrival(100, candidate(0.1), 0.0, EMPTY[:1], 1.0).load
+
+
+def test_paper_takes_its_forecast_as_it_is_where_predicted_learns_a_margin() -> None:
+    assert load_after(AdmissionForm.PAPER, 20) == load_after(AdmissionForm.PAPER, 0)
+    assert load_after(AdmissionForm.PAPER, 0) == pytest.approx(step_s(5, 104) / 0.09)
+    assert load_after(AdmissionForm.PREDICTED, 20) > load_after(AdmissionForm.PREDICTED, 0)
 
 
 def test_retry_after_is_when_the_load_is_predicted_to_fall() -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from leading_runs import leading_blocks
 from worker_info import info
 
 from moonpool.base.cluster import PrefillSample, PullSample, ReportWorker, WorkerLoad
@@ -18,6 +19,7 @@ from moonpool.conductor.messages import RequestEnded, Route
 from moonpool.conductor.placement.backlog import Backlog
 from moonpool.conductor.placement.policy import POLICY_NAMES, PolicyConfig
 from moonpool.conductor.placement.prefix_index import PrefixIndex
+from moonpool.conductor.records.store import RecordFilter
 from moonpool.conductor.state import ConductorState
 
 KEYS = [bytes([number]) * 32 for number in range(10)]
@@ -103,7 +105,7 @@ def test_routing_again_takes_the_earlier_assignment_back() -> None:
     state.route(route("r1"), "fe", 0.0, 0.0)
     state.route(route("r1", exclude=("p0", "d0")), "fe", 1.0, 0.0)
     assert assigned(state) == {"p0": 0, "p1": 1, "d0": 0, "d1": 1}
-    assert [(one.request_id, one.attempt) for one in state.records.newest(9)] == [("r1", 2)]
+    assert [(one.request_id, one.attempt) for one in state.records.find(RecordFilter(), 9)] == [("r1", 2)]
 
 
 def test_a_lost_worker_is_out_at_once_and_comes_back_empty() -> None:
@@ -155,7 +157,7 @@ def test_a_front_end_that_goes_takes_its_requests_along() -> None:
     state.route(route("r2"), "two", 0.0, 0.0)
     state.owner_gone("one", 1.0)
     assert assigned(state) == {"p0": 1, "d0": 1}
-    assert [one.outcome for one in state.records.newest(9)] == ["abandoned", "open"]
+    assert [one.outcome for one in state.records.find(RecordFilter(), 9)] == ["abandoned", "open"]
 
 
 def test_records_say_what_was_predicted_and_measured() -> None:
@@ -167,7 +169,7 @@ def test_records_say_what_was_predicted_and_measured() -> None:
     )
     with pytest.raises(Overloaded):
         state.route(Route(request_id="r2", keys=[], num_tokens=10**6, max_tokens=1), "fe", 2.0, 124.0)
-    done, refused = state.records.newest(9)
+    done, refused = state.records.find(RecordFilter(), 9)
     assert (done.routed_at_s, done.predicted_ttft_s, done.measured_ttft_s) == (123.0, decision.ttft_s, 0.5)
     assert (done.outcome, done.cached_tokens, done.output_tokens) == ("done", 64, 9)
     assert (refused.outcome, refused.prefill) == ("overloaded", None)
@@ -259,7 +261,7 @@ class AnyOrder(RuleBasedStateMachine):
     @invariant()
     def nothing_is_expected_when_nothing_is_open(self) -> None:
         if self.state.num_open == 0:
-            assert set(self.state.index.leading_blocks(KEYS)[1].values()) <= {0}
+            assert set(leading_blocks(self.state.index, KEYS)[1].values()) <= {0}
             assert sum(assigned(self.state).values()) == 0
 
 
@@ -319,7 +321,7 @@ def test_every_policy_serves_a_whole_day(policy: str) -> None:
         if number >= 20:
             state.prefill_ended(f"r{number - 10}", number / 10)
             state.request_ended(RequestEnded(request_id=f"r{number - 20}"), number / 10)
-    used = {one.prefill for one in state.records.newest(300)}
+    used = {one.prefill for one in state.records.find(RecordFilter(), 300)}
     assert used == {"p0", "p1", "p2", "p3"}
     state.owner_gone("fe", 99.0)
     assert set(assigned(state).values()) == {0}

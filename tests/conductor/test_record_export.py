@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from moonpool.base.errors import ConfigError, InvalidInput
 from moonpool.base.keys import chain_keys
 from moonpool.conductor.messages import DecisionRecord
-from moonpool.conductor.records.export import MOONCAKE_BLOCK_TOKENS, ExportConfig, write_trace
+from moonpool.conductor.records.export import MOONCAKE_BLOCK_TOKENS, ExportConfig, TraceExport
 from moonpool.conductor.records.store import RecordFilter, RecordStore
 from moonpool.sim.fleet import make_fleet
 from moonpool.sim.systems import Goals
@@ -39,10 +39,11 @@ def store_of(prompts: list[list[int]], **fields: object) -> RecordStore:
     return store
 
 
-def exported(store: RecordStore, config: ExportConfig) -> tuple[bytes, list[dict], tuple]:
-    out = io.BytesIO()
-    summary = write_trace(store.select(RecordFilter()), out, config)
-    return out.getvalue(), [json.loads(line) for line in out.getvalue().splitlines()], summary
+def exported(store: RecordStore, config: ExportConfig) -> tuple[bytes, list[dict]]:
+    export = TraceExport(config)
+    lines = [export.line(kept) for kept in store.select(RecordFilter())]
+    data = b"".join(msgspec.json.encode(line) + b"\n" for line in lines if line is not None)
+    return data, [json.loads(line) for line in data.splitlines()]
 
 
 PROMPTS = st.lists(
@@ -57,7 +58,7 @@ PROMPTS = st.lists(
 @settings(max_examples=60)
 @given(PROMPTS, st.sampled_from([16, 32, 64]))
 def test_blocks_have_one_number_exactly_when_their_whole_prefix_is_the_same(prompts, group: int) -> None:
-    _, lines, summary = exported(store_of(prompts), ExportConfig(BLOCK, group))
+    _, lines = exported(store_of(prompts), ExportConfig(BLOCK, group))
     seen: dict[tuple[int, ...], int] = {}
     highest = -1
     for tokens, line in zip(prompts, lines, strict=True):
@@ -71,14 +72,13 @@ def test_blocks_have_one_number_exactly_when_their_whole_prefix_is_the_same(prom
                 assert number == highest + 1  # numbered by first appearance, without gaps
                 highest = number
             seen[prefix] = number
-    assert summary.num_distinct_blocks == highest + 1
-    assert summary.num_blocks == sum(len(line["hash_ids"]) for line in lines)
+    assert {number for line in lines for number in line["hash_ids"]} == set(range(highest + 1))
 
 
 def test_the_trace_reads_back_with_the_simulators_reader(tmp_path) -> None:
     shared = list(range(600))
     prompts = [shared, [*shared, *range(1000, 1700)], [*shared[:512], *range(2000, 2100)], [5]]
-    data, lines, summary = exported(store_of(prompts), ExportConfig(BLOCK, MOONCAKE_BLOCK_TOKENS))
+    data, lines = exported(store_of(prompts), ExportConfig(BLOCK, MOONCAKE_BLOCK_TOKENS))
     path = tmp_path / "live.jsonl"
     path.write_bytes(data)
     trace = read_jsonl(path)
@@ -87,7 +87,6 @@ def test_the_trace_reads_back_with_the_simulators_reader(tmp_path) -> None:
     assert [line["timestamp"] for line in lines] == [0, 250, 500, 750]
     assert [trace.request(i).arrival_s for i in range(4)] == pytest.approx([0.0, 0.25, 0.5, 0.75])
     assert [trace.request(i).num_input for i in range(4)] == [600, 1300, 612, 1]
-    assert summary.num_without_prints == 0
 
 
 def recorded_store(prompts: list[list[int]]) -> RecordStore:
@@ -108,7 +107,7 @@ def test_a_replay_of_the_exported_trace_reuses_what_was_recorded(tmp_path) -> No
     system, talk = list(range(200)), [7_000 + token for token in range(150)]
     prompts = [[*system, *talk[:end], 5] for end in (10, 60, 150)] + [[*system[:70], 9], [1] * 40, [*system, *talk, 6]]
     store = recorded_store(prompts)
-    data, lines, _ = exported(store, ExportConfig(BLOCK))
+    data, lines = exported(store, ExportConfig(BLOCK))
     assert {line["block_tokens"] for line in lines} == {BLOCK}
     path = tmp_path / "live.jsonl"
     path.write_bytes(data)
@@ -121,7 +120,7 @@ def test_a_replay_of_the_exported_trace_reuses_what_was_recorded(tmp_path) -> No
 
 
 def test_a_trace_with_other_blocks_is_written_with_their_size(tmp_path) -> None:
-    data, _, _ = exported(store_of([[1] * 40, [1] * 90]), ExportConfig(BLOCK))
+    data, _ = exported(store_of([[1] * 40, [1] * 90]), ExportConfig(BLOCK))
     path, again = tmp_path / "live.jsonl", tmp_path / "again.jsonl"
     path.write_bytes(data)
     write_jsonl(read_jsonl(path), again)
@@ -132,7 +131,7 @@ def test_a_trace_with_other_blocks_is_written_with_their_size(tmp_path) -> None:
 
 def test_only_numbers_leave() -> None:
     tokens = list(range(1000))
-    data, lines, _ = exported(store_of([tokens]), ExportConfig(BLOCK, MOONCAKE_BLOCK_TOKENS))
+    data, lines = exported(store_of([tokens]), ExportConfig(BLOCK, MOONCAKE_BLOCK_TOKENS))
     assert b"secret" not in data
     for key in chain_keys(ROOT, tokens, BLOCK):
         assert key[:8] not in data
@@ -141,25 +140,18 @@ def test_only_numbers_leave() -> None:
     assert all(isinstance(number, int) for number in lines[0]["hash_ids"])
 
 
-def test_requests_without_an_answer_are_left_out_or_given_one() -> None:
+def test_requests_without_an_answer_are_left_out() -> None:
     store = store_of([[1] * 20, [2] * 20])
     store.get("secret-name-0").output_tokens = 0
-    _, lines, summary = exported(store, ExportConfig(BLOCK, 16))
+    _, lines = exported(store, ExportConfig(BLOCK, 16))
     assert [line["hash_ids"] for line in lines] == [[0, 1]]
-    assert (summary.num_requests, summary.num_left_out) == (1, 1)
-    _, lines, summary = exported(store, ExportConfig(BLOCK, 16, unanswered_output_tokens=50))
-    assert [line["output_length"] for line in lines] == [50, 7]
-    assert summary.num_left_out == 0
 
 
-def test_a_clock_set_back_stands_still_and_progress_is_told() -> None:
+def test_a_clock_set_back_stands_still() -> None:
     store = store_of([[1], [2], [3]])
     store.get("secret-name-1").routed_at_s -= 1000
-    told: list[int] = []
-    out = io.BytesIO()
-    write_trace(store.select(RecordFilter()), out, ExportConfig(BLOCK), told.append)
-    assert [json.loads(line)["timestamp"] for line in out.getvalue().splitlines()] == [0, 0, 500]
-    assert told == [3]
+    _, lines = exported(store, ExportConfig(BLOCK))
+    assert [line["timestamp"] for line in lines] == [0, 0, 500]
 
 
 def test_prompts_without_fingerprints_share_nothing() -> None:
@@ -168,17 +160,14 @@ def test_prompts_without_fingerprints_share_nothing() -> None:
         record = DecisionRecord(request_id=name, routed_at_s=1.0, num_tokens=32, max_tokens=1, output_tokens=1)
         store.add(record, keys=chain_keys(ROOT, [1] * 32, BLOCK))
     assert store.prints_nbytes == 16  # the older one gave up its own
-    _, lines, summary = exported(store, ExportConfig(BLOCK, 16))
+    _, lines = exported(store, ExportConfig(BLOCK, 16))
     assert [line["hash_ids"] for line in lines] == [[0, 1], [2, 3]]
-    assert summary.num_without_prints == 1
 
 
 def test_blocks_that_cannot_be_regrouped_are_refused() -> None:
     for wrong in ((48, 512), (0, 512), (1024, 512)):
         with pytest.raises(ConfigError):
             ExportConfig(*wrong)
-    with pytest.raises(ConfigError):
-        ExportConfig(64, unanswered_output_tokens=0)
 
 
 @settings(max_examples=60)
@@ -194,14 +183,14 @@ def test_the_store_keeps_its_bounds_and_the_newest(additions, capacity: int, max
         record = DecisionRecord(request_id=request_id, routed_at_s=float(number), num_tokens=1, max_tokens=1)
         store.add(record, keys=[bytes([number % 256]) * 32] * num_keys)
         assert record.attempt == attempts[request_id]
-        assert [one.request_id for one in store.newest(100)] == order
+        assert [one.request_id for one in store.find(RecordFilter(), 100)] == order
         assert store.prints_nbytes <= max_nbytes
         kept = list(store.select(RecordFilter()))
         assert store.prints_nbytes == sum(len(one.prints) for one in kept)
         assert len(kept) == len(store) <= capacity
 
 
-def test_find_filters_by_outcome_tenant_worker_and_time() -> None:
+def test_find_filters_by_outcome_tenant_and_worker() -> None:
     store = RecordStore(100)
     for number in range(20):
         record = DecisionRecord(request_id=f"r{number}", routed_at_s=float(number), num_tokens=1, max_tokens=1)
@@ -215,8 +204,8 @@ def test_find_filters_by_outcome_tenant_worker_and_time() -> None:
     assert names(outcome="overloaded") == ["r0", "r5", "r10", "r15"]
     assert names(outcome="overloaded", limit=2) == ["r10", "r15"]
     assert names(tenant="t3") == ["r3", "r7", "r11", "r15", "r19"]
-    assert names(worker="d2", since_s=8.0) == ["r8", "r11", "r14", "r17"]
-    assert names(worker="p0", tenant="t2", until_s=6.0) == ["r2", "r6"]
+    assert names(worker="d2", limit=4) == ["r8", "r11", "r14", "r17"]
+    assert names(worker="p0", tenant="t2") == ["r2", "r6", "r10", "r14", "r18"]
     assert names(limit=0) == []
     assert store.get("r7").decode == "d1"
     assert store.get("gone") is None

@@ -210,7 +210,7 @@ def test_handoff_holds_pages_until_released() -> None:
     it = sequence("a", 6, prefill_only=True, hold_pages=True)
     sched.add(it)
     assert drive(sched)["a"] == ("handoff", 1)
-    assert (it.status, len(it.pages), sched.roster.num_held) == (SequenceStatus.HELD, 2, 1)
+    assert (it.status, len(it.pages), sched.get(it.request_id)) == (SequenceStatus.HELD, 2, it)
     sched.check_integrity()
     sched.release("a")
     sched.release("a")

@@ -19,7 +19,7 @@ from moonpool.traces.generate import generate
 TTFT_S, TBT_S = 30.0, 0.1
 LASTS_S = 300.0
 RATES = (1.5, 2.0, 3.0)  # 4 + 4 nodes can serve a little less than 2 a second
-NONE, EARLY, PREDICTED = AdmissionForm
+NONE, EARLY, PAPER, PREDICTED = AdmissionForm
 
 
 class Outcome(NamedTuple):
@@ -58,6 +58,11 @@ def test_the_forecast_saves_most_of_the_wasted_prefills(rate: float) -> None:
 
 def test_the_forecast_sees_all_that_will_be_decoding() -> None:
     assert outcome(PREDICTED, 3.0).bias == pytest.approx(0.0, abs=0.1)
+
+
+def test_the_papers_forecast_leaves_out_long_answers_and_saves_fewer_prefills() -> None:
+    assert outcome(PAPER, 3.0).bias < -0.1
+    assert outcome(PAPER, 3.0).wasted > 4 * outcome(PREDICTED, 3.0).wasted
 
 
 def test_at_twice_the_best_rate_as_much_good_comes_out() -> None:

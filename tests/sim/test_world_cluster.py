@@ -197,7 +197,7 @@ def test_a_blind_policy_may_still_take_what_the_pool_has() -> None:
     assert pulling["hit_share"] > 1.5 * blind["hit_share"]
 
 
-@pytest.mark.parametrize("form", ["none", "early", "predicted"])
+@pytest.mark.parametrize("form", ["none", "early", "paper", "predicted"])
 @pytest.mark.parametrize("queue_capacity", [0, 8])
 def test_in_an_overload_everybody_is_answered_once(form: str, queue_capacity: int) -> None:
     trace = chat(300, seed=13, rate=12.0)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
-from moonpool.conductor.admission.forecast import DecodeForecast, ExpectedDecode, FadedMean
+from moonpool.conductor.admission.forecast import DecodeForecast, ExpectedDecode, FadedMean, SystemForecast
 from moonpool.conductor.admission.forms import (
     Admission,
     AdmissionConfig,
@@ -43,13 +43,16 @@ class _Sent(NamedTuple):
 class AdmissionController:
     """`errors`: sequences that were predicted to decode when a request's prefill ends, against those that did."""
 
-    def __init__(self, config: AdmissionConfig, step_s: StepTime, forecast: DecodeForecast | None = None) -> None:
-        self._forecast = forecast or RequestForecast()
+    def __init__(self, config: AdmissionConfig, step_s: StepTime) -> None:
+        is_paper = config.form is AdmissionForm.PAPER
+        self._forecast: DecodeForecast = SystemForecast() if is_paper else RequestForecast()
         self._admission = Admission(config, step_s, self._forecast)
-        self._looks_ahead = config.tbt_slo_s is not None and config.form is AdmissionForm.PREDICTED
+        forecasts = config.form in (AdmissionForm.PAPER, AdmissionForm.PREDICTED)
+        self._looks_ahead = forecasts and config.tbt_slo_s is not None
         self._sent: dict[str, _Sent] = {}
         self._pace = FadedMean(1.0)  # measured over predicted seconds
         self._caution = SafetyMargin()  # decode workers that were more crowded than predicted
+        self._has_margin = not is_paper  # the paper's rule takes the forecast as it is
         self._step_s = step_s
         self.asks_before_decode = config.tbt_slo_s is not None
         self.errors = ErrorWindow("decode_load")
@@ -71,7 +74,7 @@ class AdmissionController:
         verdict = self._admission.before_decode(num_tokens, (decode,), now_s)
         sent = self._sent.get(request_id)
         # How far it is off where there is room for many more says nothing of how far it is off where it matters.
-        if sent is not None and sent.tbt_s is not None and verdict.load > _CROWDED:
+        if self._has_margin and sent is not None and sent.tbt_s is not None and verdict.load > _CROWDED:
             alone_s = self._step_s(1, num_tokens)
             actual_s = self._step_s(decode.num_seqs + 1, decode.kv_tokens + num_tokens)
             self._caution.learn(sent.tbt_s - alone_s, actual_s - alone_s)

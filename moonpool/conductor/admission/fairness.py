@@ -16,18 +16,9 @@ from collections.abc import Hashable
 from heapq import heapify, heappop, heappush
 from typing import Generic, NamedTuple, TypeVar
 
-from moonpool.base.errors import ConfigError
-
 _FEW = 64
 
 Tenant = TypeVar("Tenant", bound=Hashable)
-
-
-def check_weight(weight: float) -> float:
-    """The weight; ConfigError unless it is a number above 0."""
-    if not 0 < weight < float("inf"):
-        raise ConfigError("a tenant's weight must be a number above 0", param="weight")
-    return weight
 
 
 class _Turn(NamedTuple):

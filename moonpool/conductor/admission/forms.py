@@ -1,20 +1,23 @@
-"""Whether a request is let in, and if not, why and when to come back (the paper's early rejection). Pure.
+"""Decides whether a request is admitted, and if not, why and when to try again (the paper's early rejection). Pure.
 
-The load of a worker is what is predicted over what is promised: the time to first token of a request that joins its
-queue now / the TTFT target, or the time between tokens with the request in its batch / the TBT target. The load of
-the prefill pool is that of its best worker, where the request would go; of the decode pool, as in the paper, the mean
-over its workers. Above 1 a request is refused.
+The load of a worker is a predicted time divided by its target: the time to first token of a request that joins the
+worker's queue now / the TTFT target, or the time between tokens with the request in the worker's batch / the TBT
+target. The load of the prefill pool is that of the worker that the request would go to; the load of the decode pool is,
+as in the paper, the mean over its workers. A load above 1 refuses the request.
 
 | form | at arrival | before decoding |
 |---|---|---|
 | `none` | prefill load | decode load now: a refusal here has wasted a prefill |
-| `early` | prefill load and decode load now | the same |
-| `predicted` | prefill load, and decode load at the moment when this request's prefill will have ended | the same |
+| `early` | prefill load, decode load now | the same |
+| `paper` | prefill load, decode load forecast for the end of this request's prefill by the paper's rule | the same |
+| `predicted` | prefill load, decode load forecast for the end of this request's prefill by our own rule | the same |
 
-`early` looks at a decode load that lags behind by one prefill, so it lets in too many and then too few. `predicted`
-also leaves room for as much as forecasts have lately been too low (gatekeeper.py): at the edge every second request
-would else be refused after its prefill. What the two save is prefill work; it becomes fewer refusals where prefill
-workers are short too, for then a wasted prefill takes the place of one that could have been decoded.
+`early` sees a decode load that lags behind by one prefill, so it admits too many requests and then too few. The paper's
+rule gives every request the same decode time (SystemForecast). Our own rule weighs each request by the probability that
+its answer still goes on (RequestForecast), and adds a safety margin for forecasts that were too low (controller.py):
+without a margin every second request at the limit would be refused after its prefill. Early refusals save prefill
+work. They lead to fewer refusals where prefill workers are short as well, because a wasted prefill takes the time of a
+request that could have been decoded.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ StepTime: TypeAlias = Callable[[float, float], float]  # (sequences, tokens of K
 class AdmissionForm(StrEnum):
     NONE = "none"
     EARLY = "early"
+    PAPER = "paper"
     PREDICTED = "predicted"
 
 
@@ -130,8 +134,8 @@ class Admission:
         caution: float = 0.0,
     ) -> Verdict:
         """Both pools must have a worker. They may be cut down to the workers that were chosen for this request,
-        except that `predicted` divides the forecast by the number of decode workers. It lets in only if there is
-        room for `caution` times more than it predicts."""
+        except that `paper` and `predicted` divide the forecast by the number of decode workers. They admit the request
+        only if there is room for `caution` times more than they predict."""
         prefill = min(prefills, key=lambda one: one.ttft_s)
         prefill_ends_s = now_s + prefill.queue_s + prefill.work_s
         verdict = self._check_prefill(prefill, prefill_ends_s)

@@ -3,12 +3,12 @@
 Order. Of the priorities that wait, the highest is served first, except that a priority that was passed over rises
 by one for every `ageing_s` since it was served last (or since it began to wait). Once it has risen to the highest one
 waiting, at most one request of each other priority comes before it: none starves. Within a priority tenants take fair
-turns by predicted prefill seconds and weight (fairness.py), and within a tenant the first come is the first
+turns by predicted prefill seconds (fairness.py), and within a tenant the first come is the first
 served. It is the priority that ages, not the request: else the long queue of a tenant that floods would rise above
 everybody's fresh requests.
 
 Bound. When `capacity` requests wait, the newest request of the lowest priority gives way to one of higher
-priority; with equal ones, the newest of the tenant with the most work waiting (by weight) gives way to a
+priority; with equal ones, the newest of the tenant with the most work waiting gives way to a
 tenant that still has less with the newcomer. So a tenant that floods pushes out its own.
 
 Deadline. A request that cannot meet its TTFT target any more, even if it were started at once, is handed out by
@@ -20,32 +20,27 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from moonpool.base.errors import AlreadyExists, ConfigError
 from moonpool.conductor.admission.drain_rate import DrainRate
-from moonpool.conductor.admission.fairness import FairTurns, check_weight
+from moonpool.conductor.admission.fairness import FairTurns
 from moonpool.conductor.admission.forms import MIN_RETRY_S, Cause
 
 
 @dataclass(frozen=True, slots=True)
 class QueueConfig:
-    """A tenant without a weight of its own has weight 1."""
-
     capacity: int = 1024
     ageing_s: float = 10.0
-    weights: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.capacity < 1:
             raise ConfigError("the queue must have room for a request", param="capacity")
         if not self.ageing_s > 0:
             raise ConfigError("ageing_s must be above 0", param="ageing_s")
-        for weight in self.weights.values():
-            check_weight(weight)
 
 
 class WaitingRequest(NamedTuple):
@@ -73,10 +68,9 @@ class _Entry(NamedTuple):
 class _Level:
     """What waits with one priority."""
 
-    __slots__ = ("_tenants", "_turns", "_weights", "num_waiting", "served_s", "work_s")
+    __slots__ = ("_tenants", "_turns", "num_waiting", "served_s", "work_s")
 
-    def __init__(self, weights: Mapping[str, float], now_s: float) -> None:
-        self._weights = weights
+    def __init__(self, now_s: float) -> None:
         self._turns: FairTurns[str] = FairTurns()
         self._tenants: dict[str, OrderedDict[str, _Entry]] = {}
         self.served_s = now_s
@@ -90,7 +84,7 @@ class _Level:
         self.work_s[request.tenant] = self.work_s.get(request.tenant, 0.0) + request.prefill_s
         self.num_waiting += 1
         if len(waiting) == 1:
-            self._turns.enter(request.tenant, self._share(request))
+            self._turns.enter(request.tenant, request.prefill_s)
 
     def take(self, request: WaitingRequest) -> None:
         waiting = self._tenants[request.tenant]
@@ -102,7 +96,7 @@ class _Level:
             del self._tenants[request.tenant], self.work_s[request.tenant]
             self._turns.leave(request.tenant)
         elif was_first:
-            self._turns.change(request.tenant, self._share(next(iter(waiting.values())).request))
+            self._turns.change(request.tenant, next(iter(waiting.values())).request.prefill_s)
 
     def first(self) -> WaitingRequest:
         return next(iter(self._tenants[self._turns.first()].values())).request
@@ -114,9 +108,6 @@ class _Level:
 
     def newest(self, tenant: str) -> WaitingRequest:
         return next(reversed(self._tenants[tenant].values())).request
-
-    def _share(self, request: WaitingRequest) -> float:
-        return request.prefill_s / self._weights.get(request.tenant, 1.0)
 
 
 class AdmissionQueue:
@@ -207,19 +198,16 @@ class AdmissionQueue:
 
         return max(self._levels.items(), key=rank)[1] if len(self._levels) > 1 else next(iter(self._levels.values()))
 
-    def _weight(self, tenant: str) -> float:
-        return self._config.weights.get(tenant, 1.0)
-
     def _victim(self, request: WaitingRequest) -> WaitingRequest | None:
         """Who gives way to this request; None when nobody does."""
         lowest = min(self._levels)
         if lowest > request.priority:
             return None
         level = self._levels[lowest]
-        tenant = max(level.work_s, key=lambda one: (level.work_s[one] / self._weight(one), one))
+        tenant = max(level.work_s, key=lambda one: (level.work_s[one], one))
         if lowest == request.priority:
-            own = (level.work_s.get(request.tenant, 0.0) + request.prefill_s) / self._weight(request.tenant)
-            if tenant == request.tenant or level.work_s[tenant] / self._weight(tenant) <= own:
+            own_s = level.work_s.get(request.tenant, 0.0) + request.prefill_s
+            if tenant == request.tenant or level.work_s[tenant] <= own_s:
                 return None
         return level.newest(tenant)
 
@@ -229,7 +217,7 @@ class AdmissionQueue:
         request = entry.request
         level = self._levels.get(request.priority)
         if level is None:
-            level = self._levels[request.priority] = _Level(self._config.weights, entry.offered_s)
+            level = self._levels[request.priority] = _Level(entry.offered_s)
         if not self._entries:
             self._rate.begins(entry.offered_s)
         level.add(entry)

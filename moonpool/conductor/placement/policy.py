@@ -41,7 +41,7 @@ class PolicyConfig:
     name: str = DEFAULT_POLICY  # random, round-robin, least-loaded, local, paper or cost
     ttft_slo_s: float | None = None  # what is predicted to miss it is refused, or waits for its turn
     tbt_slo_s: float | None = None  # the same for the time between tokens
-    admission: AdmissionForm = AdmissionForm.PREDICTED  # how far ahead the load of decode workers is looked at
+    admission: AdmissionForm = AdmissionForm.PREDICTED  # which load of decode workers counts when a request arrives
     queue_capacity: int | None = None  # requests that may wait for their turn; default: 256 with a TTFT target, else 0
     queue_timeout_s: float = 30.0  # for those that have no TTFT target
     kvcache_balancing_threshold: float = 1.0

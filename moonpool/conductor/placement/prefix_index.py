@@ -5,7 +5,8 @@ One entry per chain key, whoever holds it: an int with one bit per holder. A wor
 the workers left in the mask hold everything so far, and those that drop out together have the same run.
 
 Bounds: a worker's blocks by its number of pages, the pool's by `max_pool_blocks`; what does not fit is counted and
-left out, so the index may promise too little and grows no further. An entry costs at most `entry_nbytes(slots)`.
+left out, so the index may promise too little and grows no further. An entry costs at most 170 + 4 * (slots // 30)
+bytes: its fingerprint (32), its place in a dict (110 at the worst load), its mask.
 A holder that goes costs nothing at once: its bit counts no more, later updates clear it shard by shard, and only
 then is the slot given to another.
 
@@ -31,11 +32,6 @@ _FOUR = np.uint64(4)
 _SHARD = _NUM_SHARDS - 1
 
 
-def entry_nbytes(num_slots: int) -> int:
-    """What one key costs at most: its print (32), its place in a dict (110 at the worst load), its mask."""
-    return 32 + 110 + 28 + 4 * (num_slots // 30)
-
-
 def fingerprints(keys: Sequence[bytes]) -> list[int]:
     """Of chain keys, all of KEY_NBYTES."""
     if not keys:
@@ -46,16 +42,14 @@ def fingerprints(keys: Sequence[bytes]) -> list[int]:
 
 
 class PrefixIndex:
-    """`shards_per_block` is how many objects (layer groups x head shards) make one whole block in the pool."""
-
-    def __init__(self, *, max_pool_blocks: int = 4_000_000, shards_per_block: int = 1) -> None:
+    def __init__(self, *, max_pool_blocks: int = 4_000_000) -> None:
         self._holders: list[dict[int, int]] = [{} for _ in range(_NUM_SHARDS)]
         self._slots = Slots()
         self._workers: dict[str, _WorkerPart] = {}
         self._reported = 0  # mask of the workers whose reports are complete
         self._expected = _Expected()
         self._sweep_at = 0
-        self._pool = _PoolPart(max_pool_blocks, shards_per_block, self._slots)
+        self._pool = _PoolPart(max_pool_blocks, self._slots)
 
     @property
     def num_slots(self) -> int:
@@ -77,11 +71,6 @@ class PrefixIndex:
 
     def worker_blocks(self, name: str) -> int:
         return self._workers[name].num_blocks
-
-    def num_holders(self, key: bytes) -> int:
-        """Workers that hold it, by their reports: the replicas of a block outside the pool."""
-        (print_,) = fingerprints([key])
-        return (self._holders[print_ & _SHARD].get(print_, 0) & self._reported).bit_count()
 
     def leading(self, prints: Prints, among: int) -> Leading:
         """Runs of the workers in the mask `among`, and of the pool."""
@@ -109,12 +98,6 @@ class PrefixIndex:
         if left:
             groups.append((len(prints), left))
         return Leading(pool, tuple(on_ssd), tuple(groups))
-
-    def leading_blocks(self, keys: Sequence[bytes]) -> tuple[int, dict[str, int]]:
-        """The same for people: the pool's run and every worker's, by name."""
-        among = sum(part.bit for part in self._workers.values())
-        leading = self.leading(fingerprints(keys), among)
-        return leading.pool, {name: leading.run_of(part.slot) for name, part in self._workers.items()}
 
     # workers
 
@@ -175,7 +158,7 @@ class PrefixIndex:
         """The pool holds exactly these objects."""
         old = self._pool
         self._slots.retire(*old.slots)
-        self._pool = _PoolPart(old.max_blocks, old.shards_per_block, self._slots)
+        self._pool = _PoolPart(old.max_blocks, self._slots)
         self.update_pool(stored, (), tiers)
 
     def update_pool(
@@ -194,14 +177,14 @@ class PrefixIndex:
         for key in stored:
             shard = holders[key & _SHARD]
             mask = shard.get(key, 0)
-            if mask & ~others or pool.store(key):
+            if mask & ~others or pool.store():
                 shard[key] = mask & others | dram
         # A key in both is taken as removed: a missed hit costs less than a promise that fails.
         for key in removed:
-            pool.remove(key, self._clear(key, pool.mask))
+            pool.num_blocks -= self._clear(key, pool.mask)
 
     def set_tier(self, prints: Prints, tier: Tier) -> None:
-        """Nothing for a block that is not whole here; it counts as in DRAM when it becomes so."""
+        """Ignore blocks that are not known to be in the pool."""
         pool = self._pool
         bits = (pool.dram if tier & Tier.DRAM else 0) | (pool.ssd if tier & Tier.SSD else 0)
         for key in prints:
@@ -249,35 +232,21 @@ class _WorkerPart:
 
 
 class _PoolPart:
-    """Counts whole blocks, and the shards of those that are not whole yet."""
-
-    def __init__(self, max_blocks: int, shards_per_block: int, slots: Slots) -> None:
+    def __init__(self, max_blocks: int, slots: Slots) -> None:
         self.max_blocks = max_blocks
-        self.shards_per_block = shards_per_block
         self.slots = slots.take(), slots.take()
         self.dram, self.ssd = (1 << slot for slot in self.slots)
         self.mask = self.dram | self.ssd
         self.num_blocks = 0
         self.left_out = 0
-        self._partial: dict[int, int] = {}
 
-    def store(self, key: int) -> bool:
-        """Whether the block, which was not whole before, is so with this shard."""
-        count = self._partial.pop(key, 0) + 1
-        if self.num_blocks + len(self._partial) >= self.max_blocks:
+    def store(self) -> bool:
+        """Count a new block. Return False if the bound leaves no room for it."""
+        if self.num_blocks >= self.max_blocks:
             self.left_out += 1
-            return False
-        if count < self.shards_per_block:
-            self._partial[key] = count
             return False
         self.num_blocks += 1
         return True
-
-    def remove(self, key: int, was_whole: bool) -> None:
-        count = self.shards_per_block if was_whole else self._partial.pop(key, 0)
-        self.num_blocks -= was_whole
-        if count > 1:
-            self._partial[key] = count - 1
 
 
 class _Expected:

@@ -42,6 +42,25 @@ class PricedPlacement(NamedTuple):
     service_s: float
 
 
+class Replicated(NamedTuple):
+    """Numbers of blocks that a request copies to its worker although another worker has them."""
+
+    pulled: int
+    computed: int
+
+
+def replicated(leading: Leading, plan: PricedPlacement) -> Replicated:
+    """Return how a placement spreads a prefix. `leading` holds the runs of all workers that were considered.
+
+    This is how hot prefixes spread (the paper's rule): a request that load sends to a worker without the longest prefix
+    pulls or recomputes the missing blocks there, and that worker's own eviction drops them when they become cold.
+    """
+    longest = leading.groups[-1][0]  # groups ascend
+    missing = max(0, longest - plan.local)
+    pulled = min(missing, plan.pulled)
+    return Replicated(pulled, missing - pulled)
+
+
 class Pricing:
     """`slot` is that of the worker, None for one that nothing is on its way to."""
 

@@ -13,9 +13,8 @@ The numbering takes about 100 bytes for each different block while the export ru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -23,17 +22,14 @@ from moonpool.base.errors import ConfigError
 from moonpool.conductor.records.store import PRINT_NBYTES, KeptRecord
 
 MOONCAKE_BLOCK_TOKENS = 512
-_PROGRESS_EVERY = 256
 
 
 @dataclass(frozen=True, slots=True)
 class ExportConfig:
-    """`trace_block_tokens` is a multiple of block_tokens. A request without output (refused, failed, still open) is
-    left out, unless `unanswered_output_tokens` says how long an answer to assume: the load that was offered."""
+    """`trace_block_tokens` is a multiple of block_tokens."""
 
     block_tokens: int
     trace_block_tokens: int | None = None  # None: as block_tokens
-    unanswered_output_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if self.block_tokens < 1 or self.group_tokens < 1 or self.group_tokens % self.block_tokens:
@@ -41,8 +37,6 @@ class ExportConfig:
                 f"blocks of {self.block_tokens} tokens cannot be regrouped to {self.group_tokens}",
                 param="trace_block_tokens",
             )
-        if self.unanswered_output_tokens is not None and self.unanswered_output_tokens < 1:
-            raise ConfigError("an answer has at least one token", param="unanswered_output_tokens")
 
     @property
     def group_tokens(self) -> int:
@@ -58,20 +52,8 @@ class TraceLine(msgspec.Struct, frozen=True, omit_defaults=True):
     block_tokens: int = MOONCAKE_BLOCK_TOKENS
 
 
-class ExportSummary(NamedTuple):
-    num_requests: int
-    num_blocks: int
-    num_distinct_blocks: int
-    num_left_out: int
-    num_without_prints: int
-
-
-class Writable(Protocol):
-    def write(self, data: bytes, /) -> object: ...
-
-
 class TraceExport:
-    """Turns records into lines, one at a time and in the order given, and counts."""
+    """Turns records into lines, one at a time and in the order given."""
 
     def __init__(self, config: ExportConfig) -> None:
         self._config = config
@@ -79,26 +61,15 @@ class TraceExport:
         self._next_number = 0
         self._first_s: float | None = None
         self._last_ms = 0
-        self._num_requests = self._num_blocks = self._num_left_out = self._num_without_prints = 0
 
     def line(self, kept: KeptRecord) -> TraceLine | None:
-        """None when it is left out."""
+        """Return the record's line, or None for a request without output (refused, failed or still open)."""
         record = kept.record
-        output_tokens = record.output_tokens or self._config.unanswered_output_tokens
-        if output_tokens is None:
-            self._num_left_out += 1
+        if not record.output_tokens:
             return None
-        hash_ids = self._hash_ids(record.num_tokens, kept.prints)
-        self._num_requests += 1
-        self._num_blocks += len(hash_ids)
-        self._num_without_prints += not kept.prints and record.num_tokens >= self._config.block_tokens
+        hash_ids = [self._number(one) for one in self._chain(record.num_tokens, kept.prints)]
         stamp = self._timestamp(record.routed_at_s)
-        return TraceLine(stamp, record.num_tokens, output_tokens, hash_ids, self._config.group_tokens)
-
-    def summary(self) -> ExportSummary:
-        return ExportSummary(
-            self._num_requests, self._num_blocks, self._next_number, self._num_left_out, self._num_without_prints
-        )
+        return TraceLine(stamp, record.num_tokens, record.output_tokens, hash_ids, self._config.group_tokens)
 
     def _timestamp(self, at_s: float) -> int:
         """A wall clock that was set back stands still here: timestamps never fall."""
@@ -106,9 +77,6 @@ class TraceExport:
             self._first_s = at_s
         self._last_ms = max(self._last_ms, round((at_s - self._first_s) * 1e3))
         return self._last_ms
-
-    def _hash_ids(self, num_tokens: int, prints: bytes) -> list[int]:
-        return [self._number(one) for one in self._chain(num_tokens, prints)]
 
     def _chain(self, num_tokens: int, prints: bytes) -> Iterator[bytes | None]:
         """For each block of the trace the fingerprint of its last token's chain, which stands for all before it."""
@@ -127,22 +95,3 @@ class TraceExport:
         if fingerprint is not None:
             self._numbers[fingerprint] = number
         return number
-
-
-def write_trace(
-    records: Iterable[KeptRecord],
-    out: Writable,
-    config: ExportConfig,
-    progress: Callable[[int], None] | None = None,
-) -> ExportSummary:
-    """Writes line by line; `progress` is told now and then, and at the end, how many records are done."""
-    export, encoder, done = TraceExport(config), msgspec.json.Encoder(), 0
-    for done, kept in enumerate(records, 1):
-        line = export.line(kept)
-        if line is not None:
-            out.write(encoder.encode(line) + b"\n")
-        if progress is not None and done % _PROGRESS_EVERY == 0:
-            progress(done)
-    if progress is not None:
-        progress(done)
-    return export.summary()

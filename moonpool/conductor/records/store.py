@@ -34,13 +34,11 @@ class KeptRecord:
 
 @dataclass(frozen=True, slots=True)
 class RecordFilter:
-    """What is None does not matter. Times are wall clock, both ends included; worker: prefill or decode."""
+    """What is None does not matter. `worker`: prefill or decode."""
 
     outcome: str | None = None
     tenant: str | None = None
     worker: str | None = None
-    since_s: float | None = None
-    until_s: float | None = None
 
     def matches(self, kept: KeptRecord) -> bool:
         record = kept.record
@@ -48,8 +46,6 @@ class RecordFilter:
             (self.outcome is None or record.outcome == self.outcome)
             and (self.tenant is None or kept.tenant == self.tenant)
             and (self.worker is None or self.worker in (record.prefill, record.decode))
-            and (self.since_s is None or record.routed_at_s >= self.since_s)
-            and (self.until_s is None or record.routed_at_s <= self.until_s)
         )
 
 
@@ -63,14 +59,10 @@ class RecordStore:
         self._max_prints_nbytes = max_prints_nbytes
         self._kept: OrderedDict[str, KeptRecord] = OrderedDict()
         self._printed: OrderedDict[str, None] = OrderedDict()  # those that have fingerprints, oldest first
-        self._prints_nbytes = 0
+        self.prints_nbytes = 0
 
     def __len__(self) -> int:
         return len(self._kept)
-
-    @property
-    def prints_nbytes(self) -> int:
-        return self._prints_nbytes
 
     def add(self, record: DecisionRecord, *, tenant: str | None = None, keys: Sequence[bytes] = ()) -> None:
         """In place of an earlier record of the same request, whose attempts are counted on."""
@@ -83,10 +75,10 @@ class RecordStore:
         self._kept[record.request_id] = kept
         if kept.prints:
             self._printed[record.request_id] = None
-            self._prints_nbytes += len(kept.prints)
+            self.prints_nbytes += len(kept.prints)
         if len(self._kept) > self._capacity:
             self._forget(next(iter(self._kept)))
-        while self._prints_nbytes > self._max_prints_nbytes:
+        while self.prints_nbytes > self._max_prints_nbytes:
             self._drop_prints(next(iter(self._printed)))
 
     def get(self, request_id: str) -> DecisionRecord | None:
@@ -103,10 +95,6 @@ class RecordStore:
             return [own]
         choices = (self._kept.get(f"{request_id}-{number}") for number in range(MAX_CHOICES))
         return [kept for kept in choices if kept is not None]
-
-    def newest(self, limit: int) -> list[DecisionRecord]:
-        """At most `limit`, newest last."""
-        return self.find(RecordFilter(), limit)
 
     def find(self, wanted: RecordFilter, limit: int = 100) -> list[DecisionRecord]:
         """The newest that match, at most `limit`, newest last."""
@@ -130,5 +118,5 @@ class RecordStore:
         if request_id in self._printed:
             del self._printed[request_id]
             kept = self._kept[request_id]
-            self._prints_nbytes -= len(kept.prints)
+            self.prints_nbytes -= len(kept.prints)
             kept.prints = b""
