@@ -10,8 +10,10 @@ import contextlib
 import logging
 from collections.abc import Callable
 
+from moonpool.base.backoff import Backoff
 from moonpool.base.errors import MoonpoolError, ProtocolError
 from moonpool.base.rpc import AsyncClient
+from moonpool.base.rpc.reconnect import ReconnectingClient
 from moonpool.conductor.placement.prefix_index import PrefixIndex
 from moonpool.store.messages import SERVICE, EventBatch, Segments, Subscribe, Tier, Why
 
@@ -37,47 +39,39 @@ class PoolFeed:
         name: str = "conductor",
     ) -> None:
         self.connected = False
-        self._address = store_address
         self._index = index
         self._on_nodes = on_nodes
-        self._name = name
-        self._client: AsyncClient | None = None
+        self._store = ReconnectingClient(
+            store_address,
+            SERVICE,
+            [self._follow, self._count_nodes],
+            name=name,
+            backoff=Backoff(_MIN_RETRY_S, _MAX_RETRY_S),
+            on_lost=self._on_lost,
+        )
 
     async def run(self) -> None:
-        """Never returns; errors of the store lead to another attempt after a growing pause."""
-        retry_s = _MIN_RETRY_S
-        while True:
-            try:
-                await self._follow()
-            except MoonpoolError as error:
-                _LOG.log(logging.WARNING if self.connected else logging.DEBUG, "the pool's events: %s", error)
-            retry_s = _MIN_RETRY_S if self.connected else min(2 * retry_s, _MAX_RETRY_S)
-            self._lost()
-            await asyncio.sleep(retry_s)
+        """Run until cancelled. After an error of the store, connect again after a growing pause."""
+        with contextlib.closing(self._store):
+            await self._store.run()
 
     async def why(self, key: bytes) -> str | None:
         """What the pool says became of that object; None when it cannot be asked."""
-        if self._client is None:
+        client = self._store.client
+        if client is None:
             return None
         try:
-            return await self._client.call(Why(key=key), timeout_s=_ASK_S)
+            return await client.call(Why(key=key), timeout_s=_ASK_S)
         except MoonpoolError as error:
             _LOG.debug("the pool was asked about a key: %s", error)
             return None
 
-    async def _follow(self) -> None:
-        client = self._client = await AsyncClient.connect(self._address, SERVICE, name=self._name)
-        counting = asyncio.create_task(self._count_nodes(client), name="pool nodes")
-        try:
-            async with contextlib.aclosing(client.stream(Subscribe())) as batches:  # type: ignore[type-var]
-                last: int | None = None
-                async for batch in batches:
-                    self._apply(batch, last)
-                    last = batch.sequence
-        finally:
-            self._client = None
-            counting.cancel()
-            client.close()
+    async def _follow(self, client: AsyncClient) -> None:
+        async with contextlib.aclosing(client.stream(Subscribe())) as batches:  # type: ignore[type-var]
+            last: int | None = None
+            async for batch in batches:
+                self._apply(batch, last)
+                last = batch.sequence
 
     async def _count_nodes(self, client: AsyncClient) -> None:
         """Until cancelled. A store that does not answer changes nothing."""
@@ -100,6 +94,9 @@ class PoolFeed:
         else:
             raise ProtocolError(f"batch {batch.sequence} came after {last}; the snapshot comes first")
 
-    def _lost(self) -> None:
+    def _on_lost(self, error: MoonpoolError, was_connected: bool) -> None:
+        _LOG.log(logging.WARNING if self.connected else logging.DEBUG, "the pool's events: %s", error)
+        if self.connected:
+            self._store.backoff.reset()
         self.connected = False
         self._index.replace_pool(())

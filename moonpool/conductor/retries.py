@@ -20,6 +20,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from moonpool.base.backoff import backoff_s
+
 
 class Loss(Enum):
     """Why an attempt ended without an answer."""
@@ -39,7 +41,7 @@ class RetryPolicy:
     worker_wait_s: float = 30.0  # for workers to register again
 
     def pause_s(self, num_pauses: int) -> float:
-        return min(self.backoff_s * 2.0 ** min(num_pauses, 30), self.max_backoff_s)
+        return backoff_s(num_pauses, self.backoff_s, self.max_backoff_s)
 
 
 class Retries:

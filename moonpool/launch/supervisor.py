@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from moonpool.base.backoff import backoff_s
+
 BACKOFF_FIRST_S = 0.2
 BACKOFF_MAX_S = 30.0
 STAYS_S = 30.0
@@ -210,7 +212,7 @@ class Supervisor:
             times = f"{child.num_crashes} times before the service was complete"
             self._begin_stop(now_s, f"{child.spec.name} ended {times}, the last time: {why}")
             return []
-        delay_s = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2.0 ** min(child.num_crashes - 1, 30))
+        delay_s = backoff_s(child.num_crashes - 1, BACKOFF_FIRST_S, BACKOFF_MAX_S)
         child.state, child.not_before_s = State.WAITING, now_s + delay_s
         return [Restarting(child.spec.name, why, delay_s)]
 

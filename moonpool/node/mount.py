@@ -18,8 +18,8 @@ from typing import ClassVar
 
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import AlreadyExists, MoonpoolError, NoSpace, NotFound
+from moonpool.base.log import RateLimitedLog
 from moonpool.base.rpc import AsyncClient
-from moonpool.node.seldom import RateLimitedWarning
 from moonpool.store.messages import (
     MAX_GENERATION,
     SESSIONS_ALONE,
@@ -205,7 +205,7 @@ class DramMount(Mount):
         self._last_generation = 0  # given out, as the master said last
         self.num_restamped = 0  # granules that had a generation never given out
         self._may_be_held = False  # in place, by processes of this machine
-        self._complaints = RateLimitedWarning(_LOG, f"{segment.name} cannot be mounted anew: %s")
+        self._rare_log = RateLimitedLog(_LOG)
 
     async def _make_ready(self) -> bool:
         if self.segment.fence is not None and not (self._may_be_held and self._sessions()):
@@ -213,7 +213,7 @@ class DramMount(Mount):
         try:
             await asyncio.to_thread(self.segment.renew)
         except NoSpace as error:  # until those processes let go of the old memory
-            self._complaints.warn(error)
+            self._rare_log.warning("%s cannot be mounted again: %s", self.segment.name, error)
             return False
         self._may_be_held = False
         return True

@@ -16,9 +16,9 @@ from itertools import groupby
 from typing import TypeAlias
 
 from moonpool.base.errors import Corrupt, MoonpoolError, NotFound, Unavailable
+from moonpool.base.log import RateLimitedLog
 from moonpool.node.orders import refused
 from moonpool.node.replicas import check_here
-from moonpool.node.seldom import RateLimitedWarning
 from moonpool.node.ssd import LogItem, LogLocation, SsdConfig
 from moonpool.node.ssd.checks import check_object
 from moonpool.node.ssd_tier import NodeSsd, offset_of
@@ -40,7 +40,7 @@ class LogThread:
     def __init__(self, memory: Segment, ssd: Callable[[], NodeSsd | None]) -> None:
         self._memory = memory
         self._ssd = ssd
-        self._complaints = RateLimitedWarning(_LOG, "objects are not offloaded: %s")
+        self._rare_log = RateLimitedLog(_LOG)
         self._checker = ThreadPoolExecutor(1, thread_name_prefix="check")
 
     def close(self) -> None:
@@ -128,7 +128,7 @@ class LogThread:
     def _answer(self, order: Order, found: LogLocation | MoonpoolError) -> OrderResult:
         if isinstance(found, MoonpoolError):
             if not isinstance(found, NotFound):  # that is only an order of an earlier mount
-                self._complaints.warn(found)
+                self._rare_log.warning("objects are not offloaded: %s", found)
             return refused(order, found)
         return OrderResult(order.order_id, offset=offset_of(found))
 

@@ -11,12 +11,13 @@ import logging
 from collections import Counter
 from functools import partial
 
+from moonpool.base.backoff import Backoff
 from moonpool.base.errors import ConfigError, MoonpoolError, PeerLost, Unavailable
 from moonpool.base.metrics import REPORT_EVERY_S, MetricFamily, ReportMetrics, RoleMetrics, process_metrics
 from moonpool.base.rpc import AsyncClient
+from moonpool.base.rpc.reconnect import ReconnectingClient
 from moonpool.node.config import NodeConfig
 from moonpool.node.copying import Copier
-from moonpool.node.link import MasterLink
 from moonpool.node.metrics import node_metrics
 from moonpool.node.mount import CALL_TIMEOUT_S, DramMount
 from moonpool.node.offloading import LogThread
@@ -25,7 +26,7 @@ from moonpool.node.replicas import OwnMemory, Readable, check_here
 from moonpool.node.session_registry import SessionRegistry
 from moonpool.node.ssd_tier import LogMaintenance, NodeSsd, SsdMount
 from moonpool.store.client.directory import SegmentDirectory
-from moonpool.store.messages import GRANULE_NBYTES, OrderKind, Placement, SegmentInfo, Segments
+from moonpool.store.messages import GRANULE_NBYTES, SERVICE, OrderKind, Placement, SegmentInfo, Segments
 from moonpool.transfer.config import TransferConfig
 from moonpool.transfer.engine import TransferEngine
 from moonpool.transfer.memory.segment import Segment
@@ -76,7 +77,7 @@ class Node:
             if self.config.ssd_dir is not None:
                 await self._open_disk()
             self._work = _Work(self, self._engine, self._desk)
-            self._attending = asyncio.get_running_loop().create_task(self._work.link.attend_forever())
+            self._attending = asyncio.get_running_loop().create_task(self._work.link.run())
             await self._first_mount(self._work, self._attending)
         except BaseException:
             await self.close()
@@ -178,8 +179,8 @@ class Node:
         if dram.refusal is not None:
             name = self.config.name
             raise ConfigError(f"another node called {name!r} lives in this pool; each needs its own", param="name")
-        if work.link.failure is not None and not isinstance(work.link.failure, Unavailable):
-            raise work.link.failure
+        if work.failure is not None and not isinstance(work.failure, Unavailable):
+            raise work.failure
         raise PeerLost(f"no master took the segment at {self.config.master_address} in time")
 
 
@@ -212,7 +213,15 @@ class _Work:
         duties = [self.dram.attend, desk.report, self._take_orders, self._report_metrics]
         if config.ssd_dir is not None:
             duties.append(self._attend_disk)
-        self.link = MasterLink(config.master_address, config.name, config.retry_s, duties)
+        self.failure: MoonpoolError | None = None  # why the last connection ended, or could not be made
+        self.link = ReconnectingClient(
+            config.master_address,
+            SERVICE,
+            duties,
+            name=config.name,
+            backoff=Backoff(config.retry_s, config.retry_s),
+            on_lost=self._on_lost,
+        )
 
     async def leave(self) -> None:
         """Says goodbye to the master."""
@@ -222,6 +231,11 @@ class _Work:
                 if mount is not None and mount.mounted.is_set():
                     await mount.leave(client)
             client.close()
+
+    def _on_lost(self, error: MoonpoolError, was_connected: bool) -> None:
+        if was_connected:  # once per outage
+            _LOG.warning("%s: lost the connection to the master: %s", self._node.config.name, error)
+        self.failure = error
 
     async def close(self) -> None:
         """Idempotent. Waits for orders under way."""

@@ -16,11 +16,11 @@ from contextlib import AbstractAsyncContextManager
 from moonpool.base.clock import AttendedClock
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import MoonpoolError
+from moonpool.base.log import RateLimitedLog
 from moonpool.base.rpc import AsyncClient
 from moonpool.base.units import format_nbytes
 from moonpool.node.config import NodeConfig
 from moonpool.node.mount import CALL_TIMEOUT_S, Mount, Pause
-from moonpool.node.seldom import RateLimitedWarning
 from moonpool.node.ssd import LogLocation, MovedRecord, SsdConfig, SsdLog, SsdStats, StoredRecord
 from moonpool.store.messages import (
     Doubt,
@@ -160,7 +160,7 @@ class LogMaintenance:
         self._release_at_s: dict[int, float] = {}  # by number of an emptied file
         # Readers with a lease are not to lose their time because this process stood still.
         self._clock = AttendedClock(2 * _COMPACT_EVERY_S)
-        self._complaints = RateLimitedWarning(_LOG, f"{ssd.segment.name}: the log is not tidied: %s")
+        self._rare_log = RateLimitedLog(_LOG)
 
     async def attend(self, client: AsyncClient) -> None:
         """Until the connection is lost."""
@@ -172,7 +172,7 @@ class LogMaintenance:
             except MoonpoolError as error:
                 if client.closed.is_set():
                     raise
-                self._complaints.warn(error)
+                self._rare_log.warning("%s: the log is not compacted: %s", self._ssd.segment.name, error)
                 moved = False
             await asyncio.sleep(0 if moved else self._pause_s())
 

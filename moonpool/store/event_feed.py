@@ -12,10 +12,11 @@ import contextlib
 import threading
 from collections.abc import AsyncGenerator, Iterator
 
+from moonpool.base.backoff import Backoff
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import MoonpoolError, Overloaded, Unavailable
 from moonpool.base.rpc import AsyncClient
-from moonpool.store.client.master_client import pauses
+from moonpool.store.client.master_client import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from moonpool.store.messages import SERVICE, EventBatch, Subscribe
 
 _JOIN_TIMEOUT_S = 5.0
@@ -113,7 +114,7 @@ class _Follower:
         self.since = since
         self._address, self._name, self._retry_s = address, name, retry_s
         self._snapshot: int | None = None
-        self._waits = pauses()
+        self._backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, immediate=True)
         self._patience: Deadline | None = None  # runs from a break until there is a connection again
 
     async def batches(self) -> AsyncGenerator[EventBatch, None]:
@@ -127,7 +128,7 @@ class _Follower:
                 if self._patience.expired():
                     self._patience = None
                     raise
-            await asyncio.sleep(next(self._waits))
+            await asyncio.sleep(self._backoff.next_s())
 
     async def _connection(self) -> AsyncGenerator[EventBatch, None]:
         client = await AsyncClient.connect(self._address, SERVICE, name=self._name)
@@ -141,7 +142,7 @@ class _Follower:
             client.close()
 
     def _note(self, batch: EventBatch) -> None:
-        self._waits = pauses()
+        self._backoff.reset()
         if batch.snapshot:
             self._snapshot = batch.sequence
         self.since = None if batch.sequence == self._snapshot else batch.sequence

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from moonpool.base.backoff import Backoff
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import DeadlineExceeded, NotFound
 from moonpool.store import messages as m
@@ -59,7 +60,7 @@ class PoolTasks:
 
         NotFound when it is not known, DeadlineExceeded when it still runs.
         """
-        deadline, pause_s = Deadline(timeout_s), _FIRST_POLL_S
+        deadline, backoff = Deadline(timeout_s), Backoff(_FIRST_POLL_S, _LONGEST_POLL_S)
         while True:
             task = self.query(task_id)
             if task is None:
@@ -70,5 +71,4 @@ class PoolTasks:
                 raise DeadlineExceeded(
                     f"task {task_id} has done {task.num_done} of {task.num_total} after {timeout_s:g} s"
                 )
-            time.sleep(min(pause_s, deadline.remaining_s()))
-            pause_s = min(2 * pause_s, _LONGEST_POLL_S)
+            time.sleep(min(backoff.next_s(), deadline.remaining_s()))

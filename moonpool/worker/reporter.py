@@ -12,9 +12,11 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from moonpool.base.backoff import Backoff
 from moonpool.base.cluster import CONDUCTOR_SERVICE, RegisterWorker, ReportWorker, WorkerInfo, WorkerLoad
 from moonpool.base.errors import MoonpoolError
 from moonpool.base.rpc import AsyncClient
+from moonpool.base.rpc.reconnect import ReconnectingClient
 from moonpool.engine.scheduler import Scheduler
 from moonpool.worker.samples import Samples
 
@@ -93,32 +95,38 @@ class WorkerReporter:
         self.registered = asyncio.Event()
 
     async def run(self) -> None:
-        """Until cancelled."""
-        while True:
-            try:
-                await self._stay_registered()
-            except MoonpoolError as error:
-                if self.registered.is_set():
-                    _LOG.warning("lost the conductor: %s", error)
-            self.registered.clear()
-            await asyncio.sleep(_RECONNECT_S)
-
-    async def _stay_registered(self) -> None:
-        client = await AsyncClient.connect(
-            self._address, CONDUCTOR_SERVICE, name=self._info.name, incarnation=self._info.incarnation
+        """Stay registered until cancelled."""
+        conductor = ReconnectingClient(
+            self._address,
+            CONDUCTOR_SERVICE,
+            [self._report],
+            name=self._info.name,
+            incarnation=self._info.incarnation,
+            backoff=Backoff(_RECONNECT_S, _RECONNECT_S),
+            on_lost=self._on_lost,
         )
-        with contextlib.closing(client):
-            await client.call(RegisterWorker(info=self._info))
-            sequence, silent_s = 1, 0.0
-            load: WorkerLoad | None = None
-            while sequence == 1 or not self._must_start_over():
-                report = await self._ask(sequence)
-                silent_s += self._interval_s
-                if _has_news(report) or report.load != load or silent_s >= _HEARTBEAT_S:
-                    await client.call(report)
-                    sequence, silent_s, load = sequence + 1, 0.0, report.load
-                    self.registered.set()
-                await asyncio.sleep(self._interval_s)
+        with contextlib.closing(conductor):
+            await conductor.run()
+
+    def _on_lost(self, error: MoonpoolError, was_connected: bool) -> None:
+        if self.registered.is_set():
+            _LOG.warning("lost the conductor: %s", error)
+        self.registered.clear()
+
+    async def _report(self, client: AsyncClient) -> None:
+        """Register and send reports. Return when events were dropped: then a new registration has to list all keys."""
+        await client.call(RegisterWorker(info=self._info))
+        sequence, silent_s = 1, 0.0
+        load: WorkerLoad | None = None
+        while sequence == 1 or not self._must_start_over():
+            report = await self._ask(sequence)
+            silent_s += self._interval_s
+            if _has_news(report) or report.load != load or silent_s >= _HEARTBEAT_S:
+                await client.call(report)
+                sequence, silent_s, load = sequence + 1, 0.0, report.load
+                self.registered.set()
+            await asyncio.sleep(self._interval_s)
+        self.registered.clear()
 
 
 def _has_news(report: ReportWorker) -> bool:

@@ -18,7 +18,6 @@ from moonpool.transfer.transports.tcp.guard import (
     CallerSide,
     Guard,
     OwnerSide,
-    RateLimitedLog,
     read_refusal,
 )
 
@@ -144,10 +143,3 @@ def test_an_unproven_owner_is_not_believed() -> None:
     assert isinstance(read_refusal(NotFound("the segment is gone")), Unauthorized)
     assert isinstance(read_refusal(ProtocolError("what?")), Unauthorized)
     assert isinstance(read_refusal(Overloaded("later")), Overloaded)
-
-
-def test_attempts_are_logged_once_per_address_and_minute() -> None:
-    log = RateLimitedLog(every_s=60, max_addresses=3)
-    assert [log.is_due("a", now_s) for now_s in (0, 1, 59.9, 60, 61, 130)] == [True, False, False, True, False, True]
-    assert [log.is_due(name, 131) for name in "bcde"] == [True, True, False, False]
-    assert log.is_due("e", 200)

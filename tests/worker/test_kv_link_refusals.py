@@ -16,27 +16,20 @@ from moonpool.worker.kv_link.outbox import SendQueue, Urgency
 from moonpool.worker.kv_link.pieces import HostPieces
 from moonpool.worker.kv_link.pool_health import PoolHealth
 from moonpool.worker.kv_link.push import DecodePeers, PoolWriter, Push
-from moonpool.worker.kv_link.refusals import RefusalLog
 from moonpool.worker.messages import Ticket, TokenOut
 
 LAYOUT = KvLayout(num_pages=1, num_layers=1, num_kv_heads=1, block_tokens=4, head_dim=4, dtype="float32")
 
 
 def test_each_refusal_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    log = RefusalLog("nothing is reused")
+    health = PoolHealth()
     for error in (Unauthorized("a: set secret_file"), Unauthorized("b: set secret_file"), PeerLost("c"), None) * 3:
-        log.note(error)
+        health.note(error)
+    advice = "its blocks are misses and none is put there until this setting is corrected"
     assert [record.getMessage() for record in caplog.records] == [
-        "a: set secret_file; until this is set right nothing is reused",
-        "b: set secret_file; until this is set right nothing is reused",
+        f"a: set secret_file; {advice}",
+        f"b: set secret_file; {advice}",
     ]
-
-
-def test_the_log_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
-    log = RefusalLog("nothing is reused")
-    for number in range(1000):
-        log.note(Unauthorized(f"port {number}"))
-    assert len(caplog.records) < 100
 
 
 def test_a_pool_that_refuses_is_logged_and_does_not_rest(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moonpool.base.backoff import Backoff
 from moonpool.base.clock import late_s
 from moonpool.base.errors import ConfigError
 
@@ -59,23 +60,21 @@ class Breaker:
         self.is_open = False
         self.num_openings = 0
         self._opened_s = self._closed_s = -limits.calm_s
-        self._next_pause_s = limits.first_probe_s
+        self._backoff = Backoff(limits.first_probe_s, limits.longest_probe_s)
 
     def open(self, now_s: float) -> bool:
         """True when it was closed."""
         if self.is_open:
             return False
         if now_s - self._closed_s >= self._limits.calm_s:
-            self._next_pause_s = self._limits.first_probe_s
+            self._backoff.reset()
         self.is_open, self._opened_s = True, now_s
         self.num_openings += 1
         return True
 
     def next_probe_s(self) -> float:
         """How long to wait before the next probe; each time longer, up to the limit."""
-        pause_s = self._next_pause_s
-        self._next_pause_s = min(2 * pause_s, self._limits.longest_probe_s)
-        return pause_s
+        return self._backoff.next_s()
 
     def close(self, now_s: float) -> float:
         """A probe got an answer. Returns for how long it was open."""

@@ -19,13 +19,13 @@ from moonpool.base.errors import (
     NotFound,
     Unavailable,
 )
+from moonpool.base.log import RateLimitedLog
 from moonpool.integrations.mooncake.codes import ErrorCode, code_of, transfer_code_of
 from moonpool.integrations.mooncake.pool import MooncakePool
 from moonpool.integrations.mooncake.registered_memory import RegisteredMemory
 from moonpool.integrations.mooncake.replicate_config import ReplicateConfig
 from moonpool.integrations.mooncake.session import MooncakeSession
 from moonpool.integrations.mooncake.setup_config import SetupConfig
-from moonpool.node.seldom import RateLimitedWarning
 
 _LOG = logging.getLogger(__name__)
 _BY_POSITION = (
@@ -48,7 +48,7 @@ class BaseStore:
         self._session: MooncakeSession | None = None
         self._memory = RegisteredMemory()
         self._lifecycle = threading.Lock()
-        self._outages = RateLimitedWarning(_LOG, "the pool, or a part of it, is out of reach: %s")
+        self._rare_log = RateLimitedLog(_LOG)
 
     def setup(self, local_hostname: str | Mapping[str, Any], *settings: Any, **named: Any) -> int:
         """Either one mapping of settings, or local_hostname, metadata_server, global_segment_size,
@@ -160,7 +160,7 @@ class BaseStore:
         if isinstance(error, BreakerOpen) or (isinstance(error, Unavailable) and what.startswith("get")):
             _LOG.debug("%s: %s", what, error)
         elif isinstance(error, Unavailable):
-            self._outages.warn(error)
+            self._rare_log.warning("the pool, or a part of it, cannot be reached: %s", error)
         elif not isinstance(error, NotFound):
             _LOG.warning("%s: %s (%d)", what, error, code_of(error))
 

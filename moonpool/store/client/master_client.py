@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from itertools import islice
 from typing import TypeVar
 
+from moonpool.base.backoff import Backoff
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import BreakerOpen, PeerLost, PeerSilent
 from moonpool.base.rpc import BlockingClient, Call
@@ -23,15 +23,6 @@ R = TypeVar("R")
 FIRST_PAUSE_S = 0.02
 LONGEST_PAUSE_S = 0.5
 _PROBE_TIMEOUT_S = 2.0
-
-
-def pauses() -> Iterator[float]:
-    """How long to wait before each attempt after the first. A connection that broke while idle is made anew at once."""
-    yield 0.0
-    pause_s = FIRST_PAUSE_S
-    while True:
-        yield pause_s
-        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
 class MasterClient:
@@ -100,10 +91,10 @@ class MasterClient:
         """Waits, again and again, before what the master has refused for the time being is tried once more. Ends when
         `retry_s` have passed, or with close().
         """
-        patience = Deadline(self._retry_s)
-        for pause_s in islice(pauses(), 1, None):
-            self._closed.wait(min(pause_s, patience.remaining_s()))
-            if self._closed.is_set() or patience.expired():
+        deadline, backoff = Deadline(self._retry_s), Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        while True:
+            self._closed.wait(min(backoff.next_s(), deadline.remaining_s()))
+            if self._closed.is_set() or deadline.expired():
                 return
             yield
 

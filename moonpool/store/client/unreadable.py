@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
+from moonpool.base.backoff import Backoff
 from moonpool.base.errors import BreakerOpen, Cancelled, HandleClosed, MoonpoolError, Unauthorized, Unavailable
 from moonpool.store.messages import Placement
 
@@ -72,9 +73,8 @@ class UnreadableSegments:
             looking.join(_JOIN_TIMEOUT_S)
 
     def _look_again(self) -> None:
-        pause_s = _FIRST_PAUSE_S
-        while not self._ended.wait(pause_s):
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+        while not self._ended.wait(backoff.next_s()):
             over = [key for key, failure in list(self._failures.items()) if self._is_over(failure.place)]
             for segment, _ in over:
                 _LOG.info("segment %s can be read again, or its node has come back with another", segment)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from moonpool.base.backoff import backoff_s
 from moonpool.base.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -96,7 +97,7 @@ class PathLoad:
             return  # the same failure, seen by another slice that was under way
         self.state, self.error = PathState.RESTING, error
         self.num_failures += 1
-        self.rest_until_s = now_s + min(config.first_rest_s * 2.0 ** min(self.num_failures - 1, 30), config.max_rest_s)
+        self.rest_until_s = now_s + backoff_s(self.num_failures - 1, config.first_rest_s, config.max_rest_s)
         if isinstance(error, DeadlineExceeded):
             # Perhaps it is alive and slower than believed: smaller slices next time.
             self.throughput = max(self.throughput / 2, config.min_slice_nbytes / config.slice_timeout_s)

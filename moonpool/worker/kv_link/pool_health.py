@@ -7,9 +7,14 @@ let this worker in answers at once too, but says what to do: that goes to the lo
 
 from __future__ import annotations
 
+import logging
+import math
+
 from moonpool.base.clock import Clock, SystemClock
-from moonpool.base.errors import DeadlineExceeded, MoonpoolError
-from moonpool.worker.kv_link.refusals import RefusalLog
+from moonpool.base.errors import DeadlineExceeded, MoonpoolError, Unauthorized
+from moonpool.base.log import RateLimitedLog
+
+_LOG = logging.getLogger(__name__)
 
 
 class PoolHealth:
@@ -19,7 +24,7 @@ class PoolHealth:
         self.rest_s = rest_s
         self._clock: Clock = clock or SystemClock()
         self._rests_until_s: float | None = None
-        self._refusals = RefusalLog("its blocks are misses, and none is put there")
+        self._refusal_log = RateLimitedLog(_LOG, interval_s=math.inf)  # a refusal lasts until a setting changes
 
     @property
     def rests(self) -> bool:
@@ -28,6 +33,9 @@ class PoolHealth:
 
     def note(self, error: MoonpoolError | None) -> None:
         """Every error that the pool caused; None and all but a missed deadline change nothing."""
-        self._refusals.note(error)
+        if isinstance(error, Unauthorized):
+            self._refusal_log.warning(
+                "%s; its blocks are misses and none is put there until this setting is corrected", error, key=str(error)
+            )
         if isinstance(error, DeadlineExceeded):
             self._rests_until_s = self._clock.now_s() + self.rest_s

@@ -8,6 +8,8 @@ was preempted or rewound computes them again): the last bytes and the last check
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -19,6 +21,7 @@ from moonpool.base.clock import Clock, SystemClock
 from moonpool.base.cluster import WORKER_SERVICE
 from moonpool.base.errors import Cancelled, Internal, MoonpoolError, PeerLost, Unauthorized, Unavailable
 from moonpool.base.keys import object_key
+from moonpool.base.log import RateLimitedLog
 from moonpool.base.object_header import ObjectKind
 from moonpool.base.rpc import BlockingClient, Call
 from moonpool.store.client import StoreClient
@@ -29,8 +32,9 @@ from moonpool.transfer.transports.base import RemoteSegment
 from moonpool.worker.kv_link.outbox import SendQueue, Urgency
 from moonpool.worker.kv_link.pieces import PieceMemory
 from moonpool.worker.kv_link.pool_health import PoolHealth
-from moonpool.worker.kv_link.refusals import RefusalLog
 from moonpool.worker.messages import AbortHandoff, CommitHandoff, OpenHandoff, Ticket, TokenOut
+
+_LOG = logging.getLogger(__name__)
 
 _HANDOFF_TIMEOUT_S = 10.0
 _KEEP_EVERY_S = 5.0  # well within the time after which the pool discards an unfinished put
@@ -127,7 +131,7 @@ class DecodePeers:
         self._name = name
         self._closed = False
         self._clients: dict[str, BlockingClient] = {}
-        self.refusal_log = RefusalLog("its requests fail")
+        self.refusal_log = RateLimitedLog(_LOG, interval_s=math.inf)  # a refusal lasts until a setting changes
 
     def get(self, address: str) -> BlockingClient:
         if self._closed:
@@ -253,7 +257,7 @@ class Push:
         if not isinstance(error, Unauthorized):
             return error
         message = f"this prefill worker cannot write to the decode worker at {self._ticket.address}: {error}"
-        self._peers.refusal_log.note(Unauthorized(message))
+        self._peers.refusal_log.warning("%s; its requests fail until this setting is corrected", message, key=message)
         return Unavailable(message)
 
     def _commit(self, first: TokenOut, num_tokens: int) -> MoonpoolError | None:

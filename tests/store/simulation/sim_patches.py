@@ -19,18 +19,17 @@ import moonpool.base.rpc.aio_server
 import moonpool.base.rpc.blocking
 import moonpool.base.rpc.intake
 import moonpool.base.rpc.probed
+import moonpool.base.rpc.reconnect
 import moonpool.base.rpc.silence
 import moonpool.master.service
 import moonpool.master.state.copies
 import moonpool.master.state.removal_reasons
 import moonpool.master.state.segments
 import moonpool.master.state.snapshot
-import moonpool.node.link
 import moonpool.node.mount
 import moonpool.node.offloading
 import moonpool.node.orders
 import moonpool.node.replicas
-import moonpool.node.seldom
 import moonpool.node.service
 import moonpool.node.session_registry
 import moonpool.node.ssd.folder
@@ -88,7 +87,7 @@ class _Thread:
 
 
 def _call_from_thread(self: Any, call: Any, *, timeout_s: float) -> Any:
-    """MasterLink's, for simulated threads."""
+    """ReconnectingClient's, for simulated threads."""
     client = self.client
     if client is None:
         raise PeerLost("the master is not connected")
@@ -205,7 +204,6 @@ def _patches() -> list[tuple[Any, str, Any]]:
         ],
         *[(module, "time", time) for module in (moonpool.base.rpc.aio_server, moonpool.base.rpc.intake)],
         (moonpool.base.rpc.aio_server, "bind_private", lambda path: path),
-        (moonpool.node.seldom, "time", time),
         (moonpool.base.rpc.blocking, "socket", SimSocketModule(lambda: _world().network)),
         *[
             (module, "threading", threading)
@@ -260,7 +258,7 @@ def _patches() -> list[tuple[Any, str, Any]]:
                 open=lambda name, path, incarnation: SimFolder(name, f"{path}/", _world().disks, incarnation)
             ),
         ),
-        (moonpool.node.link.MasterLink, "call_from_thread", _call_from_thread),
+        (moonpool.base.rpc.reconnect.ReconnectingClient, "call_from_thread", _call_from_thread),
         *[
             (module, "os", disks)
             for module in (

@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 import socket
 import ssl
-import threading
 from collections.abc import Callable
 
-from moonpool.base.clock import Deadline, SystemClock
+from moonpool.base.clock import Deadline
 from moonpool.base.errors import MoonpoolError, Overloaded, Unauthorized
+from moonpool.base.log import RateLimitedLog
 from moonpool.base.tls import explain_tls
 from moonpool.transfer.transports.sockets import part_ways, receive_exactly, send_all, wait_readable
 from moonpool.transfer.transports.tcp import tls as tcp_tls
 from moonpool.transfer.transports.tcp.frames import pack_refusal
-from moonpool.transfer.transports.tcp.guard import FRAME_NBYTES, Guard, OwnerSide, RateLimitedLog
+from moonpool.transfer.transports.tcp.guard import FRAME_NBYTES, Guard, OwnerSide
 
 _log = logging.getLogger(__name__)
 _TLS_HANDSHAKE = b"\x16"  # the first byte of whoever opens a TLS connection
@@ -26,9 +26,7 @@ class ConnectionLimiter:
 
     def __init__(self, guard: Guard) -> None:
         self.guard = guard
-        self._log = RateLimitedLog()
-        self._clock = SystemClock()
-        self._lock = threading.Lock()
+        self._rare_log = RateLimitedLog(_log)
 
     def wrap(self, sock: socket.socket) -> socket.socket:
         """The connection as it will be used; takes `sock` over. Says nothing yet."""
@@ -58,10 +56,8 @@ class ConnectionLimiter:
     def turn_away(self, sock: socket.socket, address: str, error: MoonpoolError | ssl.SSLError) -> None:
         """Tells the caller why, where the two understand each other, and the log if it was not told lately."""
         why = explain_tls(error) if isinstance(error, ssl.SSLError) else str(error)
-        with self._lock:
-            due = not isinstance(error, Overloaded) and self._log.is_due(address, self._clock.now_s())
-        if due:
-            _log.warning("tcp: %s was not let in: %s", address, why)
+        if not isinstance(error, Overloaded):
+            self._rare_log.warning("tcp: %s was not let in: %s", address, why, key=address)
         if isinstance(error, MoonpoolError):
             send_all(sock, [pack_refusal(0, error)], Deadline(_FAREWELL_S))
         part_ways(sock, Deadline(_FAREWELL_S))

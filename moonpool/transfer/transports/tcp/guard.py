@@ -162,22 +162,6 @@ def read_refusal(error: MoonpoolError) -> MoonpoolError:
     )
 
 
-class RateLimitedLog:
-    """Says which attempts to log: each address once a minute, few addresses. Bounded, so that nobody fills a disk."""
-
-    def __init__(self, every_s: float = 60.0, max_addresses: int = 64) -> None:
-        self._every_s = every_s
-        self._max_addresses = max_addresses
-        self._logged_s: dict[str, float] = {}
-
-    def is_due(self, address: str, now_s: float) -> bool:
-        self._logged_s = {a: at_s for a, at_s in self._logged_s.items() if now_s - at_s < self._every_s}
-        if address in self._logged_s or len(self._logged_s) >= self._max_addresses:
-            return False
-        self._logged_s[address] = now_s
-        return True
-
-
 def _proof(secret: Secret | None, role: bytes, caller_nonce: bytes, owner_nonce: bytes) -> bytes:
     if secret is None:
         return _NOTHING

@@ -1,0 +1,123 @@
+"""A connection that is made again when it is lost, with what runs on it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from moonpool.base.backoff import Backoff
+from moonpool.base.errors import MoonpoolError, NotFound, PeerLost
+from moonpool.base.rpc import AsyncClient, Call, RpcServer
+from moonpool.base.rpc.reconnect import ReconnectingClient
+
+
+class Echo(Call[int]):
+    number: int
+
+
+class Owner:
+    """Notes what it is told; its first duty does what `todo` says, once per connection."""
+
+    def __init__(self, address: str) -> None:
+        self.todo: list[str] = []
+        self.lost: list[tuple[type[MoonpoolError], bool]] = []
+        self.num_cancelled = 0
+        self.connections: asyncio.Queue[AsyncClient] = asyncio.Queue()
+        self.link = ReconnectingClient(
+            address,
+            "testing",
+            [self.act, self.wait],
+            name="t",
+            backoff=Backoff(0.01, 0.01),
+            on_lost=lambda error, was_connected: self.lost.append((type(error), was_connected)),
+        )
+
+    async def act(self, client: AsyncClient) -> None:
+        assert await client.call(Echo(3)) == 3
+        self.connections.put_nowait(client)
+        match self.todo.pop(0) if self.todo else "wait":
+            case "return":
+                return
+            case "raise":
+                raise NotFound("no such thing")
+            case "bug":
+                raise ValueError("a bug")
+        await asyncio.Event().wait()
+
+    async def wait(self, client: AsyncClient) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.num_cancelled += 1
+
+    async def connected(self) -> AsyncClient:
+        async with asyncio.timeout(10):
+            return await self.connections.get()
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[tuple[RpcServer, str]]:
+    server = RpcServer("testing", {Echo: lambda call, peer: call.number})
+    address = f"unix:{tmp_path}/s"
+    await server.listen(address)
+    yield server, address
+    await server.close()
+
+
+@contextlib.asynccontextmanager
+async def running(owner: Owner) -> AsyncIterator[asyncio.Task[None]]:
+    task = asyncio.create_task(owner.link.run())
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        owner.link.close()
+
+
+@pytest.mark.parametrize(("end", "error"), [("return", PeerLost), ("raise", NotFound)])
+async def test_a_duty_that_ends_makes_a_new_connection(
+    server: tuple[RpcServer, str], end: str, error: type[MoonpoolError]
+) -> None:
+    owner = Owner(server[1])
+    owner.todo = [end]
+    async with running(owner):
+        first, second = await owner.connected(), await owner.connected()
+        assert first.closed.is_set()
+        assert owner.link.client is second
+        assert owner.lost == [(error, True)]
+        assert owner.num_cancelled == 1
+        answer = await asyncio.to_thread(owner.link.call_from_thread, Echo(5), timeout_s=5.0)
+        assert answer == 5
+
+
+async def test_an_outage_is_told_and_ends_with_a_connection(server: tuple[RpcServer, str], tmp_path: Path) -> None:
+    owner = Owner(server[1])
+    async with running(owner):
+        await owner.connected()
+        await server[0].close()
+        async with asyncio.timeout(10):
+            while len(owner.lost) < 3:  # noqa: ASYNC110 - a list that grows
+                await asyncio.sleep(0.01)
+        assert owner.link.client is None
+        with pytest.raises(PeerLost, match="not connected"):
+            owner.link.call_from_thread(Echo(5), timeout_s=1.0)
+        assert owner.lost[0] == (PeerLost, True)
+        assert set(owner.lost[1:]) == {(PeerLost, False)}
+        again = RpcServer("testing", {Echo: lambda call, peer: call.number})
+        await again.listen(server[1])
+        await owner.connected()
+    await again.close()
+
+
+async def test_a_bug_ends_it(server: tuple[RpcServer, str]) -> None:
+    owner = Owner(server[1])
+    owner.todo = ["bug"]
+    async with running(owner) as task:
+        await asyncio.wait([task], timeout=10)
+        with pytest.raises(ValueError, match="a bug"):
+            task.result()
