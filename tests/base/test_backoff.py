@@ -31,6 +31,11 @@ def test_the_first_retry_may_follow_at_once() -> None:
     assert attempts_s(Backoff(1.0, 2.0, immediate=True), 5.0) == [0.0, 0.0, 1.0, 3.0, 5.0]
 
 
+def test_the_pauses_of_a_client_that_waits_for_its_master() -> None:
+    backoff = Backoff(0.02, 0.5, immediate=True)
+    assert [backoff.next_s() for _ in range(9)] == [0.0, 0.02, 0.04, 0.08, 0.16, 0.32, 0.5, 0.5, 0.5]
+
+
 @pytest.mark.parametrize("immediate", [False, True])
 def test_a_reset_begins_again(immediate: bool) -> None:
     backoff = Backoff(0.02, 0.5, immediate=immediate)

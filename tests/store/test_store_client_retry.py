@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from store_pool import LoopThread
 
 from moonpool.base.errors import DeadlineExceeded, PeerLost
 from moonpool.base.rpc import RpcPeer, RpcServer
-from moonpool.store.client.master_client import LONGEST_PAUSE_S, MasterClient, pauses
+from moonpool.store.client.master_client import MasterClient
 from moonpool.store.messages import SERVICE, Exist
 
 
@@ -60,11 +59,6 @@ def master(tmp_path: Path) -> Iterator[FakeMaster]:
 def line_to(master: FakeMaster, **limits: float | None) -> MasterClient:
     given = {"connect_timeout_s": 1.0, "timeout_s": 10.0, "retry_s": 10.0, **limits}
     return MasterClient(master.address, name="t", **given)  # type: ignore[arg-type]
-
-
-def test_pauses_grow_to_a_limit() -> None:
-    found = list(islice(pauses(), 9))
-    assert found == [0.0, 0.02, 0.04, 0.08, 0.16, 0.32, LONGEST_PAUSE_S, LONGEST_PAUSE_S, LONGEST_PAUSE_S]
 
 
 def test_a_restart_is_ridden_through(master: FakeMaster) -> None:
