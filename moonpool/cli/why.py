@@ -18,7 +18,7 @@ from moonpool.base.run_dirs import CONDUCTOR, live_run_dirs, socket_address
 from moonpool.cli.pool import HexOption, MasterOption, pool
 from moonpool.conductor.messages import ExplainedRecord, ExplainRequest
 from moonpool.frontend.record_ids import bare_id
-from moonpool.master.state.removal_reasons import NEVER_STORED
+from moonpool.master.state.changes import NEVER_STORED
 from moonpool.store.keys_text import read_key
 
 _ASK_S = 5.0

@@ -5,14 +5,21 @@ An announcement lasts for its time to live and is renewed by its owner, so that 
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import InvalidInput, Overloaded
+from moonpool.base.metrics import REPORT_EVERY_S, RoleMetrics
 from moonpool.transfer.directory import check_newer
 
 MAX_ANNOUNCEMENTS = 100_000
 MAX_TTL_S = 3600.0
+_MAX_REPORTS, _MAX_SAMPLES = 4096, 1000
+_REPORTING_ROLE = "node"
+_NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]{0,199}", re.ASCII)
+_KINDS = ("gauge", "counter", "histogram")
+_FORGET_AFTER_S = 3 * REPORT_EVERY_S
 
 
 class _Announcement(NamedTuple):
@@ -55,3 +62,41 @@ class SegmentBoard:
         """Drops what has run out."""
         for name in [name for name, known in self._known.items() if now_s >= known.until_s]:
             del self._known[name]
+
+
+class ReportedMetrics:
+    """The newest report of each role that reports by itself; forgotten when no other follows. Bounded."""
+
+    def __init__(self) -> None:
+        self._reports: dict[tuple[str, str], tuple[RoleMetrics, float]] = {}
+
+    def take(self, report: RoleMetrics, now_s: float) -> None:
+        """InvalidInput when it is no report of a node, Overloaded when more nodes report than there can be."""
+        _check_report(report)
+        self._forget_old(now_s)
+        key = (report.role, report.name)
+        if key not in self._reports and len(self._reports) >= _MAX_REPORTS:
+            raise Overloaded(f"{_MAX_REPORTS} roles report their metrics already")
+        self._reports[key] = (report, now_s)
+
+    def lately(self, now_s: float) -> list[RoleMetrics]:
+        self._forget_old(now_s)
+        return [report for _, (report, _) in sorted(self._reports.items())]
+
+    def _forget_old(self, now_s: float) -> None:
+        oldest_s = now_s - _FORGET_AFTER_S
+        self._reports = {key: each for key, each in self._reports.items() if each[1] >= oldest_s}
+
+
+def _check_report(report: RoleMetrics) -> None:
+    """One wrong name would spoil the whole page: Prometheus refuses a page with a line that it cannot read."""
+    if report.role != _REPORTING_ROLE:
+        raise InvalidInput(f"only a {_REPORTING_ROLE} reports its metrics", param="metrics")
+    samples = [sample for family in report.families for sample in family.samples]
+    if len(samples) > _MAX_SAMPLES:
+        raise InvalidInput(f"a report has at most {_MAX_SAMPLES} samples", param="metrics")
+    names = {name for sample in samples for name in (sample.name, *sample.labels)}
+    wrong = [name for name in names | {each.name for each in report.families} if not _NAME.fullmatch(name)]
+    wrong += [each.kind for each in report.families if each.kind not in _KINDS]
+    if wrong:
+        raise InvalidInput(f"{wrong[0][:80]!r} cannot be in a report of metrics", param="metrics")

@@ -3,18 +3,58 @@
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from moonpool.base.errors import MoonpoolError
-from moonpool.base.metrics import GetMetrics, GetReportedMetrics, ReportMetrics, process_metrics
+from moonpool.base.metrics import (
+    GetMetrics,
+    GetReportedMetrics,
+    MetricFamily,
+    MetricSample,
+    ReportMetrics,
+    process_metrics,
+)
 from moonpool.base.rpc import Call, RpcPeer
-from moonpool.master.idempotency_cache import IdempotencyCache
-from moonpool.master.metrics import ReportedMetrics, pool_metrics
+from moonpool.master.board import ReportedMetrics
+from moonpool.master.journal import JournalHealth
 from moonpool.store import messages as m
 
 if TYPE_CHECKING:
     from moonpool.master.service import Master
+
+_GAUGES = {
+    "puts_in_progress": "puts begun and not ended",
+    "orders_in_progress": "copies, offloads and drops that nodes were asked for",
+    "objects_away": "objects on SSDs of nodes that are away",
+}
+MAX_ERRANDS = 16_384
+MAX_ANSWERS = 1 << 20  # in all errands together; one that has more is kept alone
+R = TypeVar("R")
+
+
+class IdempotencyCache:
+    """Remembers the last ones: MAX_ERRANDS, or fewer with MAX_ANSWERS answers."""
+
+    def __init__(self) -> None:
+        self._done: OrderedDict[int, tuple[object, int]] = OrderedDict()
+        self._num_answers = 0
+
+    def once(self, number: int, num_answers: int, act: Callable[[], R]) -> R:
+        """What `act` returned when it came first. What it raises is not kept; number 0 is none."""
+        if not number:
+            return act()
+        if number in self._done:
+            return self._done[number][0]  # type: ignore[return-value]
+        result = act()
+        self._done[number] = result, num_answers
+        self._num_answers += num_answers
+        while len(self._done) > MAX_ERRANDS or (self._num_answers > MAX_ANSWERS and len(self._done) > 1):
+            _, (_, num_gone) = self._done.popitem(last=False)
+            self._num_answers -= num_gone
+        return result
+
 
 Handler = Callable[[Any, RpcPeer], Any]
 
@@ -142,3 +182,48 @@ def _tasks(master: Master) -> dict[type[Call[Any]], Handler]:
         m.DrainSegment: lambda c, _: state.drain(c.segment, now()),
         m.CancelTask: lambda c, _: state.cancel_task(c.task_id),
     }
+
+
+def pool_metrics(stats: m.StoreStats, journal: JournalHealth | None) -> list[MetricFamily]:
+    """Gauges per segment (and so per tier) and for the pool, and one counter of events by kind."""
+    segments = [
+        (each, {"segment": each.name, "node": each.node, "tier": (each.tier.name or "").lower()})
+        for each in stats.segments
+    ]
+    events = {name: value for name, value in stats.counters.items() if name not in _GAUGES}
+    families = [_gauge(f"moonpool_pool_{name}", text, [({}, stats.counters[name])]) for name, text in _GAUGES.items()]
+    if journal is not None:
+        families += [
+            _gauge("moonpool_journal_durable", "0: a restart may forget something", [({}, int(journal.durable))]),
+            _gauge("moonpool_journal_bytes", "to be replayed at a restart", [({}, journal.journal_nbytes)]),
+            _gauge("moonpool_journal_unsynced_bytes", "not yet on disk", [({}, journal.unsynced_nbytes)]),
+        ]
+    return [
+        *families,
+        _gauge("moonpool_pool_objects", "objects that can be read", [({}, stats.num_objects)]),
+        _gauge(
+            "moonpool_pool_segment_objects",
+            "replicas on a segment",
+            [(label, each.num_objects) for each, label in segments],
+        ),
+        _gauge(
+            "moonpool_pool_capacity_bytes",
+            "size of a segment",
+            [(label, each.capacity_nbytes) for each, label in segments],
+        ),
+        _gauge(
+            "moonpool_pool_used_bytes",
+            "bytes of a segment in use",
+            [(label, each.used_nbytes) for each, label in segments],
+        ),
+        MetricFamily(
+            "moonpool_pool_events",
+            "what happened to objects and look-ups, by kind",
+            "counter",
+            [MetricSample("moonpool_pool_events_total", {"event": name}, value) for name, value in events.items()],
+        ),
+    ]
+
+
+def _gauge(name: str, documentation: str, values: list[tuple[dict[str, str], int]]) -> MetricFamily:
+    return MetricFamily(name, documentation, "gauge", [MetricSample(name, label, value) for label, value in values])

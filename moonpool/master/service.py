@@ -21,11 +21,10 @@ from moonpool.base.errors import MoonpoolError
 from moonpool.base.rpc import RpcPeer, RpcServer
 from moonpool.master.board import SegmentBoard
 from moonpool.master.calls import handlers
-from moonpool.master.events import ChangeFeed
 from moonpool.master.journal import Journal, JournalConfig, JournalHealth, SnapshotWriter, forget
-from moonpool.master.order_streams import OrderStreams
 from moonpool.master.rules import PoolRules
 from moonpool.master.state import EPOCH_BITS, PoolState
+from moonpool.master.streams import ChangeFeed, OrderStreams
 from moonpool.store import messages as m
 
 _LOG = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from state_model import Claim, FakeNode, OpenPut, Stored, claims_on, held_puts, 
 
 from moonpool.master.rules import PoolRules
 from moonpool.master.state import PoolState
-from moonpool.master.state.removal_reasons import RemovalReason
+from moonpool.master.state.changes import RemovalReason
 from moonpool.master.state.table import Flag
 from moonpool.store import messages as m
 

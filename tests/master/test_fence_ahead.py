@@ -14,7 +14,7 @@ from state_pool import G, Pool
 from store_pool import MIB, LocalPool, wait_until
 
 from moonpool.base.errors import StaleGeneration
-from moonpool.master.state.generations import EPOCH_BITS, Generations
+from moonpool.master.state.space import EPOCH_BITS, Generations
 from moonpool.store import messages as m
 from moonpool.store.client import Put
 from moonpool.transfer.config import TransferConfig

@@ -19,10 +19,9 @@ from journal_world import image_of, put_back, replayed
 from moonpool.base.clock import VirtualClock
 from moonpool.base.errors import ConfigError
 from moonpool.master.journal import Journal, describe, forget
-from moonpool.master.journal import epoch as epoch_module
+from moonpool.master.journal import folder as folder_module
 from moonpool.master.journal import journal as journal_module
-from moonpool.master.journal.epoch import CLOCK_STARTS_S, WallClock, next_epoch
-from moonpool.master.journal.folder import JournalFolder
+from moonpool.master.journal.folder import CLOCK_STARTS_S, JournalFolder, WallClock, next_epoch
 
 WRITER = Path(__file__).with_name("journal_writer.py")
 
@@ -132,7 +131,7 @@ def test_an_epoch_that_cannot_be_kept_never_comes_again(tmp_path: Path, monkeypa
     for life, is_kept in enumerate([True, False, False, True, True, False, True]):
         with monkeypatch.context() as patch:
             if not is_kept:
-                patch.setattr(epoch_module, "keep_epoch", no_space)
+                patch.setattr(folder_module, "keep_epoch", no_space)
             given = next_epoch(folder, had_lives=life > 0, clock=wall.clock)
         assert (given.unkept is None) == is_kept
         seen.append(given.number)
@@ -144,7 +143,7 @@ def test_an_epoch_is_refused_when_neither_disk_nor_clock_can_give_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     next_epoch(JournalFolder(tmp_path), had_lives=False, clock=Wall(1000.0).clock)
-    monkeypatch.setattr(epoch_module, "keep_epoch", no_space)
+    monkeypatch.setattr(folder_module, "keep_epoch", no_space)
     with pytest.raises(ConfigError, match="make room on the disk or set the clock"):
         next_epoch(JournalFolder(tmp_path), had_lives=True, clock=Wall(500.0).clock)
 
@@ -157,7 +156,7 @@ def test_an_epoch_that_could_not_be_kept_is_kept_later(
     before.close()
     clock = VirtualClock()
     with monkeypatch.context() as patch:
-        patch.setattr(epoch_module, "keep_epoch", no_space)
+        patch.setattr(folder_module, "keep_epoch", no_space)
         patch.setattr(journal_module, "keep_epoch", no_space)
         journal, records = Journal.open(tmp_path, clock=clock)
         assert list(records) == [b"known"]

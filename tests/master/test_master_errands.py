@@ -8,7 +8,7 @@ import pytest
 from store_pool import MIB, LocalPool
 
 from moonpool.base.rpc import BlockingClient
-from moonpool.master.idempotency_cache import MAX_ANSWERS, MAX_ERRANDS, IdempotencyCache
+from moonpool.master.calls import MAX_ANSWERS, MAX_ERRANDS, IdempotencyCache
 from moonpool.store.client import Put
 from moonpool.store.messages import SERVICE, Remove, RemoveMatching
 

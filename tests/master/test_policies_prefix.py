@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from moonpool.master.policies import LeastRecentlyUsed, PrefixAware
 from moonpool.master.policies.base import EvictionPolicy
-from moonpool.master.policies.ghosts import Ghosts
-from moonpool.master.policies.reuse import EDGES, NUM_BINS, NUM_CLASSES, ReuseModel, bin_of, bins_of, count
+from moonpool.master.policies.columns import Ghosts
+from moonpool.master.policies.prefix import EDGES, NUM_BINS, NUM_CLASSES, ReuseModel, bin_of, bins_of, count
 
 KEYS = iter(range(1, 1 << 32, 104_729))
 

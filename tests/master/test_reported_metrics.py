@@ -6,8 +6,8 @@ import pytest
 
 from moonpool.base.errors import InvalidInput, Overloaded
 from moonpool.base.metrics import REPORT_EVERY_S, MetricFamily, MetricSample, RoleMetrics
-from moonpool.master import metrics
-from moonpool.master.metrics import ReportedMetrics
+from moonpool.master import board
+from moonpool.master.board import ReportedMetrics
 
 
 def report(name: str, value: float = 0.0, num_samples: int = 1) -> RoleMetrics:
@@ -31,7 +31,7 @@ def test_a_node_that_reports_no_more_is_forgotten() -> None:
 
 
 def test_reports_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "_MAX_REPORTS", 2)
+    monkeypatch.setattr(board, "_MAX_REPORTS", 2)
     reported = ReportedMetrics()
     with pytest.raises(InvalidInput):
         reported.take(report("large", num_samples=1001), now_s=0.0)

@@ -10,7 +10,7 @@ from state_pool import SESSION, G, Pool, descriptor
 
 from moonpool.base.errors import Corrupt
 from moonpool.master.state import PoolState, records, snapshot
-from moonpool.master.state.removal_reasons import RemovalReason
+from moonpool.master.state.changes import RemovalReason
 from moonpool.master.state.table import Replica
 from moonpool.store import messages as m
 

@@ -12,7 +12,7 @@ import pytest
 from store_pool import LocalPool, wait_until
 
 from moonpool.base.errors import AlreadyExists, MoonpoolError, NoSpace, Unavailable
-from moonpool.master.journal.log_file import JournalFile
+from moonpool.master.journal.frames import JournalFile
 from moonpool.master.state.members import Members
 from moonpool.store.client import Put, StoreClient
 from moonpool.store.client.put_request import PutRequest

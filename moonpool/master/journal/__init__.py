@@ -1,7 +1,7 @@
 """The master's memory across its lives: a folder of journals and snapshots. Knows nothing of what the records mean."""
 
 from moonpool.master.journal.journal import Journal, JournalConfig, JournalHealth, forget, snapshot_due
-from moonpool.master.journal.report import FileReport, FolderReport, describe
+from moonpool.master.journal.recovery import FileReport, FolderReport, describe
 from moonpool.master.journal.snapshot import SnapshotWriter
 
 __all__ = [

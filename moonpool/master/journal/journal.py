@@ -21,10 +21,8 @@ import msgspec
 
 from moonpool.base.clock import Clock, SystemClock
 from moonpool.base.errors import AlreadyExists, ConfigError, MoonpoolError, Unavailable
-from moonpool.master.journal.epoch import Epoch, keep_epoch, next_epoch
-from moonpool.master.journal.folder import FolderLock, JournalFolder, as_moonpool_error
-from moonpool.master.journal.frames import END, pack_records
-from moonpool.master.journal.log_file import JournalFile
+from moonpool.master.journal.folder import Epoch, FolderLock, JournalFolder, as_moonpool_error, keep_epoch, next_epoch
+from moonpool.master.journal.frames import END, JournalFile, pack_records
 from moonpool.master.journal.recovery import RecoveredJournal, put_right, recover
 from moonpool.master.journal.snapshot import SnapshotWriter
 

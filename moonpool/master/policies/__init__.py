@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from moonpool.base.errors import ConfigError
 from moonpool.master.policies.base import EvictionPolicy
-from moonpool.master.policies.lru import LeastRecentlyUsed
 from moonpool.master.policies.prefix import PrefixAware
 from moonpool.master.policies.s3fifo import S3Fifo
+from moonpool.master.policies.sweep import LeastRecentlyUsed
 
 __all__ = ["DEFAULT_POLICY", "POLICIES", "EvictionPolicy", "LeastRecentlyUsed", "PrefixAware", "S3Fifo", "make_policy"]
 

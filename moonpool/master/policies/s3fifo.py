@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moonpool.master.policies.base import insert_each
-from moonpool.master.policies.columns import CHUNK_SLOTS, grow, view
-from moonpool.master.policies.ghosts import Ghosts
+from moonpool.master.policies.columns import CHUNK_SLOTS, Ghosts, grow, view
 
 _SMALL_PART = 10  # one in so many is on trial
 _MAX_USES = 3

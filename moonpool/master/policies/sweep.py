@@ -157,3 +157,31 @@ class SweepPolicy(ABC):
     def _start_return(self) -> None:
         self._candidates.start_return()
         self._left_to_pass = len(self._candidates)
+
+
+class LeastRecentlyUsed(SweepPolicy):
+    def __init__(self) -> None:
+        super().__init__()
+        self._clock = 0  # counts references
+
+    def insert(self, slot: int, parent: int | None, nbytes: int, fingerprint: int) -> None:
+        if self._pending:
+            self._account()
+        self._enter(slot)
+        self._clock += 1
+        self._stamps[slot] = self._clock
+        self._candidates.add(slot)
+
+    def remove(self, slot: int) -> None:
+        if self._pending:
+            self._account()
+        self._leave(slot)
+
+    def _account(self) -> None:
+        pending, self._pending = self._pending, array("I")
+        # Where a slot comes twice, the later stamp stays.
+        view(self._stamps)[view(pending)] = np.arange(self._clock + 1, self._clock + 1 + len(pending))
+        self._clock += len(pending)
+
+    def _ranks(self, slots: NDArray[np.uint32]) -> NDArray[np.float64]:
+        return view(self._stamps)[slots].astype(np.float64)

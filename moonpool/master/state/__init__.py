@@ -1,6 +1,6 @@
 """The pool's state, which decides everything and touches nothing. See pool.py."""
 
-from moonpool.master.state.generations import EPOCH_BITS
 from moonpool.master.state.pool import PoolState
+from moonpool.master.state.space import EPOCH_BITS
 
 __all__ = ["EPOCH_BITS", "PoolState"]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from zlib import crc32
 
 from moonpool.master.state.index import ObjectIndex
-from moonpool.master.state.pending import PendingPut
+from moonpool.master.state.unfinished_puts import PendingPut
 
 LEAST = 16  # fewer are quicker one by one
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from moonpool.master.rules import PoolRules
+from moonpool.master.state.changes import RemovalReason
 from moonpool.master.state.index import ObjectIndex
-from moonpool.master.state.removal_reasons import RemovalReason
 from moonpool.master.state.segments import SegmentTable
 from moonpool.master.state.table import Flag
 

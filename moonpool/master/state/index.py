@@ -13,12 +13,11 @@ import numpy as np
 
 from moonpool.master.policies.base import EvictionPolicy
 from moonpool.master.rules import PoolRules
-from moonpool.master.state.changes import ChangeLog
+from moonpool.master.state.changes import ChangeLog, RemovalLog, RemovalReason
 from moonpool.master.state.key_index import Slots
 from moonpool.master.state.losses import UNKNOWN_OFFSET, Losses
 from moonpool.master.state.pins import PinnedObject, PinTable
 from moonpool.master.state.records import Outcomes, Pinned, Unpinned, Viewed
-from moonpool.master.state.removal_reasons import RemovalLog, RemovalReason
 from moonpool.master.state.segments import Place, SegmentTable
 from moonpool.master.state.space import SpaceReturns
 from moonpool.master.state.table import KEPT, Flag, ObjectTable, Replica

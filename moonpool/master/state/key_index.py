@@ -11,12 +11,28 @@ of others once in years of nothing but misses; and then a miss too, because obje
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moonpool.master.state.columns import Column
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python 3.11 and 3.12 do not name it
+_FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
+
+
+class Column:
+    """`length` values of one type ("B", "H", "I", "Q" or "d" as in struct), all zero at first."""
+
+    __slots__ = ("array", "cells")
+
+    def __init__(self, code: str, length: int) -> None:
+        dtype = np.dtype(code)
+        memory = mmap.mmap(-1, length * dtype.itemsize, flags=_FLAGS)
+        self.cells: memoryview[Any] = memoryview(memory).cast("B").cast(code)  # type: ignore[call-overload]
+        self.array: NDArray[Any] = np.frombuffer(memory, dtype=dtype)
+
 
 Hashes = NDArray[np.uint64]
 Slots = NDArray[np.int64]

@@ -12,8 +12,8 @@ from functools import lru_cache
 import re2
 
 from moonpool.base.errors import InvalidInput
+from moonpool.master.state.changes import RemovalReason
 from moonpool.master.state.index import ObjectIndex
-from moonpool.master.state.removal_reasons import RemovalReason
 from moonpool.master.state.table import Flag
 from moonpool.store.messages import ListedObject, ObjectPage, RemovedCount
 

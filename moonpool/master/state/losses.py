@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from moonpool.master.state.removal_reasons import RemovalReason
+from moonpool.master.state.changes import RemovalReason
 from moonpool.master.state.segments import SegmentTable
 from moonpool.master.state.table import Flag, Replica
 

@@ -22,25 +22,21 @@ from moonpool.master.policies.base import EvictionPolicy
 from moonpool.master.rules import PoolRules
 from moonpool.master.state import recovery, snapshot
 from moonpool.master.state.changes import Changes
-from moonpool.master.state.copies import Copies
 from moonpool.master.state.evictor import Evictor
-from moonpool.master.state.generations import EPOCH_BITS, Generations
-from moonpool.master.state.hot_keys import HotKeys
-from moonpool.master.state.identities import Identities
 from moonpool.master.state.index import FIRST_SESSION, ObjectIndex
 from moonpool.master.state.integrity import check_pool, object_spans
 from moonpool.master.state.listing import ObjectListing, remove
 from moonpool.master.state.members import Members
-from moonpool.master.state.orders import OrderBook
+from moonpool.master.state.orders import Copies, OrderBook
 from moonpool.master.state.puts import Puts
-from moonpool.master.state.reads import ReadState
+from moonpool.master.state.reads import HotKeys, ReadState
 from moonpool.master.state.records import Freed, Outcomes
-from moonpool.master.state.refusals import check_pairs
 from moonpool.master.state.segments import Place, SegmentTable
-from moonpool.master.state.space import SpaceReturns
+from moonpool.master.state.space import EPOCH_BITS, Generations, SpaceReturns
 from moonpool.master.state.ssd_tier import SsdTier
 from moonpool.master.state.table import Flag
 from moonpool.master.state.tasks import Tasks
+from moonpool.master.state.unfinished_puts import Identities, check_pairs
 from moonpool.store import messages as m
 
 

@@ -7,27 +7,27 @@ from collections.abc import Mapping, Sequence
 from moonpool.base.errors import InvalidInput, NoSpace
 from moonpool.master.rules import PoolRules
 from moonpool.master.state.bulk import LEAST, are_plain, insert_plain
+from moonpool.master.state.changes import RemovalReason
 from moonpool.master.state.evictor import Evictor
-from moonpool.master.state.generations import Generations
-from moonpool.master.state.identities import Identities
 from moonpool.master.state.index import ObjectIndex
-from moonpool.master.state.pending import PendingPut, Terms
 from moonpool.master.state.records import Freed, Granted, PutsEnded, shortened
-from moonpool.master.state.refusals import (
+from moonpool.master.state.segments import Place, SegmentTable
+from moonpool.master.state.space import Generations, SpaceReturns
+from moonpool.master.state.table import Flag, Replica
+from moonpool.master.state.unfinished_puts import (
     DISCARDED,
     LOST,
     MAX_KEY_NBYTES,
     RECOUNTING,
     STORED,
     UNDER_WAY,
+    Identities,
+    PendingPut,
+    Terms,
+    UnfinishedPuts,
     check_batch,
     refusal,
 )
-from moonpool.master.state.removal_reasons import RemovalReason
-from moonpool.master.state.segments import Place, SegmentTable
-from moonpool.master.state.space import SpaceReturns
-from moonpool.master.state.table import Flag, Replica
-from moonpool.master.state.unfinished_puts import UnfinishedPuts
 from moonpool.store.messages import Placement, PutOptions, PutReply, Refusal
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import msgspec
 
 from moonpool.base.descriptor import SegmentDescriptor
-from moonpool.master.state.removal_reasons import RemovalReason
+from moonpool.master.state.changes import RemovalReason
 from moonpool.master.state.segments import Place
 from moonpool.master.state.table import Replica
 from moonpool.store.messages import Tier

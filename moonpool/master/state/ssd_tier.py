@@ -15,11 +15,10 @@ from numpy.typing import NDArray
 
 from moonpool.base.errors import Corrupt, DeadlineExceeded, NoSpace, Overloaded, Unavailable
 from moonpool.master.rules import PoolRules
-from moonpool.master.state.copies import Copies
+from moonpool.master.state.changes import RemovalReason
 from moonpool.master.state.index import ObjectIndex
 from moonpool.master.state.losses import UNKNOWN_OFFSET
-from moonpool.master.state.orders import OpenOrder, OrderBook
-from moonpool.master.state.removal_reasons import RemovalReason
+from moonpool.master.state.orders import Copies, OpenOrder, OrderBook
 from moonpool.master.state.segments import MountedSegment, SegmentTable
 from moonpool.master.state.table import Flag, Replica
 from moonpool.store.messages import (

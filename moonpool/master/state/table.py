@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moonpool.master.state.columns import Column
-from moonpool.master.state.key_index import FEW, KeyIndex
+from moonpool.master.state.key_index import FEW, Column, KeyIndex
 
 
 class Replica(NamedTuple):

@@ -8,8 +8,8 @@ import numpy as np
 
 from moonpool.base.errors import InvalidInput, NoSpace, NotFound
 from moonpool.master.rules import PoolRules
-from moonpool.master.state.copies import Copies
 from moonpool.master.state.index import ObjectIndex
+from moonpool.master.state.orders import Copies
 from moonpool.master.state.records import Draining
 from moonpool.master.state.segments import MountedSegment, SegmentTable
 from moonpool.master.state.table import Flag

@@ -4,13 +4,117 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import msgspec
+
+from moonpool.base.errors import AlreadyExists, InvalidInput, MoonpoolError, StaleGeneration, Unavailable
 from moonpool.master.rules import PoolRules
+from moonpool.master.state.changes import RemovalReason
 from moonpool.master.state.index import FIRST_SESSION, ObjectIndex
-from moonpool.master.state.pending import PendingPut
-from moonpool.master.state.records import Freed, LetGo, PutsAbandoned
-from moonpool.master.state.removal_reasons import RemovalReason
+from moonpool.master.state.records import Freed, Identified, LetGo, Outcomes, PutsAbandoned
 from moonpool.master.state.segments import Place
 from moonpool.master.state.space import SpaceReturns
+from moonpool.store.messages import PutOptions, Refusal
+from moonpool.store.messages.values import MAX_REPLICAS
+
+MAX_IDENTITIES = 2**16 - 1
+_MAX_DIGEST_NBYTES = 64
+
+
+class Identities:
+    """Number 0 is no identity."""
+
+    def __init__(self, outcomes: Outcomes) -> None:
+        self._outcomes = outcomes
+        self._numbers: dict[bytes, int] = {}
+        self._digests: list[bytes] = [b""]
+
+    def number_of(self, digest: bytes) -> int:
+        if not digest.strip(b"\0"):
+            return 0
+        number = self._numbers.get(digest)
+        if number is None:
+            if len(digest) > _MAX_DIGEST_NBYTES:
+                raise InvalidInput(f"an identity has at most {_MAX_DIGEST_NBYTES} bytes", param="identity")
+            if len(self._digests) > MAX_IDENTITIES:
+                return 0  # the header says it all the same; only `why` knows less
+            number = len(self._digests)
+            self.restore(number, digest)
+            self._outcomes.add(Identified(number, digest))
+        return number
+
+    def digest(self, number: int) -> bytes:
+        return self._digests[number] if number < len(self._digests) else b""
+
+    def restore(self, number: int, digest: bytes) -> None:
+        while len(self._digests) <= number:
+            self._digests.append(b"")
+        self._digests[number] = digest
+        self._numbers[digest] = number
+
+    def items(self) -> Iterator[tuple[int, bytes]]:
+        return ((number, digest) for digest, number in self._numbers.items())
+
+
+MAX_KEY_NBYTES = 1024
+
+
+def refusal(error: MoonpoolError) -> Refusal:
+    return Refusal(error.code, str(error))
+
+
+STORED = refusal(AlreadyExists("the key is stored already"))
+UNDER_WAY = refusal(AlreadyExists("another put of this key is under way"))
+RECOUNTING = refusal(Unavailable("nodes are being recounted after the master's restart: ask again soon"))
+DISCARDED = refusal(StaleGeneration("the put was discarded: it took too long, or its space was taken back"))
+LOST = refusal(StaleGeneration("no replica of the put is left: its nodes are gone or could not be written to"))
+
+
+def check_pairs(keys: Sequence[bytes], generations: Sequence[int]) -> None:
+    """InvalidInput unless each key has a generation."""
+    if len(keys) != len(generations):
+        raise InvalidInput(
+            f"{len(keys)} keys and {len(generations)} generations: each key needs one", param="generations"
+        )
+
+
+def check_batch(
+    keys: Sequence[bytes],
+    sizes: Sequence[int],
+    options: PutOptions,
+    session: int,
+    parents: Sequence[bytes] | None,
+    groups: Sequence[bytes] | None,
+) -> None:
+    """InvalidInput when the batch makes no sense as a whole."""
+    if len(sizes) != len(keys) or any(column is not None and len(column) != len(keys) for column in (parents, groups)):
+        raise InvalidInput("the columns of a put have different lengths")
+    if not 0 < options.num_replicas <= MAX_REPLICAS:
+        raise InvalidInput(f"a put has 1 to {MAX_REPLICAS} replicas", param="num_replicas")
+    if session and session < FIRST_SESSION:
+        raise InvalidInput(f"a session is 0 or at least {FIRST_SESSION}", param="session")
+
+
+class Terms(msgspec.Struct, eq=False, gc=False):
+    """What the puts of one batch have in common."""
+
+    session: int
+    flags: int
+    identity: int
+    soft_pin_s: float
+    replace: bool
+
+
+class PendingPut(msgspec.Struct, eq=False, gc=False):
+    """Space that was granted and is being written. Not visible, not evictable."""
+
+    key: bytes
+    nbytes: int
+    generation: int
+    places: list[Place]
+    terms: Terms
+    renewed_s: float
+    parent: bytes | None = None
+    group: bytes = b""
 
 
 class UnfinishedPuts:

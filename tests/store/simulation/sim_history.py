@@ -11,7 +11,7 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from moonpool.master.state.removal_reasons import RemovalReason
+from moonpool.master.state.changes import RemovalReason
 
 NEVER_S = float("inf")
 _EVICTED = (RemovalReason.EVICTED_WATERMARK, RemovalReason.EVICTED_FOR_PUT, RemovalReason.SSD_EVICTED)

@@ -12,9 +12,9 @@ import moonpool.node.session_registry
 import moonpool.store.client.far_read
 import moonpool.store.client.get_batch
 import moonpool.store.client.views
-from moonpool.master.state.copies import Copies
 from moonpool.master.state.index import ObjectIndex
 from moonpool.master.state.members import Members
+from moonpool.master.state.orders import Copies
 from moonpool.master.state.pins import PinTable
 from moonpool.master.state.puts import Puts
 from moonpool.master.state.reads import ReadState

@@ -22,8 +22,8 @@ import moonpool.base.rpc.probed
 import moonpool.base.rpc.reconnect
 import moonpool.base.rpc.silence
 import moonpool.master.service
-import moonpool.master.state.copies
-import moonpool.master.state.removal_reasons
+import moonpool.master.state.changes
+import moonpool.master.state.orders
 import moonpool.master.state.segments
 import moonpool.master.state.snapshot
 import moonpool.node.mount

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 
 from moonpool.base.errors import Overloaded
 from moonpool.master.state.changes import Changes
-from moonpool.store.messages import EventBatch, Tier
+from moonpool.master.state.orders import OrderBook
+from moonpool.store.messages import EventBatch, Order, Tier
 
 # Keys in one batch of a snapshot: about 0.3 MB on the wire, a few milliseconds of the master's time.
 SNAPSHOT_KEYS = 8192
@@ -126,3 +127,31 @@ def _in_batches(parts: Iterator[Part]) -> Iterator[Part]:
             batch = []
     # An empty pool has a snapshot too, and one empty batch at the end of a full one does no harm.
     yield batch
+
+
+class OrderStreams:
+    """All methods belong to the event loop's thread."""
+
+    def __init__(self) -> None:
+        self._listening: dict[str, asyncio.Event] = {}
+
+    def wake(self, nodes: Iterable[str]) -> None:
+        for node in nodes:
+            event = self._listening.get(node)
+            if event is not None:
+                event.set()
+
+    async def serve(self, node: str, book: OrderBook) -> AsyncGenerator[list[Order], None]:
+        """Every open order first, then new ones. A node that listens anew ends its earlier stream's turn."""
+        event = self._listening[node] = asyncio.Event()
+        try:
+            orders = book.take_all(node)
+            while self._listening.get(node) is event:
+                if orders:
+                    yield orders
+                await event.wait()
+                event.clear()
+                orders = book.take(node)
+        finally:
+            if self._listening.get(node) is event:
+                del self._listening[node]
