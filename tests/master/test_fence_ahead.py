@@ -68,7 +68,7 @@ def test_only_the_stamp_that_was_found_is_replaced() -> None:
 def test_the_limit_is_the_end_of_a_range_and_well_ahead(epoch: int, count: int) -> None:
     generations = Generations(epoch)
     if count:
-        generations.take(count)
+        generations.issue(count)
     limit = generations.limit
     assert (limit + 1) % RANGE == 0
     assert RANGE // 2 <= limit - generations.last < 2 * RANGE

@@ -100,4 +100,4 @@ def test_the_word_ends_with_the_session(memory: str) -> None:
     pool.sessions_gone(SESSION)
     perhaps_restart(pool, memory, True)
     assert pool.used == 1
-    assert list(pool.state.space.let_go_of()) == []
+    assert list(pool.state.space.stopped_sessions()) == []

@@ -145,7 +145,7 @@ class RemovalLog:
         for key, fate, at_s in items:
             self.record(key, fate, at_s)
 
-    def tell(self, key: bytes, now_s: float) -> str:
+    def explain(self, key: bytes, now_s: float) -> str:
         """A sentence about a key that is not stored."""
         if key not in self._fates:
             forgotten = f" (or that was longer ago than the last {self._limit} endings)"

@@ -19,7 +19,7 @@ from moonpool.master.state.losses import UNKNOWN_OFFSET, Losses
 from moonpool.master.state.pins import PinnedObject, PinTable
 from moonpool.master.state.records import Outcomes, Pinned, Unpinned, Viewed
 from moonpool.master.state.segments import Place, SegmentTable
-from moonpool.master.state.space import SpaceReturns
+from moonpool.master.state.space import PoolSpace
 from moonpool.master.state.table import KEPT, Flag, ObjectTable, Replica
 from moonpool.store.messages import Placement, Tier
 
@@ -34,10 +34,10 @@ _TIERS = tuple(Tier(bits) for bits in range(4))  # making one anew takes a micro
 
 class ObjectIndex:
     def __init__(
-        self, rules: PoolRules, segments: SegmentTable, space: SpaceReturns, policy: EvictionPolicy, outcomes: Outcomes
+        self, rules: PoolRules, segments: SegmentTable, space: PoolSpace, policy: EvictionPolicy, outcomes: Outcomes
     ) -> None:
         self.table = ObjectTable(rules.max_objects)
-        self.fates = RemovalLog(rules.max_fates)
+        self.removals = RemovalLog(rules.max_fates)
         self.changes = ChangeLog()
         self.policy = policy
         self.pins = PinTable()
@@ -71,7 +71,7 @@ class ObjectIndex:
             return [self.find(key, now_s) for key in keys]
         return self.table.find_many(keys)
 
-    def find_plainly(self, keys: Sequence[bytes]) -> Slots | None:
+    def find_batch(self, keys: Sequence[bytes]) -> Slots | None:
         """As find_many, -1 for None, of many keys; None when they are few, or have to be looked at one by one."""
         if len(keys) < _VECTOR or self.losses.pending or self.table.num_dormant:
             return None
@@ -180,7 +180,7 @@ class ObjectIndex:
             self.all_were_ordered = False
         if parent is not None:
             table.parent[slot], table.child[parent] = parent + 1, slot + 1
-        self.fates.forget(key)
+        self.removals.forget(key)
         self.changes.stored(key)
         self.counters["stored"] += 1
         return slot
@@ -202,11 +202,11 @@ class ObjectIndex:
             self.pins.detach(slot, places, table.lease_until_s[slot])
             self.outcomes.add(Viewed(key, places, nbytes, ended=True))
         else:
-            self._space.rest(places, nbytes, table.lease_until_s[slot], now_s)
+            self._space.free_at(table.lease_until_s[slot], places, nbytes, now_s)
         if not flags & Flag.DORMANT:
             self.changes.removed(key)
         table.discard(slot)
-        self.fates.record(key, fate, now_s)
+        self.removals.record(key, fate, now_s)
         self.outcomes.dropped(key, fate)
 
     def drop_replicas(self, slot: int, gone: Iterable[Replica], now_s: float) -> None:
@@ -220,7 +220,7 @@ class ObjectIndex:
             self.pins.keep(slot, places, table.lease_until_s[slot])
             self.outcomes.add(Viewed(key, places, table.nbytes[slot], ended=False))
         else:
-            self._space.rest(places, table.nbytes[slot], table.lease_until_s[slot], now_s)
+            self._space.free_at(table.lease_until_s[slot], places, table.nbytes[slot], now_s)
         self.set_dram(slot, [each for each in table.dram_replicas(slot) if each not in gone])
         if not self.tier(slot):
             self.sleep(slot)
@@ -336,7 +336,7 @@ class ObjectIndex:
 
     def _unpinned(self, pinned: PinnedObject, now_s: float) -> None:
         """The last pin has ended."""
-        self._space.rest(pinned.left, pinned.nbytes, pinned.free_at_s, now_s)
+        self._space.free_at(pinned.free_at_s, pinned.left, pinned.nbytes, now_s)
         slot = pinned.slot
         if slot is not None:
             self.table.flags[slot] &= ~Flag.PINNED

@@ -68,10 +68,6 @@ class _Cells:
     def __len__(self) -> int:
         return self.mask + 1
 
-    @property
-    def is_crowded(self) -> bool:
-        return self.num_used > _GROW_AT * len(self)
-
     def add_many(self, hashes: Hashes, slots: Slots) -> None:
         """Keys that are not here."""
         array, mask = self.array, np.uint64(self.mask)

@@ -18,9 +18,9 @@ from moonpool.master.state.changes import RemovalReason
 from moonpool.master.state.index import FIRST_SESSION, ObjectIndex
 from moonpool.master.state.orders import OrderBook
 from moonpool.master.state.puts import Puts
-from moonpool.master.state.records import Freed, Listed, Mounted, SegmentsAway, SegmentsEnded, SessionsEnded
+from moonpool.master.state.records import Listed, Mounted, SegmentsAway, SegmentsEnded, SessionsEnded
 from moonpool.master.state.segments import MountedSegment, SegmentTable
-from moonpool.master.state.space import Generations, SpaceReturns
+from moonpool.master.state.space import Generations, PoolSpace
 from moonpool.master.state.ssd_tier import SsdTier
 from moonpool.master.state.table import ObjectTable, Replica
 from moonpool.store.messages import (
@@ -45,7 +45,7 @@ class Members:
         epoch: int,
         index: ObjectIndex,
         segments: SegmentTable,
-        space: SpaceReturns,
+        space: PoolSpace,
         puts: Puts,
         orders: OrderBook,
         ssd: SsdTier,
@@ -153,7 +153,7 @@ class Members:
         spans = [span for span in spans if span[2] > self._generations.last][:_MAX_SPANS]
         if not spans:
             return []
-        fresh = self._generations.take()
+        fresh = self._generations.issue()
         lowered = [
             (*free, stamp, fresh)
             for offset, nbytes, stamp in spans
@@ -212,7 +212,7 @@ class Members:
         if any(segment.tier is Tier.DRAM for segment in ended):
             self._known_sessions.clear()
             pinning = {holder for holder in self._index.pins.holders() if holder >= FIRST_SESSION}
-            self._ask_about(pinning | set(self._space.sessions()) | self._puts.sessions())
+            self._ask_about(pinning | self._puts.sessions())
 
     def _heir(self, segment: MountedSegment) -> int:
         """The SSD that may have objects of this memory without having said so: it is asked. 0 for none."""
@@ -247,7 +247,7 @@ class Members:
         self._segments.count_totals()
         segment.num_replicas += len(new)
         for offset, nbytes in new:
-            self._space.rest([(segment.number, offset)], nbytes, rested_s, now_s)
+            self._space.free_at(rested_s, [(segment.number, offset)], nbytes, now_s)
 
     # SSDs that come back
 
@@ -309,10 +309,7 @@ class Members:
         self.note_ended(gone)
         for session in gone:
             self._index.unpin_all(session, now_s)
-            self._puts.session_gone(session, now_s)
-            freed = self._space.session_gone(session)
-            if freed:
-                self._index.outcomes.add(Freed(freed))
+            self._puts.on_session_gone(session, now_s)
         self._index.outcomes.add(SessionsEnded(gone))
 
     def note_ended(self, sessions: Iterable[int]) -> None:

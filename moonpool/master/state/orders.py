@@ -13,7 +13,7 @@ from moonpool.master.rules import PoolRules
 from moonpool.master.state.changes import RemovalReason
 from moonpool.master.state.index import ObjectIndex
 from moonpool.master.state.segments import Place, SegmentTable
-from moonpool.master.state.space import Generations, SpaceReturns
+from moonpool.master.state.space import PoolSpace
 from moonpool.master.state.table import Replica
 from moonpool.store.messages import Order, OrderKind, OrderResult, Placement, Refusal
 
@@ -128,16 +128,14 @@ class Copies:
         rules: PoolRules,
         index: ObjectIndex,
         segments: SegmentTable,
-        space: SpaceReturns,
+        space: PoolSpace,
         orders: OrderBook,
-        generations: Generations,
     ) -> None:
         self._rules = rules
         self._index = index
         self._segments = segments
         self._space = space
         self._orders = orders
-        self._generations = generations
         self._targets: dict[int, tuple[Place, int, Then | None]] = {}  # by generation
         self._busy: set[bytes] = set()  # keys that are being copied
         self.on_record_spoilt: Callable[[bytes, int], None] = lambda key, generation: None
@@ -157,21 +155,16 @@ class Copies:
         sources = self._index.placements(slot)
         if key in self._busy or not sources:
             return False
-        places = self._segments.place_many([nbytes], 1, preferred, avoid_nodes)[0]
-        if not places:
+        places = self._space.place([nbytes], preferred=preferred, avoid_nodes=avoid_nodes)
+        if not places[0]:
             return False
-        number, offset = places[0]
-        segment = self._segments.by_number[number]
-        generation = self._generations.take()
-        target = Placement(segment.name, offset, segment.incarnation, generation)
-        self._targets[generation] = (places[0], nbytes, then)
+        (generation,), ((target,),) = self._space.stamp(places)
+        place = places[0][0]
+        self._targets[generation] = (place, nbytes, then)
         self._busy.add(key)
-        version = self._index.table.version[slot]
-        self._orders.give(segment.node, OrderKind.COPY, key, nbytes, version, sources[0], target, self._on_done, now_s)
+        node, version = self._segments.by_number[place[0]].node, self._index.table.version[slot]
+        self._orders.give(node, OrderKind.COPY, key, nbytes, version, sources[0], target, self._on_done, now_s)
         return True
-
-    def is_busy(self, key: bytes) -> bool:
-        return key in self._busy
 
     def spans(self) -> Iterator[tuple[Place, int]]:
         """Space granted to copies that are under way."""
@@ -189,11 +182,11 @@ class Copies:
         alive = slot is not None and self._index.table.version[slot] == opened.version
         if refusal is not None and refusal.code in (DeadlineExceeded.code, PeerLost.code):
             # The node may be writing there even now.
-            self._space.rest_put(generation, [place], nbytes, now_s + self._rules.put_release_s)
+            self._space.free_put_at(now_s + self._rules.put_release_s, generation, [place], nbytes)
         elif refusal is not None:
-            self._space.rest([place], nbytes, now_s, now_s)
+            self._space.free([place], nbytes)
         elif slot is None or not alive or place[0] not in self._segments.by_number:
-            self._space.rest([place], nbytes, now_s, now_s)
+            self._space.free([place], nbytes)
             refusal = _GONE
         else:
             self._index.set_dram(slot, [*self._index.table.dram_replicas(slot), Replica(*place, generation)])

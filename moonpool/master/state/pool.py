@@ -30,9 +30,9 @@ from moonpool.master.state.members import Members
 from moonpool.master.state.orders import Copies, OrderBook
 from moonpool.master.state.puts import Puts
 from moonpool.master.state.reads import HotKeys, ReadState
-from moonpool.master.state.records import Freed, Outcomes
+from moonpool.master.state.records import Outcomes
 from moonpool.master.state.segments import Place, SegmentTable
-from moonpool.master.state.space import EPOCH_BITS, Generations, SpaceReturns
+from moonpool.master.state.space import EPOCH_BITS, Generations, PoolSpace
 from moonpool.master.state.ssd_tier import SsdTier
 from moonpool.master.state.table import Flag
 from moonpool.master.state.tasks import Tasks
@@ -53,14 +53,14 @@ class PoolState:
         self.outcomes = Outcomes(enabled=journalled)
         self.generations = Generations(epoch)
         self.table_of_segments = SegmentTable()
-        self.space = SpaceReturns(self.table_of_segments)
+        self.space = PoolSpace(self.table_of_segments, self.generations, self.outcomes)
         self.index = ObjectIndex(rules, self.table_of_segments, self.space, order, self.outcomes)
         self.identities = Identities(self.outcomes)
         self.orders = OrderBook(first_id, rules.order_timeout_s)
         segments, index = self.table_of_segments, self.index
         self._evictor = Evictor(rules, index, segments)
         self.puts = Puts(rules, index, segments, self.space, self._evictor, self.generations, self.identities)
-        self.copies = Copies(rules, index, segments, self.space, self.orders, self.generations)
+        self.copies = Copies(rules, index, segments, self.space, self.orders)
         self.ssd = SsdTier(rules, index, segments, self.orders, self.copies)
         self._hot = HotKeys(rules, index, segments, self.copies)
         self._reads = ReadState(rules, index, self.ssd, self._hot)
@@ -88,7 +88,7 @@ class PoolState:
         self._evictor.begin_event()
         if session:
             self.members.heard_of(session)
-            self.puts.let_go(keys, session, settled_up_to, now_s)
+            self.puts.on_session_stopped(keys, session, settled_up_to, now_s)
         return self.puts.start(keys, sizes, options, session, parents, groups, now_s)
 
     def put_end(
@@ -234,9 +234,7 @@ class PoolState:
         limit = self.rules.step_objects
         self.members.expire(now_s)
         late = self.puts.discard_late(now_s, limit)
-        num_freed, generations = self.space.release_due(now_s, limit)
-        if generations:
-            self.outcomes.add(Freed(generations))
+        freeing = self.space.free_due(now_s, limit)
         late = self.orders.expire(now_s, limit) or late
         sweeping = self.index.losses.sweep(now_s, limit)
         evicting = self._evictor.by_watermark(now_s, limit)
@@ -244,7 +242,7 @@ class PoolState:
             evicting = self.ssd.evict(now_s, limit) or evicting
             self.ssd.pump(now_s)
         moving = self._tasks.step(now_s, limit)
-        return late or num_freed == limit or sweeping or evicting or moving
+        return late or freeing or sweeping or evicting or moving
 
     # questions
 
@@ -263,7 +261,7 @@ class PoolState:
         put = self.puts.pending.get(key)
         if put is not None:
             return f"this object is being written since {now_s - put.renewed_s:.1f} s"
-        return self.index.fates.tell(key, now_s)
+        return self.index.removals.explain(key, now_s)
 
     def _kept_by(self, slot: int, now_s: float) -> str:
         """What keeps the object from being removed or evicted, as the end of a sentence; empty if nothing does."""

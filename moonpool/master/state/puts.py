@@ -1,18 +1,18 @@
-"""Putting: space is granted, written by the client, and made visible at the end. Pure."""
+"""Putting: the master grants space, the client writes it, and the end of the put makes the object visible. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from zlib import crc32
 
 from moonpool.base.errors import InvalidInput, NoSpace
 from moonpool.master.rules import PoolRules
-from moonpool.master.state.bulk import LEAST, are_plain, insert_plain
 from moonpool.master.state.changes import RemovalReason
 from moonpool.master.state.evictor import Evictor
 from moonpool.master.state.index import ObjectIndex
-from moonpool.master.state.records import Freed, Granted, PutsEnded, shortened
+from moonpool.master.state.records import Granted, PutsEnded, shortened
 from moonpool.master.state.segments import Place, SegmentTable
-from moonpool.master.state.space import Generations, SpaceReturns
+from moonpool.master.state.space import Generations, PoolSpace
 from moonpool.master.state.table import Flag, Replica
 from moonpool.master.state.unfinished_puts import (
     DISCARDED,
@@ -23,12 +23,14 @@ from moonpool.master.state.unfinished_puts import (
     UNDER_WAY,
     Identities,
     PendingPut,
-    Terms,
+    PutTerms,
     UnfinishedPuts,
     check_batch,
     refusal,
 )
 from moonpool.store.messages import Placement, PutOptions, PutReply, Refusal
+
+_LEAST_BULK = 16  # fewer new objects are faster to insert one by one
 
 
 class Puts(UnfinishedPuts):
@@ -37,7 +39,7 @@ class Puts(UnfinishedPuts):
         rules: PoolRules,
         index: ObjectIndex,
         segments: SegmentTable,
-        space: SpaceReturns,
+        space: PoolSpace,
         evictor: Evictor,
         generations: Generations,
         identities: Identities,
@@ -60,126 +62,95 @@ class Puts(UnfinishedPuts):
         groups: Sequence[bytes] | None,
         now_s: float,
     ) -> PutReply:
-        """Space for each item, on up to num_replicas distinct segments and at least one; or why not."""
+        """Grant space to each item, on one to num_replicas distinct segments; refuse it if there is none."""
         check_batch(keys, sizes, options, session, parents, groups)
-        terms = self._terms(options, session)
-        if len(keys) == 1 and groups is None:
-            reply = self._start_one(keys, sizes, options, terms, parents, now_s)
-            if reply is not None:
-                return reply
+        flags = Flag.HARD_PIN if options.hard_pin else 0
+        identity = self._identities.number_of(options.identity)
+        terms = PutTerms(session, flags, identity, options.soft_pin_s, options.replace)
         refusals: dict[int, Refusal] = {}
-        wanted = self._admitted(keys, sizes, options, refusals, now_s)
-        places = self._place([sizes[at] for at in wanted], options, now_s)
-        if len(wanted) == len(keys) and groups is None and all(len(found) == 1 for found in places):
-            return self._grant_all(keys, sizes, terms, parents, places, now_s)
-        return self._grant_some(
-            keys, sizes, terms, parents, groups, dict(zip(wanted, places, strict=True)), refusals, now_s
-        )
+        positions: Sequence[int] = range(len(keys))
+        short: list[int] = []
+        places = self._place_one(keys[0], sizes, options, now_s) if len(keys) == 1 else None
+        if places is None:
+            positions = self._admitted(keys, sizes, options, refusals, now_s)
+            places = self._place([sizes[at] for at in positions], options, now_s)
+            if not all(places):
+                short = [at for at, found in zip(positions, places, strict=True) if not found]
+                positions = [at for at, found in zip(positions, places, strict=True) if found]
+                places = [found for found in places if found]
+        granted = self._grant(keys, sizes, terms, parents, groups, positions, places, now_s)
+        for at in short:  # now that the others are begun: they may be what fills the table
+            refusals[at] = self._no_space(sizes[at])
+        self.counters["refused"] += len(refusals)
+        return PutReply(*granted, refusals, self._generations.last)
 
-    def _grant_some(
+    def _grant(
         self,
         keys: Sequence[bytes],
         sizes: Sequence[int],
-        terms: Terms,
+        terms: PutTerms,
         parents: Sequence[bytes] | None,
         groups: Sequence[bytes] | None,
-        places: Mapping[int, list[Place]],
-        refusals: dict[int, Refusal],
+        positions: Sequence[int],
+        places: Sequence[list[Place]],
         now_s: float,
-    ) -> PutReply:
-        """Those that have places, by position, are begun; the others are refused."""
-        generations = [0] * len(keys)
-        replicas: list[tuple[Placement, ...]] = [()] * len(keys)
-        first = self._generations.take(len(places)) - 1
-        granted: list[int] = []
-        pending, by_number = self.pending, self._segments.by_number
-        last_number, name, incarnation = 0, "", 0
-        for at, found in places.items():
-            key = keys[at]
-            if not found or key in pending:  # the same key twice in one batch: the first has it
-                refusals[at] = self._refusal(key, sizes[at], found)
-                continue
-            first += 1
-            put = pending[key] = PendingPut(key, sizes[at], first, found, terms, now_s)
-            if parents is not None:
-                put.parent = parents[at]
-            if groups is not None:
-                put.group = groups[at]
-            generations[at] = first
-            number, offset = found[0]
-            if number != last_number:
-                descriptor, last_number = by_number[number].descriptor, number
-                name, incarnation = descriptor.name, descriptor.incarnation
-            if len(found) == 1:
-                replicas[at] = (Placement(name, offset, incarnation, first),)
-            else:
-                replicas[at] = self._placements(found, first)
-            granted.append(at)
-        self.counters["refused"] += len(refusals)
-        if granted and self._index.outcomes.enabled:
-            self._record_grants(granted, keys, sizes, generations, terms, parents, groups)
-        return PutReply(generations, replicas, refusals, self._generations.last)
-
-    def _start_one(
-        self,
-        keys: Sequence[bytes],
-        sizes: Sequence[int],
-        options: PutOptions,
-        terms: Terms,
-        parents: Sequence[bytes] | None,
-        now_s: float,
-    ) -> PutReply | None:
-        """A new key by itself, for which there is room: twice as quick as a batch of one. None for any other."""
-        key, nbytes, pending, index = keys[0], sizes[0], self.pending, self._index
-        if options.num_replicas != 1 or key in pending or not 0 < len(key) <= MAX_KEY_NBYTES or nbytes <= 0:
-            return None
-        if index.find(key, now_s) is not None or len(index.table) + len(pending) >= index.table.max_objects:
-            return None
-        place = self._segments.place_one(nbytes, options.preferred)
-        if place is None:
-            return None
-        generation = self._generations.take(1)
-        put = pending[key] = PendingPut(key, nbytes, generation, [place], terms, now_s)
-        if parents is not None:
-            put.parent = parents[0]
-        generations = [generation]
-        if index.outcomes.enabled:
-            self._record_grants([0], keys, sizes, generations, terms, parents, None)
-        return PutReply(generations, [self._placements(put.places, generation)], {}, self._generations.last)
-
-    def _grant_all(
-        self,
-        keys: Sequence[bytes],
-        sizes: Sequence[int],
-        terms: Terms,
-        parents: Sequence[bytes] | None,
-        places: list[list[Place]],
-        now_s: float,
-    ) -> PutReply:
-        """All have what they want, one replica each: most batches."""
-        first = self._generations.take(len(keys))
-        generations = list(range(first, first + len(keys)))
+    ) -> tuple[list[int], list[tuple[Placement, ...]]]:
+        """Begin the puts at these positions of the batch, each with its places. Return the generations of the
+        whole batch and where to write; 0 and () at the other positions.
+        """
+        num_keys = len(keys)
+        if len(positions) < num_keys:
+            keys, sizes = [keys[at] for at in positions], [sizes[at] for at in positions]
+            parents = None if parents is None else [parents[at] for at in positions]
+            groups = None if groups is None else [groups[at] for at in positions]
+        granted, placements = self._space.stamp(places)
         puts = [
-            PendingPut(key, nbytes, generation, place, terms, now_s)
-            for key, nbytes, generation, place in zip(keys, sizes, generations, places, strict=True)
+            PendingPut(key, nbytes, generation, found, terms, now_s)
+            for key, nbytes, generation, found in zip(keys, sizes, granted, places, strict=True)
         ]
-        self.pending.update(zip(keys, puts, strict=True))
         if parents is not None:
             for put, parent in zip(puts, parents, strict=True):
                 put.parent = parent
-        names = {number: self._segments.by_number[number].descriptor for number in {each[0][0] for each in places}}
-        at = {number: (descriptor.name, descriptor.incarnation) for number, descriptor in names.items()}
-        replicas: list[tuple[Placement, ...]] = []
-        for ((number, offset),), generation in zip(places, generations, strict=True):
-            name, incarnation = at[number]
-            replicas.append((Placement(name, offset, incarnation, generation),))
-        if self._index.outcomes.enabled:
-            self._record_grants(range(len(keys)), keys, sizes, generations, terms, parents, None)
-        return PutReply(generations, replicas, {}, self._generations.last)
+        if groups is not None:
+            for put, group in zip(puts, groups, strict=True):
+                put.group = group
+        self.pending.update(zip(keys, puts, strict=True))
+        if puts and self._index.outcomes.enabled:
+            self._record_grants(keys, sizes, granted, terms, parents, groups, places)
+        if len(positions) == num_keys:
+            return granted, placements
+        generations: list[int] = [0] * num_keys
+        replicas: list[tuple[Placement, ...]] = [()] * num_keys
+        for at, generation, placed in zip(positions, granted, placements, strict=True):
+            generations[at], replicas[at] = generation, placed
+        return generations, replicas
 
-    def _placements(self, places: Sequence[Place], generation: int) -> tuple[Placement, ...]:
-        at = [(self._segments.by_number[number].descriptor, offset) for number, offset in places]
-        return tuple(Placement(each.name, offset, each.incarnation, generation) for each, offset in at)
+    def _record_grants(
+        self,
+        keys: Sequence[bytes],
+        sizes: Sequence[int],
+        generations: Sequence[int],
+        terms: PutTerms,
+        parents: Sequence[bytes] | None,
+        groups: Sequence[bytes] | None,
+        places: Sequence[list[Place]],
+    ) -> None:
+        self._index.outcomes.add(
+            Granted(
+                list(keys),
+                list(sizes),
+                list(generations),
+                list(places),
+                terms.session,
+                terms.flags,
+                terms.identity,
+                terms.soft_pin_s,
+                terms.replace,
+                None if groups is None else list(groups),
+                None if parents is None else shortened(parents, keys),
+                self._space.stopped_up_to(terms.session),
+            )
+        )
 
     def _admitted(
         self,
@@ -188,10 +159,10 @@ class Puts(UnfinishedPuts):
         options: PutOptions,
         refusals: dict[int, Refusal],
         now_s: float,
-    ) -> list[int]:
-        """The items that may have space; refusals for the others."""
+    ) -> Sequence[int]:
+        """Return the positions of the items that may have space, each key once; add refusals for the others."""
         if self._are_all_new(keys, sizes):
-            return list(range(len(keys)))
+            return range(len(keys))
         admitted, seen, replace, pending = [], set(), options.replace, self.pending
         for at, slot in enumerate(self._index.find_many(keys, now_s)):
             key = keys[at]
@@ -210,8 +181,8 @@ class Puts(UnfinishedPuts):
         return admitted
 
     def _are_all_new(self, keys: Sequence[bytes], sizes: Sequence[int]) -> bool:
-        """Whether nothing can be said against any of them; of few keys this is not asked."""
-        found = self._index.find_plainly(keys)
+        """Return whether all items are valid and new. Of few keys it is always False: one by one is as fast."""
+        found = self._index.find_batch(keys)
         return (
             found is not None
             and bool((found < 0).all())
@@ -222,33 +193,49 @@ class Puts(UnfinishedPuts):
         )
 
     def _make_way(self, put: PendingPut, replace: bool, now_s: float) -> bool:
-        """An upsert does not wait for an unfinished put of the same key; others wait until it is discarded."""
+        """End an unfinished put for a new one of the same key, if the new one replaces or the old one is too late."""
         if replace:
             self._abandon([put], RemovalReason.PUT_REVOKED, False, now_s)
             return True
         return self._discard_if_late(put, now_s)
 
+    def _place_one(
+        self, key: bytes, sizes: Sequence[int], options: PutOptions, now_s: float
+    ) -> list[list[Place]] | None:
+        """Return the place of a new key that is alone in its batch, if there is room: twice as fast as a batch of one.
+        Return None in all other cases.
+        """
+        index = self._index
+        if options.num_replicas != 1 or key in self.pending or not 0 < len(key) <= MAX_KEY_NBYTES or sizes[0] <= 0:
+            return None
+        if index.find(key, now_s) is not None or index.table.is_full:
+            return None
+        places = self._space.place(sizes, 1, options.preferred)
+        return places if places[0] else None
+
     def _place(self, sizes: list[int], options: PutOptions, now_s: float) -> list[list[Place]]:
+        """Allocate places for each size, evicting objects if need be; an empty list where there is no space."""
         room = self._room_in_table(len(sizes), now_s)
         if room < len(sizes):
             return [*(self._place(sizes[:room], options, now_s) if room else ()), *([] for _ in sizes[room:])]
         least = options.num_replicas if options.all_replicas else 1
-        places = self._segments.place_many(sizes, options.num_replicas, options.preferred)
-        short = [at for at, found in enumerate(places) if len(found) < least]
-        self._give_back(short, places, sizes, now_s)
+        places = self._space.place(sizes, options.num_replicas, options.preferred, least=least)
+        if all(places):
+            return places
+        short = [at for at, found in enumerate(places) if not found]
         # Nothing is evicted for what an empty pool could not hold.
         fits = {nbytes: self._segments.could_hold(nbytes, least) for nbytes in {sizes[at] for at in short}}
         short = [at for at in short if fits[sizes[at]]]
         while short and self._evictor.make_room(sum(sizes[at] for at in short), now_s):
-            again = self._segments.place_many([sizes[at] for at in short], options.num_replicas, options.preferred)
+            missing = [sizes[at] for at in short]
+            again = self._space.place(missing, options.num_replicas, options.preferred, least=least)
             for at, found in zip(short, again, strict=True):
                 places[at] = found
-            short = [at for at in short if len(places[at]) < least]
-            self._give_back(short, places, sizes, now_s)
+            short = [at for at in short if not places[at]]
         return places
 
     def _room_in_table(self, wanted: int, now_s: float) -> int:
-        """How many more objects there may be; others go, as they do when memory is full."""
+        """Return how many more objects the table can hold; evict objects if these are fewer than `wanted`."""
         missing = self._num_objects() + wanted - self._rules.max_objects
         if missing > 0:
             self._evictor.make_slots(missing, now_s)
@@ -257,19 +244,7 @@ class Puts(UnfinishedPuts):
     def _num_objects(self) -> int:
         return len(self._index.table) + len(self.pending)
 
-    def _give_back(self, short: Sequence[int], places: list[list[Place]], sizes: Sequence[int], now_s: float) -> None:
-        for at in short:
-            self._space.rest(places[at], sizes[at], now_s, now_s)
-            places[at] = []
-
-    def _terms(self, options: PutOptions, session: int) -> Terms:
-        flags = Flag.HARD_PIN if options.hard_pin else 0
-        identity = self._identities.number_of(options.identity)
-        return Terms(session, flags, identity, options.soft_pin_s, options.replace)
-
-    def _refusal(self, key: bytes, nbytes: int, found: Sequence[Place]) -> Refusal:
-        if found:
-            return UNDER_WAY
+    def _no_space(self, nbytes: int) -> Refusal:
         if self._num_objects() >= self._rules.max_objects:
             return refusal(NoSpace(f"the master's table is full: {self._rules.max_objects} objects (max_objects)"))
         if self._segments.is_recounting(nbytes):
@@ -278,49 +253,21 @@ class Puts(UnfinishedPuts):
             return refusal(NoSpace(f"no mounted segment could hold {nbytes} bytes"))
         return refusal(NoSpace(f"no space for {nbytes} bytes: what is stored is leased, pinned or being written"))
 
-    def _record_grants(
-        self,
-        granted: Sequence[int],
-        keys: Sequence[bytes],
-        sizes: Sequence[int],
-        generations: Sequence[int],
-        terms: Terms,
-        parents: Sequence[bytes] | None,
-        groups: Sequence[bytes] | None,
-    ) -> None:
-        pending, kept = self.pending, [keys[at] for at in granted]
-        self._index.outcomes.add(
-            Granted(
-                kept,
-                [sizes[at] for at in granted],
-                [generations[at] for at in granted],
-                [pending[key].places for key in kept],
-                terms.session,
-                terms.flags,
-                terms.identity,
-                terms.soft_pin_s,
-                terms.replace,
-                None if groups is None else [groups[at] for at in granted],
-                None if parents is None else shortened([parents[at] for at in granted], kept),
-                self._space.let_go_by(terms.session),
-            )
-        )
-
     # ending
 
     def end(
         self, keys: Sequence[bytes], generations: Sequence[int], failed: Mapping[int, tuple[str, ...]], now_s: float
     ) -> tuple[dict[int, Refusal], list[int]]:
-        """Makes the objects visible; refusals by position, and the new slots.
+        """Make the objects visible. Return refusals by position, and the slots of the new objects.
 
-        Said twice it is no error; said too late it is StaleGeneration.
+        A repeated call is no error; a call after the put was discarded is StaleGeneration.
         """
         refusals: dict[int, Refusal] = {}
         done: list[PendingPut] = []
         left: dict[int, list[Place]] = {}
         pending, by_number = self.pending, self._segments.by_number
         too_old_s = now_s - self._rules.put_discard_s
-        all_plain = len(keys) >= LEAST and not failed and self._are_all_plain(keys, generations, too_old_s)
+        all_plain = len(keys) >= _LEAST_BULK and not failed and self._are_all_plain(keys, generations, too_old_s)
         if all_plain:
             done = [pending.pop(key) for key in keys]
             keys = ()
@@ -329,7 +276,7 @@ class Puts(UnfinishedPuts):
             if put is None or put.generation != generations[at] or put.renewed_s <= too_old_s:
                 if put is not None and put.generation == generations[at]:
                     self._abandon([put], RemovalReason.PUT_ABANDONED, False, now_s)
-                late = self._late(key, generations[at], now_s)
+                late = self._end_again(key, generations[at], now_s)
                 if late is not None:
                     refusals[at] = late
                 continue
@@ -346,35 +293,31 @@ class Puts(UnfinishedPuts):
         return refusals, slots
 
     def _are_all_plain(self, keys: Sequence[bytes], generations: Sequence[int], too_old_s: float) -> bool:
-        """Whether every one is the end of a put that went as it should, of one replica."""
+        """Return whether all of these end unfinished plain puts in time, with the right generations."""
         pending, by_number = self.pending, self._segments.by_number
         puts = [put for put in map(pending.get, keys) if put is not None]
         return (
             len(puts) == len(keys) == len(set(keys))
             and [put.generation for put in puts] == generations
             and min([put.renewed_s for put in puts]) > too_old_s
-            and are_plain(puts)
+            and _are_plain(puts)
             and {put.places[0][0] for put in puts} <= by_number.keys()
         )
 
-    def _store_all(self, done: Sequence[PendingPut], all_plain: bool, now_s: float) -> list[int]:
-        if all_plain or (len(done) >= LEAST and are_plain(done)):
-            olds = self._index.table.slots_of.find_many([put.key for put in done])
-            if (olds < 0).all():
-                return insert_plain(self._index, done)
-        return [self.store(put, now_s) for put in done]
-
-    def _late(self, key: bytes, generation: int, now_s: float) -> Refusal | None:
-        """None when that very put is stored: it was said twice. Who says it has stopped writing."""
-        if self._space.settled(generation):
-            self._index.outcomes.add(Freed([generation]))
+    def _end_again(self, key: bytes, generation: int, now_s: float) -> Refusal | None:
+        """Handle a PutEnd of a put that is not unfinished. Return None if this put is already stored (a repeated call),
+        otherwise the refusal. In both cases the client has stopped writing, so its space can be reused.
+        """
+        self._space.free_puts([generation])
         slot = self._index.find(key, now_s)
         if slot is not None and self._index.table.version[slot] == generation:
             return None
         return DISCARDED
 
     def _drop_failed(self, put: PendingPut, failed: Sequence[str], now_s: float) -> bool:
-        """Leaves out what could not be written or is gone; False when nothing is left."""
+        """Remove the places that are gone or that the client could not write. Return False if none is left; then the
+        put is ended.
+        """
         by_number = self._segments.by_number
         left = [place for place in put.places if place[0] in by_number and by_number[place[0]].name not in failed]
         if not left:
@@ -382,12 +325,19 @@ class Puts(UnfinishedPuts):
             return False
         lost = [place for place in put.places if place not in left]
         put.places = left
-        # A write that failed by its time may still arrive.
-        self._space.rest(lost, put.nbytes, now_s + self._rules.put_release_s, now_s)
+        # A write that timed out may still arrive.
+        self._space.free_at(now_s + self._rules.put_release_s, lost, put.nbytes, now_s)
         return True
 
+    def _store_all(self, done: Sequence[PendingPut], all_plain: bool, now_s: float) -> list[int]:
+        if all_plain or (len(done) >= _LEAST_BULK and _are_plain(done)):
+            olds = self._index.table.slots_of.find_many([put.key for put in done])
+            if (olds < 0).all():
+                return _insert_plain(self._index, done)
+        return [self.store(put, now_s) for put in done]
+
     def store(self, put: PendingPut, now_s: float) -> int:
-        """Makes the object of a finished put, in place of the one that its key had."""
+        """Make the object of a finished put, in place of the object that its key had. Return its slot."""
         index, table, terms = self._index, self._index.table, put.terms
         old = table.find(put.key)
         if old is not None:
@@ -401,3 +351,53 @@ class Puts(UnfinishedPuts):
         if put.group:
             table.join_group(slot, put.group)
         return slot
+
+
+# Most objects are plain: one replica, no pin, no group, a new key. Many plain objects are inserted at once by numpy,
+# eight times as fast as by ObjectIndex.insert, with the same outcome.
+
+
+def _are_plain(puts: Sequence[PendingPut]) -> bool:
+    last = None
+    for put in puts:
+        terms = put.terms
+        if terms is not last and (terms.flags or terms.soft_pin_s):
+            return False
+        if put.group or len(put.places) != 1:
+            return False
+        last = terms
+    return True
+
+
+def _insert_plain(index: ObjectIndex, puts: Sequence[PendingPut]) -> list[int]:
+    """Insert the objects of plain puts whose keys have no object, parents before children. Return the slots."""
+    table = index.table
+    keys = [put.key for put in puts]
+    generations = [put.generation for put in puts]
+    slots = table.add_many(keys)
+    table.fill(
+        slots,
+        {
+            "nbytes": [put.nbytes for put in puts],
+            "version": generations,
+            "dram_segment": [put.places[0][0] for put in puts],
+            "dram_offset": [put.places[0][1] for put in puts],
+            "dram_generation": generations,
+            "identity": [put.terms.identity for put in puts],
+        },
+    )
+    parents = _link_parents(index, puts, slots) if any(put.parent for put in puts) else None
+    index.policy.insert_many(slots, parents, list(map(crc32, keys)))
+    index.removals.forget_many(keys)
+    index.changes.stored_many(keys)
+    index.counters["stored"] += len(keys)
+    return slots
+
+
+def _link_parents(index: ObjectIndex, puts: Sequence[PendingPut], slots: Sequence[int]) -> list[int | None]:
+    table = index.table
+    parents = table.find_many([put.parent or b"" for put in puts])
+    for slot, parent in zip(slots, parents, strict=True):
+        if parent is not None:
+            table.parent[slot], table.child[parent] = parent + 1, slot + 1
+    return parents

@@ -96,7 +96,7 @@ class ReadState:
 
     def exist(self, keys: Sequence[bytes], now_s: float) -> list[bool]:
         """As lookup, leases included, without the places. No use is counted: a look-up follows if it is read."""
-        found = self._index.find_plainly(keys)
+        found = self._index.find_batch(keys)
         if found is not None:
             there = found >= 0
             if there.any():

@@ -25,7 +25,7 @@ from moonpool.master.state.losses import UNKNOWN_OFFSET
 from moonpool.master.state.pins import RecoveredPins
 from moonpool.master.state.segments import MountedSegment, Place
 from moonpool.master.state.table import KEPT, Flag
-from moonpool.master.state.unfinished_puts import PendingPut, Terms
+from moonpool.master.state.unfinished_puts import PendingPut, PutTerms
 from moonpool.store.messages import GRANULE_NBYTES, Tier
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class _Recovery:
             r.PutsEnded: self._puts_ended,
             r.PutsAbandoned: self._puts_abandoned,
             r.Freed: self._freed,
-            r.LetGo: lambda record: self._let_go(record.session, record.up_to),
+            r.LetGo: lambda record: self._session_stopped(record.session, record.up_to),
             r.Dropped: self._dropped,
             r.Placed: self._placed,
             r.Pinned: lambda record: self._pins.pinned(record.session, record.keys),
@@ -128,7 +128,7 @@ class _Recovery:
     # puts
 
     def _granted(self, record: r.Granted) -> None:
-        terms = Terms(record.session, record.flags, record.identity, record.soft_pin_s, record.replace)
+        terms = PutTerms(record.session, record.flags, record.identity, record.soft_pin_s, record.replace)
         parents = None if record.parents is None else r.lengthened(record.parents, record.keys)
         for at, key in enumerate(record.keys):
             put = PendingPut(key, record.sizes[at], record.generations[at], record.places[at], terms, self._now_s)
@@ -139,7 +139,7 @@ class _Recovery:
             self._state.puts.pending.pop(key, None)
             self._state.puts.pending[key] = put
             self._last_generation = max(self._last_generation, put.generation)
-        self._let_go(record.session, record.let_go)
+        self._session_stopped(record.session, record.let_go)
 
     def _puts_ended(self, record: r.PutsEnded) -> None:
         for at, key in enumerate(record.keys):
@@ -154,8 +154,8 @@ class _Recovery:
             if put is None:
                 continue
             if record.kept[at]:
-                self._state.puts.keep(put, self._now_s, self._now_s)
-            self._index.fates.record(key, RemovalReason(record.fates[at]), self._now_s)
+                self._state.puts.keep_space(put, self._now_s, self._now_s)
+            self._index.removals.record(key, RemovalReason(record.fates[at]), self._now_s)
 
     def _take_put(self, key: bytes, generation: int) -> PendingPut | None:
         put = self._state.puts.pending.get(key)
@@ -164,19 +164,18 @@ class _Recovery:
         return self._state.puts.pending.pop(key)
 
     def _freed(self, record: r.Freed) -> None:
-        for generation in record.generations:
-            self._state.space.settled(generation)
+        self._state.space.free_puts(record.generations)
 
-    def _let_go(self, session: int, up_to: int) -> None:
+    def _session_stopped(self, session: int, up_to: int) -> None:
         if up_to:
-            self._state.space.let_go(session, up_to, self._now_s + self._state.rules.put_release_s)
+            self._state.space.on_session_stopped(session, up_to, self._now_s + self._state.rules.put_release_s)
 
     def _held_put(self, record: r.HeldPut) -> None:
         if record.session:
             self._state.space.hold_put(record.generation, record.places, record.nbytes, record.session)
         else:
-            rest_s = self._now_s + self._state.rules.put_release_s
-            self._state.space.rest_put(record.generation, record.places, record.nbytes, rest_s)
+            free_s = self._now_s + self._state.rules.put_release_s
+            self._state.space.free_put_at(free_s, record.generation, record.places, record.nbytes)
 
     # objects
 
@@ -186,7 +185,7 @@ class _Recovery:
             if slot is not None:
                 self._index.drop(slot, RemovalReason(fate), self._now_s)
             else:
-                self._index.fates.record(key, RemovalReason(fate), self._now_s)
+                self._index.removals.record(key, RemovalReason(fate), self._now_s)
 
     def _placed(self, record: r.Placed) -> None:
         index, table = self._index, self._index.table
@@ -226,7 +225,7 @@ class _Recovery:
 
     def _fated(self, record: r.Fated) -> None:
         for key, fate, age_s in zip(record.keys, record.fates, record.ages_s, strict=True):
-            self._index.fates.record(key, RemovalReason(fate), self._now_s - age_s)
+            self._index.removals.record(key, RemovalReason(fate), self._now_s - age_s)
 
     # processes
 
@@ -234,7 +233,7 @@ class _Recovery:
         self._pins.ended(record.sessions)
         self._state.members.note_ended(record.sessions)
         for session in record.sessions:
-            self._state.space.session_gone(session)
+            self._state.space.on_session_gone(session)
 
     # the end
 
@@ -250,7 +249,7 @@ class _Recovery:
         table.leases[: table.end][used] = self._now_s + state.rules.lease_s
         state.ssd.restore()
         self._start_sweep()
-        state.members.unseen_sessions = self._pins.sessions() | set(state.space.sessions()) | state.puts.sessions()
+        state.members.unseen_sessions = self._pins.sessions() | state.puts.sessions()
         index.counters.update(dict.fromkeys(index.counters, 0))
         state.puts.counters.update(dict.fromkeys(state.puts.counters, 0))
         index.on_record_unwanted = self._on_record_unwanted

@@ -53,7 +53,7 @@ def _small(state: PoolState, now_s: float) -> Iterator[r.Record]:
     yield r.SegmentsEnded(list(index.losses.heirs), list(index.losses.heirs.values()))
     for number, digest in state.identities.items():
         yield r.Identified(number, digest)
-    for session, up_to in state.space.let_go_of():
+    for session, up_to in state.space.stopped_sessions():
         yield r.LetGo(session, up_to)
     for put in state.puts.pending.values():
         terms, groups = put.terms, [put.group] if put.group else None
@@ -76,7 +76,7 @@ def _small(state: PoolState, now_s: float) -> Iterator[r.Record]:
 
 
 def _fates(index: ObjectIndex, now_s: float) -> Iterator[r.Fated]:
-    every = list(index.fates.items())
+    every = list(index.removals.items())
     for start in range(0, len(every), STEP_SLOTS):
         part = every[start : start + STEP_SLOTS]
         yield r.Fated(

@@ -1,7 +1,8 @@
-"""Space on its way back: freed now, after a lease, after a writer's last moment, or when a process is gone. Pure.
+"""The pool's DRAM space: granted with a generation, and freed when no process can still write or read it. Pure.
 
-Space of a put that ended without success is known by the put's generation, because its writer may say later that it
-has stopped, and because a journal must tell when it was freed.
+Puts and copies get space in one way: `place` allocates it, `stamp` gives it a generation, and one of the `free` methods
+takes it back. Space of a put that ended without an object is kept under the put's generation, because the writer may
+report later that it has stopped, and because the journal records when that space is freed.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
 
+from moonpool.master.state.records import Freed, LetGo, Outcomes
 from moonpool.master.state.segments import Place, SegmentTable
+from moonpool.store.messages import Placement
 
 EPOCH_BITS = 32
 _RANGE = (1 << EPOCH_BITS) - 1
@@ -18,113 +21,166 @@ _QUARTER_RANGE = 1 << (EPOCH_BITS - 2)
 
 
 class Generations:
-    """`epoch` is higher in every life of the master, and stands in the upper half."""
+    """Issues a number for each allocation, higher than all before it, across restarts too: the upper half of the number
+    is the master's epoch.
+    """
 
     def __init__(self, epoch: int) -> None:
         self.last = epoch << EPOCH_BITS
 
     @property
     def limit(self) -> int:
-        """The highest that can be given out for a long time: the end of the epoch's range, or of the next one once half
-        of it is used. Nodes refuse writes above it, so it moves long before the numbers reach it.
+        """The highest generation that can be issued for a long time: the end of the epoch's range, or of the next range
+        once half of it is used. Nodes refuse writes above the limit, so it moves long before the numbers reach it.
         """
         return (self.last + _HALF_RANGE) | _RANGE
 
     def are_admitted_up_to(self, limit: int) -> bool:
-        """Whether a node with that limit lets in the writers of all that are given out in the near future."""
+        """Return whether a node with that limit admits all generations of the near future."""
         return limit - self.last >= _QUARTER_RANGE
 
-    def take(self, count: int = 1) -> int:
-        """The first of `count` new ones."""
+    def issue(self, count: int = 1) -> int:
+        """Issue `count` new generations. Return the first."""
         first = self.last + 1
         self.last += count
         return first
 
 
-class SpaceReturns:
-    """Owns every span that belongs to no object and no put and is not free yet."""
+class PoolSpace:
+    """Grants space. Owns every span that belongs to no object and to no unfinished put and is not free yet."""
 
-    def __init__(self, segments: SegmentTable) -> None:
+    def __init__(self, segments: SegmentTable, generations: Generations, outcomes: Outcomes) -> None:
         self._segments = segments
+        self._generations = generations
+        self._outcomes = outcomes
         self._resting: list[tuple[float, int, Sequence[Place], int, int]] = []  # (free at, tie, where, nbytes, of put)
         self._count = 0
-        # Of ended puts, by generation: places, size and session. With session 0 it is in _resting too.
+        # Of ended puts, by generation: places, size and session. With session 0 the space is in _resting too.
         self.of_puts: dict[int, tuple[Sequence[Place], int, int]] = {}
         self._held: dict[int, dict[int, None]] = {}  # session -> generations of its ended puts
-        self._let_go: dict[int, int] = {}  # session -> up to which generation it writes nothing in place any more
+        self._stopped_up_to: dict[int, int] = {}  # session -> the highest generation that it no longer writes in place
 
-    def rest(self, places: Sequence[Place], nbytes: int, until_s: float, now_s: float) -> None:
-        """Frees the space at `until_s`, at once when that is past."""
+    # granting
+
+    def place(
+        self,
+        sizes: Sequence[int],
+        num_replicas: int = 1,
+        preferred: Sequence[str] = (),
+        *,
+        least: int = 1,
+        avoid_nodes: Sequence[str] = (),
+    ) -> list[list[Place]]:
+        """Allocate space for each size, on up to `num_replicas` segments. An object that gets fewer than `least` places
+        gets none: its list is empty.
+        """
+        if len(sizes) == 1 and num_replicas == 1 and not avoid_nodes:
+            place = self._segments.place_one(sizes[0], preferred)  # twice as fast as a batch of one
+            return [[] if place is None else [place]]
+        places = self._segments.place_many(sizes, num_replicas, preferred, avoid_nodes)
+        if least > 1:
+            for at, found in enumerate(places):
+                if len(found) < least:
+                    self.free(found, sizes[at])
+                    places[at] = []
+        return places
+
+    def stamp(self, places: Sequence[Sequence[Place]]) -> tuple[list[int], list[tuple[Placement, ...]]]:
+        """Issue a generation for the places of each object. Return the generations, and where to write each object."""
+        first = self._generations.issue(len(places))
+        generations = list(range(first, first + len(places)))
+        by_number, placements = self._segments.by_number, []
+        last_number, name, incarnation = 0, "", 0
+        for found, generation in zip(places, generations, strict=True):
+            stamped = []
+            for number, offset in found:
+                if number != last_number:
+                    descriptor, last_number = by_number[number].descriptor, number
+                    name, incarnation = descriptor.name, descriptor.incarnation
+                stamped.append(Placement(name, offset, incarnation, generation))
+            placements.append(tuple(stamped))
+        return generations, placements
+
+    # freeing
+
+    def free(self, places: Sequence[Place], nbytes: int) -> None:
+        """Free space that no process can still write or read."""
+        for number, offset in places:
+            self._segments.release(number, offset, nbytes)
+
+    def free_at(self, until_s: float, places: Sequence[Place], nbytes: int, now_s: float) -> None:
+        """Free the space at `until_s`, or now if that is past."""
         if until_s <= now_s:
-            self._free(places, nbytes)
+            self.free(places, nbytes)
         elif places:
             self._push(until_s, places, nbytes, 0)
 
-    def rest_put(self, generation: int, places: Sequence[Place], nbytes: int, until_s: float) -> None:
-        """Of an ended put whose late writes are refused by its node from then on at the latest."""
+    def free_put_at(self, until_s: float, generation: int, places: Sequence[Place], nbytes: int) -> None:
+        """Free the space of an ended put at `until_s`, or earlier if its writer reports that it has stopped."""
         self.of_puts[generation] = (places, nbytes, 0)
         self._push(until_s, places, nbytes, generation)
 
     def hold_put(self, generation: int, places: Sequence[Place], nbytes: int, session: int) -> None:
-        """Of an ended put that its process may still be writing in place: until settled() or session_gone()."""
+        """Keep the space of an ended put that its process may still write in place, until the process reports that it
+        has stopped, or has ended.
+        """
         self.of_puts[generation] = (places, nbytes, session)
         self._held.setdefault(session, {})[generation] = None
 
-    def settled(self, generation: int) -> bool:
-        """The writer of that put has stopped: its space is free now. False when none is held for it."""
-        kept = self.of_puts.pop(generation, None)
-        if kept is None:
-            return False
-        places, nbytes, session = kept
-        if session:
-            self._no_longer_held(session, generation)
-        self._free(places, nbytes)
-        return True
+    def free_puts(self, generations: Iterable[int]) -> None:
+        """Free and record the space of these ended puts, whose writers have stopped. Skip those that have none."""
+        freed = [generation for generation in generations if self._free_put(generation)]
+        if freed:
+            self._outcomes.add(Freed(freed))
 
-    def session_gone(self, session: int) -> list[int]:
-        """The process has ended; the generations of the puts whose space is free now."""
-        self._let_go.pop(session, None)
-        generations = list(self._held.get(session, ()))
-        return [generation for generation in generations if self.settled(generation)]
+    def on_session_gone(self, session: int) -> None:
+        """Free what that process, which has ended, could have written in place."""
+        self._stopped_up_to.pop(session, None)
+        self.free_puts(list(self._held.get(session, ())))
 
-    def let_go(self, session: int, up_to: int, until_s: float) -> bool:
-        """The process writes none of these in place any more, up to that generation. What it sent over a network may
-        still arrive, so they rest. True when there were any.
+    def on_session_stopped(self, session: int, up_to: int, until_s: float) -> None:
+        """The process no longer writes puts up to that generation in place. Data that it sent over a network may still
+        arrive, so their space is freed at `until_s`.
         """
-        if up_to > self._let_go.get(session, 0):
-            self._let_go[session] = up_to
+        if up_to > self._stopped_up_to.get(session, 0):
+            self._stopped_up_to[session] = up_to
         found = [each for each in self._held.get(session, ()) if each <= up_to]
         for generation in found:
             places, nbytes, _ = self.of_puts[generation]
-            self._no_longer_held(session, generation)
-            self.rest_put(generation, places, nbytes, until_s)
-        return bool(found)
+            self._remove_held(session, generation)
+            self.free_put_at(until_s, generation, places, nbytes)
+        if found:
+            self._outcomes.add(LetGo(session, up_to))
 
-    def let_go_by(self, session: int) -> int:
-        """Up to which generation that process writes nothing in place."""
-        return self._let_go.get(session, 0)
-
-    def let_go_of(self) -> Iterable[tuple[int, int]]:
-        """By session, the same."""
-        return self._let_go.items()
-
-    def sessions(self) -> list[int]:
-        return list(self._held)
-
-    def release_due(self, now_s: float, limit: int) -> tuple[int, list[int]]:
-        """Frees up to `limit` spans whose time has come; how many, and the generations of those that were puts'."""
+    def free_due(self, now_s: float, limit: int) -> bool:
+        """Free up to `limit` spans whose time has come, and record those of puts. Return whether there may be more."""
         done, generations = 0, []
         while done < limit and self._resting and self._resting[0][0] <= now_s:
             _, _, places, nbytes, generation = heapq.heappop(self._resting)
             done += 1
-            if not generation:
-                self._free(places, nbytes)
-            elif self.settled(generation):
+            if generation:
                 generations.append(generation)
-        return done, generations
+            else:
+                self.free(places, nbytes)
+        self.free_puts(generations)
+        return done == limit
+
+    # questions
+
+    def stopped_up_to(self, session: int) -> int:
+        """Return the highest generation that this process no longer writes in place."""
+        return self._stopped_up_to.get(session, 0)
+
+    def stopped_sessions(self) -> Iterable[tuple[int, int]]:
+        """Return each session with its stopped_up_to()."""
+        return self._stopped_up_to.items()
+
+    def holding_sessions(self) -> list[int]:
+        """Return the sessions for which space of ended puts is held."""
+        return list(self._held)
 
     def spans(self) -> Iterator[tuple[Place, int]]:
-        """All space still on its way, with its size."""
+        """Yield all space that is not free yet, with its size."""
         for _, _, places, nbytes, generation in self._resting:
             if not generation:
                 for place in places:
@@ -133,7 +189,17 @@ class SpaceReturns:
             for place in places:
                 yield place, nbytes
 
-    def _no_longer_held(self, session: int, generation: int) -> None:
+    def _free_put(self, generation: int) -> bool:
+        kept = self.of_puts.pop(generation, None)
+        if kept is None:
+            return False
+        places, nbytes, session = kept
+        if session:
+            self._remove_held(session, generation)
+        self.free(places, nbytes)
+        return True
+
+    def _remove_held(self, session: int, generation: int) -> None:
         held = self._held[session]
         del held[generation]
         if not held:
@@ -142,7 +208,3 @@ class SpaceReturns:
     def _push(self, until_s: float, places: Sequence[Place], nbytes: int, generation: int) -> None:
         self._count += 1
         heapq.heappush(self._resting, (until_s, self._count, places, nbytes, generation))
-
-    def _free(self, places: Sequence[Place], nbytes: int) -> None:
-        for number, offset in places:
-            self._segments.release(number, offset, nbytes)

@@ -19,7 +19,7 @@ from moonpool.master.state.pins import PinTable
 from moonpool.master.state.puts import Puts
 from moonpool.master.state.reads import ReadState
 from moonpool.master.state.records import Outcomes, PutsEnded
-from moonpool.master.state.space import SpaceReturns
+from moonpool.master.state.space import PoolSpace
 from moonpool.master.state.ssd_tier import SsdTier
 from moonpool.transfer.memory.segment import Fence
 
@@ -32,10 +32,10 @@ def _discard_frees_at_once() -> list[Change]:
 
 
 def _sessions_hold_nothing() -> list[Change]:
-    def hold_put(self: SpaceReturns, generation: int, places: Any, nbytes: int, session: int) -> None:
-        self.rest_put(generation, places, nbytes, 0.0)
+    def hold_put(self: PoolSpace, generation: int, places: Any, nbytes: int, session: int) -> None:
+        self.free_put_at(0.0, generation, places, nbytes)
 
-    return [(SpaceReturns, "hold_put", hold_put)]
+    return [(PoolSpace, "hold_put", hold_put)]
 
 
 def _removals_are_not_journalled() -> list[Change]:

@@ -189,7 +189,7 @@ class Simulation:
             return False
         if len(state.orders) or state.puts.pending or not all(self._is_mounted(each) for each in world.nodes):
             return False
-        return not state.space.of_puts and not state.space.sessions()
+        return not state.space.of_puts and not state.space.holding_sessions()
 
     def _is_mounted(self, member: Member) -> bool:
         """By the process that lives, and in use."""
@@ -212,7 +212,7 @@ class Simulation:
         state = self.world.state
         parts = [f"{each.name}: {each.status}, {each.used_nbytes} bytes" for each in state.table_of_segments.all()]
         parts.append(f"{len(state.index.table)} objects, {len(state.puts.pending)} puts, {len(state.orders)} orders")
-        parts.append(f"{len(state.space.of_puts)} abandoned puts, sessions {state.space.sessions()}")
+        parts.append(f"{len(state.space.of_puts)} abandoned puts, sessions {state.space.holding_sessions()}")
         for each in self.world.nodes:
             if each.program.ssd is not None:
                 parts.append(f"{each.program.ssd.log.stats().num_objects} records in {each.name}")
