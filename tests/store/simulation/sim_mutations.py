@@ -67,7 +67,7 @@ def _views_are_not_pinned() -> list[Change]:
         (
             ReadState,
             "lookup",
-            lambda self, keys, prefix, lease, session, now_s: original(self, keys, prefix, lease, 0, now_s),
+            lambda self, keys, prefix, lease, _, now_s, reads: original(self, keys, prefix, lease, 0, now_s, reads),
         )
     ]
 

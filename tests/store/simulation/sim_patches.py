@@ -232,14 +232,14 @@ def _patches() -> list[tuple[Any, str, Any]]:
         (moonpool.master.state.snapshot, "STEP_SLOTS", _SNAPSHOT_SLOTS),
         (moonpool.node.ssd_tier, "_COMPACT_EVERY_S", 2.0),
         (
-            moonpool.master.state.removal_reasons.RemovalLog,
+            moonpool.master.state.changes.RemovalLog,
             "record",
-            _record(moonpool.master.state.removal_reasons.RemovalLog.record),
+            _record(moonpool.master.state.changes.RemovalLog.record),
         ),
         (
-            moonpool.master.state.copies.Copies,
+            moonpool.master.state.orders.Copies,
             "quarantine",
-            _quarantine(moonpool.master.state.copies.Copies.quarantine),
+            _quarantine(moonpool.master.state.orders.Copies.quarantine),
         ),
         (moonpool.master.state.segments.SegmentTable, "end", _end(moonpool.master.state.segments.SegmentTable.end)),
         (SimPool, "scheduler", staticmethod(lambda: _world().scheduler)),
