@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from moonpool.base.cores import available_cores
+from moonpool.base.limits import available_cores
 from moonpool.launch.child import to_arguments
 from moonpool.launch.plan import CONDUCTOR, FRONTEND, Role, ServeConfig, plan_roles
 

@@ -21,8 +21,7 @@ from collections.abc import Iterator
 
 import torch
 
-from moonpool.base.identity import CacheIdentity
-from moonpool.base.keys import chain_keys
+from moonpool.base.keys import CacheIdentity, chain_keys
 from moonpool.engine.config import EngineConfig, ModelConfig
 from moonpool.engine.engine import Engine
 from moonpool.engine.kv_memory import PIECE_LAYOUT, KvLayout

@@ -5,6 +5,11 @@
 
 The chain knows no shard; an object's key is chain key + layer group + head shard. The secret stays in the
 front end; workers get the root. The formats are fixed by golden vectors (docs/formats.md).
+
+What makes KV reusable. Two workers may share a block only when every field here is equal.
+
+The identity's digest goes into every key's root and into every block's header, so KV of another model,
+dtype, layout or block size can neither be found nor, if found by accident, be used.
 """
 
 from __future__ import annotations
@@ -13,7 +18,33 @@ import hashlib
 import struct
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
+
+# How block keys are derived from tokens (base/keys.py). A change there is a new scheme.
+HASH_SCHEME = "blake2b-256/le-u32/1"
+
+
+class CacheIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """Immutable description of KV bytes. `weights_digest` is hex of the weight files' own bytes."""
+
+    model_name: str
+    weights_digest: str
+    dtype: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_tokens: int
+    piece_layout: str  # order of axes inside a piece, e.g. "kv,head,token,dim"
+    rope: str  # everything that changes K for the same weights, spelled out
+    hash_scheme: str = HASH_SCHEME
+
+    def digest(self) -> bytes:
+        """32 bytes; equal if and only if all fields are equal."""
+        # Names sorted, strings quoted: no two descriptions share a spelling.
+        canonical = msgspec.json.encode(self, order="sorted")
+        return hashlib.blake2b(canonical, digest_size=32, person=b"moonpool-ident").digest()
+
 
 KEY_NBYTES = 32
 OBJECT_KEY_NBYTES = KEY_NBYTES + 4

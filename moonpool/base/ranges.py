@@ -1,5 +1,5 @@
 """Ranges of the numbers in messages. A message with a number outside its range is refused when it is decoded
-(base/rpc/refusals.py), so no handler meets one that it cannot calculate with. NaN is in no range.
+(base/rpc/protocol.py), so no handler meets one that it cannot calculate with. NaN is in no range.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from moonpool.base.lifeline import watch_inherited
+from moonpool.base.process import watch_inherited
 from moonpool.bench.store_calls import CallWork
 from moonpool.bench.store_objects import ObjectWork
 from moonpool.bench.store_ping import PingWork

@@ -18,8 +18,7 @@ from typing import Any
 import msgspec
 
 from moonpool.base.errors import Unavailable
-from moonpool.base.lifeline import Lifeline
-from moonpool.base.process import ReadyReport
+from moonpool.base.process import Lifeline, ReadyReport
 from moonpool.launch.child import to_arguments
 
 _STOP_TIMEOUT_S = 10.0

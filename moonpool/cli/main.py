@@ -14,8 +14,8 @@ import typer
 
 from moonpool import __version__
 from moonpool.base.errors import MoonpoolError
-from moonpool.base.lifeline import watch_inherited
-from moonpool.base.memory_limits import memory_shortage, require_address_space_to_start
+from moonpool.base.limits import memory_shortage, require_address_space_to_start
+from moonpool.base.process import watch_inherited
 from moonpool.cli.options import CONTEXT_SETTINGS
 
 # name: (module with `command`, what `moonpool --help` says)

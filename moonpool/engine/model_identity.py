@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 
 from moonpool.base.errors import ModelError
-from moonpool.base.identity import CacheIdentity
+from moonpool.base.keys import CacheIdentity
 from moonpool.engine.cache_folder import cache_folder, locked, written_whole
 from moonpool.engine.config import DType, ModelConfig
 from moonpool.engine.kv_memory import PIECE_LAYOUT

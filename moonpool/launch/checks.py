@@ -7,9 +7,8 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from moonpool.base.control_groups import CGROUPS, PROC, control_groups, read_text
 from moonpool.base.errors import ConfigError, ModelError, MoonpoolError, NoSpace
-from moonpool.base.memory_limits import address_space_nbytes
+from moonpool.base.limits import CGROUPS, PROC, address_space_nbytes, control_groups, read_text
 from moonpool.base.units import format_nbytes
 from moonpool.engine.gguf_file import GgufFile
 from moonpool.engine.model_files import ModelFiles, read_config

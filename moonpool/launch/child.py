@@ -18,8 +18,7 @@ from typing import IO
 import msgspec
 
 from moonpool.base.config import option_name
-from moonpool.base.lifeline import Lifeline
-from moonpool.base.process import ReadyReport
+from moonpool.base.process import Lifeline, ReadyReport
 
 _MAX_REPORT_NBYTES = 64 * 1024
 

@@ -2,7 +2,7 @@
 
 The launcher decides nothing itself: events go into launch/supervisor.py, and this file does what comes out. However
 it ends, no process stays behind: a stop is over within KILL_AFTER_S, and children of a killed launcher end by
-themselves (base/lifeline.py).
+themselves (base/process.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from moonpool.base.clock import AttendedClock
-from moonpool.base.lifeline import Lifeline
+from moonpool.base.process import Lifeline
 from moonpool.launch.child import Child
 from moonpool.launch.plan import Role
 from moonpool.launch.progress import Progress, say

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from moonpool.base.address import host_port
-from moonpool.base.cores import divide_cores
 from moonpool.base.errors import ConfigError
+from moonpool.base.limits import divide_cores
 from moonpool.base.run_dirs import CONDUCTOR, MASTER, socket_address
 from moonpool.base.units import format_nbytes, parse_nbytes
 from moonpool.conductor.admission.forms import AdmissionForm

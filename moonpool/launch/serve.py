@@ -15,12 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from moonpool.base.address import host_port
-from moonpool.base.cores import available_cores
 from moonpool.base.errors import ConfigError, Unavailable
-from moonpool.base.lifeline import Lifeline
+from moonpool.base.limits import available_cores
 from moonpool.base.log import setup_logging
+from moonpool.base.process import Lifeline
 from moonpool.base.run_dirs import write_url
-from moonpool.base.secret import Secret
+from moonpool.base.security import Secret
 from moonpool.engine.model_files import resolve
 from moonpool.frontend.tenants import load_tenants
 from moonpool.launch.checks import (

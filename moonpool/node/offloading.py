@@ -17,10 +17,10 @@ from typing import TypeAlias
 
 from moonpool.base.errors import Corrupt, MoonpoolError, NotFound, Unavailable
 from moonpool.base.log import RateLimitedLog
+from moonpool.node.copying import check_here
 from moonpool.node.orders import refused
-from moonpool.node.replicas import check_here
 from moonpool.node.ssd import LogItem, LogLocation, SsdConfig
-from moonpool.node.ssd.checks import check_object
+from moonpool.node.ssd.reading import check_object
 from moonpool.node.ssd_tier import NodeSsd, offset_of
 from moonpool.store.messages import Order, OrderKind, OrderResult
 from moonpool.transfer.memory.segment import Segment

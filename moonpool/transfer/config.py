@@ -7,7 +7,7 @@ from typing import Any
 
 from moonpool.base.config import make_paths_absolute
 from moonpool.base.errors import ConfigError
-from moonpool.base.tls import TlsConfig
+from moonpool.base.security import TlsConfig
 from moonpool.transfer.paths.path_load import PlanConfig
 from moonpool.transfer.paths.plan import DEFAULT_SLICE_NBYTES
 from moonpool.transfer.paths.priority import DEFAULT_PROMOTE_AFTER_S

@@ -14,7 +14,7 @@ import torch
 
 from moonpool.base.clock import SystemClock
 from moonpool.base.errors import ConfigError
-from moonpool.base.identity import CacheIdentity
+from moonpool.base.keys import CacheIdentity
 from moonpool.base.units import format_nbytes
 from moonpool.engine.config import ModelConfig
 from moonpool.engine.kv_memory import KvLayout

@@ -21,9 +21,9 @@ from prometheus_client import CollectorRegistry
 from moonpool.base.checksum import crc32c
 from moonpool.base.clock import SystemClock
 from moonpool.base.cluster import WORKER_SERVICE, ReportWorker, WorkerInfo, WorkerRole
-from moonpool.base.cores import CorePresence
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import InvalidInput, NotFound
+from moonpool.base.limits import CorePresence
 from moonpool.base.metrics import GetMetrics, process_metrics, snapshot
 from moonpool.base.process import EXIT_BUG
 from moonpool.base.rpc import Call, RpcPeer, RpcServer

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from moonpool.base.cores import CorePresence, available_cores
+from moonpool.base.limits import CorePresence, available_cores
 
 _LOG = logging.getLogger(__name__)
 _COUNT_EVERY_S = 2.0

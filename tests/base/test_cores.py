@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.base.cores import CorePresence, available_cores, divide_cores
+from moonpool.base.limits import CorePresence, available_cores, divide_cores
 
 OTHER = """
 import sys
-from moonpool.base.cores import CorePresence
+from moonpool.base.limits import CorePresence
 with CorePresence():
     print("here", flush=True)
     sys.stdin.readline()

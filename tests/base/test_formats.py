@@ -12,8 +12,7 @@ import pytest
 
 from moonpool.base.errors import Overloaded, StaleGeneration
 from moonpool.base.frames import FrameDecoder, FrameKind, encode_frame
-from moonpool.base.identity import CacheIdentity
-from moonpool.base.keys import chain_keys, object_key, tenant_root
+from moonpool.base.keys import CacheIdentity, chain_keys, object_key, tenant_root
 from moonpool.base.object_header import ObjectHeader, ObjectKind, Piece, unpack
 from moonpool.base.rpc.protocol import Hello, encode_call, encode_error, encode_value
 from moonpool.engine.kv_memory import PIECE_LAYOUT, KvLayout

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.base.identity import CacheIdentity
+from moonpool.base.keys import CacheIdentity
 
 GOLDEN = CacheIdentity(
     model_name="golden",

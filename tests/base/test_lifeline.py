@@ -15,11 +15,11 @@ from collections.abc import Iterator
 import pytest
 
 from moonpool.base.errors import ConfigError
-from moonpool.base.lifeline import LIFELINE_FD, watch_inherited
+from moonpool.base.process import LIFELINE_FD, watch_inherited
 
 PARENT = """
 import os, subprocess, sys, time
-from moonpool.base.lifeline import Lifeline
+from moonpool.base.process import Lifeline
 lifeline = Lifeline()
 alive_fd = int(sys.argv[2])
 child = subprocess.Popen(
@@ -30,14 +30,14 @@ time.sleep(60)
 """
 OBEDIENT = """
 import time
-from moonpool.base.lifeline import watch_inherited
+from moonpool.base.process import watch_inherited
 assert watch_inherited()
 print("up", flush=True)
 time.sleep(60)
 """
 STUCK = """
 import signal
-from moonpool.base.lifeline import watch_inherited
+from moonpool.base.process import watch_inherited
 signal.signal(signal.SIGTERM, lambda *_: None)  # asked to end, it does not
 assert watch_inherited(grace_s=0.5)
 print("up", flush=True)
@@ -85,7 +85,7 @@ def test_it_is_for_the_child_alone() -> None:
     grandchild = f"import os; print(os.environ.get({LIFELINE_FD!r}), sorted(map(int, os.listdir('/proc/self/fd'))))"
     child = f"""
 import os, subprocess, sys
-from moonpool.base.lifeline import watch_inherited
+from moonpool.base.process import watch_inherited
 fd = int(os.environ[{LIFELINE_FD!r}])
 assert watch_inherited()
 seen = subprocess.run([sys.executable, "-c", {grandchild!r}], close_fds=False, capture_output=True, text=True).stdout

@@ -7,7 +7,7 @@ import resource
 
 import pytest
 
-from moonpool.base.memory_limits import address_space_nbytes, memory_shortage
+from moonpool.base.limits import address_space_nbytes, memory_shortage
 
 
 def raised_during(inner: BaseException, outer: BaseException) -> BaseException:

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from moonpool.base.errors import BreakerOpen, ConfigError, PeerLost, PeerSilent
 from moonpool.base.rpc import BlockingClient, Call, RpcServer
-from moonpool.base.rpc.breaker import Breaker, BreakerLimits, CallWait
-from moonpool.base.rpc.probed import ProbedBreaker
+from moonpool.base.rpc.breaker import Breaker, BreakerLimits, CallWait, ProbedBreaker
 
 LIMITS = BreakerLimits()
 LOOK_S = LIMITS.look_every_s

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moonpool.base.errors import ConfigError
-from moonpool.base.secret import Secret
+from moonpool.base.security import Secret
 
 VALUE = b"correct horse battery staple"
 

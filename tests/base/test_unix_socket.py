@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 from rpc_service import Service
 
+from moonpool.base.address import bind_private
 from moonpool.base.rpc import AsyncClient, BlockingClient, RpcPeer
-from moonpool.base.unix_socket import bind_private
 from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.transports.shm.transport import ShmTransport
 

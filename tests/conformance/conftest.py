@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moonpool.base.secret import Secret
+from moonpool.base.security import Secret
 from moonpool.transfer.transports.tcp.guard import Guard
 
 

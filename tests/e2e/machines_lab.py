@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moonpool.base.lifeline import Lifeline
+from moonpool.base.process import Lifeline
 
 MOONPOOL = [sys.executable, "-m", "moonpool"]
 _numbers = itertools.count()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.base.tls import TlsConfig
+from moonpool.base.security import TlsConfig
 
 NAMES = "IP:127.0.0.1,DNS:localhost"
 _KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")

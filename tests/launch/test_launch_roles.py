@@ -23,7 +23,7 @@ from moonpool.conductor.messages import Status
 LAUNCH = """
 import asyncio, sys
 from pathlib import Path
-from moonpool.base.lifeline import Lifeline
+from moonpool.base.process import Lifeline
 from moonpool.launch.plan import Role
 from moonpool.launch.launcher import Launcher
 folder, second = Path(sys.argv[1]), sys.argv[2]

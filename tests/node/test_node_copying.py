@@ -9,9 +9,8 @@ import pytest
 from node_world import MIB, allocate, body_of, header_at, object_of, open_ssd, order, place, store
 
 from moonpool.base.errors import Corrupt, DeadlineExceeded, InvalidInput, MoonpoolError, NotFound, StaleGeneration
-from moonpool.node.copying import Copier
+from moonpool.node.copying import Copier, OwnMemory, Readable
 from moonpool.node.offloading import LogThread
-from moonpool.node.replicas import OwnMemory, Readable
 from moonpool.store.messages import Order, OrderKind, Placement
 from moonpool.transfer.memory.buffers import Buffer
 from moonpool.transfer.memory.segment import Segment

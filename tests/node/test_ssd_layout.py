@@ -11,11 +11,11 @@ from ssd_world import BLOCK_NBYTES, parts_of
 
 from moonpool.base.errors import ConfigError, StaleGeneration
 from moonpool.node.ssd import layout
-from moonpool.node.ssd.choice import FileLoad, choose_victim
+from moonpool.node.ssd.compactor import FileLoad, choose_victim
 from moonpool.node.ssd.index import LogIndex
 from moonpool.node.ssd.layout import UNIT_NBYTES, Entry, FileHeader
-from moonpool.node.ssd.packing import FileRoom, LogRecord, RecordBatch, largest_object_nbytes
 from moonpool.node.ssd.recovery import Reader, recover
+from moonpool.node.ssd.writer import FileRoom, LogRecord, RecordBatch, largest_object_nbytes
 
 FILE_NBYTES = 256 * 1024
 HEADER = FileHeader(7, FILE_NBYTES, bytes(range(16)))

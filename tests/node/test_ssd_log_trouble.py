@@ -21,7 +21,7 @@ from ssd_world import FAST_DIR, KIB, SMALL, copy_as_is, inventory, is_object, it
 
 from moonpool.base.errors import Corrupt, NoSpace, Unavailable
 from moonpool.node.ssd import LogLocation, SsdConfig, SsdLog
-from moonpool.node.ssd.log_file import on_disk
+from moonpool.node.ssd.folder import on_disk
 
 A, B, C = b"a" * 36, b"b" * 36, b"c" * 36
 FILE = SMALL.file_nbytes

@@ -28,7 +28,7 @@ from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import DamagedFrame, MoonpoolError, ProtocolError, Unauthorized
 from moonpool.base.frames import HEADER_NBYTES, FrameDecoder, FrameKind, decode_header, encode_frame
 from moonpool.base.rpc.protocol import CallDecoder, decode_error, decode_reply
-from moonpool.base.secret import Secret
+from moonpool.base.security import Secret
 from moonpool.transfer.control import CALLS, ControlHandler, Introduce
 from moonpool.transfer.host import host_id
 from moonpool.transfer.memory.segment import Segment

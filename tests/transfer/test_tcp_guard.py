@@ -22,7 +22,7 @@ from moonpool.base.errors import (
     ProtocolError,
     Unauthorized,
 )
-from moonpool.base.secret import Secret
+from moonpool.base.security import Secret
 from moonpool.transfer.paths.path_load import is_retriable
 from moonpool.transfer.transports.tcp.frames import (
     RESPONSE_NBYTES,

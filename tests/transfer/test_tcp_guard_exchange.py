@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moonpool.base.errors import ConfigError, DamagedFrame, NotFound, Overloaded, ProtocolError, Unauthorized
-from moonpool.base.secret import Secret
+from moonpool.base.security import Secret
 from moonpool.transfer.transports.tcp.frames import REQUEST_NBYTES
 from moonpool.transfer.transports.tcp.guard import (
     FRAME_NBYTES,

@@ -18,8 +18,7 @@ from tls_authority import Authority
 
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import ConfigError, PeerLost, StaleGeneration, Unauthorized
-from moonpool.base.secret import Secret
-from moonpool.base.tls import TlsConfig
+from moonpool.base.security import Secret, TlsConfig
 from moonpool.transfer.transports.sockets import (
     abandon,
     hang_up,

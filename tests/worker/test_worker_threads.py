@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from moonpool.base.cores import CorePresence
+from moonpool.base.limits import CorePresence
 from moonpool.worker.threads import choose_threads, follow_share
 
 

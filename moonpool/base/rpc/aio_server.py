@@ -21,7 +21,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, cast
 
-from moonpool.base.address import Address, parse_address
+from moonpool.base.address import Address, bind_private, is_own_user, parse_address
 from moonpool.base.errors import Cancelled, ConfigError, MoonpoolError, Overloaded, ProtocolError
 from moonpool.base.frames import (
     MAX_BODY_NBYTES,
@@ -42,7 +42,6 @@ from moonpool.base.rpc.protocol import (
     encode_value,
 )
 from moonpool.base.rpc.silence import DEFAULT_PATIENCE, AttendedTimer, SilenceLimits, SilenceWatch
-from moonpool.base.unix_socket import bind_private, is_own_user
 
 _LOG = logging.getLogger(__name__)
 _BACKLOG = 1024  # connections that wait to be accepted while a handler runs

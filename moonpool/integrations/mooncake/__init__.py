@@ -1,4 +1,4 @@
-"""Mooncake's Python API on our store, so that engines written for it use the pool as they are.
+"""Mooncake's Python API on our store, so that engines written for Mooncake use the pool without changes.
 
 Upstream's wheel owns the module name `mooncake`, so ours is opt-in: put the folder that
 `python -m moonpool.integrations.mooncake` prints on PYTHONPATH, and `from mooncake.store import
@@ -6,17 +6,20 @@ MooncakeDistributedStore` finds this one. Results are upstream's numbers (codes.
 below zero; no call raises because of the pool.
 """
 
+from pathlib import Path
+
 from moonpool.integrations.mooncake.codes import ErrorCode
-from moonpool.integrations.mooncake.replica_descriptor import (
+from moonpool.integrations.mooncake.store import MooncakeDistributedStore
+from moonpool.integrations.mooncake.types import (
     Descriptor,
     DiskDescriptor,
     MemoryDescriptor,
+    ObjectDataType,
     ReplicaDescriptor,
     ReplicaStatus,
+    ReplicateConfig,
+    SoftPinAction,
 )
-from moonpool.integrations.mooncake.replicate_config import ObjectDataType, ReplicateConfig, SoftPinAction
-from moonpool.integrations.mooncake.shadow_path import shadow_path
-from moonpool.integrations.mooncake.store import MooncakeDistributedStore
 
 __all__ = [
     "Descriptor",
@@ -31,3 +34,8 @@ __all__ = [
     "SoftPinAction",
     "shadow_path",
 ]
+
+
+def shadow_path() -> str:
+    """Return the folder for PYTHONPATH that holds a package named `mooncake`. It hides an installed Mooncake."""
+    return str(Path(__file__).resolve().parent / "shadow")

@@ -1,5 +1,5 @@
-"""`python -m moonpool.integrations.mooncake` prints what belongs on PYTHONPATH for engines that import `mooncake`."""
+"""`python -m moonpool.integrations.mooncake` prints the folder for PYTHONPATH with which `import mooncake` works."""
 
-from moonpool.integrations.mooncake.shadow_path import shadow_path
+from moonpool.integrations.mooncake import shadow_path
 
 print(shadow_path())

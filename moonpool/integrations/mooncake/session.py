@@ -1,20 +1,81 @@
-"""Everything one `setup` starts, and its orderly end: the client, its transfer engine, the memory offered."""
+"""Everything one `setup` starts, and its orderly end: the client, its transfer engine, the memory offered.
+
+Memory of this process, offered to the pool: a node on an event loop of its own, in a thread of its own.
+
+It ends with close(), or with leave() when the process ends. A process that is killed takes the memory along; the master
+notices by the silence.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import tempfile
+import threading
+from collections.abc import Coroutine
 from contextlib import ExitStack
+from typing import Any
 
-from moonpool.base.errors import BreakerOpen
-from moonpool.integrations.mooncake.embedded_node import EmbeddedNode
-from moonpool.integrations.mooncake.pool import MooncakePool
+from moonpool.base.errors import BreakerOpen, DeadlineExceeded, Unavailable
 from moonpool.integrations.mooncake.setup_config import SetupConfig, credentials
 from moonpool.node.config import NodeConfig
+from moonpool.node.service import Node
 from moonpool.store.client import ClientConfig, StoreClient
 from moonpool.transfer.config import TransferConfig
 from moonpool.transfer.engine import TransferEngine
+
+_START_TIMEOUT_S = 60.0  # it takes all of its memory at once
+_CLOSE_TIMEOUT_S = 10.0
+_LEAVE_TIMEOUT_S = 2.0  # a process that wants to end is not kept for long
+
+
+class EmbeddedNode:
+    """Started when it is made; raises what Node.start() raises, and leaves nothing behind then."""
+
+    def __init__(self, config: NodeConfig) -> None:
+        self._node = Node(config)
+        self._loop = asyncio.new_event_loop()
+        # A daemon: an engine that exits without close() must not hang in it.
+        self._thread = threading.Thread(target=self._loop.run_forever, name="mooncake-node", daemon=True)
+        self._thread.start()
+        try:
+            self._run(self._node.start(), _START_TIMEOUT_S)
+        except BaseException:
+            self._stop_loop()
+            raise
+
+    @property
+    def segment_name(self) -> str:
+        return self._node.segment_name
+
+    def close(self) -> None:
+        """Takes the memory back from the pool. Call it once."""
+        try:
+            self._run(self._node.close(), _CLOSE_TIMEOUT_S)
+        finally:
+            self._stop_loop()
+
+    def leave(self) -> None:
+        """Takes the memory out of the pool in a process that is ending: no thread can be started there any more."""
+        self._run(self._node.leave(), _LEAVE_TIMEOUT_S)
+
+    def _run(self, coroutine: Coroutine[Any, Any, None], timeout_s: float) -> None:
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            future.result(timeout_s)
+        except TimeoutError as error:
+            future.cancel()
+            raise DeadlineExceeded(f"the embedded node took longer than {timeout_s:g} s") from error
+        except OSError as error:
+            raise Unavailable(f"the embedded node: {error}") from error
+
+    def _stop_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_CLOSE_TIMEOUT_S)
+        if not self._thread.is_alive():
+            self._loop.close()
+
 
 _START_PATIENCE_S = 1.0  # a master that starts at the same time may be a moment later; calls never wait for one
 _HOST_CHARS = 40  # of it in a name, which is part of a socket's path, which has 107
@@ -32,7 +93,6 @@ class MooncakeSession:
             self._run_dir = tempfile.TemporaryDirectory(prefix="mp-mc-")
             run_dir = stack.enter_context(self._run_dir)
             self.client = self._connect(stack, run_dir)
-            self.pool = MooncakePool(self.client)
             self._greet_master()
             if config.offered_nbytes:
                 self._node = EmbeddedNode(self._node_config(run_dir))
@@ -56,11 +116,11 @@ class MooncakeSession:
 
     def _greet_master(self) -> None:
         try:
-            self.pool.is_well()
+            self.client.exist([])
         except BreakerOpen:
             if not self.client.wait_for_master(_START_PATIENCE_S):
                 raise
-            self.pool.is_well()
+            self.client.exist([])
 
     def _connect(self, stack: ExitStack, run_dir: str) -> StoreClient:
         wires = TransferConfig(run_dir=run_dir, tcp_host=None, num_threads=1, **credentials())

@@ -88,8 +88,8 @@ class SetupConfig:
         """In front of every key, so that tenants, and Moonpool's own blocks, are out of each other's reach."""
         return f"mooncake/{self.tenant_id}/".encode()
 
-    def say_what_is_ignored(self) -> None:
-        """One line for each setting that asks for what is not done here."""
+    def log_ignored_settings(self) -> None:
+        """Log a line for each setting that has no effect here."""
         if self.metadata_server and self.metadata_server != _P2P:
             _LOG.info("metadata_server %r is not asked: Moonpool's master has its part", self.metadata_server)
         if self.protocol != "tcp":

@@ -1,17 +1,382 @@
-"""`MooncakeDistributedStore`: upstream's class on Moonpool's pool, one base class per concern.
+"""`MooncakeDistributedStore`: upstream's class on Moonpool's pool.
 
-What a caller may count on: 0 or a byte count is success, a negative number is an ErrorCode; a put on a key that is
-taken returns 0 and the old value stays; whatever an exist or a look-up found is leased; only registered memory is
-touched; bytes that fail their checksum are never a success. Thread-safe; every call has a deadline. Before setup()
-and after close() calls answer -600, {} or b"".
+What a caller may rely on: 0 or a byte count is success, a negative number is an ErrorCode; a put on a key that is taken
+returns 0 and the old value stays; whatever an exist or a look-up found is leased; only registered memory is touched;
+bytes that fail their checksum are never a success. Thread-safe; every call has a deadline. Before setup() and after
+close() calls return -600, {} or b"".
 """
 
 from __future__ import annotations
 
-from moonpool.integrations.mooncake.buffers import BufferMethods
-from moonpool.integrations.mooncake.replicas import ReplicaMethods
-from moonpool.integrations.mooncake.values import ValueMethods
+import atexit
+import logging
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from moonpool.base.errors import (
+    AlreadyExists,
+    BreakerOpen,
+    ConfigError,
+    InvalidInput,
+    MoonpoolError,
+    NotFound,
+    Unavailable,
+)
+from moonpool.base.log import RateLimitedLog
+from moonpool.integrations.mooncake.codes import ErrorCode, code_of, transfer_code_of
+from moonpool.integrations.mooncake.registered_memory import RegisteredMemory
+from moonpool.integrations.mooncake.session import MooncakeSession
+from moonpool.integrations.mooncake.setup_config import SetupConfig
+from moonpool.integrations.mooncake.types import (
+    Descriptor,
+    DiskDescriptor,
+    MemoryDescriptor,
+    ReplicaDescriptor,
+    ReplicateConfig,
+)
+from moonpool.store.client import Put, StoreClient
+from moonpool.store.messages import ObjectInfo, Placement, Tier
+from moonpool.transfer.memory.buffers import as_bytes_view
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+_LOG = logging.getLogger(__name__)
+_BY_POSITION = (
+    "metadata_server",
+    "global_segment_size",
+    "local_buffer_size",
+    "protocol",
+    "rdma_devices",
+    "master_server_addr",
+    "engine",
+)
+R = TypeVar("R")
+E = TypeVar("E")
 
 
-class MooncakeDistributedStore(ValueMethods, BufferMethods, ReplicaMethods):
+class MooncakeDistributedStore:
     """A client of the pool from setup() to close()."""
+
+    def __init__(self) -> None:
+        self._session: MooncakeSession | None = None
+        self._memory = RegisteredMemory()
+        self._lifecycle = threading.Lock()
+        self._rare_log = RateLimitedLog(_LOG)
+
+    # from setup() to close()
+
+    def setup(self, local_hostname: str | Mapping[str, Any], *settings: Any, **named: Any) -> int:
+        """Connect to the pool. Takes either one mapping of settings, or local_hostname, metadata_server,
+        global_segment_size, local_buffer_size, protocol, rdma_devices and master_server_addr in this order, and further
+        settings by name (SetupConfig).
+
+        `master_server_addr` is the address of Moonpool's master: "host:port" or "unix:/path". A `global_segment_size`
+        above 0 offers that much of this process's memory to the pool until close().
+        """
+        with self._lifecycle:
+            try:
+                if self._session is not None:
+                    raise InvalidInput("this store is set up already; close it first")
+                config = _setup_config(local_hostname, settings, named)
+                config.log_ignored_settings()
+                self._session = MooncakeSession(config)
+            except MoonpoolError as error:
+                _LOG.error("setup: %s", error)
+                return code_of(error)
+            atexit.register(self._leave)  # an engine that exits without close() still takes its memory out of the pool
+            return ErrorCode.OK
+
+    def close(self) -> int:
+        """Take the offered memory back and forget all registered memory. Idempotent."""
+        with self._lifecycle:
+            session, self._session = self._session, None
+            if session is None:
+                return ErrorCode.OK
+            atexit.unregister(self._leave)
+            self._memory.clear()
+            try:
+                session.close()
+            except MoonpoolError as error:
+                _LOG.warning("close: %s", error)
+                return code_of(error)
+            return ErrorCode.OK
+
+    def health_check(self) -> int:
+        """Return 0 when the master answers, 1 before setup(), 2 when the master does not answer."""
+        if self._session is None:
+            return 1
+        return self._ask("health_check", lambda client: len(client.exist([])), lambda _: 2)
+
+    def get_hostname(self) -> str:
+        """Return `host:number`. As a preferred_segment it means the memory that this store offers."""
+        session = self._session
+        return "" if session is None else session.config.hostname
+
+    def counters(self) -> dict[str, int]:
+        """Return Moonpool's own numbers: bytes_read, bytes_written, hits, misses, corrupt_replicas, refused_<code>."""
+        session = self._session
+        return {} if session is None else session.client.counters()
+
+    # whole values
+
+    def put(self, key: str, value: Buffer, config: ReplicateConfig | None = None) -> int:
+        """Copy `value` to the pool; its memory need not be registered. Return 0 also when the key is taken: the old
+        value stays.
+        """
+        config = config or ReplicateConfig()
+        if config.prefer_alloc_in_same_node:
+            return ErrorCode.INVALID_PARAMS
+        try:
+            view = as_bytes_view(value, writable=False)
+        except InvalidInput as error:
+            _LOG.warning("put: %s", error)
+            return ErrorCode.INVALID_PARAMS
+        return self._put([key], [[view] if view.nbytes else []], config)[0]
+
+    def get(self, key: str) -> bytes:
+        """Return the value, or b"" when there is none or it cannot be read."""
+        return self._ask("get", lambda client: client.get(self._key(key)) or b"", lambda _: b"")
+
+    def is_exist(self, key: str) -> int:
+        """Return 1 (the object is leased then), 0 or an error."""
+        return self.batch_is_exist([key])[0]
+
+    def batch_is_exist(self, keys: Sequence[str]) -> list[int]:
+        """Return 1 or 0 by position; objects that exist are leased. All results are the same error when the master
+        could not be asked.
+        """
+
+        def exist(client: StoreClient) -> list[int]:
+            return [int(found) for found in client.exist([self._key(key) for key in keys])]
+
+        return self._ask("exist", exist, lambda code: [code] * len(keys))
+
+    def get_size(self, key: str) -> int:
+        """Return the value's size in bytes, without its header, or an error."""
+
+        def size(client: StoreClient) -> int:
+            nbytes = client.size(self._key(key))
+            if nbytes is None:
+                raise NotFound("no such object")
+            return nbytes
+
+        return self._ask("get_size", size, lambda code: code)
+
+    def remove(self, key: str, force: bool = False) -> int:
+        """Remove an object. Return -706 while it is leased or pinned, unless `force`."""
+
+        def remove(client: StoreClient) -> int:
+            if not client.why(self._key(key)).startswith("this object is stored"):  # exist() would lease it
+                raise NotFound("no such object")
+            return ErrorCode.OK if client.remove([self._key(key)], force)[0] else ErrorCode.OBJECT_HAS_LEASE
+
+        return self._ask("remove", remove, lambda code: code)
+
+    def remove_all(self, force: bool = False) -> int:
+        """Remove all objects of this tenant; leased and pinned ones stay unless `force`. Return how many were removed,
+        or an error. Objects of others stay.
+        """
+        return self._ask(
+            "remove_all",
+            lambda client: client.remove_matching(f"^{re.escape(self._key('').decode())}", force)[0],
+            lambda code: code,
+        )
+
+    # values in the caller's own memory, by pointer
+
+    def register_buffer(self, buffer_ptr: int, size: int) -> int:
+        """Register main memory of this process. It must stay mapped until unregister_buffer() or close()."""
+        return self._on_memory(lambda: self._memory.register(buffer_ptr, size))
+
+    def unregister_buffer(self, buffer_ptr: int) -> int:
+        return self._on_memory(lambda: self._memory.unregister(buffer_ptr))
+
+    def batch_put_from_multi_buffers(
+        self,
+        keys: Sequence[str],
+        all_buffer_ptrs: Sequence[Sequence[int]],
+        all_sizes: Sequence[Sequence[int]],
+        config: ReplicateConfig | None = None,
+    ) -> list[int]:
+        """Put values that are gathered from registered buffers, in their order; each buffer has its own checksum."""
+        values = self._views("put", keys, all_buffer_ptrs, all_sizes)
+        return self._put(keys, values, config or ReplicateConfig())
+
+    def batch_get_into_multi_buffers(
+        self,
+        keys: Sequence[str],
+        all_buffer_ptrs: Sequence[Sequence[int]],
+        all_sizes: Sequence[Sequence[int]],
+        prefer_alloc_in_same_node: bool = False,
+    ) -> list[int]:
+        """Read values into registered buffers, which are filled in their order. Return the bytes read per key.
+
+        The buffers of a key must together be as large as its value (-600 otherwise); their sizes may differ from those
+        it was put from. After an error the bytes in the buffers mean nothing. A replica on this machine is always
+        preferred, whatever `prefer_alloc_in_same_node` says.
+        """
+        targets = self._views("get", keys, all_buffer_ptrs, all_sizes)
+        results: list[int] = [ErrorCode.INVALID_PARAMS] * len(keys)
+        usable = [at for at, target in enumerate(targets) if target]
+        outcomes = self._ask(
+            "get",
+            lambda client: client.get_many_into([self._key(keys[at]) for at in usable], [targets[at] for at in usable]),
+            lambda code: code,
+        )
+        for number, at in enumerate(usable):
+            outcome = outcomes if isinstance(outcomes, int) else outcomes[number]
+            results[at] = self._code("get", keys[at], outcome)
+        return results
+
+    # where replicas are
+
+    def get_replica_desc(self, key: str) -> list[ReplicaDescriptor]:
+        """Return the replicas of one object; [] when it does not exist."""
+        return self.batch_get_replica_desc([key]).get(key, [])
+
+    def batch_get_replica_desc(self, keys: Sequence[str]) -> dict[str, list[ReplicaDescriptor]]:
+        """Return the replicas by key, and lease the objects. Keys that do not exist are left out."""
+
+        def look_up(client: StoreClient) -> dict[str, list[ReplicaDescriptor]]:
+            infos = client.lookup([self._key(key) for key in keys])
+            tiers = {each.name: each.tier for each in client.stats().segments}
+            return {key: _describe(info, tiers) for key, info in zip(keys, infos, strict=True) if info is not None}
+
+        return self._ask("get_replica_desc", look_up, lambda _: {})
+
+    def _leave(self) -> None:
+        """Take the offered memory out of the pool when the process exits without close(). close() would fail then: the
+        interpreter starts no more threads.
+        """
+        session, self._session = self._session, None
+        if session is not None:
+            try:
+                session.leave()
+            except MoonpoolError as error:
+                _LOG.warning("this process ends without close(), and its memory stays in the pool for now: %s", error)
+
+    def _ask(self, what: str, action: Callable[[StoreClient], R], on_error: Callable[[int], E]) -> R | E:
+        """Return the result of `action`, or of `on_error` with the error code when `action` raises."""
+        session = self._session
+        if session is None:
+            return on_error(ErrorCode.INVALID_PARAMS)
+        try:
+            return action(session.client)
+        except MoonpoolError as error:
+            self._log_error(what, error)
+            return on_error(code_of(error))
+
+    def _put(self, keys: Sequence[str], values: Sequence[list[memoryview]], config: ReplicateConfig) -> list[int]:
+        """Put all values with one call. Return the results by position; empty keys and values are refused."""
+        refusal = config.check(len(keys))
+        if refusal is not ErrorCode.OK:
+            return [refusal] * len(keys)
+        results: list[int] = [ErrorCode.INVALID_PARAMS] * len(keys)
+        usable = [at for at, value in enumerate(values) if value and keys[at]]
+
+        def put(client: StoreClient) -> list[MoonpoolError | None]:
+            options = config.options(self._segment_of(config.preferred))
+            return client.put_many(
+                [
+                    Put(key=self._key(keys[at]), buffers=values[at], options=options, group=self._group(config, at))
+                    for at in usable
+                ]
+            )
+
+        outcomes = self._ask("put", put, lambda code: code)
+        for number, at in enumerate(usable):
+            outcome = outcomes if isinstance(outcomes, int) else outcomes[number]
+            stored = outcome is None or isinstance(outcome, AlreadyExists)
+            results[at] = ErrorCode.OK if stored else self._code("put", keys[at], outcome)
+        return results
+
+    def _code(self, what: str, key: str, outcome: int | MoonpoolError | None) -> int:
+        """Return the number for one key's outcome. Log errors other than a miss."""
+        if not isinstance(outcome, MoonpoolError):
+            return outcome or ErrorCode.OK
+        self._log_error(f"{what} {key}", outcome)
+        return transfer_code_of(outcome)
+
+    def _log_error(self, what: str, error: MoonpoolError) -> None:
+        """Log the error, unless it is a miss. An outage lasts for thousands of calls; the client itself logs one line
+        about a master that is away and about memory that cannot be read.
+        """
+        if isinstance(error, BreakerOpen) or (isinstance(error, Unavailable) and what.startswith("get")):
+            _LOG.debug("%s: %s", what, error)
+        elif isinstance(error, Unavailable):
+            self._rare_log.warning("the pool, or a part of it, cannot be reached: %s", error)
+        elif not isinstance(error, NotFound):
+            _LOG.warning("%s: %s (%d)", what, error, code_of(error))
+
+    def _key(self, key: str) -> bytes:
+        session = self._session
+        if session is None:
+            raise InvalidInput("this store was closed")
+        return session.config.namespace + key.encode()
+
+    def _group(self, config: ReplicateConfig, at: int) -> bytes:
+        return b"" if config.group_ids is None else self._key(config.group_ids[at])
+
+    def _segment_of(self, preferred: str | None) -> str | None:
+        """Return the pool's name of a preferred segment. Upstream names a segment by its client's hostname."""
+        session = self._session
+        if session is not None and preferred == session.config.hostname:
+            return session.segment_name
+        return preferred
+
+    def _views(
+        self, what: str, keys: Sequence[str], pointers: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]
+    ) -> list[list[memoryview]]:
+        """Return the memory of each key; [] where the lists differ in length or the memory is not registered."""
+        if not len(keys) == len(pointers) == len(sizes):
+            _LOG.warning("%s: %d keys, %d lists of buffers, %d of sizes", what, len(keys), len(pointers), len(sizes))
+            return [[] for _ in keys]
+        return [self._view(what, *each) for each in zip(keys, pointers, sizes, strict=True)]
+
+    def _view(self, what: str, key: str, pointers: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
+        try:
+            if len(pointers) != len(sizes):
+                raise InvalidInput(f"{len(pointers)} buffers, {len(sizes)} sizes")
+            views = [self._memory.view(*each) for each in zip(pointers, sizes, strict=True)]
+        except InvalidInput as error:
+            _LOG.warning("%s %s: %s", what, key, error)
+            return []
+        return [view for view in views if view.nbytes]
+
+    def _on_memory(self, action: Callable[[], None]) -> int:
+        if self._session is None:
+            return ErrorCode.INVALID_PARAMS
+        try:
+            action()
+        except InvalidInput as error:
+            _LOG.warning("register_buffer: %s", error)
+            return ErrorCode.INVALID_PARAMS
+        return ErrorCode.OK
+
+
+def _setup_config(
+    local_hostname: str | Mapping[str, Any], settings: Sequence[Any], named: Mapping[str, Any]
+) -> SetupConfig:
+    if isinstance(local_hostname, Mapping):
+        if settings or named:
+            raise ConfigError("setup takes one mapping or the settings one by one, not both")
+        return SetupConfig.from_mapping(local_hostname)
+    if len(settings) > len(_BY_POSITION):
+        raise ConfigError(f"setup takes {len(_BY_POSITION) + 1} settings by position")
+    values = {"local_hostname": local_hostname, **dict(zip(_BY_POSITION, settings, strict=False)), **named}
+    if values.pop("engine", None) is not None:
+        raise ConfigError("Moonpool cannot use a transfer engine of Mooncake's", param="engine")
+    return SetupConfig.from_mapping(values)
+
+
+def _describe(info: ObjectInfo, tiers: Mapping[str, Tier]) -> list[ReplicaDescriptor]:
+    return [ReplicaDescriptor(_placed(info.nbytes, replica, tiers)) for replica in info.replicas]
+
+
+def _placed(nbytes: int, replica: Placement, tiers: Mapping[str, Tier]) -> MemoryDescriptor | DiskDescriptor:
+    if tiers.get(replica.segment) is Tier.SSD:
+        return DiskDescriptor(replica.segment, nbytes)
+    return MemoryDescriptor(Descriptor(nbytes, replica.offset, replica.segment))

@@ -16,13 +16,11 @@ from types import TracebackType
 from moonpool.base.checksum import ChecksumKind
 from moonpool.base.errors import Corrupt, HandleClosed, InvalidInput, MoonpoolError, NoSpace, Unavailable
 from moonpool.base.units import format_nbytes
-from moonpool.node.ssd.checks import check_header, object_crc
 from moonpool.node.ssd.compactor import Compactor
 from moonpool.node.ssd.folder import LogFolder
 from moonpool.node.ssd.layout import Entry
-from moonpool.node.ssd.opening import recover_folder
-from moonpool.node.ssd.packing import LogRecord, largest_object_nbytes
-from moonpool.node.ssd.reading import read_checked
+from moonpool.node.ssd.reading import check_header, object_crc, read_checked
+from moonpool.node.ssd.recovery import recover_folder
 from moonpool.node.ssd.types import (
     LogItem,
     LogLocation,
@@ -33,7 +31,7 @@ from moonpool.node.ssd.types import (
     StoredRecord,
     location_of,
 )
-from moonpool.node.ssd.writer import LogWriter
+from moonpool.node.ssd.writer import LogRecord, LogWriter, largest_object_nbytes
 from moonpool.store.messages import Doubt
 from moonpool.transfer.memory.buffers import Buffer, as_bytes_views, total_nbytes
 

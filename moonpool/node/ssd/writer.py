@@ -2,6 +2,15 @@
 
 Nothing here is thread-safe; SsdLog holds its writing lock around every call but sync_files(). A write that fails
 changes nothing: the index does not know of it, and the next batch goes to another file.
+
+What goes into the next batch, and where in the file. No I/O.
+
+A file always keeps room for the index of everything in it, so that it can be sealed on a full disk.
+
+Turns objects that lie anywhere in memory into few large writes of whole, aligned blocks.
+
+Large aligned parts are written from where they lie; everything else is gathered in a staging buffer first, so that a
+thousand small objects are one write and not a thousand.
 """
 
 from __future__ import annotations
@@ -10,17 +19,154 @@ import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from moonpool.base.errors import MoonpoolError, NoSpace, StaleGeneration, Unavailable
 from moonpool.base.units import format_nbytes
-from moonpool.node.ssd.folder import LogFolder, aligned_copy
+from moonpool.node.ssd.folder import LogFolder, SsdLogFile, aligned_copy
 from moonpool.node.ssd.index import LogIndex
-from moonpool.node.ssd.layout import Entry, FileHeader, pack_batch_header, pack_footer
-from moonpool.node.ssd.log_file import SsdLogFile
-from moonpool.node.ssd.packing import FileRoom, LogRecord, RecordBatch
-from moonpool.node.ssd.stream import BlockStream
+from moonpool.node.ssd.layout import (
+    EMPTY_INDEX_NBYTES,
+    UNIT_NBYTES,
+    Entry,
+    FileHeader,
+    batch_header_bound_nbytes,
+    entry_bound_nbytes,
+    footer_bound_nbytes,
+    pack_batch_header,
+    pack_footer,
+    pad,
+)
 from moonpool.node.ssd.types import LogLocation, SsdConfig, location_of
-from moonpool.transfer.memory.buffers import aligned_buffer
+from moonpool.transfer.memory.buffers import address_of, aligned_buffer, copy_bytes
+
+_IN_PLACE_NBYTES = 64 * 1024  # below this a copy costs less than another element in the kernel's list
+_MAX_VIEWS = 1000
+_ZEROS = memoryview(bytes(UNIT_NBYTES))
+
+
+class BlockStream:
+    """Writes what it is given to a file, from `offset` on. The staging buffer is whole blocks, aligned, borrowed."""
+
+    def __init__(self, file: SsdLogFile, offset: int, staging: memoryview, memory_nbytes: int) -> None:
+        self._file = file
+        self._staging = staging
+        self._memory_nbytes = memory_nbytes
+        self._written_to = self._at = offset  # the second runs ahead
+        self._group: list[memoryview] = []
+        self._staged = self._run_start = 0  # filled part of the staging buffer; where its last run begins
+
+    def add(self, views: Sequence[memoryview]) -> None:
+        """One object (or header), from a block boundary on, padded to the next with zeros."""
+        for view in views:
+            self._add(view)
+        self._stage(_ZEROS[: -self._at % UNIT_NBYTES])
+
+    def finish(self) -> None:
+        """All is written. The memory that was given is not looked at any more."""
+        self._end_run()
+        if self._group:
+            self._file.write(self._written_to, self._group)
+        self._written_to, self._group, self._staged, self._run_start = self._at, [], 0, 0
+
+    def _add(self, view: memoryview) -> None:
+        in_place = view.nbytes // UNIT_NBYTES * UNIT_NBYTES
+        aligned = self._at % UNIT_NBYTES == 0 and view.nbytes >= _IN_PLACE_NBYTES
+        if not aligned or address_of(view) % self._memory_nbytes:
+            self._stage(view)
+            return
+        self._end_run()
+        self._group.append(view[:in_place])
+        self._at += in_place
+        if len(self._group) >= _MAX_VIEWS:
+            self.finish()
+        self._stage(view[in_place:])
+
+    def _stage(self, view: memoryview) -> None:
+        while view.nbytes:
+            if self._staged == self._staging.nbytes:  # whole blocks, so this is a block boundary
+                self.finish()
+            part = view[: self._staging.nbytes - self._staged]
+            copy_bytes(self._staging[self._staged : self._staged + part.nbytes], part)
+            self._staged += part.nbytes
+            self._at += part.nbytes
+            view = view[part.nbytes :]
+
+    def _end_run(self) -> None:
+        if self._staged > self._run_start:
+            self._group.append(self._staging[self._run_start : self._staged])
+            self._run_start = self._staged
+
+
+class LogRecord(NamedTuple):
+    """Something to write: an object with the memory it lies in, or (nbytes is None) a tombstone."""
+
+    key: bytes
+    generation: int
+    nbytes: int | None
+    views: Sequence[memoryview] = ()
+    crc: int | None = None
+
+
+class RecordBatch(NamedTuple):
+    """Where the first `len(entries)` of the records go."""
+
+    offset: int
+    header_nbytes: int
+    end: int
+    entries: list[Entry]
+
+
+class FileRoom:
+    """What is left of a file that is being written."""
+
+    def __init__(self, file_nbytes: int) -> None:
+        self._file_nbytes = file_nbytes
+        self.tail = UNIT_NBYTES
+        self._index_nbytes = EMPTY_INDEX_NBYTES
+
+    @property
+    def free_nbytes(self) -> int:
+        return max(0, self._file_nbytes - footer_bound_nbytes(self._index_nbytes) - self.tail)
+
+    def plan(self, records: Sequence[LogRecord], max_nbytes: int, file_number: int) -> RecordBatch | None:
+        """As many records as fit the file and, but for the first, `max_nbytes`; None when not even one fits."""
+        count, header_nbytes = self._count(records, max_nbytes)
+        if count == 0:
+            return None
+        at, entries = self.tail + header_nbytes, []
+        for record in records[:count]:
+            offset = self.tail if record.nbytes is None else at
+            entries.append(Entry(record.key, record.generation, file_number, offset, record.nbytes, record.crc))
+            at += entries[-1].padded_nbytes
+        return RecordBatch(self.tail, header_nbytes, at, entries)
+
+    def take(self, batch: RecordBatch) -> None:
+        """The batch is written."""
+        assert batch.offset == self.tail, "batches follow one another"
+        self.tail = batch.end
+        self._index_nbytes += sum(entry_bound_nbytes(len(entry.key)) for entry in batch.entries)
+
+    def _count(self, records: Sequence[LogRecord], max_nbytes: int) -> tuple[int, int]:
+        count = entries_nbytes = data_nbytes = header_nbytes = 0
+        for record in records:
+            entries_nbytes += entry_bound_nbytes(len(record.key))
+            data_nbytes += pad(record.nbytes or 0)
+            wanted = batch_header_bound_nbytes(entries_nbytes)
+            footer_nbytes = footer_bound_nbytes(self._index_nbytes + entries_nbytes)
+            too_much = count > 0 and wanted + data_nbytes > max_nbytes
+            if too_much or self.tail + wanted + data_nbytes + footer_nbytes > self._file_nbytes:
+                break
+            count, header_nbytes = count + 1, wanted
+        return count, header_nbytes
+
+
+def largest_object_nbytes(file_nbytes: int, key_nbytes: int) -> int:
+    """The most that an object with such a key may take in a file of its own."""
+    entry = entry_bound_nbytes(key_nbytes)
+    framing = UNIT_NBYTES + batch_header_bound_nbytes(entry) + footer_bound_nbytes(EMPTY_INDEX_NBYTES + entry)
+    return file_nbytes - framing
+
 
 logger = logging.getLogger(__name__)
 

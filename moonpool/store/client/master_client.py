@@ -15,8 +15,7 @@ from moonpool.base.backoff import Backoff
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import BreakerOpen, PeerLost, PeerSilent
 from moonpool.base.rpc import BlockingClient, Call
-from moonpool.base.rpc.breaker import BreakerLimits
-from moonpool.base.rpc.probed import ProbedBreaker
+from moonpool.base.rpc.breaker import BreakerLimits, ProbedBreaker
 from moonpool.store.messages import SERVICE
 
 R = TypeVar("R")

@@ -17,8 +17,8 @@ from typing import Any
 import moonpool.base.clock
 import moonpool.base.rpc.aio_server
 import moonpool.base.rpc.blocking
+import moonpool.base.rpc.breaker
 import moonpool.base.rpc.intake
-import moonpool.base.rpc.probed
 import moonpool.base.rpc.reconnect
 import moonpool.base.rpc.silence
 import moonpool.master.service
@@ -26,16 +26,15 @@ import moonpool.master.state.changes
 import moonpool.master.state.orders
 import moonpool.master.state.segments
 import moonpool.master.state.snapshot
+import moonpool.node.copying
 import moonpool.node.mount
 import moonpool.node.offloading
 import moonpool.node.orders
-import moonpool.node.replicas
 import moonpool.node.service
 import moonpool.node.session_registry
 import moonpool.node.ssd.folder
 import moonpool.node.ssd.log
-import moonpool.node.ssd.log_file
-import moonpool.node.ssd.opening
+import moonpool.node.ssd.recovery
 import moonpool.node.ssd_tier
 import moonpool.store.client.directory
 import moonpool.store.client.get_batch
@@ -196,7 +195,7 @@ def _patches() -> list[tuple[Any, str, Any]]:
             for module in (
                 moonpool.base.clock,
                 moonpool.base.rpc.blocking,
-                moonpool.base.rpc.probed,
+                moonpool.base.rpc.breaker,
                 moonpool.base.rpc.silence,
                 moonpool.node.mount,
                 moonpool.node.orders,
@@ -209,7 +208,7 @@ def _patches() -> list[tuple[Any, str, Any]]:
             (module, "threading", threading)
             for module in (
                 moonpool.base.rpc.blocking,
-                moonpool.base.rpc.probed,
+                moonpool.base.rpc.breaker,
                 moonpool.store.client.session_client,
                 moonpool.store.client.master_client,
                 moonpool.store.client.unreadable,
@@ -263,15 +262,15 @@ def _patches() -> list[tuple[Any, str, Any]]:
             (module, "os", disks)
             for module in (
                 moonpool.node.ssd.folder,
-                moonpool.node.ssd.log_file,
-                moonpool.node.ssd.opening,
+                moonpool.node.ssd.folder,
+                moonpool.node.ssd.recovery,
                 moonpool.transfer.disk.handle,
             )
         ],
         (moonpool.node.ssd.folder, "fcntl", SimFcntl(lambda: _world().disks)),
         *[
             (module, "copy_bytes", lambda target, source: _world().watch.copy(target, source))
-            for module in (moonpool.transfer.transports.mapped, moonpool.node.replicas)
+            for module in (moonpool.transfer.transports.mapped, moonpool.node.copying)
         ],
     ]
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import msgspec
 
+from moonpool.base.address import bind_private, is_own_user
 from moonpool.base.errors import MoonpoolError, NotFound, Overloaded, ProtocolError
 from moonpool.base.frames import HEADER_NBYTES, FrameDecoder, FrameKind
 from moonpool.base.rpc.protocol import Call, CallDecoder, encode_error, encode_value
-from moonpool.base.unix_socket import bind_private, is_own_user
 from moonpool.transfer.control import CALLS, ControlHandler
 from moonpool.transfer.transports.sockets import hang_up
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import MoonpoolError, Overloaded, Unauthorized
 from moonpool.base.log import RateLimitedLog
-from moonpool.base.tls import explain_tls
+from moonpool.base.security import explain_tls
 from moonpool.transfer.transports.sockets import part_ways, receive_exactly, send_all, wait_readable
 from moonpool.transfer.transports.tcp import tls as tcp_tls
 from moonpool.transfer.transports.tcp.frames import pack_refusal

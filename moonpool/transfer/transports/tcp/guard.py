@@ -34,8 +34,7 @@ from typing import TypeAlias
 from moonpool.base.checksum import crc32c
 from moonpool.base.errors import ConfigError, DamagedFrame, MoonpoolError, Overloaded, ProtocolError, Unauthorized
 from moonpool.base.frames import damaged
-from moonpool.base.secret import Secret
-from moonpool.base.tls import TlsConfig, TlsIdentity
+from moonpool.base.security import Secret, TlsConfig, TlsIdentity
 from moonpool.transfer.transports.tcp.frames import MAGIC as REQUEST_MAGIC
 
 MAGIC = b"MPTG"

@@ -15,8 +15,7 @@ from contextlib import contextmanager
 from moonpool.base.address import host_port
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import InvalidInput, MoonpoolError, PeerLost, Unauthorized
-from moonpool.base.secret import Secret
-from moonpool.base.tls import explain_tls
+from moonpool.base.security import Secret, explain_tls
 from moonpool.transfer.transports.sockets import abandon, hang_up, is_quiet, receive_exactly, send_all, tune
 from moonpool.transfer.transports.tcp import tls as tcp_tls
 from moonpool.transfer.transports.tcp.frames import (

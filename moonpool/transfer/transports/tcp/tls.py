@@ -11,7 +11,7 @@ import ssl
 from collections.abc import Iterable, Iterator, Sequence
 
 from moonpool.base.clock import Deadline
-from moonpool.base.tls import TlsIdentity
+from moonpool.base.security import TlsIdentity
 
 _RECORD_NBYTES = 16 * 1024
 
