@@ -1,12 +1,11 @@
 """Addresses as one string: `unix:/path/to.sock` or `tcp:host:port`. Port 0 asks the system for a free one.
 
-An IPv6 address stands in brackets, `tcp:[::1]:7000`, and is kept without them. A relative path becomes absolute where
-the address is read, since others are told of it.
+An IPv6 address stands in brackets, `tcp:[::1]:7000`, and is stored without them. A relative path becomes absolute where
+the address is parsed, because it is passed on to processes with other working directories.
 
-Unix sockets that only the user who made them, and root, may use.
-
-Two locks, because either may be left open by mistake: the socket's mode is 0600 before it listens, whatever the umask;
-and the kernel's word on who connected (SO_PEERCRED) is checked, whatever the mode.
+Unix sockets are private to the user who made them, and to root. There are two checks, because either may be left open
+by mistake: the socket's mode is 0600 before it listens, whatever the umask; and the peer's user, as the kernel reports
+it (SO_PEERCRED), is checked, whatever the mode.
 """
 
 from __future__ import annotations
@@ -21,6 +20,8 @@ from moonpool.base.errors import ConfigError
 
 _CREDENTIALS = struct.Struct("@iII")  # pid, uid, gid
 _ROOT = 0
+# The kernel's limit for a Unix socket path, its closing zero included.
+UNIX_PATH_NBYTES = 108
 
 
 def bind_private(path: str) -> socket.socket:
@@ -39,10 +40,6 @@ def is_own_user(sock: socket.socket) -> bool:
     """Return whether the process at the other end runs as this process's user or as root."""
     _, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return uid in (os.geteuid(), _ROOT)
-
-
-# The kernel's limit for a Unix socket path, its closing zero included.
-UNIX_PATH_NBYTES = 108
 
 
 class Address(msgspec.Struct, frozen=True):

@@ -1,15 +1,14 @@
-"""Block keys: the same tokens under the same tenant and identity give the same key, everywhere and for ever.
+"""Block keys: the same tokens under the same tenant and identity give the same key, in every process and release.
 
     root   = BLAKE2b(key=tenant secret, identity digest)
     key[i] = BLAKE2b(key[i-1], tokens of block i as little-endian u32)
 
-The chain knows no shard; an object's key is chain key + layer group + head shard. The secret stays in the
-front end; workers get the root. The formats are fixed by golden vectors (docs/formats.md).
+The chain contains no shard; an object's key is chain key + layer group + head shard. The secret stays in the front end;
+workers get the root. Golden vectors fix the formats (docs/formats.md).
 
-What makes KV reusable. Two workers may share a block only when every field here is equal.
-
-The identity's digest goes into every key's root and into every block's header, so KV of another model,
-dtype, layout or block size can neither be found nor, if found by accident, be used.
+A `CacheIdentity` describes the KV bytes. Two workers may share a block only when every field of it is equal. The
+identity's digest goes into every key's root and into every block's header, so KV of another model, dtype, layout or
+block size can neither be found nor, if found by accident, be used.
 """
 
 from __future__ import annotations
@@ -23,6 +22,9 @@ import numpy as np
 
 # How block keys are derived from tokens (base/keys.py). A change there is a new scheme.
 HASH_SCHEME = "blake2b-256/le-u32/1"
+KEY_NBYTES = 32
+OBJECT_KEY_NBYTES = KEY_NBYTES + 4
+_SUFFIX = struct.Struct("<HH")
 
 
 class CacheIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,11 +46,6 @@ class CacheIdentity(msgspec.Struct, frozen=True, kw_only=True):
         # Names sorted, strings quoted: no two descriptions share a spelling.
         canonical = msgspec.json.encode(self, order="sorted")
         return hashlib.blake2b(canonical, digest_size=32, person=b"moonpool-ident").digest()
-
-
-KEY_NBYTES = 32
-OBJECT_KEY_NBYTES = KEY_NBYTES + 4
-_SUFFIX = struct.Struct("<HH")
 
 
 def tenant_root(tenant_secret: bytes, identity_digest: bytes) -> bytes:

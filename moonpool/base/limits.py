@@ -1,14 +1,12 @@
-"""CPU cores: how many this process may use, and how workers of one machine share them.
+"""What this process may use of its machine: the limits of its container, its memory, its CPU cores.
 
-Threads that outnumber the cores cost far more than they compute: each parallel region waits for its slowest thread.
-`moonpool serve` knows its workers and divides the cores among them (`divide_cores`). Workers that are started by hand
-do not know each other; each holds a `CorePresence` and counts those of the others.
+Memory: memory_shortage() recognizes errors that mean that memory, address space (`ulimit -v`) or threads have run out.
+Libraries raise these as MemoryError, OSError, ImportError and RuntimeError alike; the user reads one line and not a
+traceback.
 
-What limits the memory of a process, in words: the address space that `ulimit -v` allows, and errors that mean that
-memory, address space or threads have run out. Libraries raise these as MemoryError, OSError, ImportError and
-RuntimeError alike; memory_shortage() recognizes them, so that the user reads one line and not a traceback.
-
-The Linux control groups around this process: where the limits of a container are written. Reads files only.
+Cores: threads that outnumber the cores cost far more than they compute, because each parallel region waits for its
+slowest thread. `moonpool serve` knows its workers and divides the cores among them (`divide_cores`). Workers that are
+started by hand do not know each other; each holds a `CorePresence` and counts those of the others.
 """
 
 from __future__ import annotations
@@ -29,6 +27,12 @@ from moonpool.base.units import format_nbytes
 
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
+LEAST_ADDRESS_NBYTES = 256_000_000
+# Texts by which C libraries, the dynamic loader, torch and CUDA say that memory has run out.
+_TEXTS = ("cannot allocate memory", "can't allocate memory", "out of memory", "failed to map segment", "unable to map")
+_NO_THREAD = "can't start new thread"
+_SOCKET_PREFIX = "moonpool-worker-cores"
+_LISTED = re.compile(rf"@{_SOCKET_PREFIX}/(\d+)/([0-9a-f]+)")
 
 
 class ControlGroup(NamedTuple):
@@ -58,12 +62,6 @@ def read_text(path: Path) -> str:
         return path.read_text()
     except OSError:
         return ""
-
-
-LEAST_ADDRESS_NBYTES = 256_000_000
-# Texts by which C libraries, the dynamic loader, torch and CUDA say that memory has run out.
-_TEXTS = ("cannot allocate memory", "can't allocate memory", "out of memory", "failed to map segment", "unable to map")
-_NO_THREAD = "can't start new thread"
 
 
 def address_space_nbytes() -> int | None:
@@ -113,10 +111,6 @@ def _is_shortage(error: BaseException) -> bool:
     if isinstance(error, RuntimeError) and _NO_THREAD in text:
         return True
     return isinstance(error, (ImportError, RuntimeError)) and any(each in text for each in _TEXTS)
-
-
-_SOCKET_PREFIX = "moonpool-worker-cores"
-_LISTED = re.compile(rf"@{_SOCKET_PREFIX}/(\d+)/([0-9a-f]+)")
 
 
 def available_cores(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:

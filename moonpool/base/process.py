@@ -1,16 +1,15 @@
-"""How a role runs as a process: logging, event loop, signals, lifeline, readiness, and an end that always comes.
+"""How a role runs as a process: logging, event loop, signals, lifeline, readiness, and a bounded shutdown.
 
 A role tells its parent one JSON line on an inherited descriptor (`--ready-fd`): {"ready": address} once it serves,
 or {"error": message} when it cannot. SIGTERM and SIGINT close it gracefully; a close that takes longer than
 CLOSE_TIMEOUT_S is cut short. Exit codes: 0 stopped as asked, 1 it could not start or lacked memory (a reason was
 given), 70 a bug. A role that was started by hand, without such a descriptor, logs one line when it is ready.
 
-Children end by themselves when the process that started them is gone, even by `kill -9`.
-
-The parent keeps the write end of a pipe that no other process ever gets; every child inherits the read end and a
-small thread of it waits there. When the parent is gone, however it went, the kernel closes the write end and the
-thread wakes: it asks its own process to stop (SIGTERM, so before a handler is installed the process ends at once)
-and ends it by force after a short grace, even if the event loop is stuck.
+Lifeline: children end when the process that started them is gone, even after `kill -9`. The parent keeps the write end
+of a pipe that no other process gets; every child inherits the read end, and a small thread of the child waits on it.
+When the parent ends, the kernel closes the write end and the thread wakes: it sends SIGTERM to its own process (before
+a handler is installed this ends the process at once) and ends the process by force after a short grace, even if the
+event loop is stuck.
 """
 
 from __future__ import annotations
@@ -38,6 +37,11 @@ from moonpool.base.log import setup_logging
 LIFELINE_FD = "MOONPOOL_LIFELINE_FD"
 GRACE_S = 1.0
 EXIT_ORPHANED = 75
+CLOSE_TIMEOUT_S = 3.0
+EXIT_FAILED = 1
+EXIT_BUG = 70
+_MAX_REASON = 2000  # characters
+_LOG = logging.getLogger(__name__)
 
 
 class Lifeline:
@@ -89,13 +93,6 @@ def _end_with_parent(fd: int, grace_s: float) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(grace_s)
     os._exit(EXIT_ORPHANED)
-
-
-CLOSE_TIMEOUT_S = 3.0
-EXIT_FAILED = 1
-EXIT_BUG = 70
-_MAX_REASON = 2000  # characters
-_LOG = logging.getLogger(__name__)
 
 
 class Service(Protocol):

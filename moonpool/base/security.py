@@ -1,11 +1,11 @@
-"""Mutual TLS 1.3: both sides show a certificate that one common authority signed.
+"""What a peer must show: a shared secret, mutual TLS 1.3, or both.
 
-No other authority is trusted, the system's included, and nothing older than TLS 1.3 is spoken. Certificates are read
-once: a process that should use renewed ones is restarted.
+A secret is read from a file that only its owner may read. Its bytes appear only where they are used: not in a repr, a
+log or an error, and a Secret cannot be pickled.
 
-A secret that several processes share, from a file that only its owner may read.
-
-Its bytes show up nowhere but where they are used: not in a repr, a log or an error, and a Secret cannot be pickled.
+TLS: both sides show a certificate that one common authority signed. No other authority is trusted, not even the
+system's, and no version older than TLS 1.3 is accepted. Certificates are read once: restart a process to use renewed
+ones.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from moonpool.base.errors import ConfigError
 MIN_SECRET_NBYTES = 16
 _MAX_SECRET_NBYTES = 4096
 _OTHERS = stat.S_IROTH | stat.S_IWOTH | stat.S_IXOTH
+_MAX_KEY_NBYTES = 64 * 1024
+# What OpenSSL says when the first bytes that come back are not TLS.
+_NOT_TLS = frozenset({"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG", "RECORD_LAYER_FAILURE"})
 
 
 class Secret:
@@ -80,11 +83,6 @@ def read_private_file(path: str, max_nbytes: int) -> bytes:
     if len(content) > max_nbytes:
         raise ConfigError(f"{path} is larger than {max_nbytes} bytes; is it the right file?")
     return content
-
-
-_MAX_KEY_NBYTES = 64 * 1024
-# What OpenSSL says when the first bytes that come back are not TLS.
-_NOT_TLS = frozenset({"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG", "RECORD_LAYER_FAILURE"})
 
 
 @dataclass(frozen=True)

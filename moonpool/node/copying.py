@@ -1,10 +1,8 @@
-"""COPY: brings an object from wherever it lies into this node's memory, as a replica with a generation of its own.
+"""COPY orders: copy an object from any replica into this node's memory, as a replica with its own generation.
 
-The bytes go straight to their place and are checked there. Until then the header there is the source's, whose
-generation is not that of the space: nobody takes it for an object. The fence is asked before the first byte and after
-the last one.
-
-Where a node finds the replicas that its orders speak of: in its own memory, on its own disk, or at another node.
+The bytes are read directly to their final place and are checked there. Until then the header at that place is the
+source's, whose generation differs from that of the space, so no reader takes it for an object. The fence is checked
+before the first byte and after the last one. A source is this node's memory, its disk, or another node.
 """
 
 from __future__ import annotations
@@ -31,6 +29,11 @@ from moonpool.store.messages import Order, OrderResult, Placement
 from moonpool.transfer.memory.buffers import Buffer, as_bytes_views, copy_bytes
 from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.transports.base import check_bounds
+
+_LEAST_TIMEOUT_S = 5.0
+_LEAST_NBYTES_PER_S = 100e6
+_MOST_TIMEOUT_S = 20.0  # with the time it may have waited: less than the master waits for an answer
+_PREFIX_NBYTES = 64  # enough of a header to see whose it is: magic to identity
 
 
 class Readable(Protocol):
@@ -61,12 +64,6 @@ def check_here(placement: Placement, segment: Segment, nbytes: int) -> None:
     if placement.segment != segment.name or placement.incarnation != segment.incarnation:
         raise NotFound(f"segment {placement.segment!r} was mounted anew or is not here")
     check_bounds(placement.offset, nbytes, segment.nbytes)
-
-
-_LEAST_TIMEOUT_S = 5.0
-_LEAST_NBYTES_PER_S = 100e6
-_MOST_TIMEOUT_S = 20.0  # with the time it may have waited: less than the master waits for an answer
-_PREFIX_NBYTES = 64  # enough of a header to see whose it is: magic to identity
 
 
 class Copier:

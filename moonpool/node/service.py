@@ -1,9 +1,7 @@
-"""The node as a service: takes the memory, opens the disk, and attends to the master for as long as it lives.
+"""The node as a service: allocates the memory, opens the disk, and serves the master until it is closed.
 
-Without a master it goes on serving what it has and tries again. Trouble with its disk never ends it: it goes on with
-memory alone and tries the disk again too.
-
-A node's figures in the form that all roles use for their metrics.
+Without a master the node keeps serving what it holds and connects again. An error of its disk never ends the node: it
+continues with memory alone and tries the disk again.
 """
 
 from __future__ import annotations
@@ -11,16 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Mapping
 from functools import partial
 
 from moonpool.base.backoff import Backoff
 from moonpool.base.errors import ConfigError, MoonpoolError, PeerLost, Unavailable
-from moonpool.base.frames import DamageCount
 from moonpool.base.metrics import (
     REPORT_EVERY_S,
     MetricFamily,
-    MetricSample,
     ReportMetrics,
     RoleMetrics,
     process_metrics,
@@ -29,11 +24,11 @@ from moonpool.base.rpc import AsyncClient
 from moonpool.base.rpc.reconnect import ReconnectingClient
 from moonpool.node.config import NodeConfig
 from moonpool.node.copying import Copier, OwnMemory, Readable, check_here
+from moonpool.node.metrics import node_metrics
 from moonpool.node.mount import CALL_TIMEOUT_S, DramMount
 from moonpool.node.offloading import LogThread
 from moonpool.node.orders import OrderLane, OrderRunner
 from moonpool.node.session_registry import SessionRegistry
-from moonpool.node.ssd import SsdStats
 from moonpool.node.ssd_tier import LogMaintenance, NodeSsd, SsdMount
 from moonpool.store.client.directory import SegmentDirectory
 from moonpool.store.messages import GRANULE_NBYTES, SERVICE, OrderKind, Placement, SegmentInfo, Segments
@@ -41,72 +36,6 @@ from moonpool.transfer.config import TransferConfig
 from moonpool.transfer.engine import TransferEngine
 from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.reach import check_numa_node, warn_if_open
-
-_SSD_COUNTS = (
-    "num_objects",
-    "num_files",
-    "num_drained_files",
-    "num_corrupt",
-    "num_torn",
-    "num_unreadable_files",
-    "num_salvaged",
-    "damaged_nbytes",
-)
-
-
-def node_metrics(
-    dram_nbytes: int,
-    num_sessions: int,
-    orders: Mapping[tuple[OrderKind, str], int],
-    ssd: SsdStats | None,
-    connections: tuple[int, Mapping[str, int]] = (0, {}),
-    num_restamped: int = 0,
-) -> list[MetricFamily]:
-    """`orders` counts by kind and outcome ("done" or an error's code); `ssd` is None where there is no disk;
-    `connections` are those to the memory's tcp port, open and ended by reason.
-    """
-    tiers = [({"tier": "dram", "state": "offered"}, dram_nbytes)]
-    if ssd is not None:
-        nbytes = {"live": ssd.live_nbytes, "dead": ssd.dead_nbytes, "free": ssd.free_nbytes}
-        tiers += [({"tier": "ssd", "state": state}, value) for state, value in nbytes.items()]
-    families = [
-        _family("moonpool_node_bytes", "a node's bytes by tier", "gauge", tiers),
-        _family("moonpool_node_sessions", "processes that map the memory", "gauge", [({}, num_sessions)]),
-        MetricFamily(
-            "moonpool_node_orders",
-            "what the master ordered, by kind and outcome",
-            "counter",
-            [
-                MetricSample("moonpool_node_orders_total", {"kind": kind.name.lower(), "outcome": outcome}, count)
-                for (kind, outcome), count in sorted(orders.items())
-            ],
-        ),
-    ]
-    num_open, ended = connections
-    families += [
-        _family("moonpool_node_connections", "connections to the memory's tcp port", "gauge", [({}, num_open)]),
-        _counter("connections_ended", "connections to the memory's tcp port, by why they ended", "reason", ended),
-        _counter("damaged_frames", "frames received whose checksum did not match", "", {"": DamageCount.total}),
-        _counter("restamped_granules", "granules stamped with a generation never given out", "", {"": num_restamped}),
-    ]
-    if ssd is not None:
-        counts = [({"what": name.removeprefix("num_")}, int(getattr(ssd, name))) for name in _SSD_COUNTS]
-        families.append(_family("moonpool_node_ssd_log", "counts of the SSD log", "gauge", counts))
-    return families
-
-
-def _counter(name: str, documentation: str, label: str, values: Mapping[str, int]) -> MetricFamily:
-    """Without a label there is one value."""
-    name = f"moonpool_node_{name}"
-    samples = [
-        MetricSample(f"{name}_total", {label: value} if label else {}, count) for value, count in sorted(values.items())
-    ]
-    return MetricFamily(name, documentation, "counter", samples)
-
-
-def _family(name: str, documentation: str, kind: str, values: list[tuple[dict[str, str], int]]) -> MetricFamily:
-    return MetricFamily(name, documentation, kind, [MetricSample(name, label, value) for label, value in values])
-
 
 _LOG = logging.getLogger(__name__)
 _MAX_LOG_ORDERS = 512  # in one go

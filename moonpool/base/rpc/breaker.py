@@ -1,15 +1,14 @@
-"""A breaker and the thread that probes its server while it is open.
-
-A probe is a ping on the client's own connection, or a new connection when there is none: so a server that takes in no
-new clients is still there for those that it knows. A server that is frozen answers in the moment in which it moves
-again; one that is gone refuses the probe, and is asked again after a pause. The log has one warning per outage.
-
-Decides when a server counts as away, so that callers fail at once instead of waiting for it in turn. Pure.
+"""A circuit breaker: callers fail at once while their server is away, instead of waiting for it in turn.
 
 `CallWait` judges one call: the server is silent when nothing came for `silence_s` in which this process could listen.
-A server that is merely busy answers long before; a caller that was not scheduled looks late, and by as much the server
-gets more time (base/clock.py). `Breaker` holds what follows: it opens when a server was found away, and closes when a
-probe got an answer. rpc/probed.py is the shell around both.
+A server that is merely busy answers long before; a caller that was not scheduled looks late, and the server gets that
+much more time (base/clock.py). `Breaker` opens when a server was found away, and closes when a probe got an answer.
+Both are pure.
+
+`ProbedBreaker` adds the thread that probes the server while the breaker is open. A probe is a ping on the client's own
+connection, or a new connection when there is none: a server that accepts no new clients still serves those that it
+knows. A frozen server answers the ping when it runs again; a server that is gone refuses the probe, and is probed again
+after a pause. There is one warning per outage in the log.
 """
 
 from __future__ import annotations
@@ -25,6 +24,9 @@ from moonpool.base.clock import Deadline, late_s
 from moonpool.base.errors import BreakerOpen, ConfigError, MoonpoolError
 
 _TIMER_GRAIN_S = 0.005  # the kernel's timers fire this much later than asked for
+_LOG = logging.getLogger(__name__)
+_JOIN_TIMEOUT_S = 5.0
+_LOOK_EVERY_S = 0.05  # whether a caller that waits was closed
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +93,6 @@ class Breaker:
         assert self.is_open, "only an open breaker is probed"
         self.is_open, self._closed_s = False, now_s
         return now_s - self._opened_s
-
-
-_LOG = logging.getLogger(__name__)
-_JOIN_TIMEOUT_S = 5.0
-_LOOK_EVERY_S = 0.05  # whether a caller that waits was closed
 
 
 class ProbedBreaker:

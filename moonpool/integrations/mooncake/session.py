@@ -1,9 +1,8 @@
-"""Everything one `setup` starts, and its orderly end: the client, its transfer engine, the memory offered.
+"""Everything that one `setup` starts, and its orderly end: the client, its transfer engine, the memory offered.
 
-Memory of this process, offered to the pool: a node on an event loop of its own, in a thread of its own.
-
-It ends with close(), or with leave() when the process ends. A process that is killed takes the memory along; the master
-notices by the silence.
+The offered memory belongs to an `EmbeddedNode`: a node on its own event loop, in its own thread. It ends with close(),
+or with leave() when the process ends. A process that is killed takes its memory with it; the master notices that the
+node is silent.
 """
 
 from __future__ import annotations
@@ -28,6 +27,9 @@ from moonpool.transfer.engine import TransferEngine
 _START_TIMEOUT_S = 60.0  # it takes all of its memory at once
 _CLOSE_TIMEOUT_S = 10.0
 _LEAVE_TIMEOUT_S = 2.0  # a process that wants to end is not kept for long
+_START_PATIENCE_S = 1.0  # a master that starts at the same time may be a moment later; calls never wait for one
+_HOST_CHARS = 40  # of it in a name, which is part of a socket's path, which has 107
+_NUMBERS = itertools.count(1)  # a process may set up several stores
 
 
 class EmbeddedNode:
@@ -75,11 +77,6 @@ class EmbeddedNode:
         self._thread.join(_CLOSE_TIMEOUT_S)
         if not self._thread.is_alive():
             self._loop.close()
-
-
-_START_PATIENCE_S = 1.0  # a master that starts at the same time may be a moment later; calls never wait for one
-_HOST_CHARS = 40  # of it in a name, which is part of a socket's path, which has 107
-_NUMBERS = itertools.count(1)  # a process may set up several stores
 
 
 class MooncakeSession:

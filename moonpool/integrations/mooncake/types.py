@@ -1,7 +1,4 @@
-"""`ReplicateConfig`: what a put wishes for, in upstream's words.
-
-What upstream tells about replicas: where each one lies and of which kind it is.
-"""
+"""Upstream's types: `ReplicateConfig`, the options of a put, and `ReplicaDescriptor`, where a replica is."""
 
 from __future__ import annotations
 
@@ -11,6 +8,10 @@ from typing import Any
 
 from moonpool.integrations.mooncake.codes import ErrorCode
 from moonpool.store.client import PutOptions
+
+_MAX_TTL_MS = 2**64
+_SOFT_PIN_TTL_MS = 30 * 60 * 1000
+_MAX_SOFT_PIN_TTL_MS = 24 * 60 * 60 * 1000
 
 
 class ReplicaStatus(IntEnum):
@@ -69,11 +70,6 @@ class ReplicaDescriptor:
         if not isinstance(self.placed, DiskDescriptor):
             raise ValueError("this replica is not on disk")
         return self.placed
-
-
-_MAX_TTL_MS = 2**64
-_SOFT_PIN_TTL_MS = 30 * 60 * 1000
-_MAX_SOFT_PIN_TTL_MS = 24 * 60 * 60 * 1000
 
 
 class SoftPinAction(IntEnum):

@@ -1,8 +1,6 @@
-"""Empties files with little left in them: what lives is appended anew, tombstones still needed too.
+"""Empties log files that hold little: objects that live, and tombstones that are still needed, are appended again.
 
-A step reads without holding anything up, and takes the writing lock only to append what is still alive by then.
-
-Which file to empty next. No I/O.
+A step reads without a lock, and takes the writing lock only to append what is still alive by then.
 """
 
 from __future__ import annotations

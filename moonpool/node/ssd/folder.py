@@ -1,15 +1,14 @@
-"""The folder of a log: who owns it, which files it has, and their open handles.
+"""The folder of a log: its owner, its files and their open handles.
 
     LOCK                 held by the owner
     log-0000000007       a log file; the next one gets the next number
-    spare-0000000005     a file with its space taken, without a place in the log: what is left of a released one
+    spare-0000000005     an allocated file outside the log: a released log file, or one made ahead
 
-A log file gets its name when its header is durable. Numbers never come back while a file that bore them is there.
+A log file gets its name when its header is durable. A number is not used again while a file with that number exists.
 
-One open log file: reads of any place into any memory, writes of whole blocks, past the page cache where it can be.
-
-Where it cannot, written bytes leave the cache again when they are durable. Thread-safe; a read may run beside a write
-elsewhere in the file.
+Open files (`SsdLogFile`) read from any offset into any memory and write whole blocks, with direct I/O where the file
+system has it. Otherwise written bytes leave the page cache when they are durable. Thread-safe; a read may run while
+another part of the file is written.
 """
 
 from __future__ import annotations
@@ -46,6 +45,10 @@ from moonpool.transfer.memory.buffers import aligned_buffer, cut, total_nbytes
 
 _PART_NBYTES = 16 * 1024 * 1024  # one system call; the deadline is looked at between them
 _MAX_VIEWS = 1024  # what the kernel takes in one list
+_NAME = re.compile(r"(log|spare)-([0-9]{10})")
+_BOUNCE_NBYTES = 1024 * 1024
+_MAX_BOUNCE_BUFFERS = 4
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -132,13 +135,6 @@ class SsdLogFile:
                 upto = min(stop, end)
                 scatter(buffer[at - start : upto - start], cursor.take(upto - at))
             at = upto
-
-
-_NAME = re.compile(r"(log|spare)-([0-9]{10})")
-_BOUNCE_NBYTES = 1024 * 1024
-_MAX_BOUNCE_BUFFERS = 4
-
-logger = logging.getLogger(__name__)
 
 
 class LogFolder:

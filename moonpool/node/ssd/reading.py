@@ -1,8 +1,6 @@
-"""Reads of objects from the log, checked like reads from DRAM. Neighbours are fetched by one system call.
+"""Reads objects from the log and checks them as reads from DRAM are checked. Neighbours are read by one system call.
 
-Reading ahead in another thread while these are checked was measured and is slower: the checksum holds Python's lock.
-
-Is this the object, whole? The same checks as on bytes from DRAM, over buffers of any cut. No I/O.
+Reading ahead in another thread while objects are checked was measured and is slower: the checksum holds the GIL.
 """
 
 from __future__ import annotations
@@ -21,6 +19,7 @@ from moonpool.node.ssd.types import LogLocation, LogRead
 from moonpool.transfer.memory.buffers import as_bytes_views, cut, total_nbytes
 
 _PEEK_NBYTES = object_header.ALIGN_NBYTES
+_MERGED_NBYTES = 8 * 1024 * 1024
 
 
 def check_header(views: Sequence[memoryview], key: bytes, generation: int) -> ObjectHeader:
@@ -65,9 +64,6 @@ def _header_bytes(views: Sequence[memoryview]) -> bytes | memoryview:
 
 def _joined(views: Sequence[memoryview]) -> bytes | memoryview:
     return views[0] if len(views) == 1 else b"".join(views)
-
-
-_MERGED_NBYTES = 8 * 1024 * 1024
 
 
 class ReadPlace(NamedTuple):

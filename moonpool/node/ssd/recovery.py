@@ -1,12 +1,10 @@
-"""What a log's folder holds when its owner starts: the index of all files, found by their own indexes or by search.
+"""What a log's folder holds when its owner starts: the index of all files, from their own indexes or by search.
 
-Which records a log file holds, after whatever happened to it. No I/O of its own: `read` fetches bytes.
-
-A sealed file says it in its index; everything in it was durable before that was written. Any other file is searched
-batch by batch, and an object counts only if all of it is there and right. Where a batch's header is damaged the search
-goes on at every 4 KiB, for the next batch and for objects whose own header and checksums are good. Such an object is
-salvaged: it may stem from the file's earlier life, be part of another object's bytes, or have been removed since, so it
-counts only once the master has confirmed it.
+A sealed file has an index; everything in the file was durable before the index was written. Any other file is searched
+batch by batch, and an object counts only if it is complete and its checksums match. Where a batch's header is damaged,
+the search continues at every 4 KiB, for the next batch and for objects whose own header and checksums are good. Such an
+object is salvaged: it may stem from an earlier use of the file, be part of another object's bytes, or have been removed
+since, so it counts only once the master has confirmed it.
 """
 
 from __future__ import annotations
@@ -45,6 +43,9 @@ Reader: TypeAlias = Callable[[int, int], memoryview]  # (offset, nbytes): valid 
 _SEARCH_NBYTES = 4 * 1024 * 1024
 _MAGIC = np.frombuffer(BATCH_MAGIC, np.uint8)
 _OBJECT = np.frombuffer(object_header.MAGIC, np.uint8)
+_FIRST_BUFFER_NBYTES = 64 * 1024
+_READ_TIMEOUT_S = 600.0  # of one file; recovery has no one waiting with less patience
+logger = logging.getLogger(__name__)
 
 
 class FoundRecord(NamedTuple):
@@ -164,12 +165,6 @@ def _is_whole(read: Reader, entry: Entry) -> bool:
     except (Refused, InvalidInput):
         return False
     return True
-
-
-_FIRST_BUFFER_NBYTES = 64 * 1024
-_READ_TIMEOUT_S = 600.0  # of one file; recovery has no one waiting with less patience
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass

@@ -1,16 +1,12 @@
-"""The growing end of the log: batches go to the active file; a full one is sealed and the next one begun.
+"""The growing end of the log: batches go to the active file; a full file is sealed and the next one begun.
 
 Nothing here is thread-safe; SsdLog holds its writing lock around every call but sync_files(). A write that fails
 changes nothing: the index does not know of it, and the next batch goes to another file.
 
-What goes into the next batch, and where in the file. No I/O.
-
-A file always keeps room for the index of everything in it, so that it can be sealed on a full disk.
-
-Turns objects that lie anywhere in memory into few large writes of whole, aligned blocks.
-
-Large aligned parts are written from where they lie; everything else is gathered in a staging buffer first, so that a
-thousand small objects are one write and not a thousand.
+`FileRoom` plans, without I/O, what goes into the next batch and where in the file. It always keeps room for the index
+of everything in the file, so that a file can be sealed on a full disk. `BlockStream` turns objects that lie anywhere in
+memory into few large writes of whole, aligned blocks: large aligned parts are written from where they lie; everything
+else is gathered in a staging buffer first, so that a thousand small objects are one write and not a thousand.
 """
 
 from __future__ import annotations
@@ -43,6 +39,7 @@ from moonpool.transfer.memory.buffers import address_of, aligned_buffer, copy_by
 _IN_PLACE_NBYTES = 64 * 1024  # below this a copy costs less than another element in the kernel's list
 _MAX_VIEWS = 1000
 _ZEROS = memoryview(bytes(UNIT_NBYTES))
+logger = logging.getLogger(__name__)
 
 
 class BlockStream:
@@ -166,9 +163,6 @@ def largest_object_nbytes(file_nbytes: int, key_nbytes: int) -> int:
     entry = entry_bound_nbytes(key_nbytes)
     framing = UNIT_NBYTES + batch_header_bound_nbytes(entry) + footer_bound_nbytes(EMPTY_INDEX_NBYTES + entry)
     return file_nbytes - framing
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
