@@ -45,7 +45,7 @@ class NodeConfig(WireConfig):
             self.ssd_log()
 
     @property
-    def desk_address(self) -> str:
+    def registry_address(self) -> str:
         """Where processes that map this node's memory register."""
         return f"unix:{self.run_dir}/{self.name}.desk"
 

@@ -73,7 +73,7 @@ class Copier:
         self._segment = segment
         self._open_source = open_source
 
-    def carry_out(self, orders: list[Order]) -> list[OrderResult]:
+    def execute(self, orders: list[Order]) -> list[OrderResult]:
         return [self._answer(order) for order in orders]
 
     def _answer(self, order: Order) -> OrderResult:

@@ -60,23 +60,23 @@ class Mount(ABC):
         self._pause_orders = pause_orders
         self._heartbeat_s = 1.0
         self._epoch = 0  # of the master that was heard last
-        self._told = (0, 0)  # incarnation and epoch in which the contents were told
+        self._reported = (0, 0)  # incarnation and epoch in which the contents were told
         self._is_settled = False  # this incarnation may be used
 
-    async def attend(self, client: AsyncClient) -> None:
+    async def run(self, client: AsyncClient) -> None:
         """Beats until the connection is lost, also while a recount waits for orders under way."""
         self.mounted.clear()
         recount: asyncio.Task[None] | None = None
         async with asyncio.TaskGroup() as tasks:
             while not client.closed.is_set():
                 # A mount that was cut short may be known to the master; but its past is not fenced off.
-                reply = await self._checked_beat(client) if self._is_settled else HeartbeatReply(known=False)
+                reply = await self._checked_heartbeat(client) if self._is_settled else HeartbeatReply(known=False)
                 if not reply.known:
                     self.mounted.clear()
                 if reply.known or await self._mount(client):
                     self.mounted.set()
-                untold = self.keeps_contents and self.mounted.is_set() and not self.is_told
-                is_asked = reply.recount_above is not None or untold
+                unreported = self.keeps_contents and self.mounted.is_set() and not self.is_reported
+                is_asked = reply.recount_above is not None or unreported
                 if is_asked and (recount is None or recount.done()):
                     recount = tasks.create_task(self._answer_recount(client, reply.recount_above or 0))
                 await self._rest(client)
@@ -96,31 +96,31 @@ class Mount(ABC):
                 await client.closed.wait()
 
     @property
-    def is_told(self) -> bool:
+    def is_reported(self) -> bool:
         """Whether this master, in this life of it, has heard what the segment holds."""
-        return self.mounted.is_set() and self._told == (self.segment.incarnation, self._epoch)
+        return self.mounted.is_set() and self._reported == (self.segment.incarnation, self._epoch)
 
     async def _answer_recount(self, client: AsyncClient, above: int) -> None:
         async with contextlib.nullcontext() if above == SESSIONS_ALONE else self._pause_orders():
-            told = (self.segment.incarnation, self._epoch)
+            reported = (self.segment.incarnation, self._epoch)
             try:
                 await self._recount(client, above)
             except NotFound as error:  # forgotten meanwhile; the next beat says so too
                 _LOG.info("%s: %s", self.segment.name, error)
             else:
-                self._told = told
+                self._reported = reported
 
     async def _mount(self, client: AsyncClient) -> bool:
         """Offers the segment as a new incarnation; False when the master does not want it (yet)."""
         self._is_settled = False
         async with self._pause_orders():
             self._engine.unserve(self.segment.name)
-            if not await self._make_ready():
+            if not await self._prepare():
                 return False
             self.segment.incarnation = time.time_ns()
             descriptor = self._engine.serve(self.segment)
             try:
-                reply = await client.call(self._offer(descriptor), timeout_s=CALL_TIMEOUT_S)
+                reply = await client.call(self._mount_call(descriptor), timeout_s=CALL_TIMEOUT_S)
             except AlreadyExists as error:
                 self._refused(error)
                 return False
@@ -128,16 +128,16 @@ class Mount(ABC):
             self._heartbeat_s, self._epoch = reply.heartbeat_s, reply.epoch
             await self._fence_off(reply)
             self._is_settled = True
-            if not (await self._beat(client)).known:
+            if not (await self._heartbeat(client)).known:
                 return False
-        _LOG.info("mounted %s", self._in_words(descriptor))
+        _LOG.info("mounted %s", self._describe(descriptor))
         return True
 
-    async def _checked_beat(self, client: AsyncClient) -> HeartbeatReply:
+    async def _checked_heartbeat(self, client: AsyncClient) -> HeartbeatReply:
         """A beat, with whatever is looked after once in a while."""
-        return await self._beat(client)
+        return await self._heartbeat(client)
 
-    async def _beat(self, client: AsyncClient) -> HeartbeatReply:
+    async def _heartbeat(self, client: AsyncClient) -> HeartbeatReply:
         fence = self.segment.fence
         limit = MAX_GENERATION if fence is None else fence.limit
         beat = Heartbeat(segment=self.segment.name, incarnation=self.segment.incarnation, generation_limit=limit)
@@ -152,15 +152,15 @@ class Mount(ABC):
             _LOG.warning("%s: %s", self.segment.name, error)
         self.refusal = error
 
-    def _in_words(self, descriptor: SegmentDescriptor) -> str:
+    def _describe(self, descriptor: SegmentDescriptor) -> str:
         return in_words(descriptor)
 
-    async def _make_ready(self) -> bool:
+    async def _prepare(self) -> bool:
         """What must be done before it is offered; False when that cannot be done now."""
         return True
 
     @abstractmethod
-    def _offer(self, descriptor: SegmentDescriptor) -> MountSegment:
+    def _mount_call(self, descriptor: SegmentDescriptor) -> MountSegment:
         """What is said to the master."""
 
     @abstractmethod
@@ -193,12 +193,12 @@ class DramMount(Mount):
         engine: TransferEngine,
         pause_orders: Pause,
         *,
-        desk: str,
+        registry_address: str,
         sessions: Callable[[], list[int]],
         fence_check_s: float,
     ) -> None:
         super().__init__(node, segment, engine, pause_orders)
-        self._desk = desk
+        self._registry_address = registry_address
         self._sessions = sessions
         self._fence_check_s = fence_check_s
         self._next_check_s = 0.0
@@ -207,7 +207,7 @@ class DramMount(Mount):
         self._may_be_held = False  # in place, by processes of this machine
         self._rare_log = RateLimitedLog(_LOG)
 
-    async def _make_ready(self) -> bool:
+    async def _prepare(self) -> bool:
         if self.segment.fence is not None and not (self._may_be_held and self._sessions()):
             return True
         try:
@@ -218,8 +218,8 @@ class DramMount(Mount):
         self._may_be_held = False
         return True
 
-    def _offer(self, descriptor: SegmentDescriptor) -> MountSegment:
-        return MountSegment(node=self._node, descriptor=descriptor, tier=self.tier, desk=self._desk)
+    def _mount_call(self, descriptor: SegmentDescriptor) -> MountSegment:
+        return MountSegment(node=self._node, descriptor=descriptor, tier=self.tier, desk=self._registry_address)
 
     async def _fence_off(self, reply: MountReply) -> None:
         self._may_be_held = True
@@ -229,13 +229,13 @@ class DramMount(Mount):
         fence.limit = reply.generation_limit
         self._last_generation = reply.generation_floor
 
-    async def _checked_beat(self, client: AsyncClient) -> HeartbeatReply:
+    async def _checked_heartbeat(self, client: AsyncClient) -> HeartbeatReply:
         """What was stamped before a beat was given out before its answer: a stamp above that was never given out."""
         fence, suspects = self.segment.fence, list[tuple[int, int, int]]()
         if fence is not None and time.monotonic() >= self._next_check_s:
             suspects = await asyncio.to_thread(fence.stamps_above, self._last_generation)
             self._next_check_s = time.monotonic() + self._fence_check_s
-        reply = await self._beat(client)
+        reply = await self._heartbeat(client)
         ahead = [span for span in suspects if span[2] > reply.last_generation]
         if ahead and fence is not None and reply.known:
             await self._restamp(client, fence, ahead)

@@ -29,7 +29,7 @@ _LOG = logging.getLogger(__name__)
 _FIRST_WRITE_NBYTES = 4 * 1024 * 1024  # soon checked: the disk waits for that; the next ones are larger
 _WRITE_NBYTES = SsdConfig.batch_nbytes - 64 * 1024  # of objects: the log's framing goes with them
 
-_Looked: TypeAlias = LogItem | LogLocation | MoonpoolError
+_Prepared: TypeAlias = LogItem | LogLocation | MoonpoolError
 
 
 class LogThread:
@@ -47,14 +47,14 @@ class LogThread:
         """Idempotent."""
         self._checker.shutdown()
 
-    def carry_out(self, orders: list[Order]) -> list[OrderResult]:
+    def execute(self, orders: list[Order]) -> list[OrderResult]:
         ssd = self._ssd()
         if ssd is None:
             return [refused(order, Unavailable("this node's disk is not in use")) for order in orders]
         results: list[OrderResult] = []
         for kind, some in groupby(orders, key=lambda order: order.kind):
-            carry_out = self._offload if kind is OrderKind.OFFLOAD else self._drop
-            results += carry_out(ssd, list(some))
+            execute = self._offload if kind is OrderKind.OFFLOAD else self._drop
+            results += execute(ssd, list(some))
         return results
 
     def _drop(self, ssd: NodeSsd, orders: Sequence[Order]) -> list[OrderResult]:
@@ -64,14 +64,14 @@ class LogThread:
 
     def _offload(self, ssd: NodeSsd, orders: Sequence[Order]) -> list[OrderResult]:
         found: list[LogLocation | MoonpoolError] = []
-        look = partial(self._look, ssd)
+        prepare = partial(self._prepare, ssd)
         batches = list(_batches(orders))
-        looked = self._checker.map(look, batches[0])
+        prepared = self._checker.map(prepare, batches[0])
         for following in (*batches[1:], ()):
-            checked = list(looked)
-            looked = self._checker.map(look, following)
+            checked = list(prepared)
+            prepared = self._checker.map(prepare, following)
             found += self._write(ssd, checked)
-        found = [self._look_again(ssd, order, each) for order, each in zip(orders, found, strict=True)]
+        found = [self._recheck(ssd, order, each) for order, each in zip(orders, found, strict=True)]
         try:
             ssd.log.sync()
         except MoonpoolError as error:
@@ -80,11 +80,11 @@ class LogThread:
             found = [each if isinstance(each, MoonpoolError) else error for each in found]
         return [self._answer(order, each) for order, each in zip(orders, found, strict=True)]
 
-    def _write(self, ssd: NodeSsd, looked: Sequence[_Looked]) -> list[LogLocation | MoonpoolError]:
-        written = iter(ssd.log.append_many([each for each in looked if isinstance(each, LogItem)]))
-        return [next(written) if isinstance(each, LogItem) else each for each in looked]
+    def _write(self, ssd: NodeSsd, prepared: Sequence[_Prepared]) -> list[LogLocation | MoonpoolError]:
+        written = iter(ssd.log.append_many([each for each in prepared if isinstance(each, LogItem)]))
+        return [next(written) if isinstance(each, LogItem) else each for each in prepared]
 
-    def _look(self, ssd: NodeSsd, order: Order) -> _Looked:
+    def _prepare(self, ssd: NodeSsd, order: Order) -> _Prepared:
         """What to write, or where it is already; the bytes in memory are right."""
         try:
             check_here(order.source, self._memory, order.nbytes)
@@ -106,9 +106,7 @@ class LogThread:
             self._check_fence(order)  # perhaps we are only late
             raise
 
-    def _look_again(
-        self, ssd: NodeSsd, order: Order, found: LogLocation | MoonpoolError
-    ) -> LogLocation | MoonpoolError:
+    def _recheck(self, ssd: NodeSsd, order: Order, found: LogLocation | MoonpoolError) -> LogLocation | MoonpoolError:
         """StaleGeneration when the space was given away while its bytes were written."""
         if isinstance(found, MoonpoolError):
             return found

@@ -22,11 +22,11 @@ from moonpool.store.messages import Order, OrderKind, OrderResult, Orders, Order
 
 _LOG = logging.getLogger(__name__)
 _CALL_TIMEOUT_S = 5.0
-_ANSWERS_PER_CALL = 1000
+_RESULTS_PER_CALL = 1000
 # An order that waited longer is not begun: the master gives it up soon, and then its target is somebody else's.
 MAX_WAIT_S = 20.0
 
-CarryOut = Callable[[list[Order]], list[OrderResult]]
+ExecuteOrders = Callable[[list[Order]], list[OrderResult]]
 
 
 def refused(order: Order, error: MoonpoolError) -> OrderResult:
@@ -34,16 +34,16 @@ def refused(order: Order, error: MoonpoolError) -> OrderResult:
 
 
 class OrderLane:
-    """Orders that are carried out by the same hand. `carry_out` runs on a thread, gets up to `max_orders` (and
+    """Orders that are carried out by the same hand. `execute` runs on a thread, gets up to `max_orders` (and
     `max_nbytes`, unless it is a single one) and answers each.
     """
 
     def __init__(
-        self, carry_out: CarryOut, *, width: int = 1, max_orders: int = 1, max_nbytes: int = 64 * 1024 * 1024
+        self, execute: ExecuteOrders, *, width: int = 1, max_orders: int = 1, max_nbytes: int = 64 * 1024 * 1024
     ) -> None:
         self.width = width
         self.num_holds = 0  # while there is one nothing of this lane is begun
-        self._carry_out = carry_out
+        self._execute = execute
         self._max_orders, self._max_nbytes = max_orders, max_nbytes
         self._waiting: deque[tuple[float, Order]] = deque()
 
@@ -53,7 +53,7 @@ class OrderLane:
     def clear(self) -> None:
         self._waiting.clear()
 
-    def take(self) -> list[Order]:
+    def pop_batch(self) -> list[Order]:
         """The next ones to be carried out in one go."""
         taken: list[Order] = []
         nbytes = 0
@@ -64,7 +64,7 @@ class OrderLane:
             taken.append(self._waiting.popleft()[1])
         return taken
 
-    def take_late(self) -> list[Order]:
+    def pop_expired(self) -> list[Order]:
         """Those that waited too long."""
         late: list[Order] = []
         while self._waiting and self._waiting[0][0] < time.monotonic() - MAX_WAIT_S:
@@ -74,7 +74,7 @@ class OrderLane:
     def run(self, orders: list[Order]) -> list[OrderResult]:
         """An answer per order, whatever happens."""
         try:
-            return self._carry_out(orders)
+            return self._execute(orders)
         except Exception as error:  # noqa: BLE001 - every order gets an answer, a bug's included
             if not isinstance(error, MoonpoolError):
                 _LOG.exception("a bug while orders were carried out")
@@ -91,21 +91,21 @@ class OrderRunner:
         num_threads = sum(lane.width for lane in set(lanes.values()))
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="orders")
         self._running: dict[asyncio.Task[None], OrderLane] = {}
-        self._answers: list[OrderResult] = []
-        self._answered = asyncio.Event()
-        self._num_answers = self._num_told = 0  # those the master has, or does not need any more, are told
-        self._more_told = asyncio.Event()
+        self._results: list[OrderResult] = []
+        self._has_results = asyncio.Event()
+        self._num_results = self._num_sent = 0  # those the master has, or does not need any more, are told
+        self._more_sent = asyncio.Event()
         self._streaming: asyncio.Task[None] | None = None
         self._num_pauses = 0
         self._may_run = asyncio.Event()
         self._may_run.set()
 
-    async def attend(self, client: AsyncClient) -> None:
+    async def run(self, client: AsyncClient) -> None:
         """Takes orders until the connection is lost."""
         while not client.closed.is_set():
             await self._may_run.wait()
             await self._idle()
-            self._forget_answers()
+            self._forget_results()
             stream = self._streaming = asyncio.get_running_loop().create_task(self._stream(client))
             try:
                 await asyncio.wait([stream])
@@ -138,9 +138,9 @@ class OrderRunner:
         try:
             while running := [task for task, its in self._running.items() if its is lane]:
                 await asyncio.wait(running)
-            num_answers = self._num_answers
-            while self._num_told < num_answers:
-                await self._more_told.wait()
+            num_answers = self._num_results
+            while self._num_sent < num_answers:
+                await self._more_sent.wait()
             yield
         finally:
             lane.num_holds -= 1
@@ -157,26 +157,26 @@ class OrderRunner:
         while self._running:
             await asyncio.wait(self._running)
 
-    def _forget_answers(self) -> None:
+    def _forget_results(self) -> None:
         """They are of orders that the master sends again."""
-        self._answers.clear()
-        self._answered.clear()
-        self._note_told(self._num_answers - self._num_told)
+        self._results.clear()
+        self._has_results.clear()
+        self._count_sent(self._num_results - self._num_sent)
 
-    def _note_told(self, count: int) -> None:
-        self._num_told += count
-        self._more_told.set()
-        self._more_told = asyncio.Event()
+    def _count_sent(self, count: int) -> None:
+        self._num_sent += count
+        self._more_sent.set()
+        self._more_sent = asyncio.Event()
 
     async def _stream(self, client: AsyncClient) -> None:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._answer_forever(client))
+            tasks.create_task(self._send_results(client))
             async with aclosing(client.stream(Orders(node=self._node))) as batches:  # type: ignore[type-var]
                 async for orders in batches:
-                    self._take(orders)
+                    self._enqueue(orders)
             raise PeerLost("the master sends no orders any more")
 
-    def _take(self, orders: Sequence[Order]) -> None:
+    def _enqueue(self, orders: Sequence[Order]) -> None:
         for order in orders:
             self._lanes[order.kind].add(order)
         for lane in {self._lanes[order.kind] for order in orders}:
@@ -185,38 +185,38 @@ class OrderRunner:
     def _start(self, lane: OrderLane) -> None:
         if lane.num_holds:
             return
-        late = lane.take_late()
+        late = lane.pop_expired()
         self._done(late, [refused(order, Overloaded("the node had too much to do")) for order in late])
-        while sum(each is lane for each in self._running.values()) < lane.width and (orders := lane.take()):
-            task = asyncio.get_running_loop().create_task(self._carry_out(lane, orders))
+        while sum(each is lane for each in self._running.values()) < lane.width and (orders := lane.pop_batch()):
+            task = asyncio.get_running_loop().create_task(self._execute(lane, orders))
             self._running[task] = lane
             task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._start(self._running.pop(task))
 
-    async def _carry_out(self, lane: OrderLane, orders: list[Order]) -> None:
+    async def _execute(self, lane: OrderLane, orders: list[Order]) -> None:
         self._done(orders, await asyncio.get_running_loop().run_in_executor(self._pool, lane.run, orders))
 
     def _done(self, orders: list[Order], results: list[OrderResult]) -> None:
         for order, result in zip(orders, results, strict=True):
             self.counters[order.kind, "done" if result.refusal is None else result.refusal.code] += 1
         if results:
-            self._answers += results
-            self._num_answers += len(results)
-            self._answered.set()
+            self._results += results
+            self._num_results += len(results)
+            self._has_results.set()
 
-    async def _answer_forever(self, client: AsyncClient) -> None:
+    async def _send_results(self, client: AsyncClient) -> None:
         """While one call is under way the next answers gather, so there are few calls and no wait."""
         while True:
-            await self._answered.wait()
-            some, self._answers = self._answers[:_ANSWERS_PER_CALL], self._answers[_ANSWERS_PER_CALL:]
-            if not self._answers:
-                self._answered.clear()
+            await self._has_results.wait()
+            some, self._results = self._results[:_RESULTS_PER_CALL], self._results[_RESULTS_PER_CALL:]
+            if not self._results:
+                self._has_results.clear()
             try:
                 await client.call(OrdersDone(results=some), timeout_s=_CALL_TIMEOUT_S)
             except Unavailable:
                 raise
             except MoonpoolError as error:
                 _LOG.warning("the master did not take %d answers: %s", len(some), error)
-            self._note_told(len(some))
+            self._count_sent(len(some))

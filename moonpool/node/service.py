@@ -49,11 +49,11 @@ class Node:
         self.config = config
         self.segment_name = f"{config.name}.dram"
         self.ssd: NodeSsd | None = None
-        self._desk: SessionRegistry | None = None
+        self._registry: SessionRegistry | None = None
         self._engine: TransferEngine | None = None
         self._segment: Segment | None = None
         self._work: _Work | None = None
-        self._attending: asyncio.Task[None] | None = None
+        self._serving: asyncio.Task[None] | None = None
         self._finding_disk: asyncio.Task[NodeSsd] | None = None
 
     @property
@@ -76,30 +76,30 @@ class Node:
         try:
             self._engine = TransferEngine(self._transfer_config())  # first: a wrong setting costs no memory
             warn_if_open(_LOG, self.config, self._engine.addresses)
-            self._desk = SessionRegistry(self.config.desk_address, self.config.name, self.metrics)
-            await self._desk.start()
+            self._registry = SessionRegistry(self.config.registry_address, self.config.name, self.metrics)
+            await self._registry.start()
             self._segment = await asyncio.to_thread(self._allocate)
             if self.config.ssd_dir is not None:
                 await self._open_disk()
-            self._work = _Work(self, self._engine, self._desk)
-            self._attending = asyncio.get_running_loop().create_task(self._work.link.run())
-            await self._first_mount(self._work, self._attending)
+            self._work = _Work(self, self._engine, self._registry)
+            self._serving = asyncio.get_running_loop().create_task(self._work.link.run())
+            await self._first_mount(self._work, self._serving)
         except BaseException:
             await self.close()
             raise
 
     async def wait(self) -> None:
         """Returns after close(); raises what ended the node otherwise."""
-        assert self._attending is not None, "the node was not started"
-        await asyncio.wait([self._attending])
-        if not self._attending.cancelled():
-            self._attending.result()
+        assert self._serving is not None, "the node was not started"
+        await asyncio.wait([self._serving])
+        if not self._serving.cancelled():
+            self._serving.result()
 
     async def leave(self) -> None:
         """Takes the memory back from the pool: says goodbye to the master, and does nothing for it any more. Starts no
         thread, so it works in a process that is ending, which gives the rest back by itself. Idempotent.
         """
-        for task in (self._finding_disk, self._attending):
+        for task in (self._finding_disk, self._serving):
             if task is not None:
                 task.cancel()
                 await asyncio.wait([task])
@@ -109,8 +109,8 @@ class Node:
     async def close(self) -> None:
         """Idempotent. Takes the memory back from the pool and from the machine; what is on disk stays there."""
         await self.leave()
-        if self._desk is not None:
-            await self._desk.close()
+        if self._registry is not None:
+            await self._registry.close()
         if self._engine is not None:
             await asyncio.to_thread(self._engine.close)
         if self._work is not None:
@@ -123,7 +123,7 @@ class Node:
     async def metrics(self) -> list[MetricFamily]:
         orders = {} if self._work is None else self._work.orders.counters
         ssd = None if self.ssd is None else await asyncio.to_thread(self.ssd.log.stats)
-        sessions = [] if self._desk is None else self._desk.sessions()
+        sessions = [] if self._registry is None else self._registry.sessions()
         connections = (0, Counter[str]()) if self._engine is None else self._engine.connections()
         num_restamped = 0 if self._work is None else self._work.dram.num_restamped
         own = node_metrics(self.config.dram_nbytes, len(sessions), orders, ssd, connections, num_restamped)
@@ -168,17 +168,17 @@ class Node:
         assert self._finding_disk is not None, "the node has no disk"
         return await asyncio.shield(self._finding_disk)  # who waits may be cancelled, and another one waits on
 
-    async def _first_mount(self, work: _Work, attending: asyncio.Task[None]) -> None:
+    async def _first_mount(self, work: _Work, serving: asyncio.Task[None]) -> None:
         dram = work.dram
         mounted = asyncio.get_running_loop().create_task(dram.mounted.wait())
         try:
             await asyncio.wait(
-                [mounted, attending], timeout=self.config.start_timeout_s, return_when=asyncio.FIRST_COMPLETED
+                [mounted, serving], timeout=self.config.start_timeout_s, return_when=asyncio.FIRST_COMPLETED
             )
         finally:
             mounted.cancel()
-        if attending.done():
-            attending.result()
+        if serving.done():
+            serving.result()
         if dram.mounted.is_set():
             return
         if dram.refusal is not None:
@@ -192,14 +192,14 @@ class Node:
 class _Work:
     """What a started node does for the master: its mounts, its orders, and the link that they hang on."""
 
-    def __init__(self, node: Node, engine: TransferEngine, desk: SessionRegistry) -> None:
+    def __init__(self, node: Node, engine: TransferEngine, registry: SessionRegistry) -> None:
         config = node.config
         self._node = node
         self._engine = engine
         self._directory = SegmentDirectory(engine, self._list_segments)
-        copies = OrderLane(Copier(node.segment, self._open_source).carry_out, width=config.copy_threads)
-        self._log_hand = LogThread(node.segment, lambda: node.ssd)
-        self._log_lane = OrderLane(self._log_hand.carry_out, max_orders=_MAX_LOG_ORDERS)
+        copies = OrderLane(Copier(node.segment, self._open_source).execute, width=config.copy_threads)
+        self._log_thread = LogThread(node.segment, lambda: node.ssd)
+        self._log_lane = OrderLane(self._log_thread.execute, max_orders=_MAX_LOG_ORDERS)
         self.orders = OrderRunner(
             config.name,
             {OrderKind.COPY: copies, OrderKind.OFFLOAD: self._log_lane, OrderKind.DROP: self._log_lane},
@@ -209,15 +209,15 @@ class _Work:
             node.segment,
             engine,
             self.orders.paused,
-            desk=desk.address,
-            sessions=desk.sessions,
+            registry_address=registry.address,
+            sessions=registry.sessions,
             fence_check_s=config.fence_check_s,
         )
         self.disk: SsdMount | None = None
-        self._keeper: LogMaintenance | None = None
-        duties = [self.dram.attend, desk.report, self._take_orders, self._report_metrics]
+        self._maintenance: LogMaintenance | None = None
+        duties = [self.dram.run, registry.report, self._run_orders, self._report_metrics]
         if config.ssd_dir is not None:
-            duties.append(self._attend_disk)
+            duties.append(self._run_disk)
         self.failure: MoonpoolError | None = None  # why the last connection ended, or could not be made
         self.link = ReconnectingClient(
             config.master_address,
@@ -245,11 +245,11 @@ class _Work:
     async def close(self) -> None:
         """Idempotent. Waits for orders under way."""
         await self.orders.close()
-        self._log_hand.close()
+        self._log_thread.close()
 
-    async def _take_orders(self, client: AsyncClient) -> None:
+    async def _run_orders(self, client: AsyncClient) -> None:
         await self.dram.mounted.wait()
-        await self.orders.attend(client)
+        await self.orders.run(client)
 
     async def _report_metrics(self, client: AsyncClient) -> None:
         """Tell the master this node's figures: front ends of other machines cannot ask the node itself."""
@@ -261,15 +261,15 @@ class _Work:
                 _LOG.debug("the master did not take the metrics: %s", error)
             await asyncio.sleep(REPORT_EVERY_S)
 
-    async def _attend_disk(self, client: AsyncClient) -> None:
+    async def _run_disk(self, client: AsyncClient) -> None:
         config, ssd = self._node.config, await self._node.disk()
-        if self.disk is None or self._keeper is None:
+        if self.disk is None or self._maintenance is None:
             self.disk = SsdMount(config.name, ssd, self._engine, self.orders.paused)
             hold_log = partial(self.orders.hold, self._log_lane)
-            self._keeper = LogMaintenance(ssd, self.disk, hold_log, config.ssd_rest_s)
+            self._maintenance = LogMaintenance(ssd, self.disk, hold_log, config.ssd_rest_s)
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self.disk.attend(client))
-            tasks.create_task(self._keeper.attend(client))
+            tasks.create_task(self.disk.run(client))
+            tasks.create_task(self._maintenance.run(client))
 
     def _open_source(self, placement: Placement) -> Readable:
         """Where an order's source lies, whoever has it. Runs on the orders' threads."""

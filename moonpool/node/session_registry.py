@@ -34,7 +34,7 @@ class SessionRegistry:
         self._server = RpcServer(SERVICE, handlers, name=name, patience=_FOR_EVER)
         self._sessions_of: dict[RpcPeer, set[int]] = {}
         self._gone: set[int] = set()  # the master does not know of it yet
-        self._someone_left = asyncio.Event()
+        self._session_ended = asyncio.Event()
         self._closing = False
 
     async def start(self) -> None:
@@ -59,20 +59,20 @@ class SessionRegistry:
         """Tells the master of every end, at once; ends with the connection to it. What it could not tell is kept."""
         while True:
             if not self._gone:
-                self._someone_left.clear()
-                await self._someone_left.wait()
-            told = sorted(self._gone)
-            await client.call(SessionsGone(sessions=told), timeout_s=_CALL_TIMEOUT_S)
-            self._gone.difference_update(told)
+                self._session_ended.clear()
+                await self._session_ended.wait()
+            ended = sorted(self._gone)
+            await client.call(SessionsGone(sessions=ended), timeout_s=_CALL_TIMEOUT_S)
+            self._gone.difference_update(ended)
 
     def _register(self, call: Register, peer: RpcPeer) -> None:
         if peer not in self._sessions_of:
             self._sessions_of[peer] = set()
-            peer.on_close(lambda: self._left(peer))
+            peer.on_close(lambda: self._on_disconnect(peer))
         self._sessions_of[peer].add(call.session)
 
-    def _left(self, peer: RpcPeer) -> None:
+    def _on_disconnect(self, peer: RpcPeer) -> None:
         sessions = self._sessions_of.pop(peer)
         if not self._closing:
             self._gone |= sessions.difference(*self._sessions_of.values())
-            self._someone_left.set()
+            self._session_ended.set()

@@ -67,7 +67,7 @@ class NodeSsd:
         self.lock = asyncio.Lock()  # held while records are listed or moved: the two must not mix
 
     def needs_compaction(self) -> bool:
-        return is_untidy(self.log.stats(), self.max_nbytes)
+        return is_compaction_due(self.log.stats(), self.max_nbytes)
 
     def close(self) -> None:
         """Idempotent."""
@@ -82,7 +82,7 @@ def _capacity_nbytes(log: SsdConfig) -> int:
     return int((log.max_nbytes - log.reserved_nbytes - log.file_nbytes) * (1 - log.compact_dead_fraction))
 
 
-def is_untidy(stats: SsdStats, max_nbytes: int) -> bool:
+def is_compaction_due(stats: SsdStats, max_nbytes: int) -> bool:
     """Whether moving records around is worth its price now."""
     short = stats.free_nbytes < _LOW_FREE_PART * max_nbytes and stats.dead_nbytes > 0
     return short or stats.dead_nbytes > _HIGH_DEAD_PART * max_nbytes
@@ -96,12 +96,12 @@ class SsdMount(Mount):
         super().__init__(node, ssd.segment, engine, pause_orders)
         self._ssd = ssd
 
-    def _offer(self, descriptor: SegmentDescriptor) -> MountSegment:
+    def _mount_call(self, descriptor: SegmentDescriptor) -> MountSegment:
         return MountSegment(
             node=self._node, descriptor=descriptor, tier=self.tier, capacity_nbytes=self._ssd.capacity_nbytes
         )
 
-    def _in_words(self, descriptor: SegmentDescriptor) -> str:
+    def _describe(self, descriptor: SegmentDescriptor) -> str:
         return f"{descriptor.name}, {format_nbytes(self._ssd.capacity_nbytes)} at {descriptor.location}"
 
     async def _fence_off(self, reply: MountReply) -> None:
@@ -114,10 +114,10 @@ class SsdMount(Mount):
             parts = [items[at : at + _ITEMS_PER_CALL] for at in range(0, len(items), _ITEMS_PER_CALL)] or [[]]
             num_dropped = 0
             for number, part in enumerate(parts, 1):
-                num_dropped += await self._tell_part(client, part, number == len(parts))
+                num_dropped += await self._send_part(client, part, number == len(parts))
         _LOG.info("%s: %d records, %d of them not wanted any more", self.segment.name, len(items), num_dropped)
 
-    async def _tell_part(self, client: AsyncClient, part: list[StoredRecord], last: bool) -> int:
+    async def _send_part(self, client: AsyncClient, part: list[StoredRecord], last: bool) -> int:
         held = [
             HeldItem(each.key, each.generation, each.location.nbytes, offset_of(each.location), each.doubt)
             for each in part
@@ -156,19 +156,19 @@ class LogMaintenance:
         self._mount = mount
         self._hold_log = hold_log
         self._rest_s = rest_s
-        self._untold: list[MovedRecord] = []  # the master has not heard of these moves yet
+        self._unreported: list[MovedRecord] = []  # the master has not heard of these moves yet
         self._release_at_s: dict[int, float] = {}  # by number of an emptied file
         # Readers with a lease are not to lose their time because this process stood still.
         self._clock = AttendedClock(2 * _COMPACT_EVERY_S)
         self._rare_log = RateLimitedLog(_LOG)
 
-    async def attend(self, client: AsyncClient) -> None:
+    async def run(self, client: AsyncClient) -> None:
         """Until the connection is lost."""
         while True:
             await self._mount.mounted.wait()
             try:
-                moved = await self._tidy(client)
-                await self._release_rested()
+                moved = await self._compact_step(client)
+                await self._release_drained()
             except MoonpoolError as error:
                 if client.closed.is_set():
                     raise
@@ -181,34 +181,34 @@ class LogMaintenance:
         rested_in_s = min(self._release_at_s.values(), default=math.inf) - self._clock.now_s()
         return min(_COMPACT_EVERY_S, max(0.0, rested_in_s))
 
-    async def _tidy(self, client: AsyncClient) -> bool:
+    async def _compact_step(self, client: AsyncClient) -> bool:
         """One step, in which orders for the log wait; False when there was nothing to move."""
-        untidy = await asyncio.to_thread(self._ssd.needs_compaction)
-        if not self._mount.is_told or (not untidy and not self._untold):
+        is_due = await asyncio.to_thread(self._ssd.needs_compaction)
+        if not self._mount.is_reported or (not is_due and not self._unreported):
             return False
         async with self._hold_log(), self._ssd.lock:
-            if not self._untold:
+            if not self._unreported:
                 await asyncio.to_thread(self._compact)
-            moved = bool(self._untold)
-            await self._tell_moves(client)
+            moved = bool(self._unreported)
+            await self._report_moves(client)
         return moved
 
     def _compact(self) -> None:
         """On a thread that goes on when nobody waits for it any more: what it moved must not be forgotten then."""
-        self._untold += self._ssd.log.compact(_COMPACT_NBYTES)
+        self._unreported += self._ssd.log.compact(_COMPACT_NBYTES)
 
-    async def _release_rested(self) -> None:
+    async def _release_drained(self) -> None:
         now_s = self._clock.now_s()
         for number in await asyncio.to_thread(self._ssd.log.drained):
             if now_s >= self._release_at_s.setdefault(number, now_s + self._rest_s):
                 await asyncio.to_thread(self._ssd.log.release, number)
                 del self._release_at_s[number]
 
-    async def _tell_moves(self, client: AsyncClient) -> None:
+    async def _report_moves(self, client: AsyncClient) -> None:
         """Removes records that turn out to be unwanted; reports those that were found damaged."""
         name, incarnation = self._ssd.segment.name, self._ssd.segment.incarnation
-        while self._untold and self._mount.is_told:  # else it was mounted anew meanwhile
-            some = self._untold[:_ITEMS_PER_CALL]
+        while self._unreported and self._mount.is_reported:  # else it was mounted anew meanwhile
+            some = self._unreported[:_ITEMS_PER_CALL]
             moves = [(each.key, each.generation, offset_of(each.new)) for each in some if each.new is not None]
             wanted = await client.call(
                 Relocated(segment=name, incarnation=incarnation, items=moves), timeout_s=CALL_TIMEOUT_S
@@ -218,6 +218,6 @@ class LogMaintenance:
                 if each.new is None:
                     damaged = ReportCorrupt(each.key, each.generation, name, offset_of(each.old))
                     await client.call(damaged, timeout_s=CALL_TIMEOUT_S)
-            del self._untold[: len(some)]
+            del self._unreported[: len(some)]
             if unwanted:
                 await asyncio.to_thread(self._ssd.log.remove, unwanted)

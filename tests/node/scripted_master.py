@@ -70,7 +70,7 @@ class ScriptedMaster:
         await self.until(lambda: all(order.order_id in self.done for order in orders))
         return [self.done[order.order_id] for order in orders]
 
-    async def carry_out(self, *orders: m.Order) -> list[m.OrderResult]:
+    async def execute(self, *orders: m.Order) -> list[m.OrderResult]:
         self.give(*orders)
         return await self.answers(*orders)
 

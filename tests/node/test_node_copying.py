@@ -79,12 +79,12 @@ def test_from_the_disk(memory: Segment, tmp_path: Path) -> None:
     ssd = open_ssd(tmp_path)
     try:
         offload = order(OrderKind.OFFLOAD, b"key", nbytes, place(memory, 0, GENERATION))
-        (result,) = LogThread(memory, lambda: ssd).carry_out([offload])
+        (result,) = LogThread(memory, lambda: ssd).execute([offload])
         assert result.offset is not None
         memory.memory[:nbytes] = bytes(nbytes)
         source = Placement(ssd.segment.name, result.offset, ssd.segment.incarnation, GENERATION)
         back = order(OrderKind.COPY, b"key", nbytes, source, place(memory, TARGET, NEW_GENERATION))
-        assert Copier(memory, lambda _: ssd.segment).carry_out([back])[0].refusal is None
+        assert Copier(memory, lambda _: ssd.segment).execute([back])[0].refusal is None
         assert bytes(memory.memory[TARGET : TARGET + nbytes]) == object_of(b"key", NEW_GENERATION, SIZES)
     finally:
         ssd.close()
@@ -94,7 +94,7 @@ def test_from_the_disk(memory: Segment, tmp_path: Path) -> None:
 def test_a_flipped_bit_anywhere_is_corrupt(memory: Segment, other: Segment, at: int) -> None:
     nbytes = store(other, 0, b"key", GENERATION, SIZES)
     other.memory[at] ^= 4
-    (result,) = Copier(memory, lambda _: OwnMemory(other)).carry_out([copy_order(other, memory, nbytes)])
+    (result,) = Copier(memory, lambda _: OwnMemory(other)).execute([copy_order(other, memory, nbytes)])
     assert result.refusal is not None
     assert result.refusal.code == Corrupt.code
     assert not holds_object(memory)
@@ -154,7 +154,7 @@ def test_a_source_out_of_reach_is_no_word_about_this_node(memory: Segment, other
     def lost(placement: Placement) -> Readable:
         raise DeadlineExceeded("it did not answer")
 
-    (result,) = Copier(memory, lost).carry_out([copy_order(other, memory, 80_000)])
+    (result,) = Copier(memory, lost).execute([copy_order(other, memory, 80_000)])
     assert result.refusal is not None
     assert result.refusal.code == "unavailable"
 

@@ -38,7 +38,7 @@ def ssd(tmp_path: Path) -> Iterator[NodeSsd]:
 
 
 @pytest.fixture
-def hand(memory: Segment, ssd: NodeSsd) -> Iterator[LogThread]:
+def log_thread(memory: Segment, ssd: NodeSsd) -> Iterator[LogThread]:
     made = LogThread(memory, lambda: ssd)
     yield made
     made.close()
@@ -62,9 +62,9 @@ def codes(results: Sequence[OrderResult]) -> list[str | None]:
     return [None if result.refusal is None else result.refusal.code for result in results]
 
 
-def test_several_in_one_go(memory: Segment, ssd: NodeSsd, hand: LogThread) -> None:
+def test_several_in_one_go(memory: Segment, ssd: NodeSsd, log_thread: LogThread) -> None:
     orders = offloads(memory, 20)
-    results = hand.carry_out(orders)
+    results = log_thread.execute(orders)
     assert [result.order_id for result in results] == [each.order_id for each in orders]
     assert codes(results) == [None] * 20
     for each, result in zip(orders, results, strict=True):
@@ -76,7 +76,7 @@ def test_several_in_one_go(memory: Segment, ssd: NodeSsd, hand: LogThread) -> No
 
 
 def test_checks_run_one_write_ahead(
-    memory: Segment, ssd: NodeSsd, hand: LogThread, monkeypatch: pytest.MonkeyPatch
+    memory: Segment, ssd: NodeSsd, log_thread: LogThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Further ahead they would keep the writing thread from Python's lock."""
     orders = offloads(memory, 16)
@@ -99,51 +99,53 @@ def test_checks_run_one_write_ahead(
 
     monkeypatch.setattr(offloading, "check_object", counting)
     monkeypatch.setattr(ssd.log, "append_many", writing)
-    assert codes(hand.carry_out(orders)) == [None] * 16
+    assert codes(log_thread.execute(orders)) == [None] * 16
     assert [count for count, _ in seen] == [1, 2, 4, 4, 4, 1]
     for (_, checked), most in zip(seen, (3, 7, 11, 15, 16, 16), strict=True):
         assert checked <= most
 
 
-def test_done_means_durable(memory: Segment, ssd: NodeSsd, hand: LogThread, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_done_means_durable(
+    memory: Segment, ssd: NodeSsd, log_thread: LogThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
     synced: list[int] = []
     sync = ssd.log.sync
     monkeypatch.setattr(ssd.log, "sync", lambda: (sync(), synced.append(ssd.log.stats().num_objects)))
-    hand.carry_out(offloads(memory, 5))
+    log_thread.execute(offloads(memory, 5))
     assert synced == [5]
 
 
 def test_a_failed_sync_is_no_success(
-    memory: Segment, ssd: NodeSsd, hand: LogThread, monkeypatch: pytest.MonkeyPatch
+    memory: Segment, ssd: NodeSsd, log_thread: LogThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     orders = offloads(memory, 3)
     with monkeypatch.context() as patch:
         patch.setattr(ssd.log, "sync", fail_with(Unavailable("input/output error")))
-        assert codes(hand.carry_out(orders)) == ["unavailable"] * 3
+        assert codes(log_thread.execute(orders)) == ["unavailable"] * 3
     assert not list(ssd.log.items())
-    assert codes(hand.carry_out(orders)) == [None] * 3
+    assert codes(log_thread.execute(orders)) == [None] * 3
 
 
-def test_wrong_bytes_are_never_stored(memory: Segment, ssd: NodeSsd, hand: LogThread) -> None:
+def test_wrong_bytes_are_never_stored(memory: Segment, ssd: NodeSsd, log_thread: LogThread) -> None:
     orders = offloads(memory, 4)
     memory.memory[1 * SPACE + 50_000] ^= 1
     memory.memory[2 * SPACE + 10] ^= 1
-    assert codes(hand.carry_out(orders)) == [None, "corrupt", "corrupt", None]
+    assert codes(log_thread.execute(orders)) == [None, "corrupt", "corrupt", None]
     assert {each.key for each in ssd.log.items()} == {b"key-0", b"key-3"}
 
 
-def test_space_that_was_given_away_before(memory: Segment, ssd: NodeSsd, hand: LogThread) -> None:
+def test_space_that_was_given_away_before(memory: Segment, ssd: NodeSsd, log_thread: LogThread) -> None:
     orders = offloads(memory, 2)
     store(memory, 0, b"other", 8, SIZES)
     assert memory.fence is not None
     memory.fence.admit(SPACE, SPACE, 9)  # the new owner has begun
     memory.memory[SPACE + 40_000] ^= 1
-    assert codes(hand.carry_out(orders)) == ["stale_generation"] * 2
+    assert codes(log_thread.execute(orders)) == ["stale_generation"] * 2
     assert not list(ssd.log.items())
 
 
 def test_space_that_is_given_away_while_its_bytes_are_written(
-    memory: Segment, ssd: NodeSsd, hand: LogThread, monkeypatch: pytest.MonkeyPatch
+    memory: Segment, ssd: NodeSsd, log_thread: LogThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     orders = offloads(memory, 3)
     append_many = ssd.log.append_many
@@ -153,40 +155,40 @@ def test_space_that_is_given_away_while_its_bytes_are_written(
         return append_many(items)
 
     monkeypatch.setattr(ssd.log, "append_many", slow)
-    results = hand.carry_out(orders)
+    results = log_thread.execute(orders)
     assert codes(results)[::2] == [None, None]
     assert codes(results)[1] in ("stale_generation", "corrupt", "invalid_input")
     assert {each.key for each in ssd.log.items()} == {b"key-0", b"key-2"}
 
 
-def test_asked_again_it_says_where_it_is(memory: Segment, ssd: NodeSsd, hand: LogThread) -> None:
+def test_asked_again_it_says_where_it_is(memory: Segment, ssd: NodeSsd, log_thread: LogThread) -> None:
     orders = offloads(memory, 3)
-    first, again = hand.carry_out(orders), hand.carry_out(orders)
+    first, again = log_thread.execute(orders), log_thread.execute(orders)
     assert [result.offset for result in first] == [result.offset for result in again]
 
 
-def test_in_their_order(memory: Segment, ssd: NodeSsd, hand: LogThread) -> None:
+def test_in_their_order(memory: Segment, ssd: NodeSsd, log_thread: LogThread) -> None:
     (offload,) = offloads(memory, 1)
-    results = hand.carry_out([offload, drop(offload), offload, drop(offload), offload])
+    results = log_thread.execute([offload, drop(offload), offload, drop(offload), offload])
     assert codes(results) == [None] * 5
     there = ssd.log.find(b"key-0", 7)
     assert there is not None
     assert offset_of(there) == results[-1].offset
-    hand.carry_out([drop(offload)])
+    log_thread.execute([drop(offload)])
     assert ssd.log.find(b"key-0", 7) is None
 
 
-def test_orders_of_earlier_mounts(memory: Segment, ssd: NodeSsd, hand: LogThread) -> None:
+def test_orders_of_earlier_mounts(memory: Segment, ssd: NodeSsd, log_thread: LogThread) -> None:
     (offload,) = offloads(memory, 1)
     late = order(OrderKind.OFFLOAD, offload.key, offload.nbytes, offload.source, Placement("n0.ssd", 0, 2, 7))
     memory.incarnation += 1
-    assert codes(hand.carry_out([offload])) == ["not_found"]
+    assert codes(log_thread.execute([offload])) == ["not_found"]
     memory.incarnation -= 1
-    assert codes(hand.carry_out([late])) == ["not_found"]
+    assert codes(log_thread.execute([late])) == ["not_found"]
 
 
 def test_a_full_log_refuses_and_goes_on_when_there_is_room(
-    memory: Segment, ssd: NodeSsd, hand: LogThread, caplog: pytest.LogCaptureFixture
+    memory: Segment, ssd: NodeSsd, log_thread: LogThread, caplog: pytest.LogCaptureFixture
 ) -> None:
     refusals: set[str | None] = set()
     with caplog.at_level(logging.WARNING):
@@ -197,7 +199,7 @@ def test_a_full_log_refuses_and_goes_on_when_there_is_room(
                 for key in [b"%d-%d" % (generation, offset)]
                 for nbytes in [store(memory, offset, key, generation, SIZES)]
             ]
-            refusals |= set(codes(hand.carry_out(orders)))
+            refusals |= set(codes(log_thread.execute(orders)))
     assert refusals == {None, NoSpace.code}
     assert sum("not offloaded" in record.message for record in caplog.records) == 1
     old = [(each.key, each.generation) for each in ssd.log.items() if each.generation < 15]
@@ -206,21 +208,21 @@ def test_a_full_log_refuses_and_goes_on_when_there_is_room(
         pass
     for number in ssd.log.drained():
         ssd.log.release(number)
-    assert codes(hand.carry_out(offloads(memory, 2, generation=50))) == [None, None]
+    assert codes(log_thread.execute(offloads(memory, 2, generation=50))) == [None, None]
 
 
 def test_a_disk_in_trouble_refuses_and_recovers(
-    memory: Segment, ssd: NodeSsd, hand: LogThread, monkeypatch: pytest.MonkeyPatch
+    memory: Segment, ssd: NodeSsd, log_thread: LogThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     orders = offloads(memory, 2)
     with monkeypatch.context() as patch:
         patch.setattr(LogFolder, "make_file", fail_with(Unavailable("read-only file system")))
-        assert codes(hand.carry_out(orders)) == ["unavailable"] * 2
-    assert codes(hand.carry_out(orders)) == [None, None]
+        assert codes(log_thread.execute(orders)) == ["unavailable"] * 2
+    assert codes(log_thread.execute(orders)) == [None, None]
 
 
 def test_without_a_disk(memory: Segment) -> None:
-    assert codes(LogThread(memory, lambda: None).carry_out(offloads(memory, 2))) == ["unavailable"] * 2
+    assert codes(LogThread(memory, lambda: None).execute(offloads(memory, 2))) == ["unavailable"] * 2
 
 
 def test_log_and_segment_call_files_the_same(ssd: NodeSsd) -> None:

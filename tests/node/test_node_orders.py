@@ -88,7 +88,7 @@ def contents(segment: Segment, at: int, nbytes: int) -> bytes:
 async def test_both_tiers_are_mounted(world: World) -> None:
     node = await world.node()
     dram, ssd = world.master.mounts["n0.dram"], world.master.mounts["n0.ssd"]
-    assert (dram.tier, dram.node, dram.desk) == (Tier.DRAM, "n0", node.config.desk_address)
+    assert (dram.tier, dram.node, dram.desk) == (Tier.DRAM, "n0", node.config.registry_address)
     assert (ssd.tier, ssd.desk) == (Tier.SSD, None)
     assert ssd.capacity_nbytes is not None
     assert 0.6 * node.config.ssd_nbytes < ssd.capacity_nbytes < 0.8 * node.config.ssd_nbytes
@@ -102,7 +102,7 @@ async def test_a_master_that_comes_back_gets_a_recount_and_nothing_is_void(world
     store(node.segment, 3 * SPACE, b"new", FLOOR + 7, (4096,))
     store(node.segment, 3 * SPACE + 8192, b"neighbour", FLOOR + 8, (10,))
     incarnation = node.segment.incarnation
-    client = await AsyncClient.connect(node.config.desk_address, desk.SERVICE)
+    client = await AsyncClient.connect(node.config.registry_address, desk.SERVICE)
     await client.call(desk.Register(session=2**40))
     await world.master.close()
     world.master.recount_above = FLOOR + 5
@@ -172,7 +172,7 @@ async def test_no_master_in_time(tmp_path: Path) -> None:
 async def test_offload_drop_and_bring_back(world: World) -> None:
     node = await world.node()
     orders = [offload(node, number) for number in range(30)]
-    results = await world.master.carry_out(*orders)
+    results = await world.master.execute(*orders)
     assert [refusal_of(result) for result in results] == [None] * 30
     assert world.master.num_calls["OrdersDone"] <= 15, "answers go together"
     assert node.ssd is not None
@@ -180,10 +180,10 @@ async def test_offload_drop_and_bring_back(world: World) -> None:
     source = Placement(node.ssd.segment.name, results[0].offset, node.ssd.segment.incarnation, NEW)
     node.segment.memory[: orders[0].nbytes] = bytes(orders[0].nbytes)
     back = copy(source, orders[0].nbytes, node)
-    assert refusal_of((await world.master.carry_out(back))[0]) is None
+    assert refusal_of((await world.master.execute(back))[0]) is None
     assert contents(node.segment, 4 * MIB, back.nbytes) == object_of(b"key-0", NEW + 1, (5000, 70_000))
     drop = order(OrderKind.DROP, b"key-0", back.nbytes, source)
-    assert refusal_of((await world.master.carry_out(drop))[0]) is None
+    assert refusal_of((await world.master.execute(drop))[0]) is None
     assert node.ssd.log.find(b"key-0", NEW) is None
 
 
@@ -191,7 +191,7 @@ async def test_offload_drop_and_bring_back(world: World) -> None:
 async def test_copy_from_another_nodes_memory_and_disk(world: World, shm: bool) -> None:
     there, here = await world.node("there"), await world.node("here", shm=shm)
     held = offload(there, 0)
-    (result,) = await world.master.carry_out(copy(held.source, held.nbytes, here))
+    (result,) = await world.master.execute(copy(held.source, held.nbytes, here))
     assert refusal_of(result) is None
     expected = object_of(b"key-0", NEW + 1, (5000, 70_000))
     assert contents(here.segment, 4 * MIB, held.nbytes) == expected
@@ -199,7 +199,7 @@ async def test_copy_from_another_nodes_memory_and_disk(world: World, shm: bool) 
     (stored,) = there.work.orders._lanes[OrderKind.OFFLOAD].run([held])
     assert stored.offset is not None
     source = Placement(there.ssd.segment.name, stored.offset, there.ssd.segment.incarnation, NEW)
-    (result,) = await world.master.carry_out(copy(source, held.nbytes, here, at=6 * MIB))
+    (result,) = await world.master.execute(copy(source, held.nbytes, here, at=6 * MIB))
     assert refusal_of(result) is None
     assert contents(here.segment, 6 * MIB, held.nbytes) == expected
 
@@ -207,7 +207,7 @@ async def test_copy_from_another_nodes_memory_and_disk(world: World, shm: bool) 
 async def test_a_source_that_is_gone(world: World) -> None:
     node = await world.node(ssd_nbytes=0)
     nowhere = Placement("gone.dram", 0, 1, NEW)
-    (result,) = await world.master.carry_out(copy(nowhere, 80_000, node))
+    (result,) = await world.master.execute(copy(nowhere, 80_000, node))
     assert refusal_of(result) == "not_found"
 
 
@@ -253,7 +253,7 @@ async def test_nothing_is_begun_before_what_is_under_way_has_ended(
 async def test_an_order_that_waited_too_long_is_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     node = await world.node()
     monkeypatch.setattr(orders_module, "MAX_WAIT_S", -1.0)
-    (result,) = await world.master.carry_out(offload(node, 0))
+    (result,) = await world.master.execute(offload(node, 0))
     assert refusal_of(result) == "overloaded"
 
 
@@ -267,7 +267,7 @@ async def test_a_lane_that_is_held_waits_and_its_answers_are_told(world: World) 
         was_done = first.order_id in world.master.done
         second = offload(node, 1)
         world.master.give(second)
-        (copied,) = await world.master.carry_out(copy(place(node.segment, 0, NEW), first.nbytes, node))
+        (copied,) = await world.master.execute(copy(place(node.segment, 0, NEW), first.nbytes, node))
         assert refusal_of(copied) is None, "other lanes go on"
         assert second.order_id not in world.master.done
         assert (first.order_id in world.master.done) == was_done
@@ -282,9 +282,9 @@ async def test_a_bug_is_an_answer_too(world: World, monkeypatch: pytest.MonkeyPa
 
     with monkeypatch.context() as patch:
         patch.setattr(SsdLog, "append_many", buggy)
-        (result,) = await world.master.carry_out(offload(node, 0))
+        (result,) = await world.master.execute(offload(node, 0))
         assert refusal_of(result) == "internal"
-    (result,) = await world.master.carry_out(offload(node, 1))
+    (result,) = await world.master.execute(offload(node, 1))
     assert refusal_of(result) is None
 
 
@@ -292,8 +292,8 @@ async def test_metrics_at_the_desk(world: World) -> None:
     node = await world.node()
     corrupt = offload(node, 1)
     node.segment.memory[SPACE + 9000] ^= 1
-    await world.master.carry_out(offload(node, 0), corrupt)
-    client = await AsyncClient.connect(node.config.desk_address, desk.SERVICE)
+    await world.master.execute(offload(node, 0), corrupt)
+    client = await AsyncClient.connect(node.config.registry_address, desk.SERVICE)
     families = {family.name: family for family in await client.call(GetMetrics())}
     client.close()
     counts = {tuple(s.labels.values()): s.value for s in families["moonpool_node_orders"].samples}
@@ -319,7 +319,7 @@ sys.stdin.read()
 
 def start_holder(node: Node, session: int) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, "-c", _HOLDER, node.config.desk_address, str(session)],
+        [sys.executable, "-c", _HOLDER, node.config.registry_address, str(session)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -355,7 +355,7 @@ async def test_a_killed_process_is_gone_at_once_and_a_stopped_one_is_not(world: 
 
 async def test_a_session_is_gone_with_its_last_connection(world: World) -> None:
     node = await world.node(ssd_nbytes=0)
-    first, second = [await AsyncClient.connect(node.config.desk_address, desk.SERVICE) for _ in range(2)]
+    first, second = [await AsyncClient.connect(node.config.registry_address, desk.SERVICE) for _ in range(2)]
     for client in (first, first, second):
         await client.call(desk.Register(session=5))
     await first.call(desk.Register(session=6))
@@ -368,7 +368,7 @@ async def test_a_session_is_gone_with_its_last_connection(world: World) -> None:
 
 async def test_who_leaves_during_an_outage_is_reported_after_it(world: World) -> None:
     node = await world.node(ssd_nbytes=0)
-    client = await AsyncClient.connect(node.config.desk_address, desk.SERVICE)
+    client = await AsyncClient.connect(node.config.registry_address, desk.SERVICE)
     await client.call(desk.Register(session=5))
     await world.master.close()
     client.close()
@@ -378,7 +378,7 @@ async def test_who_leaves_during_an_outage_is_reported_after_it(world: World) ->
 
 async def test_a_node_that_closes_declares_nobody_gone(world: World) -> None:
     node = await world.node(ssd_nbytes=0)
-    client = await AsyncClient.connect(node.config.desk_address, desk.SERVICE)
+    client = await AsyncClient.connect(node.config.registry_address, desk.SERVICE)
     await client.call(desk.Register(session=5))
     await node.close()
     await client.closed.wait()
@@ -392,7 +392,7 @@ async def test_a_node_that_closes_declares_nobody_gone(world: World) -> None:
 async def test_a_restarted_node_tells_what_its_disk_holds(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ssd_module, "_ITEMS_PER_CALL", 4)
     node = await world.node()
-    results = await world.master.carry_out(*(offload(node, number) for number in range(10)))
+    results = await world.master.execute(*(offload(node, number) for number in range(10)))
     await node.close()
     world.master.inventory_parts.clear()
     world.master.unwanted = {b"key-3", b"key-7"}
@@ -414,12 +414,12 @@ async def test_compaction_is_told_and_old_files_rest(world: World, monkeypatch: 
     offsets: dict[bytes, int | None] = {}
     for generation in range(NEW, NEW + 3):  # each round replaces the one before
         orders = [offload(node, number, generation) for number in range(60)]
-        results = await world.master.carry_out(*orders)
+        results = await world.master.execute(*orders)
         offsets |= {each.key: result.offset for each, result in zip(orders, results, strict=True)}
     drops = [
         order(OrderKind.DROP, b"key-%d" % number, 1, Placement("n0.ssd", 0, 1, NEW + 2)) for number in range(0, 60, 2)
     ]
-    await world.master.carry_out(*drops)
+    await world.master.execute(*drops)
     await world.master.until(lambda: world.master.relocated)
     offsets |= {key: offset for key, _, offset in world.master.relocated}
     for number in range(1, 60, 2):
@@ -438,7 +438,7 @@ async def test_compaction_is_told_and_old_files_rest(world: World, monkeypatch: 
 async def test_what_is_moved_during_an_outage_is_told_after_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ssd_module, "_COMPACT_EVERY_S", 0.02)
     node = await world.node()
-    results = await world.master.carry_out(*(offload(node, number) for number in range(60)))
+    results = await world.master.execute(*(offload(node, number) for number in range(60)))
     assert node.ssd is not None
     log = node.ssd.log
     compact, began, go_on = log.compact, threading.Event(), threading.Event()
@@ -467,7 +467,7 @@ async def test_damage_that_compaction_finds_is_told_with_its_place(
     monkeypatch.setattr(ssd_module, "_COMPACT_EVERY_S", 0.02)
     node = await world.node()
     assert node.ssd is not None
-    results = await world.master.carry_out(*(offload(node, number) for number in range(60)))
+    results = await world.master.execute(*(offload(node, number) for number in range(60)))
     bad = node.ssd.log.find(b"key-1", NEW)
     assert bad is not None
     flip(world.tmp_path / "n0.disk" / file_name(bad.file_number), bad.offset + 50_000)
@@ -491,7 +491,7 @@ async def test_a_disk_that_cannot_be_used_at_start_is_tried_again(
     in_the_way.unlink()
     await world.master.until(lambda: "n0.ssd" in world.master.mounts)
     await world.master.until(lambda: world.master.inventory_parts)
-    (result,) = await world.master.carry_out(offload(node, 0))
+    (result,) = await world.master.execute(offload(node, 0))
     assert refusal_of(result) is None
 
 

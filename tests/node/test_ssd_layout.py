@@ -39,7 +39,7 @@ def test_batches_fill_a_file_and_leave_room_for_the_index(wanted: list[LogRecord
     while wanted and (batch := room.plan(wanted, batch_nbytes, HEADER.number)) is not None:
         assert batch.offset == room.tail
         assert batch.end - batch.offset <= batch_nbytes or len(batch.entries) == 1
-        room.take(batch)
+        room.advance(batch)
         entries += batch.entries
         batches.append(batch)
         wanted = wanted[len(batch.entries) :]
@@ -124,7 +124,7 @@ class FileImage:
         self.put(batch.offset, head)
         for entry, data in zip(batch.entries, objects, strict=True):
             self.put(entry.offset, data)
-        self.room.take(batch)
+        self.room.advance(batch)
         self.batches.append(batch)
         return batch
 

@@ -160,7 +160,7 @@ class Compactor:
 
     def _lose(self, entry: Entry) -> MovedRecord:
         self.num_corrupt += 1
-        self._writer.bury(entry.key, entry.generation)
+        self._writer.mark_removed(entry.key, entry.generation)
         return MovedRecord(entry.key, entry.generation, location_of(entry), None)
 
     def _drain(self, victim: int) -> MoonpoolError | None:

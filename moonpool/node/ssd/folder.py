@@ -95,7 +95,7 @@ class SsdLogFile:
             if not self._alignment.direct:
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def renamed(self, path: str) -> None:
+    def set_path(self, path: str) -> None:
         """What errors call it from now on."""
         self.path = self.kept_open.path = path
 
@@ -216,7 +216,7 @@ class LogFolder:
             raise
         self._spares.discard(spare)
         self.sizes[number] = self._file_nbytes
-        file.renamed(self.path_of(number))
+        file.set_path(self.path_of(number))
         return header, file
 
     def retire(self, number: int) -> None:

@@ -112,7 +112,7 @@ class LogIndex:
         rivals = [*self._shadows.get(entry.key, ()), *((current,) if current else ())]
         return all(rival.order < entry.order and rival.generation != entry.generation for rival in rivals)
 
-    def bury(self, key: bytes, generation: int) -> Entry | None:
+    def mark_removed(self, key: bytes, generation: int) -> Entry | None:
         """Takes the object out unless it is newer than that; returns it. A tombstone must follow."""
         entry = self._live.get(key)
         if entry is None or entry.generation > generation:

@@ -184,7 +184,7 @@ class SsdLog:
         with self._writing:
             self._check_open()
             gone = list(items)
-            num_removed = sum(self._writer.bury(key, generation) for key, generation in gone)
+            num_removed = sum(self._writer.mark_removed(key, generation) for key, generation in gone)
             self.refuse(gone)
             self._try_tombstones()
         return num_removed

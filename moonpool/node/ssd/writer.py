@@ -138,7 +138,7 @@ class FileRoom:
             at += entries[-1].padded_nbytes
         return RecordBatch(self.tail, header_nbytes, at, entries)
 
-    def take(self, batch: RecordBatch) -> None:
+    def advance(self, batch: RecordBatch) -> None:
         """The batch is written."""
         assert batch.offset == self.tail, "batches follow one another"
         self.tail = batch.end
@@ -212,10 +212,10 @@ class LogWriter:
             result if isinstance(result, MoonpoolError) else location_of(result) for result in results[len(waiting) :]
         ]
 
-    def bury(self, key: bytes, generation: int) -> bool:
+    def mark_removed(self, key: bytes, generation: int) -> bool:
         """Takes the object out of the index; its tombstone waits for the next write. False when it is not there."""
         with self._index_lock:
-            entry = self._index.bury(key, generation)
+            entry = self._index.mark_removed(key, generation)
         if entry is None:
             return False
         self._pending[key] = entry.generation
@@ -330,7 +330,7 @@ class LogWriter:
 
     def _publish(self, active: ActiveFile, batch: RecordBatch) -> list[Entry | MoonpoolError]:
         number = active.header.number
-        active.room.take(batch)
+        active.room.advance(batch)
         active.entries += batch.entries
         self._unsynced[number] = self._unsynced.get(number, 0) + 1
         with self._index_lock:

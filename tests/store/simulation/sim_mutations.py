@@ -90,7 +90,7 @@ def _ends_are_not_told() -> list[Change]:
     return [
         (
             moonpool.node.session_registry.SessionRegistry,
-            "_left",
+            "_on_disconnect",
             lambda self, peer: self._sessions_of.pop(peer) and None,
         )
     ]
@@ -100,7 +100,7 @@ def _memory_is_mounted_again_as_it_is() -> list[Change]:
     async def make_ready(self: Any) -> bool:
         return True
 
-    return [(moonpool.node.mount.DramMount, "_make_ready", make_ready)]
+    return [(moonpool.node.mount.DramMount, "_prepare", make_ready)]
 
 
 def _lost_desks_are_not_missed() -> list[Change]:
