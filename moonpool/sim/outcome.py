@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Callable
 
 import msgspec
@@ -18,7 +16,6 @@ from moonpool.sim.world.recorder import Columns, WorldRecorder
 from moonpool.sim.world.results import Results
 from moonpool.traces.columns import Trace
 
-_NUMBER = re.compile(r"\d+(?:\.\d+)?")
 _QUANTILES = 101
 _DIGITS = 9  # that are kept: sums of the same numbers may differ behind them from machine to machine
 
@@ -49,7 +46,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     tbt_target_s: float
     machine: dict[str, str | int | float]
     numbers: dict[str, float]
-    refusals: dict[str, int]  # by reason, numbers in it left out
+    refusals: dict[str, int]  # by reason, the most frequent first
     links: dict[str, LinkUse]
     quantiles: dict[str, list[float]]  # ttft_s and tbt_s of the requests that were done, at 0, 1, ... 100 %
     over_time: Columns
@@ -84,7 +81,7 @@ def replay(
         tbt_target_s=goals.tbt_s,
         machine=fleet.facts(),
         numbers={name: _rounded(value) for name, value in _numbers(results, fleet, goals).items()},
-        refusals=_by_reason(results.refusals),
+        refusals=dict(sorted(results.refusals.items(), key=lambda each: (-each[1], each[0]))),
         links=_link_use(bucket_s, rates, fleet, world.clock.now_s),
         quantiles={"ttft_s": _quantiles(results, results.ttft_s), "tbt_s": _quantiles(results, results.tbt_s)},
         over_time={name: [_rounded(value) for value in values] for name, values in watch.columns().items()},
@@ -125,14 +122,6 @@ def _numbers(results: Results, fleet: Fleet, goals: Goals) -> dict[str, float]:
         "saved_gpu_s": float(saved_s.sum()),
         "last_end_s": float(results.end_s[done].max()) if done.any() else 0.0,
     }
-
-
-def _by_reason(refusals: dict[str, int]) -> dict[str, int]:
-    """Reasons tell each request's own numbers; without them there are few. The most frequent first."""
-    counts: Counter[str] = Counter()
-    for reason, count in refusals.items():
-        counts[_NUMBER.sub("…", reason)] += count
-    return dict(sorted(counts.items(), key=lambda each: (-each[1], each[0])))
 
 
 def _link_use(bucket_s: float, rates: Columns, fleet: Fleet, until_s: float) -> dict[str, LinkUse]:

@@ -16,7 +16,6 @@ from moonpool.traces.changes import (
     scale_load,
     slice_count,
     slice_time,
-    split,
 )
 from moonpool.traces.columns import Trace, TraceRequest
 from moonpool.traces.mooncake_jsonl import read_jsonl, write_jsonl
@@ -42,6 +41,5 @@ __all__ = [
     "scale_load",
     "slice_count",
     "slice_time",
-    "split",
     "write_jsonl",
 ]

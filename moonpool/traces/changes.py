@@ -41,13 +41,6 @@ def slice_count(trace: Trace, begin: int = 0, end: int | None = None) -> Trace:
     return part.but(arrival_s=part.arrival_s - part.arrival_s[:1]) if len(part) else part
 
 
-def split(trace: Trace, num_requests: int) -> tuple[Trace, Trace]:
-    """The first requests, and the rest; times stay."""
-    if not 0 <= num_requests <= len(trace):
-        raise InvalidInput(f"{num_requests} requests cannot be split off {len(trace)}")
-    return _rows(trace, 0, num_requests), _rows(trace, num_requests, len(trace))
-
-
 def merge(traces: Sequence[Trace], *, share_blocks: bool = False, name: str | None = None) -> Trace:
     """All requests in the order of their arrival; at the same time, those of the trace named first go first.
 

@@ -72,18 +72,6 @@ class Trace:
         for index, (arrival_s, num_input, num_output) in enumerate(columns):
             yield TraceRequest(arrival_s, num_input, num_output, ids[bounds[index] : bounds[index + 1]])
 
-    def request(self, index: int) -> TraceRequest:
-        """IndexError for one that there is not."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"the trace has {len(self)} requests, not one numbered {index}")
-        begin, end = self.block_offsets[index : index + 2]
-        return TraceRequest(
-            float(self.arrival_s[index]),
-            int(self.num_input[index]),
-            int(self.num_output[index]),
-            self.block_ids[begin:end],
-        )
-
     @property
     def num_blocks(self) -> Ints:
         """Of each request."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
-import msgspec
 import numpy as np
 
 from moonpool.base.errors import InvalidInput
@@ -25,7 +24,6 @@ from moonpool.traces.published import (
     tool_agent,
 )
 
-GeneratorSpec: TypeAlias = ChatSpec | DocumentsSpec | AgentsSpec
 MAX_REQUESTS = 100_000_000
 Generate: TypeAlias = Callable[[int, float, np.random.Generator], Trace]
 
@@ -91,15 +89,6 @@ def generate_like(
         arrivals,
     )
     return made.but(name=f"like-{trace.name}")
-
-
-def read_spec(text: bytes) -> GeneratorSpec:
-    """A spec that was kept as JSON. InvalidInput says which field is wrong."""
-    try:
-        spec: GeneratorSpec = msgspec.json.decode(text, type=GeneratorSpec)
-    except msgspec.DecodeError as error:
-        raise InvalidInput(f"this is no generator's spec: {error}") from error
-    return spec
 
 
 def _draw(make: Generate, num_requests: int, rate_per_s: float, seed: int, arrivals: Arrivals | None) -> Trace:

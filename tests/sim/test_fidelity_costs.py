@@ -142,7 +142,7 @@ def test_every_request_is_done_and_the_same_twice(seed: int, between_steps: bool
         assert all(job.ttft_s is not None and job.ttft_s >= OVERHEAD.request_s for job in jobs)
         assert all(job.end_s >= job.first_token_s for job in jobs)
         for worker in world.decodes.values():
-            worker.check_integrity()
+            worker.scheduler.check_integrity()
         times.append([(job.ttft_s, job.end_s) for job in jobs])
     assert times[0] == times[1]
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from moonpool.base.errors import InvalidInput, UnknownModel
 from moonpool.sim.physics.model_config import _PRESETS, PRESET_NAMES, preset, shape_from_config
-from moonpool.sim.physics.model_shape import ModelShape, windowed_pairs
+from moonpool.sim.physics.model_shape import windowed_pairs
 
 GEMMA2_9B = {
     "model_type": "gemma2",
@@ -172,29 +172,10 @@ def test_windows_by_rule_by_list_and_off() -> None:
     assert shape_from_config({**qwen, "use_sliding_window": True}).num_window_layers == 20
 
 
-def test_a_window_bounds_what_a_sequence_holds_but_not_what_the_pool_stores() -> None:
-    shape = shape_from_config(GEMMA2_9B)
-    per_layer = 2 * 8 * 256 * 2
-    assert shape.kv_nbytes_per_token == 42 * per_layer
-    assert shape.kv_nbytes(4096) == 4096 * shape.kv_nbytes_per_token
-    assert shape.kv_nbytes(10_000) == (21 * 10_000 + 21 * 4096) * per_layer
-
-
-def test_prefill_flops_against_the_paper() -> None:
-    """2 x parameters x n + 2 l d n^2, as in paper.md D (there with the embedding table in the parameters)."""
-    n = 32 * 1024
-    assert preset("llama3-70b").prefill_flops(n) == pytest.approx(2 * 68.45e9 * n + 2 * 80 * 8192 * n**2, rel=1e-3)
+def test_a_window_does_not_bound_what_the_pool_stores() -> None:
+    assert shape_from_config(GEMMA2_9B).kv_nbytes_per_token == 42 * 2 * 8 * 256 * 2
 
 
 @given(st.integers(0, 300), st.integers(1, 64))
 def test_windowed_pairs_are_what_one_counts(num_tokens: int, window: int) -> None:
     assert windowed_pairs(num_tokens, window) == sum(min(token + 1, window) for token in range(num_tokens))
-
-
-@given(st.integers(2, 20_000), st.data(), st.sampled_from([GEMMA2_9B, MIXTRAL_8X7B]))
-def test_flops_of_parts_add_up(num_tokens: int, data: st.DataObject, config: dict[str, Any]) -> None:
-    shape: ModelShape = shape_from_config(config)
-    split = data.draw(st.integers(1, num_tokens - 1))
-    head = 2 * shape.vocab_size * shape.hidden_size  # once per prefill
-    parts = shape.prefill_flops(split) + shape.prefill_flops(num_tokens, split) - head
-    assert parts == shape.prefill_flops(num_tokens)

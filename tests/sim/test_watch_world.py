@@ -45,7 +45,9 @@ def test_columns_tell_what_went_on() -> None:
         )
         assert inside <= columns["open"][at]
     busy_s = sum(columns["decode_busy_share"]) * watch.every_s * 2
-    assert busy_s == pytest.approx(sum(each.busy_s for each in world.decodes.values()), rel=0.02)
+    assert busy_s == pytest.approx(
+        sum(each.busy_until_s(world.clock.now_s) for each in world.decodes.values()), rel=0.02
+    )
     assert columns["pool_dram_nbytes"][-1] == world.pools["p0"].state.stats().used_nbytes > 0  # type: ignore[union-attr]
 
 
@@ -56,7 +58,7 @@ def test_link_rates_add_up_to_the_bytes_that_were_moved() -> None:
     width_s, rates = watch.links()
     network = world.clock.network
     for kind in ("nic_out", "nic_in", "h2d"):
-        moved = sum(network.busy_nbytes(f"{node}/{kind}") for node in [*world.prefills, *world.decodes])
+        moved = sum(network.nbytes_over_time(f"{node}/{kind}")[1].sum() for node in [*world.prefills, *world.decodes])
         assert sum(rates[kind]) * width_s == pytest.approx(moved)
     assert sum(rates["nic_in"]) > 0
 

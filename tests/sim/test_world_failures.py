@@ -36,9 +36,9 @@ def check(ended: SimCluster) -> None:
     assert [job.num_output for job in ended.jobs] == ended.trace.num_output.tolist()
     workers: list[Any] = [*ended.prefills.values(), *ended.decodes.values()]
     for worker in workers:
-        worker.check_integrity()
-        pages = worker._scheduler.pages
-        assert not worker._scheduler.roster.sequences
+        worker.scheduler.check_integrity()
+        pages = worker.scheduler.pages
+        assert not worker.scheduler.roster.sequences
         assert not pages.holders()
         assert pages.num_available == pages.num_pages
         assert not worker._jobs
@@ -135,7 +135,7 @@ def test_what_was_being_pulled_from_a_dead_node_is_computed() -> None:
     plain = world(trace, policy=policy, always_pulls=True, node=slow)
     jobs = plain.run()
     assert jobs[1].remote_tokens == 64 * BLOCK
-    source = next(node for node in ("p0", "p1") if plain.clock.network.busy_nbytes(f"{node}/nic_out") > 0)
+    source = next(node for node in ("p0", "p1") if plain.clock.network.nbytes_over_time(f"{node}/nic_out")[1].sum() > 0)
     crashing = world(trace, f"{source}@100.5+10", policy=policy, always_pulls=True, node=slow)
     jobs = crashing.run()
     check(crashing)

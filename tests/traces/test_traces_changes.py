@@ -19,7 +19,6 @@ from moonpool.traces.changes import (
     scale_load,
     slice_count,
     slice_time,
-    split,
 )
 from moonpool.traces.columns import Trace
 from moonpool.traces.reuse import hit_curve, leading_hits
@@ -44,12 +43,11 @@ def test_two_slices_of_time_are_the_whole(trace: Trace, at_ms: int) -> None:
 
 
 @given(traces(), st.data())
-def test_split_and_slice_agree(trace: Trace, data: st.DataObject) -> None:
+def test_two_slices_of_requests_are_the_whole(trace: Trace, data: st.DataObject) -> None:
     num = data.draw(st.integers(0, len(trace)))
-    head, tail = split(trace, num)
+    head, tail = slice_count(trace, 0, num), slice_count(trace, num)
     assert (len(head), len(tail)) == (num, len(trace) - num)
-    assert slice_count(trace, num).num_input.tolist() == tail.num_input.tolist()
-    assert merge([head, tail], share_blocks=True) == trace
+    assert [*head.num_input.tolist(), *tail.num_input.tolist()] == trace.num_input.tolist()
 
 
 @given(traces(), traces())
@@ -132,8 +130,6 @@ def test_what_cannot_be_is_refused() -> None:
         slice_time(trace, 5.0, 5.0)
     with pytest.raises(InvalidInput, match="no requests from 2 to 1"):
         slice_count(trace, 2, 1)
-    with pytest.raises(InvalidInput, match="cannot be split"):
-        split(trace, 2)
     with pytest.raises(InvalidInput, match="no traces"):
         merge([])
     with pytest.raises(InvalidInput, match="different sizes"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,7 +13,7 @@ from moonpool.traces.arrivals import Arrivals
 from moonpool.traces.chat import ChatSpec
 from moonpool.traces.columns import Trace
 from moonpool.traces.documents import DocumentsSpec
-from moonpool.traces.generate import KINDS, generate, read_spec
+from moonpool.traces.generate import KINDS, generate
 from moonpool.traces.popularity import draw_zipf
 from moonpool.traces.quantiles import Quantiles, by_percent, constant, fit_quantiles
 from moonpool.traces.reuse import hit_curve, leading_hits
@@ -142,13 +141,6 @@ def test_tables_of_quantiles() -> None:
     for at, values in (((0.0,), (1.0,)), ((0.0, 0.5), (1.0, 2.0)), ((0.0, 1.0), (2.0, 1.0)), ((0.0, 1.0), (1.0,))):
         with pytest.raises(InvalidInput):
             Quantiles(at, values)
-
-
-@pytest.mark.parametrize("spec", [ChatSpec(), DocumentsSpec(), AgentsSpec()])
-def test_a_spec_can_be_kept_as_json(spec: ChatSpec | DocumentsSpec | AgentsSpec) -> None:
-    assert read_spec(msgspec.json.encode(spec)) == spec
-    with pytest.raises(InvalidInput, match="no generator's spec"):
-        read_spec(b'{"type": "chat", "system_tokens": "many"}')
 
 
 def test_what_cannot_be_generated_is_refused() -> None:

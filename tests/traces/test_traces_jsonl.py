@@ -26,7 +26,7 @@ def test_a_file_is_read(tmp_path: Path) -> None:
     trace = read_jsonl(path)
     assert (trace.name, len(trace), trace.block_tokens) == ("small", 2, 512)
     assert trace.arrival_s.tolist() == [0.0, 3.0]
-    assert trace.request(0).block_ids.tolist() == [0, 1]
+    assert next(iter(trace)).block_ids.tolist() == [0, 1]
     assert trace.tenant is None
 
 

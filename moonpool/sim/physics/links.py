@@ -8,7 +8,7 @@ the order of the starts. Times given must not go back, and `advance` must have b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 
 import numpy as np
@@ -84,16 +84,6 @@ class Network:
         self._move_to(now_s)
         return finished
 
-    def cancel(self, now_s: float, flow: Flow) -> None:
-        """Takes a flow off its links; one that has ended is left alone. `left_nbytes` says what it had not moved."""
-        self._move_to(now_s)
-        if not flow.is_done:
-            self._drop([flow], now_s)
-
-    def rate(self, flow: Flow) -> float:
-        """Bytes per second now; none when it has ended."""
-        return 0.0 if flow.is_done else flow.rate
-
     def left_nbytes(self, flow: Flow) -> float:
         """What a flow has still to move."""
         if flow.is_done:
@@ -101,6 +91,10 @@ class Network:
         return max(0.0, flow.left_nbytes - flow.rate * (self._now_s - flow.since_s))
 
     # --- links ---
+
+    @property
+    def link_names(self) -> Collection[str]:
+        return self._links.keys()
 
     def add(self, name: str, capacity: float) -> None:
         """A new link, bytes per second."""
@@ -131,19 +125,6 @@ class Network:
         cut = list(link.flows)
         self._drop(cut, now_s)
         return cut
-
-    def num_flows(self, name: str) -> int:
-        """Flows over the link now."""
-        return len(self._link(name).flows)
-
-    def used_share(self, name: str) -> float:
-        """How much of the link's capacity is in use now; all of it where there is none."""
-        link = self._link(name)
-        return min(1.0, link.meter.rate / link.capacity) if link.capacity else 1.0
-
-    def busy_nbytes(self, name: str) -> float:
-        """Bytes that crossed the link so far."""
-        return self._link(name).meter.total_nbytes(self._now_s)
 
     def nbytes_over_time(self, name: str) -> tuple[float, NDArray[np.float64]]:
         """(seconds per bucket, bytes that crossed the link in each), from time 0 until now."""

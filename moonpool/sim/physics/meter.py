@@ -36,9 +36,6 @@ class Meter:
         self._since_s = now_s
         self.rate = rate
 
-    def total_nbytes(self, now_s: float) -> float:
-        return self._nbytes + self.rate * (now_s - self._since_s)
-
     def over_time(self, now_s: float) -> tuple[float, NDArray[np.float64]]:
         """(seconds per bucket, bytes in each) from time 0 until now; the last bucket may be part of one."""
         self.set_rate(self.rate, now_s)

@@ -87,12 +87,6 @@ class ModelShape:
         """What the pool stores for a token: all layers, windowed ones too."""
         return self.num_layers * self.kv_nbytes_per_token_layer
 
-    def kv_nbytes(self, num_tokens: int) -> int:
-        """What a worker must hold for one sequence: windowed layers keep no more than their window."""
-        full = (self.num_layers - self.num_window_layers) * num_tokens
-        windowed = self.num_window_layers * min(num_tokens, self.window or 0)
-        return (full + windowed) * self.kv_nbytes_per_token_layer
-
     # --- weights ---
 
     @property
@@ -172,17 +166,6 @@ class ModelShape:
         if self.mla is not None:
             return 2 * self.num_heads * (2 * self.mla.kv_rank + self.mla.rope_dim)
         return self.pair_flops_per_layer
-
-    def prefill_flops(self, num_tokens: int, prefix_tokens: int = 0) -> int:
-        """Operations to compute tokens prefix_tokens..num_tokens on top of the KV of those before."""
-        pairs = _pairs(num_tokens) - _pairs(prefix_tokens)
-        full = (self.num_layers - self.num_window_layers) * pairs
-        if self.window is not None:
-            full += self.num_window_layers * (
-                windowed_pairs(num_tokens, self.window) - windowed_pairs(prefix_tokens, self.window)
-            )
-        linear = 2 * self.num_layer_params * (num_tokens - prefix_tokens)
-        return linear + full * self.pair_flops_per_layer + 2 * self.vocab_size * self.hidden_size
 
 
 def _pairs(num_tokens: int) -> int:

@@ -26,7 +26,7 @@ class SimCluster:
         self.config, self.trace = config, trace
         self.jobs: list[Job] = []
         self._parts = parts = Parts(config, trace, self._first_token, self._handed_over, self._ended)
-        self.clock, self.conductor, self._runs = parts.clock, parts.conductor, parts.runs
+        self.clock, self.conductor, self.runs = parts.clock, parts.conductor, parts.runs
         self.pools, self.prefills, self.decodes = parts.pools, parts.prefills, parts.decodes
         self._desk = SimFrontend(
             self.clock, self.conductor, config.policy, config.asked_tokens, self._sent, self._refused
@@ -47,7 +47,7 @@ class SimCluster:
         block_tokens = self.trace.block_tokens
         numbers = request.block_ids[: request.num_input // block_tokens].tolist()
         job = Job(number, self.clock.now_s, request.num_input, request.num_output, block_keys(numbers))
-        job.runs = self._runs.split(numbers)
+        job.runs = self.runs.split(numbers)
         self.jobs.append(job)
         request_s = self.config.cost.overhead.request_s
         if request_s:

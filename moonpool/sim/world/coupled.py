@@ -63,21 +63,20 @@ class CoupledWorker:
         pages = PageManager(kv_capacity_tokens(config.shape, config.node) // block_tokens, block_tokens)
         self._clock, self._cost = clock, config.cost
         self._block_tokens = block_tokens
-        self._scheduler = JumpingScheduler(limits, pages)
-        self._stepper = Stepper(clock, self._scheduler, config.cost, self._stepped)
+        self.scheduler = JumpingScheduler(limits, pages)
+        self._stepper = Stepper(clock, self.scheduler, config.cost, self._stepped)
         self._jobs: dict[str, Job] = {}
 
     @property
     def num_jobs(self) -> int:
         return len(self._jobs)
 
-    @property
-    def busy_s(self) -> float:
-        return self._stepper.busy_s
+    def busy_until_s(self, now_s: float) -> float:
+        return self._stepper.busy_until_s(now_s)
 
     def take(self, job: Job) -> None:
         self._jobs[job.request_id] = job
-        self._scheduler.add(
+        self.scheduler.add(
             PaperSequence(job.request_id, job.number, job.num_input, job.num_output, job.keys, self._block_tokens)
         )
         self._stepper.somebody_came()

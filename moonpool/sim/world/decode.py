@@ -40,7 +40,7 @@ class DecodeWorker:
         reporter: SimReporter,
         on_done: Callable[[Job], None],
     ) -> None:
-        self._clock, self.node, self._scheduler = clock, node, scheduler
+        self._clock, self.node, self.scheduler = clock, node, scheduler
         self._reporter, self._on_done = reporter, on_done
         self._block_tokens = scheduler.pages.block_tokens
         self._stepper = Stepper(clock, scheduler, cost, self._stepped)
@@ -49,8 +49,12 @@ class DecodeWorker:
         self._last_s = 0.0  # when its last token came, once it has stopped
 
     @property
-    def busy_s(self) -> float:
-        return self._stepper.busy_s
+    def num_waiting(self) -> int:
+        """Requests that wait for pages."""
+        return len(self._waiting)
+
+    def busy_until_s(self, now_s: float) -> float:
+        return self._stepper.busy_until_s(now_s)
 
     def between_steps(self, act: Callable[[], None]) -> None:
         """When the step under way has ended, or now."""
@@ -76,26 +80,23 @@ class DecodeWorker:
 
     def _grant(self, job: Job) -> PageGrant:
         num_pages = pages_for(job.num_input + 1, self._block_tokens)
-        grant = self._scheduler.pages.reserve(job.request_id, num_pages, job.keys)
+        grant = self.scheduler.pages.reserve(job.request_id, num_pages, job.keys)
         if not self._stepper.makes_do():
-            self._scheduler.pages.release(job.request_id)
+            self.scheduler.pages.release(job.request_id)
             raise NoSpace("the step under way needs the last pages")
         return grant
 
     def drop(self, job: Job) -> None:
         """The request ends without decoding."""
-        self._scheduler.pages.release(job.request_id)
+        self.scheduler.pages.release(job.request_id)
         self.give_places()
 
     def cancel(self, job: Job) -> None:
         """Its prompt will not come. Whoever calls gives its place to others then."""
         waiting = [each for each in self._waiting if each[0] is not job]
         if len(waiting) == len(self._waiting):
-            self._scheduler.pages.release(job.request_id)
+            self.scheduler.pages.release(job.request_id)
         self._waiting = deque(waiting)
-
-    def check_integrity(self) -> None:
-        self._scheduler.check_integrity()
 
     # its end, and another beginning
 
@@ -106,7 +107,7 @@ class DecodeWorker:
 
     def written(self, job: Job) -> Written:
         """What there is of an answer when a worker on its way has stopped."""
-        sequence = self._scheduler.get(job.request_id) if job.request_id in self._jobs else None
+        sequence = self.scheduler.get(job.request_id) if job.request_id in self._jobs else None
         if sequence is None:
             return Written(0 if job.ttft_s is None else 1, job.first_token_s, [])
         last_s = self._last_s if job.first_entry else job.first_token_s
@@ -118,7 +119,7 @@ class DecodeWorker:
 
     def restart(self, scheduler: JumpingScheduler, reporter: SimReporter) -> None:
         """After `stop`, as a new process: with nothing of what it had."""
-        self._scheduler, self._reporter = scheduler, reporter
+        self.scheduler, self._reporter = scheduler, reporter
         self._stepper.restart(scheduler)
         self._jobs = {}
 
@@ -129,10 +130,10 @@ class DecodeWorker:
         sequence = PaperSequence(
             job.request_id, job.number, job.num_input, job.num_output, job.keys, self._block_tokens, num_output=1
         )
-        sequence.pages = self._scheduler.pages.take(job.request_id)
+        sequence.pages = self.scheduler.pages.take(job.request_id)
         sequence.num_computed_tokens = job.num_input
         self._jobs[job.request_id] = job
-        self._scheduler.adopt(sequence)
+        self.scheduler.adopt(sequence)
         self._stepper.somebody_came()
 
     def _stepped(self, result: StepResult, num_steps: int, took_s: float) -> None:

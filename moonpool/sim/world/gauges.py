@@ -1,4 +1,4 @@
-"""What can be read off a simulated world at one moment, without changing it; this module knows the workers' insides."""
+"""What can be read off a simulated world at one moment, without changing it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from moonpool.base.keys import object_key
-from moonpool.engine.jumping import JumpingScheduler
 from moonpool.sim.world.cluster import SimCluster
 from moonpool.sim.world.coupled import CoupledCluster, CoupledWorker
 from moonpool.sim.world.decode import DecodeWorker
@@ -40,15 +39,15 @@ def workers_by_kind(world: World) -> dict[str, list[Worker]]:
 
 
 def read(workers: Sequence[Worker], now_s: float) -> Gauge:
-    rosters = [_scheduler(worker).roster for worker in workers]
+    rosters = [worker.scheduler.roster for worker in workers]
     running = [roster.num_running for roster in rosters]
-    places = [len(worker._waiting) for worker in workers if isinstance(worker, DecodeWorker)]
+    places = [worker.num_waiting for worker in workers if isinstance(worker, DecodeWorker)]
     return Gauge(
         waiting=sum(roster.num_waiting for roster in rosters) + sum(places),
         running=sum(running),
         largest_batch=max(running),
-        busy_s=sum(_busy_s(worker, now_s) for worker in workers),
-        preemptions=sum(_scheduler(worker).num_preemptions for worker in workers),
+        busy_s=sum(worker.busy_until_s(now_s) for worker in workers),
+        preemptions=sum(worker.scheduler.num_preemptions for worker in workers),
     )
 
 
@@ -59,11 +58,6 @@ def pool_nbytes(world: World) -> dict[str, int]:
         for segment in pool.state.stats().segments:
             used["ssd" if segment.tier is Tier.SSD else "dram"] += segment.used_nbytes
     return used
-
-
-def is_over(world: World) -> bool:
-    """Whether nothing will happen any more, whoever waits."""
-    return not len(world.clock._events) and world.clock.network.next_end() is None
 
 
 def blocks_by_rank(trace: Trace, ranks: Iterable[int] = RANKS) -> dict[int, int]:
@@ -84,9 +78,9 @@ def replicas(world: World, blocks: Mapping[int, int]) -> dict[int, int]:
 def _holders(world: World, number: int) -> set[str]:
     key = block_key(number)
     if isinstance(world, CoupledCluster):
-        return {str(at) for at, each in enumerate(world.workers) if _scheduler(each).pages.page_of(key) is not None}
-    nodes = {node for node, each in world.prefills.items() if _scheduler(each).pages.page_of(key) is not None}
-    name = object_key(block_key(world._runs.split([number])[0][0]))
+        return {str(at) for at, each in enumerate(world.workers) if each.scheduler.pages.page_of(key) is not None}
+    nodes = {node for node, each in world.prefills.items() if each.scheduler.pages.page_of(key) is not None}
+    name = object_key(block_key(world.runs.split([number])[0][0]))
     for pool in _pools(world):
         (info,) = pool.state.lookup([name], world.clock.now_s, lease=False)
         if info is not None:
@@ -99,14 +93,3 @@ def _pools(world: World) -> list[SimPool]:
         return []
     found: dict[int, SimPool] = {id(pool): pool for pool in world.pools.values() if pool is not None}
     return list(found.values())
-
-
-def _scheduler(worker: Worker) -> JumpingScheduler:
-    return worker._scheduler
-
-
-def _busy_s(worker: Worker, now_s: float) -> float:
-    if isinstance(worker, PrefillWorker):
-        return worker.busy_s + (now_s - worker._step_began_s if worker._chunks else 0.0)
-    stepper = worker._stepper
-    return stepper.busy_s + (now_s - stepper._began_s if stepper._end is not None else 0.0)

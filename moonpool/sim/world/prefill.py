@@ -85,7 +85,7 @@ class PrefillWorker:
         self._begin_life(scheduler, pool, reporter)
 
     def _begin_life(self, scheduler: JumpingScheduler, pool: SimPool | None, reporter: SimReporter) -> None:
-        self._scheduler, self._pool, self._reporter = scheduler, pool, reporter
+        self.scheduler, self._pool, self._reporter = scheduler, pool, reporter
         self._line = StageLine(self._num_stages)
         self._leaving: list[_Leaving] = []
         self._jobs: dict[str, Job] = {}
@@ -119,7 +119,7 @@ class PrefillWorker:
             self._found[job.request_id] = found
         self._jobs[job.request_id] = job
         self._present[job.request_id] = present_tokens
-        self._scheduler.add(sequence)
+        self.scheduler.add(sequence)
         self._begin_step()
 
     def cancel(self, job: Job) -> None:
@@ -128,7 +128,7 @@ class PrefillWorker:
             return
         del self._present[job.request_id]
         self._found.pop(job.request_id, None)
-        self._scheduler.cancel(job.request_id)
+        self.scheduler.cancel(job.request_id)
         if self._chunks:
             self._void.add(job.request_id)
         for each in self._leaving:
@@ -147,12 +147,9 @@ class PrefillWorker:
         self._life += 1
         self._begin_life(scheduler, pool, reporter)
 
-    def drop_cached(self) -> None:
-        """Its pages forget all that nobody uses, as if others had needed them."""
-        self._scheduler.pages.drop_cached()
-
-    def check_integrity(self) -> None:
-        self._scheduler.check_integrity()
+    def busy_until_s(self, now_s: float) -> float:
+        """Return the seconds spent in steps so far, the open step included."""
+        return self.busy_s + (now_s - self._step_began_s if self._chunks else 0.0)
 
     # one step
 
@@ -160,11 +157,11 @@ class PrefillWorker:
         """Nothing happens when one is under way, or when there is nothing to compute."""
         if self._chunks:
             return
-        self._chunks = chunks = self._scheduler.schedule()
+        self._chunks = chunks = self.scheduler.schedule()
         if not chunks:
             return
         now_s = self._step_began_s = self._clock.now_s
-        self._admitted = self._scheduler.drain_admitted()
+        self._admitted = self.scheduler.drain_admitted()
         for entry in self._admitted:
             self._start_pull(entry)
         cost, compute_s = self._cost, self._cost.base_s
@@ -278,7 +275,7 @@ class PrefillWorker:
                 self._clock.send((f"{node}/nic_out", f"{job.decode}/nic_in"), nbytes, lambda: self._sent(job, attempt))
 
     def _end_step(self) -> None:
-        now_s, scheduler, chunks = self._clock.now_s, self._scheduler, self._chunks
+        now_s, scheduler, chunks = self._clock.now_s, self.scheduler, self._chunks
         for entry in self._admitted:
             if self._missing and entry.request_id in self._missing:
                 self._rewind(entry.request_id)
@@ -300,7 +297,7 @@ class PrefillWorker:
     def _rewind(self, request_id: str) -> None:
         first = self._missing.pop(request_id)
         if request_id not in self._void:
-            self._scheduler.rewind(request_id, first * self._block_tokens)
+            self.scheduler.rewind(request_id, first * self._block_tokens)
             self._void.add(request_id)
 
     def _leave_first_stage(self, chunks: list[Chunk], accepted: list[str]) -> None:
@@ -364,7 +361,7 @@ class PrefillWorker:
         if job.num_flows or job.ttft_s is None or job.request_id not in self._jobs:
             return
         del self._jobs[job.request_id], self._present[job.request_id]
-        self._scheduler.release(job.request_id)
+        self.scheduler.release(job.request_id)
         self._on_handed_over(job)
         self._begin_step()
 

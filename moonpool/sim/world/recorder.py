@@ -55,7 +55,7 @@ class WorldRecorder:
         """(seconds per bucket, bytes per second over all links of a kind in each bucket), from time 0 on."""
         network, width_s = self._world.clock.network, 0.0
         sums: dict[str, NDArray[np.float64]] = {}
-        for name in network._links:
+        for name in network.link_names:
             width_s, nbytes = network.nbytes_over_time(name)
             kind = name.rpartition("/")[2]
             sums[kind] = sums[kind] + nbytes if kind in sums else nbytes
@@ -69,7 +69,7 @@ class WorldRecorder:
             self._rows = self._rows[::2]
             self.every_s *= 2
         has_all = self._num_seen == len(world.trace)
-        if not (has_all and not self._open) and not gauges.is_over(world):
+        if not (has_all and not self._open) and not world.clock.is_idle:
             world.clock.at(world.clock.now_s + self.every_s, self._look)
 
     def _count_jobs(self) -> None:

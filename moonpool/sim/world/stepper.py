@@ -42,6 +42,10 @@ class Stepper:
         self.joined_entry = 0  # what is logged from here on are their later steps
         self.busy_s = 0.0
 
+    def busy_until_s(self, now_s: float) -> float:
+        """Return the seconds spent in steps so far, the steps under way included."""
+        return self.busy_s + (now_s - self._began_s if self._end is not None else 0.0)
+
     def somebody_came(self) -> None:
         """The batch is to change as soon as it can."""
         if self._is_between:

@@ -48,6 +48,11 @@ class SimTimers:
         self._events: EventQueue[Callback] = EventQueue()
         self._cut: set[str] = set()  # links
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no event and no flow is left, so that the run ends."""
+        return not len(self._events) and self.network.next_end() is None
+
     def at(self, time_s: float, act: Callback) -> Handle:
         """`act` will be called then."""
         return self._events.put(max(time_s, self.now_s), act)
