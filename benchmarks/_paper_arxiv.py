@@ -21,9 +21,9 @@ from _paper_published import (
 from _paper_rows import Row
 from overload import rejection_rows
 
-from moonpool.sim.machine import machine_for
+from moonpool.sim.fleet import machine_for
 from moonpool.sim.physics.hardware import node
-from moonpool.sim.physics.model_config import preset
+from moonpool.sim.physics.model_shape import preset
 from moonpool.sim.physics.paper_fit import paper_cost
 from moonpool.sim.world.results import Results
 from moonpool.traces import Trace, scale_load, slice_count

@@ -13,9 +13,9 @@ from _conversation import CONVERSATION
 
 from moonpool.base.cluster import PullSample
 from moonpool.conductor.placement.policy import PolicyConfig
-from moonpool.sim.machine import Machine
+from moonpool.sim.fleet import Machine
 from moonpool.sim.physics.hardware import GB, node
-from moonpool.sim.physics.model_config import preset
+from moonpool.sim.physics.model_shape import preset
 from moonpool.sim.physics.paper_fit import chunk_cost, mooncake_cost
 from moonpool.sim.systems import BASELINE, VLLM_TODAY
 from moonpool.sim.world.cluster import SimCluster

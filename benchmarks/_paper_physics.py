@@ -20,8 +20,9 @@ from _paper_published import (
 from _paper_rows import Row
 
 from moonpool.conductor.costs.crossover import break_even_bandwidth
+from moonpool.sim.physics.cost import overlapped_s
 from moonpool.sim.physics.hardware import GB, node
-from moonpool.sim.physics.model_config import preset
+from moonpool.sim.physics.model_shape import preset
 from moonpool.sim.physics.paper_fit import (
     MEASURED_CACHED_PREFILL_S,
     MEASURED_DECODE_S,
@@ -30,7 +31,6 @@ from moonpool.sim.physics.paper_fit import (
     cached_tokens,
     paper_cost,
 )
-from moonpool.sim.physics.pipeline import overlapped_s
 
 _FITTED = "the cost model is fitted to this figure: a residual, no result"
 

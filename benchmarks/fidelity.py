@@ -39,12 +39,11 @@ from moonpool.conductor.placement.policy import PolicyConfig
 from moonpool.frontend.workers import Connections
 from moonpool.sim.fleet import Profile, write_profile
 from moonpool.sim.physics.hardware import GB, GpuSpec, NodeSpec
-from moonpool.sim.physics.model_config import shape_from_config
-from moonpool.sim.physics.model_shape import ModelShape
+from moonpool.sim.physics.model_shape import ModelShape, shape_from_config
 from moonpool.sim.world.cluster import SimCluster
 from moonpool.sim.world.config import ClusterConfig
 from moonpool.sim.world.job import DONE, Job
-from moonpool.sim.world.step_log import mean_of_longest_s
+from moonpool.sim.world.stepper import mean_of_longest_s
 from moonpool.traces.columns import Trace, offsets_of
 
 SHAPE = llama(512, 1408)

@@ -31,7 +31,7 @@ from _paper_rows import Row
 from moonpool.conductor.admission.forms import AdmissionForm
 from moonpool.conductor.placement.policy import PolicyConfig
 from moonpool.sim.physics.hardware import node
-from moonpool.sim.physics.model_config import preset
+from moonpool.sim.physics.model_shape import preset
 from moonpool.sim.physics.paper_fit import mooncake_cost
 from moonpool.sim.world.cluster import SimCluster
 from moonpool.sim.world.config import ClusterConfig

@@ -18,7 +18,7 @@ import time
 from _conversation import RATE_PER_S, conversation, origin
 
 from moonpool.sim.physics.hardware import node
-from moonpool.sim.physics.model_config import preset
+from moonpool.sim.physics.model_shape import preset
 from moonpool.sim.physics.paper_fit import paper_cost
 from moonpool.sim.world.cluster import SimCluster
 from moonpool.sim.world.config import ClusterConfig

@@ -15,10 +15,10 @@ from moonpool.base.errors import InvalidInput
 from moonpool.base.units import parse_nbytes
 
 if TYPE_CHECKING:
-    from moonpool.planner.hits import PoolSize
+    from moonpool.planner.demand import PoolSize
     from moonpool.planner.plan import ClusterPlan
     from moonpool.planner.split import Targets
-    from moonpool.sim.machine import Machine
+    from moonpool.sim.fleet import Machine
     from moonpool.traces.columns import Trace
 
 
@@ -53,7 +53,7 @@ def command(
     import msgspec
 
     from moonpool.cli.plan_table import show, show_sizes
-    from moonpool.planner.hits import PoolSize
+    from moonpool.planner.demand import PoolSize
     from moonpool.planner.kv_sizes import kv_sizes
     from moonpool.planner.split import Targets
 
@@ -69,8 +69,7 @@ def command(
 
 def _machine(model: str, gpu: str, gpus: int, profile: Path | None, memory: PoolSize) -> Machine:
     """No fleet of them: the KV sizes of a model that does not fit into one node are asked for too."""
-    from moonpool.sim.fleet import read_profile, read_shape
-    from moonpool.sim.machine import machine_for
+    from moonpool.sim.fleet import machine_for, read_profile, read_shape
     from moonpool.sim.physics.hardware import node
 
     spec = replace(node(gpu, gpus), dram_nbytes=memory.dram_nbytes, ssd_nbytes=memory.ssd_nbytes)

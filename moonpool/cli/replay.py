@@ -28,7 +28,7 @@ from moonpool.sim.systems import (
     with_pipelines,
     without,
 )
-from moonpool.sim.world.failures import Failure, parse_failure
+from moonpool.sim.world.config import Failure, parse_failure
 from moonpool.traces.changes import scale_load, slice_time
 from moonpool.traces.columns import Trace
 from moonpool.traces.mooncake_jsonl import read_jsonl

@@ -10,9 +10,8 @@ from rich.table import Table
 
 from moonpool.base.units import format_nbytes
 from moonpool.sim.outcome import Outcome
-from moonpool.sim.report.conclusion import conclusion
-from moonpool.sim.report.figures import LINK_NAMES
-from moonpool.sim.report.labels import label, shown
+from moonpool.sim.report.labels import conclusion, label, shown
+from moonpool.sim.report.page import LINK_NAMES
 from moonpool.sim.world.results import HIT_PLACES
 
 _WIDE = 400  # columns of a file: nothing is wrapped

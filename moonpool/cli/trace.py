@@ -12,8 +12,8 @@ import typer
 
 from moonpool.base.errors import AlreadyExists, InvalidInput
 from moonpool.cli.progress import bytes_moved
-from moonpool.traces.arrivals import Arrivals
 from moonpool.traces.columns import Trace
+from moonpool.traces.distributions import Arrivals
 from moonpool.traces.generate import KINDS, generate, generate_like
 from moonpool.traces.mooncake_jsonl import read_jsonl, write_jsonl
 

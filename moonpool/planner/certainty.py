@@ -12,10 +12,9 @@ import msgspec
 import numpy as np
 
 from moonpool.base.errors import InvalidInput
-from moonpool.planner.demand import PrefillDemand
-from moonpool.planner.hits import PoolSize, ReuseProfile
+from moonpool.planner.demand import PoolSize, PrefillDemand, ReuseProfile
 from moonpool.planner.split import Screen, fewest_nodes
-from moonpool.sim.machine import Machine
+from moonpool.sim.fleet import Machine
 from moonpool.traces.columns import Floats, Ints
 from moonpool.traces.statistics import reuse_gaps_s
 

@@ -12,10 +12,9 @@ from typing import TypeAlias
 import msgspec
 import numpy as np
 
-from moonpool.planner.demand import demand_of
-from moonpool.planner.hits import PoolSize, ReuseProfile
+from moonpool.planner.demand import PoolSize, ReuseProfile, demand_of
 from moonpool.planner.split import Estimate, Screen, Targets
-from moonpool.sim.machine import Machine
+from moonpool.sim.fleet import Machine
 from moonpool.sim.world.cluster import SimCluster
 from moonpool.sim.world.config import ClusterConfig
 from moonpool.sim.world.results import Results

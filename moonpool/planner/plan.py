@@ -13,12 +13,11 @@ import numpy as np
 from moonpool.base.errors import InvalidInput
 from moonpool.planner.certainty import Certainty, certainty
 from moonpool.planner.check import Checked, Run, check
-from moonpool.planner.demand import demand_of
-from moonpool.planner.hits import PoolSize, ReuseProfile, saved_gpu_s
+from moonpool.planner.demand import PoolSize, ReuseProfile, demand_of, saved_gpu_s
 from moonpool.planner.kv_sizes import KvSizes, kv_sizes
 from moonpool.planner.price import CheapestPool, Prices, cheapest_pool
 from moonpool.planner.split import Estimate, Screen, Targets, best_split, equal_splits, fewest_nodes, first_true
-from moonpool.sim.machine import Machine
+from moonpool.sim.fleet import Machine
 from moonpool.traces.columns import Trace
 
 MAX_SCREENED = 20_000  # requests

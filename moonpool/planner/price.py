@@ -13,10 +13,9 @@ from collections.abc import Sequence
 import msgspec
 
 from moonpool.base.errors import InvalidInput
-from moonpool.planner.demand import demand_of
-from moonpool.planner.hits import PoolSize, ReuseProfile
+from moonpool.planner.demand import PoolSize, ReuseProfile, demand_of
 from moonpool.planner.split import Estimate
-from moonpool.sim.machine import Machine
+from moonpool.sim.fleet import Machine
 
 HOURS_PER_MONTH = 730.0
 _DAY_S = 86_400.0

@@ -17,7 +17,7 @@ import numpy as np
 from moonpool.base.errors import InvalidInput
 from moonpool.planner.demand import PrefillDemand
 from moonpool.planner.waiting import DecodeRoom, decode_gaps, fifo_waits
-from moonpool.sim.machine import Machine
+from moonpool.sim.fleet import Machine
 from moonpool.sim.physics.roofline import kv_capacity_tokens
 from moonpool.traces.columns import Floats
 

@@ -1,22 +1,97 @@
-"""The machines that a trace is replayed on, from the names that people type, and where their times come from."""
+"""The machines that a trace is replayed on, from the names that users type, and the source of their step times.
+
+Measured steps become costs by a least-squares fit of the relative error with coefficients >= 0, which uses the solver
+of the conductor's estimates. All samples have the same weight; in the conductor's own fit old samples fade. Where
+samples cannot tell two coefficients apart, the fit uses as few coefficients as possible.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from moonpool.base.cluster import DecodeSample, PrefillSample
 from moonpool.base.errors import InvalidInput
-from moonpool.sim.machine import Machine, machine_for
-from moonpool.sim.physics.cost import EngineCost, Overhead
+from moonpool.conductor.costs.nonnegative import nonnegative_minimum
+from moonpool.sim.physics.cost import DecodeCost, EngineCost, Overhead, PrefillCost
 from moonpool.sim.physics.hardware import NodeSpec, node
-from moonpool.sim.physics.model_config import preset, shape_from_config
-from moonpool.sim.physics.model_shape import ModelShape
-from moonpool.sim.physics.profile import profile_cost
-from moonpool.sim.physics.roofline import kv_capacity_tokens
+from moonpool.sim.physics.model_shape import ModelShape, preset, shape_from_config
+from moonpool.sim.physics.paper_fit import paper_cost
+from moonpool.sim.physics.roofline import kv_capacity_tokens, roofline_cost
+
+_MEASURED = ("llama3-70b", "a800", 8)
+
+
+class Machine(NamedTuple):
+    """One node runs one instance of the model. `cost_source` says in words where the times come from."""
+
+    shape: ModelShape
+    node: NodeSpec
+    cost: EngineCost
+    cost_source: str
+
+
+def machine_for(shape: ModelShape, node: NodeSpec) -> Machine:
+    """With the paper's measured times for its own model and node; for any other, from operations and bytes."""
+    if (shape.name, node.gpu.name, node.num_gpus) == _MEASURED:
+        return Machine(shape, node, paper_cost(), "fitted to the paper's Fig 14; batches of decodes are assumed")
+    source = "roofline with shares of the peaks fitted to LLaMA3-70B on 8 x A800; not compared with this model or GPU"
+    return Machine(shape, node, roofline_cost(shape, node), source)
+
+
+_RIDGE = 1e-12  # of a column's own length: keeps a feature that no sample has from making the system singular
+
+
+def profile_cost(
+    prefills: Iterable[PrefillSample], decodes: Iterable[DecodeSample], overhead: Overhead | None = None
+) -> EngineCost:
+    """The costs that explain the samples best. Raises InvalidInput where a kind has no sample with work in it."""
+    return EngineCost(prefill=fit_prefill(prefills), decode=fit_decode(decodes), overhead=overhead or Overhead())
+
+
+def fit_prefill(samples: Iterable[PrefillSample]) -> PrefillCost:
+    """What a cached prefix costs in them is its reading: workers leave out how long they waited for it to come."""
+    used = [each for each in samples if each.num_tokens > each.prefix_tokens >= 0 and each.seconds > 0]
+    features = [_prefill_features(float(each.num_tokens), float(each.prefix_tokens)) for each in used]
+    base, per_token, per_square, per_masked, per_context = _fit(features, [each.seconds for each in used], "prefill")
+    return PrefillCost(
+        base_s=base,
+        per_token_s=per_token,
+        per_square_s=per_square,
+        per_masked_s=per_masked,
+        per_context_s=per_context,
+    )
+
+
+def _prefill_features(total: float, prefix: float) -> tuple[float, ...]:
+    new = total - prefix
+    return 1.0, new, total * total - prefix * prefix, new * new, prefix
+
+
+def fit_decode(samples: Iterable[DecodeSample]) -> DecodeCost:
+    used = [each for each in samples if each.num_seqs > 0 and each.kv_tokens >= 0 and each.seconds > 0]
+    features = [(1.0, float(each.num_seqs > 1), each.num_seqs, each.kv_tokens) for each in used]
+    base, batched, per_seq, per_kv_token = _fit(features, [each.seconds for each in used], "decode")
+    return DecodeCost(base_s=base, batched_s=batched, per_seq_s=per_seq, per_kv_token_s=per_kv_token)
+
+
+def _fit(features: Sequence[Sequence[float]], seconds: Sequence[float], kind: str) -> list[float]:
+    if not features:
+        raise InvalidInput(f"the profile has no {kind} sample")
+    rows: NDArray[np.float64] = np.asarray(features) / np.asarray(seconds)[:, None]  # each should add up to 1
+    lengths = np.linalg.norm(rows, axis=0)
+    lengths[lengths == 0] = 1.0
+    rows /= lengths
+    gram = rows.T @ rows + _RIDGE * np.eye(rows.shape[1])
+    fitted = nonnegative_minimum(gram.tolist(), rows.sum(axis=0).tolist())
+    return [each / length for each, length in zip(fitted, lengths.tolist(), strict=True)]
+
 
 _FROM_PROFILE = "fitted to the measured steps in {}"
 

@@ -15,9 +15,8 @@ from moonpool.conductor.admission.forms import AdmissionForm
 from moonpool.conductor.placement.policy import DEFAULT_POLICY, PolicyConfig
 from moonpool.sim.fleet import Fleet
 from moonpool.sim.world.cluster import SimCluster
-from moonpool.sim.world.config import ClusterConfig
+from moonpool.sim.world.config import ClusterConfig, Failure
 from moonpool.sim.world.coupled import CoupledCluster, CoupledConfig
-from moonpool.sim.world.failures import Failure
 from moonpool.sim.world.pool import rules_on_paper
 from moonpool.traces.columns import Trace
 

@@ -6,7 +6,6 @@ twice = scale_load(trace, 2.0)
 like = fit(trace).generate(100_000, rate_per_s=10.0, rng=np.random.default_rng(0))
 """
 
-from moonpool.traces.arrivals import POISSON, Arrivals
 from moonpool.traces.changes import (
     change_rate,
     label,
@@ -18,6 +17,7 @@ from moonpool.traces.changes import (
     slice_time,
 )
 from moonpool.traces.columns import Trace, TraceRequest
+from moonpool.traces.distributions import POISSON, Arrivals
 from moonpool.traces.mooncake_jsonl import read_jsonl, write_jsonl
 from moonpool.traces.reuse import NEVER, hit_curve, reuse_distances
 from moonpool.traces.statistics import TraceStatistics, describe

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from moonpool.base.errors import InvalidInput
-from moonpool.traces.arrivals import Arrivals, draw_arrivals
 from moonpool.traces.columns import Ints, Trace, blocks_of, offsets_of
+from moonpool.traces.distributions import Arrivals, draw_arrivals
 
 
 def scale_load(trace: Trace, factor: float) -> Trace:

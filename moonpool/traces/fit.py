@@ -18,13 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moonpool.base.errors import InvalidInput
-from moonpool.traces.arrivals import Arrivals, dispersion
-from moonpool.traces.chat import ChatSpec, Stem
 from moonpool.traces.columns import Floats, Ints, Trace
-from moonpool.traces.prefixes import ROOT
-from moonpool.traces.quantiles import fit_quantiles
+from moonpool.traces.distributions import Arrivals, dispersion, fit_quantiles
 from moonpool.traces.reuse import leading_hits, previous_uses
-from moonpool.traces.sessions import SessionTurns
+from moonpool.traces.sessions import ROOT, SessionTurns
+from moonpool.traces.workloads import ChatSpec, Stem
 
 _MIN_REQUESTS = 100  # below, percentiles mean nothing
 _NUM_INPUT_CLASSES = 8

@@ -8,12 +8,9 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from moonpool.base.errors import InvalidInput
-from moonpool.traces.agents import AgentsSpec
-from moonpool.traces.arrivals import Arrivals
 from moonpool.traces.changes import change_rate
-from moonpool.traces.chat import ChatSpec
 from moonpool.traces.columns import Trace
-from moonpool.traces.documents import DocumentsSpec
+from moonpool.traces.distributions import Arrivals
 from moonpool.traces.fit import fit
 from moonpool.traces.published import (
     SYNTHETIC_RATE_PER_S,
@@ -23,6 +20,7 @@ from moonpool.traces.published import (
     synthetic_mix,
     tool_agent,
 )
+from moonpool.traces.workloads import AgentsSpec, ChatSpec, DocumentsSpec
 
 MAX_REQUESTS = 100_000_000
 Generate: TypeAlias = Callable[[int, float, np.random.Generator], Trace]

@@ -18,14 +18,11 @@ from typing import NamedTuple
 import numpy as np
 
 from moonpool.base.errors import InvalidInput
-from moonpool.traces.agents import AgentsSpec
-from moonpool.traces.arrivals import POISSON, Arrivals
 from moonpool.traces.changes import change_rate, label, merge, relabel, slice_count
-from moonpool.traces.chat import ChatSpec
 from moonpool.traces.columns import Trace
-from moonpool.traces.documents import DocumentsSpec
-from moonpool.traces.quantiles import Quantiles, by_percent, constant
+from moonpool.traces.distributions import POISSON, Arrivals, Quantiles, by_percent, constant
 from moonpool.traces.sessions import SessionTurns
+from moonpool.traces.workloads import AgentsSpec, ChatSpec, DocumentsSpec
 
 SYNTHETIC_REQUESTS, SYNTHETIC_RATE_PER_S = 3993, 3.91
 TOOL_AGENT_REQUESTS, TOOL_AGENT_RATE_PER_S = 23608, 6.56

@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 
 from moonpool.base.errors import InvalidInput
-from moonpool.traces.arrivals import dispersion
 from moonpool.traces.columns import Floats, Ints, Trace
+from moonpool.traces.distributions import dispersion
 from moonpool.traces.reuse import NEVER, block_weights, hit_curve, previous_uses
 from moonpool.traces.reuse import leading_hits as count_leading_hits
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from moonpool.sim.physics.hardware import node
-from moonpool.sim.physics.model_config import preset
+from moonpool.sim.physics.model_shape import preset
 from moonpool.sim.physics.paper_fit import paper_cost
 from moonpool.sim.world.config import ClusterConfig
 from moonpool.sim.world.coupled import CoupledConfig

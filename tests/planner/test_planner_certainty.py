@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 from trace_cases import make_trace, traces
 
 from moonpool.planner.certainty import Certainty, certainty, doubts, draws
-from moonpool.planner.demand import PrefillDemand, demand_of
-from moonpool.planner.hits import PoolSize, ReuseProfile
+from moonpool.planner.demand import PoolSize, PrefillDemand, ReuseProfile, demand_of
 from moonpool.planner.split import Screen, Targets, fewest_nodes
-from moonpool.sim.machine import machine_for
+from moonpool.sim.fleet import machine_for
 from moonpool.sim.physics.hardware import node
-from moonpool.sim.physics.model_config import preset
+from moonpool.sim.physics.model_shape import preset
 from moonpool.traces.columns import Trace
 from moonpool.traces.generate import generate
 

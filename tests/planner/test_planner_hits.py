@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from trace_cases import BLOCK_TOKENS, CONVERSATION, make_trace, needs_conversation, traces
 
 from moonpool.base.errors import InvalidInput
-from moonpool.planner.demand import demand_of, prefill_times
-from moonpool.planner.hits import PoolSize, ReuseProfile, TierHits, saved_gpu_s, tier_hits
-from moonpool.sim.machine import machine_for
+from moonpool.planner.demand import PoolSize, ReuseProfile, TierHits, demand_of, prefill_times, saved_gpu_s, tier_hits
+from moonpool.sim.fleet import machine_for
 from moonpool.sim.physics.cost import PrefillCost
 from moonpool.sim.physics.hardware import node
-from moonpool.sim.physics.model_config import preset
+from moonpool.sim.physics.model_shape import preset
 from moonpool.traces.columns import Trace
 from moonpool.traces.mooncake_jsonl import read_jsonl
 from moonpool.traces.reuse import hit_curve

@@ -17,9 +17,9 @@ from moonpool.planner.check import Checked, Run, busiest_part, cluster_run
 from moonpool.planner.plan import ClusterPlan, make_plan
 from moonpool.planner.price import Prices
 from moonpool.planner.split import Estimate, Targets
-from moonpool.sim.machine import machine_for
+from moonpool.sim.fleet import machine_for
 from moonpool.sim.physics.hardware import node
-from moonpool.sim.physics.model_config import preset
+from moonpool.sim.physics.model_shape import preset
 from moonpool.traces.columns import Trace
 from moonpool.traces.generate import generate
 from moonpool.traces.mooncake_jsonl import read_jsonl, write_jsonl

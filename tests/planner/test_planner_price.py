@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 
 from moonpool.base.errors import InvalidInput
-from moonpool.planner.demand import demand_of
-from moonpool.planner.hits import PoolSize, ReuseProfile
+from moonpool.planner.demand import PoolSize, ReuseProfile, demand_of
 from moonpool.planner.price import CheapestPool, Prices, cheapest_pool, pool_cost, read_prices
 from moonpool.planner.split import Estimate, Screen, Targets, fewest_nodes
-from moonpool.sim.machine import machine_for
+from moonpool.sim.fleet import machine_for
 from moonpool.sim.physics.hardware import node
-from moonpool.sim.physics.model_config import preset
+from moonpool.sim.physics.model_shape import preset
 from moonpool.traces.generate import generate
 
 MACHINE = machine_for(preset("llama3-70b"), node("a800"))

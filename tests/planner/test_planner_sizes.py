@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from moonpool.planner.kv_sizes import kv_sizes
-from moonpool.sim.machine import machine_for
+from moonpool.sim.fleet import machine_for
 from moonpool.sim.physics.hardware import GPU_NAMES, node
-from moonpool.sim.physics.model_config import PRESET_NAMES, preset
+from moonpool.sim.physics.model_shape import PRESET_NAMES, preset
 
 
 def test_the_papers_model_on_the_papers_node() -> None:

@@ -7,12 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.base.errors import InvalidInput
-from moonpool.planner.demand import PrefillDemand, demand_of
-from moonpool.planner.hits import PoolSize, ReuseProfile
+from moonpool.planner.demand import PoolSize, PrefillDemand, ReuseProfile, demand_of
 from moonpool.planner.split import Screen, Targets, best_split, equal_splits, fewest_nodes, first_true
-from moonpool.sim.machine import machine_for
+from moonpool.sim.fleet import machine_for
 from moonpool.sim.physics.hardware import node
-from moonpool.sim.physics.model_config import preset
+from moonpool.sim.physics.model_shape import preset
 from moonpool.traces.generate import generate
 from moonpool.traces.published import synthetic_mix
 

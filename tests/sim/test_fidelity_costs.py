@@ -14,10 +14,9 @@ from world_cases import BLOCK, chat, cluster, trace_of
 
 from moonpool.base.cluster import DecodeSample, PrefillSample
 from moonpool.base.errors import InvalidInput
-from moonpool.sim.fleet import Profile, read_profile, write_profile
+from moonpool.sim.fleet import Profile, profile_cost, read_profile, write_profile
 from moonpool.sim.physics.cost import DecodeCost, EngineCost, Overhead, PrefillCost
 from moonpool.sim.physics.paper_fit import paper_cost
-from moonpool.sim.physics.profile import profile_cost
 from moonpool.sim.world.cluster import SimCluster
 from moonpool.sim.world.job import DONE, Job
 

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from moonpool.base.cluster import DecodeSample, PrefillSample
 from moonpool.base.errors import InvalidInput
+from moonpool.sim.fleet import profile_cost
 from moonpool.sim.physics import paper_fit
 from moonpool.sim.physics.cost import DecodeCost, EngineCost, PrefillCost
 from moonpool.sim.physics.hardware import GPU_NAMES, NodeSpec, gpu, node
-from moonpool.sim.physics.model_config import preset, shape_from_config
+from moonpool.sim.physics.model_shape import preset, shape_from_config
 from moonpool.sim.physics.paper_fit import paper_cost
-from moonpool.sim.physics.profile import profile_cost
 from moonpool.sim.physics.roofline import Efficiency, kv_capacity_tokens, roofline_cost
 
 small = st.floats(0, 1e-3)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.base.errors import InvalidInput
-from moonpool.sim.physics.events import EventQueue
+from moonpool.sim.world.clock import EventQueue
 
 
 def drain(queue: EventQueue[int]) -> list[tuple[float, int]]:

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.base.errors import InvalidInput, UnknownModel
-from moonpool.sim.physics.model_config import _PRESETS, PRESET_NAMES, preset, shape_from_config
-from moonpool.sim.physics.model_shape import windowed_pairs
+from moonpool.sim.physics.model_shape import _PRESETS, PRESET_NAMES, preset, shape_from_config, windowed_pairs
 
 GEMMA2_9B = {
     "model_type": "gemma2",

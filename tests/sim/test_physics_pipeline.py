@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.base.errors import InvalidInput
+from moonpool.sim.physics.cost import chunk_ends, overlapped_s, pipelined_prefill_s
 from moonpool.sim.physics.paper_fit import paper_cost
-from moonpool.sim.physics.pipeline import chunk_ends, overlapped_s, pipelined_prefill_s
 
 times = st.floats(0, 100)
 

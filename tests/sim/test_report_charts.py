@@ -13,11 +13,21 @@ from world_cases import chat
 
 from moonpool.sim.fleet import make_fleet
 from moonpool.sim.outcome import Outcome, encode, replay
-from moonpool.sim.report.bars import bar_chart
-from moonpool.sim.report.chart import Mark, Series, area_chart, legend, line_chart, thinned
+from moonpool.sim.report.chart import (
+    Mark,
+    Series,
+    area_chart,
+    bar_chart,
+    legend,
+    line_chart,
+    linear,
+    logarithmic,
+    series_table,
+    short,
+    table,
+    thinned,
+)
 from moonpool.sim.report.page import page
-from moonpool.sim.report.scale import linear, logarithmic, short
-from moonpool.sim.report.table import series_table, table
 from moonpool.sim.systems import Goals, system, without
 
 COMMAND = "moonpool replay trace.jsonl"

@@ -10,7 +10,7 @@ from world_cases import BLOCK, chat, cluster, coupled, trace_of
 
 from moonpool.base.errors import InvalidInput
 from moonpool.conductor.placement.policy import PolicyConfig
-from moonpool.sim.world import gauges
+from moonpool.sim.world import recorder
 from moonpool.sim.world.cluster import SimCluster
 from moonpool.sim.world.coupled import CoupledCluster
 from moonpool.sim.world.recorder import _MAX_SAMPLES, SAMPLES_PER_TRACE, WorldRecorder
@@ -87,7 +87,7 @@ def test_ranks_are_by_use_and_leave_partial_blocks_out() -> None:
     trace = trace_of(
         (0.0, 2 * BLOCK, 1, [7, 5]), (1.0, 2 * BLOCK, 1, [7, 5]), (2.0, BLOCK + 1, 1, [7, 9]), (3.0, BLOCK, 1, [8])
     )
-    assert gauges.blocks_by_rank(trace, (1, 2, 3, 4)) == {1: 7, 2: 5, 3: 8}
+    assert recorder.blocks_by_rank(trace, (1, 2, 3, 4)) == {1: 7, 2: 5, 3: 8}
 
 
 def test_replicas_are_counted_per_node() -> None:

@@ -15,11 +15,11 @@ from moonpool.conductor.placement.policy import PolicyConfig
 from moonpool.conductor.retries import RetryPolicy
 from moonpool.sim.physics.links import Network
 from moonpool.sim.physics.paper_fit import paper_cost
+from moonpool.sim.world.clock import SimTimers
 from moonpool.sim.world.cluster import SimCluster
-from moonpool.sim.world.failures import Failure, Kind, parse_failure
+from moonpool.sim.world.config import Failure, Kind, parse_failure
 from moonpool.sim.world.job import DONE, LOST, REFUSED, Job
 from moonpool.sim.world.results import Results
-from moonpool.sim.world.timers import SimTimers
 
 COST = paper_cost()
 KV_NBYTES = 327_680

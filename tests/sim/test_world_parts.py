@@ -12,13 +12,13 @@ from world_cases import BLOCK, chat, cluster, trace_of
 from moonpool.base.keys import object_key
 from moonpool.engine.sequence import SamplingParams, Sequence
 from moonpool.sim.physics.links import Network
+from moonpool.sim.world.clock import SimTimers
 from moonpool.sim.world.cluster import SimCluster
 from moonpool.sim.world.job import DONE
-from moonpool.sim.world.paper import TOKEN, PaperSequence, block_key, block_keys, block_number
+from moonpool.sim.world.pool import BlockRuns
 from moonpool.sim.world.results import Results
-from moonpool.sim.world.runs import BlockRuns
-from moonpool.sim.world.step_log import StepLog
-from moonpool.sim.world.timers import SimTimers
+from moonpool.sim.world.sequence import TOKEN, PaperSequence, block_key, block_keys, block_number
+from moonpool.sim.world.stepper import StepLog
 
 # runs
 

@@ -12,8 +12,8 @@ from world_cases import BLOCK, chat, cluster, trace_of
 
 from moonpool.base.errors import ConfigError
 from moonpool.conductor.placement.policy import PolicyConfig
+from moonpool.sim.physics.cost import StageLine, chunk_ends, pipelined_prefill_s
 from moonpool.sim.physics.paper_fit import paper_cost
-from moonpool.sim.physics.pipeline import StageLine, chunk_ends, pipelined_prefill_s
 from moonpool.sim.physics.roofline import kv_capacity_tokens
 from moonpool.sim.world.cluster import SimCluster
 from moonpool.sim.world.job import DONE, Job

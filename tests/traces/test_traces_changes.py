@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from trace_cases import BLOCK_TOKENS, make_trace, traces
 
 from moonpool.base.errors import InvalidInput
-from moonpool.traces.arrivals import POISSON, Arrivals, dispersion, draw_arrivals
 from moonpool.traces.changes import (
     change_rate,
     label,
@@ -21,6 +20,7 @@ from moonpool.traces.changes import (
     slice_time,
 )
 from moonpool.traces.columns import Trace
+from moonpool.traces.distributions import POISSON, Arrivals, dispersion, draw_arrivals
 from moonpool.traces.reuse import hit_curve, leading_hits
 from moonpool.traces.statistics import hit_tokens
 

@@ -7,9 +7,9 @@ import pytest
 from trace_cases import CONVERSATION, make_trace, needs_conversation
 
 from moonpool.base.errors import InvalidInput
-from moonpool.traces.arrivals import Arrivals
 from moonpool.traces.changes import change_rate
 from moonpool.traces.columns import Trace
+from moonpool.traces.distributions import Arrivals
 from moonpool.traces.fit import fit, fit_arrivals
 from moonpool.traces.generate import generate, generate_like
 from moonpool.traces.mooncake_jsonl import read_jsonl

@@ -8,17 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moonpool.base.errors import InvalidInput
-from moonpool.traces.agents import AgentsSpec
-from moonpool.traces.arrivals import Arrivals
-from moonpool.traces.chat import ChatSpec
 from moonpool.traces.columns import Trace
-from moonpool.traces.documents import DocumentsSpec
+from moonpool.traces.distributions import Arrivals, Quantiles, by_percent, constant, draw_zipf, fit_quantiles
 from moonpool.traces.generate import KINDS, generate
-from moonpool.traces.popularity import draw_zipf
-from moonpool.traces.quantiles import Quantiles, by_percent, constant, fit_quantiles
 from moonpool.traces.reuse import hit_curve, leading_hits
 from moonpool.traces.sessions import SessionTurns
 from moonpool.traces.statistics import describe
+from moonpool.traces.workloads import AgentsSpec, ChatSpec, DocumentsSpec
 
 
 def check_chained(trace: Trace) -> None:

@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moonpool.base.errors import InvalidInput
-from moonpool.sim.physics.max_min import Flow, Link, share_out
-from moonpool.sim.physics.meter import Meter
+from moonpool.sim.physics.max_min import Flow, Link, Meter, share_out
 
 __all__ = ["Flow", "Network"]
 

@@ -1,9 +1,9 @@
-"""Max-min fair shares of links among the flows over them, recomputed only where a change can be felt. Pure.
+"""Links, flows over them, and their max-min fair shares, recomputed only where a change can be felt. Pure.
 
-An allocation is max-min fair exactly when every flow has a bottleneck: a link on its route that is full and where no
-other flow gets more. So after a change only the flows on the changed links are shared out anew, the rest kept as it
-is; if some flow has then lost its bottleneck, the flows on that link join and it is done again. What comes out is the
-one fair allocation of the whole network, though most of it was never looked at.
+An allocation is max-min fair exactly when every flow has a bottleneck: a link on its route that is full and on which no
+other flow gets more. After a change only the flows on the changed links get new shares and the others keep theirs. If
+this takes the bottleneck from some flow, the flows on that link join and the shares are computed again. The result is
+the one fair allocation of the whole network, although most of the network is never visited.
 """
 
 from __future__ import annotations
@@ -12,7 +12,59 @@ import math
 from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
 
-from moonpool.sim.physics.meter import Meter
+import numpy as np
+from numpy.typing import NDArray
+
+_MAX_BUCKETS = 256
+_FIRST_BUCKET_S = 1.0
+
+
+class Meter:
+    """Follows one rate, in bytes per second, that changes now and then."""
+
+    __slots__ = ("_before_nbytes", "_bucket_end_s", "_bucket_s", "_closed", "_nbytes", "_since_s", "rate")
+
+    def __init__(self) -> None:
+        self.rate = 0.0
+        self._since_s = 0.0
+        self._nbytes = 0.0  # until since_s
+        self._bucket_s = _FIRST_BUCKET_S
+        self._bucket_end_s = _FIRST_BUCKET_S  # of the bucket that is filling
+        self._before_nbytes = 0.0  # in all buckets before it
+        self._closed: list[float] = []
+
+    def set_rate(self, rate: float, now_s: float) -> None:
+        """From now on that many bytes cross per second."""
+        if now_s >= self._bucket_end_s:
+            self._close_until(now_s)
+        if self.rate:
+            self._nbytes += self.rate * (now_s - self._since_s)
+        self._since_s = now_s
+        self.rate = rate
+
+    def over_time(self, now_s: float) -> tuple[float, NDArray[np.float64]]:
+        """(seconds per bucket, bytes in each) from time 0 until now; the last bucket may be part of one."""
+        self.set_rate(self.rate, now_s)
+        return self._bucket_s, np.array([*self._closed, self._nbytes - self._before_nbytes])
+
+    def _close_until(self, now_s: float) -> None:
+        while now_s >= self._bucket_s * _MAX_BUCKETS:
+            self._merge_pairs()
+        while now_s >= self._bucket_end_s:
+            self._nbytes += self.rate * (self._bucket_end_s - self._since_s)
+            self._since_s = self._bucket_end_s
+            self._closed.append(self._nbytes - self._before_nbytes)
+            self._before_nbytes = self._nbytes
+            self._bucket_end_s += self._bucket_s
+
+    def _merge_pairs(self) -> None:
+        closed = self._closed
+        if len(closed) % 2:
+            self._before_nbytes -= closed.pop()  # the first half of what is now the bucket that is filling
+        self._closed = [one + other for one, other in zip(closed[::2], closed[1::2], strict=True)]
+        self._bucket_s *= 2
+        self._bucket_end_s = (len(self._closed) + 1) * self._bucket_s
+
 
 _ROUNDING = 1e-12  # shares and free capacities that differ by less, relatively, are equal
 

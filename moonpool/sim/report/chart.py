@@ -1,13 +1,91 @@
-"""Lines and stacked areas as SVG text. Pure functions; what they draw can be read off by hovering, and in a table."""
+"""Charts as SVG text and tables as HTML text: lines, stacked areas, stacked bars. Pure; all text is escaped.
+
+Each value of a chart can be read by hovering over it and in the table below the chart.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import NamedTuple
 
-from moonpool.sim.report.scale import AxisScale, linear, logarithmic, short
 from moonpool.sim.report.style import color, dashes
+
+_LEAST = 1e-300  # below, steps of a scale are no numbers any more
+_STEPS = (1.0, 2.0, 5.0, 10.0)
+_LOG_STEPS = (1.0, 2.0, 5.0)
+_PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+@dataclass(frozen=True, slots=True)
+class AxisScale:
+    """Numbers low..high lie at begin..end; `is_log` spaces ratios evenly (low > 0 then)."""
+
+    low: float
+    high: float
+    begin: float
+    end: float
+    is_log: bool = False
+
+    def at(self, value: float) -> float:
+        """Numbers outside lie at the edge."""
+        value = min(max(value, self.low), self.high)
+        if self.is_log:
+            part = math.log(value / self.low) / math.log(self.high / self.low)
+        else:
+            part = (value - self.low) / (self.high - self.low)
+        return self.begin + part * (self.end - self.begin)
+
+    def ticks(self) -> list[float]:
+        return _log_ticks(self.low, self.high) if self.is_log else _ticks(self.low, self.high)
+
+
+def linear(values: Sequence[float], begin: float, end: float, *, is_round: bool = True) -> AxisScale:
+    """From 0 to the highest of them, or to the round number at or above it."""
+    highest = max([value for value in values if math.isfinite(value)], default=0.0)
+    if highest < _LEAST:
+        return AxisScale(0.0, 1.0, begin, end)
+    step = _step(0.0, highest)
+    return AxisScale(0.0, math.ceil(highest / step - 1e-9) * step if is_round else highest, begin, end)
+
+
+def logarithmic(values: Sequence[float], begin: float, end: float) -> AxisScale:
+    """Around all of them that are above 0, at least a factor of ten."""
+    positive = [value for value in values if 0 < value < math.inf]
+    low, high = (min(positive), max(positive)) if positive else (0.1, 1.0)
+    decade = 10.0 ** math.floor(math.log10(low * 1.0001))
+    low = max(decade * step for step in _LOG_STEPS if decade * step <= low * 1.0002)
+    return AxisScale(low, max(high * 1.05, low * 10), begin, end, is_log=True)
+
+
+def _step(low: float, high: float, about: int = 5) -> float:
+    rough = (high - low) / about
+    unit = 10.0 ** math.floor(math.log10(rough))
+    return next(unit * step for step in _STEPS if unit * step >= rough * 0.999999)
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    step = _step(low, high)
+    count = math.floor((high - low) / step + 1e-9)
+    return [low + at * step for at in range(count + 1)]
+
+
+def _log_ticks(low: float, high: float) -> list[float]:
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    steps = _LOG_STEPS if len(decades) <= 3 else (1.0,)
+    found = [10.0**decade * step for decade in decades for step in steps]
+    return [each for each in found if low * 0.9999 <= each <= high * 1.0001]
+
+
+def short(value: float) -> str:
+    """A number for a person: three figures, and k, M, G or T for thousands."""
+    for size, letter in _PREFIXES:
+        if abs(value) >= size * 0.9995:
+            return f"{value / size:.3g}{letter}"
+    return f"{value:.3g}" if value else "0"
+
 
 _WIDTH, _HEIGHT = 480, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 470, 10, 212
@@ -133,3 +211,61 @@ def _told(band: dict[str, tuple[float, float]], x_name: str, y_name: str) -> str
     first = next(iter(band.values()))[0]
     lines = [f"{name}: {short(value)}" for name, (_, value) in band.items()]
     return "\n".join([f"{x_name} {short(first)}; {y_name}", *lines])
+
+
+_BARS_WIDTH, _BARS_RIGHT = 480, 412
+_BAR, _NAME = 16, 15  # heights
+
+
+def bar_chart(bars: Mapping[str, Sequence[float]], parts: Sequence[str], *, most: float | None = None) -> str:
+    """For each name the sizes of its parts, shares of 1. The axis ends at `most`, or where the longest does."""
+    totals = [sum(sizes) for sizes in bars.values()]
+    x = linear(totals if most is None else [most], 0, _BARS_RIGHT)
+    step = _BAR + _NAME + 8
+    rows = "".join(
+        f'<text x="0" y="{at * step + 11}">{escape(name)}</text>'
+        + _parts(sizes, parts, at * step + _NAME, x.high)
+        + f'<text x="{x.at(total) + 5:.1f}" y="{at * step + _NAME + 12}">{total:.1%}</text>'
+        for at, ((name, sizes), total) in enumerate(zip(bars.items(), totals, strict=True))
+    )
+    about = escape(", ".join(parts), quote=True)
+    return f'<svg viewBox="0 0 {_BARS_WIDTH} {len(bars) * step}" role="img" aria-label="{about}">{rows}</svg>'
+
+
+def _parts(sizes: Sequence[float], parts: Sequence[str], top: int, most: float) -> str:
+    drawn, begin = "", 0.0
+    for hue, (size, part) in enumerate(zip(sizes, parts, strict=True)):
+        width = size / most * _BARS_RIGHT
+        if size > 0:
+            drawn += (
+                f'<rect x="{begin:.1f}" y="{top}" width="{width:.1f}" height="{_BAR}" fill="{color(hue)}">'
+                f"<title>{escape(part)}: {short(size * 100)} %</title></rect>"
+            )
+        begin += width
+    return drawn
+
+
+_MAX_ROWS = 15
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, kind: str = "") -> str:
+    """Without a head row where `head` is empty."""
+    top = f"<thead><tr>{''.join(f'<th>{escape(each)}</th>' for each in head)}</tr></thead>" if head else ""
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f'<div class="scroll"><table class="{escape(kind, quote=True)}">{top}<tbody>{body}</tbody></table></div>'
+
+
+def folded(text: str, summary: str = "as a table") -> str:
+    return f"<details><summary>{escape(summary)}</summary>{text}</details>"
+
+
+def series_table(series: Sequence[Series], x_name: str) -> str:
+    """A few of the rows; series with other x than the first have a table of their own."""
+    tables, left = "", list(series)
+    while left:
+        alike = [each for each in left if each.x == left[0].x]
+        left = [each for each in left if each.x != left[0].x]
+        xs = alike[0].x
+        rows = [[short(xs[at]), *(short(each.y[at]) for each in alike)] for at in thinned(len(xs), _MAX_ROWS)]
+        tables += table([x_name, *(each.name for each in alike)], rows)
+    return tables

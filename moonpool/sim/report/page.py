@@ -1,17 +1,161 @@
-"""The whole report: one HTML file without a script, a font or a link to anywhere. Pure."""
+"""The HTML report of a replay: one file with charts and tables, without scripts, fonts or external links. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
 from moonpool.base.units import format_nbytes
 from moonpool.sim.outcome import Outcome
-from moonpool.sim.report.conclusion import conclusion
-from moonpool.sim.report.figures import LINK_NAMES, alone, compared
-from moonpool.sim.report.labels import label, shown
+from moonpool.sim.report.chart import (
+    Mark,
+    Series,
+    area_chart,
+    bar_chart,
+    folded,
+    legend,
+    line_chart,
+    series_table,
+    table,
+)
+from moonpool.sim.report.labels import conclusion, label, shown
 from moonpool.sim.report.style import CSS
-from moonpool.sim.report.table import table
+from moonpool.sim.world.results import HIT_PLACES
+
+_TIME = "time, s"
+_PLACES = ("the GPUs' own pages", "own node's memory", "other nodes' memory", "disks")
+LINK_NAMES = {
+    "nic_out": "network, sent",
+    "nic_in": "network, received",
+    "h2d": "memory to GPUs",
+    "d2h": "GPUs to memory",
+    "ssd_read": "SSD read",
+    "ssd_write": "SSD write",
+}
+_GIGA = 1e9
+
+
+def compared(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """Figures with all systems in one chart."""
+    yield _effective(outcomes)
+    yield _hits(outcomes)
+    first = outcomes[0]
+    yield _cdf(outcomes, "ttft_s", "Time to first token", "TTFT, s", first.ttft_target_s)
+    yield _cdf(
+        outcomes, "tbt_s", "Time between tokens (mean of a request's longest tenth)", "TBT, s", first.tbt_target_s
+    )
+    yield _lines("Requests under way", _column(outcomes, "open"), "requests")
+    for name, title in (("refused", "Refused until then"), ("preemptions", "Preempted until then")):
+        series = _used(_column(outcomes, name))
+        if series:
+            yield _lines(title, series, "requests")
+
+
+def alone(outcome: Outcome) -> Iterator[str]:
+    """Figures of one system over time."""
+    columns = outcome.over_time
+    kinds = [name.removesuffix("_busy_share") for name in columns if name.endswith("_busy_share")]
+    states = [f"{kind}_{state}" for kind in kinds for state in ("running", "waiting")]
+    yield _areas("Requests by what they do", _picked(outcome, states), "requests")
+    busy = _picked(outcome, [f"{kind}_busy_share" for kind in kinds], "_busy_share")
+    yield _lines("Busy share of the GPUs", busy, "share", top=1.0)
+    batches = [f"{kind}_{size}_batch" for kind in kinds for size in ("mean", "largest")]
+    yield _lines("Requests in a worker's batch", _picked(outcome, batches, "_batch"), "requests")
+    pool = _used(_picked(outcome, ["pool_dram_nbytes", "pool_ssd_nbytes"], "pool_", "_nbytes"))
+    if pool:
+        in_gb = [each._replace(y=[value / _GIGA for value in each.y]) for each in pool]
+        yield _areas("What the pool holds", in_gb, "GB")
+    links = _links(outcome)
+    if links:
+        yield _lines("Moved over all links of a kind", links, "GB/s")
+    copies = _used(_picked(outcome, [name for name in columns if name.startswith("replicas_")], "replicas_"))
+    if copies:
+        yield _lines("Nodes that hold the block ranked so by use", copies, "nodes")
+
+
+def figure(title: str, chart: str, names: str = "", under: str = "") -> str:
+    return f"<figure><h3>{escape(title)}</h3>{names}{chart}{under}</figure>"
+
+
+def _effective(outcomes: Sequence[Outcome]) -> str:
+    bars = {each.system: [each.numbers["effective_share"]] for each in outcomes}
+    first = outcomes[0]
+    title = f"Requests done within TTFT {first.ttft_target_s:g} s and TBT {first.tbt_target_s * 1e3:g} ms"
+    return figure(title, bar_chart(bars, ["done within both targets"], most=1.0))
+
+
+def _hits(outcomes: Sequence[Outcome]) -> str:
+    bars = {each.system: [each.numbers[f"hit_share_{place}"] for place in HIT_PLACES] for each in outcomes}
+    rows = [[name, *(f"{share:.1%}" for share in shares)] for name, shares in bars.items()]
+    names = legend([(place, hue) for hue, place in enumerate(_PLACES)])
+    under = folded(table(["system", *_PLACES], rows))
+    return figure("Prompt tokens reused, by where they were", bar_chart(bars, _PLACES), names, under)
+
+
+def _cdf(outcomes: Sequence[Outcome], name: str, title: str, x_name: str, target: float) -> str:
+    """Of all requests: a system that refuses or loses some does not reach 100 %."""
+    series = []
+    for hue, each in enumerate(outcomes):
+        values = each.quantiles[name]
+        share = each.numbers["num_done"] / each.numbers["num_requests"] * 100
+        heights = [at / (len(values) - 1) * share for at in range(len(values))]
+        series.append(Series(each.system, values, heights, hue))
+    drawn = line_chart(
+        series, x_name=x_name, y_name="% of requests", log_x=True, marks=[Mark(target, "target")], y_values=[100.0]
+    )
+    quantiles = (50, 90, 95, 99, 100)
+    rows = [
+        [each.name, *(f"{each.x[at]:.4g}" if each.x else "-" for at in quantiles)] for each in series
+    ]  # 101 quantiles: number 50 is the median
+    under = folded(table(["system", *(f"{at} % of those done" for at in quantiles)], rows))
+    return figure(f"{title}: % of requests", drawn, _legend(series), under)
+
+
+def _lines(title: str, series: Sequence[Series], y_name: str, *, top: float = 0.0) -> str:
+    chart = line_chart(series, x_name=_TIME, y_name=y_name, y_values=[top])
+    return figure(f"{title} ({y_name})", chart, _legend(series), folded(series_table(series, _TIME)))
+
+
+def _areas(title: str, series: Sequence[Series], y_name: str) -> str:
+    chart = area_chart(series, x_name=_TIME, y_name=y_name)
+    return figure(f"{title} ({y_name})", chart, _legend(series), folded(series_table(series, _TIME)))
+
+
+def _legend(series: Sequence[Series]) -> str:
+    return legend([(each.name, each.hue) for each in series])
+
+
+def _column(outcomes: Sequence[Outcome], name: str) -> list[Series]:
+    return [
+        Series(each.system, each.over_time["time_s"], each.over_time[name], hue) for hue, each in enumerate(outcomes)
+    ]
+
+
+def _picked(outcome: Outcome, names: Sequence[str], *unsaid: str) -> list[Series]:
+    """Columns as series, called as they are without the parts that the title says."""
+    columns, found = outcome.over_time, []
+    for hue, name in enumerate(names):
+        label = name
+        for part in unsaid:
+            label = label.replace(part, "")
+        found.append(Series(label.replace("_", " "), columns["time_s"], columns[name], hue))
+    return found
+
+
+def _used(series: Sequence[Series]) -> list[Series]:
+    return [each for each in series if any(each.y)]
+
+
+def _links(outcome: Outcome) -> list[Series]:
+    """What leaves one node's NICs enters another's, so one direction is enough."""
+    width_s, rates = outcome.links_over_time.bucket_s, outcome.links_over_time.nbytes_per_s
+    kinds = [kind for kind in rates if kind in LINK_NAMES and kind != "nic_in"]
+    used = [(LINK_NAMES[kind], rates[kind]) for kind in kinds if any(rates[kind])]
+    return [
+        Series(name, [at * width_s for at in range(len(values))], [each / _GIGA for each in values], hue)
+        for hue, (name, values) in enumerate(used)
+    ]
+
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 

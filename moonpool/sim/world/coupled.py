@@ -20,11 +20,10 @@ from moonpool.sim.physics.hardware import NodeSpec
 from moonpool.sim.physics.links import Network
 from moonpool.sim.physics.model_shape import ModelShape
 from moonpool.sim.physics.roofline import kv_capacity_tokens
-from moonpool.sim.world.arrivals import follow
-from moonpool.sim.world.job import DONE, Job
-from moonpool.sim.world.paper import PaperSequence, block_keys
+from moonpool.sim.world.clock import SimTimers
+from moonpool.sim.world.job import DONE, Job, follow
+from moonpool.sim.world.sequence import PaperSequence, block_keys
 from moonpool.sim.world.stepper import Stepper
-from moonpool.sim.world.timers import SimTimers
 from moonpool.traces.columns import Trace, TraceRequest
 
 _MAX_SEQ_TOKENS = 1 << 30

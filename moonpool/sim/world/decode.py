@@ -13,11 +13,11 @@ from moonpool.engine.jumping import JumpingScheduler
 from moonpool.engine.sequence import pages_for
 from moonpool.engine.step import StepResult
 from moonpool.sim.physics.cost import EngineCost
+from moonpool.sim.world.clock import SimTimers
 from moonpool.sim.world.job import Job
-from moonpool.sim.world.paper import PaperSequence
 from moonpool.sim.world.reporter import SimReporter
+from moonpool.sim.world.sequence import PaperSequence
 from moonpool.sim.world.stepper import Stepper
-from moonpool.sim.world.timers import SimTimers
 
 
 class Written(NamedTuple):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
+
+from moonpool.sim.world.clock import SimTimers
+from moonpool.traces.columns import Trace, TraceRequest
 
 REFUSED: Final = 1
 DONE: Final = 2
@@ -82,3 +86,19 @@ class Job:
         if self.tbt_s is None or self.num_output < 2:
             return None
         return (self.end_s - self.first_token_s) / (self.num_output - 1)
+
+
+def follow(clock: SimTimers, trace: Trace, arrived: Callable[[int, TraceRequest], None]) -> None:
+    """`arrived` hears of each request and its row when the clock has come to it."""
+    requests = enumerate(iter(trace))
+
+    def wait_for_next() -> None:
+        entry = next(requests, None)
+        if entry is not None:
+            clock.at(entry[1].arrival_s, lambda: now(*entry))
+
+    def now(number: int, request: TraceRequest) -> None:
+        arrived(number, request)
+        wait_for_next()
+
+    wait_for_next()

@@ -1,4 +1,7 @@
-"""Failures as they happen: links that are cut or slow, memory that is gone, workers that stop and come back empty."""
+"""Failures as they happen: links fail or slow down, memory is lost, workers stop and come back empty.
+
+PoolState decides what happens to the blocks of a lost node and to the orders that the node had.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,61 @@ from collections.abc import Callable
 from functools import partial
 from math import prod
 
+from moonpool.base.descriptor import SegmentDescriptor
+from moonpool.master.state.segments import MountedSegment
 from moonpool.sim.physics.hardware import NodeSpec
-from moonpool.sim.world.failures import Failure
-from moonpool.sim.world.parts import Parts
-from moonpool.sim.world.pool_members import PoolMembers
+from moonpool.sim.world.clock import SimTimers
+from moonpool.sim.world.components import Parts
+from moonpool.sim.world.config import Failure
+from moonpool.sim.world.pool import SimPool
+from moonpool.store.messages import Tier
+
+
+class PoolMembers:
+    def __init__(self, clock: SimTimers, pool: SimPool) -> None:
+        self._clock, self._pool = clock, pool
+        self._away: dict[str, list[tuple[SegmentDescriptor, Tier]]] = {}
+
+    def gone(self, node: str) -> None:
+        """Its memory is lost; its disks are away, and are to come back with nothing on them."""
+        state, now_s = self._pool.state, self._clock.now_s
+        mine = [each for each in state.table_of_segments.all() if each.node == node and not each.is_away]
+        self._away[node] = [_entry(each) for each in mine]
+        for descriptor, _ in self._away[node]:
+            state.unmount(descriptor.name, descriptor.incarnation, now_s)
+        self._settle()
+
+    def back(self, node: str) -> None:
+        state, now_s = self._pool.state, self._clock.now_s
+        for before, tier in self._away.pop(node):
+            descriptor = _later(before)
+            capacity_nbytes = descriptor.nbytes if tier is Tier.SSD else None
+            state.mount(node, descriptor, now_s, tier=tier, capacity_nbytes=capacity_nbytes)
+            state.heartbeat(descriptor.name, descriptor.incarnation, now_s)
+            if tier is Tier.SSD:
+                state.members.inventory(descriptor.name, descriptor.incarnation, [], True, now_s)
+        self._settle()
+
+    def _settle(self) -> None:
+        """As a master does within its next ticks."""
+        while self._pool.state.tick(self._clock.now_s):
+            pass
+        self._pool.follow_up()
+
+
+def _entry(segment: MountedSegment) -> tuple[SegmentDescriptor, Tier]:
+    return segment.descriptor, segment.tier
+
+
+def _later(descriptor: SegmentDescriptor) -> SegmentDescriptor:
+    return SegmentDescriptor(
+        name=descriptor.name,
+        host=descriptor.host,
+        incarnation=descriptor.incarnation + 1,
+        nbytes=descriptor.nbytes,
+        granule_nbytes=descriptor.granule_nbytes,
+        endpoints=(),
+    )
 
 
 class Outages:

@@ -1,13 +1,21 @@
-"""The simulated pool: the store's own state, with nodes on paper that carry out its orders over simulated links.
+"""The simulated pool: the master's own PoolState, whose orders simulated nodes carry out over simulated links.
 
-It decides nothing: what is stored, found, evicted, offloaded, promoted or replicated is up to PoolState. Times of its
-messages are not counted (they are a thousandth of what moving a block takes); times of bytes are.
+All decisions (store, find, evict, offload, promote, replicate) are PoolState's. The time of its messages is not counted
+(a thousandth of the time to move a block); the time of the data is.
+
+Blocks that always come together are one object of the simulated pool: a run. A block and its successor are in the same
+run if every prompt that has one of them has both. So a prompt uses a run whole (except for its last block, of which one
+token is always computed), and a search by runs finds what a search by blocks would. One thing differs: a run is evicted
+whole, while a real pool may keep the first of its blocks. `max_blocks` limits this; with 1 nothing differs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.keys import object_key
@@ -16,9 +24,71 @@ from moonpool.master.rules import PoolRules
 from moonpool.master.state import PoolState
 from moonpool.master.state.changes import Changes
 from moonpool.sim.physics.hardware import NodeSpec
-from moonpool.sim.world.paper import block_key
-from moonpool.sim.world.timers import SimTimers
+from moonpool.sim.world.clock import SimTimers
+from moonpool.sim.world.sequence import block_key, block_number
 from moonpool.store.messages import Order, OrderKind, OrderResult, PutOptions, Tier
+from moonpool.traces.columns import Trace
+
+Ints = NDArray[np.int64]
+
+
+class BlockRuns:
+    """Of a trace's full blocks: partial ones are never stored."""
+
+    def __init__(self, trace: Trace, max_blocks: int) -> None:
+        ids, is_first = _full_blocks(trace)
+        size = int(ids.max()) + 1 if len(ids) else 0
+        counts = np.bincount(ids, minlength=size)
+        begins = is_first.copy()
+        begins[1:] |= counts[ids[1:]] != counts[ids[:-1]]
+        positions = np.arange(len(ids))
+        begins |= (positions - np.maximum.accumulate(np.where(begins, positions, 0))) % max_blocks == 0
+        starts = np.maximum.accumulate(np.where(begins, positions, 0))
+        heads = np.zeros(size, dtype=np.int64)
+        heads[ids] = ids[starts]
+        lengths = np.zeros(size, dtype=np.int64)
+        np.maximum.at(lengths, ids[starts], positions - starts + 1)
+        places = np.zeros(size, dtype=np.int64)
+        places[ids[begins]] = positions[begins]
+        self._ids, self._places = ids, places
+        self._heads: list[int] = heads.tolist()
+        self._lengths: list[int] = lengths.tolist()
+
+    def split(self, numbers: list[int]) -> list[tuple[int, int, int]]:
+        """(first block, begin, end) of the runs of a prompt's leading blocks, with their places in the prompt."""
+        found, begin, end = [], 0, len(numbers)
+        heads, lengths = self._heads, self._lengths
+        while begin < end:
+            head = heads[numbers[begin]]
+            stop = min(begin + lengths[head], end)
+            found.append((head, begin, stop))
+            begin = stop
+        return found
+
+    def blocks(self, name: bytes) -> list[int]:
+        """The blocks of a run, by the pool's key of the first."""
+        head = block_number(name)
+        place = self._places.item(head)
+        numbers: list[int] = self._ids[place : place + self._lengths[head]].tolist()
+        return numbers
+
+    def blocks_of_all(self, names: Sequence[bytes]) -> list[int]:
+        return self.blocks(names[0]) if len(names) == 1 else [number for name in names for number in self.blocks(name)]
+
+
+def _full_blocks(trace: Trace) -> tuple[Ints, NDArray[np.bool_]]:
+    """All prompts' full blocks one after the other, and which of them are a prompt's first."""
+    num_full = trace.num_input // trace.block_tokens
+    offsets = trace.block_offsets
+    ends = offsets[:-1] + num_full
+    keep = np.zeros(len(trace.block_ids) + 1, dtype=np.int64)
+    np.add.at(keep, offsets[:-1], 1)
+    np.add.at(keep, ends, -1)
+    mask = np.cumsum(keep[:-1]) > 0
+    is_first = np.zeros(len(trace.block_ids), dtype=np.bool_)
+    is_first[offsets[:-1][num_full > 0]] = True
+    return trace.block_ids[mask], is_first[mask]
+
 
 _NEVER_S = 1e12
 _GRANULE_NBYTES = 4096

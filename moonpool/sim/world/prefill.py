@@ -20,14 +20,12 @@ from moonpool.base.cluster import PrefillSample, PullSample
 from moonpool.engine.jumping import JumpingScheduler
 from moonpool.engine.sequence import Chunk
 from moonpool.engine.step import AdmittedSequence
-from moonpool.sim.physics.cost import PrefillCost
-from moonpool.sim.physics.events import Handle
-from moonpool.sim.physics.pipeline import StageLine
+from moonpool.sim.physics.cost import PrefillCost, StageLine
+from moonpool.sim.world.clock import Handle, SimTimers
 from moonpool.sim.world.job import Job
-from moonpool.sim.world.paper import TOKEN, PaperSequence
 from moonpool.sim.world.pool import PoolHit, Run, SimPool
 from moonpool.sim.world.reporter import SimReporter
-from moonpool.sim.world.timers import SimTimers
+from moonpool.sim.world.sequence import TOKEN, PaperSequence
 
 
 class Stages(NamedTuple):

@@ -1,20 +1,108 @@
-"""Looks at a simulated world at equal times while it runs, in bounded memory, and changes nothing in it.
+"""Samples a simulated cluster at equal intervals while it runs, in bounded memory, without changing it.
 
-When there would be too many samples, every second is forgotten and the time between them doubles. It lets the run end:
-it looks no more once all requests have ended, or nothing else is to happen.
+When there are too many samples, every second one is dropped and the interval doubles. The recorder lets the run end: it
+takes no further sample once all requests have ended or no other event is left.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moonpool.base.errors import InvalidInput
-from moonpool.sim.world import gauges
+from moonpool.base.keys import object_key
+from moonpool.sim.world.cluster import SimCluster
+from moonpool.sim.world.coupled import CoupledCluster, CoupledWorker
+from moonpool.sim.world.decode import DecodeWorker
 from moonpool.sim.world.job import REFUSED, Job
+from moonpool.sim.world.pool import SimPool
+from moonpool.sim.world.prefill import PrefillWorker
+from moonpool.sim.world.sequence import block_key
+from moonpool.store.messages import Tier
+from moonpool.traces.columns import Trace
+
+World: TypeAlias = SimCluster | CoupledCluster
+Worker: TypeAlias = PrefillWorker | DecodeWorker | CoupledWorker
+RANKS = (10, 100, 1000, 10_000)  # by use: the paper's Fig 11
+
+
+class Gauge(NamedTuple):
+    """Of all workers of a kind together. `waiting` is for pages or their turn, `running` in batches."""
+
+    waiting: int
+    running: int
+    largest_batch: int
+    busy_s: float  # since the start, the step under way included
+    preemptions: int
+
+
+def workers_by_kind(world: World) -> dict[str, list[Worker]]:
+    if isinstance(world, CoupledCluster):
+        return {"engine": list(world.workers)}
+    return {"prefill": list(world.prefills.values()), "decode": list(world.decodes.values())}
+
+
+def read(workers: Sequence[Worker], now_s: float) -> Gauge:
+    rosters = [worker.scheduler.roster for worker in workers]
+    running = [roster.num_running for roster in rosters]
+    places = [worker.num_waiting for worker in workers if isinstance(worker, DecodeWorker)]
+    return Gauge(
+        waiting=sum(roster.num_waiting for roster in rosters) + sum(places),
+        running=sum(running),
+        largest_batch=max(running),
+        busy_s=sum(worker.busy_until_s(now_s) for worker in workers),
+        preemptions=sum(worker.scheduler.num_preemptions for worker in workers),
+    )
+
+
+def pool_nbytes(world: World) -> dict[str, int]:
+    """Bytes used per tier, of all pools together."""
+    used = {"dram": 0, "ssd": 0}
+    for pool in _pools(world):
+        for segment in pool.state.stats().segments:
+            used["ssd" if segment.tier is Tier.SSD else "dram"] += segment.used_nbytes
+    return used
+
+
+def blocks_by_rank(trace: Trace, ranks: Iterable[int] = RANKS) -> dict[int, int]:
+    """The blocks that are used by the 10th most, 100th most, ... prompts, as far as there are so many; among equals
+    the smaller number first. A prompt's partial last block is never stored and does not count."""
+    is_full = np.ones(len(trace.block_ids), dtype=np.bool_)
+    is_full[trace.block_offsets[1:][trace.num_input % trace.block_tokens > 0] - 1] = False
+    numbers, uses = np.unique(trace.block_ids[is_full], return_counts=True)
+    order = np.argsort(-uses, kind="stable")
+    return {rank: int(numbers[order[rank - 1]]) for rank in ranks if rank <= len(order)}
+
+
+def replicas(world: World, blocks: Mapping[int, int]) -> dict[int, int]:
+    """On how many nodes each block is: in the pages of those that prefill, in the pool's memory or on its disks."""
+    return {rank: len(_holders(world, number)) for rank, number in blocks.items()}
+
+
+def _holders(world: World, number: int) -> set[str]:
+    key = block_key(number)
+    if isinstance(world, CoupledCluster):
+        return {str(at) for at, each in enumerate(world.workers) if each.scheduler.pages.page_of(key) is not None}
+    nodes = {node for node, each in world.prefills.items() if each.scheduler.pages.page_of(key) is not None}
+    name = object_key(block_key(world.runs.split([number])[0][0]))
+    for pool in _pools(world):
+        (info,) = pool.state.lookup([name], world.clock.now_s, lease=False)
+        if info is not None:
+            nodes |= {replica.segment.rpartition(".")[0] for replica in info.replicas}
+    return nodes
+
+
+def _pools(world: World) -> list[SimPool]:
+    if isinstance(world, CoupledCluster):
+        return []
+    found: dict[int, SimPool] = {id(pool): pool for pool in world.pools.values() if pool is not None}
+    return list(found.values())
+
 
 SAMPLES_PER_TRACE = 200
 _MAX_SAMPLES = 2 * SAMPLES_PER_TRACE
@@ -26,15 +114,15 @@ Columns = dict[str, list[float]]
 class WorldRecorder:
     """Make it before the run, read `columns()` and `links()` after it."""
 
-    def __init__(self, world: gauges.World, every_s: float | None = None) -> None:
+    def __init__(self, world: World, every_s: float | None = None) -> None:
         if every_s is None:
             every_s = max(world.trace.duration_s / SAMPLES_PER_TRACE, _SHORTEST_S)
         if not 0 < every_s < float("inf"):
             raise InvalidInput(f"a world cannot be looked at every {every_s} s")
         self.every_s = every_s
         self._world = world
-        self._workers = gauges.workers_by_kind(world)
-        self._blocks = gauges.blocks_by_rank(world.trace)
+        self._workers = workers_by_kind(world)
+        self._blocks = blocks_by_rank(world.trace)
         self._open: list[Job] = []
         self._num_seen = 0  # of the world's jobs
         self._ended: Counter[int] = Counter()
@@ -84,14 +172,14 @@ class WorldRecorder:
         row: dict[str, float] = {"time_s": now_s, "open": len(self._open)}
         preemptions = 0
         for kind, workers in self._workers.items():
-            found = gauges.read(workers, now_s)
+            found = read(workers, now_s)
             row[f"{kind}_waiting"], row[f"{kind}_running"] = found.waiting, found.running
             row[f"{kind}_mean_batch"], row[f"{kind}_largest_batch"] = found.running / len(workers), found.largest_batch
             row[f"{kind}_busy_s"] = found.busy_s
             preemptions += found.preemptions
-        for tier, nbytes in gauges.pool_nbytes(world).items():
+        for tier, nbytes in pool_nbytes(world).items():
             row[f"pool_{tier}_nbytes"] = nbytes
-        for rank, count in gauges.replicas(world, self._blocks).items():
+        for rank, count in replicas(world, self._blocks).items():
             row[f"replicas_rank_{rank}"] = count
         row["ended"], row["refused"] = sum(self._ended.values()), self._ended[REFUSED]
         row["preemptions"] = preemptions

@@ -6,8 +6,8 @@ from moonpool.base.cluster import DecodeSample, PrefillSample, PullSample, Repor
 from moonpool.conductor.state import ConductorState
 from moonpool.engine.jumping import JumpingScheduler
 from moonpool.master.state.changes import Changes
-from moonpool.sim.world.paper import block_keys
-from moonpool.sim.world.runs import BlockRuns
+from moonpool.sim.world.pool import BlockRuns
+from moonpool.sim.world.sequence import block_keys
 
 INCARNATION = 1
 

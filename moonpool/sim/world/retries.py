@@ -10,8 +10,8 @@ from moonpool.base.errors import MoonpoolError, Overloaded
 from moonpool.conductor.retries import Loss, Retries, RetryPolicy
 from moonpool.sim.world.decode import Written
 from moonpool.sim.world.job import Job
-from moonpool.sim.world.paper import PaperSequence
-from moonpool.sim.world.step_log import mean_of_longest_s
+from moonpool.sim.world.sequence import PaperSequence
+from moonpool.sim.world.stepper import mean_of_longest_s
 from moonpool.worker.messages import ALONE_STEPS
 
 _HITS = ("local_tokens", "dram_tokens", "remote_tokens", "ssd_tokens")

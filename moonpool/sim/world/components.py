@@ -14,16 +14,15 @@ from moonpool.engine.blocks import MAX_EVENTS, PageManager
 from moonpool.engine.jumping import JumpingScheduler
 from moonpool.engine.scheduler import SchedulerConfig
 from moonpool.master.state.changes import Changes
+from moonpool.sim.physics.cost import pipelined_prefill_s
 from moonpool.sim.physics.links import Network
-from moonpool.sim.physics.pipeline import pipelined_prefill_s
+from moonpool.sim.world.clock import SimTimers
 from moonpool.sim.world.config import ClusterConfig
 from moonpool.sim.world.decode import DecodeWorker
 from moonpool.sim.world.job import Job
-from moonpool.sim.world.pool import SimPool
+from moonpool.sim.world.pool import BlockRuns, SimPool
 from moonpool.sim.world.prefill import PrefillWorker, Stages
 from moonpool.sim.world.reporter import INCARNATION, SimReporter
-from moonpool.sim.world.runs import BlockRuns
-from moonpool.sim.world.timers import SimTimers
 from moonpool.traces.columns import Trace
 
 _MODEL = "simulated"
