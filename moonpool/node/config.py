@@ -46,7 +46,7 @@ class NodeConfig(WireConfig):
 
     @property
     def registry_address(self) -> str:
-        """Where processes that map this node's memory register."""
+        """The address of the session registry: processes that map this node's memory register there."""
         return f"unix:{self.run_dir}/{self.name}.desk"
 
     def ssd_log(self) -> SsdConfig:

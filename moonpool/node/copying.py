@@ -32,12 +32,12 @@ from moonpool.transfer.transports.base import check_bounds
 
 _LEAST_TIMEOUT_S = 5.0
 _LEAST_NBYTES_PER_S = 100e6
-_MOST_TIMEOUT_S = 20.0  # with the time it may have waited: less than the master waits for an answer
-_PREFIX_NBYTES = 64  # enough of a header to see whose it is: magic to identity
+_MOST_TIMEOUT_S = 20.0  # with the time an order may have waited: less than the master waits for its result
+_PREFIX_NBYTES = 64  # enough of a header to identify the object: magic to identity
 
 
 class Readable(Protocol):
-    """A remote segment, a folder, or memory of our own."""
+    """A remote segment, a folder, or this node's own memory."""
 
     def read_into(self, offset: int, buffers: Sequence[Buffer], *, timeout_s: float) -> None: ...
 
@@ -46,7 +46,7 @@ OpenSource = Callable[[Placement], Readable]
 
 
 class OwnMemory:
-    """This node's memory, read as if it were another's."""
+    """This node's memory as a Readable."""
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
@@ -60,7 +60,7 @@ class OwnMemory:
 
 
 def check_here(placement: Placement, segment: Segment, nbytes: int) -> None:
-    """NotFound unless the placement is of this segment as it is mounted now."""
+    """Raise NotFound unless the placement is in this segment and of its current incarnation."""
     if placement.segment != segment.name or placement.incarnation != segment.incarnation:
         raise NotFound(f"segment {placement.segment!r} was mounted anew or is not here")
     check_bounds(placement.offset, nbytes, segment.nbytes)
@@ -80,14 +80,16 @@ class Copier:
         try:
             self.copy(order)
         except (PeerLost, DeadlineExceeded) as error:
-            # That is what the master calls a node that may still be writing. This one has stopped.
+            # The master takes these errors for a node that may still be writing. This node has stopped.
             return refused(order, Unavailable(str(error)))
         except MoonpoolError as error:
             return refused(order, error)
         return OrderResult(order.order_id)
 
     def copy(self, order: Order) -> None:
-        """Corrupt: the source is damaged. StaleGeneration: source or target belong to something else by now."""
+        """Copy one object. Corrupt when the source is damaged, StaleGeneration when the space of source or target was
+        given to another object.
+        """
         target = order.target
         if target is None:
             raise InvalidInput("a copy needs a target")
@@ -105,7 +107,7 @@ class Copier:
 
 
 def _read_checked(order: Order, source: Readable, place: memoryview) -> None:
-    """The whole object, checked where it lies now; and the source was that object all the time."""
+    """Read the whole object to `place` and check it there, and that the source held that object all the time."""
     deadline = Deadline(min(_MOST_TIMEOUT_S, _LEAST_TIMEOUT_S + order.nbytes / _LEAST_NBYTES_PER_S))
     source.read_into(order.source.offset, [place], timeout_s=deadline.remaining_s())
     prefix, again = bytes(place[:_PREFIX_NBYTES]), bytearray(_PREFIX_NBYTES)

@@ -1,8 +1,9 @@
-"""The life of a segment at the master: mounted, kept by heartbeats, mounted anew when the master has forgotten it.
+"""The life of a segment at the master: mounted, kept by heartbeats, mounted again when the master has forgotten it.
 
-Whenever the master does not know the segment (its first hello, a node silent for too long) it is mounted as a new
-incarnation; handles opened for an earlier one are void from then on. A master that came back and knows it from its
-journal asks for a recount instead, and nothing is void. While either goes on no order is carried out.
+Whenever the master does not know the segment (the first mount, or a node that was silent for too long) the node mounts
+it as a new incarnation; handles opened for an earlier incarnation are void from then on. A master that came back and
+knows the segment from its journal asks for a recount instead, and no handle becomes void. No order is executed during a
+mount or a recount.
 """
 
 from __future__ import annotations
@@ -49,27 +50,27 @@ class Mount(ABC):
     """Borrows the segment and the engine. `mounted` is set while the master knows the segment."""
 
     tier: ClassVar[Tier]
-    keeps_contents: ClassVar[bool]  # what it held before a mount is there after it, and is told to the master
+    keeps_contents: ClassVar[bool]  # its contents outlive a mount, and are reported to the master
 
     def __init__(self, node: str, segment: Segment, engine: TransferEngine, pause_orders: Pause) -> None:
         self.segment = segment
         self.mounted = asyncio.Event()
-        self.refusal: AlreadyExists | None = None  # another node has the name, as far as the master knows
+        self.refusal: AlreadyExists | None = None  # the master knows another node of this name
         self._node = node
         self._engine = engine
         self._pause_orders = pause_orders
         self._heartbeat_s = 1.0
-        self._epoch = 0  # of the master that was heard last
-        self._reported = (0, 0)  # incarnation and epoch in which the contents were told
+        self._epoch = 0  # of the master that answered last
+        self._reported = (0, 0)  # incarnation and epoch in which the contents were reported
         self._is_settled = False  # this incarnation may be used
 
     async def run(self, client: AsyncClient) -> None:
-        """Beats until the connection is lost, also while a recount waits for orders under way."""
+        """Send heartbeats until the connection is lost, also while a recount waits for running orders."""
         self.mounted.clear()
         recount: asyncio.Task[None] | None = None
         async with asyncio.TaskGroup() as tasks:
             while not client.closed.is_set():
-                # A mount that was cut short may be known to the master; but its past is not fenced off.
+                # The master may know a mount that was cut short; but its earlier generations are not fenced off.
                 reply = await self._checked_heartbeat(client) if self._is_settled else HeartbeatReply(known=False)
                 if not reply.known:
                     self.mounted.clear()
@@ -82,22 +83,22 @@ class Mount(ABC):
                 await self._rest(client)
 
     async def leave(self, client: AsyncClient) -> None:
-        """Says goodbye, if the master still listens."""
+        """Unmount the segment, if the master still answers."""
         call = UnmountSegment(segment=self.segment.name, incarnation=self.segment.incarnation)
         try:
             await client.call(call, timeout_s=_GOODBYE_TIMEOUT_S)
         except MoonpoolError as error:
-            _LOG.info("%s: could not say goodbye to the master: %s", self.segment.name, error)
+            _LOG.info("%s: could not be unmounted at the master: %s", self.segment.name, error)
 
     async def _rest(self, client: AsyncClient) -> None:
-        """Until the next beat, or the end of the connection."""
+        """Wait until the next heartbeat is due, or the connection is lost."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._heartbeat_s if self.mounted.is_set() else _REFUSED_PAUSE_S):
                 await client.closed.wait()
 
     @property
     def is_reported(self) -> bool:
-        """Whether this master, in this life of it, has heard what the segment holds."""
+        """Whether the node has reported the segment's contents since this master was started."""
         return self.mounted.is_set() and self._reported == (self.segment.incarnation, self._epoch)
 
     async def _answer_recount(self, client: AsyncClient, above: int) -> None:
@@ -105,13 +106,13 @@ class Mount(ABC):
             reported = (self.segment.incarnation, self._epoch)
             try:
                 await self._recount(client, above)
-            except NotFound as error:  # forgotten meanwhile; the next beat says so too
+            except NotFound as error:  # the master forgot the segment meanwhile; the next heartbeat shows that too
                 _LOG.info("%s: %s", self.segment.name, error)
             else:
                 self._reported = reported
 
     async def _mount(self, client: AsyncClient) -> bool:
-        """Offers the segment as a new incarnation; False when the master does not want it (yet)."""
+        """Mount the segment as a new incarnation. Return False when the master refuses it, perhaps only for now."""
         self._is_settled = False
         async with self._pause_orders():
             self._engine.unserve(self.segment.name)
@@ -134,7 +135,7 @@ class Mount(ABC):
         return True
 
     async def _checked_heartbeat(self, client: AsyncClient) -> HeartbeatReply:
-        """A beat, with whatever is looked after once in a while."""
+        """Send a heartbeat, with the checks that are made once in a while."""
         return await self._heartbeat(client)
 
     async def _heartbeat(self, client: AsyncClient) -> HeartbeatReply:
@@ -156,31 +157,31 @@ class Mount(ABC):
         return in_words(descriptor)
 
     async def _prepare(self) -> bool:
-        """What must be done before it is offered; False when that cannot be done now."""
+        """Prepare the segment for a mount. Return False when that is not possible now."""
         return True
 
     @abstractmethod
     def _mount_call(self, descriptor: SegmentDescriptor) -> MountSegment:
-        """What is said to the master."""
+        """Return the call that mounts the segment."""
 
     @abstractmethod
     async def _fence_off(self, reply: MountReply) -> None:
-        """What must be done before anything is placed there."""
+        """Make writes of earlier generations impossible, before the master places anything in the segment."""
 
     @abstractmethod
     async def _recount(self, client: AsyncClient, above: int) -> None:
-        """Tells what the segment holds."""
+        """Report what the segment holds."""
 
 
 class DramMount(Mount):
-    """Memory: empty after a mount, with every generation granted before fenced off.
+    """Memory: empty after a mount, with all earlier generations fenced off.
 
-    Writes of generations that the master cannot have given out are refused. Once in a while the fence is compared with
-    what it has given out: a stamp above that (a flipped bit, a mistaken writer) would keep all writers out of its space
-    for ever, so the master is asked what to stamp instead.
+    The fence refuses writes of generations that the master cannot have granted. Once in a while the node compares the
+    fence with the highest granted generation: a stamp above that (a flipped bit, a faulty writer) would keep all
+    writers out of its space for ever, so the node asks the master for the right stamp.
 
-    The master that forgot the memory forgot its pins too. Processes that may hold it in place (a view, a copy that was
-    stopped half way) keep it as it is: the pool gets other memory.
+    A master that forgot the memory forgot its pins too. Processes may still map the old memory (a view, a copy that was
+    stopped half way); they keep it unchanged, and the pool gets new memory.
     """
 
     tier = Tier.DRAM
@@ -202,9 +203,9 @@ class DramMount(Mount):
         self._sessions = sessions
         self._fence_check_s = fence_check_s
         self._next_check_s = 0.0
-        self._last_generation = 0  # given out, as the master said last
-        self.num_restamped = 0  # granules that had a generation never given out
-        self._may_be_held = False  # in place, by processes of this machine
+        self._last_generation = 0  # granted, according to the last reply
+        self.num_restamped = 0  # granules whose generation was never granted
+        self._may_be_held = False  # mapped by processes of this machine
         self._rare_log = RateLimitedLog(_LOG)
 
     async def _prepare(self) -> bool:
@@ -212,7 +213,7 @@ class DramMount(Mount):
             return True
         try:
             await asyncio.to_thread(self.segment.renew)
-        except NoSpace as error:  # until those processes let go of the old memory
+        except NoSpace as error:  # until those processes unmap the old memory
             self._rare_log.warning("%s cannot be mounted again: %s", self.segment.name, error)
             return False
         self._may_be_held = False
@@ -230,7 +231,9 @@ class DramMount(Mount):
         self._last_generation = reply.generation_floor
 
     async def _checked_heartbeat(self, client: AsyncClient) -> HeartbeatReply:
-        """What was stamped before a beat was given out before its answer: a stamp above that was never given out."""
+        """Send a heartbeat; restamp granules whose generation was never granted. A stamp that was set before the
+        heartbeat was granted before its reply, so a stamp above the reply's `last_generation` was never granted.
+        """
         fence, suspects = self.segment.fence, list[tuple[int, int, int]]()
         if fence is not None and time.monotonic() >= self._next_check_s:
             suspects = await asyncio.to_thread(fence.stamps_above, self._last_generation)
@@ -250,7 +253,7 @@ class DramMount(Mount):
             fence.restamp(*span)
             self.num_restamped += -(-span[1] // fence.granule_nbytes)
         _LOG.warning(
-            "%s: %d spans carried generations that were never given out; %d are free for writers again",
+            "%s: %d spans carried generations that were never granted; %d are free for writers again",
             name,
             len(ahead),
             len(restamped),

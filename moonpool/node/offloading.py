@@ -1,9 +1,9 @@
-"""OFFLOAD and DROP: writes objects from this node's memory to its log, and forgets records there. In their order.
+"""OFFLOAD and DROP orders: write objects from this node's memory to its log, and remove records there, in order.
 
-All objects of a go are checked, written by large writes and made durable by one sync: what is answered as done survives
-a power failure. Those of the next write are checked on another thread while the last ones are written, and no others:
-what is checked long before it is written has left the processor's cache. The space of an object may be given to another
-one at any time, so the fence is asked once more when the bytes have been written.
+All objects of a batch are checked, written by large writes and made durable by one sync: an order that is answered as
+done survives a power failure. The objects of the next write are checked on another thread during the current write, but
+no further ahead: an object checked long before it is written has left the processor's cache. The master may give an
+object's space to another object at any time, so the fence is checked again after the bytes have been written.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _Prepared: TypeAlias = LogItem | LogLocation | MoonpoolError
 
 
 class LogThread:
-    """The one thread that orders write the log with. Borrows the memory; `ssd` gives the log, None while there is
-    none.
+    """Executes orders that write the log, on one thread. Borrows the memory; `ssd` returns the log, or None while the
+    disk is not available.
     """
 
     def __init__(self, memory: Segment, ssd: Callable[[], NodeSsd | None]) -> None:
@@ -58,7 +58,7 @@ class LogThread:
         return results
 
     def _drop(self, ssd: NodeSsd, orders: Sequence[Order]) -> list[OrderResult]:
-        """A tombstone that is lost in a crash brings the record back, and the next inventory drops it."""
+        """Remove records. If a crash loses the tombstone, the record comes back and the next inventory drops it."""
         ssd.log.remove([(order.key, order.source.generation) for order in orders])
         return [OrderResult(order.order_id) for order in orders]
 
@@ -85,11 +85,11 @@ class LogThread:
         return [next(written) if isinstance(each, LogItem) else each for each in prepared]
 
     def _prepare(self, ssd: NodeSsd, order: Order) -> _Prepared:
-        """What to write, or where it is already; the bytes in memory are right."""
+        """Check the object in memory. Return what to write, or its location if the log has it already, or the error."""
         try:
             check_here(order.source, self._memory, order.nbytes)
             if order.target is not None and order.target.incarnation != ssd.segment.incarnation:
-                raise NotFound("the disk was mounted anew")
+                raise NotFound("the disk was mounted again")
             there = ssd.log.find(order.key, order.source.generation)
             if there is not None:
                 return there
@@ -103,11 +103,11 @@ class LogThread:
         try:
             check_object([view], order.key, order.source.generation, None)
         except Corrupt:
-            self._check_fence(order)  # perhaps we are only late
+            self._check_fence(order)  # StaleGeneration instead, if the space was given to another object
             raise
 
     def _recheck(self, ssd: NodeSsd, order: Order, found: LogLocation | MoonpoolError) -> LogLocation | MoonpoolError:
-        """StaleGeneration when the space was given away while its bytes were written."""
+        """Return `found`, or StaleGeneration when the space was given to another object while its bytes were written."""
         if isinstance(found, MoonpoolError):
             return found
         try:
@@ -118,21 +118,23 @@ class LogThread:
         return found
 
     def _check_fence(self, order: Order) -> None:
-        """StaleGeneration when a newer generation has begun to write there."""
+        """Raise StaleGeneration when a newer generation has begun to write there."""
         fence = self._memory.fence
         assert fence is not None, "the pool's memory is fenced"
         fence.admit(order.source.offset, order.nbytes, order.source.generation)
 
     def _answer(self, order: Order, found: LogLocation | MoonpoolError) -> OrderResult:
         if isinstance(found, MoonpoolError):
-            if not isinstance(found, NotFound):  # that is only an order of an earlier mount
+            if not isinstance(found, NotFound):  # an order of an earlier mount
                 self._rare_log.warning("objects are not offloaded: %s", found)
             return refused(order, found)
         return OrderResult(order.order_id, offset=offset_of(found))
 
 
 def _batches(orders: Sequence[Order]) -> Iterator[Sequence[Order]]:
-    """What is written by one system call each. The first ones are smaller: the disk waits for their checks."""
+    """Yield the orders whose objects are written by one system call. The first batches are smaller: the disk waits for
+    their checks.
+    """
     most_nbytes, start, nbytes = _FIRST_WRITE_NBYTES, 0, 0
     for position, order in enumerate(orders):
         if position > start and nbytes + order.nbytes > most_nbytes:

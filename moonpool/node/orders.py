@@ -1,8 +1,8 @@
-"""Takes the master's orders and answers every one of them.
+"""Receives the master's orders and answers every one of them.
 
-Orders wait in lanes and are carried out on threads: in their order where a lane is one thread wide, several in one go
-where it takes more than one. An order belongs to the connection it came by: when that ends, those that wait are
-forgotten (the master sends them again), and those under way end before any new one begins.
+Orders wait in lanes and are executed on threads: in order where a lane has one thread, in batches where a lane allows
+more than one order at a time. An order belongs to the connection on which it came: when the connection ends, waiting
+orders are forgotten (the master sends them again), and running orders end before a new order begins.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moonpool.store.messages import Order, OrderKind, OrderResult, Orders, Order
 _LOG = logging.getLogger(__name__)
 _CALL_TIMEOUT_S = 5.0
 _RESULTS_PER_CALL = 1000
-# An order that waited longer is not begun: the master gives it up soon, and then its target is somebody else's.
+# An order that waited longer is not begun: the master gives it up soon, and gives its target to another object.
 MAX_WAIT_S = 20.0
 
 ExecuteOrders = Callable[[list[Order]], list[OrderResult]]
@@ -34,15 +34,15 @@ def refused(order: Order, error: MoonpoolError) -> OrderResult:
 
 
 class OrderLane:
-    """Orders that are carried out by the same hand. `execute` runs on a thread, gets up to `max_orders` (and
-    `max_nbytes`, unless it is a single one) and answers each.
+    """A queue of orders that one function executes. `execute` runs on a thread, gets up to `max_orders` orders (of up
+    to `max_nbytes`, unless it is a single order) and returns one result per order.
     """
 
     def __init__(
         self, execute: ExecuteOrders, *, width: int = 1, max_orders: int = 1, max_nbytes: int = 64 * 1024 * 1024
     ) -> None:
         self.width = width
-        self.num_holds = 0  # while there is one nothing of this lane is begun
+        self.num_holds = 0  # while above 0 no order of this lane is begun
         self._execute = execute
         self._max_orders, self._max_nbytes = max_orders, max_nbytes
         self._waiting: deque[tuple[float, Order]] = deque()
@@ -54,7 +54,7 @@ class OrderLane:
         self._waiting.clear()
 
     def pop_batch(self) -> list[Order]:
-        """The next ones to be carried out in one go."""
+        """Remove and return the next batch."""
         taken: list[Order] = []
         nbytes = 0
         while self._waiting and len(taken) < self._max_orders:
@@ -65,24 +65,24 @@ class OrderLane:
         return taken
 
     def pop_expired(self) -> list[Order]:
-        """Those that waited too long."""
+        """Remove and return the orders that waited too long."""
         late: list[Order] = []
         while self._waiting and self._waiting[0][0] < time.monotonic() - MAX_WAIT_S:
             late.append(self._waiting.popleft()[1])
         return late
 
     def run(self, orders: list[Order]) -> list[OrderResult]:
-        """An answer per order, whatever happens."""
+        """Execute the orders. Return one result per order, also when `execute` raises."""
         try:
             return self._execute(orders)
         except Exception as error:  # noqa: BLE001 - every order gets an answer, a bug's included
             if not isinstance(error, MoonpoolError):
-                _LOG.exception("a bug while orders were carried out")
+                _LOG.exception("a bug while orders were executed")
             return [refused(order, as_moonpool_error(error)) for order in orders]
 
 
 class OrderRunner:
-    """Keeps the stream of orders open and the lanes busy. `counters` holds (kind, outcome): how often."""
+    """Keeps the stream of orders open and the lanes busy. `counters` counts orders by (kind, outcome)."""
 
     def __init__(self, node: str, lanes: Mapping[OrderKind, OrderLane]) -> None:
         self.counters: Counter[tuple[OrderKind, str]] = Counter()
@@ -93,7 +93,7 @@ class OrderRunner:
         self._running: dict[asyncio.Task[None], OrderLane] = {}
         self._results: list[OrderResult] = []
         self._has_results = asyncio.Event()
-        self._num_results = self._num_sent = 0  # those the master has, or does not need any more, are told
+        self._num_results = self._num_sent = 0  # sent: the master has them, or does not need them any more
         self._more_sent = asyncio.Event()
         self._streaming: asyncio.Task[None] | None = None
         self._num_pauses = 0
@@ -101,7 +101,7 @@ class OrderRunner:
         self._may_run.set()
 
     async def run(self, client: AsyncClient) -> None:
-        """Takes orders until the connection is lost."""
+        """Receive and execute orders until the connection is lost."""
         while not client.closed.is_set():
             await self._may_run.wait()
             await self._idle()
@@ -117,7 +117,7 @@ class OrderRunner:
 
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
-        """Nothing is carried out inside; the master sends what was forgotten again afterwards."""
+        """Execute no order inside the context. The master sends the forgotten orders again afterwards."""
         self._num_pauses += 1
         self._may_run.clear()
         try:
@@ -133,7 +133,7 @@ class OrderRunner:
 
     @asynccontextmanager
     async def hold(self, lane: OrderLane) -> AsyncIterator[None]:
-        """Nothing of this lane is carried out inside, and the master has every answer."""
+        """Execute no order of this lane inside the context. The context begins when the master has all earlier results."""
         lane.num_holds += 1
         try:
             while running := [task for task, its in self._running.items() if its is lane]:
@@ -147,7 +147,7 @@ class OrderRunner:
             self._start(lane)
 
     async def close(self) -> None:
-        """Idempotent. Waits for what is under way."""
+        """Wait for running orders. Idempotent."""
         await self._idle()
         self._pool.shutdown(wait=False)
 
@@ -158,7 +158,7 @@ class OrderRunner:
             await asyncio.wait(self._running)
 
     def _forget_results(self) -> None:
-        """They are of orders that the master sends again."""
+        """Forget results of orders that the master sends again."""
         self._results.clear()
         self._has_results.clear()
         self._count_sent(self._num_results - self._num_sent)
@@ -174,7 +174,7 @@ class OrderRunner:
             async with aclosing(client.stream(Orders(node=self._node))) as batches:  # type: ignore[type-var]
                 async for orders in batches:
                     self._enqueue(orders)
-            raise PeerLost("the master sends no orders any more")
+            raise PeerLost("the master ended the stream of orders")
 
     def _enqueue(self, orders: Sequence[Order]) -> None:
         for order in orders:
@@ -207,7 +207,7 @@ class OrderRunner:
             self._has_results.set()
 
     async def _send_results(self, client: AsyncClient) -> None:
-        """While one call is under way the next answers gather, so there are few calls and no wait."""
+        """Send results. Those that arrive during a call go with the next call: few calls, and no delay."""
         while True:
             await self._has_results.wait()
             some, self._results = self._results[:_RESULTS_PER_CALL], self._results[_RESULTS_PER_CALL:]
@@ -218,5 +218,5 @@ class OrderRunner:
             except Unavailable:
                 raise
             except MoonpoolError as error:
-                _LOG.warning("the master did not take %d answers: %s", len(some), error)
+                _LOG.warning("the master refused %d results: %s", len(some), error)
             self._count_sent(len(some))

@@ -58,19 +58,19 @@ class Node:
 
     @property
     def segment(self) -> Segment:
-        """The memory it owns."""
+        """The node's memory."""
         assert self._segment is not None, "the node was not started"
         return self._segment
 
     @property
     def work(self) -> _Work:
-        """What it does for the master; for tests and for reading."""
+        """The tasks for the master; for tests and for inspection."""
         assert self._work is not None, "the node was not started"
         return self._work
 
     async def start(self) -> None:
-        """NoSpace when the memory is not there, PeerLost when no master answers in time, ConfigError, also when another
-        node of this name lives.
+        """Start the node and mount its memory. NoSpace when the memory cannot be allocated, PeerLost when no master
+        answers in time, ConfigError for a wrong setting or when another node of this name lives.
         """
         check_numa_node(self.config.numa_node)
         try:
@@ -89,15 +89,15 @@ class Node:
             raise
 
     async def wait(self) -> None:
-        """Returns after close(); raises what ended the node otherwise."""
+        """Return after close(). Raise the error that ended the node otherwise."""
         assert self._serving is not None, "the node was not started"
         await asyncio.wait([self._serving])
         if not self._serving.cancelled():
             self._serving.result()
 
     async def leave(self) -> None:
-        """Takes the memory back from the pool: says goodbye to the master, and does nothing for it any more. Starts no
-        thread, so it works in a process that is ending, which gives the rest back by itself. Idempotent.
+        """Unmount the segments and stop serving the master. Idempotent. Starts no thread, so it works in a process that
+        is exiting; the exit frees everything else.
         """
         for task in (self._finding_disk, self._serving):
             if task is not None:
@@ -107,7 +107,7 @@ class Node:
             await self._work.leave()
 
     async def close(self) -> None:
-        """Idempotent. Takes the memory back from the pool and from the machine; what is on disk stays there."""
+        """Leave the pool and free the memory; the contents of the disk stay. Idempotent."""
         await self.leave()
         if self._registry is not None:
             await self._registry.close()
@@ -130,7 +130,7 @@ class Node:
         return [*own, *process_metrics()]
 
     def _transfer_config(self) -> TransferConfig:
-        # One thread: orders read on threads of their own.
+        # One thread: orders read on the threads of their lanes.
         return TransferConfig(run_dir=self.config.run_dir, num_threads=1, **self.config.wires())
 
     def _allocate(self) -> Segment:
@@ -143,13 +143,13 @@ class Node:
         )
 
     async def _open_disk(self) -> None:
-        """A disk in trouble is tried again later."""
+        """Open the log. A disk that fails is tried again later."""
         try:
             self.ssd = await asyncio.to_thread(NodeSsd, self.config)
         except ConfigError:
             raise
         except MoonpoolError as error:
-            _LOG.warning("%s begins without its disk: %s", self.config.name, error)
+            _LOG.warning("%s starts without its disk: %s", self.config.name, error)
             self._finding_disk = asyncio.get_running_loop().create_task(self._find_disk())
 
     async def _find_disk(self) -> NodeSsd:
@@ -162,11 +162,11 @@ class Node:
         return self.ssd
 
     async def disk(self) -> NodeSsd:
-        """Waits until there is one."""
+        """Wait until the disk is available and return it."""
         if self.ssd is not None:
             return self.ssd
         assert self._finding_disk is not None, "the node has no disk"
-        return await asyncio.shield(self._finding_disk)  # who waits may be cancelled, and another one waits on
+        return await asyncio.shield(self._finding_disk)  # a caller may be cancelled while others wait on
 
     async def _first_mount(self, work: _Work, serving: asyncio.Task[None]) -> None:
         dram = work.dram
@@ -190,7 +190,7 @@ class Node:
 
 
 class _Work:
-    """What a started node does for the master: its mounts, its orders, and the link that they hang on."""
+    """What a started node does for the master: its mounts, its orders, and the connection that they use."""
 
     def __init__(self, node: Node, engine: TransferEngine, registry: SessionRegistry) -> None:
         config = node.config
@@ -229,7 +229,7 @@ class _Work:
         )
 
     async def leave(self) -> None:
-        """Says goodbye to the master."""
+        """Unmount the segments."""
         client = self.link.client
         if client is not None:
             for mount in (self.dram, self.disk):
@@ -243,7 +243,7 @@ class _Work:
         self.failure = error
 
     async def close(self) -> None:
-        """Idempotent. Waits for orders under way."""
+        """Wait for running orders. Idempotent."""
         await self.orders.close()
         self._log_thread.close()
 
@@ -252,13 +252,13 @@ class _Work:
         await self.orders.run(client)
 
     async def _report_metrics(self, client: AsyncClient) -> None:
-        """Tell the master this node's figures: front ends of other machines cannot ask the node itself."""
+        """Report metrics to the master: front ends on other machines cannot ask the node itself."""
         while True:
             report = RoleMetrics("node", self._node.config.name, await self._node.metrics())
             try:
                 await client.call(ReportMetrics(metrics=report), timeout_s=CALL_TIMEOUT_S)
-            except MoonpoolError as error:  # nothing depends on it; a lost connection is noticed by others
-                _LOG.debug("the master did not take the metrics: %s", error)
+            except MoonpoolError as error:  # nothing depends on the metrics; other tasks notice a lost connection
+                _LOG.debug("the master refused the metrics: %s", error)
             await asyncio.sleep(REPORT_EVERY_S)
 
     async def _run_disk(self, client: AsyncClient) -> None:
@@ -272,7 +272,7 @@ class _Work:
             tasks.create_task(self._maintenance.run(client))
 
     def _open_source(self, placement: Placement) -> Readable:
-        """Where an order's source lies, whoever has it. Runs on the orders' threads."""
+        """Return the segment that holds an order's source. Runs on the threads of the lanes."""
         ssd = self._node.ssd
         if placement.segment == self._node.segment_name:
             check_here(placement, self._node.segment, 0)

@@ -1,7 +1,7 @@
-"""The node's desk: it knows which processes hold the node's memory in place, and tells the master when one has ended.
+"""Knows which processes map the node's memory, and tells the master when one has ended.
 
-A connection that stands is a process that lives: one that is stopped for an hour still holds what it holds. So nobody
-is cut off for silence here. A session that registered from several connections is gone with the last of them.
+A process is alive while its connection is open: a process that is stopped for an hour still maps the memory. So no
+connection is closed for silence here. A session that registered on several connections ends with the last of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CALL_TIMEOUT_S = 5.0
 
 
 class SessionRegistry:
-    """`await start()`, then it serves until `await close()`."""
+    """Serves from `await start()` to `await close()`."""
 
     def __init__(self, address: str, name: str, metrics: Callable[[], Awaitable[list[MetricFamily]]]) -> None:
         self.address = address
@@ -33,12 +33,12 @@ class SessionRegistry:
         }
         self._server = RpcServer(SERVICE, handlers, name=name, patience=_FOR_EVER)
         self._sessions_of: dict[RpcPeer, set[int]] = {}
-        self._gone: set[int] = set()  # the master does not know of it yet
+        self._gone: set[int] = set()  # ended sessions that the master does not know of yet
         self._session_ended = asyncio.Event()
         self._closing = False
 
     async def start(self) -> None:
-        """ConfigError when another process serves there: a node of this name lives on this machine."""
+        """Listen. ConfigError when another process serves the address: a node of this name runs on this machine."""
         folder = os.path.dirname(parse_address(self.address).path)
         try:
             os.makedirs(folder, mode=0o700, exist_ok=True)
@@ -47,16 +47,16 @@ class SessionRegistry:
         await self._server.listen(self.address)
 
     async def close(self) -> None:
-        """Idempotent. Whoever is registered is not gone because of it."""
+        """Stop serving. Registered sessions do not count as ended because of it. Idempotent."""
         self._closing = True
         await self._server.close()
 
     def sessions(self) -> list[int]:
-        """Those of living processes."""
+        """Return the sessions of living processes."""
         return sorted(set().union(*self._sessions_of.values()))
 
     async def report(self, client: AsyncClient) -> None:
-        """Tells the master of every end, at once; ends with the connection to it. What it could not tell is kept."""
+        """Report ended sessions to the master, at once, until the connection is lost. Unreported ones are kept."""
         while True:
             if not self._gone:
                 self._session_ended.clear()

@@ -39,22 +39,22 @@ _LOG = logging.getLogger(__name__)
 _ITEMS_PER_CALL = 2000
 _COMPACT_EVERY_S = 1.0
 _COMPACT_NBYTES = 64 * 1024 * 1024  # moved in one step, while offloads wait
-_LOW_FREE_PART = 0.05  # of the log's bytes: with less it is tidied
+_LOW_FREE_PART = 0.05  # of the log's bytes: with less it is compacted
 _HIGH_DEAD_PART = 0.25
 
 Hold = Callable[[], AbstractAsyncContextManager[None]]
 
 
 def offset_of(location: LogLocation) -> int:
-    """Where a placement says that it lies."""
+    """Return the offset of a location as placements have it."""
     return address_of_byte(location.file_number, location.offset)
 
 
 class NodeSsd:
-    """The open log and its segment; owns both. Opening recovers the log and takes as long as that takes."""
+    """The open log and its segment; owns both. The constructor recovers the log, which may take long."""
 
     def __init__(self, config: NodeConfig) -> None:
-        """ConfigError when another process uses the folder; NoSpace or Unavailable when the disk is in trouble."""
+        """ConfigError when another process uses the folder; NoSpace or Unavailable when the disk fails."""
         assert config.ssd_dir is not None, "there is an SSD"
         self.max_nbytes = config.ssd_nbytes
         self.capacity_nbytes = _capacity_nbytes(config.ssd_log())
@@ -64,7 +64,7 @@ class NodeSsd:
         except BaseException:
             self.log.close()
             raise
-        self.lock = asyncio.Lock()  # held while records are listed or moved: the two must not mix
+        self.lock = asyncio.Lock()  # held while records are listed, and while they are moved
 
     def needs_compaction(self) -> bool:
         return is_compaction_due(self.log.stats(), self.max_nbytes)
@@ -76,14 +76,14 @@ class NodeSsd:
 
 
 def _capacity_nbytes(log: SsdConfig) -> int:
-    """What the pool may keep there: so much less than fits that the files of a full log are, on average, dead enough
-    to be tidied.
+    """Return how much the pool may keep in the log: so much less than fits that the files of a full log are, on
+    average, dead enough to be compacted.
     """
     return int((log.max_nbytes - log.reserved_nbytes - log.file_nbytes) * (1 - log.compact_dead_fraction))
 
 
 def is_compaction_due(stats: SsdStats, max_nbytes: int) -> bool:
-    """Whether moving records around is worth its price now."""
+    """Return whether moving records is worth its cost now."""
     short = stats.free_nbytes < _LOW_FREE_PART * max_nbytes and stats.dead_nbytes > 0
     return short or stats.dead_nbytes > _HIGH_DEAD_PART * max_nbytes
 
@@ -105,10 +105,10 @@ class SsdMount(Mount):
         return f"{descriptor.name}, {format_nbytes(self._ssd.capacity_nbytes)} at {descriptor.location}"
 
     async def _fence_off(self, reply: MountReply) -> None:
-        """Nobody but this process writes there."""
+        """Do nothing: only this process writes to the log."""
 
     async def _recount(self, client: AsyncClient, above: int) -> None:
-        """Every record, in parts; those that are not wanted go."""
+        """Report every record, in parts. Remove those that the master does not want."""
         async with self._ssd.lock:
             items = await asyncio.to_thread(lambda: [*self._ssd.log.items(), *self._ssd.log.salvaged()])
             parts = [items[at : at + _ITEMS_PER_CALL] for at in range(0, len(items), _ITEMS_PER_CALL)] or [[]]
@@ -146,9 +146,9 @@ class SsdMount(Mount):
 
 
 class LogMaintenance:
-    """Tidies the log in steps. While it moves records no order touches the log, and all answers are with the master:
-    so the master hears of a record before it hears that the record was moved. So it does after a mount: nothing is
-    said of moves before the master knows what is there, for it would not want any of it.
+    """Compacts the log in steps. During a step no order touches the log, and the master has all earlier results: the
+    master learns of a record before it learns that the record was moved. After a mount, moves are reported only when
+    the master knows the contents; before that it would not want any of the records.
     """
 
     def __init__(self, ssd: NodeSsd, mount: SsdMount, hold_log: Hold, rest_s: float) -> None:
@@ -156,14 +156,14 @@ class LogMaintenance:
         self._mount = mount
         self._hold_log = hold_log
         self._rest_s = rest_s
-        self._unreported: list[MovedRecord] = []  # the master has not heard of these moves yet
-        self._release_at_s: dict[int, float] = {}  # by number of an emptied file
-        # Readers with a lease are not to lose their time because this process stood still.
+        self._unreported: list[MovedRecord] = []  # moves that the master does not know of yet
+        self._release_at_s: dict[int, float] = {}  # by number of a drained file
+        # A reader keeps its full lease even when this process stood still.
         self._clock = AttendedClock(2 * _COMPACT_EVERY_S)
         self._rare_log = RateLimitedLog(_LOG)
 
     async def run(self, client: AsyncClient) -> None:
-        """Until the connection is lost."""
+        """Run until the connection is lost."""
         while True:
             await self._mount.mounted.wait()
             try:
@@ -177,12 +177,12 @@ class LogMaintenance:
             await asyncio.sleep(0 if moved else self._pause_s())
 
     def _pause_s(self) -> float:
-        """Until the next look, or until an emptied file has rested if that is sooner."""
+        """Return the seconds until the next step, or until a drained file may be released if that is sooner."""
         rested_in_s = min(self._release_at_s.values(), default=math.inf) - self._clock.now_s()
         return min(_COMPACT_EVERY_S, max(0.0, rested_in_s))
 
     async def _compact_step(self, client: AsyncClient) -> bool:
-        """One step, in which orders for the log wait; False when there was nothing to move."""
+        """Do one step; orders for the log wait meanwhile. Return False when there was nothing to move."""
         is_due = await asyncio.to_thread(self._ssd.needs_compaction)
         if not self._mount.is_reported or (not is_due and not self._unreported):
             return False
@@ -194,7 +194,7 @@ class LogMaintenance:
         return moved
 
     def _compact(self) -> None:
-        """On a thread that goes on when nobody waits for it any more: what it moved must not be forgotten then."""
+        """Runs on a thread, which continues after a cancellation: what it moved must be kept then."""
         self._unreported += self._ssd.log.compact(_COMPACT_NBYTES)
 
     async def _release_drained(self) -> None:
@@ -205,9 +205,9 @@ class LogMaintenance:
                 del self._release_at_s[number]
 
     async def _report_moves(self, client: AsyncClient) -> None:
-        """Removes records that turn out to be unwanted; reports those that were found damaged."""
+        """Report moves and damaged records. Remove records that the master does not want."""
         name, incarnation = self._ssd.segment.name, self._ssd.segment.incarnation
-        while self._unreported and self._mount.is_reported:  # else it was mounted anew meanwhile
+        while self._unreported and self._mount.is_reported:  # otherwise it was mounted again meanwhile
             some = self._unreported[:_ITEMS_PER_CALL]
             moves = [(each.key, each.generation, offset_of(each.new)) for each in some if each.new is not None]
             wanted = await client.call(
