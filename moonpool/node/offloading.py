@@ -107,7 +107,7 @@ class LogThread:
             raise
 
     def _recheck(self, ssd: NodeSsd, order: Order, found: LogLocation | MoonpoolError) -> LogLocation | MoonpoolError:
-        """Return `found`, or StaleGeneration when the space was given to another object while its bytes were written."""
+        """Return `found`, or StaleGeneration when the space was given to another object during the write."""
         if isinstance(found, MoonpoolError):
             return found
         try:

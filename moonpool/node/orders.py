@@ -133,7 +133,7 @@ class OrderRunner:
 
     @asynccontextmanager
     async def hold(self, lane: OrderLane) -> AsyncIterator[None]:
-        """Execute no order of this lane inside the context. The context begins when the master has all earlier results."""
+        """Execute no order of this lane inside the context, which begins when the master has all earlier results."""
         lane.num_holds += 1
         try:
             while running := [task for task, its in self._running.items() if its is lane]:

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator
 from typing import TypeVar, cast
 
 from moonpool.base.address import parse_address
+from moonpool.base.backoff import Backoff
 from moonpool.base.errors import DeadlineExceeded, MoonpoolError, Overloaded, PeerLost, ProtocolError
 from moonpool.base.frames import Frame, FrameDecoder, FrameKind, encode_frame
 from moonpool.base.rpc.protocol import (
@@ -39,7 +40,7 @@ async def _connect_unix(path: str) -> socket.socket:
     """Return a connected socket. Wait while the server's queue of connections is full: the kernel makes a TCP client
     wait then, but refuses a Unix client at once (uvloop raises that, asyncio takes it for a connection).
     """
-    pause_s = _FULL_PAUSE_S
+    backoff = Backoff(_FULL_PAUSE_S, _MAX_FULL_PAUSE_S)
     while True:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -51,8 +52,7 @@ async def _connect_unix(path: str) -> socket.socket:
         except BaseException:
             sock.close()
             raise
-        await asyncio.sleep(pause_s)
-        pause_s = min(2 * pause_s, _MAX_FULL_PAUSE_S)
+        await asyncio.sleep(backoff.next_s())
 
 
 class AsyncClient(asyncio.Protocol):

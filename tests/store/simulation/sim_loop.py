@@ -99,11 +99,11 @@ class SimLoop(asyncio.AbstractEventLoop):
 
     # connections
 
-    async def create_server(self, factory: Any, host: str, port: int) -> _Listening:
+    async def create_server(self, factory: Any, host: str, port: int, **_: Any) -> _Listening:
         self._network.listen(f"tcp:{host}:{port}", self._process, factory)
         return _Listening(host, port)
 
-    async def create_unix_server(self, factory: Any, sock: str) -> _Listening:
+    async def create_unix_server(self, factory: Any, sock: str, **_: Any) -> _Listening:
         """`sock` is the path: sim_patches.py binds no socket."""
         self._network.listen(f"unix:{sock}", self._process, factory)
         return _Listening(sock, 0)
@@ -111,8 +111,9 @@ class SimLoop(asyncio.AbstractEventLoop):
     async def create_connection(self, factory: Any, host: str, port: int) -> None:
         await self._network.connect_async(self._process, f"tcp:{host}:{port}", factory)
 
-    async def create_unix_connection(self, factory: Any, path: str, **_: Any) -> None:
-        await self._network.connect_async(self._process, f"unix:{path}", factory)
+    async def create_unix_connection(self, factory: Any, sock: str) -> None:
+        """`sock` is the path: sim_patches.py connects no socket."""
+        await self._network.connect_async(self._process, f"unix:{sock}", factory)
 
     # the rest
 

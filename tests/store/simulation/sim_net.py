@@ -304,7 +304,7 @@ class SimSocket:
         self._timeout_s = timeout_s
 
     def setsockopt(self, _: int, name: int, value: Any) -> None:
-        if name == real_socket.SO_RCVTIMEO:
+        if name in (real_socket.SO_RCVTIMEO, real_socket.SO_SNDTIMEO):
             seconds, microseconds = _TIMEVAL.unpack(value)
             self._timeout_s = seconds + microseconds / 1e6
 

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import moonpool.base.clock
+import moonpool.base.rpc.aio_client
 import moonpool.base.rpc.aio_server
 import moonpool.base.rpc.blocking
 import moonpool.base.rpc.breaker
@@ -184,6 +185,11 @@ class _Passing:
         return getattr(self._get(), name)
 
 
+async def _unconnected(path: str) -> str:
+    """The path, for SimLoop.create_unix_connection()."""
+    return path
+
+
 def _patches() -> list[tuple[Any, str, Any]]:
     time, threading = _time(), _threading()
     disks = _Passing(lambda: _world().disks)
@@ -203,6 +209,7 @@ def _patches() -> list[tuple[Any, str, Any]]:
         ],
         *[(module, "time", time) for module in (moonpool.base.rpc.aio_server, moonpool.base.rpc.intake)],
         (moonpool.base.rpc.aio_server, "bind_private", lambda path: path),
+        (moonpool.base.rpc.aio_client, "_connect_unix", _unconnected),
         (moonpool.base.rpc.blocking, "socket", SimSocketModule(lambda: _world().network)),
         *[
             (module, "threading", threading)
