@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar, get_args, get_type_hints
 
 import msgspec
@@ -84,8 +84,3 @@ def from_json(cls: type[T], text: str | bytes) -> T:
     if not isinstance(values, dict):
         raise ConfigError("the configuration must be a JSON object")
     return from_mapping(cls, values)
-
-
-def to_json(config: Any) -> str:
-    """The dataclass instance as JSON text that from_json takes back."""
-    return msgspec.json.encode(asdict(config)).decode()

@@ -280,9 +280,6 @@ async def test_an_owners_bug_does_not_stop_the_others(listen_at: str, caplog: py
     def echo(call: Echo, peer) -> bytes:
         peer.on_close(lambda: [][1])
         peer.on_close(lambda: seen.append("told"))
-        forgotten = lambda: seen.append("no")  # noqa: E731
-        peer.on_close(forgotten)
-        peer.off_close(forgotten)
         return call.data
 
     server = RpcServer("testing", {Echo: echo})

@@ -166,11 +166,6 @@ class RpcPeer(asyncio.Protocol):
         else:
             self._on_close.append(callback)
 
-    def off_close(self, callback: Callable[[], None]) -> None:
-        """Forgets a callback given to on_close; unknown ones are ignored."""
-        with contextlib.suppress(ValueError):
-            self._on_close.remove(callback)
-
     def tasks(self) -> list[asyncio.Task[None]]:
         return list(self._running.values())
 
