@@ -59,7 +59,7 @@ class Conductor:
     """`await start()`, then it serves until `await close()`."""
 
     def __init__(
-        self, config: ConductorConfig, *, clock: Clock | None = None, patience: SilenceLimits | None = None
+        self, config: ConductorConfig, *, clock: Clock | None = None, silence_limits: SilenceLimits | None = None
     ) -> None:
         self.config = config
         self.registry = CollectorRegistry()
@@ -78,7 +78,7 @@ class Conductor:
         self._clerk = RecordKeeper(self._state, self._feed)
         self._front_ends: set[RpcPeer] = set()
         self._shared_metrics: tuple[RpcPeer, float] | None = None  # whose page has them, and when it was last read
-        self._server = self._make_server(patience or SilenceLimits())
+        self._server = self._make_server(silence_limits or SilenceLimits())
         self.registry.register(ConductorCollector(self._state, room, lambda: self.pool_connected))
 
     @property
@@ -102,7 +102,7 @@ class Conductor:
                 await feeding
         await self._server.close()
 
-    def _make_server(self, patience: SilenceLimits) -> RpcServer:
+    def _make_server(self, silence_limits: SilenceLimits) -> RpcServer:
         handlers: dict[type[Call[Any]], Callable[[Any, RpcPeer], Any]] = {
             RegisterWorker: self._register,
             ReportWorker: self._report,
@@ -118,7 +118,11 @@ class Conductor:
             ClaimSharedMetrics: self._claim_shared_metrics,
         }
         return RpcServer(
-            CONDUCTOR_SERVICE, handlers, name=self.config.name, incarnation=time.time_ns(), patience=patience
+            CONDUCTOR_SERVICE,
+            handlers,
+            name=self.config.name,
+            incarnation=time.time_ns(),
+            silence_limits=silence_limits,
         )
 
     # handlers

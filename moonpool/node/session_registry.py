@@ -31,7 +31,7 @@ class SessionRegistry:
             Register: self._register,
             GetMetrics: lambda call, peer: metrics(),
         }
-        self._server = RpcServer(SERVICE, handlers, name=name, patience=_FOR_EVER)
+        self._server = RpcServer(SERVICE, handlers, name=name, silence_limits=_FOR_EVER)
         self._sessions_of: dict[RpcPeer, set[int]] = {}
         self._gone: set[int] = set()  # ended sessions that the master does not know of yet
         self._session_ended = asyncio.Event()

@@ -40,8 +40,8 @@ class Child:
 
 
 @contextlib.asynccontextmanager
-async def child(role: str, address: str, loop: str, patience: SilenceLimits) -> AsyncIterator[Child]:
-    intervals = [str(patience.ping_interval_s), str(patience.silence_limit_s)]
+async def child(role: str, address: str, loop: str, silence_limits: SilenceLimits) -> AsyncIterator[Child]:
+    intervals = [str(silence_limits.ping_interval_s), str(silence_limits.silence_limit_s)]
     command = [sys.executable, str(Path(__file__)), role, address, loop, *intervals]
     process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
     try:
@@ -51,24 +51,26 @@ async def child(role: str, address: str, loop: str, patience: SilenceLimits) -> 
         await process.communicate()
 
 
-async def serve(address: str, patience: SilenceLimits) -> None:
-    print(await Service(patience).server.listen(address), flush=True)
+async def serve(address: str, silence_limits: SilenceLimits) -> None:
+    print(await Service(silence_limits).server.listen(address), flush=True)
     await asyncio.Event().wait()
 
 
-async def stay_connected(address: str, patience: SilenceLimits) -> None:
+async def stay_connected(address: str, silence_limits: SilenceLimits) -> None:
     while True:
-        client = await AsyncClient.connect(address, "testing", name="child", timeout_s=20, patience=patience)
+        client = await AsyncClient.connect(
+            address, "testing", name="child", timeout_s=20, silence_limits=silence_limits
+        )
         await client.call(Echo(b"here"))
         print("connected", flush=True)
         await client.closed.wait()
 
 
 def main(role: str, address: str, loop: str, interval_s: str, limit_s: str) -> None:
-    patience = SilenceLimits(float(interval_s), float(limit_s))
+    silence_limits = SilenceLimits(float(interval_s), float(limit_s))
     factory = uvloop.new_event_loop if loop == "uvloop" else asyncio.new_event_loop
     with asyncio.Runner(loop_factory=factory) as runner:
-        runner.run((serve if role == "server" else stay_connected)(address, patience))
+        runner.run((serve if role == "server" else stay_connected)(address, silence_limits))
 
 
 if __name__ == "__main__":

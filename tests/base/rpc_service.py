@@ -11,7 +11,7 @@ from typing import Any
 
 from moonpool.base.errors import NotFound, Overloaded
 from moonpool.base.rpc import Call, RpcPeer, RpcServer, SilenceLimits, StreamCall
-from moonpool.base.rpc.silence import DEFAULT_PATIENCE
+from moonpool.base.rpc.silence import DEFAULT_SILENCE_LIMITS
 
 
 class Echo(Call[bytes]):
@@ -64,7 +64,7 @@ class Unknown(Call[int]):
 class Service:
     """Make it on the loop that serves it. Its numbers say what happened inside."""
 
-    def __init__(self, patience: SilenceLimits = DEFAULT_PATIENCE) -> None:
+    def __init__(self, silence_limits: SilenceLimits = DEFAULT_SILENCE_LIMITS) -> None:
         self.gate = asyncio.Event()
         self.started = asyncio.Event()
         self.ended = asyncio.Event()  # a slow call or a stream was cancelled
@@ -85,7 +85,7 @@ class Service:
             },
             name="server-1",
             incarnation=77,
-            patience=patience,
+            silence_limits=silence_limits,
         )
 
     def echo(self, call: Echo, peer: RpcPeer) -> bytes:

@@ -41,8 +41,8 @@ def run(loop_kind: str, main: Coroutine[Any, Any, None]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def serving(address: str, patience: SilenceLimits) -> AsyncIterator[tuple[Service, str]]:
-    service = Service(patience)
+async def serving(address: str, silence_limits: SilenceLimits) -> AsyncIterator[tuple[Service, str]]:
+    service = Service(silence_limits)
     try:
         yield service, await service.server.listen(address)
     finally:
@@ -50,8 +50,8 @@ async def serving(address: str, patience: SilenceLimits) -> AsyncIterator[tuple[
 
 
 @contextlib.asynccontextmanager
-async def connected(address: str, patience: SilenceLimits) -> AsyncIterator[AsyncClient]:
-    client = await AsyncClient.connect(address, "testing", patience=patience)
+async def connected(address: str, silence_limits: SilenceLimits) -> AsyncIterator[AsyncClient]:
+    client = await AsyncClient.connect(address, "testing", silence_limits=silence_limits)
     try:
         yield client
     finally:
@@ -188,15 +188,15 @@ _PONG = encode_frame(FrameKind.PONG, 0)
 
 
 async def test_busy_connections_send_no_pings_and_quiet_ones_do(tmp_path: Path) -> None:
-    recorder, patience = Recorder(), SilenceLimits(ping_interval_s=0.25, silence_limit_s=5.0)
+    recorder, silence_limits = Recorder(), SilenceLimits(ping_interval_s=0.25, silence_limit_s=5.0)
     server = await asyncio.start_unix_server(recorder.serve, f"{tmp_path}/s.sock")
-    async with server, connected(f"unix:{tmp_path}/s.sock", patience) as client:
-        until_s, longest_s = time.monotonic() + 4 * patience.ping_interval_s, 0.0
+    async with server, connected(f"unix:{tmp_path}/s.sock", silence_limits) as client:
+        until_s, longest_s = time.monotonic() + 4 * silence_limits.ping_interval_s, 0.0
         while (began_s := time.monotonic()) < until_s:
             await client.call(Echo(b"x"))
             await asyncio.sleep(0.005)
             longest_s = max(longest_s, time.monotonic() - began_s)
-        if longest_s < patience.ping_interval_s / 2:  # else this machine made it quiet
+        if longest_s < silence_limits.ping_interval_s / 2:  # else this machine made it quiet
             assert FrameKind.PING not in recorder.kinds
         await soon(lambda: recorder.kinds.count(FrameKind.PING) >= 2)
         assert not client.closed.is_set()

@@ -185,7 +185,7 @@ def test_unfinished_large_calls_share_a_limit(
 
     async def main() -> None:
         async with counting(tmp_path) as service:
-            service.server.large_frames = LargeFrames(4_000_000, patience_s=0.05)
+            service.server.large_frames = LargeFrames(4_000_000, max_wait_s=0.05)
             never = [service.connect() for _ in range(20)]
             feeding = [asyncio.create_task(feed_part(raw)) for raw in never]
             held = await standing_still(lambda: service.server.large_frames.nbytes)
@@ -229,7 +229,7 @@ def now_s() -> list[float]:
 
 
 async def test_large_frames_wait_for_the_first_one(now_s: list[float]) -> None:
-    shared = LargeFrames(1_000_000, patience_s=5.0, clock=lambda: now_s[0])
+    shared = LargeFrames(1_000_000, max_wait_s=5.0, clock=lambda: now_s[0])
     first, second, third = FakeSender(), FakeSender(), FakeSender()
     assert shared.note(first, 800_000)
     assert shared.note(second, 100_000)
@@ -247,7 +247,7 @@ async def test_large_frames_wait_for_the_first_one(now_s: list[float]) -> None:
 
 
 async def test_the_first_is_cut_off_when_others_wait_for_too_long(now_s: list[float]) -> None:
-    shared = LargeFrames(1_000_000, patience_s=5.0, clock=lambda: now_s[0])
+    shared = LargeFrames(1_000_000, max_wait_s=5.0, clock=lambda: now_s[0])
     first, second = FakeSender(), FakeSender()
     assert shared.note(first, 900_000)
     now_s[0] += 60.0

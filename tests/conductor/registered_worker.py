@@ -14,9 +14,9 @@ from moonpool.base.cluster import CONDUCTOR_SERVICE, RegisterWorker, WorkerRole
 from moonpool.base.rpc import AsyncClient, SilenceLimits
 
 
-async def stay_registered(address: str, name: str, patience: SilenceLimits) -> None:
+async def stay_registered(address: str, name: str, silence_limits: SilenceLimits) -> None:
     while True:
-        client = await AsyncClient.connect(address, CONDUCTOR_SERVICE, name=name, patience=patience)
+        client = await AsyncClient.connect(address, CONDUCTOR_SERVICE, name=name, silence_limits=silence_limits)
         await client.call(RegisterWorker(info(name, role=WorkerRole.PREFILL)))
         await client.closed.wait()
 

@@ -15,13 +15,13 @@ from moonpool.base.rpc import AsyncClient, SilenceLimits
 from moonpool.conductor.messages import Status
 from moonpool.conductor.service import Conductor, ConductorConfig
 
-PATIENCE = SilenceLimits(ping_interval_s=0.1, silence_limit_s=1.5)
+SILENCE_LIMITS = SilenceLimits(ping_interval_s=0.1, silence_limit_s=1.5)
 
 
 @contextlib.asynccontextmanager
 async def worker(address: str, name: str) -> AsyncIterator[asyncio.subprocess.Process]:
     script = Path(__file__).with_name("registered_worker.py")
-    intervals = [str(PATIENCE.ping_interval_s), str(PATIENCE.silence_limit_s)]
+    intervals = [str(SILENCE_LIMITS.ping_interval_s), str(SILENCE_LIMITS.silence_limit_s)]
     process = await asyncio.create_subprocess_exec(sys.executable, str(script), address, name, *intervals)
     try:
         yield process
@@ -37,16 +37,16 @@ async def until_workers(observer: AsyncClient, names: set[str], within_s: float)
 
 
 async def test_a_frozen_worker_is_forgotten_and_registers_again(tmp_path: Path) -> None:
-    conductor = Conductor(ConductorConfig(address=f"unix:{tmp_path}/c.sock"), patience=PATIENCE)
+    conductor = Conductor(ConductorConfig(address=f"unix:{tmp_path}/c.sock"), silence_limits=SILENCE_LIMITS)
     address = await conductor.start()
-    observer = await AsyncClient.connect(address, CONDUCTOR_SERVICE, patience=PATIENCE)
+    observer = await AsyncClient.connect(address, CONDUCTOR_SERVICE, silence_limits=SILENCE_LIMITS)
     try:
         async with worker(address, "p0") as frozen, worker(address, "p1"):
             await until_workers(observer, {"p0", "p1"}, within_s=20)
             frozen.send_signal(signal.SIGSTOP)
             stopped_s = time.monotonic()
-            await until_workers(observer, {"p1"}, within_s=PATIENCE.silence_limit_s + 5)
-            assert time.monotonic() - stopped_s > PATIENCE.silence_limit_s / 2  # by silence, not by the signal
+            await until_workers(observer, {"p1"}, within_s=SILENCE_LIMITS.silence_limit_s + 5)
+            assert time.monotonic() - stopped_s > SILENCE_LIMITS.silence_limit_s / 2  # by silence, not by the signal
             frozen.send_signal(signal.SIGCONT)
             await until_workers(observer, {"p0", "p1"}, within_s=20)
     finally:

@@ -1,8 +1,8 @@
-"""The asyncio driver: one connection, any number of calls and streams at once.
+"""The asyncio client: one connection, any number of calls and streams at once.
 
 When the connection ends, or the other process is silent for too long (rpc/silence.py), every waiting call gets
-PeerLost at once; a client never reconnects by itself, its owner decides. Cancelling the waiting task tells the
-server to cancel the handler.
+PeerLost at once. A client never reconnects by itself; rpc/reconnect.py does. Cancelling the waiting task makes the
+server cancel the handler.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from moonpool.base.rpc.protocol import (
     encode_call,
     encode_value,
 )
-from moonpool.base.rpc.silence import DEFAULT_PATIENCE, SilenceLimits, SilenceWatch
+from moonpool.base.rpc.silence import DEFAULT_SILENCE_LIMITS, SilenceLimits, SilenceWatch
 
 R = TypeVar("R")
-# A reader this far behind is stuck; its stream fails and it may ask again for a fresh start.
+# A reader this far behind is stuck: its stream fails, and the reader may start a new one.
 _FULL_PAUSE_S, _MAX_FULL_PAUSE_S = 0.002, 0.1  # between attempts to reach a server with a full queue
 _MAX_WAITING_ITEMS = 65_536
 _PING = encode_frame(FrameKind.PING, 0)
@@ -58,7 +58,7 @@ async def _connect_unix(path: str) -> socket.socket:
 class AsyncClient(asyncio.Protocol):
     """Make one with `await AsyncClient.connect(...)`."""
 
-    def __init__(self, address: str, hello: Hello, patience: SilenceLimits = DEFAULT_PATIENCE) -> None:
+    def __init__(self, address: str, hello: Hello, silence_limits: SilenceLimits = DEFAULT_SILENCE_LIMITS) -> None:
         self.address = address
         self.peer: Hello | None = None
         self.closed = asyncio.Event()
@@ -69,7 +69,7 @@ class AsyncClient(asyncio.Protocol):
         self._calls: dict[int, asyncio.Future[Frame]] = {}
         self._streams: dict[int, asyncio.Queue[Frame | MoonpoolError]] = {}
         self._transport: asyncio.Transport | None = None
-        self._watch = SilenceWatch(patience, lost=self._on_silence, ping=self._ping)
+        self._watch = SilenceWatch(silence_limits, lost=self._on_silence, ping=self._ping)
 
     @classmethod
     async def connect(
@@ -80,11 +80,11 @@ class AsyncClient(asyncio.Protocol):
         name: str = "",
         incarnation: int = 0,
         timeout_s: float = 5.0,
-        patience: SilenceLimits = DEFAULT_PATIENCE,
+        silence_limits: SilenceLimits = DEFAULT_SILENCE_LIMITS,
     ) -> AsyncClient:
-        """Raises PeerLost when nobody answers there, ProtocolError when it is another service."""
+        """Connect. PeerLost when there is no server or it does not answer, ProtocolError when it is another service."""
         loop, at = asyncio.get_running_loop(), parse_address(address)
-        client = cls(address, Hello(service, name, incarnation, pings=True), patience)
+        client = cls(address, Hello(service, name, incarnation, pings=True), silence_limits)
         try:
             async with asyncio.timeout(timeout_s):
                 if at.scheme == "unix":
@@ -99,12 +99,12 @@ class AsyncClient(asyncio.Protocol):
             client.close()
             raise PeerLost(f"{address}: {error.strerror or error}") from error
         except BaseException:
-            client.close()  # cancelled, or refused by the other side
+            client.close()  # cancelled, or refused by the server
             raise
         return client
 
     async def call(self, call: Call[R], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> R:
-        """The answer, or the error the other side raised; DeadlineExceeded or PeerLost when there is none."""
+        """Return the answer, or raise the server's error; DeadlineExceeded or PeerLost when no answer came."""
         call_id, future = next(self._ids), asyncio.get_running_loop().create_future()
         self._write(encode_call(call, call_id))
         self._calls[call_id] = future
@@ -125,7 +125,7 @@ class AsyncClient(asyncio.Protocol):
         return answer
 
     async def stream(self, call: Call[R], *, item_timeout_s: float | None = None) -> AsyncIterator[R]:
-        """The items as they come. Leaving the loop early cancels the work at the server (use aclosing)."""
+        """Yield the items as they arrive. Leaving the loop early cancels the handler at the server (use aclosing)."""
         call_id = next(self._ids)
         queue: asyncio.Queue[Frame | MoonpoolError] = asyncio.Queue()
         self._write(encode_call(call, call_id))
@@ -180,7 +180,7 @@ class AsyncClient(asyncio.Protocol):
         if not self._greeted.done():
             self._greeted.set_result(decode_hello(frame))
         elif frame.kind is FrameKind.PONG:
-            return  # having been heard was all
+            return  # data_received() has noted the sign of life
         elif frame.call_id in self._calls:
             future = self._calls[frame.call_id]
             if not future.done():
@@ -189,7 +189,7 @@ class AsyncClient(asyncio.Protocol):
             self._on_item(frame, self._streams[frame.call_id])
         elif frame.call_id == 0:
             raise decode_error(frame.body) if frame.kind is FrameKind.ERROR else ProtocolError("stray frame")
-        # Otherwise it answers a call that was given up meanwhile.
+        # Otherwise the frame answers a call that was cancelled or timed out.
 
     def _on_item(self, frame: Frame, queue: asyncio.Queue[Frame | MoonpoolError]) -> None:
         if queue.qsize() < _MAX_WAITING_ITEMS:
@@ -212,7 +212,7 @@ class AsyncClient(asyncio.Protocol):
         self._send(_PING)
 
     def _on_silence(self) -> None:
-        self._fail_all(PeerLost(f"{self.address} has not answered for {self._watch.patience.silence_limit_s:g} s"))
+        self._fail_all(PeerLost(f"{self.address} has not answered for {self._watch.limits.silence_limit_s:g} s"))
         self.close()
 
     def _fail_all(self, error: MoonpoolError) -> None:
@@ -225,14 +225,14 @@ class AsyncClient(asyncio.Protocol):
             queue.put_nowait(error)
 
     def _cancel(self, call_id: int) -> None:
-        self._send(encode_frame(FrameKind.CANCEL, call_id))  # without a connection the server has cancelled it already
+        self._send(encode_frame(FrameKind.CANCEL, call_id))  # a server cancels the calls of an ended connection itself
 
     def _write(self, data: bytes) -> None:
         if not self._send(data):
             raise PeerLost(f"{self.address} is not connected")
 
     def _send(self, data: bytes) -> bool:
-        """Whether there was still a connection to send it on."""
+        """Send the bytes. Return False when the connection has ended."""
         if self._transport is None or self._transport.is_closing():
             return False
         self._transport.write(data)

@@ -1,11 +1,11 @@
-"""The asyncio server: decodes calls, runs handlers, answers each one exactly once.
+"""The asyncio server: decodes calls, runs handlers, answers each call exactly once.
 
-A handler is a plain function (answered at once, the fast way), a coroutine function, or for a StreamCall an async
-generator. It gets the call and the Peer. When a peer goes away, or promised pings and is silent for too long
+A handler is a plain function (answered at once, the fastest way), a coroutine function, or for a StreamCall an async
+generator. It gets the call and the RpcPeer. When a peer disconnects, or promised pings and is silent for too long
 (rpc/silence.py), its running handlers are cancelled and its `on_close` callbacks run.
 
-No connection can take the server from the others (rpc/intake.py): the calls of one are handled in short turns, none
-while its earlier answers are unread, and what it may send before it has introduced itself is small.
+No connection can block the others (rpc/intake.py): the server handles the calls of one connection in short turns, and
+none while earlier answers are unread; before its hello a connection may send only a small frame.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from moonpool.base.rpc.protocol import (
     encode_error,
     encode_value,
 )
-from moonpool.base.rpc.silence import DEFAULT_PATIENCE, AttendedTimer, SilenceLimits, SilenceWatch
+from moonpool.base.rpc.silence import DEFAULT_SILENCE_LIMITS, AttendedTimer, SilenceLimits, SilenceWatch
 
 _LOG = logging.getLogger(__name__)
 _BACKLOG = 1024  # connections that wait to be accepted while a handler runs
@@ -64,19 +64,19 @@ class RpcServer:
         *,
         name: str = "",
         incarnation: int = 0,
-        patience: SilenceLimits = DEFAULT_PATIENCE,
+        silence_limits: SilenceLimits = DEFAULT_SILENCE_LIMITS,
     ) -> None:
         self.hello = Hello(service, name, incarnation)
         self.decoder = CallDecoder(handlers)
         self.handlers = dict(handlers)
-        self.patience = patience
+        self.silence_limits = silence_limits
         self._servers: list[asyncio.Server] = []
         self._paths: list[str] = []
         self.peers: set[RpcPeer] = set()
         self.large_frames = LargeFrames()
 
     async def listen(self, address: str) -> str:
-        """Starts to serve there; returns the address with the real port. ConfigError when it is taken."""
+        """Start to serve at the address. Return it with the real port. ConfigError when the address is taken."""
         loop, at = asyncio.get_running_loop(), parse_address(address)
         try:
             if at.scheme == "unix":
@@ -94,7 +94,7 @@ class RpcServer:
         return str(at)
 
     async def close(self) -> None:
-        """Idempotent. Stops listening, ends every connection, waits for the handlers to end."""
+        """Stop listening, end every connection, wait for the handlers to end. Idempotent."""
         for server in self._servers:
             server.close()
         peers = list(self.peers)
@@ -111,7 +111,7 @@ class RpcServer:
 
 
 async def _free_socket_path(path: str) -> None:
-    """Removes what a predecessor that was killed left behind; ConfigError when somebody answers there."""
+    """Remove the socket of a killed predecessor. ConfigError when a process serves at the path."""
     try:
         _, writer = await asyncio.open_unix_connection(path)
     except OSError:
@@ -129,7 +129,7 @@ def _is_other_user(transport: asyncio.Transport) -> bool:
 
 
 def _keep_alive(transport: asyncio.Transport) -> None:
-    """Lets the kernel find out when the machine of a peer that does not ping is gone; what it held must not stay."""
+    """Let the kernel detect that the machine of a peer without pings is gone, so that its sessions end."""
     sock = transport.get_extra_info("socket")
     if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -139,28 +139,28 @@ def _keep_alive(transport: asyncio.Transport) -> None:
 
 
 class RpcPeer(asyncio.Protocol):
-    """One connection, seen from the server. `hello` is who they said they are."""
+    """One connection at the server. `hello` is the peer's introduction; None before it."""
 
     def __init__(self, server: RpcServer) -> None:
         self._server = server
         self._frames = FrameDecoder(MAX_HELLO_NBYTES)
-        self._held: Frame | None = None  # a call that came while answers were unread
-        self._turn: asyncio.Handle | None = None  # the next one, when frames wait for it
-        self._unread_nbytes = 0  # of answers, when the peer was last looked at
+        self._held: Frame | None = None  # a call that arrived while answers were unread
+        self._turn: asyncio.Handle | None = None  # the scheduled next turn, while frames wait
+        self._unread_nbytes = 0  # of answers, at the last check for silence
         self._running: dict[int, asyncio.Task[None]] = {}
         self._on_close: list[Callable[[], None]] = []
         self._writable = asyncio.Event()
         self._writable.set()
         self._transport: asyncio.Transport | None = None
         self._greeting: AttendedTimer | None = None
-        self._watch = SilenceWatch(server.patience, lost=self._on_silence)
-        self._watched = False  # it has promised to be heard
+        self._watch = SilenceWatch(server.silence_limits, lost=self._on_silence)
+        self._watched = False  # the peer has promised pings
         self.hello: Hello | None = None
         self.closed = False
         self.ended = asyncio.Event()
 
     def on_close(self, callback: Callable[[], None]) -> None:
-        """Runs `callback` once when the connection ends, at once if it has ended."""
+        """Run `callback` once when the connection ends; at once if it has ended."""
         if self.closed:
             callback()
         else:
@@ -191,7 +191,7 @@ class RpcPeer(asyncio.Protocol):
         if self._watched:
             self._watch.heard()
         elif self.hello is not None and self._frames.is_empty and self._writable.is_set():
-            # One call of a client that waits for its answer, mostly.
+            # The common case: one call of a client that waits for its answer.
             whole = whole_frame(FrameKind.CALL, data, len(data))
             if whole is not None and whole[0] not in self._running:
                 self._on_call(*whole)
@@ -203,7 +203,7 @@ class RpcPeer(asyncio.Protocol):
             self._set_reading(False)
 
     def _take_turn(self) -> None:
-        """Handle the frames that are there, as many as one turn has time for."""
+        """Handle waiting frames, until the time of one turn is used up."""
         self._turn = None
         now_s, next_frame, is_writable = time.monotonic, self._frames.next, self._writable.is_set
         until_s = now_s() + TURN_S
@@ -214,7 +214,7 @@ class RpcPeer(asyncio.Protocol):
                     self._set_reading(self._server.large_frames.note(self, self._frames.nbytes))
                     return
                 if frame.kind is FrameKind.CALL and not is_writable():
-                    self._held = frame  # resume_writing() goes on with it
+                    self._held = frame  # resume_writing() continues with it
                     return
                 self._on_frame(frame)
                 if now_s() >= until_s:
@@ -231,7 +231,7 @@ class RpcPeer(asyncio.Protocol):
             (self._transport.resume_reading if wanted else self._transport.pause_reading)()
 
     def _end(self, error: MoonpoolError) -> None:
-        """Say why, then close the connection."""
+        """Send the error, then close the connection."""
         self._send(encode_error(0, error))
         assert self._transport is not None
         self._transport.close()
@@ -283,7 +283,7 @@ class RpcPeer(asyncio.Protocol):
                 raise ProtocolError(f"call {frame.call_id} is still running")
             self._on_call(frame.call_id, frame.body)
         elif frame.kind is FrameKind.PING:
-            if self._writable.is_set():  # else there is plenty to hear already
+            if self._writable.is_set():  # otherwise unread answers are the sign of life
                 self._send(_PONG)
         elif frame.kind is FrameKind.CANCEL:
             task = self._running.get(frame.call_id)
@@ -305,7 +305,9 @@ class RpcPeer(asyncio.Protocol):
             self._watch.start()
 
     def _on_silence(self) -> None:
-        """Cut the peer off, unless it was not read (rpc/intake.py) and has read answers meanwhile."""
+        """Disconnect the peer, unless the server has stopped reading it (rpc/intake.py) and it has read answers
+        meanwhile.
+        """
         assert self.hello is not None
         assert self._transport is not None
         unread_nbytes, before = self._transport.get_write_buffer_size(), self._unread_nbytes
@@ -313,7 +315,7 @@ class RpcPeer(asyncio.Protocol):
         if self._held is not None and unread_nbytes != before:
             self._watch.start()
             return
-        who, limit_s = self.hello.name or "a peer", self._watch.patience.silence_limit_s
+        who, limit_s = self.hello.name or "a peer", self._watch.limits.silence_limit_s
         _LOG.warning("%s: %s has been silent for %g s and is cut off", self._server.hello.service, who, limit_s)
         self.abort()
 

@@ -1,10 +1,10 @@
-"""The blocking driver: one socket, one call at a time, for threads that may wait.
+"""The blocking client: one socket, one call at a time, for threads that may wait.
 
-A call that fails by time or by a lost connection closes the socket, because the stream's state is unknown; the
-next call connects anew. An error that the other side answered leaves the connection as it is. Safe to share
-between threads (calls queue up on a lock, for no longer than their deadline). It sends no pings: the deadline of a
-call ends its wait for a frozen server; with `limits` its silence does (rpc/breaker.py). A silent server that moves
-again finds its connection, and what it held by it, as it was; the late answer to a call that was given up is skipped.
+A call that fails by timeout or by a lost connection closes the socket, because the state of the stream is unknown; the
+next call connects again. An error that the server answered leaves the connection open. Thread-safe: calls queue on a
+lock, for no longer than their deadline. The client sends no pings: the deadline of a call ends its wait for a frozen
+server; with `limits` the server's silence ends it sooner (rpc/breaker.py). The connection to a silent server is kept,
+with the sessions that the server holds for it; the late answer to an abandoned call is skipped.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from moonpool.base.rpc.protocol import (
 
 R = TypeVar("R")
 _INBOX_NBYTES = 64 * 1024  # most answers come in one piece
-_SLACK_S = 0.02  # a wait may be this much off its deadline: the kernel is told anew only when it is more
+_SLACK_S = 0.02  # tolerated error of a wait's deadline; beyond it the socket's timeout is set again
 _TIMEVAL = struct.Struct("@ll")
 _UNSET_S = -1.0
 _PING = encode_frame(FrameKind.PING, 0)
@@ -66,11 +66,11 @@ class BlockingClient:
         self._longest_s = float("inf") if limits is None else limits.look_every_s  # of one wait in the kernel
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
-        self._limit_s = _UNSET_S  # how long the socket waits
-        self._wait: CallWait | None = None  # of the call under way, once it has looked at the time
+        self._limit_s = _UNSET_S  # the socket's timeout
+        self._wait: CallWait | None = None  # of the current call, after its first look at the clock
         self._is_torn = False  # a frame is half sent or half received
-        self._is_patient = False  # a ping waits: its deadline alone ends the wait
-        self._given_up: set[int] = set()  # calls whose answers are skipped when they come
+        self._is_patient = False  # during a ping: only the deadline ends the wait
+        self._given_up: set[int] = set()  # abandoned calls, whose late answers are skipped
         self._inbox = bytearray(_INBOX_NBYTES)
         self._filled = 0  # bytes in it
         self._ids = itertools.count(1)
@@ -80,10 +80,10 @@ class BlockingClient:
     def call(
         self, call: Call[R], *, timeout_s: float = DEFAULT_TIMEOUT_S, meanwhile: Callable[[], bool] | None = None
     ) -> R:
-        """The answer, or the error the other side raised; DeadlineExceeded or PeerLost when there is none.
+        """Return the answer, or raise the server's error; DeadlineExceeded or PeerLost when no answer came.
 
-        `meanwhile` is done while the answer is on its way, again and again while it returns True; not at all when
-        something has to be waited for before.
+        `meanwhile` is called after the request was sent, again and again while it returns True and no answer is there;
+        it is not called when the request had to wait for the connection.
         """
         call_id = next(self._ids)
         request = encode_call(call, call_id)
@@ -99,14 +99,14 @@ class BlockingClient:
         return answer
 
     def connect(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Hello:
-        """Connects now (call does it by itself) and returns the server's Hello."""
+        """Connect now (call() connects by itself). Return the server's Hello."""
         with self._turn(timeout_s) as deadline:
             self._connected(deadline)
             assert self.peer is not None
             return self.peer
 
     def ping(self, *, timeout_s: float) -> None:
-        """Waits for a sign of life, on the connection that there is or else on a new one; no `gate` is asked.
+        """Wait for a sign of life, on the open connection or else on a new one. `gate` is not called.
 
         PeerLost when there is no server, PeerSilent when nothing came in time; the connection is kept then.
         """
@@ -125,7 +125,7 @@ class BlockingClient:
                 self._is_patient = False
 
     def close(self) -> None:
-        """Idempotent. Wakes a thread that waits in call(); it gets PeerLost."""
+        """Close the connection. A thread that waits in call() gets PeerLost. Idempotent."""
         self._closed = True
         sock = self._socket
         if sock is not None:
@@ -135,13 +135,13 @@ class BlockingClient:
         with self._lock:
             self._drop()
 
-    # A small call takes 20 us on the wire and in the kernel, so what is done around it is felt. Most calls find a
-    # connection that nobody else uses and get their answer in one piece: those go the short way.
+    # A small call takes 20 us on the wire and in the kernel, so every microsecond around it counts. Most calls find an
+    # unused connection and get their answer in one piece: those take the fast path.
 
     def _quick_exchange(
         self, request: bytes, call_id: int, timeout_s: float, meanwhile: Callable[[], bool] | None
     ) -> bytes | Frame | None:
-        """The answer, or its body alone; None, with nothing sent, when the call has to go the long way."""
+        """Return the answer, or its body alone; None, with nothing sent, when the call must take the slow path."""
         lock, sock = self._lock, self._socket
         if sock is None or not lock.acquire(False):
             return None
@@ -176,7 +176,7 @@ class BlockingClient:
 
     @contextlib.contextmanager
     def _turn(self, timeout_s: float, call_id: int = 0, is_gated: bool = True) -> Iterator[Deadline]:
-        """The socket for one exchange; it is closed when the exchange does not come to its end."""
+        """Hold the lock for one exchange. Close the socket when the exchange fails."""
         deadline = Deadline(timeout_s)
         if not self._lock.acquire(timeout=timeout_s):
             raise DeadlineExceeded(f"{self._address} was busy with other calls for {timeout_s:g} s")
@@ -194,7 +194,7 @@ class BlockingClient:
             self._lock.release()
 
     def _leave(self, error: BaseException, call_id: int) -> None:
-        """An exchange did not come to its end. After a mere silence between two frames the stream is in order."""
+        """Clean up after a failed exchange. After a silence between two frames the stream is intact and is kept."""
         if isinstance(error, PeerSilent) and not self._is_torn:
             self._given_up.add(call_id)
         elif not isinstance(error, BreakerOpen):
@@ -212,7 +212,7 @@ class BlockingClient:
         return self._answer(sock, call_id, deadline)
 
     def _send(self, sock: socket.socket, data: bytes, timeout_s: float) -> None:
-        """All of it. A server that takes bytes is not silent."""
+        """Send all bytes. A server that reads is not silent."""
         if self._limits is None:
             sock.sendall(data)
             return
@@ -226,7 +226,7 @@ class BlockingClient:
         self._is_torn = False
 
     def _send_some(self, sock: socket.socket, data: bytes | memoryview) -> int:
-        """How many bytes the kernel took within a moment. PeerSilent when it took none for too long."""
+        """Return how many bytes the kernel took within one wait. PeerSilent when it took none for too long."""
         try:
             count = sock.send(data)
         except BlockingIOError:
@@ -236,7 +236,7 @@ class BlockingClient:
         return count
 
     def _look(self) -> None:
-        """The kernel waited for a moment and nothing came. PeerSilent when that is so for too long."""
+        """Handle one wait without data. Raise PeerSilent when there was no data for too long."""
         if self._limits is None:
             raise TimeoutError
         if self._is_patient:
@@ -256,7 +256,7 @@ class BlockingClient:
                 break
             self._given_up.discard(frame.call_id)
         if frame.call_id == 0 and frame.kind is FrameKind.ERROR:
-            raise decode_error(frame.body)  # about the connection as a whole
+            raise decode_error(frame.body)  # an error of the whole connection
         if frame.call_id != call_id:
             raise ProtocolError(f"{self._address} answered call {frame.call_id} instead of {call_id}")
         return frame
@@ -266,9 +266,9 @@ class BlockingClient:
             raise PeerLost(f"this client of {self._address} is closed")
         if self._socket is None:
             self._socket = self._open(min(deadline.remaining_s(), self._connect_timeout_s))
-            self._socket.settimeout(None)  # from here on the kernel keeps the time: one system call less per wait
+            self._socket.settimeout(None)  # the kernel keeps the time: one system call less per wait
             self._limit_s, self._filled = _UNSET_S, 0
-            self._is_torn = True  # until both have introduced themselves
+            self._is_torn = True  # until both hellos are exchanged
             self._wait_at_most(self._socket, deadline)
             self._socket.sendall(encode_value(FrameKind.HELLO, 0, self._hello))
             self.peer = decode_hello(self._receive(self._socket, deadline, is_first=True))
@@ -313,7 +313,7 @@ class BlockingClient:
         return header.with_body(body)
 
     def _fill(self, sock: socket.socket, nbytes: int, deadline: Deadline) -> None:
-        """At least `nbytes` in the inbox, and whatever more is there."""
+        """Receive until the inbox has at least `nbytes`."""
         while self._filled < nbytes:
             self._filled += self._take(sock, memoryview(self._inbox)[self._filled :], deadline)
 
@@ -341,7 +341,7 @@ class BlockingClient:
             return count
 
     def _wait_at_most(self, sock: socket.socket, deadline: Deadline) -> None:
-        """The kernel ends a wait of this socket when the deadline has come, give or take a little."""
+        """Set the socket's timeout to the deadline, within a tolerance. TimeoutError when the deadline has passed."""
         left_s = deadline.remaining_s()
         if left_s <= 0.0:
             raise TimeoutError

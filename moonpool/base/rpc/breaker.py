@@ -26,28 +26,28 @@ from moonpool.base.errors import BreakerOpen, ConfigError, MoonpoolError
 _TIMER_GRAIN_S = 0.005  # the kernel's timers fire this much later than asked for
 _LOG = logging.getLogger(__name__)
 _JOIN_TIMEOUT_S = 5.0
-_LOOK_EVERY_S = 0.05  # whether a caller that waits was closed
+_LOOK_EVERY_S = 0.05  # whether the waiting caller was closed
 
 
 @dataclass(frozen=True, slots=True)
 class BreakerLimits:
     """The longest wait measured for an answer of a busy master is 58 ms."""
 
-    silence_s: float = 0.2  # a server with a call outstanding from which nothing came for so long is away
-    look_every_s: float = 0.02  # how often a waiting caller looks at the time
+    silence_s: float = 0.2  # a server that sends nothing for this long during a call is away
+    look_every_s: float = 0.02  # how often a waiting caller checks the clock
     first_probe_s: float = 0.02  # from the opening to the first probe
     longest_probe_s: float = 0.25  # between two probes, at most
-    calm_s: float = 5.0  # closed for so long: the next outage is another one
+    calm_s: float = 5.0  # after this long without an outage, probes start with the first pause again
 
     def __post_init__(self) -> None:
         if not 0 < 2 * self.look_every_s <= self.silence_s:
-            raise ConfigError(f"a silence of {self.silence_s:g} s needs at least two looks, not one every half of it")
+            raise ConfigError(f"a silence of {self.silence_s:g} s needs at least two looks within it")
         if not 0 < self.first_probe_s <= self.longest_probe_s:
             raise ConfigError("first_probe_s must be above 0 and at most longest_probe_s")
 
 
 class CallWait:
-    """How long the server of one call has been silent. Look at it every `look_every_s`."""
+    """How long the server of one call has been silent. Call is_silent() every `look_every_s`."""
 
     __slots__ = ("_limits", "heard_s", "next_look_s")
 
@@ -57,7 +57,7 @@ class CallWait:
         self.next_look_s = now_s + limits.look_every_s
 
     def is_silent(self, now_s: float) -> bool:
-        """Whether the server counts as away by now. Plans the next look."""
+        """Return whether the server counts as away, and set `next_look_s`."""
         late = late_s(self.next_look_s + _TIMER_GRAIN_S, now_s)
         self.heard_s = min(now_s, self.heard_s + late)
         self.next_look_s = now_s + self._limits.look_every_s
@@ -65,7 +65,7 @@ class CallWait:
 
 
 class Breaker:
-    """Open while the server is away. Outages that follow each other closely are probed more and more slowly."""
+    """Open while the server is away. Probes of outages that follow each other closely have growing pauses."""
 
     def __init__(self, limits: BreakerLimits) -> None:
         self._limits = limits
@@ -75,7 +75,7 @@ class Breaker:
         self._backoff = Backoff(limits.first_probe_s, limits.longest_probe_s)
 
     def open(self, now_s: float) -> bool:
-        """True when it was closed."""
+        """Open the breaker. Return False if it was open already."""
         if self.is_open:
             return False
         if now_s - self._closed_s >= self._limits.calm_s:
@@ -85,11 +85,11 @@ class Breaker:
         return True
 
     def next_probe_s(self) -> float:
-        """How long to wait before the next probe; each time longer, up to the limit."""
+        """Return the pause before the next probe; it grows up to the limit."""
         return self._backoff.next_s()
 
     def close(self, now_s: float) -> float:
-        """A probe got an answer. Returns for how long it was open."""
+        """Close the breaker after a successful probe. Return for how long it was open."""
         assert self.is_open, "only an open breaker is probed"
         self.is_open, self._closed_s = False, now_s
         return now_s - self._opened_s
@@ -123,14 +123,14 @@ class ProbedBreaker:
             raise self.refusal()
 
     def refusal(self) -> BreakerOpen:
-        """The error for a call that is not made, which is counted."""
+        """Count a call that is refused, and return its error."""
         with self._lock:
             self.num_refused += 1
-            self._ensure_probing()  # a fork copies the state and not the thread
+            self._ensure_probing()  # a fork copies the state but not the thread
             return BreakerOpen(f"{self._address} is away ({self._reason}); it is asked again when it answers probes")
 
     def trip(self, error: MoonpoolError) -> BreakerOpen:
-        """The server was found away: open, probe it from now on. Returns the error for the caller."""
+        """Open the breaker and start to probe the server. Return the error for the caller."""
         with self._lock:
             if not self._ended.is_set() and self._core.open(time.monotonic()):
                 self._reason = str(error)
@@ -140,7 +140,7 @@ class ProbedBreaker:
         return BreakerOpen(str(error))
 
     def wait_closed(self, timeout_s: float, given_up: threading.Event) -> bool:
-        """Wait until the server is back; False when that took too long or `given_up` is set meanwhile."""
+        """Wait until the server is back. Return False after the timeout, or when `given_up` is set."""
         deadline = Deadline(timeout_s)
         while not given_up.is_set():
             if self._is_closed.wait(min(deadline.remaining_s(), _LOOK_EVERY_S)):
@@ -154,7 +154,7 @@ class ProbedBreaker:
         self._ended.set()
 
     def join(self) -> None:
-        """Waits for the end of a probe under way. Idempotent."""
+        """Wait for the end of the current probe. Idempotent."""
         with self._lock:
             probing = self._probing
         if probing is not None:

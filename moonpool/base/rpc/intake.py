@@ -1,9 +1,9 @@
-"""What one connection may make a server hold, and how long it may keep the loop busy.
+"""Limits what one connection can make a server hold in memory, and how long it can keep the event loop busy.
 
 A turn is what the server does for one connection before it serves the others. Frames that arrive in many parts are
-collected in memory: small ones always, large ones only as long as all connections together hold no more than a limit.
-Beyond it a connection is not read until others have finished theirs; the one that began first is cut off if it does
-not finish in time, so that senders which never finish cannot keep the others out.
+collected in memory: small frames always, large ones only while all connections together hold no more than a limit.
+Beyond the limit a connection is not read until others have finished their frames. The connection that began its frame
+first is closed if it does not finish in time, so that senders which never finish cannot block the others.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-MAX_HELLO_NBYTES = 4096  # of a peer's first frame, before it is known to be one of ours
+MAX_HELLO_NBYTES = 4096  # of a peer's first frame, before it is known to speak this protocol
 TURN_FRAMES = 256
 TURN_S = 1e-3
 MAX_BACKLOG_NBYTES = 256 * 1024  # frames that wait for their turn; beyond it the connection is not read
 SMALL_FRAME_NBYTES = 64 * 1024
 MAX_LARGE_NBYTES = 16 * 1024 * 1024  # unfinished large frames of all connections; a single one may be larger
-LARGE_FRAME_S = 1.0  # how long the first one may keep others waiting
+LARGE_FRAME_S = 1.0  # how long the first one may make others wait
 
 
 class Sender(Protocol):
@@ -40,11 +40,11 @@ class LargeFrames:
     def __init__(
         self,
         max_nbytes: int = MAX_LARGE_NBYTES,
-        patience_s: float = LARGE_FRAME_S,
+        max_wait_s: float = LARGE_FRAME_S,
         clock: Callable[[], float] | None = None,
     ) -> None:
         self._max_nbytes = max_nbytes
-        self._patience_s = patience_s
+        self._max_wait_s = max_wait_s
         self._clock = clock or time.monotonic
         self._held: dict[Sender, tuple[int, float]] = {}  # bytes, and when it began; in the order they began
         self._waiting: dict[Sender, None] = {}
@@ -52,8 +52,8 @@ class LargeFrames:
         self.nbytes = 0  # of all
 
     def note(self, sender: Sender, nbytes: int) -> bool:
-        """`sender` holds `nbytes` of an unfinished frame now. Return False when it must not be read on; read_on()
-        says when it may.
+        """Record that `sender` holds `nbytes` of an unfinished frame. Return False when the server must stop reading
+        it; read_on() is called when it may read again.
         """
         if nbytes <= SMALL_FRAME_NBYTES:
             self.forget(sender)
@@ -68,7 +68,7 @@ class LargeFrames:
         return sender not in self._waiting
 
     def forget(self, sender: Sender) -> None:
-        """Its frame is whole, or its connection has ended. Idempotent."""
+        """Forget a sender whose frame is complete, or whose connection has ended. Idempotent."""
         held = self._held.pop(sender, None)
         self._waiting.pop(sender, None)
         if held is not None:
@@ -82,7 +82,7 @@ class LargeFrames:
             self._timer = None
 
     def _let_read(self) -> None:
-        """Let those that wait go on while there is room; the one that began first always."""
+        """Let waiting senders continue while there is room; the one that began first always."""
         first = next(iter(self._held), None)
         for sender in list(self._waiting):
             if self.nbytes <= self._max_nbytes or sender is first:
@@ -90,15 +90,15 @@ class LargeFrames:
                 sender.read_on()
 
     def _look(self) -> None:
-        """Cut off the sender that began first once it has kept others waiting for too long."""
+        """Close the sender that began first once others have waited too long for it."""
         self.close()
         while self._waiting:
             first = next(iter(self._held))
-            left_s = self._held[first][1] + self._patience_s - self._clock()
+            left_s = self._held[first][1] + self._max_wait_s - self._clock()
             if left_s > 0:
                 self._timer = asyncio.get_running_loop().call_later(left_s, self._look)
                 return
             self.forget(first)
             first.cut_off(
-                f"a large message was not complete after {self._patience_s:g} s, and others wait for its memory"
+                f"a large message was not complete after {self._max_wait_s:g} s, and others wait for its memory"
             )

@@ -1,10 +1,10 @@
-"""Notices a peer that is frozen, or whose machine is gone, although its connection looks open.
+"""Detects a peer that is frozen, or whose machine is gone, although its connection looks open.
 
-The client pings when either direction was quiet for an interval; the server answers at once. A peer from which
-nothing was heard for the limit is lost. So a peer may stall for limit minus interval at any moment and survive.
+The client pings when either direction was quiet for an interval; the server answers at once. A peer from which nothing
+came for the limit is lost. So a peer may stall for limit minus interval at any moment and survive.
 
-Time in which this process could not listen is not the peer's silence: by as much as the timer was late, the peer
-gets more time, and after a long stop always one full interval. `Silence` decides, `SilenceWatch` is its timer.
+Time in which this process could not listen does not count as the peer's silence: the peer gets as much more time as the
+timer was late, and after a long stop at least one full interval. `Silence` decides; `SilenceWatch` is its timer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SilenceLimits:
     silence_limit_s: float = SILENCE_LIMIT_S
 
     def __post_init__(self) -> None:
-        # One interval until the ping, one that a stop of our own may swallow, one for the answer.
+        # One interval until the ping, one for a stop of this process, one for the answer.
         if not 0 < 3 * self.ping_interval_s <= self.silence_limit_s:
             raise ConfigError(
                 f"a silence limit of {self.silence_limit_s:g} s needs pings at least every "
@@ -40,7 +40,7 @@ class SilenceLimits:
             )
 
 
-DEFAULT_PATIENCE = SilenceLimits()
+DEFAULT_SILENCE_LIMITS = SilenceLimits()
 
 
 class SilenceVerdict(Enum):
@@ -50,19 +50,19 @@ class SilenceVerdict(Enum):
 
 
 class Silence:
-    """How long one peer has been silent. Pure: look at it whenever `next_look_s` has come."""
+    """How long one peer has been silent. Pure: call look() at `next_look_s`."""
 
-    __slots__ = ("_patience", "_pinged_s", "heard_s", "next_look_s", "said_s")
+    __slots__ = ("_limits", "_pinged_s", "heard_s", "next_look_s", "said_s")
 
-    def __init__(self, patience: SilenceLimits, now_s: float) -> None:
-        self._patience = patience
+    def __init__(self, limits: SilenceLimits, now_s: float) -> None:
+        self._limits = limits
         self.heard_s = self.said_s = self._pinged_s = now_s
-        self.next_look_s = now_s + patience.ping_interval_s
+        self.next_look_s = now_s + limits.ping_interval_s
 
     def look(self, now_s: float) -> SilenceVerdict:
-        """What to do now; PING counts as said. Sets `next_look_s`."""
+        """Return what to do now, and set `next_look_s`. The caller sends a ping for PING."""
         self._forgive(now_s)
-        lost_s = self.heard_s + self._patience.silence_limit_s
+        lost_s = self.heard_s + self._limits.silence_limit_s
         if now_s >= lost_s:
             return SilenceVerdict.LOST
         verdict = SilenceVerdict.WAIT
@@ -73,21 +73,21 @@ class Silence:
         return verdict
 
     def _ping_due_s(self) -> float:
-        # What we said counts too: under a stream the client only listens, and the server must hear of it.
-        return max(min(self.heard_s, self.said_s), self._pinged_s) + self._patience.ping_interval_s
+        # Quiet on our side counts too: a client that reads a stream sends nothing, and the server waits for its pings.
+        return max(min(self.heard_s, self.said_s), self._pinged_s) + self._limits.ping_interval_s
 
     def _forgive(self, now_s: float) -> None:
         late = late_s(self.next_look_s, now_s)
         heard_s = self.heard_s + late
-        if late > self._patience.ping_interval_s:
-            heard_s = max(heard_s, now_s + self._patience.ping_interval_s - self._patience.silence_limit_s)
+        if late > self._limits.ping_interval_s:
+            heard_s = max(heard_s, now_s + self._limits.ping_interval_s - self._limits.silence_limit_s)
         self.heard_s = min(now_s, heard_s)
 
 
 class AttendedTimer:
-    """Calls `over` once when `limit_s` have passed in which this process could listen, from creation to cancel().
+    """Calls `over` once, after `limit_s` in which this process could listen; cancel() prevents it.
 
-    A timer that fires late waits once more, for as long as it was late, so that what came meanwhile is read first.
+    A timer that fires late waits again, for as long as it was late, so that data that arrived meanwhile is read first.
     """
 
     def __init__(self, limit_s: float, over: Callable[[], None]) -> None:
@@ -111,19 +111,19 @@ class AttendedTimer:
 
 
 class SilenceWatch:
-    """One timer over one connection, from start() to stop(). `lost` is called at most once per start."""
+    """The timer of one connection, from start() to stop(). `lost` is called at most once per start()."""
 
     def __init__(
-        self, patience: SilenceLimits, *, lost: Callable[[], None], ping: Callable[[], None] | None = None
+        self, limits: SilenceLimits, *, lost: Callable[[], None], ping: Callable[[], None] | None = None
     ) -> None:
-        self.patience = patience
+        self.limits = limits
         self._lost, self._ping = lost, ping
-        self._silence = Silence(patience, time.monotonic())
+        self._silence = Silence(limits, time.monotonic())
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
         now_s = time.monotonic()
-        self._silence = Silence(self.patience, now_s)
+        self._silence = Silence(self.limits, now_s)
         self._arm(now_s)
 
     def stop(self) -> None:
