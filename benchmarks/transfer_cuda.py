@@ -26,8 +26,8 @@ import numpy as np
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import Unavailable
 from moonpool.transfer.control import ControlHandler
-from moonpool.transfer.host import host_id
 from moonpool.transfer.memory.buffers import address_of
+from moonpool.transfer.memory.location import host_id
 from moonpool.transfer.transports.cuda.driver import driver
 from moonpool.transfer.transports.cuda.segment import DeviceSegment
 from moonpool.transfer.transports.cuda.transport import CudaRemote, CudaTransport

@@ -33,9 +33,10 @@ from moonpool.store.messages import (
     Tier,
     UnmountSegment,
 )
+from moonpool.transfer.config import in_words
 from moonpool.transfer.engine import TransferEngine
-from moonpool.transfer.memory.segment import Fence, Segment
-from moonpool.transfer.reach import in_words
+from moonpool.transfer.memory.fence import Fence
+from moonpool.transfer.memory.segment import Segment
 
 _LOG = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 5.0

@@ -32,10 +32,9 @@ from moonpool.node.session_registry import SessionRegistry
 from moonpool.node.ssd_tier import LogMaintenance, NodeSsd, SsdMount
 from moonpool.store.client.directory import SegmentDirectory
 from moonpool.store.messages import GRANULE_NBYTES, SERVICE, OrderKind, Placement, SegmentInfo, Segments
-from moonpool.transfer.config import TransferConfig
+from moonpool.transfer.config import TransferConfig, check_numa_node, warn_if_open
 from moonpool.transfer.engine import TransferEngine
 from moonpool.transfer.memory.segment import Segment
-from moonpool.transfer.reach import check_numa_node, warn_if_open
 
 _LOG = logging.getLogger(__name__)
 _MAX_LOG_ORDERS = 512  # in one go

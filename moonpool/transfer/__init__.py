@@ -3,15 +3,13 @@
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.transfer.batch import Batch, TransferOp, TransferRequest, TransferStatus
 from moonpool.transfer.config import TransferConfig, WireConfig
-from moonpool.transfer.control import PeerInfo
+from moonpool.transfer.control import Notification, PeerInfo
 from moonpool.transfer.directory import Directory, MemoryDirectory
 from moonpool.transfer.engine import TransferEngine
-from moonpool.transfer.host import host_id
-from moonpool.transfer.mailbox import Notification
-from moonpool.transfer.memory.buffers import aligned_buffer, as_bytes_view
-from moonpool.transfer.memory.foreign import RawMemory
-from moonpool.transfer.memory.location import Location, parse_location
-from moonpool.transfer.memory.segment import Fence, Segment
+from moonpool.transfer.memory.buffers import RawMemory, aligned_buffer, as_bytes_view
+from moonpool.transfer.memory.fence import Fence
+from moonpool.transfer.memory.location import Location, host_id, parse_location
+from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.paths.multipath import MultiPathRemote
 from moonpool.transfer.paths.path_load import PathState
 from moonpool.transfer.paths.peer_paths import PathReport

@@ -19,15 +19,14 @@ from typing import NamedTuple
 import msgspec
 
 from moonpool.base.clock import Deadline
-from moonpool.base.errors import Cancelled, DeadlineExceeded, InvalidInput, MoonpoolError, PeerLost, StaleGeneration
-from moonpool.transfer.memory.buffers import Buffer, Memory, as_memory, cut
+from moonpool.base.errors import Cancelled, DeadlineExceeded, InvalidInput, MoonpoolError, PeerLost
+from moonpool.transfer.memory.buffers import Buffer, Memory, as_memory, cut, total_nbytes
 from moonpool.transfer.paths.multipath import MultiPathRemote
-from moonpool.transfer.paths.places import Place, items_of, move, nbytes_of
+from moonpool.transfer.paths.places import Place, move, read_expecting, write_places
 from moonpool.transfer.paths.plan import Slice, cut_batch, take_run
 from moonpool.transfer.paths.priority import Priority
 from moonpool.transfer.paths.slice_queue import SliceQueue
-from moonpool.transfer.pending import Pending
-from moonpool.transfer.thread_pool import ThreadPool, attempt
+from moonpool.transfer.pending import Pending, ThreadPool, attempt
 from moonpool.transfer.transports.base import RemoteSegment
 
 
@@ -397,7 +396,7 @@ def _borrow(requests: Sequence[TransferRequest]) -> tuple[list[list[Memory]], li
             sizes.append(only.nbytes)
         else:
             memories.append([as_memory(buffer, writable) for buffer in buffers])
-            sizes.append(nbytes_of(memories[-1]))
+            sizes.append(total_nbytes(memories[-1]))
     return memories, sizes
 
 
@@ -419,7 +418,7 @@ def _move_request(request: TransferRequest, memories: list[Memory], timeout_s: f
     elif expected is None:
         remote.read_into(request.offset, memories, timeout_s=timeout_s)
     else:
-        for refusal in _read_expecting(remote, [(request.offset, memories)], [expected], timeout_s).values():
+        for refusal in read_expecting(remote, [(request.offset, memories)], [expected], timeout_s=timeout_s).values():
             raise refusal
 
 
@@ -427,40 +426,11 @@ def _move_group(group: _Group, timeout_s: float) -> dict[int, MoonpoolError]:
     """Return the refusals by the position of the slice. Raise what may be true of any slice."""
     key, places, generations = group.key, group.places, group.generations
     if key.is_expecting:
-        return _read_expecting(key.remote, places, generations, timeout_s)
+        return read_expecting(key.remote, places, generations, timeout_s=timeout_s)
     if not generations:
         move(key.remote, places, generation=None, timeout_s=timeout_s)
-    elif len(places) == 1 or generations.count(generations[0]) == len(generations):
-        move(key.remote, places, generation=generations[0], timeout_s=timeout_s)  # neighbours go as one
-    else:
-        items = [
-            (offset, memories, generation) for (offset, memories), generation in zip(places, generations, strict=True)
-        ]
-        outcomes = key.remote.write_each(items, timeout_s=timeout_s)
-        return {at: error for at, error in enumerate(outcomes) if error is not None}
-    return {}
-
-
-def _read_expecting(
-    remote: RemoteSegment, places: Sequence[Place], generations: Sequence[int], timeout_s: float
-) -> dict[int, MoonpoolError]:
-    """Read the places; return StaleGeneration for those that did not keep their generation, by position."""
-    items: list[tuple[int, Buffer, int]] = []
-    position_of: list[int] = []
-    for position, (place, generation) in enumerate(zip(places, generations, strict=True)):
-        if generation < 1:
-            raise InvalidInput(f"a read expects generation 1 or greater, not {generation}")
-        of_place = [(offset, buffer, generation) for offset, buffer in items_of([place])]
-        items += of_place
-        position_of += [position] * len(of_place)
-    refusals: dict[int, MoonpoolError] = {}
-    for stale in remote.read_expecting([items], timeout_s=timeout_s):
-        for at in stale:
-            offset, _, generation = items[at]
-            refusals[position_of[at]] = StaleGeneration(
-                f"space at offset {offset} does not carry generation {generation}, or lost it while it was read"
-            )
-    return refusals
+        return {}
+    return write_places(key.remote, places, generations, timeout_s=timeout_s)
 
 
 def _is_tried_alone(group: _Group, error: MoonpoolError | None) -> bool:

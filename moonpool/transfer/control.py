@@ -10,24 +10,28 @@ Every call is small (64 KiB at most) and answered at once; none makes the owner 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from moonpool.base.clock import Deadline
 from moonpool.base.descriptor import SegmentDescriptor
-from moonpool.base.errors import InvalidInput, NotFound
+from moonpool.base.errors import Cancelled, InvalidInput, NotFound, Overloaded
 from moonpool.base.rpc.protocol import Call, CallDecoder, as_moonpool_error
-from moonpool.transfer.host import host_id
-from moonpool.transfer.mailbox import Mailbox, Notification
-from moonpool.transfer.memory.segment import Fence, Segment
-from moonpool.transfer.memory.spans import Spans
+from moonpool.transfer.memory.fence import Fence, Spans
+from moonpool.transfer.memory.location import host_id
+from moonpool.transfer.memory.segment import Segment
+from moonpool.transfer.pending import Pending
 from moonpool.transfer.topology import Topology
 from moonpool.transfer.transports.base import ServedSegments, check_bounds
 
 R = TypeVar("R")
 _SPANS_PER_CALL = 2000  # about 40 KiB; a call has at most 64
+MAX_MESSAGE_NBYTES = 32 * 1024
+_MAX_MESSAGES = 4096
+_MAX_NBYTES = 16 * 1024 * 1024
 
 
 class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -207,3 +211,81 @@ class LocalControlClient:
     def ask(self, call: Call[R], timeout_s: float) -> R:
         answer: Any = self._desk.answer(call)
         return answer  # type: ignore[no-any-return]
+
+
+class Notification(NamedTuple):
+    """What a peer says about a segment of ours: "these pages are written", in words the two have agreed on."""
+
+    segment: str
+    message: bytes
+
+
+class Mailbox:
+    """First come, first taken. Thread-safe."""
+
+    def __init__(self, max_messages: int = _MAX_MESSAGES, max_nbytes: int = _MAX_NBYTES) -> None:
+        self._max_messages = max_messages
+        self._max_nbytes = max_nbytes
+        self._changed = threading.Condition()
+        self._messages: deque[Notification] = deque()
+        self._waiting: set[Pending[None]] = set()
+        self._nbytes = 0
+        self._closed = False
+
+    def put(self, notification: Notification) -> None:
+        """Overloaded when there is no room: the sender learns that nobody takes its messages."""
+        size = len(notification.message)
+        check_message(notification.message)
+        with self._changed:
+            if len(self._messages) >= self._max_messages or self._nbytes + size > self._max_nbytes:
+                raise Overloaded(f"{len(self._messages)} messages wait for the owner of {notification.segment!r}")
+            self._messages.append(notification)
+            self._nbytes += size
+            self._changed.notify()
+        self._tell()
+
+    def arrival(self) -> Pending[None]:
+        """Over when there is something to take, or the box is closed. It takes nothing: who gives up loses nothing."""
+        pending: Pending[None] = Pending(lambda: self._give_up(pending))
+        with self._changed:
+            is_here = bool(self._messages) or self._closed
+            if not is_here:
+                self._waiting.add(pending)
+        if is_here:
+            pending.resolve(None)
+        return pending
+
+    def take(self, timeout_s: float = 0.0) -> list[Notification]:
+        """All that is there, in order of arrival; waits for the first one at most so long, empty if none came."""
+        deadline = Deadline(timeout_s)
+        with self._changed:
+            while not self._messages and not self._closed:
+                if not self._changed.wait(deadline.remaining_s()):
+                    break
+            taken, self._nbytes = list(self._messages), 0
+            self._messages.clear()
+            return taken
+
+    def close(self) -> None:
+        """Idempotent. Whoever waits gets what there is."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._tell()
+
+    def _tell(self) -> None:
+        """Without the lock: what they do next is not known here."""
+        with self._changed:
+            waiting, self._waiting = self._waiting, set()
+        for pending in waiting:
+            pending.resolve(None)
+
+    def _give_up(self, pending: Pending[None]) -> None:
+        with self._changed:
+            self._waiting.discard(pending)
+        pending.fail(Cancelled("no longer waited for"))
+
+
+def check_message(message: bytes) -> None:
+    if len(message) > MAX_MESSAGE_NBYTES:
+        raise InvalidInput(f"a message has at most {MAX_MESSAGE_NBYTES} bytes, not {len(message)}")

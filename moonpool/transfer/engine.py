@@ -24,21 +24,18 @@ from pathlib import Path
 
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import AlreadyExists, InvalidInput, PeerLost, Unavailable
-from moonpool.transfer.assembly import Assembly, Endpoints
+from moonpool.transfer.assembly import Assembly, Endpoints, Remotes
 from moonpool.transfer.batch import Batch, TransferRequest
 from moonpool.transfer.config import AUTO, TransferConfig
-from moonpool.transfer.control import ControlHandler, Describe, Introduce, PeerInfo
+from moonpool.transfer.control import ControlHandler, Describe, Introduce, Notification, PeerInfo
 from moonpool.transfer.directory import Directory, parse_target
-from moonpool.transfer.host import host_id
-from moonpool.transfer.mailbox import Notification
 from moonpool.transfer.memory.buffers import Buffer
+from moonpool.transfer.memory.location import host_id
 from moonpool.transfer.memory.segment import Segment
-from moonpool.transfer.opening import Remotes
 from moonpool.transfer.paths.priority import Priority
 from moonpool.transfer.paths.slice_queue import SliceOrder, SliceQueue
-from moonpool.transfer.pending import Pending
+from moonpool.transfer.pending import Pending, ThreadPool
 from moonpool.transfer.register import make_segment
-from moonpool.transfer.thread_pool import ThreadPool
 from moonpool.transfer.topology import Topology, read_topology
 from moonpool.transfer.transports.base import RemoteSegment
 from moonpool.transfer.transports.memory import MemoryFabric

@@ -11,8 +11,7 @@ import os
 
 from moonpool.base.errors import InvalidInput
 from moonpool.transfer.disk.sidecar import sidecar_path
-from moonpool.transfer.memory.buffers import Buffer
-from moonpool.transfer.memory.foreign import RawMemory, device_span
+from moonpool.transfer.memory.buffers import Buffer, RawMemory, device_span
 from moonpool.transfer.memory.location import Location, parse_location
 from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.transports.cuda.segment import DeviceSegment

@@ -29,8 +29,8 @@ from moonpool.base.process import EXIT_BUG
 from moonpool.base.rpc import Call, RpcPeer, RpcServer
 from moonpool.engine.engine import Engine
 from moonpool.store.client import ClientConfig, StoreClient
+from moonpool.transfer.config import check_numa_node, in_words, warn_if_open
 from moonpool.transfer.engine import TransferEngine
-from moonpool.transfer.reach import check_numa_node, in_words, warn_if_open
 from moonpool.worker.build import Built, build
 from moonpool.worker.calibrate import Calibration, Limits
 from moonpool.worker.config import WorkerConfig

@@ -16,8 +16,8 @@ from paths_transport import PathsTransport
 
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import AlreadyExists, InvalidInput, NotFound, Overloaded, PeerLost, StaleGeneration
-from moonpool.transfer.host import host_id
-from moonpool.transfer.mailbox import MAX_MESSAGE_NBYTES, Notification
+from moonpool.transfer.control import MAX_MESSAGE_NBYTES, Notification
+from moonpool.transfer.memory.location import host_id
 from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.transports.base import RemoteSegment, Transport
 from moonpool.transfer.transports.file.segment import FileSegment

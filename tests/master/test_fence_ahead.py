@@ -19,7 +19,8 @@ from moonpool.store import messages as m
 from moonpool.store.client import Put
 from moonpool.transfer.config import TransferConfig
 from moonpool.transfer.engine import TransferEngine
-from moonpool.transfer.memory.segment import Fence, Segment
+from moonpool.transfer.memory.fence import Fence
+from moonpool.transfer.memory.segment import Segment
 
 AHEAD = 2**60
 RANGE = 1 << EPOCH_BITS

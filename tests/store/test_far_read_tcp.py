@@ -11,7 +11,8 @@ from store_pool import MIB, LocalPool
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import InvalidInput
 from moonpool.store.client import Put, StoreClient
-from moonpool.transfer.memory.segment import Fence, Segment
+from moonpool.transfer.memory.fence import Fence
+from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.transports.tcp.connection import GATHER_NBYTES
 from moonpool.transfer.transports.tcp.transport import TcpRemote, TcpTransport
 

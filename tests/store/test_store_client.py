@@ -32,7 +32,7 @@ from moonpool.store.client.put_session import PutSession
 from moonpool.store.messages import Placement, SegmentInfo, Tier
 from moonpool.transfer.config import TransferConfig
 from moonpool.transfer.engine import TransferEngine
-from moonpool.transfer.host import host_id
+from moonpool.transfer.memory.location import host_id
 
 NUMBERS = itertools.count()
 FEW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -17,7 +17,7 @@ import numpy as np
 from nursery import fork_owners
 
 from moonpool.base.descriptor import SegmentDescriptor
-from moonpool.transfer.host import host_id
+from moonpool.transfer.memory.location import host_id
 from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.transports.nixl.transport import NixlTransport
 from moonpool.transfer.transports.tcp.transport import TcpTransport

@@ -16,7 +16,7 @@ import msgspec
 from nursery import fork_owners
 
 from moonpool.transfer import Segment, SegmentDescriptor
-from moonpool.transfer.host import host_id
+from moonpool.transfer.memory.location import host_id
 from moonpool.transfer.transports.shm.transport import ShmTransport
 from moonpool.transfer.transports.tcp.transport import TcpTransport
 

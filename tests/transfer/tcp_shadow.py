@@ -12,7 +12,8 @@ from moonpool.base.checksum import crc32c
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import MoonpoolError
 from moonpool.transfer.control import ControlHandler
-from moonpool.transfer.memory.segment import Fence, Segment
+from moonpool.transfer.memory.fence import Fence
+from moonpool.transfer.memory.segment import Segment
 
 MARGIN = 64 * 1024
 GRANULE = 512

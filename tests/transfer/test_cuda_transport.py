@@ -26,7 +26,7 @@ from moonpool.base.checksum import crc32c
 from moonpool.base.errors import InvalidInput, MoonpoolError, NotFound, PeerLost, StaleGeneration, Unavailable
 from moonpool.transfer import SegmentDescriptor, host_id
 from moonpool.transfer.control import ControlHandler
-from moonpool.transfer.memory.foreign import DeviceSpan, RawMemory
+from moonpool.transfer.memory.buffers import DeviceSpan, RawMemory
 from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.register import make_segment
 from moonpool.transfer.transports.base import Transport

@@ -30,10 +30,11 @@ from moonpool.transfer.control import (
     Describe,
     Introduce,
     LocalControlClient,
+    Mailbox,
+    Notification,
     Notify,
 )
-from moonpool.transfer.host import host_id
-from moonpool.transfer.mailbox import Mailbox, Notification
+from moonpool.transfer.memory.location import host_id
 from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.topology import read_topology
 from moonpool.transfer.transports.shm.control_client import UnixControlClient

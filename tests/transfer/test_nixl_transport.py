@@ -24,9 +24,9 @@ from moonpool.base.clock import Deadline
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import ConfigError, DeadlineExceeded, MoonpoolError, NotFound, PeerLost, ProtocolError
 from moonpool.transfer.control import ControlHandler
-from moonpool.transfer.host import host_id
+from moonpool.transfer.memory.fence import merge_spans
+from moonpool.transfer.memory.location import host_id
 from moonpool.transfer.memory.segment import Segment
-from moonpool.transfer.memory.spans import merge_spans
 from moonpool.transfer.transports.base import RemoteSegment
 from moonpool.transfer.transports.nixl import agent as nixl_agent
 from moonpool.transfer.transports.nixl.chunks import cut_chunks

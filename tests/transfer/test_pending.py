@@ -13,8 +13,7 @@ import pytest
 import uvloop
 
 from moonpool.base.errors import Cancelled, DeadlineExceeded, Internal, NotFound, Overloaded, PeerLost
-from moonpool.transfer.pending import Pending
-from moonpool.transfer.thread_pool import ThreadPool
+from moonpool.transfer.pending import Pending, ThreadPool
 
 LOOPS = pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 NewLoop = Callable[[], asyncio.AbstractEventLoop]

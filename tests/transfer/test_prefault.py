@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 
-from moonpool.transfer.memory.prefault import Prefault
+from moonpool.transfer.transports.mapped import Prefault
 
 CHUNK = 256 * 1024
 

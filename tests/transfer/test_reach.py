@@ -9,8 +9,7 @@ import pytest
 
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import ConfigError
-from moonpool.transfer.config import WireConfig
-from moonpool.transfer.reach import check_numa_node, in_words, warn_if_open
+from moonpool.transfer.config import WireConfig, check_numa_node, in_words, warn_if_open
 from moonpool.transfer.topology import Sysfs
 from moonpool.transfer.topology.discover import numa_nodes
 

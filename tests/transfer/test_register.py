@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from moonpool.base.errors import ConfigError, InvalidInput
-from moonpool.transfer.memory.buffers import as_bytes_view
-from moonpool.transfer.memory.foreign import RawMemory, device_span
+from moonpool.transfer.memory.buffers import RawMemory, as_bytes_view, device_span
 from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.register import make_segment
 from moonpool.transfer.transports.file.segment import FileSegment

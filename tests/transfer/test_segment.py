@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.base.errors import InvalidInput, NoSpace, ProtocolError, StaleGeneration, Unavailable
-from moonpool.transfer.host import available_memory_nbytes, host_id
-from moonpool.transfer.memory.segment import Fence, Segment, fence_offset, file_nbytes
+from moonpool.transfer.memory.fence import Fence
+from moonpool.transfer.memory.location import available_memory_nbytes, host_id
+from moonpool.transfer.memory.segment import Segment, fence_offset, file_nbytes
 
 
 def fd_count() -> int:

@@ -30,7 +30,7 @@ from moonpool.base.frames import HEADER_NBYTES, FrameDecoder, FrameKind, decode_
 from moonpool.base.rpc.protocol import CallDecoder, decode_error, decode_reply
 from moonpool.base.security import Secret
 from moonpool.transfer.control import CALLS, ControlHandler, Introduce
-from moonpool.transfer.host import host_id
+from moonpool.transfer.memory.location import host_id
 from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.transports.shm.server import AskSegment, ShmServer
 from moonpool.transfer.transports.shm.transport import ShmRemote

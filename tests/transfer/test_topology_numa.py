@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from moonpool.transfer import Segment
-from moonpool.transfer.memory.numa import bind_file_to_node, bind_to_node, node_mask, prefer_node, whole_pages
+from moonpool.transfer.memory.segment import bind_file_to_node, bind_to_node, node_mask, prefer_node, whole_pages
 from moonpool.transfer.topology import Sysfs
 from moonpool.transfer.topology.discover import numa_nodes
 

@@ -13,8 +13,7 @@ from bisect import bisect_right, insort
 from pathlib import Path
 
 from moonpool.base.errors import InvalidInput
-from moonpool.transfer.memory.buffers import as_bytes_view
-from moonpool.transfer.memory.foreign import RawMemory
+from moonpool.transfer.memory.buffers import RawMemory, as_bytes_view
 
 _MAPS = Path("/proc/self/maps")
 

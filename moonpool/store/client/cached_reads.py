@@ -17,8 +17,8 @@ from moonpool.store.client.cache import WINDOW_KEYS, ObjectCache, RecentKeys
 from moonpool.store.client.cuts import scatter
 from moonpool.store.client.directory import SegmentDirectory
 from moonpool.store.messages import ObjectInfo
-from moonpool.transfer.host import host_id
 from moonpool.transfer.memory.buffers import Buffer, as_bytes_view
+from moonpool.transfer.memory.location import host_id
 from moonpool.transfer.transports.mapped import MappedRemote
 
 T = TypeVar("T")

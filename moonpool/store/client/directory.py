@@ -14,7 +14,7 @@ from moonpool.base.errors import MoonpoolError, NotFound, Unauthorized, Unavaila
 from moonpool.store.client.unreadable import UnreadableSegments
 from moonpool.store.messages import Placement, SegmentInfo, Tier
 from moonpool.transfer.engine import TransferEngine
-from moonpool.transfer.host import host_id
+from moonpool.transfer.memory.location import host_id
 from moonpool.transfer.transports.base import RemoteSegment
 
 # An owner that did not let us in is not asked again so soon: only a changed setting and a restart make a difference.

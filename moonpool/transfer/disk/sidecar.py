@@ -22,7 +22,7 @@ import numpy as np
 
 from moonpool.base.errors import AlreadyExists, Corrupt, InvalidInput, NotFound, PeerLost
 from moonpool.transfer.disk.handle import SharedFd, is_locked_elsewhere, own_errors, try_lock, unlock
-from moonpool.transfer.memory.segment import Fence, num_granules
+from moonpool.transfer.memory.fence import Fence, num_granules
 
 _MAGIC = b"MOONFILE"
 _VERSION = 1

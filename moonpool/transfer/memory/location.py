@@ -7,6 +7,8 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Literal, get_args
 
 from moonpool.base.errors import ConfigError
@@ -14,6 +16,9 @@ from moonpool.base.errors import ConfigError
 Kind = Literal["cpu", "cuda", "ssd"]
 _KINDS: tuple[Kind, ...] = get_args(Kind)
 _INDEX = re.compile(r"0|[1-9][0-9]{0,4}", re.ASCII)
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,3 +50,33 @@ def parse_location(text: str) -> Location:
 def _expected(kind: str) -> str:
     forms = {"cpu": '"cpu" or "cpu:<NUMA node>"', "cuda": '"cuda:<GPU>"', "ssd": '"ssd:/absolute/path"'}
     return forms.get(kind) or ", ".join(forms[known] for known in _KINDS)
+
+
+@cache
+def host_id() -> str:
+    """Names the running kernel: equal for all processes that could share memory, containers included.
+
+    Whether two of them really can is decided by the Unix socket: its path must exist on the other side too.
+    """
+    return _BOOT_ID.read_text().strip()
+
+
+def available_memory_nbytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int:
+    """Memory this process could still take without being killed: the machine's, or its cgroup's if that is less."""
+    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+    machine = int(fields["MemAvailable"].split()[0]) * 1024
+    limit = _cgroup_headroom_nbytes(cgroup)
+    return machine if limit is None else min(machine, limit)
+
+
+def _cgroup_headroom_nbytes(cgroup: Path) -> int | None:
+    """None without a cgroup v2 limit. Cached file pages count as free: the kernel drops them first."""
+    try:
+        limit = (cgroup / "memory.max").read_text().strip()
+        used = int((cgroup / "memory.current").read_text())
+        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return None
+    if limit == "max":
+        return None
+    return max(0, int(limit) - used + int(stat.get("inactive_file", 0)))

@@ -9,198 +9,28 @@ Layout of a memfd: the data from byte 0, then, from the next page on, the fence 
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import mmap
 import os
-import sys
-import threading
-from collections.abc import Sequence
+import platform
 from typing import ClassVar, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from moonpool.base.errors import InvalidInput, NoSpace, ProtocolError, StaleGeneration, Unavailable
+from moonpool.base.errors import InvalidInput, NoSpace, ProtocolError, Unavailable
 from moonpool.base.units import format_nbytes
-from moonpool.transfer.host import available_memory_nbytes
 from moonpool.transfer.memory.buffers import Buffer, as_bytes_view
-from moonpool.transfer.memory.location import Location, parse_location
-from moonpool.transfer.memory.numa import bind_file_to_node
+from moonpool.transfer.memory.fence import GENERATION_NBYTES, Fence, make_fence, num_granules
+from moonpool.transfer.memory.location import Location, available_memory_nbytes, parse_location
+from moonpool.transfer.topology.discover import numa_nodes
+from moonpool.transfer.topology.sysfs import Sysfs
 
 MAX_NAME_NBYTES = 255
-_GENERATION_NBYTES = 8
-_MAX_GENERATION = 2**64 - 1
-_FEW = 8  # granules, up to which numpy takes longer than a loop
-
-
-class Fence:
-    """One generation per granule of a segment. A write is admitted when no granule it touches is newer.
-
-    Threads of one process see check and stamp as one step. Between processes that map the same table they are
-    two, so a writer calls confirm() when its bytes are in place: two writers that raced cannot both succeed
-    unseen, and the loser's bytes are never announced. Space is handed out in whole granules, else neighbours of
-    different generations would keep each other out.
-    """
-
-    def __init__(self, table: NDArray[np.uint64], granule_nbytes: int) -> None:
-        self.granule_nbytes = granule_nbytes
-        self._table = table
-        self._cells = table.data  # the same memory: one number is had ten times faster than from an array
-        self._raw = self._cells.cast(
-            "B"
-        )  # and once more, as bytes: comparing and setting many alike is ten times faster
-        self._lock = threading.Lock()
-        self.limit = _MAX_GENERATION  # no write of a higher one is admitted by this process
-
-    def admit(self, offset: int, nbytes: int, generation: int) -> None:
-        """Stamps the touched granules with `generation`; StaleGeneration, stamping none, if one is newer or the
-        generation is above the limit: one that was never given out would keep all later writers out for ever.
-        """
-        granules = self._few_granules(offset, nbytes, generation)
-        if granules is None:
-            self.admit_all([(offset, nbytes)], generation)
-            return
-        self._check_limit(offset, generation)
-        cells = self._cells
-        with self._lock:
-            for at in granules:
-                if cells[at] > generation:
-                    raise self._stale(offset, cells[at], generation)
-            for at in granules:
-                cells[at] = generation
-
-    def admit_all(self, spans: Sequence[tuple[int, int]], generation: int) -> None:
-        """admit() of each (offset, nbytes), all or none."""
-        touched = self._touched(spans, generation)
-        if touched:
-            self._check_limit(touched[0][0], generation)
-        with self._lock:
-            for offset, first, end in touched:
-                newest = self._newest(first, end)
-                if newest > generation:
-                    raise self._stale(offset, newest, generation)
-            self._set(touched, generation)
-
-    def confirm(self, offset: int, nbytes: int, generation: int) -> None:
-        """StaleGeneration unless every touched granule still carries `generation`."""
-        granules = self._few_granules(offset, nbytes, generation)
-        if granules is None:
-            self.confirm_all([(offset, nbytes)], generation)
-            return
-        cells = self._cells
-        for at in granules:
-            if cells[at] != generation:
-                raise self._stale(offset, cells[at], generation)
-
-    def confirm_all(self, spans: Sequence[tuple[int, int]], generation: int) -> None:
-        for offset, first, end in self._touched(spans, generation):
-            raw = self._raw[first * _GENERATION_NBYTES : end * _GENERATION_NBYTES]
-            if bytes(raw) != _repeated(generation, end - first):
-                raise self._stale(offset, self._newest(first, end), generation)
-
-    def admit_run(self, offset: int, stamps: Sequence[tuple[int, int]]) -> bool:
-        """admit() of spans that follow each other from a granule's start on: (generation, how many granules) of each.
-        False, stamping none, when one is too old; or may be: they are not looked at one by one.
-        """
-        raw = self._run(offset, stamps)
-        with self._lock:
-            first = offset // self.granule_nbytes
-            if self._newest(first, first + raw.nbytes // _GENERATION_NBYTES) > min(stamps)[0]:
-                return False
-            raw[:] = _stamped(stamps)
-        return True
-
-    def has_run(self, offset: int, stamps: Sequence[tuple[int, int]]) -> bool:
-        """Whether confirm() of each of them would pass."""
-        return bytes(self._run(offset, stamps)) == _stamped(stamps)
-
-    def _run(self, offset: int, stamps: Sequence[tuple[int, int]]) -> memoryview:
-        first = offset // self.granule_nbytes
-        count = sum([granules for _, granules in stamps])
-        return self._raw[first * _GENERATION_NBYTES : (first + count) * _GENERATION_NBYTES]
-
-    def stamp(self, offset: int, nbytes: int, generation: int) -> None:
-        """The owner's word: the touched granules belong to `generation` from now on, whatever they had."""
-        touched = self._touched([(offset, nbytes)], generation)
-        with self._lock:
-            self._set(touched, generation)
-
-    def generation_at(self, offset: int) -> int:
-        return self._cells[offset // self.granule_nbytes]
-
-    def spans_above(self, generation: int) -> list[tuple[int, int]]:
-        """(offset, nbytes) of all space stamped with a greater generation, in whole granules; neighbours are merged."""
-        if generation >= _MAX_GENERATION:
-            return []
-        newer = np.concatenate(([False], self._table > np.uint64(generation), [False]))
-        edges = np.flatnonzero(newer[1:] != newer[:-1]).reshape(-1, 2) * self.granule_nbytes
-        return [(start, end - start) for start, end in edges.tolist()]
-
-    def stamps_above(self, generation: int) -> list[tuple[int, int, int]]:
-        """(offset, nbytes, stamp) of all space stamped with a greater generation, in whole granules; neighbours with
-        the same stamp are merged.
-        """
-        if generation >= _MAX_GENERATION:
-            return []
-        at = np.flatnonzero(self._table > np.uint64(generation))
-        stamps = self._table[at]
-        starts = np.flatnonzero(np.append(True, (np.diff(at) != 1) | (stamps[1:] != stamps[:-1]))[: len(at)])
-        counts = np.diff(np.append(starts, len(at)))
-        size = self.granule_nbytes
-        runs = zip(at[starts].tolist(), counts.tolist(), stamps[starts].tolist(), strict=True)
-        return [(first * size, count * size, stamp) for first, count, stamp in runs]
-
-    def restamp(self, offset: int, nbytes: int, found: int, generation: int) -> None:
-        """The owner's word, for the touched granules that still carry the stamp `found`."""
-        with self._lock:
-            for _, first, end in self._touched([(offset, nbytes)], generation):
-                cells = self._table[first:end]
-                cells[cells == np.uint64(found)] = generation
-
-    def _check_limit(self, offset: int, generation: int) -> None:
-        if generation > self.limit:
-            raise StaleGeneration(
-                f"a write of generation {generation} at offset {offset} is refused: no generation above {self.limit} "
-                "was given out"
-            )
-
-    def _few_granules(self, offset: int, nbytes: int, generation: int) -> range | None:
-        """The granules of a small span, which are quicker to go through one by one; None for others."""
-        if not 0 < nbytes <= _FEW * self.granule_nbytes or not 0 <= generation <= _MAX_GENERATION:
-            return None
-        return range(offset // self.granule_nbytes, (offset + nbytes - 1) // self.granule_nbytes + 1)
-
-    def _touched(self, spans: Sequence[tuple[int, int]], generation: int) -> list[tuple[int, int, int]]:
-        """(offset, first granule, one past the last) of each span that is not empty."""
-        if not 0 <= generation <= _MAX_GENERATION:
-            raise InvalidInput(f"generation {generation} is not an unsigned 64-bit number")
-        size = self.granule_nbytes
-        return [(offset, offset // size, (offset + nbytes - 1) // size + 1) for offset, nbytes in spans if nbytes]
-
-    def _newest(self, first: int, end: int) -> int:
-        generation = self._cells[first]
-        raw = self._raw[first * _GENERATION_NBYTES : end * _GENERATION_NBYTES]
-        if bytes(raw) == _repeated(generation, end - first):  # space is used again as it was, or has never been used
-            return generation
-        return int(self._table[first:end].max())
-
-    def _set(self, touched: Sequence[tuple[int, int, int]], generation: int) -> None:
-        for _, first, end in touched:
-            self._raw[first * _GENERATION_NBYTES : end * _GENERATION_NBYTES] = _repeated(generation, end - first)
-
-    @staticmethod
-    def _stale(offset: int, found: int, generation: int) -> StaleGeneration:
-        return StaleGeneration(f"space at offset {offset} belongs to generation {found}, the write is of {generation}")
-
-
-def _repeated(generation: int, count: int) -> bytes:
-    """So many cells of the table that all have this generation."""
-    return generation.to_bytes(_GENERATION_NBYTES, sys.byteorder) * count
-
-
-def _stamped(stamps: Sequence[tuple[int, int]]) -> bytes:
-    return b"".join([_repeated(generation, count) for generation, count in stamps])
+_MBIND = {"x86_64": 237, "aarch64": 235}  # system call numbers
+_MPOL_PREFERRED = 1
+_BITS_PER_WORD = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 
 class Borrowed(NamedTuple):
@@ -351,17 +181,6 @@ class Segment:
         self.close()
 
 
-def make_fence(nbytes: int, granule_nbytes: int | None) -> Fence | None:
-    """A fence in this process's own memory, all generations 0; None for segments without."""
-    if granule_nbytes is None:
-        return None
-    return Fence(np.zeros(num_granules(nbytes, granule_nbytes), dtype=np.uint64), granule_nbytes)
-
-
-def num_granules(nbytes: int, granule_nbytes: int) -> int:
-    return -(-nbytes // granule_nbytes)
-
-
 def fence_offset(nbytes: int) -> int:
     """Where in the memfd the fence table begins: the first page after the data."""
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -371,7 +190,7 @@ def file_nbytes(nbytes: int, granule_nbytes: int | None) -> int:
     """Size of the memfd: data, and the fence table if there is one."""
     if granule_nbytes is None:
         return nbytes
-    return fence_offset(nbytes) + num_granules(nbytes, granule_nbytes) * _GENERATION_NBYTES
+    return fence_offset(nbytes) + num_granules(nbytes, granule_nbytes) * GENERATION_NBYTES
 
 
 def _check_name(name: str) -> None:
@@ -395,3 +214,56 @@ def _take_pages(fd: int, nbytes: int, name: str) -> None:
             raise NoSpace(f"the kernel has no {format_nbytes(nbytes)} of memory for segment {name!r}") from error
         raise
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+
+
+def bind_to_node(memory: Buffer, node: int) -> bool:
+    """Asks that pages of `memory` not touched yet come from NUMA node `node`. True when the kernel agreed.
+
+    False, and nothing changed, on a machine of one node, for a node it does not have, where the call is refused
+    (containers often do) and on other processors. Part pages at either end are left alone. For shared memory the
+    wish stays with the file and holds for every process that maps it.
+    """
+    nodes = [known.node for known in numa_nodes(Sysfs())]
+    if len(nodes) < 2 or node not in nodes:
+        return False
+    return prefer_node(memory, node)
+
+
+def bind_file_to_node(fd: int, nbytes: int, node: int) -> bool:
+    """As bind_to_node, for the first `nbytes` of a memfd of at least that size, before its pages are allocated."""
+    # Closed at once: the kernel keeps the wish with the file.
+    with mmap.mmap(fd, nbytes, mmap.MAP_SHARED) as mapping:
+        return bind_to_node(mapping, node)
+
+
+def prefer_node(memory: Buffer, node: int) -> bool:
+    """The system call alone; True when the kernel agreed."""
+    number = _MBIND.get(platform.machine())
+    start, nbytes = whole_pages(*_address(memory), mmap.PAGESIZE)
+    if number is None or nbytes == 0:
+        return False
+    mask = node_mask(node)
+    words = (ctypes.c_ulong * len(mask))(*mask)
+    arguments = (start, nbytes, _MPOL_PREFERRED, ctypes.addressof(words), len(mask) * _BITS_PER_WORD + 1, 0)
+    syscall = ctypes.CDLL(None, use_errno=True).syscall
+    syscall.restype = ctypes.c_long
+    return bool(syscall(ctypes.c_long(number), *map(ctypes.c_ulong, arguments)) == 0)
+
+
+def whole_pages(start: int, nbytes: int, page_nbytes: int) -> tuple[int, int]:
+    """Start and size of the whole pages inside the range; the size is 0 when there is none."""
+    first = -(-start // page_nbytes) * page_nbytes
+    last = (start + nbytes) // page_nbytes * page_nbytes
+    return first, max(0, last - first)
+
+
+def node_mask(node: int) -> list[int]:
+    """The set {node} as the kernel takes it: words of bits, lowest first."""
+    words = [0] * (node // _BITS_PER_WORD + 1)
+    words[-1] = 1 << node % _BITS_PER_WORD
+    return words
+
+
+def _address(memory: Buffer) -> tuple[int, int]:
+    view = as_bytes_view(memory, writable=False)
+    return np.frombuffer(view, dtype=np.uint8).ctypes.data, view.nbytes

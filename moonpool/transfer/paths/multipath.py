@@ -14,8 +14,7 @@ from moonpool.transfer.paths.path_load import is_retriable
 from moonpool.transfer.paths.peer_paths import Mover, PathReport, PeerPaths
 from moonpool.transfer.paths.places import Place, check_places, cut_places, move
 from moonpool.transfer.paths.priority import Priority
-from moonpool.transfer.pending import Pending
-from moonpool.transfer.thread_pool import attempt
+from moonpool.transfer.pending import Pending, attempt
 from moonpool.transfer.transports.base import RemoteSegment
 
 Opener = Callable[[float], RemoteSegment]  # takes a timeout_s

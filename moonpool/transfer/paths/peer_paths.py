@@ -20,8 +20,7 @@ from moonpool.base.errors import MoonpoolError, PeerLost
 from moonpool.transfer.paths.path_load import PathState, PlanConfig
 from moonpool.transfer.paths.plan import Assignment, Planner
 from moonpool.transfer.paths.priority import Priority
-from moonpool.transfer.pending import Pending
-from moonpool.transfer.thread_pool import ThreadPool, attempt
+from moonpool.transfer.pending import Pending, ThreadPool, attempt
 
 Mover = Callable[[int, int, int, float], None]  # takes path, start, nbytes, timeout_s
 Prober = Callable[[int, float], None]  # takes path, timeout_s

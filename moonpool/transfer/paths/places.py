@@ -1,11 +1,12 @@
-"""Where bytes go: spans of a remote segment and the memory that belongs to each, cut and moved together."""
+"""Places: parts of a remote segment, each with the memory that belongs to it; cut and moved together."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from moonpool.transfer.memory.buffers import Buffer, Memory, cut
+from moonpool.base.errors import InvalidInput, MoonpoolError, StaleGeneration
+from moonpool.transfer.memory.buffers import Buffer, Memory, cut, total_nbytes
 from moonpool.transfer.transports.base import RemoteSegment, check_bounds
 
 Place: TypeAlias = tuple[int, Sequence[Memory]]  # an offset, and the memory of its bytes, one after the other
@@ -13,20 +14,14 @@ Place: TypeAlias = tuple[int, Sequence[Memory]]  # an offset, and the memory of 
 _NOTHING = memoryview(bytearray())
 
 
-def nbytes_of(memories: Sequence[Memory]) -> int:
-    if len(memories) == 1:
-        return memories[0].nbytes
-    return sum(memory.nbytes for memory in memories)
-
-
 def cut_places(places: Sequence[Place], start: int, nbytes: int) -> list[Place]:
-    """The parts that hold bytes start .. start + nbytes of all places, one after the other. With no bytes, the first
-    place without its memory: there is still somebody to be asked whether that is allowed.
+    """Return the parts that hold bytes start .. start + nbytes of all places, one after the other. With no bytes,
+    return the first place without its memory: the owner still has to check it.
     """
     parts: list[Place] = []
     at = 0
     for offset, memories in places:
-        own_nbytes = nbytes_of(memories)
+        own_nbytes = total_nbytes(memories)
         low, high = max(start - at, 0), min(start + nbytes - at, own_nbytes)
         if low < high:
             whole = high - low == own_nbytes
@@ -38,17 +33,17 @@ def cut_places(places: Sequence[Place], start: int, nbytes: int) -> list[Place]:
 
 
 def check_places(places: Sequence[Place], segment_nbytes: int) -> int:
-    """How many bytes they are; InvalidInput unless all lie inside the segment."""
-    total_nbytes = 0
+    """Return how many bytes they have together; InvalidInput unless all lie inside the segment."""
+    sum_nbytes = 0
     for offset, memories in places:
-        nbytes = nbytes_of(memories)
+        nbytes = total_nbytes(memories)
         check_bounds(offset, nbytes, segment_nbytes)
-        total_nbytes += nbytes
-    return total_nbytes
+        sum_nbytes += nbytes
+    return sum_nbytes
 
 
 def move(remote: RemoteSegment, places: Sequence[Place], *, generation: int | None, timeout_s: float) -> None:
-    """Writes with `generation`, or reads (None). Returns when all is moved; many places go together."""
+    """Write the places with `generation`, or read them (None). Many places go together, neighbours as one."""
     if len(places) == 1:
         offset, memories = places[0]
         if generation is None:
@@ -56,15 +51,51 @@ def move(remote: RemoteSegment, places: Sequence[Place], *, generation: int | No
         else:
             remote.write_from(offset, memories, generation=generation, timeout_s=timeout_s)
         return
-    items = items_of(places)
+    items = _items_of(places)
     if generation is None:
         remote.read_many(items, timeout_s=timeout_s)
     else:
         remote.write_many(items, generation=generation, timeout_s=timeout_s)
 
 
-def items_of(places: Sequence[Place]) -> list[tuple[int, Buffer]]:
-    """One per piece of memory; a place without any keeps one, so that it is checked."""
+def write_places(
+    remote: RemoteSegment, places: Sequence[Place], generations: Sequence[int], *, timeout_s: float
+) -> dict[int, MoonpoolError]:
+    """Write each place with its own generation and return the owner's refusals by position. Where all generations are
+    equal a refusal is raised: it may be that of any place.
+    """
+    if generations.count(generations[0]) == len(generations):
+        move(remote, places, generation=generations[0], timeout_s=timeout_s)
+        return {}
+    items = [(*place, generation) for place, generation in zip(places, generations, strict=True)]
+    outcomes = remote.write_each(items, timeout_s=timeout_s)
+    return {at: error for at, error in enumerate(outcomes) if error is not None}
+
+
+def read_expecting(
+    remote: RemoteSegment, places: Sequence[Place], generations: Sequence[int], *, timeout_s: float
+) -> dict[int, MoonpoolError]:
+    """Read the places; return StaleGeneration for those that did not keep their generation, by position."""
+    items: list[tuple[int, Buffer, int]] = []
+    position_of: list[int] = []
+    for position, (place, generation) in enumerate(zip(places, generations, strict=True)):
+        if generation < 1:
+            raise InvalidInput(f"a read expects generation 1 or greater, not {generation}")
+        of_place = [(offset, buffer, generation) for offset, buffer in _items_of([place])]
+        items += of_place
+        position_of += [position] * len(of_place)
+    refusals: dict[int, MoonpoolError] = {}
+    for stale in remote.read_expecting([items], timeout_s=timeout_s):
+        for at in stale:
+            offset, _, generation = items[at]
+            refusals[position_of[at]] = StaleGeneration(
+                f"space at offset {offset} does not carry generation {generation}, or lost it while it was read"
+            )
+    return refusals
+
+
+def _items_of(places: Sequence[Place]) -> list[tuple[int, Buffer]]:
+    """Return one item per piece of memory; a place without memory keeps one, so that it is checked."""
     items: list[tuple[int, Buffer]] = []
     for offset, memories in places:
         if len(memories) == 1:

@@ -16,7 +16,7 @@ from moonpool.base.clock import Clock, Deadline, SystemClock
 from moonpool.base.errors import Overloaded, PeerLost
 from moonpool.transfer.paths.plan import Slice, take_run
 from moonpool.transfer.paths.priority import DEFAULT_PROMOTE_AFTER_S, Priority, PriorityOrder
-from moonpool.transfer.thread_pool import ThreadPool
+from moonpool.transfer.pending import ThreadPool
 
 _MAX_THREADS = 32  # of one queue, whatever the number of peers
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import mmap
+import weakref
 from abc import abstractmethod
 from collections.abc import Sequence
 
 from moonpool.base.errors import PeerLost
 from moonpool.transfer.memory.buffers import Buffer, as_bytes_view, copy_bytes, total_nbytes
-from moonpool.transfer.memory.prefault import Prefault
+from moonpool.transfer.memory.fence import merge_spans
 from moonpool.transfer.memory.segment import Borrowed
-from moonpool.transfer.memory.spans import merge_spans
 from moonpool.transfer.transports.base import RemoteSegment, check_bounds, place_items
 
 # Time for the owner to answer where nobody named one: a connection was lost and it must be asked again.
 _VIEW_TIMEOUT_S = 2.0
+_MADV_POPULATE_WRITE = 23  # Python 3.11 and 3.12 do not name it
+# A small write maps in so much around it: objects that are put together lie together.
+_CHUNK_NBYTES = 256 * 1024
 
 
 class MappedRemote(RemoteSegment):
@@ -117,3 +121,34 @@ class MappedWriter:
     def finish(self) -> None:
         """PeerLost when the owner left meanwhile: then all that was written is lost."""
         self._remote.check_owner_stayed(self._memory)
+
+
+class Prefault:
+    """For one mapping, of which `memory` is a part from its start on. Threads may race: a page is mapped in once.
+
+    It remembers which pages are there, and does not keep the mapping.
+    """
+
+    def __init__(self, memory: memoryview) -> None:
+        self._of = weakref.ref(memory)
+        self._can = isinstance(memory.obj, mmap.mmap)
+        self._done = bytearray(-(-memory.nbytes // _CHUNK_NBYTES))
+
+    def is_of(self, memory: memoryview) -> bool:
+        return self._of() is memory
+
+    def before_write(self, memory: memoryview, offset: int, nbytes: int) -> None:
+        first, end = offset // _CHUNK_NBYTES, (offset + nbytes - 1) // _CHUNK_NBYTES + 1
+        missing = self._done.find(0, first, end)
+        if missing >= 0 and self._can:
+            last = self._done.rfind(0, first, end) + 1
+            self._done[missing:last] = b"\1" * (last - missing)
+            self._map_in(memory, missing * _CHUNK_NBYTES, last * _CHUNK_NBYTES)
+
+    def _map_in(self, memory: memoryview, start: int, end: int) -> None:
+        mapped = memory.obj
+        assert isinstance(mapped, mmap.mmap)
+        try:
+            mapped.madvise(_MADV_POPULATE_WRITE, start, min(end, memory.nbytes) - start)
+        except (OSError, ValueError):  # an old kernel, or memory that cannot be had now: the write itself will tell
+            self._can = False

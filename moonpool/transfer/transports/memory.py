@@ -9,8 +9,7 @@ import uuid
 
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import PeerLost
-from moonpool.transfer.control import ControlHandler, Notify
-from moonpool.transfer.mailbox import check_message
+from moonpool.transfer.control import ControlHandler, Notify, check_message
 from moonpool.transfer.memory.segment import Borrowed, Segment
 from moonpool.transfer.transports.base import Transport, check_bounds, rest_of
 from moonpool.transfer.transports.mapped import MappedRemote

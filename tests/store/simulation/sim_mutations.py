@@ -21,7 +21,7 @@ from moonpool.master.state.reads import ReadState
 from moonpool.master.state.records import Outcomes, PutsEnded
 from moonpool.master.state.space import PoolSpace
 from moonpool.master.state.ssd_tier import SsdTier
-from moonpool.transfer.memory.segment import Fence
+from moonpool.transfer.memory.fence import Fence
 
 Change = tuple[Any, str, Any]
 

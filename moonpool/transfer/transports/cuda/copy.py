@@ -17,9 +17,8 @@ from typing import NamedTuple, TypeAlias
 
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import DeadlineExceeded, Internal, MoonpoolError
-from moonpool.transfer.memory.buffers import Memory, address_of, copy_bytes
-from moonpool.transfer.memory.foreign import DeviceSpan
-from moonpool.transfer.thread_pool import ThreadPool
+from moonpool.transfer.memory.buffers import DeviceSpan, Memory, address_of, copy_bytes
+from moonpool.transfer.pending import ThreadPool
 from moonpool.transfer.transports.cuda.driver import Device, driver
 from moonpool.transfer.transports.cuda.plan import DevicePiece, SlotLoad, cut_loads, share_out
 

@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from moonpool.base.errors import InvalidInput, NotFound, ProtocolError, Unavailable
-from moonpool.transfer.memory.foreign import DeviceSpan
+from moonpool.transfer.memory.buffers import DeviceSpan
 from moonpool.transfer.transports.base import check_bounds
 from moonpool.transfer.transports.cuda.driver import IPC_HANDLE_NBYTES, Device, DeviceMemory, driver
 from moonpool.transfer.transports.cuda.segment import DeviceSegment

@@ -8,7 +8,7 @@ import sys
 from contextlib import closing
 
 from moonpool.base.errors import DeadlineExceeded, MoonpoolError, Unavailable
-from moonpool.transfer.memory.foreign import DeviceSpan
+from moonpool.transfer.memory.buffers import DeviceSpan
 from moonpool.transfer.transports.cuda.driver import Device
 from moonpool.transfer.transports.cuda.ipc import Offers, decode_offer, hello, reach
 from moonpool.transfer.transports.cuda.segment import DeviceSegment

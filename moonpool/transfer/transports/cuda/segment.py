@@ -12,9 +12,9 @@ from typing import ClassVar
 
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import InvalidInput, Unavailable
-from moonpool.transfer.memory.buffers import Buffer, Memory, as_memory
-from moonpool.transfer.memory.foreign import DeviceSpan, device_span
-from moonpool.transfer.memory.segment import Segment, check_sizes, make_fence
+from moonpool.transfer.memory.buffers import Buffer, DeviceSpan, Memory, as_memory, device_span
+from moonpool.transfer.memory.fence import make_fence
+from moonpool.transfer.memory.segment import Segment, check_sizes
 from moonpool.transfer.transports.base import check_bounds
 from moonpool.transfer.transports.cuda.copy import Placed, mover_of
 from moonpool.transfer.transports.cuda.driver import Device, driver

@@ -17,12 +17,20 @@ from weakref import WeakKeyDictionary
 from moonpool.base.clock import Deadline
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import InvalidInput, NotFound, PeerLost, Unavailable
-from moonpool.transfer.control import Admit, Attach, Confirm, ControlClient, ControlHandler, Notify, ask_fence
-from moonpool.transfer.host import host_id
-from moonpool.transfer.mailbox import check_message
+from moonpool.transfer.control import (
+    Admit,
+    Attach,
+    Confirm,
+    ControlClient,
+    ControlHandler,
+    Notify,
+    ask_fence,
+    check_message,
+)
 from moonpool.transfer.memory.buffers import Buffer, Memory, as_memory
+from moonpool.transfer.memory.fence import Spans, merge_spans
+from moonpool.transfer.memory.location import host_id
 from moonpool.transfer.memory.segment import Segment
-from moonpool.transfer.memory.spans import Spans, merge_spans
 from moonpool.transfer.transports.base import RemoteSegment, Transport, check_bounds, rest_of
 from moonpool.transfer.transports.cuda.copy import Mover, Placed, mover_of
 from moonpool.transfer.transports.cuda.driver import driver

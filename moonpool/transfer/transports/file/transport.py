@@ -14,8 +14,8 @@ from moonpool.base.clock import Deadline
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import AlreadyExists, InvalidInput, PeerLost
 from moonpool.transfer.disk.sidecar import pack_grant
-from moonpool.transfer.host import host_id
 from moonpool.transfer.memory.buffers import Buffer
+from moonpool.transfer.memory.location import host_id
 from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.transports.base import RemoteSegment, Transport, check_bounds, rest_of
 from moonpool.transfer.transports.file.folder import FolderRemote, FolderSegment, is_folder

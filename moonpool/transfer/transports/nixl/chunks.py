@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from moonpool.transfer.memory.spans import Spans, extend_spans
+from moonpool.transfer.memory.fence import Spans, extend_spans
 
 MAX_SPANS = 4096  # per chunk; beyond that NIXL's own work per descriptor is all there is to win from
 

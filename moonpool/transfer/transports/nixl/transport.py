@@ -23,12 +23,20 @@ from moonpool.base.address import parse_address
 from moonpool.base.clock import Deadline
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import DeadlineExceeded, InvalidInput, MoonpoolError, NotFound, PeerLost
-from moonpool.transfer.control import Admit, Attach, Confirm, ControlClient, ControlHandler, Notify, ask_fence
-from moonpool.transfer.mailbox import check_message
+from moonpool.transfer.control import (
+    Admit,
+    Attach,
+    Confirm,
+    ControlClient,
+    ControlHandler,
+    Notify,
+    ask_fence,
+    check_message,
+)
 from moonpool.transfer.memory.buffers import Buffer, address_of, as_bytes_views, total_nbytes
+from moonpool.transfer.memory.fence import Spans, merge_spans
 from moonpool.transfer.memory.location import parse_location
 from moonpool.transfer.memory.segment import Segment
-from moonpool.transfer.memory.spans import Spans, merge_spans
 from moonpool.transfer.transports.base import RemoteSegment, Transport, check_bounds, place_items, rest_of
 from moonpool.transfer.transports.nixl.agent import Agent, Memory, NixlOp, check_installed
 from moonpool.transfer.transports.nixl.chunks import cut_chunks

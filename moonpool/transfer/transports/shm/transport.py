@@ -16,9 +16,8 @@ from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import DeadlineExceeded, PeerLost, ProtocolError
 from moonpool.base.frames import HEADER_NBYTES
 from moonpool.base.rpc.protocol import encode_call
-from moonpool.transfer.control import ControlHandler, Notify
-from moonpool.transfer.host import host_id
-from moonpool.transfer.mailbox import check_message
+from moonpool.transfer.control import ControlHandler, Notify, check_message
+from moonpool.transfer.memory.location import host_id
 from moonpool.transfer.memory.segment import Borrowed, Segment
 from moonpool.transfer.transports.base import Transport, check_bounds, rest_of
 from moonpool.transfer.transports.mapped import MappedRemote

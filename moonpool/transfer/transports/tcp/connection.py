@@ -15,7 +15,8 @@ from moonpool.base.clock import Deadline
 from moonpool.base.errors import DamagedFrame, InvalidInput, MoonpoolError, Overloaded, ProtocolError, StaleGeneration
 from moonpool.transfer.control import ControlHandler
 from moonpool.transfer.disk.bounce import BouncePool
-from moonpool.transfer.memory.segment import Fence, Segment
+from moonpool.transfer.memory.fence import Fence
+from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.transports.base import check_bounds
 from moonpool.transfer.transports.sockets import receive_exactly, receive_present, wait_readable
 from moonpool.transfer.transports.tcp.frames import (

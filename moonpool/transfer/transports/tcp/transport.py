@@ -17,8 +17,7 @@ from moonpool.base.address import host_port, parse_address
 from moonpool.base.clock import Deadline
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import ConfigError, InvalidInput, MoonpoolError, PeerLost, StaleGeneration
-from moonpool.transfer.control import ControlClient, ControlHandler, Notify
-from moonpool.transfer.mailbox import check_message
+from moonpool.transfer.control import ControlClient, ControlHandler, Notify, check_message
 from moonpool.transfer.memory.buffers import Buffer, as_bytes_views, total_nbytes
 from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.transports.base import RemoteSegment, Transport, check_bounds, place_items

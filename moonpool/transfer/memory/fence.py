@@ -1,0 +1,215 @@
+"""The fence of a segment: one generation per granule, which keeps late writers out."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moonpool.base.errors import InvalidInput, StaleGeneration
+
+GENERATION_NBYTES = 8
+_MAX_GENERATION = 2**64 - 1
+_FEW = 8  # granules, up to which numpy takes longer than a loop
+Spans: TypeAlias = list[tuple[int, int]]
+
+
+class Fence:
+    """One generation per granule of a segment. A write is admitted when no granule it touches is newer.
+
+    Threads of one process see check and stamp as one step. Between processes that map the same table they are
+    two, so a writer calls confirm() when its bytes are in place: two writers that raced cannot both succeed
+    unseen, and the loser's bytes are never announced. Space is handed out in whole granules, else neighbours of
+    different generations would keep each other out.
+    """
+
+    def __init__(self, table: NDArray[np.uint64], granule_nbytes: int) -> None:
+        self.granule_nbytes = granule_nbytes
+        self._table = table
+        self._cells = table.data  # the same memory: one number is had ten times faster than from an array
+        self._raw = self._cells.cast(
+            "B"
+        )  # and once more, as bytes: comparing and setting many alike is ten times faster
+        self._lock = threading.Lock()
+        self.limit = _MAX_GENERATION  # no write of a higher one is admitted by this process
+
+    def admit(self, offset: int, nbytes: int, generation: int) -> None:
+        """Stamps the touched granules with `generation`; StaleGeneration, stamping none, if one is newer or the
+        generation is above the limit: one that was never given out would keep all later writers out for ever.
+        """
+        granules = self._few_granules(offset, nbytes, generation)
+        if granules is None:
+            self.admit_all([(offset, nbytes)], generation)
+            return
+        self._check_limit(offset, generation)
+        cells = self._cells
+        with self._lock:
+            for at in granules:
+                if cells[at] > generation:
+                    raise self._stale(offset, cells[at], generation)
+            for at in granules:
+                cells[at] = generation
+
+    def admit_all(self, spans: Sequence[tuple[int, int]], generation: int) -> None:
+        """admit() of each (offset, nbytes), all or none."""
+        touched = self._touched(spans, generation)
+        if touched:
+            self._check_limit(touched[0][0], generation)
+        with self._lock:
+            for offset, first, end in touched:
+                newest = self._newest(first, end)
+                if newest > generation:
+                    raise self._stale(offset, newest, generation)
+            self._set(touched, generation)
+
+    def confirm(self, offset: int, nbytes: int, generation: int) -> None:
+        """StaleGeneration unless every touched granule still carries `generation`."""
+        granules = self._few_granules(offset, nbytes, generation)
+        if granules is None:
+            self.confirm_all([(offset, nbytes)], generation)
+            return
+        cells = self._cells
+        for at in granules:
+            if cells[at] != generation:
+                raise self._stale(offset, cells[at], generation)
+
+    def confirm_all(self, spans: Sequence[tuple[int, int]], generation: int) -> None:
+        for offset, first, end in self._touched(spans, generation):
+            raw = self._raw[first * GENERATION_NBYTES : end * GENERATION_NBYTES]
+            if bytes(raw) != _repeated(generation, end - first):
+                raise self._stale(offset, self._newest(first, end), generation)
+
+    def admit_run(self, offset: int, stamps: Sequence[tuple[int, int]]) -> bool:
+        """admit() of spans that follow each other from a granule's start on: (generation, how many granules) of each.
+        False, stamping none, when one is too old; or may be: they are not looked at one by one.
+        """
+        raw = self._run(offset, stamps)
+        with self._lock:
+            first = offset // self.granule_nbytes
+            if self._newest(first, first + raw.nbytes // GENERATION_NBYTES) > min(stamps)[0]:
+                return False
+            raw[:] = _stamped(stamps)
+        return True
+
+    def has_run(self, offset: int, stamps: Sequence[tuple[int, int]]) -> bool:
+        """Whether confirm() of each of them would pass."""
+        return bytes(self._run(offset, stamps)) == _stamped(stamps)
+
+    def _run(self, offset: int, stamps: Sequence[tuple[int, int]]) -> memoryview:
+        first = offset // self.granule_nbytes
+        count = sum([granules for _, granules in stamps])
+        return self._raw[first * GENERATION_NBYTES : (first + count) * GENERATION_NBYTES]
+
+    def stamp(self, offset: int, nbytes: int, generation: int) -> None:
+        """The owner's word: the touched granules belong to `generation` from now on, whatever they had."""
+        touched = self._touched([(offset, nbytes)], generation)
+        with self._lock:
+            self._set(touched, generation)
+
+    def generation_at(self, offset: int) -> int:
+        return self._cells[offset // self.granule_nbytes]
+
+    def spans_above(self, generation: int) -> list[tuple[int, int]]:
+        """(offset, nbytes) of all space stamped with a greater generation, in whole granules; neighbours are merged."""
+        if generation >= _MAX_GENERATION:
+            return []
+        newer = np.concatenate(([False], self._table > np.uint64(generation), [False]))
+        edges = np.flatnonzero(newer[1:] != newer[:-1]).reshape(-1, 2) * self.granule_nbytes
+        return [(start, end - start) for start, end in edges.tolist()]
+
+    def stamps_above(self, generation: int) -> list[tuple[int, int, int]]:
+        """(offset, nbytes, stamp) of all space stamped with a greater generation, in whole granules; neighbours with
+        the same stamp are merged.
+        """
+        if generation >= _MAX_GENERATION:
+            return []
+        at = np.flatnonzero(self._table > np.uint64(generation))
+        stamps = self._table[at]
+        starts = np.flatnonzero(np.append(True, (np.diff(at) != 1) | (stamps[1:] != stamps[:-1]))[: len(at)])
+        counts = np.diff(np.append(starts, len(at)))
+        size = self.granule_nbytes
+        runs = zip(at[starts].tolist(), counts.tolist(), stamps[starts].tolist(), strict=True)
+        return [(first * size, count * size, stamp) for first, count, stamp in runs]
+
+    def restamp(self, offset: int, nbytes: int, found: int, generation: int) -> None:
+        """The owner's word, for the touched granules that still carry the stamp `found`."""
+        with self._lock:
+            for _, first, end in self._touched([(offset, nbytes)], generation):
+                cells = self._table[first:end]
+                cells[cells == np.uint64(found)] = generation
+
+    def _check_limit(self, offset: int, generation: int) -> None:
+        if generation > self.limit:
+            raise StaleGeneration(
+                f"a write of generation {generation} at offset {offset} is refused: no generation above {self.limit} "
+                "was given out"
+            )
+
+    def _few_granules(self, offset: int, nbytes: int, generation: int) -> range | None:
+        """The granules of a small span, which are quicker to go through one by one; None for others."""
+        if not 0 < nbytes <= _FEW * self.granule_nbytes or not 0 <= generation <= _MAX_GENERATION:
+            return None
+        return range(offset // self.granule_nbytes, (offset + nbytes - 1) // self.granule_nbytes + 1)
+
+    def _touched(self, spans: Sequence[tuple[int, int]], generation: int) -> list[tuple[int, int, int]]:
+        """(offset, first granule, one past the last) of each span that is not empty."""
+        if not 0 <= generation <= _MAX_GENERATION:
+            raise InvalidInput(f"generation {generation} is not an unsigned 64-bit number")
+        size = self.granule_nbytes
+        return [(offset, offset // size, (offset + nbytes - 1) // size + 1) for offset, nbytes in spans if nbytes]
+
+    def _newest(self, first: int, end: int) -> int:
+        generation = self._cells[first]
+        raw = self._raw[first * GENERATION_NBYTES : end * GENERATION_NBYTES]
+        if bytes(raw) == _repeated(generation, end - first):  # space is used again as it was, or has never been used
+            return generation
+        return int(self._table[first:end].max())
+
+    def _set(self, touched: Sequence[tuple[int, int, int]], generation: int) -> None:
+        for _, first, end in touched:
+            self._raw[first * GENERATION_NBYTES : end * GENERATION_NBYTES] = _repeated(generation, end - first)
+
+    @staticmethod
+    def _stale(offset: int, found: int, generation: int) -> StaleGeneration:
+        return StaleGeneration(f"space at offset {offset} belongs to generation {found}, the write is of {generation}")
+
+
+def _repeated(generation: int, count: int) -> bytes:
+    """So many cells of the table that all have this generation."""
+    return generation.to_bytes(GENERATION_NBYTES, sys.byteorder) * count
+
+
+def _stamped(stamps: Sequence[tuple[int, int]]) -> bytes:
+    return b"".join([_repeated(generation, count) for generation, count in stamps])
+
+
+def make_fence(nbytes: int, granule_nbytes: int | None) -> Fence | None:
+    """A fence in this process's own memory, all generations 0; None for segments without."""
+    if granule_nbytes is None:
+        return None
+    return Fence(np.zeros(num_granules(nbytes, granule_nbytes), dtype=np.uint64), granule_nbytes)
+
+
+def num_granules(nbytes: int, granule_nbytes: int) -> int:
+    return -(-nbytes // granule_nbytes)
+
+
+def merge_spans(spans: Iterable[tuple[int, int]]) -> Spans:
+    """What they cover: those that follow each other are one, empty ones are left out."""
+    merged: Spans = []
+    for offset, nbytes in spans:
+        if nbytes:
+            extend_spans(merged, offset, nbytes)
+    return merged
+
+
+def extend_spans(spans: Spans, offset: int, nbytes: int) -> None:
+    """Adds one at the end, or makes the last one longer."""
+    if spans and sum(spans[-1]) == offset:
+        spans[-1] = (spans[-1][0], spans[-1][1] + nbytes)
+    else:
+        spans.append((offset, nbytes))
