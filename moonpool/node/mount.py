@@ -33,7 +33,7 @@ from moonpool.store.messages import (
     Tier,
     UnmountSegment,
 )
-from moonpool.transfer.config import in_words
+from moonpool.transfer.config import describe_segment
 from moonpool.transfer.engine import TransferEngine
 from moonpool.transfer.memory.fence import Fence
 from moonpool.transfer.memory.segment import Segment
@@ -155,7 +155,7 @@ class Mount(ABC):
         self.refusal = error
 
     def _describe(self, descriptor: SegmentDescriptor) -> str:
-        return in_words(descriptor)
+        return describe_segment(descriptor)
 
     async def _prepare(self) -> bool:
         """Prepare the segment for a mount. Return False when that is not possible now."""

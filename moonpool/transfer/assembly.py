@@ -1,4 +1,4 @@
-"""Puts an engine's transports together, fastest first, around its desk."""
+"""The transports of an engine, fastest first: they serve its segments and open those of others."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ T = TypeVar("T", bound=Transport)
 
 
 class Endpoints(NamedTuple):
-    """Where a segment is reached; by the secondary ones only while none of the others works."""
+    """How a segment is reached. The secondary endpoints are used only while none of the others works."""
 
     preferred: tuple[str, ...]
     secondary: tuple[str, ...]
 
 
 class Assembly:
-    """The transports of one engine, fastest first, and which of them serve a segment. Closes what it made."""
+    """Makes and closes the transports of one engine, and serves segments by them."""
 
     def __init__(
-        self, config: TransferConfig, desk: ControlHandler, topology: Topology | None, fabric: MemoryFabric | None
+        self, config: TransferConfig, control: ControlHandler, topology: Topology | None, fabric: MemoryFabric | None
     ) -> None:
         self._config = config
-        self._desk = desk
+        self._control = control
         self._topology = topology
         self._rails = _rails(config, topology)
         self._made: list[Transport] = []
@@ -62,17 +62,19 @@ class Assembly:
         return tuple(tcp.endpoint.removeprefix("tcp:") for tcp in self._tcp if tcp.endpoint is not None)
 
     def connections(self) -> tuple[int, Counter[str]]:
-        """Return how many connections others have to the tcp ports, and how many have ended, by reason."""
+        """Return the number of connections of others to the tcp ports, and how many have ended, by reason."""
         found = [tcp.connections() for tcp in self._tcp]
         return sum(count for count, _ in found), sum((ended for _, ended in found), Counter())
 
-    def line_to(self, endpoint: str) -> ControlClient:
-        """To the desk at `unix:/path` or `tcp:host:port`."""
+    def control_client(self, endpoint: str) -> ControlClient:
+        """Return a client of the control handler at `unix:/path` or `tcp:host:port`."""
         scheme, _, rest = endpoint.partition(":")
-        return UnixControlClient(rest) if scheme == "unix" else self._dialler.line(endpoint)
+        return UnixControlClient(rest) if scheme == "unix" else self._client.line(endpoint)
 
     def serve(self, segment: Segment) -> Endpoints:
-        """By every transport that can, or none; where the topology is known, by the rails of its memory first."""
+        """Serve the segment by every transport that can, or by none if one fails. Where the topology is known, prefer
+        the rails near the segment's memory.
+        """
         try:
             made = {each: each.serve(segment) for each in self.transports if each.can_serve(segment)}
         except BaseException:
@@ -97,32 +99,36 @@ class Assembly:
             transport.close()
 
     def _make(self, fabric: MemoryFabric | None) -> list[Transport]:
-        config, desk = self._config, self._desk
+        config, control = self._config, self._control
         guard = config.guard()
         self._tcp = [self._add(self._tcp_at(rail, guard)) for rail in self._rails]
-        self._dialler = self._tcp[0] if self._tcp else self._add(self._tcp_at(None, guard))
-        shm = [self._add(ShmTransport(config.run_dir, desk=desk))] if config.shm else []
-        tcp_desk = self._dialler.endpoint
+        self._client = self._tcp[0] if self._tcp else self._add(self._tcp_at(None, guard))
+        shm = [self._add(ShmTransport(config.run_dir, desk=control))] if config.shm else []
+        tcp_control = self._client.endpoint
         ordered: list[Transport] = [self._add(FileTransport())]
         if fabric is not None:
-            ordered.append(self._add(MemoryTransport(fabric, desk=desk)))
-        ordered.append(self._add(CudaTransport(desk, shm[0].desk_endpoint if shm else tcp_desk, self.line_to)))
+            ordered.append(self._add(MemoryTransport(fabric, desk=control)))
+        ordered.append(
+            self._add(CudaTransport(control, shm[0].desk_endpoint if shm else tcp_control, self.control_client))
+        )
         ordered += shm
         if config.nixl:
-            ordered.append(self._add(NixlTransport(desk, tcp_desk, self.line_to)))
-        return [*ordered, *(self._tcp or [self._dialler])]
+            ordered.append(self._add(NixlTransport(control, tcp_control, self.control_client)))
+        return [*ordered, *(self._tcp or [self._client])]
 
     def _add(self, transport: T) -> T:
         self._made.append(transport)
         return transport
 
     def _tcp_at(self, rail: Rail | None, guard: Guard | None) -> TcpTransport:
-        """Listening there; None: for dialling alone. What others are told instead of tcp_host is of the first one."""
+        """Make a transport that listens on the rail, or only connects to others (None). Only the first rail advertises
+        `tcp_advertise_host`.
+        """
         config = self._config
         return TcpTransport(
             rail.address if rail is not None else None,
             config.tcp_port,
-            desk=self._desk,
+            desk=self._control,
             lanes=config.lanes,
             advertise_host=config.tcp_advertise_host if rail in self._rails[:1] else None,
             max_connections=config.tcp_max_connections,
@@ -133,40 +139,40 @@ class Assembly:
 
 
 def _rails(config: TransferConfig, topology: Topology | None) -> tuple[Rail, ...]:
-    """Where to listen. Addresses that were named are rails of the NICs that have them, if that is known."""
+    """Return where to listen. A configured address is a rail of the NIC that has it, if the topology is known."""
     if config.tcp_host is None:
         return ()
     hosts = (config.tcp_host, *config.tcp_hosts)
     if config.tcp_host == AUTO:
         if topology is None or config.tcp_hosts:
-            raise ConfigError("tcp_host=auto finds all addresses by itself; name none beside it")
+            raise ConfigError("tcp_host=auto finds all addresses by itself; set no tcp_hosts with it")
         return find_rails(topology)
     nics = topology.hardware.nics if topology is not None else ()
     return tuple(Rail(next((nic.name for nic in nics if host in nic.addresses), ""), host) for host in hosts)
 
 
 class Remotes:
-    """The handles an engine has opened. Thread-safe; borrows the transports, fastest first."""
+    """The handles that an engine has opened, each once. Thread-safe; borrows the transports, fastest first."""
 
     def __init__(self, transports: Sequence[Transport], plan: PlanConfig, timeout_s: float) -> None:
         self._transports = transports
         self._plan = plan
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        # Not by name and incarnation alone: two owners may have chosen the same.
+        # By the whole descriptor: two owners may have chosen the same name and incarnation.
         self._remotes: dict[SegmentDescriptor, RemoteSegment] = {}
-        # By their preferred and secondary endpoints; held by their remotes.
+        # By their preferred and secondary endpoints; their remotes keep them alive.
         self._peers: WeakValueDictionary[tuple[tuple[str, ...], tuple[str, ...]], PeerPaths] = WeakValueDictionary()
         self._closed_peers: list[PeerPaths] = []
         self._closed = False
 
     def find(self, descriptor: SegmentDescriptor) -> RemoteSegment | None:
-        """The handle, if it was opened before."""
+        """Return the handle, if it was opened before."""
         with self._lock:
             return self._remotes.get(descriptor)
 
     def open(self, descriptor: SegmentDescriptor) -> RemoteSegment:
-        """The same handle each time for a descriptor."""
+        """Return a handle by the fastest transport that works, the same one each time for a descriptor."""
         return self.find(descriptor) or self._keep(descriptor, self._connect(descriptor))
 
     def forget(self, descriptor: SegmentDescriptor) -> None:
@@ -176,7 +182,7 @@ class Remotes:
             remote.close()
 
     def close(self) -> None:
-        """Idempotent. What is under way by several paths fails; join() once the transports are closed."""
+        """Idempotent. Transfers by several paths fail; call join() once the transports are closed."""
         with self._lock:
             self._closed = True
             remotes, self._remotes = list(self._remotes.values()), {}
@@ -192,7 +198,7 @@ class Remotes:
             peer.join(timeout_s)
 
     def _keep(self, descriptor: SegmentDescriptor, remote: RemoteSegment) -> RemoteSegment:
-        """The handle to use from now on: this one, or one that another thread opened first."""
+        """Return the handle to use: this one, or one that another thread opened first."""
         with self._lock:
             kept = None if self._closed else self._remotes.setdefault(descriptor, remote)
         if kept is not remote:
@@ -203,7 +209,7 @@ class Remotes:
 
     def _connect(self, descriptor: SegmentDescriptor) -> RemoteSegment:
         failure: Unavailable | None = None
-        for transport, endpoints in self._ways_to(descriptor):
+        for transport, endpoints in self._endpoints_of(descriptor):
             try:
                 secondary = descriptor.secondary if transport.scheme == TcpTransport.scheme else ()
                 if transport.scheme == TcpTransport.scheme and len(endpoints) + len(secondary) > 1:
@@ -246,8 +252,8 @@ class Remotes:
                 self._peers[preferred, secondary] = paths
             return paths
 
-    def _ways_to(self, descriptor: SegmentDescriptor) -> list[tuple[Transport, list[str]]]:
-        """Usable endpoints by transport, fastest first. Of several listeners of one scheme the first opens for all."""
+    def _endpoints_of(self, descriptor: SegmentDescriptor) -> list[tuple[Transport, list[str]]]:
+        """Return usable endpoints by transport, fastest first. The first transport of a scheme opens for all of it."""
         by_scheme: dict[str, tuple[Transport, list[str]]] = {}
         for transport in self._transports:
             own = [e for e in descriptor.endpoints if e.partition(":")[0] == transport.scheme]

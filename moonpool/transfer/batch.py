@@ -1,9 +1,9 @@
 """Batches of transfer requests: what engine.submit() takes and returns.
 
-A batch's slices wait in the engine's queue, except those for peers with several paths: these wait with the planner of
+A batch's slices wait in the engine's queue, except slices for peers with several paths. These wait in the planner of
 that peer, which keeps all of its paths busy and no thread of the engine. Slices of one run that go to one segment are
 moved together. When they fail together, and not because the peer is gone, each is tried alone, so that a request fails
-for a reason of its own; bytes may be moved twice then, always the same ones to the same place.
+only for its own reason; bytes may be moved twice then, always the same ones to the same place.
 
 A single small request needs none of this: run_inline() moves it on the caller's thread.
 """
@@ -35,7 +35,7 @@ class TransferOp(Enum):
     WRITE = "write"
 
 
-_READ = TransferOp.READ  # looking it up in the class takes longer than all else that is asked of a small request
+_READ = TransferOp.READ  # looking it up in the class takes longer than the other checks of a small request
 
 
 class TransferStatus(Enum):
@@ -89,7 +89,7 @@ class Batch(Pending[None]):
 
     wait() and await raise the first error there was; outcomes() returns the error of each request; as_completed()
     yields requests as they end. cancel() drops what has not begun; what is under way ends by itself, and done() is true
-    when no buffer is touched any more. A request whose bytes were all moved is done, all the same.
+    when no buffer is touched any more. A request whose bytes were all moved is done even so.
     """
 
     def __init__(

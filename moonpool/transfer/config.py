@@ -1,4 +1,4 @@
-"""How an engine is reached and how it works. Each default is written here and nowhere else."""
+"""Settings of the transfer engine, each default in one place; and what roles report about the memory they serve."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ AUTO = "auto"
 
 @dataclass(frozen=True, kw_only=True)
 class WireConfig:
-    """How a process is reached by others, and reaches them: settings of every role that serves or moves memory.
+    """Settings of every role that serves or moves memory: how it is reached and how it reaches others.
 
-    Without a secret whoever reaches the tcp port can read and write the segments served. So it is the loopback
-    interface unless told otherwise.
+    Without a secret, everybody who can connect to the tcp port can read and write the served segments. So the default
+    is the loopback interface.
     """
 
     shm: bool = True  # share memory with processes of this machine
@@ -52,16 +52,16 @@ class WireConfig:
         make_paths_absolute(self)
 
     def wires(self) -> dict[str, Any]:
-        """These settings alone, to hand on: TransferConfig(run_dir=..., **config.wires())."""
+        """Return these settings as keywords, to pass on: TransferConfig(run_dir=..., **config.wires())."""
         return {field.name: getattr(self, field.name) for field in fields(WireConfig)}
 
     @property
     def is_guarded(self) -> bool:
-        """Whether callers have to show anything; reads no file."""
+        """Whether callers need a secret or a certificate; reads no file."""
         return any((self.secret_file, self.tls_cert_file, self.tls_key_file, self.tls_ca_file))
 
     def guard(self) -> Guard | None:
-        """Who may talk to the tcp port; None: everybody. ConfigError when a file is missing or unfit."""
+        """Return the check of callers of the tcp port; None: no check. ConfigError when a file cannot be used."""
         files = (self.tls_cert_file, self.tls_key_file, self.tls_ca_file)
         if any(files) and not all(files):
             raise ConfigError("TLS takes all three: tls_cert_file, tls_key_file and tls_ca_file")
@@ -72,18 +72,18 @@ class WireConfig:
 @dataclass(frozen=True, kw_only=True)
 class TransferConfig(WireConfig):
     run_dir: str  # holds the shm socket
-    timeout_s: float = 10.0  # for what names no other
-    num_threads: int = 2  # that move slices to or from one peer at a time
+    timeout_s: float = 10.0  # of calls that are given no other timeout
+    num_threads: int = 2  # that move slices of one peer at the same time
     slice_nbytes: int = DEFAULT_SLICE_NBYTES
     max_queued_slices: int = 65_536  # of each priority
-    promote_after_s: float = DEFAULT_PROMOTE_AFTER_S  # from then on lower priorities get a share, see priority.Turns
+    promote_after_s: float = DEFAULT_PROMOTE_AFTER_S  # then lower priorities get a share, see PriorityOrder
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if min(self.lanes, self.num_threads, self.slice_nbytes, self.max_queued_slices) < 1:
             raise ConfigError("lanes, num_threads, slice_nbytes and max_queued_slices must be at least 1")
         if self.tcp_hosts and self.tcp_host is None:
-            raise ConfigError("tcp_hosts are addresses beside tcp_host, which is missing")
+            raise ConfigError("tcp_hosts are further addresses; tcp_host is missing")
 
     @property
     def plan(self) -> PlanConfig:
@@ -93,15 +93,15 @@ class TransferConfig(WireConfig):
 
 
 def check_numa_node(numa_node: int | None) -> None:
-    """ConfigError when this machine has no such node: the kernel would put the memory anywhere without a word."""
+    """ConfigError when this machine has no such node: the kernel would silently put the memory anywhere."""
     known = [node.node for node in numa_nodes(Sysfs())]
     if numa_node is not None and numa_node not in known:
         listed = ", ".join(map(str, known))
         raise ConfigError(f"this machine has no NUMA node {numa_node}, only {listed}", param="numa_node")
 
 
-def in_words(descriptor: SegmentDescriptor) -> str:
-    """`n1.dram, 64 GB at cpu:0, reached by shm, tcp 10.0.0.1:4711, tcp 10.1.0.1:4712 (secondary)`."""
+def describe_segment(descriptor: SegmentDescriptor) -> str:
+    """Return `n1.dram, 64 GB at cpu:0, reached by shm, tcp 10.0.0.1:4711, tcp 10.1.0.1:4712 (secondary)`."""
     ways = [_way(endpoint) for endpoint in descriptor.endpoints]
     ways += [f"{_way(endpoint)} (secondary)" for endpoint in descriptor.secondary]
     size = format_nbytes(descriptor.nbytes)
@@ -109,15 +109,15 @@ def in_words(descriptor: SegmentDescriptor) -> str:
 
 
 def warn_if_open(log: logging.Logger, config: WireConfig, addresses: Iterable[str]) -> None:
-    """One warning when other machines reach the memory and none of them has to show anything. `addresses` are the
-    engine's.
+    """Log one warning when other machines can reach the memory without a secret or certificate. `addresses` are those
+    of the engine.
     """
     named = {config.tcp_host, *config.tcp_hosts} - {None, AUTO}
     hosts = named | {parse_address(f"tcp:{address}").host for address in addresses}
     if any(not _is_loopback(host) for host in hosts if host) and not config.is_guarded:
         log.warning(
-            "whoever reaches %s can read and write this memory; set --secret-file (or the --tls-* files) here and on "
-            "all peers, or keep the port in a private network",
+            "anyone who can connect to %s can read and write this memory; set --secret-file (or the --tls-* files) "
+            "here and on all peers, or keep the port in a private network",
             ", ".join(f"tcp {address}" for address in addresses),
         )
 

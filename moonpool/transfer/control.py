@@ -1,10 +1,13 @@
-"""What a peer may ask an engine beside moving bytes: what it serves, who it is, and leave a message.
+"""The control calls of an engine: everything that peers ask for beside moving bytes.
 
-One desk per engine; its transports bring the calls (tcp by an ASK frame, shm by its Unix socket) and share its table of
-segments. Transports whose bytes pass the owner's processor by (nixl, cuda) ask here for what they need to reach a
-segment, and for the fence's leave before and after a write.
+There is one ControlHandler per engine. Its transports bring the calls (tcp by an ASK frame, shm by its Unix socket) and
+share its table of segments. Transports that bypass the owner's processor (nixl, cuda) ask here for what they need to
+reach a segment, and ask the fence before and after a write.
 
-Every call is small (64 KiB at most) and answered at once; none makes the owner wait for anybody.
+Every call is small (64 KiB at most) and answered at once: a handler waits for nothing.
+
+Peers may also leave messages, which stay in the Mailbox until the owner takes them. A full mailbox refuses messages, it
+never drops any.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ _MAX_NBYTES = 16 * 1024 * 1024
 
 
 class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine, as it introduces itself. `topology` is None where it was not looked at."""
+    """What an engine says about itself. `topology` is None where it was not discovered."""
 
     host: str
     incarnation: int
@@ -43,17 +46,17 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Describe(Call[SegmentDescriptor]):
-    """How to reach a segment of which only the name is known."""
+    """Ask for the descriptor of a segment by its name."""
 
     name: str
 
 
 class Introduce(Call[PeerInfo]):
-    pass
+    """Ask an engine for its PeerInfo."""
 
 
 class Notify(Call[None]):
-    """Leaves a message; Overloaded when nobody takes them."""
+    """Leave a message; Overloaded when the mailbox is full."""
 
     name: str
     incarnation: int
@@ -61,7 +64,7 @@ class Notify(Call[None]):
 
 
 class Admit(Call[None]):
-    """The fence's leave to write; see Fence.admit_all(). With no spans it asks only whether the segment is served."""
+    """Ask the fence to admit a write; see Fence.admit_all(). Without spans: ask whether the segment is served."""
 
     name: str
     incarnation: int
@@ -70,7 +73,7 @@ class Admit(Call[None]):
 
 
 class Confirm(Call[None]):
-    """Whether the spans still belong to the generation, after a write."""
+    """Ask, after a write, whether the spans still belong to the generation."""
 
     name: str
     incarnation: int
@@ -79,7 +82,7 @@ class Confirm(Call[None]):
 
 
 class Attach(Call[bytes]):
-    """What the transport `scheme` needs to reach the segment, in its own format."""
+    """Ask for what the transport `scheme` needs to reach the segment, in its own format."""
 
     scheme: str
     name: str
@@ -92,15 +95,15 @@ _DECODER = CallDecoder(CALLS)
 
 
 class ControlClient(Protocol):
-    """A way to somebody's desk."""
+    """Sends calls to the ControlHandler of an engine."""
 
     def ask(self, call: Call[R], timeout_s: float) -> R:
-        """The owner's answer or its error; PeerLost or DeadlineExceeded when there is none."""
+        """Return the owner's answer or raise its error; PeerLost or DeadlineExceeded when there is no answer."""
         ...
 
 
 class ControlHandler:
-    """Thread-safe; answers without waiting."""
+    """Answers control calls, without waiting. Thread-safe."""
 
     def __init__(self, incarnation: int = 0, topology: Callable[[], Topology | None] = lambda: None) -> None:
         self.segments = ServedSegments()
@@ -112,11 +115,11 @@ class ControlHandler:
         self._lock = threading.Lock()
 
     def serve(self, segment: Segment) -> None:
-        """AlreadyExists when another segment has that name; the same one may come again, by another transport."""
+        """AlreadyExists when another segment has that name; several transports may serve the same segment."""
         self.segments.add(segment)
 
     def publish(self, descriptor: SegmentDescriptor) -> None:
-        """From now on Describe answers with it."""
+        """Answer Describe with this descriptor from now on."""
         with self._lock:
             self._descriptors[descriptor.name] = descriptor
 
@@ -127,7 +130,7 @@ class ControlHandler:
         self.segments.remove(name)
 
     def on_attach(self, scheme: str, answer: Callable[[Segment, bytes], bytes]) -> None:
-        """Calls `answer(segment, hello)` for Attach calls of that transport."""
+        """Call `answer(segment, hello)` for Attach calls of that transport."""
         self._attach[scheme] = answer
 
     def close(self) -> None:
@@ -135,7 +138,7 @@ class ControlHandler:
         self.mailbox.close()
 
     def answer_body(self, body: bytes) -> bytes:
-        """A call as it came, answered as it goes; raises MoonpoolErrors, ProtocolError for what is no call."""
+        """Decode a call, answer it and encode the answer. Raises MoonpoolError; ProtocolError if it is no call."""
         return msgspec.msgpack.encode(self.answer(_DECODER.decode(body)))
 
     def answer(self, call: Call[Any]) -> object:
@@ -186,7 +189,7 @@ class ControlHandler:
 
 
 def ask_fence(
-    line: ControlClient,
+    client: ControlClient,
     call: type[Admit | Confirm],
     name: str,
     incarnation: int,
@@ -194,34 +197,34 @@ def ask_fence(
     generation: int,
     deadline: Deadline,
 ) -> None:
-    """The fence's word on all spans, in as many calls as they need. With no spans it is still asked once, and so makes
-    sure that the owner serves this incarnation.
+    """Ask the fence about all spans, in as many calls as they need. Without spans make one call, which checks that the
+    owner serves this incarnation.
     """
     for start in range(0, max(1, len(spans)), _SPANS_PER_CALL):
         some = spans[start : start + _SPANS_PER_CALL]
-        line.ask(call(name, incarnation, some, generation), deadline.remaining_s())
+        client.ask(call(name, incarnation, some, generation), deadline.remaining_s())
 
 
 class LocalControlClient:
-    """To a desk of this process."""
+    """Calls a ControlHandler of this process."""
 
-    def __init__(self, desk: ControlHandler) -> None:
-        self._desk = desk
+    def __init__(self, handler: ControlHandler) -> None:
+        self._handler = handler
 
     def ask(self, call: Call[R], timeout_s: float) -> R:
-        answer: Any = self._desk.answer(call)
+        answer: Any = self._handler.answer(call)
         return answer  # type: ignore[no-any-return]
 
 
 class Notification(NamedTuple):
-    """What a peer says about a segment of ours: "these pages are written", in words the two have agreed on."""
+    """A message of a peer about a segment of this engine; the peers agree on its format."""
 
     segment: str
     message: bytes
 
 
 class Mailbox:
-    """First come, first taken. Thread-safe."""
+    """Messages in order of arrival. Thread-safe."""
 
     def __init__(self, max_messages: int = _MAX_MESSAGES, max_nbytes: int = _MAX_NBYTES) -> None:
         self._max_messages = max_messages
@@ -233,7 +236,7 @@ class Mailbox:
         self._closed = False
 
     def put(self, notification: Notification) -> None:
-        """Overloaded when there is no room: the sender learns that nobody takes its messages."""
+        """Add a message; Overloaded when there is no room, which the sender gets as the answer."""
         size = len(notification.message)
         check_message(notification.message)
         with self._changed:
@@ -242,11 +245,11 @@ class Mailbox:
             self._messages.append(notification)
             self._nbytes += size
             self._changed.notify()
-        self._tell()
+        self._resolve_waiting()
 
-    def arrival(self) -> Pending[None]:
-        """Over when there is something to take, or the box is closed. It takes nothing: who gives up loses nothing."""
-        pending: Pending[None] = Pending(lambda: self._give_up(pending))
+    def next_arrival(self) -> Pending[None]:
+        """Return a Pending that is done when there are messages, or the mailbox is closed. It removes no message."""
+        pending: Pending[None] = Pending(lambda: self._stop_waiting(pending))
         with self._changed:
             is_here = bool(self._messages) or self._closed
             if not is_here:
@@ -255,8 +258,8 @@ class Mailbox:
             pending.resolve(None)
         return pending
 
-    def take(self, timeout_s: float = 0.0) -> list[Notification]:
-        """All that is there, in order of arrival; waits for the first one at most so long, empty if none came."""
+    def take_all(self, timeout_s: float = 0.0) -> list[Notification]:
+        """Return and remove all messages; wait at most `timeout_s` for the first one."""
         deadline = Deadline(timeout_s)
         with self._changed:
             while not self._messages and not self._closed:
@@ -267,20 +270,20 @@ class Mailbox:
             return taken
 
     def close(self) -> None:
-        """Idempotent. Whoever waits gets what there is."""
+        """Idempotent. Waiting calls return what there is."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._tell()
+        self._resolve_waiting()
 
-    def _tell(self) -> None:
-        """Without the lock: what they do next is not known here."""
+    def _resolve_waiting(self) -> None:
+        """Resolve without holding the lock: callbacks may call this object."""
         with self._changed:
             waiting, self._waiting = self._waiting, set()
         for pending in waiting:
             pending.resolve(None)
 
-    def _give_up(self, pending: Pending[None]) -> None:
+    def _stop_waiting(self, pending: Pending[None]) -> None:
         with self._changed:
             self._waiting.discard(pending)
         pending.fail(Cancelled("no longer waited for"))

@@ -1,9 +1,9 @@
-"""From a segment's name to its descriptor: who knows it, and how to ask.
+"""Directories: from a segment's name to its descriptor.
 
 Three kinds, one interface (tests/conformance/test_directories.py):
     MemoryDirectory    engines of one process
     MasterDirectory    the store's master (moonpool/store/master_directory.py)
-    none at all        `name@host:port` asks the owner itself, at its tcp port: see parse_target()
+    none               `name@host:port` asks the owner itself, at its tcp port: see parse_target()
 """
 
 from __future__ import annotations
@@ -17,50 +17,50 @@ from moonpool.base.errors import AlreadyExists, ConfigError, InvalidInput, NotFo
 
 
 class Directory(Protocol):
-    """Names and their segments. Of two incarnations of one name the newer counts, whoever comes first."""
+    """Names and their segments. Of two incarnations of one name the newer counts, in any order of arrival."""
 
     def publish(self, descriptor: SegmentDescriptor) -> None:
-        """Others find it from now on, until withdraw(), close(), or this process dies.
+        """Let others find the segment, until withdraw(), close(), or the end of this process.
 
         AlreadyExists when a newer incarnation has the name.
         """
         ...
 
     def withdraw(self, descriptor: SegmentDescriptor) -> None:
-        """Nothing happens unless this very incarnation is published."""
+        """Withdraw the segment; another incarnation of it is left alone."""
         ...
 
     def find(self, name: str) -> SegmentDescriptor:
-        """NotFound when nobody published it."""
+        """Return the published descriptor; NotFound when there is none."""
         ...
 
     def close(self) -> None:
-        """Idempotent. Withdraws what was published through this object."""
+        """Idempotent. Withdraw what was published through this object."""
         ...
 
 
 class SegmentTarget(NamedTuple):
-    """A segment as a person writes it; `peer` is where to ask, None for the directory."""
+    """A segment as a user writes it; `peer` is the address to ask, None: ask the directory."""
 
     name: str
     peer: str | None
 
 
 def parse_target(text: str) -> SegmentTarget:
-    """`name@host:port`, or a name. Names may contain "@": the last one counts, and only with a ":" behind it."""
+    """Parse `name@host:port`, or a name. Names may contain "@": the last one separates, if a ":" follows it."""
     name, _, peer = text.rpartition("@")
     if ":" not in peer or "@" not in text:
         return SegmentTarget(text, None)
     if not name:
-        raise InvalidInput(f"{text!r} names a peer and no segment")
+        raise InvalidInput(f"{text!r} has a peer and no segment name")
     try:
         return SegmentTarget(name, str(parse_address(f"tcp:{peer}")))
     except ConfigError as error:
-        raise InvalidInput(f"{text!r} is no name@host:port; an IPv6 address stands in brackets") from error
+        raise InvalidInput(f"{text!r} is no name@host:port; write an IPv6 address in brackets") from error
 
 
 def check_newer(held: SegmentDescriptor | None, offered: SegmentDescriptor) -> None:
-    """AlreadyExists when `held` is of a newer incarnation: its owner lives, or lived later."""
+    """Raise AlreadyExists when `held` is of a newer incarnation: its owner started later."""
     if held is not None and held.incarnation > offered.incarnation:
         raise AlreadyExists(
             f"segment {offered.name!r} is published by a newer incarnation ({held.incarnation}, this is "
@@ -90,7 +90,7 @@ class MemoryDirectory:
         with self._lock:
             descriptor = self._known.get(name)
         if descriptor is None:
-            raise NotFound(f"nobody has published a segment {name!r}")
+            raise NotFound(f"no segment {name!r} is published")
         return descriptor
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""What `moonpool doctor` finds out about moving bytes here: each check tries the real thing and says it in a sentence.
+"""The checks of `moonpool doctor` about moving bytes: each one tries the real operation and reports a sentence.
 
-A check never raises: what the system refuses is its finding. All of them together take a fraction of a second, a few
+A check never raises: a refusal of the system is its finding. All checks together take a fraction of a second, a few
 seconds where there is a GPU to set up.
 """
 
@@ -26,11 +26,11 @@ from moonpool.transfer.transports.cuda.driver import driver
 from moonpool.transfer.transports.cuda.probe import probe_ipc
 from moonpool.transfer.transports.nixl import agent as nixl_agent
 
-# Sockets to every worker and client, mapped segments and files: fewer than this runs out under load.
+# Sockets to every worker and client, mapped segments and files: a lower limit is reached under load.
 MIN_OPEN_FILES = 1024
 _TIMEOUT_S = 1.0
 _PROBE = b"moonpool"
-_LONG_SOCKET_NAME = "s" * 32  # as long as the longest of a service's own
+_LONG_SOCKET_NAME = "s" * 32  # as long as the longest socket name of a service
 _TRANSPORTS = "moonpool.transfer.transports"
 _CUDA_TIMEOUT_S = 20.0  # two processes set up the GPU
 
@@ -38,8 +38,8 @@ Status = Literal["ok", "missing", "broken"]
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """`missing` can be had (the hint says how), `broken` is there and does not work. Without a `needed` one
-    `moonpool serve` does not run on this machine.
+    """`missing`: can be installed or enabled (see the hint); `broken`: is there and does not work. `moonpool serve`
+    does not run on this machine unless all `needed` findings are ok.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_memfd() -> Finding:
-    """Whether this machine gives out memory that can be passed on and sealed."""
+    """Check that the kernel gives shared memory that can be passed on and sealed."""
     try:
         fd = os.memfd_create("moonpool-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
@@ -72,7 +72,7 @@ def check_memfd() -> Finding:
 
 
 def check_descriptor_passing(folder: Path) -> Finding:
-    """Whether Unix sockets work in `folder` and carry descriptors: how processes here share memory."""
+    """Check that Unix sockets work in `folder` and carry descriptors: processes share memory that way."""
     name, hint = "unix sockets", "set XDG_RUNTIME_DIR or TMPDIR to a short path on a local disk"
     try:
         with tempfile.TemporaryDirectory(dir=folder, prefix="mp-doctor-") as own:
@@ -97,7 +97,7 @@ def check_loopback_tcp() -> Finding:
 
 
 def check_direct_io(name: str, folder: Path) -> Finding:
-    """Whether files in `folder` can be written past the page cache. Not needed: files then go through it."""
+    """Check that files in `folder` can be written past the page cache. Not needed: without it files go through it."""
     hint = "choose a folder on a local disk (ext4, xfs) for the fast way"
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".mp-doctor-") as file:
@@ -112,7 +112,7 @@ def check_direct_io(name: str, folder: Path) -> Finding:
 
 
 def check_open_files(soft: int, hard: int) -> Finding:
-    """Takes the limits as resource.getrlimit gives them."""
+    """Check the limits that resource.getrlimit() returns."""
     name, says = "open files", f"{_limit(soft)} at once, {_limit(hard)} if asked for"
     if soft == resource.RLIM_INFINITY or soft >= MIN_OPEN_FILES:
         return Finding(name=name, status="ok", says=says)
@@ -120,7 +120,7 @@ def check_open_files(soft: int, hard: int) -> Finding:
 
 
 def check_locked_memory(soft: int, hardware: Hardware) -> Finding:
-    """RDMA pins what it registers; everything else needs no locked memory, and none of us needs /dev/shm."""
+    """Check the limit of locked memory. Only RDMA needs it, for what it registers; /dev/shm is not used."""
     name = "locked memory"
     if soft == resource.RLIM_INFINITY:
         return Finding(name=name, status="ok", says="as much as wanted may be pinned")
@@ -132,7 +132,7 @@ def check_locked_memory(soft: int, hardware: Hardware) -> Finding:
 
 
 def transport_findings(checks: Mapping[str, Finding], hardware: Hardware) -> list[Finding]:
-    """One per transport, fastest first. `checks` are the findings above, by name."""
+    """Return one finding per transport, fastest first. `checks` are the findings above, by name."""
     return [
         Finding(name="memory", status="ok", says="inside one process, always there"),
         _shm(checks["memfd"], checks["unix sockets"]),
@@ -217,7 +217,7 @@ def _limit(value: int) -> str:
 
 
 def _pass_descriptor(path: str) -> bool:
-    """Sends one end of a pipe through a socket at `path`; whether it arrived."""
+    """Send a descriptor through a socket at `path`; return whether it arrived."""
     with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as sender:
         listener.bind(path)
         listener.listen()
@@ -234,7 +234,7 @@ def _pass_descriptor(path: str) -> bool:
 
 
 def _exchange(listener: socket.socket) -> bytes:
-    """What arrives at `listener` of the probe sent to it."""
+    """Send a probe to `listener` and return what arrives."""
     listener.settimeout(_TIMEOUT_S)
     with socket.create_connection(listener.getsockname(), timeout=_TIMEOUT_S) as sender:
         receiver, _ = listener.accept()
@@ -245,7 +245,7 @@ def _exchange(listener: socket.socket) -> bytes:
 
 
 def _write_direct(path: str) -> int | None:
-    """Writes one block past the page cache; its size, or None where there is nothing but the cache."""
+    """Write one block past the page cache and return its size; None where there is only the cache."""
     fd = os.open(path, os.O_RDWR | os.O_DIRECT)
     try:
         alignment = find_alignment(fd)

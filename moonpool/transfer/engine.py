@@ -3,9 +3,9 @@
 with TransferEngine(TransferConfig(run_dir="/tmp/x")) as engine:
     engine.register("kv", tensor)                          # memory of any kind; others find it by its name
     remote = engine.open("kv@10.0.0.7:4711")               # by name and peer, by name (directory), or by descriptor
-    remote.read_into(0, [page], timeout_s=1.0)             # here and now, on the caller's thread
+    remote.read_into(0, [page], timeout_s=1.0)             # at once, on the caller's thread
     batch = engine.submit([TransferRequest(TransferOp.READ, remote, 0, [page])])
-    batch.wait()                                           # or on the engine's threads
+    batch.wait()                                           # or by priority, on the engine's threads
 
     remote = await engine.opening("kv@10.0.0.7:4711")      # the same from a coroutine
     await engine.submit([TransferRequest(TransferOp.READ, remote, 0, [page])], priority=Priority.HANDOFF)
@@ -43,12 +43,12 @@ from moonpool.transfer.transports.memory import MemoryFabric
 _JOIN_TIMEOUT_S = 5.0
 _CLOSED = "the transfer engine is closed"
 _INLINE_NBYTES = 256 * 1024  # moved in less time than it takes to wake another thread a few times
-_CREW_SIZE = 16  # segments being opened and messages being sent at once
+_NUM_THREADS = 16  # segments being opened and messages being sent at the same time
 
 
 class TransferEngine:
-    """Thread-safe. Owns its transports, its threads, the remote segments it opened and those it registered; borrows
-    the segments given to serve(), and the directory.
+    """Thread-safe. Owns its transports, its threads, the remote segments it opened and the segments it registered;
+    borrows the segments given to serve(), and the directory.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class TransferEngine:
     ) -> None:
         self._config = config
         self._directory = directory
-        self.incarnation = time.time_ns()  # of the segments registered here: a later start has a greater one
-        self._desk = ControlHandler(self.incarnation, lambda: self.topology)
+        self.incarnation = time.time_ns()  # of the segments registered here; a later start has a greater one
+        self._control = ControlHandler(self.incarnation, lambda: self.topology)
         wanted = config.tcp_host == AUTO or config.topology_file is not None
-        self._assembly = Assembly(config, self._desk, self.topology if wanted else None, fabric)
+        self._assembly = Assembly(config, self._control, self.topology if wanted else None, fabric)
         self._remotes = Remotes(self._assembly.transports, config.plan, config.timeout_s)
-        self._crew = ThreadPool("transfer-crew", _CREW_SIZE)
+        self._threads = ThreadPool("transfer-control", _NUM_THREADS)
         order: SliceOrder[Batch] = SliceOrder(
             config.max_queued_slices,
             config.slice_nbytes,
@@ -76,19 +76,19 @@ class TransferEngine:
 
     @cached_property
     def topology(self) -> Topology:
-        """This machine's, with the overrides of `topology_file`; looked at when first asked for."""
+        """This machine's topology, with the overrides of `topology_file`; discovered at the first use."""
         return read_topology(Path(self._config.topology_file) if self._config.topology_file is not None else None)
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """`host:port` of its tcp ports: what others write behind the @ of a segment's name."""
+        """`host:port` of each tcp port: what others write behind the @ of a segment's name."""
         return self._assembly.addresses
 
     def connections(self) -> tuple[int, Counter[str]]:
-        """Return how many connections others have to its tcp ports, and how many have ended, by reason."""
+        """Return the number of connections of others to the tcp ports, and how many have ended, by reason."""
         return self._assembly.connections()
 
-    # -- what this process offers ------------------------------------------------------------------------------
+    # -- segments of this process ------------------------------------------------------------------------------
 
     def register(
         self,
@@ -99,8 +99,8 @@ class TransferEngine:
         location: str | None = None,
         granule_nbytes: int | None = None,
     ) -> SegmentDescriptor:
-        """Offers memory: any writable buffer, a tensor, a RawMemory pointer, or `nbytes` of new memory at `location`
-        ("cpu:0", "cuda:0", "ssd:/path"). See register.make_segment() for what is refused, serve() for the rest.
+        """Offer memory to others: any writable buffer, a tensor, a RawMemory pointer, or `nbytes` of new memory at
+        `location` ("cpu:0", "cuda:0", "ssd:/path"). Raises what make_segment() and serve() raise.
         """
         segment = make_segment(
             name,
@@ -123,12 +123,12 @@ class TransferEngine:
         raise PeerLost(_CLOSED)
 
     def segment(self, name: str) -> Segment:
-        """What register() made."""
+        """Return the segment that register() made."""
         with self._lock:
             return self._registered[name]
 
     def unregister(self, name: str) -> None:
-        """Withdraws the memory and lets it go; unknown names are ignored."""
+        """Withdraw the memory and release it; unknown names are ignored."""
         try:
             self.unserve(name)
         finally:
@@ -138,10 +138,10 @@ class TransferEngine:
                 segment.close()
 
     def serve(self, segment: Segment) -> SegmentDescriptor:
-        """Offers the segment to others, by every transport that can, until unserve() or close().
+        """Offer the segment to others, by every transport that can, until unserve() or close().
 
-        AlreadyExists when the name is taken; Unavailable when the directory cannot be told. Nothing is offered then.
-        The segment stays the caller's and must outlive this.
+        AlreadyExists when the name is taken; Unavailable when the directory cannot be reached. Nothing is offered then.
+        The caller keeps the segment and must not close it while it is served.
         """
         with self._lock:
             if self._closed:
@@ -149,65 +149,65 @@ class TransferEngine:
             if segment.name in self._served:
                 raise AlreadyExists(f"segment {segment.name!r} is already served")
             descriptor = self._served[segment.name] = _describe(segment, self._assembly.serve(segment))
-            self._desk.publish(descriptor)
+            self._control.publish(descriptor)
         if self._directory is not None:
             try:
                 self._directory.publish(descriptor)
             except BaseException:
                 self._unserve_here(segment.name)
                 raise
-            if self._served.get(segment.name) is not descriptor:  # unserve() or close() came between
+            if self._served.get(segment.name) is not descriptor:  # unserve() or close() ran meanwhile
                 self._withdraw(descriptor)
         return descriptor
 
     def unserve(self, name: str) -> None:
-        """Withdraws a segment; unknown names are ignored. A directory out of reach forgets it by itself."""
+        """Withdraw a segment; unknown names are ignored. A directory that cannot be reached drops it by itself."""
         descriptor = self._unserve_here(name)
         if descriptor is not None:
             self._withdraw(descriptor)
 
     def notifications(self, timeout_s: float = 0.0) -> list[Notification]:
-        """Takes the messages that peers left, waiting at most so long for the first."""
-        return self._desk.mailbox.take(timeout_s)
+        """Return and remove the messages that peers left, waiting at most `timeout_s` for the first."""
+        return self._control.mailbox.take_all(timeout_s)
 
     def notified(self) -> Pending[None]:
-        """Over when notifications() has something to take, or the engine is closed."""
-        return self._desk.mailbox.arrival()
+        """Return a Pending that is done when there are notifications(), or the engine is closed."""
+        return self._control.mailbox.next_arrival()
 
-    # -- what others offer -------------------------------------------------------------------------------------
+    # -- segments of others -------------------------------------------------------------------------------------
 
     def introduce(self, peer: str) -> PeerInfo:
-        """Asks the engine at `host:port` who it is: its machine, its start, its topology."""
-        return self._assembly.line_to(f"tcp:{peer}").ask(Introduce(), self._config.timeout_s)
+        """Ask the engine at `host:port` for its machine, its incarnation and its topology."""
+        return self._assembly.control_client(f"tcp:{peer}").ask(Introduce(), self._config.timeout_s)
 
     def find(self, target: str) -> SegmentDescriptor:
-        """What `name@host:port` (asked of the peer itself) or `name` (of the directory) stands for; NotFound."""
+        """Return the descriptor of `name@host:port` (asks the peer itself) or `name` (asks the directory); NotFound."""
         name, peer = parse_target(target)
         if peer is not None:
-            return self._assembly.line_to(peer).ask(Describe(name), self._config.timeout_s)
+            return self._assembly.control_client(peer).ask(Describe(name), self._config.timeout_s)
         if self._directory is None:
-            raise InvalidInput(f"without a directory {name!r} says too little; write {name}@host:port")
+            raise InvalidInput(f"without a directory {name!r} cannot be found; write {name}@host:port")
         return self._directory.find(name)
 
     def open(self, target: SegmentDescriptor | str) -> RemoteSegment:
-        """A handle by the fastest transport that works, the same one each time for a descriptor. Several tcp endpoints
-        are used together. A text is looked up by find() each time, so a restarted owner is found anew.
+        """Return a handle by the fastest transport that works, the same one each time for a descriptor. Several tcp
+        endpoints are used together. A text is looked up by find() each time, so a restarted owner is found again.
 
-        Owned by the engine: close() of the handle is for those who know that nobody else uses it.
+        The engine owns the handle: close it only if nothing else uses it.
         """
         return self._remotes.open(self.find(target) if isinstance(target, str) else target)
 
     def opening(self, target: SegmentDescriptor | str) -> Pending[RemoteSegment]:
-        """open() without waiting, to be awaited or waited for."""
+        """As open(), without waiting: return a Pending of the handle."""
         remote = None if isinstance(target, str) else self._remotes.find(target)
         if remote is None:
-            return self._crew.call(partial(self.open, target))
+            return self._threads.call(partial(self.open, target))
         found: Pending[RemoteSegment] = Pending()
         found.resolve(remote)
         return found
 
     def forget(self, descriptor: SegmentDescriptor) -> None:
-        """Closes the handle of a segment that is gone for good."""
+        """Close the handle of a segment that is gone."""
         self._remotes.forget(descriptor)
 
     def submit(
@@ -225,8 +225,8 @@ class TransferEngine:
         A single request of at most 256 KiB is moved on the caller's thread before this returns, unless `room_timeout_s`
         is 0 or an event loop runs in this thread. To have several requests under way at once put them into one batch.
 
-        `notify` is left with the owner of each segment once all requests have succeeded, and before the batch is done;
-        the batch fails if that fails. Overloaded, with nothing begun, when the queue of this priority stays full for
+        The owner of each segment gets `notify` once all requests have succeeded, and before the batch is done; the
+        batch fails if that fails. Overloaded, with nothing begun, when the queue of this priority stays full for
         `room_timeout_s` (None: until the deadline); on an event loop make it 0.
         """
         timeout_s = self._config.timeout_s if timeout_s is None else timeout_s
@@ -241,20 +241,20 @@ class TransferEngine:
         if may_wait and not self._closed and batch.run_inline(min(_INLINE_NBYTES, self._config.slice_nbytes)):
             return batch
         room_timeout_s = timeout_s if room_timeout_s is None else min(room_timeout_s, timeout_s)
-        batch.start(self._queue, self._crew, room_timeout_s)
+        batch.start(self._queue, self._threads, room_timeout_s)
         return batch
 
     def close(self) -> None:
-        """Idempotent. Unfinished transfers fail with PeerLost; all threads, sockets and mappings go."""
+        """Idempotent. Unfinished transfers fail with PeerLost; all threads, sockets and mappings end."""
         self._withdraw_all()
         self._queue.close()
         self._remotes.close()
         self._assembly.close()
-        self._desk.close()
-        self._crew.close()
+        self._control.close()
+        self._threads.close()
         self._queue.join(_JOIN_TIMEOUT_S)
         self._remotes.join(_JOIN_TIMEOUT_S)
-        self._crew.join(_JOIN_TIMEOUT_S)
+        self._threads.join(_JOIN_TIMEOUT_S)
         with self._lock:
             registered, self._registered = list(self._registered.values()), {}
         for segment in registered:
@@ -263,7 +263,7 @@ class TransferEngine:
     def _unserve_here(self, name: str) -> SegmentDescriptor | None:
         with self._lock:
             self._assembly.unserve(name)
-            self._desk.withdraw(name)
+            self._control.withdraw(name)
             return self._served.pop(name, None)
 
     def _withdraw(self, descriptor: SegmentDescriptor) -> None:

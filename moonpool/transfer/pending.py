@@ -1,4 +1,7 @@
-"""A result on its way. One class for threads and for asyncio, so that nothing here has a blocking and an async twin."""
+"""Results that are not there yet, for threads and for asyncio alike, and a thread pool that produces them.
+
+One class serves both, so that nothing here has a blocking and an async twin.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +17,20 @@ from moonpool.base.errors import Cancelled, DeadlineExceeded, Internal, Moonpool
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 _IDLE_S = 10.0
-_MAX_ERRANDS = 4096  # waiting for a thread
-T = TypeVar("T")
+_MAX_CALLS = 4096  # waiting for a thread
 
 
 class Pending(Generic[T]):
-    """wait() for it on a thread, await it on any event loop, or leave a callback. Thread-safe.
+    """A future: wait() for it on a thread, await it on any event loop, or add a callback. Thread-safe.
 
-    When a task that awaits it is cancelled, cancel() is called and the await still ends only when all is over; then
-    CancelledError goes on. An await that ended sooner would give the task its buffers back while others fill or send
-    them: what it puts there next would be overwritten, or sent in place of the right bytes. The wait is bounded: what
-    is under way ends with its deadline, what has not begun is dropped. Others who wait for the same get Cancelled.
+    When a task that awaits it is cancelled, cancel() is called, and the await still ends only when the work is over;
+    then CancelledError is raised. An await that ended sooner would return the task's buffers while threads still fill
+    or send them: what the task puts there next would be overwritten, or sent in place of the right bytes. The wait is
+    bounded: what is under way ends with its deadline, what has not begun is dropped. Other waiters get Cancelled.
     """
 
     def __init__(self, canceller: Callable[[], None] | None = None) -> None:
-        """`canceller` asks whoever works on it to stop; without one cancel() changes nothing."""
+        """`canceller` asks the producer of the result to stop; without one cancel() changes nothing."""
         self._done = False
         self._ended: threading.Event | None = None  # made by the first thread that has to wait: most never do
         self._ending = threading.Lock()
@@ -38,7 +40,7 @@ class Pending(Generic[T]):
         self._failure: MoonpoolError | None = None
 
     def done(self) -> bool:
-        """True when it has succeeded or failed and nothing of the caller's is touched any more."""
+        """Return True when it has succeeded or failed and the caller's memory is touched no more."""
         return self._done
 
     def done_within(self, timeout_s: float | None) -> bool:
@@ -52,8 +54,8 @@ class Pending(Generic[T]):
         return ended.wait(timeout_s)
 
     def wait(self, timeout_s: float | None = None) -> T:
-        """The result; raises what it failed with. DeadlineExceeded when it takes longer than `timeout_s` (None: its
-        own deadline ends it); it goes on then.
+        """Return the result; raise what it failed with. DeadlineExceeded when it takes longer than `timeout_s` (None:
+        its own deadline ends it); the work continues then.
         """
         if not self._done and not self.done_within(timeout_s):
             raise DeadlineExceeded(f"not done after {timeout_s:g} s")
@@ -63,19 +65,19 @@ class Pending(Generic[T]):
         return self._awaited().__await__()
 
     def cancel(self) -> None:
-        """Asks for an end. wait() says what became of it: Cancelled, unless it was too late."""
+        """Ask for an early end. wait() raises Cancelled then, unless the result was there already."""
         canceller = self._canceller
         if canceller is not None and not self.done():
             canceller()
 
     @property
     def failure(self) -> MoonpoolError | None:
-        """What wait() raises; None as long as it is not done, and when it succeeded."""
+        """What wait() raises; None while it is not done, and when it succeeded."""
         return self._failure
 
     def add_done_callback(self, callback: Callable[[Pending[T]], object]) -> None:
-        """Calls it once, with this, when it is over: at once if it is, else on the thread that ends it. So it must be
-        short. What it raises is logged and goes no further.
+        """Call `callback(self)` once when it is over: at once if it is, else on the thread that ends it. So the
+        callback must be short. What it raises is logged only.
         """
         with self._ending:
             if not self.done():
@@ -84,7 +86,7 @@ class Pending(Generic[T]):
         self._call(callback)
 
     def resolve(self, result: T) -> None:
-        """For whoever brings the result; the first of resolve() and fail() counts."""
+        """For the producer of the result; the first call of resolve() or fail() counts."""
         self._end(result, None)
 
     def fail(self, error: MoonpoolError) -> None:
@@ -105,7 +107,7 @@ class Pending(Generic[T]):
     def _call(self, callback: Callable[[Pending[T]], object]) -> None:
         try:
             callback(self)
-        except Exception:  # noqa: BLE001 - a stranger's bug must not end a thread of ours
+        except Exception:  # noqa: BLE001 - a bug of the caller must not end a thread of ours
             _LOG.exception("a callback of a finished transfer failed")
 
     def _outcome(self) -> T:
@@ -132,12 +134,14 @@ def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) ->
     try:
         loop.call_soon_threadsafe(callback)
     except RuntimeError:
-        if not loop.is_closed():  # then nobody waits there any more
+        if not loop.is_closed():  # a closed loop has no waiter
             raise
 
 
 class ThreadPool:
-    """At most `size` threads. Thread-safe. Work must not raise."""
+    """At most `size` threads, started on demand; a thread that is idle for a while ends. Thread-safe. Work must not
+    raise.
+    """
 
     def __init__(self, name: str, size: int) -> None:
         self._name = name
@@ -149,7 +153,7 @@ class ThreadPool:
         self._closed = False
 
     def run(self, work: Callable[[], None]) -> bool:
-        """Never waits. True: it will be done; False: not done, because of close()."""
+        """Queue the work without waiting. Return False, with nothing queued, after close()."""
         with self._changed:
             if self._closed:
                 return False
@@ -163,24 +167,24 @@ class ThreadPool:
             return True
 
     def call(self, act: Callable[[], T]) -> Pending[T]:
-        """Its result, or what it raised; Overloaded when too much waits already. cancel() is for work that touches
-        nothing of the caller's: it ends the waiting at once; work that has begun goes on, and nobody gets its result.
+        """Return the Pending result of `act`; it fails with Overloaded when too much is queued. Its cancel() ends the
+        wait at once, while an act that has begun continues: so the act must not use memory of the caller.
         """
-        errand = _Errand(act)
-        if len(self._work) >= _MAX_ERRANDS:
-            errand.fail(Overloaded(f"{len(self._work)} segments wait to be opened already"))
-        elif not self.run(errand.run):
-            errand.fail(PeerLost("the transfer engine is closed"))
-        return errand
+        pending = _PendingCall(act)
+        if len(self._work) >= _MAX_CALLS:
+            pending.fail(Overloaded(f"{len(self._work)} segments wait to be opened already"))
+        elif not self.run(pending.run):
+            pending.fail(PeerLost("the transfer engine is closed"))
+        return pending
 
     def close(self) -> None:
-        """Idempotent. Takes no more work; the threads end when they have done what was taken."""
+        """Idempotent. Take no more work; the threads end when they have done what is queued."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def join(self, timeout_s: float) -> None:
-        """Waits for the threads to end, after close()."""
+        """Wait for the threads to end, after close()."""
         with self._changed:
             threads = list(self._threads)
         for thread in threads:
@@ -191,7 +195,7 @@ class ThreadPool:
             pass
 
     def _run_one(self) -> bool:
-        """A function of its own, so that an idle thread keeps no caller's buffers alive."""
+        """A separate function, so that an idle thread keeps no buffers of a caller alive."""
         work = self._next()
         if work is None:
             return False
@@ -211,9 +215,9 @@ class ThreadPool:
             return self._work.popleft()
 
 
-class _Errand(Pending[T]):
+class _PendingCall(Pending[T]):
     def __init__(self, act: Callable[[], T]) -> None:
-        super().__init__(lambda: self.fail(Cancelled("nobody waits for it any more")))
+        super().__init__(lambda: self.fail(Cancelled("the call was cancelled")))
         self._act = act
 
     def run(self) -> None:
@@ -225,11 +229,11 @@ class _Errand(Pending[T]):
 
 
 def attempt(act: Callable[..., object], *arguments: object) -> MoonpoolError | None:
-    """Why it failed; None when it did not."""
+    """Call `act` and return its error, None if it succeeded; other exceptions become Internal."""
     try:
         act(*arguments)
     except MoonpoolError as error:
         return error
-    except Exception as error:  # noqa: BLE001 - a bug must fail what it happened in, not hang it
+    except Exception as error:  # noqa: BLE001 - a bug must fail its transfer, not hang it
         return Internal(f"{type(error).__name__}: {error}")
     return None

@@ -1,4 +1,4 @@
-"""Makes a segment of whatever memory there is: a buffer, a tensor, a pointer, GPU memory, or memory yet to be taken.
+"""Make a segment of any kind of memory: a buffer, a tensor, a pointer, GPU memory, or new memory.
 
 make_segment("kv", tensor, incarnation=1)                              # torch, on the CPU or on a GPU
 make_segment("kv", nbytes=1 << 30, location="cpu:1", incarnation=1)    # shared memory of NUMA node 1
@@ -27,15 +27,15 @@ def make_segment(
     granule_nbytes: int | None = None,
     incarnation: int,
 ) -> Segment:
-    """Over `memory`, which is borrowed and kept alive until close(); or of `nbytes` new ones at `location` (None: main
-    memory, any node). A file that is there already is opened, and `nbytes` may be left out.
+    """Make a segment over `memory`, which is borrowed and kept alive until close(); or of `nbytes` of new memory at
+    `location` (None: main memory, any node). An existing file is opened, and `nbytes` may be omitted.
 
     InvalidInput when memory, size and location contradict each other, or the memory is read-only or not contiguous;
-    NoSpace when there is not enough; Unavailable when there is no GPU to be used.
+    NoSpace when there is not enough; Unavailable when there is no usable GPU.
     """
     place = None if location is None else parse_location(location)
     if memory is None:
-        return _take(name, place or Location("cpu"), nbytes, granule_nbytes, incarnation)
+        return _allocate(name, place or Location("cpu"), nbytes, granule_nbytes, incarnation)
     if device_span(memory) is None:
         made = _over_host(name, memory, place, granule_nbytes, incarnation)
     else:
@@ -49,7 +49,7 @@ def make_segment(
 def _over_host(
     name: str, memory: Buffer, place: Location | None, granule_nbytes: int | None, incarnation: int
 ) -> Segment:
-    """The caller's word counts for the node, which memory does not say of itself."""
+    """The caller says on which node the memory lies; it cannot be found out here."""
     place = place or Location("cpu")
     if place.kind != "cpu":
         raise _contradiction(name, "main memory", place)
@@ -71,13 +71,13 @@ def _over_device(
     return made
 
 
-def _take(name: str, place: Location, nbytes: int | None, granule_nbytes: int | None, incarnation: int) -> Segment:
+def _allocate(name: str, place: Location, nbytes: int | None, granule_nbytes: int | None, incarnation: int) -> Segment:
     if place.path is not None:
         return _file(name, place.path, nbytes, granule_nbytes, incarnation)
     if nbytes is None:
-        raise InvalidInput(f"segment {name!r} needs memory, or nbytes to take some")
+        raise InvalidInput(f"segment {name!r} needs memory, or nbytes of new memory")
     if place.kind == "cuda":
-        assert place.index is not None, "parse_location asks for it"
+        assert place.index is not None, "parse_location() requires it"
         return DeviceSegment.create(
             name, nbytes, device=place.index, granule_nbytes=granule_nbytes, incarnation=incarnation
         )
@@ -87,7 +87,7 @@ def _take(name: str, place: Location, nbytes: int | None, granule_nbytes: int | 
 def _file(name: str, path: str, nbytes: int | None, granule_nbytes: int | None, incarnation: int) -> FileSegment:
     if not os.path.exists(sidecar_path(os.path.realpath(path))):
         if nbytes is None:
-            raise InvalidInput(f"{path} is no segment yet; nbytes says how large to make it")
+            raise InvalidInput(f"{path} is no segment yet; give nbytes to make it")
         return FileSegment.create(path, nbytes, name=name, granule_nbytes=granule_nbytes, incarnation=incarnation)
     made = FileSegment.open(path, name=name, incarnation=incarnation)
     found = made.fence.granule_nbytes if made.fence is not None else None

@@ -29,7 +29,7 @@ from moonpool.base.process import EXIT_BUG
 from moonpool.base.rpc import Call, RpcPeer, RpcServer
 from moonpool.engine.engine import Engine
 from moonpool.store.client import ClientConfig, StoreClient
-from moonpool.transfer.config import check_numa_node, in_words, warn_if_open
+from moonpool.transfer.config import check_numa_node, describe_segment, warn_if_open
 from moonpool.transfer.engine import TransferEngine
 from moonpool.worker.build import Built, build
 from moonpool.worker.calibrate import Calibration, Limits
@@ -115,7 +115,7 @@ class Worker:
         self._transfer = TransferEngine(config.transfer())
         own.callback(self._transfer.close)
         self._segment: SegmentDescriptor = self._transfer.serve(built.segment)
-        _LOG.info("serves %s", in_words(self._segment))
+        _LOG.info("serves %s", describe_segment(self._segment))
         warn_if_open(_LOG, config, self._transfer.addresses)
         limits = ClientConfig(
             name=config.name,

@@ -530,14 +530,14 @@ def test_messages_reach_the_owner_in_order(world: World) -> None:
     for number in range(5):
         remote.notify(b"%d" % number, timeout_s=T)
     remote.notify(bytes(MAX_MESSAGE_NBYTES), timeout_s=T)
-    assert world.owner.desk.mailbox.take() == [
+    assert world.owner.desk.mailbox.take_all() == [
         *(Notification("seg", b"%d" % number) for number in range(5)),
         Notification("seg", bytes(MAX_MESSAGE_NBYTES)),
     ]
     with pytest.raises(InvalidInput, match="at most"):
         remote.notify(bytes(MAX_MESSAGE_NBYTES + 1), timeout_s=T)
     assert _refused_after(lambda: remote.notify(bytes(MAX_MESSAGE_NBYTES), timeout_s=T)) > 100
-    assert world.owner.desk.mailbox.take()
+    assert world.owner.desk.mailbox.take_all()
     world.owner.unserve("seg")
     with pytest.raises(NotFound):
         remote.notify(b"late", timeout_s=T)

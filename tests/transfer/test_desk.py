@@ -123,8 +123,8 @@ def test_transports_answer_for_themselves(office: Office) -> None:
 def test_messages_are_kept_until_taken(office: Office) -> None:
     office.line.ask(Notify("seg", 3, b"one"), T)
     office.line.ask(Notify("seg", 3, b"two"), T)
-    assert office.desk.mailbox.take(T) == [Notification("seg", b"one"), Notification("seg", b"two")]
-    assert office.desk.mailbox.take() == []
+    assert office.desk.mailbox.take_all(T) == [Notification("seg", b"one"), Notification("seg", b"two")]
+    assert office.desk.mailbox.take_all() == []
     with pytest.raises(NotFound):
         office.line.ask(Notify("seg", 4, b"late"), T)
 
@@ -170,5 +170,5 @@ def test_a_mailbox_is_bounded() -> None:
     box.put(Notification("s", b"12345"))
     with pytest.raises(Overloaded):
         box.put(Notification("s", b""))
-    assert len(box.take()) == 2
+    assert len(box.take_all()) == 2
     box.put(Notification("s", b"1234567890"))

@@ -9,7 +9,7 @@ import pytest
 
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import ConfigError
-from moonpool.transfer.config import WireConfig, check_numa_node, in_words, warn_if_open
+from moonpool.transfer.config import WireConfig, check_numa_node, describe_segment, warn_if_open
 from moonpool.transfer.topology import Sysfs
 from moonpool.transfer.topology.discover import numa_nodes
 
@@ -26,8 +26,10 @@ def test_every_way_is_named() -> None:
         secondary=("tcp:[fd00::1]:4712",),
         location="cpu:1",
     )
-    assert in_words(descriptor).endswith(" at cpu:1, reached by shm, tcp 10.0.0.1:4711, tcp [fd00::1]:4712 (secondary)")
-    assert in_words(descriptor).startswith("n.dram, ")
+    assert describe_segment(descriptor).endswith(
+        " at cpu:1, reached by shm, tcp 10.0.0.1:4711, tcp [fd00::1]:4712 (secondary)"
+    )
+    assert describe_segment(descriptor).startswith("n.dram, ")
 
 
 @pytest.mark.parametrize(

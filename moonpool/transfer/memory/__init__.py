@@ -1,1 +1,1 @@
-"""Memory that is moved: segments and their fence, callers' buffers, device memory, and spans of all of these."""
+"""Memory that is moved: segments and their fence, callers' buffers, device memory, and where memory lies."""

@@ -30,16 +30,14 @@ class Fence:
     def __init__(self, table: NDArray[np.uint64], granule_nbytes: int) -> None:
         self.granule_nbytes = granule_nbytes
         self._table = table
-        self._cells = table.data  # the same memory: one number is had ten times faster than from an array
-        self._raw = self._cells.cast(
-            "B"
-        )  # and once more, as bytes: comparing and setting many alike is ten times faster
+        self._cells = table.data  # the same memory: reading one number is ten times faster than from an array
+        self._raw = self._cells.cast("B")  # and as bytes: comparing and setting many equal cells is ten times faster
         self._lock = threading.Lock()
-        self.limit = _MAX_GENERATION  # no write of a higher one is admitted by this process
+        self.limit = _MAX_GENERATION  # this process admits no write of a higher generation
 
     def admit(self, offset: int, nbytes: int, generation: int) -> None:
-        """Stamps the touched granules with `generation`; StaleGeneration, stamping none, if one is newer or the
-        generation is above the limit: one that was never given out would keep all later writers out for ever.
+        """Stamp the touched granules with `generation`. Raise StaleGeneration, stamping none, if a granule is newer or
+        the generation is above the limit: a generation that was never given out would keep all later writers out.
         """
         granules = self._few_granules(offset, nbytes, generation)
         if granules is None:
@@ -55,7 +53,7 @@ class Fence:
                 cells[at] = generation
 
     def admit_all(self, spans: Sequence[tuple[int, int]], generation: int) -> None:
-        """admit() of each (offset, nbytes), all or none."""
+        """Call admit() for each (offset, nbytes), all or none."""
         touched = self._touched(spans, generation)
         if touched:
             self._check_limit(touched[0][0], generation)
@@ -67,7 +65,7 @@ class Fence:
             self._set(touched, generation)
 
     def confirm(self, offset: int, nbytes: int, generation: int) -> None:
-        """StaleGeneration unless every touched granule still carries `generation`."""
+        """Raise StaleGeneration unless every touched granule still carries `generation`."""
         granules = self._few_granules(offset, nbytes, generation)
         if granules is None:
             self.confirm_all([(offset, nbytes)], generation)
@@ -84,8 +82,8 @@ class Fence:
                 raise self._stale(offset, self._newest(first, end), generation)
 
     def admit_run(self, offset: int, stamps: Sequence[tuple[int, int]]) -> bool:
-        """admit() of spans that follow each other from a granule's start on: (generation, how many granules) of each.
-        False, stamping none, when one is too old; or may be: they are not looked at one by one.
+        """Admit spans that follow each other from a granule's start on. `stamps` has (generation, number of granules)
+        of each. Return False, stamping none, when one of them may be too old: they are not checked one by one.
         """
         raw = self._run(offset, stamps)
         with self._lock:
@@ -96,16 +94,17 @@ class Fence:
         return True
 
     def has_run(self, offset: int, stamps: Sequence[tuple[int, int]]) -> bool:
-        """Whether confirm() of each of them would pass."""
+        """Return whether confirm() of each span would pass."""
         return bytes(self._run(offset, stamps)) == _stamped(stamps)
 
     def _run(self, offset: int, stamps: Sequence[tuple[int, int]]) -> memoryview:
+        """Return the cells of such spans, as bytes."""
         first = offset // self.granule_nbytes
         count = sum([granules for _, granules in stamps])
         return self._raw[first * GENERATION_NBYTES : (first + count) * GENERATION_NBYTES]
 
     def stamp(self, offset: int, nbytes: int, generation: int) -> None:
-        """The owner's word: the touched granules belong to `generation` from now on, whatever they had."""
+        """For the owner: give the touched granules to `generation`, whatever they carried."""
         touched = self._touched([(offset, nbytes)], generation)
         with self._lock:
             self._set(touched, generation)
@@ -114,7 +113,7 @@ class Fence:
         return self._cells[offset // self.granule_nbytes]
 
     def spans_above(self, generation: int) -> list[tuple[int, int]]:
-        """(offset, nbytes) of all space stamped with a greater generation, in whole granules; neighbours are merged."""
+        """Return (offset, nbytes) of all space with a greater generation, in whole granules; neighbours are merged."""
         if generation >= _MAX_GENERATION:
             return []
         newer = np.concatenate(([False], self._table > np.uint64(generation), [False]))
@@ -122,8 +121,8 @@ class Fence:
         return [(start, end - start) for start, end in edges.tolist()]
 
     def stamps_above(self, generation: int) -> list[tuple[int, int, int]]:
-        """(offset, nbytes, stamp) of all space stamped with a greater generation, in whole granules; neighbours with
-        the same stamp are merged.
+        """Return (offset, nbytes, stamp) of all space with a greater generation, in whole granules; neighbours with the
+        same stamp are merged.
         """
         if generation >= _MAX_GENERATION:
             return []
@@ -136,7 +135,7 @@ class Fence:
         return [(first * size, count * size, stamp) for first, count, stamp in runs]
 
     def restamp(self, offset: int, nbytes: int, found: int, generation: int) -> None:
-        """The owner's word, for the touched granules that still carry the stamp `found`."""
+        """As stamp(), for those of the touched granules that still carry the stamp `found`."""
         with self._lock:
             for _, first, end in self._touched([(offset, nbytes)], generation):
                 cells = self._table[first:end]
@@ -150,13 +149,13 @@ class Fence:
             )
 
     def _few_granules(self, offset: int, nbytes: int, generation: int) -> range | None:
-        """The granules of a small span, which are quicker to go through one by one; None for others."""
+        """Return the granules of a small span, which are faster to check one by one; None for larger spans."""
         if not 0 < nbytes <= _FEW * self.granule_nbytes or not 0 <= generation <= _MAX_GENERATION:
             return None
         return range(offset // self.granule_nbytes, (offset + nbytes - 1) // self.granule_nbytes + 1)
 
     def _touched(self, spans: Sequence[tuple[int, int]], generation: int) -> list[tuple[int, int, int]]:
-        """(offset, first granule, one past the last) of each span that is not empty."""
+        """Return (offset, first granule, one past the last) of each span that is not empty."""
         if not 0 <= generation <= _MAX_GENERATION:
             raise InvalidInput(f"generation {generation} is not an unsigned 64-bit number")
         size = self.granule_nbytes
@@ -165,7 +164,7 @@ class Fence:
     def _newest(self, first: int, end: int) -> int:
         generation = self._cells[first]
         raw = self._raw[first * GENERATION_NBYTES : end * GENERATION_NBYTES]
-        if bytes(raw) == _repeated(generation, end - first):  # space is used again as it was, or has never been used
+        if bytes(raw) == _repeated(generation, end - first):  # most space is reused in the same size, or is new
             return generation
         return int(self._table[first:end].max())
 
@@ -179,7 +178,7 @@ class Fence:
 
 
 def _repeated(generation: int, count: int) -> bytes:
-    """So many cells of the table that all have this generation."""
+    """Return `count` cells of the table that all carry this generation."""
     return generation.to_bytes(GENERATION_NBYTES, sys.byteorder) * count
 
 
@@ -188,7 +187,7 @@ def _stamped(stamps: Sequence[tuple[int, int]]) -> bytes:
 
 
 def make_fence(nbytes: int, granule_nbytes: int | None) -> Fence | None:
-    """A fence in this process's own memory, all generations 0; None for segments without."""
+    """Return a fence in this process's own memory, all generations 0; None without granules."""
     if granule_nbytes is None:
         return None
     return Fence(np.zeros(num_granules(nbytes, granule_nbytes), dtype=np.uint64), granule_nbytes)
@@ -199,7 +198,7 @@ def num_granules(nbytes: int, granule_nbytes: int) -> int:
 
 
 def merge_spans(spans: Iterable[tuple[int, int]]) -> Spans:
-    """What they cover: those that follow each other are one, empty ones are left out."""
+    """Return what the spans cover: neighbours become one span, empty spans are dropped."""
     merged: Spans = []
     for offset, nbytes in spans:
         if nbytes:
@@ -208,7 +207,7 @@ def merge_spans(spans: Iterable[tuple[int, int]]) -> Spans:
 
 
 def extend_spans(spans: Spans, offset: int, nbytes: int) -> None:
-    """Adds one at the end, or makes the last one longer."""
+    """Append a span, or extend the last one if they are neighbours."""
     if spans and sum(spans[-1]) == offset:
         spans[-1] = (spans[-1][0], spans[-1][1] + nbytes)
     else:

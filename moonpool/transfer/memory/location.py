@@ -1,5 +1,6 @@
-"""Where memory lies, as text and as a value: "cpu:0", "cpu", "cuda:0", "ssd:/path". The topology's matrix uses the
-same words.
+"""Where memory lies: on which machine, and there "cpu:0", "cpu", "cuda:0" or "ssd:/path".
+
+The topology's matrix uses the same words.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Location:
 
 
 def parse_location(text: str) -> Location:
-    """ConfigError, naming what was expected, for anything that is not one of the four forms."""
+    """Parse one of the four forms; ConfigError, with the expected form, for any other text."""
     kind, colon, rest = text.partition(":")
     if kind == "ssd" and os.path.isabs(rest) and rest.isprintable():
         return Location("ssd", path=rest)
@@ -54,15 +55,15 @@ def _expected(kind: str) -> str:
 
 @cache
 def host_id() -> str:
-    """Names the running kernel: equal for all processes that could share memory, containers included.
+    """Return the id of the running kernel: equal for all processes that could share memory, containers included.
 
-    Whether two of them really can is decided by the Unix socket: its path must exist on the other side too.
+    Two such processes can share memory if both see the path of the Unix socket.
     """
     return _BOOT_ID.read_text().strip()
 
 
 def available_memory_nbytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int:
-    """Memory this process could still take without being killed: the machine's, or its cgroup's if that is less."""
+    """Return how much memory this process can take without being killed: the machine's, or its cgroup's if less."""
     fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
     machine = int(fields["MemAvailable"].split()[0]) * 1024
     limit = _cgroup_headroom_nbytes(cgroup)
@@ -70,7 +71,7 @@ def available_memory_nbytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) ->
 
 
 def _cgroup_headroom_nbytes(cgroup: Path) -> int | None:
-    """None without a cgroup v2 limit. Cached file pages count as free: the kernel drops them first."""
+    """Return None without a cgroup v2 limit. Cached file pages count as free: the kernel drops them first."""
     try:
         limit = (cgroup / "memory.max").read_text().strip()
         used = int((cgroup / "memory.current").read_text())

@@ -1,10 +1,14 @@
-"""Memory that a process offers to others, and the fence that keeps late writers out of it.
+"""Memory that a process offers to others.
 
 Ownership: a Segment owns its mapping and its descriptor; `memory` and everything cut from it are borrowed. close()
 gives the descriptor back at once and the mapping as soon as the last borrowed view is gone, so a view never turns
 into a wild pointer. Serving a segment borrows it: withdraw it from the engine before closing it.
 
 Layout of a memfd: the data from byte 0, then, from the next page on, the fence table (one u64 per granule).
+
+Memory can be put on a NUMA node, by one system call before its pages are touched (libnuma is not needed). The node is
+preferred, not required: when it is full the kernel takes pages elsewhere. With a strict binding the kernel would kill
+the process instead, and slow memory is better than none.
 """
 
 from __future__ import annotations
@@ -43,7 +47,7 @@ class Borrowed(NamedTuple):
 class Segment:
     """A named span of memory. Make one with allocate(), over() or from_fd()."""
 
-    in_memory: ClassVar[bool] = True  # False: it lies in a file, and only the transport made for that can serve it
+    in_memory: ClassVar[bool] = True  # False: in a file, which only the file transport can serve
 
     def __init__(
         self,
@@ -75,9 +79,9 @@ class Segment:
         incarnation: int,
         numa_node: int | None = None,
     ) -> Segment:
-        """Zeroed shared memory (a memfd), every page taken now, on NUMA node `numa_node` where that can be had.
+        """Make a segment of zeroed shared memory (a memfd). Every page is allocated now, on `numa_node` if possible.
 
-        NoSpace when the machine has not that much left: without this check the kernel would kill the process.
+        NoSpace when the machine has not enough left: without this check the kernel would kill the process.
         """
         _check_name(name)
         check_sizes(nbytes, granule_nbytes)
@@ -105,7 +109,7 @@ class Segment:
     def from_fd(
         cls, name: str, fd: int, nbytes: int, *, granule_nbytes: int | None = None, incarnation: int
     ) -> Segment:
-        """Maps a memfd laid out as above. Takes the descriptor over when it returns; leaves it when it raises."""
+        """Map a memfd with the layout above. The segment owns the descriptor then, unless this raises."""
         check_sizes(nbytes, granule_nbytes)
         total = file_nbytes(nbytes, granule_nbytes)
         if os.fstat(fd).st_size < total:
@@ -128,8 +132,8 @@ class Segment:
         incarnation: int,
         location: str = "cpu",
     ) -> Segment:
-        """Any writable, contiguous memory of this process, borrowed until close(). It has no descriptor, so
-        other processes reach it by tcp only.
+        """Make a segment of any writable, contiguous memory of this process, borrowed until close(). It has no
+        descriptor, so other processes reach it by tcp only.
         """
         memory = as_bytes_view(buffer, writable=True)
         check_sizes(memory.nbytes, granule_nbytes)
@@ -145,17 +149,17 @@ class Segment:
         return memory
 
     def borrow(self) -> Borrowed:
-        """Memory and fence together, usable even if the segment is closed meanwhile; Unavailable after close()."""
+        """Return memory and fence, usable even if the segment is closed meanwhile; Unavailable after close()."""
         fence = self.fence  # before `memory`: close() clears them in the other order
         return Borrowed(self.memory, fence)
 
     def renew(self) -> None:
-        """Other memory in place of this one, of the same size, zeroed, its generations 0. Who has the old one mapped
-        keeps that for himself. For segments made by allocate(), while nobody serves them or borrows from them here.
+        """Replace the memory by new memory of the same size, zeroed, with all generations 0. Processes that have mapped
+        the old memory keep it. For segments made by allocate(), while they are neither served nor borrowed here.
 
-        NoSpace when the machine has not that much left; then there is none until a later call succeeds.
+        NoSpace when the machine has not enough left; then the segment has no memory until a later call succeeds.
         """
-        self.close()  # first, for it is as much once more
+        self.close()  # first: there may be no room for both
         made = Segment.allocate(
             self.name,
             self.nbytes,
@@ -167,7 +171,7 @@ class Segment:
 
     def close(self) -> None:
         """Idempotent. See the module's docstring for what lives on."""
-        # Not released, only let go: whoever still holds a view keeps the mapping, and the last one to go unmaps it.
+        # Not released: every view keeps the mapping, and the end of the last view unmaps it.
         self._memory = None
         self.fence = None
         fd, self.fd = self.fd, None
@@ -182,12 +186,12 @@ class Segment:
 
 
 def fence_offset(nbytes: int) -> int:
-    """Where in the memfd the fence table begins: the first page after the data."""
+    """Return where the fence table begins in the memfd: at the first page after the data."""
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def file_nbytes(nbytes: int, granule_nbytes: int | None) -> int:
-    """Size of the memfd: data, and the fence table if there is one."""
+    """Return the size of the memfd: data, and the fence table if there is one."""
     if granule_nbytes is None:
         return nbytes
     return fence_offset(nbytes) + num_granules(nbytes, granule_nbytes) * GENERATION_NBYTES
@@ -206,7 +210,7 @@ def check_sizes(nbytes: int, granule_nbytes: int | None) -> None:
 
 
 def _take_pages(fd: int, nbytes: int, name: str) -> None:
-    """Allocates all pages and fixes the size, so that no process that maps it can be hit by a shrinking file."""
+    """Allocate all pages and seal the size, so that the file cannot shrink under a process that maps it."""
     try:
         os.posix_fallocate(fd, 0, nbytes)
     except OSError as error:
@@ -217,11 +221,12 @@ def _take_pages(fd: int, nbytes: int, name: str) -> None:
 
 
 def bind_to_node(memory: Buffer, node: int) -> bool:
-    """Asks that pages of `memory` not touched yet come from NUMA node `node`. True when the kernel agreed.
+    """Ask the kernel to take pages of `memory` that are not touched yet from NUMA node `node`. Return whether the
+    kernel agreed.
 
-    False, and nothing changed, on a machine of one node, for a node it does not have, where the call is refused
-    (containers often do) and on other processors. Part pages at either end are left alone. For shared memory the
-    wish stays with the file and holds for every process that maps it.
+    It does not agree on a machine of one node, for a node that does not exist, where the call is forbidden (often in
+    containers) and on other processors. Partial pages at either end are left alone. For shared memory the preference
+    stays with the file and holds for every process that maps it.
     """
     nodes = [known.node for known in numa_nodes(Sysfs())]
     if len(nodes) < 2 or node not in nodes:
@@ -230,14 +235,14 @@ def bind_to_node(memory: Buffer, node: int) -> bool:
 
 
 def bind_file_to_node(fd: int, nbytes: int, node: int) -> bool:
-    """As bind_to_node, for the first `nbytes` of a memfd of at least that size, before its pages are allocated."""
-    # Closed at once: the kernel keeps the wish with the file.
+    """As bind_to_node(), for the first `nbytes` of a memfd, before its pages are allocated."""
+    # Unmapped at once: the kernel keeps the preference with the file.
     with mmap.mmap(fd, nbytes, mmap.MAP_SHARED) as mapping:
         return bind_to_node(mapping, node)
 
 
 def prefer_node(memory: Buffer, node: int) -> bool:
-    """The system call alone; True when the kernel agreed."""
+    """Make the system call; return whether the kernel agreed."""
     number = _MBIND.get(platform.machine())
     start, nbytes = whole_pages(*_address(memory), mmap.PAGESIZE)
     if number is None or nbytes == 0:
@@ -251,14 +256,14 @@ def prefer_node(memory: Buffer, node: int) -> bool:
 
 
 def whole_pages(start: int, nbytes: int, page_nbytes: int) -> tuple[int, int]:
-    """Start and size of the whole pages inside the range; the size is 0 when there is none."""
+    """Return start and size of the whole pages inside the range; the size is 0 when there is none."""
     first = -(-start // page_nbytes) * page_nbytes
     last = (start + nbytes) // page_nbytes * page_nbytes
     return first, max(0, last - first)
 
 
 def node_mask(node: int) -> list[int]:
-    """The set {node} as the kernel takes it: words of bits, lowest first."""
+    """Return the set {node} in the kernel's format: words of bits, lowest first."""
     words = [0] * (node // _BITS_PER_WORD + 1)
     words[-1] = 1 << node % _BITS_PER_WORD
     return words

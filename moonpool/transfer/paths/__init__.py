@@ -1,1 +1,1 @@
-"""Several paths to one peer: which slice takes which path (pure), and the threads that follow the decision."""
+"""Which slice is moved next and by which path (pure), and the threads that do it."""

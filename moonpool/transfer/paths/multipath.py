@@ -1,4 +1,4 @@
-"""One segment reached by all paths of its peer: what callers see of paths.py."""
+"""A remote segment that is reached by all paths of its peer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Opener = Callable[[float], RemoteSegment]  # takes a timeout_s
 
 
 class MultiPathRemote(RemoteSegment):
-    """The handles of the single paths are opened here, when first used."""
+    """Opens the handle of each path when it is first used."""
 
     transport = "paths"
     peer = "paths"  # its transfers wait with the planner of the peer, not for the engine's threads
@@ -36,8 +36,8 @@ class MultiPathRemote(RemoteSegment):
         self._closed = False
 
     def connect(self, timeout_s: float) -> None:
-        """Tries all paths at once and returns with the first that works. Raises the peer's refusal, or the last
-        error when no path works; silence is waited out until the timeout.
+        """Try all paths at once and return when the first one works. Raise the peer's refusal, or the last error when
+        no path works; wait for silent paths until the timeout.
         """
         deadline = Deadline(timeout_s)
         while True:
@@ -74,15 +74,15 @@ class MultiPathRemote(RemoteSegment):
     def start(
         self, places: Sequence[Place], *, generation: int | None, timeout_s: float, priority: Priority
     ) -> Pending[None]:
-        """Writes the places with `generation`, or reads them (None), without waiting. Their memory is in use until
-        the result is there; cancel() drops what is not under way. Raises what can be said at once.
+        """As transfer(), without waiting. The memory is in use until the result is there; cancel() drops what is not
+        under way. Raises at once when the places are invalid or the handle is closed.
         """
         nbytes = self._check(places)
         return self._paths.start(nbytes, self._mover(places, generation), self._probe, timeout_s, priority)
 
     def notify(self, message: bytes, *, timeout_s: float) -> None:
-        """By the paths one after the other, best first, until one answers. The owner has the message when this
-        returns, twice perhaps: an answer that was lost does not tell.
+        """Try the paths one after the other, best first, until one answers. The owner has the message when this
+        returns, perhaps twice: an answer may have been lost.
         """
         deadline = Deadline(timeout_s)
         report = self._paths.report()
@@ -97,7 +97,7 @@ class MultiPathRemote(RemoteSegment):
                 raise error
 
     def report(self) -> list[PathReport]:
-        """How each path is doing, over all segments of the peer."""
+        """Return the state of each path, over all segments of the peer."""
         return self._paths.report()
 
     def close(self) -> None:
@@ -120,7 +120,7 @@ class MultiPathRemote(RemoteSegment):
                 parts = cut_places(places, start, nbytes)
                 move(remote, parts, generation=generation, timeout_s=deadline.remaining_s())
             except Unavailable as error:
-                if self._closed:  # no fault of the path, which carries other segments too
+                if self._closed:  # not a failure of the path, which serves other segments too
                     raise HandleClosed("this handle was closed") from error
                 raise
 
@@ -130,12 +130,12 @@ class MultiPathRemote(RemoteSegment):
         self._remote(path, deadline).notify(message, timeout_s=deadline.remaining_s())
 
     def _probe(self, path: int, timeout_s: float) -> None:
-        """A round trip that moves nothing."""
+        """Make a round trip that moves no bytes."""
         deadline = Deadline(timeout_s)
         self._remote(path, deadline).read_into(0, [], timeout_s=deadline.remaining_s())
 
     def _remote(self, path: int, deadline: Deadline) -> RemoteSegment:
-        """This path's handle; opened now if it is not yet."""
+        """Return this path's handle, opening it if needed."""
         if self._closed:
             raise HandleClosed("this handle is closed")
         remote = self._remotes[path]
@@ -158,7 +158,7 @@ class MultiPathRemote(RemoteSegment):
                 self._paths.path_failed(path, error)
 
         for path in range(len(self._openers)):
-            if not self._paths.crew.run(partial(connect, path)):
+            if not self._paths.threads.run(partial(connect, path)):
                 return PeerLost("the transfer engine is closed")
         error: MoonpoolError | None = None
         for _ in self._openers:

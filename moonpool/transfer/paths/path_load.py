@@ -1,4 +1,4 @@
-"""What a planner knows of one path: whether it works, how fast it is, how much is under way. Pure."""
+"""What the planner knows of one path: whether it works, its throughput, how much is under way. Pure."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from moonpool.transfer.paths.priority import DEFAULT_PROMOTE_AFTER_S
 class PlanConfig:
     max_slice_nbytes: int = 1024 * 1024
     min_slice_nbytes: int = 64 * 1024
-    slices_per_path: int = 2  # under way at once
-    slice_s: float = 0.05  # a slice is cut to take about this long, so that a silent path is told from a slow one
-    slice_timeout_s: float = 0.6  # room for a lost packet or two; a dead path then stalls nobody for a second
+    slices_per_path: int = 2  # under way at the same time
+    slice_s: float = 0.05  # a slice is cut to take about this long, so that a slow path does not look silent
+    slice_timeout_s: float = 0.6  # allows for a lost packet or two; a dead path delays no transfer for a second
     max_attempts: int = 8  # of one slice
     first_rest_s: float = 0.25
     max_rest_s: float = 2.0
     first_throughput: float = 125e6  # bytes per second, of a path that was not measured yet
     sample_s: float = 0.02  # busy time that makes one measurement
     sample_weight: float = 0.3  # of the newest measurement in the average
-    promote_after_s: float = DEFAULT_PROMOTE_AFTER_S  # see priority.Turns
+    promote_after_s: float = DEFAULT_PROMOTE_AFTER_S  # see PriorityOrder
 
 
 class PathState(Enum):
     UP = "up"
-    RESTING = "resting"  # failed; a probe is due when its rest ends
+    RESTING = "resting"  # failed; it is probed when its rest ends
     PROBING = "probing"
     TRIAL = "trial"  # answered a probe; carries one small slice at a time until one arrives
 
 
 @dataclass
 class PathLoad:
-    """What is known of one path. Throughput in bytes per second, over the time in which it had something to do."""
+    """The state of one path. Throughput is in bytes per second of the time in which slices were under way."""
 
     throughput: float
     state: PathState = PathState.UP
@@ -76,8 +76,8 @@ class PathLoad:
         self.in_flight_nbytes -= nbytes
 
     def arrived(self, nbytes: int, config: PlanConfig) -> None:
-        """It works; and, now and then, a new measurement. As many slices must have arrived as are under way at once:
-        those that started together share the path and arrive together.
+        """A slice arrived: the path works. Update the throughput when enough was measured: at least as many slices as
+        are under way at once, because slices that started together share the path and arrive together.
         """
         self.state, self.num_failures, self.error = PathState.UP, 0, None
         self.done_nbytes += nbytes
@@ -89,25 +89,25 @@ class PathLoad:
         weight = config.sample_weight if self._measured else 1.0
         self.throughput += weight * (sample - self.throughput)
         self._measured = True
-        self._forget_sample()
+        self._reset_sample()
 
     def broke(self, error: MoonpoolError, now_s: float, config: PlanConfig) -> None:
-        self._forget_sample()
+        self._reset_sample()
         if self.state is PathState.RESTING:
-            return  # the same failure, seen by another slice that was under way
+            return  # the same failure, reported by another slice
         self.state, self.error = PathState.RESTING, error
         self.num_failures += 1
         self.rest_until_s = now_s + backoff_s(self.num_failures - 1, config.first_rest_s, config.max_rest_s)
         if isinstance(error, DeadlineExceeded):
-            # Perhaps it is alive and slower than believed: smaller slices next time.
+            # The path may be alive and slower than estimated: use smaller slices next time.
             self.throughput = max(self.throughput / 2, config.min_slice_nbytes / config.slice_timeout_s)
 
-    def _forget_sample(self) -> None:
+    def _reset_sample(self) -> None:
         self._sample_nbytes, self._sample_slices, self._sample_busy_s = 0, 0, 0.0
 
 
 def is_retriable(error: MoonpoolError) -> bool:
-    """Whether another path may do better: the path failed, not the request."""
+    """Return whether another path may succeed: the path failed, not the request."""
     if isinstance(error, Cancelled | HandleClosed):
         return False
     return isinstance(error, Unavailable | Overloaded | ProtocolError)

@@ -1,9 +1,9 @@
 """Several paths to one peer, used together: the threads and sockets around plan.py.
 
-A PeerPaths is all ways to one peer, with what was learned about them; it is shared by the handles of all its segments.
-transfer() waits: its caller's own thread carries slices too, so a small request costs no change of threads. start()
-does not: a crew carries all, and one of it minds the clock. A path that dies costs its slices the planner's slice
-timeout, not the caller's deadline.
+A PeerPaths has all paths to one peer and what is known of them; the handles of all segments of the peer share it.
+transfer() waits: the caller's thread moves slices too, so a small request costs no change of threads. start() does not
+wait: a thread pool moves the slices, and one of its threads is the timer. A path that dies costs its slices the
+planner's slice timeout, not the caller's deadline.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from moonpool.transfer.pending import Pending, ThreadPool, attempt
 Mover = Callable[[int, int, int, float], None]  # takes path, start, nbytes, timeout_s
 Prober = Callable[[int, float], None]  # takes path, timeout_s
 _LONGEST_WAIT_S = 1.0
-_NOBODY = 0  # no task has this number
+_NO_TASK = 0  # no task has this number
 
 
 class PathReport(NamedTuple):
-    """One path as it stands now; throughput in bytes per second."""
+    """The state of one path; throughput in bytes per second."""
 
     endpoint: str
     state: PathState
@@ -47,49 +47,49 @@ class _Job(NamedTuple):
 
 
 class PeerPaths:
-    """Thread-safe. `close()` fails what is under way; `join()` waits for the threads, once the sockets are closed."""
+    """Thread-safe. close() fails what is under way; join() waits for the threads, once the sockets are closed."""
 
     def __init__(self, endpoints: Sequence[str], config: PlanConfig, *, num_secondary: int = 0) -> None:
-        """Of the endpoints the last `num_secondary` stand in when the others fail."""
+        """The last `num_secondary` endpoints are used only when the others fail."""
         self.endpoints = tuple(endpoints)
         self.config = config
-        # What may be under way at once, a probe for each path, and one that minds the clock.
-        self.crew = ThreadPool("transfer-path", (config.slices_per_path + 1) * len(endpoints) + 1)
-        weakref.finalize(self, self.crew.close).atexit = False  # a peer nobody could open is let go, not closed
+        # One for each slice under way, one for each path's probe, and the timer.
+        self.threads = ThreadPool("transfer-path", (config.slices_per_path + 1) * len(endpoints) + 1)
+        weakref.finalize(self, self.threads.close).atexit = False  # a peer that could not be opened is never closed
         self._planner = Planner(len(endpoints), config, num_secondary)
         self._lock = threading.Lock()
-        self._earlier = threading.Condition(self._lock)  # something is due before `_kept_until_s`
-        self._kept_until_s: float | None = None  # None: nobody minds the clock
+        self._timer_changed = threading.Condition(self._lock)  # something is due before `_timer_until_s`
+        self._timer_until_s: float | None = None  # None: no timer runs
         self._jobs: dict[int, _Job] = {}
-        self._over: list[tuple[Pending[None], MoonpoolError | None]] = []
+        self._ended: list[tuple[Pending[None], MoonpoolError | None]] = []
         self._closed = False
 
     def transfer(
         self, nbytes: int, move: Mover, probe: Prober, timeout_s: float, priority: Priority = Priority.PREFETCH
     ) -> None:
-        """Returns when all bytes were moved. When it raises, no slice is under way any more."""
+        """Return when all bytes were moved. When this raises, no slice is under way any more."""
         with self._changing():
             task, pending = self._submit(nbytes, move, probe, timeout_s, priority)
             mine = self._advance(task)
         while not pending.done():
-            mine = self._carry(mine, task) if mine is not None else self._wait(pending, task)
+            mine = self._move_slice(mine, task) if mine is not None else self._wait(pending, task)
         pending.wait()
 
     def start(self, nbytes: int, move: Mover, probe: Prober, timeout_s: float, priority: Priority) -> Pending[None]:
-        """The same without waiting. cancel() drops what is not under way."""
+        """As transfer(), without waiting. cancel() of the result drops what is not under way."""
         with self._changing():
             _, pending = self._submit(nbytes, move, probe, timeout_s, priority)
-            self._advance(_NOBODY)
-            if self._kept_until_s is None and self._jobs:
-                self._kept_until_s = time.monotonic()
-                self.crew.run(self._keep_time)
+            self._advance(_NO_TASK)
+            if self._timer_until_s is None and self._jobs:
+                self._timer_until_s = time.monotonic()
+                self.threads.run(self._run_timer)
         return pending
 
     def path_failed(self, path: int, error: MoonpoolError) -> None:
-        """For whoever found out by other means than a transfer."""
+        """Report a failure of a path that was found by other means than a transfer."""
         with self._changing():
             self._planner.probed(path, error, time.monotonic())
-            self._advance(_NOBODY)
+            self._advance(_NO_TASK)
 
     def report(self) -> list[PathReport]:
         first_secondary = self._planner.num_paths - self._planner.num_secondary
@@ -108,25 +108,25 @@ class PeerPaths:
             self._closed = True
             self._planner.fail_all(PeerLost("the transfer engine was closed"))
             self._settle()
-            self._earlier.notify_all()
-        self.crew.close()
+            self._timer_changed.notify_all()
+        self.threads.close()
 
     def join(self, timeout_s: float) -> None:
-        self.crew.join(timeout_s)
+        self.threads.join(timeout_s)
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """With the lock; whoever waits for a task that ended is told afterwards, without it."""
+        """Hold the lock; afterwards, without it, resolve what waits for tasks that ended."""
         try:
             with self._lock:
                 yield
         finally:
-            self._tell()
+            self._notify_waiters()
 
-    def _tell(self) -> None:
-        while self._over:
+    def _notify_waiters(self) -> None:
+        while self._ended:
             with self._lock:
-                over, self._over = self._over, []
+                over, self._ended = self._ended, []
             for pending, error in over:
                 if error is None:
                     pending.resolve(None)
@@ -147,11 +147,11 @@ class PeerPaths:
     def _cancel(self, task: int) -> None:
         with self._changing():
             self._planner.cancel(task)
-            self._advance(_NOBODY)
+            self._advance(_NO_TASK)
 
     def _advance(self, task: int | None) -> Assignment | None:
-        """Starts what the planner wants started; returns one slice for the calling thread: of this task, or any when
-        it is a thread of the crew (None). Call it with the lock held.
+        """Start what the planner assigns, and return one slice for the calling thread: of `task`, or of any task for a
+        thread of the pool (None). Call it with the lock held.
         """
         now_s = time.monotonic()
         kept: Assignment | None = None
@@ -159,27 +159,27 @@ class PeerPaths:
             if kept is None and task in (None, assignment.task):
                 kept = assignment
             else:
-                self.crew.run(partial(self._work, assignment))
+                self.threads.run(partial(self._work, assignment))
         for path in self._planner.probes_due(now_s):
             probe = next(iter(self._jobs.values())).probe
-            self.crew.run(partial(self._probe, path, probe))
+            self.threads.run(partial(self._probe, path, probe))
         self._settle()
         wake_s = self._planner.wake_s()
-        if wake_s is not None and self._kept_until_s is not None and wake_s < self._kept_until_s:
-            self._earlier.notify_all()
+        if wake_s is not None and self._timer_until_s is not None and wake_s < self._timer_until_s:
+            self._timer_changed.notify_all()
         return kept
 
     def _settle(self) -> None:
         for task, error in self._planner.take_ended():
-            self._over.append((self._jobs.pop(task).pending, error))
+            self._ended.append((self._jobs.pop(task).pending, error))
 
     def _work(self, first: Assignment) -> None:
         assignment: Assignment | None = first
         while assignment is not None:
-            assignment = self._carry(assignment, None)
+            assignment = self._move_slice(assignment, None)
 
-    def _carry(self, assignment: Assignment, task: int | None) -> Assignment | None:
-        """Moves a slice, reports it, and returns the next one for this thread."""
+    def _move_slice(self, assignment: Assignment, task: int | None) -> Assignment | None:
+        """Move a slice, report it, and return the next one for this thread."""
         error = attempt(
             self._jobs[assignment.task].move,
             assignment.path, assignment.start, assignment.nbytes, assignment.timeout_s,
@@ -201,7 +201,7 @@ class PeerPaths:
             self._work(assignment)
 
     def _wait(self, pending: Pending[None], task: int) -> Assignment | None:
-        """Until the task ends or something is due by the clock."""
+        """Wait until the task ends or a deadline or probe is due; return a slice for this thread."""
         with self._lock:
             pause_s = self._pause_s()
         if pending.done_within(pause_s):
@@ -209,17 +209,17 @@ class PeerPaths:
         with self._changing():
             return self._advance(task)
 
-    def _keep_time(self) -> None:
-        """Does what is due by the clock, for tasks that nobody waits for, until there is none."""
+    def _run_timer(self) -> None:
+        """Handle deadlines and probes of tasks that no thread waits for, until there are none."""
         while True:
             with self._changing():
                 if not self._jobs or self._closed:
-                    self._kept_until_s = None
+                    self._timer_until_s = None
                     return
                 pause_s = self._pause_s()
-                self._kept_until_s = time.monotonic() + pause_s
-                self._earlier.wait(pause_s)
-                self._advance(_NOBODY)
+                self._timer_until_s = time.monotonic() + pause_s
+                self._timer_changed.wait(pause_s)
+                self._advance(_NO_TASK)
 
     def _pause_s(self) -> float:
         wake_s = self._planner.wake_s()

@@ -1,18 +1,18 @@
 """Cuts transfers into slices and decides which path each slice takes. Pure: the caller owns clock, threads and sockets.
 
-cut_batch() is for peers with one path. A Planner is for a peer with several; it promises:
-- A task is done only when every one of its bytes was acknowledged. A slice that failed goes again, on a path it has not
-  failed on where there is one; so bytes may be moved twice, always the same ones to the same place.
-- A slice goes where it is expected to arrive first, (in flight + slice) / throughput, and is as large as lets all paths
-  finish together. A slow path gets no slice that the others would have moved sooner.
-- Secondary paths carry nothing while a preferred one is up, or could be tried with a slice; except slices that the
-  preferred ones have failed on.
-- A path that fails rests, twice as long each time up to a bound, and is tried with a probe that carries nobody's bytes,
-  then with one small slice, before it carries its share again.
+cut_batch() is for peers with one path. A Planner is for one peer with several paths; it promises:
+- A task is done only when every one of its bytes was acknowledged. A slice that failed is sent again, by a path it has
+  not failed on if there is one; so bytes may be moved twice, always the same ones to the same place.
+- A slice takes the path where it is expected to arrive first, (in flight + slice) / throughput. Its size is such that
+  all paths finish together. A slow path gets no slice that the others would have moved sooner.
+- Secondary paths carry nothing while a preferred path is up, or could be tried with a slice; except slices that failed
+  on the preferred paths.
+- A path that fails rests, twice as long each time up to a bound. Then it is tried with a probe that carries no task's
+  bytes, then with one small slice, before it carries its share again.
 - The peer's own answer (bad range, stale generation, not served) fails the task at once. So does the loss of the last
   path, if it was refused; if it fell silent, probing goes on until the task's deadline, since a frozen peer may return.
-- A task of higher priority goes first; tasks of one priority take turns. Turns in priority.py keeps the rest alive.
-- A failed or cancelled task is reported when none of its slices is under way: its buffers are untouched from then on.
+- A task of higher priority goes first; tasks of one priority are served round-robin. PriorityOrder prevents starvation.
+- A failed or cancelled task is reported when none of its slices is under way: nothing touches its buffers after that.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from moonpool.transfer.paths.priority import Priority, PriorityOrder
 # Measured over two lanes of loopback tcp: 256 KiB slices move 0.4 GB/s, 1 MiB ones 0.8 to 1.7, 4 MiB ones 1.1 to 1.7.
 # The smallest of the good sizes shares a batch most evenly over the lanes.
 DEFAULT_SLICE_NBYTES = 1024 * 1024
-MAX_RUN_SLICES = 512  # tiny ones take about 10 us each: a run is over in some milliseconds, and others get their turn
-# Tasks asked in a row whether they want a path that is free. When none does, something is under way, and the next ones
-# are asked when that ends.
+MAX_RUN_SLICES = 512  # tiny slices take about 10 us each: a run ends in some milliseconds, and others are served
+# Tasks for which a free path is considered in a row. When none can use it something is under way, and the next tasks
+# are considered when that ends.
 _MAX_TRIES = 16
 
 
@@ -46,24 +46,24 @@ class Slice(NamedTuple):
 
 
 def cut_batch(request_nbytes: Sequence[int], slice_nbytes: int | Sequence[int] = DEFAULT_SLICE_NBYTES) -> list[Slice]:
-    """All slices of a batch whose requests have these sizes, none larger than `slice_nbytes` (one for all, or each
-    request's own). They cover each request exactly, in order and without overlap; requests keep their order. A request
-    of no bytes still has one slice, so that its checks are made and it is reported done.
+    """Return all slices of a batch whose requests have these sizes. None is larger than `slice_nbytes` (one limit for
+    all, or each request's own). They cover each request exactly, in order and without overlap; requests keep their
+    order. A request of no bytes still has one slice, so that its checks are made and it is reported done.
     """
     limits = [slice_nbytes] * len(request_nbytes) if isinstance(slice_nbytes, int) else slice_nbytes
     slices: list[Slice] = []
     for request, (nbytes, limit) in enumerate(zip(request_nbytes, limits, strict=True)):
         assert limit > 0
         if nbytes <= limit:
-            slices.append(Slice(request, 0, nbytes))  # most are: a batch of small ones must not cost more than them
+            slices.append(Slice(request, 0, nbytes))  # the common case; it must be cheap
         else:
             slices += (Slice(request, at, min(limit, nbytes - at)) for at in range(0, nbytes, limit))
     return slices
 
 
 def take_run(slices: Sequence[Slice], start: int, slice_nbytes: int = DEFAULT_SLICE_NBYTES) -> int:
-    """End of the run that one thread should take from `start` on: at least one slice, together no larger than
-    one full slice. Small transfers are thus handed out by the hundred, large ones one by one.
+    """Return the end of the run that one thread should take from `start` on: at least one slice, together no larger
+    than one full slice. So threads take small transfers by the hundred and large ones one by one.
     """
     nbytes = 0
     limit = min(len(slices), start + MAX_RUN_SLICES)
@@ -123,8 +123,8 @@ class Planner:
         assert 0 <= self.num_secondary < self.num_paths
         self.paths = [PathLoad(self.config.first_throughput) for _ in range(self.num_paths)]
         self._tasks: dict[int, _Task] = {}
-        self._lines: list[deque[int]] = [deque() for _ in Priority]  # tasks with pieces, served in turn
-        self._turns = PriorityOrder(self.config.promote_after_s)
+        self._queues: list[deque[int]] = [deque() for _ in Priority]  # tasks with pieces, served in turn
+        self._priorities = PriorityOrder(self.config.promote_after_s)
         self._deadlines: list[tuple[float, int]] = []  # a heap; those of tasks that ended stay until they are on top
         self._ended: list[tuple[int, MoonpoolError | None]] = []
         self._waiting_nbytes = [0] * len(Priority)
@@ -133,30 +133,30 @@ class Planner:
     def submit(
         self, request_nbytes: Sequence[int], deadline_s: float, now_s: float, priority: Priority = Priority.PREFETCH
     ) -> int:
-        """A new task of these requests, to be done by `deadline_s`."""
+        """Add a task of these requests, to be done by `deadline_s`, and return its number."""
         assert request_nbytes
         self._num_tasks += 1
         pieces = deque(_Piece(request, 0, nbytes) for request, nbytes in enumerate(request_nbytes))
         self._tasks[self._num_tasks] = _Task(priority, now_s, deadline_s, pieces, sum(request_nbytes))
-        self._lines[priority].append(self._num_tasks)
-        self._note_deadline(deadline_s, self._num_tasks)
+        self._queues[priority].append(self._num_tasks)
+        self._add_deadline(deadline_s, self._num_tasks)
         self._waiting_nbytes[priority] += sum(request_nbytes)
         if all(path.state is PathState.RESTING for path in self.paths):
-            for path in self.paths:  # somebody asks: do not let it wait for a rest to end
+            for path in self.paths:  # do not let a new task wait for the end of a rest
                 path.rest_until_s = now_s
         return self._num_tasks
 
     def next_assignments(self, now_s: float) -> list[Assignment]:
-        """What to start now. Tasks past their deadline fail here."""
+        """Return what to start now. Tasks past their deadline fail here."""
         while (deadline := self._next_deadline()) is not None and now_s >= deadline[0]:
-            self._fail(deadline[1], DeadlineExceeded(f"not done in time; {self._trouble()}"))
+            self._fail(deadline[1], DeadlineExceeded(f"not done in time; {self._path_errors()}"))
         assignments: list[Assignment] = []
         while (assignment := self._assign(now_s)) is not None:
             assignments.append(assignment)
         return assignments
 
     def probes_due(self, now_s: float) -> list[int]:
-        """Paths to try now with an exchange that moves nobody's bytes; none while there is no task."""
+        """Return the paths to probe now, by an exchange that moves no bytes of a task; none without tasks."""
         due = [n for n, path in enumerate(self.paths) if path.state is PathState.RESTING and now_s >= path.rest_until_s]
         if not self._tasks:
             return []
@@ -165,7 +165,7 @@ class Planner:
         return due
 
     def wake_s(self) -> float | None:
-        """When something may change by itself: a deadline or the end of a rest. None without tasks."""
+        """Return when to call again without an event: a deadline or the end of a rest. None without tasks."""
         if not self._tasks:
             return None
         times = [path.rest_until_s for path in self.paths if path.state is PathState.RESTING]
@@ -173,7 +173,7 @@ class Planner:
         return min([*times, deadline[0]] if deadline is not None else times, default=None)
 
     def completed(self, assignment: Assignment, now_s: float) -> None:
-        """Its bytes were acknowledged."""
+        """The bytes of the assignment were acknowledged."""
         path = self.paths[assignment.path]
         path.ended(assignment.nbytes, now_s)
         path.arrived(assignment.nbytes, self.config)
@@ -181,14 +181,14 @@ class Planner:
         self._end_if_over(assignment.task)
 
     def failed(self, assignment: Assignment, error: MoonpoolError, now_s: float) -> None:
-        """Its bytes may have arrived or not."""
+        """The assignment failed; its bytes may have arrived or not."""
         path, task = self.paths[assignment.path], self._tasks[assignment.task]
         path.ended(assignment.nbytes, now_s)
         task.num_under_way -= 1
         if not is_retriable(error):
             self._fail(assignment.task, error)
             return
-        # A slice that the task's own deadline cut short says nothing about the path.
+        # A timeout cut short by the task's own deadline says nothing about the path.
         if assignment.timeout_s >= 4 * self.config.slice_s or not isinstance(error, DeadlineExceeded):
             path.broke(error, now_s, self.config)
         if task.cancelled:
@@ -201,7 +201,7 @@ class Planner:
         self._end_if_over(assignment.task)
 
     def probed(self, path: int, error: MoonpoolError | None, now_s: float) -> None:
-        """How a probe went. An answer is an answer: a refusal shows that the path works."""
+        """Record the result of a probe. A refusal by the peer shows that the path works."""
         load = self.paths[path]
         if error is not None and is_retriable(error):
             if load.state is PathState.PROBING or load.usable:
@@ -211,8 +211,8 @@ class Planner:
             load.state, load.error = PathState.TRIAL, None
 
     def cancel(self, task: int) -> None:
-        """Starts no more of it. It ends with Cancelled, or as done when its rest was under way already and arrives.
-        One that has ended is ignored.
+        """Start no more slices of the task. It ends with Cancelled, or as done if the rest was under way already and
+        arrives. A task that has ended is ignored.
         """
         found = self._tasks.get(task)
         if found is not None:
@@ -221,22 +221,22 @@ class Planner:
                 self._fail(task, _cancelled())
 
     def fail_all(self, error: MoonpoolError) -> None:
-        """Gives up on every task."""
+        """Fail every task."""
         for number in list(self._tasks):
             self._fail(number, error)
 
     def take_ended(self) -> list[tuple[int, MoonpoolError | None]]:
-        """Tasks that ended since the last call: done (None), or failed. Nothing of them is under way."""
+        """Return the tasks that ended since the last call: done (None), or failed. No slice of them is under way."""
         ended, self._ended = self._ended, []
         return ended
 
     def check_integrity(self) -> None:
-        """AssertionError when the books do not balance."""
+        """Raise AssertionError when the counters do not match the tasks."""
         assert sum(p.num_under_way for p in self.paths) == sum(t.num_under_way for t in self._tasks.values())
         for priority in Priority:
             own = {number: task for number, task in self._tasks.items() if task.priority is priority}
             assert self._waiting_nbytes[priority] == sum(task.waiting_nbytes for task in own.values())
-            assert sorted(self._lines[priority]) == sorted(n for n, task in own.items() if task.pieces)
+            assert sorted(self._queues[priority]) == sorted(n for n, task in own.items() if task.pieces)
         for task in self._tasks.values():
             assert task.waiting_nbytes == sum(piece.nbytes for piece in task.pieces)
             assert task.error is None or not task.pieces
@@ -249,30 +249,30 @@ class Planner:
             assert path.throughput > 0
 
     def _assign(self, now_s: float) -> Assignment | None:
-        since_s = [self._tasks[line[0]].submitted_s if line else None for line in self._lines]
-        for priority in self._turns.order(since_s, now_s):
+        since_s = [self._tasks[queue[0]].submitted_s if queue else None for queue in self._queues]
+        for priority in self._priorities.order(since_s, now_s):
             assignment = self._assign_from(priority, now_s)
             if assignment is not None:
-                self._turns.served(priority, since_s, now_s)
+                self._priorities.served(priority, since_s, now_s)
                 return assignment
         return None
 
     def _assign_from(self, priority: Priority, now_s: float) -> Assignment | None:
-        line = self._lines[priority]
+        queue = self._queues[priority]
         if not any(path.usable and path.num_under_way < self._limit(path) for path in self.paths):
             return None
-        waiting_nbytes = sum(self._waiting_nbytes[: priority + 1])  # what goes first, or in turn
-        for _ in range(min(len(line), _MAX_TRIES)):
-            number = line[0]
+        waiting_nbytes = sum(self._waiting_nbytes[: priority + 1])  # of this priority and higher ones
+        for _ in range(min(len(queue), _MAX_TRIES)):
+            number = queue[0]
             task = self._tasks[number]
             choice = self._choose(task.pieces[0], waiting_nbytes)
             if choice is not None:
                 return self._start(number, task, *choice, now_s)
-            line.rotate(-1)
+            queue.rotate(-1)
         return None
 
     def _choose(self, piece: _Piece, waiting_nbytes: int) -> tuple[int, int] | None:
-        """(path, nbytes) for the head of the piece; None when it had better wait."""
+        """Return (path, nbytes) for the start of the piece; None when it should wait."""
         candidates = self._candidates(piece)
         best: tuple[float, int, int] | None = None
         for number, path in candidates:
@@ -282,20 +282,20 @@ class Planner:
                 best = min(best or (finish_s, number, nbytes), (finish_s, number, nbytes))
         if best is None:
             return None
-        # Idle ones are no reason to wait: nothing would happen. Busy ones report, and this is asked again.
+        # Wait for busy paths only: they report when they are done, and then the choice is made again.
         others = [path for number, path in candidates if number != best[1] and path.num_under_way]
-        if others and best[0] > _together_s(others, waiting_nbytes):
-            return None  # they will have moved everything, this included, before that path had
+        if others and best[0] > _finish_together_s(others, waiting_nbytes):
+            return None  # the others will have moved everything, this piece included, before the best free path
         return best[1], best[2]
 
     def _candidates(self, piece: _Piece) -> list[tuple[int, PathLoad]]:
-        """The paths that may carry it: those it has not failed on before those it has, preferred before secondary."""
+        """Return the paths that may carry the piece: those it has not failed on, else all; preferred ones first."""
         usable = [(number, path) for number, path in enumerate(self.paths) if path.usable]
         untried = [(number, path) for number, path in usable if number not in piece.failed_on]
         group = untried or usable
         preferred = [(number, path) for number, path in group if number < self.num_paths - self.num_secondary]
         secondary = group[len(preferred) :]
-        # One that is on trial, and busy with that, may fail again: nobody waits for it who need not.
+        # A path that is busy with its trial slice may fail again: do not wait for it if a secondary path is up.
         if secondary and not any(path.state is PathState.UP or not path.num_under_way for _, path in preferred):
             return secondary
         return preferred
@@ -306,25 +306,25 @@ class Planner:
     def _slice_nbytes(
         self, path: PathLoad, piece_nbytes: int, usable: Iterable[tuple[int, PathLoad]], waiting_nbytes: int
     ) -> int:
-        """The path's share of what waits if all are to finish together, within its limits; no crumbs are left."""
+        """Return the path's share of what waits if all paths finish together, within its limits; leave no tiny rest."""
         low = self.config.min_slice_nbytes
         if path.state is PathState.TRIAL:
             return min(piece_nbytes, low)
         high = min(max(int(path.throughput * self.config.slice_s), low), self.config.max_slice_nbytes)
-        finish_s = _together_s([load for _, load in usable], waiting_nbytes)
+        finish_s = _finish_together_s([load for _, load in usable], waiting_nbytes)
         share = int(finish_s * path.throughput) - path.in_flight_nbytes
         nbytes = min(max(share, low), high)
         return piece_nbytes if piece_nbytes < nbytes + low else nbytes
 
     def _start(self, number: int, task: _Task, path: int, nbytes: int, now_s: float) -> Assignment:
-        piece, line = task.pieces[0], self._lines[task.priority]
+        piece, queue = task.pieces[0], self._queues[task.priority]
         if nbytes < piece.nbytes:
             task.pieces[0] = piece._replace(start=piece.start + nbytes, nbytes=piece.nbytes - nbytes)
         else:
             task.pieces.popleft()
-        line.popleft()
+        queue.popleft()
         if task.pieces:
-            line.append(number)
+            queue.append(number)
         task.waiting_nbytes -= nbytes
         self._waiting_nbytes[task.priority] -= nbytes
         task.num_under_way += 1
@@ -337,13 +337,13 @@ class Planner:
         task = self._tasks[lost.task]
         failed_on = lost.failed_on | {lost.path}
         if not task.pieces:
-            self._lines[task.priority].append(lost.task)
+            self._queues[task.priority].append(lost.task)
         task.pieces.appendleft(_Piece(lost.request, lost.start, lost.nbytes, failed_on, lost.attempt + 1))
         task.waiting_nbytes += lost.nbytes
         self._waiting_nbytes[task.priority] += lost.nbytes
 
     def _fail_if_cut_off(self) -> None:
-        """Fails every task when all paths were refused. Silence is waited out until the deadlines."""
+        """Fail every task when all paths were refused. With a silent path wait until the deadlines."""
         if all(p.state is PathState.RESTING and not isinstance(p.error, DeadlineExceeded) for p in self.paths):
             latest = max(self.paths, key=lambda path: path.rest_until_s)
             self.fail_all(latest.error or PeerLost("no path is left"))
@@ -352,7 +352,7 @@ class Planner:
         task = self._tasks[number]
         task.error = task.error or error
         if task.pieces:
-            self._lines[task.priority].remove(number)
+            self._queues[task.priority].remove(number)
         task.pieces.clear()
         self._waiting_nbytes[task.priority] -= task.waiting_nbytes
         task.waiting_nbytes = 0
@@ -364,14 +364,14 @@ class Planner:
             del self._tasks[number]
             self._ended.append((number, task.error))
 
-    def _note_deadline(self, deadline_s: float, number: int) -> None:
+    def _add_deadline(self, deadline_s: float, number: int) -> None:
         heapq.heappush(self._deadlines, (deadline_s, number))
         if len(self._deadlines) > 2 * len(self._tasks) + 64:
             self._deadlines = [(task.deadline_s, number) for number, task in self._tasks.items()]
             heapq.heapify(self._deadlines)
 
     def _next_deadline(self) -> tuple[float, int] | None:
-        """The earliest of a task that has not failed, and the task."""
+        """Return the earliest deadline of a task that has not failed, and the task."""
         while self._deadlines:
             task = self._tasks.get(self._deadlines[0][1])
             if task is not None and task.error is None:
@@ -379,7 +379,7 @@ class Planner:
             heapq.heappop(self._deadlines)
         return None
 
-    def _trouble(self) -> str:
+    def _path_errors(self) -> str:
         errors = [f"path {number}: {path.error}" for number, path in enumerate(self.paths) if path.error is not None]
         return "; ".join(errors) or "no path failed"
 
@@ -388,7 +388,7 @@ def _cancelled() -> Cancelled:
     return Cancelled("the transfer was cancelled")
 
 
-def _together_s(paths: Sequence[PathLoad], waiting_nbytes: int) -> float:
-    """When these paths would have moved all that waits beside what they have in flight."""
+def _finish_together_s(paths: Sequence[PathLoad], waiting_nbytes: int) -> float:
+    """Return in how many seconds these paths would move all that waits and all that they have in flight."""
     in_flight_nbytes = sum(path.in_flight_nbytes for path in paths)
     return (in_flight_nbytes + waiting_nbytes) / sum(path.throughput for path in paths)

@@ -1,4 +1,4 @@
-"""Which transfer goes first: three priorities, and the rule that lets none of them starve. Pure."""
+"""Three priorities of transfers, and the rule by which none of them starves. Pure."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ class Priority(IntEnum):
 
 
 class PriorityOrder:
-    """Whose turn it is among those that wait: the highest priority; but while lower ones have waited longer than
-    `promote_after_s`, and longer than the highest, every fourth turn is theirs, each in turn. So high priority keeps
-    three quarters of the work whatever there is, what came first is not held up by what came later, and nothing waits
-    for ever.
+    """Chooses among the priorities that have work: the highest one. But while a lower priority has waited longer than
+    `promote_after_s`, and longer than the highest, it gets every fourth turn; several such priorities share that turn
+    round-robin. So the highest priority keeps three quarters of the turns, and nothing waits for ever.
     """
 
     def __init__(self, promote_after_s: float = DEFAULT_PROMOTE_AFTER_S) -> None:
@@ -30,7 +29,9 @@ class PriorityOrder:
         self._promoted_last: Priority | None = None
 
     def order(self, since_s: Sequence[float | None], now_s: float) -> list[Priority]:
-        """Who may go now, first choice first, given since when each priority waits (None: nothing of it does)."""
+        """Return the priorities that have work, first choice first. `since_s` says since when each one waits; None: it
+        has no work.
+        """
         waiting = [priority for priority in Priority if since_s[priority] is not None]
         overdue = self._overdue(since_s, now_s)
         if overdue and self._passed_over >= _EVERY - 1:
@@ -39,7 +40,7 @@ class PriorityOrder:
         return waiting
 
     def served(self, chosen: Priority, since_s: Sequence[float | None], now_s: float) -> None:
-        """`chosen` had a turn; `since_s` is what order() was asked with."""
+        """Record that `chosen` had a turn; `since_s` as given to order()."""
         overdue = self._overdue(since_s, now_s)
         if chosen in overdue:
             self._passed_over, self._promoted_last = 0, chosen
@@ -47,7 +48,7 @@ class PriorityOrder:
             self._passed_over = self._passed_over + 1 if overdue else 0
 
     def _overdue(self, since_s: Sequence[float | None], now_s: float) -> list[Priority]:
-        """Those below the highest that have waited too long, whose turn it is first."""
+        """Return the lower priorities that have waited too long, the next one to be served first."""
         waits = [(since, priority) for priority in Priority if (since := since_s[priority]) is not None]
         if len(waits) < 2:
             return []

@@ -1,7 +1,7 @@
 """The queue of slices for peers with one path, and the threads that move them: by priority, each peer within its share.
 
 Every priority has its own bound, so a full queue of one keeps no other out. At most `threads_per_peer` threads work for
-one peer at a time; others take what waits for other peers, so a slow peer delays nobody else. SliceOrder decides,
+one peer at a time; others take what waits for other peers, so a slow peer delays no other. SliceOrder decides,
 purely; SliceQueue is the lock, the clock and the threads around it.
 """
 
