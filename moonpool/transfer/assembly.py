@@ -18,14 +18,13 @@ from moonpool.transfer.paths.multipath import MultiPathRemote
 from moonpool.transfer.paths.path_load import PlanConfig
 from moonpool.transfer.paths.peer_paths import PeerPaths
 from moonpool.transfer.topology import Topology
-from moonpool.transfer.topology.rails import Rail, find_rails, split_rails
+from moonpool.transfer.topology.matrix import Rail, find_rails, split_rails
 from moonpool.transfer.transports.base import RemoteSegment, Transport
 from moonpool.transfer.transports.cuda.transport import CudaTransport
 from moonpool.transfer.transports.file.transport import FileTransport
 from moonpool.transfer.transports.memory import MemoryFabric, MemoryTransport
 from moonpool.transfer.transports.nixl.transport import NixlTransport
-from moonpool.transfer.transports.shm.control_client import UnixControlClient
-from moonpool.transfer.transports.shm.transport import ShmTransport
+from moonpool.transfer.transports.shm.transport import ShmTransport, UnixControlClient
 from moonpool.transfer.transports.tcp.guard import Guard
 from moonpool.transfer.transports.tcp.transport import TcpTransport
 

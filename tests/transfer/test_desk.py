@@ -37,8 +37,7 @@ from moonpool.transfer.control import (
 from moonpool.transfer.memory.location import host_id
 from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.topology import read_topology
-from moonpool.transfer.transports.shm.control_client import UnixControlClient
-from moonpool.transfer.transports.shm.transport import ShmTransport
+from moonpool.transfer.transports.shm.transport import ShmTransport, UnixControlClient
 from moonpool.transfer.transports.tcp.transport import TcpTransport
 
 T = 5.0

@@ -30,7 +30,7 @@ from moonpool.transfer import FileSegment, aligned_buffer
 from moonpool.transfer.disk import alignment as file_alignment
 from moonpool.transfer.disk.alignment import BUFFERED, Alignment, find_alignment
 from moonpool.transfer.disk.handle import SharedFd, own_errors
-from moonpool.transfer.transports.file import dax as file_dax
+from moonpool.transfer.transports.file import segment as file_dax
 from moonpool.transfer.transports.file.transport import FileTransport
 
 

@@ -28,8 +28,8 @@ from moonpool.base.errors import (
 from moonpool.transfer import FileSegment, Segment, SegmentDescriptor, TransferConfig, TransferEngine, aligned_buffer
 from moonpool.transfer.disk import disk as file_disk
 from moonpool.transfer.disk.alignment import Alignment
+from moonpool.transfer.disk.disk import Cursor, plan_spans
 from moonpool.transfer.disk.handle import lock, try_lock, unlock
-from moonpool.transfer.disk.plan import Cursor, plan_spans
 from moonpool.transfer.memory.buffers import address_of
 from moonpool.transfer.transports.file.transport import FileRemote, FileTransport
 

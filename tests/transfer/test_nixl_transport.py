@@ -29,8 +29,8 @@ from moonpool.transfer.memory.location import host_id
 from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.transports.base import RemoteSegment
 from moonpool.transfer.transports.nixl import agent as nixl_agent
-from moonpool.transfer.transports.nixl.chunks import cut_chunks
 from moonpool.transfer.transports.nixl.peer import NixlAddress
+from moonpool.transfer.transports.nixl.staging import cut_chunks
 from moonpool.transfer.transports.nixl.transport import NixlTransport
 from moonpool.transfer.transports.tcp.transport import TcpTransport
 

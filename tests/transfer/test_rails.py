@@ -9,7 +9,7 @@ from sysfs_tree import SysfsTree, eight_gpus_eight_nics, eight_gpus_four_nics
 
 from moonpool.base.errors import ConfigError
 from moonpool.transfer.topology import Sysfs, Topology, apply_override, build_topology, discover, read_topology
-from moonpool.transfer.topology.rails import Rail, find_rails, split_rails
+from moonpool.transfer.topology.matrix import Rail, find_rails, split_rails
 
 
 def topology_of(tree: SysfsTree, addresses: dict[str, tuple[str, ...]]) -> Topology:

@@ -12,7 +12,6 @@ from moonpool.base.errors import DamagedFrame
 from moonpool.base.frames import DamageCount
 from moonpool.transfer.control import Introduce
 from moonpool.transfer.transports.tcp import connection
-from moonpool.transfer.transports.tcp.control_client import TcpControlClient
 from moonpool.transfer.transports.tcp.frames import (
     RESPONSE_NBYTES,
     FrameOp,
@@ -21,6 +20,7 @@ from moonpool.transfer.transports.tcp.frames import (
     unpack_error,
     unpack_response,
 )
+from moonpool.transfer.transports.tcp.transport import TcpControlClient
 
 DATA = b"\xff" * 3000
 WRITE = pack_request(Request(FrameOp.WRITE, 1, "seg", 1, 8192, len(DATA), 9))

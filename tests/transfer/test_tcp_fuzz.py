@@ -34,7 +34,6 @@ from moonpool.transfer.memory.location import host_id
 from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.transports.shm.server import AskSegment, ShmServer
 from moonpool.transfer.transports.shm.transport import ShmRemote
-from moonpool.transfer.transports.tcp.control_client import TcpControlClient, _receive_answer
 from moonpool.transfer.transports.tcp.frames import (
     RESPONSE_NBYTES,
     FrameOp,
@@ -50,7 +49,7 @@ from moonpool.transfer.transports.tcp.guard import FRAME_NBYTES, CallerSide, Gua
 from moonpool.transfer.transports.tcp.lanes import LanePool, _prove
 from moonpool.transfer.transports.tcp.pipeline import Pipeline, PipelinedRequest, PipelineTarget
 from moonpool.transfer.transports.tcp.server import TcpServer
-from moonpool.transfer.transports.tcp.transport import TcpRemote
+from moonpool.transfer.transports.tcp.transport import TcpControlClient, TcpRemote, _receive_answer
 
 # The shares of 50,000; each has its own test.
 SERVER, PIPELINE, ANSWERS, HANDSHAKE, UNIX = 24_000, 14_000, 6_000, 3_000, 3_000

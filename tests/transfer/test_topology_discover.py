@@ -10,8 +10,7 @@ from sysfs_tree import DOWN, SysfsTree, eight_gpus_eight_nics, eight_gpus_four_n
 
 from moonpool.transfer.topology import Hardware, Sysfs, build_topology, discover, read_topology
 from moonpool.transfer.topology.addresses import interface_addresses
-from moonpool.transfer.topology.nvml import NvmlGpu, nvml_gpus, sysfs_pci_address
-from moonpool.transfer.topology.sysfs import natural_key, parse_cpulist
+from moonpool.transfer.topology.discover import NvmlGpu, natural_key, nvml_gpus, parse_cpulist, sysfs_pci_address
 
 
 def read(tree: SysfsTree, **addresses: tuple[str, ...]) -> Hardware:

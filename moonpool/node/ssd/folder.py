@@ -35,11 +35,9 @@ from moonpool.base.errors import (
     Unavailable,
 )
 from moonpool.node.ssd.layout import NONCE_NBYTES, UNIT_NBYTES, FileHeader, pack_file_header
-from moonpool.transfer.disk.alignment import BUFFERED, Alignment, find_alignment
-from moonpool.transfer.disk.bounce import BouncePool
-from moonpool.transfer.disk.disk import scatter
+from moonpool.transfer.disk.alignment import BUFFERED, Alignment, BouncePool, find_alignment
+from moonpool.transfer.disk.disk import Cursor, FileSpan, plan_spans, scatter
 from moonpool.transfer.disk.handle import SharedFd, own_errors
-from moonpool.transfer.disk.plan import Cursor, FileSpan, plan_spans
 from moonpool.transfer.disk.sidecar import sidecar_path
 from moonpool.transfer.memory.buffers import aligned_buffer, cut, total_nbytes
 

@@ -28,8 +28,7 @@ from moonpool.base.units import format_nbytes
 from moonpool.transfer.memory.buffers import Buffer, as_bytes_view
 from moonpool.transfer.memory.fence import GENERATION_NBYTES, Fence, make_fence, num_granules
 from moonpool.transfer.memory.location import Location, available_memory_nbytes, parse_location
-from moonpool.transfer.topology.discover import numa_nodes
-from moonpool.transfer.topology.sysfs import Sysfs
+from moonpool.transfer.topology.discover import Sysfs, numa_nodes
 
 MAX_NAME_NBYTES = 255
 _MBIND = {"x86_64": 237, "aarch64": 235}  # system call numbers

@@ -16,12 +16,10 @@ from moonpool.transfer.topology.devices import (
     NumaNode,
     NvmeDrive,
     Topology,
+    apply_override,
 )
-from moonpool.transfer.topology.discover import discover
+from moonpool.transfer.topology.discover import Sysfs, discover, nvml_gpus
 from moonpool.transfer.topology.matrix import build_topology
-from moonpool.transfer.topology.nvml import nvml_gpus
-from moonpool.transfer.topology.override import apply_override
-from moonpool.transfer.topology.sysfs import Sysfs
 
 __all__ = [
     "DevicePlace",

@@ -17,9 +17,8 @@ from moonpool.base.clock import Deadline
 from moonpool.base.errors import DeadlineExceeded, PeerLost
 from moonpool.transfer.memory.buffers import copy_bytes
 from moonpool.transfer.transports.nixl.agent import Agent, NixlOp
-from moonpool.transfer.transports.nixl.chunks import StagedChunk
 from moonpool.transfer.transports.nixl.peer import NixlAddress, NixlPeer, SlotTransfer
-from moonpool.transfer.transports.nixl.staging import Slot, Staging
+from moonpool.transfer.transports.nixl.staging import Slot, StagedChunk, Staging
 
 SLOT_NBYTES = 4 * 1024 * 1024
 MAX_SLOTS = 16

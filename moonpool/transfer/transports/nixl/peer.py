@@ -10,8 +10,7 @@ import msgspec
 
 from moonpool.base.errors import PeerLost, ProtocolError
 from moonpool.transfer.transports.nixl.agent import Agent, Memory, NixlOp, Transfer
-from moonpool.transfer.transports.nixl.chunks import StagedChunk
-from moonpool.transfer.transports.nixl.staging import Slot
+from moonpool.transfer.transports.nixl.staging import Slot, StagedChunk
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 

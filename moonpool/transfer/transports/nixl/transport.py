@@ -39,9 +39,9 @@ from moonpool.transfer.memory.location import parse_location
 from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.transports.base import RemoteSegment, Transport, check_bounds, place_items, rest_of
 from moonpool.transfer.transports.nixl.agent import Agent, Memory, NixlOp, check_installed
-from moonpool.transfer.transports.nixl.chunks import cut_chunks
 from moonpool.transfer.transports.nixl.link import MAX_SLOTS, SLOT_NBYTES, NixlLink
 from moonpool.transfer.transports.nixl.peer import NixlAddress, NixlPeer, decode_address
+from moonpool.transfer.transports.nixl.staging import cut_chunks
 
 _PULSE_TIMEOUT_S = 1.0  # for an owner to say that it lives, while a transfer is under way
 

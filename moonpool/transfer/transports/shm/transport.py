@@ -1,5 +1,7 @@
 """Between processes of one machine: the owner passes its memfd, the other maps it. A read is a copy or a view, and
 the owner takes no part in it. Only segments made by Segment.allocate() have a memfd to pass.
+
+Control calls to an owner on this machine over its Unix socket: one CALL frame, one answer (transfer/control.py).
 """
 
 from __future__ import annotations
@@ -9,22 +11,54 @@ import select
 import socket
 import threading
 import uuid
+from typing import TypeVar
 
 from moonpool.base.address import parse_address
 from moonpool.base.clock import Deadline
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import DeadlineExceeded, PeerLost, ProtocolError
-from moonpool.base.frames import HEADER_NBYTES
-from moonpool.base.rpc.protocol import encode_call
+from moonpool.base.frames import HEADER_NBYTES, FrameKind, decode_header
+from moonpool.base.rpc.protocol import Call, decode_error, decode_reply, encode_call
 from moonpool.transfer.control import ControlHandler, Notify, check_message
 from moonpool.transfer.memory.location import host_id
 from moonpool.transfer.memory.segment import Borrowed, Segment
 from moonpool.transfer.transports.base import Transport, check_bounds, rest_of
 from moonpool.transfer.transports.mapped import MappedRemote
-from moonpool.transfer.transports.peer_errors import PeerErrors
-from moonpool.transfer.transports.shm.control_client import UnixControlClient, receive_reply
 from moonpool.transfer.transports.shm.server import AskSegment, ShmServer
-from moonpool.transfer.transports.sockets import connect_unix, receive_with_fds, send_all
+from moonpool.transfer.transports.sockets import PeerErrors, connect_unix, receive_exactly, receive_with_fds, send_all
+from moonpool.transfer.transports.tcp.frames import MAX_ANSWER_NBYTES
+
+R = TypeVar("R")
+
+
+class UnixControlClient:
+    """To the desk of the process that listens at `path`; a connection for each question."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def ask(self, call: Call[R], timeout_s: float) -> R:
+        deadline = Deadline(timeout_s)
+        with PeerErrors(f"the owner at {self._path}", timeout_s), connect_unix(self._path, deadline) as sock:
+            send_all(sock, [encode_call(call, 1)], deadline)
+            header = memoryview(bytearray(HEADER_NBYTES))
+            receive_exactly(sock, [header], deadline)
+            return receive_reply(sock, call, bytes(header), deadline)
+
+
+def receive_reply(sock: socket.socket, call: Call[R], header: bytes, deadline: Deadline) -> R:
+    """The answer whose header is here already; raises the owner's error."""
+    head = decode_header(header)
+    if head.nbytes > MAX_ANSWER_NBYTES:
+        raise ProtocolError(f"an answer of {head.nbytes} bytes is over the limit")
+    body = memoryview(bytearray(head.nbytes))
+    receive_exactly(sock, [body], deadline)
+    frame = head.with_body(bytes(body))
+    if frame.kind is FrameKind.ERROR:
+        raise decode_error(frame.body)
+    reply: R = decode_reply(call, frame.body)
+    return reply
+
 
 MAX_CONNECTIONS = 1024
 

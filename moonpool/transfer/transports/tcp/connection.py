@@ -3,18 +3,30 @@
 Nothing is touched before the request's checksums, name, incarnation, bounds and generation are checked. Data moves
 straight between the socket and the segment's memory, or through a buffer where the segment has no memory to show. A
 connection that breaks the protocol, carries a damaged request or stalls inside one is closed.
+
+What a tcp server needs to serve a file or a GPU's memory: a few buffers that all its connections share.
 """
 
 from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, runtime_checkable
 
 from moonpool.base.clock import Deadline
-from moonpool.base.errors import DamagedFrame, InvalidInput, MoonpoolError, Overloaded, ProtocolError, StaleGeneration
+from moonpool.base.errors import (
+    DamagedFrame,
+    Internal,
+    InvalidInput,
+    MoonpoolError,
+    Overloaded,
+    ProtocolError,
+    StaleGeneration,
+)
 from moonpool.transfer.control import ControlHandler
-from moonpool.transfer.disk.bounce import BouncePool
+from moonpool.transfer.disk.alignment import BouncePool
+from moonpool.transfer.memory.buffers import Buffer
 from moonpool.transfer.memory.fence import Fence
 from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.transports.base import check_bounds
@@ -33,8 +45,38 @@ from moonpool.transfer.transports.tcp.frames import (
     pack_verdict,
     unpack_request,
 )
-from moonpool.transfer.transports.tcp.staging import parts_of, staged
 from moonpool.transfer.transports.tcp.streams import INBOX_NBYTES, PART_NBYTES, Inbox, ResponseQueue
+
+_PART_NBYTES = 1024 * 1024
+_MAX_PARTS = 16
+_ALIGNMENT = 4096
+
+
+@runtime_checkable
+class StagedSegment(Protocol):
+    """A segment that has no memory to show and copies to and from its owner's instead."""
+
+    def read_into(self, offset: int, buffers: Sequence[Buffer], *, timeout_s: float) -> None: ...
+
+    def write_from(self, offset: int, buffers: Sequence[Buffer], *, generation: int, timeout_s: float) -> None: ...
+
+
+def staging_buffers() -> BouncePool:
+    """Bounded whatever the number of connections; a request waits for one within its stall timeout."""
+    return BouncePool(_PART_NBYTES, _MAX_PARTS, _ALIGNMENT)
+
+
+def staged(segment: Segment) -> StagedSegment:
+    if not isinstance(segment, StagedSegment):
+        raise Internal(f"segment {segment.name!r} offers neither memory nor copies")
+    return segment
+
+
+def parts_of(buffer: memoryview, nbytes: int) -> Iterator[tuple[int, memoryview]]:
+    """(start, room for the bytes from there on) until all `nbytes` had theirs; one empty part where there are none."""
+    for start in range(0, max(nbytes, 1), buffer.nbytes):
+        yield start, buffer[: min(buffer.nbytes, nbytes - start)]
+
 
 _DISCARD_NBYTES = 64 * 1024
 GATHER_NBYTES = 32 * 1024  # data of a READ below this is copied rather than sent from where it lies
