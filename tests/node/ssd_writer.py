@@ -11,6 +11,9 @@ from __future__ import annotations
 import os
 import random
 import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "helpers"))  # this runs as a script
 
 from ssd_world import KIB, item_of
 

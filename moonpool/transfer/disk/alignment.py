@@ -1,6 +1,5 @@
-"""Finds out whether a file can be read and written without the page cache, and in which units.
-
-What unaligned requests need: a few aligned buffers, and one writer at a time per partly written block.
+"""Whether a file can be read and written past the page cache, and in which units; and what unaligned requests need
+then: aligned bounce buffers, and a lock per block that a request writes only in part.
 """
 
 from __future__ import annotations

@@ -1,16 +1,14 @@
 """Reads and writes of a file or block device, past the page cache where that is possible.
 
-Aligned parts of a request go straight between the disk and the caller's memory; the rest passes through an aligned
-bounce buffer. A write never changes a byte outside its request: a block it fills only in part is read, changed and
-written back while no other writer, in any process that uses this module, can do the same to that block.
+plan_spans() cuts a request, without I/O. Aligned parts go straight between the disk and the caller's memory; the rest
+passes through an aligned bounce buffer. The spans cover the request exactly and in order, and a bounce span touches a
+part of a block only at the first and the last byte of the request.
 
-Waiting is bounded except inside one system call: a disk that does not answer holds its caller, as the memory must not
-be given back while the disk may still write to it.
+A write never changes a byte outside its request: a block that the request fills only in part is read, changed and
+written back under a lock, which excludes all other writers that use this module, in any process.
 
-Which parts of a request go straight between disk and memory, and which by way of a bounce buffer. No I/O.
-
-The spans of a request cover it exactly and in order. A direct span begins and ends at block boundaries and all its
-pieces are aligned; so a bounce span touches part of a block only at the request's own first and last byte.
+Every wait has a deadline except one inside a system call: a disk that does not answer holds its caller, because the
+caller's memory must not be reused while the disk may still write to it.
 """
 
 from __future__ import annotations

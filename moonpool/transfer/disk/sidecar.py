@@ -93,7 +93,7 @@ class Sidecar:
             raise
 
     def serve(self, name: str, incarnation: int) -> None:
-        """Lets others in. AlreadyExists when somebody serves the file."""
+        """Let others use the file. Raise AlreadyExists when another process serves it."""
         with self._lock, self._fd as fd:
             if self._serving or not try_lock(fd, *_OWNER_BYTE):
                 raise AlreadyExists(f"{self._path} is already served")

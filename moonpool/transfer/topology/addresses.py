@@ -20,7 +20,7 @@ _TIMEOUT_S = 1.0
 def interface_addresses() -> dict[str, tuple[str, ...]]:
     """Interface name -> its addresses; empty when the kernel does not let us ask.
 
-    IPv6 link-local addresses are left out: nobody can connect to one without naming the interface as well.
+    IPv6 link-local addresses are left out: a client would have to name the interface as well.
     """
     try:
         messages = list(_dump())

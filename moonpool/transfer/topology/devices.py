@@ -1,14 +1,14 @@
-"""What a machine is made of, as far as moving bytes goes: NUMA nodes, NICs, GPUs, NVMe drives, and the choice of NICs.
+"""The parts of a machine that matter for moving bytes (NUMA nodes, NICs, GPUs, NVMe drives) and the choice of NICs.
 
-All plain data that may travel: a peer that knows our topology can pick the NIC at our end too. None means that the
-machine does not say.
+All types are plain data, which may be sent to a peer: a peer that knows our topology can choose the NIC at our end too.
+None means that the machine does not tell.
 
-A person's word against the discovered matrix: a JSON file that says which NICs a memory location uses. Pure.
+apply_override() lets a person overrule the discovered matrix with a JSON file that names the NICs of a memory location:
 
     {"net": {"cuda:0": {"preferred": ["eth1"], "secondary": ["eth0"]}}, "rdma": {...}}
 
-A location that is named uses the NICs named there and no others, down ones too; the rest stays as discovered.
-Unknown keys, locations and NICs are a ConfigError.
+A location in the file uses the NICs given there and no others, even NICs that are down; other locations stay as
+discovered. Unknown keys, locations and NICs raise ConfigError.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Override(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def apply_override(topology: Topology, text: str | bytes) -> Topology:
-    """The topology with the choices that `text` names in place of its own."""
+    """Return the topology with the choices of `text` in place of the discovered ones."""
     try:
         override = msgspec.json.decode(text, type=_Override)
     except msgspec.DecodeError as error:  # what does not fit the types is one of these too

@@ -1,11 +1,8 @@
-"""Finds the machine's parts through a Sysfs. Reads only; what cannot be read is left out or None, never an error.
+"""Finds the parts of this machine: NUMA nodes, NICs, NVMe drives from /sys, GPUs from /sys and NVIDIA's library.
 
-The only reader of /sys. Its root is a parameter, so a test hands it a tree of its own.
-
-The kernel answers some reads with an error (the speed of an interface that is down) and leaves some files out; both
-are None here, never an exception.
-
-What NVIDIA's management library knows of the GPUs this process may use. Optional: needs `pynvml`.
+Sysfs is the only reader of /sys; its root is a parameter, so that tests can pass a tree. Nothing is written. What
+cannot be read (the speed of an interface that is down, a file that a kernel does not have) is left out or None, never
+an error. nvml_gpus() needs `pynvml` and returns nothing without it.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
-"""Which NICs serve which memory: the machine's parts in, a matrix out. Pure.
+"""Which NICs serve which memory, and which addresses of this machine to listen on. Pure.
 
-A NIC is as good as its rank, then its distance. Real and fast ones come first, then those far slower than the best
-one (a management port), then virtual ones (veth, bridges without hardware). Loopback, down and address-less
-interfaces are left out unless there is nothing else. Of the best rank, the closest are preferred; all others are
-secondary, best first.
+NICs are ordered by rank, then by distance. Fast hardware NICs come first, then NICs far slower than the fastest one
+(management ports), then virtual ones (veth, bridges without hardware). Loopback, interfaces that are down and
+interfaces without an address are left out unless there is nothing else. Of the best rank, the closest NICs are
+preferred; all others are secondary, best first.
 
-Which addresses of this machine to listen on, and which of them serve which memory: the matrix, applied to tcp. Pure.
-
-A rail is a NIC that is preferred for some memory of the machine, with one address of it. Management ports and virtual
-interfaces (a container bridge has the same address on every machine) are no rails unless there is nothing better.
+A rail is a NIC that is preferred for some memory of the machine, with one of its addresses. Management ports and
+virtual interfaces (a container bridge has the same address on every machine) are rails only if there is nothing better.
 """
 
 from __future__ import annotations

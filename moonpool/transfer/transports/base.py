@@ -4,9 +4,9 @@ Errors, the same for all:
     InvalidInput        outside the segment, or a buffer that cannot be used; checked on both sides
     NotFound            the owner lives and does not serve that name, or serves another incarnation of it
     StaleGeneration     a write came too late: the space belongs to a newer generation
-    PeerLost            the owner is gone; whoever waits for it learns it at once
+    PeerLost            the owner is gone; waiting callers learn it at once
     DeadlineExceeded    the owner did not answer in time
-After PeerLost or DeadlineExceeded the next call connects anew, if the owner lives. A read that failed may have
+After PeerLost or DeadlineExceeded the next call connects again, if the owner lives. A read that failed may have
 filled part of the buffers, a write that failed part of the space.
 """
 
@@ -113,7 +113,7 @@ class RemoteSegment(ABC):
         place by the time the owner reads it. Overloaded when the owner takes no messages, InvalidInput when there is
         no owner to take them (a file) or it is over 32 KiB.
         """
-        raise InvalidInput(f"nobody takes messages for a segment reached by {self.transport}")
+        raise InvalidInput(f"a segment reached by {self.transport} cannot be sent messages")
 
     def view(self, offset: int, nbytes: int) -> memoryview | None:
         """The bytes themselves, read-only and without a copy; None where the transport cannot. The view stays
@@ -148,7 +148,7 @@ class Transport(ABC):
 
     @abstractmethod
     def usable(self, descriptor: SegmentDescriptor, endpoint: str) -> bool:
-        """Whether open() is worth a try from here. Asks nobody."""
+        """Return whether open() may work from here. Does no I/O."""
 
     @abstractmethod
     def open(self, descriptor: SegmentDescriptor, endpoint: str, *, timeout_s: float) -> RemoteSegment:

@@ -13,7 +13,7 @@ from moonpool.transfer.memory.fence import merge_spans
 from moonpool.transfer.memory.segment import Borrowed
 from moonpool.transfer.transports.base import RemoteSegment, check_bounds, place_items
 
-# Time for the owner to answer where nobody named one: a connection was lost and it must be asked again.
+# Time for the owner to answer where the caller gave none: a connection was lost, and the owner is asked again.
 _VIEW_TIMEOUT_S = 2.0
 _MADV_POPULATE_WRITE = 23  # Python 3.11 and 3.12 do not name it
 # A small write maps in so much around it: objects that are put together lie together.
@@ -46,7 +46,7 @@ class MappedRemote(RemoteSegment):
         writer.finish()
 
     def writer(self, timeout_s: float) -> MappedWriter:
-        """For many writes in a row, each of a generation of its own: the owner is asked for once."""
+        """Return a writer for many writes, each with its own generation; the owner is asked once."""
         borrowed = self._borrow(timeout_s)
         prefault = self._prefault
         if prefault is None or not prefault.is_of(borrowed.memory):
@@ -76,7 +76,7 @@ class MappedRemote(RemoteSegment):
         return self._borrow(_VIEW_TIMEOUT_S).memory[offset : offset + nbytes].toreadonly()
 
     def check_owner_stayed(self, memory: memoryview) -> None:
-        """PeerLost when what was written to `memory` is nobody's any more."""
+        """Raise PeerLost when `memory` no longer belongs to the owner, so that writes to it are lost."""
         if self._borrow(_VIEW_TIMEOUT_S).memory is not memory:
             raise PeerLost("the segment's owner left during the write")
 

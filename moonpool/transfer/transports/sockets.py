@@ -1,11 +1,9 @@
 """Blocking sockets with deadlines, moving bytes straight between the kernel and the caller's memory.
 
 Timeouts are the kernel's own (SO_RCVTIMEO, SO_SNDTIMEO): a call then blocks once for all its bytes, where Python's
-socket timeouts would wake up for every piece. TimeoutError means that the deadline passed, ConnectionError that
-the other side is gone; both leave the stream in an unknown state. All functions take TLS connections too
-(tcp/tls.py), except those for Unix sockets.
-
-The kernel's words for a lost or silent peer, in ours. One place for all transports with sockets.
+socket timeouts would wake up for every piece. TimeoutError means that the deadline has passed, ConnectionError that the
+peer is gone; after either, the state of the stream is unknown. All functions take TLS connections too (tcp/tls.py),
+except those for Unix sockets. PeerErrors turns both errors into ours, for all transports with sockets.
 """
 
 from __future__ import annotations
@@ -176,7 +174,7 @@ def is_quiet(sock: socket.socket) -> bool:
 
 
 def tune(sock: socket.socket) -> None:
-    """Small frames leave at once; a peer whose machine vanished is noticed although nobody talks to it."""
+    """Send small frames at once, and let the kernel notice a vanished machine while the connection is idle."""
     sock.settimeout(None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,14 +1,12 @@
-"""Copies between a GPU's memory and any other: pageable main memory through pinned slots, two in turn, so that the bus
-and the processor work at the same time; pinned main memory and GPU memory directly.
+"""Copies between a GPU's memory and any other memory.
 
-Every call returns when the bytes are in place. A copy that was started is waited for, whatever happens meanwhile: the
-driver cannot take it back, and the caller's memory is the caller's again afterwards.
+Pageable main memory is copied through two pinned slots in turn, so that the bus and the processor work at the same
+time. Pinned main memory and GPU memory are copied directly. Pieces that follow each other on the GPU are packed into
+one copy, however small they are. Large transfers are divided among several threads, because one thread copies main
+memory slower than the bus carries it. How a transfer is cut is pure.
 
-How a transfer between a GPU and main memory is cut. Pure.
-
-Bytes go through slots of pinned memory, packed one after the other: pieces that follow each other on the GPU are one
-copy of the GPU's, however small they are. Large transfers are cut into shares for several threads, because one thread
-copies main memory slower than the bus carries it.
+Every call returns when the bytes are in place. A copy that was started is always waited for: the driver cannot cancel
+it, and the caller's memory is the caller's again afterwards.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ class CudaDriver:
         return self.device(ordinal)
 
     def is_pinned(self, address: int) -> bool:
-        """Whether the GPU can reach this main memory by itself. About 1 us."""
+        """Return whether the GPU can access this main memory directly (it is pinned). Takes about 1 us."""
         return self._attribute(_MEMORY_TYPE, address) == _TYPE_HOST
 
     def is_exportable(self, address: int) -> bool:
@@ -240,13 +240,13 @@ class Device:
         return DeviceMemory(self, address, nbytes, "cuIpcCloseMemHandle")
 
     def pinned(self, nbytes: int) -> tuple[int, memoryview]:
-        """Main memory that the GPU reaches by itself, for the life of the process: address and bytes."""
+        """Allocate pinned main memory for the life of the process. Return its address and bytes."""
         with self.current():
             address = self._number("cuMemHostAlloc", nbytes, _HOST_PORTABLE)
         return address, memoryview((c_ubyte * nbytes).from_address(address)).cast("B")
 
     def stream(self) -> int:
-        """A queue of copies of its own, which waits for no other one."""
+        """Return a new CUDA stream, which waits for no other stream."""
         with self.current():
             return self._number("cuStreamCreate", _STREAM_NON_BLOCKING)
 
@@ -257,7 +257,7 @@ class Device:
     # The rest is called inside current().
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        """Starts a copy between any two memories that this GPU reaches by itself."""
+        """Start a copy between two memories that this GPU can access directly."""
         self._cuda.call("cuMemcpyAsync", target, source, nbytes, stream)
 
     def copy_between(
@@ -309,7 +309,7 @@ def cuda_error(function: str, result: int, text: str) -> MoonpoolError:
     if result in _WRONG:
         return InvalidInput(says)
     if result == _NOT_INITIALIZED:
-        return Unavailable(f"{says}; a process that was forked after CUDA was used cannot use it: start it anew")
+        return Unavailable(f"{says}; a process that was forked after CUDA was used cannot use it: start a new process")
     if result == _NO_DEVICE:
         return Unavailable(f"{says}; {_HINT}, and look at CUDA_VISIBLE_DEVICES")
     if result in _BROKEN:

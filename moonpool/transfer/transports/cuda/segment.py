@@ -59,7 +59,7 @@ class DeviceSegment(Segment):
 
     @property
     def span(self) -> DeviceSpan:
-        """The memory, kept alive by whoever holds this. Unavailable after close()."""
+        """Return the memory; the returned object keeps it alive. Raise Unavailable after close()."""
         span = self._span
         if span is None:
             raise Unavailable(f"segment {self.name!r} is closed")

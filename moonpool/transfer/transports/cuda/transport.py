@@ -1,5 +1,5 @@
 """GPU memory between processes of one machine, by CUDA IPC: the owner says where its memory lies, the other maps it and
-copies between it and its own memory, main or GPU's. The owner takes no part in a transfer.
+copies between it and its own memory, main or GPU's. The owner does nothing for a transfer.
 
 What the owner must be asked (where the memory is, whether it is still served, the fence's leave) goes by its desk.
 Before each transfer the offer is asked for again: an owner that is gone, or has put other memory under the name, is

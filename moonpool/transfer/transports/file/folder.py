@@ -116,7 +116,7 @@ class _OpenFile:
             raise
 
     def is_there(self) -> bool:
-        """Whether the name still stands for this file: its owner may have given it another one, to write it anew."""
+        """Return whether the name still refers to this file: its owner may have renamed it to write it again."""
         try:
             return os.stat(self.disk.path).st_ino == self._inode
         except OSError:

@@ -1,9 +1,7 @@
-"""A segment that lies in a file, on a block device or on a DAX device.
+"""A segment in a file, on a block device or on a DAX device (/dev/dax*: CXL or persistent memory).
 
-It has no memory: its bytes are read and written by offset. It outlives its owner; the next one opens it again and
-finds the bytes that were synced.
-
-Byte-addressable devices (/dev/dax*: CXL or persistent memory): mapped, so a transfer is a copy and a read a view.
+A file has no memory to show: its bytes are read and written by offset. A DAX device is mapped, so a transfer is a copy
+and a read can be a view. The segment outlives its owner; the next owner opens it and finds the bytes that were synced.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Between processes that can open one path on one machine: local NVMe, an NVMe-oF namespace, a DAX or CXL device.
 
-The owner takes no part in a transfer. That it lives, and what it serves, stands in the file beside (file/sidecar.py);
+The owner does nothing for a transfer. The sidecar file (disk/sidecar.py) says that the owner lives and what it serves;
 a peer looks there before each transfer, and after each write.
 """
 

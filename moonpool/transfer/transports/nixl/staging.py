@@ -1,10 +1,8 @@
-"""Memory of our own between the caller's and the wire, registered once.
+"""Staging memory between the caller's memory and the wire, registered once; and how a transfer is cut to fit into it.
 
-A transfer that NIXL was given cannot be taken back, so the caller's memory is never given to it: when a deadline
-passes, late bytes land here, and the slot is used again only when its transfer has ended. Copying costs about what
-registering the caller's memory for each call would.
-
-How a transfer is cut to fit into staging memory. Pure.
+NIXL cannot cancel a transfer, so it never gets the caller's memory: when a deadline passes, late bytes arrive in
+staging memory, and the slot is used again only when its transfer has ended. Copying costs about as much as registering
+the caller's memory for each call.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ class _Offer:
 
 
 class NixlRemote(RemoteSegment):
-    """Connects when first used, and anew after the connection was lost."""
+    """Connects at the first use, and again after the connection was lost."""
 
     transport = NixlTransport.scheme
 

@@ -1,7 +1,7 @@
 """The owner's side of the shm transport: hands a segment's memfd to processes that ask over a Unix socket.
 
 A client asks once, with one CALL frame, and gets a REPLY frame, or an ERROR frame. If it asked for a segment the reply
-has the descriptor attached, and the client keeps the connection open and says nothing more: as long as it is open the
+has the descriptor attached, and the client keeps the connection open and sends nothing more: as long as it is open the
 owner lives and serves the segment. Calls to the desk (transfer/control.py) are taken too. One thread does it all.
 """
 

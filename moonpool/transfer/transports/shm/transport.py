@@ -1,7 +1,7 @@
-"""Between processes of one machine: the owner passes its memfd, the other maps it. A read is a copy or a view, and
-the owner takes no part in it. Only segments made by Segment.allocate() have a memfd to pass.
+"""Between processes of one machine: the owner passes its memfd, the other process maps it.
 
-Control calls to an owner on this machine over its Unix socket: one CALL frame, one answer (transfer/control.py).
+A read is a copy or a view; the owner does nothing for it. Only segments made by Segment.allocate() have a memfd to
+pass. Control calls (transfer/control.py) go over the owner's Unix socket: one CALL frame, one answer.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Answers what one tcp connection asks, on that connection's own thread.
+"""Answers the requests of one tcp connection, on that connection's own thread.
 
-Nothing is touched before the request's checksums, name, incarnation, bounds and generation are checked. Data moves
-straight between the socket and the segment's memory, or through a buffer where the segment has no memory to show. A
-connection that breaks the protocol, carries a damaged request or stalls inside one is closed.
-
-What a tcp server needs to serve a file or a GPU's memory: a few buffers that all its connections share.
+Nothing is read or written before the request's checksums, name, incarnation, bounds and generation are checked. Data
+moves straight between the socket and the segment's memory; a file or a GPU's memory is served through a few staging
+buffers, which all connections of a server share. A connection that breaks the protocol, carries a damaged request or
+stalls inside a request is closed.
 """
 
 from __future__ import annotations
@@ -221,7 +220,7 @@ class TcpConnection:
                     raise
                 head = pack_response(request.request_id, request.nbytes) if start == 0 else b""
                 self._outbox.add(head, part)
-                self._outbox.flush()  # the part is filled anew next
+                self._outbox.flush()  # the part is filled again next
 
     def _write(self, request: Request) -> None:
         """Every byte announced is taken off the wire, kept or not."""

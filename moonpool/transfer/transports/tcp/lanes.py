@@ -64,7 +64,7 @@ class LanePool:
             self._give_back(sock, healthy)
 
     def close(self) -> None:
-        """Idempotent. Closes idle lanes and hangs up busy ones; whoever uses them sees a lost connection."""
+        """Close idle lanes and cut busy ones; their users get a lost connection. Idempotent."""
         with self._changed:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -151,7 +151,7 @@ class LanePool:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Refusals with the peer's name and, for TLS, in words that say what to do."""
+        """Return the refusal with the peer's name and, for TLS, with what to do about it."""
         try:
             yield
         except ssl.SSLError as error:

@@ -2,8 +2,8 @@
 
 While the owner works on one run of requests the next is already on its way, so a lane never idles for a round trip.
 What is in flight is bounded such that request heads and small answers always fit the sockets' buffers: the two sides
-cannot both wait for the other to receive. Every answer is taken off the wire, refusals in the middle included, so
-the lane stays in step.
+cannot both wait for the other to receive. Every answer is taken off the wire, refusals in the middle included, so the
+lane stays in step.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def cut_runs(orders: Sequence[PipelinedRequest]) -> Iterator[RequestRun]:
 
 
 class Pipeline:
-    """All orders of one caller, on a lane that is its own. The ids start anew, as no answer is left on the lane."""
+    """The requests of one caller, on a lane that no other uses. Ids start at 0: no answer is left on the lane."""
 
     def __init__(self, sock: socket.socket, op: FrameOp, target: PipelineTarget, deadline: Deadline) -> None:
         self._sock = sock
@@ -198,7 +198,7 @@ class Pipeline:
             )
 
     def _make_inbox(self, orders: Sequence[PipelinedRequest]) -> Inbox:
-        # Large data goes past the inbox; room for it would have to be taken from the system anew each time.
+        # Large data goes past the inbox; room for it would have to be allocated each time.
         small = [RESPONSE_NBYTES + order.nbytes + VERDICT_NBYTES for order in orders if order.nbytes < DIRECT_NBYTES]
         self._inbox = inbox = Inbox(self._sock, sum(small) if self._op is FrameOp.READ else 0)
         if self._op is FrameOp.READ and orders:

@@ -1,12 +1,10 @@
-"""The owner's side of the tcp transport: one listening thread, one thread per connection (tcp/connection.py), a bounded
-number of them.
+"""The owner's side of the tcp transport: one listening thread, one thread per connection (tcp/connection.py), and a
+limit on connections.
 
-A caller first proves itself: behind a guard by what tcp/door.py asks for, else by a first request. Connections that
-have not proved themselves are counted apart and have little time; when there are too many, the oldest silent one is
-closed, so they cannot take the places of the others. Proven connections are closed after a long silence; when all their
-places are taken, the one that has been silent longest is closed for a new one.
-
-Lets callers of a guarded tcp port in, or not: the owner's part of tcp/guard.py on a real socket.
+A caller first proves itself: with a guard by the exchange of tcp/guard.py, without one by a first valid request.
+Connections that have not proved themselves are counted apart and have little time; when there are too many, the oldest
+silent one is closed, so that they cannot take the places of the others. Proven connections are closed after a long
+silence; when all their places are taken, the one that has been silent longest is closed for a new one.
 """
 
 from __future__ import annotations

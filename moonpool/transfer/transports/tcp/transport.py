@@ -1,12 +1,11 @@
-"""Between machines: our own binary protocol (tcp/frames.py) over a few lanes per peer.
+"""Between machines: our own binary protocol (tcp/frames.py) over a few connections ("lanes") per peer.
 
-A caller takes a lane (a connection) for its requests and their answers and gives it back; when all lanes are busy
-it waits, within its deadline. A lane on which anything went wrong is dropped, since its state is unknown.
+A caller takes a lane for its requests and their answers and gives it back. When all lanes are busy the caller waits,
+within its deadline. A lane on which anything went wrong is dropped, because its state is unknown. Control calls
+(transfer/control.py) use a lane too: one ASK frame, one answer.
 
-With a guard (tcp/guard.py) both ends of every connection prove who they are before anything else; Unauthorized says
-that they do not accept each other. Without one the port is open to whoever reaches it.
-
-Small questions to an owner over its tcp port: one ASK frame, one answer (tcp/frames.py, transfer/control.py).
+With a guard (tcp/guard.py) both ends of every connection prove who they are first; Unauthorized means that one end does
+not accept the other. Without a guard every process that reaches the port can use it.
 """
 
 from __future__ import annotations
@@ -233,7 +232,7 @@ class TcpRemote(RemoteSegment):
             pipeline = Pipeline(sock, FrameOp.READ, self._target, deadline)
             for number, _ in enumerate(pipeline.in_turn(orders, timeout_s)):
                 for refusal in pipeline.refusals.values():
-                    raise refusal  # the lane goes, for there are answers on it that nobody waits for
+                    raise refusal  # drop the lane: unread answers are on it
                 yield number
 
     def read_expecting(
