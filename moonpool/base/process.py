@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import NoReturn, Protocol, runtime_checkable
 
@@ -118,8 +118,8 @@ class Watched(Protocol):
 class ProcessConfig:
     """What every role's process takes besides its own configuration."""
 
-    log_level: str = field(default="INFO", metadata={"help": "DEBUG, INFO, WARNING or ERROR"})
-    ready_fd: int | None = field(default=None, metadata={"help": "inherited descriptor that is told of readiness"})
+    log_level: str = "INFO"  # DEBUG, INFO, WARNING or ERROR
+    ready_fd: int | None = None  # inherited file descriptor to which readiness is reported
 
 
 class ReadyReport(msgspec.Struct, frozen=True, omit_defaults=True):

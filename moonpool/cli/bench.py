@@ -1,4 +1,4 @@
-"""`moonpool bench`: what this machine does, each figure beside its baseline from the same run."""
+"""`moonpool bench`: measure this machine; each figure is shown with a baseline from the same run."""
 
 from __future__ import annotations
 
@@ -14,25 +14,29 @@ command = typer.Typer(no_args_is_help=True)
 
 @command.command()
 def transfer(
-    json: Annotated[bool, typer.Option("--json", help="for programs: one JSON object per line")] = False,
-    rounds: Annotated[int, typer.Option(min=1, help="how often each case is measured; the best counts")] = 3,
-    seconds: Annotated[float, typer.Option(min=0, help="how long each measurement takes")] = 1.0,
+    json: Annotated[bool, typer.Option("--json", help="print one JSON object per line")] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="measurements per case; the best one is shown")] = 3,
+    seconds: Annotated[float, typer.Option(min=0, help="seconds per measurement")] = 1.0,
 ) -> None:
-    """Speed of the tcp and shm transports between two processes of this machine (half a minute per round)."""
+    """Measure the tcp and shm transports between two processes on this machine (half a minute per round)."""
     bench_transfer.run(as_json=json, rounds=rounds, seconds=seconds)
 
 
 @command.command()
 def store(
-    json: Annotated[bool, typer.Option("--json", help="for programs: one JSON object per line")] = False,
-    case: Annotated[list[str] | None, typer.Option(help=f"may be repeated: {', '.join(bench_store.CASES)}")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="seconds in all: shows that it works, not how fast")] = False,
-    rounds: Annotated[int | None, typer.Option(min=1, help="how often each case is measured; the best counts")] = None,
-    objects: Annotated[int | None, typer.Option(min=1000, help="how many the case `grow` grows to")] = None,
-    large: Annotated[bool, typer.Option("--large", help="grow to ten million (some minutes)")] = False,
-    folder: Annotated[str | None, typer.Option(help="on the disk that the case `ssd` measures")] = None,
+    json: Annotated[bool, typer.Option("--json", help="print one JSON object per line")] = False,
+    case: Annotated[
+        list[str] | None, typer.Option(help=f"run only this case (may be repeated): {', '.join(bench_store.CASES)}")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="a smoke test of a few seconds; its figures mean nothing")
+    ] = False,
+    rounds: Annotated[int | None, typer.Option(min=1, help="measurements per case; the best one is shown")] = None,
+    objects: Annotated[int | None, typer.Option(min=1000, help="number of objects in the case `grow`")] = None,
+    large: Annotated[bool, typer.Option("--large", help="ten million objects in the case `grow` (minutes)")] = False,
+    folder: Annotated[str | None, typer.Option(help="folder on the disk that the case `ssd` measures")] = None,
 ) -> None:
-    """Speed of the pool: a master, a node and two clients, beside plain loops, iperf3, redis and fio."""
+    """Measure the pool (a master, a node, two clients) and, for comparison, plain loops, iperf3, redis and fio."""
     bench_store.run(
         as_json=json, cases=case or (), quick=quick, rounds=rounds, num_objects=objects, large=large, folder=folder
     )

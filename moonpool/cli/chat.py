@@ -36,12 +36,13 @@ Ctrl-C    stop the answer that is being given"""
 
 @dataclass(frozen=True)
 class ChatConfig:
-    url: str | None = None  # of the server, without /v1; default: the one service on this machine, else port 8000
-    model: str | None = None  # default: the first one the server offers
-    system: str | None = None  # what the model is told before the conversation
-    max_tokens: int = 512  # per answer
+    # URL of the server, without /v1; default: the service running on this machine, or http://127.0.0.1:8000
+    url: str | None = None
+    model: str | None = None  # default: the first model the server lists
+    system: str | None = None  # system prompt
+    max_tokens: int = 512  # most tokens per answer
     temperature: float | None = None  # default: the server's
-    api_key: str | None = None  # default: the environment's MOONPOOL_API_KEY or OPENAI_API_KEY
+    api_key: str | None = None  # default: $MOONPOOL_API_KEY or $OPENAI_API_KEY
 
 
 @dataclass

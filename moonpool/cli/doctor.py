@@ -17,9 +17,10 @@ from moonpool.transfer.topology import read_topology
 
 
 def command(
-    json: Annotated[bool, typer.Option("--json", help="for programs: one JSON object")] = False,
+    json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
     topology: Annotated[
-        Path | None, typer.Option("--topology", help="JSON file that overrides the choice of NICs (docs/transfer.md)")
+        Path | None,
+        typer.Option("--topology", help="JSON file that assigns NICs to memory (docs/transfer.md)"),
     ] = None,
 ) -> None:
     report = examine_machine(read_topology(topology))

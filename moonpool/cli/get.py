@@ -17,8 +17,8 @@ from moonpool.store.tensors.whole_file import whole_file
 
 
 def command(
-    key: Annotated[str, typer.Argument(help="the object's key")],
-    out: Annotated[str, typer.Option(help="file to write to; - is standard output")] = "-",
+    key: Annotated[str, typer.Argument(help="key of the object")],
+    out: Annotated[str, typer.Option(help="file to write; - writes to standard output")] = "-",
     master: MasterOption = None,
     hex: HexOption = False,
 ) -> None:
@@ -32,7 +32,7 @@ def command(
             with whole_file(Path(out)) as file:
                 _copy(store, wanted, file, show)
         except (NotFound, Refused) as error:
-            raise NotFound(f"{key!r} cannot be had: {store.why(wanted)}") from error
+            raise NotFound(f"{key!r} cannot be read: {store.why(wanted)}") from error
 
 
 def _copy(store: Store, key: bytes, file: BinaryIO, show: Show) -> None:

@@ -19,10 +19,12 @@ _SHOW_EVERY = 1000
 
 def command(
     pattern: Annotated[
-        str | None, typer.Argument(help="a regular expression (RE2) that finds something in the key")
+        str | None, typer.Argument(help="regular expression (RE2); list keys in which it matches anywhere")
     ] = None,
-    long: Annotated[bool, typer.Option("--long", "-l", help="size, tier, copies, and whether it is in use")] = False,
-    json: Annotated[bool, typer.Option("--json", help="for programs: a JSON object per line")] = False,
+    long: Annotated[
+        bool, typer.Option("--long", "-l", help="also leased (l), pinned (p), size, tiers, replicas")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="print one JSON object per line")] = False,
     master: MasterOption = None,
     hex: HexOption = False,
 ) -> None:

@@ -23,22 +23,22 @@ COMMANDS = {
     "serve": ("moonpool.cli.serve", "Start everything on this machine and serve the OpenAI API."),
     "chat": ("moonpool.cli.chat", "Talk to a running server in the terminal."),
     "model": ("moonpool.cli.model", "Fetch and list models."),
-    "master": ("moonpool.cli.master", "Run the pool's master."),
-    "node": ("moonpool.cli.node", "Run a node: it gives this machine's memory to the pool."),
-    "conductor": ("moonpool.cli.conductor", "Run the conductor: it decides where requests go."),
+    "master": ("moonpool.cli.master", "Run the pool's master: it knows where objects are."),
+    "node": ("moonpool.cli.node", "Run a node: it gives memory of this machine to the pool."),
+    "conductor": ("moonpool.cli.conductor", "Run the conductor: it chooses the workers of each request."),
     "worker": ("moonpool.cli.worker", "Run a prefill or decode worker."),
     "frontend": ("moonpool.cli.frontend", "Run the OpenAI front end."),
     "put": ("moonpool.cli.put", "Store a file in the pool."),
     "get": ("moonpool.cli.get", "Read an object from the pool."),
-    "ls": ("moonpool.cli.ls", "List objects of the pool."),
+    "ls": ("moonpool.cli.ls", "List the objects of the pool."),
     "rm": ("moonpool.cli.rm", "Remove objects from the pool."),
-    "stat": ("moonpool.cli.stat", "Show what the pool holds."),
-    "why": ("moonpool.cli.why", "Say what became of a request or of a key."),
-    "trace": ("moonpool.cli.trace", "Describe, generate and change traces of requests."),
-    "plan": ("moonpool.cli.plan", "Size a cluster and its pool for a trace; or just a model's KV."),
-    "replay": ("moonpool.cli.replay", "Replay a trace on simulated machines, several systems beside each other."),
-    "bench": ("moonpool.cli.bench", "Measure this machine: transfer, store."),
-    "doctor": ("moonpool.cli.doctor", "Say what works on this machine, what is missing and how to get it."),
+    "stat": ("moonpool.cli.stat", "Show the state of the pool: usage, hit rate, tasks, workers."),
+    "why": ("moonpool.cli.why", "Explain what happened to a request, or to a key of the pool."),
+    "trace": ("moonpool.cli.trace", "Describe, generate and change request traces."),
+    "plan": ("moonpool.cli.plan", "Size a cluster and its pool for a trace; without one, show a model's KV sizes."),
+    "replay": ("moonpool.cli.replay", "Replay a trace on simulated machines and compare systems."),
+    "bench": ("moonpool.cli.bench", "Measure transfers and the pool on this machine."),
+    "doctor": ("moonpool.cli.doctor", "Check this machine: what works, what is missing, how to fix it."),
 }
 
 
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] == "moonpool":
             raise
-        _fail(wanted, f"the Python package {error.name!r} is missing; pip install 'moonpool[all]' brings it")
+        _fail(wanted, f"the Python package {error.name!r} is missing; install it with: pip install 'moonpool[all]'")
     except (MemoryError, OSError, ImportError, RuntimeError) as error:
         shortage = memory_shortage(error)
         if shortage is None:
@@ -67,7 +67,7 @@ def build_app(wanted: str | None) -> typer.Typer:
     """The application with `wanted` in full and all other commands as a line of help."""
     app = typer.Typer(
         name="moonpool",
-        help="KVCache-centric LLM serving: prefill and decode apart, one pool of reusable KV.",
+        help="KVCache-centric LLM serving: separate prefill and decode workers, one pool of reusable KV.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,

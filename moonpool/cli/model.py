@@ -19,12 +19,12 @@ _LINE_EVERY_S = 2.0
 command = typer.Typer(no_args_is_help=True)
 
 
-@command.command("fetch", help="Download a model into the cache, verify it, and print where it is.")
+@command.command("fetch", help="Download a model into the cache, verify it, and print its path.")
 def _fetch(name: Annotated[str, typer.Argument(help="a name from `moonpool model list`")]) -> None:
     print(fetch_shown(name))
 
 
-@command.command("list", help="Show the models that can be fetched by name.")
+@command.command("list", help="List the models that can be fetched by name.")
 def _list() -> None:
     for name, model in sorted(NAMED_MODELS.items()):
         path = fetched_path(name)

@@ -1,13 +1,12 @@
 """Command-line options from configuration dataclasses: each default is written once, in the dataclass.
 
-A field `max_num_seqs: int = 8` becomes `--max-num-seqs INTEGER [default: 8]`; its help is the field's metadata
-`{"help": ...}` or else the comment behind it; a field without a default is required; a tuple is an option that may be
-repeated; the word `none` stands for None where a text may be None. A field in bytes (`dram_nbytes`) takes a size as
-people write it (`64GB`). Values are checked by base/config.py, so a command line and a mapping are held to the same
-types.
+A field `max_num_seqs: int = 8` becomes `--max-num-seqs INTEGER [default: 8]`. Its help is the comment behind the field,
+or the comment lines above it. A field without a default is required; a tuple is an option that may be repeated; the
+word `none` stands for None where a text may be None. A field in bytes (`dram_nbytes`) takes a size with a unit
+(`64GB`). base/config.py checks the values, so a command line and a mapping follow the same types.
 
-Where base/config.py gives the option another name than the field's, the field's name is accepted too and not shown.
-A field with the metadata `{"hidden": True}` is accepted and not shown either.
+Where base/config.py gives the option another name than the field's, the field's name is accepted too, but not shown.
+A field with the metadata `{"hidden": True}` is accepted and not shown.
 """
 
 from __future__ import annotations
@@ -26,7 +25,8 @@ from moonpool.base.config import OPTION_NAMES, from_mapping, option_name
 from moonpool.base.errors import ConfigError
 from moonpool.base.units import format_nbytes, parse_nbytes
 
-_TRAILING_COMMENT = re.compile(r"^\s+(\w+)\s*:.*?#\s*(.+?)\s*$", re.MULTILINE)
+_FIELD = re.compile(r"\s+(\w+)\s*:[^#]*(?:#\s*(.+?))?\s*$")
+_COMMENT = re.compile(r"\s+#\s*(.+?)\s*$")
 _PLAIN = (int, float, bool, str)
 NONE = "none"  # as a value: no value, in place of the default
 _OLD_NAMES = {name.replace("_", "-"): option for name, option in OPTION_NAMES.items()}
@@ -76,8 +76,9 @@ def _value(name: str, hint: Any, value: Any) -> Any:
 def _parameters(config: type[Any], prefix: str = "") -> list[inspect.Parameter]:
     hints, comments = get_type_hints(config), _comments(config)
     parameters: list[inspect.Parameter] = []
-    for field in sorted(fields(config), key=lambda each: each.name not in inspect.get_annotations(config)):
-        name, hint = prefix + field.name, hints[field.name]  # its own fields first, then inherited ones
+    own = list(inspect.get_annotations(config))  # its own fields first, as they are written, then inherited ones
+    for field in sorted(fields(config), key=lambda each: own.index(each.name) if each.name in own else len(own)):
+        name, hint = prefix + field.name, hints[field.name]
         if _is_nested(hint):
             parameters += _parameters(hint, name + "_")
         else:
@@ -85,8 +86,7 @@ def _parameters(config: type[Any], prefix: str = "") -> list[inspect.Parameter]:
     return parameters
 
 
-def _parameter(name: str, field: Field[Any], hint: Any, comment: str | None) -> inspect.Parameter:
-    help_text = field.metadata.get("help", comment)
+def _parameter(name: str, field: Field[Any], hint: Any, help_text: str | None) -> inspect.Parameter:
     base, optional = _without_none(hint)
     choices = _choices(base)
     if choices:
@@ -157,9 +157,16 @@ def _choices(base: Any) -> list[str]:
 
 
 def _comments(config: type[Any]) -> dict[str, str]:
-    """The comments behind the fields, by field name, those of inherited fields included."""
+    """Return the fields' comments by field name, those of inherited fields included."""
     found: dict[str, str] = {}
     for base in reversed(config.__mro__):
-        if is_dataclass(base):
-            found.update(_TRAILING_COMMENT.findall(inspect.getsource(base)))
+        above: list[str] = []
+        for line in inspect.getsource(base).splitlines() if is_dataclass(base) else ():
+            if comment := _COMMENT.match(line):
+                above.append(comment[1])
+                continue
+            field = _FIELD.match(line)
+            if field and (field[2] or above):
+                found[field[1]] = field[2] or " ".join(above)
+            above = []
     return found

@@ -24,31 +24,31 @@ if TYPE_CHECKING:
 
 def command(
     trace: Annotated[
-        Path | None, typer.Argument(help="in Mooncake's format; without one, only the model's KV sizes are told")
+        Path | None, typer.Argument(help="trace in Mooncake's format; without one, only the model's KV sizes are shown")
     ] = None,
     model: Annotated[
-        str, typer.Option(help="a name, for example llama3-70b, or the path of a config.json")
+        str, typer.Option(help="model name, for example llama3-70b, or path of a config.json")
     ] = "llama3-70b",
-    gpu: Annotated[str, typer.Option(help="of the nodes: a800, h100, ...")] = "a800",
-    gpus: Annotated[int, typer.Option(min=1, help="per node")] = 8,
-    nodes: Annotated[int, typer.Option(min=2, help="to split between prefill and decode")] = 16,
-    ttft: Annotated[float, typer.Option(help="target of the time to the first token, seconds")] = 30.0,
-    tbt: Annotated[float, typer.Option(help="target of the time between tokens, seconds")] = 0.1,
-    goal: Annotated[float, typer.Option(help="share of requests that shall meet both")] = 0.95,
-    dram: Annotated[str, typer.Option(help="of each node, for the pool")] = "1TB",
-    ssd: Annotated[str, typer.Option(help="of each node, for the pool")] = "0",
+    gpu: Annotated[str, typer.Option(help="GPU of the nodes: a800, h100, ...")] = "a800",
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs per node")] = 8,
+    nodes: Annotated[int, typer.Option(min=2, help="number of nodes to split between prefill and decode")] = 16,
+    ttft: Annotated[float, typer.Option(help="target for the time to first token, in seconds")] = 30.0,
+    tbt: Annotated[float, typer.Option(help="target for the time between tokens, in seconds")] = 0.1,
+    goal: Annotated[float, typer.Option(help="fraction of requests that must meet both targets")] = 0.95,
+    dram: Annotated[str, typer.Option(help="pool memory of each node")] = "1TB",
+    ssd: Annotated[str, typer.Option(help="pool disk space of each node")] = "0",
     price: Annotated[
-        Path | None, typer.Option(help="JSON with gpu_hour, dram_gb_month, ssd_gb_month; default: assumed ones")
+        Path | None, typer.Option(help="JSON file with gpu_hour, dram_gb_month, ssd_gb_month; default: assumed prices")
     ] = None,
     check: Annotated[
-        int, typer.Option(min=0, help="requests to run through the simulator for each of the best splits; 0: none")
+        int, typer.Option(min=0, help="requests to simulate for each of the best splits; 0: do not simulate")
     ] = 300,
-    profile: Annotated[Path | None, typer.Option(help="JSON of measured steps to take times from")] = None,
+    profile: Annotated[Path | None, typer.Option(help="JSON file of measured step times to use")] = None,
     block_tokens: Annotated[
-        int | None, typer.Option(min=1, help="tokens per block in TRACE; default: what it says, else 512")
+        int | None, typer.Option(min=1, help="tokens per block in TRACE; default: as stated in the file, or 512")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="of the draws that say how sure it is")] = 0,
-    json: Annotated[bool, typer.Option("--json", help="for programs: one JSON object")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="random seed of the uncertainty estimate")] = 0,
+    json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     import msgspec
 

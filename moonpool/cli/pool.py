@@ -22,20 +22,20 @@ _RETRY_S = 2.0  # people wait less gladly than programs for a master that may co
 MasterOption = Annotated[
     str | None,
     typer.Option(
-        "--master", help="address of the master; default: MOONPOOL_MASTER, else the one service running on this machine"
+        "--master", help="address of the master; default: $MOONPOOL_MASTER, or the service running on this machine"
     ),
 ]
-HexOption = Annotated[bool, typer.Option("--hex", help="keys are written in hexadecimal")]
+HexOption = Annotated[bool, typer.Option("--hex", help="read and print keys in hexadecimal")]
 
 
 @contextmanager
 def pool(master: str | None) -> Iterator[Store]:
     """The pool of the master at that address, or of the one that can be found."""
-    address = master or find_master("say which pool with --master ADDRESS")
+    address = master or find_master("state the pool with --master ADDRESS")
     with Store(address, config=ClientConfig(name="moonpool cli", retry_s=_RETRY_S)) as store:
         try:
             yield store
         except Unauthorized as error:
             raise Unauthorized(
-                f"{error} (this command takes the files from {', '.join(CREDENTIAL_VARIABLES.values())})"
+                f"{error} (this command reads the file names from {', '.join(CREDENTIAL_VARIABLES.values())})"
             ) from error

@@ -26,14 +26,14 @@ _PIECE_NBYTES = 4 * 1024 * 1024
 
 
 def command(
-    file: Annotated[str, typer.Argument(help="what to store; - is standard input")],
-    key: Annotated[str | None, typer.Option(help="under which key; default: the file's name")] = None,
-    replicas: Annotated[int, typer.Option(help="number of copies, each on another node")] = 1,
-    pinned: Annotated[bool, typer.Option("--pinned", help="never evict it")] = False,
-    replace: Annotated[bool, typer.Option("--replace", help="take the place of what is under the key")] = False,
+    file: Annotated[str, typer.Argument(help="file to store; - reads standard input")],
+    key: Annotated[str | None, typer.Option(help="key of the object; default: the file's name")] = None,
+    replicas: Annotated[int, typer.Option(help="number of replicas, each on a different node")] = 1,
+    pinned: Annotated[bool, typer.Option("--pinned", help="protect the object from eviction")] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="replace the object that has this key")] = False,
     tensors: Annotated[
         bool,
-        typer.Option("--tensors", help="a safetensors file: each tensor is an object; --key is put before their names"),
+        typer.Option("--tensors", help="store each tensor of a safetensors file under --key plus its name"),
     ] = False,
     master: MasterOption = None,
     hex: HexOption = False,
@@ -46,7 +46,7 @@ def command(
             print(f"stored {len(keys)} tensors", file=sys.stderr)
             return
         if key is None and file == _STDIN:
-            raise InvalidInput("standard input has no name; say under which --key")
+            raise InvalidInput("standard input has no name; add --key KEY")
         name = key or Path(file).name
         data = _read(file)
         _put(store, read_key(name, hex), data, settings, lambda done: show(done, data.nbytes))
@@ -70,7 +70,7 @@ def _put(store: Store, key: bytes, data: memoryview, settings: PutSettings, show
                 session.write(index, piece)
                 show(index * _PIECE_NBYTES + piece.nbytes)
     except AlreadyExists as error:
-        raise AlreadyExists("the key is in the pool already; remove it first, or --replace it") from error
+        raise AlreadyExists("the pool already holds this key; remove it first, or add --replace") from error
 
 
 def _read(file: str) -> memoryview:

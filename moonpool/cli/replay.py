@@ -35,55 +35,56 @@ from moonpool.traces.mooncake_jsonl import read_jsonl
 
 _ALL = "all"
 _OUTPUT_OPTIONS = ("json", "report", "force")
-_SYSTEMS_HELP = f"default {FULL} and {BASELINE}; {_ALL}, or one of " + "; ".join(
+_SYSTEMS_HELP = f"default: {FULL} and {BASELINE}; {_ALL}, or one of " + "; ".join(
     f"{each.name}: {each.summary}" for each in SYSTEMS.values()
 )
 
 
 def command(
     context: typer.Context,
-    file: Annotated[Path, typer.Argument(metavar="TRACE", help="in Mooncake's format; .gz is fine")],
+    file: Annotated[Path, typer.Argument(metavar="TRACE", help="trace in Mooncake's format; may be gzipped (.gz)")],
     systems: Annotated[
         list[str] | None,
-        typer.Option("--system", help=f"may be repeated; {_SYSTEMS_HELP}"),
+        typer.Option("--system", help=f"system to simulate; may be repeated; {_SYSTEMS_HELP}"),
     ] = None,
     features_off: Annotated[
         list[str] | None,
-        typer.Option("--without", help=f"also {FULL} with this feature off: {', '.join(FEATURES)}; may be repeated"),
+        typer.Option("--without", help=f"also {FULL} without this feature: {', '.join(FEATURES)}; may be repeated"),
     ] = None,
     load: Annotated[float, typer.Option(help="multiply the trace's request rate by this factor")] = 1.0,
-    slice: Annotated[str | None, typer.Option(help="seconds BEGIN:END of the trace; either may be left out")] = None,
-    ttft: Annotated[float, typer.Option(help="target for the first token, seconds")] = 30.0,
-    tbt: Annotated[float, typer.Option(help="target for the time between tokens, seconds")] = 0.1,
+    slice: Annotated[str | None, typer.Option(help="seconds BEGIN:END of the trace; either may be omitted")] = None,
+    ttft: Annotated[float, typer.Option(help="target for the time to first token, in seconds")] = 30.0,
+    tbt: Annotated[float, typer.Option(help="target for the time between tokens, in seconds")] = 0.1,
     admission: Annotated[
-        AdmissionForm, typer.Option(help="which load of decode nodes counts when a request arrives (docs/conductor.md)")
+        AdmissionForm, typer.Option(help="which decode load counts when a request arrives (docs/conductor.md)")
     ] = AdmissionForm.PREDICTED,
-    model: Annotated[str, typer.Option(help="a known model, or the path of a config.json")] = "llama3-70b",
-    gpu: Annotated[str, typer.Option(help="kind of GPU")] = "a800",
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs of a node; they run one instance together")] = 8,
-    nodes: Annotated[int, typer.Option(min=2, help="nodes in all")] = 16,
-    prefill: Annotated[int | None, typer.Option(help="nodes that prefill; default: half of them")] = None,
-    pipeline_nodes: Annotated[int, typer.Option(min=1, help="prefill nodes that are one worker, a pipeline")] = 1,
+    model: Annotated[str, typer.Option(help="model name, or path of a config.json")] = "llama3-70b",
+    gpu: Annotated[str, typer.Option(help="GPU of the nodes: a800, h100, ...")] = "a800",
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs per node; they run one model instance together")] = 8,
+    nodes: Annotated[int, typer.Option(min=2, help="number of nodes")] = 16,
+    prefill: Annotated[int | None, typer.Option(help="number of prefill nodes; default: half of the nodes")] = None,
+    pipeline_nodes: Annotated[int, typer.Option(min=1, help="prefill nodes per worker, as a pipeline")] = 1,
     fails: Annotated[
         list[str] | None,
         typer.Option(
             "--fail",
-            help="NODE@SECOND+LASTS (p0, p1, ... prefill, d0, d1, ... decode): crashes then and is back, empty, after"
-            " so long, or never without +LASTS; with :slow=FACTOR or :frozen only its network; may be repeated",
+            help="NODE@SECOND+DURATION: NODE (p0, p1, ... prefill; d0, d1, ... decode) crashes at SECOND and comes back"
+            " empty after DURATION seconds (without +DURATION: never); with :slow=FACTOR or :frozen appended, only its"
+            " network is slow or stops; may be repeated",
         ),
     ] = None,
-    dram: Annotated[str, typer.Option(help="memory of a node for the pool")] = "1TB",
-    ssd: Annotated[str, typer.Option(help="disk of a node for the pool")] = "0",
-    profile: Annotated[Path | None, typer.Option(help="JSON of measured steps to take times from")] = None,
+    dram: Annotated[str, typer.Option(help="pool memory of each node")] = "1TB",
+    ssd: Annotated[str, typer.Option(help="pool disk space of each node")] = "0",
+    profile: Annotated[Path | None, typer.Option(help="JSON file of measured step times to use")] = None,
     block_tokens: Annotated[
-        int | None, typer.Option(min=1, help="tokens per block in TRACE; default: what it says, else 512")
+        int | None, typer.Option(min=1, help="tokens per block in TRACE; default: as stated in the file, or 512")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="same seed, same bytes")] = 0,
-    json: Annotated[bool, typer.Option("--json", help="for programs: one JSON object per system and line")] = False,
-    report: Annotated[Path | None, typer.Option(help="write an HTML report there; it opens without a network")] = None,
-    force: Annotated[bool, typer.Option("--force", help="replace a report that is there")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="random seed; the same seed gives the same results")] = 0,
+    json: Annotated[bool, typer.Option("--json", help="print one JSON object per system, one per line")] = False,
+    report: Annotated[Path | None, typer.Option(help="HTML report to write; it needs no network to open")] = None,
+    force: Annotated[bool, typer.Option("--force", help="replace the report if it exists")] = False,
 ) -> None:
-    """Replay a trace of requests on simulated machines."""
+    """Replay a trace of requests on simulated machines and compare the systems."""
     if report is not None:
         _refuse_unwritable(report, force)
     failures = tuple(parse_failure(each) for each in fails or [])
@@ -111,7 +112,7 @@ def command(
 def _refuse_unwritable(report: Path, force: bool) -> None:
     """Before the work, not after it."""
     if report.exists() and not force:
-        raise AlreadyExists(f"{report} is there already; choose another name, or replace it with --force")
+        raise AlreadyExists(f"{report} exists already; choose another name, or replace it with --force")
     if not report.absolute().parent.is_dir():
         raise InvalidInput(f"cannot write {report}: there is no such folder")
 
@@ -144,7 +145,7 @@ def _refuse_late(failures: tuple[Failure, ...], trace: Trace) -> None:
 
 def _target(seconds: float, option: str) -> float:
     if not 0 < seconds < math.inf:
-        raise InvalidInput(f"{option} is a number of seconds above 0, not {seconds:g}")
+        raise InvalidInput(f"{option} must be a number of seconds above 0, not {seconds:g}")
     return seconds
 
 

@@ -14,21 +14,21 @@ from moonpool.store import Store
 from moonpool.store.keys_text import read_key
 
 _MAX_SHOWN = 5
-_WHAT_TO_DO = "Try again then, or remove it at once with --force"
+_WHAT_TO_DO = "Try again later, or remove it now with --force"
 
 
 def command(
-    keys: Annotated[list[str] | None, typer.Argument(help="keys of objects")] = None,
+    keys: Annotated[list[str] | None, typer.Argument(help="keys of the objects to remove")] = None,
     matching: Annotated[
-        str | None, typer.Option(help="all in whose key this regular expression (RE2) finds something")
+        str | None, typer.Option(help="remove objects in whose key this regular expression (RE2) matches anywhere")
     ] = None,
-    all: Annotated[bool, typer.Option("--all", help="every object of the pool")] = False,
-    force: Annotated[bool, typer.Option("--force", help="also what is leased to readers or pinned")] = False,
+    all: Annotated[bool, typer.Option("--all", help="remove every object of the pool")] = False,
+    force: Annotated[bool, typer.Option("--force", help="also remove leased and pinned objects")] = False,
     master: MasterOption = None,
     hex: HexOption = False,
 ) -> None:
     if sum((bool(keys), matching is not None, all)) != 1:
-        raise InvalidInput("say what to remove: KEY..., --matching REGEX or --all")
+        raise InvalidInput("state what to remove: KEY..., --matching REGEX or --all")
     with pool(master) as store:
         if keys:
             _remove_keys(store, keys, hex, force)
@@ -53,6 +53,6 @@ def _remove_matching(store: Store, pattern: str | None, force: bool) -> None:
     print(f"removed {num_removed} objects", file=sys.stderr)
     if num_kept:
         raise Overloaded(
-            f"{num_kept} are in use and were not removed: a lease ends some seconds after the last read, "
-            f"a pin with its owner. {_WHAT_TO_DO}"
+            f"{num_kept} objects are in use and were not removed: a lease ends some seconds after the last read, "
+            f"a pin ends with the process that holds it. {_WHAT_TO_DO}"
         )

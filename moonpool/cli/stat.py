@@ -27,13 +27,14 @@ _ASK_S = 2.0
 
 
 def command(
-    json: Annotated[bool, typer.Option("--json", help="for programs: one JSON object, numbers as they are")] = False,
+    json: Annotated[bool, typer.Option("--json", help="print one JSON object, with exact numbers")] = False,
     master: MasterOption = None,
     conductor: Annotated[
-        str | None, typer.Option(help="address of the conductor, for its workers; default: the one beside the master")
+        str | None,
+        typer.Option(help="conductor whose workers are listed; default: the one started with the master"),
     ] = None,
 ) -> None:
-    address = master or find_master("say which pool with --master ADDRESS")
+    address = master or find_master("state the pool with --master ADDRESS")
     with pool(address) as store:
         stats, tasks, journal = store.stats(), store.tasks.running(), _journal(store.metrics())
     workers = _workers(conductor or conductor_beside(address), is_named=conductor is not None)
@@ -110,7 +111,7 @@ def _in_words(
 def _hits_in_words(counters: Mapping[str, int]) -> str:
     rate, hits = hit_rate(counters), counters.get("hits", 0)
     if rate is None:
-        return "hit rate: nothing was looked up yet"
+        return "hit rate: no look-ups yet"
     return f"hit rate: {rate:.1%} ({hits:,} of {hits + counters.get('misses', 0):,} look-ups found their object)"
 
 
@@ -137,7 +138,7 @@ def _room(*, used_nbytes: int, capacity_nbytes: int, **_: int) -> str:
 
 def _journal_in_words(journal: dict[str, int] | None) -> str:
     if journal is None:
-        return "journal: none; a restart of the master forgets what is in memory"
-    health = "ok" if journal.get("durable") else "NOT DURABLE, a restart may forget something"
+        return "journal: none; a restarted master does not know the objects in memory"
+    health = "ok" if journal.get("durable") else "NOT DURABLE, a restarted master may miss objects"
     size, unsynced = format_nbytes(journal.get("bytes", 0)), format_nbytes(journal.get("unsynced_bytes", 0))
     return f"journal: {health}; {size} to replay, {unsynced} not yet on disk"

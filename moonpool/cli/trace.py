@@ -23,24 +23,29 @@ _Number = TypeVar("_Number", int, float)
 _LIKE = "like"
 _KINDS_HELP = "; ".join(f"{name}: {kind.summary}" for name, kind in KINDS.items())
 FileArgument: TypeAlias = Annotated[
-    Path, typer.Argument(help="in Mooncake's format, one JSON object per line; .gz is fine")
+    Path, typer.Argument(help="trace in Mooncake's format: one JSON object per line; may be gzipped (.gz)")
 ]
-OutputOption: TypeAlias = Annotated[Path, typer.Option("-o", "--output", help="where to write; .gz compresses")]
-ForceOption: TypeAlias = Annotated[bool, typer.Option("--force", help="replace a file that is there")]
+OutputOption: TypeAlias = Annotated[
+    Path, typer.Option("-o", "--output", help="file to write; gzipped if it ends in .gz")
+]
+ForceOption: TypeAlias = Annotated[bool, typer.Option("--force", help="replace the output file if it exists")]
 BlockOption: TypeAlias = Annotated[
-    int | None, typer.Option(min=1, help="tokens per block in FILE; default: what it says, else 512")
+    int | None, typer.Option(min=1, help="tokens per block in FILE; default: as stated in the file, or 512")
 ]
 CvOption: TypeAlias = Annotated[
-    float | None, typer.Option(help="variation of the gaps between arrivals: 0 even, 1 Poisson, more is bursty")
+    float | None,
+    typer.Option(help="variation of the gaps between arrivals: 0 even, 1 Poisson, above 1 bursty"),
 ]
-StepOption: TypeAlias = Annotated[float | None, typer.Option(help="tell arrivals in steps of so many seconds")]
-SeedOption: TypeAlias = Annotated[int, typer.Option(min=0, help="same seed, same trace")]
+StepOption: TypeAlias = Annotated[
+    float | None, typer.Option(help="round arrivals down to multiples of this many seconds")
+]
+SeedOption: TypeAlias = Annotated[int, typer.Option(min=0, help="random seed; the same seed gives the same trace")]
 
 
-@command.command("describe", help="Show a trace's statistics, and a picture of it.")
+@command.command("describe", help="Show statistics and a picture of a trace.")
 def _describe(
     file: FileArgument,
-    json: Annotated[bool, typer.Option("--json", help="for programs: one JSON object, no picture")] = False,
+    json: Annotated[bool, typer.Option("--json", help="print one JSON object, without the picture")] = False,
     block_tokens: BlockOption = None,
 ) -> None:
     import msgspec
@@ -57,22 +62,22 @@ def _describe(
 
 
 @command.command(
-    "generate", help=f"Make a trace. KIND is one of {_KINDS_HELP}; {_LIKE}: fitted to the trace --like names."
+    "generate", help=f"Generate a trace. KIND is one of {_KINDS_HELP}; {_LIKE}: fitted to the trace given with --like."
 )
 def _generate(
     kind: Annotated[str, typer.Argument(help=", ".join([*KINDS, _LIKE]))],
     output: OutputOption,
-    requests: Annotated[int | None, typer.Option(min=1, help="how many; default: the kind's own")] = None,
-    rate: Annotated[float | None, typer.Option(help="requests per second; default: the kind's own")] = None,
+    requests: Annotated[int | None, typer.Option(min=1, help="number of requests; default: the kind's")] = None,
+    rate: Annotated[float | None, typer.Option(help="requests per second; default: the kind's")] = None,
     seed: SeedOption = 0,
     cv: CvOption = None,
     step: StepOption = None,
-    like: Annotated[Path | None, typer.Option(help="the trace that a trace of kind `like` is fitted to")] = None,
+    like: Annotated[Path | None, typer.Option(help="with the kind `like`: the trace to imitate")] = None,
     force: ForceOption = False,
 ) -> None:
     _refuse_existing(output, force)
     if (kind == _LIKE) != (like is not None):
-        raise InvalidInput(f"the kind {_LIKE!r} needs --like FILE, and no other kind takes it")
+        raise InvalidInput(f"--like FILE is required with the kind {_LIKE!r}, and allowed with no other kind")
     arrivals = _arrivals(cv, step)
     if like is not None:
         original = _read(like, None)
@@ -83,26 +88,26 @@ def _generate(
 
 
 @command.command(
-    "change", help="Make a trace from others. Changes are made in the order in which they are listed here."
+    "change", help="Make a new trace from others. The changes are applied in the order in which they are listed here."
 )
 def _change(
     file: FileArgument,
     output: OutputOption,
-    merge: Annotated[list[Path] | None, typer.Option(help="mix this one in, by arrival; may be repeated")] = None,
+    merge: Annotated[list[Path] | None, typer.Option(help="merge this trace in by arrival; may be repeated")] = None,
     share_blocks: Annotated[
-        bool, typer.Option("--share-blocks", help="equal ids in merged files are one block")
+        bool, typer.Option("--share-blocks", help="with --merge: equal block ids of different files are the same block")
     ] = False,
-    slice: Annotated[str | None, typer.Option(help="seconds BEGIN:END of it; either may be left out")] = None,
-    requests: Annotated[str | None, typer.Option(help="requests BEGIN:END of it; either may be left out")] = None,
-    scale: Annotated[float | None, typer.Option(help="so many times the load: the same requests in less time")] = None,
-    rate: Annotated[float | None, typer.Option(help="new arrivals at so many requests per second")] = None,
+    slice: Annotated[str | None, typer.Option(help="keep seconds BEGIN:END; either may be omitted")] = None,
+    requests: Annotated[str | None, typer.Option(help="keep requests BEGIN:END; either may be omitted")] = None,
+    scale: Annotated[float | None, typer.Option(help="multiply the request rate by this factor")] = None,
+    rate: Annotated[float | None, typer.Option(help="draw new arrival times, at this many requests per second")] = None,
     cv: CvOption = None,
     step: StepOption = None,
     seed: SeedOption = 0,
-    cut_blocks: Annotated[int | None, typer.Option(help="cut blocks into smaller ones of so many tokens")] = None,
-    relabel: Annotated[bool, typer.Option("--relabel", help="number blocks by first appearance")] = False,
-    tenant: Annotated[int | None, typer.Option(help="all requests are this tenant's")] = None,
-    priority: Annotated[int | None, typer.Option(help="all requests have this priority")] = None,
+    cut_blocks: Annotated[int | None, typer.Option(help="split blocks into smaller ones of this many tokens")] = None,
+    relabel: Annotated[bool, typer.Option("--relabel", help="renumber blocks by first appearance")] = False,
+    tenant: Annotated[int | None, typer.Option(help="set the tenant of all requests")] = None,
+    priority: Annotated[int | None, typer.Option(help="set the priority of all requests")] = None,
     block_tokens: BlockOption = None,
     force: ForceOption = False,
 ) -> None:
@@ -112,7 +117,7 @@ def _change(
 
     _refuse_existing(output, force)
     if rate is None and (cv is not None or step is not None):
-        raise InvalidInput("--cv and --step shape the new arrivals of --rate; say that too")
+        raise InvalidInput("--cv and --step shape the new arrivals of --rate; add --rate")
     trace = _read(file, block_tokens)
     if merge:
         trace = changes.merge([trace, *(_read(other, block_tokens) for other in merge)], share_blocks=share_blocks)
@@ -141,7 +146,7 @@ def _read(file: Path, block_tokens: int | None) -> Trace:
 
 def _write(trace: Trace, output: Path, force: bool) -> None:
     if not len(trace):
-        raise InvalidInput("nothing is left of the trace; choose a larger part")
+        raise InvalidInput("no request is left in the trace; choose a larger part")
     write_jsonl(trace, output, replace=force)
     print(f"wrote {len(trace)} requests in {trace.duration_s:.0f} s to {output}", file=sys.stderr)
 
@@ -149,7 +154,7 @@ def _write(trace: Trace, output: Path, force: bool) -> None:
 def _refuse_existing(output: Path, force: bool) -> None:
     """Before the work, not after it."""
     if output.exists() and not force:
-        raise AlreadyExists(f"{output} is there already; choose another name, or replace it with --force")
+        raise AlreadyExists(f"{output} exists already; choose another name, or replace it with --force")
 
 
 def _arrivals(cv: float | None, step_s: float | None) -> Arrivals | None:

@@ -22,18 +22,18 @@ from moonpool.master.state.changes import NEVER_STORED
 from moonpool.store.keys_text import read_key
 
 _ASK_S = 5.0
-_KEYS_HINT = "`moonpool ls` lists the keys of the pool; those of KV blocks are typed with --hex"
+_KEYS_HINT = "`moonpool ls` lists the keys of the pool; keys of KV blocks need --hex"
 
 
 def command(
     what: Annotated[
-        str, typer.Argument(metavar="REQUEST_ID|KEY", help="a request's id, or a key stored now or earlier")
+        str, typer.Argument(metavar="REQUEST_ID|KEY", help="id of a request, or key of an object that is or was stored")
     ],
     master: MasterOption = None,
     hex: HexOption = False,
     conductor: Annotated[
         str | None,
-        typer.Option(help="address of the conductor; default: those of the services that run on this machine"),
+        typer.Option(help="address of the conductor; default: all conductors running on this machine"),
     ] = None,
 ) -> None:
     found = [] if hex else _find_request(what, conductor)
@@ -72,7 +72,7 @@ def _explain_key(key: str, master: str | None, hex: bool) -> None:
         raise NotFound(f"the pool never held the key {key!r}; {_KEYS_HINT}")
     else:
         raise NotFound(
-            f"nothing is known of {key!r}: no conductor here has a record of such a request and the pool never held "
-            f"such a key. A request's id is the `id` of its answer (or its x-request-id header); conductors keep the "
-            f"newest ones, GET /v1/records lists them. {_KEYS_HINT}"
+            f"nothing is known of {key!r}: no conductor on this machine has a record of such a request, and the pool "
+            f"never held such a key. The id of a request is the `id` in its answer, or its x-request-id header. A "
+            f"conductor keeps the newest records only; GET /v1/records lists them. {_KEYS_HINT}"
         )

@@ -47,11 +47,11 @@ _SHARED_METRICS_S = 150.0  # two of Prometheus' usual intervals, and some
 
 @dataclass(frozen=True, slots=True)
 class ConductorConfig:
-    address: str = "tcp:127.0.0.1:0"  # where to listen; port 0: any free one
-    store_address: str | None = None  # of the pool; without it there is no pool
-    name: str = "conductor"
-    num_records: int = 10_000
-    max_pool_blocks: int = 4_000_000
+    address: str = "tcp:127.0.0.1:0"  # address to listen on; port 0: any free port
+    store_address: str | None = None  # address of the pool's master; default: no pool
+    name: str = "conductor"  # name in logs and metrics
+    num_records: int = 10_000  # decision records that are kept, for `moonpool why`
+    max_pool_blocks: int = 4_000_000  # most pool blocks in the prefix index
     policy: PolicyConfig = field(default_factory=PolicyConfig)
 
 

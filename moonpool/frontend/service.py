@@ -35,29 +35,25 @@ _SPARE_FILES = 128  # descriptors for everything that is not a client's connecti
 
 @dataclass(frozen=True)
 class FrontendConfig:
-    conductor_address: str = field(metadata={"help": "where the conductor listens"})
-    state_dir: str = field(metadata={"help": "folder for what must survive a restart, secrets included"})
-    master_address: str | None = field(default=None, metadata={"help": "the pool's master, for its metrics"})
-    model: str = field(default="smollm2", metadata={"help": "model name, Hugging Face folder or .gguf file"})
-    model_name: str | None = field(default=None, metadata={"help": "name shown to clients; the model's own if unset"})
-    listen: str = field(default="tcp:127.0.0.1:8000", metadata={"help": "where to serve HTTP; port 0: any free one"})
+    conductor_address: str  # address of the conductor
+    state_dir: str  # folder for secrets and other files that must survive a restart
+    master_address: str | None = None  # address of the pool's master, to show its metrics; default: not shown
+    model: str = "smollm2"  # a name from `moonpool model list`, a Hugging Face folder or a .gguf file
+    model_name: str | None = None  # model name shown to clients; default: the model's own name
+    listen: str = "tcp:127.0.0.1:8000"  # address of the OpenAI API; port 0: any free port
     host: str | None = field(default=None, metadata={"hidden": True})  # with `port`: the form of `listen` before it
     port: int | None = field(default=None, metadata={"hidden": True})
-    name: str = field(default="frontend", metadata={"help": "tells several front ends apart, in logs and metrics"})
-    expected_workers: tuple[str, ...] = field(default=(), metadata={"help": "workers that /health misses when away"})
-    tenants_file: str | None = field(default=None, metadata={"help": "JSON file of tenants and their API keys"})
-    max_model_len: int | None = field(default=None, metadata={"help": "longest context; the model's own if unset"})
-    request_timeout_s: float = field(default=600.0, metadata={"help": "after this time a request ends"})
-    max_attempts: int = field(default=4, metadata={"help": "tries per request that living workers may fail"})
-    worker_wait_s: float = field(default=30.0, metadata={"help": "how long a request waits for workers to return"})
-    max_body_nbytes: int | None = field(
-        default=None, metadata={"help": "largest request body; what the model's context can need if unset"}
-    )
-    prompt_process: bool = field(
-        default=True, metadata={"help": "prepare long prompts in a process of their own, so that they delay no stream"}
-    )
-    max_connections: int = field(default=1024, metadata={"help": "most client connections at a time"})
-    access_log: bool = field(default=False, metadata={"help": "log a line per request"})
+    name: str = "frontend"  # name in logs and metrics; unique if there are several front ends
+    expected_workers: tuple[str, ...] = ()  # worker that /health reports when it is missing; may be repeated
+    tenants_file: str | None = None  # JSON file of tenants and their API keys; default: one tenant, no API key needed
+    max_model_len: int | None = None  # longest prompt plus answer in tokens; default: the model's limit
+    request_timeout_s: float = 600.0  # seconds after which a request fails
+    max_attempts: int = 4  # attempts per request; attempts lost because a worker died do not count
+    worker_wait_s: float = 30.0  # seconds a request waits for lost workers to come back
+    max_body_nbytes: int | None = None  # largest request body; default: enough for the longest prompt
+    prompt_process: bool = True  # tokenize long prompts in a separate process, so that they do not delay streams
+    max_connections: int = 1024  # most client connections at the same time
+    access_log: bool = False  # log one line per request
 
     def __post_init__(self) -> None:
         if not 0 <= self.http_address.port < 65536:

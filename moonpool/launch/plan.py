@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from moonpool.base.address import host_port
@@ -31,27 +31,32 @@ class ServeConfig:
     prefill: int = 1  # number of prefill workers
     decode: int = 1  # number of decode workers
     dram: str = "1GB"  # memory of the pool
-    ssd: str | None = None  # a folder for blocks that are cold; they are found again after a restart
-    ssd_size: str = "10GB"  # disk space of the pool, with --ssd
+    ssd: str | None = None  # folder for blocks evicted from DRAM; they survive a restart
+    ssd_size: str = "10GB"  # disk space of the pool; used with --ssd
     kv: str = "512MB"  # memory for KV pages, per worker
-    host: str = "127.0.0.1"  # where the OpenAI API listens
-    port: int = 8000  # 0 takes a free one
+    host: str = "127.0.0.1"  # address on which the OpenAI API listens
+    port: int = 8000  # 0: any free port
     block_tokens: int = WorkerConfig.block_tokens  # tokens per KV block
-    max_batch_tokens: int = WorkerConfig.max_batch_tokens  # tokens computed per step
-    max_num_seqs: int = WorkerConfig.max_num_seqs  # sequences a worker runs at once
-    max_model_len: int | None = None  # longest prompt and answer together; default: what the model allows
-    dtype: DType = WorkerConfig.dtype
-    device: Device = WorkerConfig.device
-    threads: int | None = None  # CPU threads per worker; default: the machine's cores are divided among the workers
+    max_batch_tokens: int = WorkerConfig.max_batch_tokens  # tokens a worker computes per step
+    max_num_seqs: int = WorkerConfig.max_num_seqs  # sequences a worker runs at the same time
+    max_model_len: int | None = None  # longest prompt plus answer in tokens; default: the model's limit
+    dtype: DType = WorkerConfig.dtype  # type of weights, activations and KV
+    device: Device = WorkerConfig.device  # where the model runs
+    threads: int | None = None  # CPU threads per worker; default: the machine's cores divided by the number of workers
     policy: str = DEFAULT_POLICY  # how workers are chosen: random, round-robin, least-loaded, local, paper or cost
-    ttft_slo_s: float | None = None  # requests that would wait longer for their first token are refused; default: none
-    tbt_slo_s: float | None = None  # the same for the time between tokens
-    admission: AdmissionForm = AdmissionForm.PREDICTED  # with --tbt-slo-s: which load counts when a request arrives
-    tenants_file: str | None = None  # JSON: {"tenants": [{"name": ..., "api_keys": [...]}]}; default: one open tenant
-    secret_file: str | None = None  # the node opens a tcp port too, for those who know this secret; mode 600
-    state_dir: str | None = None  # secrets and the pool's epoch; default: MOONPOOL_STATE or ~/.local/state/moonpool
-    log_dir: str | None = None  # a file per role; default: all to standard error
-    log_level: str = field(default="INFO", metadata={"help": "DEBUG, INFO, WARNING or ERROR"})
+    # target for the time to first token; a request predicted to miss it is queued or refused; default: no target
+    ttft_slo_s: float | None = None
+    # target for the time between tokens; a request predicted to miss it is queued or refused; default: no target
+    tbt_slo_s: float | None = None
+    admission: AdmissionForm = AdmissionForm.PREDICTED  # with --tbt-slo-s: which decode load counts on arrival
+    # JSON {"tenants": [{"name": ..., "api_keys": [...]}]}; default: one tenant, no API key needed
+    tenants_file: str | None = None
+    # file (mode 600) with a secret; the node then also listens on TCP, for peers with the same secret
+    secret_file: str | None = None
+    # folder for secrets and the master's journal; default: $MOONPOOL_STATE or ~/.local/state/moonpool
+    state_dir: str | None = None
+    log_dir: str | None = None  # folder for one log file per role; default: all roles log to standard error
+    log_level: str = "INFO"  # DEBUG, INFO, WARNING or ERROR
 
     @property
     def pool_nbytes(self) -> int:

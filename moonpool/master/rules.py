@@ -11,28 +11,30 @@ from moonpool.base.errors import ConfigError
 class PoolRules:
     """Times are seconds on the clock whose `now_s` the state is given."""
 
-    lease_s: float = 10.0  # how long a look-up keeps an object from eviction
-    high_watermark: float = 0.95  # eviction starts above this part of the pool's bytes
-    low_watermark: float = 0.90  # and goes on until no more than this part is used
-    put_discard_s: float = 30.0  # an unfinished put loses its key after this time
-    put_release_s: float = 600.0  # and its space is used again after this one, since its writer may be slow
-    heartbeat_s: float = 1.0  # how often a node reports
-    segment_ttl_s: float = 10.0  # a node silent for this long is gone, and all its memory held
-    away_ttl_s: float = 86_400.0  # and after this one nobody waits for its SSD any more
-    max_objects: int = 2**25  # the table's size; memory is taken as objects come
-    max_fates: int = 65_536  # of how many keys the state remembers what became of them
-    step_objects: int = 256  # objects looked at in one tick, so that no tick is long
-    eviction: str = "prefix"  # which policy orders the objects (policies/)
-    ssd_high_watermark: float = 0.95  # of an SSD segment's bytes; older records go above it
-    offloads_in_flight: int = 128  # per node: some are written while the answers to others are on their way
-    promote_after_hits: int = 2  # look-ups of an object on SSD alone before it comes back to DRAM; 0: never
-    read_ahead_blocks: int = 8  # blocks behind a prefix's last one that come along
-    hot_hits: int = 8  # look-ups in one window that make a key hot; 0: no replication of hot keys
-    hot_window_s: float = 10.0
-    hot_max_replicas: int = 2  # in DRAM, the first included
-    hot_max_part: float = 0.1  # of the pool's bytes that extra replicas may take
-    order_timeout_s: float = 60.0  # for a node to do what it was asked
-    task_moves_in_flight: int = 16
+    lease_s: float = 10.0  # seconds for which a look-up protects an object from eviction
+    high_watermark: float = 0.95  # start to evict when this fraction of the pool's bytes is used
+    low_watermark: float = 0.90  # evict until at most this fraction is used
+    put_discard_s: float = 30.0  # seconds after which an unfinished put is dropped and its key is free again
+    # seconds after which the space of a dropped put is reused; longer, because its client may still write
+    put_release_s: float = 600.0
+    heartbeat_s: float = 1.0  # seconds between two reports of a node
+    # seconds without a report after which a node counts as lost, with everything in its memory
+    segment_ttl_s: float = 10.0
+    away_ttl_s: float = 86_400.0  # seconds after which a lost node's SSD contents are forgotten too
+    max_objects: int = 2**25  # most objects in the pool; the table grows with them, so a high limit costs nothing
+    max_fates: int = 65_536  # number of removed keys for which `moonpool why` still knows the reason
+    step_objects: int = 256  # objects handled per tick; more tick work is spread over several ticks
+    eviction: str = "prefix"  # eviction policy: prefix, lru or s3fifo
+    ssd_high_watermark: float = 0.95  # drop the oldest records of an SSD segment above this used fraction
+    offloads_in_flight: int = 128  # copies to SSD that a node may have outstanding
+    promote_after_hits: int = 2  # copy an object from SSD back to DRAM after this many look-ups; 0: never
+    read_ahead_blocks: int = 8  # when a block is copied back to DRAM, also copy up to this many blocks that follow it
+    hot_hits: int = 8  # look-ups within one window that make a key hot, so that it gets more replicas; 0: never
+    hot_window_s: float = 10.0  # length of that window in seconds
+    hot_max_replicas: int = 2  # DRAM replicas of a hot key, including the first
+    hot_max_part: float = 0.1  # fraction of the pool's bytes that these extra replicas may use
+    order_timeout_s: float = 60.0  # seconds a node has for a copy, move or drop that the master ordered
+    task_moves_in_flight: int = 16  # objects that one copy, move or drain task transfers at the same time
 
     def __post_init__(self) -> None:
         if not 0 < self.low_watermark <= self.high_watermark <= 1:

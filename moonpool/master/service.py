@@ -37,15 +37,17 @@ _LATE_TICK_S = 0.2  # a tick that comes later than this came after a standstill
 class MasterConfig(PoolRules):
     """The pool's rules, and how the master serves them. Two masters must not share a `data_dir`."""
 
-    data_dir: str  # where the journal and the epoch are kept between lives
+    data_dir: str  # folder for the journal and the epoch, which a restarted master reads back
     listen: str = "tcp:127.0.0.1:7700"  # unix:/path or tcp:host:port
-    journal: bool = True  # off: a restarted master knows nothing of what was stored before
-    forget_journal: bool = False  # sets an unreadable journal aside at the start and begins without it
-    journal_sync_s: float = 0.1  # a machine that loses power loses at most this; 0: nothing, at a price per call
-    tick_s: float = 0.05  # how often time is looked at
-    event_delay_s: float = 0.005  # changes are gathered this long before listeners hear of them
-    max_pending_event_keys: int = 1_000_000  # a listener this far behind is dropped
-    max_replay_event_keys: int = 1_000_000  # what a listener that comes back can be told again
+    journal: bool = True  # write a journal; without one, a restarted master does not know which objects the pool holds
+    forget_journal: bool = False  # at start, move an unreadable journal aside and begin with an empty one
+    # seconds between journal syncs: a power failure loses at most this much; 0 syncs before each reply
+    journal_sync_s: float = 0.1
+    tick_s: float = 0.05  # seconds between checks for expired leases, puts and nodes
+    # seconds during which changes are collected before they are sent to subscribers in one message
+    event_delay_s: float = 0.005
+    max_pending_event_keys: int = 1_000_000  # disconnect a subscriber that is this many changed keys behind
+    max_replay_event_keys: int = 1_000_000  # changed keys that are kept for subscribers that reconnect
 
 
 class Master:

@@ -17,21 +17,24 @@ _FILE_STEP_NBYTES = 64 * 1024
 class NodeConfig(WireConfig):
     """The name is unique in the pool and stays the same across restarts."""
 
-    name: str  # unique in the pool, the same after a restart
-    master_address: str  # whom it gives its memory to
-    dram_nbytes: int  # memory for the pool, taken at start
-    run_dir: str  # where processes of this machine find its sockets
-    ssd_dir: str | None = None  # a folder for what is cold; it is found again after a restart
-    ssd_nbytes: int = 0  # how much of the disk it may take; goes with ssd_dir
-    ssd_file_nbytes: int | None = None  # size of one log file; default: 256 MiB, or a sixteenth of a small disk
-    ssd_rest_s: float = (
-        30.0  # seconds before an emptied log file is reused; must exceed the lease time: late readers may use it
-    )
-    numa_node: int | None = None  # takes the memory there, as far as that node has some
-    copy_threads: int = 2  # objects copied here at once
-    start_timeout_s: float = 10.0  # for the master to answer, and for an earlier node of this name to be forgotten
-    retry_s: float = 0.2  # between attempts to reach a lost master
-    fence_check_s: float = 5.0  # how often stamps of the memory are compared with what the master has granted
+    name: str  # unique in the pool; must stay the same across restarts
+    master_address: str  # address of the pool's master
+    dram_nbytes: int  # memory given to the pool, allocated at start
+    run_dir: str  # folder for Unix sockets, through which processes on this machine map the memory
+    ssd_dir: str | None = None  # folder for objects evicted from DRAM; they survive a restart
+    ssd_nbytes: int = 0  # disk space to use; required with --ssd
+    # size of one log file; default: 256 MiB, or 1/16 of --ssd-size if that is smaller
+    ssd_file_nbytes: int | None = None
+    # seconds before an emptied log file is reused; must exceed the master's --lease-s, because late readers may still
+    # use it
+    ssd_rest_s: float = 30.0
+    numa_node: int | None = None  # allocate the memory on this NUMA node, as far as it has room
+    copy_threads: int = 2  # threads that copy objects
+    # seconds to wait at start for the master, and for an earlier node of this name to expire
+    start_timeout_s: float = 10.0
+    retry_s: float = 0.2  # seconds between attempts to reach a lost master
+    # seconds between checks that the memory's fence stamps match what the master has granted
+    fence_check_s: float = 5.0
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -90,17 +90,27 @@ def _config(fleet: Fleet, goals: Goals) -> ClusterConfig:
 SYSTEMS = {
     system.name: system
     for system in (
-        _apart(FULL, "one pool of all prefill nodes, pulls only where they save time", DEFAULT_POLICY),
-        _apart("paper", "one pool of all prefill nodes, the paper's Algorithm 1", "paper"),
-        _apart("no-pool", "prefill and decode apart, only what the GPUs' own pages keep", DEFAULT_POLICY, pool="none"),
-        _apart("local-round-robin", "each prefill node its own memory, requests in turn", "round-robin", pool="local"),
-        _apart("local-affinity", "each prefill node its own memory, requests to their prefix", "local", pool="local"),
-        _coupled("vllm", "prefill and decode in one engine, prompts first and whole, no cache"),
-        _coupled("vllm-prefix", "the same with a cache of prefixes in the GPUs' pages", prefix_caching=True),
-        _coupled("vllm-chunked", "prompts in chunks beside the decodes, no cache", chunked_prefill=True),
+        _apart(FULL, "one pool across the prefill nodes; KV is pulled only where that saves time", DEFAULT_POLICY),
+        _apart("paper", "one pool across the prefill nodes, with the paper's Algorithm 1", "paper"),
+        _apart("no-pool", "separate prefill and decode; KV is kept in GPU pages only", DEFAULT_POLICY, pool="none"),
+        _apart(
+            "local-round-robin",
+            "each prefill node caches alone; requests round-robin",
+            "round-robin",
+            pool="local",
+        ),
+        _apart(
+            "local-affinity",
+            "each prefill node caches alone; requests follow their prefix",
+            "local",
+            pool="local",
+        ),
+        _coupled("vllm", "prefill and decode in one engine; whole prompts run first; no prefix cache"),
+        _coupled("vllm-prefix", "as vllm, with a prefix cache in GPU pages", prefix_caching=True),
+        _coupled("vllm-chunked", "as vllm, with chunked prefill; no prefix cache", chunked_prefill=True),
         _coupled(
             BASELINE,
-            "what vLLM does by default today: chunks beside the decodes and a cache of prefixes in the GPUs' pages",
+            "today's default of vLLM: chunked prefill and a prefix cache in GPU pages",
             **VLLM_TODAY,
         ),
     )

@@ -100,7 +100,7 @@ def write_jsonl(trace: Trace, path: str | Path, *, replace: bool = False) -> Non
     """Whole or not at all. AlreadyExists for a file that is there, unless `replace`; InvalidInput if it cannot be."""
     path = Path(path)
     if path.exists() and not replace:
-        raise AlreadyExists(f"{path} is there already; choose another name, or replace it (--force)")
+        raise AlreadyExists(f"{path} exists already; choose another name, or replace it (--force)")
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with beside.open("wb") as file:

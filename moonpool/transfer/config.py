@@ -33,20 +33,23 @@ class WireConfig:
     is the loopback interface.
     """
 
-    shm: bool = True  # share memory with processes of this machine
-    tcp_host: str | None = "127.0.0.1"  # address to listen on; auto: one address of every good NIC, each a rail
-    tcp_hosts: tuple[str, ...] = ()  # further addresses of this machine, one per rail; peers use all of them together
-    tcp_port: int = 0  # 0: any that is free
-    tcp_advertise_host: str | None = None  # what others should connect to, if not tcp_host
-    tcp_max_connections: int = MAX_CONNECTIONS  # of others to the tcp port; one long idle makes room for a new one
-    tcp_idle_s: float = IDLE_TIMEOUT_S  # an idle connection is closed after this time; above 120, after which peers do
+    shm: bool = True  # share memory with processes on this machine
+    tcp_host: str | None = "127.0.0.1"  # TCP address to listen on; auto: one address on every usable NIC
+    tcp_hosts: tuple[str, ...] = ()  # more addresses of this machine, one per NIC; peers use all of them in parallel
+    tcp_port: int = 0  # 0: any free port
+    tcp_advertise_host: str | None = None  # address given to peers, if it differs from --tcp-host
+    # most TCP connections from peers; at the limit, a new one replaces one that was idle for long
+    tcp_max_connections: int = MAX_CONNECTIONS
+    # close an incoming connection after this many idle seconds; above 120, when peers close theirs
+    tcp_idle_s: float = IDLE_TIMEOUT_S
     lanes: int = 2  # connections per peer and path
-    nixl: bool = False  # serve and reach memory by NIXL too (RDMA, NVLink), where both sides have it
-    topology_file: str | None = None  # says which NICs serve which memory, in place of what was discovered
-    secret_file: str | None = None  # a file with the secret that peers must know too; mode 600
-    tls_cert_file: str | None = None  # PEM; with the next two: TLS, both sides show a certificate
-    tls_key_file: str | None = None
-    tls_ca_file: str | None = None
+    nixl: bool = False  # also transfer over NIXL (RDMA, NVLink) with peers that have it
+    # JSON file that states which NICs serve which memory, instead of the discovered topology
+    topology_file: str | None = None
+    secret_file: str | None = None  # file (mode 600) with a secret; only peers with the same secret may connect
+    tls_cert_file: str | None = None  # PEM certificate; with --tls-key-file and --tls-ca-file: mutual TLS
+    tls_key_file: str | None = None  # PEM key of that certificate (mode 600)
+    tls_ca_file: str | None = None  # PEM certificates of the authorities that peers' certificates must come from
 
     def __post_init__(self) -> None:
         make_paths_absolute(self)
@@ -71,12 +74,13 @@ class WireConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TransferConfig(WireConfig):
-    run_dir: str  # holds the shm socket
-    timeout_s: float = 10.0  # of calls that are given no other timeout
-    num_threads: int = 2  # that move slices of one peer at the same time
-    slice_nbytes: int = DEFAULT_SLICE_NBYTES
-    max_queued_slices: int = 65_536  # of each priority
-    promote_after_s: float = DEFAULT_PROMOTE_AFTER_S  # then lower priorities get a share, see PriorityOrder
+    run_dir: str  # folder of the shared-memory socket
+    timeout_s: float = 10.0  # of a transfer that states no timeout
+    num_threads: int = 2  # threads that move slices, each to or from one peer at a time
+    slice_nbytes: int = DEFAULT_SLICE_NBYTES  # largest part of a transfer that is sent at once
+    max_queued_slices: int = 65_536  # per priority
+    # a lower priority that waited this long gets a share, see priority.PriorityOrder
+    promote_after_s: float = DEFAULT_PROMOTE_AFTER_S
 
     def __post_init__(self) -> None:
         super().__post_init__()

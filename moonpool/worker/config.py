@@ -13,29 +13,34 @@ from moonpool.transfer.config import TransferConfig, WireConfig
 class WorkerConfig(WireConfig):
     """Each default is written here and nowhere else."""
 
-    name: str  # unique in the cluster; a restarted worker keeps it
-    role: Literal["prefill", "decode"]
-    model: str  # a name known to `moonpool model`, a Hugging Face folder or a .gguf file
-    address: str  # where to serve, unix:/path or tcp:host:port
-    conductor_address: str  # who sends it requests
-    master_address: str  # of the pool
-    run_dir: str  # for Unix sockets; private to this user
-    kv_nbytes: int = 400_000_000  # KV memory of this worker
-    block_tokens: int = EngineConfig.block_tokens
-    max_batch_tokens: int = EngineConfig.max_batch_tokens  # computed per step
-    max_num_seqs: int = EngineConfig.max_num_seqs  # in the batch at once
-    max_model_len: int | None = EngineConfig.max_model_len  # None: what the model allows
-    dtype: DType = EngineConfig.dtype
-    device: Device = EngineConfig.device
-    threads: int | None = EngineConfig.threads  # for computing; default: a part of the cores, which workers here share
-    numa_node: int | None = None  # for the KV memory; with a GPU the default is the node it is attached to
-    tcp_host: str | None = None  # serve KV memory by tcp too, for workers on other machines; auto: by all good NICs
-    report_interval_s: float = 0.05
-    calibrate_s: float = 1.0  # at most, for measuring before the conductor is told of this worker; 0: none
+    name: str  # unique in the cluster; must stay the same across restarts
+    role: Literal["prefill", "decode"]  # what this worker computes
+    model: str  # a name from `moonpool model list`, a Hugging Face folder or a .gguf file
+    address: str  # address to serve, unix:/path or tcp:host:port
+    conductor_address: str  # address of the conductor, which sends requests here
+    master_address: str  # address of the pool's master
+    run_dir: str  # folder for Unix sockets; must be private to this user
+    kv_nbytes: int = 400_000_000  # memory for KV pages
+    block_tokens: int = EngineConfig.block_tokens  # tokens per KV block; the same for all workers of a cluster
+    max_batch_tokens: int = EngineConfig.max_batch_tokens  # tokens computed per step
+    max_num_seqs: int = EngineConfig.max_num_seqs  # sequences in the batch at the same time
+    # longest prompt plus answer in tokens; default: the model's limit
+    max_model_len: int | None = EngineConfig.max_model_len
+    dtype: DType = EngineConfig.dtype  # type of weights, activations and KV
+    device: Device = EngineConfig.device  # where the model runs
+    threads: int | None = EngineConfig.threads  # CPU threads that compute; default: this worker's share of the cores
+    numa_node: int | None = None  # NUMA node for the KV memory; default with a GPU: the node the GPU is attached to
+    # also serve the KV memory over TCP on this address, for workers on other machines; auto: on every usable NIC
+    tcp_host: str | None = None
+    report_interval_s: float = 0.05  # seconds between two load reports to the conductor
+    # most seconds to spend on measuring the compute speed before registering; 0: do not measure
+    calibrate_s: float = 1.0
+    # seconds after which a pull of KV from the pool is abandoned and the prefix is computed
     pull_timeout_s: float = 10.0
-    pull_grace_s: float = 1.0  # a pull that takes longer, and twice as long as computing would, is given up
-    pool_timeout_s: float = 2.0  # for one answer of the pool
-    pool_rest_s: float = 10.0  # how long a pool that did not answer is left alone
+    # abandon a pull that takes longer than this and longer than twice the time computing would take
+    pull_grace_s: float = 1.0
+    pool_timeout_s: float = 2.0  # seconds to wait for one reply of the pool's master
+    pool_rest_s: float = 10.0  # seconds without the pool after it did not reply
 
     def engine(self, num_pages: int) -> EngineConfig:
         """The engine's share of this configuration."""

@@ -24,7 +24,9 @@ class Config:
     name: str  # who it is
     role: WorkerRole = WorkerRole.PREFILL
     dtype: Literal["float32", "bfloat16"] = "float32"
-    max_num_seqs: int = field(default=8, metadata={"help": "how many at once"})
+    # how many
+    # at once
+    max_num_seqs: int = 8
     threads: int | None = None
     verify: bool = True
     tags: tuple[str, ...] = ()
@@ -72,7 +74,7 @@ def test_every_kind_of_field() -> None:
     assert seen[1] == Shared("a", "DEBUG")
 
 
-def test_help_comes_from_metadata_comments_and_choices() -> None:
+def test_help_comes_from_comments_and_choices() -> None:
     result, _ = run("--help")
     for text in ("who it is", "how many at once", "seconds between looks", "float32 | bfloat16", "prefill | decode"):
         assert text in result.output

@@ -115,7 +115,7 @@ def test_put_get_why_rm(master: str, tmp_path: Path) -> None:
     assert moonpool(master, "rm", "weights", "--force").returncode == 0
     gone = moonpool(master, "get", "weights", "--out", str(tmp_path / "out"))
     assert gone.returncode == 1
-    assert gone.stderr.startswith(b"moonpool get: 'weights' cannot be had: ")
+    assert gone.stderr.startswith(b"moonpool get: 'weights' cannot be read: ")
     assert (tmp_path / "out").read_bytes() == data  # as it was
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "weights"]
 
@@ -158,7 +158,7 @@ def test_ls_and_rm_of_many(master: str) -> None:
     assert moonpool(master, "rm", "--all", "--force").returncode == 0
     assert moonpool(master, "ls").stdout == b""
     for wrong in (("rm",), ("rm", "key", "--all"), ("rm", "--all", "--matching", "x")):
-        assert b"say what to remove" in moonpool(master, *wrong).stderr
+        assert b"state what to remove" in moonpool(master, *wrong).stderr
 
 
 def test_tensors_of_a_file(master: str, tmp_path: Path) -> None:
@@ -274,4 +274,4 @@ def test_without_an_address_the_running_service_is_looked_for(tmp_path: Path) ->
     environment["XDG_RUNTIME_DIR"] = str(tmp_path)
     ran = subprocess.run([*MOONPOOL, "stat"], env=environment, capture_output=True, text=True, timeout=60)
     assert ran.returncode == 1
-    assert ran.stderr == "moonpool stat: no service runs on this machine; say which pool with --master ADDRESS\n"
+    assert ran.stderr == "moonpool stat: no service runs on this machine; state the pool with --master ADDRESS\n"

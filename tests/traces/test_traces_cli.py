@@ -51,7 +51,7 @@ def test_nothing_is_overwritten_unasked(chat: Path) -> None:
     before = chat.read_bytes()
     ran = trace_command("generate", "chat", "--requests", 10, "-o", chat)
     assert ran.returncode == 1
-    assert "is there already" in ran.stderr
+    assert "exists already" in ran.stderr
     assert "--force" in ran.stderr
     assert chat.read_bytes() == before
 

@@ -126,7 +126,7 @@ def test_labels_are_two_more_fields(tmp_path: Path) -> None:
 def test_a_file_is_not_replaced_unasked(tmp_path: Path) -> None:
     path = tmp_path / "mine.jsonl"
     path.write_text("mine")
-    with pytest.raises(AlreadyExists, match="is there already"):
+    with pytest.raises(AlreadyExists, match="exists already"):
         write_jsonl(make_trace([(0.0, 4, 1, [0])]), path)
     assert path.read_text() == "mine"
     with pytest.raises(InvalidInput, match="cannot write"):

@@ -38,17 +38,23 @@ class PolicyConfig:
     """Which worker, and whether at all. Targets in seconds; None never refuses. The threshold is a ratio of leading
     runs, at least 1."""
 
-    name: str = DEFAULT_POLICY  # random, round-robin, least-loaded, local, paper or cost
-    ttft_slo_s: float | None = None  # what is predicted to miss it is refused, or waits for its turn
-    tbt_slo_s: float | None = None  # the same for the time between tokens
-    admission: AdmissionForm = AdmissionForm.PREDICTED  # which load of decode workers counts when a request arrives
-    queue_capacity: int | None = None  # requests that may wait for their turn; default: 256 with a TTFT target, else 0
-    queue_timeout_s: float = 30.0  # for those that have no TTFT target
+    name: str = DEFAULT_POLICY  # how workers are chosen: random, round-robin, least-loaded, local, paper or cost
+    # target for the time to first token; a request predicted to miss it is queued or refused; default: no target
+    ttft_slo_s: float | None = None
+    # target for the time between tokens; a request predicted to miss it is queued or refused; default: no target
+    tbt_slo_s: float | None = None
+    admission: AdmissionForm = AdmissionForm.PREDICTED  # which decode load counts when a request arrives
+    # requests that may wait in the queue; default: 256 with a TTFT target, otherwise 0
+    queue_capacity: int | None = None
+    queue_timeout_s: float = 30.0  # seconds after which a queued request is refused, if there is no TTFT target
+    # policy paper: pull from the pool if its prefix is more than this many times the local one
     kvcache_balancing_threshold: float = 1.0
-    tie_slack: float = 0.05  # of the best worker's own work for the request; 0: exact ties only
-    num_candidates: int = 4  # kept in a decision record
-    pool_sources: int | None = None  # nodes that pulls come from; default: as many as the pool has
-    seed: int = 0  # of the policy that draws
+    # treat workers as tied if their predicted TTFT differs by less than this fraction of the request's own work; 0:
+    # exact ties only
+    tie_slack: float = 0.05
+    num_candidates: int = 4  # candidate workers kept in a decision record
+    pool_sources: int | None = None  # nodes that serve pulls in the prediction; default: all nodes of the pool
+    seed: int = 0  # random seed of the policy random
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", _FORMER_NAMES.get(self.name, self.name))

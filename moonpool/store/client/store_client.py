@@ -47,14 +47,14 @@ __all__ = ["OPAQUE_PIECE_NBYTES", "ClientConfig", "ObjectView", "Put", "PutOptio
 
 @dataclass(frozen=True, kw_only=True)
 class ClientConfig:
-    name: str = ""  # how the master's log calls this client
-    connect_timeout_s: float = 2.0
-    rpc_timeout_s: float = 10.0
-    retry_s: float = 0.0  # how long a call waits for a master that is away; 0: it fails at once
-    transfer_timeout_s: float = 10.0  # for one transfer, per replica
-    renew_after_s: float = 10.0  # unfinished puts are renewed this often; a third of the master's put_discard_s
-    max_view_nbytes: int = 1 << 30  # in view at once; beyond it views are copies
-    max_verified_views: int = 65_536  # objects that are remembered as verified
+    name: str = ""  # of this client in the master's log
+    connect_timeout_s: float = 2.0  # to reach the master
+    rpc_timeout_s: float = 10.0  # of one call to the master
+    retry_s: float = 0.0  # how long calls retry while the master cannot be reached; 0: they fail at once
+    transfer_timeout_s: float = 10.0  # of one transfer, per replica
+    renew_after_s: float = 10.0  # seconds between renewals of unfinished puts; a third of the master's put_discard_s
+    max_view_nbytes: int = 1 << 30  # mapped by views at the same time; above it views are copies
+    max_verified_views: int = 65_536  # objects whose checksum is remembered as verified
 
 
 class StoreClient:
