@@ -11,7 +11,7 @@ from starlette.types import ASGIApp
 
 import moonpool
 from moonpool.frontend import http_errors
-from moonpool.frontend.answer import answer
+from moonpool.frontend.answer import answer, read_body
 from moonpool.frontend.chat_format import ChatFormat
 from moonpool.frontend.completion_format import CompletionFormat
 from moonpool.frontend.gate import Gate
@@ -23,7 +23,6 @@ from moonpool.frontend.record_pages import add_records
 from moonpool.frontend.replies import ChatCompletion, Completion, ErrorReply, Model, ModelList
 from moonpool.frontend.request_handler import RequestHandler
 from moonpool.frontend.schema import ChatBody, CompletionBody
-from moonpool.frontend.stream import read_body
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorReply} for status in (400, 401, 404, 413, 429, 500, 503)
@@ -54,7 +53,7 @@ def _add_completions(router: APIRouter, desk: RequestHandler) -> None:
     async def create_chat_completion(request: Request) -> Response:
         """An answer to a conversation, whole or as server-sent events."""
         raw = await read_body(request)
-        order, body = await desk.take(request.state.request_id, request.state.tenant, CHAT, raw)
+        order, body = await desk.prepare_request(request.state.request_id, request.state.tenant, CHAT, raw)
         form = ChatFormat(order, body, desk.model.codec.token_text)
         return await answer(request, order, form, stream=bool(body.stream))
 
@@ -62,7 +61,7 @@ def _add_completions(router: APIRouter, desk: RequestHandler) -> None:
     async def create_completion(request: Request) -> Response:
         """Text that continues each prompt, whole or as server-sent events."""
         raw = await read_body(request)
-        order, body = await desk.take(request.state.request_id, request.state.tenant, COMPLETION, raw)
+        order, body = await desk.prepare_request(request.state.request_id, request.state.tenant, COMPLETION, raw)
         form = CompletionFormat(order, body, desk.model.codec.token_text)
         return await answer(request, order, form, stream=bool(body.stream))
 

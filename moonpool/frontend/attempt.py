@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -44,6 +44,7 @@ _T = TypeVar("_T")
 LOST = (PeerLost, NotFound, Corrupt, StaleGeneration, Unavailable)
 # A worker that fails a request with an error may be ending: its connection is then gone this much later at most.
 _LAST_WORDS_S = 0.3
+_LATE = "the request took longer than allowed"
 
 
 class TokenBatch(NamedTuple):
@@ -74,7 +75,8 @@ class Attempt:
         """The first token comes from the prefill worker, all others from the decode worker."""
         prefill = await self._connect(self.decision.prefill)
         decode = await self._connect(self.decision.decode)
-        async with _closing(decode.stream(Decode(spec=self._spec))) as items:
+        stream = decode.stream(Decode(spec=self._spec), timeout_s=self._deadline.remaining_s())
+        async with _closing(stream) as items:
             ticket = _ticket(await self._next(decode, items))
             # Reading on while prefill runs notices at once when the decode worker dies meanwhile.
             async with _running(self._next(decode, items)) as second:
@@ -93,17 +95,22 @@ class Attempt:
 
     async def _connect(self, worker: WorkerRef) -> AsyncClient:
         try:
-            return await self._in_time(self._connections.worker(worker))
+            async with asyncio.timeout(self._deadline.remaining_s()):
+                return await self._connections.worker(worker)
+        except TimeoutError as error:
+            raise DeadlineExceeded(_LATE) from error
         except LOST:
             self.failed.add(worker.name)
             raise
 
     async def _next(self, decode: AsyncClient, items: AsyncIterator[DecodeItem]) -> DecodeItem:
         try:
-            return await self._in_time(anext(items))
+            return await anext(items)
         except StopAsyncIteration:
             self.failed.add(self.decision.decode.name)
             raise PeerLost(f"worker {self.decision.decode.name} ended its stream early") from None
+        except DeadlineExceeded as error:
+            raise DeadlineExceeded(_LATE) from error
         except LOST:
             await self._blame_decode(decode)
             raise
@@ -142,13 +149,6 @@ class Attempt:
             self.loss = Loss.REFUSED
         elif self._is_prefilled:
             self.loss = Loss.DIED
-
-    async def _in_time(self, work: Awaitable[_T]) -> _T:
-        try:
-            async with asyncio.timeout(self._deadline.remaining_s()):
-                return await work
-        except TimeoutError as error:
-            raise DeadlineExceeded("the request took longer than it may") from error
 
 
 async def _wait_closed(*clients: AsyncClient) -> None:

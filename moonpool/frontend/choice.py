@@ -1,75 +1,282 @@
-"""One choice as its client sees it: tokens from a Generation, text from a TextAssembler; and several at once."""
+"""One choice: its life across workers, and its text.
+
+ChoiceRunner routes the request and makes attempts, each of which continues after the last accepted token. Whatever
+happens, its caller sees each token once and in order, and then an end: a finish reason or an error. Sampling is a
+function of (seed, position), so a replanned request continues with the same tokens it would have had. Choice turns
+the tokens into text and passes each event on.
+
+However a choice ends, also by cancellation, workers hold nothing for it afterwards.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import TypeAlias
 
-from moonpool.base.errors import FatalRequest
-from moonpool.frontend.attempt import TokenBatch
-from moonpool.frontend.generation import ChoiceRunner
+from moonpool.base.clock import Deadline
+from moonpool.base.errors import DeadlineExceeded, FatalRequest, MoonpoolError, Overloaded, Unavailable
+from moonpool.base.keys import chain_keys
+from moonpool.conductor.messages import BeforeDecode, Decision, PrefillEnded, RequestEnded, Route
+from moonpool.conductor.retries import Retries, RetryPolicy
+from moonpool.engine.sequence import SamplingParams
+from moonpool.frontend.attempt import LOST, Attempt, TokenBatch
 from moonpool.frontend.metrics import FrontendMetrics
 from moonpool.frontend.text import TextAssembler, TextDelta
-from moonpool.worker.messages import PrefillReply, TokenOut
+from moonpool.frontend.workers import Connections
+from moonpool.worker.messages import PrefillReply, RequestSpec, TokenOut
 
-_MAX_WAITING_EVENTS = 256
+_LOG = logging.getLogger(__name__)
+_ASK_S = 5.0
+
+
+@dataclass(frozen=True)
+class ChoiceRequest:
+    """What the workers are to generate."""
+
+    request_id: str
+    prompt: list[int]
+    root: bytes
+    block_tokens: int
+    params: SamplingParams
+    timeout_s: float
+    tenant: str = ""
+    priority: int = 0  # the highest is served first
+
+
+class ChoiceRunner:
+    """Runs one ChoiceRequest. Its deadline starts when the runner is made."""
+
+    def __init__(self, request: ChoiceRequest, connections: Connections, policy: RetryPolicy) -> None:
+        self._request = request
+        self._connections = connections
+        self._retries = Retries(policy)
+        self._deadline = Deadline(request.timeout_s)
+        self._output: list[int] = []
+        self._first: PrefillReply | None = None
+        self._outcome = "cancelled"  # until the choice is done or fails
+        self.ttft_s: float | None = None
+        self._last_s = 0.0  # arrival of the newest token, in seconds since the start
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self._request.prompt)
+
+    @property
+    def num_attempts(self) -> int:
+        return self._retries.num_attempts
+
+    def mark_done(self) -> None:
+        """Report this choice as done if the caller closes `batches` now; without this call it counts as cancelled."""
+        self._outcome = "done"
+
+    async def batches(self) -> AsyncGenerator[TokenBatch, None]:
+        """Yield the tokens. Raise Overloaded, Unavailable, DeadlineExceeded, FatalRequest, or the error of a worker."""
+        try:
+            while True:
+                attempt = await self._plan()
+                try:
+                    async with aclosing(attempt.batches()) as batches:
+                        async for batch in batches:
+                            await self._accept(batch, attempt.decision)
+                            if attempt.survived:
+                                self._retries.survived()
+                            yield batch
+                    self.mark_done()
+                    return
+                except LOST as error:
+                    await self._recover(attempt, error)
+        except MoonpoolError as error:
+            self._outcome = error.code
+            raise
+        finally:
+            self._report_end()
+
+    async def _plan(self) -> Attempt:
+        self._retries.begin()
+        request = self._request
+        tokens = [*request.prompt, *self._output]
+        keys = await asyncio.to_thread(chain_keys, request.root, tokens, request.block_tokens)
+        decision = await self._route(keys, len(tokens))
+        spec = RequestSpec(
+            request_id=request.request_id,
+            epoch=self.num_attempts,
+            tokens=tokens,
+            num_prompt_tokens=len(request.prompt),
+            root=request.root,
+            params=request.params,
+            timeout_s=self._deadline.remaining_s(),
+            alone=self._retries.alone,
+        )
+        return Attempt(self._connections, decision, spec, self._deadline)
+
+    async def _route(self, keys: list[bytes], num_tokens: int) -> Decision:
+        """Return the conductor's decision; wait for it while workers or the conductor are away. A request that already
+        has tokens also waits while the cluster is overloaded."""
+        while True:
+            try:
+                return await self._ask(keys, num_tokens)
+            except (Overloaded, Unavailable) as error:
+                pause_s = self._retries.refused(
+                    self._elapsed_s, for_load=isinstance(error, Overloaded), has_tokens=bool(self._output)
+                )
+                if pause_s is None or self._connections.closed:
+                    raise
+            await self._pause(pause_s)
+
+    async def _ask(self, keys: list[bytes], num_tokens: int) -> Decision:
+        conductor = await self._connections.conductor()
+        route = Route(
+            request_id=self._request.request_id,
+            keys=keys,
+            num_tokens=num_tokens,
+            max_tokens=self._request.params.max_tokens - len(self._output),
+            exclude=tuple(sorted(self._retries.failed)),
+            tenant=self._request.tenant,
+            priority=self._request.priority,
+        )
+        # No short timeout: the request may have to queue, and a conductor that hangs is noticed by its silence.
+        return await conductor.call(route, timeout_s=self._deadline.remaining_s())
+
+    async def _accept(self, batch: TokenBatch, decision: Decision) -> None:
+        """Record the batch. Raise Overloaded, and record nothing, if the conductor refuses to decode it."""
+        if batch.prefill is not None:
+            may_be_refused = decision.asks_before_decode and not self._output and batch.finish_reason is None
+            await self._tell_prefill_ended(may_be_refused)
+        self._output += [out.token for out in batch.tokens]
+        self._last_s = self._elapsed_s
+        if self._first is None and batch.prefill is not None:
+            self._first = batch.prefill
+            self.ttft_s = self._elapsed_s
+
+    async def _tell_prefill_ended(self, may_be_refused: bool) -> None:
+        request_id = self._request.request_id
+        if not may_be_refused:
+            self._connections.tell_conductor(PrefillEnded(request_id=request_id))
+            return
+        try:
+            conductor = await self._connections.conductor()
+            await conductor.call(BeforeDecode(request_id=request_id), timeout_s=_ASK_S)
+        except Unavailable as error:  # without a conductor no request is refused
+            _LOG.debug("%s: the conductor was not asked before decoding: %s", request_id, error)
+
+    async def _recover(self, attempt: Attempt, error: MoonpoolError) -> None:
+        """Return when another attempt makes sense; otherwise raise the error that the client gets."""
+        pause_s = self._retries.lost(attempt.failed, attempt.loss)
+        if self._connections.closed:
+            raise Unavailable("the front end is stopping") from error
+        self._check_deadline()
+        if self._retries.is_fatal:
+            raise FatalRequest(
+                "workers died while they computed this request, the last one with no other request in its batch; "
+                "it is not tried again"
+            ) from error
+        if pause_s is None:
+            raise Unavailable(f"gave up after {self.num_attempts} attempts: {error}") from error
+        _LOG.warning(
+            "%s: attempt %d failed after %d tokens (%s: %s)",
+            self._request.request_id,
+            self.num_attempts,
+            len(self._output),
+            error.code,
+            error,
+        )
+        self._connections.tell_conductor(self._ended(error.code))
+        await self._pause(pause_s)
+
+    async def _pause(self, pause_s: float) -> None:
+        await asyncio.sleep(min(pause_s, self._deadline.remaining_s()))
+        self._check_deadline()
+
+    @property
+    def _elapsed_s(self) -> float:
+        return self._request.timeout_s - self._deadline.remaining_s()
+
+    def _check_deadline(self) -> None:
+        if self._deadline.expired():
+            raise DeadlineExceeded(f"the request was not finished within {self._request.timeout_s:g} s")
+
+    def _report_end(self) -> None:
+        self._connections.tell_conductor(self._ended(self._outcome))
+
+    def _ended(self, outcome: str) -> RequestEnded:
+        first = self._first
+        return RequestEnded(
+            request_id=self._request.request_id,
+            ttft_s=self.ttft_s,
+            cached_tokens=0 if first is None else first.local_tokens + first.pool_tokens,
+            pool_tokens=0 if first is None else first.pool_tokens,
+            output_tokens=len(self._output),
+            outcome=outcome,
+            tbt_s=self._tbt_s(),
+        )
+
+    def _tbt_s(self) -> float | None:
+        """Return the mean time between tokens; None with fewer than two tokens."""
+        gaps = len(self._output) - 1
+        return None if self.ttft_s is None or gaps < 1 else (self._last_s - self.ttft_s) / gaps
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceEvent:
-    """New tokens and the text that they made visible; text may lag behind while it could be a stop string."""
+    """New tokens and the text that became visible with them; text is withheld while it could be a stop string."""
 
     index: int
     text: str
     tokens: tuple[TokenOut, ...]
     finish_reason: str | None
-    prefill: PrefillReply | None  # of the attempt that gave the first token, with that token only
+    prefill: PrefillReply | None  # with the first token only, from the attempt that produced it
+
+
+Emit: TypeAlias = Callable[[ChoiceEvent], Awaitable[None]]
 
 
 class Choice:
-    """Runs one choice. `after` is a choice of the same prompt whose prefill this one waits for, to reuse its KV."""
+    """One choice of an answer. It starts after the prefill of `after`, a choice of the same prompt, to reuse its KV."""
 
     def __init__(
         self,
         index: int,
-        generation: ChoiceRunner,
+        runner: ChoiceRunner,
         assembler: TextAssembler,
         metrics: FrontendMetrics,
         after: Choice | None = None,
     ) -> None:
         self.index = index
-        self._generation = generation
+        self._runner = runner
         self._assembler = assembler
         self._metrics = metrics
         self._after = after
         self._prefilled = asyncio.Event()
 
-    async def events(self) -> AsyncGenerator[ChoiceEvent, None]:
-        """Ends with an event that has a finish reason, or raises what ChoiceRunner.events raises."""
+    async def run(self, emit: Emit) -> None:
+        """Await `emit` with every event. The last one has a finish reason. Raise what ChoiceRunner.batches raises."""
         if self._after is not None:
             await self._after._prefilled.wait()
         last_s: float | None = None
         try:
-            async with aclosing(self._generation.events()) as batches:
+            async with aclosing(self._runner.batches()) as batches:
                 async for batch in batches:
                     event = self._assemble(batch)
                     now_s = time.monotonic()
                     self._observe(event, None if last_s is None else now_s - last_s)
                     last_s = now_s
-                    if event.finish_reason is not None:
-                        self._generation.stop()
-                    yield event
-                    if event.finish_reason is not None:
-                        break
+                    if event.finish_reason is None:
+                        await emit(event)
+                        continue
+                    self._runner.mark_done()
+                    await emit(event)
+                    return
         except FatalRequest:
             self._metrics.fatal_requests.inc()
             raise
 
     def _assemble(self, batch: TokenBatch) -> ChoiceEvent:
-        """Tokens behind a stop string are dropped: the client never asked for them."""
+        """Return the batch as an event, without the tokens that follow a stop string."""
         text, count = "", 0
         piece = TextDelta("", None)
         for count, out in enumerate(batch.tokens, start=1):
@@ -88,40 +295,8 @@ class Choice:
         self._metrics.output_tokens.inc(len(event.tokens))
         if event.prefill is not None:
             self._prefilled.set()
-            self._metrics.count_prefill(self._generation.num_prompt_tokens, event.prefill, self._generation.ttft_s)
+            self._metrics.count_prefill(self._runner.num_prompt_tokens, event.prefill, self._runner.ttft_s)
         if event.finish_reason is not None:
-            self._metrics.replans.inc(self._generation.num_attempts - 1)
+            self._metrics.replans.inc(self._runner.num_attempts - 1)
         if since_last_s is not None and event.tokens:
             self._metrics.tbt.observe(since_last_s / len(event.tokens))
-
-
-async def run_together(choices: Sequence[Choice]) -> AsyncGenerator[ChoiceEvent, None]:
-    """Events of all choices as they come. The first failure ends all; closing this closes all."""
-    queue: asyncio.Queue[ChoiceEvent | Exception | None] = asyncio.Queue(_MAX_WAITING_EVENTS)
-    tasks = [asyncio.create_task(_pump(choice, queue)) for choice in choices]
-    num_running = len(tasks)
-    try:
-        while num_running:
-            item = await queue.get()
-            if item is None:
-                num_running -= 1
-            elif isinstance(item, Exception):
-                raise item
-            else:
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-
-
-async def _pump(choice: Choice, queue: asyncio.Queue[ChoiceEvent | Exception | None]) -> None:
-    """Everything of one choice into the queue, its end (None) or its failure included."""
-    try:
-        async with aclosing(choice.events()) as events:
-            async for event in events:
-                await queue.put(event)
-    except Exception as error:  # noqa: BLE001 - it is raised where the queue is read
-        await queue.put(error)
-    else:
-        await queue.put(None)

@@ -1,4 +1,4 @@
-"""Takes orders: turns a checked body into running choices. Everything that can be refused is refused before that."""
+"""Turns a checked request body into choices that can run. All checks of the request come before that."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ import hashlib
 import secrets
 import struct
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import TypeVar
 
 from moonpool.base.errors import Unavailable
 from moonpool.base.keys import tenant_root
 from moonpool.conductor.retries import Retries, RetryPolicy
-from moonpool.frontend.choice import Choice, ChoiceEvent, run_together
-from moonpool.frontend.generation import ChoiceRequest, ChoiceRunner
+from moonpool.frontend.choice import Choice, ChoiceEvent, ChoiceRequest, ChoiceRunner, Emit
 from moonpool.frontend.metrics import FrontendMetrics
 from moonpool.frontend.preparing import Preparer
 from moonpool.frontend.prompts import Endpoint, ServedModel, output_room
@@ -54,21 +51,36 @@ class ClientRequest:
             prompt_tokens_details=PromptTokensDetails(cached_tokens=self._cached_tokens),
         )
 
-    async def events(self) -> AsyncGenerator[ChoiceEvent, None]:
-        async with aclosing(run_together(self._choices)) as events:
-            async for event in events:
-                self._count(event)
-                yield event
+    async def run(self, emit: Emit) -> None:
+        """Run all choices at the same time and await `emit` with each event. The first failure, which is raised, and a
+        cancellation end all choices."""
+
+        async def count_and_emit(event: ChoiceEvent) -> None:
+            self._count(event)
+            await emit(event)
+
+        if len(self._choices) == 1:
+            await self._choices[0].run(count_and_emit)
+            return
+        tasks = [asyncio.create_task(choice.run(count_and_emit)) for choice in self._choices]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def _count(self, event: ChoiceEvent) -> None:
         self._num_output_tokens += len(event.tokens)
-        # Later choices of a prompt reuse what the first one computed just now; that is no hit worth telling.
+        # Later choices of a prompt reuse what the first one has just computed; that is not a cache hit to report.
         if event.prefill is not None and event.index % self._per_prompt == 0:
             self._cached_tokens += event.prefill.local_tokens + event.prefill.pool_tokens
 
 
 class RequestHandler:
-    """Shared by all endpoints. What it is given belongs to the caller, who also closes it."""
+    """Shared by all endpoints. The caller owns and closes the connections and the preparer."""
 
     def __init__(
         self,
@@ -91,18 +103,18 @@ class RequestHandler:
         self._policy = policy
         self._request_timeout_s = request_timeout_s
 
-    async def take(
+    async def prepare_request(
         self, request_id: str, tenant: Tenant, endpoint: Endpoint[_B], raw: bytes
     ) -> tuple[ClientRequest, _B]:
-        """Return the order and the checked body of `raw`. Raise InvalidInput and its kin, and Unavailable if no
-        workers have come by then. Starts nothing yet."""
+        """Return the request, which is not running yet, and the checked body of `raw`. Raise InvalidInput or one of its
+        subclasses for a bad body, Unavailable if no workers have registered in time."""
         prepared = await self._preparer.prepare(endpoint, raw)
         view = await self._view()
         choices = self._choices(request_id, tenant, prepared.body, prepared.prompts, view)
         return ClientRequest(request_id, self.model.name, prepared.prompts, choices), prepared.body
 
     async def _view(self) -> ClusterView:
-        """Return what all workers have in common. A front end that has just started waits for them, as requests do."""
+        """Return what all workers have in common. Wait for workers if none have registered yet."""
         retries = Retries(self._policy)
         while True:
             try:
@@ -135,20 +147,20 @@ class RequestHandler:
                     ),
                     timeout_s=self._request_timeout_s,
                     tenant=tenant.name,
-                    priority=-(body.priority or 0),  # vLLM's are the other way round
+                    priority=-(body.priority or 0),  # as in vLLM, a client's lower number is served first
                 )
                 choices.append(self._choice(index, request, body, first))
                 first = first or choices[-1]
         return choices
 
     def _choice(self, index: int, request: ChoiceRequest, body: SamplingBody, first: Choice | None) -> Choice:
-        generation = ChoiceRunner(request, self.connections, self._policy)
+        runner = ChoiceRunner(request, self.connections, self._policy)
         assembler = TextAssembler(self.model.codec.stream(), body.stops, request.params.min_tokens)
-        return Choice(index, generation, assembler, self.metrics, after=first)
+        return Choice(index, runner, assembler, self.metrics, after=first)
 
 
 def derive_seed(seed: int, number: int) -> int:
-    """The seed of a prompt's `number`-th choice: the first uses the seed itself, the others differ from it."""
+    """Return the seed of a prompt's `number`-th choice. Choice 0 uses `seed` itself; the others differ from it."""
     if number == 0:
         return seed
     digest = hashlib.blake2b(struct.pack("<QI", seed % 2**64, number), digest_size=8, person=b"moonpool-choice")

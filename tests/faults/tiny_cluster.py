@@ -30,7 +30,7 @@ from moonpool.engine.blocks import PageManager
 from moonpool.engine.engine import Engine
 from moonpool.engine.scheduler import Scheduler, SchedulerConfig
 from moonpool.engine.sequence import SamplingParams
-from moonpool.frontend.generation import ChoiceRequest, ChoiceRunner
+from moonpool.frontend.choice import ChoiceRequest, ChoiceRunner
 from moonpool.frontend.workers import Connections
 from moonpool.master.service import Master, MasterConfig
 from moonpool.node.config import NodeConfig
@@ -282,8 +282,8 @@ class TinyCluster:
     ) -> Answer:
         request = ChoiceRequest(f"r{next(_NAMES)}", prompt, ROOT, BLOCK_TOKENS, params, timeout_s)
         generation, answer = ChoiceRunner(request, self.connections, RETRY), Answer()
-        async with aclosing(generation.events()) as events:
-            async for batch in events:
+        async with aclosing(generation.batches()) as batches:
+            async for batch in batches:
                 answer.num_attempts = generation.num_attempts
                 answer.tokens += [out.token for out in batch.tokens]
                 answer.finish_reason = batch.finish_reason

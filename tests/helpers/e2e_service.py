@@ -26,7 +26,7 @@ from moonpool.base.rpc import BlockingClient, Call
 from moonpool.conductor.messages import ConductorStatus, Status
 from moonpool.conductor.retries import RetryPolicy
 from moonpool.engine.sequence import SamplingParams
-from moonpool.frontend.generation import ChoiceRequest, ChoiceRunner
+from moonpool.frontend.choice import ChoiceRequest, ChoiceRunner
 from moonpool.frontend.workers import Connections
 from moonpool.worker.messages import GetStats, PieceChecksums, PrefillReply, WorkerStats
 
@@ -199,8 +199,8 @@ async def _generate(connections: Connections, prompt: list[int], params: Samplin
     request = ChoiceRequest(f"e2e-{os.urandom(6).hex()}", prompt, ROOT, BLOCK_TOKENS, params, timeout_s=100)
     generation, answer = ChoiceRunner(request, connections, RetryPolicy()), Answer()
     started_s = time.monotonic()
-    async with contextlib.aclosing(generation.events()) as events:
-        async for batch in events:
+    async with contextlib.aclosing(generation.batches()) as batches:
+        async for batch in batches:
             if not answer.tokens:
                 answer.ttft_s = time.monotonic() - started_s
             answer.tokens += [out.token for out in batch.tokens]

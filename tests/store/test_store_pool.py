@@ -301,7 +301,7 @@ def test_listeners_get_a_snapshot_and_then_changes(pool: LocalPool) -> None:
         stored: set[bytes] = set()
         removed: set[bytes] = set()
         sequence: list[int] = []
-        async with aclosing(subscriber.stream(Subscribe(), item_timeout_s=10)) as batches:  # type: ignore[type-var]
+        async with aclosing(subscriber.stream(Subscribe(), timeout_s=10)) as batches:  # type: ignore[type-var]
             async for batch in batches:
                 assert batch.snapshot == (not sequence)
                 sequence.append(batch.sequence)
