@@ -17,7 +17,7 @@ from moonpool.base.rpc import BlockingClient
 from moonpool.base.run_dirs import CONDUCTOR, live_run_dirs, socket_address
 from moonpool.cli.pool import HexOption, MasterOption, pool
 from moonpool.conductor.messages import ExplainedRecord, ExplainRequest
-from moonpool.frontend.record_ids import bare_id
+from moonpool.frontend import bare_id
 from moonpool.master.state.changes import NEVER_STORED
 from moonpool.store.keys_text import read_key
 

@@ -56,12 +56,12 @@ class AnswerFormat(Protocol):
     def whole(self, results: Sequence[ChoiceResult]) -> BaseModel: ...
 
 
-async def answer(request: Request, order: ClientRequest, form: AnswerFormat, *, stream: bool) -> Response:
+async def answer(request: Request, client_request: ClientRequest, form: AnswerFormat, *, stream: bool) -> Response:
     """Return the answer. A failure before the first token is raised, here or by the stream before it has sent
     anything, so that it gets its own HTTP status; a later failure is an event in the stream."""
     if stream:
-        return EventStream(order, form)
-    results = [ChoiceResult(index) for index in range(order.num_choices)]
+        return EventStream(client_request, form)
+    results = [ChoiceResult(index) for index in range(client_request.num_choices)]
 
     async def collect(event: ChoiceEvent) -> None:
         result = results[event.index]
@@ -69,15 +69,15 @@ async def answer(request: Request, order: ClientRequest, form: AnswerFormat, *, 
         result.tokens += event.tokens
         result.finish_reason = event.finish_reason or result.finish_reason
 
-    await while_connected(request.receive, order.run(collect))
+    await while_connected(request.receive, client_request.run(collect))
     return Response(form.whole(results).model_dump_json(exclude_unset=True), media_type="application/json")
 
 
 class EventStream(Response):
     """Runs the request and sends its events as they come, as server-sent events."""
 
-    def __init__(self, order: ClientRequest, form: AnswerFormat) -> None:
-        self._order = order
+    def __init__(self, client_request: ClientRequest, form: AnswerFormat) -> None:
+        self._client_request = client_request
         self._form = form
         self._started = False
         self._sending = asyncio.Lock()  # several choices send; the headers must be complete before any body
@@ -103,12 +103,12 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": body, "more_body": True})
 
         try:
-            await self._order.run(emit)
+            await self._client_request.run(emit)
         except Exception as error:
             if not self._started:
                 raise
             failure = error if isinstance(error, MoonpoolError) else Internal("a bug in the front end")
-            _LOG.warning("%s failed in the middle of its stream", self._order.request_id, exc_info=error)
+            _LOG.warning("%s failed in the middle of its stream", self._client_request.request_id, exc_info=error)
             scope["state"]["outcome"] = failure.code
             last = sse(error_reply(failure))
         else:

@@ -1,73 +1,90 @@
-"""The HTTP face: OpenAI's endpoints, health, metrics and decision records. /docs describes them."""
+"""The routes of the HTTP API: OpenAI's endpoints, health, metrics and decision records. /docs describes them.
+
+GET /health says which roles are missing, and whether requests can be served without them. Requests need the conductor
+and one worker of each role. The pool (master and node) and further workers only make requests faster: without these
+the service is "degraded" and still answers 200.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import Annotated, Any, cast
 
-from fastapi import APIRouter, Depends, FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+import msgspec
+from fastapi import APIRouter, Depends, FastAPI, Query, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
 from starlette.types import ASGIApp
 
 import moonpool
-from moonpool.frontend import http_errors
+from moonpool.base.errors import InvalidInput, MoonpoolError, NotFound
+from moonpool.conductor.messages import ExplainRequest, ExportTrace, Records
+from moonpool.frontend import bare_id, http_errors
 from moonpool.frontend.answer import answer, read_body
-from moonpool.frontend.chat_format import ChatFormat
-from moonpool.frontend.completion_format import CompletionFormat
+from moonpool.frontend.answer_formats import ChatFormat, CompletionFormat
 from moonpool.frontend.gate import Gate
-from moonpool.frontend.health import check_health
+from moonpool.frontend.http_errors import public_text
 from moonpool.frontend.metrics import Roles, metrics_page
-from moonpool.frontend.openapi import add_bodies, request_body
 from moonpool.frontend.prompts import CHAT, COMPLETION
-from moonpool.frontend.record_pages import add_records
 from moonpool.frontend.replies import ChatCompletion, Completion, ErrorReply, Model, ModelList
 from moonpool.frontend.request_handler import RequestHandler
 from moonpool.frontend.schema import ChatBody, CompletionBody
+from moonpool.frontend.workers import Connections, missing_roles
+from moonpool.store.messages import Segments
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorReply} for status in (400, 401, 404, 413, 429, 500, 503)
 }
+_REF = "#/components/schemas/{model}"
+_MAX_RECORDS = 10_000
+_MAX_BLOCK_TOKENS = 65_536
+_POOL_TIMEOUT_S = 1.0
 
 
-def make_app(desk: RequestHandler, *, max_body_nbytes: int, name: str = "frontend") -> ASGIApp:
-    """`name` tells this front end from others in its metrics."""
+def make_app(handler: RequestHandler, *, max_body_nbytes: int, name: str = "frontend") -> ASGIApp:
+    """Return the whole app. `name` is this front end's name in its metrics."""
     app = FastAPI(title="Moonpool", version=moonpool.__version__, responses=_ERRORS)
     http_errors.install(app)
 
     async def find_tenant(request: Request) -> None:
-        request.state.tenant = desk.tenants.find(request.headers.get("authorization"))
+        request.state.tenant = handler.tenants.find(request.headers.get("authorization"))
 
     private = APIRouter(prefix="/v1", dependencies=[Depends(find_tenant)])
-    _add_completions(private, desk)
-    _add_models(private, desk)
-    add_records(private, desk)
+    _add_completions(private, handler)
+    _add_models(private, handler)
+    _add_records(private, handler)
     app.include_router(private)
-    _add_operations(app, desk, name)
-    add_bodies(app, ChatBody, CompletionBody)
-    # Around the whole app and not as its middleware, which answers to bugs would not pass through.
-    return Gate(app, desk.metrics, max_body_nbytes)
+    _add_operations(app, handler, name)
+    _add_bodies(app, ChatBody, CompletionBody)
+    # Around the whole app, not as a middleware: FastAPI answers bugs (500) outside of its middlewares.
+    return Gate(app, handler.metrics, max_body_nbytes)
 
 
-def _add_completions(router: APIRouter, desk: RequestHandler) -> None:
-    @router.post("/chat/completions", response_model=ChatCompletion, openapi_extra=request_body(ChatBody))
+def _add_completions(router: APIRouter, handler: RequestHandler) -> None:
+    @router.post("/chat/completions", response_model=ChatCompletion, openapi_extra=_request_body(ChatBody))
     async def create_chat_completion(request: Request) -> Response:
         """An answer to a conversation, whole or as server-sent events."""
         raw = await read_body(request)
-        order, body = await desk.prepare_request(request.state.request_id, request.state.tenant, CHAT, raw)
-        form = ChatFormat(order, body, desk.model.codec.token_text)
-        return await answer(request, order, form, stream=bool(body.stream))
+        client_request, body = await handler.prepare_request(request.state.request_id, request.state.tenant, CHAT, raw)
+        form = ChatFormat(client_request, body, handler.model.codec.token_text)
+        return await answer(request, client_request, form, stream=bool(body.stream))
 
-    @router.post("/completions", response_model=Completion, openapi_extra=request_body(CompletionBody))
+    @router.post("/completions", response_model=Completion, openapi_extra=_request_body(CompletionBody))
     async def create_completion(request: Request) -> Response:
         """Text that continues each prompt, whole or as server-sent events."""
         raw = await read_body(request)
-        order, body = await desk.prepare_request(request.state.request_id, request.state.tenant, COMPLETION, raw)
-        form = CompletionFormat(order, body, desk.model.codec.token_text)
-        return await answer(request, order, form, stream=bool(body.stream))
+        client_request, body = await handler.prepare_request(
+            request.state.request_id, request.state.tenant, COMPLETION, raw
+        )
+        form = CompletionFormat(client_request, body, handler.model.codec.token_text)
+        return await answer(request, client_request, form, stream=bool(body.stream))
 
 
-def _add_models(router: APIRouter, desk: RequestHandler) -> None:
-    served = desk.model
+def _add_models(router: APIRouter, handler: RequestHandler) -> None:
+    served = handler.model
     model = Model(id=served.name, created=served.created, max_model_len=served.max_model_len)
 
     @router.get("/models")
@@ -80,14 +97,127 @@ def _add_models(router: APIRouter, desk: RequestHandler) -> None:
         return model
 
 
-def _add_operations(app: FastAPI, desk: RequestHandler, name: str) -> None:
+def _add_operations(app: FastAPI, handler: RequestHandler, name: str) -> None:
     @app.get("/health")
     async def health() -> JSONResponse:
-        """200 when a request could be served now, otherwise 503; either way with the roles that are missing."""
-        status, body = await check_health(desk)
+        """Status 200 if a request could be served now, otherwise 503; the body lists the roles that are missing."""
+        status, body = await _check_health(handler)
         return JSONResponse(body, status)
 
     @app.get("/metrics", include_in_schema=False)
     async def metrics(roles: Roles = Roles.AUTO) -> Response:
-        page = await metrics_page(desk.metrics, desk.connections, desk.cluster, name=name, roles=roles)
+        page = await metrics_page(handler.metrics, handler.connections, handler.cluster, name=name, roles=roles)
         return Response(page, media_type=CONTENT_TYPE_LATEST)
+
+
+def _add_records(router: APIRouter, handler: RequestHandler) -> None:
+    @router.get("/records")
+    async def list_records(
+        request: Request,
+        limit: Annotated[int, Query(ge=1, le=_MAX_RECORDS)] = 100,
+        outcome: str | None = None,
+        tenant: str | None = None,
+    ) -> Response:
+        """The newest decision records, newest last: what was decided, predicted and measured."""
+        call = Records(limit=limit, outcome=outcome, tenant=_own(request, tenant))
+        conductor = await handler.connections.conductor()
+        found = await conductor.call(call)
+        return _json({"object": "list", "data": found})
+
+    @router.get("/records/trace")
+    async def export_trace(
+        request: Request,
+        tenant: str | None = None,
+        block_tokens: Annotated[int | None, Query(ge=1, le=_MAX_BLOCK_TOKENS)] = None,
+    ) -> Response:
+        """The same as lines of Mooncake's trace format, oldest first: lengths, times and shared prefixes, no text."""
+        conductor = await handler.connections.conductor()
+        lines = conductor.stream(ExportTrace(tenant=_own(request, tenant), trace_block_tokens=block_tokens))
+        first = await anext(lines, b"")  # a refused call raises here, before the answer begins
+        return StreamingResponse(_chain(first, lines), media_type="application/jsonl")
+
+    @router.get("/records/{request_id}")
+    async def explain_record(request: Request, request_id: str) -> Response:
+        """What happened to a request, and why. The id is the one in its answer or its x-request-id header."""
+        conductor = await handler.connections.conductor()
+        found = await conductor.call(ExplainRequest(request_id=bare_id(request_id), tenant=_own(request, None)))
+        if not found:
+            raise NotFound(f"there is no record of request {request_id!r}: it is unknown, or too old")
+        return _json({"object": "list", "data": found})
+
+
+def _own(request: Request, tenant: str | None) -> str:
+    own: str = request.state.tenant.name
+    if tenant is not None and tenant != own:
+        raise InvalidInput(f"this API key is of tenant {own!r}, which sees its own records only", param="tenant")
+    return own
+
+
+async def _chain(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    async with aclosing(cast(AsyncGenerator[bytes, None], rest)) as chunks:
+        yield first
+        async for chunk in chunks:
+            yield chunk
+
+
+def _json(body: object) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")
+
+
+async def _check_health(handler: RequestHandler) -> tuple[int, dict[str, Any]]:
+    """Return an HTTP status, and a body with "status", "missing" (names of roles) and, if any are missing, "reason"."""
+    vital: list[str] = []
+    reasons: list[str] = []
+    absent: list[str] = []
+    try:
+        workers = (await handler.cluster.status()).workers
+    except MoonpoolError as error:
+        vital, reasons = ["conductor"], [f"the conductor does not answer: {public_text(error)}"]
+    else:
+        vital = missing_roles(workers)
+        reasons = [f"no {role} worker is registered" for role in vital]
+        present = {worker.info.name for worker in workers}
+        absent = [name for name in handler.expected_workers if name not in present]
+        reasons += [f"worker {name} is not registered" for name in absent]
+    pool, pool_reasons = await _missing_of_pool(handler.connections)
+    missing = [*vital, *absent, *pool]
+    body: dict[str, Any] = {"status": "unavailable" if vital else "degraded" if missing else "ok", "missing": missing}
+    if missing:
+        body["reason"] = "; ".join(reasons + pool_reasons)
+    return 503 if vital else 200, body
+
+
+async def _missing_of_pool(connections: Connections) -> tuple[list[str], list[str]]:
+    """Return the missing roles of the pool, and the reasons; two empty lists if this front end has no pool."""
+    try:
+        master = await connections.master()
+        if master is None:
+            return [], []
+        segments = await master.call(Segments(), timeout_s=_POOL_TIMEOUT_S)
+    except MoonpoolError as error:
+        return ["master"], [f"requests run without the pool: its master does not answer: {public_text(error)}"]
+    if not segments:
+        return ["node"], ["requests run without the pool: no node has mounted memory"]
+    return [], []
+
+
+def _request_body(model: type[BaseModel]) -> dict[str, Any]:
+    """Return a route's `openapi_extra` that refers to the type of its body.
+
+    The endpoints read their bodies themselves (prompts.py), so FastAPI does not know these types.
+    """
+    schema = {"$ref": _REF.format(model=model.__name__)}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _add_bodies(app: FastAPI, *models: type[BaseModel]) -> None:
+    """Add the types that `_request_body` refers to."""
+    _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=_REF)
+    generate = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        described = generate()
+        described["components"]["schemas"].update(definitions["$defs"])
+        return described
+
+    app.openapi = openapi  # type: ignore[method-assign]

@@ -12,7 +12,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from moonpool.base.errors import InvalidInput, MoonpoolError, Overloaded
-from moonpool.frontend.bodies import complaint
+from moonpool.frontend.fields import complaint
 from moonpool.frontend.replies import ErrorDetail, ErrorReply
 
 _LOG = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from moonpool.base.errors import ConfigError, InvalidInput, PromptTooLong, Unkno
 from moonpool.engine.model_files import read_config, read_sampling_defaults, resolve
 from moonpool.engine.sequence import SamplingDefaults
 from moonpool.engine.tokenizer import load_tokenizer
-from moonpool.frontend.bodies import decode_json, validated
+from moonpool.frontend.fields import decode_json, validated
 from moonpool.frontend.schema import MAX_CHOICES_IN_ALL, ChatBody, CompletionBody, SamplingBody
 from moonpool.frontend.text import TokenDecoder
 

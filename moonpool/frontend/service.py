@@ -87,7 +87,7 @@ class Frontend:
         self._limits = limits or ConnectionLimits(max_connections=_possible_connections(config.max_connections))
         self._connections: Connections | None = None
         self._preparer: Preparer | None = None
-        self._desk: RequestHandler | None = None
+        self._handler: RequestHandler | None = None
         self._socket: socket.socket | None = None
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -103,7 +103,7 @@ class Frontend:
         self._preparer = Preparer(model, call if config.prompt_process else None)
         self._preparer.start()
         self._connections = Connections(config.conductor_address, config.master_address)
-        self._desk = RequestHandler(
+        self._handler = RequestHandler(
             model,
             tenants,
             self._connections,
@@ -112,13 +112,13 @@ class Frontend:
             request_timeout_s=config.request_timeout_s,
             expected_workers=config.expected_workers,
         )
-        await self._serve(self._desk, self._socket)
+        await self._serve(self._handler, self._socket)
         return url_of(self._socket)
 
-    async def _serve(self, desk: RequestHandler, sock: socket.socket) -> None:
+    async def _serve(self, handler: RequestHandler, sock: socket.socket) -> None:
         limits = self._limits
-        max_body_nbytes = self.config.max_body_nbytes or desk.model.max_body_nbytes
-        app = make_app(desk, max_body_nbytes=max_body_nbytes, name=self.config.name)
+        max_body_nbytes = self.config.max_body_nbytes or handler.model.max_body_nbytes
+        app = make_app(handler, max_body_nbytes=max_body_nbytes, name=self.config.name)
         self._server = _Server(
             uvicorn.Config(
                 app,

@@ -148,7 +148,7 @@ async def test_a_reader_that_stops_reading_is_cut_off(tmp_path):
             await loop.sock_connect(sock, (host, int(port)))
             await loop.sock_sendall(sock, head(b"content-length: %d" % len(raw), path="/v1/completions") + raw)
             await until(lambda: cluster.decode.num_active > 0)
-            cancelled = cluster.frontend._desk.metrics.requests.labels("/v1/completions", "cancelled")
+            cancelled = cluster.frontend._handler.metrics.requests.labels("/v1/completions", "cancelled")
             for _ in range(10):
                 with contextlib.suppress(AssertionError):
                     await until(lambda: cancelled._value.get() == 1)

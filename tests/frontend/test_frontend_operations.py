@@ -196,7 +196,7 @@ async def test_a_bug_is_a_500_in_the_same_shape(cluster, http, monkeypatch, capl
         raise ZeroDivisionError("internals")
 
     with monkeypatch.context() as patch:
-        patch.setattr(cluster.frontend._desk, "_choices", fail)
+        patch.setattr(cluster.frontend._handler, "_choices", fail)
         reply = await http.post("/v1/completions", json=BODY)
     assert reply.status_code == 500
     assert reply.headers["x-request-id"]
