@@ -145,8 +145,8 @@ def _calls(report: ClaimReport, options: Options) -> None:
         filler = Filler(pool, nbytes=MIB, chained=False)
         filler.grow(scale.num_objects)
         known: dict[str, Any] = {"first": 0, "count": scale.num_objects, "seconds": scale.seconds}
-        exist = partial(pool.together, "exist", **known)
-        exist_many = partial(pool.together, "exist_many", **known)
+        exist = partial(pool.run_on_all, "exist", **known)
+        exist_many = partial(pool.run_on_all, "exist_many", **known)
         store = partial(filler.grow, scale.num_objects)
         for case in (
             StoreCase("exist with leases, one key a call", "calls/s", exist, _EXIST_PER_S, 1.0),
@@ -164,8 +164,8 @@ def _small(report: ClaimReport, options: Options) -> None:
     with start_pool(node={"dram_nbytes": 2 * dram_nbytes + _SPARE_NBYTES}) as pool:
         count = scale.num_small_batches
         pool.clients[0].do("put_small", label=_LABEL, num_batches=count)
-        get = partial(pool.together, "get_small", label=_LABEL, num_batches=count, seconds=scale.seconds)
-        put = partial(pool.together, "put_small", num_batches=count)
+        get = partial(pool.run_on_all, "get_small", label=_LABEL, num_batches=count, seconds=scale.seconds)
+        put = partial(pool.run_on_all, "put_small", num_batches=count)
         name = f"4 KiB, batches of {SMALL_BATCH:,}"
         report.measure(StoreCase(f"get {name}", "objects/s", get, _SMALL_GETS_PER_S, 1.0), scale.rounds)
         report.measure(StoreCase(f"put {name}", "objects/s", put, _SMALL_PUTS_PER_S, 1.0), scale.rounds)

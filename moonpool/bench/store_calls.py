@@ -5,13 +5,17 @@ Space is offered by segments that exist on paper only, so that one master can be
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
 from moonpool.base.descriptor import SegmentDescriptor
-from moonpool.base.errors import Unavailable, from_wire
+from moonpool.base.errors import MoonpoolError, Unavailable, from_wire
 from moonpool.base.rpc import BlockingClient, Call
 from moonpool.store import messages as m
 from moonpool.store.messages import GRANULE_NBYTES
@@ -22,6 +26,8 @@ _KEY_NBYTES = 36
 _SPREAD = 0x9E3779B97F4A7C15F39CC0605CEDC8341082276BF3A27251F86C6A11D0C18E95  # odd: every number has a key of its own
 _MASK = (1 << 8 * _KEY_NBYTES) - 1
 _TIMEOUT_S = 60.0
+_PING_EVERY_S = 0.001
+_LONG_S = 0.002  # longer waits are kept one by one
 _PREPARED = 200_000  # puts whose calls are made before the clock runs; more would be too much memory
 
 
@@ -128,3 +134,69 @@ def _batches(first: int, count: int) -> Iterator[list[bytes]]:
     step = max(1, count // BATCH)
     for batch in range(num_batches):
         yield [block_key(first + (batch + index * step) % count) for index in range(min(BATCH, count))]
+
+
+class PingWork:
+    """Measures how long the master keeps a caller waiting: one small call every millisecond, beside other load.
+
+    `ping` begins; `pings` returns what was measured since the last time. The caller asks for a real-time priority and
+    disables the garbage collector, so that the master is measured and not the caller's own wait for its processor.
+    """
+
+    def __init__(self, address: str, stack: ExitStack) -> None:
+        self._line = BlockingClient(address, m.SERVICE, name="bench ping")
+        self._stop = threading.Event()
+        self._asking = threading.Lock()  # held during a call
+        self._failure: MoonpoolError | None = None
+        self._worst_s, self._count = 0.0, 0
+        self._long: list[tuple[float, float]] = []
+        self._thread: threading.Thread | None = None
+        stack.callback(self._end)
+
+    def work(self) -> dict[str, Callable[..., Any]]:
+        return {"ping": self.ping, "pings": self.pings}
+
+    def ping(self) -> None:
+        gc.disable()
+        self._thread = threading.Thread(target=self._ping_forever, name="ping")
+        self._thread.start()
+
+    def pings(self) -> dict[str, Any]:
+        """Return the calls since the last time: count, longest wait, and long waits as (begin, duration), in seconds.
+
+        Waits for the reply to the present call, so that no wait is reported too short. Raises Unavailable if the calls
+        have ended or none was answered: a longest wait of 0 would be wrong then.
+        """
+        with self._asking:
+            found = {"worst_s": self._worst_s, "count": self._count, "long": self._long}
+            self._worst_s, self._count, self._long = 0.0, 0, []
+        if self._failure is not None or not found["count"]:
+            raise Unavailable(f"the master was not asked all the time: {self._failure or 'no answer'}")
+        return found
+
+    def _ping_forever(self) -> None:
+        with contextlib.suppress(PermissionError):  # then it runs without
+            os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+        call = m.Exist(keys=[block_key(0)])
+        while not self._stop.is_set():
+            with self._asking:
+                begun_s = time.monotonic()
+                try:
+                    self._line.call(call, timeout_s=_TIMEOUT_S)
+                except MoonpoolError as error:
+                    self._failure = error
+                    return
+                self._record(begun_s, time.monotonic() - begun_s)
+            time.sleep(_PING_EVERY_S)
+
+    def _record(self, begun_s: float, lasted_s: float) -> None:
+        self._count += 1
+        self._worst_s = max(self._worst_s, lasted_s)
+        if lasted_s > _LONG_S:
+            self._long.append((begun_s, lasted_s))
+
+    def _end(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._line.close()

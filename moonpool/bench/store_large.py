@@ -46,11 +46,11 @@ class Filler:
         share = count // NUM_CLIENTS
         shares = [{"first": self.count + number * share} for number in range(NUM_CLIENTS)]
         self.count += NUM_CLIENTS * share
-        return self._pool.together("store", shares, count=share, nbytes=self._nbytes, chained=self._chained)
+        return self._pool.run_on_all("store", shares, count=share, nbytes=self._nbytes, chained=self._chained)
 
     def rate(self, what: str, seconds: float) -> float:
         """Keys/s of both together."""
-        return self._pool.together(what, first=0, count=self.count, seconds=seconds)
+        return self._pool.run_on_all(what, first=0, count=self.count, seconds=seconds)
 
 
 class SnapshotWatch:

@@ -1,7 +1,7 @@
 """The processes that `moonpool bench store` measures: a master, perhaps a node, and two clients.
 
-Master and node are the commands that anybody types. Clients (store_client.py) are told what to do in lines of
-JSON. All end with the block that started them, and by their lifeline should the benchmark be killed.
+Master and node are the usual commands. Clients are this module run as a program; they get their work as lines of JSON.
+All end with the block that started them, and by their lifeline if the benchmark is killed.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from moonpool.base.errors import Unavailable
-from moonpool.base.process import Lifeline, ReadyReport
+from moonpool.base.process import Lifeline, ReadyReport, watch_inherited
+from moonpool.bench.store_calls import CallWork, PingWork
+from moonpool.bench.store_objects import ObjectWork
+from moonpool.bench.store_redis import RedisWork
 from moonpool.launch.child import to_arguments
 
 _STOP_TIMEOUT_S = 10.0
@@ -77,7 +80,7 @@ class BenchPool:
         """The master's."""
         return _data_dir(self.folder)
 
-    def together(self, what: str, each: Sequence[Mapping[str, Any]] | None = None, **arguments: Any) -> float:
+    def run_on_all(self, what: str, each: Sequence[Mapping[str, Any]] | None = None, **arguments: Any) -> float:
         """The first two clients at once; the sum of their rates. `each` holds arguments that differ, by client."""
         both = self.clients[:NUM_CLIENTS]
         for number, client in enumerate(both):
@@ -128,7 +131,7 @@ def _role(command: str, settings: Mapping[str, object], lifeline: Lifeline) -> I
 
 @contextlib.contextmanager
 def _client(address: str, run_dir: Path, lifeline: Lifeline) -> Iterator[BenchClient]:
-    argv = [sys.executable, "-m", "moonpool.bench.store_client", address, str(run_dir)]
+    argv = [sys.executable, "-m", "moonpool.bench.store_pool", address, str(run_dir)]
     with _process(argv, lifeline, (), talks=True) as process:
         yield BenchClient(process)
 
@@ -180,3 +183,29 @@ def _set_apart(master_pid: int, others: Sequence[int]) -> None:
 
 def _data_dir(home: Path) -> Path:
     return home / "data"
+
+
+def _run_client(address: str, run_dir: str) -> None:
+    """Run a client process: do what each line of standard input says, [what, {arguments}], and reply with a
+    BenchReply as JSON."""
+    watch_inherited()
+    with contextlib.ExitStack() as stack:
+        kinds = (ObjectWork(address, run_dir, stack), CallWork(address, stack), PingWork(address, stack), RedisWork())
+        work: dict[str, Callable[..., Any]] = {}
+        for kind in kinds:
+            work |= kind.work()
+        for line in sys.stdin.buffer:
+            what, arguments = msgspec.json.decode(line)
+            sys.stdout.buffer.write(msgspec.json.encode(_attempt(work[what], arguments)) + b"\n")
+            sys.stdout.buffer.flush()
+
+
+def _attempt(work: Callable[..., Any], arguments: dict[str, Any]) -> BenchReply:
+    try:
+        return BenchReply(result=work(**arguments))
+    except Exception as error:  # noqa: BLE001 - the benchmark waits for a reply, whatever went wrong
+        return BenchReply(error=f"{type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    _run_client(sys.argv[1], sys.argv[2])

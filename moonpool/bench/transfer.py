@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,7 +25,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from moonpool.bench.guards import secret_settings, tls_settings
 from moonpool.bench.iperf import iperf_gb_s
 from moonpool.transfer import (
     RemoteSegment,
@@ -34,6 +35,8 @@ from moonpool.transfer import (
     TransferRequest,
 )
 
+_CERTIFICATE_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+_GRANULE_NBYTES = 4096
 _MIB = 1 << 20
 _NBYTES = 64 * _MIB
 _TIMEOUT_S = 30.0
@@ -135,9 +138,9 @@ def run(*, as_json: bool, rounds: int, seconds: float = _SECONDS) -> None:
 
 
 def _guards(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    secret = secret_settings(folder)
+    secret = _secret_settings(folder)
     yield "with a secret", secret
-    tls = tls_settings(folder)
+    tls = _tls_settings(folder)
     if tls is None:
         print("tcp with TLS is not measured: there is no openssl command to make a certificate", file=sys.stderr)
     else:
@@ -264,10 +267,43 @@ def _engine(run_dir: str, settings: dict[str, Any]) -> TransferEngine:
 @contextlib.contextmanager
 def _owner(run_dir: str, settings: dict[str, Any]) -> Iterator[list[SegmentDescriptor]]:
     """A second process that serves 64 MiB, and 64 MiB behind a fence."""
-    command = [sys.executable, "-m", "moonpool.bench.owner", run_dir, str(_NBYTES), json.dumps(settings)]
+    command = [sys.executable, "-m", "moonpool.bench.transfer", run_dir, str(_NBYTES), json.dumps(settings)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
             yield msgspec.json.decode(process.stdout.readline(), type=list[SegmentDescriptor])
         finally:
             process.kill()
+
+
+def _secret_settings(folder: Path) -> dict[str, Any]:
+    """Make a throwaway secret; return the WireConfig settings for both processes."""
+    file = folder / "secret"
+    file.touch(mode=0o600)
+    file.write_text(secrets.token_hex(32))
+    return {"secret_file": str(file)}
+
+
+def _tls_settings(folder: Path) -> dict[str, Any] | None:
+    """Make a self-signed certificate; return the WireConfig settings for both processes. None without openssl."""
+    if shutil.which("openssl") is None:
+        return None
+    cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
+    subject = ("-subj", "/CN=moonpool bench", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2")
+    command = ["openssl", "req", "-x509", *_CERTIFICATE_KEY, "-keyout", key, "-out", cert, *subject]
+    subprocess.run(command, check=True, capture_output=True, timeout=30)
+    return {"tls_cert_file": cert, "tls_key_file": key, "tls_ca_file": cert}
+
+
+def _serve_segments(run_dir: str, nbytes: int, settings_json: str) -> None:
+    """The other process: serve two segments, the second one fenced, and print their descriptors as JSON. Return when
+    standard input ends. The settings are those of WireConfig that differ from their defaults."""
+    with TransferEngine(TransferConfig(run_dir=run_dir, **json.loads(settings_json))) as engine:
+        plain = engine.register("bench", nbytes=nbytes)
+        fenced = engine.register("fenced", nbytes=nbytes, granule_nbytes=_GRANULE_NBYTES)
+        print(msgspec.json.encode([plain, fenced]).decode(), flush=True)
+        sys.stdin.read()
+
+
+if __name__ == "__main__":
+    _serve_segments(sys.argv[1], int(sys.argv[2]), sys.argv[3])

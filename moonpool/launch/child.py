@@ -1,7 +1,7 @@
 """One child process of the launcher: `python -m moonpool ROLE --option value ...`, the same as typed by hand.
 
-It is in a session of its own, so that Ctrl-C reaches the launcher alone; it holds the lifeline's read end and a pipe
-on which it reports {"ready": address} or {"error": message} (base/process.py).
+It runs in its own session, so that Ctrl-C reaches the launcher alone. It inherits the read end of the lifeline and a
+pipe on which it reports {"ready": address} or {"error": message} (base/process.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAX_REPORT_NBYTES = 64 * 1024
 
 
 class Child:
-    """Started by `await Child.start(...)`; `report()` then `wait()` tell its story."""
+    """Make one with `await Child.start(...)`; await `report()`, then `wait()`."""
 
     def __init__(self, process: asyncio.subprocess.Process, ready_fd: int) -> None:
         self._process = process
@@ -59,7 +59,7 @@ class Child:
         return self._process.pid
 
     async def report(self) -> ReadyReport | None:
-        """What the child said; None when it ended without a word. Call once."""
+        """Return the child's report; None if the child ended without one. Call once."""
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader(limit=_MAX_REPORT_NBYTES)
         transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), self._ready)
@@ -70,10 +70,10 @@ class Child:
         try:
             return msgspec.json.decode(line, type=ReadyReport) if line else None
         except msgspec.DecodeError:
-            return ReadyReport(error=f"it reported {line[:80]!r}, which is not understood")
+            return ReadyReport(error=f"it sent {line[:80]!r} instead of a readiness report")
 
     async def wait(self) -> str:
-        """Its end, in words."""
+        """Wait for the end of the child; return a description of how it ended."""
         code = await self._process.wait()
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
@@ -89,7 +89,7 @@ class Child:
 
 
 def to_arguments(options: Mapping[str, object]) -> list[str]:
-    """Options by field name: {"run_dir": "/x", "threads": None, "verify": True} -> ["--run-dir", "/x", "--verify"].
+    """Options as arguments: {"run_dir": "/x", "threads": None, "verify": True} -> ["--run-dir", "/x", "--verify"].
 
     A tuple becomes an option per element.
     """
@@ -105,7 +105,7 @@ def to_arguments(options: Mapping[str, object]) -> list[str]:
 
 
 def _output(log_path: Path | None) -> IO[bytes]:
-    """Where a child's lines go: a file of its own, or our own standard error."""
+    """Return the file for a child's output: its log file, or this process's standard error."""
     if log_path is not None:
         return log_path.open("ab")
     return os.fdopen(os.dup(sys.stderr.fileno()), "wb")

@@ -1,8 +1,8 @@
-"""Starts roles as processes, watches them, starts again what dies, and stops them all.
+"""Starts roles as processes, watches them, restarts those that die, and stops them all.
 
-The launcher decides nothing itself: events go into launch/supervisor.py, and this file does what comes out. However
-it ends, no process stays behind: a stop is over within KILL_AFTER_S, and children of a killed launcher end by
-themselves (base/process.py).
+launch/supervisor.py makes all decisions: the launcher passes it events and carries out the actions it returns. However
+the launcher ends, no process stays behind: a stop takes at most KILL_AFTER_S, and children of a killed launcher end
+by themselves (base/process.py).
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from moonpool.base.clock import AttendedClock
+from moonpool.base.clock import AttendedClock, Clock
 from moonpool.base.process import Lifeline
 from moonpool.launch.child import Child
 from moonpool.launch.plan import Role
-from moonpool.launch.progress import Progress, say
 from moonpool.launch.supervisor import (
     Action,
     ChildSpec,
@@ -37,11 +37,57 @@ from moonpool.launch.supervisor import (
 
 _LOG = logging.getLogger(__name__)
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_LOOK_EVERY_S = 1.0  # how often the time is looked at when nothing happens
+_TICK_S = 1.0  # between ticks when no event comes
+_ALIVE_EVERY_S = 2.0
+
+
+class StartProgress:
+    """Reports on standard error how the start goes: one line per role, and a line every two seconds while roles start.
+
+    The lines are coloured on a terminal.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._begin_s = self._clock.now_s()
+        self._since_s: dict[str, float] = {}  # roles that are starting now
+
+    @property
+    def elapsed_s(self) -> float:
+        return self._clock.now_s() - self._begin_s
+
+    def starting(self, name: str) -> None:
+        self._since_s[name] = self._clock.now_s()
+
+    def ready(self, name: str) -> None:
+        since_s = self._since_s.pop(name, None)
+        if since_s is not None:
+            say(f"{name} is ready ({self._clock.now_s() - since_s:.1f} s)", "green")
+
+    def ended(self, name: str) -> None:
+        self._since_s.pop(name, None)
+
+    async def keep_alive(self) -> None:
+        """Print the roles that are still starting, until cancelled."""
+        while True:
+            await asyncio.sleep(_ALIVE_EVERY_S)
+            if self._since_s:
+                longest_s = self._clock.now_s() - min(self._since_s.values())
+                say(f"starting {', '.join(self._since_s)} ... {longest_s:.0f} s")
+
+
+def say(text: str, colour: str | None = None) -> None:
+    """Print one line on standard error."""
+    if sys.stderr.isatty():
+        from rich.console import Console  # here: only a terminal needs it
+
+        Console(stderr=True, highlight=False).print(f"moonpool: {text}", style=colour, markup=False)
+    else:
+        print(f"moonpool: {text}", file=sys.stderr, flush=True)
 
 
 class Launcher:
-    """Runs `roles` until it is told to stop or has to give up. `on_complete` is called once, when all are ready."""
+    """Runs `roles` until a stop signal or a failure. Calls `on_complete` once, when all roles are ready."""
 
     def __init__(
         self,
@@ -57,17 +103,17 @@ class Launcher:
         self._supervisor = Supervisor(
             [ChildSpec(r.name, r.after, r.first_after, r.uses, r.start_timeout_s) for r in roles]
         )
-        # A child is not late because this process stood still and did not hear that it is ready.
-        self._clock = AttendedClock(2 * _LOOK_EVERY_S)
-        self._progress = Progress(self._clock)
+        # Time in which this process was suspended, and could not read a child's report, does not make the child late.
+        self._clock = AttendedClock(2 * _TICK_S)
+        self._progress = StartProgress(self._clock)
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._children: dict[str, Child] = {}
         self._watchers: set[asyncio.Task[None]] = set()
 
     async def run(self) -> str | None:
-        """Returns when no child is left: None when asked to stop, else why it gave up."""
+        """Return when no child is left: None after a stop signal, otherwise the reason of the failure."""
         loop = asyncio.get_running_loop()
-        # nohup ignores SIGHUP on purpose; that is the user's word and stays.
+        # nohup ignores SIGHUP on purpose; then it stays ignored.
         signals = [each for each in _STOP_SIGNALS if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
         for signum in signals:
             loop.add_signal_handler(signum, self._events.put_nowait, StopRequested())
@@ -94,7 +140,7 @@ class Launcher:
 
     async def _next_event(self) -> Event:
         wake_s = self._supervisor.next_wake_s()
-        delay_s = _LOOK_EVERY_S if wake_s is None else min(_LOOK_EVERY_S, max(0.0, wake_s - self._clock.now_s()))
+        delay_s = _TICK_S if wake_s is None else min(_TICK_S, max(0.0, wake_s - self._clock.now_s()))
         try:
             async with asyncio.timeout(delay_s):
                 return await self._events.get()
@@ -130,7 +176,7 @@ class Launcher:
         watcher.add_done_callback(self._watchers.discard)
 
     async def _watch(self, name: str, child: Child) -> None:
-        """Turns one child's life into events: perhaps Ready, certainly Exited."""
+        """Queue the events of one child: Ready, if it becomes ready, and Exited."""
         report = await child.report()
         if report is not None and report.ready is not None:
             self._progress.ready(name)
