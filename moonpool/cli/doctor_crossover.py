@@ -1,33 +1,30 @@
-"""Whether KV should be fetched or computed here: by what a running conductor has measured, else by a quick look at this
-machine. Takes a fraction of a second; imports no torch.
+"""Whether KV should be fetched or computed here, as measured by a running conductor, or else by a short measurement of
+this machine. Takes a fraction of a second; imports no torch.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 
-from moonpool.base.cluster import CONDUCTOR_SERVICE
 from moonpool.base.errors import MoonpoolError
-from moonpool.base.rpc import BlockingClient
 from moonpool.base.run_dirs import CONDUCTOR, live_run_dirs, socket_address
 from moonpool.base.units import format_nbytes
+from moonpool.cli.pool import ask_conductor
 from moonpool.conductor.costs.crossover import break_even_bandwidth
 from moonpool.conductor.messages import ConductorStatus, FetchOrCompute, Status
 from moonpool.transfer.doctor import Finding
 
 # The default model, SmolLM2-135M, in float32: 9 heads of 64 share 3 heads of KV.
 _WIDTH, _GQA, _ELEMENT_NBYTES, _PREFIX_TOKENS = 576, 3, 4, 1024
-_ASK_S = 2.0
 _MEASURE_S = 0.05
 
 
 def check_crossover(run_dirs: list[Path] | None = None) -> list[Finding]:
-    """One finding per service that runs here; without any, one about the machine."""
+    """Return one finding per service that runs here; without a service, one about the machine."""
     found = []
     for run_dir in live_run_dirs() if run_dirs is None else run_dirs:
         status = _ask(socket_address(run_dir, CONDUCTOR))
@@ -37,9 +34,9 @@ def check_crossover(run_dirs: list[Path] | None = None) -> list[Finding]:
 
 
 def by_conductor(found: FetchOrCompute, status: ConductorStatus) -> Finding:
-    """Before anything was measured it is a guess, and says so."""
+    """Return the conductor's measurement, or that it has measured nothing yet."""
     if not found.num_prefills or not found.num_pulls:
-        says = "nothing was pulled yet: all that the pool has is fetched" if found.num_prefills else "nothing measured"
+        says = "nothing was pulled yet: the pool is always used" if found.num_prefills else "nothing measured"
         return Finding(name="crossover", status="ok", says=says)
     rates = f"the pool delivers {_rate(found.measured_nbytes_s)}"
     if found.min_tokens is None:
@@ -54,7 +51,7 @@ def by_conductor(found: FetchOrCompute, status: ConductorStatus) -> Finding:
 
 
 def by_machine(flops: float, copy_nbytes_s: float) -> Finding:
-    """B/G > 2ds / (gqa (apd + bd^2)) with what this machine does in a moment."""
+    """Apply B/G > 2ds / (gqa (apd + bd^2)) to the measured speed of this machine."""
     need = break_even_bandwidth(flops, _PREFIX_TOKENS, width=_WIDTH, gqa=_GQA, element_nbytes=_ELEMENT_NBYTES)
     verdict = "worth fetching" if copy_nbytes_s > need else "faster to compute"
     says = (
@@ -65,7 +62,7 @@ def by_machine(flops: float, copy_nbytes_s: float) -> Finding:
 
 
 def measure_flops() -> float:
-    """Of a matrix product of the size that a prefill of the default model has."""
+    """Return the speed of a matrix product as large as in a prefill of the default model."""
     left = np.ones((512, _WIDTH), dtype=np.float32)
     right = np.ones((_WIDTH, 4 * _WIDTH), dtype=np.float32)
     return 2.0 * left.shape[0] * right.size / _best_s(lambda: left @ right)
@@ -78,7 +75,7 @@ def measure_copy_nbytes_s() -> float:
 
 
 def _best_s(work: Callable[[], object]) -> float:
-    """The fastest of as many as fit, after one that does not count."""
+    """Return the time of the fastest run within _MEASURE_S, after one warm-up run."""
     work()
     best_s, ends_s = float("inf"), time.perf_counter() + _MEASURE_S
     while time.perf_counter() < ends_s or best_s == float("inf"):
@@ -90,10 +87,9 @@ def _best_s(work: Callable[[], object]) -> float:
 
 def _ask(address: str) -> ConductorStatus | None:
     try:
-        with closing(BlockingClient(address, CONDUCTOR_SERVICE, name="doctor", connect_timeout_s=_ASK_S)) as client:
-            return client.call(Status(), timeout_s=_ASK_S)
+        return ask_conductor(address, Status())
     except MoonpoolError:
-        return None  # it is starting or stopping; the machine itself is looked at instead
+        return None  # it is starting or stopping; the machine is measured instead
 
 
 def _rate(nbytes_s: float) -> str:

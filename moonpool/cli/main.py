@@ -1,13 +1,13 @@
-"""The `moonpool` command. Knows every command's name and one line about it; imports only the one that is run.
+"""The `moonpool` command. It has the name and one line of help of every command, and imports only the one that runs.
 
-Exit codes: 0 done, 1 it failed for the reason printed in one line, 2 the command line is wrong, 130 interrupted.
+Exit codes: 0 done, 1 failed (the reason is printed in one line), 2 wrong command line, 130 interrupted.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import typer
@@ -18,16 +18,16 @@ from moonpool.base.limits import memory_shortage, require_address_space_to_start
 from moonpool.base.process import watch_inherited
 from moonpool.cli.options import CONTEXT_SETTINGS
 
-# name: (module with `command`, what `moonpool --help` says)
+# name: (module with `command`, or module:function that returns the command; what `moonpool --help` says)
 COMMANDS = {
-    "serve": ("moonpool.cli.serve", "Start everything on this machine and serve the OpenAI API."),
+    "serve": ("moonpool.cli.roles:serve", "Start everything on this machine and serve the OpenAI API."),
     "chat": ("moonpool.cli.chat", "Talk to a running server in the terminal."),
     "model": ("moonpool.cli.model", "Fetch and list models."),
-    "master": ("moonpool.cli.master", "Run the pool's master: it knows where objects are."),
-    "node": ("moonpool.cli.node", "Run a node: it gives memory of this machine to the pool."),
-    "conductor": ("moonpool.cli.conductor", "Run the conductor: it chooses the workers of each request."),
-    "worker": ("moonpool.cli.worker", "Run a prefill or decode worker."),
-    "frontend": ("moonpool.cli.frontend", "Run the OpenAI front end."),
+    "master": ("moonpool.cli.roles:master", "Run the pool's master: it knows where objects are."),
+    "node": ("moonpool.cli.roles:node", "Run a node: it gives memory of this machine to the pool."),
+    "conductor": ("moonpool.cli.roles:conductor", "Run the conductor: it chooses the workers of each request."),
+    "worker": ("moonpool.cli.roles:worker", "Run a prefill or decode worker."),
+    "frontend": ("moonpool.cli.roles:frontend", "Run the OpenAI front end."),
     "put": ("moonpool.cli.put", "Store a file in the pool."),
     "get": ("moonpool.cli.get", "Read an object from the pool."),
     "ls": ("moonpool.cli.ls", "List the objects of the pool."),
@@ -43,7 +43,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs one command and exits; an error raised on purpose is one line, never a traceback."""
+    """Run one command and exit. A MoonpoolError is printed as one line, without a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     wanted = next((text for text in arguments if not text.startswith("-")), None)
     try:
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def build_app(wanted: str | None) -> typer.Typer:
-    """The application with `wanted` in full and all other commands as a line of help."""
+    """Return the application with `wanted` in full and all other commands as one line of help each."""
     app = typer.Typer(
         name="moonpool",
         help="KVCache-centric LLM serving: separate prefill and decode workers, one pool of reusable KV.",
@@ -74,12 +74,20 @@ def build_app(wanted: str | None) -> typer.Typer:
     )
     app.callback()(_root)
     for name, (module, summary) in COMMANDS.items():
-        command = importlib.import_module(module).command if name == wanted else _not_loaded
+        command = load_command(module) if name == wanted else _not_loaded
         if isinstance(command, typer.Typer):
             app.add_typer(command, name=name, help=summary)
         else:
             app.command(name, help=summary, context_settings=CONTEXT_SETTINGS)(command)
     return app
+
+
+def load_command(place: str) -> typer.Typer | Callable[..., None]:
+    """Return the command at a place of COMMANDS."""
+    module, _, function = place.partition(":")
+    loaded = importlib.import_module(module)
+    command: typer.Typer | Callable[..., None] = getattr(loaded, function)() if function else loaded.command
+    return command
 
 
 def _show_version(wanted: bool) -> None:

@@ -1,23 +1,26 @@
-"""What the commands on the pool (put, get, ls, rm, stat, why) share: finding the master and what its nodes ask for.
+"""Shared by the commands that use a pool (put, get, ls, rm, stat, why): its master, its conductor and its credentials.
 
-Nodes that guard their ports let a command in that has the same secret (MOONPOOL_SECRET_FILE) and, where they speak TLS,
-a certificate (MOONPOOL_TLS_CERT_FILE, MOONPOOL_TLS_KEY_FILE, MOONPOOL_TLS_CA_FILE).
+Nodes with guarded ports accept a command that has the same secret (MOONPOOL_SECRET_FILE) and, if they use TLS, a
+certificate (MOONPOOL_TLS_CERT_FILE, MOONPOOL_TLS_KEY_FILE, MOONPOOL_TLS_CA_FILE).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Annotated
+from contextlib import closing, contextmanager
+from typing import Annotated, TypeVar
 
 import typer
 
+from moonpool.base.cluster import CONDUCTOR_SERVICE
 from moonpool.base.errors import Unauthorized
+from moonpool.base.rpc import BlockingClient, Call
 from moonpool.store import Store
 from moonpool.store.client import ClientConfig
 from moonpool.store.finding import CREDENTIAL_VARIABLES, find_master
 
-_RETRY_S = 2.0  # people wait less gladly than programs for a master that may come back
+_R = TypeVar("_R")
+_RETRY_S = 2.0  # shorter than in programs: a person waits for the result
 
 MasterOption = Annotated[
     str | None,
@@ -28,10 +31,22 @@ MasterOption = Annotated[
 HexOption = Annotated[bool, typer.Option("--hex", help="read and print keys in hexadecimal")]
 
 
+def master_address(given: str | None) -> str:
+    """Return `given`, or else the master that the environment names or that runs on this machine. Raise ConfigError."""
+    return given or find_master("state the pool with --master ADDRESS")
+
+
+def ask_conductor(address: str, call: Call[_R], timeout_s: float = 2.0) -> _R:
+    """Return the conductor's reply. Raise Unavailable if it does not reply."""
+    connect = BlockingClient(address, CONDUCTOR_SERVICE, name="moonpool cli", connect_timeout_s=timeout_s)
+    with closing(connect) as client:
+        return client.call(call, timeout_s=timeout_s)
+
+
 @contextmanager
 def pool(master: str | None) -> Iterator[Store]:
-    """The pool of the master at that address, or of the one that can be found."""
-    address = master or find_master("state the pool with --master ADDRESS")
+    """Yield the pool of the master at that address; None: of the master that `master_address` finds."""
+    address = master_address(master)
     with Store(address, config=ClientConfig(name="moonpool cli", retry_s=_RETRY_S)) as store:
         try:
             yield store

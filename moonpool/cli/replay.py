@@ -1,21 +1,28 @@
-"""`moonpool replay`: a trace through one or several simulated systems, beside each other."""
+"""`moonpool replay`: replay a trace on one or several simulated systems and compare them, one column per system."""
 
 from __future__ import annotations
 
 import math
 import shlex
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
-from moonpool.base.errors import AlreadyExists, InvalidInput
-from moonpool.base.units import parse_nbytes
-from moonpool.cli.progress import bytes_moved, virtual_time
+from moonpool.base.errors import InvalidInput
+from moonpool.base.units import format_nbytes, parse_nbytes
+from moonpool.cli.progress import virtual_time
+from moonpool.cli.trace import parse_span, read_trace, refuse_existing
 from moonpool.conductor.admission.forms import AdmissionForm
 from moonpool.sim.fleet import Fleet, make_fleet
 from moonpool.sim.outcome import Outcome, encode, replay
+from moonpool.sim.report.labels import conclusion, label, shown
+from moonpool.sim.report.page import LINK_NAMES
 from moonpool.sim.systems import (
     BASELINE,
     FEATURES,
@@ -29,15 +36,20 @@ from moonpool.sim.systems import (
     without,
 )
 from moonpool.sim.world.config import Failure, parse_failure
+from moonpool.sim.world.results import HIT_PLACES
 from moonpool.traces.changes import scale_load, slice_time
 from moonpool.traces.columns import Trace
-from moonpool.traces.mooncake_jsonl import read_jsonl
 
 _ALL = "all"
 _OUTPUT_OPTIONS = ("json", "report", "force")
 _SYSTEMS_HELP = f"default: {FULL} and {BASELINE}; {_ALL}, or one of " + "; ".join(
     f"{each.name}: {each.summary}" for each in SYSTEMS.values()
 )
+_WIDE = 400  # columns if the output is a file: nothing is wrapped
+_NAME_WIDTH, _CELL_WIDTH, _GAP = 34, 10, 2
+_LINKS = ("nic_out", "h2d", "d2h", "ssd_read", "ssd_write")
+_PLACE_NAMES = {"local": "the GPUs' own pages", "dram": "own memory", "remote": "others' memory", "ssd": "disks"}
+Cell: TypeAlias = Callable[[Outcome], str]
 
 
 def command(
@@ -104,21 +116,20 @@ def command(
     trace = _read(file, block_tokens, slice, load)
     _refuse_late(failures, trace)
     outcomes = [_run(each, trace, fleet, goals, load) for each in chosen]
-    _tell(outcomes, json)
+    _print(outcomes, json)
     if report is not None:
         _write_report(outcomes, report, _as_typed(context))
 
 
 def _refuse_unwritable(report: Path, force: bool) -> None:
-    """Before the work, not after it."""
-    if report.exists() and not force:
-        raise AlreadyExists(f"{report} exists already; choose another name, or replace it with --force")
+    """Raise before the work, not after it."""
+    refuse_existing(report, force)
     if not report.absolute().parent.is_dir():
         raise InvalidInput(f"cannot write {report}: there is no such folder")
 
 
 def _chosen(names: list[str], features_off: list[str]) -> list[System]:
-    """In the order given; a name given twice counts once."""
+    """Return the systems in the order given; a name given twice counts once."""
     if _ALL in names:
         names = list(SYSTEMS)
     found = [system(name) for name in names]
@@ -126,8 +137,8 @@ def _chosen(names: list[str], features_off: list[str]) -> list[System]:
 
 
 def _default_systems(features_off: list[str], pipeline_nodes: int, failures: tuple[Failure, ...]) -> list[str]:
-    """Return the full system, and what it is compared with unless the user compares it with something else, or asks
-    for what that one cannot have."""
+    """Return the full system and, unless the user compares it with something else or asks for a feature that the
+    baseline cannot have, the baseline."""
     alone = features_off or pipeline_nodes > 1 or failures
     return [FULL] if alone else [FULL, BASELINE]
 
@@ -150,21 +161,11 @@ def _target(seconds: float, option: str) -> float:
 
 
 def _read(file: Path, block_tokens: int | None, part: str | None, load: float) -> Trace:
-    with bytes_moved(f"read {file}") as show:
-        trace = read_jsonl(file, block_tokens=block_tokens, progress=show)
+    trace = read_trace(file, block_tokens)
     if part is not None:
-        trace = slice_time(trace, *_span(part))
+        begin_s, end_s = parse_span(part, "--slice", float)
+        trace = slice_time(trace, begin_s or 0.0, math.inf if end_s is None else end_s)
     return scale_load(trace, load)
-
-
-def _span(text: str) -> tuple[float, float]:
-    begin, colon, end = text.partition(":")
-    try:
-        if not colon:
-            raise ValueError
-        return float(begin or 0), float(end or "inf")
-    except ValueError:
-        raise InvalidInput(f"--slice takes BEGIN:END, for example 0:600, not {text!r}") from None
 
 
 def _run(each: System, trace: Trace, fleet: Fleet, goals: Goals, load: float) -> Outcome:
@@ -172,14 +173,12 @@ def _run(each: System, trace: Trace, fleet: Fleet, goals: Goals, load: float) ->
         return replay(each, trace, fleet, goals, load=load, progress=progress)
 
 
-def _tell(outcomes: list[Outcome], as_json: bool) -> None:
+def _print(outcomes: list[Outcome], as_json: bool) -> None:
     if as_json:
         for each in outcomes:
             print(encode(each))
         return
-    from moonpool.cli.replay_table import show
-
-    show(outcomes)
+    show_table(outcomes)
 
 
 def _as_typed(context: typer.Context) -> str:
@@ -202,3 +201,89 @@ def _write_report(outcomes: list[Outcome], path: Path, command_line: str) -> Non
     except OSError as error:
         raise InvalidInput(f"cannot write {path}: {error.strerror or error}") from error
     print(f"wrote {path}", file=sys.stderr)
+
+
+def show_table(outcomes: Sequence[Outcome]) -> None:
+    """Print the outcomes, one column per system; plain text if standard output is not a terminal."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _WIDE
+    first = outcomes[0]
+    for name, value in first.machine.items():
+        console.print(f"{label(name)}: {shown(name, value)}", markup=False)
+    console.print()
+    for group in _groups(outcomes, console.width):
+        console.print(_table(group))
+        console.print()
+    for each in outcomes:
+        for reason, count in each.refusals.items():
+            console.print(f"{each.system} refused {count}: {reason}", markup=False)
+    console.print("", conclusion(outcomes), sep="\n", markup=False)
+
+
+def _groups(outcomes: Sequence[Outcome], width: int) -> Iterator[Sequence[Outcome]]:
+    """Yield as many systems at a time as fit side by side."""
+    widths = [max(len(each.system), _CELL_WIDTH) + _GAP for each in outcomes]
+    begin = 0
+    while begin < len(outcomes):
+        end, left = begin, width - _NAME_WIDTH
+        while end < len(outcomes) and (end == begin or widths[end] <= left):
+            left -= widths[end]
+            end += 1
+        yield outcomes[begin:end]
+        begin = end
+
+
+def _table(outcomes: Sequence[Outcome]) -> Table:
+    first = outcomes[0]
+    title = f"{first.trace}, load x {first.load:g}"
+    table = Table(title=escape(title), title_justify="left", box=None, pad_edge=False)
+    table.add_column("")
+    for each in outcomes:
+        table.add_column(escape(each.system), justify="right", overflow="fold")
+    for name, cell in _rows(first):
+        table.add_row(name, *(escape(cell(each)) for each in outcomes))
+    return table
+
+
+def _rows(first: Outcome) -> Iterator[tuple[str, Cell]]:
+    targets = f"TTFT {first.ttft_target_s:g} s, TBT {first.tbt_target_s * 1e3:g} ms"
+    yield f"done within {targets}", _share("effective_share")
+    yield "goodput, requests/s", _number("goodput_per_s", ".3f")
+    yield "requests done", _number("num_done", ".0f")
+    yield "refused", _number("num_refused", ".0f")
+    yield "lost with workers", _number("num_lost", ".0f")
+    yield "tried again", _number("num_retries", ".0f")
+    yield "never done", _number("num_unfinished", ".0f")
+    for name in ("mean", "p50", "p90", "p99"):
+        yield f"TTFT {name}, s", _number(f"ttft_s_{name}", ".2f")
+    for name in ("mean", "p50", "p90", "p99"):
+        yield f"TBT {name}, ms", _number(f"tbt_s_{name}", ".1f", 1e3)
+    yield "prompt tokens reused", _share("hit_share")
+    for place in HIT_PLACES:
+        yield f"  from {_PLACE_NAMES[place]}", _share(f"hit_share_{place}")
+    yield "prefill GPU seconds", _number("prefill_gpu_s", ".0f")
+    yield "GPU seconds saved by reuse", _number("saved_gpu_s", ".0f")
+    for kind in _LINKS:
+        yield f"{LINK_NAMES[kind]}: moved", _moved(kind)
+        yield "  mean and peak use", _use(kind)
+
+
+def _number(name: str, form: str, times: float = 1.0) -> Cell:
+    return lambda outcome: format(outcome.numbers[name] * times, form)
+
+
+def _share(name: str) -> Cell:
+    return lambda outcome: f"{outcome.numbers[name]:.1%}"
+
+
+def _moved(kind: str) -> Cell:
+    return lambda outcome: format_nbytes(int(outcome.links[kind].nbytes)) if kind in outcome.links else "-"
+
+
+def _use(kind: str) -> Cell:
+    def cell(outcome: Outcome) -> str:
+        use = outcome.links.get(kind)
+        return "-" if use is None else f"{use.mean_share:.1%} {use.peak_share:.1%}"
+
+    return cell

@@ -1,29 +1,24 @@
-"""`moonpool stat`: what the pool holds per tier and per segment, how many look-ups it answers, which tasks run (copies,
-moves, drains), which workers use it, how its journal is, and what it has been doing.
+"""`moonpool stat`: usage of the pool per tier and segment, its hit rate, its running tasks (copies, moves, drains), the
+workers that use it, the state of its journal, and counters since the master started.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing
 from typing import Annotated, Any
 
 import msgspec
 import typer
 
-from moonpool.base.cluster import CONDUCTOR_SERVICE
 from moonpool.base.errors import Unavailable
 from moonpool.base.metrics import MetricFamily
-from moonpool.base.rpc import BlockingClient
 from moonpool.base.run_dirs import conductor_beside
 from moonpool.base.units import format_nbytes
-from moonpool.cli.pool import MasterOption, pool
+from moonpool.cli.pool import MasterOption, ask_conductor, master_address, pool
 from moonpool.conductor.messages import Status, WorkerStatus
-from moonpool.store.finding import find_master
 from moonpool.store.messages import SegmentStats, StoreStats, TaskInfo, Tier
 
 _JOURNAL = "moonpool_journal_"
-_ASK_S = 2.0
 
 
 def command(
@@ -34,7 +29,7 @@ def command(
         typer.Option(help="conductor whose workers are listed; default: the one started with the master"),
     ] = None,
 ) -> None:
-    address = master or find_master("state the pool with --master ADDRESS")
+    address = master_address(master)
     with pool(address) as store:
         stats, tasks, journal = store.stats(), store.tasks.running(), _journal(store.metrics())
     workers = _workers(conductor or conductor_beside(address), is_named=conductor is not None)
@@ -43,7 +38,7 @@ def command(
         fields |= {"tasks": tasks, "hit_rate": hit_rate(stats.counters), "workers": workers}
         print(msgspec.json.encode(fields).decode())
     else:
-        print("\n".join(_in_words(stats, tasks, journal, workers)))
+        print("\n".join(_as_lines(stats, tasks, journal, workers)))
 
 
 def hit_rate(counters: Mapping[str, int]) -> float | None:
@@ -53,20 +48,19 @@ def hit_rate(counters: Mapping[str, int]) -> float | None:
 
 
 def _workers(address: str | None, *, is_named: bool) -> Sequence[WorkerStatus] | None:
-    """Return the conductor's workers; None if there is no conductor. One that was named must answer."""
+    """Return the conductor's workers; None if there is no conductor. Raise if it was named and does not reply."""
     if address is None:
         return None
     try:
-        with closing(BlockingClient(address, CONDUCTOR_SERVICE, name="stat", connect_timeout_s=_ASK_S)) as client:
-            return client.call(Status(), timeout_s=_ASK_S).workers
+        return ask_conductor(address, Status()).workers
     except Unavailable:
         if is_named:
             raise
-        return None  # it is starting or stopping; the pool is there all the same
+        return None  # it is starting or stopping; the pool works without it
 
 
 def _tiers(stats: StoreStats) -> dict[str, dict[str, int]]:
-    """Sums of the segments of each tier that there is."""
+    """Return the sums over the segments of each tier that has segments."""
     by_tier = {tier.name.lower(): [each for each in stats.segments if each.tier & tier] for tier in Tier if tier.name}
     return {name: _sum(segments) for name, segments in by_tier.items() if segments}
 
@@ -80,18 +74,18 @@ def _sum(segments: list[SegmentStats]) -> dict[str, int]:
 
 
 def _journal(families: Iterable[MetricFamily]) -> dict[str, int] | None:
-    """durable, bytes, unsynced_bytes; None when the master keeps no journal."""
+    """Return durable, bytes and unsynced_bytes; None if the master writes no journal."""
     found = {family.name: family for family in families if family.name.startswith(_JOURNAL)}
     return {name.removeprefix(_JOURNAL): int(family.samples[0].value) for name, family in found.items()} or None
 
 
-def _in_words(
+def _as_lines(
     stats: StoreStats,
     tasks: Iterable[TaskInfo],
     journal: dict[str, int] | None,
     workers: Sequence[WorkerStatus] | None,
 ) -> list[str]:
-    lines = [f"{stats.num_objects:,} objects", _hits_in_words(stats.counters)]
+    lines = [f"{stats.num_objects:,} objects", _hits_line(stats.counters)]
     for name, tier in _tiers(stats).items():
         lines.append(f"{name.upper()}: {tier['num_objects']:,} replicas, {_room(**tier)}")
     for each in stats.segments:
@@ -100,22 +94,22 @@ def _in_words(
     for task in tasks:
         moved = f"{task.num_done:,} of {task.num_total:,} objects, {format_nbytes(task.nbytes_moved)}"
         lines.append(f"task {task.task_id}: {task.kind} {task.segment}, {task.state}, {moved}")
-    lines += _workers_in_words(workers)
-    lines.append(_journal_in_words(journal))
+    lines += _worker_lines(workers)
+    lines.append(_journal_line(journal))
     events = {name: count for name, count in sorted(stats.counters.items()) if count and name not in ("hits", "misses")}
     if events:
         lines.append("since the master started: " + ", ".join(f"{n:,} {_plain(name)}" for name, n in events.items()))
     return lines
 
 
-def _hits_in_words(counters: Mapping[str, int]) -> str:
+def _hits_line(counters: Mapping[str, int]) -> str:
     rate, hits = hit_rate(counters), counters.get("hits", 0)
     if rate is None:
         return "hit rate: no look-ups yet"
     return f"hit rate: {rate:.1%} ({hits:,} of {hits + counters.get('misses', 0):,} look-ups found their object)"
 
 
-def _workers_in_words(workers: Sequence[WorkerStatus] | None) -> list[str]:
+def _worker_lines(workers: Sequence[WorkerStatus] | None) -> list[str]:
     if workers is None:
         return []
     many = "1 worker" if len(workers) == 1 else f"{len(workers)} workers"
@@ -136,7 +130,7 @@ def _room(*, used_nbytes: int, capacity_nbytes: int, **_: int) -> str:
     return f"{format_nbytes(used_nbytes)} of {format_nbytes(capacity_nbytes)}{part}"
 
 
-def _journal_in_words(journal: dict[str, int] | None) -> str:
+def _journal_line(journal: dict[str, int] | None) -> str:
     if journal is None:
         return "journal: none; a restarted master does not know the objects in memory"
     health = "ok" if journal.get("durable") else "NOT DURABLE, a restarted master may miss objects"

@@ -1,27 +1,24 @@
-"""`moonpool why WHAT`: what became of a request (asked of the conductor) or of a key (asked of the pool).
+"""`moonpool why WHAT`: what happened to a request (the conductor knows) or to a key (the pool knows).
 
-A request is known by the id in its answer, its x-request-id header or the conductor's own id. Requests come first: no
-key that a pool of KV has looks like a request's id. The exit code is 1 when neither knows it.
+A request is named by the id in its answer, its x-request-id header or the conductor's own id. The conductor is asked
+first: no key of a KV block looks like a request's id. The exit code is 1 if neither knows WHAT.
 """
 
 from __future__ import annotations
 
-from contextlib import closing
 from typing import Annotated
 
 import typer
 
-from moonpool.base.cluster import CONDUCTOR_SERVICE
 from moonpool.base.errors import NotFound, Unavailable
-from moonpool.base.rpc import BlockingClient
 from moonpool.base.run_dirs import CONDUCTOR, live_run_dirs, socket_address
-from moonpool.cli.pool import HexOption, MasterOption, pool
+from moonpool.cli.pool import HexOption, MasterOption, ask_conductor, pool
 from moonpool.conductor.messages import ExplainedRecord, ExplainRequest
 from moonpool.frontend import bare_id
 from moonpool.master.state.changes import NEVER_STORED
 from moonpool.store.keys_text import read_key
 
-_ASK_S = 5.0
+_TIMEOUT_S = 5.0
 _KEYS_HINT = "`moonpool ls` lists the keys of the pool; keys of KV blocks need --hex"
 
 
@@ -44,7 +41,8 @@ def command(
 
 
 def _find_request(request_id: str, address: str | None) -> list[ExplainedRecord]:
-    """Of the first conductor that knows it. One that was named must answer; those that were found may be stopping."""
+    """Return the records of the first conductor that has some. Raise if a conductor was named and does not reply; others
+    may be stopping, and are skipped."""
     if address is not None:
         return _ask(address, request_id)
     for run_dir in live_run_dirs():
@@ -58,12 +56,11 @@ def _find_request(request_id: str, address: str | None) -> list[ExplainedRecord]
 
 
 def _ask(address: str, request_id: str) -> list[ExplainedRecord]:
-    with closing(BlockingClient(address, CONDUCTOR_SERVICE, name="why", connect_timeout_s=_ASK_S)) as client:
-        return client.call(ExplainRequest(request_id=bare_id(request_id)), timeout_s=_ASK_S)
+    return ask_conductor(address, ExplainRequest(request_id=bare_id(request_id)), timeout_s=_TIMEOUT_S)
 
 
 def _explain_key(key: str, master: str | None, hex: bool) -> None:
-    """NotFound, with what to try, when neither a conductor nor the pool knows it."""
+    """Print what happened to the key; raise NotFound, with a hint, if neither a conductor nor the pool knows it."""
     with pool(master) as store:
         answer = store.why(read_key(key, hex))
     if not answer.startswith(NEVER_STORED):

@@ -13,17 +13,21 @@ from pathlib import Path
 import pytest
 
 from moonpool.base.run_dirs import base_dir
-from moonpool.cli.doctor_checks import (
+from moonpool.cli.doctor import (
+    Requirement,
     check_cache,
     check_memory,
+    check_packages,
     check_port,
     check_python,
     check_state_dir,
     examine_machine,
     existing_ancestor,
+    format_report,
+    is_at_least,
+    package_finding,
+    parse_requirement,
 )
-from moonpool.cli.doctor_packages import Requirement, check_packages, is_at_least, package_finding, parse_requirement
-from moonpool.cli.doctor_text import in_words
 from moonpool.launch.plan import ServeConfig
 from moonpool.transfer.doctor import (
     Finding,
@@ -112,11 +116,11 @@ def test_a_wrong_override_is_one_line(tmp_path: Path) -> None:
 
 
 def test_every_part_of_a_server_is_shown() -> None:
-    text = in_words(examine_machine(build_topology(SERVER)))
+    text = format_report(examine_machine(build_topology(SERVER)))
     for part in ("mlx5_0", "InfiniBand, 200 Gbit/s", "10.0.0.1", "cuda:0", "H200, GPU-1, 0000:00:01.0, node 0", "Fast"):
         assert part in text
     assert "NICs for RDMA, by memory" in text
-    assert "NICs for RDMA" not in in_words(examine_machine(build_topology(LAPTOP)))
+    assert "NICs for RDMA" not in format_report(examine_machine(build_topology(LAPTOP)))
 
 
 def test_transports_say_what_they_lack() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import resource
 import subprocess
 import sys
@@ -11,7 +10,7 @@ import pytest
 import typer
 
 from moonpool import __version__
-from moonpool.cli.main import COMMANDS, build_app
+from moonpool.cli.main import COMMANDS, build_app, load_command
 
 
 def moonpool(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -63,6 +62,6 @@ def test_an_error_on_purpose_is_one_line() -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_module_offers_a_command(name: str) -> None:
-    command = importlib.import_module(COMMANDS[name][0]).command
+    command = load_command(COMMANDS[name][0])
     assert isinstance(command, typer.Typer) or callable(command)
     build_app(name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from typing import Any
 
@@ -10,7 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from moonpool.base.config import OPTION_NAMES
-from moonpool.cli.main import COMMANDS, build_app
+from moonpool.cli import main
+from moonpool.cli.main import build_app
 from moonpool.cli.options import command_from
 from moonpool.conductor.service import ConductorConfig
 from moonpool.frontend.service import FrontendConfig
@@ -41,7 +41,7 @@ def parse(monkeypatch: pytest.MonkeyPatch, role: str, *arguments: str) -> Any:
     """Return the role's configuration made from that command line, without running the role."""
     seen: list[Any] = []
     command = command_from(seen.append, CONFIGS[role])
-    monkeypatch.setattr(importlib.import_module(COMMANDS[role][0]), "command", command)
+    monkeypatch.setattr(main, "load_command", lambda _: command)
     result = CliRunner().invoke(build_app(role), [role, *arguments])
     assert result.exit_code == 0, result.output
     return seen[0]

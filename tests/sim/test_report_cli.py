@@ -14,7 +14,7 @@ from world_cases import chat
 
 from moonpool.base.errors import InvalidInput
 from moonpool.cli.main import main
-from moonpool.cli.replay_table import _groups, show
+from moonpool.cli.replay import _groups, show_table
 from moonpool.sim.fleet import make_fleet
 from moonpool.sim.outcome import replay
 from moonpool.sim.systems import Goals, system
@@ -92,7 +92,7 @@ def test_many_systems_are_shown_in_groups(trace: Path, capsys: pytest.CaptureFix
     assert [each.system for group in groups for each in group] == names
     assert [len(group) for group in groups] == [3, 3, 1]
     assert [len(group) for group in _groups(outcomes, 10)] == [1, 1], "never none"
-    show(outcomes)
+    show_table(outcomes)
     *lines, conclusion = capsys.readouterr().out.splitlines()
     assert max(len(line.rstrip()) for line in lines) < 120
     assert " serves " in conclusion
