@@ -41,7 +41,7 @@ def command(
 
 
 def _find_request(request_id: str, address: str | None) -> list[ExplainedRecord]:
-    """Return the records of the first conductor that has some. Raise if a conductor was named and does not reply; others
+    """Return the records of the first conductor that has some. Raise if it was named and does not reply; others
     may be stopping, and are skipped."""
     if address is not None:
         return _ask(address, request_id)
