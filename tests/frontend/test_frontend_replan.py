@@ -217,7 +217,7 @@ async def test_a_request_that_workers_die_of_is_computed_alone_and_then_given_up
         reply = await complete(cluster)
         assert reply.status_code == 500
         assert reply.json()["error"]["code"] == "fatal_request"
-        assert "nothing else in its batch" in reply.json()["error"]["message"]
+        assert "no other request in its batch" in reply.json()["error"]["message"]
         specs = sorted((spec for worker in decodes for spec in worker.specs), key=lambda spec: spec.epoch)
         assert [spec.alone for spec in specs] == [False, False, True]
         async with httpx.AsyncClient(base_url=cluster.url) as http:
