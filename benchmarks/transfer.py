@@ -17,4 +17,4 @@ if __name__ == "__main__":
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    bench_transfer.run(as_json=options.json, rounds=options.rounds)
+    bench_transfer.run(as_json=options.json, rounds=options.rounds, seconds=bench_transfer.SECONDS)

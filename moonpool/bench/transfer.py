@@ -40,7 +40,7 @@ _GRANULE_NBYTES = 4096
 _MIB = 1 << 20
 _NBYTES = 64 * _MIB
 _TIMEOUT_S = 30.0
-_SECONDS = 1.0  # per measurement
+ROUNDS, SECONDS = 3, 1.0  # measurements per case, and how long each takes
 _NUM_SMALL, _SMALL_NBYTES = 1000, 4096
 _SHM_SMALL_PER_S, _TCP_SMALL_PER_S, _VIEW_US = 100_000.0, 50_000.0, 50.0  # the claims, where nothing is comparable
 Items = list[tuple[int, NDArray[np.uint8]]]
@@ -116,7 +116,7 @@ class BenchLine(msgspec.Struct, kw_only=True):
     ratio: float | None
 
 
-def run(*, as_json: bool, rounds: int, seconds: float = _SECONDS) -> None:
+def run(*, as_json: bool, rounds: int, seconds: float) -> None:
     """Prints one line per case; each is measured `rounds` times for so many seconds."""
     show(
         BenchLine(case="machine's load before", value=os.getloadavg()[0], unit="cores", baseline=None, ratio=None),

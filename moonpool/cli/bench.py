@@ -15,8 +15,10 @@ command = typer.Typer(no_args_is_help=True)
 @command.command()
 def transfer(
     json: Annotated[bool, typer.Option("--json", help="print one JSON object per line")] = False,
-    rounds: Annotated[int, typer.Option(min=1, help="measurements per case; the best one is shown")] = 3,
-    seconds: Annotated[float, typer.Option(min=0, help="seconds per measurement")] = 1.0,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="measurements per case; the best one is shown")
+    ] = bench_transfer.ROUNDS,
+    seconds: Annotated[float, typer.Option(min=0, help="seconds per measurement")] = bench_transfer.SECONDS,
 ) -> None:
     """Measure the tcp and shm transports between two processes on this machine (half a minute per round)."""
     bench_transfer.run(as_json=json, rounds=rounds, seconds=seconds)

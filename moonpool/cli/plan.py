@@ -16,6 +16,7 @@ from rich.text import Text
 
 from moonpool.base.errors import InvalidInput
 from moonpool.base.units import parse_nbytes
+from moonpool.cli import cluster_options as cluster
 
 if TYPE_CHECKING:
     from moonpool.planner.demand import PoolSize
@@ -35,27 +36,23 @@ def command(
     trace: Annotated[
         Path | None, typer.Argument(help="trace in Mooncake's format; without one, only the model's KV sizes are shown")
     ] = None,
-    model: Annotated[
-        str, typer.Option(help="model name, for example llama3-70b, or path of a config.json")
-    ] = "llama3-70b",
-    gpu: Annotated[str, typer.Option(help="GPU of the nodes: a800, h100, ...")] = "a800",
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs per node")] = 8,
-    nodes: Annotated[int, typer.Option(min=2, help="number of nodes to split between prefill and decode")] = 16,
-    ttft: Annotated[float, typer.Option(help="target for the time to first token, in seconds")] = 30.0,
-    tbt: Annotated[float, typer.Option(help="target for the time between tokens, in seconds")] = 0.1,
+    model: cluster.ModelOption = cluster.MODEL,
+    gpu: cluster.GpuOption = cluster.GPU,
+    gpus: cluster.GpusOption = cluster.NUM_GPUS,
+    nodes: cluster.NodesOption = cluster.NUM_NODES,
+    ttft: cluster.TtftOption = cluster.TTFT_S,
+    tbt: cluster.TbtOption = cluster.TBT_S,
     goal: Annotated[float, typer.Option(help="fraction of requests that must meet both targets")] = 0.95,
-    dram: Annotated[str, typer.Option(help="pool memory of each node")] = "1TB",
-    ssd: Annotated[str, typer.Option(help="pool disk space of each node")] = "0",
+    dram: cluster.DramOption = cluster.DRAM,
+    ssd: cluster.SsdOption = cluster.SSD,
     price: Annotated[
         Path | None, typer.Option(help="JSON file with gpu_hour, dram_gb_month, ssd_gb_month; default: assumed prices")
     ] = None,
     check: Annotated[
         int, typer.Option(min=0, help="requests to simulate for each of the best splits; 0: do not simulate")
     ] = 300,
-    profile: Annotated[Path | None, typer.Option(help="JSON file of measured step times to use")] = None,
-    block_tokens: Annotated[
-        int | None, typer.Option(min=1, help="tokens per block in TRACE; default: as stated in the file, or 512")
-    ] = None,
+    profile: cluster.ProfileOption = None,
+    block_tokens: cluster.BlockTokensOption = None,
     seed: Annotated[int, typer.Option(min=0, help="random seed of the uncertainty estimate")] = 0,
     json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from moonpool.base.errors import InvalidInput
 from moonpool.base.units import format_nbytes, parse_nbytes
+from moonpool.cli import cluster_options as cluster
 from moonpool.cli.progress import virtual_time
 from moonpool.cli.trace import parse_span, read_trace, refuse_existing
 from moonpool.conductor.admission.forms import AdmissionForm
@@ -65,15 +66,15 @@ def command(
     ] = None,
     load: Annotated[float, typer.Option(help="multiply the trace's request rate by this factor")] = 1.0,
     slice: Annotated[str | None, typer.Option(help="seconds BEGIN:END of the trace; either may be omitted")] = None,
-    ttft: Annotated[float, typer.Option(help="target for the time to first token, in seconds")] = 30.0,
-    tbt: Annotated[float, typer.Option(help="target for the time between tokens, in seconds")] = 0.1,
+    ttft: cluster.TtftOption = cluster.TTFT_S,
+    tbt: cluster.TbtOption = cluster.TBT_S,
     admission: Annotated[
         AdmissionForm, typer.Option(help="which decode load counts when a request arrives (docs/conductor.md)")
     ] = AdmissionForm.PREDICTED,
-    model: Annotated[str, typer.Option(help="model name, or path of a config.json")] = "llama3-70b",
-    gpu: Annotated[str, typer.Option(help="GPU of the nodes: a800, h100, ...")] = "a800",
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs per node; they run one model instance together")] = 8,
-    nodes: Annotated[int, typer.Option(min=2, help="number of nodes")] = 16,
+    model: cluster.ModelOption = cluster.MODEL,
+    gpu: cluster.GpuOption = cluster.GPU,
+    gpus: cluster.GpusOption = cluster.NUM_GPUS,
+    nodes: cluster.NodesOption = cluster.NUM_NODES,
     prefill: Annotated[int | None, typer.Option(help="number of prefill nodes; default: half of the nodes")] = None,
     pipeline_nodes: Annotated[int, typer.Option(min=1, help="prefill nodes per worker, as a pipeline")] = 1,
     fails: Annotated[
@@ -85,12 +86,10 @@ def command(
             " network is slow or stops; may be repeated",
         ),
     ] = None,
-    dram: Annotated[str, typer.Option(help="pool memory of each node")] = "1TB",
-    ssd: Annotated[str, typer.Option(help="pool disk space of each node")] = "0",
-    profile: Annotated[Path | None, typer.Option(help="JSON file of measured step times to use")] = None,
-    block_tokens: Annotated[
-        int | None, typer.Option(min=1, help="tokens per block in TRACE; default: as stated in the file, or 512")
-    ] = None,
+    dram: cluster.DramOption = cluster.DRAM,
+    ssd: cluster.SsdOption = cluster.SSD,
+    profile: cluster.ProfileOption = None,
+    block_tokens: cluster.BlockTokensOption = None,
     seed: Annotated[int, typer.Option(min=0, help="random seed; the same seed gives the same results")] = 0,
     json: Annotated[bool, typer.Option("--json", help="print one JSON object per system, one per line")] = False,
     report: Annotated[Path | None, typer.Option(help="HTML report to write; it needs no network to open")] = None,

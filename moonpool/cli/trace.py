@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moonpool.base.errors import AlreadyExists, InvalidInput
+from moonpool.cli.cluster_options import BlockTokensOption
 from moonpool.cli.progress import bytes_moved
 from moonpool.traces.columns import Trace
 from moonpool.traces.distributions import Arrivals
@@ -33,9 +34,6 @@ OutputOption: TypeAlias = Annotated[
     Path, typer.Option("-o", "--output", help="file to write; gzipped if it ends in .gz")
 ]
 ForceOption: TypeAlias = Annotated[bool, typer.Option("--force", help="replace the output file if it exists")]
-BlockOption: TypeAlias = Annotated[
-    int | None, typer.Option(min=1, help="tokens per block in FILE; default: as stated in the file, or 512")
-]
 CvOption: TypeAlias = Annotated[
     float | None,
     typer.Option(help="variation of the gaps between arrivals: 0 even, 1 Poisson, above 1 bursty"),
@@ -51,7 +49,7 @@ _MAX_WIDTH = 100
 def _describe(
     file: FileArgument,
     json: Annotated[bool, typer.Option("--json", help="print one JSON object, without the picture")] = False,
-    block_tokens: BlockOption = None,
+    block_tokens: BlockTokensOption = None,
 ) -> None:
     import msgspec
 
@@ -112,7 +110,7 @@ def _change(
     relabel: Annotated[bool, typer.Option("--relabel", help="renumber blocks by first appearance")] = False,
     tenant: Annotated[int | None, typer.Option(help="set the tenant of all requests")] = None,
     priority: Annotated[int | None, typer.Option(help="set the priority of all requests")] = None,
-    block_tokens: BlockOption = None,
+    block_tokens: BlockTokensOption = None,
     force: ForceOption = False,
 ) -> None:
     import numpy as np

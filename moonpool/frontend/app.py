@@ -44,7 +44,7 @@ _MAX_BLOCK_TOKENS = 65_536
 _POOL_TIMEOUT_S = 1.0
 
 
-def make_app(handler: RequestHandler, *, max_body_nbytes: int, name: str = "frontend") -> ASGIApp:
+def make_app(handler: RequestHandler, *, max_body_nbytes: int, name: str) -> ASGIApp:
     """Return the whole app. `name` is this front end's name in its metrics."""
     app = FastAPI(title="Moonpool", version=moonpool.__version__, responses=_ERRORS)
     http_errors.install(app)

@@ -17,6 +17,7 @@ import uvicorn
 from moonpool.base.address import Address, parse_address
 from moonpool.base.errors import ConfigError, Internal
 from moonpool.conductor.retries import RetryPolicy
+from moonpool.engine.model_fetch import DEFAULT_MODEL
 from moonpool.frontend.app import make_app
 from moonpool.frontend.connection import ConnectionLimits
 from moonpool.frontend.preparing import Preparer, load_call
@@ -38,7 +39,7 @@ class FrontendConfig:
     conductor_address: str  # address of the conductor
     state_dir: str  # folder for secrets and other files that must survive a restart
     master_address: str | None = None  # address of the pool's master, to show its metrics; default: not shown
-    model: str = "smollm2"  # a name from `moonpool model list`, a Hugging Face folder or a .gguf file
+    model: str = DEFAULT_MODEL  # a name from `moonpool model list`, a Hugging Face folder or a .gguf file
     model_name: str | None = None  # model name shown to clients; default: the model's own name
     listen: str = "tcp:127.0.0.1:8000"  # address of the OpenAI API; port 0: any free port
     host: str | None = field(default=None, metadata={"hidden": True})  # with `port`: the form of `listen` before it
@@ -48,11 +49,13 @@ class FrontendConfig:
     tenants_file: str | None = None  # JSON file of tenants and their API keys; default: one tenant, no API key needed
     max_model_len: int | None = None  # longest prompt plus answer in tokens; default: the model's limit
     request_timeout_s: float = 600.0  # seconds after which a request fails
-    max_attempts: int = 4  # attempts per request; attempts lost because a worker died do not count
-    worker_wait_s: float = 30.0  # seconds a request waits for lost workers to come back
+    max_attempts: int = (
+        RetryPolicy.max_attempts
+    )  # attempts per request; attempts lost because a worker died do not count
+    worker_wait_s: float = RetryPolicy.worker_wait_s  # seconds a request waits for lost workers to come back
     max_body_nbytes: int | None = None  # largest request body; default: enough for the longest prompt
     prompt_process: bool = True  # tokenize long prompts in a separate process, so that they do not delay streams
-    max_connections: int = 1024  # most client connections at the same time
+    max_connections: int = ConnectionLimits.max_connections  # most client connections at the same time
     access_log: bool = False  # log one line per request
 
     def __post_init__(self) -> None:

@@ -20,7 +20,6 @@ from moonpool.launch.child import Child
 from moonpool.launch.plan import Role
 from moonpool.launch.supervisor import (
     Action,
-    ChildSpec,
     Complete,
     Event,
     Exited,
@@ -100,9 +99,7 @@ class Launcher:
         self._lifeline = lifeline
         self._on_complete = on_complete
         self._log_dir = log_dir
-        self._supervisor = Supervisor(
-            [ChildSpec(r.name, r.after, r.first_after, r.uses, r.start_timeout_s) for r in roles]
-        )
+        self._supervisor = Supervisor(roles)
         # Time in which this process was suspended, and could not read a child's report, does not make the child late.
         self._clock = AttendedClock(2 * _TICK_S)
         self._progress = StartProgress(self._clock)

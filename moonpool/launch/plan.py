@@ -10,11 +10,14 @@ from pathlib import Path
 from moonpool.base.address import host_port
 from moonpool.base.errors import ConfigError
 from moonpool.base.limits import divide_cores
+from moonpool.base.process import ProcessConfig
 from moonpool.base.run_dirs import CONDUCTOR, MASTER, socket_address
 from moonpool.base.units import format_nbytes, parse_nbytes
 from moonpool.conductor.admission.forms import AdmissionForm
 from moonpool.conductor.placement.policy import DEFAULT_POLICY, PolicyConfig
 from moonpool.engine.config import Device, DType
+from moonpool.engine.model_fetch import DEFAULT_MODEL
+from moonpool.launch.supervisor import ChildSpec
 from moonpool.worker.config import WorkerConfig
 
 NODE, FRONTEND = "node", "frontend"
@@ -27,7 +30,7 @@ _LEAST_SSD_NBYTES = 64 * 1024**2
 class ServeConfig:
     """The whole service on one machine."""
 
-    model: str = "smollm2"  # a name from `moonpool model list`, a Hugging Face folder or a .gguf file
+    model: str = DEFAULT_MODEL  # a name from `moonpool model list`, a Hugging Face folder or a .gguf file
     prefill: int = 1  # number of prefill workers
     decode: int = 1  # number of decode workers
     dram: str = "1GB"  # memory of the pool
@@ -56,7 +59,7 @@ class ServeConfig:
     # folder for secrets and the master's journal; default: $MOONPOOL_STATE or ~/.local/state/moonpool
     state_dir: str | None = None
     log_dir: str | None = None  # folder for one log file per role; default: all roles log to standard error
-    log_level: str = "INFO"  # DEBUG, INFO, WARNING or ERROR
+    log_level: str = ProcessConfig.log_level  # DEBUG, INFO, WARNING or ERROR
 
     @property
     def pool_nbytes(self) -> int:
@@ -91,17 +94,12 @@ class ServeConfig:
         PolicyConfig(name=self.policy, ttft_slo_s=self.ttft_slo_s, tbt_slo_s=self.tbt_slo_s)  # refuses what is wrong
 
 
-@dataclass(frozen=True, slots=True)
-class Role:
-    """One process: `moonpool COMMAND` with `options`. `after`, `first_after` and `uses` as in supervisor.ChildSpec."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Role(ChildSpec):
+    """One process: `moonpool COMMAND` with `options`."""
 
-    name: str
     command: str
     options: Mapping[str, object]
-    after: tuple[str, ...] = ()
-    first_after: tuple[str, ...] = ()
-    uses: tuple[str, ...] = ()
-    start_timeout_s: float = 60.0
 
 
 def plan_roles(config: ServeConfig, run_dir: Path, state_dir: Path, *, num_cores: int) -> list[Role]:
@@ -120,7 +118,7 @@ def _master(config: ServeConfig, run_dir: Path, state_dir: Path) -> Role:
         "data_dir": str(state_dir / MASTER),
         "log_level": config.log_level,
     }
-    return Role(MASTER, "master", options)
+    return Role(MASTER, command="master", options=options)
 
 
 def _node(config: ServeConfig, run_dir: Path) -> Role:
@@ -135,7 +133,7 @@ def _node(config: ServeConfig, run_dir: Path) -> Role:
         "secret_file": config.secret_file,
         "log_level": config.log_level,
     }
-    return Role(NODE, "node", options, after=(MASTER,))
+    return Role(NODE, command="node", options=options, after=(MASTER,))
 
 
 def _node_tcp_host(config: ServeConfig) -> str | None:
@@ -155,7 +153,7 @@ def _conductor(config: ServeConfig, run_dir: Path) -> Role:
         "policy_admission": config.admission,
         "log_level": config.log_level,
     }
-    return Role(CONDUCTOR, "conductor", options, first_after=(MASTER,))
+    return Role(CONDUCTOR, command="conductor", options=options, first_after=(MASTER,))
 
 
 def _worker(config: ServeConfig, run_dir: Path, role: str, index: int, threads: int) -> Role:
@@ -180,7 +178,13 @@ def _worker(config: ServeConfig, run_dir: Path, role: str, index: int, threads: 
         "log_level": config.log_level,
     }
     # Restarted workers wait for no other role: they serve without the pool, and register when the conductor is back.
-    return Role(name, "worker", options, first_after=(CONDUCTOR, NODE), start_timeout_s=_WORKER_START_S)
+    return Role(
+        name,
+        command="worker",
+        options=options,
+        first_after=(CONDUCTOR, NODE),
+        start_timeout_s=_WORKER_START_S,
+    )
 
 
 def _frontend(config: ServeConfig, run_dir: Path, state_dir: Path, workers: tuple[str, ...]) -> Role:
@@ -196,4 +200,4 @@ def _frontend(config: ServeConfig, run_dir: Path, state_dir: Path, workers: tupl
         "log_level": config.log_level,
     }
     # Restarted, it does not wait for the conductor: /health says what is missing.
-    return Role(FRONTEND, "frontend", options, first_after=(CONDUCTOR,), uses=workers)
+    return Role(FRONTEND, command="frontend", options=options, first_after=(CONDUCTOR,), uses=workers)

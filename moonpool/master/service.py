@@ -42,7 +42,7 @@ class MasterConfig(PoolRules):
     journal: bool = True  # write a journal; without one, a restarted master does not know which objects the pool holds
     forget_journal: bool = False  # at start, move an unreadable journal aside and begin with an empty one
     # seconds between journal syncs: a power failure loses at most this much; 0 syncs before each reply
-    journal_sync_s: float = 0.1
+    journal_sync_s: float = JournalConfig.sync_s
     tick_s: float = 0.05  # seconds between checks for expired leases, puts and nodes
     # seconds during which changes are collected before they are sent to subscribers in one message
     event_delay_s: float = 0.005

@@ -28,8 +28,8 @@ from moonpool.launch.plan import Role
 from moonpool.launch.launcher import Launcher
 folder, second = Path(sys.argv[1]), sys.argv[2]
 roles = [
-    Role("first", "conductor", {"address": f"unix:{folder}/first.sock", "name": "first"}),
-    Role("second", "conductor", {"address": second, "name": "second"}, after=("first",)),
+    Role("first", command="conductor", options={"address": f"unix:{folder}/first.sock", "name": "first"}),
+    Role("second", command="conductor", options={"address": second, "name": "second"}, after=("first",)),
 ]
 with Lifeline() as lifeline:
     failure = asyncio.run(Launcher(roles, lifeline, lambda seconds: print("complete", flush=True), folder).run())

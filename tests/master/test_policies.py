@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moonpool.base.errors import ConfigError
-from moonpool.master.policies import DEFAULT_POLICY, POLICIES, EvictionPolicy, LeastRecentlyUsed, S3Fifo, make_policy
+from moonpool.master.policies import POLICIES, EvictionPolicy, LeastRecentlyUsed, S3Fifo, make_policy
+from moonpool.master.rules import PoolRules
 
 Steps = list[tuple[str, int, int]]
 VERBS = st.sampled_from(["insert", "insert", "access", "remove", "evict", "keep"])
@@ -43,8 +44,8 @@ def evict(policy: EvictionPolicy, num: int) -> list[int]:
 
 
 def test_there_is_a_default_and_no_other_names() -> None:
-    assert DEFAULT_POLICY in POLICIES
-    assert len(make_policy()) == 0
+    assert PoolRules.eviction in POLICIES
+    assert len(make_policy(PoolRules.eviction)) == 0
     with pytest.raises(ConfigError, match="no eviction policy 'mru'"):
         make_policy("mru")
 

@@ -27,6 +27,7 @@ from moonpool.store.messages import Tier
 Prints = Sequence[int]
 """60-bit fingerprints of chain keys: what the index knows them by."""
 
+MAX_POOL_BLOCKS = 4_000_000
 _NUM_SHARDS = 1024
 _FOUR = np.uint64(4)
 _SHARD = _NUM_SHARDS - 1
@@ -42,7 +43,7 @@ def fingerprints(keys: Sequence[bytes]) -> list[int]:
 
 
 class PrefixIndex:
-    def __init__(self, *, max_pool_blocks: int = 4_000_000) -> None:
+    def __init__(self, *, max_pool_blocks: int = MAX_POOL_BLOCKS) -> None:
         self._holders: list[dict[int, int]] = [{} for _ in range(_NUM_SHARDS)]
         self._slots = Slots()
         self._workers: dict[str, _WorkerPart] = {}

@@ -10,17 +10,16 @@ from moonpool.master.policies.prefix import PrefixAware
 from moonpool.master.policies.s3fifo import S3Fifo
 from moonpool.master.policies.sweep import LeastRecentlyUsed
 
-__all__ = ["DEFAULT_POLICY", "POLICIES", "EvictionPolicy", "LeastRecentlyUsed", "PrefixAware", "S3Fifo", "make_policy"]
+__all__ = ["POLICIES", "EvictionPolicy", "LeastRecentlyUsed", "PrefixAware", "S3Fifo", "make_policy"]
 
 POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
     "lru": LeastRecentlyUsed,
     "s3fifo": S3Fifo,
     "prefix": PrefixAware,
 }
-DEFAULT_POLICY = "prefix"
 
 
-def make_policy(name: str = DEFAULT_POLICY) -> EvictionPolicy:
+def make_policy(name: str) -> EvictionPolicy:
     """Raises ConfigError when there is no such policy."""
     if name not in POLICIES:
         raise ConfigError(f"no eviction policy {name!r}; there are {', '.join(POLICIES)}", param="eviction")
