@@ -49,9 +49,7 @@ class FrontendConfig:
     tenants_file: str | None = None  # JSON file of tenants and their API keys; default: one tenant, no API key needed
     max_model_len: int | None = None  # longest prompt plus answer in tokens; default: the model's limit
     request_timeout_s: float = 600.0  # seconds after which a request fails
-    max_attempts: int = (
-        RetryPolicy.max_attempts
-    )  # attempts per request; attempts lost because a worker died do not count
+    max_attempts: int = RetryPolicy.max_attempts  # attempts per request, not counting those whose worker died
     worker_wait_s: float = RetryPolicy.worker_wait_s  # seconds a request waits for lost workers to come back
     max_body_nbytes: int | None = None  # largest request body; default: enough for the longest prompt
     prompt_process: bool = True  # tokenize long prompts in a separate process, so that they do not delay streams
