@@ -1,8 +1,8 @@
-"""One try at a request with one pair of workers: reserve pages at decode, prefill into them, read the tokens.
+"""One attempt at a request with one pair of workers: reserve pages at decode, prefill into them, read the tokens.
 
-Ends after a finish reason, or raises; `failed` then names the worker that is to blame, and `loss` says for what.
-However it ends, the Decode stream is closed and the Prefill call is over or cancelled, so workers hold nothing for it
-any more.
+An attempt ends after a finish reason, or raises; `failed` then names the worker that failed, and `loss` the kind of
+failure. However it ends, the Decode stream is closed and the Prefill call is over or cancelled, so workers hold nothing
+for it afterwards.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from moonpool.worker.messages import (
 
 _T = TypeVar("_T")
 
-# What another attempt, perhaps with other workers, may do better.
+# Errors after which another attempt, perhaps with other workers, may succeed.
 LOST = (PeerLost, NotFound, Corrupt, StaleGeneration, Unavailable)
-# A worker that fails a request with an error may be ending: its connection is then gone this much later at most.
-_LAST_WORDS_S = 0.3
+# A worker that fails a request with an error may be ending; its connection then closes within this time.
+_ENDING_S = 0.3
 _LATE = "the request took longer than allowed"
 
 
 class TokenBatch(NamedTuple):
-    """Tokens in order; `prefill` comes with the attempt's first, `finish_reason` with the last."""
+    """Tokens in order; `prefill` is set on the attempt's first batch, `finish_reason` on its last."""
 
     tokens: tuple[TokenOut, ...]
     finish_reason: str | None
@@ -68,17 +68,17 @@ class Attempt:
 
     @property
     def survived(self) -> bool:
-        """Whether both workers have computed as much of it as a suspect is computed alone."""
+        """Whether both workers have computed the number of steps for which a suspect request runs alone."""
         return self._num_decoded >= ALONE_STEPS
 
     async def batches(self) -> AsyncGenerator[TokenBatch, None]:
-        """The first token comes from the prefill worker, all others from the decode worker."""
+        """Yield the tokens. The first one comes from the prefill worker, all others from the decode worker."""
         prefill = await self._connect(self.decision.prefill)
         decode = await self._connect(self.decision.decode)
         stream = decode.stream(Decode(spec=self._spec), timeout_s=self._deadline.remaining_s())
         async with _closing(stream) as items:
             ticket = _ticket(await self._next(decode, items))
-            # Reading on while prefill runs notices at once when the decode worker dies meanwhile.
+            # Reading the stream during the prefill notices at once if the decode worker dies meanwhile.
             async with _running(self._next(decode, items)) as second:
                 reply = await self._prefill(prefill, decode, ticket, second)
                 self._is_prefilled = True
@@ -112,7 +112,7 @@ class Attempt:
         except DeadlineExceeded as error:
             raise DeadlineExceeded(_LATE) from error
         except LOST:
-            await self._blame_decode(decode)
+            await self._record_decode_failure(decode)
             raise
 
     async def _prefill(
@@ -122,15 +122,15 @@ class Attempt:
         async with _running(prefill.call(call, timeout_s=self._deadline.remaining_s())) as prefilling:
             await asyncio.wait((prefilling, second), return_when=asyncio.FIRST_COMPLETED)
             if second.done():
-                second.result()  # a second token may overtake the reply that has the first; a failure ends it all
+                second.result()  # the second token may arrive before the reply with the first; a failure is raised
             try:
                 return await prefilling
             except LOST:
-                await self._blame_for_prefill(prefill, decode)
+                await self._record_prefill_failure(prefill, decode)
                 raise
 
-    async def _blame_for_prefill(self, prefill: AsyncClient, decode: AsyncClient) -> None:
-        """Find out who is to blame for a prefill that failed: it also fails when it cannot reach decode."""
+    async def _record_prefill_failure(self, prefill: AsyncClient, decode: AsyncClient) -> None:
+        """Record which worker failed the prefill: it also fails if the decode worker cannot be reached."""
         await _wait_closed(prefill, decode)
         if prefill.closed.is_set():
             self.failed.add(self.decision.prefill.name)
@@ -141,8 +141,9 @@ class Attempt:
             self.failed.add(self.decision.prefill.name)
             self.loss = Loss.REFUSED
 
-    async def _blame_decode(self, decode: AsyncClient) -> None:
-        """A decode worker that dies has computed nothing of a request whose prompt is still being computed."""
+    async def _record_decode_failure(self, decode: AsyncClient) -> None:
+        """Record the failure of the decode worker. It computes nothing of a request before the prefill is done, so its
+        death before that does not count as a death by this request."""
         await _wait_closed(decode)
         self.failed.add(self.decision.decode.name)
         if not decode.closed.is_set():
@@ -152,10 +153,10 @@ class Attempt:
 
 
 async def _wait_closed(*clients: AsyncClient) -> None:
-    """Return when one of the connections has ended, or after _LAST_WORDS_S."""
+    """Return when one of the connections has closed, or after _ENDING_S."""
     waiting = [asyncio.create_task(client.closed.wait()) for client in clients]
     try:
-        await asyncio.wait(waiting, timeout=_LAST_WORDS_S, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(waiting, timeout=_ENDING_S, return_when=asyncio.FIRST_COMPLETED)
     finally:
         for task in waiting:
             task.cancel()
@@ -169,7 +170,7 @@ def _ticket(item: DecodeItem) -> Ticket:
 
 @asynccontextmanager
 async def _closing(items: AsyncIterator[_T]) -> AsyncIterator[AsyncIterator[_T]]:
-    """Closes a client's stream. With the connection gone there is nobody left to tell, which is no failure."""
+    """Close a stream at the end of the block. A lost connection is no failure here: it ends the stream too."""
     try:
         yield items
     finally:
@@ -179,7 +180,7 @@ async def _closing(items: AsyncIterator[_T]) -> AsyncIterator[AsyncIterator[_T]]
 
 @asynccontextmanager
 async def _running(work: Coroutine[Any, Any, _T]) -> AsyncIterator[asyncio.Task[_T]]:
-    """The work as a task that is over when the block is left; its failure is raised only to who awaits it."""
+    """Run the work as a task that ends with the block. Its failure is raised only where the task is awaited."""
     task = asyncio.create_task(work)
     try:
         yield task
@@ -187,4 +188,4 @@ async def _running(work: Coroutine[Any, Any, _T]) -> AsyncIterator[asyncio.Task[
         task.cancel()
         await asyncio.wait((task,))
         if not task.cancelled():
-            task.exception()  # seen, so that nobody complains about it
+            task.exception()  # marks it as retrieved, so that asyncio does not log it

@@ -146,17 +146,17 @@ class ChoiceRunner:
         """Record the batch. Raise Overloaded, and record nothing, if the conductor refuses to decode it."""
         if batch.prefill is not None:
             may_be_refused = decision.asks_before_decode and not self._output and batch.finish_reason is None
-            await self._tell_prefill_ended(may_be_refused)
+            await self._report_prefill_ended(may_be_refused)
         self._output += [out.token for out in batch.tokens]
         self._last_s = self._elapsed_s
         if self._first is None and batch.prefill is not None:
             self._first = batch.prefill
             self.ttft_s = self._elapsed_s
 
-    async def _tell_prefill_ended(self, may_be_refused: bool) -> None:
+    async def _report_prefill_ended(self, may_be_refused: bool) -> None:
         request_id = self._request.request_id
         if not may_be_refused:
-            self._connections.tell_conductor(PrefillEnded(request_id=request_id))
+            self._connections.notify_conductor(PrefillEnded(request_id=request_id))
             return
         try:
             conductor = await self._connections.conductor()
@@ -185,7 +185,7 @@ class ChoiceRunner:
             error.code,
             error,
         )
-        self._connections.tell_conductor(self._ended(error.code))
+        self._connections.notify_conductor(self._ended(error.code))
         await self._pause(pause_s)
 
     async def _pause(self, pause_s: float) -> None:
@@ -201,7 +201,7 @@ class ChoiceRunner:
             raise DeadlineExceeded(f"the request was not finished within {self._request.timeout_s:g} s")
 
     def _report_end(self) -> None:
-        self._connections.tell_conductor(self._ended(self._outcome))
+        self._connections.notify_conductor(self._ended(self._outcome))
 
     def _ended(self, outcome: str) -> RequestEnded:
         first = self._first

@@ -1,13 +1,13 @@
-"""What one HTTP connection may take of the front end: sizes, and how long each of its phases may last.
+"""The limits of one HTTP connection: sizes, and how long each of its phases may last.
 
-`ConnectionWatch` is told what happens on a connection and says when its time is over. It owns no clock and no socket;
-protocol.py feeds it. The phases of a connection:
+`ConnectionWatch` gets the events of a connection and computes when it must end. It has no clock and no socket;
+protocol.py calls it. The phases of a connection:
 
     idle      no request has begun            ends after `idle_s` (`keep_alive_s` after an answer)
     head      request line and headers arrive ends `head_s` after the first byte
     body      the body arrives                ends `body_s` after the head, later by one second per `body_rate` bytes
     answer    the app works or answers        ends when nothing could be written for `write_s`
-    draining  the answer is out, but the rest of a refused body still arrives, or the client does not read the answer:
+    draining  the answer is sent, but the rest of a refused body still arrives, or the client does not read the answer:
               ends after `drain_s`
 """
 
@@ -22,7 +22,7 @@ class ConnectionLimits:
     """Docs: docs/operations.md, "Limits"."""
 
     max_connections: int = 1024
-    reserve: int = 16  # connections above max_connections that are taken for /health and /metrics
+    reserve: int = 16  # more connections, accepted for /health and /metrics only
     max_headers: int = 100
     max_head_nbytes: int = 64 * 1024
     idle_s: float = 30.0
@@ -63,7 +63,7 @@ class ConnectionWatch:
 
     @property
     def due_s(self) -> float:
-        """When the connection must end if nothing happens before."""
+        """The time at which the connection must end if no event comes before."""
         if self._write_due_s is not None:
             return min(self._due_s, self._write_due_s)
         return self._due_s
@@ -93,7 +93,7 @@ class ConnectionWatch:
         self.phase, self._due_s = Phase.BODY, now_s + self._limits.body_s
 
     def body(self, nbytes: int) -> None:
-        """More time for a body that makes progress; none for what is sent after the answer."""
+        """Extend the time for a body that makes progress, but not for bytes that arrive after the answer."""
         if self.phase is Phase.BODY:
             self._due_s += nbytes / self._limits.body_rate
         elif self.phase is Phase.DRAINING:
@@ -116,7 +116,7 @@ class ConnectionWatch:
             self._rest(now_s)
 
     def closing(self, now_s: float) -> None:
-        """The answer is out and the connection will close once the client has read it."""
+        """The answer is sent, and the connection closes once the client has read it."""
         self.phase, self._due_s = Phase.DRAINING, now_s + self._limits.drain_s
 
     def write_paused(self, now_s: float) -> None:

@@ -1,4 +1,4 @@
-"""The outermost layer of the app: gives every request an id, bounds its body, and counts how it ended."""
+"""The outermost layer of the app: gives every request an id, limits its body, and counts its outcome."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from moonpool.frontend.metrics import FrontendMetrics
 
 _LOG = logging.getLogger(__name__)
-_NUM_LARGE_BODIES = 8  # that fit the memory for bodies at once
+_NUM_LARGE_BODIES = 8  # largest bodies that may be held at the same time
 _LEAST_HELD_NBYTES = 64 * 1024 * 1024
 _MAX_LENGTH_DIGITS = 19  # of a Content-Length; the parser refuses longer ones
 COUNTED_PATHS = ("/v1/chat/completions", "/v1/completions")
 
 
 class Gate:
-    """Handlers find the id in `request.state.request_id` and may say in `request.state.outcome` how it ended."""
+    """Sets `request.state.request_id` and counts `request.state.outcome`, which handlers may set."""
 
     def __init__(self, app: ASGIApp, metrics: FrontendMetrics, max_body_nbytes: int) -> None:
         self._app = app
         self._metrics = metrics
         self._max_body_nbytes = max_body_nbytes
         self._max_held_nbytes = max(_NUM_LARGE_BODIES * max_body_nbytes, _LEAST_HELD_NBYTES)
-        self._held_nbytes = 0  # of bodies whose requests have no answer yet
+        self._held_nbytes = 0  # of bodies whose requests have not been answered yet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -41,7 +41,7 @@ class Gate:
         async def send_with_id(message: Message) -> None:
             nonlocal answered
             if message["type"] == "http.response.start":
-                body.forget()
+                body.release()
                 MutableHeaders(scope=message)["x-request-id"] = state["request_id"]
                 state.setdefault("outcome", "done" if message["status"] < 400 else f"http_{message['status']}")
             await send(message)
@@ -53,10 +53,10 @@ class Gate:
         except Exception:
             if not answered:
                 raise
-            # Starlette raises a bug again after it has answered 500; uvicorn would then close the connection.
+            # Starlette raises the exception again after it has answered 500; uvicorn would then close the connection.
             _LOG.exception("request %s ended with a bug in the front end", state["request_id"])
         finally:
-            body.forget()
+            body.release()
 
     async def _counted(self, path: str, state: dict[str, str], work: Awaitable[None]) -> None:
         with self._metrics.running.track_inprogress(), self._metrics.request_time.labels(path).time():
@@ -66,7 +66,7 @@ class Gate:
                 self._metrics.requests.labels(path, state.get("outcome", "cancelled")).inc()
 
     def hold(self, nbytes: int) -> None:
-        """Count bytes of a body that is kept in memory; HTTPException 503 when there is no room for them."""
+        """Count bytes of a body that is held in memory. Raise HTTPException 503 if bodies take too much memory."""
         if self._held_nbytes + nbytes > self._max_held_nbytes:
             raise HTTPException(503, "too many large requests at a time; try again later", {"retry-after": "1"})
         self._held_nbytes += nbytes
@@ -80,7 +80,7 @@ class Gate:
 
 
 class _BodyMeter:
-    """Counts one request's body while it arrives, whatever its headers say, and bounds it."""
+    """Counts and limits one request's body while it arrives, whatever its Content-Length says."""
 
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
@@ -106,7 +106,7 @@ class _BodyMeter:
 
         return receive_bounded
 
-    def forget(self) -> None:
-        """The body has been read and is not kept any more. Idempotent."""
+    def release(self) -> None:
+        """Release the bytes of the body, which is no longer held. Idempotent."""
         self._gate.release(self._held_nbytes)
         self._held_nbytes = 0

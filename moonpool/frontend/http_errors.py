@@ -1,4 +1,4 @@
-"""Every failure as OpenAI's clients expect it: {"error": {"message", "type", "param", "code"}} and a fitting status."""
+"""All errors in OpenAI's format: {"error": {"message", "type", "param", "code"}} and an HTTP status."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moonpool.frontend.replies import ErrorDetail, ErrorReply
 
 _LOG = logging.getLogger(__name__)
 _MAX_MESSAGE_CHARS = 2000
-# Of errors that HTTP itself has and the error tree has not.
+# Codes of HTTP errors that are not in the error tree.
 _CODES = {
     400: InvalidInput.code,
     404: "not_found",
@@ -34,7 +34,7 @@ _INTERNALS = re.compile(r"(?:\b(?:unix|tcp|shm):|(?<![\w/:.])/)[^\s,;'\")]+")
 
 
 def public_text(error: MoonpoolError) -> str:
-    """The error's message as clients may see it: without addresses and paths if the failure is on the server's side."""
+    """Return the message for clients: without addresses and paths if the failure is on the server's side."""
     return _INTERNALS.sub("(internal address)", str(error)) if error.http_status >= 500 else str(error)
 
 
@@ -44,7 +44,7 @@ def error_reply(error: MoonpoolError) -> ErrorReply:
 
 
 def reply_json(status: int, message: str, code: str | None = None) -> bytes:
-    """An error's body, for answers that are not made by the app."""
+    """Return the body of an error that the app does not send itself."""
     return _reply(status, message, None, code or _CODES.get(status)).model_dump_json().encode()
 
 
@@ -56,7 +56,7 @@ def error_response(error: MoonpoolError) -> Response:
 
 
 def install(app: FastAPI) -> None:
-    """Makes these the only errors that leave the app."""
+    """Install handlers, so that the app sends errors in this format only."""
 
     @app.exception_handler(MoonpoolError)
     async def on_moonpool_error(request: Request, error: MoonpoolError) -> Response:
@@ -80,7 +80,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def on_bug(request: Request, error: Exception) -> Response:
-        # The text of a foreign exception may hold anything, so it goes to the log only.
+        # The text of an unexpected exception may contain anything, so only the log gets it.
         return _response(500, _reply(500, f"a bug in the front end: {type(error).__name__}", None, "internal"))
 
 

@@ -1,4 +1,4 @@
-"""What the front end counts, and one page with the numbers of every role."""
+"""The metrics of the front end, and the page with the metrics of all roles."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TBT_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.
 
 
 class FrontendMetrics:
-    """Own registry, so that several front ends may live in one process."""
+    """Has its own registry, so that several front ends can run in one process."""
 
     def __init__(self) -> None:
         own = self.registry = CollectorRegistry()
@@ -40,14 +40,14 @@ class FrontendMetrics:
         self.running = Gauge("moonpool_requests_running", "Requests that are being answered", registry=own)
         self.request_time = Histogram(
             "moonpool_request_seconds",
-            "Whole requests, from the first byte to the last",
+            "Duration of whole requests, from the first byte to the last",
             ["endpoint"],
             buckets=TIME_BUCKETS_S,
             registry=own,
         )
         self.replans = Counter("moonpool_replans", "Attempts beyond a choice's first", registry=own)
         self.fatal_requests = Counter(
-            "moonpool_fatal_requests", "Choices given up because workers died of them", registry=own
+            "moonpool_fatal_requests", "Choices given up because workers died while they computed them", registry=own
         )
         self.ttft = Histogram("moonpool_ttft_seconds", "Time to first token", buckets=_TTFT_BUCKETS_S, registry=own)
         self.tbt = Histogram("moonpool_tbt_seconds", "Time between tokens", buckets=_TBT_BUCKETS_S, registry=own)
@@ -69,7 +69,8 @@ class FrontendMetrics:
 
 
 class Roles(StrEnum):
-    """Whose metrics a page has: this front end's own, all roles', or all roles' on one page of several (auto)."""
+    """Which metrics a page has: only this front end's, those of all roles, or (auto) those of all roles on the page of
+    one front end only."""
 
     AUTO = "auto"
     OWN = "own"
@@ -79,24 +80,24 @@ class Roles(StrEnum):
 async def metrics_page(
     own: FrontendMetrics, connections: Connections, cluster: ClusterDirectory, *, name: str, roles: Roles = Roles.AUTO
 ) -> bytes:
-    """Return Prometheus' text of all roles that answer within SCRAPE_TIMEOUT_S; the others are counted.
+    """Return the Prometheus text of all roles that answer within SCRAPE_TIMEOUT_S; the others are counted.
 
-    With several front ends, and `roles` left at AUTO, the roles that they share are on the page of one of them only, so
-    that no series is collected twice.
+    With several front ends and `roles` AUTO, the shared roles are on the page of one front end only, so that no series
+    is collected twice.
     """
-    note, parts = b"", list[RoleMetrics]()
+    comment, parts = b"", list[RoleMetrics]()
     if roles is Roles.ALL or (roles is Roles.AUTO and await _claims_shared(own, connections)):
         parts = await _scrape_all(own, connections, cluster)
     elif roles is Roles.AUTO:
-        note = b"# The other roles are on the page of another front end; /metrics?roles=all shows them here too.\n"
+        comment = b"# The other roles are on the page of another front end; /metrics?roles=all shows them here too.\n"
     registry = CollectorRegistry()
     itself = RoleMetrics("frontend", name, [*snapshot(own.registry), *process_metrics()])
     registry.register(MergedCollector([itself, *parts]))
-    return note + generate_latest(registry)
+    return comment + generate_latest(registry)
 
 
 async def _claims_shared(own: FrontendMetrics, connections: Connections) -> bool:
-    """Whether this page is the one for the shared roles. True without a conductor, which is noticed next."""
+    """Return whether this page shows the shared roles. True without a conductor: the scrape then counts it."""
     try:
         return await (await connections.conductor()).call(ClaimSharedMetrics(), timeout_s=SCRAPE_TIMEOUT_S)
     except MoonpoolError:
@@ -104,7 +105,7 @@ async def _claims_shared(own: FrontendMetrics, connections: Connections) -> bool
 
 
 async def _scrape_all(own: FrontendMetrics, connections: Connections, cluster: ClusterDirectory) -> list[RoleMetrics]:
-    master = asyncio.create_task(_ask_master(connections))  # it answers also when the conductor is away
+    master = asyncio.create_task(_ask_master(connections))  # it answers even without a conductor
     asked: list[Coroutine[Any, Any, list[RoleMetrics] | None]] = []
     try:
         conductor = await connections.conductor()
@@ -118,7 +119,7 @@ async def _scrape_all(own: FrontendMetrics, connections: Connections, cluster: C
 
 
 async def _ask_master(connections: Connections) -> list[RoleMetrics] | None:
-    """The master's own metrics, and those of the nodes, which report to it."""
+    """Return the metrics of the master and of the nodes, which report to it."""
     try:
         async with asyncio.timeout(SCRAPE_TIMEOUT_S):
             client = await connections.master()

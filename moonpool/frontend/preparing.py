@@ -1,9 +1,9 @@
-"""Prepares request bodies beside the event loop: short ones in a thread, long ones in a process of their own.
+"""Prepares request bodies outside the event loop: short ones in a thread, long ones in a separate process.
 
-A thread is quicker to reach, but Python's interpreter lock makes everything else wait for it: SHORT_NBYTES is what a
-thread is done with in a few milliseconds, whatever the body holds. Longer bodies go to prompt_process.py, where
-they can hold up only each other (benchmarks/long_prompts.py). A process that dies or takes too long costs the request
-at hand a 503, and is replaced when the next long body comes.
+A thread is faster to reach, but holds Python's interpreter lock: SHORT_NBYTES is what a thread prepares within a few
+milliseconds, whatever the body contains. Longer bodies go to prompt_process.py, where they delay only each other
+(benchmarks/long_prompts.py). If the process dies or takes too long, the present request gets a 503, and the next long
+body starts a new process.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from moonpool.frontend.schema import SamplingBody
 
 SHORT_NBYTES = 64 * 1024
 MAX_WAITING = 16  # long bodies that wait for the process
-ANSWER_S = 60.0  # to start it, and for one body
+ANSWER_S = 60.0  # to start the process and prepare one body
 _SLICE_NBYTES = 1 << 20
 _LOG = logging.getLogger(__name__)
 _B = TypeVar("_B", bound=SamplingBody)
 
 
 class Preparer:
-    """`load` is given where long bodies have a process; without it threads do everything. Close it with `close`."""
+    """With `load`, long bodies go to a process; without it, threads prepare all bodies. Close it with `close`."""
 
     def __init__(self, model: ServedModel, load: LoadModel | None = None, *, num_threads: int = 2) -> None:
         self._model = model
@@ -49,12 +49,12 @@ class Preparer:
         self._process = None if load is None else PromptProcess(load)
 
     def start(self) -> None:
-        """Begin to start the process, if there is one, so that the first long body need not wait for it."""
+        """Start the process in the background, so that the first long body does not wait for it."""
         if self._process is not None:
             self._process.warm_up()
 
     async def prepare(self, endpoint: Endpoint[_B], raw: bytes) -> Prepared[_B]:
-        """What prompts.prepare returns and raises; Overloaded or Unavailable when the process cannot do it."""
+        """Do what prompts.prepare does; also raise Overloaded or Unavailable if the process cannot do it."""
         if self._process is None or len(raw) <= SHORT_NBYTES:
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._threads, prepare, self._model, endpoint, raw)
@@ -64,24 +64,24 @@ class Preparer:
         return cast(Prepared[_B], await loop.run_in_executor(self._threads, unpack, packed, generic))
 
     async def close(self) -> None:
-        """Idempotent. Returns when the process is gone."""
+        """Return when the process has ended. Idempotent."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         if self._process is not None:
             await self._process.close()
 
 
 def load_call(load: Callable[..., ServedModel], model: str, model_name: str | None, max_len: int | None) -> LoadModel:
-    """How the process gets the same model as `load` gives to this one. `load` must be a module's function."""
+    """Return the call with which the process loads the same model. `load` must be a function of a module."""
     return LoadModel(f"{load.__module__}:{load.__qualname__}", model, model_name, max_len)
 
 
 class PromptProcess:
-    """One child process, started when it is needed, asked one thing at a time."""
+    """One child process, started when needed; it prepares one body at a time."""
 
     def __init__(self, load: LoadModel) -> None:
         self._load = load
         self._child: asyncio.subprocess.Process | None = None
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._num_waiting = 0
         self._tasks: set[asyncio.Task[Any]] = set()
         self._is_closed = False
@@ -90,7 +90,7 @@ class PromptProcess:
         self._keep(asyncio.create_task(self._start_early()))
 
     async def ask(self, call: PrepareBody) -> PreparedBody:
-        """Cancelling this does not stop the process: it finishes the body and drops the result."""
+        """Return the process's reply. If this is cancelled, the process still finishes the body."""
         if self._num_waiting >= MAX_WAITING:
             raise Overloaded("too many long prompts are being tokenized; try again later", retry_after_s=1.0)
         self._num_waiting += 1
@@ -113,16 +113,16 @@ class PromptProcess:
     def _forget(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # the caller may have gone; then no task reads the failure
+            task.exception()  # marks it as retrieved: the caller may be gone
 
     async def _start_early(self) -> None:
-        async with self._turn:
+        async with self._lock:
             with contextlib.suppress(OSError, TimeoutError):
                 await self._start()
 
     async def _ask(self, call: PrepareBody) -> PreparedBody:
         try:
-            async with self._turn:
+            async with self._lock:
                 reply = await self._exchange(msgspec.msgpack.encode(call))
         finally:
             self._num_waiting -= 1
@@ -140,7 +140,9 @@ class PromptProcess:
                 reply = await _receive(child)
         except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
             await self._end()
-            _LOG.warning("the process for long prompts failed (%s); it is started again", type(error).__name__)
+            _LOG.warning(
+                "the process for long prompts failed (%s); the next long prompt starts a new one", type(error).__name__
+            )
             raise Unavailable("this prompt could not be tokenized; try again") from error
         except asyncio.CancelledError:
             await self._end()

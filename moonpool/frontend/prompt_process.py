@@ -68,9 +68,9 @@ def unpack(packed: PreparedBody, endpoint: Endpoint[SamplingBody]) -> Prepared[S
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the front end, which then closes our input
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front end handles Ctrl-C, and then closes our input
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever prints must not end up between frames
+    os.dup2(2, 1)  # output of print() must not get between frames
     load = _read(requests)
     if load is None:
         return

@@ -26,7 +26,7 @@ _MAX_BODY_NBYTES = 64 * 1024 * 1024  # however long the model's context is
 
 
 class TextCodec(Protocol):
-    """What the front end needs of engine.tokenizer.Tokenizer."""
+    """The part of engine.tokenizer.Tokenizer that the front end uses."""
 
     vocab_size: int
     max_token_chars: int  # no token stands for more characters
@@ -41,7 +41,7 @@ class TextCodec(Protocol):
 
 
 class ModelSettings(Protocol):
-    """The part of FrontendConfig that says which model is served."""
+    """The part of FrontendConfig that selects the model."""
 
     @property
     def model(self) -> str: ...
@@ -58,33 +58,33 @@ class ServedModel:
     name: str
     codec: TextCodec
     max_model_len: int
-    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)  # where a request does not say
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)  # used where a request sets no value
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def max_prompt_chars(self) -> int:
-        """A longer text cannot fit the context, whatever it says."""
+        """No longer text can fit the context."""
         return self.max_model_len * self.codec.max_token_chars
 
     @property
     def max_body_nbytes(self) -> int:
-        """The longest prompt as JSON may write it (three bytes for each of UTF-8's), and room for the other fields."""
+        """The longest prompt in JSON (up to three bytes per byte of UTF-8), plus room for the other fields."""
         return min(3 * self.max_prompt_chars + _OTHER_FIELDS_NBYTES, _MAX_BODY_NBYTES)
 
     @property
     def max_messages(self) -> int:
-        """Messages of one conversation, or parts of one message: each takes at least one token."""
+        """The limit on messages, and on parts of messages: each takes at least one token."""
         return self.max_model_len
 
     def check_name(self, name: str) -> None:
-        """UnknownModel unless `name` is the model that is served."""
+        """Raise UnknownModel unless `name` is the served model."""
         if name != self.name:
             shown = f"{name[:80]!r}"
-            raise UnknownModel(f"the model {shown} does not exist; {self.name!r} is served here", param="model")
+            raise UnknownModel(f"the model {shown} does not exist; this server serves {self.name!r}", param="model")
 
 
 def load_model(settings: ModelSettings) -> ServedModel:
-    """The tokenizer and the context's length; weights are the workers' business."""
+    """Load the tokenizer and the context length; the workers load the weights."""
     files = resolve(settings.model)
     longest = read_config(files).max_position
     if settings.max_model_len is not None and settings.max_model_len > longest:
@@ -99,7 +99,7 @@ def load_model(settings: ModelSettings) -> ServedModel:
 
 @dataclass(frozen=True)
 class Prepared(Generic[_B]):
-    """A checked request: each prompt's tokens, which leave room for the output that `body` asks for."""
+    """A checked request. The tokens of each prompt leave room for the output that `body` asks for."""
 
     body: _B
     prompts: list[list[int]]
@@ -113,7 +113,7 @@ class Endpoint(Generic[_B]):
     body_type: type[_B]
     check_size: Callable[[ServedModel, Any], None]
     encode: Callable[[TextCodec, _B], list[list[int]]]
-    placeholder: object  # a valid value of the prompt's field, where the real one is not needed any more
+    placeholder: object  # a valid value of the prompt's field, used when the real prompt is no longer needed
 
 
 def prepare(model: ServedModel, endpoint: Endpoint[_B], raw: bytes) -> Prepared[_B]:
@@ -133,8 +133,8 @@ def prepare(model: ServedModel, endpoint: Endpoint[_B], raw: bytes) -> Prepared[
 
 
 def output_room(num_prompt_tokens: int, body: SamplingBody, max_len: int, defaults: SamplingDefaults) -> int:
-    """Return how many tokens may be generated. PromptTooLong when prompt and wish do not fit the context together,
-    InvalidInput for sampling values that do not go together."""
+    """Return how many tokens may be generated. Raise PromptTooLong if the prompt and the requested output do not fit
+    the context, InvalidInput for sampling values that contradict each other."""
     room = _room(num_prompt_tokens, body, max_len)
     if body.min_tokens is not None and body.min_tokens > room:
         raise InvalidInput(f"min_tokens must be at most {room} here", param="min_tokens")
@@ -167,7 +167,7 @@ def _check_stop_tokens(model: ServedModel, body: SamplingBody) -> None:
 
 
 def _check_messages_size(model: ServedModel, messages: Any) -> None:
-    """PromptTooLong when there are too many messages, parts or characters. Wrong types are left to the schema."""
+    """Raise PromptTooLong for too many messages, parts or characters. The schema refuses wrong types."""
     if not isinstance(messages, list):
         return
     contents = [message.get("content") for message in messages if isinstance(message, dict)]
@@ -184,7 +184,7 @@ def _check_messages_size(model: ServedModel, messages: Any) -> None:
 
 
 def _check_prompt_size(model: ServedModel, prompt: Any) -> None:
-    """PromptTooLong when a prompt has too many characters or token ids. Wrong types are left to the schema."""
+    """Raise PromptTooLong for a prompt of too many characters or token ids. The schema refuses wrong types."""
     prompts = (
         prompt if isinstance(prompt, list) and any(isinstance(one, str | list) for one in prompt[:1]) else [prompt]
     )
@@ -208,13 +208,13 @@ def _check_chars(model: ServedModel, num_chars: int, param: str) -> None:
 
 
 def _encode_chat(codec: TextCodec, body: ChatBody) -> list[list[int]]:
-    """The conversation as one prompt. InvalidInput when the model's template does not take it."""
+    """Return the conversation as one prompt. Raise InvalidInput if the model's template refuses it."""
     text = codec.render_chat([message.as_template_input() for message in body.messages])
     return [codec.encode(text)]
 
 
 def _encode_completion(codec: TextCodec, body: CompletionBody) -> list[list[int]]:
-    """Each prompt's tokens. InvalidInput when one is empty or has ids that the model does not know."""
+    """Return the tokens of each prompt. Raise InvalidInput for an empty prompt or unknown token ids."""
     prompts = []
     for prompt in body.prompts:
         tokens = codec.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt

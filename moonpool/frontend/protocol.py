@@ -1,8 +1,8 @@
-"""uvicorn's HTTP protocol with bounds: on headers, on time in every phase of a connection, on connections as a whole.
+"""uvicorn's HTTP protocol with limits: on headers, on the time of every phase, and on the number of connections.
 
-A client that exceeds a bound gets an answer in OpenAI's shape if one can still be sent (431, 408, 400, 503), and its
-connection is closed. When all places are taken, the connection that has been without a request for longest makes
-room; if every one is in use, new ones may only ask for /health and /metrics. The bounds are ConnectionLimits.
+A client that exceeds a limit gets an error in OpenAI's format if one can still be sent (431, 408, 400, 503), and its
+connection is closed. When `max_connections` is reached, a new connection replaces the one that has been idle longest;
+if all are in use, new ones may only request /health and /metrics. The limits are ConnectionLimits.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self._limits = limits
         self.watch = ConnectionWatch(limits, self.loop.time())
-        self._is_surplus = False  # beyond max_connections
+        self._is_surplus = False  # above max_connections
         self._is_refused = False  # an answer that closes the connection was sent; what still arrives is discarded
         self._unfinished_head_nbytes = 0
 

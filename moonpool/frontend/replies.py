@@ -1,4 +1,4 @@
-"""What clients get: OpenAI's answer objects. Fields that were never set are left out; set to None they are null."""
+"""OpenAI's answer objects. Fields that were never set are omitted; fields set to None are null."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class CompletionLogprobs(BaseModel):
 
 
 class CompletionChoice(BaseModel):
-    """Of a whole answer and of a chunk alike; only in a chunk is finish_reason ever null."""
+    """A choice of a whole answer or of a chunk; finish_reason is null in chunks only."""
 
     index: int
     text: str

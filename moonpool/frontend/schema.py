@@ -42,7 +42,7 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for text completions; a chat 
 
 
 def _well_formed(text: str) -> str:
-    """JSON can write half a character ("\\ud800"), which no tokenizer takes."""
+    """Refuse half a surrogate pair ("\\ud800"), which JSON can express and no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -70,7 +70,7 @@ class StreamOptions(Body):
 
 
 class SamplingBody(Body):
-    """What both endpoints share. `null` means the default, as OpenAI's clients send it."""
+    """The fields of both endpoints. `null` means the default, because OpenAI's clients send it so."""
 
     PROMPT_FIELD: ClassVar[str] = "prompt"
     DEFAULT_TOKENS: ClassVar[int | None] = None  # None: as many as fit the context
@@ -141,16 +141,16 @@ class SamplingBody(Body):
 
     @property
     def wanted_tokens(self) -> int | None:
-        """The most output tokens; None is the endpoint's default."""
+        """The requested limit of output tokens; None: the endpoint's default."""
         return self.max_tokens
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """How many alternatives per token; None is no logprobs at all."""
+        """The number of alternatives per token; None: no logprobs."""
         return None
 
     def sampling(self, *, max_tokens: int, seed: int, defaults: SamplingDefaults) -> SamplingParams:
-        """Raises InvalidInput for what only shows when fields are seen together."""
+        """Return the sampling parameters. Raise InvalidInput for values that contradict each other."""
         top_k = _or(self.top_k, defaults.top_k)
         return SamplingParams(
             max_tokens=max_tokens,
@@ -170,7 +170,7 @@ class SamplingBody(Body):
 
 
 class ChatMessage(Body):
-    """One turn. Content may be a list of text parts; any other kind of part is refused. Templates may use `name`."""
+    """One message. Content may be a list of text parts; other kinds of parts are refused. Templates may use `name`."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[str, AfterValidator(_well_formed)] = Field(
@@ -197,7 +197,7 @@ class ChatMessage(Body):
         return "\n".join(_part_text(part) for part in content)
 
     def as_template_input(self) -> dict[str, str]:
-        """For the chat template, which knows no developers."""
+        """Return the message for the chat template, which has no developer role."""
         message = {"role": "system" if self.role == "developer" else self.role, "content": self.content}
         return message if self.name is None else {**message, "name": self.name}
 
@@ -260,7 +260,7 @@ class CompletionBody(SamplingBody):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """One entry per prompt, whatever shape they came in."""
+        """The prompts as a list, whichever form the client used."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):

@@ -1,4 +1,4 @@
-"""The front end as a role: takes its port first, then loads the tokenizer, then serves until it is closed."""
+"""The front end as a role: binds its port, loads the tokenizer, then serves until it is closed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from moonpool.frontend.request_handler import RequestHandler
 from moonpool.frontend.tenants import load_tenants
 from moonpool.frontend.workers import Connections
 
-# Requests that run get this long to finish by themselves when the front end is closed.
+# Time in which running requests may finish when the front end is closed.
 GRACE_S = 1.0
 _BACKLOG = 2048
 _TICKS_PER_SWEEP = 5  # uvicorn ticks every 0.1 s
@@ -42,7 +42,7 @@ class FrontendConfig:
     model: str = DEFAULT_MODEL  # a name from `moonpool model list`, a Hugging Face folder or a .gguf file
     model_name: str | None = None  # model name shown to clients; default: the model's own name
     listen: str = "tcp:127.0.0.1:8000"  # address of the OpenAI API; port 0: any free port
-    host: str | None = field(default=None, metadata={"hidden": True})  # with `port`: the form of `listen` before it
+    host: str | None = field(default=None, metadata={"hidden": True})  # with `port`: the older form of `listen`
     port: int | None = field(default=None, metadata={"hidden": True})
     name: str = "frontend"  # name in logs and metrics; unique if there are several front ends
     expected_workers: tuple[str, ...] = ()  # worker that /health reports when it is missing; may be repeated
@@ -68,7 +68,7 @@ class FrontendConfig:
 
     @property
     def http_address(self) -> Address:
-        """`listen`, overruled by `host` and `port` where these are given. ConfigError when it is no address."""
+        """`listen`, with `host` and `port` replaced where they are set. Raises ConfigError for a bad address."""
         address = parse_address(self.listen)
         host = address.host if self.host is None else self.host
         return Address(address.scheme, address.path, host, address.port if self.port is None else self.port)
@@ -94,7 +94,7 @@ class Frontend:
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """Raises ConfigError when the port is taken, ModelError when the model's files cannot be used."""
+        """Return the URL. Raise ConfigError if the port is taken, ModelError if the model's files cannot be used."""
         config = self.config
         self._socket = bind(config.http_address.host, config.http_address.port)
         model = await asyncio.to_thread(self._load, config)
@@ -137,7 +137,7 @@ class Frontend:
         await self._server.wait_started(self._serving)
 
     async def close(self) -> None:
-        """Idempotent. Running requests get GRACE_S to finish, then they end with an error that says why."""
+        """Stop serving. Running requests get GRACE_S to finish, then end with an error. Idempotent."""
         if self._server is not None and self._serving is not None:
             self._server.should_exit = True
             await asyncio.wait((self._serving,), timeout=GRACE_S)
@@ -152,7 +152,7 @@ class Frontend:
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the process (base/process.py) and says when it has started."""
+    """Leaves signals to the process (base/process.py) and can wait until it has started."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -183,7 +183,7 @@ class _Server(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening-to-be socket of our own, so that a taken port is one clear sentence and nothing has started yet."""
+    """Return a bound and listening socket. Raise ConfigError, before anything has started, if the port is taken."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, proto)
@@ -192,7 +192,7 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
-        sock.listen(_BACKLOG)  # now, because with SO_REUSEADDR a bind alone does not notice another listener-to-be
+        sock.listen(_BACKLOG)  # with SO_REUSEADDR, bind alone does not notice another bound socket
     except OSError as error:
         sock.close()
         raise ConfigError(f"cannot serve at {host}:{port}: {error.strerror or error}", param="port") from error
@@ -205,7 +205,7 @@ def url_of(sock: socket.socket) -> str:
 
 
 def _possible_connections(wanted: int) -> int:
-    """Raise this process's limit of open files as far as is allowed, and return how many connections it leaves."""
+    """Raise this process's limit of open files as far as allowed; return how many connections it leaves."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = wanted + _SPARE_FILES
     if soft != resource.RLIM_INFINITY and soft < needed:

@@ -51,7 +51,7 @@ class TenantsFile:
 
 
 class Tenants:
-    """Finds the tenant of an Authorization header. Without entries everybody is the default tenant, key or not."""
+    """Finds the tenant of an Authorization header. Without entries every request belongs to the default tenant."""
 
     def __init__(self, cluster_secret: bytes, entries: list[TenantEntry]) -> None:
         self._salt = secrets.token_bytes(SECRET_NBYTES)
@@ -62,18 +62,18 @@ class Tenants:
             self._by_key += [(self._hash(key), tenant) for key in entry.api_keys]
 
     def find(self, authorization: str | None) -> Tenant:
-        """Raises Unauthorized when keys are configured and this is none of them."""
+        """Return the tenant. Raise Unauthorized if keys are configured and the header has none of them."""
         if self._default is not None:
             return self._default
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key:
             raise Unauthorized("no API key was given; send it as 'Authorization: Bearer KEY'")
         hashed, found = self._hash(key.strip()), None
-        for known, tenant in self._by_key:  # all of them, always: the time taken tells nothing
+        for known, tenant in self._by_key:  # always all of them, so that the time taken reveals nothing
             if hmac.compare_digest(known, hashed):
                 found = tenant
         if found is None:
-            raise Unauthorized("the API key is not known here")
+            raise Unauthorized("the API key is unknown")
         return found
 
     def _hash(self, key: str) -> bytes:
@@ -81,13 +81,13 @@ class Tenants:
 
 
 def load_tenants(state_dir: Path, tenants_file: Path | None) -> Tenants:
-    """Raises ConfigError when the file cannot be used, or the secret can be neither read nor made."""
+    """Return the tenants. Raise ConfigError if the file is bad, or the secret can be neither read nor created."""
     entries = [] if tenants_file is None else _read_entries(tenants_file)
     return Tenants(load_cluster_secret(state_dir), entries)
 
 
 def load_cluster_secret(state_dir: Path) -> bytes:
-    """The secret of this state folder, made on first use. Any number of processes may ask at once."""
+    """Return the secret of this state folder, created on first use. Safe to call from several processes at once."""
     path = state_dir / SECRET_FILE
     try:
         state_dir.mkdir(parents=True, exist_ok=True)
@@ -99,14 +99,14 @@ def load_cluster_secret(state_dir: Path) -> bytes:
     except OSError as error:
         raise ConfigError(f"cannot keep the cluster secret in {path}: {error.strerror or error}") from error
     except ValueError as error:
-        raise ConfigError(f"{path} does not hold a secret; restore it, or remove it to start anew") from error
+        raise ConfigError(f"{path} does not hold a secret; restore it, or remove it to create a new one") from error
     if len(secret) != SECRET_NBYTES:
         raise ConfigError(f"{path} does not hold a secret of {SECRET_NBYTES} bytes")
     return secret
 
 
 def _create_secret(path: Path) -> None:
-    """Whole or not at all: written aside (mode 0600), then linked; whoever links first wins."""
+    """Create the file atomically: write a temporary file (mode 0600), then link it. The first process to link wins."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{SECRET_FILE}.")
     try:
         with os.fdopen(handle, "w", encoding="ascii") as file:

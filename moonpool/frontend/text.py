@@ -1,8 +1,8 @@
 """From tokens to the text a client sees, one token at a time. Pure.
 
-Stop strings may begin in one token and end in another. Text that could still turn out to be the beginning of one is
-withheld, so that what was sent never has to be taken back. Of several stop strings the one that is complete first
-ends the text; of those that end at the same character, the longest. The stop string itself is not part of the text.
+Stop strings may begin in one token and end in another. Text that could be the beginning of a stop string is withheld,
+so that no sent text has to be taken back. Of several stop strings the one that is complete first ends the text; of
+those that end at the same character, the longest. The stop string itself is not part of the text.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 
 class TokenDecoder(Protocol):
-    """engine.tokenizer.StreamDecoder: text of tokens as they come, whole characters only."""
+    """engine.tokenizer.StreamDecoder: decodes one token at a time to text of whole characters."""
 
     def push(self, token: int) -> str: ...
 
@@ -34,7 +34,7 @@ class StopMatcher:
         self._withheld = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """(text that may be shown, whether a stop string ended it). After a match nothing more may be pushed."""
+        """Return (text that may be shown, whether a stop string ended it). Do not push after a match."""
         start = len(self._withheld)
         whole = self._withheld + text
         if self._stops:
@@ -48,7 +48,7 @@ class StopMatcher:
         return whole[:shown], False
 
     def finish(self) -> str:
-        """What was withheld: the text is over, so it was no stop string after all."""
+        """Return the withheld text: the text has ended, so it is not a stop string."""
         rest, self._withheld = self._withheld, ""
         return rest
 
@@ -69,7 +69,7 @@ class StopMatcher:
 
 @lru_cache(maxsize=256)
 def _fallbacks(stop: str) -> tuple[int, ...]:
-    """For each number of matched characters: how many stay matched if the next character does not fit."""
+    """Return, for each number of matched characters, how many stay matched if the next character does not match."""
     table, length = [0, 0], 0
     for letter in stop[1:]:
         while length and stop[length] != letter:
@@ -95,7 +95,7 @@ class TextAssembler:
         self._unmatched_tokens = min_tokens
 
     def push(self, token: int, finish_reason: str | None) -> TextDelta:
-        """Takes a token and why it is the last, if it is. One that ended the output as a stop has no text."""
+        """Return the text that the token makes visible; a stop token has none. The last token has a finish reason."""
         text = "" if finish_reason == "stop" else self._decoder.push(token)
         shown, stopped = self._match(text)
         if stopped:
@@ -106,7 +106,7 @@ class TextAssembler:
         return TextDelta(shown, None)
 
     def finish(self, finish_reason: str) -> TextDelta:
-        """No more tokens: all that was held back comes out, unless its last characters complete a stop string."""
+        """End the text: return what was withheld, unless its last characters complete a stop string."""
         shown, stopped = self._match(self._decoder.flush())
         return TextDelta(shown, "stop") if stopped else TextDelta(shown + self._matcher.finish(), finish_reason)
 

@@ -1,7 +1,7 @@
 """Connections of the front end to the conductor and the workers, and what the front end knows about the cluster.
 
-One connection per process, shared by all requests; a worker that came back under its old address is another process
-and gets another connection. A lost connection is forgotten, the next request makes a new one.
+There is one connection per process, shared by all requests. A worker that was restarted at its old address is another
+process and gets another connection. A lost connection is dropped; the next request makes a new one.
 """
 
 from __future__ import annotations
@@ -19,49 +19,49 @@ from moonpool.conductor.messages import ConductorStatus, Status, WorkerRef, Work
 from moonpool.store.messages import SERVICE as STORE_SERVICE
 
 STATUS_TIMEOUT_S = 5.0
-TELL_TIMEOUT_S = 5.0
+_SEND_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 0.2
 _LOG = logging.getLogger(__name__)
 _Key = tuple[str, str, int]
 
 
 class Connections:
-    """Hands out clients. Close it to end all of them."""
+    """Owns the clients; `close` closes all of them."""
 
     def __init__(self, conductor_address: str, master_address: str | None = None) -> None:
         self._conductor_address = conductor_address
         self._master_address = master_address
         self._clients: dict[_Key, asyncio.Task[AsyncClient]] = {}
-        self._telling: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[None]] = set()
         self.closed = False
 
     async def conductor(self) -> AsyncClient:
         return await self._get((CONDUCTOR_SERVICE, self._conductor_address, 0))
 
     async def master(self) -> AsyncClient | None:
-        """The pool's master, for its numbers; None when this front end was not told of one."""
+        """Return a client of the pool's master, for its metrics; None if no master is configured."""
         if self._master_address is None:
             return None
         return await self._get((STORE_SERVICE, self._master_address, 0))
 
     async def worker(self, ref: WorkerRef) -> AsyncClient:
-        """PeerLost when it is gone, also when another incarnation answers at its address."""
+        """Return a client of the worker. Raise PeerLost if it is gone or another incarnation answers at its address."""
         client = await self._get((WORKER_SERVICE, ref.address, ref.incarnation))
         if client.peer is not None and client.peer.incarnation != ref.incarnation:
             client.close()
             raise PeerLost(f"worker {ref.name} was restarted")
         return client
 
-    def tell_conductor(self, call: Call[None]) -> None:
-        """Says it in the background. A conductor that is gone has forgotten what this is about."""
-        task = asyncio.create_task(self._tell(call))
-        self._telling.add(task)
-        task.add_done_callback(self._telling.discard)
+    def notify_conductor(self, call: Call[None]) -> None:
+        """Send the call in the background. Ignore failures: a conductor that is gone has lost the request's state."""
+        task = asyncio.create_task(self._send(call))
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     async def close(self) -> None:
-        """Idempotent. Every call that still waits gets PeerLost."""
-        if self._telling:
-            await asyncio.wait(self._telling, timeout=CLOSE_TIMEOUT_S)
+        """Close all clients; calls that still wait get PeerLost. Idempotent."""
+        if self._background:
+            await asyncio.wait(self._background, timeout=CLOSE_TIMEOUT_S)
         self.closed = True
         tasks = list(self._clients.values())
         self._clients.clear()
@@ -72,24 +72,24 @@ class Connections:
                 made.close()
                 await made.closed.wait()
 
-    async def _tell(self, call: Call[Any]) -> None:
+    async def _send(self, call: Call[Any]) -> None:
         try:
-            await (await self.conductor()).call(call, timeout_s=TELL_TIMEOUT_S)
+            await (await self.conductor()).call(call, timeout_s=_SEND_TIMEOUT_S)
         except MoonpoolError as error:
-            _LOG.debug("the conductor did not hear %s: %s", type(call).__name__, error)
+            _LOG.debug("could not send %s to the conductor: %s", type(call).__name__, error)
 
     async def _get(self, key: _Key) -> AsyncClient:
         if self.closed:
             raise Unavailable("the front end is stopping")
-        self._forget_lost()
+        self._drop_lost()
         task = self._clients.get(key)
         if task is None:
             service, address, _ = key
             task = self._clients[key] = asyncio.create_task(AsyncClient.connect(address, service, name="frontend"))
-        # Shielded: a client that disconnects must not break the connection for the others that wait for it.
+        # Shielded: a request that is cancelled must not cancel the connect that other requests wait for.
         return await asyncio.shield(task)
 
-    def _forget_lost(self) -> None:
+    def _drop_lost(self) -> None:
         for key, task in list(self._clients.items()):
             if task.done() and (task.cancelled() or task.exception() or task.result().closed.is_set()):
                 del self._clients[key]
@@ -101,7 +101,7 @@ class ClusterView:
 
     identity: bytes
     block_tokens: int
-    max_tokens: int  # of one sequence: what fits the pages of every worker
+    max_tokens: int  # of one sequence, so that it fits the pages of every worker
 
 
 class ClusterDirectory:
@@ -115,12 +115,13 @@ class ClusterDirectory:
         self._seen_s = 0.0
 
     async def status(self, timeout_s: float = STATUS_TIMEOUT_S) -> ConductorStatus:
-        """Fresh from the conductor."""
+        """Return the conductor's present status."""
         conductor = await self._connections.conductor()
         return await conductor.call(Status(), timeout_s=timeout_s)
 
     async def view(self) -> ClusterView:
-        """What was last known stays true while workers restart. Raises Unavailable before the first pair is there."""
+        """Return what all workers have in common, or while workers restart, what was last known. Raise Unavailable before
+        the first workers have registered."""
         now_s = self._clock.now_s()
         if self._view is None or now_s - self._seen_s > self._max_age_s:
             try:
@@ -133,7 +134,7 @@ class ClusterDirectory:
 
 
 def missing_roles(workers: tuple[WorkerStatus, ...]) -> list[str]:
-    """Roles of which no worker is registered."""
+    """Return the roles that have no registered worker."""
     present = {worker.info.role for worker in workers}
     return [role.value for role in WorkerRole if role not in present]
 
@@ -142,6 +143,6 @@ def _common(workers: tuple[WorkerStatus, ...]) -> ClusterView:
     missing = missing_roles(workers)
     if missing:
         raise Unavailable(f"no {' and no '.join(missing)} worker is registered")
-    info = workers[0].info  # the conductor lets only workers in that agree on both
+    info = workers[0].info  # the conductor registers only workers that agree on both
     pages = min(worker.info.num_pages for worker in workers)
     return ClusterView(info.identity, info.block_tokens, pages * info.block_tokens)
