@@ -120,8 +120,8 @@ class ClusterDirectory:
         return await conductor.call(Status(), timeout_s=timeout_s)
 
     async def view(self) -> ClusterView:
-        """Return what all workers have in common, or while workers restart, what was last known. Raise Unavailable before
-        the first workers have registered."""
+        """Return what all workers have in common; while workers restart, what was last known. Raise Unavailable
+        before the first workers have registered."""
         now_s = self._clock.now_s()
         if self._view is None or now_s - self._seen_s > self._max_age_s:
             try:
