@@ -21,7 +21,7 @@ def iperf_gb_s() -> float | None:
 
 
 def _measure(program: str, streams: int) -> float:
-    port = str(_free_port())
+    port = str(free_port())
     server_command = [program, "-s", "-1", "-p", port, "--forceflush"]
     with subprocess.Popen(server_command, stdout=subprocess.PIPE, text=True) as server:
         try:
@@ -37,7 +37,7 @@ def _measure(program: str, streams: int) -> float:
     return bits_per_s / 8e9
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port: int = probe.getsockname()[1]
         return port

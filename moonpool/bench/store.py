@@ -1,9 +1,8 @@
 """What `moonpool bench store` and benchmarks/store.py measure: a master, a node and two clients, as processes.
 
-Every figure stands beside its baseline of the same run, measured in turns: a loop that copies and checksums the same
-bytes, iperf3, redis, fio, or a claim where nothing is comparable. Checksums are on throughout. The first line says how
-busy the machine was: on one that others use too, no ratio means much. Claims that were missed are listed at the end, on
-standard error.
+Every figure is shown with a baseline of the same run, measured alternately: a loop that copies and checksums the same
+bytes, iperf3, redis, fio, or a claim where nothing is comparable. Checksums are always on. The first line shows the
+load of the machine: if others use it, the ratios mean little. Missed claims are listed at the end, on standard error.
 """
 
 from __future__ import annotations
@@ -48,19 +47,19 @@ def run(
     large: bool = False,
     folder: str | None = None,
 ) -> None:
-    """Prints one line per figure. No `cases` are all of them. InvalidInput for one that there is not."""
+    """Print one line per figure. Without `cases`, all run. Raise InvalidInput for an unknown case."""
     unknown = set(cases) - CASES.keys()
     if unknown:
-        raise InvalidInput(f"no case {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
+        raise InvalidInput(f"there is no case {', '.join(sorted(unknown))}; the cases are {', '.join(CASES)}")
     scale = BenchScale.quick() if quick else BenchScale()
     if rounds is not None:
         scale = replace(scale, rounds=rounds)
     options = Options(scale, num_objects or (LARGE_NUM_OBJECTS if large else scale.num_objects), folder)
     report = ClaimReport(as_json)
-    report.note("machine's load before", os.getloadavg()[0], "cores")
+    report.add_figure("machine's load before", os.getloadavg()[0], "cores")
     for name in cases or CASES:
         CASES[name](report, options)
-    report.sum_up()
+    report.print_missed()
 
 
 def _copy(report: ClaimReport, options: Options) -> None:
@@ -97,7 +96,7 @@ def _view(report: ClaimReport, options: Options) -> None:
 
 
 def _tcp(report: ClaimReport, options: Options) -> None:
-    """1 MiB over sockets, though it is the same machine."""
+    """1 MiB over TCP sockets on this machine."""
     scale = options.scale
     count, seconds = scale.num_large, scale.seconds
     if iperf_gb_s() is None:
@@ -114,7 +113,7 @@ def _tcp(report: ClaimReport, options: Options) -> None:
 
 
 def _redis(report: ClaimReport, options: Options) -> None:
-    """1 MiB, ours and redis's, each by its Python client: get gives new bytes."""
+    """1 MiB, by our Python client and by redis' one; get returns new bytes."""
     scale = options.scale
     count, seconds = scale.num_large, scale.seconds
     missing = store_redis.missing()
@@ -138,7 +137,7 @@ def _redis(report: ClaimReport, options: Options) -> None:
 
 
 def _calls(report: ClaimReport, options: Options) -> None:
-    """The master alone, asked by both clients at once."""
+    """The master alone, called by both clients in parallel."""
     scale = options.scale
     with start_pool(master={"segment_ttl_s": 1e6}, apart=True) as pool:
         pool.clients[0].do("mount", count=1, nbytes=_PAPER_NBYTES)
@@ -157,9 +156,9 @@ def _calls(report: ClaimReport, options: Options) -> None:
 
 
 def _small(report: ClaimReport, options: Options) -> None:
-    """4 KiB, both clients at once."""
+    """4 KiB, both clients in parallel."""
     scale = options.scale
-    # One batch of batches stays, and each client has one more; an object takes twice its size, for its header.
+    # One set of batches stays, and each client adds one; with its header an object takes twice its size.
     dram_nbytes = (1 + NUM_CLIENTS) * scale.num_small_batches * SMALL_BATCH * 2 * SMALL_NBYTES
     with start_pool(node={"dram_nbytes": 2 * dram_nbytes + _SPARE_NBYTES}) as pool:
         count = scale.num_small_batches
@@ -173,7 +172,7 @@ def _small(report: ClaimReport, options: Options) -> None:
 
 @contextlib.contextmanager
 def _large_pool(scale: BenchScale) -> Iterator[BenchPool]:
-    """With objects of 1 MiB that the first client has put."""
+    """Start a pool that holds objects of 1 MiB, put by the first client."""
     with start_pool(node={"dram_nbytes": 4 * scale.num_large * MIB + _SPARE_NBYTES}) as pool:
         pool.clients[0].do("fill", label=_LABEL, count=scale.num_large)
         yield pool

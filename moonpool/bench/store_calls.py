@@ -1,6 +1,6 @@
-"""What a client process of `moonpool bench store` asks of the master alone: no bytes move.
+"""The calls of a client process of `moonpool bench store` to the master alone: no bytes move.
 
-Space is offered by segments that exist on paper only, so that one master can be filled with a petabyte.
+The segments have no memory behind them, so that one master can be filled with a petabyte.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from moonpool.store.messages import GRANULE_NBYTES
 BATCH = 1000
 CHAIN = 100  # blocks of one conversation; each continues the one before
 _KEY_NBYTES = 36
-_SPREAD = 0x9E3779B97F4A7C15F39CC0605CEDC8341082276BF3A27251F86C6A11D0C18E95  # odd: every number has a key of its own
+_SPREAD = 0x9E3779B97F4A7C15F39CC0605CEDC8341082276BF3A27251F86C6A11D0C18E95  # odd, so that keys are unique
 _MASK = (1 << 8 * _KEY_NBYTES) - 1
 _TIMEOUT_S = 60.0
 _PING_EVERY_S = 0.001
 _LONG_S = 0.002  # longer waits are kept one by one
-_PREPARED = 200_000  # puts whose calls are made before the clock runs; more would be too much memory
+_PREPARED = 200_000  # puts whose calls are made before the measurement; more would take too much memory
 
 
 def block_key(number: int) -> bytes:
-    """Looks like a hash, and is known by its number."""
+    """Return a key that looks like a hash, made from its number."""
     return (((number + 1) * _SPREAD << 32) & _MASK).to_bytes(_KEY_NBYTES, "big")
 
 
 class CallWork:
-    """One connection to the master. Segments stay mounted as long as it does."""
+    """One connection to the master. Segments stay mounted as long as it is open."""
 
     def __init__(self, address: str, stack: ExitStack) -> None:
-        self._line = BlockingClient(address, m.SERVICE, name="bench")
-        stack.callback(self._line.close)
+        self._client = BlockingClient(address, m.SERVICE, name="bench")
+        stack.callback(self._client.close)
 
     def work(self) -> dict[str, Callable[..., Any]]:
         return {
@@ -53,7 +53,7 @@ class CallWork:
         }
 
     def mount(self, count: int, nbytes: int) -> None:
-        """Offers segments that nobody can reach."""
+        """Mount segments that cannot be reached."""
         for number in range(count):
             descriptor = SegmentDescriptor(
                 name=f"paper{number}.dram",
@@ -67,7 +67,7 @@ class CallWork:
             self._ask(m.Heartbeat(segment=descriptor.name, incarnation=descriptor.incarnation))
 
     def store(self, first: int, count: int, nbytes: int, chained: bool) -> float:
-        """Begins and ends puts of these objects, in batches; objects/s. Making up many keys is in the time."""
+        """Begin and end puts in batches; return objects/s. For many objects this includes making the keys."""
         wanted: Iterable[m.PutStart] = _puts(first, count, nbytes, chained)
         if count <= _PREPARED:
             wanted = list(wanted)
@@ -79,22 +79,22 @@ class CallWork:
         return count / (time.perf_counter() - started_s)
 
     def exist(self, first: int, count: int, seconds: float) -> float:
-        """Calls/s, one key each."""
+        """Return calls/s, with one key each."""
         calls = [m.Exist(keys=[block_key(number)]) for number in range(first, first + min(count, BATCH))]
         return self._rate(calls, seconds, lambda found: found == [True])
 
     def exist_many(self, first: int, count: int, seconds: float) -> float:
-        """Keys/s, in batches."""
+        """Return keys/s, in batches."""
         calls = [m.Exist(keys=keys) for keys in _batches(first, count)]
         return self._rate(calls, seconds, lambda found: all(found)) * BATCH
 
     def lookup_many(self, first: int, count: int, seconds: float) -> float:
-        """Keys/s, in batches, with their places."""
+        """Return keys/s, in batches, with the objects' locations."""
         calls = [m.Lookup(keys=keys) for keys in _batches(first, count)]
         return self._rate(calls, seconds, lambda found: None not in found) * BATCH
 
     def _rate(self, calls: list[Any], seconds: float, is_right: Callable[[Any], bool]) -> float:
-        """Calls/s, going round."""
+        """Return calls/s over `calls`, again and again."""
         _require(is_right(self._ask(calls[0])))
         num_done = 0
         started_s = now_s = time.perf_counter()
@@ -106,7 +106,7 @@ class CallWork:
         return num_done / (now_s - started_s)
 
     def _ask(self, call: Call[Any]) -> Any:
-        return self._line.call(call, timeout_s=_TIMEOUT_S)
+        return self._client.call(call, timeout_s=_TIMEOUT_S)
 
 
 def _puts(first: int, count: int, nbytes: int, chained: bool) -> Iterator[m.PutStart]:
@@ -125,11 +125,11 @@ def _check(refusals: dict[int, m.Refusal]) -> None:
 
 def _require(is_right: bool) -> None:
     if not is_right:
-        raise Unavailable("the master does not have what it was given")
+        raise Unavailable("the master lost an object")
 
 
 def _batches(first: int, count: int) -> Iterator[list[bytes]]:
-    """Up to 100 batches, each of numbers from all over the range, so that no cache holds what is asked for."""
+    """Yield up to 100 batches, each spread over the whole range, so that no CPU cache holds the entries."""
     num_batches = max(1, min(100, count // BATCH))
     step = max(1, count // BATCH)
     for batch in range(num_batches):
@@ -144,7 +144,7 @@ class PingWork:
     """
 
     def __init__(self, address: str, stack: ExitStack) -> None:
-        self._line = BlockingClient(address, m.SERVICE, name="bench ping")
+        self._client = BlockingClient(address, m.SERVICE, name="bench ping")
         self._stop = threading.Event()
         self._asking = threading.Lock()  # held during a call
         self._failure: MoonpoolError | None = None
@@ -182,7 +182,7 @@ class PingWork:
             with self._asking:
                 begun_s = time.monotonic()
                 try:
-                    self._line.call(call, timeout_s=_TIMEOUT_S)
+                    self._client.call(call, timeout_s=_TIMEOUT_S)
                 except MoonpoolError as error:
                     self._failure = error
                     return
@@ -199,4 +199,4 @@ class PingWork:
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
-        self._line.close()
+        self._client.close()

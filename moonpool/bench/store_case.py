@@ -1,4 +1,4 @@
-"""How a case of `moonpool bench store` is measured and told, and which claims were missed."""
+"""How a case of `moonpool bench store` is measured and reported, and which claims it missed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _BENCH = "store"
 
 
 class StoreCase(NamedTuple):
-    """`measure` and `baseline` give a figure in `unit`, measured in turns; a number is a claim, None: nothing to
-    compare with. `claim` is what their ratio should reach, or with `smaller_is_better` not exceed.
+    """`measure` and `baseline` return a figure in `unit`, and run alternately. A number as baseline is a claim; None:
+    nothing to compare with. `claim` is the ratio to reach, or with `smaller_is_better` not to exceed.
     """
 
     name: str
@@ -27,7 +27,7 @@ class StoreCase(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class BenchScale:
-    """How much is measured. The best of `rounds` counts."""
+    """How much is measured. The best of `rounds` measurements counts."""
 
     rounds: int = 3
     seconds: float = 1.0  # per measurement
@@ -38,13 +38,13 @@ class BenchScale:
 
     @classmethod
     def quick(cls) -> BenchScale:
-        """Seconds in all; says that it works, and little of how fast."""
+        """A smoke test of a few seconds; its figures mean little."""
         return cls(rounds=1, seconds=0.1, num_large=8, num_small_batches=2, num_objects=10_000, ssd_nbytes=64 << 20)
 
 
 @dataclass
 class ClaimReport:
-    """Prints lines as they come and remembers which claims were missed."""
+    """Prints each line at once and keeps the claims that were missed."""
 
     as_json: bool
     missed: list[str] = field(default_factory=list)
@@ -58,9 +58,9 @@ class ClaimReport:
             baseline = case.baseline() if callable(case.baseline) else case.baseline
             if baseline is not None:
                 baselines.append(baseline)
-        self.tell(case, best(values), best(baselines) if baselines else None)
+        self.add(case, best(values), best(baselines) if baselines else None)
 
-    def tell(self, case: StoreCase, value: float, baseline: float | None) -> None:
+    def add(self, case: StoreCase, value: float, baseline: float | None) -> None:
         ratio = None if not baseline else round(value / baseline, 3)
         shown = None if baseline is None else round(baseline, 3)
         line = BenchLine(
@@ -72,16 +72,16 @@ class ClaimReport:
             if not holds:
                 self.missed.append(f"{case.name}: {ratio} instead of {case.claim}")
 
-    def note(self, name: str, value: float, unit: str, *, at_most: float | None = None) -> None:
-        """A figure that stands beside no other, or beside what it may be at most."""
+    def add_figure(self, name: str, value: float, unit: str, *, at_most: float | None = None) -> None:
+        """Report a figure without a baseline, or with the most it may be."""
         claim = None if at_most is None else 1.0
-        self.tell(StoreCase(name, unit, lambda: value, None, claim, smaller_is_better=True), value, at_most)
+        self.add(StoreCase(name, unit, lambda: value, None, claim, smaller_is_better=True), value, at_most)
 
-    def sum_up(self) -> None:
+    def print_missed(self) -> None:
         for missed in self.missed:
             say(f"below its claim: {missed}")
 
 
 def say(line: str) -> None:
-    """For people, beside the lines for programs."""
+    """Print a line for people on standard error."""
     print(f"bench store: {line}", file=sys.stderr, flush=True)

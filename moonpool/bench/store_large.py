@@ -1,8 +1,8 @@
 """One master, many objects: memory, rates and the longest pause while it grows, evicts, journals and snapshots.
 
-Objects are blocks on paper, in chains of 100, as large as 320 tokens of LLaMA-70B: ten million are a petabyte. The
-master has a processor for itself; a third client asks one small question every millisecond and keeps the longest wait.
-Journal and snapshots are on, as they are by default; when a snapshot is being written is seen from its file.
+Objects are blocks without bytes, in chains of 100, as large as 320 tokens of LLaMA-70B: ten million are a petabyte. The
+master has its own processor; a third client makes one small call every millisecond and records the longest wait.
+Journal and snapshots are on, as by default; a snapshot's file shows when it is being written.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ _LEAST_RATE_RATIO = 0.5
 _LOOK_EVERY_S = 0.02
 _SETTLED_S = 0.5
 _MAX_SNAPSHOT_S = 120.0
-# Nobody beats for segments on paper, nor copies what is hot, so look-ups are counted and nothing comes of it. Leases
-# are short, so that in a small run too there is something to evict.
+# The segments have no node, which would send heartbeats and copy hot keys; so both must never be due. Leases are short,
+# so that a small run also has something to evict.
 _LEASE_S = 0.5
 _RULES = {"segment_ttl_s": 1e6, "away_ttl_s": 1e6, "hot_hits": 1_000_000_000, "lease_s": _LEASE_S}
 RATES = (("exist_many", "exist"), ("lookup_many", "look-up"), ("store", "put_start + put_end"))
 
 
 class Filler:
-    """The first two clients, which fill the master with blocks on paper; knows how far they are."""
+    """Fills the master with blocks without bytes, by the first two clients; `count` is how many there are."""
 
     def __init__(self, pool: BenchPool, *, nbytes: int, chained: bool) -> None:
         self._pool, self._nbytes, self._chained = pool, nbytes, chained
         self.count = 0
 
     def grow(self, count: int) -> float:
-        """So many more, by both at once; objects/s."""
+        """Put `count` more objects, by both clients in parallel; return objects/s."""
         share = count // NUM_CLIENTS
         shares = [{"first": self.count + number * share} for number in range(NUM_CLIENTS)]
         self.count += NUM_CLIENTS * share
         return self._pool.run_on_all("store", shares, count=share, nbytes=self._nbytes, chained=self._chained)
 
     def rate(self, what: str, seconds: float) -> float:
-        """Keys/s of both together."""
+        """Return keys/s, the sum of both clients."""
         return self._pool.run_on_all(what, first=0, count=self.count, seconds=seconds)
 
 
 class SnapshotWatch:
-    """When snapshots were being written, by their files in the master's folder."""
+    """Records when snapshots were being written, by their files in the master's folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -71,7 +71,7 @@ class SnapshotWatch:
         self._thread.join()
 
     def worst_s(self, long: list[tuple[float, float]]) -> float:
-        """The longest of the waits that have to do with a snapshot."""
+        """Return the longest wait that overlaps with a snapshot."""
         return max(
             (
                 lasted
@@ -83,7 +83,7 @@ class SnapshotWatch:
         )
 
     def wait_until_over(self) -> None:
-        """None is being written when this returns, unless the last one takes long."""
+        """Wait until no snapshot is being written, at most _MAX_SNAPSHOT_S."""
         ends_s = time.monotonic() + _MAX_SNAPSHOT_S
         while self._is_written() and time.monotonic() < ends_s:
             time.sleep(_LOOK_EVERY_S)
@@ -102,7 +102,7 @@ class SnapshotWatch:
 
 
 def measure(report: ClaimReport, num_objects: int, seconds: float) -> None:
-    """Fills a master of its own with `num_objects`, and more until it evicts."""
+    """Start a master, fill it with `num_objects`, then with more until it evicts; report the figures."""
     first = min(FIRST_NUM_OBJECTS, num_objects // 10)
     segment_nbytes = int((num_objects + first) * BLOCK_NBYTES / _FULL_PART / NUM_SEGMENTS)
     with start_pool(master=_RULES, num_clients=NUM_CLIENTS + 1, apart=True) as pool:
@@ -112,13 +112,13 @@ def measure(report: ClaimReport, num_objects: int, seconds: float) -> None:
         filler.grow(first)
         before = _rates(filler, first, seconds)
         with _pings(pinger), SnapshotWatch(pool.data_dir) as snapshots:
-            _tell_growing(report, pool, filler, pinger, snapshots, num_objects - 2 * first)
-            snapshots.wait_until_over()  # while one is written the master has two things to do
+            _measure_growing(report, pool, filler, pinger, snapshots, num_objects - 2 * first)
+            snapshots.wait_until_over()  # so that the rates are measured without one
             after = _rates(filler, first, seconds)
-            _tell_evicting(report, filler, pinger, num_objects // 20)
+            _measure_evicting(report, filler, pinger, num_objects // 20)
         for what, name in RATES:
             case = f"{name} in batches at {num_objects:,} objects (beside: at {first:,})"
-            report.tell(StoreCase(case, "keys/s", float, None, _LEAST_RATE_RATIO), after[what], before[what])
+            report.add(StoreCase(case, "keys/s", float, None, _LEAST_RATE_RATIO), after[what], before[what])
 
 
 def _rates(filler: Filler, count: int, seconds: float) -> dict[str, float]:
@@ -127,30 +127,32 @@ def _rates(filler: Filler, count: int, seconds: float) -> dict[str, float]:
     return {**rates, "store": filler.grow(count)}
 
 
-def _tell_growing(
+def _measure_growing(
     report: ClaimReport, pool: BenchPool, filler: Filler, pinger: BenchClient, snapshots: SnapshotWatch, count: int
 ) -> None:
     quiet = pinger.do("pings")
     waited_s = _run_delay_s(pool.master_pid)
     rate = filler.grow(count)
     pings = pinger.do("pings")
-    report.note(f"growing to {filler.count:,} objects", rate, "objects/s")
-    report.note(f"memory of the master at {filler.count:,} objects", _rss_gb(pool.master_pid), "GB", at_most=_MAX_GB)
-    report.note("longest wait when nothing goes on", quiet["worst_s"] * 1e3, "ms")
-    report.note("longest wait while growing, journal on", pings["worst_s"] * 1e3, "ms", at_most=_MAX_PAUSE_MS)
+    report.add_figure(f"growing to {filler.count:,} objects", rate, "objects/s")
+    report.add_figure(
+        f"memory of the master at {filler.count:,} objects", _rss_gb(pool.master_pid), "GB", at_most=_MAX_GB
+    )
+    report.add_figure("longest wait when nothing goes on", quiet["worst_s"] * 1e3, "ms")
+    report.add_figure("longest wait while growing, journal on", pings["worst_s"] * 1e3, "ms", at_most=_MAX_PAUSE_MS)
     if snapshots.times_s:
         worst_ms = snapshots.worst_s(pings["long"]) * 1e3
         name = f"longest wait during {len(snapshots.times_s)} snapshots"
-        report.note(name, worst_ms, "ms", at_most=_MAX_PAUSE_MS)
+        report.add_figure(name, worst_ms, "ms", at_most=_MAX_PAUSE_MS)
     else:
         say("no snapshot was due while growing; their pauses are not measured (more --objects)")
     waited_s = _run_delay_s(pool.master_pid) - waited_s
-    report.note("time the master waited for its processor meanwhile", waited_s, "s")
+    report.add_figure("time the master waited for its processor meanwhile", waited_s, "s")
 
 
-def _tell_evicting(report: ClaimReport, filler: Filler, pinger: BenchClient, count: int) -> None:
-    """Puts on until the watermark is crossed, and beyond; what was there before goes."""
-    time.sleep(2 * _LEASE_S)  # nothing that was asked for is kept any more
+def _measure_evicting(report: ClaimReport, filler: Filler, pinger: BenchClient, count: int) -> None:
+    """Put objects until the watermark is crossed, and further, so that earlier objects are evicted."""
+    time.sleep(2 * _LEASE_S)  # until all leases have ended
     pinger.do("pings")
     rate = filler.grow(count)
     evicted = _when_settled(lambda: int(pinger.do("stats")["evicted"]))
@@ -158,12 +160,12 @@ def _tell_evicting(report: ClaimReport, filler: Filler, pinger: BenchClient, cou
     if not evicted:
         say("nothing was evicted; the pauses of eviction are not measured")
         return
-    report.note("putting while evicting", rate, "objects/s")
-    report.note(f"longest wait while evicting {evicted:,}", pings["worst_s"] * 1e3, "ms", at_most=_MAX_PAUSE_MS)
+    report.add_figure("putting while evicting", rate, "objects/s")
+    report.add_figure(f"longest wait while evicting {evicted:,}", pings["worst_s"] * 1e3, "ms", at_most=_MAX_PAUSE_MS)
 
 
 def _when_settled(ask: Callable[[], int]) -> int:
-    """The number, once it does not change any more."""
+    """Return the number once it stops changing."""
     before, now = -1, ask()
     while now != before:
         time.sleep(_SETTLED_S)
@@ -174,7 +176,7 @@ def _when_settled(ask: Callable[[], int]) -> int:
 @contextlib.contextmanager
 def _pings(pinger: BenchClient) -> Iterator[None]:
     pinger.do("ping")
-    time.sleep(1.0)  # of nothing else, to know what a wait is then
+    time.sleep(1.0)  # without other load, to measure the wait then
     yield
 
 
@@ -183,7 +185,7 @@ def _rss_gb(pid: int) -> float:
 
 
 def _run_delay_s(pid: int) -> float:
-    """How long it was ready to run and did not, by the kernel's count; 0 where the kernel does not count."""
+    """Return how long the process was runnable but not running; 0 if the kernel does not count it."""
     with contextlib.suppress(OSError):
         return int(_proc(pid, "schedstat").split()[1]) / 1e9
     return 0.0

@@ -30,14 +30,14 @@ NUM_CLIENTS = 2
 
 
 class BenchReply(msgspec.Struct):
-    """A client's answer: a result, or the error that it ran into."""
+    """A client's reply: a result or an error."""
 
     result: Any = None
     error: str | None = None
 
 
 class BenchClient:
-    """A client process. One thing at a time: `begin` it, then `end` it; `do` is both."""
+    """A client process. It does one thing at a time: `begin` starts it, `end` waits for it; `do` is both."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
@@ -56,7 +56,7 @@ class BenchClient:
         self._process.stdin.flush()
 
     def end(self) -> Any:
-        """Unavailable when it failed, or is gone."""
+        """Return the result. Raise Unavailable if the work failed or the process is gone."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -68,7 +68,7 @@ class BenchClient:
 
 
 class BenchPool:
-    """What runs, and where. `folder` is theirs alone."""
+    """The running processes. `folder` is their private folder."""
 
     def __init__(self, folder: Path, master_pid: int, clients: Sequence[BenchClient]) -> None:
         self.folder = folder
@@ -77,11 +77,11 @@ class BenchPool:
 
     @property
     def data_dir(self) -> Path:
-        """The master's."""
+        """The master's data folder."""
         return _data_dir(self.folder)
 
     def run_on_all(self, what: str, each: Sequence[Mapping[str, Any]] | None = None, **arguments: Any) -> float:
-        """The first two clients at once; the sum of their rates. `each` holds arguments that differ, by client."""
+        """Run the work on two clients in parallel; return the sum of their rates. `each`: arguments per client."""
         both = self.clients[:NUM_CLIENTS]
         for number, client in enumerate(both):
             client.begin(what, **arguments, **(each[number] if each else {}))
@@ -97,8 +97,8 @@ def start_pool(
     num_clients: int = NUM_CLIENTS,
     apart: bool = False,
 ) -> Iterator[BenchPool]:
-    """A pool of its own with these settings; `node` None: none. `folder` is where its own one is made. With `apart`
-    the master has a processor for itself, if there are two.
+    """Start a pool with these settings, without a node if `node` is None. Its folder is made inside `folder`. With
+    `apart` the master gets its own processor, if there are two.
     """
     with contextlib.ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mp-bench-", dir=folder)))
@@ -117,7 +117,7 @@ def start_pool(
 
 @contextlib.contextmanager
 def _role(command: str, settings: Mapping[str, object], lifeline: Lifeline) -> Iterator[int]:
-    """Its process id, once it is ready. Unavailable with its own words when it cannot start."""
+    """Start a role; yield its process id when it is ready. Raise Unavailable, with its reason, if it does not start."""
     read_fd, write_fd = os.pipe()
     options = {**settings, "log_level": "WARNING", "ready_fd": write_fd}
     argv = [sys.executable, "-m", "moonpool", command, *to_arguments(options)]
@@ -125,7 +125,7 @@ def _role(command: str, settings: Mapping[str, object], lifeline: Lifeline) -> I
         with _process(argv, lifeline, (write_fd,), close=write_fd) as process:
             report = msgspec.json.decode(ready.readline() or b"{}", type=ReadyReport)
             if report.ready is None:
-                raise Unavailable(f"the {command} did not start: {report.error or 'it ended without a word'}")
+                raise Unavailable(f"the {command} did not start: {report.error or 'it ended without a report'}")
             yield process.pid
 
 
@@ -144,10 +144,10 @@ def _process(
         process = subprocess.Popen(
             argv,
             stdin=subprocess.PIPE if talks else subprocess.DEVNULL,
-            stdout=subprocess.PIPE if talks else _STDERR,  # our own standard output is for figures
+            stdout=subprocess.PIPE if talks else _STDERR,  # standard output is for figures
             pass_fds=(*fds, lifeline.fd),
             env={**os.environ, **lifeline.environment},
-            start_new_session=True,  # Ctrl-C reaches the benchmark alone, which ends them in order
+            start_new_session=True,  # Ctrl-C reaches the benchmark alone, which stops them in order
         )
     finally:
         if close is not None:
@@ -172,7 +172,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _set_apart(master_pid: int, others: Sequence[int]) -> None:
-    """What is measured is the master, not who gets its processor next. Every thread of a process is moved."""
+    """Give the master its own processor, so that it is not measured how long it waits for one. Moves all threads."""
     cpus = sorted(os.sched_getaffinity(0))
     if len(cpus) < 2:
         return

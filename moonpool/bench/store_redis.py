@@ -1,6 +1,6 @@
-"""The other store: redis-server on loopback, and its Python client at its best.
+"""The baseline of the store benchmarks: redis-server on loopback, with the fastest settings of its Python client.
 
-Nothing is written to disk. The client is tried with both parsers and with small and large reads; the fastest counts.
+Nothing is written to disk. The client runs with both parsers and with small and large reads; the fastest counts.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from moonpool.base.errors import Unavailable
+from moonpool.bench.iperf import free_port
 from moonpool.bench.store_objects import MIB, times_s
 
 _START_TIMEOUT_S = 10.0
@@ -24,7 +25,7 @@ _READ_NBYTES = (64 * 1024, MIB)
 
 
 def missing() -> str | None:
-    """What is not here that it takes."""
+    """Return what is not installed; None if redis can be measured."""
     if shutil.which("redis-server") is None:
         return "redis-server is not installed (apt-get install redis-server)"
     if importlib.util.find_spec("redis") is None:
@@ -34,8 +35,8 @@ def missing() -> str | None:
 
 @contextlib.contextmanager
 def redis_server(folder: str) -> Iterator[int]:
-    """Its port."""
-    port = _free_port()
+    """Start a server; yield its port."""
+    port = free_port()
     command = ["redis-server", "--bind", "127.0.0.1", "--port", str(port), "--save", "", "--appendonly", "no"]
     command += ["--dir", folder, "--loglevel", "warning"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
@@ -47,7 +48,7 @@ def redis_server(folder: str) -> Iterator[int]:
 
 
 class RedisWork:
-    """What a client process does there. The package is imported only when it is asked to."""
+    """The work of a client process on redis. Imports the redis package on first use."""
 
     def work(self) -> dict[str, Callable[..., Any]]:
         return {"redis_get": self.get, "redis_put": self.put}
@@ -87,7 +88,7 @@ def _clients(port: int) -> Iterator[Any]:
     import redis
     from redis import _parsers, connection
 
-    for parser in {connection.DefaultParser, _parsers._RESP2Parser}:  # hiredis where it is installed, and their own
+    for parser in {connection.DefaultParser, _parsers._RESP2Parser}:  # hiredis if it is installed, and redis' own
         for nbytes in _READ_NBYTES:
             pool = redis.ConnectionPool(
                 host="127.0.0.1", port=port, protocol=2, parser_class=parser, socket_read_size=nbytes
@@ -112,9 +113,3 @@ def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
             return
         time.sleep(0.02)
     raise Unavailable("redis-server did not start")
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port

@@ -1,10 +1,10 @@
 """The SSD tier through the pool, beside fio: a node with little memory and a disk, 1 MiB objects.
 
-Offload: from the first put until the last object is on disk, after as many objects as memory holds have gone the same
-way: so all memory was touched before, as fio's blocks were. Get: of objects that are on disk alone, each once, in
-batches into aligned memory, checksums on; nothing is promoted meanwhile. fio: as many bytes in requests of 1 MiB,
-direct, sequential, one after the other; a file of its own in the same folder, all of whose blocks were written before;
-writing includes a sync at the end (ours syncs before each answer: every 64 MiB or sooner).
+Offload: from the first put until the last object is on disk. As many objects as memory holds are offloaded before, so
+that all memory was touched, as fio's blocks were. Get: of objects that are on disk only, each once, in batches into
+aligned memory, with checksums and without promotion. fio: as many bytes in requests of 1 MiB, direct, sequential, one
+at a time, in a file in the same folder whose blocks were all written before; writing includes a sync at the end (ours
+syncs before each reply: every 64 MiB or sooner).
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ def measure(report: ClaimReport, scale: BenchScale, folder: str | None) -> None:
         ("offload of 1 MiB objects to SSD (beside: fio write)", "offload", "write", _OFFLOAD_CLAIM),
     ):
         case = StoreCase(name, "GB/s", float, None, claim)
-        report.tell(case, statistics.median(figures[ours]), statistics.median(figures[fio]))
+        report.add(case, statistics.median(figures[ours]), statistics.median(figures[fio]))
 
 
 def _offload(writer: BenchClient, first: int, count: int, step: int) -> float:
-    """GB/s. Puts in steps that memory has room for, as soon as the disk has taken what it must."""
+    """Put objects in steps that fit into memory, each when enough earlier ones are on disk; return GB/s."""
     started_s = time.perf_counter()
     for start in range(first, first + count, step):
         _wait_for(writer, start - 2 * step)
@@ -75,7 +75,7 @@ def _wait_for(client: BenchClient, num_offloaded: int) -> None:
     ends_s = time.monotonic() + _STALL_S
     while client.do("stats")[_DISK] < num_offloaded:
         if time.monotonic() > ends_s:
-            raise Unavailable(f"the disk has not got {num_offloaded} objects after {_STALL_S:g} s")
+            raise Unavailable(f"the disk has fewer than {num_offloaded} objects after {_STALL_S:g} s")
         time.sleep(0.005)
 
 

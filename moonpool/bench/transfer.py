@@ -1,8 +1,8 @@
 """What `moonpool bench transfer` and benchmarks/transfer.py measure: tcp and shm, from one process to another.
 
-Every case is measured once per round, its baseline in the same round, and the best round of each counts. Within a
-round tcp, as iperf3, is given as the mean, copies and their baseline as the best. The first line printed says how busy
-the machine was: on one that others use too, no ratio means much.
+Every case and its baseline are measured once per round, and the best round of each counts. Within a round, tcp and
+iperf3 are given as the mean, copies and their baseline as the best. The first line shows the load of the machine: if
+others use it, the ratios mean little. The other process is this module run as a program.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _NBYTES = 64 * _MIB
 _TIMEOUT_S = 30.0
 ROUNDS, SECONDS = 3, 1.0  # measurements per case, and how long each takes
 _NUM_SMALL, _SMALL_NBYTES = 1000, 4096
-_SHM_SMALL_PER_S, _TCP_SMALL_PER_S, _VIEW_US = 100_000.0, 50_000.0, 50.0  # the claims, where nothing is comparable
+_SHM_SMALL_PER_S, _TCP_SMALL_PER_S, _VIEW_US = 100_000.0, 50_000.0, 50.0  # claims where nothing is comparable
 Items = list[tuple[int, NDArray[np.uint8]]]
 
 
 class TransferCase(NamedTuple):
-    """`measure` and `baseline` give a figure in `unit`; a number is a claim, None means nothing to compare with."""
+    """`measure` and `baseline` return a figure in `unit`. A number as baseline is a claim; None: no baseline."""
 
     name: str
     unit: str
@@ -57,14 +57,14 @@ class TransferCase(NamedTuple):
 
 
 class Bench(NamedTuple):
-    """One way to the other process, and how long to measure."""
+    """One path to the other process, and how long to measure."""
 
     engine: TransferEngine
     remote: RemoteSegment
     seconds: float
 
     def read_each(self, items: Items) -> float:
-        """GB/s, one request after the other."""
+        """Return GB/s, one request at a time."""
 
         def work() -> None:
             for offset, piece in items:
@@ -80,7 +80,7 @@ class Bench(NamedTuple):
         return _gb(items) / best_s(work, self.seconds)
 
     def read_many(self, items: Items) -> float:
-        """GB/s, many requests under way."""
+        """Return GB/s, with many requests in flight."""
         return _gb(items) / mean_s(lambda: self.remote.read_many(items, timeout_s=_TIMEOUT_S), self.seconds)
 
     def write_many(self, items: Items) -> float:
@@ -88,13 +88,13 @@ class Bench(NamedTuple):
         return _gb(items) / mean_s(work, self.seconds)
 
     def submit(self, op: TransferOp, items: Items) -> float:
-        """GB/s, the same by the engine's threads, each item a request."""
+        """Return GB/s by the engine's threads, one request per item."""
         requests = [TransferRequest(op, self.remote, offset, [piece]) for offset, piece in items]
         work = partial(self.engine.submit, requests, timeout_s=_TIMEOUT_S)
         return _gb(items) / mean_s(lambda: work().wait(), self.seconds)
 
     def memcpy(self, items: Items) -> float:
-        """GB/s of a plain copy into the same places from memory of this process."""
+        """Return GB/s of a plain copy to the same places from memory of this process."""
         source = np.ones(_NBYTES, np.uint8)
 
         def work() -> None:
@@ -117,7 +117,7 @@ class BenchLine(msgspec.Struct, kw_only=True):
 
 
 def run(*, as_json: bool, rounds: int, seconds: float) -> None:
-    """Prints one line per case; each is measured `rounds` times for so many seconds."""
+    """Print one line per case; each is measured `rounds` times for `seconds`."""
     show(
         BenchLine(case="machine's load before", value=os.getloadavg()[0], unit="cores", baseline=None, ratio=None),
         as_json,
@@ -221,7 +221,7 @@ def _small_cases(bench: Bench, fenced: Bench, claim_per_s: float) -> Iterator[Tr
 
 
 def _pieces(nbytes: int, span_nbytes: int = _NBYTES) -> Items:
-    """64 MiB in pieces of `nbytes`, taken from a span of memory that may be smaller."""
+    """Return 64 MiB in pieces of `nbytes`, taken from `span_nbytes` of memory again and again."""
     memory = np.ones(span_nbytes, np.uint8)
     offsets = [start % span_nbytes for start in range(0, _NBYTES, nbytes)]
     return [(offset, memory[offset : offset + nbytes]) for offset in offsets]
@@ -232,18 +232,18 @@ def _gb(items: Items) -> float:
 
 
 def best_s(work: Callable[[], object], for_s: float) -> float:
-    """The shortest of as many runs as fit in the time."""
+    """Return the shortest time of as many runs as fit."""
     return min(_times_s(work, for_s))
 
 
 def mean_s(work: Callable[[], object], for_s: float) -> float:
-    """The mean of as many runs as fit in the time."""
+    """Return the mean time of as many runs as fit."""
     times_s = list(_times_s(work, for_s))
     return sum(times_s) / len(times_s)
 
 
 def _times_s(work: Callable[[], object], for_s: float) -> Iterator[float]:
-    work()  # the first one takes page faults and growing socket buffers
+    work()  # warm-up: page faults, and socket buffers that grow
     ends_s = time.perf_counter() + for_s
     while True:
         started_s = time.perf_counter()
@@ -260,13 +260,13 @@ def _only(descriptor: SegmentDescriptor, way: str) -> SegmentDescriptor:
 
 
 def _engine(run_dir: str, settings: dict[str, Any]) -> TransferEngine:
-    """That reaches out and serves nothing."""
+    """Return an engine that connects and serves nothing."""
     return TransferEngine(TransferConfig(run_dir=run_dir, tcp_host=None, **settings))
 
 
 @contextlib.contextmanager
 def _owner(run_dir: str, settings: dict[str, Any]) -> Iterator[list[SegmentDescriptor]]:
-    """A second process that serves 64 MiB, and 64 MiB behind a fence."""
+    """Start a process that serves 64 MiB, and 64 MiB with a fence; yield their descriptors."""
     command = [sys.executable, "-m", "moonpool.bench.transfer", run_dir, str(_NBYTES), json.dumps(settings)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -1,4 +1,4 @@
-"""What can be known before anything is started. Each check raises one clear MoonpoolError, or returns quickly."""
+"""Checks before anything is started. Each raises one clear MoonpoolError or returns quickly."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from moonpool.engine.gguf_file import GgufFile
 from moonpool.engine.model_files import ModelFiles, read_config
 from moonpool.transfer.transports.cuda.driver import driver
 
-# The processes themselves (interpreter, torch, weights) need room beside the pool and the pages.
+# Memory of the processes themselves (interpreter, torch, weights), beside the pool and the pages.
 RESERVE_NBYTES = 512 * 1024**2
-# Address space that the largest role takes beside the pool and its pages; most of it is never touched.
+# Address space of the largest role, beside the pool and its pages; most of it is never touched.
 ROLE_ADDRESS_NBYTES = 3_500_000_000
 
 
 def choose_port(host: str, port: int) -> int:
-    """`port` if it can be listened at, a free one for 0; ConfigError otherwise."""
+    """Return `port`, or a free one for 0. Raise ConfigError if the front end cannot listen on it."""
     try:
         family, kind, proto, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (socket.gaierror, OverflowError) as error:
@@ -32,24 +32,24 @@ def choose_port(host: str, port: int) -> int:
             probe.bind(where)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                message = f"port {port} of {host} is taken by another program; choose another with --port"
+                message = f"port {port} of {host} is taken by another program; choose another port with --port"
                 raise ConfigError(message, param="port") from error
             raise ConfigError(f"cannot listen at {host}:{port}: {error.strerror or error}", param="host") from error
         return int(probe.getsockname()[1])
 
 
 def require_memory(pool_nbytes: int, pages_nbytes: int) -> None:
-    """NoSpace unless the machine, and the container if there is one, has that much to give."""
+    """Raise NoSpace if the machine, or its container, has less memory available."""
     need, have = pool_nbytes + pages_nbytes + RESERVE_NBYTES, available_nbytes()
     if need > have:
         raise NoSpace(
-            f"not enough memory: the pool wants {format_nbytes(pool_nbytes)} (--dram) and the workers' pages "
-            f"{format_nbytes(pages_nbytes)} (--kv per worker), but {format_nbytes(have)} are available"
+            f"not enough memory: the pool needs {format_nbytes(pool_nbytes)} (--dram) and the workers' pages "
+            f"{format_nbytes(pages_nbytes)} (--kv per worker), but only {format_nbytes(have)} are available"
         )
 
 
 def require_address_space(pool_nbytes: int, kv_nbytes: int) -> None:
-    """NoSpace when `ulimit -v` allows less than the largest role takes: a worker maps the pool and its own pages."""
+    """Raise NoSpace if `ulimit -v` is too low for the largest role: a worker maps the pool and its own pages."""
     need, limit = ROLE_ADDRESS_NBYTES + pool_nbytes + kv_nbytes, address_space_nbytes()
     if limit is not None and need > limit:
         raise NoSpace(
@@ -59,7 +59,7 @@ def require_address_space(pool_nbytes: int, kv_nbytes: int) -> None:
 
 
 def require_device(device: str) -> None:
-    """ConfigError when that kind of device cannot be used here."""
+    """Raise ConfigError if this machine cannot use the device."""
     if device == "cuda":
         try:
             driver()
@@ -68,7 +68,7 @@ def require_device(device: str) -> None:
 
 
 def require_whole_model(files: ModelFiles) -> None:
-    """ModelError when the model is of an unknown kind or a weight file is cut short. Reads headers only."""
+    """Raise ModelError for an unknown kind of model or a truncated weight file. Reads headers only."""
     read_config(files)
     if files.kind == "gguf":
         GgufFile.open(files.root).require_whole()
@@ -84,7 +84,7 @@ def require_whole_model(files: ModelFiles) -> None:
 
 
 def available_nbytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
-    """What could be allocated now without swapping, as far as the kernel can say."""
+    """Return how much could be allocated now without swapping, by the kernel's estimate."""
     return min([_machine_nbytes(proc), *_cgroup_rooms(proc, cgroups)])
 
 
@@ -97,7 +97,7 @@ def _machine_nbytes(proc: Path) -> int:
 
 
 def _cgroup_rooms(proc: Path, cgroups: Path) -> Iterator[int]:
-    """Room left in every control group around this process, version 2 and 1."""
+    """Yield the memory left in every control group (version 1 and 2) of this process."""
     for folder, version in control_groups("memory", proc, cgroups):
         yield from _room(folder, *(_V1_FILES if version == 1 else _V2_FILES))
 
@@ -113,7 +113,7 @@ def _room(folder: Path, limit_file: str, usage_file: str) -> Iterator[int]:
 
 
 def _reclaimable_nbytes(folder: Path) -> int:
-    """Cached file pages count as used but are given back when needed."""
+    """Return the cached file pages, which count as used but are freed when needed."""
     for line in read_text(folder / "memory.stat").splitlines():
         name, _, value = line.partition(" ")
         if name == "inactive_file":

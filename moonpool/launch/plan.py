@@ -1,4 +1,4 @@
-"""What `moonpool serve` starts: its configuration, and from it every role with its options and its needs. Pure."""
+"""The configuration of `moonpool serve`, and the roles it starts, with their options and their order. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moonpool.launch.supervisor import ChildSpec
 from moonpool.worker.config import WorkerConfig
 
 NODE, FRONTEND = "node", "frontend"
-# A worker loads torch and the weights and warms up; on two cores four of them do it at once.
+# A worker loads torch and the weights and warms up; on two cores four workers may do so at the same time.
 _WORKER_START_S = 300.0
 _LEAST_SSD_NBYTES = 64 * 1024**2
 
@@ -78,20 +78,20 @@ class ServeConfig:
         return self.prefill + self.decode
 
     def check(self) -> None:
-        """ConfigError when a value makes no sense, whatever the machine."""
+        """Raise ConfigError for a bad value. Does not look at the machine."""
         if self.prefill < 1 or self.decode < 1:
             raise ConfigError("there must be at least one prefill and one decode worker", param="prefill")
         if not 0 <= self.port < 65536:
             raise ConfigError(f"{self.port} is not a port", param="port")
         if self.pool_nbytes <= 0 or self.kv_nbytes <= 0:
-            raise ConfigError("--dram and --kv must be more than nothing", param="dram")
+            raise ConfigError("--dram and --kv must be above 0", param="dram")
         if self.ssd is not None and self.ssd_nbytes < _LEAST_SSD_NBYTES:
-            raise ConfigError(f"--ssd-size must be {format_nbytes(_LEAST_SSD_NBYTES)} at least", param="ssd_size")
+            raise ConfigError(f"--ssd-size must be at least {format_nbytes(_LEAST_SSD_NBYTES)}", param="ssd_size")
         if self.log_level.upper() not in logging.getLevelNamesMapping():
             raise ConfigError(f"{self.log_level!r} is not a log level", param="log_level")
         if self.threads is not None and self.threads < 1:
             raise ConfigError("--threads must be at least 1", param="threads")
-        PolicyConfig(name=self.policy, ttft_slo_s=self.ttft_slo_s, tbt_slo_s=self.tbt_slo_s)  # refuses what is wrong
+        PolicyConfig(name=self.policy, ttft_slo_s=self.ttft_slo_s, tbt_slo_s=self.tbt_slo_s)  # raises ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,8 +137,8 @@ def _node(config: ServeConfig, run_dir: Path) -> Role:
 
 
 def _node_tcp_host(config: ServeConfig) -> str | None:
-    """The roles of one machine share memory, so the node needs no tcp port; one without a secret would open the pool to
-    every user of the machine. With a secret it listens where it does by default.
+    """Return "none" without a secret: the roles of one machine share memory, so the node needs no TCP port, and an
+    unguarded port would open the pool to every user of the machine. With a secret, return None: the node's default.
     """
     return "none" if config.secret_file is None else None
 
@@ -177,7 +177,7 @@ def _worker(config: ServeConfig, run_dir: Path, role: str, index: int, threads: 
         "secret_file": config.secret_file,
         "log_level": config.log_level,
     }
-    # Restarted workers wait for no other role: they serve without the pool, and register when the conductor is back.
+    # A restarted worker waits for no role: it serves without the pool, and registers when the conductor is back.
     return Role(
         name,
         command="worker",
@@ -199,5 +199,5 @@ def _frontend(config: ServeConfig, run_dir: Path, state_dir: Path, workers: tupl
         "state_dir": str(state_dir),
         "log_level": config.log_level,
     }
-    # Restarted, it does not wait for the conductor: /health says what is missing.
+    # A restarted front end does not wait for the conductor: /health reports what is missing.
     return Role(FRONTEND, command="frontend", options=options, first_after=(CONDUCTOR,), uses=workers)

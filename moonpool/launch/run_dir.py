@@ -1,7 +1,7 @@
-"""The run directory of one launcher: private, short-named, gone when the launcher is gone.
+"""The run directory of one launcher: private, with a short name, removed when the launcher ends.
 
-It holds the roles' Unix sockets. Its owner keeps a lock on a file inside for as long as it lives; the kernel drops
-the lock however the owner ends, so a directory whose lock can be taken is stale and the next launcher sweeps it.
+It holds the Unix sockets of the roles. Its owner holds a lock on a file inside; the kernel drops the lock however the
+owner ends, so a directory whose lock can be taken is stale, and the next launcher removes it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class RunDir:
             raise
 
     def close(self) -> None:
-        """Removes the directory. Idempotent."""
+        """Remove the directory. Idempotent."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock_fd is not None:
             os.close(self._lock_fd)
@@ -56,7 +56,7 @@ class RunDir:
 
 
 def sweep(base: Path) -> list[Path]:
-    """Removes what killed launchers of this user left behind; returns the removed paths."""
+    """Remove the directories of this user's killed launchers; return their paths."""
     stale = [path for path in own_dirs(base) if is_stale(path)]
     for path in stale:
         shutil.rmtree(path, ignore_errors=True)
@@ -64,7 +64,7 @@ def sweep(base: Path) -> list[Path]:
 
 
 def _make_lock(directory: Path) -> int:
-    """Locked first and named afterwards, so that nobody ever finds it unlocked while we live."""
+    """Create the lock file: lock it first and rename it then, so that no process ever finds it unlocked."""
     unnamed = directory / (LOCK + ".new")
     fd = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     fcntl.flock(fd, fcntl.LOCK_EX)

@@ -1,8 +1,8 @@
 """`moonpool serve`: everything on this machine with one command.
 
-What can be checked is checked before anything starts, so a wrong port, model or size is one line within a second or
-two. Sockets live in a private run directory that goes when the launcher goes; what must outlive it (secrets, the
-pool's epoch) is in the state directory.
+All checks come before anything starts, so that a wrong port, model or size is reported in one line within two seconds.
+Sockets are in a private run directory that is removed with the launcher; secrets and the master's journal, which must
+outlive it, are in the state directory.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from moonpool.launch.launcher import Launcher
 from moonpool.launch.plan import ServeConfig, plan_roles
 from moonpool.launch.run_dir import RunDir
 
-_HERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # where to reach, from this machine, a front end that listens everywhere
+_HERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # how this machine reaches a front end that listens on all addresses
 
 
 def serve(config: ServeConfig, prepare_model: Callable[[str], None]) -> None:
-    """Blocks until the service is stopped (SIGINT, SIGTERM); MoonpoolError when it cannot start or go on.
+    """Run until the service is stopped (SIGINT, SIGTERM). Raise MoonpoolError if it cannot start or go on.
 
-    `prepare_model` may fetch the model; it is called once everything cheaper has been checked.
+    `prepare_model` may download the model; it is called after all cheaper checks.
     """
     config.check()
     setup_logging("launcher", config.log_level)
@@ -66,7 +66,7 @@ def serve(config: ServeConfig, prepare_model: Callable[[str], None]) -> None:
 
 
 def default_state_dir() -> Path:
-    """MOONPOOL_STATE, else where the desktop standard keeps state."""
+    """Return $MOONPOOL_STATE, or the XDG state folder of this user."""
     chosen = os.environ.get("MOONPOOL_STATE")
     if chosen:
         return Path(chosen).expanduser()
@@ -77,12 +77,12 @@ def _own_folder(path: Path) -> Path:
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"cannot make the folder {path}: {error.strerror or error}") from error
+        raise ConfigError(f"cannot create the folder {path}: {error.strerror or error}") from error
     return path.resolve()
 
 
 def _announce(config: ServeConfig, run_dir: Path, seconds: float) -> None:
-    """Tell the person at the terminal, and `moonpool chat`, where the service is."""
+    """Print the URL for the user, and write it where `moonpool chat` finds it."""
     host = _HERE.get(config.host, config.host)
     write_url(run_dir, f"http://{host_port(host, config.port)}")
     url = f"http://{host_port(host, config.port)}/v1"

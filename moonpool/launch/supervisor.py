@@ -1,13 +1,13 @@
-"""What a launcher does next: which child to start, restart, stop or kill. Pure.
+"""Decides what a launcher does next: which child to start, restart, stop or kill. Pure.
 
     handle(event, now_s) -> actions        and next_wake_s(): when to send the next Tick
 
-A child starts when those it needs are ready. One that ends without being asked is started again after a pause, which
-doubles from end to end up to BACKOFF_MAX_S and is short again once the child has stayed ready for STAYS_S. However
-often one child ends, the others go on. Only before the service was first complete can a child stop everything: by
-giving a reason (a wrong model, a port that is taken), or by ending MAX_EARLY_CRASHES times.
+A child starts when the children it needs are ready. A child that ends unasked is restarted after a pause, which doubles
+with every crash up to BACKOFF_MAX_S, and is short again after the child has stayed ready for STAYS_S. However often one
+child crashes, the others go on. Only before the service was complete for the first time can a child stop everything: by
+reporting a reason (a bad model, a port that is taken), or by ending MAX_EARLY_CRASHES times.
 
-A stop goes against the order of need (nobody loses what it still uses), and by force when time is up.
+A stop terminates children before those they use, and kills the rest when time is up.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ KILL_AFTER_S = 3.5
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """`after`: these must be ready before any start; `first_after`: only before the first one.
+    """`after`: children that must be ready before every start; `first_after`: only before the first start.
 
-    At a stop it goes before all of these, and before those in `uses`, which it can start without.
+    At a stop this child ends before all of these, and before those in `uses`, without which it can start.
     """
 
     name: str
@@ -46,7 +46,7 @@ class ChildSpec:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed. The first one begins the service."""
+    """Time has passed. The first tick starts the service."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Exited:
-    """`reason` is what the child itself said about it, `status` what the system saw."""
+    """`reason` is the child's own report, `status` how the process ended."""
 
     name: str
     status: str
@@ -65,7 +65,7 @@ class Exited:
 
 @dataclass(frozen=True, slots=True)
 class StopRequested:
-    """A second one no longer waits."""
+    """The second one kills all children at once."""
 
 
 Event = Tick | Ready | Exited | StopRequested
@@ -102,7 +102,7 @@ class Restarting:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """No child is left. `failure` is None when it was asked for."""
+    """No child is left. `failure` is None after a requested stop."""
 
     failure: str | None = None
 
@@ -111,12 +111,12 @@ Action = Start | Terminate | Kill | Complete | Restarting | Finish
 
 
 class State(Enum):
-    WAITING = auto()  # not running; to be started once those it needs are ready and its pause is over
+    WAITING = auto()  # not running; starts when its needs are ready and its pause is over
     STARTING = auto()
     READY = auto()
     TERMINATING = auto()
     KILLED = auto()
-    GONE = auto()  # not running and not to be started again
+    GONE = auto()  # not running, and never started again
 
 
 _ALIVE = frozenset({State.STARTING, State.READY, State.TERMINATING, State.KILLED})
@@ -130,8 +130,8 @@ class _Child:
     not_before_s: float = 0.0
     started_s: float = 0.0
     ready_s: float = 0.0
-    killed_for: str | None = None  # our own reason, when it was us who ended it
-    num_crashes: int = 0  # since it last stayed
+    killed_for: str | None = None  # the supervisor's reason, if it killed the child
+    num_crashes: int = 0  # since it last stayed ready for STAYS_S
 
     @property
     def alive(self) -> bool:
@@ -143,7 +143,7 @@ class _Child:
 
 
 class Supervisor:
-    """Feed it events in the order they happen; do its actions in the order given."""
+    """Takes events in the order they happen; the caller carries out the actions in the order given."""
 
     def __init__(self, specs: Sequence[ChildSpec]) -> None:
         self._children = {spec.name: _Child(spec) for spec in specs}
@@ -161,7 +161,7 @@ class Supervisor:
         return self._children[name].state
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
-        """What to do now. After Finish there is nothing more."""
+        """Return the actions to carry out now. There are none after Finish."""
         actions: list[Action] = []
         match event:
             case Ready(name):
@@ -178,7 +178,7 @@ class Supervisor:
         return actions
 
     def next_wake_s(self) -> float | None:
-        """When something is due even if nothing happens; None when only an event can change anything."""
+        """Return when the next Tick is due; None if only another event can change anything."""
         if self._stop_since_s is not None:
             return self._next_stop_wake_s(self._stop_since_s)
         due = [child.started_s + child.spec.start_timeout_s for child in self._in(State.STARTING)]
@@ -226,7 +226,7 @@ class Supervisor:
                 actions.append(Start(child.spec.name))
         for child in self._in(State.STARTING):
             if now_s >= child.started_s + child.spec.start_timeout_s:
-                # Its end is then a crash like any other.
+                # Its exit then counts as a crash.
                 child.state = State.KILLED
                 child.killed_for = f"not ready within {child.spec.start_timeout_s:g} s"
                 actions.append(Kill(child.spec.name))
@@ -247,7 +247,7 @@ class Supervisor:
 
     def _stop_step(self, now_s: float) -> list[Action]:
         assert self._stop_since_s is not None
-        # Compared as next_wake_s() adds them up: rounding must not make a wake come too early for what is due then.
+        # The same sums as in next_wake_s(): with other rounding a Tick could come too early for what is due.
         if now_s >= self._stop_since_s + KILL_AFTER_S:
             actions = self._kill_all()
         else:
@@ -287,7 +287,7 @@ class Supervisor:
         return [child for child in self._children.values() if child.state in states]
 
     def _check_order(self) -> None:
-        """Needs name earlier children only, so there is always one that can start."""
+        """Assert that children need earlier ones only, so that one can always start."""
         seen: set[str] = set()
         for child in self._children.values():
             missing = set(child.spec.stops_before) - seen

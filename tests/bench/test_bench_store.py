@@ -74,7 +74,7 @@ def test_missed_claims_are_remembered() -> None:
     report = ClaimReport(as_json=True)
     report.measure(StoreCase("fast", "GB/s", lambda: 2.0, lambda: 1.0, 0.9), rounds=1)
     report.measure(StoreCase("slow", "GB/s", lambda: 0.5, lambda: 1.0, 0.9), rounds=1)
-    report.note("short", 10.0, "ms", at_most=50.0)
-    report.note("long", 60.0, "ms", at_most=50.0)
-    report.note("nothing beside", 1.0, "ms")
+    report.add_figure("short", 10.0, "ms", at_most=50.0)
+    report.add_figure("long", 60.0, "ms", at_most=50.0)
+    report.add_figure("nothing beside", 1.0, "ms")
     assert report.missed == ["slow: 0.5 instead of 0.9", "long: 1.2 instead of 1.0"]
