@@ -67,7 +67,7 @@ def test_beside_fio(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_a_case_that_there_is_not(capfd: pytest.CaptureFixture[str]) -> None:
     _, said = bench(capfd, "copies", code=1)
-    assert "no case copies; there are copy," in said
+    assert "there is no case copies; the cases are copy," in said
 
 
 def test_missed_claims_are_remembered() -> None:

@@ -214,7 +214,7 @@ def test_rm_after_get_says_when_the_lease_ends(master: str) -> None:
     assert ran.returncode == 1
     (line,) = ran.stderr.decode().splitlines()
     assert re.search(r"'read' was not removed: .*the lease of its last reader ends in \d+\.\d s", line)
-    assert line.endswith("Try again then, or remove it at once with --force")
+    assert line.endswith("Try again later, or remove it now with --force")
     assert moonpool(master, "rm", "read", "--force").returncode == 0
 
 
