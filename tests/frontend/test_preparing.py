@@ -82,7 +82,7 @@ async def test_a_process_that_dies_costs_one_request(preparer):
     (child,) = prompt_processes()
     child.suspend()
     asking = asyncio.create_task(preparer.prepare(CHAT, chat(LONG)))
-    await until(lambda: preparer._process._turn.locked())
+    await until(lambda: preparer._process._lock.locked())
     child.kill()
     with pytest.raises(Unavailable, match="try again"):
         await asking
@@ -91,7 +91,7 @@ async def test_a_process_that_dies_costs_one_request(preparer):
 
 async def test_a_client_that_leaves_does_not_mix_up_answers(preparer):
     leaving = asyncio.create_task(preparer.prepare(CHAT, chat(LONG)))
-    await until(lambda: preparer._process._turn.locked())
+    await until(lambda: preparer._process._lock.locked())
     leaving.cancel()
     await asyncio.wait((leaving,))
     prompt = "y" * 100_000
