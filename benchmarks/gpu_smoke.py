@@ -30,7 +30,7 @@ from moonpool.engine.load import make_scheduler
 from moonpool.engine.models.llama import LlamaModel
 from moonpool.engine.runner import Runner
 from moonpool.engine.sequence import SamplingParams
-from moonpool.engine.step import AdmittedSequence
+from moonpool.engine.step import AdmittedSequence, FullBlock
 from moonpool.engine.weights import random_weights
 from moonpool.master.service import Master, MasterConfig
 from moonpool.node.config import NodeConfig
@@ -40,8 +40,8 @@ from moonpool.transfer.config import TransferConfig
 from moonpool.transfer.engine import TransferEngine
 from moonpool.transfer.memory.segment import Segment
 from moonpool.worker.kv_link.device_pieces import DevicePieces
+from moonpool.worker.kv_link.pool import PoolWriter
 from moonpool.worker.kv_link.pull import Puller
-from moonpool.worker.kv_link.push import PoolWriter
 
 MODEL = ModelConfig(
     architecture="llama", vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_layers=32,
@@ -85,8 +85,8 @@ class Side:
         """Puts the pages under the keys of `root`'s chain; bytes per second."""
         torch.cuda.synchronize()
         started_s = time.perf_counter()
-        for key, page in zip(chain_keys(root, TOKENS, BLOCK_TOKENS), pages, strict=True):
-            self.writer.put_page(key, page)
+        keys = chain_keys(root, TOKENS, BLOCK_TOKENS)
+        self.writer.put_pages({page: FullBlock("smoke", n, page, keys[n]) for n, page in enumerate(pages)})
         assert not self.writer.failures, self.writer.failures
         return len(pages) * LAYOUT.page_nbytes / (time.perf_counter() - started_s)
 

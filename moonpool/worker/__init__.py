@@ -1,10 +1,12 @@
-"""A worker process: an engine on its own thread, a role (prefill or decode), an RPC face and its reports.
+"""A worker process: an engine on its own thread, a role (prefill or decode), RPC handlers and reports.
 
-config      what a worker is told (no torch)
+config      configuration (no torch)
+build       loads the model, allocates KV memory, measures a few runs
 loop        the thread that owns the engine
 prefill     computes prompts and hands their KV to decode workers
-decode      keeps pages for prompts to come, and decodes
-threads     how many CPU threads it computes with
-reporter    tells the conductor what this worker holds and how busy it is
-service     builds all of it and serves worker/messages.py
+decode      reserves pages for prompts, and decodes
+kv_link/    moves KV between pages, the pool and other workers
+metrics     samples for the conductor, times and counts for /metrics
+reporter    reports cached blocks, load and samples to the conductor
+service     builds all of this and serves messages.py
 """

@@ -1,20 +1,25 @@
-"""Puts an engine together: model files, weights, KV memory, scheduler. The slow part of a worker's start.
+"""The start of a worker's engine: model files, weights, KV memory, scheduler, CPU threads, and a few measured runs.
 
-Each step over two seconds says what it does, so that a first start (which prepares the weights) does not look hung.
+A step that takes seconds logs its progress, so that a first start, which prepares the weights, does not look hung.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
-from moonpool.base.clock import SystemClock
+from moonpool.base.clock import Clock, SystemClock
+from moonpool.base.cluster import DecodeSample, PrefillSample
 from moonpool.base.errors import ConfigError
 from moonpool.base.keys import CacheIdentity
+from moonpool.base.limits import CorePresence, available_cores
 from moonpool.base.units import format_nbytes
 from moonpool.engine.config import ModelConfig
 from moonpool.engine.kv_memory import KvLayout
@@ -31,7 +36,11 @@ from moonpool.worker.kv_link.device_pieces import DevicePieces
 from moonpool.worker.kv_link.pieces import HostPieces, PieceMemory
 
 _LOG = logging.getLogger(__name__)
-_TELL_EVERY_S = 1.0
+_LOG_EVERY_S = 1.0
+_COUNT_EVERY_S = 2.0
+# Runs of a calibration: (tokens, of which prefix) of a prompt, (sequences, tokens of each) of a decode step.
+_PREFILLS = ((32, 0), (128, 0), (256, 128), (256, 0), (512, 384), (512, 0), (1024, 768), (1024, 0), (2048, 0))
+_DECODES = ((1, 32), (1, 512), (4, 128), (8, 128), (8, 512), (16, 256), (32, 512))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +57,7 @@ class Built:
 
 
 def build(config: WorkerConfig, incarnation: int) -> Built:
-    """Raises ModelError, NoSpace or ConfigError with a sentence for the user."""
+    """Load the model and allocate its KV memory. Raise ModelError, NoSpace or ConfigError with text for the user."""
     _require_device(config)
     files = resolve(config.model)
     model = read_config(files)
@@ -64,21 +73,23 @@ def build(config: WorkerConfig, incarnation: int) -> Built:
     )
     on_host = config.device == "cpu"
     buffer = segment.memory if on_host else None
-    runner = load_runner(files, model, engine, buffer=buffer, progress=_Teller(f"preparing {files.name}"))
+    runner = load_runner(files, model, engine, buffer=buffer, progress=_ProgressLog(f"preparing {files.name}"))
     _warm_up(runner, layout)
     pieces = HostPieces(segment.memory, layout) if on_host else DevicePieces(segment.memory, runner.kv)
     return Built(files, identity, layout, segment, pieces, runner, make_scheduler(model, engine))
 
 
 def gpu_numa_node(hardware: Hardware, uuid: str) -> int | None:
-    """The node of that GPU; where UUIDs are not known (no NVML), that of all GPUs if they share one, else None."""
+    """Return the NUMA node of that GPU. Where UUIDs are unknown (no NVML), return the node that all GPUs share, or
+    None.
+    """
     own = [gpu for gpu in hardware.gpus if gpu.uuid is not None and gpu.uuid.removeprefix("GPU-") == uuid]
     nodes = {gpu.place.numa_node for gpu in own or hardware.gpus}
     return nodes.pop() if len(nodes) == 1 else None
 
 
 def _numa_node(config: WorkerConfig) -> int | None:
-    """Where the KV memory should lie: as configured, else beside the GPU that it is copied to and from."""
+    """Return the NUMA node for the KV memory: the configured one, else that of the GPU that copies to and from it."""
     if config.numa_node is not None or config.device == "cpu":
         return config.numa_node
     uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
@@ -102,7 +113,7 @@ def _num_pages(config: WorkerConfig, model: ModelConfig) -> int:
 
 
 def _warm_up(runner: Runner, layout: KvLayout) -> None:
-    """One small pass, so that the first request does not pay for first touches of the weights."""
+    """Run one small batch, so that the first request does not wait for the first access to the weights."""
     started_s = time.monotonic()
     runner.execute([Chunk("warm-up", 0, tuple(range(8)), (0,), True)], None)
     runner.kv.clear([0])
@@ -114,14 +125,124 @@ def _warm_up(runner: Runner, layout: KvLayout) -> None:
     )
 
 
-class _Teller:
-    """Logs progress at most once a second, and nothing when it is over before the first."""
+class _ProgressLog:
+    """Logs progress at most once a second, and nothing when the work ends within the first second."""
 
     def __init__(self, what: str) -> None:
         self._what, self._clock = what, SystemClock()
-        self._next_s = self._clock.now_s() + _TELL_EVERY_S
+        self._next_s = self._clock.now_s() + _LOG_EVERY_S
 
     def __call__(self, done: int, total: int) -> None:
         if self._clock.now_s() >= self._next_s:
-            self._next_s = self._clock.now_s() + _TELL_EVERY_S
+            self._next_s = self._clock.now_s() + _LOG_EVERY_S
             _LOG.info("%s: %d of %d tensors", self._what, done, total)
+
+
+class Compute(Protocol):
+    """Runs the chunks and returns when they are computed."""
+
+    def __call__(self, chunks: list[Chunk], /) -> object: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    num_pages: int
+    block_tokens: int
+    max_batch_tokens: int
+    max_num_seqs: int
+    max_seq_tokens: int
+
+
+class Calibration:
+    """Times prefills or decode steps before the conductor knows this worker: its first predictions use these samples.
+
+    The runs use pages that hold nothing yet, the first `num_pages_used`; the caller clears them afterwards. A run is
+    left out if all together would take longer than `budget_s`, at the time per token of the run before.
+    """
+
+    def __init__(self, compute: Compute, limits: Limits, clock: Clock, budget_s: float) -> None:
+        self._compute, self._limits, self._clock = compute, limits, clock
+        self._ends_s = clock.now_s() + budget_s
+        self._per_token_s = 0.0
+        self.num_pages_used = 0  # the first ones
+
+    def prefills(self) -> Iterator[PrefillSample]:
+        limits = self._limits
+        for tokens, prefix in _PREFILLS:
+            if tokens > min(limits.max_seq_tokens, limits.num_pages * limits.block_tokens):
+                return
+            seconds = self._measure(self._prompt(tokens, prefix), tokens - prefix)
+            if seconds is None:
+                return
+            yield PrefillSample(tokens, prefix, seconds)
+
+    def decodes(self) -> Iterator[DecodeSample]:
+        limits = self._limits
+        for num_seqs, tokens in _DECODES:
+            pages_each = -(-tokens // limits.block_tokens)
+            if num_seqs > limits.max_num_seqs or tokens > limits.max_seq_tokens:
+                continue
+            if num_seqs * pages_each > limits.num_pages:
+                continue
+            steps = [
+                Chunk(f"calibrate-{i}", tokens - 1, (0,), tuple(range(i * pages_each, (i + 1) * pages_each)), True)
+                for i in range(num_seqs)
+            ]
+            seconds = self._measure([steps], num_seqs)
+            if seconds is None:
+                return
+            yield DecodeSample(num_seqs, num_seqs * tokens, seconds)
+
+    def _prompt(self, tokens: int, prefix: int) -> list[list[Chunk]]:
+        """Return the prompt's steps, each of at most one batch, as the engine would compute them."""
+        pages = tuple(range(-(-tokens // self._limits.block_tokens)))
+        starts = range(prefix, tokens, self._limits.max_batch_tokens)
+        ends = [min(start + self._limits.max_batch_tokens, tokens) for start in starts]
+        return [
+            [Chunk("calibrate", start, (0,) * (end - start), pages, end == tokens)]
+            for start, end in zip(starts, ends, strict=True)
+        ]
+
+    def _measure(self, steps: Iterable[list[Chunk]], num_tokens: int) -> float | None:
+        """Return the seconds that the steps took; None, with nothing run, when the time left is too short."""
+        started_s = self._clock.now_s()
+        if started_s + self._per_token_s * num_tokens > self._ends_s:
+            return None
+        for chunks in steps:
+            self.num_pages_used = max(self.num_pages_used, *(max(chunk.pages) + 1 for chunk in chunks))
+            self._compute(chunks)
+        seconds = self._clock.now_s() - started_s
+        self._per_token_s = seconds / num_tokens
+        return max(seconds, 1e-9)
+
+
+def choose_threads(configured: int | None, presence: CorePresence) -> int:
+    """Return the number of threads to start with, and log it beside the number of cores."""
+    threads = configured if configured is not None else presence.num_threads()
+    _LOG.info(
+        "computes with %d CPU threads; %d workers share %d cores here (--threads sets it)",
+        threads,
+        presence.num_workers(),
+        available_cores(),
+    )
+    return threads
+
+
+async def follow_share(
+    threads: int,
+    presence: CorePresence,
+    post: Callable[[Callable[[], None]], None],
+    every_s: float = _COUNT_EVERY_S,
+) -> None:
+    """Keep the engine's number of threads at this worker's share of the cores. Runs until it is cancelled.
+
+    Other workers may start and stop on this machine at any time, so the share is computed again every few seconds.
+    `post` runs a function on the engine's thread: torch keeps the number per thread.
+    """
+    while True:
+        await asyncio.sleep(every_s)
+        share = presence.num_threads()
+        if share != threads:
+            _LOG.info("%d workers share the cores now: %d CPU threads", presence.num_workers(), share)
+            post(lambda number=share: torch.set_num_threads(number))  # type: ignore[misc]
+            threads = share

@@ -1,4 +1,4 @@
-"""What a worker is told at start. No torch, so that a launcher can fill it in."""
+"""A worker's configuration. Imports no torch, so that a launcher can use it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moonpool.transfer.config import TransferConfig, WireConfig
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerConfig(WireConfig):
-    """Each default is written here and nowhere else."""
+    """All defaults of a worker are defined here."""
 
     name: str  # unique in the cluster; must stay the same across restarts
     role: Literal["prefill", "decode"]  # what this worker computes
@@ -43,7 +43,7 @@ class WorkerConfig(WireConfig):
     pool_rest_s: float = 10.0  # seconds without the pool after it did not reply
 
     def engine(self, num_pages: int) -> EngineConfig:
-        """The engine's share of this configuration."""
+        """Return the engine's part of this configuration."""
         return EngineConfig(
             num_pages=num_pages,
             block_tokens=self.block_tokens,
@@ -56,5 +56,5 @@ class WorkerConfig(WireConfig):
         )
 
     def transfer(self) -> TransferConfig:
-        """The transfer engine's share of it."""
+        """Return the transfer engine's part of this configuration."""
         return TransferConfig(run_dir=self.run_dir, **self.wires())

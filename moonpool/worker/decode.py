@@ -1,7 +1,7 @@
-"""The decode role: keep pages for a prompt to come, check what arrives in them, then decode in the running batch.
+"""The decode role: reserve pages for a prompt, verify the KV that arrives in them, then decode in the running batch.
 
-A request's stream owns all of it: closing the stream gives the pages back. Blocks that decoding completes go to
-the pool, so that the next turn of a conversation finds them.
+A request's stream owns its pages: closing the stream releases them. Blocks that decoding completes go to the pool, so
+that the next turn of a conversation finds them.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from moonpool.engine.scheduler import Scheduler
 from moonpool.engine.sequence import Chunk, pages_for
 from moonpool.engine.sequence import Sequence as RequestSequence
 from moonpool.engine.step import AdmittedSequence, FullBlock
-from moonpool.worker.kv_link.outbox import SendQueue, Urgency
 from moonpool.worker.kv_link.pieces import PieceMemory
-from moonpool.worker.kv_link.push import PoolWriter
+from moonpool.worker.kv_link.pool import PoolWriter
 from moonpool.worker.kv_link.reservations import Incoming, Reservations
+from moonpool.worker.kv_link.send_queue import SendQueue, Urgency
 from moonpool.worker.loop import EngineLoop
 from moonpool.worker.messages import (
     ALONE_STEPS,
@@ -43,17 +43,17 @@ from moonpool.worker.messages import (
     Ticket,
     TokenOut,
 )
-from moonpool.worker.prefill import engine_name
-from moonpool.worker.samples import Samples, token_out
+from moonpool.worker.metrics import Samples
+from moonpool.worker.prefill import engine_name, token_out
 
-# Blocks waiting to be put; beyond it new ones are not put (and counted), so a slow pool costs no memory.
+# Blocks waiting to be put. Further ones are counted instead of put, so that a slow pool does not hold all pages.
 _MAX_WAITING_PUTS = 1024
 
 T = TypeVar("T")
 
 
 def _uncancellable() -> Future[Incoming]:
-    """A future that only the engine's thread settles: a client that gives up just stops waiting for it."""
+    """Return a future that a waiting client cannot cancel: only the engine's thread ends it."""
     future: Future[Incoming] = Future()
     future.set_running_or_notify_cancel()
     return future
@@ -61,7 +61,7 @@ def _uncancellable() -> Future[Incoming]:
 
 @dataclass(slots=True)
 class Stream:
-    """One request's way back to the front end."""
+    """One request's items for the front end."""
 
     spec: RequestSpec
     items: asyncio.Queue[DecodeItem | MoonpoolError]
@@ -71,12 +71,12 @@ class Stream:
     left: bool = False
 
     def send(self, item: DecodeItem | MoonpoolError) -> None:
-        """From any thread."""
+        """Queue an item; from any thread."""
         self.loop.call_soon_threadsafe(self.items.put_nowait, item)
 
 
 class DecodeRole:
-    """`describe` gives the address and the descriptor that tickets carry, known once the worker serves."""
+    """`describe` returns the address and the descriptor for tickets; they are known once the worker serves."""
 
     def __init__(
         self,
@@ -85,24 +85,25 @@ class DecodeRole:
         reservations: Reservations,
         memory: PieceMemory,
         pool: PoolWriter,
-        outbox: SendQueue,
+        queue: SendQueue,
         samples: Samples,
         describe: Callable[[], tuple[str, SegmentDescriptor]],
         clock: Clock,
     ) -> None:
         self._scheduler, self._reservations, self._memory = scheduler, reservations, memory
-        self._pool, self._outbox, self._samples = pool, outbox, samples
+        self._pool, self._queue, self._samples = pool, queue, samples
         self._describe, self._clock = describe, clock
         self._block_tokens = scheduler.pages.block_tokens
         self._streams: dict[str, Stream] = {}
         self._waiting: deque[Stream] = deque()  # for pages
         self._commits: set[asyncio.Task[None]] = set()
         self._put_numbers = itertools.count()
+        self._num_waiting_puts = 0  # blocks
         self._step_started_s = 0.0
         self._step_chunks: Sequence[Chunk] = ()
         self.loop: EngineLoop | None = None  # set once, before the loop starts
 
-    # -- the RPC face, on the event loop ---------------------------------------------------------------------
+    # -- RPC handlers, on the event loop ---------------------------------------------------------------------
 
     async def decode(self, spec: RequestSpec) -> AsyncIterator[DecodeItem]:
         stream = Stream(spec, asyncio.Queue(), asyncio.get_running_loop())
@@ -152,7 +153,7 @@ class DecodeRole:
         self.loop.post(lambda: self._reservations.writer_gone(name))
 
     async def commit_handoff(self, call: CommitHandoff) -> None:
-        """Runs to its end even when the writer goes away meanwhile: the pages must end up somewhere."""
+        """Verify and adopt the pages. Runs to its end even when the writer disconnects, so that no page is lost."""
         task = asyncio.get_running_loop().create_task(self._commit(call))
         self._commits.add(task)
         task.add_done_callback(self._committed)
@@ -161,7 +162,7 @@ class DecodeRole:
     def _committed(self, task: asyncio.Task[None]) -> None:
         self._commits.discard(task)
         if not task.cancelled():
-            task.exception()  # seen: the writer may be gone, and to the reader a failed commit is a prefill that failed
+            task.exception()  # retrieved, as the writer may be gone; the reader sees a failed prefill
 
     async def _commit(self, call: CommitHandoff) -> None:
         begin = self._reservations.begin_commit
@@ -170,13 +171,13 @@ class DecodeRole:
         await self._on_engine(lambda: self._adopt(incoming, call) if is_good else self._refuse(incoming))
 
     def _verify(self, incoming: Incoming, expected: bytes) -> bool:
-        """Whether every piece that was to be written holds what was sent; if so, the pages hold it now."""
+        """Return whether every written piece matches its checksum; if so, the pages hold the pieces now."""
         written = incoming.pages[incoming.num_present :]
         layers = range(self._memory.layout.num_layers)
         found = [[crc32c(self._memory.received(page, layer)) for layer in layers] for page in written]
         if np.array(found, dtype="<u4").tobytes() != expected:
             return False
-        self._memory.land(written)
+        self._memory.apply_received(written)
         return True
 
     async def _on_engine(self, function: Callable[[], T]) -> T:
@@ -195,7 +196,7 @@ class DecodeRole:
         self.at_boundary()
 
     def at_boundary(self) -> None:
-        """Gives pages to those who wait for them, first come first served; preempted requests came before."""
+        """Reserve pages for waiting streams in order of arrival; preempted requests are served before them."""
         while self._waiting and not self._scheduler.roster.waiting:
             stream = self._waiting[0]
             if not stream.left:
@@ -228,7 +229,7 @@ class DecodeRole:
         if pages is None or stream is None:
             if pages is not None:
                 self._scheduler.pages.free(pages)
-            raise NotFound(f"nobody waits for request {call.request_id} any more")
+            raise NotFound(f"the stream of request {call.request_id} has ended")
         sequence = self._sequence(stream.spec, call.first)
         sequence.pages = pages
         sequence.num_computed_tokens = call.num_tokens
@@ -286,21 +287,28 @@ class DecodeRole:
         return {}
 
     def completed(self, full_blocks: Sequence[FullBlock]) -> None:
-        pages = self._scheduler.pages
+        pages, blocks = self._scheduler.pages, dict[int, FullBlock]()
         for block in full_blocks:
             page = pages.page_of(block.key)  # another one, when the same block was here before
             if page is None:
                 continue
-            if len(self._outbox) >= _MAX_WAITING_PUTS:
+            if self._num_waiting_puts + len(blocks) >= _MAX_WAITING_PUTS:
                 self._pool.failures["outbox_full"] += 1
                 continue
+            blocks[page] = block
+        if blocks:
             owner = f"put:{next(self._put_numbers)}"  # a block may be put again while its first put still waits
-            pages.hold(owner, [page])
-            self._outbox.put(Urgency.POOL, partial(self._put, block, page, owner))
+            pages.hold(owner, list(blocks))
+            self._num_waiting_puts += len(blocks)
+            self._queue.put(Urgency.POOL, partial(self._put, blocks, owner))
 
-    def _put(self, block: FullBlock, page: int, owner: str) -> None:
+    def _put(self, blocks: Mapping[int, FullBlock], owner: str) -> None:
         try:
-            self._pool.put_page(block.key, page, block.parent)
+            self._pool.put_pages(blocks)
         finally:
             assert self.loop is not None
-            self.loop.post(lambda: self._scheduler.pages.release(owner))
+            self.loop.post(lambda: self._put_ended(owner, len(blocks)))
+
+    def _put_ended(self, owner: str, num_blocks: int) -> None:
+        self._num_waiting_puts -= num_blocks
+        self._scheduler.pages.release(owner)

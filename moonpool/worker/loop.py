@@ -1,7 +1,7 @@
-"""The thread that owns the engine. Everything that touches the scheduler or the pages runs here, between steps.
+"""The thread that owns the engine. All code that uses the scheduler or the pages runs on it, between steps.
 
-Other threads post functions; they run in order before the next step. When there is nothing to compute the thread
-sleeps until somebody posts.
+Other threads post functions; these run in order before the next step. When there is nothing to compute, the thread
+sleeps until a function is posted.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from moonpool.engine.engine import Engine, StepFailure, StepOutput
 
 T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
-# Nothing can be computed although requests wait (all pages are in others' hands): look again this often.
+# Nothing can be computed although requests wait (all pages are held elsewhere): try again this often.
 _STALLED_WAIT_S = 0.02
 
 
 class _Call(Generic[T]):
-    """A posted function whose outcome somebody waits for."""
+    """A posted function whose outcome goes to a future."""
 
     def __init__(self, function: Callable[[], T]) -> None:
         self.future: Future[T] = Future()
@@ -35,7 +35,7 @@ class _Call(Generic[T]):
             return
         try:
             self.future.set_result(self._function())
-        except Exception as error:  # noqa: BLE001 - it belongs to the caller, whose request fails; others go on
+        except Exception as error:  # noqa: BLE001 - it goes to the caller, whose request fails; others go on
             if not isinstance(error, MoonpoolError):
                 _LOG.exception("a call on the engine's thread failed")
             self.future.set_exception(error)
@@ -51,8 +51,8 @@ class _Call(Generic[T]):
 class EngineLoop:
     """`on_step` gets each step's outputs, `at_boundary` runs between steps; both on the engine's thread.
 
-    `on_fatal` is called when the thread cannot go on: the engine computes nothing any more, or the books about pages
-    and sequences can no longer be trusted. Whatever concerns one request alone is told to that request instead.
+    `on_fatal` is called when the thread cannot go on: the engine no longer computes, or the state of pages and
+    sequences may be inconsistent. An error of one request goes to that request instead.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class EngineLoop:
     ) -> None:
         self._engine = engine
         self._on_step, self._at_boundary, self._on_fatal = on_step, at_boundary, on_fatal
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._posted: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closed = False
         self._ended = False  # nothing posted from now on will run
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -74,24 +74,24 @@ class EngineLoop:
         self._thread.start()
 
     def post(self, function: Callable[[], None]) -> None:
-        """Runs `function` before the next step. It must not raise."""
-        self._inbox.put(function)
+        """Run `function` before the next step. It must not raise."""
+        self._posted.put(function)
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """As post, with the outcome in a future, whatever it raises; Cancelled when the loop ends before."""
+        """Run `function` as post() does, and return a future of its outcome: Cancelled when the loop ends first."""
         call = _Call(function)
         if self._closed:
             call.refuse()
         else:
-            self._inbox.put(call)
-        if self._ended:  # perhaps it ended just before that
+            self._posted.put(call)
+        if self._ended:  # perhaps just before the put
             self._refuse_rest()
         return call.future
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Ends the thread after the running step; idempotent."""
+        """End the thread after the current step. Idempotent."""
         self._closed = True
-        self._inbox.put(None)
+        self._posted.put(None)
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
         if self._thread.ident is None:  # never started
@@ -102,10 +102,10 @@ class EngineLoop:
         self._refuse_rest()
 
     def _refuse_rest(self) -> None:
-        """Nobody will run what is still posted; those who wait for it must know."""
+        """Cancel the calls that will not run: their callers wait for them."""
         with contextlib.suppress(queue.Empty):
             while True:
-                item = self._inbox.get_nowait()
+                item = self._posted.get_nowait()
                 if isinstance(item, _Call):
                     item.refuse()
 
@@ -115,29 +115,29 @@ class EngineLoop:
             while self._drain(stalled):
                 self._at_boundary()
                 stalled = self._engine.has_work() and not self._step()
-        except BaseException as error:  # noqa: BLE001 - told to the owner, who ends the process
+        except BaseException as error:  # noqa: BLE001 - `on_fatal` ends the process
             _LOG.exception("the engine failed")
             self._on_fatal(error)
         finally:
             self._end()
 
     def _step(self) -> bool:
-        """Whether anything was computed."""
+        """Run one step; return whether anything was computed."""
         before = self._engine.num_steps
         self._on_step(self._engine.step())
         return self._engine.num_steps > before
 
     def _drain(self, stalled: bool) -> bool:
-        """Runs what was posted, waiting for it when there is nothing else to do. False: closed."""
+        """Run the posted functions, waiting for one when there is nothing to compute. Return False when closed."""
         try:
             if stalled:
-                item = self._inbox.get(timeout=_STALLED_WAIT_S)
+                item = self._posted.get(timeout=_STALLED_WAIT_S)
             else:
-                item = self._inbox.get(block=not self._engine.has_work())
+                item = self._posted.get(block=not self._engine.has_work())
             while True:
                 if item is None:
                     return False
                 item()
-                item = self._inbox.get_nowait()
+                item = self._posted.get_nowait()
         except queue.Empty:
             return True

@@ -1,9 +1,9 @@
-"""What the front end and other workers say to a worker. Service name "worker" (base/cluster.py).
+"""The calls of a worker, for the front end and other workers. Service name "worker" (base/cluster.py).
 
 A request's way: the front end opens `Decode` at the decode worker and gets a Ticket (reserved pages); it hands the
 ticket to `Prefill`; the prefill worker writes KV straight into those pages and ends with `CommitHandoff` at the decode
-worker; tokens then come out of the `Decode` stream. Closing the stream at any time gives everything back. `epoch`
-counts the front end's attempts at one request: what an earlier attempt left behind is void.
+worker; tokens then come out of the `Decode` stream. Closing the stream at any time releases everything. `epoch` counts
+the front end's attempts at one request; calls of an earlier attempt are refused.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.rpc import Call, StreamCall
 from moonpool.engine.sequence import SamplingParams
 
-# A suspect goes on from the last token that reached the front end. A few tokens after it may have been lost with the
-# worker, so the step that ended that worker comes up again within this many steps.
+# A request under which a worker died continues from the last token that reached the front end. A few tokens after it
+# may be lost, so the step that ended the worker is repeated within this many steps.
 ALONE_STEPS = 4
 
 
@@ -29,7 +29,7 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     root: bytes  # the tenant's chain root (base/keys.py); the secret itself never reaches a worker
     params: SamplingParams
     timeout_s: float = 600.0
-    alone: bool = False  # workers died under it: its prompt and its first ALONE_STEPS decode steps get own batches
+    alone: bool = False  # workers died under it: its prompt and first ALONE_STEPS decode steps are not batched
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,8 +95,8 @@ class Prefill(Call[PrefillReply]):
 class OpenHandoff(Call[None]):
     """From prefill to decode worker, before the first write: from now on the writer's connection owns the pages.
 
-    Until it commits, aborts or is gone, the pages are kept, whatever becomes of the request. StaleGeneration when the
-    reservation is no more.
+    Until that connection commits, aborts or ends, the pages are kept, even if the request ends. StaleGeneration when
+    the reservation has ended.
     """
 
     request_id: str
@@ -135,7 +135,7 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: int
     pid: int
     num_pages: int
-    free_pages: int  # nobody refers to them; their content may still be reusable
+    free_pages: int  # without a reference; their content may still be reusable
     cached_pages: int
     reserved_pages: int
     num_waiting: int
@@ -152,6 +152,8 @@ class GetStats(Call[WorkerStats]):
 
 
 class PieceChecksums(Call[bytes]):
-    """CRC-32C of every piece of a cached chain key, read from the worker's pages now: u32 per layer. NotFound."""
+    """Return CRC-32C of every piece of a cached block, read from the worker's pages now: u32 per layer. NotFound when
+    the block is not there.
+    """
 
     key: bytes

@@ -1,16 +1,20 @@
-"""A worker's counters and times in Prometheus' words. Counters are read from its stats when they are asked for."""
+"""What a worker measures: samples for the conductor, times and counts for /metrics."""
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from moonpool.base.cluster import DecodeSample, PrefillSample, PullSample
 from moonpool.base.metrics import TIME_BUCKETS_S
 from moonpool.worker.messages import WorkerStats
 
+_MAX_SAMPLES = 64  # of each kind
 _GAUGES = {
     "num_pages": "KV pages in all",
     "free_pages": "KV pages that nobody refers to",
@@ -53,11 +57,26 @@ class WorkerCollector(Collector):
         stats = self._stats()
         for name, text in _GAUGES.items():
             yield GaugeMetricFamily(f"moonpool_worker_{name}", text, value=getattr(stats, name))
-        for field, (name, text) in _COUNTERS.items():
-            yield CounterMetricFamily(f"moonpool_worker_{name}", text, value=getattr(stats, field))
+        for attribute, (name, text) in _COUNTERS.items():
+            yield CounterMetricFamily(f"moonpool_worker_{name}", text, value=getattr(stats, attribute))
         failures = CounterMetricFamily(
             "moonpool_worker_kv_failures", "pulls, puts and hand-offs that failed", labels=["code"]
         )
         for code, count in stats.pull_failures.items():
             failures.add_metric([code], count)
         yield failures
+
+
+@dataclass(slots=True)
+class Samples:
+    """What the next report tells the conductor, and counts since the start. Bounded: samples that no report takes are
+    replaced by newer ones.
+    """
+
+    prefills: deque[PrefillSample] = field(default_factory=lambda: deque(maxlen=_MAX_SAMPLES))
+    decodes: deque[DecodeSample] = field(default_factory=lambda: deque(maxlen=_MAX_SAMPLES))
+    pulls: deque[PullSample] = field(default_factory=lambda: deque(maxlen=_MAX_SAMPLES))
+    pull_failures: Counter[str] = field(default_factory=Counter)
+    handoff_nbytes: int = 0
+    times: WorkerTimes = field(default_factory=WorkerTimes)
+    failed_requests: int = 0  # that ended with an error of their own

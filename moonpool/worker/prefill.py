@@ -1,7 +1,7 @@
-"""The prefill role: compute a prompt's KV and its first token, reuse what the pool has, hand all of it over.
+"""The prefill role: compute a prompt's KV and its first token, reuse blocks of the pool, hand all KV over.
 
-Layer by layer: before layer j reads old KV, its pieces must have come from the pool; when layer j is written, its
-pieces start on their way to the decode worker and to the pool, while layer j+1 is computed.
+This happens layer by layer. Before layer j reads old KV, the pieces of layer j have come from the pool. When layer j is
+computed, its pieces go to the decode worker and to the pool while layer j+1 is computed.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from moonpool.base.cluster import PrefillSample, PullSample
 from moonpool.base.errors import Cancelled, DeadlineExceeded, Internal, MoonpoolError
 from moonpool.engine.engine import StepFailure, StepOutput
 from moonpool.engine.runner import LayerHooks
+from moonpool.engine.sampler import SampledToken
 from moonpool.engine.scheduler import Scheduler
 from moonpool.engine.sequence import Chunk
 from moonpool.engine.sequence import Sequence as RequestSequence
@@ -25,7 +26,7 @@ from moonpool.worker.kv_link.pull import Puller, PullJob
 from moonpool.worker.kv_link.push import Push
 from moonpool.worker.loop import EngineLoop
 from moonpool.worker.messages import Prefill, PrefillReply, RequestSpec, Ticket, TokenOut
-from moonpool.worker.samples import Samples, token_out
+from moonpool.worker.metrics import Samples
 
 _LOG = logging.getLogger(__name__)
 
@@ -39,18 +40,18 @@ class Prompt:
     done: Callable[[PrefillReply | MoonpoolError], None]
     arrived_s: float
     started_s: float = 0.0
-    alone_s: float = 0.0  # its share of the steps that computed it, pulls and other prompts left out
+    alone_s: float = 0.0  # its share of the steps that computed it, without waits for pulls
     local_tokens: int = 0
     pool_tokens: int = 0
     pool_nbytes: int = 0
 
 
 # A pull is given up when it takes this many times as long as computing the same tokens.
-_PATIENCE = 2.0
+_MAX_PULL_RATIO = 2.0
 
 
 class PrefillRole:
-    """`make_push` builds the outgoing side of one request from its ticket and the keys of its full blocks."""
+    """`make_push` makes the Push of one request from its ticket and the keys of its full blocks."""
 
     def __init__(
         self,
@@ -70,16 +71,16 @@ class PrefillRole:
         self._samples = samples
         self._pull_timeout_s, self._pull_grace_s = pull_timeout_s, pull_grace_s
         self._clock = clock
-        self._token_s: float | None = None  # that computing a token takes, lately
+        self._token_s: float | None = None  # to compute one token, in the last step
         self.last_pull_s: float | None = None
         self._prompts: dict[str, Prompt] = {}
         self._chunks: Sequence[Chunk] = ()
         self._jobs: list[PullJob] = []
-        self._step_began_s = self._stalled_s = 0.0  # of the open step, and how long it stood still for pulls
-        self._pull_deadline = Deadline(0, clock)  # one for all pulls of a step: others wait for it too
+        self._step_began_s = self._stalled_s = 0.0  # of the current step: its begin, and its waits for pulls
+        self._pull_deadline = Deadline(0, clock)  # one for all pulls of a step: each delays the whole step
         self.loop: EngineLoop | None = None  # set once, before the loop starts
 
-    # -- the RPC face, on the event loop ---------------------------------------------------------------------
+    # -- RPC handlers, on the event loop ---------------------------------------------------------------------
 
     async def prefill(self, call: Prefill) -> PrefillReply:
         spec, name = call.spec, engine_name(call.spec)
@@ -101,7 +102,7 @@ class PrefillRole:
         except TimeoutError as error:
             raise DeadlineExceeded(f"the prompt was not computed within {spec.timeout_s:g} s") from error
         finally:
-            # Ended, given up or timed out: whatever is left of it goes. Nothing happens when it has ended.
+            # Ended, cancelled or timed out: release what the prompt still holds. No effect when it has ended.
             reply.cancel()
             self.loop.post(lambda: self._drop(name, prompt))
 
@@ -130,17 +131,17 @@ class PrefillRole:
             self._end(name, prompt, Cancelled("the request was given up"))
 
     def _end(self, name: str, prompt: Prompt, error: MoonpoolError) -> None:
-        """Give back whatever the prompt holds, and answer with `error` unless it has its answer."""
+        """Release what the prompt holds, and answer with `error` unless the caller has an answer already."""
         self._scheduler.cancel(name)
         prompt.push.abort()
         prompt.push.finish_puts(complete=False, on_done=lambda: None)
         prompt.done(error)
 
     def at_boundary(self) -> None:
-        """Nothing to do between steps."""
+        """Do nothing between steps."""
 
     def on_step(self, outputs: Sequence[StepOutput | StepFailure]) -> None:
-        self._share_out_step()
+        self._attribute_step_time()
         for out in outputs:
             prompt = self._prompts.pop(out.request_id, None)
             if prompt is None:
@@ -155,9 +156,10 @@ class PrefillRole:
                 _LOG.exception("handing over %s failed", out.request_id)
                 self._end(out.request_id, prompt, Internal(f"handing it over raised {type(error).__name__}"))
 
-    def _share_out_step(self) -> None:
-        """Prompts that are computed together cost each a part: who took the whole step for its own would make the
-        conductor believe in longer queues the more there is to do. What the pool cost is learnt from pulls."""
+    def _attribute_step_time(self) -> None:
+        """Divide the step's time among its prompts by their tokens. If each prompt reported the whole step, the
+        conductor would predict longer queues the larger the batches are. Waits for the pool are reported as pulls.
+        """
         computing_s = self._clock.now_s() - self._step_began_s - self._stalled_s
         num_tokens = sum(len(chunk.tokens) for chunk in self._chunks)
         if num_tokens:
@@ -188,7 +190,7 @@ class PrefillRole:
         prompt.done(outcome)
 
     def _released(self, name: str, push: Push) -> None:
-        """Nothing reads the pages any more."""
+        """Release the pages: nothing reads them any more."""
         self._samples.handoff_nbytes += push.sent_nbytes
         assert self.loop is not None
         self.loop.post(lambda: self._scheduler.release(name))
@@ -227,13 +229,14 @@ class PrefillRole:
         return self
 
     def _pull_limit_s(self, admitted: Sequence[AdmittedSequence]) -> float:
-        """How long the step may wait for its pulls: twice what computing the same tokens would take, and at least the
-        grace. The pool was expected to be faster than computing; one that is not is left, whatever was predicted."""
+        """Return how long the step may wait for its pulls: twice the time to compute the same tokens, and at least the
+        grace. The conductor expected the pool to be faster than computing; a pool that is not is given up.
+        """
         token_s = self._token_s if self._token_s is not None else self._calibrated_token_s()
         if token_s is None:
             return self._pull_timeout_s
         num_tokens = sum(len(entry.blocks) for entry in admitted) * self._block_tokens
-        return min(self._pull_timeout_s, max(self._pull_grace_s, _PATIENCE * token_s * num_tokens))
+        return min(self._pull_timeout_s, max(self._pull_grace_s, _MAX_PULL_RATIO * token_s * num_tokens))
 
     def _calibrated_token_s(self) -> float | None:
         if not self._samples.prefills:
@@ -242,18 +245,18 @@ class PrefillRole:
         return last.seconds / (last.num_tokens - last.prefix_tokens)
 
     def _start_pull(self, entry: AdmittedSequence, push: Push) -> None:
-        # Whatever becomes of the request, nobody else gets these pages while the puller may write to them.
+        # Even if the request ends, these pages are not reused while the puller may write to them.
         owner = f"pull:{entry.request_id}"
         self._scheduler.pages.hold(owner, entry.pages)
         self._jobs.append(
             self._puller.start(
                 entry,
                 on_layer=lambda layer, count: push.layer_ready(layer, entry.blocks[:count]),
-                on_end=lambda: self._let_go(owner),
+                on_end=lambda: self._release_pages(owner),
             )
         )
 
-    def _let_go(self, owner: str) -> None:
+    def _release_pages(self, owner: str) -> None:
         assert self.loop is not None
         self.loop.post(lambda: self._scheduler.pages.release(owner))
 
@@ -275,7 +278,7 @@ class PrefillRole:
         return {job.admitted.request_id: self._settle_pull(job) for job in self._jobs}
 
     def _settle_pull(self, job: PullJob) -> int:
-        """How many leading tokens of the request have KV that can be trusted."""
+        """Return the number of leading tokens of the request whose KV is verified."""
         name = job.admitted.request_id
         result, prompt = job.wait_end(self._pull_deadline.remaining_s()), self._prompts[name]
         prompt.pool_tokens = result.num_good * self._block_tokens
@@ -284,36 +287,41 @@ class PrefillRole:
             self._samples.pull_failures[result.failure.code] += 1
         if result.nbytes:
             self._samples.times.pull.observe(result.seconds)
-            self._note_pull(PullSample(result.nbytes, result.seconds, result.ssd_nbytes))
+            self._record_pull(PullSample(result.nbytes, result.seconds, result.ssd_nbytes))
         if job.left_behind:
-            # What came until then says how slow the pool is; if nothing came, one piece would have taken longer.
+            # The bytes so far tell how slow the pool is; if there are none, one piece takes longer than the wait.
             moved = max(job.moved_nbytes, self._puller.piece_nbytes)
             waited_s = self._clock.now_s() - self._step_began_s
-            self._note_pull(PullSample(moved, waited_s, min(moved, job.moved_ssd_nbytes)))
+            self._record_pull(PullSample(moved, waited_s, min(moved, job.moved_ssd_nbytes)))
             self._puller.rest()
             self._start_over(name, prompt)
         return prompt.local_tokens + prompt.pool_tokens
 
-    def _note_pull(self, sample: PullSample) -> None:
+    def _record_pull(self, sample: PullSample) -> None:
         self._samples.pulls.append(sample)
         self.last_pull_s = self._clock.now_s()
 
     def _start_over(self, name: str, prompt: Prompt) -> None:
-        """Computes the prompt in other pages, without the pool: the puller may still write to those it had."""
+        """Compute the prompt in other pages and without the pool: the puller may still write to its current pages."""
         self._scheduler.cancel(name)
         self._scheduler.add(self._sequence(prompt.spec))
 
     def completed(self, full_blocks: Sequence[FullBlock]) -> None:
-        """Nothing: the blocks are on their way already, layer by layer."""
+        """Do nothing: after_layer() has sent the blocks already."""
 
 
 def engine_name(spec: RequestSpec) -> str:
-    """The request's name inside an engine: one attempt of it."""
+    """Return the name of one attempt at the request, as the engine knows it."""
     return f"{spec.request_id}/{spec.epoch}"
 
 
+def token_out(sampled: SampledToken) -> TokenOut:
+    """Return the token as the front end gets it."""
+    return TokenOut(sampled.token, sampled.logprob, sampled.top_logprobs)
+
+
 def completed_blocks(chunk: Chunk, block_tokens: int) -> range:
-    """Blocks whose KV this chunk brings to its final state: full ones, and the partial last one of the prompt."""
+    """Return the blocks whose KV is final after this chunk: full ones, and the partial last one of the prompt."""
     end = chunk.end // block_tokens
     if chunk.wants_logits and chunk.end % block_tokens:
         end += 1

@@ -1,6 +1,6 @@
-"""Tells the conductor what this worker holds and how busy it is; connects again for as long as it lives.
+"""Reports this worker's cached blocks, load and samples to the conductor, and registers again after a lost connection.
 
-Reports are numbered from 1 after each registration, and the first one lists everything that is cached.
+Reports are numbered from 1 after each registration; the first one lists all cached blocks.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from moonpool.base.errors import MoonpoolError
 from moonpool.base.rpc import AsyncClient
 from moonpool.base.rpc.reconnect import ReconnectingClient
 from moonpool.engine.scheduler import Scheduler
-from moonpool.worker.samples import Samples
+from moonpool.worker.metrics import Samples
 
 T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
 _RECONNECT_S = 0.2
-# A worker that has nothing new to tell says so this often.
+# A report without news is sent this often.
 _HEARTBEAT_S = 1.0
 
 
 class ReportCollector:
-    """Collects one report's worth of news. Called on the engine's thread."""
+    """Collects the changes for one report. Every call is on the engine's thread."""
 
     def __init__(self, info: WorkerInfo, scheduler: Scheduler, samples: Samples) -> None:
         self._info, self._scheduler, self._samples = info, scheduler, samples
         self._events_lost = 0
 
     def report(self, sequence: int) -> ReportWorker:
-        """The news since the last report; all there is when `sequence` is 1."""
+        """Return the changes since the last report; all cached blocks when `sequence` is 1."""
         pages, samples = self._scheduler.pages, self._samples
         events = pages.drain_events()
         if sequence == 1:
@@ -52,44 +52,44 @@ class ReportCollector:
             load=self.load(),
             cached=cached,
             dropped=dropped,
-            prefills=tuple(_taken(samples.prefills)),
-            decodes=tuple(_taken(samples.decodes)),
-            pulls=tuple(_taken(samples.pulls)),
+            prefills=_drain(samples.prefills),
+            decodes=_drain(samples.decodes),
+            pulls=_drain(samples.pulls),
         )
 
     def must_start_over(self) -> bool:
-        """Whether news got lost, so that only a full list helps."""
+        """Return whether events were lost, so that a full list is needed."""
         return self._scheduler.pages.num_events_lost != self._events_lost
 
     def load(self) -> WorkerLoad:
-        roster = self._scheduler.roster
+        queues = self._scheduler.roster
         return WorkerLoad(
-            num_waiting=roster.num_waiting,
-            num_running=roster.num_running,
-            waiting_tokens=roster.num_waiting_tokens,
-            running_tokens=sum(sequence.num_computed_tokens for sequence in roster.running),
+            num_waiting=queues.num_waiting,
+            num_running=queues.num_running,
+            waiting_tokens=queues.num_waiting_tokens,
+            running_tokens=sum(sequence.num_computed_tokens for sequence in queues.running),
             free_pages=self._scheduler.pages.num_available,
         )
 
 
-def _taken(samples: deque[T]) -> list[T]:
-    taken = list(samples)
+def _drain(samples: deque[T]) -> tuple[T, ...]:
+    taken = tuple(samples)
     samples.clear()
     return taken
 
 
 class WorkerReporter:
-    """`ask` runs a function on the engine's thread and returns its answer."""
+    """`collect` makes report number `sequence` on the engine's thread."""
 
     def __init__(
         self,
         address: str,
         info: WorkerInfo,
-        ask: Callable[[int], Awaitable[ReportWorker]],
+        collect: Callable[[int], Awaitable[ReportWorker]],
         must_start_over: Callable[[], bool],
         interval_s: float,
     ) -> None:
-        self._address, self._info, self._ask = address, info, ask
+        self._address, self._info, self._collect = address, info, collect
         self._must_start_over = must_start_over
         self._interval_s = interval_s
         self.registered = asyncio.Event()
@@ -119,7 +119,7 @@ class WorkerReporter:
         sequence, silent_s = 1, 0.0
         load: WorkerLoad | None = None
         while sequence == 1 or not self._must_start_over():
-            report = await self._ask(sequence)
+            report = await self._collect(sequence)
             silent_s += self._interval_s
             if _has_news(report) or report.load != load or silent_s >= _HEARTBEAT_S:
                 await client.call(report)

@@ -1,6 +1,6 @@
-"""A worker as a service: builds the engine, serves worker/messages.py, reports to the conductor.
+"""A worker process: builds the engine, serves worker/messages.py, reports to the conductor.
 
-The same pieces for both roles; the role decides which calls are answered and what happens around a step.
+Both roles use the same parts; the role decides which calls are answered and what happens around a step.
 """
 
 from __future__ import annotations
@@ -31,16 +31,14 @@ from moonpool.engine.engine import Engine
 from moonpool.store.client import ClientConfig, StoreClient
 from moonpool.transfer.config import check_numa_node, describe_segment, warn_if_open
 from moonpool.transfer.engine import TransferEngine
-from moonpool.worker.build import Built, build
-from moonpool.worker.calibrate import Calibration, Limits
+from moonpool.worker.build import Built, Calibration, Limits, build, choose_threads, follow_share
 from moonpool.worker.config import WorkerConfig
 from moonpool.worker.decode import DecodeRole
-from moonpool.worker.kv_link.outbox import SendQueue
-from moonpool.worker.kv_link.pool_health import PoolHealth
-from moonpool.worker.kv_link.probe import PoolProbe
+from moonpool.worker.kv_link.pool import PoolHealth, PoolProbe, PoolWriter
 from moonpool.worker.kv_link.pull import Puller
-from moonpool.worker.kv_link.push import DecodePeers, PoolWriter, Push
+from moonpool.worker.kv_link.push import DecodePeers, Push
 from moonpool.worker.kv_link.reservations import Reservations
+from moonpool.worker.kv_link.send_queue import SendQueue
 from moonpool.worker.loop import EngineLoop
 from moonpool.worker.messages import (
     AbortHandoff,
@@ -53,18 +51,16 @@ from moonpool.worker.messages import (
     Ticket,
     WorkerStats,
 )
-from moonpool.worker.metrics import WorkerCollector
+from moonpool.worker.metrics import Samples, WorkerCollector
 from moonpool.worker.prefill import PrefillRole
 from moonpool.worker.reporter import ReportCollector, WorkerReporter
-from moonpool.worker.samples import Samples
-from moonpool.worker.threads import choose_threads, follow_share
 
 _LOG = logging.getLogger(__name__)
 _C = TypeVar("_C", Prefill, Decode)
 
 
 class Worker:
-    """`await start()`, then it serves until `await close()`."""
+    """Serves from `await start()` until `await close()`."""
 
     def __init__(self, config: WorkerConfig) -> None:
         self.config = config
@@ -76,9 +72,9 @@ class Worker:
         self._writers: set[RpcPeer] = set()
 
     async def start(self) -> str:
-        """Loads the model and serves; returns the address once the conductor knows this worker."""
+        """Load the model and serve; return the address once the conductor knows this worker."""
         check_numa_node(self.config.numa_node)
-        self.config.transfer().guard()  # a file that is missing should be known before the model is loaded
+        self.config.transfer().guard()  # report a missing file before the model is loaded
         presence = self._closers.enter_context(CorePresence())
         threads = choose_threads(self.config.threads, presence)
         config = replace(self.config, threads=threads)
@@ -99,7 +95,7 @@ class Worker:
         return self._address
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Stop serving and release everything. Idempotent."""
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()
@@ -108,7 +104,7 @@ class Worker:
             await self._server.close()
         await asyncio.to_thread(self._closers.close)
 
-    # -- putting it together -----------------------------------------------------------------------------------
+    # -- construction ------------------------------------------------------------------------------------------
 
     def _connect(self, built: Built) -> None:
         config, own = self.config, self._closers
@@ -120,7 +116,7 @@ class Worker:
         limits = ClientConfig(
             name=config.name,
             rpc_timeout_s=config.pool_timeout_s,
-            retry_s=0.0,  # a pool that is away is a miss: computing goes on meanwhile
+            retry_s=0.0,  # a pool that is away is a miss: do not wait for it
             transfer_timeout_s=config.pool_timeout_s,
         )
         self._store = StoreClient(config.master_address, self._transfer, limits)
@@ -133,8 +129,8 @@ class Worker:
         self._pool = PoolWriter(self._store, built.pieces, identity, self._pool_health)
         self._peers = DecodePeers(config.name)
         own.callback(self._peers.close)
-        self._outbox = SendQueue()
-        own.callback(self._outbox.close)
+        self._queue = SendQueue()
+        own.callback(self._queue.close)
         self._samples = Samples()
         self._reservations = Reservations(built.scheduler.pages, self._stamp)
         self._role = self._make_prefill(built, identity) if config.role == "prefill" else self._make_decode(built)
@@ -142,7 +138,7 @@ class Worker:
             Engine(built.scheduler, built.runner, self._role),
             on_step=self._role.on_step,
             at_boundary=self._role.at_boundary,
-            on_fatal=lambda error: os._exit(EXIT_BUG),  # a broken engine must not linger; the launcher restarts it
+            on_fatal=lambda error: os._exit(EXIT_BUG),  # the launcher restarts the process
         )
         self._role.loop = self._loop
         own.callback(self._loop.close)
@@ -187,7 +183,7 @@ class Worker:
             return Push(
                 ticket,
                 keys,
-                outbox=self._outbox,
+                queue=self._queue,
                 memory=built.pieces,
                 pool=self._pool,
                 peers=self._peers,
@@ -210,7 +206,7 @@ class Worker:
             reservations=self._reservations,
             memory=built.pieces,
             pool=self._pool,
-            outbox=self._outbox,
+            queue=self._queue,
             samples=self._samples,
             describe=lambda: (self._address, self._segment),
             clock=SystemClock(),
@@ -221,7 +217,7 @@ class Worker:
         assert fence is not None, "KV memory is fenced"
         for page in pages:
             fence.stamp(*layout.page(page), generation)
-        fence.limit = generation  # they rise, so nothing above it was given out
+        fence.limit = generation  # generations rise, so no greater one was granted
 
     def _make_reporter(self, built: Built) -> WorkerReporter:
         config = self.config
@@ -238,12 +234,14 @@ class Worker:
             page_nbytes=built.layout.page_nbytes,
             num_layers=built.layout.num_layers,
         )
-        books = ReportCollector(info, built.scheduler, self._samples)
+        collector = ReportCollector(info, built.scheduler, self._samples)
 
-        async def ask(sequence: int) -> ReportWorker:
-            return await asyncio.wrap_future(self._loop.call(lambda: books.report(sequence)))
+        async def collect(sequence: int) -> ReportWorker:
+            return await asyncio.wrap_future(self._loop.call(lambda: collector.report(sequence)))
 
-        return WorkerReporter(config.conductor_address, info, ask, books.must_start_over, config.report_interval_s)
+        return WorkerReporter(
+            config.conductor_address, info, collect, collector.must_start_over, config.report_interval_s
+        )
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
@@ -264,7 +262,7 @@ class Worker:
         return handlers
 
     def _checked(self, call: _C) -> _C:
-        """Return the call. Raises InvalidInput for tokens that the model does not have; a GPU does not survive them."""
+        """Return the call. Raise InvalidInput for token ids that the model does not have: they would crash a GPU."""
         tokens, vocab_size = call.spec.tokens, self._built.runner.model.config.vocab_size
         if not (1 <= call.spec.num_prompt_tokens <= len(tokens) and min(tokens) >= 0 and max(tokens) < vocab_size):
             raise InvalidInput(f"a request needs a prompt of token ids below {vocab_size}", param="prompt")
@@ -289,7 +287,7 @@ class Worker:
             page = built.scheduler.pages.page_of(key)
             if page is None:
                 raise NotFound("that block is not in this worker's pages")
-            found = [crc32c(built.pieces.read(page, layer)) for layer in range(built.layout.num_layers)]
+            found = [crc32c(built.pieces.read([page], layer)[0]) for layer in range(built.layout.num_layers)]
             return np.array(found, dtype="<u4").tobytes()
 
         return await asyncio.wrap_future(self._loop.call(read))
@@ -298,7 +296,7 @@ class Worker:
         return await asyncio.wrap_future(self._loop.call(self.stats))
 
     def stats(self) -> WorkerStats:
-        """Counts as they are now; exact on the engine's thread, approximate elsewhere."""
+        """Return the current counts; exact on the engine's thread, approximate elsewhere."""
         scheduler, counters = self._built.scheduler, self._store.counters()
         return WorkerStats(
             name=self.config.name,
@@ -319,5 +317,5 @@ class Worker:
         )
 
     def _failures(self) -> dict[str, int]:
-        # Copied first, in one step each: other threads count while this one adds.
+        # Copied first, in one step each: other threads change them at the same time.
         return dict(Counter(dict(self._samples.pull_failures)) + Counter(dict(self._pool.failures)))

@@ -75,7 +75,6 @@ async def in_the_middle_of_decoding(cluster: TinyCluster, patch: pytest.MonkeyPa
 
 
 async def while_a_decoded_block_is_put(cluster: TinyCluster, patch: pytest.MonkeyPatch, gate: Gate) -> None:
-    gate.at = 2
     pool, role = cluster.decode0._pool, cluster.decode0.role
     begin_step = role.begin_step
 

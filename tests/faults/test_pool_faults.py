@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import msgspec
@@ -21,7 +21,7 @@ from moonpool.store.client import StoreClient
 from moonpool.store.client.read_session import ReadSession
 from moonpool.transfer.config import TransferConfig
 from moonpool.transfer.engine import TransferEngine
-from moonpool.worker.kv_link.pool_health import PoolHealth
+from moonpool.worker.kv_link.pool import PoolHealth
 
 PROMPT = prompt_of(90)  # five full blocks and a partial one
 PARAMS = greedy(12)
@@ -133,14 +133,15 @@ async def test_a_block_whose_space_is_reused_while_it_is_read(
     """Its pieces were right when they were read one by one; the last look at the header tells."""
     async with tiny_cluster(tiny_model) as cluster:
         keys = await warm_pool_only(cluster, oracle)
-        memory, finish = cluster.object_memory(keys[3]), ReadSession.finish
+        memory, finish = cluster.object_memory(keys[3]), StoreClient.finish_reads
 
-        def reuse_then_finish(session: ReadSession) -> None:
-            if session.info.key == keys[3]:
-                forge(memory, generation=session.info.replicas[0].generation + 1)
-            finish(session)
+        def reuse_then_finish(store: StoreClient, sessions: Sequence[ReadSession]) -> list[MoonpoolError | None]:
+            for session in sessions:
+                if session.info.key == keys[3]:
+                    forge(memory, generation=session.info.replicas[0].generation + 1)
+            return finish(store, sessions)
 
-        monkeypatch.setattr(ReadSession, "finish", reuse_then_finish)
+        monkeypatch.setattr(StoreClient, "finish_reads", reuse_then_finish)
         answer = await ask(cluster, oracle)
         assert answer.prefills[0].pool_tokens == 48
         assert cluster.stats("prefill0").pull_failures == {"stale_generation": 1}
@@ -223,13 +224,13 @@ class Waits:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.counts: Counter[PoolHealth] = Counter()
-        note = PoolHealth.note
+        record_error = PoolHealth.record_error
 
-        def count_then_note(health: PoolHealth, error: MoonpoolError | None) -> None:
+        def count_then_record(health: PoolHealth, error: MoonpoolError | None) -> None:
             self.counts[health] += isinstance(error, DeadlineExceeded)
-            note(health, error)
+            record_error(health, error)
 
-        patch.setattr(PoolHealth, "note", count_then_note)
+        patch.setattr(PoolHealth, "record_error", count_then_record)
 
 
 @contextlib.asynccontextmanager
@@ -245,11 +246,23 @@ async def mute_server(path: str) -> AsyncIterator[None]:
             writer.close()
 
 
+def stop_reads(patch: pytest.MonkeyPatch, gate: Gate, key: bytes) -> None:
+    """Stops before pieces of the object with that key are read; other pieces go on."""
+    read_pieces = StoreClient.read_pieces
+
+    def stop_or_read(store: StoreClient, reads: Sequence[tuple[ReadSession, int, Any]]) -> Any:
+        if any(session.info.key == key for session, _, _ in reads):
+            gate.stop_here()
+        return read_pieces(store, reads)
+
+    patch.setattr(StoreClient, "read_pieces", stop_or_read)
+
+
 async def test_a_pool_that_dies_under_a_pull(tiny_model: str, oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
     async with tiny_cluster(tiny_model) as cluster:
-        await warm_pool_only(cluster, oracle)
-        gate = Gate(at=4)  # inside the first layer
-        monkeypatch.setattr(ReadSession, "read_piece", gate.around(ReadSession.read_piece))
+        keys = await warm_pool_only(cluster, oracle)
+        gate = Gate()  # inside the first layer
+        stop_reads(monkeypatch, gate, keys[2])
         asking = asyncio.create_task(cluster.generate(PROMPT, PARAMS))
         await gate.reached()
         await cluster.stop_pool()
@@ -268,8 +281,8 @@ async def test_a_pull_that_takes_too_long_is_left_behind(
     """The request computes its prompt elsewhere; what the late puller still writes, garbage here, touches nothing."""
     async with tiny_cluster(tiny_model, pull_timeout_s=1.5) as cluster:
         keys = await warm_pool_only(cluster, oracle)
-        gate = Gate(at=3)
-        monkeypatch.setattr(ReadSession, "read_piece", gate.around(ReadSession.read_piece))
+        gate = Gate()
+        stop_reads(monkeypatch, gate, keys[2])
         asking = asyncio.create_task(cluster.generate(PROMPT, PARAMS))
         await gate.reached()
         started_s = time.monotonic()

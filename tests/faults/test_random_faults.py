@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tiny_cluster import Answer, Oracle, TinyCluster, greedy, prompt_of, tiny_cluster
 
 from moonpool.engine.sequence import SamplingParams
+from moonpool.transfer.transports.base import RemoteSegment
 from moonpool.transfer.transports.shm.transport import ShmRemote
 
 Fault = Literal[
@@ -124,6 +125,7 @@ class Chaos:
             write_from(remote, offset, buffers, **options)
 
         patch.setattr(ShmRemote, "write_from", write)
+        patch.setattr(ShmRemote, "write_many", RemoteSegment.write_many)  # one after the other
 
 
 async def run(model: str, oracle: Oracle, requests: Sequence[Request], faults: Sequence[tuple[int, Fault]]) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from tiny_cluster import Oracle, greedy, prompt_of, tiny_cluster
 
-from moonpool.store.client.read_session import ReadSession
+from moonpool.store.client import StoreClient
 
 PROMPT = prompt_of(90)  # five full blocks of 16 tokens and a partial one
 PARAMS = greedy(4)
@@ -22,13 +23,13 @@ async def test_a_slow_pull_is_given_up_and_teaches_the_conductor(
         state = cluster.conductor._state
         await cluster.generate(PROMPT, PARAMS)
         await cluster.forget_pages()
-        read_piece = ReadSession.read_piece
+        read_pieces = StoreClient.read_pieces
 
-        def slowly(session: ReadSession, *arguments: Any) -> Any:
-            time.sleep(PIECE_S)
-            return read_piece(session, *arguments)
+        def slowly(store: StoreClient, reads: Sequence[Any]) -> Any:
+            time.sleep(PIECE_S * len(reads))
+            return read_pieces(store, reads)
 
-        monkeypatch.setattr(ReadSession, "read_piece", slowly)
+        monkeypatch.setattr(StoreClient, "read_pieces", slowly)
         num_samples = state.costs.transfer.num_samples
         answer = await cluster.generate(PROMPT, PARAMS)
         assert answer.tokens == oracle(PROMPT, PARAMS)

@@ -115,16 +115,16 @@ class TinyWorker(Worker):
 
     def page_bytes(self, page: int) -> bytes:
         layout = self._built.layout
-        return b"".join(bytes(self.pieces.read(page, layer)) for layer in range(layout.num_layers))
+        return b"".join(bytes(self.pieces.received(page, layer)) for layer in range(layout.num_layers))
 
-    def sends_on(self, thread: threading.Thread | None) -> bool:
-        return self._outbox._thread is thread
+    def is_handing_off(self) -> bool:
+        return self._queue._num_handoffs > 0
 
     def is_idle(self) -> bool:
         stats, role = self.stats(), self.role
         nothing_left = not (getattr(role, "_prompts", None) or getattr(role, "_streams", None))
         is_quiet = (stats.reserved_pages, stats.num_waiting, stats.num_running) == (0, 0, 0)
-        return nothing_left and is_quiet and stats.free_pages == stats.num_pages and not len(self._outbox)
+        return nothing_left and is_quiet and stats.free_pages == stats.num_pages and not len(self._queue)
 
     async def die(self) -> None:
         """As by kill -9 seen from outside: all its connections end at once; what its threads do is up to the test."""
@@ -380,7 +380,6 @@ class Gate:
     def __init__(self, at: int = 1) -> None:
         self.at = at
         self._num_calls = 0
-        self.thread: threading.Thread | None = None  # the one that was stopped
         self._lock = threading.Lock()
         self._reached = threading.Event()
         self._open = threading.Event()
@@ -398,7 +397,6 @@ class Gate:
             self._num_calls += 1
             is_mine = self._num_calls == self.at
         if is_mine:
-            self.thread = threading.current_thread()
             self.mark_reached()
             assert self._open.wait(20), "a gate was never opened"
         return is_mine

@@ -13,8 +13,8 @@ from moonpool.base.cluster import PullSample
 from moonpool.store.client import ClientConfig, StoreClient
 from moonpool.transfer.config import TransferConfig
 from moonpool.transfer.engine import TransferEngine
-from moonpool.worker.kv_link import probe as probing
-from moonpool.worker.kv_link.probe import PoolProbe
+from moonpool.worker.kv_link import pool as pool_module
+from moonpool.worker.kv_link.pool import PoolProbe
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_it_measures_and_leaves_nothing(pool: LocalPool) -> None:
 
 
 def test_a_pool_that_is_slow_is_known_by_the_small_object(pool: LocalPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probing, "_FAST_S", 0.0)
+    monkeypatch.setattr(pool_module, "_FAST_S", 0.0)
     assert [each.nbytes for each in PoolProbe(pool.client, 1 << 20, SystemClock()).measure()] == [64 * 1024]
 
 
@@ -52,7 +52,7 @@ def test_no_pool_is_no_sample(tmp_path: Path) -> None:
 
 
 async def test_it_goes_on_only_while_nothing_is_pulled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probing, "_UNKNOWN_EVERY_S", 0.0)
+    monkeypatch.setattr(pool_module, "_UNKNOWN_EVERY_S", 0.0)
     clock, pulled_s, added = SystemClock(), [SystemClock().now_s()], []
     probe = PoolProbe(lambda: pytest.fail("not asked"), 1, clock)  # type: ignore[arg-type, return-value]
 

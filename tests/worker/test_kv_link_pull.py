@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -14,14 +15,16 @@ from moonpool.base.errors import Corrupt, DeadlineExceeded, NotFound
 from moonpool.base.keys import chain_keys, object_key
 from moonpool.base.object_header import unpack
 from moonpool.engine.kv_memory import KvLayout
-from moonpool.engine.step import AdmittedSequence
+from moonpool.engine.step import AdmittedSequence, FullBlock
 from moonpool.store.client import StoreClient
 from moonpool.worker.kv_link.pieces import HostPieces
+from moonpool.worker.kv_link.pool import PoolWriter
 from moonpool.worker.kv_link.pull import Puller, PullJob, PullResult
-from moonpool.worker.kv_link.push import PoolWriter
 
 IDENTITY = bytes(range(32))
 NUM_BLOCKS = 4
+NUM_STREAMS = 2  # that a pull reads at once, each its part of the blocks
+T = TypeVar("T")
 LAYOUT = KvLayout(num_pages=16, num_layers=3, num_kv_heads=1, block_tokens=4, head_dim=8, dtype="float32")
 _ROOTS = itertools.count(1)
 
@@ -39,8 +42,7 @@ class Bench:
         root = next(_ROOTS).to_bytes(32)
         self.keys = chain_keys(root, range(NUM_BLOCKS * LAYOUT.block_tokens), LAYOUT.block_tokens)
         writer = PoolWriter(store, self.pieces, IDENTITY)
-        for page, key in enumerate(self.keys):
-            writer.put_page(key, page)
+        writer.put_pages({page: FullBlock("r", page, page, key) for page, key in enumerate(self.keys)})
         assert writer.failures == {}
         self.layers: list[tuple[int, int]] = []
         self.ended = threading.Event()
@@ -51,7 +53,7 @@ class Bench:
         return puller.start(admitted, lambda *layer: self.layers.append(layer), self.ended.set)
 
     def page(self, page: int) -> bytes:
-        return b"".join(bytes(self.pieces.read(page, layer)) for layer in range(LAYOUT.num_layers))
+        return b"".join(bytes(self.pieces.received(page, layer)) for layer in range(LAYOUT.num_layers))
 
     def check_pages(self, num_good: int) -> None:
         assert [self.page(8 + n) == self.page(n) for n in range(num_good)] == [True] * num_good
@@ -143,15 +145,15 @@ def test_an_unreachable_pool_is_a_miss(bench: Bench, pool: LocalPool) -> None:
 
 
 class SlowPieces(HostPieces):
-    """Stops before each fill until told to go on."""
+    """Stops each stream before its part of a layer until that layer is let through."""
 
     def __init__(self, memory: memoryview) -> None:
         super().__init__(memory, LAYOUT)
-        self.steps = threading.Semaphore(0)
+        self.steps = [threading.Semaphore(0) for _ in range(LAYOUT.num_layers)]
 
-    def fill(self, page: int, layer: int, write: Callable[[memoryview], None]) -> None:
-        assert self.steps.acquire(timeout=10)
-        super().fill(page, layer, write)
+    def fill(self, pages: Sequence[int], layer: int, write: Callable[[list[memoryview]], T]) -> T:
+        assert self.steps[layer].acquire(timeout=10)
+        return super().fill(pages, layer, write)
 
 
 def test_waiting_is_for_one_layer_at_a_time(bench: Bench) -> None:
@@ -160,41 +162,46 @@ def test_waiting_is_for_one_layer_at_a_time(bench: Bench) -> None:
     job = bench.pull(puller)
     job.wait_layer(0, 0.01)
     assert bench.layers == []
-    slow.steps.release(NUM_BLOCKS)
+    slow.steps[0].release(1)
+    job.wait_layer(0, 0.05)
+    assert bench.layers == [], "only one of the streams has its part"
+    slow.steps[0].release(1)
     job.wait_layer(0, 5)
     assert bench.layers == [(0, NUM_BLOCKS)]
-    slow.steps.release(NUM_BLOCKS)
+    slow.steps[1].release(NUM_STREAMS)
     job.wait_layer(1, 5)
     assert job.result is None
-    slow.steps.release(NUM_BLOCKS)
+    slow.steps[2].release(NUM_STREAMS)
     assert job.wait_end(5).num_good == NUM_BLOCKS
     job.wait_layer(2, 0)
     puller.close()
 
 
 def test_a_job_that_is_late_is_left_behind(bench: Bench) -> None:
-    """From then on nobody is told of layers, and the puller stops at the next piece instead of reading on."""
+    """From then on nobody is told of layers, and each stream stops at its next layer instead of reading on."""
     slow = SlowPieces(bench.memory)
     puller = Puller(bench.store, slow, IDENTITY)
     job = bench.pull(puller)
-    slow.steps.release(NUM_BLOCKS)
+    slow.steps[0].release(NUM_STREAMS)
     job.wait_layer(0, 5)
     result = job.wait_end(0.02)
     assert result.num_good == 0
     assert isinstance(result.failure, DeadlineExceeded)
     assert not bench.ended.is_set(), "the pages are still the puller's"
-    slow.steps.release(1)
-    assert bench.ended.wait(5), "it ends after the piece it was at"
+    slow.steps[1].release(1)
+    assert not bench.ended.wait(0.05), "one of the streams may still write"
+    slow.steps[1].release(1)
+    assert bench.ended.wait(5), "it ends after the layer it was at"
     assert bench.layers == [(0, NUM_BLOCKS)]
     assert job.wait_end(0) == result, "and nothing makes it good again"
-    slow.steps.release(100)
+    slow.steps[2].release(100)
     puller.close()
-    assert [bytes(slow.read(8 + n, 1)) for n in range(1, NUM_BLOCKS)] == [bytes(LAYOUT.piece_nbytes)] * 3
+    assert [bytes(view) for view in slow.read(range(8, 8 + NUM_BLOCKS), 2)] == [bytes(LAYOUT.piece_nbytes)] * NUM_BLOCKS
 
 
 def test_a_bug_ends_the_job(bench: Bench) -> None:
     class Broken(HostPieces):
-        def fill(self, page: int, layer: int, write: Callable[[memoryview], None]) -> None:
+        def fill(self, pages: Sequence[int], layer: int, write: Callable[[list[memoryview]], T]) -> T:
             raise RuntimeError("oops")
 
     puller = Puller(bench.store, Broken(bench.memory, LAYOUT), IDENTITY)

@@ -1,4 +1,4 @@
-"""The outgoing side of a hand-off, on an outbox that the test plays itself."""
+"""The outgoing side of a hand-off, on a queue that the test plays itself."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import pytest
 from moonpool.base.checksum import crc32c
 from moonpool.base.clock import Clock, VirtualClock
 from moonpool.base.descriptor import SegmentDescriptor
-from moonpool.base.errors import Internal, MoonpoolError, PeerLost, StaleGeneration
+from moonpool.base.errors import Cancelled, Internal, MoonpoolError, PeerLost, StaleGeneration
 from moonpool.base.rpc import Call
 from moonpool.engine.kv_memory import KvLayout
 from moonpool.store.client.put_session import PutSession
-from moonpool.transfer.engine import TransferEngine
-from moonpool.worker.kv_link.outbox import SendQueue, Urgency
+from moonpool.transfer import Pending, Priority, TransferEngine, TransferRequest
 from moonpool.worker.kv_link.pieces import HostPieces
-from moonpool.worker.kv_link.push import DecodePeers, PoolWriter, Push
+from moonpool.worker.kv_link.pool import PoolWriter
+from moonpool.worker.kv_link.push import DecodePeers, Push
+from moonpool.worker.kv_link.send_queue import SendQueue, Urgency
 from moonpool.worker.messages import AbortHandoff, CommitHandoff, OpenHandoff, Ticket, TokenOut
 
 LAYOUT = KvLayout(num_pages=4, num_layers=2, num_kv_heads=1, block_tokens=4, head_dim=4, dtype="float32")
@@ -26,7 +27,7 @@ REMOTE_PAGES = 32
 FIRST = TokenOut(5)
 
 
-class HandOutbox:
+class HandQueue:
     """Runs everything at once, most urgent first, when told to."""
 
     def __init__(self) -> None:
@@ -34,6 +35,11 @@ class HandOutbox:
 
     def put(self, urgency: Urgency, task: Callable[[], None]) -> None:
         self.tasks.append((urgency, task))
+
+    def put_after(self, transfer: Pending[None], task: Callable[[], None]) -> None:
+        transfer.add_done_callback(lambda _: self.put(Urgency.HANDOFF, task))
+
+    def track(self, transfer: Pending[None]) -> None: ...
 
     def run(self) -> None:
         tasks, self.tasks = self.tasks, []
@@ -49,7 +55,9 @@ class DecodeWorker:
         self.calls: list[Call[Any]] = []
         self.refusals: dict[type[Call[Any]], MoonpoolError] = {}
         self.write_error: MoonpoolError | None = None
-        self.num_writes = 0
+        self.num_writes = 0  # batches
+        self.is_slow = False  # transfers do not end by themselves
+        self.transfers: list[Pending[None]] = []
 
     def reach(self, address: str, call: Call[None]) -> None:
         self.call(call)
@@ -65,12 +73,22 @@ class DecodeWorker:
     def open(self, descriptor: SegmentDescriptor) -> DecodeWorker:
         return self
 
-    def write_from(self, offset: int, buffers: Sequence[Any], *, generation: int, timeout_s: float) -> None:
+    def submit(self, requests: Sequence[TransferRequest], **options: Any) -> Pending[None]:
+        assert options["priority"] is Priority.HANDOFF
         self.num_writes += 1
+        self.transfers.append(Pending())
+        if not self.is_slow:
+            self.end(requests, self.transfers[-1])
+        return self.transfers[-1]
+
+    def end(self, requests: Sequence[TransferRequest], transfer: Pending[None]) -> None:
         if self.write_error is not None:
-            raise self.write_error
-        data = b"".join(bytes(buffer) for buffer in buffers)
-        self.memory[offset : offset + len(data)] = data
+            transfer.fail(self.write_error)
+            return
+        for request in requests:
+            data = b"".join(bytes(buffer) for buffer in request.buffers)  # type: ignore[arg-type]
+            self.memory[request.offset : request.offset + len(data)] = data
+        transfer.resolve(None)
 
     def page(self, page: int) -> bytes:
         return bytes(self.memory[page * LAYOUT.page_nbytes : (page + 1) * LAYOUT.page_nbytes])
@@ -83,12 +101,20 @@ class DecodeWorker:
 class NoPool:
     """A pool that wants nothing."""
 
+    max_pieces = 10
+
+    def write(self, pages: Mapping[PutSession, int], layers: Sequence[int]) -> set[PutSession]:
+        assert not pages
+        return set()
+
     def begin(self, keys: Sequence[bytes], parents: Mapping[bytes, bytes]) -> dict[bytes, PutSession]:
         return {}
 
 
 class SlowPool:
     """A pool that takes every block and notes what it was told."""
+
+    max_pieces = 1
 
     def __init__(self) -> None:
         self.parents: dict[bytes, bytes] = {}
@@ -99,9 +125,10 @@ class SlowPool:
         self.parents = dict(parents)
         return {key: cast(PutSession, object()) for key in keys}
 
-    def write(self, session: PutSession, page: int, layer: int) -> None: ...
+    def write(self, pages: Mapping[PutSession, int], layers: Sequence[int]) -> set[PutSession]:
+        return set()
 
-    def keep(self, sessions: Sequence[PutSession]) -> None:
+    def renew(self, sessions: Sequence[PutSession]) -> None:
         self.kept.append(len(sessions))
 
     def finish(self, sessions: Sequence[PutSession]) -> None:
@@ -111,7 +138,7 @@ class SlowPool:
 class Bench:
     def __init__(self, *, num_present: int = 0, pool: object = None, clock: Clock | None = None) -> None:
         self.memory = memoryview(bytearray(np.random.default_rng(1).bytes(LAYOUT.total_nbytes)))
-        self.decode, self.outbox = DecodeWorker(), HandOutbox()
+        self.decode, self.queue = DecodeWorker(), HandQueue()
         segment = SegmentDescriptor(name="d/kv", nbytes=len(self.decode.memory), incarnation=1, host="", endpoints=())
         ticket = Ticket(
             request_id="r",
@@ -125,7 +152,7 @@ class Bench:
         self.push = Push(
             ticket,
             [b"k0", b"k1"],
-            outbox=cast(SendQueue, self.outbox),
+            queue=cast(SendQueue, self.queue),
             memory=HostPieces(self.memory, LAYOUT),
             pool=cast(PoolWriter, pool or NoPool()),
             peers=cast(DecodePeers, self.decode),
@@ -140,7 +167,7 @@ class Bench:
 
     def commit(self) -> MoonpoolError | None:
         self.push.commit(FIRST, 11, self.outcomes.append)
-        self.outbox.run()
+        self.queue.run()
         return self.outcomes[-1]
 
     def page(self, page: int) -> bytes:
@@ -157,7 +184,7 @@ def test_every_page_goes_to_its_place_whatever_the_other_side_s_size() -> None:
     assert bench.decode.said == [OpenHandoff, CommitHandoff]
     sent = bench.decode.calls[-1]
     assert isinstance(sent, CommitHandoff)
-    pieces = [HostPieces(bench.memory, LAYOUT).read(page, layer) for page in (1, 3, 0) for layer in range(2)]
+    pieces = [HostPieces(bench.memory, LAYOUT).received(page, layer) for page in (1, 3, 0) for layer in range(2)]
     assert sent.checksums == np.array([crc32c(piece) for piece in pieces], dtype="<u4").tobytes()
 
 
@@ -169,7 +196,7 @@ def test_puts_of_a_prompt_that_takes_long_are_kept_alive() -> None:
     for _ in range(8):
         clock.advance(4.0)
         bench.push.layer_ready(0, [0])
-        bench.outbox.run()
+        bench.queue.run()
     assert pool.kept == [2] * 3
     bench.compute()
     assert bench.commit() is None
@@ -189,7 +216,7 @@ def test_a_piece_computed_again_is_sent_again_and_its_last_bytes_count() -> None
     bench = Bench()
     bench.push.begin([1, 3, 0], 0, 0)
     bench.compute()
-    bench.outbox.run()
+    bench.queue.run()
     bench.push.begin([2, 3, 0], 0, 0)  # preempted: it got another page
     bench.compute()
     assert bench.commit() is None
@@ -212,12 +239,47 @@ def test_after_an_abort_nothing_is_written_any_more() -> None:
     bench.push.layer_ready(0, [0])
     bench.push.abort()
     bench.push.layer_ready(1, [0])
-    bench.outbox.run()
+    bench.queue.run()
     assert bench.decode.said == [OpenHandoff, AbortHandoff]
     assert bench.decode.num_writes == 1
     bench.push.abort()
-    bench.outbox.run()
+    bench.queue.run()
     assert bench.decode.said == [OpenHandoff, AbortHandoff], "said once"
+
+
+def test_layers_go_out_one_after_the_other_without_waiting() -> None:
+    """One batch per layer, and the next one is sent while the last is under way."""
+    bench = Bench()
+    bench.decode.is_slow = True
+    bench.push.begin([1, 3, 0], 0, 0)
+    bench.compute()
+    bench.push.commit(FIRST, 11, bench.outcomes.append)
+    bench.queue.run()
+    assert bench.decode.num_writes == LAYOUT.num_layers
+    assert bench.decode.said == [OpenHandoff], "the commit waits for the writes"
+    for transfer in bench.decode.transfers:
+        transfer.resolve(None)
+        bench.queue.run()
+    assert bench.outcomes == [None]
+    assert bench.decode.said == [OpenHandoff, CommitHandoff]
+
+
+def test_an_abort_is_told_when_nothing_is_under_way_any_more() -> None:
+    bench = Bench()
+    bench.decode.is_slow = True
+    bench.push.begin([1, 3, 0], 0, 0)
+    bench.compute()
+    bench.push.commit(FIRST, 11, bench.outcomes.append)
+    bench.push.abort()
+    bench.queue.run()
+    bench.decode.transfers[1].fail(Cancelled("cancelled"))
+    bench.queue.run()
+    assert bench.decode.said == [OpenHandoff], "the first layer may still be written"
+    bench.decode.transfers[0].resolve(None)
+    bench.queue.run()
+    bench.queue.run()
+    assert bench.decode.said == [OpenHandoff, AbortHandoff]
+    assert [type(outcome) for outcome in bench.outcomes] == [Cancelled]
 
 
 def test_a_reservation_that_is_gone_ends_the_attempt_before_the_first_write() -> None:

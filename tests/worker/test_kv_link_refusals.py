@@ -12,10 +12,10 @@ from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import MoonpoolError, PeerLost, Unauthorized, Unavailable
 from moonpool.engine.kv_memory import KvLayout
 from moonpool.transfer.engine import TransferEngine
-from moonpool.worker.kv_link.outbox import SendQueue, Urgency
 from moonpool.worker.kv_link.pieces import HostPieces
-from moonpool.worker.kv_link.pool_health import PoolHealth
-from moonpool.worker.kv_link.push import DecodePeers, PoolWriter, Push
+from moonpool.worker.kv_link.pool import PoolHealth, PoolWriter
+from moonpool.worker.kv_link.push import DecodePeers, Push
+from moonpool.worker.kv_link.send_queue import SendQueue, Urgency
 from moonpool.worker.messages import Ticket, TokenOut
 
 LAYOUT = KvLayout(num_pages=1, num_layers=1, num_kv_heads=1, block_tokens=4, head_dim=4, dtype="float32")
@@ -24,7 +24,7 @@ LAYOUT = KvLayout(num_pages=1, num_layers=1, num_kv_heads=1, block_tokens=4, hea
 def test_each_refusal_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     health = PoolHealth()
     for error in (Unauthorized("a: set secret_file"), Unauthorized("b: set secret_file"), PeerLost("c"), None) * 3:
-        health.note(error)
+        health.record_error(error)
     advice = "its blocks are misses and none is put there until this setting is corrected"
     assert [record.getMessage() for record in caplog.records] == [
         f"a: set secret_file; {advice}",
@@ -35,8 +35,8 @@ def test_each_refusal_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_pool_that_refuses_is_logged_and_does_not_rest(caplog: pytest.LogCaptureFixture) -> None:
     health = PoolHealth()
     for _ in range(3):
-        health.note(Unauthorized("no access to segment 'n.dram': set secret_file"))
-    assert not health.rests, "other nodes of the pool may let it in"
+        health.record_error(Unauthorized("no access to segment 'n.dram': set secret_file"))
+    assert not health.is_resting, "other nodes of the pool may let it in"
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
 
@@ -79,7 +79,7 @@ def test_a_refused_hand_off_is_no_fault_of_the_client(caplog: pytest.LogCaptureF
         push = Push(
             ticket,
             [],
-            outbox=cast(SendQueue, AtOnce()),
+            queue=cast(SendQueue, AtOnce()),
             memory=HostPieces(memoryview(bytearray(LAYOUT.total_nbytes)), LAYOUT),
             pool=cast(PoolWriter, None),
             peers=peers,

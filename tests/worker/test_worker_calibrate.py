@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from moonpool.base.clock import VirtualClock
 from moonpool.engine.sequence import Chunk
-from moonpool.worker.calibrate import Calibration, Limits
+from moonpool.worker.build import Calibration, Limits
 
 LIMITS = Limits(num_pages=1000, block_tokens=64, max_batch_tokens=512, max_num_seqs=32, max_seq_tokens=8192)
 

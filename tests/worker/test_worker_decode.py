@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, cast
 
@@ -19,13 +19,13 @@ from moonpool.engine.sequence import SamplingParams
 from moonpool.engine.sequence import Sequence as RequestSequence
 from moonpool.engine.step import FullBlock
 from moonpool.worker.decode import DecodeRole
-from moonpool.worker.kv_link.outbox import SendQueue, Urgency
 from moonpool.worker.kv_link.pieces import HostPieces
-from moonpool.worker.kv_link.push import PoolWriter
+from moonpool.worker.kv_link.pool import PoolWriter
 from moonpool.worker.kv_link.reservations import Reservations
+from moonpool.worker.kv_link.send_queue import SendQueue, Urgency
 from moonpool.worker.loop import EngineLoop
 from moonpool.worker.messages import DecodeItem, RequestSpec
-from moonpool.worker.samples import Samples
+from moonpool.worker.metrics import Samples
 
 LAYOUT = KvLayout(num_pages=8, num_layers=1, num_kv_heads=1, block_tokens=4, head_dim=4, dtype="float32")
 
@@ -57,7 +57,7 @@ class HandLoop:
             function()
 
 
-class HandOutbox:
+class HandQueue:
     """Tasks wait until the test runs them."""
 
     def __init__(self) -> None:
@@ -77,8 +77,8 @@ class RememberingPool:
         self._pieces = pieces
         self.puts: list[tuple[bytes, bytes]] = []
 
-    def put_page(self, key: bytes, page: int, parent: bytes | None = None) -> None:
-        self.puts.append((key, bytes(self._pieces.read(page, 0))))
+    def put_pages(self, blocks: Mapping[int, FullBlock]) -> None:
+        self.puts += [(block.key, bytes(self._pieces.received(page, 0))) for page, block in blocks.items()]
 
 
 class Bench:
@@ -87,7 +87,7 @@ class Bench:
         self.scheduler = Scheduler(SchedulerConfig(64, 8, 32), self.pages)
         self.memory = memoryview(bytearray(LAYOUT.total_nbytes))
         pieces = HostPieces(self.memory, LAYOUT)
-        self.loop, self.outbox, self.pool = HandLoop(), HandOutbox(), RememberingPool(pieces)
+        self.loop, self.queue, self.pool = HandLoop(), HandQueue(), RememberingPool(pieces)
         self.reservations = Reservations(self.pages, lambda pages, generation: None)
         segment = SegmentDescriptor(name="d/kv", nbytes=0, incarnation=1, host="", endpoints=())
         self.role = DecodeRole(
@@ -95,7 +95,7 @@ class Bench:
             reservations=self.reservations,
             memory=pieces,
             pool=cast(PoolWriter, self.pool),
-            outbox=cast(SendQueue, self.outbox),
+            queue=cast(SendQueue, self.queue),
             samples=Samples(),
             describe=lambda: ("unix:/d", segment),
             clock=VirtualClock(),
@@ -202,7 +202,7 @@ async def test_a_block_put_twice_is_held_until_the_second_put_is_done(bench: Ben
     bench.role.completed([block])
     bench.role.completed([block])
     bench.pages.free([page])
-    first, second = bench.outbox.tasks
+    first, second = bench.queue.tasks
     first()
     bench.loop.run_posted()
     for other in bench.pages.allocate(bench.pages.num_available):  # whoever comes next writes where they may

@@ -13,8 +13,8 @@ from moonpool.engine.engine import StepOutput
 from moonpool.engine.sampler import SampledToken
 from moonpool.engine.sequence import SamplingParams
 from moonpool.worker.messages import RequestSpec
+from moonpool.worker.metrics import Samples
 from moonpool.worker.prefill import PrefillRole, Prompt, engine_name
-from moonpool.worker.samples import Samples
 
 
 class NoPush:

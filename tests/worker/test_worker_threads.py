@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moonpool.base.limits import CorePresence
-from moonpool.worker.threads import choose_threads, follow_share
+from moonpool.worker.build import choose_threads, follow_share
 
 
 class Shares(CorePresence):

@@ -1,23 +1,26 @@
 """Pieces of KV memory that lies on a GPU, reached through a host mirror of the same layout.
 
-The mirror is the segment that other processes see: what they write there is copied to the device once it is verified
-(`land`), and what they read from it was copied down just before (`read`). It is page-locked, so copies run at
-the link's speed.
+The mirror is the segment that other processes use: the bytes that they write are copied to the device once they are
+verified (`apply_received`), and pieces that are sent are copied to the mirror just before (`read`). The mirror is
+page-locked, so copies run at the speed of the bus.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 
 from moonpool.base.errors import NoSpace
 from moonpool.engine.kv_tensor import KvMemory
 
+T = TypeVar("T")
+
 
 class DevicePieces:
-    """Copies are on a stream of their own and complete when a call returns. `mirror` must outlive this object."""
+    """Copies run on a separate CUDA stream and are complete when a call returns. `mirror` must outlive this object."""
 
     def __init__(self, mirror: memoryview, kv: KvMemory) -> None:
         self.layout = kv.layout
@@ -32,32 +35,31 @@ class DevicePieces:
         if int(status) != 0:
             raise NoSpace(f"{self._host.nbytes} bytes of host memory cannot be page-locked (CUDA error {int(status)})")
 
-    def read(self, page: int, layer: int) -> memoryview:
-        # Whoever computed the piece did so on the default stream; it must be done before the copy.
-        self._copy(lambda: self._host[page, layer].copy_(self._device[page, layer], non_blocking=True))
-        return self.received(page, layer)
+    def read(self, pages: Sequence[int], layer: int) -> list[memoryview]:
+        self._copy(self._host, self._device, [(page, layer) for page in pages])
+        return [self.received(page, layer) for page in pages]
 
-    def fill(self, page: int, layer: int, write: Callable[[memoryview], None]) -> None:
-        write(self.received(page, layer))
-        self._copy(lambda: self._device[page, layer].copy_(self._host[page, layer], non_blocking=True))
+    def fill(self, pages: Sequence[int], layer: int, write: Callable[[list[memoryview]], T]) -> T:
+        written = write([self.received(page, layer) for page in pages])
+        self._copy(self._device, self._host, [(page, layer) for page in pages])
+        return written
 
     def received(self, page: int, layer: int) -> memoryview:
         offset, nbytes = self.layout.piece(page, layer)
         return self._mirror[offset : offset + nbytes]
 
-    def land(self, pages: Sequence[int]) -> None:
-        def copy_all() -> None:
-            for page in pages:
-                self._device[page].copy_(self._host[page], non_blocking=True)
-
-        self._copy(copy_all)
+    def apply_received(self, pages: Sequence[int]) -> None:
+        self._copy(self._device, self._host, pages)
 
     def close(self) -> None:
-        """Unlocks the mirror; nothing may be copied afterwards."""
+        """Unlock the mirror; nothing may be copied afterwards."""
         torch.cuda.cudart().cudaHostUnregister(self._host.data_ptr())  # type: ignore[no-untyped-call]
 
-    def _copy(self, enqueue: Callable[[], object]) -> None:
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, places: Sequence[Any]) -> None:
+        """Copy these indices of one tensor to the other, with one wait for all."""
         with self._lock, torch.cuda.stream(self._stream):
+            # The model writes pieces on the default stream; that must be done before the copy.
             self._stream.wait_stream(torch.cuda.default_stream(self._device.device))
-            enqueue()
+            for place in places:
+                target[place].copy_(source[place], non_blocking=True)
             self._stream.synchronize()

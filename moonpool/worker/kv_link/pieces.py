@@ -1,35 +1,39 @@
-"""A page's bytes of one layer, readable and writable by transports, wherever the page lies.
+"""Pieces: the bytes of one layer of a page, readable and writable by transports.
 
-On a CPU the piece is a view of the KV memory itself; on a GPU it is copied through host memory.
+On a CPU a piece is a view of the KV memory itself; on a GPU it is copied through host memory (device_pieces.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from moonpool.engine.kv_memory import KvLayout
 
+T = TypeVar("T")
+
 
 class PieceMemory(Protocol):
-    """Access to pieces from any thread; a piece must not be written by two at a time."""
+    """Thread-safe, but two threads must not write the same piece at the same time."""
 
     layout: KvLayout
 
-    def read(self, page: int, layer: int) -> memoryview:
-        """The piece's bytes as they are now. The caller must not keep the view past the page's reuse."""
+    def read(self, pages: Sequence[int], layer: int) -> list[memoryview]:
+        """Return the bytes of these pages' pieces as they are now. A view must not be kept past its page's reuse."""
         ...
 
-    def fill(self, page: int, layer: int, write: Callable[[memoryview], None]) -> None:
-        """Lets `write` fill the piece; when it raises, the piece's content is undefined."""
+    def fill(self, pages: Sequence[int], layer: int, write: Callable[[list[memoryview]], T]) -> T:
+        """Let `write` fill the pieces and return what it returns. A piece that it did not fill, and all pieces when it
+        raises, have undefined content.
+        """
         ...
 
     def received(self, page: int, layer: int) -> memoryview:
-        """What another process wrote for this piece into the segment that this worker serves."""
+        """Return the bytes that another process wrote for this piece into the segment that this worker serves."""
         ...
 
-    def land(self, pages: Sequence[int]) -> None:
-        """Makes what was received the content of these pages."""
+    def apply_received(self, pages: Sequence[int]) -> None:
+        """Make the received bytes the content of these pages."""
         ...
 
 
@@ -40,15 +44,15 @@ class HostPieces:
         self.layout = layout
         self._memory = memory
 
-    def read(self, page: int, layer: int) -> memoryview:
+    def read(self, pages: Sequence[int], layer: int) -> list[memoryview]:
+        return [self.received(page, layer) for page in pages]
+
+    def fill(self, pages: Sequence[int], layer: int, write: Callable[[list[memoryview]], T]) -> T:
+        return write(self.read(pages, layer))
+
+    def received(self, page: int, layer: int) -> memoryview:
         offset, nbytes = self.layout.piece(page, layer)
         return self._memory[offset : offset + nbytes]
 
-    def fill(self, page: int, layer: int, write: Callable[[memoryview], None]) -> None:
-        write(self.read(page, layer))
-
-    def received(self, page: int, layer: int) -> memoryview:
-        return self.read(page, layer)
-
-    def land(self, pages: Sequence[int]) -> None:
-        """Nothing: the segment is the KV memory."""
+    def apply_received(self, pages: Sequence[int]) -> None:
+        """Do nothing: the segment is the KV memory."""

@@ -1,15 +1,15 @@
 """Pool -> pages, layer by layer, while the model computes.
 
-A pull never makes a request fail and never lets a wrong byte through: blocks that are gone, belong to another
-model or do not match their checksum end the good prefix there, and the engine computes the rest. A pull that is too
-late is left behind: it may still write into its pages, so nobody else gets them before it says that it has ended.
+A pull never fails a request and never lets a wrong byte through: the first block that is gone, belongs to another model
+or does not match its checksum ends the good prefix, and the engine computes the rest. A pull that is too late is left
+behind: it may still write to its pages, so they are not reused before it has ended.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from moonpool.base.clock import Clock, SystemClock
@@ -21,12 +21,15 @@ from moonpool.engine.step import AdmittedSequence
 from moonpool.store.client import StoreClient
 from moonpool.store.client.read_session import ReadSession
 from moonpool.worker.kv_link.pieces import PieceMemory
-from moonpool.worker.kv_link.pool_health import PoolHealth
+from moonpool.worker.kv_link.pool import PoolHealth
+
+_NUM_STREAMS = 2  # as many as there are connections per peer
+_READ_NBYTES = 2 * 1024 * 1024  # per call, which has to be done in the time that the pool has for one answer
 
 
 @dataclass(frozen=True, slots=True)
 class PullResult:
-    """The first `num_good` blocks are in their pages, whole and verified. `failure` says why not all."""
+    """The first `num_good` blocks are in their pages, whole and verified. `failure` is why not all are."""
 
     num_good: int
     nbytes: int
@@ -40,12 +43,12 @@ LayerListener = Callable[[int, int], None]
 
 
 class PullJob:
-    """One request's blocks on their way into pages. Waiting is for the engine's thread, the rest for the puller's."""
+    """One request's blocks on their way into pages. The engine's thread waits; the puller's threads call the rest."""
 
     def __init__(self, admitted: AdmittedSequence, on_layer: LayerListener, on_end: Callable[[], None]) -> None:
         self.admitted = admitted
         self.result: PullResult | None = None
-        self.left_behind = False  # the engine waits for it no more
+        self.left_behind = False  # the engine has stopped waiting for it
         self.moved_nbytes = self.moved_ssd_nbytes = 0  # so far, as whole pieces
         self._on_layer = on_layer
         self._on_end = on_end
@@ -53,13 +56,13 @@ class PullJob:
         self._changed = threading.Condition()
 
     def wait_layer(self, layer: int, timeout_s: float) -> None:
-        """Returns when the layer's pieces are in place or the job is over; look at `result` for the outcome."""
+        """Return when the layer's pieces are in place, the job is over (see `result`), or after `timeout_s`."""
         with self._changed:
             self._changed.wait_for(lambda: self._num_layers > layer or self.result is not None, timeout_s)
 
     def wait_end(self, timeout_s: float) -> PullResult:
-        """The outcome. When there is none in time the job is left behind, for good: nobody hears of its layers any
-        more, and the pages are the puller's until it has called `on_end`.
+        """Return the outcome. If there is none in time, the job is left behind for good: `on_layer` is not called any
+        more, and the pages stay the puller's until it calls `on_end`.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self.result is not None, timeout_s):
@@ -69,7 +72,7 @@ class PullJob:
             return self.result
 
     def moved(self, nbytes: int, from_disk: bool) -> None:
-        """Only the puller's thread counts; the engine's reads it when it gives the job up."""
+        """Count a piece. One thread at a time calls it; the engine's thread reads the sums when it gives the job up."""
         self.moved_nbytes += nbytes
         self.moved_ssd_nbytes += nbytes if from_disk else 0
 
@@ -77,7 +80,7 @@ class PullJob:
         with self._changed:
             self._num_layers = layer + 1
             self._changed.notify_all()
-            if not self.left_behind:  # under the lock, so that nothing is told after wait_end has given up
+            if not self.left_behind:  # under the lock, so that no call follows once wait_end() has given up
                 self._on_layer(layer, num_good)
 
     def end(self, result: PullResult) -> None:
@@ -88,7 +91,7 @@ class PullJob:
 
 
 class Puller:
-    """Runs pull jobs on its own threads. `identity` is the digest that blocks must carry."""
+    """Runs pull jobs on its own threads. `identity` is the digest that blocks must have."""
 
     def __init__(
         self,
@@ -105,39 +108,43 @@ class Puller:
         self._identity = identity
         self._health = health or PoolHealth()
         self._clock: Clock = clock or SystemClock()
-        self._slow = PoolHealth(self._health.rest_s, clock)  # of pulls alone: what is put may still be worth it
+        self._slow = PoolHealth(self._health.rest_s, clock)  # of pulls alone: puts go on
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="pull")
+        self._helpers = ThreadPoolExecutor(num_threads * (_NUM_STREAMS - 1), thread_name_prefix="pull-stream")
 
     @property
     def piece_nbytes(self) -> int:
-        """The least that a pull moves at once."""
+        """Return the size of one piece, the least that a pull moves."""
         return self._memory.layout.piece_nbytes
 
     def count_stored(self, keys: list[bytes]) -> int:
-        """How many leading blocks the pool holds now; 0 when it cannot be asked. Blocks while it asks."""
-        if self._health.rests or self._slow.rests:
+        """Return how many leading blocks the pool holds now; 0 when it cannot be asked. Blocks the calling thread."""
+        if self._health.is_resting or self._slow.is_resting:
             return 0
         try:
-            # The pull looks them up again, and that is the use which counts.
+            # The pull looks the blocks up again, and that look-up counts as their use.
             found = self._store.lookup([object_key(key) for key in keys], prefix=True, reads=False)
         except MoonpoolError as error:
-            self._health.note(error)
-            return 0  # counted by the store client; a pool that is away is a miss
+            self._health.record_error(error)
+            return 0  # a pool that is away is a miss; the store client counts the error
         return next((i for i, info in enumerate(found) if info is None), len(found))
 
     def rest(self) -> None:
-        """A pull was given up for taking too long: start none for a while, whatever those who plan them believe."""
-        self._slow.note(DeadlineExceeded("a pull took longer than computing would have"))
+        """Start no pull for a while, because one took too long, even if the conductor asks for it."""
+        self._slow.record_error(DeadlineExceeded("a pull took longer than computing would have"))
 
     def start(self, admitted: AdmittedSequence, on_layer: LayerListener, on_end: Callable[[], None]) -> PullJob:
-        """`on_end` says that the puller no longer writes to the pages. Both are called on a puller's thread."""
+        """Start a pull. `on_end` is called when the puller no longer writes to the pages. Both callbacks run on a
+        thread of the puller.
+        """
         job = PullJob(admitted, on_layer, on_end)
         self._threads.submit(self._run, job)
         return job
 
     def close(self) -> None:
-        """Waits for running jobs; idempotent."""
+        """Wait for running jobs. Idempotent."""
         self._threads.shutdown(wait=True, cancel_futures=True)
+        self._helpers.shutdown(wait=True)
 
     def _run(self, job: PullJob) -> None:
         started_s = self._clock.now_s()
@@ -151,50 +158,112 @@ class Puller:
         except BaseException as error:
             job.end(PullResult(0, 0, 0.0, MoonpoolError(f"bug in a pull: {error!r}")))
             raise
-        self._health.note(failure)
+        self._health.record_error(failure)
         page_nbytes = self._memory.layout.page_nbytes
         nbytes, ssd_nbytes = len(sessions) * page_nbytes, sum(each.is_on_disk for each in sessions) * page_nbytes
         job.end(PullResult(len(sessions), nbytes, self._clock.now_s() - started_s, failure, ssd_nbytes))
 
     def _open(self, admitted: AdmittedSequence) -> tuple[list[ReadSession], MoonpoolError | None]:
-        """Looks the blocks up again, because the promise may be old; the answer is leased."""
+        """Look the blocks up again, because the promise may be old; the answer is leased. Return the sessions of the
+        leading blocks that can be read, and why there are no more.
+        """
+        infos = self._store.lookup([object_key(key) for key in admitted.keys], prefix=True)
+        stored = [info for info in infos if info is not None]  # the leading ones
         sessions: list[ReadSession] = []
-        for info in self._store.lookup([object_key(key) for key in admitted.keys], prefix=True):
-            if info is None:
-                return sessions, NotFound("the block has left the pool")
+        for session in self._store.open_reads(stored, self._identity):
+            if isinstance(session, MoonpoolError):
+                return sessions, session
             try:
-                session = self._store.open_read(info, self._identity)
                 _check_block(session.header, self._memory.layout)
-                sessions.append(session)
             except MoonpoolError as error:
                 return sessions, error
-        return sessions, None
+            sessions.append(session)
+        return sessions, NotFound("the block has left the pool") if len(stored) < len(infos) else None
 
     def _copy(
         self, job: PullJob, sessions: list[ReadSession], failure: MoonpoolError | None
     ) -> tuple[list[ReadSession], MoonpoolError | None]:
-        for layer in range(self._memory.layout.num_layers):
-            for index, session in enumerate(sessions):
-                if job.left_behind:
-                    return [], failure
-                try:
-                    page = job.admitted.pages[index]
-                    self._memory.fill(page, layer, lambda view, s=session, n=layer: s.read_piece(n, view))  # type: ignore[misc]
-                    job.moved(self._memory.layout.piece_nbytes, session.is_on_disk)
-                except MoonpoolError as error:
-                    sessions, failure = sessions[:index], error
-                    break
-            job.layer_done(layer, len(sessions))
-        for index, session in enumerate(sessions):
-            try:
-                session.finish()
-            except MoonpoolError as error:
+        """Fill the pages. Return the sessions whose blocks are whole and right, and why not all are."""
+        streams = _Streams(job, sessions, self._store, self._memory, _NUM_STREAMS)
+        others = [self._helpers.submit(streams.run, number) for number in range(1, _NUM_STREAMS)]
+        try:
+            streams.run(0)
+        finally:
+            wait(others)  # until then the pages are in use
+        for other in others:
+            other.result()
+        if job.left_behind:
+            return [], failure
+        failure = streams.first_failure or failure
+        sessions = sessions[: streams.num_good(self._memory.layout.num_layers)]
+        for index, error in enumerate(self._store.finish_reads(sessions)):
+            if error is not None:
                 return sessions[:index], error
         return sessions, failure
 
 
+class _Streams:
+    """The pieces of one job, read in several streams: each reads its part of the blocks, one layer per call. While one
+    stream waits for the first bytes of its next layer, the others use the link.
+    """
+
+    def __init__(
+        self, job: PullJob, sessions: Sequence[ReadSession], store: StoreClient, memory: PieceMemory, num_streams: int
+    ) -> None:
+        self._job, self._sessions, self._store, self._memory = job, sessions, store, memory
+        self._num_streams = num_streams
+        self._max_pieces = max(1, _READ_NBYTES // memory.layout.piece_nbytes)
+        self._lock = threading.Lock()
+        self._failures: list[tuple[int, int, MoonpoolError]] = []  # layer, block, why
+        self._num_ended = [0] * memory.layout.num_layers  # streams that have ended each layer
+        self._broken = False  # by a bug
+
+    @property
+    def first_failure(self) -> MoonpoolError | None:
+        """Return why the first block that is not whole is not; None if all are."""
+        return min(self._failures, key=lambda failure: failure[1])[2] if self._failures else None
+
+    def num_good(self, layer: int) -> int:
+        """Return the number of leading blocks of which no piece up to this layer has failed."""
+        return min((block for at, block, _ in self._failures if at <= layer), default=len(self._sessions))
+
+    def run(self, number: int) -> None:
+        """Read the blocks of one stream, until all layers are in place or the job is left behind."""
+        first, end = (len(self._sessions) * each // self._num_streams for each in (number, number + 1))
+        try:
+            for layer in range(self._memory.layout.num_layers):
+                if self._job.left_behind or self._broken:
+                    return
+                for at in range(first, end, self._max_pieces):
+                    self._read(layer, range(at, min(at + self._max_pieces, end, self.num_good(layer))))
+                with self._lock:
+                    self._num_ended[layer] += 1
+                    is_here = self._num_ended[layer] == self._num_streams
+                if is_here:
+                    self._job.layer_done(layer, self.num_good(layer))
+        except BaseException:
+            self._broken = True
+            raise
+
+    def _read(self, layer: int, blocks: range) -> None:
+        def read(views: list[memoryview]) -> list[MoonpoolError | None]:
+            return self._store.read_pieces(
+                [(self._sessions[block], layer, view) for block, view in zip(blocks, views, strict=True)]
+            )
+
+        if not blocks or self._job.left_behind:
+            return
+        errors = self._memory.fill([self._job.admitted.pages[block] for block in blocks], layer, read)
+        with self._lock:
+            for block, error in zip(blocks, errors, strict=True):
+                if error is not None:
+                    self._failures.append((layer, block, error))
+                    return
+                self._job.moved(self._memory.layout.piece_nbytes, self._sessions[block].is_on_disk)
+
+
 def _check_block(header: ObjectHeader, layout: KvLayout) -> None:
-    """Corrupt unless the object is one whole block with the pieces that our pages have."""
+    """Raise Corrupt unless the object is one whole block with pieces of this worker's layout."""
     pieces = [piece.nbytes for piece in header.pieces]
     is_block = header.kind is ObjectKind.BLOCK and header.valid_tokens == layout.block_tokens
     if not is_block or pieces != [layout.piece_nbytes] * layout.num_layers:

@@ -1,8 +1,11 @@
-"""Pages -> a decode worker's reserved pages and -> the pool, piece by piece as layers finish.
+"""Pages -> a decode worker's reserved pages and -> the pool, layer by layer as layers finish.
 
-The hand-off is what a client waits for; what goes to the pool is for the next request. So a failed put is
-counted and forgotten, while a failed hand-off fails the request's attempt. Pieces may be sent again (a sequence that
-was preempted or rewound computes them again): the last bytes and the last checksum count.
+A client waits for the hand-off; what goes to the pool is for the next request. So a failed put is counted and
+forgotten, while a failed hand-off fails the request's attempt. Pieces may be sent again (a sequence that was preempted
+or rewound computes them again): the last bytes and the last checksum count.
+
+All pieces of a layer that are ready go to the decode worker as one batch of the transfer engine, and several batches
+are under way at once, so that the link does not idle between layers.
 """
 
 from __future__ import annotations
@@ -10,9 +13,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,112 +26,24 @@ from moonpool.base.checksum import crc32c
 from moonpool.base.clock import Clock, SystemClock
 from moonpool.base.cluster import WORKER_SERVICE
 from moonpool.base.errors import Cancelled, Internal, MoonpoolError, PeerLost, Unauthorized, Unavailable
-from moonpool.base.keys import object_key
 from moonpool.base.log import RateLimitedLog
-from moonpool.base.object_header import ObjectKind
 from moonpool.base.rpc import BlockingClient, Call
-from moonpool.store.client import StoreClient
-from moonpool.store.client.put_request import PutRequest
 from moonpool.store.client.put_session import PutSession
-from moonpool.transfer.engine import TransferEngine
-from moonpool.transfer.transports.base import RemoteSegment
-from moonpool.worker.kv_link.outbox import SendQueue, Urgency
+from moonpool.transfer import Pending, Priority, RemoteSegment, TransferEngine, TransferOp, TransferRequest
 from moonpool.worker.kv_link.pieces import PieceMemory
-from moonpool.worker.kv_link.pool_health import PoolHealth
+from moonpool.worker.kv_link.pool import PoolWriter
+from moonpool.worker.kv_link.send_queue import SendQueue, Urgency
 from moonpool.worker.messages import AbortHandoff, CommitHandoff, OpenHandoff, Ticket, TokenOut
 
 _LOG = logging.getLogger(__name__)
-
-_HANDOFF_TIMEOUT_S = 10.0
-_KEEP_EVERY_S = 5.0  # well within the time after which the pool discards an unfinished put
-
-
-class PoolWriter:
-    """Puts blocks into the pool, from the outbox's thread. What cannot be put is counted by its error's code."""
-
-    def __init__(
-        self, store: StoreClient, memory: PieceMemory, identity: bytes, health: PoolHealth | None = None
-    ) -> None:
-        self._store = store
-        self._memory = memory
-        self._identity = identity
-        self._health = health or PoolHealth()
-        self.failures: Counter[str] = Counter()
-
-    def begin(self, keys: Sequence[bytes], parents: Mapping[bytes, bytes]) -> dict[bytes, PutSession]:
-        """Sessions for the blocks that the pool does not have and has room for. `parents` says which block each one
-        continues, so that the pool evicts a conversation from its end.
-        """
-        if self._health.rests:
-            self.failures[Unavailable.code] += len(keys)
-            return {}
-        layout = self._memory.layout
-        requests = [
-            PutRequest(
-                key=object_key(key),
-                piece_nbytes=(layout.piece_nbytes,) * layout.num_layers,
-                kind=ObjectKind.BLOCK,
-                identity=self._identity,
-                valid_tokens=layout.block_tokens,
-                parent=object_key(parents[key]) if key in parents else b"",
-            )
-            for key in keys
-        ]
-        try:
-            outcomes = self._store.begin_puts(requests)
-        except MoonpoolError as error:
-            self._health.note(error)
-            self.failures[error.code] += len(keys)
-            return {}
-        self.failures.update(o.code for o in outcomes if isinstance(o, MoonpoolError) and o.code != "already_exists")
-        return {key: o for key, o in zip(keys, outcomes, strict=True) if isinstance(o, PutSession)}
-
-    def write(self, session: PutSession, page: int, layer: int, checksum: int | None = None) -> None:
-        """Raises what the session raises, and Unavailable at once while the pool rests."""
-        if self._health.rests:
-            raise Unavailable("the pool did not answer in time a moment ago")
-        try:
-            session.write_piece(layer, self._memory.read(page, layer), checksum)
-        except MoonpoolError as error:
-            self._health.note(error)
-            raise
-
-    def keep(self, sessions: Sequence[PutSession]) -> None:
-        """A prompt may take longer to compute than the pool waits for a put: its sessions are still meant."""
-        try:
-            self._store.renew_puts(sessions)
-        except MoonpoolError as error:  # a put that was discarded says so when it ends
-            self._health.note(error)
-
-    def finish(self, sessions: Sequence[PutSession]) -> None:
-        try:
-            outcomes = self._store.finish_puts(sessions)
-            self.failures.update(o.code for o in outcomes if o is not None)
-        except MoonpoolError as error:
-            self._health.note(error)
-            self.failures[error.code] += len(sessions)
-
-    def abort(self, sessions: Sequence[PutSession]) -> None:
-        try:
-            self._store.abort_puts(sessions)
-        except MoonpoolError as error:  # the master forgets them by itself after a while
-            self.failures[error.code] += len(sessions)
-
-    def put_page(self, key: bytes, page: int, parent: bytes | None = None) -> None:
-        """The whole block at once, for blocks that decoding completed. `parent` is the key of the one before it."""
-        for session in self.begin([key], {} if parent is None else {key: parent}).values():
-            try:
-                for layer in range(self._memory.layout.num_layers):
-                    self.write(session, page, layer)
-            except MoonpoolError as error:
-                self.failures[error.code] += 1
-                self.abort([session])
-            else:
-                self.finish([session])
+_HANDOFF_TIMEOUT_S = 10.0  # for one call, and for a batch of pieces beyond what its bytes take
+_SLOWEST_NBYTES_PER_S = 1_000_000  # a hand-off over a slower link fails
+_WINDOW_NBYTES = 8 * 1024 * 1024  # under way at once, unless one batch is larger
+_RENEW_EVERY_S = 5.0  # well within the time after which the pool discards an unfinished put
 
 
 class DecodePeers:
-    """Connections to decode workers, one each, for the outbox's thread alone; any thread may close them."""
+    """Connections to decode workers, one each, for the hand-off thread alone; any thread may close them."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -141,28 +59,37 @@ class DecodePeers:
         return self._clients[address]
 
     def reach(self, address: str, call: Call[None]) -> None:
-        """The first call of a hand-off. A connection that has died since the last one is made anew."""
+        """Make the first call of a hand-off. A connection that has died since the last one is replaced."""
         try:
             self.get(address).call(call, timeout_s=_HANDOFF_TIMEOUT_S)
         except PeerLost:
             self.get(address).call(call, timeout_s=_HANDOFF_TIMEOUT_S)
 
     def close(self) -> None:
-        """Idempotent. Wakes who waits for an answer; there are no new connections afterwards."""
+        """Idempotent. A thread that waits for an answer gets PeerLost; there are no new connections afterwards."""
         self._closed = True
         for client in list(self._clients.values()):
             client.close()
 
 
+class _SentBatch(NamedTuple):
+    """Pieces of one layer on their way to the decode worker."""
+
+    transfer: Pending[None]
+    layer: int
+    blocks: frozenset[int]
+    nbytes: int
+
+
 class Push:
-    """One prompt's KV on its way out. The engine's and the puller's threads call; the outbox's thread works."""
+    """One prompt's KV on its way out. The engine's and the puller's threads call; the SendQueue's threads work."""
 
     def __init__(
         self,
         ticket: Ticket,
         keys: Sequence[bytes],
         *,
-        outbox: SendQueue,
+        queue: SendQueue,
         memory: PieceMemory,
         pool: PoolWriter,
         peers: DecodePeers,
@@ -171,7 +98,7 @@ class Push:
     ) -> None:
         self._ticket = ticket
         self._keys = list(keys)  # of the full blocks
-        self._outbox, self._memory, self._pool = outbox, memory, pool
+        self._queue, self._memory, self._pool = queue, memory, pool
         self._peers, self._transfer = peers, transfer
         # The decode worker's pages look like ours, but it may have more or fewer of them.
         num_pages = ticket.segment.nbytes // memory.layout.page_nbytes
@@ -179,9 +106,10 @@ class Push:
         self._pages: Sequence[int] = ()
         self._remote: RemoteSegment | None = None
         self._opened = False
+        self._under_way: list[_SentBatch] = []
         self._sessions: dict[bytes, PutSession] | None = None
         self._clock = clock or SystemClock()
-        self._kept_s = 0.0
+        self._renewed_s = 0.0
         self._checksums = np.zeros((len(ticket.pages), memory.layout.num_layers), dtype="<u4")
         self._sent = np.zeros(self._checksums.shape, dtype=bool)
         self._failure: MoonpoolError | None = None
@@ -193,34 +121,38 @@ class Push:
         """The sequence has its pages; the first `num_ready_blocks` are complete, the next ones are being pulled."""
         self._pages = tuple(pages[: len(self._ticket.pages)])
         wanted = self._keys[:num_ready_blocks] + self._keys[num_ready_blocks + num_pulled_blocks :]
-        self._outbox.put(Urgency.HANDOFF, self._open)
-        self._outbox.put(Urgency.POOL, lambda: self._begin_puts(wanted))
+        self._queue.put(Urgency.HANDOFF, self._open)
+        self._queue.put(Urgency.POOL, lambda: self._begin_puts(wanted))
         for layer in range(self._memory.layout.num_layers):
             self.layer_ready(layer, range(num_ready_blocks))
 
     def layer_ready(self, layer: int, blocks: Sequence[int]) -> None:
         """These blocks' pieces of one layer hold their final bytes."""
         pages = self._pages
-        pairs = [(block, pages[block]) for block in blocks if block < len(pages)]
-        if pairs:
-            self._outbox.put(Urgency.HANDOFF, lambda: self._send(layer, pairs))
-            self._outbox.put(Urgency.POOL, lambda: self._put(layer, pairs))
+        page_of = {block: pages[block] for block in blocks if block < len(pages)}
+        if not page_of:
+            return
+        self._queue.put(Urgency.HANDOFF, lambda: self._send(layer, page_of))
+        step = self._pool.max_pieces
+        for first in range(0, len(page_of), step):
+            some = dict(islice(page_of.items(), first, first + step))
+            self._queue.put(Urgency.POOL, partial(self._put, layer, some))
 
     # called once at the end
 
     def commit(self, first: TokenOut, num_tokens: int, on_done: Callable[[MoonpoolError | None], None]) -> None:
-        """Hands the request over; `on_done` gets the outcome, on the outbox's thread."""
-        self._outbox.put(Urgency.HANDOFF, lambda: on_done(self._commit(first, num_tokens)))
+        """Hand the request over; `on_done` gets the outcome, on the hand-off thread."""
+        self._queue.put(Urgency.HANDOFF, lambda: self._after_writes(lambda: on_done(self._commit(first, num_tokens))))
 
     def abort(self) -> None:
-        """The request ends here: tells the decode worker that nothing more will be written."""
-        self._outbox.put(Urgency.HANDOFF, self._abort)
+        """End the hand-off: nothing is written from now on, and the decode worker is told."""
+        self._queue.put(Urgency.HANDOFF, self._abort)
 
     def finish_puts(self, *, complete: bool, on_done: Callable[[], None]) -> None:
-        """Makes the blocks visible in the pool, or gives their space back; afterwards the pages are not read."""
-        self._outbox.put(Urgency.POOL, lambda: self._finish_puts(complete, on_done))
+        """Make the blocks visible in the pool, or give their space back; afterwards the pages are not read."""
+        self._queue.put(Urgency.POOL, lambda: self._finish_puts(complete, on_done))
 
-    # on the outbox's thread
+    # on the hand-off thread
 
     def _open(self) -> None:
         if self._opened or self._failure is not None:
@@ -234,25 +166,62 @@ class Push:
         except MoonpoolError as error:
             self._failure = self._explain(error)
 
-    def _send(self, layer: int, pairs: Sequence[tuple[int, int]]) -> None:
-        ticket = self._ticket
-        for block, page in pairs:
-            if block < ticket.num_present_blocks or self._failure is not None:
-                continue
-            assert self._remote is not None
-            view = self._memory.read(page, layer)
-            offset, nbytes = self._remote_layout.piece(ticket.pages[block], layer)
-            try:
-                self._checksums[block, layer] = crc32c(view)
-                self._remote.write_from(offset, [view], generation=ticket.generation, timeout_s=_HANDOFF_TIMEOUT_S)
-            except MoonpoolError as error:
-                self._failure = self._explain(error)
-            self._sent[block, layer] = True
-            self.sent_nbytes += nbytes
+    def _send(self, layer: int, page_of: dict[int, int]) -> None:
+        """Start writing these blocks' pieces of a layer."""
+        blocks = [block for block in page_of if block >= self._ticket.num_present_blocks]
+        self._wait_for_room(layer, blocks)
+        if not blocks or self._failure is not None:
+            return
+        assert self._remote is not None
+        requests: list[TransferRequest] = []
+        for block, view in zip(blocks, self._memory.read([page_of[block] for block in blocks], layer), strict=True):
+            self._checksums[block, layer] = crc32c(view)
+            offset, _ = self._remote_layout.piece(self._ticket.pages[block], layer)
+            requests.append(TransferRequest(TransferOp.WRITE, self._remote, offset, [view], self._ticket.generation))
+        nbytes = len(blocks) * self._memory.layout.piece_nbytes
+        ahead_nbytes = nbytes + sum(batch.nbytes for batch in self._under_way)
+        try:
+            transfer = self._transfer.submit(
+                requests,
+                priority=Priority.HANDOFF,
+                timeout_s=_HANDOFF_TIMEOUT_S + ahead_nbytes / _SLOWEST_NBYTES_PER_S,
+                room_timeout_s=0.0,  # on the engine's threads, however small: this one goes on with the next layer
+            )
+        except MoonpoolError as error:
+            self._failure = self._explain(error)
+            return
+        self._queue.track(transfer)
+        self._under_way.append(_SentBatch(transfer, layer, frozenset(blocks), nbytes))
+        self._sent[blocks, layer] = True
+        self.sent_nbytes += nbytes
+
+    def _wait_for_room(self, layer: int, blocks: Sequence[int]) -> None:
+        """Wait until little enough is under way, and no earlier bytes of the same pieces, which could arrive last."""
+        nbytes = sum(batch.nbytes for batch in self._under_way)
+        for batch in self._under_way:
+            if nbytes > _WINDOW_NBYTES or (batch.layer == layer and not batch.blocks.isdisjoint(blocks)):
+                batch.transfer.done_within(threading.TIMEOUT_MAX)  # its own deadline ends it
+                nbytes -= batch.nbytes
+        self._collect()
+
+    def _collect(self) -> None:
+        """Forget the batches that have ended, and record the first failure."""
+        for batch in self._under_way:
+            if batch.transfer.failure is not None and self._failure is None:
+                self._failure = self._explain(batch.transfer.failure)
+        self._under_way = [batch for batch in self._under_way if not batch.transfer.done()]
+
+    def _after_writes(self, task: Callable[[], None]) -> None:
+        """Run the task when nothing of this hand-off is under way any more. Does not wait: other hand-offs go on."""
+        self._collect()
+        if self._under_way:
+            self._queue.put_after(self._under_way[-1].transfer, lambda: self._after_writes(task))
+        else:
+            task()
 
     def _explain(self, error: MoonpoolError) -> MoonpoolError:
-        """As the front end should see it: a decode worker that does not let us in is no fault of the client's API key,
-        and another one may do.
+        """Return the error as the front end should see it: a decode worker that does not let us in is no fault of the
+        client's API key, and another one may do.
         """
         if not isinstance(error, Unauthorized):
             return error
@@ -278,41 +247,47 @@ class Push:
             except MoonpoolError as error:
                 self._failure = error
         if self._failure is not None:
-            self._abort()
+            self._release()
         return self._failure
 
     def _abort(self) -> None:
         self._failure = self._failure or Cancelled("the hand-off was given up")  # so that nothing is sent any more
+        for batch in self._under_way:
+            batch.transfer.cancel()
+        self._after_writes(self._release)
+
+    def _release(self) -> None:
+        """Tell the decode worker, once, that nothing is written any more."""
         if not self._opened:
             return
         self._opened = False
         ticket = self._ticket
         call = AbortHandoff(request_id=ticket.request_id, epoch=ticket.epoch, generation=ticket.generation)
-        # A decode worker that cannot be told sees our connection close, which says the same.
+        # If the call fails, the connection is closed, which has the same effect at the decode worker.
         with contextlib.suppress(MoonpoolError):
             self._peers.get(ticket.address).call(call, timeout_s=_HANDOFF_TIMEOUT_S)
+
+    # on the pool thread
 
     def _begin_puts(self, keys: Sequence[bytes]) -> None:
         if self._sessions is None:
             parents = dict(zip(self._keys[1:], self._keys, strict=False))  # each block continues the one before it
             self._sessions = self._pool.begin(keys, parents) if keys else {}
-            self._kept_s = self._clock.now_s()
+            self._renewed_s = self._clock.now_s()
 
-    def _put(self, layer: int, pairs: Sequence[tuple[int, int]]) -> None:
+    def _put(self, layer: int, page_of: dict[int, int]) -> None:
         assert self._sessions is not None
-        if self._sessions and self._clock.now_s() - self._kept_s >= _KEEP_EVERY_S:
-            self._kept_s = self._clock.now_s()
-            self._pool.keep(list(self._sessions.values()))
-        for block, page in pairs:
+        if self._sessions and self._clock.now_s() - self._renewed_s >= _RENEW_EVERY_S:
+            self._renewed_s = self._clock.now_s()
+            self._pool.renew(list(self._sessions.values()))
+        pages: dict[PutSession, int] = {}
+        for block, page in page_of.items():
             session = self._sessions.get(self._keys[block]) if block < len(self._keys) else None
-            if session is None:
-                continue
-            try:
-                self._pool.write(session, page, layer)
-            except MoonpoolError as error:
-                self._pool.failures[error.code] += 1
-                self._pool.abort([session])
-                del self._sessions[self._keys[block]]
+            if session is not None:
+                pages[session] = page
+        failed = self._pool.write(pages, [layer])
+        if failed:
+            self._sessions = {key: session for key, session in self._sessions.items() if session not in failed}
 
     def _finish_puts(self, complete: bool, on_done: Callable[[], None]) -> None:
         sessions = list((self._sessions or {}).values())

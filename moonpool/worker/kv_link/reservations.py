@@ -1,9 +1,9 @@
-"""The decode side of hand-offs: which pages are kept for whom, and when they may be used again. No I/O.
+"""The decode side of hand-offs: which pages are reserved for which request, and when they may be reused. No I/O.
 
-A reservation belongs to two parties. The *reader* is the request's stream: it may give up at any time. The
-*writer* is a prefill worker that has opened it: until that one commits, aborts or is gone, its bytes may still
-land, so the pages stay reserved even when the reader has left. Afterwards the pages get a newer generation, and
-a late write is refused.
+A reservation has a reader and a writer. The reader is the request's stream; it may leave at any time. The writer is the
+prefill worker that has opened the reservation: until it commits, aborts or disconnects, its bytes may still arrive, so
+the pages stay reserved even when the reader has left. Afterwards the pages get a newer generation, which refuses late
+writes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from moonpool.base.errors import AlreadyExists, StaleGeneration
 from moonpool.engine.blocks import PageManager
 
 Stamp = Callable[[Sequence[int], int], None]
-"""Marks pages with a generation (the segment's fence)."""
+"""Stamps pages with a generation (in the segment's fence)."""
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class Incoming:
 
     @property
     def owner(self) -> str:
-        """The name under which the page manager knows its references."""
+        """Return the owner name of its references in the page manager."""
         return f"handoff:{self.request_id}:{self.epoch}"
 
 
@@ -43,14 +43,14 @@ class Reservations:
         self._stamp = stamp
         self._generation = 0
         self._open: dict[str, Incoming] = {}
-        self._orphans: list[Incoming] = []  # replaced or left by their reader, still in a writer's hands
+        self._orphans: list[Incoming] = []  # replaced or left by their reader, and still open for a writer
 
     @property
     def num_pages(self) -> int:
         return sum(len(r.pages) for r in [*self._open.values(), *self._orphans])
 
     def reserve(self, request_id: str, epoch: int, num_blocks: int, keys: Sequence[bytes]) -> Incoming:
-        """Pages for a prompt; leading blocks that are here already are shared. NoSpace: not now.
+        """Reserve pages for a prompt; leading blocks that are cached here are shared. NoSpace when pages are short now.
 
         A newer epoch of the same request replaces an older one.
         """
@@ -68,17 +68,17 @@ class Reservations:
         return made
 
     def open(self, request_id: str, epoch: int, generation: int, writer: Hashable) -> None:
-        """A writer takes the pages into its hands."""
+        """Record the writer: from now on its bytes may arrive."""
         self._find(request_id, epoch, generation).writer = writer
 
     def begin_commit(self, request_id: str, epoch: int, generation: int) -> Incoming:
-        """The writer says that all is written; the caller verifies, then calls `adopt` or `void`."""
+        """All is written. Return the reservation; the caller verifies the pages, then calls `adopt` or `void`."""
         found = self._find(request_id, epoch, generation)
         found.committing = True
         return found
 
     def adopt(self, reservation: Incoming) -> list[int] | None:
-        """The verified pages, their references now the caller's. None: the reader has left meanwhile."""
+        """Return the verified pages, whose references are the caller's now; None when the reader has left meanwhile."""
         reservation.writer, reservation.committing = None, False
         if reservation.reader_left:
             self._release(reservation)
@@ -89,11 +89,11 @@ class Reservations:
         return reservation.pages
 
     def void(self, reservation: Incoming) -> None:
-        """What was written is wrong; the pages are free again."""
+        """Free the pages, because wrong bytes were written."""
         self._release(reservation)
 
     def leave(self, request_id: str, epoch: int) -> None:
-        """The reader gives up; idempotent. Pages in a writer's hands stay until it lets go."""
+        """The reader leaves; idempotent. Pages that a writer has opened stay reserved until the writer ends."""
         found = self._open.get(request_id)
         if found is None or found.epoch != epoch:
             return
@@ -105,14 +105,14 @@ class Reservations:
             self._orphans.append(found)
 
     def abort(self, request_id: str, epoch: int, generation: int) -> None:
-        """The writer lets go; idempotent."""
+        """The writer ends without a commit; idempotent."""
         for found in [*self._open.values(), *self._orphans]:
             same = (found.request_id, found.epoch, found.generation) == (request_id, epoch, generation)
             if same and not found.committing:
                 self._release(found)
 
     def writer_gone(self, writer: Hashable) -> None:
-        """The writer's process or connection has ended: it lets go of everything."""
+        """The writer's connection has ended: release all that it had opened."""
         for found in [*self._open.values(), *self._orphans]:
             if found.writer == writer and not found.committing:
                 self._release(found)
@@ -134,6 +134,6 @@ class Reservations:
         self._pages.release(reservation.owner)
 
     def _retire(self, reservation: Incoming) -> None:
-        """From now on writes for this reservation are refused."""
+        """Stamp a newer generation, so that writes for this reservation are refused."""
         self._generation += 1
         self._stamp(reservation.pages[reservation.num_present :], self._generation)
