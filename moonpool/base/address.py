@@ -55,12 +55,12 @@ class Address(msgspec.Struct, frozen=True):
 
 
 def host_port(host: str, port: int) -> str:
-    """`host:port`, with brackets around an IPv6 address."""
+    """Return `host:port`, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def parse_address(text: str) -> Address:
-    """Raises ConfigError, saying what a right one looks like."""
+    """Return the parsed address. ConfigError, with an example of a right one, when it cannot be parsed."""
     scheme, _, rest = text.partition(":")
     if scheme == "unix" and rest:
         rest = os.path.abspath(rest)
@@ -71,7 +71,7 @@ def parse_address(text: str) -> Address:
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1] if ":" in host else ""
     elif ":" in host:
-        host = ""  # IPv6 without brackets: where the port begins is a guess
+        host = ""  # IPv6 without brackets: it is not clear where the port begins
     if scheme == "tcp" and host and port.isascii() and port.isdigit() and int(port) < 65536:
         return Address("tcp", host=host, port=int(port))
     raise ConfigError(f"{text!r} is not an address; write unix:/path/to.sock or tcp:127.0.0.1:7000")

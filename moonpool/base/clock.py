@@ -23,7 +23,7 @@ class SystemClock:
 
 
 class VirtualClock:
-    """A clock that moves only when told to."""
+    """A clock that moves only by advance()."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self._now_s = start_s
@@ -37,12 +37,12 @@ class VirtualClock:
 
 
 def late_s(planned_s: float, now_s: float) -> float:
-    """By how many seconds a look that was planned for `planned_s` came late; 0 when it is early or on time.
+    """Return by how many seconds a check that was planned for `planned_s` is late; 0 when it is early or on time.
 
-    The one rule for a process that stands still (stopped, not scheduled, its machine suspended): what it did not hear
-    while it could not listen is not the silence of others. A process that compares "heard last" with the time plans its
-    looks, and forgives others by as much as a look was late: `AttendedClock` for a whole service, rpc/silence.py for
-    one connection.
+    The one rule for a process that stands still (stopped, not scheduled, its machine suspended): time in which it could
+    not listen does not count as the silence of others. A process that compares the time of the last message with the
+    clock plans its checks, and gives others as much more time as a check was late: `AttendedClock` does this for a
+    whole service, rpc/silence.py for one connection.
     """
     return max(0.0, now_s - planned_s)
 
@@ -50,8 +50,8 @@ def late_s(planned_s: float, now_s: float) -> float:
 class AttendedClock:
     """A clock that stands still while its process does: between two readings at most `step_s` pass.
 
-    For a process that looks at the time regularly, at least every `step_s`. Promises given by this clock (leases,
-    times to live) last longer than they say when the process stood still, never shorter. For one thread.
+    For a process that reads the clock regularly, at least every `step_s`. Leases and times to live by this clock become
+    longer when the process stood still, never shorter. For one thread.
     """
 
     def __init__(self, step_s: float, clock: Clock | None = None) -> None:
@@ -69,7 +69,7 @@ class AttendedClock:
 
 
 class Deadline:
-    """A moment by which something must be over. Pass it down instead of handing out the same timeout twice."""
+    """A moment by which something must be over. Pass it down, so that no two steps get the same timeout."""
 
     __slots__ = ("_at_s", "_clock")
 
@@ -78,7 +78,7 @@ class Deadline:
         self._at_s = self._clock.now_s() + timeout_s
 
     def remaining_s(self) -> float:
-        """Seconds left, never below zero."""
+        """Return the seconds left, never below zero."""
         return max(0.0, self._at_s - self._clock.now_s())
 
     def expired(self) -> bool:

@@ -13,19 +13,19 @@
       Overloaded              refused now, with a time after which to come back
       Refused                 bytes are there and must not be used
         IdentityMismatch      they belong to another model, dtype or layout
-        StaleGeneration       the space belongs to somebody else by now
+        StaleGeneration       the space was given to another object
         Corrupt               the checksum does not match
       Unavailable             the other side cannot answer
         PeerLost              the connection or the process is gone
           HandleClosed        this side closed the handle itself
-          BreakerOpen         it was found away, and is not asked before it answers probes
+          BreakerOpen         the server was found away; calls are refused until it answers probes
           DamagedFrame        the connection carried bytes whose checksum does not match, and was closed
         DeadlineExceeded      it did not answer in time
-          PeerSilent          nothing came from it for so long that it counts as away
+          PeerSilent          it sent nothing for so long that it counts as away
         Cancelled             the caller gave up
-      ProtocolError           the other side speaks nonsense or another version
+      ProtocolError           the other side breaks the protocol or speaks another version
       ModelError              the model file is missing, truncated or not supported
-      FatalRequest            workers die of this request; it is not tried again
+      FatalRequest            workers crash on this request; it is not retried
       Internal                a bug; the message says where
 
 Every class has a `code`; code and message cross the wire and come back as the same class.

@@ -5,8 +5,8 @@
     8  body_nbytes u32   12  its complement u32   16  call_id u64   24  body
 
 All little-endian. Sizes are checked before anything is allocated for a body; the complement shows a damaged size before
-the body is waited for. A frame whose checksum does not match is never handed on: it raises DamagedFrame, which is
-counted, and the connection that carried it has to be closed.
+a reader waits for the body. A frame whose checksum does not match is never returned: DamagedFrame is raised and
+counted, and the connection has to be closed.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class FrameKind(IntEnum):
     ERROR = 3  # or its failure; also ends a stream
     ITEM = 4  # one element of a stream
     END = 5  # the stream is complete
-    CANCEL = 6  # the caller no longer wants the answer
+    CANCEL = 6  # the caller has given up the call
     PING = 7  # the client asks for a sign of life; call id 0, no body
-    PONG = 8  # the server gives it
+    PONG = 8  # the server's answer to a ping
 
 
 _KINDS = {int(kind): kind for kind in FrameKind}
@@ -57,7 +57,7 @@ class Frame(NamedTuple):
 
 
 class FrameHeader(NamedTuple):
-    """A frame whose body is still on the wire, if it has one."""
+    """A frame's header; its body may still be on the wire."""
 
     kind: FrameKind
     nbytes: int
@@ -67,7 +67,7 @@ class FrameHeader(NamedTuple):
     def with_body(self, body: bytes) -> Frame:
         """Return the whole frame; DamagedFrame when its checksum does not match."""
         rest = _REST.pack(self.nbytes, self.nbytes ^ _ALL_BITS, self.call_id)
-        # Putting a little together takes less time than a second call.
+        # For small bodies a concatenation takes less time than a second call.
         found = _crc(rest + body) if self.nbytes < _LITTLE_NBYTES else _extend(_crc(rest), body)
         if found ^ _SEEDS[self.kind] != self.checksum:
             raise damaged("a message")
@@ -89,7 +89,7 @@ def damaged(what: str) -> DamagedFrame:
 
 
 def encode_frame(kind: FrameKind, call_id: int, body: bytes = b"") -> bytes:
-    """One frame as bytes; ProtocolError when the body is larger than any peer would take."""
+    """Return one frame as bytes. ProtocolError when the body is larger than MAX_BODY_NBYTES."""
     nbytes = len(body)
     if nbytes > MAX_BODY_NBYTES:
         raise ProtocolError(f"a message of {nbytes} bytes is over the limit of {MAX_BODY_NBYTES}")
@@ -98,9 +98,8 @@ def encode_frame(kind: FrameKind, call_id: int, body: bytes = b"") -> bytes:
 
 
 def whole_frame(kind: FrameKind, data: bytes | bytearray, nbytes: int) -> tuple[int, bytes] | None:
-    """Return call id and body when the first `nbytes` of `data` are one undamaged frame of that kind and nothing else;
-    None otherwise, and decode_header says what they are. Most of what is received is that: one call, or its answer,
-    read at once.
+    """Return call id and body when the first `nbytes` of `data` are exactly one undamaged frame of that kind; None
+    otherwise (decode_header() finds the reason). This is the common case: one call or one answer, read at once.
     """
     if nbytes < HEADER_NBYTES:
         return None
@@ -115,8 +114,7 @@ def decode_header(header: bytes | bytearray | memoryview, at: int = 0, *, is_fir
     """Return the fields of the header at `at`. ProtocolError when it is not one of ours, DamagedFrame when its size is
     damaged.
 
-    With `is_first` False good frames came before it on the connection, so that a header that is not one of ours is a
-    damaged one.
+    `is_first` False: good frames came before on this connection, so a header that is not one of ours is a damaged one.
     """
     magic, version, kind, checksum, nbytes, complement, call_id = _HEADER.unpack_from(header, at)
     try:
@@ -145,20 +143,20 @@ def _check_start(magic: bytes, version: int) -> None:
 
 
 class FrameDecoder:
-    """Collects bytes until frames are whole. After a ProtocolError or DamagedFrame it must not be used again.
+    """Collects bytes until frames are complete. After a ProtocolError or DamagedFrame it must not be used again.
 
     A header that announces more than `max_body_nbytes` is refused; the owner may change that between two frames.
     """
 
     def __init__(self, max_body_nbytes: int = MAX_BODY_NBYTES) -> None:
         self.max_body_nbytes = max_body_nbytes
-        self._buffer: bytes | bytearray = b""  # the last part as it came, or several parts together
-        self._at = 0  # what lies before has been returned
+        self._buffer: bytes | bytearray = b""  # the last received part, or several parts joined
+        self._at = 0  # bytes before it were returned
         self._is_first = True  # no frame has come yet
 
     @property
     def is_empty(self) -> bool:
-        """No frame has begun."""
+        """Whether no frame has begun."""
         return not self._buffer
 
     @property
@@ -175,7 +173,7 @@ class FrameDecoder:
         return frames
 
     def push(self, data: bytes | bytearray | memoryview) -> None:
-        """Take bytes in; next() returns the frames in them."""
+        """Add received bytes; next() returns the frames in them."""
         if len(self._buffer) == self._at:
             self._buffer, self._at = bytes(data), 0
             return
@@ -187,7 +185,7 @@ class FrameDecoder:
         self._buffer += data
 
     def next(self) -> Frame | None:
-        """Return the next whole frame, None when there is none yet."""
+        """Return the next complete frame, or None."""
         buffer, begin = self._buffer, self._at + HEADER_NBYTES
         if len(buffer) >= begin:
             header = decode_header(buffer, self._at, is_first=self._is_first)
@@ -198,7 +196,7 @@ class FrameDecoder:
                 self._at, self._is_first = end, False
                 body = buffer[begin:end] if isinstance(buffer, bytes) else bytes(memoryview(buffer)[begin:end])
                 return header.with_body(body)
-        elif self._is_first and len(buffer) > len(MAGIC):  # of another version its header may be shorter
+        elif self._is_first and len(buffer) > len(MAGIC):  # another version's header may be shorter
             _check_start(bytes(buffer[: len(MAGIC)]), buffer[len(MAGIC)])
         self._buffer, self._at = buffer[self._at :], 0
         return None

@@ -71,7 +71,7 @@ def address_space_nbytes() -> int | None:
 
 
 def require_address_space_to_start() -> None:
-    """NoSpace when `ulimit -v` allows less than numpy needs to be loaded: its libraries end the process otherwise."""
+    """Raise NoSpace when `ulimit -v` allows less than numpy needs: its libraries would end the process."""
     limit = address_space_nbytes()
     if limit is not None and limit < LEAST_ADDRESS_NBYTES:
         least = format_nbytes(LEAST_ADDRESS_NBYTES)
@@ -95,7 +95,7 @@ def memory_shortage(error: BaseException) -> str | None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error and those it was raised from or during."""
+    """Yield the error and the errors that it was raised from or during."""
     seen: BaseException | None = error
     while seen is not None:
         yield seen

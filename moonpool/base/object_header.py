@@ -44,7 +44,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ObjectHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a reader needs to trust the bytes behind it."""
+    """Everything a reader needs to check the bytes that follow."""
 
     key: bytes
     generation: int
@@ -59,7 +59,7 @@ class ObjectHeader(msgspec.Struct, frozen=True, kw_only=True):
         return header_nbytes(len(self.key), len(self.pieces))
 
     def piece_offset(self, index: int) -> int:
-        """Where piece `index` starts, counted from the object's start."""
+        """Return the offset of piece `index` from the object's start."""
         return self.nbytes + sum(piece.nbytes for piece in self.pieces[:index])
 
     def pack(self) -> bytes:
@@ -91,7 +91,9 @@ class ObjectHeader(msgspec.Struct, frozen=True, kw_only=True):
         return bytes(out)
 
     def check(self, key: bytes, generation: int, identity: bytes | None) -> None:
-        """Raises unless this is the object that was asked for, in the allocation that was promised."""
+        """Raise StaleGeneration unless this is the object `key` of that generation, IdentityMismatch unless its
+        identity is `identity` (None: any).
+        """
         if self.generation != generation or self.key != key:
             raise StaleGeneration(f"the space of {key.hex()[:16]} was given to another object")
         if identity is not None and self.identity != identity:
@@ -99,20 +101,20 @@ class ObjectHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def header_nbytes(key_nbytes: int, num_pieces: int) -> int:
-    """The padded header size for a key of that length and that many pieces."""
+    """Return the padded header size for a key of that length and that many pieces."""
     used = _FIXED.size + key_nbytes + num_pieces * _PIECE.size + _CRC.size
     return -(-used // ALIGN_NBYTES) * ALIGN_NBYTES
 
 
 def announced_nbytes(buffer: bytes | bytearray | memoryview) -> int:
-    """The size that a header claims for itself: how much to read before `unpack`, and no more than a claim."""
+    """Return the size in the header, unchecked: how much to read before unpack()."""
     if len(buffer) < _FIXED.size:
         raise Corrupt("object header is cut short")
     return int(_FIXED.unpack_from(buffer)[6])
 
 
 def unpack(buffer: bytes | bytearray | memoryview) -> ObjectHeader:
-    """The header at the start of `buffer`; Corrupt when it is not one or does not fit."""
+    """Return the header at the start of `buffer`. Corrupt when there is none or it is damaged."""
     view = memoryview(buffer)
     if len(view) < _FIXED.size:
         raise Corrupt("object header is cut short")

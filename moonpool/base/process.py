@@ -57,7 +57,7 @@ class Lifeline:
         return {LIFELINE_FD: str(self.fd)}
 
     def close(self) -> None:
-        """Idempotent. Children that still run take it as the parent's end."""
+        """Close the pipe. Children that still run end as if the parent had ended. Idempotent."""
         if not self._closed:
             self._closed = True
             os.close(self._write_fd)
@@ -71,9 +71,10 @@ class Lifeline:
 
 
 def watch_inherited(grace_s: float = GRACE_S) -> bool:
-    """Call first thing in a child. False when no parent left a lifeline; ConfigError when it is not a descriptor.
+    """Watch the lifeline; call this first in a child. Return False when the parent passed none. ConfigError when the
+    variable names no open descriptor.
 
-    The variable is taken out of the environment and the descriptor is closed on exec: it is for this process only.
+    The variable is removed from the environment and the descriptor closes on exec: both are for this process only.
     """
     text = os.environ.pop(LIFELINE_FD, None)
     if text is None:
@@ -89,7 +90,7 @@ def watch_inherited(grace_s: float = GRACE_S) -> bool:
 
 def _end_with_parent(fd: int, grace_s: float) -> None:
     while os.read(fd, 1):
-        pass  # nobody writes; only the end of the pipe means something
+        pass  # no process writes to the pipe; its end is the signal
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(grace_s)
     os._exit(EXIT_ORPHANED)
@@ -99,7 +100,7 @@ class Service(Protocol):
     """What every role offers. `close` is idempotent and may follow a `start` that failed half-way."""
 
     async def start(self) -> str | None:
-        """Returns the address it serves at, if it serves at one."""
+        """Start, and return the address at which the service listens, if there is one."""
         ...
 
     async def close(self) -> None: ...
@@ -110,7 +111,7 @@ class Watched(Protocol):
     """A service that can fail while it runs."""
 
     async def wait(self) -> None:
-        """Returns after close(); raises what ended the service otherwise."""
+        """Return after close(). Raise the error that ended the service otherwise."""
         ...
 
 
@@ -138,7 +139,7 @@ def run_role(role: str, make: Callable[[], Service], config: ProcessConfig, what
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    # All that was owned is closed. Taking a heap with a model in it apart, object by object, would only take seconds.
+    # Everything is closed. Freeing a heap with a model, object by object, would take seconds for nothing.
     os._exit(code)
 
 
@@ -155,16 +156,16 @@ def _run(role: str, make: Callable[[], Service], config: ProcessConfig, what: st
         reason = str(error) if isinstance(error, MoonpoolError) else memory_shortage(error)
         if reason is None:
             _LOG.exception("a bug ended this process")
-            ready.tell(ReadyReport(error=f"a bug: {type(error).__name__}: {error}"[:_MAX_REASON]))
+            ready.send(ReadyReport(error=f"a bug: {type(error).__name__}: {error}"[:_MAX_REASON]))
             return EXIT_BUG
-        if not ready.tell(ReadyReport(error=reason[:_MAX_REASON])):
+        if not ready.send(ReadyReport(error=reason[:_MAX_REASON])):
             print(f"moonpool {role}: {reason}", file=sys.stderr)
         return EXIT_FAILED
     return 0
 
 
 async def _serve(make: Callable[[], Service], ready: _ReadyPipe, what: str) -> None:
-    service = make()  # may import for seconds: until the handlers below are there, a signal ends us at once
+    service = make()  # may import for seconds; until the handlers below are set, a signal ends the process at once
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.set)
@@ -172,7 +173,7 @@ async def _serve(make: Callable[[], Service], ready: _ReadyPipe, what: str) -> N
     try:
         address = await _started(service, stopping)
         if not stopping.done():
-            if not ready.tell(ReadyReport(ready=address or "")):
+            if not ready.send(ReadyReport(ready=address or "")):
                 at = f" at {address}" if address else ""
                 _LOG.info("moonpool %s: %s serves%s (process %d)", __version__, what, at, os.getpid())
             await _run_until(service, stopping)
@@ -183,7 +184,7 @@ async def _serve(make: Callable[[], Service], ready: _ReadyPipe, what: str) -> N
 
 
 async def _started(service: Service, stopping: asyncio.Task[bool]) -> str | None:
-    """The service's address; also returns, without one, when it is told to stop before it is ready."""
+    """Start the service and return its address. Return None when the process is told to stop before that."""
     starting = asyncio.ensure_future(service.start())
     await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
     if starting.done():
@@ -194,7 +195,7 @@ async def _started(service: Service, stopping: asyncio.Task[bool]) -> str | None
 
 
 async def _run_until(service: Service, stopping: asyncio.Task[bool]) -> None:
-    """Until told to stop; raises what ended the service if that comes first."""
+    """Wait until told to stop. Raise the error that ended the service if that comes first."""
     if not isinstance(service, Watched):
         await stopping
         return
@@ -207,7 +208,7 @@ async def _run_until(service: Service, stopping: asyncio.Task[bool]) -> None:
 
 
 def _end_by_force_after(timeout_s: float) -> None:
-    """A close that hangs, or a thread that never ends, must not keep the process: it holds memory others wait for."""
+    """End the process after `timeout_s`, even if close() hangs or a thread never ends: others wait for its memory."""
 
     def end() -> None:
         _LOG.warning("closing took more than %g s; ending anyway", timeout_s)
@@ -219,7 +220,7 @@ def _end_by_force_after(timeout_s: float) -> None:
 
 
 class _ReadyPipe:
-    """Our end of the parent's ready pipe, if there is one. Takes a single report."""
+    """The child's end of the ready pipe, if there is one. Sends a single report."""
 
     def __init__(self, fd: int | None) -> None:
         self._fd = fd
@@ -229,8 +230,8 @@ class _ReadyPipe:
             except OSError as error:
                 raise ConfigError(f"--ready-fd {fd} is not an open descriptor") from error
 
-    def tell(self, report: ReadyReport) -> bool:
-        """False when there is nobody to tell any more."""
+    def send(self, report: ReadyReport) -> bool:
+        """Send the report. Return False when there is no pipe or the parent has closed it."""
         if self._fd is None:
             return False
         fd, self._fd = self._fd, None

@@ -22,13 +22,13 @@ _YOUNG_S = 60.0
 
 
 def base_dir() -> Path:
-    """Where run directories live: the user's runtime directory, else the system's one for temporary files."""
+    """Return the parent of run directories: the user's runtime directory, else the directory for temporary files."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     return Path(runtime) if runtime and os.access(runtime, os.W_OK) else Path(tempfile.gettempdir())
 
 
 def socket_address(run_dir: Path, name: str) -> str:
-    """Where the role of that name serves; the same after a restart."""
+    """Return the address of the role of that name; it stays the same after a restart."""
     return f"unix:{run_dir / name}.sock"
 
 
@@ -49,7 +49,7 @@ def live_urls(base: Path | None = None) -> list[str]:
 
 
 def conductor_beside(master_address: str) -> str | None:
-    """Return the conductor's address in the run directory of that master; None if it is in none."""
+    """Return the conductor's address in the run directory of that master; None if that master has no run directory."""
     path = Path(master_address.removeprefix("unix:"))
     conductor = socket_address(path.parent, CONDUCTOR)
     is_here = master_address == socket_address(path.parent, MASTER) and Path(conductor.removeprefix("unix:")).exists()
@@ -57,12 +57,12 @@ def conductor_beside(master_address: str) -> str | None:
 
 
 def live_run_dirs(base: Path | None = None) -> list[Path]:
-    """Run directories of this user whose launcher is alive."""
+    """Return the run directories of this user whose launcher is alive."""
     return [path for path in own_dirs(base or base_dir()) if (path / LOCK).exists() and not is_stale(path)]
 
 
 def own_dirs(base: Path) -> list[Path]:
-    """This user's, live and stale."""
+    """Return this user's run directories, live and stale."""
     found = []
     for path in sorted(base.glob(PREFIX + "*")):
         try:
@@ -75,7 +75,7 @@ def own_dirs(base: Path) -> list[Path]:
 
 
 def is_stale(directory: Path) -> bool:
-    """Whether the launcher that made it is gone."""
+    """Return whether the launcher that made the directory has ended."""
     try:
         fd = os.open(directory / LOCK, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:

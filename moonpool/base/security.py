@@ -41,7 +41,7 @@ class Secret:
 
     @classmethod
     def from_file(cls, path: str) -> Secret:
-        """The file's content without the whitespace at its ends; ConfigError, which says what to do."""
+        """Read the secret from a file, without the whitespace at its ends. ConfigError says what to do."""
         value = read_private_file(path, _MAX_SECRET_NBYTES).strip()
         try:
             return cls(value)
@@ -49,7 +49,7 @@ class Secret:
             raise ConfigError(f"{path}: {error}") from None
 
     def mac(self, message: bytes) -> bytes:
-        """HMAC-SHA256 of the message, 32 bytes: shows that one knows the secret, and nothing of the secret."""
+        """Return the HMAC-SHA256 of the message, 32 bytes. It proves knowledge of the secret without revealing it."""
         return hmac.digest(self._value, message, "sha256")
 
     def __repr__(self) -> str:
@@ -58,16 +58,16 @@ class Secret:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Secret) and hmac.compare_digest(self._value, other._value)
 
-    __hash__ = None  # type: ignore[assignment]  # nothing should be looked up by a secret
+    __hash__ = None  # type: ignore[assignment]  # secrets are no dictionary keys
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a secret does not leave its process")
 
 
 def read_private_file(path: str, max_nbytes: int) -> bytes:
-    """A small file's content; ConfigError when it cannot be read, is too large or open to other users."""
+    """Return a small file's content. ConfigError when it cannot be read, is too large or open to other users."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe must not make us wait
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe must not block
         try:
             mode = os.fstat(fd).st_mode
             if not stat.S_ISREG(mode):
@@ -77,7 +77,7 @@ def read_private_file(path: str, max_nbytes: int) -> bytes:
             with open(fd, "rb", closefd=False) as file:
                 content = file.read(max_nbytes + 1)
         finally:
-            os.close(fd)  # not left to open(), which keeps a folder's descriptor when it refuses it
+            os.close(fd)  # open() would keep a folder's descriptor when it refuses it
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
     if len(content) > max_nbytes:
@@ -87,8 +87,9 @@ def read_private_file(path: str, max_nbytes: int) -> bytes:
 
 @dataclass(frozen=True)
 class TlsConfig:
-    """PEM files. The certificate must allow both roles (serverAuth and clientAuth), since every process dials and
-    answers, and must name the addresses under which others dial this one, unless they do not check (`check_host`).
+    """PEM files. The certificate must allow both roles (serverAuth and clientAuth), because every process connects
+    and accepts, and must name the addresses under which others connect to this process, unless they do not check
+    (`check_host`).
     """
 
     cert_file: str
@@ -97,12 +98,12 @@ class TlsConfig:
     check_host: bool = True
 
     def load(self) -> TlsIdentity:
-        """ConfigError when a file is missing, unfit or, the key's, open to other users."""
+        """Load the files. ConfigError when a file is missing or unusable, or the key's is open to other users."""
         return TlsIdentity(self)
 
 
 class TlsIdentity:
-    """The two contexts of one process: to dial with and to answer with."""
+    """The two contexts of one process: to connect and to accept."""
 
     def __init__(self, config: TlsConfig) -> None:
         read_private_file(config.key_file, _MAX_KEY_NBYTES)
@@ -110,7 +111,7 @@ class TlsIdentity:
         self.client = _context(ssl.PROTOCOL_TLS_CLIENT, config)
         self.client.check_hostname = config.check_host
         self.server = _context(ssl.PROTOCOL_TLS_SERVER, config)
-        self.server.num_tickets = 0  # connections are long; a ticket would make an idle one look as if somebody spoke
+        self.server.num_tickets = 0  # connections are long, and a ticket would look like data on an idle one
 
 
 def _context(protocol: int, config: TlsConfig) -> ssl.SSLContext:
@@ -136,12 +137,12 @@ def _context(protocol: int, config: TlsConfig) -> ssl.SSLContext:
 
 
 def _no_password() -> NoReturn:
-    """Else OpenSSL would ask at the terminal."""
+    """Refuse encrypted keys; otherwise OpenSSL would ask at the terminal."""
     raise ConfigError("the TLS key is encrypted; give it without a passphrase, in a file of mode 600")
 
 
 def explain_tls(error: ssl.SSLError) -> str:
-    """Why TLS with a peer failed, as a part of a sentence about that peer."""
+    """Return why TLS with a peer failed, as a part of a sentence about that peer."""
     reason = error.reason or ""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not accepted here: {error.verify_message}"

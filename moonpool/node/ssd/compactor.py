@@ -20,7 +20,7 @@ from moonpool.transfer.memory.buffers import aligned_buffer
 
 
 class FileLoad(NamedTuple):
-    """A sealed file: objects that live, objects ever written there, and the most that it could hold."""
+    """A sealed file: bytes of live objects, of all objects ever written, and its capacity."""
 
     live_nbytes: int
     written_nbytes: int
@@ -28,16 +28,16 @@ class FileLoad(NamedTuple):
 
 
 def choose_victim(loads: Mapping[int, FileLoad], dead_fraction: float) -> int | None:
-    """The file with the least to move, the oldest of equals: its tombstones are the first that nothing needs any
-    more. None when every file is worth its space.
+    """Return the file with the least to move; of equals the oldest, because its tombstones become useless first. None
+    when no file is worth compacting.
     """
     worth = [(load.live_nbytes, number) for number, load in loads.items() if _is_worth_it(load, dead_fraction)]
     return min(worth)[1] if worth else None
 
 
 def _is_worth_it(load: FileLoad, dead_fraction: float) -> bool:
-    """Much in it is dead, or it was sealed half empty (at a restart). A file that is full of living objects never is,
-    however they fit, or the same objects would be moved for ever.
+    """Return whether much of the file is dead, or it was sealed half empty (at a restart). A file full of live objects
+    is never worth it; otherwise the same objects would be moved for ever.
     """
     dead_nbytes = load.written_nbytes - load.live_nbytes
     half_empty = 2 * load.written_nbytes <= load.capacity_nbytes
@@ -45,7 +45,7 @@ def _is_worth_it(load: FileLoad, dead_fraction: float) -> bool:
 
 
 class Compactor:
-    """Shares the log's parts and its locks (the writing lock is taken before the index lock)."""
+    """Shares the parts and the locks of the log (the writing lock is taken before the index lock)."""
 
     def __init__(
         self,
@@ -65,9 +65,9 @@ class Compactor:
         self._index_lock = index_lock
         self._stepping = threading.Lock()
         self._closed = False
-        self._avoided: set[int] = set()  # where the last step failed
+        self._avoided: set[int] = set()  # files where the last step failed
         self._buffer = memoryview(b"")
-        self.drained: set[int] = set()  # nothing lives there; readers may still be at it
+        self.drained: set[int] = set()  # files without live objects; readers may still use them
         self.num_corrupt = 0
 
     def step(self, max_nbytes: int) -> list[MovedRecord]:
@@ -76,18 +76,18 @@ class Compactor:
             if self._closed:
                 raise HandleClosed(f"the log in {self._folder.path} is closed here")
             moved, error = self._step(max_nbytes)
-        if error is not None and not moved:  # what was moved must be told; the error will come again
+        if error is not None and not moved:  # moves must be reported; the error will come again
             raise error
         return moved
 
     def close(self) -> None:
-        """Idempotent; waits for a step under way, and there is none after it."""
+        """Wait for the running step and prevent further ones. Idempotent."""
         with self._stepping:
             self._closed = True
 
     def _step(self, max_nbytes: int) -> tuple[list[MovedRecord], MoonpoolError | None]:
         moved: list[MovedRecord] = []
-        sealed, full = self._sealed(), False  # what this step fills is not for this step to empty
+        sealed, full = self._sealed(), False  # a step does not empty files that it fills
         while (victim := self._choose(sealed - self._avoided - self.drained, only_empty=full)) is not None:
             chunk = self._next_chunk(victim, max_nbytes, at_least_one=not moved)
             if chunk is None:
@@ -99,12 +99,12 @@ class Compactor:
                 self._avoided.add(victim)
                 if not isinstance(error, NoSpace):
                     return moved, error
-                full = True  # files with nothing to move can still be freed
+                full = True  # files without live objects can still be drained
         self._avoided.clear()
         return moved, None
 
     def _sealed(self) -> set[int]:
-        with self._writing, self._index_lock:  # both: a file becomes active and known under the one and the other
+        with self._writing, self._index_lock:  # both: a file becomes active under one and known under the other
             numbers = {number for number, _ in self._index.uses()} - {self._writer.active_number}
             return numbers - self._index.salvaged_files()
 
@@ -120,7 +120,7 @@ class Compactor:
         return choose_victim(loads, self._config.compact_dead_fraction)
 
     def _next_chunk(self, victim: int, max_nbytes: int, *, at_least_one: bool) -> list[Entry] | None:
-        """What to move now: empty when nothing in the file lives, None when the step has moved enough."""
+        """Return the objects to move now; [] when the file has no live ones, None when the step has moved enough."""
         chunk: list[Entry] = []
         left = min(max_nbytes, self._config.batch_nbytes)
         with self._index_lock:
@@ -132,7 +132,7 @@ class Compactor:
         return chunk
 
     def _move(self, chunk: Sequence[Entry]) -> tuple[list[MovedRecord], MoonpoolError | None]:
-        """Also what is lost counts as moved, to nowhere. The error is that of objects that stay where they are."""
+        """Move objects. A lost object counts as moved, to None. The error is that of objects that stay."""
         views = self._places_for(chunk)
         pairs = zip(chunk, views, strict=True)
         reads = [LogRead(entry.key, entry.generation, location_of(entry), [view], entry.crc) for entry, view in pairs]

@@ -51,8 +51,8 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def on_disk(path: str) -> Iterator[None]:
-    """System errors as ours. What would be the caller's mistake elsewhere (read-only, no permission, a folder that is
-    gone) is a disk in trouble here: Unavailable, and worth another try later. NoSpace stays NoSpace.
+    """Map system errors to ours. What would be the caller's mistake elsewhere (read-only, no permission, a missing
+    folder) is a failing disk here: Unavailable, so callers try again later. NoSpace stays NoSpace.
     """
     try:
         with own_errors(path):
@@ -73,7 +73,7 @@ class SsdLogFile:
         self._bounces = bounces
 
     def read(self, offset: int, views: Sequence[memoryview], deadline: Deadline) -> None:
-        """Fills the views. Unavailable when the file ends before."""
+        """Fill the views. Unavailable when the file is too short."""
         with on_disk(self.path), self.kept_open as fd:
             for span in plan_spans(offset, views, self._alignment):
                 if span.direct:
@@ -82,23 +82,23 @@ class SsdLogFile:
                     self._read_bounced(fd, span, deadline)
 
     def write(self, offset: int, views: Sequence[memoryview]) -> None:
-        """Whole blocks from aligned memory. There is no deadline: half a batch is worth nothing."""
+        """Write whole blocks from aligned memory. There is no deadline: half a batch has no use."""
         with on_disk(self.path), self.kept_open as fd:
             self._move(os.pwritev, fd, views, offset, None)
 
     def sync(self) -> None:
-        """Returns when everything written before is durable."""
+        """Return when everything written before is durable."""
         with on_disk(self.path), self.kept_open as fd:
             os.fdatasync(fd)
             if not self._alignment.direct:
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def set_path(self, path: str) -> None:
-        """What errors call it from now on."""
+        """Set the path that error messages name."""
         self.path = self.kept_open.path = path
 
     def close(self) -> None:
-        """Idempotent; calls under way end first."""
+        """Close the file when running calls have ended. Idempotent."""
         self.kept_open.close()
 
     def _move(
@@ -165,7 +165,7 @@ class LogFolder:
 
     @property
     def log_nbytes(self) -> int:
-        """Of all log files, spare ones left out."""
+        """The size of all log files, without spare files."""
         return sum(self.sizes.values())
 
     @property
@@ -177,8 +177,8 @@ class LogFolder:
 
     @contextmanager
     def borrow(self, number: int) -> Iterator[SsdLogFile]:
-        """The file, open for reading. Unavailable when it is not there or no handle is left, HandleClosed after
-        close().
+        """Yield the file, open for reading. Unavailable when it does not exist or no descriptor is left, HandleClosed
+        after close().
         """
         with contextlib.ExitStack() as stack:
             with self._mutex:
@@ -186,16 +186,16 @@ class LogFolder:
                     raise HandleClosed(f"the log in {self.path} is closed here")
                 file = self._open_files.get(number) or self._open(number)
                 self._open_files.move_to_end(number)
-                stack.enter_context(file.kept_open)  # under the lock: nobody can close it between
+                stack.enter_context(file.kept_open)  # under the lock, so that it cannot be closed in between
             yield file
 
     def open_to_write(self, number: int) -> SsdLogFile:
-        """A handle of the caller's own."""
+        """Open a file for writing; the caller closes it."""
         return SsdLogFile(self.path_of(number), self.alignment, self._bounces, writable=True)
 
     def make_file(self, *, keep_spare: bool) -> tuple[FileHeader, SsdLogFile]:
-        """A new log file, durable and empty, and a handle to write it. NoSpace when the disk has not enough, for a
-        spare one besides too if one must be kept: on a full disk it is what compaction moves to.
+        """Return a new log file, durable and empty, and a handle to write it. NoSpace when the disk is full. With
+        `keep_spare` another spare file must remain: on a full disk compaction moves objects to it.
         """
         spare = self._ensure_spares(2 if keep_spare else 1)
         number = self._take_number()
@@ -218,7 +218,7 @@ class LogFolder:
         return header, file
 
     def retire(self, number: int) -> None:
-        """The log file is no more, durably: it is kept as a spare one where there is room for that, else removed."""
+        """Take a file out of the log, durably. It becomes a spare file if there is room for one, else it is removed."""
         path = self.path_of(number)
         with self._mutex:
             file = self._open_files.pop(number, None)
@@ -239,7 +239,7 @@ class LogFolder:
             self._spares.add(number)
 
     def close(self) -> None:
-        """Idempotent; another process may have the folder then."""
+        """Close all files and release the folder's lock. Idempotent."""
         with self._mutex:
             files, self._open_files = list(self._open_files.values()), OrderedDict()
             lock_fd, self._lock_fd = self._lock_fd, None
@@ -258,7 +258,7 @@ class LogFolder:
         except Unavailable:
             if not self._open_files:
                 raise
-            self._close_oldest()  # the process may be out of handles, and this one is ours to give
+            self._close_oldest()  # the process may be out of descriptors; this frees one
             file = SsdLogFile(self.path_of(number), self.alignment, self._bounces, writable=False)
         self._open_files[number] = file
         return file
@@ -270,7 +270,7 @@ class LogFolder:
         return os.path.join(self.path, f"spare-{number:010d}")
 
     def _ensure_spares(self, count: int) -> int:
-        """There are so many spare files at least; the number of one."""
+        """Make spare files until there are `count`. Return the number of one."""
         self._spares = {number for number in self._spares if os.path.exists(self._spare_path(number))}
         while len(self._spares) < count:
             if self.log_nbytes + self._spare_nbytes() + self._file_nbytes > self._max_nbytes:
@@ -296,7 +296,7 @@ class LogFolder:
             os.close(fd)
 
     def _list(self) -> tuple[dict[int, int], set[int]]:
-        """Sizes of log files, in order, and the numbers of spare ones. What nothing can use is removed."""
+        """Return the sizes of log files, in order, and the numbers of spare files. Remove unusable spare files."""
         found: dict[str, dict[int, os.stat_result]] = {"log": {}, "spare": {}}
         for entry in sorted(os.scandir(self.path), key=lambda entry: entry.name):
             if match := _NAME.fullmatch(entry.name):
@@ -308,20 +308,22 @@ class LogFolder:
             if whole and sum(sizes.values()) + (len(spares) + 1) * self._file_nbytes <= self._max_nbytes:
                 spares.add(number)
             else:
-                with contextlib.suppress(OSError):  # a read-only disk keeps it; it is not counted on
+                with contextlib.suppress(OSError):  # a read-only disk keeps the file; it is not used
                     os.unlink(self._spare_path(number))
         return sizes, spares
 
 
 def aligned_copy(data: bytes) -> memoryview:
-    """Of whole blocks, in memory that can be written directly."""
+    """Copy whole blocks to memory that direct I/O can write."""
     copy = aligned_buffer(len(data), UNIT_NBYTES)
     copy[:] = data
     return copy
 
 
 def _lock(path: str) -> int | None:
-    """None when somebody has it. Opened for reading only: a log on a read-only disk can still be read."""
+    """Return the lock's descriptor; None when another process holds it. Opened for reading only: a log on a read-only
+    disk can still be read.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -338,8 +340,8 @@ def _lock(path: str) -> int | None:
 
 
 def _probe(path: str) -> Alignment:
-    """How files of this folder can be reached. A disk with blocks of more than 4 KiB is used through the cache: a
-    direct write must not touch a neighbour's block.
+    """Return how files of this folder are read and written. A disk with blocks of more than 4 KiB is used through the
+    page cache: a direct write must not touch a neighbour's block.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)

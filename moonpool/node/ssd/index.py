@@ -1,9 +1,9 @@
-"""Every record that lies on the disk, and which of a key's records counts. No I/O, no locks.
+"""Every record on the disk, and which of a key's records counts. No I/O, no locks.
 
-The one of the highest (generation, file, offset) counts; when that is a tombstone the key is not there. The others
-(shadows) are remembered as long as their file exists, because a recovery would find them: a tombstone is needed while
-it hides one of them, and an append that would lose against one of them is refused. So the state here is at every
-moment the one that a recovery would arrive at.
+The record with the highest (generation, file, offset) counts; if it is a tombstone, the key does not exist. The other
+records (shadows) are remembered as long as their file exists, because a recovery would find them: a tombstone is needed
+while it hides a shadow, and an append that would lose against a shadow is refused. So the state is at every moment the
+one that a recovery would find.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class LogIndex:
         self._live: dict[bytes, Entry] = {}
         self._shadows: dict[bytes, list[Entry]] = {}
         self._files: dict[int, FileUse] = {}
-        self._salvaged: dict[tuple[bytes, int], Entry] = {}  # by key and generation; they do not count yet
+        self._salvaged: dict[tuple[bytes, int], Entry] = {}  # by key and generation; not confirmed yet
 
     def __len__(self) -> int:
         return len(self._live)
@@ -47,14 +47,14 @@ class LogIndex:
         return list(self._live.values())
 
     def live_of(self, file_number: int) -> Iterator[Entry]:
-        """In the order in which they lie."""
+        """Yield the live objects of a file by offset."""
         return (entry for entry in self._files[file_number].entries if self.is_live(entry))
 
     def uses(self) -> ItemsView[int, FileUse]:
         return self._files.items()
 
     def admit(self, key: bytes, generation: int) -> None:
-        """StaleGeneration when the disk holds a record of the key that would win over this generation."""
+        """Raise StaleGeneration when the disk holds a record of the key with a higher generation."""
         current = self._live.get(key)
         rivals = self._shadows.get(key, ())
         newest = max((entry.generation for entry in (*rivals, *((current,) if current else ()))), default=generation)
@@ -65,12 +65,12 @@ class LogIndex:
         self._files[file_number] = FileUse()
 
     def add(self, entry: Entry) -> None:
-        """A record that lies on the disk. The order of calls does not matter."""
+        """Add a record of the disk. The order of calls does not matter."""
         use = self._files[entry.file_number]
         use.entries.append(entry)
         use.written_nbytes += entry.padded_nbytes
         current = self._live.get(entry.key)
-        rivals = self._shadows.get(entry.key, ()) if current is None else (current,)  # a live one has beaten the rest
+        rivals = self._shadows.get(entry.key, ()) if current is None else (current,)  # it is newer than all shadows
         wins = not rivals or max(rival.order for rival in rivals) < entry.order
         if wins and current is not None:
             self._kill(current)
@@ -81,22 +81,22 @@ class LogIndex:
             self._hide(entry)
 
     def salvage(self, entry: Entry) -> None:
-        """An object that was found outside of any batch; it counts after confirm()."""
+        """Add an object that was found outside of any batch; it counts after confirm()."""
         self._salvaged[entry.key, entry.generation] = entry
 
     def drop_beaten_salvage(self) -> None:
-        """Forget salvaged objects that a record beats: they are never asked about, and would keep their files."""
+        """Forget salvaged objects that are older than a record: they are never confirmed but would keep files."""
         self._salvaged = {name: each for name, each in self._salvaged.items() if self._would_win(each)}
 
     def salvaged(self) -> list[Entry]:
-        """Those that would count if they were confirmed."""
+        """Return the salvaged objects that would count if they were confirmed."""
         return [entry for entry in self._salvaged.values() if self._would_win(entry)]
 
     def salvaged_files(self) -> set[int]:
         return {entry.file_number for entry in self._salvaged.values()}
 
     def confirm(self, key: bytes, generation: int) -> bool:
-        """The salvaged object counts from here on. False when there is none."""
+        """Make a salvaged object count. Return False when there is none."""
         entry = self._salvaged.pop((key, generation), None)
         if entry is None or not self._would_win(entry):
             return False
@@ -113,7 +113,7 @@ class LogIndex:
         return all(rival.order < entry.order and rival.generation != entry.generation for rival in rivals)
 
     def mark_removed(self, key: bytes, generation: int) -> Entry | None:
-        """Takes the object out unless it is newer than that; returns it. A tombstone must follow."""
+        """Remove the object unless it is newer than `generation`, and return it. A tombstone must follow."""
         entry = self._live.get(key)
         if entry is None or entry.generation > generation:
             return None
@@ -121,11 +121,11 @@ class LogIndex:
         return entry
 
     def is_hidden(self, key: bytes) -> bool:
-        """Whether a record of the key would come to life if nothing stood against it."""
+        """Return whether a record of the key would come back without a tombstone."""
         return key not in self._live and any(entry.nbytes is not None for entry in self._shadows.get(key, ()))
 
     def tombstones_to_keep(self, file_number: int) -> list[Entry]:
-        """Those of the file that hide records in other files, one per key."""
+        """Return the file's tombstones that hide records in other files, one per key."""
         kept: dict[bytes, Entry] = {}
         for entry in self._files[file_number].entries:
             if entry.nbytes is None and self._is_needed(entry):
@@ -133,7 +133,7 @@ class LogIndex:
         return list(kept.values())
 
     def drop_file(self, file_number: int) -> None:
-        """The file is gone, and everything in it."""
+        """Forget a file and everything in it."""
         self._salvaged = {name: each for name, each in self._salvaged.items() if each.file_number != file_number}
         for entry in self._files.pop(file_number).entries:
             if self.is_live(entry):
@@ -146,8 +146,8 @@ class LogIndex:
                 del self._shadows[entry.key]
 
     def check_integrity(self, pending: Collection[bytes] = ()) -> None:
-        """AssertionError unless the books agree with each other and with what a recovery would find; of `pending`
-        keys the tombstones are not written yet.
+        """Raise AssertionError unless the tables agree with each other and with what a recovery would find. The
+        tombstones of `pending` keys are not written yet.
         """
         again = LogIndex()
         for number, use in self._files.items():
@@ -162,7 +162,7 @@ class LogIndex:
         for entry in again.live():
             assert entry.key in self._live or entry.key in pending, "a recovery would bring a removed object back"
         num_records = sum(len(use.entries) for use in self._files.values())
-        assert num_records == len(self._live) + sum(map(len, self._shadows.values())), "a record is in no book"
+        assert num_records == len(self._live) + sum(map(len, self._shadows.values())), "a record is in no table"
 
     def _is_needed(self, tombstone: Entry) -> bool:
         if tombstone.key in self._live:

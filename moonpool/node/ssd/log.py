@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class SsdLog:
-    """Make one with open(). Locks are taken in this order: one compaction at a time, writing, index."""
+    """Make one with open(). Lock order: compaction step, writing, index."""
 
     def __init__(self, folder: LogFolder, config: SsdConfig) -> None:
         recovered = recover_folder(folder)
@@ -61,8 +61,8 @@ class SsdLog:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], config: SsdConfig) -> SsdLog:
-        """Makes the folder if need be and recovers what is in it. ConfigError when somebody else has it, Unavailable
-        when the disk cannot be read.
+        """Open the folder, or make it, and recover its log. ConfigError when another process uses it, Unavailable when
+        the disk cannot be read.
         """
         folder = LogFolder(os.fspath(path), config.file_nbytes, config.max_nbytes, config.max_open_files)
         try:
@@ -72,14 +72,14 @@ class SsdLog:
             raise
 
     def append(self, key: bytes, generation: int, parts: Sequence[Buffer]) -> LogLocation:
-        """append_many() of one, raising what it answers."""
+        """Append one object. Return its location or raise the error (append_many)."""
         (result,) = self.append_many([LogItem(key, generation, parts)])
         if isinstance(result, MoonpoolError):
             raise result
         return result
 
     def append_many(self, items: Sequence[LogItem]) -> list[LogLocation | MoonpoolError]:
-        """Writes objects as they lie; the buffers are the caller's again on return. One result per item:
+        """Write objects. The buffers are not used after the call. Return one result per item:
 
         InvalidInput when its size is not the one its header says or does not fit a file, Corrupt or StaleGeneration
         when its header is damaged or another one's, StaleGeneration when the log knows a newer generation, NoSpace when
@@ -94,8 +94,8 @@ class SsdLog:
         return [next(results) if isinstance(one, LogRecord) else one for one in admitted]
 
     def sync(self) -> None:
-        """What was appended and removed before is durable when it returns. After a failure only what is written
-        later is covered by a later success: the disk does not say what it lost.
+        """Make everything durable that was appended and removed before. After a failure a later success covers only
+        what was written after the failure: the disk does not report what it lost.
         """
         with self._writing:
             self._check_open()
@@ -109,29 +109,29 @@ class SsdLog:
         return location_of(entry) if entry is not None and entry.generation == generation else None
 
     def items(self) -> Iterator[StoredRecord]:
-        """All objects, as they were at the time of the call. Where a part of the log is damaged, a tombstone may have
-        been lost with it: objects that are not newer are in doubt then.
+        """Return all objects, as of the call. A damaged part of the log may have contained tombstones: objects that are
+        not newer than that part are in doubt.
         """
         with self._index_lock:
             entries = self._index.live()
         return (self._stored(entry) for entry in entries)
 
     def salvaged(self) -> list[StoredRecord]:
-        """Objects that were found in damaged parts and wait for confirm()."""
+        """Return the objects that were found in damaged parts and wait for confirm()."""
         with self._index_lock:
             entries = self._index.salvaged()
         return [StoredRecord(entry.key, entry.generation, location_of(entry), Doubt.SALVAGED) for entry in entries]
 
     def confirm(self, items: Iterable[tuple[bytes, int]]) -> int:
-        """Salvaged objects (key, generation) that count from here on, because the master knows them. How many."""
+        """Make salvaged objects (key, generation) count, because the master knows them. Return how many."""
         with self._index_lock:
             num_confirmed = sum(self._index.confirm(key, generation) for key, generation in items)
             self._num_salvaged += num_confirmed
         return num_confirmed
 
     def refuse(self, items: Iterable[tuple[bytes, int]]) -> None:
-        """Forget salvaged objects (key, generation) that the master does not know; their files can be used again. Other
-        objects of these keys stay. Until they are confirmed or refused, the files of salvaged objects are kept.
+        """Forget salvaged objects (key, generation) that the master does not know. Other objects of these keys stay.
+        The files of salvaged objects are kept until all of these are confirmed or refused.
         """
         with self._index_lock:
             for key, generation in items:
@@ -146,15 +146,15 @@ class SsdLog:
         generation: int,
         timeout_s: float | None = None,
     ) -> None:
-        """read_many() of one, raising what it answers."""
+        """Read one object, or raise the error (read_many)."""
         (error,) = self.read_many([LogRead(key, generation, location, buffers)], timeout_s=timeout_s)
         if error is not None:
             raise error
 
     def read_many(self, reads: Sequence[LogRead], *, timeout_s: float | None = None) -> list[MoonpoolError | None]:
-        """Fills the buffers; None where they hold the object asked for, all of it checked. Else Corrupt (counted),
-        StaleGeneration when another object lies there, or Unavailable; those buffers must not be used. InvalidInput,
-        for all, when buffers are not as long as their objects. Fastest for neighbours, into aligned memory.
+        """Fill the buffers. Return None per read where the object was read and checked, else Corrupt (counted),
+        StaleGeneration when another object is there, or Unavailable; those buffers must not be used. Raise InvalidInput
+        when a read's buffers differ in size from its object. Fastest for neighbours, into aligned memory.
         """
         self._check_open()
         with self._index_lock:
@@ -167,19 +167,19 @@ class SsdLog:
         return results
 
     def path_of(self, file_number: int) -> str:
-        """For readers that open the file themselves, by a path or as a file segment; file_nbytes() of it are theirs."""
+        """Return the path of a log file, for readers that open the file themselves."""
         return self._folder.path_of(file_number)
 
     def file_nbytes(self, file_number: int) -> int:
-        """Unavailable when there is no such file any more."""
+        """Return the size of a log file. Unavailable when it does not exist any more."""
         nbytes = self._folder.sizes.get(file_number)
         if nbytes is None:
             raise Unavailable(f"{self._folder.path} has no log file {file_number} any more")
         return nbytes
 
     def remove(self, items: Iterable[tuple[bytes, int]]) -> int:
-        """Takes out objects (key, generation), unless newer ones are there by now; returns how many. They are gone at
-        once. On a disk that cannot be written their tombstones wait: the next write that succeeds has them.
+        """Remove objects (key, generation), unless newer ones exist. Return how many. The removal takes effect at once.
+        On a disk that cannot be written the tombstones wait for the next write that succeeds.
         """
         with self._writing:
             self._check_open()
@@ -190,20 +190,20 @@ class SsdLog:
         return num_removed
 
     def compact(self, max_nbytes_moved: int) -> list[MovedRecord]:
-        """Moves objects out of files that are mostly dead, those with the least to move first: about so many bytes,
-        one object at least. Empty when there is nothing worth it or no room now. Files that have nothing left are
-        listed by drained(). Unavailable when a file cannot be read; the next call begins with another one.
+        """Move objects out of files that are mostly dead, about `max_nbytes_moved` bytes and at least one object.
+        Return the moves; [] when nothing is worth moving or there is no room now. drained() lists files that have
+        become empty. Unavailable when a file cannot be read; the next call begins with another file.
         """
         return self._compactor.step(max_nbytes_moved)
 
     def drained(self) -> list[int]:
-        """Files that nothing lives in any more: release() them when their last readers are gone."""
+        """Return the files without live objects. Call release() when their last readers have ended."""
         with self._writing:
             return sorted(self._compactor.drained)
 
     def release(self, file_number: int) -> None:
-        """Nobody reads the drained file any more: its space is used again, or given back. Unavailable, and nothing has
-        changed, when what was moved out of it cannot be made durable first.
+        """Reuse or remove a drained file that has no readers any more. Unavailable, without a change, when objects that
+        were moved out of it cannot be made durable first.
         """
         if file_number not in self.drained():
             raise InvalidInput(f"log file {file_number} is not drained: compact() decides which can be given up")
@@ -240,17 +240,17 @@ class SsdLog:
             )
 
     def check_integrity(self) -> None:
-        """AssertionError when the books do not agree with each other."""
+        """Raise AssertionError when the tables of the log do not agree with each other."""
         with self._writing, self._index_lock:
             self._index.check_integrity(self._writer.pending)
-            assert {number for number, _ in self._index.uses()} == set(self._folder.sizes), "a file is in no book"
+            assert {number for number, _ in self._index.uses()} == set(self._folder.sizes), "a file is in no table"
             for number in self._compactor.drained:
                 assert not any(self._index.live_of(number)), "something lives in a drained file"
             assert self._folder.log_nbytes <= self._config.max_nbytes, "the log is too large"
 
     def close(self) -> None:
-        """Idempotent; calls under way end first. Seals the active file, so that the next start is quick; what was
-        appended is durable then, as far as the disk lets it.
+        """Close the log when running calls have ended. Seal the active file, so that the next start is quick; appended
+        objects are durable then, if the disk works. Idempotent.
         """
         self._compactor.close()
         with self._writing:

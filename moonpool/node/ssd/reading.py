@@ -23,8 +23,8 @@ _MERGED_NBYTES = 8 * 1024 * 1024
 
 
 def check_header(views: Sequence[memoryview], key: bytes, generation: int) -> ObjectHeader:
-    """The object's header. Corrupt when it is damaged, StaleGeneration when it is another object's, InvalidInput when
-    the views are not as long as it says.
+    """Return the object's header. Corrupt when it is damaged, StaleGeneration when it is another object's, InvalidInput
+    when the views' size differs from the size in the header.
     """
     header = object_header.unpack(_header_bytes(views))
     header.check(key, generation, None)
@@ -35,7 +35,7 @@ def check_header(views: Sequence[memoryview], key: bytes, generation: int) -> Ob
 
 
 def check_object(views: Sequence[memoryview], key: bytes, generation: int, crc: int | None) -> None:
-    """As check_header(), and every piece: Corrupt when a checksum (`crc`: of the whole, if known) does not match."""
+    """Do check_header(), and check every piece. Corrupt when a checksum (`crc`: of the whole object) does not match."""
     header = check_header(views, key, generation)
     if crc is not None and object_crc(views) != crc:
         raise Corrupt(f"checksum of {key.hex()[:16]} does not match")
@@ -56,7 +56,7 @@ def object_crc(views: Sequence[memoryview]) -> int:
 
 
 def _header_bytes(views: Sequence[memoryview]) -> bytes | memoryview:
-    """Without a copy where the header lies in one piece, as it mostly does."""
+    """Return the header's bytes, without a copy when they are in one view, which is the common case."""
     first = _joined(cut(views, 0, _PEEK_NBYTES))
     wanted = object_header.announced_nbytes(first)
     return first if wanted <= len(first) else _joined(cut(views, 0, min(wanted, total_nbytes(views))))
@@ -67,7 +67,7 @@ def _joined(views: Sequence[memoryview]) -> bytes | memoryview:
 
 
 class ReadPlace(NamedTuple):
-    """One object to read: the position of its result, its bytes on disk and in memory."""
+    """One object to read: the position of its result, its location on disk, its memory."""
 
     position: int
     location: LogLocation
@@ -75,8 +75,8 @@ class ReadPlace(NamedTuple):
 
 
 def read_checked(folder: LogFolder, reads: Sequence[LogRead], timeout_s: float) -> list[MoonpoolError | None]:
-    """Fills the buffers; None where the bytes are those of the object asked for. A buffer with another result holds
-    nothing to rely on. InvalidInput, for all, when buffers are not as long as their objects.
+    """Fill the buffers. Return None per read where the object was read and checked, else the error; the buffers of a
+    failed read have no defined content. Raise InvalidInput when a read's buffers differ in size from its object.
     """
     deadline = Deadline(timeout_s)
     results: list[MoonpoolError | None] = [None] * len(reads)
@@ -97,7 +97,7 @@ def _places(reads: Sequence[LogRead]) -> list[ReadPlace]:
 
 
 def _neighbours(places: list[ReadPlace]) -> Iterator[list[ReadPlace]]:
-    """Groups whose bytes follow one another without gaps, none much larger than what one system call should move."""
+    """Yield groups of places without gaps between them, of a size that suits one system call."""
     group: list[ReadPlace] = []
     nbytes = 0
     for place in sorted(places, key=lambda place: place.location):

@@ -54,13 +54,13 @@ class BlockStream:
         self._staged = self._run_start = 0  # filled part of the staging buffer; where its last run begins
 
     def add(self, views: Sequence[memoryview]) -> None:
-        """One object (or header), from a block boundary on, padded to the next with zeros."""
+        """Add one object (or header), from a block boundary on, padded with zeros to the next one."""
         for view in views:
             self._add(view)
         self._stage(_ZEROS[: -self._at % UNIT_NBYTES])
 
     def finish(self) -> None:
-        """All is written. The memory that was given is not looked at any more."""
+        """Write everything that is gathered. The callers' memory is not used after this call."""
         self._end_run()
         if self._group:
             self._file.write(self._written_to, self._group)
@@ -96,7 +96,7 @@ class BlockStream:
 
 
 class LogRecord(NamedTuple):
-    """Something to write: an object with the memory it lies in, or (nbytes is None) a tombstone."""
+    """A record to write: an object with its memory, or (nbytes is None) a tombstone."""
 
     key: bytes
     generation: int
@@ -106,7 +106,7 @@ class LogRecord(NamedTuple):
 
 
 class RecordBatch(NamedTuple):
-    """Where the first `len(entries)` of the records go."""
+    """The place of the first `len(entries)` records."""
 
     offset: int
     header_nbytes: int
@@ -115,7 +115,7 @@ class RecordBatch(NamedTuple):
 
 
 class FileRoom:
-    """What is left of a file that is being written."""
+    """The free part of the active file."""
 
     def __init__(self, file_nbytes: int) -> None:
         self._file_nbytes = file_nbytes
@@ -127,7 +127,9 @@ class FileRoom:
         return max(0, self._file_nbytes - footer_bound_nbytes(self._index_nbytes) - self.tail)
 
     def plan(self, records: Sequence[LogRecord], max_nbytes: int, file_number: int) -> RecordBatch | None:
-        """As many records as fit the file and, but for the first, `max_nbytes`; None when not even one fits."""
+        """Plan a batch of as many records as fit the file and `max_nbytes` (the first record may exceed it). Return
+        None when no record fits the file.
+        """
         count, header_nbytes = self._count(records, max_nbytes)
         if count == 0:
             return None
@@ -139,7 +141,7 @@ class FileRoom:
         return RecordBatch(self.tail, header_nbytes, at, entries)
 
     def advance(self, batch: RecordBatch) -> None:
-        """The batch is written."""
+        """Account for a batch that was written."""
         assert batch.offset == self.tail, "batches follow one another"
         self.tail = batch.end
         self._index_nbytes += sum(entry_bound_nbytes(len(entry.key)) for entry in batch.entries)
@@ -159,7 +161,7 @@ class FileRoom:
 
 
 def largest_object_nbytes(file_nbytes: int, key_nbytes: int) -> int:
-    """The most that an object with such a key may take in a file of its own."""
+    """Return the largest size of an object, with such a key, that fits an empty file."""
     entry = entry_bound_nbytes(key_nbytes)
     framing = UNIT_NBYTES + batch_header_bound_nbytes(entry) + footer_bound_nbytes(EMPTY_INDEX_NBYTES + entry)
     return file_nbytes - framing
@@ -190,18 +192,18 @@ class LogWriter:
 
     @property
     def room_nbytes(self) -> int:
-        """What the active file can still take."""
+        """Free bytes of the active file."""
         return 0 if self._active is None else self._active.room.free_nbytes
 
     @property
     def pending(self) -> dict[bytes, int]:
-        """Keys of objects that are removed here and not yet on the disk."""
+        """Removed objects whose tombstones are not on the disk yet: key -> generation."""
         return self._pending
 
     def append(self, records: Sequence[LogRecord], *, moving: bool = False) -> list[LogLocation | MoonpoolError]:
-        """One result per record. Tombstones that wait go first: a batch's order is the order of its records.
+        """Append records. Return one result per record. Waiting tombstones go first: the order within a batch counts.
 
-        `moving`: may use what is kept for compaction.
+        `moving`: may use the space that is reserved for compaction.
         """
         waiting = self._needed_tombstones()
         results = self._append([*waiting, *records], moving)
@@ -213,7 +215,7 @@ class LogWriter:
         ]
 
     def mark_removed(self, key: bytes, generation: int) -> bool:
-        """Takes the object out of the index; its tombstone waits for the next write. False when it is not there."""
+        """Remove the object from the index; its tombstone waits for the next write. Return False when there is none."""
         with self._index_lock:
             entry = self._index.mark_removed(key, generation)
         if entry is None:
@@ -222,7 +224,7 @@ class LogWriter:
         return True
 
     def write_tombstones(self, carried: Sequence[Entry] = ()) -> None:
-        """Those that wait, and `carried` ones once more; raises when not all could be written."""
+        """Write the waiting tombstones, and the `carried` ones again. Raise when one of them could not be written."""
         records = [LogRecord(entry.key, entry.generation, None) for entry in carried]
         waiting = self._needed_tombstones()
         for record, result in zip((*waiting, *records), self._append([*waiting, *records], True), strict=True):
@@ -234,13 +236,13 @@ class LogWriter:
         return dict(self._unsynced)
 
     def sync_files(self, unsynced: dict[int, int]) -> None:
-        """Makes what unsynced() listed durable. May run beside the other calls."""
+        """Make what unsynced() listed durable. May run concurrently with the other calls."""
         for number in unsynced:
             try:
                 with self._folder.borrow(number) as file:
                     file.sync()
             except Unavailable:
-                if number in self._folder.sizes:  # else it was released meanwhile, and holds nothing
+                if number in self._folder.sizes:  # otherwise it was released meanwhile, and holds nothing
                     raise
 
     def mark_synced(self, synced: dict[int, int]) -> None:
@@ -249,11 +251,11 @@ class LogWriter:
                 del self._unsynced[number]
 
     def forget(self, number: int) -> None:
-        """The file is gone."""
+        """Forget a file that was released."""
         self._unsynced.pop(number, None)
 
     def seal(self) -> None:
-        """Ends the active file, if any. One whose bytes or footer cannot be written stays without footer: the next
+        """End the active file, if any. A file whose bytes or footer cannot be written stays without a footer: the next
         recovery searches it.
         """
         active, self._active = self._active, None
@@ -272,7 +274,7 @@ class LogWriter:
     def _needed_tombstones(self) -> list[LogRecord]:
         with self._index_lock:
             unneeded = [key for key in self._pending if not self._index.is_hidden(key)]
-        for key in unneeded:  # the file that held the object is gone
+        for key in unneeded:  # the file that held the object was released
             del self._pending[key]
         return [LogRecord(key, generation, None) for key, generation in self._pending.items()]
 
@@ -324,7 +326,7 @@ class LogWriter:
                 stream.add(record.views)
             stream.finish()
         except MoonpoolError:
-            if active.entries:  # an empty file is as good as the next one
+            if active.entries:  # an empty file can be used again
                 self.seal()
             raise
 
@@ -344,6 +346,6 @@ class LogWriter:
 
 
 def write_footer(file: SsdLogFile, header: FileHeader, entries: Sequence[Entry]) -> None:
-    """Only when everything in the file is durable."""
+    """Write index and trailer. Call it only when everything in the file is durable."""
     offset, data = pack_footer(entries, header)
     file.write(offset, [aligned_copy(data)])
