@@ -19,7 +19,7 @@ from _paper_published import (
 )
 from _paper_rows import Row
 
-from moonpool.conductor.costs.crossover import break_even_bandwidth
+from moonpool.conductor.crossover import break_even_bandwidth
 from moonpool.sim.physics.cost import overlapped_s
 from moonpool.sim.physics.hardware import GB, node
 from moonpool.sim.physics.model_shape import preset

@@ -26,11 +26,10 @@ from moonpool.engine.config import EngineConfig, ModelConfig
 from moonpool.engine.engine import Engine
 from moonpool.engine.kv_memory import PIECE_LAYOUT, KvLayout
 from moonpool.engine.kv_tensor import KvMemory
+from moonpool.engine.llama import LlamaModel
 from moonpool.engine.load import make_scheduler
-from moonpool.engine.models.llama import LlamaModel
 from moonpool.engine.runner import Runner
-from moonpool.engine.sequence import SamplingParams
-from moonpool.engine.step import AdmittedSequence, FullBlock
+from moonpool.engine.sequence import AdmittedSequence, FullBlock, SamplingParams
 from moonpool.engine.weights import random_weights
 from moonpool.master.service import Master, MasterConfig
 from moonpool.node.config import NodeConfig

@@ -40,7 +40,7 @@ from moonpool.base.errors import Corrupt, MoonpoolError
 from moonpool.base.rpc import RpcServer
 from moonpool.engine.blocks import PageManager
 from moonpool.engine.kv_memory import KvLayout
-from moonpool.engine.step import AdmittedSequence
+from moonpool.engine.sequence import AdmittedSequence
 from moonpool.store.client import ClientConfig, StoreClient
 from moonpool.transfer import TransferConfig, TransferEngine
 from moonpool.transfer.memory.segment import Segment

@@ -14,7 +14,7 @@ from moonpool.base.errors import MoonpoolError
 from moonpool.base.run_dirs import CONDUCTOR, live_run_dirs, socket_address
 from moonpool.base.units import format_nbytes
 from moonpool.cli.pool import ask_conductor
-from moonpool.conductor.costs.crossover import break_even_bandwidth
+from moonpool.conductor.crossover import break_even_bandwidth
 from moonpool.conductor.messages import ConductorStatus, FetchOrCompute, Status
 from moonpool.transfer.doctor import Finding
 

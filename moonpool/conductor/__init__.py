@@ -1,1 +1,1 @@
-"""Decides where each request runs. Pure policy over an index of who holds which prefix; one thin service."""
+"""Decides where each request runs and whether it is admitted: a pure state with policies, and one thin service."""

@@ -1,4 +1,4 @@
-"""What the front end asks the conductor. Workers speak base/cluster.py to the same service."""
+"""The calls of front ends to the conductor. Workers use the calls of base/cluster.py with the same service."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ class WorkerRef(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """One prefill worker as it was weighed: all in seconds and blocks, kept in the decision record.
+    """The predicted terms of one prefill worker, in seconds and blocks, kept in the decision record.
 
-    `congestion_s` is the part of `transfer_s` that others cause; in `overlap_s` loading and computing go on together.
+    `congestion_s` is the part of `transfer_s` that other pulls cause; during `overlap_s` the worker loads and computes
+    at the same time.
     """
 
     worker: str
@@ -27,13 +28,13 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     transfer_s: float
     queue_s: float
     prefill_s: float
-    ssd_blocks: int = 0  # of the pulled ones, on SSD alone
+    ssd_blocks: int = 0  # pulled blocks that are on SSD only
     congestion_s: float = 0.0
     overlap_s: float = 0.0
 
     @property
     def service_s(self) -> float:
-        """How long the worker is busy with it."""
+        """How long the worker is busy with the request."""
         return self.transfer_s + self.prefill_s - self.overlap_s
 
     @property
@@ -42,31 +43,31 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a request goes, and what was expected of it.
+    """Where a request goes, and the predictions for it.
 
-    `max_pool_blocks`: of the pool's leading blocks the prefill worker takes no more than this many, the rest is
-    computed faster than it is fetched; None where nothing speaks against what it finds.
+    `max_pool_blocks`: the prefill worker takes at most this many of the pool's leading blocks, because computing the
+    rest is predicted to be faster; None: no limit.
     """
 
     request_id: str
     prefill: WorkerRef
     decode: WorkerRef
-    pool_blocks: int  # leading blocks that the index believes to be in the pool
+    pool_blocks: int  # leading blocks in the pool, by the prefix index
     ttft_s: float
     tbt_s: float
     candidates: tuple[Candidate, ...]  # the best few, the chosen one first
     max_pool_blocks: int | None = None
-    waited_s: float = 0.0  # for its turn, in the conductor; part of ttft_s
-    asks_before_decode: bool = False  # the front end asks BeforeDecode instead of saying PrefillEnded
+    waited_s: float = 0.0  # in the conductor's queue; part of ttft_s
+    asks_before_decode: bool = False  # the front end calls BeforeDecode instead of PrefillEnded
 
 
 class Route(Call[Decision]):
-    """Raises Overloaded when no pair meets the targets, Unavailable when there are no workers, PromptTooLong when the
-    prompt is longer than the KV memory of every worker.
+    """Raises Overloaded when no pair of workers meets the targets, Unavailable when there are no workers, PromptTooLong
+    when the prompt is longer than the KV memory of every worker.
 
-    It may be answered late: a request that does not fit now waits for its turn, higher priorities first and tenants in
-    fair turns (waiting_room.py). Cancelling the call takes it out. Routing a request again takes its earlier assignment
-    back first.
+    The answer may come late: a request that does not fit now waits in the queue, higher priorities first and tenants in
+    fair turns (request_queue.py). Cancelling the call removes the request from the queue. Routing a request again first
+    undoes its earlier assignment.
     """
 
     request_id: str
@@ -79,22 +80,22 @@ class Route(Call[Decision]):
 
 
 class PrefillEnded(Call[None]):
-    """Takes the request out of its prefill worker's queue, done or not. Unknown requests are ignored."""
+    """Removes the request from its prefill worker's queue, done or not. Unknown requests are ignored."""
 
     request_id: str
 
 
 class BeforeDecode(Call[None]):
-    """As PrefillEnded, and asks whether the answer may be written: Overloaded when tokens would come too far apart by
-    now, so that the prefill was for nothing."""
+    """As PrefillEnded, and asks whether the request may decode. Raises Overloaded when the time between tokens would
+    miss its target now; the prefill was then wasted."""
 
     request_id: str
 
 
 class RequestEnded(Call[None]):
-    """Takes the request out of both queues and completes its decision record. Unknown requests are ignored.
+    """Removes the request from both queues and completes its decision record. Unknown requests are ignored.
 
-    A request whose front end's connection ends is taken out as well, as "abandoned".
+    When a front end's connection ends, its requests are removed as "abandoned".
     """
 
     request_id: str
@@ -114,7 +115,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PredictionError(msgspec.Struct, frozen=True, kw_only=True):
-    """Relative errors (predicted / measured - 1) of one model's last predictions: of their size, and their mean."""
+    """Relative errors (predicted / measured - 1) of one model's last predictions: quantiles of their size, and the
+    mean."""
 
     model: str  # prefill, decode, transfer, transfer_ssd; ttft and tbt of whole requests; decode_load: sequences
     count: int = 0
@@ -124,13 +126,13 @@ class PredictionError(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FetchOrCompute(msgspec.Struct, frozen=True, kw_only=True):
-    """Where fetching KV begins to beat computing it, by what was measured (costs/crossover.py)."""
+    """From which prefix length on fetching KV is faster than computing it, by measurements (crossover.py)."""
 
-    min_tokens: int | None  # shortest prefix worth fetching; None: none is
+    min_tokens: int | None  # the shortest prefix worth fetching; None: no prefix is
     at_tokens: int
-    break_even_nbytes_s: float  # for a prefix of `at_tokens`; infinite where nothing would do
+    break_even_nbytes_s: float  # for a prefix of `at_tokens`; infinite: no bandwidth suffices
     measured_nbytes_s: float
-    num_prefills: int  # samples behind it
+    num_prefills: int  # samples of the prefill model
     num_pulls: int
 
 
@@ -140,7 +142,7 @@ class ConductorStatus(msgspec.Struct, frozen=True, kw_only=True):
     pool_connected: bool
     counters: dict[str, int]
     policy: str = ""
-    num_waiting: int = 0  # requests that wait for their turn
+    num_waiting: int = 0  # requests in the queue
     predictions: tuple[PredictionError, ...] = ()
     fetch_or_compute: FetchOrCompute | None = None  # None without workers
 
@@ -150,14 +152,14 @@ class Status(Call[ConductorStatus]):
 
 
 class ClaimSharedMetrics(Call[bool]):
-    """Whether the page of this front end shall have the metrics of the roles that all front ends share.
+    """Whether the metrics page of this front end includes the roles that all front ends share.
 
-    True for the one that was asked for its page first, until it is gone or was not asked for a while.
+    True for the first front end that asks, until it disconnects or has not asked for a while.
     """
 
 
 class DecisionRecord(msgspec.Struct, kw_only=True):
-    """What became of one request: decided, predicted and measured. None is what is not (or never) known."""
+    """What was decided, predicted and measured for one request. None: not known (yet)."""
 
     request_id: str
     routed_at_s: float  # wall clock, seconds since 1970
@@ -175,14 +177,14 @@ class DecisionRecord(msgspec.Struct, kw_only=True):
     cached_tokens: int = 0
     pool_tokens: int = 0
     output_tokens: int = 0
-    outcome: str = "open"  # then what RequestEnded says, an error's code when refused, or "abandoned"
+    outcome: str = "open"  # then the outcome of RequestEnded, an error's code if refused, or "abandoned"
     priority: int = 0
-    waited_s: float = 0.0  # for its turn, before it was sent or refused
-    reason: str | None = None  # why it was refused: a sentence
+    waited_s: float = 0.0  # in the queue, before it was sent or refused
+    reason: str | None = None  # why it was refused, a sentence
 
 
 class Records(Call[list[DecisionRecord]]):
-    """The newest decision records that match, newest last. What is None does not matter."""
+    """The newest decision records that match, newest last. A field that is None matches everything."""
 
     limit: Positive = 100
     outcome: str | None = None
@@ -198,9 +200,9 @@ class ExplainedRecord(msgspec.Struct, frozen=True):
 
 
 class ExplainRequest(Call[list[ExplainedRecord]]):
-    """What became of a request, by its own id or by that of the client's request, which has one for each choice.
+    """What happened to a request, by its own id or by the id of the client's request, which has one for each choice.
 
-    Empty when there is no such record, or it is another tenant's than the one asked for.
+    Empty if there is no such record, or if it belongs to another tenant.
     """
 
     request_id: str
@@ -208,9 +210,9 @@ class ExplainRequest(Call[list[ExplainedRecord]]):
 
 
 class ExportTrace(StreamCall[bytes]):
-    """The records as lines of Mooncake's JSONL, oldest first (records/export.py), many lines an item.
+    """The records as lines of Mooncake's JSONL, oldest first (records/export.py), many lines per item.
 
-    By default with the pool's own blocks, so that a replay finds what was found.
+    By default with the pool's own block size, so that a replay reuses what was reused.
     """
 
     tenant: str | None = None

@@ -1,4 +1,4 @@
-"""The conductor's state as metrics, read when asked for; nothing is counted twice."""
+"""The conductor's metrics, read from its state when they are scraped."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from moonpool.conductor.state import ConductorState
 
 
 class ConductorCollector(Collector):
-    def __init__(self, state: ConductorState, room: RequestQueue, pool_connected: Callable[[], bool]) -> None:
+    def __init__(self, state: ConductorState, queue: RequestQueue, pool_connected: Callable[[], bool]) -> None:
         self._state = state
-        self._room = room
+        self._queue = queue
         self._pool_connected = pool_connected
 
     def collect(self) -> Iterator[Metric]:
         state = self._state
-        events = CounterMetricFamily("moonpool_conductor_events", "What happened, by kind", labels=["event"])
+        events = CounterMetricFamily("moonpool_conductor_events", "Events by kind", labels=["event"])
         for event, count in sorted(state.counters.items()):
             events.add_metric([event], count)
         yield events
@@ -33,13 +33,17 @@ class ConductorCollector(Collector):
         yield from self._prediction_errors()
 
     def _gauges(self) -> Iterator[Metric]:
-        index = self._state.index
-        yield GaugeMetricFamily("moonpool_conductor_open_requests", "Requests on their way", self._state.num_open)
-        yield GaugeMetricFamily("moonpool_conductor_pool_blocks", "Blocks believed in the pool", index.pool_blocks)
-        yield GaugeMetricFamily("moonpool_conductor_pool_connected", "1 if in touch", float(self._pool_connected()))
-        yield GaugeMetricFamily("moonpool_conductor_index_left_out", "Keys beyond the bounds", index.left_out)
-        yield GaugeMetricFamily("moonpool_conductor_pull_flows", "Pulls under way", self._state.traffic.num_flows)
-        yield GaugeMetricFamily("moonpool_conductor_pull_bytes", "Bytes of those", self._state.traffic.nbytes)
+        index, traffic = self._state.index, self._state.traffic
+        gauges = {
+            "open_requests": ("Requests sent and not ended", self._state.num_open),
+            "pool_blocks": ("Blocks in the pool, by the prefix index", index.pool_blocks),
+            "pool_connected": ("1 if connected to the master", float(self._pool_connected())),
+            "index_left_out": ("Blocks left out of the prefix index", index.left_out),
+            "pull_flows": ("Pulls predicted to be under way", traffic.num_flows),
+            "pull_bytes": ("Bytes of these pulls", traffic.nbytes),
+        }
+        for name, (text, value) in gauges.items():
+            yield GaugeMetricFamily(f"moonpool_conductor_{name}", text, value)
 
     def _admission(self) -> Iterator[Metric]:
         refused = CounterMetricFamily("moonpool_conductor_refused", "Requests refused, by cause", labels=["cause"])
@@ -47,13 +51,13 @@ class ConductorCollector(Collector):
             refused.add_metric([cause.value], self._state.refused[cause])
         yield refused
         wasted = self._state.counters["wasted_prefills"]
-        yield CounterMetricFamily("moonpool_conductor_wasted_prefills", "Refused after their prefill", wasted)
-        yield GaugeMetricFamily("moonpool_conductor_waiting", "Requests that wait for their turn", len(self._room))
-        waited = "How long requests waited for their turn"
-        yield self._room.wait_times.family("moonpool_conductor_queue_seconds", waited)
+        yield CounterMetricFamily("moonpool_conductor_wasted_prefills", "Requests refused after their prefill", wasted)
+        yield GaugeMetricFamily("moonpool_conductor_waiting", "Requests in the queue", len(self._queue))
+        waited = "How long requests waited in the queue"
+        yield self._queue.wait_times.family("moonpool_conductor_queue_seconds", waited)
 
     def _prediction_errors(self) -> Iterator[Metric]:
-        """Relative: predicted / measured - 1."""
+        """An error is predicted / measured - 1."""
         sizes = GaugeMetricFamily(
             "moonpool_conductor_prediction_error", "Size of the relative error", labels=["model", "quantile"]
         )

@@ -1,6 +1,6 @@
-"""Keeps the pool's part of the prefix index true to the store: snapshot, then changes, anew after every break.
+"""Keeps the pool's part of the prefix index up to date: a snapshot, then changes; a new snapshot after every break.
 
-While the store cannot be reached the pool counts as empty; requests still run, they reuse less.
+While the master cannot be reached the pool counts as empty; requests still run, with less reuse.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from moonpool.store.messages import SERVICE, EventBatch, Segments, Subscribe, Ti
 _LOG = logging.getLogger(__name__)
 _MIN_RETRY_S = 0.05
 _MAX_RETRY_S = 2.0
-_ASK_S = 1.0
+_CALL_TIMEOUT_S = 1.0
 _COUNT_EVERY_S = 5.0
 
 
 class PoolFeed:
-    """Run it as a task; cancel it to stop. `connected` is true from a snapshot until the stream breaks.
+    """`run` is a task that is cancelled to stop. `connected` is true from a snapshot until the stream breaks.
 
-    `on_nodes` hears how many nodes hold blocks in memory, at the beginning and every few seconds.
+    `on_nodes` is called with the number of nodes that hold blocks in memory, at the start and every few seconds.
     """
 
     def __init__(
@@ -51,19 +51,19 @@ class PoolFeed:
         )
 
     async def run(self) -> None:
-        """Run until cancelled. After an error of the store, connect again after a growing pause."""
+        """Run until cancelled. After an error of the master, connect again after a growing pause."""
         with contextlib.closing(self._store):
             await self._store.run()
 
     async def why(self, key: bytes) -> str | None:
-        """What the pool says became of that object; None when it cannot be asked."""
+        """Return what the master says happened to that object; None if the master cannot be reached."""
         client = self._store.client
         if client is None:
             return None
         try:
-            return await client.call(Why(key=key), timeout_s=_ASK_S)
+            return await client.call(Why(key=key), timeout_s=_CALL_TIMEOUT_S)
         except MoonpoolError as error:
-            _LOG.debug("the pool was asked about a key: %s", error)
+            _LOG.debug("asking the master about a key failed: %s", error)
             return None
 
     async def _follow(self, client: AsyncClient) -> None:
@@ -74,17 +74,17 @@ class PoolFeed:
                 last = batch.sequence
 
     async def _count_nodes(self, client: AsyncClient) -> None:
-        """Until cancelled. A store that does not answer changes nothing."""
+        """Report the number of nodes until cancelled. A master that does not answer changes nothing."""
         while True:
             try:
-                segments = await client.call(Segments(), timeout_s=_ASK_S)
+                segments = await client.call(Segments(), timeout_s=_CALL_TIMEOUT_S)
                 self._on_nodes(len({each.node for each in segments if each.tier is Tier.DRAM}))
             except MoonpoolError as error:
-                _LOG.debug("the pool was asked about its nodes: %s", error)
+                _LOG.debug("asking the master about its nodes failed: %s", error)
             await asyncio.sleep(_COUNT_EVERY_S)
 
     def _apply(self, batch: EventBatch, last: int | None) -> None:
-        """`last` is the sequence of the batch before. The parts of a snapshot have one sequence together."""
+        """Apply a batch. `last` is the sequence number of the batch before; the parts of a snapshot share one."""
         if batch.snapshot:
             self._index.replace_pool(batch.stored, batch.tiers)
             self.connected = True

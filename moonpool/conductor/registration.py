@@ -1,4 +1,4 @@
-"""What the conductor keeps of a worker between its coming and its going, and of a request on its way. Pure."""
+"""What the conductor keeps about a registered worker and about an open request. Pure."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from moonpool.base.cluster import WorkerInfo, WorkerLoad, WorkerRole
 from moonpool.base.errors import IdentityMismatch
 from moonpool.conductor.admission.forms import DecodeNow
 from moonpool.conductor.messages import WorkerRef
-from moonpool.conductor.placement.backlog import Backlog
+from moonpool.conductor.placement.tables import Backlog
 
 
 @dataclass(eq=False, slots=True)
 class Registration:
-    """One worker between registering and going, with the requests that were sent to it.
-
-    Of those sent to a decode worker, some are still at their prefill; the others have joined.
-    """
+    """A registered worker, with the requests that were sent to it. Of the requests sent to a decode worker, some are
+    still at their prefill worker; the others have joined."""
 
     info: WorkerInfo
     load: WorkerLoad
@@ -40,15 +38,15 @@ class Registration:
 
     @property
     def decode_now(self) -> DecodeNow:
-        """Those that have joined and those that it reports, whichever is more: reports lag, and after a restart the
-        conductor knows of fewer."""
+        """The larger of the requests that have joined and those that the worker reports: reports lag, and after a
+        restart the conductor knows fewer requests."""
         load = self.load
         return DecodeNow(max(self.num_joined, load.num_running), max(self.joined_tokens, load.running_tokens))
 
 
 @dataclass(eq=False, slots=True)
 class OpenRequest:
-    """A request on its way. `prefill` is None once that worker was lost."""
+    """A request that was sent to workers. `prefill` is None once that worker was lost."""
 
     request_id: str
     owner: Hashable
@@ -62,7 +60,7 @@ class OpenRequest:
 
 
 def check_parity(info: WorkerInfo, other: WorkerInfo) -> None:
-    """IdentityMismatch when the two could not share KV."""
+    """Raise IdentityMismatch if the two workers cannot share KV."""
     if _parity(other) != _parity(info):
         raise IdentityMismatch(
             f"worker {info.name} ({_describe(info)}) cannot share KV with the workers here ({_describe(other)})"

@@ -1,17 +1,18 @@
-"""How long a front end keeps a request alive when workers go away under it. Pure.
+"""How long a front end keeps a request alive when its workers fail. Pure.
 
-A request whose attempt ended with a lost worker is asked for again, without that worker, from its last token on. A
-request without tokens that is refused for load is refused; one that has some waits, as all do when there is no worker.
+A request whose attempt ended with a lost worker is routed again, without that worker, from its last token on. A request
+without tokens that is refused for load is refused to the client; a request that has tokens waits and is routed again,
+and so does every request while there is no worker.
 
-What an attempt costs depends on whose fault its end was:
+What an attempt costs depends on how it ended:
 
     ABSENT   the worker was gone before it computed anything of this request: costs nothing, unless `max_absences` of
-             them come in a row (then the workers are registered, but cannot be reached from here)
-    DIED     the worker died while it computed this request: costs nothing, but after two of them the request is a
-             suspect. It is then computed alone; if that worker dies too, the request is given up as the cause
-    REFUSED  a living worker failed it (damaged or lost KV): after `max_attempts` of them the request is given up
+             them come in a row (then the workers are registered, but this front end cannot reach them)
+    DIED     the worker died while it computed this request: costs nothing, but after two deaths the request is a
+    suspect. It is then computed alone; if that worker dies too, the request is given up as the cause REFUSED  a living
+    worker failed the request (damaged or lost KV): after `max_attempts` the request is given up
 
-So a request that is not the cause of anything is bounded by its deadline alone, however many workers die around it.
+So a request that does not cause the deaths is bounded by its deadline alone, whatever the number of workers that die.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ class Loss(Enum):
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    max_attempts: int = 4  # that living workers may fail
+    max_attempts: int = 4  # attempts that living workers may fail
     max_absences: int = 40  # in a row; with pauses of up to 1 s
-    max_deaths: int = 2  # of workers that computed the request; the next attempt computes it alone
+    max_deaths: int = 2  # of workers that computed the request; the attempt after that computes it alone
     backoff_s: float = 0.1  # doubles from pause to pause
     max_backoff_s: float = 1.0
     worker_wait_s: float = 30.0  # for workers to register again
@@ -45,30 +46,30 @@ class RetryPolicy:
 
 
 class Retries:
-    """Of one request. The answers are how long to pause before it is asked for again; None: it is given up."""
+    """The retries of one request. `lost` and `refused` return the pause before the next attempt; None: give up."""
 
     def __init__(self, policy: RetryPolicy) -> None:
         self._policy = policy
         self.num_attempts = 0
-        self.failed: set[str] = set()  # workers to be left out
-        self.is_fatal = False  # it was given up because workers die of it
+        self.failed: set[str] = set()  # workers to avoid
+        self.is_fatal = False  # it was given up because it makes workers die
         self._num_deaths = 0
         self._num_refusals = self._num_absences = 0
-        self._patient_until_s: float | None = None  # since the first refusal; a turn may come later than that
+        self._give_up_at_s: float | None = None  # set at the first refusal of an attempt
         self._num_pauses = 0
 
     @property
     def alone(self) -> bool:
-        """Whether the next attempt must compute it apart from other requests."""
+        """Whether the next attempt must compute the request in a batch of one."""
         return self._num_deaths >= self._policy.max_deaths
 
     def begin(self) -> None:
-        """Another attempt is being planned."""
+        """Count a new attempt."""
         self.num_attempts += 1
-        self._patient_until_s, self._num_pauses = None, 0
+        self._give_up_at_s, self._num_pauses = None, 0
 
     def lost(self, workers: Iterable[str], loss: Loss) -> float | None:
-        """Take in that the attempt ended, and that these workers are to be avoided by the next one."""
+        """Count an attempt that ended without an answer; the next one avoids these workers."""
         self.failed.update(workers)
         self._num_absences = self._num_absences + 1 if loss is Loss.ABSENT else 0
         if loss is Loss.DIED:
@@ -76,25 +77,25 @@ class Retries:
             self._num_deaths += 1
         elif loss is Loss.REFUSED:
             self._num_refusals += 1
-        is_out_of_reach = self._num_absences >= self._policy.max_absences
-        if self.is_fatal or is_out_of_reach or self._num_refusals >= self._policy.max_attempts:
+        is_unreachable = self._num_absences >= self._policy.max_absences
+        if self.is_fatal or is_unreachable or self._num_refusals >= self._policy.max_attempts:
             return None
         return self._policy.pause_s(self.num_attempts - 1)
 
     def survived(self) -> None:
-        """Take in that a worker computed it alone and lives: the deaths before were not its fault."""
+        """Count that a worker computed the request alone and lives: the request did not cause the deaths before."""
         self._num_deaths = 0
 
     def refused(self, now_s: float, *, for_load: bool, has_tokens: bool) -> float | None:
-        """The conductor said no: too many requests, or no workers."""
+        """Count a refusal by the conductor: for load, or because there are no workers."""
         if for_load and not has_tokens:
             return None
         if self.failed:
-            self.failed.clear()  # there are no others: those that failed may be back
+            self.failed.clear()  # there are no other workers, and those that failed may be back
             return 0.0
-        if self._patient_until_s is None:
-            self._patient_until_s = now_s + self._policy.worker_wait_s
-        if now_s >= self._patient_until_s:
+        if self._give_up_at_s is None:
+            self._give_up_at_s = now_s + self._policy.worker_wait_s
+        if now_s >= self._give_up_at_s:
             return None
         self._num_pauses += 1
         return self._policy.pause_s(self._num_pauses - 1)

@@ -1,5 +1,6 @@
-"""The conductor as a service: sockets around conductor/state.py. It promises nothing beyond its process's life:
-after a restart, workers register and the pool's events are read again.
+"""The conductor as a service: sockets, futures and timers around state.py and request_queue.py.
+
+Its state lives as long as its process: after a restart, workers register again and the pool's events are read again.
 """
 
 from __future__ import annotations
@@ -7,14 +8,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from prometheus_client import CollectorRegistry
 
 from moonpool.base.clock import Clock, SystemClock
 from moonpool.base.cluster import CONDUCTOR_SERVICE, RegisterWorker, ReportWorker
+from moonpool.base.errors import Cancelled
+from moonpool.base.keys import object_key
 from moonpool.base.metrics import GetMetrics, MetricFamily, process_metrics, snapshot
 from moonpool.base.rpc import Call, RpcPeer, RpcServer, SilenceLimits
 from moonpool.conductor.messages import (
@@ -36,13 +40,15 @@ from moonpool.conductor.metrics import ConductorCollector
 from moonpool.conductor.placement.policy import PolicyConfig
 from moonpool.conductor.placement.prefix_index import MAX_POOL_BLOCKS, PrefixIndex
 from moonpool.conductor.pool_feed import PoolFeed
-from moonpool.conductor.queue_service import RequestQueueService
-from moonpool.conductor.record_keeper import RecordKeeper
+from moonpool.conductor.records.explain import explain
+from moonpool.conductor.records.export import ExportConfig, TraceExport
+from moonpool.conductor.records.store import KeptRecord, RecordFilter
 from moonpool.conductor.registration import Registration
-from moonpool.conductor.request_queue import RequestQueue
+from moonpool.conductor.request_queue import QueueAnswer, RequestQueue
 from moonpool.conductor.state import ConductorState
 
-_SHARED_METRICS_S = 150.0  # two of Prometheus' usual intervals, and some
+_CHUNK_NBYTES = 1 << 16
+_SHARED_METRICS_S = 150.0  # more than two of Prometheus' usual intervals
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +62,7 @@ class ConductorConfig:
 
 
 class Conductor:
-    """`await start()`, then it serves until `await close()`."""
+    """Serves from `await start()` until `await close()`."""
 
     def __init__(
         self, config: ConductorConfig, *, clock: Clock | None = None, silence_limits: SilenceLimits | None = None
@@ -73,20 +79,21 @@ class Conductor:
             else None
         )
         self._feeding: asyncio.Task[None] | None = None
-        room = RequestQueue(self._state, config.policy)
-        self._desk = RequestQueueService(room, self._clock)
-        self._clerk = RecordKeeper(self._state, self._feed)
+        queue = RequestQueue(self._state, config.policy)
+        self._queue = RequestQueueService(queue, self._clock)
+        self._keeper = RecordKeeper(self._state, self._feed)
         self._front_ends: set[RpcPeer] = set()
-        self._shared_metrics: tuple[RpcPeer, float] | None = None  # whose page has them, and when it was last read
+        self._shared_metrics: tuple[RpcPeer, float] | None = None  # the claimant, and when it last renewed the claim
         self._server = self._make_server(silence_limits or SilenceLimits())
-        self.registry.register(ConductorCollector(self._state, room, lambda: self.pool_connected))
+        self.registry.register(ConductorCollector(self._state, queue, lambda: self.pool_connected))
 
     @property
     def pool_connected(self) -> bool:
         return self._feed is not None and self._feed.connected
 
     async def start(self) -> str:
-        """Listens and follows the pool; the address with the real port. ConfigError when it is taken."""
+        """Listen, and begin to follow the pool. Return the address with the real port. Raise ConfigError when the
+        address is in use."""
         address = await self._server.listen(self.config.address)
         if self._feed is not None:
             self._feeding = asyncio.create_task(self._feed.run(), name="pool feed")
@@ -94,7 +101,7 @@ class Conductor:
 
     async def close(self) -> None:
         """Idempotent."""
-        self._desk.close()
+        self._queue.close()
         feeding, self._feeding = self._feeding, None
         if feeding is not None:
             feeding.cancel()
@@ -111,9 +118,9 @@ class Conductor:
             BeforeDecode: self._before_decode,
             RequestEnded: self._request_ended,
             Status: self._status,
-            Records: self._records,
-            ExplainRequest: self._explain,
-            ExportTrace: self._export,
+            Records: self._keeper.find,
+            ExplainRequest: self._keeper.explain,
+            ExportTrace: self._keeper.export,
             GetMetrics: self._metrics,
             ClaimSharedMetrics: self._claim_shared_metrics,
         }
@@ -130,31 +137,31 @@ class Conductor:
     def _register(self, call: RegisterWorker, peer: RpcPeer) -> None:
         worker = self._state.register(call.info)
         peer.on_close(lambda: self._unregister(worker))
-        self._desk.changed()
+        self._queue.changed()
 
     def _unregister(self, worker: Registration) -> None:
         self._state.unregister(worker)
-        self._desk.changed()
+        self._queue.changed()
 
     def _report(self, call: ReportWorker, peer: RpcPeer) -> None:
         self._state.report(call)
-        self._desk.changed()
+        self._queue.changed()
 
     def _route(self, call: Route, peer: RpcPeer) -> Decision | Awaitable[Decision]:
         if peer not in self._front_ends:
             self._front_ends.add(peer)
             peer.on_close(lambda: self._front_end_gone(peer))
-        return self._desk.ask(call, peer)
+        return self._queue.submit(call, peer)
 
     def _front_end_gone(self, peer: RpcPeer) -> None:
         self._front_ends.discard(peer)
-        self._desk.owner_gone(peer)
+        self._queue.owner_gone(peer)
         self._state.owner_gone(peer, self._clock.now_s())
-        self._desk.changed()
+        self._queue.changed()
 
     def _prefill_ended(self, call: PrefillEnded, peer: RpcPeer) -> None:
         self._state.prefill_ended(call.request_id, self._clock.now_s())
-        self._desk.changed()
+        self._queue.changed()
 
     def _before_decode(self, call: BeforeDecode, peer: RpcPeer) -> None:
         try:
@@ -163,9 +170,9 @@ class Conductor:
             self._prefill_ended(PrefillEnded(request_id=call.request_id), peer)
 
     def _request_ended(self, call: RequestEnded, peer: RpcPeer) -> None:
-        self._desk.cancel(call.request_id)
+        self._queue.cancel(call.request_id)
         self._state.request_ended(call, self._clock.now_s())
-        self._desk.changed()
+        self._queue.changed()
 
     def _status(self, call: Status, peer: RpcPeer) -> ConductorStatus:
         return ConductorStatus(
@@ -174,28 +181,146 @@ class Conductor:
             pool_connected=self.pool_connected,
             counters=dict(self._state.counters),
             policy=self._state.policy,
-            num_waiting=self._desk.num_waiting,
+            num_waiting=self._queue.num_waiting,
             predictions=self._state.predictions(),
             fetch_or_compute=self._state.fetch_or_compute(),
         )
-
-    def _records(self, call: Records, peer: RpcPeer) -> list[DecisionRecord]:
-        return self._clerk.find(call)
-
-    def _explain(self, call: ExplainRequest, peer: RpcPeer) -> Awaitable[list[ExplainedRecord]]:
-        return self._clerk.explain(call)
-
-    def _export(self, call: ExportTrace, peer: RpcPeer) -> AsyncIterator[bytes]:
-        return self._clerk.export(call)
 
     def _metrics(self, call: GetMetrics, peer: RpcPeer) -> list[MetricFamily]:
         return [*snapshot(self.registry), *process_metrics()]
 
     def _claim_shared_metrics(self, call: ClaimSharedMetrics, peer: RpcPeer) -> bool:
-        """The claim lasts from one reading of the page to the next, and falls to another when it is not renewed."""
+        """A claim is renewed each time the page is read; another front end gets it if it was not renewed for a
+        while."""
         now_s, claimant = self._clock.now_s(), self._shared_metrics
         if claimant is None or claimant[0].closed or now_s - claimant[1] > _SHARED_METRICS_S:
             claimant = (peer, now_s)
         if claimant[0] is peer:
             self._shared_metrics = (peer, now_s)
         return claimant[0] is peer
+
+
+class RequestQueueService:
+    """Answers Route calls that have to wait: a future per request, one timer for deadlines, and a look at the queue
+    after every change. For one event loop; the server closes it."""
+
+    def __init__(self, queue: RequestQueue, clock: Clock) -> None:
+        self._queue = queue
+        self._clock = clock
+        self._futures: dict[str, asyncio.Future[Decision]] = {}
+        self._scheduled: asyncio.Handle | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queue)
+
+    def submit(self, call: Route, owner: Hashable) -> Decision | Awaitable[Decision]:
+        """Return the decision, or an awaitable of it if the request has to wait. Cancelling the awaitable removes the
+        request from the queue."""
+        earlier = self._futures.pop(call.request_id, None)
+        if earlier is not None and not earlier.done():
+            earlier.set_exception(Cancelled("the request was routed again"))
+        decision = self._queue.submit(call, owner, self._clock.now_s(), time.time())
+        if decision is not None:
+            return decision
+        future = self._futures[call.request_id] = asyncio.get_running_loop().create_future()
+        future.add_done_callback(_retrieve)
+        self._dispatch()  # the queue may have refused another request in its favour
+        return self._wait(call.request_id, future)
+
+    def changed(self) -> None:
+        """Look at the queue soon, because a request may fit now. Changes within one turn of the loop share one look."""
+        if len(self._queue) and self._scheduled is None:
+            self._scheduled = asyncio.get_running_loop().call_soon(self._dispatch)
+
+    def cancel(self, request_id: str) -> None:
+        """Remove a request, if it waits."""
+        self._queue.cancel(request_id, self._clock.now_s())
+        future = self._futures.pop(request_id, None)
+        if future is not None:
+            future.cancel()
+
+    def owner_gone(self, owner: Hashable) -> None:
+        self._queue.owner_gone(owner, self._clock.now_s())
+
+    def close(self) -> None:
+        """Idempotent."""
+        for handle in (self._scheduled, self._timer):
+            if handle is not None:
+                handle.cancel()
+        self._scheduled = self._timer = None
+
+    async def _wait(self, request_id: str, future: asyncio.Future[Decision]) -> Decision:
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if self._futures.get(request_id) is future:
+                self.cancel(request_id)
+                self.changed()
+            raise
+
+    def _dispatch(self) -> None:
+        self.close()
+        for answer in self._queue.dispatch(self._clock.now_s()):
+            self._answer(answer)
+        at_s = self._queue.next_event_s()
+        if at_s is not None:
+            delay_s = max(0.0, at_s - self._clock.now_s())
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._dispatch)
+
+    def _answer(self, answer: QueueAnswer) -> None:
+        future = self._futures.pop(answer.request_id, None)
+        if future is None or future.done():
+            return
+        if isinstance(answer.outcome, Decision):
+            future.set_result(answer.outcome)
+        else:
+            future.set_exception(answer.outcome)
+
+
+def _retrieve(future: asyncio.Future[Decision]) -> None:
+    """Retrieve the exception, so that asyncio does not log it: a call that was cancelled before it began to wait never
+    awaits its future."""
+    if not future.cancelled():
+        future.exception()
+
+
+class RecordKeeper:
+    """Answers calls about decision records: finds, explains and exports them. Without a `feed` there is no pool to ask
+    why a block was not there."""
+
+    def __init__(self, state: ConductorState, feed: PoolFeed | None) -> None:
+        self._state = state
+        self._feed = feed
+
+    def find(self, call: Records, peer: RpcPeer) -> list[DecisionRecord]:
+        wanted = RecordFilter(outcome=call.outcome, tenant=call.tenant, worker=call.worker)
+        return self._state.records.find(wanted, call.limit)
+
+    async def explain(self, call: ExplainRequest, peer: RpcPeer) -> list[ExplainedRecord]:
+        wanted = RecordFilter(tenant=call.tenant)
+        found = [kept for kept in self._state.records.of_client(call.request_id) if wanted.matches(kept)]
+        return [await self._explained(kept) for kept in found]
+
+    async def _explained(self, kept: KeptRecord) -> ExplainedRecord:
+        answer = None
+        if kept.missed is not None and self._feed is not None:
+            answer = await self._feed.why(object_key(kept.missed))
+        return ExplainedRecord(kept.record, tuple(explain(kept.record, self._state.block_tokens, answer)))
+
+    async def export(self, call: ExportTrace, peer: RpcPeer) -> AsyncIterator[bytes]:
+        """Raise ConfigError if the pool's blocks cannot be regrouped to that size."""
+        config = ExportConfig(self._state.block_tokens, call.trace_block_tokens)
+        export, encoder, chunk = TraceExport(config), msgspec.json.Encoder(), bytearray()
+        for kept in self._state.records.select(RecordFilter(tenant=call.tenant)):
+            line = export.line(kept)
+            if line is None:
+                continue
+            chunk += encoder.encode(line) + b"\n"
+            if len(chunk) >= _CHUNK_NBYTES:
+                yield bytes(chunk)
+                chunk.clear()
+                await asyncio.sleep(0)  # let other calls run
+        if chunk:
+            yield bytes(chunk)

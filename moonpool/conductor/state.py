@@ -1,6 +1,6 @@
-"""All that the conductor knows: workers, what was sent to them, the prefix index, cost models and records. Pure.
+"""All state of the conductor: workers, the requests sent to them, prefix index, cost models and records. Pure.
 
-Every method that needs the time gets it. `owner` is the front end (its connection) that a request came from.
+Methods that need the time take it as an argument. `owner` is the front end (its connection) that a request came from.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from moonpool.base.cluster import ReportWorker, WorkerInfo, WorkerLoad, WorkerRo
 from moonpool.base.errors import IdentityMismatch, InvalidInput, MoonpoolError, NotFound, PromptTooLong
 from moonpool.conductor.admission.controller import AdmissionController
 from moonpool.conductor.admission.forms import Cause, DecodeNow, RefusedRequest, Verdict
-from moonpool.conductor.costs.accuracy import ErrorWindow
-from moonpool.conductor.costs.crossover import crossover
-from moonpool.conductor.costs.estimate import CostModels
+from moonpool.conductor.costs import CostModels, ErrorWindow
+from moonpool.conductor.crossover import crossover
 from moonpool.conductor.messages import (
     Decision,
     DecisionRecord,
@@ -28,29 +27,34 @@ from moonpool.conductor.messages import (
     WorkerRef,
     WorkerStatus,
 )
-from moonpool.conductor.placement.policies import make_policy
-from moonpool.conductor.placement.policy import Chooser, PlacementChoice, PlacementInput, PolicyConfig
+from moonpool.conductor.placement.policy import Chooser, PlacementChoice, PlacementInput, PolicyConfig, make_policy
 from moonpool.conductor.placement.prefix_index import PrefixIndex, fingerprints
 from moonpool.conductor.placement.pricing import PlacementRequest, Pricing, replicated
-from moonpool.conductor.placement.slots import Slots
-from moonpool.conductor.placement.tables import DecodeTable, PrefillTable
+from moonpool.conductor.placement.tables import DecodeTable, PrefillTable, Slots
 from moonpool.conductor.placement.traffic import Traffic
-from moonpool.conductor.records.filling import first_missed, note_decision, note_end, note_refusal, open_record
-from moonpool.conductor.records.store import RecordStore
+from moonpool.conductor.records.store import (
+    RecordStore,
+    first_missed,
+    open_record,
+    record_decision,
+    record_end,
+    record_refusal,
+)
 from moonpool.conductor.registration import OpenRequest, Registration, check_parity
 
 
 class WeighedRequest(NamedTuple):
-    """A request that was weighed against all workers, and what admission says of it."""
+    """A request with the workers chosen for it and the verdict of admission."""
 
     prints: list[int]
-    scene: PlacementInput
+    inputs: PlacementInput
     choice: PlacementChoice
     verdict: Verdict
 
 
 class ConductorState:
-    """Registrations are handed out so that a late goodbye of an old one cannot hurt its successor."""
+    """`register` returns a Registration, which `unregister` takes: a late disconnect of an old registration then does
+    not remove the new one of the same name."""
 
     def __init__(self, policy: PolicyConfig, index: PrefixIndex, num_records: int) -> None:
         self.index = index
@@ -61,21 +65,20 @@ class ConductorState:
         self.traffic = Traffic()
         self.prefills, self.decodes = PrefillTable(), DecodeTable()
         self._chooser = Chooser(make_policy(policy, random.Random(policy.seed)))
-        self._gate = AdmissionController(policy.targets, self.costs.decode_step_s)
+        self._admission = AdmissionController(policy.targets, self.costs.decode_step_s)
         self._pool_sources = policy.pool_sources
         self.set_pool_nodes(1)
         self._decode_slots = Slots()
         self._request_errors = {name: ErrorWindow(name) for name in ("ttft", "tbt")}
-        self._most_tokens = 0  # that any one worker can hold
-        self._block_shape = (1, 0, 1)  # tokens, bytes and layers of a block; the same at all workers
+        self._max_tokens = 0  # the tokens that the largest worker can hold
+        self._block_shape = (1, 0, 1)  # tokens, bytes and layers of a block; the same on all workers
         self._workers: dict[str, Registration] = {}
-        self._decode_now: dict[str, DecodeNow] = {}  # of each decode worker, as admission sees it
+        self._decode_now: dict[str, DecodeNow] = {}  # each decode worker's batch, for admission
         self._open: dict[str, OpenRequest] = {}
         self._num_joined = 0
 
     def set_pool_nodes(self, num_nodes: int) -> None:
-        """Take note of how many nodes the pool has in memory: pulls share these sources, unless the policy names their
-        number."""
+        """Set the number of nodes that pulls come from, unless the policy has a fixed number."""
         self.traffic.num_sources = self._pool_sources or max(1, num_nodes)
 
     @property
@@ -87,7 +90,7 @@ class ConductorState:
         return self._block_shape[0]
 
     def least_backlog_s(self, now_s: float) -> float:
-        """Predicted work before a newcomer at the least busy prefill worker; infinite when there is none."""
+        """Return the predicted work ahead of a new request at the least busy prefill worker; infinite without one."""
         return float(self.prefills.wait_s(now_s).min())
 
     def status(self) -> tuple[WorkerStatus, ...]:
@@ -101,23 +104,15 @@ class ConductorState:
         return self._chooser.policy.name
 
     def predictions(self) -> tuple[PredictionError, ...]:
-        """How good each model has been, and the predictions of whole requests."""
-        windows = (*self.costs.errors.values(), *self._request_errors.values(), self._gate.errors)
+        """Return the errors of each cost model, of whole requests, and of the forecast."""
+        windows = (*self.costs.errors.values(), *self._request_errors.values(), self._admission.errors)
         return tuple(window.summary() for window in windows)
 
     def fetch_or_compute(self) -> FetchOrCompute | None:
         if not self._workers:
             return None
         block_tokens, block_nbytes, _ = self._block_shape
-        found = crossover(self.costs, block_nbytes / block_tokens)
-        return FetchOrCompute(
-            min_tokens=found.min_tokens,
-            at_tokens=found.at_tokens,
-            break_even_nbytes_s=found.break_even_nbytes_s,
-            measured_nbytes_s=found.measured_nbytes_s,
-            num_prefills=self.costs.prefill.num_samples,
-            num_pulls=self.costs.transfer.num_samples,
-        )
+        return crossover(self.costs, block_nbytes / block_tokens)
 
     def _indexed(self, worker: Registration) -> int:
         return self.index.worker_blocks(worker.info.name) if worker.is_prefill else 0
@@ -125,24 +120,25 @@ class ConductorState:
     # workers
 
     def register(self, info: WorkerInfo) -> Registration:
-        """In place of an earlier registration of that name, whose requests are taken off it."""
+        """Add a worker. An earlier registration of that name is removed first, and its requests leave its queues. Raise
+        IdentityMismatch if its KV differs from that of the other workers."""
         self._check_parity(info)
         earlier = self._workers.get(info.name)
         if earlier is not None:
             self.unregister(earlier)
-        worker = self._workers[info.name] = self._enter(info)
+        worker = self._workers[info.name] = self._add_worker(info)
         self._block_shape = info.block_tokens, info.page_nbytes, info.num_layers
-        self._count_tokens()
+        self._update_max_tokens()
         self.counters["registered"] += 1
         return worker
 
-    def _count_tokens(self) -> None:
+    def _update_max_tokens(self) -> None:
         infos = [worker.info for worker in self._workers.values()]
-        self._most_tokens = max((info.num_pages * info.block_tokens for info in infos), default=0)
+        self._max_tokens = max((info.num_pages * info.block_tokens for info in infos), default=0)
 
-    def _enter(self, info: WorkerInfo) -> Registration:
+    def _add_worker(self, info: WorkerInfo) -> Registration:
         is_prefill = info.role is WorkerRole.PREFILL
-        slot = self.index.add_worker(info.name, info.num_pages) if is_prefill else self._decode_slots.take()
+        slot = self.index.add_worker(info.name, info.num_pages) if is_prefill else self._decode_slots.allocate()
         ref = WorkerRef(info.name, info.address, info.incarnation)
         worker = Registration(info, WorkerLoad(free_pages=info.num_pages), slot, ref)
         if is_prefill:
@@ -153,7 +149,7 @@ class ConductorState:
         return worker
 
     def _check_parity(self, info: WorkerInfo) -> None:
-        # All registered workers agree, so any other one speaks for the majority.
+        # All registered workers agree, so one other worker stands for all.
         other = next((one.info for one in self._workers.values() if one.info.name != info.name), None)
         if other is None:
             return
@@ -164,16 +160,16 @@ class ConductorState:
             raise
 
     def unregister(self, worker: Registration) -> None:
-        """Ignored when the worker has registered anew meanwhile."""
+        """Remove a worker; do nothing if it has registered again since."""
         name = worker.info.name
         if self._workers.get(name) is not worker:
             return
         del self._workers[name]
-        self._count_tokens()
+        self._update_max_tokens()
         if not worker.is_prefill:
             self.decodes.drop(worker.slot)
             del self._decode_now[name]
-            self._decode_slots.give_back(worker.slot)
+            self._decode_slots.free(worker.slot)
         else:
             self.index.drop_worker(name)
             self.prefills.drop(worker.slot)
@@ -184,7 +180,8 @@ class ConductorState:
         self.counters["unregistered"] += 1
 
     def report(self, call: ReportWorker) -> None:
-        """Load and samples always count; the content of the pages only as long as no report is missing."""
+        """Apply a worker's report. Load and samples always count; raise NotFound if the worker is not registered, or if
+        a report before this one is missing, so that the content of its pages is unknown."""
         worker = self._workers.get(call.name)
         if worker is None or worker.info.incarnation != call.incarnation:
             raise NotFound(f"worker {call.name} is not registered with this incarnation")
@@ -200,7 +197,8 @@ class ConductorState:
     # requests
 
     def route(self, call: Route, owner: Hashable, now_s: float, wall_s: float) -> Decision:
-        """At once: the decision, already entered into the queues, or an error. Refusals are recorded too."""
+        """Decide now, without waiting: return the decision, already counted in the workers' queues, or raise the
+        refusal. Both are recorded."""
         self.begin(call, now_s, wall_s)
         try:
             weighed = self.weigh(call, now_s)
@@ -211,51 +209,48 @@ class ConductorState:
         return self.send(call, owner, weighed, now_s)
 
     def begin(self, call: Route, now_s: float, wall_s: float) -> None:
-        """Open the request's record, and take an earlier assignment of the request back.
+        """Open the request's record, and undo an earlier assignment of the same request.
 
-        Raise PromptTooLong when no registered worker can hold the prompt; such a request is not recorded, because its
-        length may be made up, and whoever reads records walks over their blocks.
+        Raise PromptTooLong if no registered worker can hold the prompt. Such a request is not recorded, because a
+        client may invent the length, and readers of records loop over their blocks.
         """
         if call.num_tokens < 1 or call.max_tokens < 0:
             raise InvalidInput("a request has at least one token and asks for none or more")
-        if self._workers and call.num_tokens > self._most_tokens:
-            raise PromptTooLong(
-                f"the prompt has {call.num_tokens} tokens, the largest worker holds {self._most_tokens}"
-            )
-        self._take_out(call.request_id, now_s)
+        if self._workers and call.num_tokens > self._max_tokens:
+            raise PromptTooLong(f"the prompt has {call.num_tokens} tokens, the largest worker holds {self._max_tokens}")
+        self._remove(call.request_id, now_s)
         self.records.add(open_record(call, wall_s), tenant=call.tenant or None, keys=call.keys)
 
     def weigh(self, call: Route, now_s: float, before_s: float = 0.0) -> WeighedRequest:
-        """Changes nothing but whose turn it is. `before_s` is what it has waited already, or will before it is sent.
-
-        Raises Unavailable when there are no workers.
-        """
+        """Choose workers and ask admission; nothing changes but round-robin positions. `before_s` is how long the
+        request has waited, or will wait before it is sent. Raise Unavailable when there are no workers."""
         prints = fingerprints(call.keys)
-        scene, choice = self._choose(call, prints, now_s)
-        verdict = self._gate.at_arrival(call.num_tokens, choice.prefill, before_s, self._decode_now.values(), now_s)
-        return WeighedRequest(prints, scene, choice, verdict)
+        inputs, choice = self._choose(call, prints, now_s)
+        decodes = self._decode_now.values()
+        verdict = self._admission.at_arrival(call.num_tokens, choice.prefill, before_s, decodes, now_s)
+        return WeighedRequest(prints, inputs, choice, verdict)
 
     def send(
         self, call: Route, owner: Hashable, weighed: WeighedRequest, now_s: float, waited_s: float = 0.0
     ) -> Decision:
         decision = self._dispatch(call, owner, weighed, now_s, waited_s)
-        self._gate.sent(call, weighed.choice.prefill.ttft_s, weighed.verdict, now_s)
+        self._admission.sent(call, weighed.choice.prefill.ttft_s, weighed.verdict, now_s)
         record = self.records.get(call.request_id)
         if record is not None:
-            note_decision(record, decision)
+            record_decision(record, decision)
         self.counters["routed"] += 1
         return decision
 
     def refuse(
         self, request_id: str, error: MoonpoolError, cause: Cause | None = None, waited_s: float = 0.0
     ) -> MoonpoolError:
-        """Records it; the same error."""
+        """Record the refusal and return the same error."""
         self.counters[error.code] += 1
         if cause is not None:
             self.refused[cause] += 1
         record = self.records.get(request_id)
         if record is not None:
-            note_refusal(record, error, waited_s)
+            record_refusal(record, error, waited_s)
         return error
 
     def prefill_ended(self, request_id: str, now_s: float) -> None:
@@ -265,33 +260,34 @@ class ConductorState:
         if request.prefill is not None:
             self._leave_backlog(request_id, request.prefill, now_s)
         if not request.has_joined:
-            self._gate.joined(request_id, self._num_joined, now_s)
+            self._admission.joined(request_id, self._num_joined, now_s)
             request.has_joined = True
             self._count_joined(request, 1)
 
     def before_decode(self, request_id: str, now_s: float) -> None:
-        """To be asked before prefill_ended is told. Overloaded: its prefill was for nothing, and it is to be ended."""
+        """Check admission again, before prefill_ended. Raise Overloaded if the request must not decode: its prefill was
+        wasted, and the caller ends the request."""
         request = self._open.get(request_id)
         if request is None or request.has_joined:
             return
-        verdict = self._gate.before_decode(request_id, request.num_tokens, request.decode.decode_now, now_s)
+        verdict = self._admission.before_decode(request_id, request.num_tokens, request.decode.decode_now, now_s)
         if isinstance(verdict, RefusedRequest):
             self.counters["wasted_prefills"] += 1
             raise self.refuse(request_id, verdict.error(), verdict.cause)
 
     def request_ended(self, call: RequestEnded, now_s: float) -> None:
-        request = self._take_out(call.request_id, now_s, call.output_tokens)
+        request = self._remove(call.request_id, now_s, call.output_tokens)
         self.counters["ended"] += request is not None
         kept = self.records.kept(call.request_id)
         if kept is None:
             return
-        note_end(kept.record, call)
-        self._note_errors(kept.record)
+        record_end(kept.record, call)
+        self._measure_errors(kept.record)
         if request is not None:
             kept.missed = first_missed(request.keys, request.num_tokens, call.cached_tokens, self.block_tokens)
 
-    def _note_errors(self, record: DecisionRecord) -> None:
-        """Of whole requests that went as planned: one that was routed again waited for what nobody predicted."""
+    def _measure_errors(self, record: DecisionRecord) -> None:
+        """Measure the predictions of requests that went as planned; a request that was routed again is left out."""
         if record.outcome != "done" or record.attempt > 1:
             return
         if record.predicted_ttft_s is not None and record.measured_ttft_s is not None:
@@ -300,13 +296,13 @@ class ConductorState:
             self._request_errors["tbt"].add(record.predicted_tbt_s, record.measured_tbt_s)
 
     def owner_gone(self, owner: Hashable, now_s: float) -> None:
-        """Takes all requests of a front end out of the queues."""
+        """Remove all requests of a front end that has disconnected."""
         for request_id in [one.request_id for one in self._open.values() if one.owner == owner]:
-            self._take_out(request_id, now_s)
+            self._remove(request_id, now_s)
             self.abandon(request_id)
 
     def abandon(self, request_id: str) -> None:
-        """Nobody waits for it any more."""
+        """Record that no client waits for the request any more."""
         self.counters["abandoned"] += 1
         record = self.records.get(request_id)
         if record is not None:
@@ -322,27 +318,27 @@ class ConductorState:
             else:
                 excluded.append(worker.slot)
         leading = self.index.leading(prints, among)
-        demand = PlacementRequest(call.num_tokens, call.max_tokens, *self._block_shape)
-        prices = Pricing(demand, leading, self.costs, self.traffic)
-        scene = PlacementInput(demand, leading, queue_s, self.prefills, prices, self.traffic)
-        return scene, self._chooser.choose(scene, self.decodes, excluded, self.costs)
+        request = PlacementRequest(call.num_tokens, call.max_tokens, *self._block_shape)
+        prices = Pricing(request, leading, self.costs, self.traffic)
+        inputs = PlacementInput(request, leading, queue_s, self.prefills, prices, self.traffic)
+        return inputs, self._chooser.choose(inputs, self.decodes, excluded, self.costs)
 
     def _dispatch(
         self, call: Route, owner: Hashable, weighed: WeighedRequest, now_s: float, waited_s: float
     ) -> Decision:
-        prints, scene, choice, _ = weighed
+        prints, inputs, choice, _ = weighed
         best = choice.prefill
         prefill = self._workers[best.worker]
         decode = self._workers[self.decodes.names[choice.decode_slot]]
         prefill.backlog.add(call.request_id, best.service_s, now_s)
         self.prefills.update(prefill.slot, prefill.backlog)
-        self._count_replicated(scene, choice)
+        self._count_replicated(inputs, choice)
         self.index.expect(best.worker, prints)
         if best.pulled_blocks:
-            start_s, nbytes = now_s + best.queue_s, best.pulled_blocks * scene.demand.block_nbytes
+            start_s, nbytes = now_s + best.queue_s, best.pulled_blocks * inputs.request.block_nbytes
             self.traffic.expect(call.request_id, prefill.slot, nbytes, start_s, start_s + best.transfer_s)
         request = OpenRequest(
-            call.request_id, owner, call.keys, prints, call.num_tokens, scene.demand.num_pages, prefill, decode
+            call.request_id, owner, call.keys, prints, call.num_tokens, inputs.request.num_pages, prefill, decode
         )
         self._open[call.request_id] = request
         self._count_decoding(request, 1)
@@ -350,26 +346,26 @@ class ConductorState:
             request_id=call.request_id,
             prefill=prefill.ref,
             decode=decode.ref,
-            pool_blocks=scene.leading.pool,
+            pool_blocks=inputs.leading.pool,
             ttft_s=waited_s + best.ttft_s,
             tbt_s=choice.tbt_s,
             candidates=choice.candidates,
             max_pool_blocks=choice.max_pool_blocks,
             waited_s=waited_s,
-            asks_before_decode=self._gate.asks_before_decode,
+            asks_before_decode=self._admission.asks_before_decode,
         )
 
-    def _count_replicated(self, scene: PlacementInput, choice: PlacementChoice) -> None:
-        copied = replicated(scene.leading, choice.plan)
+    def _count_replicated(self, inputs: PlacementInput, choice: PlacementChoice) -> None:
+        copied = replicated(inputs.leading, choice.plan)
         if copied.pulled or copied.computed:
             self.counters["replicated_by_pulling"] += copied.pulled
             self.counters["replicated_by_computing"] += copied.computed
 
-    def _take_out(self, request_id: str, now_s: float, output_tokens: int = 0) -> OpenRequest | None:
+    def _remove(self, request_id: str, now_s: float, output_tokens: int = 0) -> OpenRequest | None:
         request = self._open.pop(request_id, None)
         if request is None:
             return None
-        self._gate.ended(request_id, now_s, output_tokens)
+        self._admission.ended(request_id, now_s, output_tokens)
         if request.prefill is not None:
             self._leave_backlog(request_id, request.prefill, now_s)
             self.index.unexpect(request.prefill.info.name, request.prints)
@@ -400,7 +396,8 @@ class ConductorState:
             self._decode_now[worker.info.name] = worker.decode_now
 
     def _update_decode(self, worker: Registration) -> None:
-        """What was sent there and what it reports, whichever is more: reports lag, and others may use it too."""
+        """Use the larger of what was sent to the worker and what it reports: reports lag, and the worker may have
+        requests that this conductor does not know."""
         info, load = worker.info, worker.load
         self._decode_now[info.name] = worker.decode_now
         self.decodes.update(

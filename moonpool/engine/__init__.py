@@ -1,1 +1,1 @@
-"""The engine: runs the model on paged KV memory. Importing this package imports nothing else, torch least of all."""
+"""Runs models on paged KV memory. Importing this package imports nothing else, in particular not torch."""

@@ -1,14 +1,14 @@
-"""Which page of the worker's KV memory belongs to whom. Pure: it counts pages, it never touches their bytes.
+"""Tracks the pages of a worker's KV memory: references, published blocks, the cache. Pure: it never touches their
+bytes.
 
 A page is in exactly one of three states:
 
-    free      nobody refers to it and it holds nothing worth keeping
-    used      referred to by one or more sequences or holders
-    cached    nobody refers to it, but it holds a published block that the next prompt may reuse
+    free      no reference, no reusable content
+    used      referenced by one or more sequences or owners
+    cached    no reference, but it holds a published block that a later prompt may reuse
 
-A published page is never written again until it is taken from the cache (least recently used first) for
-another use. Publishing and dropping are told to whoever drains the events; `published_keys()` is the whole
-truth for one who missed some.
+A published page is not written again until it is evicted from the cache (least recently used first). `drain_events()`
+returns which blocks were published and dropped; a caller that missed events reads `published_keys()`.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ MAX_EVENTS = 65_536
 
 @dataclass(frozen=True, slots=True)
 class PageGrant:
-    """Pages for KV to come; the first `num_present_blocks` of them hold the right KV already."""
+    """Pages for KV that will arrive; the first `num_present_blocks` of them hold their KV already."""
 
     pages: list[int]
     num_present_blocks: int
 
 
 class PageManager:
-    """All pages of one worker. Every call either happens entirely or raises and changes nothing."""
+    """All pages of one worker. A call that raises changes nothing."""
 
     def __init__(self, num_pages: int, block_tokens: int, max_events: int = MAX_EVENTS) -> None:
-        """With `max_events` 0 nobody wants to hear of any, and none is kept or counted."""
+        """With `max_events` 0 no events are kept or counted."""
         assert num_pages > 0, "an engine needs pages"
         assert block_tokens > 0, "a block holds tokens"
         self.num_pages = num_pages
@@ -45,7 +45,7 @@ class PageManager:
         self._key_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self._holders: dict[str, list[int]] = {}
+        self.owned: dict[str, list[int]] = {}  # pages by owner; for reading
         self._max_events = max_events
         self._events: dict[bytes, bool] = {}
 
@@ -65,13 +65,14 @@ class PageManager:
 
     @property
     def num_available(self) -> int:
-        """How many pages `allocate` could give now."""
+        """How many pages `allocate` could return now."""
         return self.num_free + self.num_cached
 
     # -- references --------------------------------------------------------------------------------------
 
     def allocate(self, num_pages: int) -> list[int]:
-        """Pages with one reference each and no content; drops cached blocks when it must. NoSpace: none given."""
+        """Return pages with one reference each, whose content is undefined; evict cached blocks if necessary. Raise
+        NoSpace if there are too few pages."""
         if num_pages > self.num_available:
             raise NoSpace(f"{num_pages} pages wanted, {self.num_available} of {self.num_pages} available")
         free, references = self._free, self._references
@@ -84,10 +85,9 @@ class PageManager:
         return pages
 
     def free(self, pages: Sequence[int]) -> None:
-        """Gives back one reference per page; a published page stays reusable.
+        """Release one reference per page; a published page stays reusable.
 
-        The last block of a chain is of no use without the first, so it goes into the cache first and leaves
-        it first.
+        The last block of a chain is useless without the first, so it enters the cache first and is evicted first.
         """
         references, key_of, cached, free = self._references, self._key_of, self._cached, self._free
         for page in reversed(pages):
@@ -102,7 +102,7 @@ class PageManager:
                 free.append(page)
 
     def count_local(self, keys: Sequence[bytes]) -> int:
-        """How many leading keys `match` would find now; changes nothing."""
+        """Return how many leading keys `match` would find now; nothing changes."""
         count, page_of = 0, self._page_of
         for key in keys:
             if key not in page_of:
@@ -111,21 +111,21 @@ class PageManager:
         return count
 
     def page_of(self, key: bytes) -> int | None:
-        """Where a published block lies now."""
+        """Return the page of a published block, or None."""
         return self._page_of.get(key)
 
     def match(self, keys: Sequence[bytes]) -> list[int]:
-        """Pages of the leading run of published blocks, each with one more reference."""
+        """Return the pages of the leading run of published blocks, each with one more reference."""
         pages = [self._page_of[key] for key in keys[: self.count_local(keys)]]
         for page in pages:
             self._refer(page)
         return pages
 
     def publish(self, pages: Sequence[int], keys: Sequence[bytes]) -> None:
-        """Makes used pages, complete and verified, reusable under these keys; not where another page has the key."""
+        """Make used pages, complete and verified, reusable under these keys; skip keys that another page has."""
         page_of, key_of, references, added = self._page_of, self._key_of, self._references, []
         for page, key in zip(pages, keys, strict=True):
-            assert references[page] > 0, f"page {page} is published by nobody who uses it"
+            assert references[page] > 0, f"page {page} is published without a reference"
             if page_of.setdefault(key, page) != page:
                 continue
             if page in key_of:
@@ -133,16 +133,16 @@ class PageManager:
             else:
                 key_of[page] = key
                 added.append(key)
-        self._tell(added, True)
+        self._record_events(added, True)
 
-    # -- holders: pages in somebody's hands who is not a sequence ------------------------------------------
+    # -- owners: references that do not belong to a sequence -----------------------------------------------
 
     def reserve(self, owner: str, num_pages: int, keys: Sequence[bytes] = ()) -> PageGrant:
-        """Pages under a name, for KV that will arrive from elsewhere. NoSpace, AlreadyExists: none given.
+        """Allocate pages for `owner`, for KV that will arrive from another process. Raise NoSpace or AlreadyExists.
 
         The leading run of `keys` that is published here is reused; its pages must not be written.
         """
-        if owner in self._holders:
+        if owner in self.owned:
             raise AlreadyExists(f"{owner} holds pages already")
         present = self.match(keys[:num_pages])
         try:
@@ -150,33 +150,30 @@ class PageManager:
         except NoSpace:
             self.free(present)
             raise
-        self._holders[owner] = [*present, *fresh]
+        self.owned[owner] = [*present, *fresh]
         return PageGrant(pages=[*present, *fresh], num_present_blocks=len(present))
 
     def hold(self, owner: str, pages: Iterable[int]) -> None:
-        """One more reference to pages in use or cached, under a name: their bytes stay while somebody copies
-        them. Repeated calls add up."""
-        held = self._holders.setdefault(owner, [])
+        """Add a reference of `owner` to pages in use or cached, so that their bytes stay while they are copied.
+        Repeated calls add up."""
+        held = self.owned.setdefault(owner, [])
         for page in pages:
             assert self._references[page] > 0 or page in self._cached, f"page {page} is free"
             self._refer(page)
             held.append(page)
 
-    def take(self, owner: str) -> list[int]:
-        """Hands the owner's references over to the caller; empty when there are none."""
-        return self._holders.pop(owner, [])
+    def detach(self, owner: str) -> list[int]:
+        """Return the owner's pages; the caller becomes the owner of their references. Empty if there are none."""
+        return self.owned.pop(owner, [])
 
     def release(self, owner: str) -> None:
-        """Gives back what the owner holds; idempotent."""
-        self.free(self.take(owner))
-
-    def holders(self) -> Mapping[str, Sequence[int]]:
-        return self._holders
+        """Release the owner's references; idempotent."""
+        self.free(self.detach(owner))
 
     # -- the cache -----------------------------------------------------------------------------------------
 
     def drop_cached(self) -> int:
-        """Forgets every cached block that nobody uses; the number of pages that became free."""
+        """Evict every cached block. Return the number of pages that became free."""
         count = len(self._cached)
         self._free.extend(self._evict(count))
         return count
@@ -185,14 +182,12 @@ class PageManager:
         return list(self._page_of)
 
     def drain_events(self) -> dict[bytes, bool]:
-        """The last word on each key: True when the block became reusable here, False when it was dropped.
-
-        Bounded: when nobody drains, events are lost and counted in `num_events_lost`.
-        """
+        """Return the last event of each key since the last call: True if the block became reusable here, False if it
+        was dropped. Bounded: if no caller drains them, events are lost and counted in `num_events_lost`."""
         events, self._events = self._events, {}
         return events
 
-    # -- inside --------------------------------------------------------------------------------------------
+    # -- internals -----------------------------------------------------------------------------------------
 
     def _refer(self, page: int) -> None:
         self._cached.pop(page, None)
@@ -204,10 +199,10 @@ class PageManager:
         keys = [key_of.pop(page) for page in pages]
         for key in keys:
             del page_of[key]
-        self._tell(keys, False)
+        self._record_events(keys, False)
         return pages
 
-    def _tell(self, keys: Sequence[bytes], is_there: bool) -> None:
+    def _record_events(self, keys: Sequence[bytes], is_there: bool) -> None:
         if not self._max_events:
             return
         self._events.update(dict.fromkeys(keys, is_there))
@@ -216,7 +211,7 @@ class PageManager:
             self._events = {}
 
     def check_integrity(self, references: Mapping[int, int] | None = None) -> None:
-        """Asserts that the books balance; `references` are those that others (sequences) know to have."""
+        """Assert that all counts agree; `references` are those of sequences."""
         free, cached = set(self._free), set(self._cached)
         assert len(free) == len(self._free), "a page is free twice"
         assert not free & cached, "a page is free and cached"
@@ -227,6 +222,6 @@ class PageManager:
         assert not free & set(self._key_of), "a free page is published"
         assert self.num_free + self.num_used + self.num_cached == self.num_pages
         if references is not None:
-            known = Counter(references) + Counter(p for pages in self._holders.values() for p in pages)
+            known = Counter(references) + Counter(p for pages in self.owned.values() for p in pages)
             counted = {page: count for page, count in enumerate(self._references) if count}
             assert counted == dict(known), f"references {counted}, known {dict(known)}"

@@ -1,7 +1,7 @@
-"""The folder where fetched and prepared model files are kept: `MOONPOOL_CACHE`, or ~/.cache/moonpool.
+"""The folder of fetched and prepared model files: `MOONPOOL_CACHE`, or ~/.cache/moonpool.
 
-Several processes may want the same file at once. Each file is made under a lock and appears whole or not at
-all: it is written beside its place, synced and renamed.
+Several processes may need the same file at once. Each file is made under a lock and appears whole or not at all: it is
+written to a temporary file in the same folder, synced and renamed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moonpool.base.errors import ModelError
 
 
 def cache_folder(*parts: str) -> Path:
-    """A folder inside the cache, created if missing."""
+    """Return a folder inside the cache; create it if it is missing."""
     root = os.environ.get("MOONPOOL_CACHE")
     folder = Path(root) if root else Path.home() / ".cache" / "moonpool"
     folder = folder.joinpath(*parts)
@@ -31,7 +31,7 @@ def cache_folder(*parts: str) -> Path:
 
 @contextlib.contextmanager
 def locked(target: Path) -> Iterator[None]:
-    """Holds the one lock that goes with `target` across processes. The kernel releases it if we die."""
+    """Hold the lock of `target`, across processes. The kernel releases it if this process dies."""
     lock = target.with_name(target.name + ".lock")
     with open(lock, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -40,7 +40,7 @@ def locked(target: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def written_whole(target: Path) -> Iterator[Path]:
-    """Yields a path beside `target` to write to; on success it becomes `target`, on failure it is removed."""
+    """Yield a path to write to. On success the file becomes `target`, on failure it is removed."""
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         yield partial

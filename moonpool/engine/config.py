@@ -1,8 +1,8 @@
-"""What the engine is told: the shape of a model (ModelConfig) and how to run it (EngineConfig). No torch.
+"""The engine's configuration: the shape of a model (ModelConfig) and how to run it (EngineConfig). No torch.
 
-A ModelConfig comes from a Hugging Face config.json or from GGUF metadata and covers the Llama family by
-configuration. What the model code cannot compute exactly is refused here with a ModelError that names it,
-so an unsupported model never yields a wrong token.
+A ModelConfig comes from a Hugging Face config.json or from GGUF metadata and covers the Llama family. A feature that
+the model code cannot compute exactly raises ModelError with its name, so an unsupported model never gives a wrong
+token.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """How rotary frequencies differ from theta alone. `divisors` (one per frequency) come from a GGUF tensor."""
+    """How rotary frequencies are scaled. `divisors`, one per frequency, come from a GGUF tensor."""
 
     kind: Literal["linear", "llama3", "divisors"]
     factor: float = 1.0
@@ -57,7 +57,7 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     tied_embeddings: bool = False
     qkv_bias: bool = False
-    output_bias: bool = False  # Llama's attention_bias also adds one to the output projection
+    output_bias: bool = False  # Llama's attention_bias also adds a bias to the output projection
     qk_norm: bool = False
     eos_ids: tuple[int, ...] = ()
 
@@ -75,12 +75,12 @@ class ModelConfig:
 
     @property
     def rope_text(self) -> str:
-        """Everything that changes K for the same weights, for the cache identity."""
+        """All settings that change K for the same weights; part of the cache identity."""
         return f"half/theta={self.rope_theta!r}/scaling={self.rope_scaling!r}"
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
-        """From config.json and, where present, generation_config.json (whose eos ids win)."""
+        """Read config.json and, if present, generation_config.json, whose eos ids take precedence."""
         architecture = _hf_architecture(config)
         _refuse_unsupported(config, architecture)
         try:
@@ -92,7 +92,7 @@ class ModelConfig:
     def from_gguf(
         cls, metadata: Mapping[str, Any], shapes: Mapping[str, Shape], rope_divisors: tuple[float, ...] = ()
     ) -> ModelConfig:
-        """From a GGUF file's metadata and tensor shapes; `rope_divisors` is its rope_freqs tensor, if any."""
+        """Read a GGUF file's metadata and tensor shapes; `rope_divisors` is its rope_freqs tensor, if any."""
         architecture = metadata.get("general.architecture")
         if architecture not in _GGUF_ARCHITECTURES:
             raise ModelError(
@@ -106,16 +106,16 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """How one engine runs. `num_pages` pages of `block_tokens` tokens hold the KV of everything it serves."""
+    """How one engine runs. `num_pages` pages of `block_tokens` tokens hold the KV of all its sequences."""
 
     num_pages: int
     block_tokens: int = 64
     max_batch_tokens: int = 512  # tokens computed in one step: chunked prefill's budget
     max_num_seqs: int = 32
-    max_model_len: int | None = None  # prompt and output together; None: what the model allows
+    max_model_len: int | None = None  # prompt and output together; None: the model's maximum
     dtype: DType = "float32"
     device: Device = "cpu"
-    threads: int | None = None  # None: as many as torch finds
+    threads: int | None = None  # None: torch's default
 
     def __post_init__(self) -> None:
         _require(self.num_pages >= 1, "num_pages must be at least 1")
@@ -141,7 +141,7 @@ def _hf_architecture(config: Mapping[str, Any]) -> str:
 
 
 def _refuse_unsupported(config: Mapping[str, Any], architecture: str) -> None:
-    """Raises ModelError for what would be computed wrongly rather than not at all."""
+    """Raise ModelError for features that the model code would compute wrongly."""
     if config.get("hidden_act", "silu") != "silu":
         raise ModelError(f"activation {config['hidden_act']!r} is not supported, only silu")
     if config.get("mlp_bias"):
@@ -164,7 +164,7 @@ def _slides(config: Mapping[str, Any], architecture: str) -> bool:
 
 
 def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """transformers 5 writes rope_parameters; earlier ones rope_scaling beside rope_theta."""
+    """transformers 5 writes rope_parameters; earlier versions write rope_scaling beside rope_theta."""
     return dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
 
 
@@ -266,6 +266,6 @@ def _gguf_rope_scaling(
 
 
 def _gguf_eos_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
-    """End of text and, where it is another token, end of turn."""
+    """Return end of text and, if it is another token, end of turn."""
     keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
     return tuple(dict.fromkeys(int(metadata[key]) for key in keys if key in metadata))

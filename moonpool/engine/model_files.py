@@ -1,14 +1,21 @@
-"""Finds a model's files: by name in the cache, or by path as a Hugging Face folder or a .gguf file. No torch.
+"""Finds a model's files, by name in the cache or by path (a Hugging Face folder or a .gguf file), and reads them. No
+torch.
 
     files = resolve("smollm2")            # or "/models/Qwen3-0.6B", or "model.gguf"
     config = read_config(files)
+    identity = cache_identity(config, files, "float32", 64)
 
-Whatever is missing, truncated or not supported is a ModelError that says which file and why. Fetching a named
-model is model_fetch.py's; this module never reaches the network.
+A missing, truncated or unsupported file raises ModelError with the file and the reason. This module never uses the
+network; model_fetch.py fetches named models.
+
+The cache identity ties KV to one model. The front end, the conductor and the workers compute the same identity from the
+same files. Digests of weight files are kept in the cache folder by (path, size, modification time), so that the bytes
+are read once and not at every start.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +24,12 @@ from typing import Any, Literal
 import msgspec
 
 from moonpool.base.errors import InvalidInput, ModelError, UnknownModel
-from moonpool.engine.config import ModelConfig
+from moonpool.base.keys import CacheIdentity
+from moonpool.engine.cache_folder import cache_folder, locked, written_whole
+from moonpool.engine.config import DType, ModelConfig
 from moonpool.engine.gguf_file import GgufFile
-from moonpool.engine.model_fetch import NAMED_MODELS, fetched_path
+from moonpool.engine.kv_memory import PIECE_LAYOUT
+from moonpool.engine.model_fetch import NAMED_MODELS, fetched_path, file_sha256
 from moonpool.engine.sequence import SamplingDefaults, SamplingParams
 
 _ROPE_DIVISORS = "rope_freqs.weight"
@@ -36,7 +46,7 @@ class ModelFiles:
 
 
 def resolve(model: str) -> ModelFiles:
-    """The files of a named model (which must have been fetched) or of a path."""
+    """Return the files of a named model, which must have been fetched, or of a path."""
     if model in NAMED_MODELS:
         path = fetched_path(model)
         if not path.exists():
@@ -52,7 +62,7 @@ def resolve(model: str) -> ModelFiles:
 
 
 def read_config(files: ModelFiles) -> ModelConfig:
-    """The model's shape, from config.json or from the GGUF header."""
+    """Return the model's shape, from config.json or from the GGUF header."""
     if files.kind == "gguf":
         return _gguf_config(GgufFile.open(files.root))
     return ModelConfig.from_hf(
@@ -61,7 +71,7 @@ def read_config(files: ModelFiles) -> ModelConfig:
 
 
 def read_sampling_defaults(files: ModelFiles) -> SamplingDefaults:
-    """What the model's makers recommend: generation_config.json, or what is known of a named model."""
+    """Return the sampling values that the model's authors recommend: of generation_config.json, or of a named model."""
     if files.kind == "gguf":
         return NAMED_MODELS[files.name].sampling if files.name in NAMED_MODELS else SamplingDefaults()
     known = read_json(files.root / "generation_config.json", optional=True)
@@ -77,7 +87,7 @@ def read_sampling_defaults(files: ModelFiles) -> SamplingDefaults:
 
 
 def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
-    """A JSON object from disk; a missing optional file is an empty one."""
+    """Return a JSON object from disk; an empty one for a missing optional file."""
     if optional and not path.exists():
         return {}
     try:
@@ -100,7 +110,7 @@ def _gguf_config(file: GgufFile) -> ModelConfig:
 
 
 def _folder_weights(folder: Path) -> tuple[Path, ...]:
-    """The safetensors files that the index names, or all there are."""
+    """Return the safetensors files that the index names, or all of the folder."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         weight_map = read_json(index).get("weight_map")
@@ -115,3 +125,42 @@ def _folder_weights(folder: Path) -> tuple[Path, ...]:
         if not path.is_file():
             raise ModelError(f"{folder} lacks {path.name}, which its index names")
     return tuple(paths)
+
+
+def weights_digest(files: ModelFiles) -> str:
+    """Return the hex sha256 of the weight file's bytes; for several files, the sha256 over their digests in order."""
+    digests = [_cached_digest(path) for path in files.weights]
+    if len(digests) == 1:
+        return digests[0]
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
+def cache_identity(config: ModelConfig, files: ModelFiles, dtype: DType, block_tokens: int) -> CacheIdentity:
+    """Return the identity of KV computed from these files in this dtype and block size."""
+    return CacheIdentity(
+        model_name=files.name,
+        weights_digest=weights_digest(files),
+        dtype=dtype,
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_tokens=block_tokens,
+        piece_layout=PIECE_LAYOUT,
+        rope=config.rope_text,
+    )
+
+
+def _cached_digest(path: Path) -> str:
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
+    described = json.dumps([str(path), stat.st_size, stat.st_mtime_ns])
+    memo = cache_folder("digests") / hashlib.sha256(described.encode()).hexdigest()
+    with locked(memo):
+        if memo.exists() and len(known := memo.read_text()) == hashlib.sha256().digest_size * 2:
+            return known
+        digest = file_sha256(path)
+        with written_whole(memo) as partial:
+            partial.write_text(digest)
+        return digest

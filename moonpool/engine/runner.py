@@ -1,7 +1,7 @@
-"""Runs one step of the model: chunks in, logits out, KV written to pages on the way.
+"""Runs one step of the model: chunks in, logits out; the step's KV is written to its pages.
 
-Builds the step's index tensors once, then hands them to the model. Promises that stale bytes never reach
-attention: a page is zeroed before its first token is written.
+The runner builds the step's index tensors once and passes them to the model. Stale bytes never reach attention: a page
+is zeroed before its first token is written.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from moonpool.engine.attention import AttentionGroup, QuerySpan, plan_attention
 from moonpool.engine.kv_tensor import KvMemory
-from moonpool.engine.layers.attention import AttentionGroup, QuerySpan, plan_attention
-from moonpool.engine.models.llama import LayerHooks, LlamaModel, Step
+from moonpool.engine.llama import LayerHooks, LlamaModel, Step
 from moonpool.engine.sequence import Chunk
 
 __all__ = ["LayerHooks", "Runner"]
@@ -30,9 +30,9 @@ class Runner:
 
     @torch.inference_mode()
     def execute(self, chunks: Sequence[Chunk], hooks: LayerHooks | None = None) -> torch.Tensor:
-        """Computes all chunks; float32 logits [chunks that want them, vocab], in order of the chunks.
+        """Compute all chunks; return float32 logits [chunks that want them, vocab], in order of the chunks.
 
-        When it raises, the pages of these chunks hold no KV worth keeping from the chunks' start on.
+        If it raises, the KV of these chunks from their start on is undefined.
         """
         self.kv.clear(_first_written(chunks, self.kv.layout.block_tokens))
         return self.model.forward(self._prepare(chunks), self.kv, hooks).float()
@@ -66,7 +66,7 @@ class Runner:
 
 
 def _spans(chunks: Sequence[Chunk]) -> list[QuerySpan]:
-    """Where each chunk's rows lie in the step."""
+    """Return each chunk's rows of the step."""
     spans, row = [], 0
     for chunk in chunks:
         spans.append(QuerySpan(row, chunk.start, len(chunk.tokens), chunk.pages))
@@ -75,7 +75,7 @@ def _spans(chunks: Sequence[Chunk]) -> list[QuerySpan]:
 
 
 def _first_written(chunks: Sequence[Chunk], block_tokens: int) -> list[int]:
-    """Pages whose first token is among these chunks."""
+    """Return the pages whose first token is in these chunks."""
     return [
         chunk.pages[block]
         for chunk in chunks

@@ -1,15 +1,15 @@
-"""From logits to tokens. What is drawn depends on (logits, tokens so far, params, position) and nothing else.
+"""Samples tokens from logits. A token depends on (logits, tokens so far, params, position) and nothing else.
 
 The uniform number of a draw is a hash of (seed, position), so a request that moves to another worker, or runs in
 another batch, draws the same tokens. Every step works row by row: neighbours and their order do not matter.
 
-The order of things, per row: bars and penalties -> temperature -> min_p -> top_k -> top_p -> inverse CDF in
-vocabulary order. Tokens that tie with the last one a filter keeps are kept too. Log-probabilities are those of
-the model's own distribution, before any of this.
+Per row, in this order: barred tokens and penalties -> temperature -> min_p -> top_k -> top_p -> inverse CDF in
+vocabulary order. Tokens that tie with the last one that a filter keeps are kept too. Log-probabilities are those of the
+model's own distribution, before any of these.
 
 No sampling value that SamplingParams accepts raises here or makes NaN: arithmetic is float32, and a value that vanishes
 or overflows there acts as its limit (a temperature near 0 is greedy, a huge one uniform). A row without a usable
-maximum (the model computed NaN, or every token is barred) gets an error of its own; its neighbours do not notice.
+maximum (the model computed NaN, or every token is barred) gets its own error and does not affect other rows.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from moonpool.base.errors import Internal, InvalidInput, MoonpoolError
 from moonpool.engine.sequence import SamplingParams
 
 _TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
-# Penalties beyond this act as this: one step further from 1 or 0 changes no order of tokens, but may overflow.
+# Stronger penalties act as this one: they would not change the order of tokens, but may overflow.
 _STRONGEST = 1e30
-_LEAST_LOGPROB = -9999.0  # what clients see instead of minus infinity, which JSON cannot write
+_LEAST_LOGPROB = -9999.0  # sent instead of minus infinity, which JSON cannot represent
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class SampleRow:
     params: SamplingParams
     tokens: Sequence[int]
     num_prompt_tokens: int
-    barred: frozenset[int] = frozenset()  # tokens that must not come next
+    barred: frozenset[int] = frozenset()  # tokens that must not be sampled next
 
     @property
     def is_greedy(self) -> bool:
@@ -57,7 +57,7 @@ class SampledToken:
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1): the same for the same seed and position, on every machine."""
+    """Return a number in [0, 1): the same for the same seed and position on every machine."""
     packed = struct.pack("<QQ", seed % 2**64, position)
     digest = hashlib.blake2b(packed, digest_size=8, person=b"moonpool-draw").digest()
     return float(int.from_bytes(digest, "little") >> 11) * 2.0**-53
@@ -65,14 +65,11 @@ def uniform(seed: int, position: int) -> float:
 
 @torch.inference_mode()
 def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken | MoonpoolError]:
-    """Return one outcome per row of `logits` [rows, vocab]: its token, or the error that this row alone has.
-
-    `logits` is not changed.
-    """
+    """Return one outcome per row of `logits` [rows, vocab]: its token, or its error. `logits` is not changed."""
     assert logits.shape[0] == len(rows), "a row of logits per request"
     adjusted = _adjust(logits, rows) if any(row.is_adjusted for row in rows) else logits
     tokens, sound = _best(adjusted)
-    if adjusted is not logits:  # a bar may hide a NaN
+    if adjusted is not logits:  # a barred token may hide a NaN
         sound = [a and b for a, b in zip(sound, _best(logits)[1], strict=True)]
     random = [i for i, row in enumerate(rows) if sound[i] and not row.is_greedy]
     if random:
@@ -80,18 +77,18 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken
         for i, token in zip(random, drawn, strict=True):
             tokens[i] = token
     return [
-        _with_logprobs(logits[i], row, tokens[i]) if sound[i] else _complaint(logits[i], row)
+        _with_logprobs(logits[i], row, tokens[i]) if sound[i] else _row_error(logits[i], row)
         for i, row in enumerate(rows)
     ]
 
 
 def _best(logits: torch.Tensor) -> tuple[list[int], list[bool]]:
     """Return each row's most likely token, the first one on ties, and whether the row has a finite maximum."""
-    best = logits.argmax(dim=-1, keepdim=True)  # that of a NaN if there is one
+    best = logits.argmax(dim=-1, keepdim=True)  # the index of a NaN if there is one
     return best.squeeze(-1).tolist(), logits.gather(-1, best).squeeze(-1).isfinite().tolist()
 
 
-def _complaint(logits: torch.Tensor, row: SampleRow) -> MoonpoolError:
+def _row_error(logits: torch.Tensor, row: SampleRow) -> MoonpoolError:
     """Return why no token can be chosen from this row."""
     if logits.max().isfinite():
         message = "min_tokens cannot be reached: every token of the vocabulary is a stop token"
@@ -110,7 +107,7 @@ def _adjust(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
 
 
 def _penalize(logits: torch.Tensor, row: SampleRow) -> None:
-    """In place. Repetition looks at prompt and output, presence and frequency at the output alone."""
+    """Change logits in place. Repetition counts prompt and output, presence and frequency the output only."""
     params = row.params
     if params.repetition_penalty != 1.0:
         factor = min(max(params.repetition_penalty, 1 / _STRONGEST), _STRONGEST)
@@ -129,7 +126,7 @@ def _penalize(logits: torch.Tensor, row: SampleRow) -> None:
 
 
 def _bounded(logits: torch.Tensor) -> torch.Tensor:
-    """Return them finite where they overflowed; NaN stays NaN."""
+    """Return the logits with overflows made finite; NaN stays NaN."""
     return logits.clamp(-_HUGE, _HUGE)
 
 
@@ -138,7 +135,7 @@ def _index(tokens: set[int] | Counter[int], like: torch.Tensor) -> torch.Tensor:
 
 
 def _draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
-    """Inverse CDF over the filtered distribution, summed in double precision. logits [rows, vocab]."""
+    """Draw a token per row of logits [rows, vocab]: inverse CDF of the filtered distribution, in double precision."""
     # Neither 0 nor infinite in float32: 0 / 0 and -inf / inf would be NaN.
     temperature = _column([min(row.params.temperature, _HUGE) for row in rows], logits)
     scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature.to(logits.dtype)
@@ -160,7 +157,7 @@ def _column(values: list[float], like: torch.Tensor) -> torch.Tensor:
 
 
 def _filter(weights: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
-    """Applies top_k and top_p: weights below a row's threshold become 0."""
+    """Apply top_k and top_p: weights below a row's threshold become 0."""
     filtered = [i for i, row in enumerate(rows) if row.params.top_k is not None or row.params.top_p < 1]
     if not filtered:
         return weights
@@ -171,7 +168,7 @@ def _filter(weights: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
 
 
 def _thresholds(weights: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """The least weight that each row keeps [rows, 1]."""
+    """Return the least weight that each row keeps [rows, 1]."""
     vocab = weights.shape[-1]
     total = weights.sum(dim=-1, keepdim=True)
     top_p = _column([p.top_p for p in params], weights)
@@ -185,7 +182,7 @@ def _thresholds(weights: torch.Tensor, params: Sequence[SamplingParams]) -> torc
     cumulative = kept.cumsum(dim=-1)
     has_k = torch.tensor([[p.top_k is not None] for p in params], device=weights.device)
     wanted = torch.where(has_k, cumulative[:, -1:], total) * top_p
-    # A token is kept when those before it do not make up the wanted mass.
+    # A token is kept if the tokens before it have less than the wanted mass.
     num_kept = (cumulative - kept < wanted).sum(dim=-1, keepdim=True)
     return ordered.gather(-1, torch.minimum(num_kept, k).clamp_(min=1) - 1)
 

@@ -2,18 +2,18 @@
 
     schedule() -> chunks      decodes first (one token each), then prefill within the token budget; or, with
                               `prefill_first`, prompts alone as long as there are any, while the decodes wait
-    complete(sampled)         takes the step's tokens, ends sequences, seals blocks that became full
+    complete(sampled)         accepts the step's tokens, ends sequences, seals blocks that became full
 
-Between the two the step is open: the runner reads and writes the pages of its chunks. A pull from the pool
-that `drain_admitted()` told of must be confirmed, rewound or cancelled before the step is completed. The caller
-may cancel and rewind at any time; pages of a sequence cancelled in an open step are given back only when
-the step closes, so nobody else's KV can land in them while the runner still writes.
+Between the two calls the step is open: the runner reads and writes the pages of its chunks. A pull from the pool that
+`drain_admitted()` returned must be confirmed, rewound or cancelled before the step is completed. The caller may cancel
+and rewind at any time; the pages of a sequence cancelled in an open step are freed when the step closes, so no other
+sequence's KV can be in them while the runner still writes.
 
-A sequence under suspicion (`num_alone_steps`) is computed before all others and in steps of its own, so that a step
-that fails or kills its process shows which sequence did it.
+A suspect sequence (`num_alone_steps`) is computed before all others and in a batch of one, so that a step that fails or
+kills its process shows which sequence caused it.
 
-Promises: the earliest sequence always advances, so none starves; a sealed block is never written again; only
-complete blocks computed from verified KV are published.
+Promises: the earliest sequence always advances, so none starves; a sealed block is never written again; only complete
+blocks computed from verified KV are published.
 """
 
 from __future__ import annotations
@@ -24,9 +24,18 @@ from dataclasses import dataclass
 
 from moonpool.base.errors import ConfigError, Internal, NoSpace, PromptTooLong
 from moonpool.engine.blocks import PageManager
-from moonpool.engine.sequence import Chunk, FinishReason, Sequence, SequenceStatus, pages_for
+from moonpool.engine.sequence import (
+    Accepted,
+    AdmittedSequence,
+    Chunk,
+    FinishReason,
+    Sequence,
+    SequenceStatus,
+    StepResult,
+    full_blocks,
+    pages_for,
+)
 from moonpool.engine.sequence_queues import SequenceQueues
-from moonpool.engine.step import Accepted, AdmittedSequence, StepResult, full_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +44,7 @@ class SchedulerConfig:
     max_num_seqs: int  # in the batch at once
     max_seq_tokens: int  # prompt and output together
     eos_token_ids: frozenset[int] = frozenset()
-    prefill_first: bool = False  # first tokens come sooner, and the others less evenly
+    prefill_first: bool = False  # first tokens come sooner, later tokens less evenly
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_num_seqs <= self.max_batch_tokens:
@@ -48,34 +57,34 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, pages: PageManager) -> None:
         self.config = config
         self.pages = pages
-        self.roster = SequenceQueues(config.max_num_seqs)
+        self.queues = SequenceQueues(config.max_num_seqs)
         self.num_preemptions = 0
         self._block_tokens = pages.block_tokens
         self._plan: dict[str, int] = {}  # tokens per request in the step being scheduled
         self._step_is_open = False
         self._in_flight: dict[str, Chunk] = {}  # chunks whose outcome still counts
-        self._limbo: list[int] = []  # pages given back when the open step closes
+        self._deferred_free: list[int] = []  # pages to free when the open step closes
         self._admitted: list[AdmittedSequence] = []
         self._pulls: dict[str, AdmittedSequence] = {}  # neither confirmed nor rewound yet
 
-    # -- requests come -------------------------------------------------------------------------------------
+    # -- adding requests -----------------------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
-        """Queues a sequence. Refused when it could never run: PromptTooLong, NoSpace, AlreadyExists."""
+        """Queue a sequence. Raise PromptTooLong or NoSpace if it could never run, AlreadyExists if its id is here."""
         self._check_fits(sequence)
-        self.roster.join(sequence)
+        self.queues.add(sequence)
 
     def adopt(self, sequence: Sequence) -> None:
-        """Takes a sequence whose KV, complete and verified up to `num_computed_tokens`, is in pages already.
+        """Queue a sequence whose KV, complete and verified up to `num_computed_tokens`, is in pages already.
 
-        The references to `sequence.pages` pass to the scheduler; when it refuses (as `add` does) they stay
-        with the caller. The sequence waits with its pages until there is a place in the batch.
+        The scheduler becomes the owner of the references to `sequence.pages`; if it raises, as `add` does, the caller
+        keeps them. The sequence waits with its pages until there is a place in the batch.
         """
         self._check_fits(sequence)
         computed, num_pages = sequence.num_computed_tokens, len(sequence.pages)
         if not 0 <= computed <= min(num_pages * self._block_tokens, sequence.num_tokens - 1):
             raise Internal(f"{sequence.request_id}: KV of {computed} tokens cannot be in {num_pages} pages")
-        self.roster.join(sequence, with_pages=True)
+        self.queues.add(sequence, with_pages=True)
         self._seal(sequence)
 
     def _check_fits(self, sequence: Sequence) -> None:
@@ -84,69 +93,69 @@ class Scheduler:
             raise Internal(f"blocks of {sequence.block_tokens} tokens in pages of {self._block_tokens}")
         if sequence.num_output_tokens >= sequence.params.max_tokens:
             raise Internal(f"request {sequence.request_id} has all its tokens already")
-        self.roster.check_new(sequence.request_id)
+        self.queues.check_new(sequence.request_id)
         if sequence.num_tokens >= self.config.max_seq_tokens:
             raise PromptTooLong(
                 f"{sequence.num_tokens} tokens leave no room to answer within {self.config.max_seq_tokens}",
                 param="prompt",
             )
-        # The last token's KV is never computed; a prefill alone ends after one token.
+        # The last token's KV is never computed; a prefill-only sequence ends after one token.
         end = sequence.num_tokens + 1 if sequence.prefill_only else sequence.limit
         needed = pages_for(end - 1, self._block_tokens)
         if needed > self.pages.num_pages:
             raise NoSpace(f"the request may need {needed} pages and this worker has {self.pages.num_pages}")
 
-    # -- requests go ---------------------------------------------------------------------------------------
+    # -- removing requests ---------------------------------------------------------------------------------
 
     def cancel(self, request_id: str) -> bool:
-        """Forgets a request in any state and gives back its pages. False: there was none; idempotent."""
-        sequence = self.roster.sequences.get(request_id)
+        """Remove a request in any state and free its pages. Return False if there is no such request; idempotent."""
+        sequence = self.queues.sequences.get(request_id)
         if sequence is None:
             return False
-        self._leave(sequence)
+        self._remove(sequence)
         self._in_flight.pop(request_id, None)
         self._pulls.pop(request_id, None)
         return True
 
     def release(self, request_id: str) -> None:
-        """Gives back the pages of a finished sequence that holds them; nothing otherwise."""
-        sequence = self.roster.sequences.get(request_id)
+        """Free the pages of a finished sequence that holds them; do nothing otherwise."""
+        sequence = self.queues.sequences.get(request_id)
         if sequence is not None and sequence.status is SequenceStatus.HELD:
-            self._leave(sequence)
+            self._remove(sequence)
 
-    def _leave(self, sequence: Sequence) -> None:
+    def _remove(self, sequence: Sequence) -> None:
         if self._step_is_open and sequence.status is SequenceStatus.RUNNING:
-            self._limbo += sequence.pages
+            self._deferred_free += sequence.pages
         else:
             self.pages.free(sequence.pages)
         sequence.pages = []
-        self.roster.remove(sequence)
+        self.queues.remove(sequence)
 
     # -- one step ------------------------------------------------------------------------------------------
 
     def schedule(self) -> list[Chunk]:
-        """Opens a step and says what it computes. Empty: nothing can be computed now, and no step is open."""
+        """Open a step and return its chunks. Empty: nothing can be computed now, and no step is open."""
         if self._step_is_open:
             raise Internal("the last step has not been completed")
         self._plan, self._admitted = {}, []
-        if not (self.roster.alone and self._plan_alone()):
+        if not (self.queues.alone and self._plan_alone()):
             self._plan_batch()
-            if self.roster.alone and not self._plan:  # the last of the batch gave its place and pages back
+            if self.queues.alone and not self._plan:  # a preemption left a place and pages
                 self._plan_alone()
-        chunks = [self.roster.sequences[request_id].chunk(n) for request_id, n in self._plan.items()]
+        chunks = [self.queues.sequences[request_id].chunk(n) for request_id, n in self._plan.items()]
         self._in_flight = {chunk.request_id: chunk for chunk in chunks}
         self._step_is_open = bool(chunks)
         return chunks
 
     def _plan_alone(self) -> bool:
-        """Plan a step for one sequence that needs a batch of its own. Return False if none of them can run now."""
-        for sequence in self.roster.next_alone():
+        """Plan a step for one sequence that must run alone. Return False if none of them can run now."""
+        for sequence in self.queues.next_alone():
             if sequence.status is SequenceStatus.WAITING:
-                if not sequence.pages and not self._give_pages(sequence):
+                if not sequence.pages and not self._allocate_pages(sequence):
                     continue
-                self.roster.enter(sequence)
+                self.queues.start(sequence)
             self._plan_tokens(sequence, min(self._budget, sequence.num_uncomputed_tokens))
-            return bool(self._plan) or self._plan_alone()  # it gave its pages back: now there are some for another
+            return bool(self._plan) or self._plan_alone()  # it was preempted, so another has pages now
         return False
 
     def _plan_batch(self) -> None:
@@ -155,13 +164,13 @@ class Scheduler:
             self._plan_prompts(num_preemptions)
         if not self._plan:
             self._plan_decodes()
-            self._join_adopted()
+            self._start_adopted()
         if not self.config.prefill_first:
             self._plan_prompts(num_preemptions)
 
     def _plan_prompts(self, num_preemptions: int) -> None:
         self._plan_prefills()
-        if self.num_preemptions == num_preemptions:  # else pages are scarce
+        if self.num_preemptions == num_preemptions:  # otherwise pages are scarce
             self._admit_waiting()
 
     @property
@@ -169,19 +178,19 @@ class Scheduler:
         return self.config.max_batch_tokens - sum(self._plan.values())
 
     def _plan_decodes(self) -> None:
-        for sequence in list(self.roster.running):
+        for sequence in list(self.queues.running):
             if sequence.status is SequenceStatus.RUNNING and sequence.num_uncomputed_tokens == 1:
                 self._plan_tokens(sequence, 1)
 
-    def _join_adopted(self) -> None:
-        while self.roster.adopted and self.roster.has_place and not self.roster.adopted[0].num_alone_steps:
-            sequence = self.roster.adopted[0]
-            self.roster.enter(sequence)
+    def _start_adopted(self) -> None:
+        while self.queues.adopted and self.queues.has_place and not self.queues.adopted[0].num_alone_steps:
+            sequence = self.queues.adopted[0]
+            self.queues.start(sequence)
             if sequence.num_uncomputed_tokens == 1:
                 self._plan_tokens(sequence, 1)
 
     def _plan_prefills(self) -> None:
-        for sequence in list(self.roster.running):
+        for sequence in list(self.queues.running):
             is_decode = self.config.prefill_first and sequence.num_uncomputed_tokens == 1
             if sequence.status is SequenceStatus.RUNNING and sequence.request_id not in self._plan and not is_decode:
                 self._plan_tokens(sequence, min(self._budget, sequence.num_uncomputed_tokens))
@@ -191,11 +200,12 @@ class Scheduler:
             self._plan[sequence.request_id] = num_tokens
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Gets pages for the next tokens, at the cost of the latest arrivals. False: it was the latest itself."""
+        """Allocate pages for the next tokens, preempting the latest arrivals if necessary. Return False if the sequence
+        itself was the latest and is preempted."""
         end = sequence.num_computed_tokens + num_tokens
         needed = max(0, pages_for(end, self._block_tokens) - len(sequence.pages))
         while needed > self.pages.num_available:
-            latest = self.roster.running[-1]
+            latest = self.queues.running[-1]
             self._preempt(latest)
             if latest is sequence:
                 return False
@@ -203,45 +213,45 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Takes the sequence's pages; it will be recomputed from its tokens, before any later arrival."""
+        """Free the sequence's pages and queue it again; it is recomputed from its tokens before any later arrival."""
         self.num_preemptions += 1
         self._plan.pop(sequence.request_id, None)
         self.pages.free(sequence.pages)
         sequence.pages = []
         sequence.num_computed_tokens = sequence.num_sealed_blocks = 0
-        sequence.num_pool_blocks = 0  # the pool's promise was for the first time only
+        sequence.num_pool_blocks = 0  # the pool promised its blocks for the first admission only
         sequence.num_preemptions += 1
-        self.roster.send_back(sequence)
+        self.queues.requeue(sequence)
 
     def _admit_waiting(self) -> None:
-        while self.roster.waiting and self.roster.has_place and self._budget > 0:
-            sequence = self.roster.waiting[0]
-            if sequence.num_alone_steps or not self._give_pages(sequence):
+        while self.queues.waiting and self.queues.has_place and self._budget > 0:
+            sequence = self.queues.waiting[0]
+            if sequence.num_alone_steps or not self._allocate_pages(sequence):
                 return
-            self.roster.enter(sequence)
+            self.queues.start(sequence)
             self._plan_tokens(sequence, min(self._budget, sequence.num_uncomputed_tokens))
 
-    def _give_pages(self, sequence: Sequence) -> bool:
-        """All pages that the sequence's tokens need, reused or fresh. One page per running sequence is left
-        over, lest the newcomer be preempted at once."""
+    def _allocate_pages(self, sequence: Sequence) -> bool:
+        """Allocate all pages that the sequence's tokens need, reused or new. Return False if there are too few. One
+        page per running sequence stays free, so that the new sequence is not preempted at once."""
         keys = sequence.keys[: sequence.num_reusable_blocks]
         total = pages_for(sequence.num_tokens, self._block_tokens)
-        spare = len(self.roster.running)
+        spare = len(self.queues.running)
         if total - self.pages.count_local(keys) + spare > self.pages.num_available:
             return False
         local = self.pages.match(keys)
-        # Reused pages that were cached count as available no more.
+        # Reused pages that were cached are no longer available.
         if total - len(local) + spare > self.pages.num_available:
             self.pages.free(local)
             return False
         sequence.pages = local + self.pages.allocate(total - len(local))
         sequence.num_sealed_blocks = len(local)
-        self._note_admission(sequence, len(local))
+        self._record_admission(sequence, len(local))
         return True
 
-    def _note_admission(self, sequence: Sequence, num_local: int) -> None:
+    def _record_admission(self, sequence: Sequence, num_local: int) -> None:
         end = num_local
-        if sequence.pool_start_block <= num_local:  # else a gap lies between ours and the pool's
+        if sequence.pool_start_block <= num_local:  # otherwise there is a gap between the local blocks and the pool's
             promised = sequence.pool_start_block + sequence.num_pool_blocks
             end = max(num_local, min(promised, sequence.num_reusable_blocks))
         sequence.num_computed_tokens = end * self._block_tokens
@@ -260,24 +270,24 @@ class Scheduler:
             self._pulls[sequence.request_id] = admitted
 
     def drain_admitted(self) -> list[AdmittedSequence]:
-        """Who entered the batch with the last schedule(), and what must be pulled for them."""
+        """Return the sequences that entered the batch with the last schedule(), and what must be pulled for them."""
         admitted, self._admitted = self._admitted, []
         return admitted
 
     def confirm_pulled(self, request_id: str) -> None:
-        """The pulled pages hold what their keys say. Nothing happens when the request is gone."""
+        """Accept the pulled pages as verified. Do nothing if the request is gone."""
         pull = self._pulls.pop(request_id, None)
         if pull is not None:
-            sequence = self.roster.sequences[request_id]
+            sequence = self.queues.sequences[request_id]
             self._seal(sequence, end=pull.blocks[-1] + 1)
 
     def rewind(self, request_id: str, num_computed_tokens: int) -> None:
-        """KV from this position on is not to be trusted: it is computed again in the same pages.
+        """Discard KV from this position on; it is computed again in the same pages.
 
-        What the open step yields for this sequence is dropped. Blocks pulled whole before the position
-        count as verified, and sealed blocks stay. Nothing happens when the request is gone or finished.
+        The open step's token for this sequence is dropped. Pulled blocks that end before the position count as
+        verified, and sealed blocks stay. Do nothing if the request is gone or finished.
         """
-        sequence = self.roster.sequences.get(request_id)
+        sequence = self.queues.sequences.get(request_id)
         if sequence is None or sequence.status is SequenceStatus.HELD:
             return
         self._in_flight.pop(request_id, None)
@@ -289,12 +299,12 @@ class Scheduler:
         sequence.num_cached_tokens = min(sequence.num_cached_tokens, sequence.num_computed_tokens)
 
     def is_in_flight(self, request_id: str) -> bool:
-        """Whether the open step's outcome still counts for this request."""
+        """Return whether the open step's outcome still counts for this request."""
         return request_id in self._in_flight
 
     def complete(self, sampled: Mapping[str, int]) -> StepResult:
-        """Closes the step. `sampled` has a token for every chunk in flight that wanted logits; others are
-        ignored, so a token of a cancelled or rewound sequence goes nowhere."""
+        """Close the step. `sampled` has a token for every chunk in flight that wanted logits; tokens of other requests
+        (cancelled or rewound) are ignored."""
         if self._pulls:
             raise Internal(f"pulls neither confirmed nor rewound: {sorted(self._pulls)}")
         wanting = [c.request_id for c in self._in_flight.values() if c.wants_logits]
@@ -304,17 +314,17 @@ class Scheduler:
         in_flight = self._in_flight
         self._close_step()
         for chunk in in_flight.values():
-            sequence = self.roster.sequences[chunk.request_id]
+            sequence = self.queues.sequences[chunk.request_id]
             sequence.num_computed_tokens = chunk.end
             if sequence.num_alone_steps:
-                self.roster.ran_alone(sequence)
-            self._note_full(result, sequence, self._seal(sequence))
+                self.queues.count_alone_step(sequence)
+            self._add_full_blocks(result, sequence, self._seal(sequence))
             if chunk.wants_logits:
                 result.accepted.append(self._accept(sequence, sampled[chunk.request_id]))
         return result
 
     def abandon_step(self) -> None:
-        """Closes a step that failed, as if it had not been computed; nothing it pulled is trusted."""
+        """Close a step that failed, as if it had not been computed; its pulled blocks are discarded."""
         for pull in list(self._pulls.values()):
             self.rewind(pull.request_id, pull.blocks[0] * self._block_tokens)
         self._close_step()
@@ -322,11 +332,12 @@ class Scheduler:
     def _close_step(self) -> None:
         self._in_flight = {}
         self._step_is_open = False
-        self.pages.free(self._limbo)
-        self._limbo = []
+        self.pages.free(self._deferred_free)
+        self._deferred_free = []
 
     def _seal(self, sequence: Sequence, end: int | None = None) -> range:
-        """Publishes the blocks, up to `end`, that became complete; all computed ones if `end` is None. Which."""
+        """Publish the blocks completed since the last call, up to block `end` (default: all computed blocks). Return
+        their indices."""
         first = sequence.num_sealed_blocks
         end = sequence.num_computed_tokens // self._block_tokens if end is None else end
         if end > first:
@@ -334,7 +345,7 @@ class Scheduler:
             sequence.num_sealed_blocks = end
         return range(first, end)
 
-    def _note_full(self, result: StepResult, sequence: Sequence, indices: range) -> None:
+    def _add_full_blocks(self, result: StepResult, sequence: Sequence, indices: range) -> None:
         result.full_blocks.extend(full_blocks(sequence, indices))
 
     def _accept(self, sequence: Sequence, token: int) -> Accepted:
@@ -353,9 +364,9 @@ class Scheduler:
 
     def _finish(self, sequence: Sequence) -> None:
         if sequence.hold_pages:
-            self.roster.set_aside(sequence)
+            self.queues.hold(sequence)
         else:
-            self._leave(sequence)
+            self._remove(sequence)
 
     def _ends(self, sequence: Sequence, token: int) -> bool:
         params = sequence.params
@@ -364,29 +375,29 @@ class Scheduler:
         return token in params.stop_token_ids or (not params.ignore_eos and token in self.config.eos_token_ids)
 
     def barred_tokens(self, request_id: str) -> frozenset[int]:
-        """Tokens that may not be sampled next: those that would end the sequence before its min_tokens."""
-        sequence = self.roster.sequences[request_id]
+        """Return the tokens that must not be sampled next: those that would end the sequence before its min_tokens."""
+        sequence = self.queues.sequences[request_id]
         if sequence.num_output_tokens >= sequence.params.min_tokens:
             return frozenset()
         own = frozenset(sequence.params.stop_token_ids)
         return own if sequence.params.ignore_eos else own | self.config.eos_token_ids
 
-    # -- what others ask -----------------------------------------------------------------------------------
+    # -- queries -------------------------------------------------------------------------------------------
 
     def get(self, request_id: str) -> Sequence | None:
-        """The sequence, for reading; None when it is gone."""
-        return self.roster.sequences.get(request_id)
+        """Return the sequence, for reading only; None if it is gone."""
+        return self.queues.sequences.get(request_id)
 
     def has_work(self) -> bool:
-        return self.roster.num_waiting + self.roster.num_running > 0
+        return self.queues.num_waiting + self.queues.num_running > 0
 
     def check_integrity(self) -> None:
-        """Asserts that pages, queues and progress agree; cheap enough for a test to call after every event."""
-        self.roster.check_integrity()
-        sequences = self.roster.sequences.values()
-        self.pages.check_integrity(Counter([page for s in sequences for page in s.pages] + self._limbo))
-        assert self._in_flight.keys() <= {s.request_id for s in self.roster.running}
-        assert self._step_is_open or not (self._in_flight or self._pulls or self._limbo)
+        """Assert that pages, queues and progress agree; fast enough for a test to call after every event."""
+        self.queues.check_integrity()
+        sequences = self.queues.sequences.values()
+        self.pages.check_integrity(Counter([page for s in sequences for page in s.pages] + self._deferred_free))
+        assert self._in_flight.keys() <= {s.request_id for s in self.queues.running}
+        assert self._step_is_open or not (self._in_flight or self._pulls or self._deferred_free)
         for sequence in sequences:
             self._check_sequence(sequence)
 

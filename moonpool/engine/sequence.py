@@ -1,10 +1,10 @@
-"""One request inside an engine: its tokens, its pages and how far its KV has been computed.
+"""One request inside an engine: its tokens, its pages, how far its KV is computed, and what a step did to it.
 
-Pure data, no torch. The scheduler alone changes a Sequence; the runner sees only Chunks, which are
-frozen copies of what one step needs. What holds between steps:
+Pure data, no torch. Only the scheduler changes a Sequence; the runner sees Chunks, frozen copies of what one step
+needs. Between steps:
 
     tokens  [ prompt ............ | output ....... ]
-    KV      [ 0 .. num_computed_tokens )               lies in pages[i // block_tokens]
+    KV      [ 0 .. num_computed_tokens )               in pages[i // block_tokens]
     keys    one chain key per full block of tokens, whether its KV is computed yet or not
 """
 
@@ -24,7 +24,7 @@ FinishReason = Literal["stop", "length", "handoff"]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens are chosen and when to stop. Impossible values raise InvalidInput at construction."""
+    """How tokens are sampled and when to stop. Impossible values raise InvalidInput at construction."""
 
     max_tokens: int
     min_tokens: int = 0
@@ -38,7 +38,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logprobs: int | None = None  # None: none; n: of the chosen token and of the n most likely ones
+    logprobs: int | None = None  # of the sampled token and the n most likely ones; None: no logprobs
 
     def __post_init__(self) -> None:
         _require("max_tokens", self.max_tokens >= 1, "at least 1")
@@ -55,12 +55,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def penalizes(self) -> bool:
-        """Whether earlier tokens change the distribution."""
+        """Whether a penalty for earlier tokens changes the distribution."""
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """What a model's makers recommend where a request does not say."""
+    """The sampling values that a model's authors recommend, for requests without their own."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -75,7 +75,7 @@ def _require(param: str, holds: bool, must_be: str) -> None:
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False):
-    """What one step computes for one sequence: KV of `tokens`, which stand at positions start, start+1, ...
+    """What one step computes for one sequence: KV of `tokens` at the positions start, start + 1, ...
 
     `pages` is the block table of the whole sequence: it covers every position below start + len(tokens).
     """
@@ -84,7 +84,7 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     start: int
     tokens: tuple[int, ...]
     pages: tuple[int, ...]
-    wants_logits: bool  # of the last token; true when a token is to be sampled
+    wants_logits: bool  # of the last token; true if the step samples a token
 
     @property
     def end(self) -> int:
@@ -93,14 +93,14 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
 
 class SequenceStatus(enum.Enum):
     NEW = "new"  # not yet given to a scheduler
-    WAITING = "waiting"  # for a place in the batch; holds pages only when adopted
+    WAITING = "waiting"  # for a place in the batch; has pages only if adopted
     RUNNING = "running"
     HELD = "held"  # finished, its pages kept until released
     GONE = "gone"  # finished or cancelled; holds nothing
 
 
 class Sequence:
-    """A request and its progress. Fields below the line belong to the scheduler."""
+    """A request and its progress. The scheduler owns the fields below the line in __init__."""
 
     __slots__ = (
         "arrival",
@@ -141,10 +141,10 @@ class Sequence:
         hold_pages: bool = False,
         num_alone_steps: int = 0,
     ) -> None:
-        """`output` are tokens already accepted elsewhere (a hand-off, or a replay after a worker died).
+        """`output` are tokens that another worker has sampled (before a hand-off, or before it died).
 
-        The pool has promised blocks [pool_start_block, pool_start_block + num_pool_blocks); the worker may
-        set both until the sequence is admitted. Its first `num_alone_steps` steps are computed in batches of its own.
+        The pool has promised blocks [pool_start_block, pool_start_block + num_pool_blocks); the worker may set both
+        until the sequence is admitted. Its first `num_alone_steps` steps are computed in a batch of one.
         """
         if not prompt:
             raise InvalidInput("the prompt is empty", param="prompt")
@@ -164,12 +164,12 @@ class Sequence:
         # ---
         self.status = SequenceStatus.NEW
         self.arrival = 0
-        self.limit = 0  # the number of tokens at which it ends, if nothing ends it before
+        self.limit = 0  # the number of tokens at which it ends at the latest
         self.pages: list[int] = []
         self.num_computed_tokens = 0
         self.num_preemptions = 0
         self.num_sealed_blocks = 0  # leading blocks whose KV is complete and verified; never written again
-        self.num_cached_tokens = 0  # prompt tokens that were reused rather than computed, at first admission
+        self.num_cached_tokens = 0  # prompt tokens reused, not computed, at the first admission
 
     @property
     def num_output_tokens(self) -> int:
@@ -181,7 +181,7 @@ class Sequence:
 
     @property
     def num_reusable_blocks(self) -> int:
-        """How many leading blocks may come from elsewhere: at least one token is always left to compute."""
+        """How many leading blocks may be reused: at least one token is always computed."""
         return (self.num_tokens - 1) // self.block_tokens
 
     @property
@@ -189,7 +189,7 @@ class Sequence:
         return self.tokens[self.num_prompt_tokens :]
 
     def append(self, token: int) -> None:
-        """Takes a sampled token; a block that it fills gets its key at once."""
+        """Append a sampled token; a block that it fills gets its key."""
         self.tokens.append(token)
         self.num_tokens += 1
         if self.num_tokens % self.block_tokens == 0:
@@ -197,12 +197,12 @@ class Sequence:
             self.keys.append(next_key(previous, self.tokens[-self.block_tokens :]))
 
     def extend(self, token: int, count: int) -> None:
-        """As `append`, so many times."""
+        """Append `token` `count` times."""
         for _ in range(count):
             self.append(token)
 
     def chunk(self, num_tokens: int) -> Chunk:
-        """The next `num_tokens` uncomputed tokens as a unit of work."""
+        """Return the next `num_tokens` uncomputed tokens as a chunk."""
         start, end = self.num_computed_tokens, self.num_computed_tokens + num_tokens
         return Chunk(
             request_id=self.request_id,
@@ -214,5 +214,50 @@ class Sequence:
 
 
 def pages_for(num_tokens: int, block_tokens: int) -> int:
-    """How many pages hold the KV of this many tokens."""
+    """Return how many pages the KV of `num_tokens` tokens needs."""
     return -(-num_tokens // block_tokens)
+
+
+class AdmittedSequence(msgspec.Struct, frozen=True, gc=False):
+    """A sequence that entered the batch. Its `blocks` must be pulled from the pool into `pages` before this step reads
+    them."""
+
+    request_id: str
+    num_local_blocks: int  # reused from this worker's own pages
+    blocks: tuple[int, ...]
+    pages: tuple[int, ...]
+    keys: tuple[bytes, ...]
+
+
+class FullBlock(msgspec.Struct, frozen=True, gc=False):
+    """A block that this step completed. Its bytes stay in `page` until pages are next allocated, or as long as
+    `PageManager.hold` keeps them."""
+
+    request_id: str
+    index: int
+    page: int
+    key: bytes
+    parent: bytes | None = None  # the key of the block before it
+
+
+class Accepted(msgspec.Struct, frozen=True, gc=False):
+    """A token that was appended to its sequence, and the reason if it was the last one."""
+
+    request_id: str
+    token: int
+    finish_reason: FinishReason | None
+    num_cached_tokens: int
+
+
+class StepResult(msgspec.Struct, frozen=True):
+    accepted: list[Accepted] = msgspec.field(default_factory=list)
+    full_blocks: list[FullBlock] = msgspec.field(default_factory=list)
+
+
+def full_blocks(sequence: Sequence, indices: range) -> list[FullBlock]:
+    """Return these blocks of a sequence."""
+    keys, pages = sequence.keys, sequence.pages
+    return [
+        FullBlock(sequence.request_id, index, pages[index], keys[index], keys[index - 1] if index else None)
+        for index in indices
+    ]

@@ -1,6 +1,6 @@
-"""Who waits, who runs, who is held: the scheduler's queues, in order of arrival. Pure.
+"""The scheduler's queues: waiting, running and held sequences, in order of arrival. Pure.
 
-Every sequence that is not gone is in exactly one place, and its status says which.
+Every sequence that is not gone is in exactly one of them, which its status names.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ def _arrival(sequence: Sequence) -> int:
 
 
 class SequenceQueues:
-    """Only `max_num_seqs` may run at once. The lists are for reading; the methods change them."""
+    """At most `max_num_seqs` sequences run at once. Callers read the lists; only the methods change them."""
 
     def __init__(self, max_num_seqs: int) -> None:
         self.max_num_seqs = max_num_seqs
         self.sequences: dict[str, Sequence] = {}  # all of them, by request id
         self.waiting: list[Sequence] = []  # by arrival; they hold no pages
-        self.adopted: deque[Sequence] = deque()  # waiting too, but with their pages
+        self.adopted: deque[Sequence] = deque()  # waiting with their pages
         self.running: list[Sequence] = []  # by arrival
-        self.alone: dict[str, Sequence] = {}  # waiting or running; each has steps left to compute in a batch of its own
+        self.alone: dict[str, Sequence] = {}  # waiting or running; next computed in a batch of one
         self._next_arrival = 0
 
     def check_new(self, request_id: str) -> None:
         if request_id in self.sequences:
             raise AlreadyExists(f"request {request_id} is here already")
 
-    def join(self, sequence: Sequence, *, with_pages: bool = False) -> None:
-        """A new sequence waits behind the others."""
+    def add(self, sequence: Sequence, *, with_pages: bool = False) -> None:
+        """Append a new sequence to the waiting ones. Raise AlreadyExists if its id is here."""
         self.check_new(sequence.request_id)
         sequence.arrival = self._next_arrival
         self._next_arrival += 1
@@ -44,50 +44,50 @@ class SequenceQueues:
             self.alone[sequence.request_id] = sequence
         (self.adopted if with_pages else self.waiting).append(sequence)
 
-    def enter(self, sequence: Sequence) -> None:
-        """From waiting to running."""
-        self._take_out(sequence)
+    def start(self, sequence: Sequence) -> None:
+        """Move a sequence from waiting to running."""
+        self._dequeue(sequence)
         insort(self.running, sequence, key=_arrival)
         sequence.status = SequenceStatus.RUNNING
 
-    def send_back(self, sequence: Sequence) -> None:
-        """From running to waiting, before everybody who arrived later."""
-        self._take_out(sequence)
+    def requeue(self, sequence: Sequence) -> None:
+        """Move a preempted sequence from running to waiting, before all later arrivals."""
+        self._dequeue(sequence)
         insort(self.waiting, sequence, key=_arrival)
         sequence.status = SequenceStatus.WAITING
 
-    def set_aside(self, sequence: Sequence) -> None:
-        """From running to held."""
-        self._take_out(sequence)
+    def hold(self, sequence: Sequence) -> None:
+        """Move a finished sequence from running to held: it keeps its pages until they are released."""
+        self._dequeue(sequence)
         self.alone.pop(sequence.request_id, None)
         sequence.status = SequenceStatus.HELD
 
     def remove(self, sequence: Sequence) -> None:
-        self._take_out(sequence)
+        self._dequeue(sequence)
         self.alone.pop(sequence.request_id, None)
         del self.sequences[sequence.request_id]
         sequence.status = SequenceStatus.GONE
 
     def isolate(self, request_ids: Iterable[str]) -> None:
-        """Have the next step of each of these requests computed in a batch of its own; ignore those that are gone."""
+        """Have the next step of each of these requests computed in a batch of one; ignore those that are gone."""
         for request_id in request_ids:
             sequence = self.sequences.get(request_id)
             if sequence is not None and sequence.status is not SequenceStatus.HELD:
                 sequence.num_alone_steps = max(sequence.num_alone_steps, 1)
                 self.alone[request_id] = sequence
 
-    def ran_alone(self, sequence: Sequence) -> None:
-        """Count one step that was computed in a batch of its own."""
+    def count_alone_step(self, sequence: Sequence) -> None:
+        """Count one step of the sequence that was computed in a batch of one."""
         sequence.num_alone_steps -= 1
         if not sequence.num_alone_steps:
             del self.alone[sequence.request_id]
 
     def next_alone(self) -> list[Sequence]:
-        """Return the sequences that a batch of their own could be made for now: running ones first, then by arrival."""
+        """Return the sequences that could now be computed in a batch of one: running ones first, then by arrival."""
         able = [s for s in self.alone.values() if s.status is SequenceStatus.RUNNING or self.has_place]
         return sorted(able, key=lambda s: (s.status is not SequenceStatus.RUNNING, s.arrival))
 
-    def _take_out(self, sequence: Sequence) -> None:
+    def _dequeue(self, sequence: Sequence) -> None:
         if sequence.status is SequenceStatus.RUNNING:
             self.running.remove(sequence)
         elif sequence.status is SequenceStatus.WAITING and sequence in self.adopted:
@@ -109,7 +109,7 @@ class SequenceQueues:
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Tokens to compute before everybody here decodes, reuse not counted: the length of the queue."""
+        """Tokens to compute until all sequences here decode, without reuse: the length of the queue."""
         prefilling = sum([count for s in self.running if (count := s.num_uncomputed_tokens) > 1])
         return prefilling + sum([s.num_tokens for s in self.waiting])
 

@@ -1,15 +1,18 @@
-"""Loads a model's weights in the engine's own layout: projections that read the same input fused into one.
+"""Loads a model's weights, from safetensors or GGUF, in the engine's own layout: projections of the same input are
+fused.
 
-On the CPU they are prepared once per (weight digest, dtype) into the cache folder as one safetensors file, which
-every worker maps: four workers on a machine share its pages. Preparing is locked, atomic, and repeated when the
-prepared file is found damaged. For a GPU they go straight to the device.
+On the CPU they are prepared once per (weight digest, dtype) into the cache folder as one safetensors file, which every
+worker maps: four workers on a machine share its pages. Preparing is locked, atomic, and repeated if the prepared file
+is damaged. For a GPU they are copied to the device directly.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,14 +21,13 @@ from safetensors.torch import save_file
 from moonpool.base.errors import ModelError, NoSpace
 from moonpool.engine.cache_folder import cache_folder, locked, written_whole
 from moonpool.engine.config import Device, DType, ModelConfig
-from moonpool.engine.model_files import ModelFiles
-from moonpool.engine.model_identity import weights_digest
-from moonpool.engine.models.llama import LayerWeights, LlamaWeights
-from moonpool.engine.weight_sources import WeightSource, open_source
+from moonpool.engine.gguf_file import GgufFile
+from moonpool.engine.llama import LayerWeights, LlamaWeights
+from moonpool.engine.model_files import ModelFiles, weights_digest
 
 _LAYOUT_VERSION = 1
 
-# Each tensor of a layer and what it is made of, one below the other.
+# Each tensor of a layer and its parts, concatenated by rows.
 _LAYER_PARTS: dict[str, tuple[str, ...]] = {
     "attention_norm": ("input_layernorm.weight",),
     "qkv": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
@@ -39,8 +41,26 @@ _LAYER_PARTS: dict[str, tuple[str, ...]] = {
     "down": ("mlp.down_proj.weight",),
 }
 _TOP_PARTS = {"embedding": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
+_GGUF_NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+_GGUF_LAYER_NAMES = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
 
-# Told how many tensors are prepared, and of how many.
+# Called with (tensors prepared, tensors in total).
 Progress = Callable[[int, int], None]
 
 
@@ -52,7 +72,7 @@ def load_weights(
     device: Device = "cpu",
     progress: Progress | None = None,
 ) -> LlamaWeights:
-    """The weights, mapped (CPU) or on the device. On the CPU they must not be written to."""
+    """Return the weights, mapped (CPU) or on the device. On the CPU the caller must not write to them."""
     if device == "cpu":
         return _assemble(config, _mapped(files, config, dtype, progress))
     try:
@@ -64,7 +84,7 @@ def load_weights(
 
 
 def random_weights(config: ModelConfig, *, dtype: DType, device: Device, seed: int = 0) -> LlamaWeights:
-    """Weights of the right shapes and of sane size, for runs where only speed and bytes matter."""
+    """Return random weights of the right shapes and of usual size, for runs where only speed and bytes matter."""
     generator = torch.Generator(device=device).manual_seed(seed)
 
     def tensor(name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -77,7 +97,7 @@ def random_weights(config: ModelConfig, *, dtype: DType, device: Device, seed: i
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of all tensors in the engine's layout."""
+    """Return the names and shapes of all tensors in the engine's layout."""
     hidden, qkv = config.hidden_size, config.query_size + 2 * config.kv_size
     layer: dict[str, tuple[int, ...]] = {
         "attention_norm": (hidden,),
@@ -114,7 +134,7 @@ def _assemble(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> Llama
 def _fused(
     source: WeightSource, config: ModelConfig, dtype: DType, progress: Progress | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors in the engine's layout, one at a time."""
+    """Yield all tensors in the engine's layout, one at a time."""
     shapes = tensor_shapes(config)
     for done, (name, shape) in enumerate(shapes.items(), start=1):
         parts = [source.read(part).to(_torch_dtype(dtype)) for part in _parts(name)]
@@ -151,7 +171,7 @@ def _prepare(target: Path, files: ModelFiles, config: ModelConfig, dtype: DType,
 
 
 def _open_prepared(target: Path, config: ModelConfig) -> dict[str, torch.Tensor] | None:
-    """Tensors that lie in the file's own pages, mapped privately; None when the file is missing or damaged."""
+    """Return tensors over a private mapping of the file; None if the file is missing or damaged."""
     try:
         with safe_open(str(target), framework="pt", device="cpu") as reader:
             tensors = {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118
@@ -164,3 +184,72 @@ def _open_prepared(target: Path, config: ModelConfig) -> dict[str, torch.Tensor]
 def _torch_dtype(dtype: DType) -> torch.dtype:
     found: torch.dtype = getattr(torch, dtype)
     return found
+
+
+class WeightSource(Protocol):
+    """Tensors by their Hugging Face names."""
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a tensor on the CPU, in its stored precision. Raise ModelError if it is missing."""
+
+
+@contextlib.contextmanager
+def open_source(files: ModelFiles, config: ModelConfig) -> Iterator[WeightSource]:
+    """Open the files for reading; the context closes them."""
+    if files.kind == "gguf":
+        file = GgufFile.open(files.root)
+        file.require_whole()
+        yield _GgufSource(file, config)
+        return
+    with contextlib.ExitStack() as stack:
+        yield _SafetensorsSource(files, stack)
+
+
+class _SafetensorsSource:
+    def __init__(self, files: ModelFiles, stack: contextlib.ExitStack) -> None:
+        self._root = files.root
+        self._readers = {}
+        for path in files.weights:
+            reader = stack.enter_context(_opened(path))
+            self._readers.update(dict.fromkeys(reader.keys(), reader))
+
+    def read(self, name: str) -> torch.Tensor:
+        reader = self._readers.get(name)
+        if reader is None:
+            raise ModelError(f"{self._root} lacks the tensor {name}")
+        tensor: torch.Tensor = reader.get_tensor(name)
+        return tensor
+
+
+def _opened(path: Path) -> safe_open:
+    try:
+        return safe_open(str(path), framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path} is truncated or not a safetensors file: {error}") from error
+
+
+class _GgufSource:
+    """GGUF stores the rows of Llama's q and k in pairs (0, half), (1, half + 1), ...; `read` returns them in order."""
+
+    def __init__(self, file: GgufFile, config: ModelConfig) -> None:
+        self._file = file
+        self._config = config
+
+    def read(self, name: str) -> torch.Tensor:
+        tensor = torch.from_numpy(self._file.read(_gguf_name(name)))
+        if self._config.architecture == "llama" and (".q_proj." in name or ".k_proj." in name):
+            return _unpaired(tensor, self._config.head_dim)
+        return tensor
+
+
+def _gguf_name(name: str) -> str:
+    if name in _GGUF_NAMES:
+        return _GGUF_NAMES[name]
+    _, _, layer, rest = name.split(".", 3)
+    module, _, kind = rest.rpartition(".")
+    return f"blk.{layer}.{_GGUF_LAYER_NAMES[module]}.{kind}"
+
+
+def _unpaired(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
+    paired = rows.view(-1, head_dim // 2, 2, *rows.shape[1:])  # [heads, half, pair, ...]
+    return paired.transpose(1, 2).reshape(rows.shape)

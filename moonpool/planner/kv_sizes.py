@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from moonpool.conductor.costs.crossover import break_even_bandwidth
+from moonpool.conductor.crossover import break_even_bandwidth
 from moonpool.sim.fleet import Machine
 from moonpool.sim.physics.model_shape import ModelShape
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from moonpool.base.cluster import DecodeSample, PrefillSample
 from moonpool.base.errors import InvalidInput
-from moonpool.conductor.costs.nonnegative import nonnegative_minimum
+from moonpool.conductor.costs import nonnegative_minimum
 from moonpool.sim.physics.cost import DecodeCost, EngineCost, Overhead, PrefillCost
 from moonpool.sim.physics.hardware import NodeSpec, node
 from moonpool.sim.physics.model_shape import ModelShape, preset, shape_from_config

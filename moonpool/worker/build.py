@@ -24,8 +24,7 @@ from moonpool.base.units import format_nbytes
 from moonpool.engine.config import ModelConfig
 from moonpool.engine.kv_memory import KvLayout
 from moonpool.engine.load import kv_layout, load_runner, make_scheduler
-from moonpool.engine.model_files import ModelFiles, read_config, resolve
-from moonpool.engine.model_identity import cache_identity
+from moonpool.engine.model_files import ModelFiles, cache_identity, read_config, resolve
 from moonpool.engine.runner import Runner
 from moonpool.engine.scheduler import Scheduler
 from moonpool.engine.sequence import Chunk

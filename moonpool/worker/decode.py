@@ -25,9 +25,8 @@ from moonpool.base.errors import Corrupt, DeadlineExceeded, MoonpoolError, NoSpa
 from moonpool.engine.engine import StepFailure, StepOutput
 from moonpool.engine.runner import LayerHooks
 from moonpool.engine.scheduler import Scheduler
-from moonpool.engine.sequence import Chunk, pages_for
+from moonpool.engine.sequence import AdmittedSequence, Chunk, FullBlock, pages_for
 from moonpool.engine.sequence import Sequence as RequestSequence
-from moonpool.engine.step import AdmittedSequence, FullBlock
 from moonpool.worker.kv_link.pieces import PieceMemory
 from moonpool.worker.kv_link.pool import PoolWriter
 from moonpool.worker.kv_link.reservations import Incoming, Reservations
@@ -197,7 +196,7 @@ class DecodeRole:
 
     def at_boundary(self) -> None:
         """Reserve pages for waiting streams in order of arrival; preempted requests are served before them."""
-        while self._waiting and not self._scheduler.roster.waiting:
+        while self._waiting and not self._scheduler.queues.waiting:
             stream = self._waiting[0]
             if not stream.left:
                 try:

@@ -19,9 +19,8 @@ from moonpool.engine.engine import StepFailure, StepOutput
 from moonpool.engine.runner import LayerHooks
 from moonpool.engine.sampler import SampledToken
 from moonpool.engine.scheduler import Scheduler
-from moonpool.engine.sequence import Chunk
+from moonpool.engine.sequence import AdmittedSequence, Chunk, FullBlock
 from moonpool.engine.sequence import Sequence as RequestSequence
-from moonpool.engine.step import AdmittedSequence, FullBlock
 from moonpool.worker.kv_link.pull import Puller, PullJob
 from moonpool.worker.kv_link.push import Push
 from moonpool.worker.loop import EngineLoop

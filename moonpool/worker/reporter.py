@@ -62,7 +62,7 @@ class ReportCollector:
         return self._scheduler.pages.num_events_lost != self._events_lost
 
     def load(self) -> WorkerLoad:
-        queues = self._scheduler.roster
+        queues = self._scheduler.queues
         return WorkerLoad(
             num_waiting=queues.num_waiting,
             num_running=queues.num_running,

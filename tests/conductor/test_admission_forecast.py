@@ -10,12 +10,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moonpool.base.errors import ConfigError
-from moonpool.conductor.admission.forecast import DecodeLoad, ExpectedDecode, SystemForecast
-from moonpool.conductor.admission.length_class import NUM_STEPS, STEP_S, step_of
-from moonpool.conductor.admission.output_lengths import LengthHistogram, OutputLengths
-from moonpool.conductor.admission.request_forecast import RequestForecast
-from moonpool.conductor.admission.safety_margin import SafetyMargin
-from moonpool.conductor.admission.time_sums import TICKS_PER_S, TimeSums, tick_of
+from moonpool.conductor.admission.controller import SafetyMargin
+from moonpool.conductor.admission.forecast import (
+    TICKS_PER_S,
+    DecodeLoad,
+    ExpectedDecode,
+    SystemForecast,
+    TimeSums,
+    tick_of,
+)
+from moonpool.conductor.admission.request_forecast import (
+    NUM_STEPS,
+    STEP_S,
+    LengthHistogram,
+    OutputLengths,
+    RequestForecast,
+    step_of,
+)
 
 MOMENTS = st.floats(0, 5000, allow_nan=False)
 

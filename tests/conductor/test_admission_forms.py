@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from moonpool.base.errors import ConfigError
 from moonpool.conductor.admission.controller import AdmissionController
-from moonpool.conductor.admission.forecast import ExpectedDecode, SystemForecast
+from moonpool.conductor.admission.forecast import ExpectedDecode, SystemForecast, tick_of
 from moonpool.conductor.admission.forms import (
     Admission,
     AdmissionConfig,
@@ -18,7 +18,6 @@ from moonpool.conductor.admission.forms import (
     PrefillNow,
     RefusedRequest,
 )
-from moonpool.conductor.admission.time_sums import tick_of
 from moonpool.conductor.messages import Candidate, Route
 
 IDLE = [PrefillNow(0.0, 1.0)]

@@ -167,7 +167,7 @@ def test_higher_priority_first_and_the_lowest_newest_gives_way() -> None:
     assert "gave way to one of higher priority" in turned.reason
     refused = queue.offer(WaitingRequest("low", "t", 1.0, -1), 0.0)
     assert refused.request.request_id == "low"
-    assert refused.reason == "3 requests are waiting already, as many as may"
+    assert refused.reason == "3 requests are waiting already, the most that may wait"
     assert [one.request_id for one in queue.pop_ready(0.0, yes)] == ["high", "mid", "old"]
 
 

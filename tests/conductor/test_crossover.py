@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.conductor.costs.crossover import break_even_bandwidth, crossover
-from moonpool.conductor.costs.estimate import CostModels, LearnedCost
+from moonpool.conductor.costs import CostModels, LearnedCost
+from moonpool.conductor.crossover import break_even_bandwidth, crossover
 
 LLAMA3_70B = {"width": 8192, "gqa": 8}
 TOKEN_NBYTES = 327_680

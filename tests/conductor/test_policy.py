@@ -13,13 +13,18 @@ from hypothesis import strategies as st
 
 from moonpool.base.cluster import PullSample
 from moonpool.base.errors import ConfigError, Unavailable
-from moonpool.conductor.costs.estimate import CostModels, LearnedCost
-from moonpool.conductor.placement.backlog import Backlog
-from moonpool.conductor.placement.leading import Leading
-from moonpool.conductor.placement.policies import make_policy
-from moonpool.conductor.placement.policy import POLICY_NAMES, Chooser, PlacementChoice, PlacementInput, PolicyConfig
-from moonpool.conductor.placement.pricing import PlacementRequest, Pricing
-from moonpool.conductor.placement.tables import DecodeTable, PrefillTable
+from moonpool.conductor.costs import CostModels, LearnedCost
+from moonpool.conductor.placement.policy import (
+    POLICY_NAMES,
+    Chooser,
+    PlacementChoice,
+    PlacementInput,
+    PolicyConfig,
+    make_policy,
+)
+from moonpool.conductor.placement.prefix_index import Leading
+from moonpool.conductor.placement.pricing import PlacementRequest, PricedPlacement, Pricing, Replicated, replicated
+from moonpool.conductor.placement.tables import Backlog, DecodeTable, PrefillTable
 from moonpool.conductor.placement.traffic import Traffic
 
 BLOCK = 64
@@ -76,14 +81,14 @@ class World:
         demand = PlacementRequest(num_blocks * BLOCK, 16, BLOCK, 1 << 20, layers)
         leading = Leading(pool, tuple(on_ssd), tuple(sorted(groups.items())))
         prices = Pricing(demand, leading, costs, self.traffic)
-        self.scene = PlacementInput(demand, leading, self.table.wait_s(0.0), self.table, prices, self.traffic)
+        self.inputs = PlacementInput(demand, leading, self.table.wait_s(0.0), self.table, prices, self.traffic)
 
     def chooser(self, **config) -> Chooser:
         config = PolicyConfig(**config)
         return Chooser(make_policy(config, random.Random(config.seed)))
 
     def choose(self, chooser: Chooser | None = None, **config) -> PlacementChoice:
-        return (chooser or self.chooser(**config)).choose(self.scene, self.decodes, (), self.costs)
+        return (chooser or self.chooser(**config)).choose(self.inputs, self.decodes, (), self.costs)
 
 
 PREFILLS = st.lists(st.builds(Prefill, st.integers(0, 20), st.floats(0, 5), st.integers(1, 3)), min_size=1, max_size=9)
@@ -141,7 +146,7 @@ def test_cost_pulls_the_best_number_of_blocks(prefill, transfer, local, pool, la
     world = World([Prefill(local)], pool=pool, costs=costs(prefill, transfer), layers=layers)
     found = world.choose(name="cost").prefill
     each = [
-        world.scene.prices.plan(local, pulled, None, layers).service_s for pulled in range(max(0, pool - local) + 1)
+        world.inputs.prices.plan(local, pulled, None, layers).service_s for pulled in range(max(0, pool - local) + 1)
     ]
     assert found.service_s == pytest.approx(min(each), rel=1e-9)
 
@@ -222,7 +227,7 @@ def test_former_names_are_still_taken(former: str, name: str) -> None:
 
 
 def test_loading_while_computing_shortens_both_to_the_longer_one() -> None:
-    plan = World([Prefill()], pool=19, layers=30).scene.prices.plan(0, 19, None, 30)
+    plan = World([Prefill()], pool=19, layers=30).inputs.prices.plan(0, 19, None, 30)
     longer, shorter = max(plan.transfer_s, plan.prefill_s), min(plan.transfer_s, plan.prefill_s)
     assert plan.service_s == pytest.approx(longer + shorter / 30)
 
@@ -255,7 +260,7 @@ def test_a_tiny_prefix_that_all_share_does_not_draw_all_requests(policy: str) ->
 
 def test_round_robin_and_random_pass_over_closed_workers() -> None:
     world = World([Prefill(), Prefill(), Prefill(), Prefill()])
-    world.scene.queue_s[1] = np.inf
+    world.inputs.queue_s[1] = np.inf
     turns = world.chooser(name="round-robin")
     assert [world.choose(turns).prefill.worker for _ in range(5)] == ["p0", "p2", "p3", "p0", "p2"]
     draws = [[world.choose(chooser).prefill.worker for _ in range(300)] for chooser in _twice(world, "random")]
@@ -272,9 +277,9 @@ def _twice(world: World, policy: str) -> list[Chooser]:
 @given(PREFILLS, st.integers(0, 20))
 def test_every_policy_finds_an_open_worker_and_says_what_it_expects(policy, prefills, pool) -> None:
     world = World(prefills, pool=pool)
-    world.scene.queue_s[:-1] = np.inf
-    if len(prefills) < len(world.scene.queue_s):
-        world.scene.queue_s[len(prefills) - 1] = 1.0
+    world.inputs.queue_s[:-1] = np.inf
+    if len(prefills) < len(world.inputs.queue_s):
+        world.inputs.queue_s[len(prefills) - 1] = 1.0
     choice = world.choose(name=policy)
     assert choice.prefill.worker == f"p{len(prefills) - 1}"
     assert choice.prefill.local_blocks == prefills[-1].local
@@ -360,3 +365,13 @@ def test_bad_configuration(values: dict[str, float]) -> None:
 def test_a_policy_that_is_none() -> None:
     with pytest.raises(ConfigError, match="none of random, round-robin"):
         World([]).chooser(name="best")
+
+
+@pytest.mark.parametrize(
+    ("local", "pulled", "expected"),
+    [(12, 8, (0, 0)), (0, 20, (12, 0)), (0, 0, (0, 12)), (4, 3, (3, 5)), (4, 0, (0, 8))],
+)
+def test_what_another_worker_has_is_replicated(local: int, pulled: int, expected: tuple[int, int]) -> None:
+    leading = Leading(20, (), ((0, 0b1), (4, 0b10), (12, 0b100)))
+    plan = PricedPlacement(local, pulled, 0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    assert replicated(leading, plan) == Replicated(*expected)

@@ -12,7 +12,7 @@ from leading_runs import leading_blocks
 
 from moonpool.base.keys import object_key
 from moonpool.conductor.placement.prefix_index import PrefixIndex, fingerprints
-from moonpool.conductor.placement.slots import Slots, slots_in, where
+from moonpool.conductor.placement.tables import Slots, slot_index, slots_in
 from moonpool.store.messages import Tier
 
 KEYS = [bytes([number]) * 32 for number in range(16)]
@@ -22,6 +22,10 @@ SUBSET = st.sets(st.sampled_from(KEYS)).map(tuple)
 
 def objects(keys) -> list[bytes]:
     return [object_key(key, 0, 0) for key in keys]
+
+
+def num_keys(index: PrefixIndex) -> int:
+    return sum(map(len, index._shards))
 
 
 def entry_nbytes(num_slots: int) -> int:
@@ -74,7 +78,7 @@ def test_agrees_with_plain_sets(changes, keys) -> None:
     runs = {part: next((at for at, key in enumerate(keys) if key not in plain[part]), len(keys)) for part in PARTS}
     assert leading_blocks(index, keys) == (runs["pool"], {"a": runs["a"], "b": runs["b"]})
     assert (index.worker_blocks("a"), index.pool_blocks) == (len(plain["a"]), len(plain["pool"]))
-    assert index.num_keys == len(set().union(*plain.values()))
+    assert num_keys(index) == len(set().union(*plain.values()))
 
 
 def test_a_missing_report_makes_the_part_unknown_until_the_worker_registers_again() -> None:
@@ -102,7 +106,7 @@ def test_a_worker_that_goes_takes_its_keys_along_and_its_slot_is_used_again() ->
     assert leading_blocks(index, KEYS) == (0, {"b": 0})  # not what "a" had, whatever its slot
     for sequence in range(1, 1100):  # one shard is swept with each report
         index.report("b", sequence, (), ())
-    assert index.num_keys == 0
+    assert num_keys(index) == 0
     assert index.add_worker("c", 100) == first
     assert leading_blocks(index, KEYS) == (0, {"b": 0, "c": 0})
 
@@ -112,14 +116,14 @@ def test_a_pool_that_comes_and_goes_leaves_nothing_behind() -> None:
     for _ in range(3000):
         index.replace_pool(objects(KEYS[:4]))
         index.replace_pool(())
-    assert index.num_slots < 4 * 1100
+    assert index._slots.num_slots < 4 * 1100
     for _ in range(2100):
         index.update_pool((), ())
-    assert (index.num_keys, index.pool_blocks) == (0, 0)
-    before = index.num_slots
+    assert (num_keys(index), index.pool_blocks) == (0, 0)
+    before = index._slots.num_slots
     for _ in range(500):
         index.replace_pool(objects(KEYS[:4]))
-    assert index.num_slots == before  # old slots are taken
+    assert index._slots.num_slots == before  # old slots are taken
 
 
 def test_what_was_sent_there_is_expected_there() -> None:
@@ -189,8 +193,8 @@ def test_a_million_distinct_prefixes_stay_within_the_stated_bound() -> None:
     used, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert index.pool_blocks == pool_blocks
-    assert index.num_keys <= pages + pool_blocks
-    assert used <= (pages + pool_blocks) * entry_nbytes(index.num_slots) + 300_000  # the empty shards
+    assert num_keys(index) <= pages + pool_blocks
+    assert used <= (pages + pool_blocks) * entry_nbytes(index._slots.num_slots) + 300_000  # the empty shards
 
 
 def test_a_key_costs_no_more_than_stated() -> None:
@@ -203,13 +207,13 @@ def test_a_key_costs_no_more_than_stated() -> None:
         keys.clear()
         used, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        assert used / count <= entry_nbytes(index.num_slots)
+        assert used / count <= entry_nbytes(index._slots.num_slots)
 
 
 @given(st.sets(st.integers(0, 1500)))
 def test_masks_and_slots_are_the_same_thing(slots) -> None:
     mask = sum(1 << slot for slot in slots)
-    assert slots_in(mask) == [int(slot) for slot in where(mask)] == sorted(slots)
+    assert slots_in(mask) == [int(slot) for slot in slot_index(mask)] == sorted(slots)
 
 
 @given(st.lists(st.integers(0, 3), max_size=60))
@@ -223,8 +227,8 @@ def test_a_slot_has_one_owner_and_a_retired_one_rests_for_a_whole_sweep(steps) -
             unswept.add(slot)
         elif step == 1:
             unswept -= set(slots_in(slots.sweeping))
-            slots.swept()
+            slots.finish_sweep()
         else:
-            slot = slots.take()
+            slot = slots.allocate()
             assert slot not in owned | unswept
             owned.add(slot)

@@ -77,5 +77,5 @@ def test_requests_that_never_end_leave_nothing() -> None:
     for number in range(1000):
         traffic.expect(str(number), number % 7, 10, number, number + 0.5)
         traffic.advance(number + 1)
-    assert (traffic.num_flows, len(traffic._flows), len(traffic._turns)) == (0, 0, 0)
+    assert (traffic.num_flows, len(traffic._flows), len(traffic._events)) == (0, 0, 0)
     assert traffic.others(0) == pytest.approx((0, 0))

@@ -14,12 +14,11 @@ from moonpool.engine.config import ModelConfig
 from moonpool.engine.engine import LOCAL_ROOT, Engine, GenerationResult
 from moonpool.engine.kv_memory import KvLayout
 from moonpool.engine.kv_tensor import KvMemory
-from moonpool.engine.models.llama import LayerWeights, LlamaModel, LlamaWeights
+from moonpool.engine.llama import LayerWeights, LlamaModel, LlamaWeights
 from moonpool.engine.runner import Runner
 from moonpool.engine.scheduler import Scheduler, SchedulerConfig
-from moonpool.engine.sequence import Chunk, SamplingParams
+from moonpool.engine.sequence import AdmittedSequence, Chunk, FullBlock, SamplingParams
 from moonpool.engine.sequence import Sequence as RequestSequence
-from moonpool.engine.step import AdmittedSequence, FullBlock
 
 BLOCK_TOKENS = 16
 VOCAB = 97

@@ -16,7 +16,7 @@ from moonpool.base.errors import ModelError
 from moonpool.engine.gguf_file import GgufFile
 from moonpool.engine.model_files import read_config, resolve
 from moonpool.engine.tokenizer import load_tokenizer
-from moonpool.engine.weight_sources import open_source
+from moonpool.engine.weights import open_source
 
 _LAYER = {
     "input_layernorm": "attn_norm",

@@ -13,8 +13,8 @@ import torch
 from moonpool.engine.config import EngineConfig, ModelConfig
 from moonpool.engine.engine import Engine
 from moonpool.engine.kv_tensor import KvMemory
+from moonpool.engine.llama import LlamaModel
 from moonpool.engine.load import kv_layout, make_scheduler
-from moonpool.engine.models.llama import LlamaModel
 from moonpool.engine.runner import Runner
 from moonpool.engine.sequence import SamplingParams
 from moonpool.engine.weights import random_weights

@@ -47,8 +47,8 @@ def look(sched: JumpingScheduler) -> dict[str, Any]:
     """All that matters but the numbers of the pages."""
     sched.check_integrity()
     return {
-        "running": [s.request_id for s in sched.roster.running],
-        "waiting": [s.request_id for s in sched.roster.waiting],
+        "running": [s.request_id for s in sched.queues.running],
+        "waiting": [s.request_id for s in sched.queues.waiting],
         "sequences": {
             s.request_id: (
                 s.tokens,
@@ -58,7 +58,7 @@ def look(sched: JumpingScheduler) -> dict[str, Any]:
                 len(s.pages),
                 s.num_preemptions,
             )
-            for s in sched.roster.sequences.values()
+            for s in sched.queues.sequences.values()
         },
         "published": sorted(sched.pages.published_keys()),
         "pages": (sched.pages.num_free, sched.pages.num_cached),

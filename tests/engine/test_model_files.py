@@ -18,10 +18,16 @@ from tiny_models import save_tiny
 from moonpool.base.errors import ModelError, UnknownModel
 from moonpool.engine import model_fetch
 from moonpool.engine.config import ModelConfig
+from moonpool.engine.llama import LlamaWeights
 from moonpool.engine.model_fetch import WheelModel, fetch
-from moonpool.engine.model_files import ModelFiles, read_config, read_sampling_defaults, resolve
-from moonpool.engine.model_identity import cache_identity, weights_digest
-from moonpool.engine.models.llama import LlamaWeights
+from moonpool.engine.model_files import (
+    ModelFiles,
+    cache_identity,
+    read_config,
+    read_sampling_defaults,
+    resolve,
+    weights_digest,
+)
 from moonpool.engine.sequence import SamplingDefaults
 from moonpool.engine.tokenizer import load_tokenizer
 from moonpool.engine.weights import load_weights, random_weights

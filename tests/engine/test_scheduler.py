@@ -6,7 +6,7 @@ from scheduler_model import CONFIG, drive, next_token, scheduler, sequence
 from moonpool.base.errors import AlreadyExists, ConfigError, Internal, NoSpace, PromptTooLong
 from moonpool.base.keys import chain_keys
 from moonpool.engine.scheduler import Scheduler, SchedulerConfig
-from moonpool.engine.sequence import Chunk, SequenceStatus
+from moonpool.engine.sequence import Chunk, SequenceStatus, StepResult
 
 
 def sampled(sched: Scheduler, chunks: list[Chunk]) -> dict[str, int]:
@@ -23,6 +23,10 @@ def step(sched: Scheduler) -> list[Chunk]:
     sched.complete(sampled(sched, chunks))
     sched.check_integrity()
     return chunks
+
+
+def finished(result: StepResult) -> dict[str, str]:
+    return {a.request_id: a.finish_reason for a in result.accepted if a.finish_reason is not None}
 
 
 def shape(chunks: list[Chunk]) -> list[tuple[str, int, int]]:
@@ -44,7 +48,7 @@ def test_no_more_than_max_num_seqs_run_and_the_queue_is_fair() -> None:
     for name in "abcd":
         sched.add(sequence(name, 3, max_tokens=2))
     assert [c.request_id for c in step(sched)] == ["a", "b"]
-    assert (sched.roster.num_running, sched.roster.num_waiting, sched.roster.num_waiting_tokens) == (2, 2, 6)
+    assert (sched.queues.num_running, sched.queues.num_waiting, sched.queues.num_waiting_tokens) == (2, 2, 6)
     step(sched)
     assert [c.request_id for c in step(sched)] == ["c", "d"]
 
@@ -61,7 +65,7 @@ def test_finish_reasons() -> None:
     chunks = sched.schedule()
     assert sched.barred_tokens("barred") == {first} | CONFIG.eos_token_ids
     result = sched.complete(sampled(sched, chunks))
-    assert result.finished == {"length": "length", "stop": "stop"}
+    assert finished(result) == {"length": "length", "stop": "stop"}
 
 
 def test_eos_ends_unless_ignored() -> None:
@@ -70,7 +74,7 @@ def test_eos_ends_unless_ignored() -> None:
     sched.add(sequence("a", 3))
     sched.add(sequence("b", 3, ignore_eos=True))
     sched.schedule()
-    assert sched.complete({"a": eos, "b": eos}).finished == {"a": "stop"}
+    assert finished(sched.complete({"a": eos, "b": eos})) == {"a": "stop"}
 
 
 def test_the_context_ends_a_sequence() -> None:
@@ -231,7 +235,7 @@ def test_adopted_sequence_decodes_from_its_pages() -> None:
     step(sched)
     pages = sched.pages.reserve("ticket", 2).pages
     it = sequence("a", 6, output=[next_token(list(range(6)))])
-    it.pages, it.num_computed_tokens = sched.pages.take("ticket"), 6
+    it.pages, it.num_computed_tokens = sched.pages.detach("ticket"), 6
     sched.adopt(it)
     sched.check_integrity()
     assert sched.pages.match(it.keys[:1]) == pages[:1]
@@ -359,7 +363,7 @@ def test_requests_of_a_failed_step_are_computed_one_by_one() -> None:
         sched.add(sequence(name, 3))
     sched.schedule()
     sched.abandon_step()
-    sched.roster.isolate(["a", "b", "c", "gone"])
+    sched.queues.isolate(["a", "b", "c", "gone"])
     sched.cancel("b")
     assert shape(step(sched)) == [("a", 0, 3)]
     assert shape(step(sched)) == [("c", 0, 3)]

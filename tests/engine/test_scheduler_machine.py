@@ -7,8 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from scheduler_model import BLOCK_TOKENS, FakeModel, next_token, scheduler, sequence
 
 from moonpool.base.errors import NoSpace
-from moonpool.engine.sequence import Chunk, FinishReason, Sequence, pages_for
-from moonpool.engine.step import AdmittedSequence
+from moonpool.engine.sequence import AdmittedSequence, Chunk, FinishReason, Sequence, pages_for
 
 NUM_PAGES = 8
 PROMPTS = st.tuples(st.integers(0, 2), st.integers(1, 18)).map(lambda t: [t[0], *range(t[1])])
@@ -64,7 +63,7 @@ class Machine(RuleBasedStateMachine):
             return
         arriving = range(reservation.num_present_blocks, blocks)
         self.model.fill([reservation.pages[b] for b in arriving], arriving, prompt)
-        it.pages, it.num_computed_tokens = self.sched.pages.take("ticket"), len(prompt)
+        it.pages, it.num_computed_tokens = self.sched.pages.detach("ticket"), len(prompt)
         self.sched.adopt(it)
         self.live[it.request_id] = it
 
@@ -158,7 +157,7 @@ class Machine(RuleBasedStateMachine):
         assert self.chunks is not None
         self.sched.abandon_step()
         if isolate:
-            self.sched.roster.isolate(chunk.request_id for chunk in self.chunks)
+            self.sched.queues.isolate(chunk.request_id for chunk in self.chunks)
         self.chunks, self.pulls, self.bad = None, [], {}
 
     @rule()

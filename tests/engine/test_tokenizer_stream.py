@@ -13,9 +13,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from moonpool.base.errors import InvalidInput, ModelError
-from moonpool.engine.chat_template import ChatTemplate
 from moonpool.engine.model_files import resolve
-from moonpool.engine.tokenizer import Tokenizer, load_tokenizer
+from moonpool.engine.tokenizer import ChatTemplate, Tokenizer, load_tokenizer
 
 
 def _byte_tokenizer() -> Tokenizer:
@@ -135,7 +134,7 @@ def test_the_call_that_lets_other_threads_run_gives_the_same_tokens(
 
 
 def test_importing_the_front_ends_parts_imports_no_torch(tmp_path: Path) -> None:
-    parts = ["config", "kv_memory", "model_files", "model_fetch", "model_identity", "tokenizer"]
+    parts = ["config", "kv_memory", "model_files", "model_fetch", "tokenizer"]
     code = ";".join(f"import moonpool.engine.{part}" for part in parts)
     code += ";import sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path, timeout=60).returncode == 0

@@ -293,7 +293,7 @@ async def test_a_pull_that_takes_too_long_is_left_behind(
         assert time.monotonic() - started_s < 4.0, "one deadline for the pull, not one for each of the three layers"
         assert (answer.num_attempts, answer.prefills[0].pool_tokens) == (1, 0)
         assert cluster.stats("prefill0").pull_failures == {"deadline_exceeded": 1}
-        assert [len(pages) for pages in cluster.prefill0.pages.holders().values()] == [5], "the puller may write there"
+        assert [len(pages) for pages in cluster.prefill0.pages.owned.values()] == [5], "the puller may write there"
         gate.open()
         await cluster.check_idle()
         assert (await ask(cluster, oracle)).prefills[0].local_tokens == 80

@@ -314,11 +314,11 @@ class TinyCluster:
     async def check_idle(self) -> None:
         """Every page is free, nobody waits or runs, no put is open, and all the books balance."""
         for name, worker in self.living.items():
-            await self.until(worker.is_idle, f"{name} holds nothing: {worker.stats()}, {worker.pages.holders()}")
+            await self.until(worker.is_idle, f"{name} holds nothing: {worker.stats()}, {worker.pages.owned}")
         await self.until(lambda: self.puts_in_progress == 0, "no put is open")
         for worker in self.living.values():
             await worker.on_engine(worker._built.scheduler.check_integrity)
-            assert worker.pages.holders() == {}
+            assert worker.pages.owned == {}
         self.master.state.check_integrity()
         self.check_engines()
 

@@ -46,7 +46,7 @@ def client(cluster: ToyCluster, **headers: str) -> httpx.AsyncClient:
 
 
 def records(cluster: ToyCluster) -> list[object]:
-    return cluster.conductor._records(Records(limit=100), None)
+    return cluster.conductor._keeper.find(Records(limit=100), None)
 
 
 async def test_a_prompt_that_is_too_long_for_the_target_is_a_429(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ async def test_a_request_waits_for_its_turn_and_low_numbers_go_first(tmp_path: P
         for priority, letter in ((5, "x"), (0, "y"), (-5, "z")):
             body = {**BODY, "prompt": PROMPT[:-1] + letter, "priority": priority}
             tasks.append(asyncio.create_task(http.post("/v1/completions", json=body)))
-            await until(lambda: cluster.conductor._desk.num_waiting == len(tasks) - 1)
+            await until(lambda: cluster.conductor._queue.num_waiting == len(tasks) - 1)
         cluster.prefill.may_go_on.set()
         assert {(await task).status_code for task in tasks} == {200}
         assert "".join(chr(spec.tokens[-1]) for spec in cluster.prefill.specs[1:]) == "zyx"
@@ -110,9 +110,9 @@ async def test_a_client_that_leaves_the_queue_is_forgotten(tmp_path: Path) -> No
         first = asyncio.create_task(http.post("/v1/completions", json=BODY))
         await until(lambda: cluster.prefill.num_active == 1)
         second = asyncio.create_task(http.post("/v1/completions", json={**BODY, "prompt": "another one here"}))
-        await until(lambda: cluster.conductor._desk.num_waiting == 1)
+        await until(lambda: cluster.conductor._queue.num_waiting == 1)
         second.cancel()
-        await until(lambda: cluster.conductor._desk.num_waiting == 0)
+        await until(lambda: cluster.conductor._queue.num_waiting == 0)
         cluster.prefill.may_go_on.set()
         assert (await first).status_code == 200
 

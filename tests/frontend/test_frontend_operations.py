@@ -43,7 +43,7 @@ async def outcome(cluster: ToyCluster) -> str:
     """How the conductor was told that the last request ended."""
 
     def last() -> str:
-        records = cluster.conductor._records(Records(limit=1), None)
+        records = cluster.conductor._keeper.find(Records(limit=1), None)
         return records[-1].outcome if records else "open"
 
     await until(lambda: last() != "open")

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTr
 from moonpool.engine.config import ModelConfig
 from moonpool.engine.kv_memory import KvLayout
 from moonpool.engine.kv_tensor import KvMemory
+from moonpool.engine.llama import LlamaModel
 from moonpool.engine.model_files import read_config, resolve
-from moonpool.engine.models.llama import LlamaModel
 from moonpool.engine.runner import Runner
 from moonpool.engine.sequence import Chunk
 from moonpool.engine.weights import load_weights

@@ -38,8 +38,8 @@ def check(ended: SimCluster) -> None:
     for worker in workers:
         worker.scheduler.check_integrity()
         pages = worker.scheduler.pages
-        assert not worker.scheduler.roster.sequences
-        assert not pages.holders()
+        assert not worker.scheduler.queues.sequences
+        assert not pages.owned
         assert pages.num_available == pages.num_pages
         assert not worker._jobs
     for pool in set(ended.pools.values()) - {None}:

@@ -15,7 +15,7 @@ from moonpool.base.errors import Corrupt, DeadlineExceeded, NotFound
 from moonpool.base.keys import chain_keys, object_key
 from moonpool.base.object_header import unpack
 from moonpool.engine.kv_memory import KvLayout
-from moonpool.engine.step import AdmittedSequence, FullBlock
+from moonpool.engine.sequence import AdmittedSequence, FullBlock
 from moonpool.store.client import StoreClient
 from moonpool.worker.kv_link.pieces import HostPieces
 from moonpool.worker.kv_link.pool import PoolWriter

@@ -203,7 +203,7 @@ class Desk(RuleBasedStateMachine):
     @invariant()
     def books_balance_and_writers_are_fenced(self) -> None:
         self.pages.check_integrity(Counter(self.adopted))
-        held = {page for pages in self.pages.holders().values() for page in pages}
+        held = {page for pages in self.pages.owned.values() for page in pages}
         for generation, reservation in self.writing.items():
             if self.fence.admits(reservation.pages, generation):
                 assert set(reservation.pages) <= held, "a writer could hit a page that is not reserved"

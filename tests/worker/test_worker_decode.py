@@ -15,9 +15,8 @@ from moonpool.base.errors import MoonpoolError
 from moonpool.engine.blocks import PageManager
 from moonpool.engine.kv_memory import KvLayout
 from moonpool.engine.scheduler import Scheduler, SchedulerConfig
-from moonpool.engine.sequence import SamplingParams
+from moonpool.engine.sequence import FullBlock, SamplingParams
 from moonpool.engine.sequence import Sequence as RequestSequence
-from moonpool.engine.step import FullBlock
 from moonpool.worker.decode import DecodeRole
 from moonpool.worker.kv_link.pieces import HostPieces
 from moonpool.worker.kv_link.pool import PoolWriter
@@ -210,4 +209,4 @@ async def test_a_block_put_twice_is_held_until_the_second_put_is_done(bench: Ben
     second()
     bench.loop.run_posted()
     assert bench.pool.puts == [(key, right), (key, right)]
-    assert bench.pages.holders() == {}
+    assert bench.pages.owned == {}

@@ -1,1 +1,1 @@
-"""Who is let in: the forms of early rejection, the forecast they ask, and the fair queue of those that wait."""
+"""Admission: the forms of early rejection, the forecasts of decode load, and the fair queue of waiting requests."""

@@ -1,13 +1,13 @@
-"""Whose turn it is: fair queueing of tenants by weight, self-clocked. Pure.
+"""Decides which tenant's turn it is: self-clocked fair queueing. Pure.
 
-Every tenant with something waiting has a tag: the tag at which its turn began + its first request's work / its weight.
-The smallest tag is served next and becomes the clock; what comes then begins at the clock, so that nobody has a claim
-on time when he asked for nothing, and a tenant alone gets everything.
+Each tenant with a waiting request has a tag: the tag at which its turn began + the work of its first request. The
+tenant with the smallest tag is served next, and its tag becomes the clock. A tenant that begins to wait starts at the
+clock, so idle time gives no claim, and a tenant alone gets everything.
 
-Bound: over any time in which two tenants both wait, the work served to each divided by its weight differs by at most
-(largest request / weight) of the one plus that of the other. It does not matter how much either has asked for. In plain
-start-time fair queueing the clock is the tag at which the served turn began; there an endless stream of new tenants
-holds the clock and starves an old one. Here each request that is served moves the clock on.
+Bound: over any period in which two tenants both wait, the work served to each differs by at most the largest request of
+the one plus that of the other, however much either has asked for. In plain start-time fair queueing the clock is the
+tag at which the served turn began, and an endless stream of new tenants holds the clock and starves an old one. Here
+each request that is served moves the clock.
 """
 
 from __future__ import annotations
@@ -23,61 +23,61 @@ Tenant = TypeVar("Tenant", bound=Hashable)
 
 class _Turn(NamedTuple):
     ends: float  # the tag
-    sequence: int  # ties: who came first
+    sequence: int  # breaks ties: first come, first served
     begins: float
 
 
 class FairTurns(Generic[Tenant]):
-    """Of tenants, not of requests: the caller keeps each tenant's own queue. `share` is work / weight of the tenant's
-    first request. O(log tenants) a call; tenants that do not wait take no memory."""
+    """The order of tenants; the caller keeps each tenant's queue of requests. `work` is that of the tenant's first
+    request. A call takes O(log tenants); tenants that do not wait take no memory."""
 
     __slots__ = ("_clock", "_heap", "_sequence", "_turns")
 
     def __init__(self) -> None:
         self._turns: dict[Tenant, _Turn] = {}
-        self._heap: list[tuple[float, int, Tenant]] = []  # the same in order; some entries no longer count
+        self._heap: list[tuple[float, int, Tenant]] = []  # the same, by tag; some entries are stale
         self._clock = 0.0
         self._sequence = 0
 
     def __len__(self) -> int:
         return len(self._turns)
 
-    def enter(self, tenant: Tenant, share: float) -> None:
-        """The tenant has something waiting from now on."""
+    def enter(self, tenant: Tenant, work: float) -> None:
+        """Add a tenant, whose first request waits from now on."""
         assert tenant not in self._turns, "a tenant enters once"
-        self._put(tenant, self._clock, share)
+        self._put(tenant, self._clock, work)
 
-    def change(self, tenant: Tenant, share: float) -> None:
-        """Its first request went without being served; another is the first now."""
-        self._put(tenant, self._turns[tenant].begins, share)
+    def change(self, tenant: Tenant, work: float) -> None:
+        """Update a tenant whose first request is another one now."""
+        self._put(tenant, self._turns[tenant].begins, work)
 
     def leave(self, tenant: Tenant) -> None:
-        """It has nothing waiting any more."""
+        """Remove a tenant without waiting requests."""
         del self._turns[tenant]
         if not self._turns:
             self._heap.clear()
-            self._clock = 0.0  # nobody waits, all are equal: tags stay small
+            self._clock = 0.0  # no tenant waits, so all are equal again and tags stay small
 
     def first(self) -> Tenant:
-        """Whose turn it is; there must be one."""
-        while not self._counts(self._heap[0]):
+        """Return the tenant to serve next; at least one must wait."""
+        while not self._is_current(self._heap[0]):
             heappop(self._heap)
         return self._heap[0][2]
 
     def serve(self, tenant: Tenant) -> None:
-        """Its first request is served; `change` or `leave` must follow."""
+        """Count the tenant's first request as served; the caller calls `change` or `leave` next."""
         turn = self._turns[tenant]
         self._clock = turn.ends
         self._turns[tenant] = turn._replace(begins=turn.ends)
 
-    def _put(self, tenant: Tenant, begins: float, share: float) -> None:
+    def _put(self, tenant: Tenant, begins: float, work: float) -> None:
         self._sequence += 1
-        turn = self._turns[tenant] = _Turn(begins + share, self._sequence, begins)
+        turn = self._turns[tenant] = _Turn(begins + work, self._sequence, begins)
         heappush(self._heap, (turn.ends, turn.sequence, tenant))
         if len(self._heap) > 2 * len(self._turns) + _FEW:
-            self._heap = [entry for entry in self._heap if self._counts(entry)]
+            self._heap = [entry for entry in self._heap if self._is_current(entry)]
             heapify(self._heap)
 
-    def _counts(self, entry: tuple[float, int, Tenant]) -> bool:
+    def _is_current(self, entry: tuple[float, int, Tenant]) -> bool:
         turn = self._turns.get(entry[2])
         return turn is not None and turn.sequence == entry[1]

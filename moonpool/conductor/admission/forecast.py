@@ -1,16 +1,16 @@
-"""How many requests will be decoding at a later moment: what the prediction-based form of admission asks. Pure.
+"""Forecasts how many requests decode at a later moment, for the forms of admission that look ahead. Pure.
 
-Each request is told of three times: `expect` when it is sent to prefill, `join` when decoding starts, `end` when it is
-over, however it ends. Two forms have these calls: `SystemForecast` here, and `RequestForecast`
-(request_forecast.py), which is what the conductor asks.
+Each request is reported three times: `expect` when it is sent to prefill, `join` when it begins to decode, `end` when
+it is over for any reason. Two forecasts have these calls: SystemForecast, here, and RequestForecast
+(request_forecast.py).
 
-`SystemForecast` is the paper's: every request decodes for the same time t_d; at t, those whose prefill has ended
-by then are there and those that have decoded t_d or longer are not. t_d is the mean of measured decode times, where
-a sample fades by 2 % with each later one; it starts at `initial_decode_s`, which counts as `_INITIAL_SAMPLES`
-samples and fades with them, so that a handful of short answers that are over first cannot pull it down at once. One
-known fault of the rule stays: requests that decode longer than the mean are left out too early.
+SystemForecast is the paper's rule: every request decodes for the same time t_d. At a moment t, the requests whose
+prefill has ended by t count, and those that have decoded for t_d or longer do not. t_d is the mean of the measured
+decode times, in which each sample loses 2 % of its weight with each later one. It starts at `initial_decode_s` with the
+weight of `_INITIAL_SAMPLES` samples, so that the first few short answers do not pull it down at once. The rule has one
+known fault: requests that decode longer than the mean are left out too early.
 
-It answers in O(log n), whatever the number n of open requests.
+SystemForecast answers in O(log n) for n open requests.
 """
 
 from __future__ import annotations
@@ -19,7 +19,65 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from moonpool.base.errors import ConfigError
-from moonpool.conductor.admission.time_sums import TimeSums
+
+TICKS_PER_S = 1024
+
+
+def tick_of(at_s: float) -> int:
+    return int(at_s * TICKS_PER_S // 1)
+
+
+class TimeSums:
+    """Sums of integer weights at or before a moment, added, removed and summed in O(log time).
+
+    A binary indexed tree over ticks of 1/1024 s (moments are rounded down) that keeps only nodes that are not zero, so
+    its memory follows the entries (at most one node per entry and doubling of time) and a process may run for years.
+    """
+
+    __slots__ = ("_nodes", "_size", "_total")
+
+    def __init__(self) -> None:
+        self._nodes: dict[int, int] = {}
+        self._size = 1 << 16  # a power of two; nodes have the numbers 1.._size
+        self._total = 0
+
+    @property
+    def total(self) -> int:
+        return self._total
+
+    def add(self, at_s: float, weight: int) -> None:
+        """Add a weight at a moment; a negative weight removes what was added there."""
+        place = tick_of(at_s) + 1
+        assert place > 0, "time starts at zero"
+        while place > self._size:
+            self._grow()
+        self._total += weight
+        nodes = self._nodes
+        while place <= self._size:
+            value = nodes.get(place, 0) + weight
+            if value:
+                nodes[place] = value
+            else:
+                nodes.pop(place, None)
+            place += place & -place
+
+    def until(self, at_s: float) -> int:
+        """Return the sum of all weights at or before that moment."""
+        place = tick_of(at_s) + 1
+        if place >= self._size:
+            return self._total
+        total, nodes = 0, self._nodes
+        while place > 0:
+            total += nodes.get(place, 0)
+            place &= place - 1
+        return total
+
+    def _grow(self) -> None:
+        # The new top node sums all; the nodes between the old and the new top are zero.
+        self._size *= 2
+        if self._total:
+            self._nodes[self._size] = self._total
+
 
 _FADE = 0.98
 _INITIAL_SAMPLES = 8.0
@@ -27,30 +85,30 @@ _ONE_SEQ = 1 << 48  # a weight is number of sequences x 2^48 + tokens: one tree 
 
 
 class DecodeLoad(NamedTuple):
-    """All requests that decode at a moment, over all decode workers, and the KV of their prompts. Expected numbers
-    are no whole ones."""
+    """The requests that decode at a moment on all decode workers, and the KV tokens of their prompts. Expected values
+    are fractions."""
 
     num_seqs: float
     kv_tokens: float
 
 
 class DecodeForecast(Protocol):
-    """What admission needs, and what the conductor tells it. Calls about unknown requests are ignored."""
+    """What admission asks, and what the conductor reports. Unknown requests are ignored."""
 
     def expect(self, request: ExpectedDecode, now_s: float) -> None: ...
 
     def join(self, request_id: str, now_s: float) -> None: ...
 
     def end(self, request_id: str, now_s: float, output_tokens: int = 0) -> None:
-        """Decode times are learnt from requests that had joined and have output_tokens."""
+        """Decode times are learnt from requests that had joined and have output tokens."""
         ...
 
     def at(self, at_s: float, now_s: float) -> DecodeLoad:
-        """The load predicted for at_s, which is not before now_s."""
+        """Return the load predicted for `at_s`, which is not before `now_s`."""
         ...
 
     def over_by_s(self, now_s: float) -> float:
-        """A moment by which next to all that is open now is predicted to be over."""
+        """Return a moment by which almost all open requests are predicted to be over."""
         ...
 
 
@@ -63,7 +121,8 @@ class ExpectedDecode(NamedTuple):
 
 
 class FadedMean:
-    """A mean that follows: each sample weighs 2 % less with each later one. `usual_weight` is that of one sample."""
+    """A running mean in which each sample loses 2 % of its weight with each later one. `usual_weight` is the weight of
+    a usual sample."""
 
     __slots__ = ("_sum", "_weight")
 
@@ -88,7 +147,7 @@ class _Open:
 
 
 class SystemForecast:
-    """One decode time for all, as in the paper."""
+    """The paper's rule: one decode time for all requests."""
 
     def __init__(self, initial_decode_s: float = 20.0) -> None:
         if not initial_decode_s > 0:
@@ -101,7 +160,7 @@ class SystemForecast:
 
     @property
     def decode_s(self) -> float:
-        """t_d: the time for which a request is taken to decode."""
+        """t_d: how long each request is predicted to decode."""
         return self._decode_s.value
 
     def expect(self, request: ExpectedDecode, now_s: float) -> None:
@@ -131,9 +190,9 @@ class SystemForecast:
         gone_if_started_s = at_s - self.decode_s
         weight = self._decoding.total - self._decoding.until(gone_if_started_s) + self._pending.until(at_s)
         if gone_if_started_s >= now_s:
-            # A prefill that is late ends now at the earliest, so before that none of them is over.
+            # A late prefill ends now at the earliest, so none of these requests is over before now + t_d.
             weight -= self._pending.until(gone_if_started_s)
         return DecodeLoad(*divmod(weight, _ONE_SEQ))
 
     def over_by_s(self, now_s: float) -> float:
-        return max(now_s, self._last_start_s) + self.decode_s + 1e-2  # and a tick or two
+        return max(now_s, self._last_start_s) + self.decode_s + 1e-2  # plus a few ticks

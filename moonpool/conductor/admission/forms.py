@@ -30,9 +30,9 @@ from typing import NamedTuple, TypeAlias
 from moonpool.base.errors import ConfigError, Overloaded
 from moonpool.conductor.admission.forecast import DecodeForecast
 
-MIN_RETRY_S = 1.0  # nobody is asked to come back sooner
-_TBT_AIM = 0.9  # of the target: how full a batch is made (of 1, 0.95 and 0.9 this served most; docs/conductor.md)
-_RETRY_STEPS = 7  # halvings when looking for the moment at which the load falls: to 1/128 of the time in question
+MIN_RETRY_S = 1.0  # the shortest Retry-After
+_TBT_AIM = 0.9  # share of the target that a batch is filled to (of 1, 0.95 and 0.9 this served most; docs/conductor.md)
+_RETRY_STEPS = 7  # bisection steps in the search for the moment at which the load falls
 
 StepTime: TypeAlias = Callable[[float, float], float]  # (sequences, tokens of KV) of one worker's batch -> seconds
 
@@ -45,19 +45,19 @@ class AdmissionForm(StrEnum):
 
 
 class Cause(StrEnum):
-    """Classes of refusals, for counting."""
+    """Why a request was refused: a label of metrics."""
 
     TTFT = "ttft"
     TBT = "tbt"
-    TOO_LONG = "too_long"  # it would miss a target on idle workers
+    TOO_LONG = "too_long"  # the request would miss a target on idle workers
     QUEUE_FULL = "queue_full"
     GAVE_WAY = "gave_way"
-    TOO_LATE = "too_late"  # it waited in vain
+    TOO_LATE = "too_late"  # the request waited until its target could not be met
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionConfig:
-    """Targets in seconds; None never refuses."""
+    """Targets are in seconds; None refuses nothing."""
 
     form: AdmissionForm = AdmissionForm.PREDICTED
     ttft_slo_s: float | None = None
@@ -71,10 +71,10 @@ class AdmissionConfig:
 
 
 class PrefillNow(NamedTuple):
-    """A prefill worker: the predicted work before this request, and this request's own there (pulls included).
+    """A prefill worker: the predicted work ahead of this request, and the request's own work there (pulls included).
 
-    `before_s` is what the request waits elsewhere, or has waited already: it counts for its time to first token, not
-    for the moment at which its prefill ends if it is sent now.
+    `before_s` is how long the request waits elsewhere, or has waited: it counts for the time to first token, not for
+    the moment at which the prefill ends if the request is sent now.
     """
 
     queue_s: float
@@ -94,8 +94,8 @@ class DecodeNow(NamedTuple):
 
 
 class AdmittedRequest(NamedTuple):
-    """`prefill_ends_s` is when decoding is expected to begin: what the forecast wants to be told. `tbt_s`: the time
-    between tokens that is predicted for then, None where nobody looked ahead."""
+    """`prefill_ends_s` is when decoding is expected to begin; `tbt_s` is the time between tokens predicted for then,
+    None in forms that do not look ahead."""
 
     load: float
     prefill_ends_s: float
@@ -103,7 +103,8 @@ class AdmittedRequest(NamedTuple):
 
 
 class RefusedRequest(NamedTuple):
-    """`reason` is a sentence for the user. retry_after_s None: waiting does not help, the request is too large."""
+    """`reason` is a sentence for the user. `retry_after_s` is None if waiting does not help: the request is too
+    large."""
 
     reason: str
     retry_after_s: float | None
@@ -118,7 +119,7 @@ Verdict: TypeAlias = AdmittedRequest | RefusedRequest
 
 
 class Admission:
-    """Decides; it remembers nothing itself. The caller keeps the forecast informed of what was let in."""
+    """Decides and keeps no state. The caller reports admitted requests to the forecast."""
 
     def __init__(self, config: AdmissionConfig, step_s: StepTime, forecast: DecodeForecast) -> None:
         self._config = config
@@ -131,11 +132,11 @@ class Admission:
         prefills: Collection[PrefillNow],
         decodes: Collection[DecodeNow],
         now_s: float,
-        caution: float = 0.0,
+        margin: float = 0.0,
     ) -> Verdict:
-        """Both pools must have a worker. They may be cut down to the workers that were chosen for this request,
-        except that `paper` and `predicted` divide the forecast by the number of decode workers. They admit the request
-        only if there is room for `caution` times more than they predict."""
+        """Decide when a request arrives. Both pools must have a worker. The caller may pass only the workers chosen for
+        this request, except that `paper` and `predicted` divide the forecast by the number of decode workers. `margin`
+        is the relative safety margin of the forecast."""
         prefill = min(prefills, key=lambda one: one.ttft_s)
         prefill_ends_s = now_s + prefill.queue_s + prefill.work_s
         verdict = self._check_prefill(prefill, prefill_ends_s)
@@ -144,13 +145,13 @@ class Admission:
         if self._config.form is AdmissionForm.EARLY:
             decode = self._check_decode_now(num_tokens, decodes, now_s)
         else:
-            decode = self._check_decode_then(num_tokens, len(decodes), prefill_ends_s, now_s, caution)
+            decode = self._check_decode_then(num_tokens, len(decodes), prefill_ends_s, now_s, margin)
         if isinstance(decode, RefusedRequest):
             return decode
         return AdmittedRequest(max(verdict.load, decode.load), prefill_ends_s, decode.tbt_s)
 
     def before_decode(self, num_tokens: int, decodes: Collection[DecodeNow], now_s: float) -> Verdict:
-        """The check on the decode side once the prefill is done, the same in all forms."""
+        """Decide again when the prefill has ended; the same in all forms."""
         return self._check_decode_now(num_tokens, decodes, now_s)
 
     # prefill
@@ -182,28 +183,28 @@ class Admission:
         return self._refuse_decode("", tbt_s, aim_s, num_tokens, len(decodes), now_s, now_s)
 
     def _check_decode_then(
-        self, num_tokens: int, num_workers: int, at_s: float, now_s: float, caution: float
+        self, num_tokens: int, num_workers: int, at_s: float, now_s: float, margin: float
     ) -> Verdict:
         aim_s = self._aim_s(num_tokens)
         if aim_s is None:
             return AdmittedRequest(0.0, at_s)
         predicted_s = self._predicted_tbt_s(num_tokens, num_workers, at_s, now_s)
-        # Of the request itself nothing is uncertain: alone in its batch it would be as fast as this.
-        tbt_s = predicted_s + caution * (predicted_s - self._step_s(1, num_tokens))
+        # The request's own share is certain, so the margin applies to the rest of the batch only.
+        tbt_s = predicted_s + margin * (predicted_s - self._step_s(1, num_tokens))
         if tbt_s <= aim_s:
             return AdmittedRequest(tbt_s / aim_s, at_s, predicted_s)
         when = f"in {at_s - now_s:.2f} s, when its prompt would be done, "
         return self._refuse_decode(when, tbt_s, aim_s, num_tokens, num_workers, at_s, now_s)
 
     def _aim_s(self, num_tokens: int) -> float | None:
-        """What a batch may take when this request joins it, short of the target: batches grow while they decode, and
-        with the target itself half of the requests would miss it by a few percent. A long prompt that meets the
-        target alone may have all of it."""
+        """Return the longest step that a batch may have with this request in it: less than the target, because batches
+        grow while they decode, and half of the requests would miss the target by a few percent. A long prompt that
+        meets the target only alone in its batch may use all of it."""
         target_s = self._config.tbt_slo_s
         return None if target_s is None else max(_TBT_AIM * target_s, min(target_s, self._step_s(1, num_tokens)))
 
     def _predicted_tbt_s(self, num_tokens: int, num_workers: int, at_s: float, now_s: float) -> float:
-        """With this request in the batch, were the rest spread evenly."""
+        """Return the TBT with this request in the batch, if the forecast load is spread evenly over the workers."""
         load = self._forecast.at(at_s, now_s)
         return self._step_s(load.num_seqs / num_workers + 1, load.kv_tokens / num_workers + num_tokens)
 
@@ -225,7 +226,8 @@ class Admission:
         return RefusedRequest(f"{reason}: too many answers are being written", retry_after_s, load, Cause.TBT)
 
     def _falls_s(self, num_tokens: int, num_workers: int, at_s: float, now_s: float, aim_s: float) -> float:
-        """A moment after at_s from which the load is predicted to be below 1, were nobody else let in."""
+        """Return a moment after `at_s` from which the load is predicted to be below 1 if no other request is
+        admitted."""
         early_s, late_s = at_s, max(at_s, self._forecast.over_by_s(now_s))
         for _ in range(_RETRY_STEPS):
             middle_s = (early_s + late_s) / 2

@@ -1,19 +1,17 @@
-"""Requests that wait for room: a bounded queue with priorities, fair turns and deadlines. Pure.
+"""The bounded queue of waiting requests, with priorities, fair turns of tenants, and deadlines. Pure.
 
-Order. Of the priorities that wait, the highest is served first, except that a priority that was passed over rises
-by one for every `ageing_s` since it was served last (or since it began to wait). Once it has risen to the highest one
-waiting, at most one request of each other priority comes before it: none starves. Within a priority tenants take fair
-turns by predicted prefill seconds (fairness.py), and within a tenant the first come is the first
-served. It is the priority that ages, not the request: else the long queue of a tenant that floods would rise above
-everybody's fresh requests.
+Order. The highest waiting priority is served first, except that a priority that was passed over rises by one for every
+`ageing_s` since it was served last (or since it began to wait). Once it has risen to the highest priority, at most one
+request of each other priority comes before it, so none starves. Within a priority tenants take fair turns by predicted
+prefill seconds (fairness.py); within a tenant, first come is first served. Priorities age, not requests: otherwise the
+long queue of a tenant that floods would rise above the new requests of all others.
 
-Bound. When `capacity` requests wait, the newest request of the lowest priority gives way to one of higher
-priority; with equal ones, the newest of the tenant with the most work waiting gives way to a
-tenant that still has less with the newcomer. So a tenant that floods pushes out its own.
+Bound. When `capacity` requests wait, the newest request of the lowest priority is refused in favour of one with a
+higher priority. Between equal priorities, the newest request of the tenant with the most waiting work is refused in
+favour of a tenant that has less work, the new request included. So a tenant that floods pushes out its own requests.
 
-Deadline. A request that cannot meet its TTFT target any more, even if it were started at once, is handed out by
-`expire`, with the reason. Nothing is lost: each request that was taken in leaves exactly once, by `pop_ready`,
-`expire`, `cancel` or as the one that `offer` turned away.
+Deadline. `expire` returns the requests that would miss their TTFT target even if they started now, with the reason.
+Each request that was accepted leaves exactly once: by `pop_ready`, `expire`, `cancel` or as the refusal of an `offer`.
 """
 
 from __future__ import annotations
@@ -26,9 +24,48 @@ from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from moonpool.base.errors import AlreadyExists, ConfigError
-from moonpool.conductor.admission.drain_rate import DrainRate
 from moonpool.conductor.admission.fairness import FairTurns
 from moonpool.conductor.admission.forms import MIN_RETRY_S, Cause
+
+_INITIAL_S = 2.0
+_FADE_S = 60.0
+
+
+class DrainRate:
+    """How fast the queue empties: seconds of predicted work that leave it per second.
+
+    It starts at 1, the rate of one prefill worker that is never idle, with the weight of `_INITIAL_S` measured seconds;
+    measurements fade with a time constant of `_FADE_S`. Time in which nothing waits does not count, because then the
+    rate shows how much work arrived and not how much could leave.
+    """
+
+    __slots__ = ("_seconds", "_since_s", "_work_s")
+
+    def __init__(self) -> None:
+        self._work_s = self._seconds = _INITIAL_S
+        self._since_s: float | None = None  # None: nothing waits
+
+    @property
+    def rate(self) -> float:
+        return self._work_s / self._seconds
+
+    def seconds_for(self, work_s: float) -> float:
+        return work_s / self.rate
+
+    def start(self, now_s: float) -> None:
+        """Begin to measure: a request waits from now on."""
+        self._since_s = now_s
+
+    def drained(self, work_s: float, now_s: float, *, still_waiting: bool) -> None:
+        """Count the work that left since the last call, 0 included."""
+        if self._since_s is None:
+            return
+        passed_s = now_s - self._since_s
+        keep = math.exp(-passed_s / _FADE_S)
+        self._seconds = max(self._seconds * keep + passed_s, 1e-3)
+        # Never 0: a queue that does not move gives a long Retry-After, not an infinite one.
+        self._work_s = max(self._work_s * keep + work_s, 1e-3 * self._seconds)
+        self._since_s = now_s if still_waiting else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +81,7 @@ class QueueConfig:
 
 
 class WaitingRequest(NamedTuple):
-    """`start_by_s` is the last moment at which starting it still meets its TTFT target; None: it may wait for ever."""
+    """`start_by_s` is the last moment at which a start still meets the TTFT target; None: no deadline."""
 
     request_id: str
     tenant: str
@@ -66,7 +103,7 @@ class _Entry(NamedTuple):
 
 
 class _Level:
-    """What waits with one priority."""
+    """The waiting requests of one priority."""
 
     __slots__ = ("_tenants", "_turns", "num_waiting", "served_s", "work_s")
 
@@ -86,7 +123,7 @@ class _Level:
         if len(waiting) == 1:
             self._turns.enter(request.tenant, request.prefill_s)
 
-    def take(self, request: WaitingRequest) -> None:
+    def remove(self, request: WaitingRequest) -> None:
         waiting = self._tenants[request.tenant]
         was_first = next(iter(waiting)) == request.request_id
         del waiting[request.request_id]
@@ -102,7 +139,7 @@ class _Level:
         return next(iter(self._tenants[self._turns.first()].values())).request
 
     def serve_first(self, now_s: float) -> None:
-        """Counts the first as served; it is to be taken at once."""
+        """Count the first request as served; the caller removes it next."""
         self.served_s = now_s
         self._turns.serve(self._turns.first())
 
@@ -111,7 +148,7 @@ class _Level:
 
 
 class AdmissionQueue:
-    """The time given must not go back."""
+    """`now_s` must not decrease from call to call."""
 
     def __init__(self, config: QueueConfig) -> None:
         self._config = config
@@ -125,26 +162,28 @@ class AdmissionQueue:
         return len(self._entries)
 
     def offer(self, request: WaitingRequest, now_s: float) -> QueueRefusal | None:
-        """Takes it in, or says who had to go: the request itself or another. AlreadyExists when its id waits."""
+        """Accept a request. Return None, or the refusal of this request or of another one that it displaced. Raise
+        AlreadyExists if its id is waiting."""
         if request.request_id in self._entries:
             raise AlreadyExists(f"request {request.request_id} is waiting already")
         if request.start_by_s is not None and request.start_by_s <= now_s:
-            return self._turn_away(_Entry(request, now_s), self._too_late(request, 0.0), Cause.TOO_LATE)
-        self._set_late_aside(now_s)
-        turned = None
+            return self._refuse(_Entry(request, now_s), self._too_late(request, 0.0), Cause.TOO_LATE)
+        self._collect_late(now_s)
+        refusal = None
         if len(self._entries) >= self._config.capacity:
             victim = self._victim(request)
             if victim is None:
-                return self._turn_away(_Entry(request, now_s), self._full(), Cause.QUEUE_FULL)
+                return self._refuse(_Entry(request, now_s), self._full(), Cause.QUEUE_FULL)
             why = self._gave_way(victim, request)
-            turned = self._turn_away(self._remove(victim.request_id), why, Cause.GAVE_WAY)
+            refusal = self._refuse(self._remove(victim.request_id), why, Cause.GAVE_WAY)
         self._add(_Entry(request, now_s))
-        return turned
+        return refusal
 
     def pop_ready(self, now_s: float, fits: Callable[[WaitingRequest], bool]) -> list[WaitingRequest]:
-        """Those that may start now, in order. The first that does not fit ends the round, so that small requests do
-        not overtake a large one for ever. `fits` is called once for each, right before it is taken."""
-        self._set_late_aside(now_s)
+        """Remove and return the requests that may start now, in order. The first one that does not fit ends the round,
+        so that small requests do not overtake a large one for ever. `fits` is called once per request, right before
+        the request is removed."""
+        self._collect_late(now_s)
         ready: list[_Entry] = []
         while self._entries:
             level = self._next_level(now_s)
@@ -153,21 +192,19 @@ class AdmissionQueue:
                 break
             level.serve_first(now_s)
             ready.append(self._remove(request.request_id))
-        # What did not have to wait says nothing of how fast the queue empties.
+        # A request that did not wait says nothing about how fast the queue empties.
         waited_s = sum(one.request.prefill_s for one in ready if one.offered_s < now_s)
         self._rate.drained(waited_s, now_s, still_waiting=bool(self._entries))
         return [one.request for one in ready]
 
     def expire(self, now_s: float) -> list[QueueRefusal]:
-        """Hands out all that can no longer start in time, earliest deadline first."""
-        self._set_late_aside(now_s)
+        """Remove and return the requests that can no longer start in time, earliest deadline first."""
+        self._collect_late(now_s)
         late, self._late = self._late, []
-        return [
-            self._turn_away(one, self._too_late(one.request, now_s - one.offered_s), Cause.TOO_LATE) for one in late
-        ]
+        return [self._refuse(one, self._too_late(one.request, now_s - one.offered_s), Cause.TOO_LATE) for one in late]
 
     def cancel(self, request_id: str) -> bool:
-        """Whether it was waiting. Also one that is late and was not handed out yet."""
+        """Remove a request, also a late one that `expire` has not returned yet. Return whether it was waiting."""
         if request_id in self._entries:
             self._remove(request_id)
             return True
@@ -176,20 +213,21 @@ class AdmissionQueue:
         return found
 
     def next_event_s(self) -> float | None:
-        """When expire next has something to hand out, unless it leaves earlier; None: never."""
+        """Return when `expire` next has something to return, if nothing changes before; None: never."""
         self._drop_stale_deadlines()
         moments = [one.request.start_by_s for one in self._late[:1]] + [at for at, _ in self._deadlines[:1]]
         return min((at for at in moments if at is not None), default=None)
 
     def waiting_s(self, min_priority: float = -math.inf) -> float:
-        """Predicted prefill seconds of all that waits with that priority or a higher one."""
+        """Return the predicted prefill seconds of all waiting requests with that priority or a higher one."""
         levels = (level for priority, level in self._levels.items() if priority >= min_priority)
         return sum(sum(level.work_s.values()) for level in levels)
 
     # order
 
     def _next_level(self, now_s: float) -> _Level:
-        """By priority and age; with equal ones, the one that was served longest ago, then the higher."""
+        """Return the priority level to serve: by priority and age; of equals the one served longest ago, then the
+        higher priority."""
 
         def rank(item: tuple[int, _Level]) -> tuple[float, float, int]:
             priority, level = item
@@ -199,7 +237,7 @@ class AdmissionQueue:
         return max(self._levels.items(), key=rank)[1] if len(self._levels) > 1 else next(iter(self._levels.values()))
 
     def _victim(self, request: WaitingRequest) -> WaitingRequest | None:
-        """Who gives way to this request; None when nobody does."""
+        """Return the waiting request to refuse in favour of this one; None: no such request."""
         lowest = min(self._levels)
         if lowest > request.priority:
             return None
@@ -219,7 +257,7 @@ class AdmissionQueue:
         if level is None:
             level = self._levels[request.priority] = _Level(entry.offered_s)
         if not self._entries:
-            self._rate.begins(entry.offered_s)
+            self._rate.start(entry.offered_s)
         level.add(entry)
         self._entries[request.request_id] = entry
         if request.start_by_s is not None:
@@ -229,12 +267,12 @@ class AdmissionQueue:
     def _remove(self, request_id: str) -> _Entry:
         entry = self._entries.pop(request_id)
         level = self._levels[entry.request.priority]
-        level.take(entry.request)
+        level.remove(entry.request)
         if not level.num_waiting:
             del self._levels[entry.request.priority]
         return entry
 
-    def _set_late_aside(self, now_s: float) -> None:
+    def _collect_late(self, now_s: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now_s:
             deadline = heappop(self._deadlines)
             if self._is_current(deadline):
@@ -254,9 +292,9 @@ class AdmissionQueue:
             self._deadlines = [one for one in set(self._deadlines) if self._is_current(one)]
             heapify(self._deadlines)
 
-    # what is said
+    # refusals
 
-    def _turn_away(self, entry: _Entry, reason: str, cause: Cause) -> QueueRefusal:
+    def _refuse(self, entry: _Entry, reason: str, cause: Cause) -> QueueRefusal:
         work_s = entry.request.prefill_s + self.waiting_s()
         return QueueRefusal(entry.request, reason, max(MIN_RETRY_S, self._rate.seconds_for(work_s)), cause)
 
@@ -267,8 +305,8 @@ class AdmissionQueue:
         )
 
     def _full(self) -> str:
-        return f"{len(self._entries)} requests are waiting already, as many as may"
+        return f"{len(self._entries)} requests are waiting already, the most that may wait"
 
     def _gave_way(self, victim: WaitingRequest, request: WaitingRequest) -> str:
         other = "one of higher priority" if request.priority > victim.priority else "one of a tenant with fewer"
-        return f"{self._config.capacity} requests were waiting, as many as may; the newest gave way to {other}"
+        return f"{self._config.capacity} requests were waiting, the most that may wait; the newest gave way to {other}"

@@ -1,1 +1,1 @@
-"""Where a request goes: who holds which prefix, what each worker would cost, and the policies that pick one."""
+"""Placement: which workers hold which prefixes, what a request costs at each worker, and the policies that choose."""

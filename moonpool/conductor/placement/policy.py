@@ -1,18 +1,29 @@
-"""Which pair of workers takes a request: what every policy sees, and what is common to all of them. Pure.
+"""Chooses the pair of workers for a request: the policies by name, and what all of them share. Pure.
 
-A policy (policies.py) picks the prefill worker; its TTFT is queue + transfer + prefill - overlap. The decode worker is
-the one with room and the smallest predicted time between tokens. Guards, for every policy that weighs TTFT:
+A policy picks the prefill worker, whose predicted TTFT is queue + transfer + prefill - overlap:
+
+random, round-robin, least-loaded   ignore the cache; the worker still reuses its own pages
+local    smallest TTFT with each worker's own prefix, no pulls (Algorithm 1 without lines 5-8 and 20-21)
+paper    the paper's whole Algorithm 1: if the pool's run is more than `kvcache_balancing_threshold` times the worker's
+         own, the worker pulls all missing blocks, else it computes them; the terms are summed
+cost     (default) for each worker the number of blocks to pull, 0 included, that makes TTFT smallest, so the prediction
+         is never slower than without the pool; loading overlaps with computing layer by layer. A tier of the pool
+         that no pull has measured yet is tried with one block
+
+The decode worker is the one with free pages and the smallest predicted time between tokens. All policies that compare
+TTFT follow two rules:
 
 - No division: ratios of runs are compared by products, so empty prefixes need no special case.
-- Ties, and near ties: workers whose TTFT is within `tie_slack` of the best one's own work (transfer + prefill, not
-  queue) count as equal. Fewest assigned requests first, then in turn. So a tiny prefix that all prompts share does not
-  draw all of them to the one worker that has it, while a prefix that saves real work still does.
+- Near ties: workers whose TTFT is within `tie_slack` of the best worker's own work (transfer + prefill, not queue)
+  count as equal. The one with the fewest assigned requests wins, then round-robin. So a tiny prefix that all prompts
+  share does not draw all of them to one worker, while a prefix that saves real work still does.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -20,23 +31,25 @@ import numpy as np
 
 from moonpool.base.errors import ConfigError, Unavailable
 from moonpool.conductor.admission.forms import AdmissionConfig, AdmissionForm
-from moonpool.conductor.costs.estimate import CostModels
+from moonpool.conductor.costs import CostModels
 from moonpool.conductor.messages import Candidate
-from moonpool.conductor.placement.leading import Leading
+from moonpool.conductor.placement.prefix_index import Leading
 from moonpool.conductor.placement.pricing import PlacementRequest, PricedPlacement, Pricing
-from moonpool.conductor.placement.tables import FULL_S, Column, DecodeTable, PrefillTable
+from moonpool.conductor.placement.tables import FULL_S, Column, DecodeTable, PrefillTable, slot_index
 from moonpool.conductor.placement.traffic import Traffic
 
-POLICY_NAMES = ("random", "round-robin", "least-loaded", "local", "paper", "cost")  # see policies.py
+POLICY_NAMES = ("random", "round-robin", "least-loaded", "local", "paper", "cost")
 DEFAULT_POLICY = "cost"
-_FORMER_NAMES = {"global": "paper", "ours": "cost"}  # taken until version 0.2
+_FORMER_NAMES = {"global": "paper", "ours": "cost"}  # accepted until version 0.2
 DEFAULT_QUEUE_CAPACITY = 256
+_MAX_COLUMNS = 256
+_FEW_SLOTS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyConfig:
-    """Which worker, and whether at all. Targets in seconds; None never refuses. The threshold is a ratio of leading
-    runs, at least 1."""
+    """Where requests go, and which are refused. Targets are in seconds; None refuses nothing.
+    `kvcache_balancing_threshold` is a ratio of leading runs, at least 1."""
 
     name: str = DEFAULT_POLICY  # how workers are chosen: random, round-robin, least-loaded, local, paper or cost
     # target for the time to first token; a request predicted to miss it is queued or refused; default: no target
@@ -76,17 +89,17 @@ class PolicyConfig:
         return AdmissionConfig(AdmissionForm(self.admission), self.ttft_slo_s, self.tbt_slo_s)
 
     @property
-    def room_to_wait(self) -> int:
-        """How many requests may wait; 0: what does not fit is refused at once."""
+    def max_waiting(self) -> int:
+        """How many requests may wait in the queue; 0: a request that does not fit is refused at once."""
         if self.queue_capacity is not None:
             return self.queue_capacity
         return 0 if self.ttft_slo_s is None else DEFAULT_QUEUE_CAPACITY
 
 
 class PlacementInput(NamedTuple):
-    """All that bears on the choice of a prefill worker. `queue_s` is infinite where a request must not go."""
+    """All that the choice of a prefill worker depends on. `queue_s` is infinite where a request must not go."""
 
-    demand: PlacementRequest
+    request: PlacementRequest
     leading: Leading
     queue_s: Column
     table: PrefillTable
@@ -95,16 +108,16 @@ class PlacementInput(NamedTuple):
 
 
 class Policy(Protocol):
-    """`pick` finds at least one worker with a finite queue; it returns (slot, plan) of the best few, the chosen one
-    first. It may keep a turn or a generator, nothing else."""
+    """`pick` needs at least one worker with a finite queue; it returns (slot, plan) of the best few, the chosen one
+    first. A policy keeps no state but a round-robin position or a random generator."""
 
     name: str
     pulls: bool  # whether its workers may take blocks from the pool
 
-    def pick(self, scene: PlacementInput) -> list[tuple[int, PricedPlacement]]: ...
+    def pick(self, inputs: PlacementInput) -> list[tuple[int, PricedPlacement]]: ...
 
-    def pool_limit(self, scene: PlacementInput, plan: PricedPlacement) -> int | None:
-        """How many leading blocks the worker may take from the pool, should it find them there; None: all."""
+    def pool_limit(self, inputs: PlacementInput, plan: PricedPlacement) -> int | None:
+        """Return how many leading blocks the worker may take from the pool if it finds them there; None: all."""
         ...
 
 
@@ -117,52 +130,14 @@ class PlacementChoice(NamedTuple):
     max_pool_blocks: int | None
 
 
-class Chooser:
-    """Keeps the turn of decode workers that are equal."""
-
-    def __init__(self, policy: Policy) -> None:
-        self.policy = policy
-        self._turn = RoundRobinTies()
-
-    def choose(
-        self, scene: PlacementInput, decodes: DecodeTable, excluded: Sequence[int], costs: CostModels
-    ) -> PlacementChoice:
-        """Unavailable when there is no worker of a kind."""
-        if not scene.leading.groups:
-            raise Unavailable("no prefill worker is ready")
-        decode, tbt_s = self.select_decode(scene.demand, decodes, excluded, costs)
-        picked = self.policy.pick(scene)
-        candidates = tuple(_candidate(scene, slot, plan) for slot, plan in picked)
-        plan = picked[0][1]
-        return PlacementChoice(plan, candidates[0], decode, tbt_s, candidates, self.policy.pool_limit(scene, plan))
-
-    def select_decode(
-        self, demand: PlacementRequest, table: DecodeTable, excluded: Sequence[int], costs: CostModels
-    ) -> tuple[int, float]:
-        """The slot with room and the smallest predicted TBT with this request in its batch. If none has room, the
-        same among all of them: the request waits there."""
-        rank = table.rank_s(costs.decode.terms)
-        if excluded:
-            rank = rank.copy()
-            rank[excluded] = np.inf
-        slot = self._turn.take(rank)
-        if table.free_pages.item(slot) < demand.num_pages:
-            short = (table.free_pages < demand.num_pages) & (rank < FULL_S)  # others are known to be full
-            rank = rank + short * FULL_S
-            slot = self._turn.take(rank)
-        if rank.item(slot) == math.inf:
-            raise Unavailable("no decode worker is ready")
-        return slot, costs.decode_step_s(table.num_seqs.item(slot) + 1, table.kv_tokens.item(slot) + demand.num_tokens)
-
-
 class RoundRobinTies:
-    """Equals take turns: the first at or after the one behind the last that was chosen, round and round."""
+    """Breaks ties round-robin: the search for the lowest rank starts after the slot chosen last."""
 
     def __init__(self) -> None:
         self._next = 0
 
-    def take(self, rank: Column) -> int:
-        """One of the slots with the lowest rank."""
+    def pick(self, rank: Column) -> int:
+        """Return one of the slots with the lowest rank."""
         slot = int(rank.argmin())
         if 0 < self._next < len(rank):
             later = self._next + int(rank[self._next :].argmin())
@@ -172,15 +147,230 @@ class RoundRobinTies:
         return slot
 
 
-def _candidate(scene: PlacementInput, slot: int, plan: PricedPlacement) -> Candidate:
+class Chooser:
+    """Chooses both workers of a request."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self._ties = RoundRobinTies()  # of decode workers
+
+    def choose(
+        self, inputs: PlacementInput, decodes: DecodeTable, excluded: Sequence[int], costs: CostModels
+    ) -> PlacementChoice:
+        """Raise Unavailable when there is no prefill worker or no decode worker."""
+        if not inputs.leading.groups:
+            raise Unavailable("no prefill worker is ready")
+        decode, tbt_s = self.select_decode(inputs.request, decodes, excluded, costs)
+        picked = self.policy.pick(inputs)
+        candidates = tuple(_candidate(inputs, slot, plan) for slot, plan in picked)
+        plan = picked[0][1]
+        return PlacementChoice(plan, candidates[0], decode, tbt_s, candidates, self.policy.pool_limit(inputs, plan))
+
+    def select_decode(
+        self, request: PlacementRequest, table: DecodeTable, excluded: Sequence[int], costs: CostModels
+    ) -> tuple[int, float]:
+        """Return the slot with free pages and the smallest predicted TBT with this request in its batch, and that TBT.
+        If no worker has free pages, choose among all of them: the request waits there."""
+        rank = table.rank_s(costs.decode.terms)
+        if excluded:
+            rank = rank.copy()
+            rank[excluded] = np.inf
+        slot = self._ties.pick(rank)
+        if table.free_pages.item(slot) < request.num_pages:
+            short = (table.free_pages < request.num_pages) & (rank < FULL_S)  # the others already rank as full
+            rank = rank + short * FULL_S
+            slot = self._ties.pick(rank)
+        if rank.item(slot) == math.inf:
+            raise Unavailable("no decode worker is ready")
+        num_seqs, kv_tokens = table.num_seqs.item(slot) + 1, table.kv_tokens.item(slot) + request.num_tokens
+        return slot, costs.decode_step_s(num_seqs, kv_tokens)
+
+
+def _candidate(inputs: PlacementInput, slot: int, plan: PricedPlacement) -> Candidate:
     return Candidate(
-        worker=scene.table.names[slot],
+        worker=inputs.table.names[slot],
         local_blocks=plan.local,
         pulled_blocks=plan.pulled,
         transfer_s=plan.transfer_s,
-        queue_s=scene.queue_s.item(slot),
+        queue_s=inputs.queue_s.item(slot),
         prefill_s=plan.prefill_s,
         ssd_blocks=plan.ssd,
         congestion_s=plan.congestion_s,
         overlap_s=plan.overlap_s,
     )
+
+
+class _NoPulls:
+    """The worker reuses its own pages only."""
+
+    pulls = False
+
+    def pool_limit(self, inputs: PlacementInput, plan: PricedPlacement) -> int | None:
+        return 0
+
+
+class Random(_NoPulls):
+    name = "random"
+
+    def __init__(self, config: PolicyConfig, rng: random.Random) -> None:
+        self._rng = rng
+
+    def pick(self, inputs: PlacementInput) -> list[tuple[int, PricedPlacement]]:
+        slots = np.isfinite(inputs.queue_s).nonzero()[0]
+        return _with_own_prefix(inputs, int(slots[self._rng.randrange(len(slots))]))
+
+
+class RoundRobin(_NoPulls):
+    name = "round-robin"
+
+    def __init__(self, config: PolicyConfig, rng: random.Random) -> None:
+        self._ties = RoundRobinTies()
+
+    def pick(self, inputs: PlacementInput) -> list[tuple[int, PricedPlacement]]:
+        return _with_own_prefix(inputs, self._ties.pick(np.where(inputs.queue_s < math.inf, 0.0, math.inf)))
+
+
+class LeastLoaded(_NoPulls):
+    """By predicted queue, then by assigned requests, then round-robin."""
+
+    name = "least-loaded"
+
+    def __init__(self, config: PolicyConfig, rng: random.Random) -> None:
+        self._ties = RoundRobinTies()
+
+    def pick(self, inputs: PlacementInput) -> list[tuple[int, PricedPlacement]]:
+        least = inputs.queue_s.item(int(inputs.queue_s.argmin()))
+        rank = np.where(inputs.queue_s <= least, inputs.table.assigned, math.inf)
+        return _with_own_prefix(inputs, self._ties.pick(rank))
+
+
+class SmallestTtft:
+    """What local, paper and cost share; they differ in the plan for a worker with a given run."""
+
+    name, pulls = "", True
+
+    def __init__(self, config: PolicyConfig, rng: random.Random) -> None:
+        self._config = config
+        self._ties = RoundRobinTies()
+        self._columns: dict[int, Column] = {}
+
+    def plan(self, inputs: PlacementInput, local: int, slot: int | None) -> PricedPlacement:
+        raise NotImplementedError
+
+    def pool_limit(self, inputs: PlacementInput, plan: PricedPlacement) -> int | None:
+        wanted = plan.local + plan.pulled
+        return None if wanted >= inputs.leading.pool else wanted if plan.pulled else 0
+
+    def pick(self, inputs: PlacementInput) -> list[tuple[int, PricedPlacement]]:
+        plans = self._plans(inputs)
+        ttft_s = self._ttft_s(inputs, plans)
+        best = _smallest(ttft_s, max(2, self._config.num_candidates))
+        limit_s = ttft_s.item(best[0]) + self._config.tie_slack * _plan_of(plans, best[0]).service_s
+        slot = best[0]
+        if len(best) > 1 and ttft_s.item(best[1]) <= limit_s:
+            slot = self._ties.pick(np.where(ttft_s <= limit_s, inputs.table.assigned, math.inf))
+        others = [one for one in best if one != slot and ttft_s.item(one) < math.inf]
+        ranked = [slot, *others[: self._config.num_candidates - 1]]
+        return [(one, _plan_of(plans, one)) for one in ranked]
+
+    def _plans(self, inputs: PlacementInput) -> list[tuple[int, PricedPlacement]]:
+        """Return (mask of slots, their plan). Workers with the same run share a plan, except those that receive pulls
+        now: congestion makes each of these different."""
+        busy, pool, plans = inputs.traffic.busy_slots if self.pulls else {}, inputs.leading.pool, []
+        for local, mask in inputs.leading.groups:
+            if busy and local < pool:
+                for slot in [slot for slot in busy if mask >> slot & 1]:
+                    mask ^= 1 << slot
+                    plans.append((1 << slot, self.plan(inputs, local, slot)))
+            if mask:
+                plans.append((mask, self.plan(inputs, local, None)))
+        return plans
+
+    def _ttft_s(self, inputs: PlacementInput, plans: list[tuple[int, PricedPlacement]]) -> Column:
+        """Add the most common service time to every queue, then each other plan's difference to it where it applies."""
+        usual = plans[0][1].service_s if len(plans) == 1 else max(plans, key=_num_slots)[1].service_s
+        ttft_s = inputs.queue_s + usual
+        for mask, plan in plans:
+            if plan.service_s == usual:
+                continue
+            if mask & (mask - 1):
+                ttft_s += self._column(mask, len(ttft_s)) * (plan.service_s - usual)
+            else:
+                ttft_s[mask.bit_length() - 1] += plan.service_s - usual
+        return ttft_s
+
+    def _column(self, mask: int, length: int) -> Column:
+        """Return 1 for the slots in the mask, 0 for the others. Cached, because the same few masks recur."""
+        found = self._columns.get(mask)
+        if found is None or len(found) != length:
+            if len(self._columns) >= _MAX_COLUMNS:
+                self._columns.clear()
+            found = self._columns[mask] = np.zeros(length)
+            found[slot_index(mask)] = 1.0
+        return found
+
+
+class Local(SmallestTtft):
+    name, pulls = "local", False
+
+    def pool_limit(self, inputs: PlacementInput, plan: PricedPlacement) -> int | None:
+        return 0
+
+    def plan(self, inputs: PlacementInput, local: int, slot: int | None) -> PricedPlacement:
+        return inputs.prices.plan(local, 0, slot)
+
+
+class PaperAlgorithm(SmallestTtft):
+    name = "paper"
+
+    def plan(self, inputs: PlacementInput, local: int, slot: int | None) -> PricedPlacement:
+        # best_len / prefix_len > threshold, written without the division, which an empty prefix would break.
+        worth_it = inputs.leading.pool > self._config.kvcache_balancing_threshold * local
+        return inputs.prices.plan(local, inputs.leading.pool - local if worth_it else 0, slot)
+
+
+class SmallestCost(SmallestTtft):
+    name = "cost"
+
+    def plan(self, inputs: PlacementInput, local: int, slot: int | None) -> PricedPlacement:
+        return inputs.prices.best_plan(local, slot)
+
+    def pool_limit(self, inputs: PlacementInput, plan: PricedPlacement) -> int | None:
+        limit = super().pool_limit(inputs, plan)
+        return inputs.prices.limit_beyond(plan) if limit is None else limit
+
+
+_POLICIES: dict[str, Callable[[PolicyConfig, random.Random], Policy]] = {
+    one.name: one for one in (Random, RoundRobin, LeastLoaded, Local, PaperAlgorithm, SmallestCost)
+}
+assert tuple(_POLICIES) == POLICY_NAMES
+
+
+def make_policy(config: PolicyConfig, rng: random.Random) -> Policy:
+    return _POLICIES[config.name](config, rng)
+
+
+def _smallest(column: Column, count: int) -> list[int]:
+    """Return the slots of the `count` smallest values, ascending; among equals the lowest slot first."""
+    if len(column) <= _FEW_SLOTS:
+        slots: list[int] = column.argsort(kind="stable")[:count].tolist()
+        return slots
+    # Sorting many would take longer than the rest of a decision.
+    limit = np.partition(column, count - 1).item(count - 1)
+    slots = (column <= limit).nonzero()[0].tolist()
+    return sorted(slots, key=column.item)[:count]
+
+
+def _with_own_prefix(inputs: PlacementInput, slot: int) -> list[tuple[int, PricedPlacement]]:
+    return [(slot, inputs.prices.plan(inputs.leading.run_of(slot), 0, None))]
+
+
+def _num_slots(plan: tuple[int, PricedPlacement]) -> int:
+    return plan[0].bit_count()
+
+
+def _plan_of(plans: list[tuple[int, PricedPlacement]], slot: int) -> PricedPlacement:
+    for mask, plan in plans:
+        if mask >> slot & 1:
+            return plan
+    raise AssertionError("every worker has a plan")

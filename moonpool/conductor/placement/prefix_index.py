@@ -1,31 +1,49 @@
-"""Who holds which prefix: prefill workers, and the pool by tier. Pure; a hint, never the truth.
+"""Knows which prefill workers, and which tiers of the pool, hold which blocks. Pure. A hint: it may be out of date.
 
-One entry per chain key, whoever holds it: an int with one bit per holder. A worker has a slot, and its bit is
-`1 << slot`; the pool has two, for DRAM and for SSD. So the leading runs of all workers are one walk down the keys:
-the workers left in the mask hold everything so far, and those that drop out together have the same run.
+Each chain key has one entry, an int with one bit per holder. A worker has a slot, and its bit is `1 << slot`; the pool
+has two slots, for DRAM and for SSD. One walk down a prompt's keys gives the leading runs of all workers: the workers
+left in the mask hold every block so far, and the workers that drop out at the same key have the same run.
 
-Bounds: a worker's blocks by its number of pages, the pool's by `max_pool_blocks`; what does not fit is counted and
-left out, so the index may promise too little and grows no further. An entry costs at most 170 + 4 * (slots // 30)
-bytes: its fingerprint (32), its place in a dict (110 at the worst load), its mask.
-A holder that goes costs nothing at once: its bit counts no more, later updates clear it shard by shard, and only
-then is the slot given to another.
+Bounds: a worker's blocks are bounded by its number of pages, the pool's by `max_pool_blocks`; further blocks are
+counted and left out, so the index may promise too little but does not grow. An entry costs at most 170 + 4 * (slots //
+30) bytes: its fingerprint (32), its place in a dict (110 at the worst load), its mask. Removing a holder costs nothing
+at once: its bit no longer counts, later updates clear it shard by shard, and only then is the slot allocated again.
 
-Only the leading run counts: evictions punch holes, so a later key says nothing about the earlier ones.
+Only the leading run counts: eviction makes holes, so a later key says nothing about earlier ones.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from moonpool.base.keys import KEY_NBYTES, OBJECT_KEY_NBYTES
-from moonpool.conductor.placement.leading import Leading
-from moonpool.conductor.placement.slots import Slots
+from moonpool.conductor.placement.tables import Slots
 from moonpool.store.messages import Tier
 
+
+class Leading(NamedTuple):
+    """The leading runs of one prompt. The first `pool` blocks are in the pool, those at the positions `on_ssd` on SSD
+    only. `groups` are (run, mask of slots), ascending by run: each worker is in the group of its number of leading
+    blocks."""
+
+    pool: int
+    on_ssd: tuple[int, ...]
+    groups: tuple[tuple[int, int], ...]
+
+    def run_of(self, slot: int) -> int:
+        return next(run for run, mask in self.groups if mask >> slot & 1)
+
+    def num_on_ssd(self, start: int, end: int) -> int:
+        """Return how many of the blocks start..end are on SSD only."""
+        return bisect_left(self.on_ssd, end) - bisect_left(self.on_ssd, start) if self.on_ssd else 0
+
+
 Prints = Sequence[int]
-"""60-bit fingerprints of chain keys: what the index knows them by."""
+"""60-bit fingerprints of chain keys; the index keeps these instead of the keys."""
 
 MAX_POOL_BLOCKS = 4_000_000
 _NUM_SHARDS = 1024
@@ -34,7 +52,7 @@ _SHARD = _NUM_SHARDS - 1
 
 
 def fingerprints(keys: Sequence[bytes]) -> list[int]:
-    """Of chain keys, all of KEY_NBYTES."""
+    """Return the fingerprints of chain keys, each of KEY_NBYTES bytes."""
     if not keys:
         return []
     words = np.frombuffer(b"".join(keys), dtype="<u8")[:: KEY_NBYTES // 8]
@@ -44,7 +62,7 @@ def fingerprints(keys: Sequence[bytes]) -> list[int]:
 
 class PrefixIndex:
     def __init__(self, *, max_pool_blocks: int = MAX_POOL_BLOCKS) -> None:
-        self._holders: list[dict[int, int]] = [{} for _ in range(_NUM_SHARDS)]
+        self._shards: list[dict[int, int]] = [{} for _ in range(_NUM_SHARDS)]
         self._slots = Slots()
         self._workers: dict[str, _WorkerPart] = {}
         self._reported = 0  # mask of the workers whose reports are complete
@@ -53,34 +71,25 @@ class PrefixIndex:
         self._pool = _PoolPart(max_pool_blocks, self._slots)
 
     @property
-    def num_slots(self) -> int:
-        """One more than the highest slot ever given."""
-        return self._slots.num_slots
-
-    @property
-    def num_keys(self) -> int:
-        return sum(map(len, self._holders))
-
-    @property
     def pool_blocks(self) -> int:
         return self._pool.num_blocks
 
     @property
     def left_out(self) -> int:
-        """Keys that did not fit a bound since the start of their part."""
+        """Blocks that did not fit a bound, counted since their worker registered or the pool's snapshot came."""
         return self._pool.left_out + sum(part.left_out for part in self._workers.values())
 
     def worker_blocks(self, name: str) -> int:
         return self._workers[name].num_blocks
 
     def leading(self, prints: Prints, among: int) -> Leading:
-        """Runs of the workers in the mask `among`, and of the pool."""
-        holders, expected, reported = self._holders, self._expected.masks.get, self._reported
+        """Return the runs of the workers in the mask `among`, and of the pool."""
+        shards, expected, reported = self._shards, self._expected.masks.get, self._reported
         dram, ssd = self._pool.dram, self._pool.ssd
         left, groups, on_ssd = among, [], []
         in_pool, pool = True, 0
         for depth, key in enumerate(prints):
-            mask = holders[key & _SHARD].get(key, 0)
+            mask = shards[key & _SHARD].get(key, 0)
             if in_pool:
                 if mask & dram:
                     pool += 1
@@ -103,9 +112,9 @@ class PrefixIndex:
     # workers
 
     def add_worker(self, name: str, max_blocks: int) -> int:
-        """Starts an empty part, in place of an earlier one of that name; its slot."""
+        """Add a worker without blocks, in place of an earlier one of that name. Return its slot."""
         self.drop_worker(name)
-        part = self._workers[name] = _WorkerPart(self._slots.take(), max_blocks)
+        part = self._workers[name] = _WorkerPart(self._slots.allocate(), max_blocks)
         self._reported |= part.bit
         return part.slot
 
@@ -117,7 +126,8 @@ class PrefixIndex:
             self._slots.retire(part.slot)
 
     def report(self, name: str, sequence: int, cached: Sequence[bytes], dropped: Sequence[bytes]) -> bool:
-        """False when a report is missing: the part is then unknown, counts as empty and stays so until add_worker."""
+        """Apply a worker's report. Return False if a report before it is missing: the worker then counts as empty until
+        add_worker."""
         self._sweep()
         part = self._workers[name]
         if sequence != part.next_sequence:
@@ -131,9 +141,9 @@ class PrefixIndex:
         return True
 
     def _hold(self, part: _WorkerPart, prints: Prints) -> None:
-        holders, bit, room = self._holders, part.bit, part.max_blocks - part.num_blocks
+        shards, bit, room = self._shards, part.bit, part.max_blocks - part.num_blocks
         for key in prints:
-            shard = holders[key & _SHARD]
+            shard = shards[key & _SHARD]
             mask = shard.get(key, 0)
             if mask & bit:
                 continue
@@ -145,18 +155,19 @@ class PrefixIndex:
         part.num_blocks = part.max_blocks - room
 
     def expect(self, name: str, prints: Prints) -> None:
-        """A request with these blocks was sent there: the next one with the same prefix will find them."""
+        """Count these blocks as held by the worker: a request with them was sent there, so the next request with the
+        same prefix will find them."""
         self._expected.add(prints, self._workers[name].slot)
 
     def unexpect(self, name: str, prints: Prints) -> None:
-        """Takes an `expect` back; what the worker really kept, it has reported meanwhile."""
+        """Undo one `expect`. The worker has reported the blocks that it kept."""
         if name in self._workers:
             self._expected.remove(prints, self._workers[name].slot)
 
     # the pool
 
     def replace_pool(self, stored: Iterable[bytes], tiers: Iterable[tuple[bytes, Tier]] = ()) -> None:
-        """The pool holds exactly these objects."""
+        """Replace the pool's content by exactly these objects."""
         old = self._pool
         self._slots.retire(*old.slots)
         self._pool = _PoolPart(old.max_blocks, self._slots)
@@ -165,22 +176,22 @@ class PrefixIndex:
     def update_pool(
         self, stored: Iterable[bytes], removed: Iterable[bytes], tiers: Iterable[tuple[bytes, Tier]] = ()
     ) -> None:
-        """Stored objects are in DRAM unless `tiers` says otherwise."""
+        """Apply changes of the pool. Stored objects count as in DRAM unless `tiers` names another tier."""
         self.update_pool_prints(_block_prints(stored), _block_prints(removed))
         for object_key, tier in tiers:
             self.set_tier(_block_prints((object_key,)), tier)
 
     def update_pool_prints(self, stored: Prints, removed: Prints) -> None:
-        """The same for whoever has fingerprints, in the order of their objects."""
+        """As update_pool, by fingerprints, in the order of their objects."""
         self._sweep()
-        pool, holders = self._pool, self._holders
+        pool, shards = self._pool, self._shards
         dram, others = pool.dram, ~pool.mask
         for key in stored:
-            shard = holders[key & _SHARD]
+            shard = shards[key & _SHARD]
             mask = shard.get(key, 0)
             if mask & ~others or pool.store():
                 shard[key] = mask & others | dram
-        # A key in both is taken as removed: a missed hit costs less than a promise that fails.
+        # A key in both counts as removed: a missed hit costs less than a pull that fails.
         for key in removed:
             pool.num_blocks -= self._clear(key, pool.mask)
 
@@ -189,7 +200,7 @@ class PrefixIndex:
         pool = self._pool
         bits = (pool.dram if tier & Tier.DRAM else 0) | (pool.ssd if tier & Tier.SSD else 0)
         for key in prints:
-            shard = self._holders[key & _SHARD]
+            shard = self._shards[key & _SHARD]
             mask = shard.get(key, 0)
             if mask & pool.mask:
                 shard[key] = mask & ~pool.mask | (bits or pool.dram)
@@ -197,8 +208,8 @@ class PrefixIndex:
     # entries
 
     def _clear(self, key: int, bits: int) -> bool:
-        """Whether any of the bits was set."""
-        shard = self._holders[key & _SHARD]
+        """Clear the bits of a key. Return whether any of them was set."""
+        shard = self._shards[key & _SHARD]
         mask = shard.get(key, 0)
         if not mask & bits:
             return False
@@ -209,16 +220,16 @@ class PrefixIndex:
         return True
 
     def _sweep(self) -> None:
-        """Clears the retired bits of one shard; slots whose bits are gone from all shards can be taken again."""
-        gone = self._slots.sweeping
-        if not gone:
+        """Clear the retired bits in one shard. After the last shard the retired slots are free."""
+        retired = self._slots.sweeping
+        if not retired:
             return
-        shard = self._holders[self._sweep_at]
-        for key in [key for key, mask in shard.items() if mask & gone]:
-            self._clear(key, gone)
+        shard = self._shards[self._sweep_at]
+        for key in [key for key, mask in shard.items() if mask & retired]:
+            self._clear(key, retired)
         self._sweep_at = (self._sweep_at + 1) & _SHARD
         if self._sweep_at == 0:
-            self._slots.swept()
+            self._slots.finish_sweep()
 
 
 class _WorkerPart:
@@ -235,7 +246,7 @@ class _WorkerPart:
 class _PoolPart:
     def __init__(self, max_blocks: int, slots: Slots) -> None:
         self.max_blocks = max_blocks
-        self.slots = slots.take(), slots.take()
+        self.slots = slots.allocate(), slots.allocate()
         self.dram, self.ssd = (1 << slot for slot in self.slots)
         self.mask = self.dram | self.ssd
         self.num_blocks = 0
@@ -251,7 +262,8 @@ class _PoolPart:
 
 
 class _Expected:
-    """Blocks of requests on their way to a worker. `masks` has the workers; `_again` counts where there are several."""
+    """Blocks of requests that were sent to a worker. `masks` has the workers of each block; `_again` counts the further
+    requests with the same block and worker."""
 
     def __init__(self) -> None:
         self.masks: dict[int, int] = {}
@@ -280,11 +292,11 @@ class _Expected:
                     del masks[key]
 
     def forget(self, bit: int) -> None:
-        """All of one worker's."""
+        """Remove all blocks of one worker."""
         self.masks = {key: left for key, mask in self.masks.items() if (left := mask & ~bit)}
         self._again = {(key, slot): count for (key, slot), count in self._again.items() if 1 << slot != bit}
 
 
 def _block_prints(object_keys: Iterable[bytes]) -> list[int]:
-    """Fingerprints of the blocks among the store's keys; other kinds of objects are none of ours."""
+    """Return the fingerprints of the blocks among the store's keys; objects of other kinds are ignored."""
     return fingerprints([key[:KEY_NBYTES] for key in object_keys if len(key) == OBJECT_KEY_NBYTES])

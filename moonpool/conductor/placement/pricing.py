@@ -1,6 +1,6 @@
-"""What one request costs at a worker with a given run, in plain arithmetic on the models' coefficients. Pure.
+"""Prices one request at a worker with a given leading run, by arithmetic on the cost models' coefficients. Pure.
 
-Made once per request; then every worker, and every number of blocks to pull, is a few multiplications.
+A Pricing is made once per request; then each worker, and each number of blocks to pull, costs a few multiplications.
 """
 
 from __future__ import annotations
@@ -8,21 +8,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from moonpool.conductor.costs.estimate import CostModels
-from moonpool.conductor.placement.leading import Leading
+from moonpool.conductor.costs import CostModels
+from moonpool.conductor.placement.prefix_index import Leading
 from moonpool.conductor.placement.traffic import Traffic
 
 _MAX_EDGES = 8
 
 
 class PlacementRequest(NamedTuple):
-    """A request as the policy sees it."""
+    """A request as policies see it."""
 
     num_tokens: int
     max_tokens: int
     block_tokens: int
     block_nbytes: int
-    num_layers: int = 1  # that are loaded one by one while others are computed; 1: loading comes first
+    num_layers: int = 1  # loaded one by one while others are computed; 1: loading ends before computing begins
 
     @property
     def num_pages(self) -> int:
@@ -62,18 +62,18 @@ def replicated(leading: Leading, plan: PricedPlacement) -> Replicated:
 
 
 class Pricing:
-    """`slot` is that of the worker, None for one that nothing is on its way to."""
+    """The prices of one request. `slot` is the worker's; None stands for a worker that receives no pulls now."""
 
-    __slots__ = ("_is_known", "_leading", "_most", "_prefill", "_ssd", "_traffic", "_transfer", "demand")
+    __slots__ = ("_is_known", "_leading", "_most", "_prefill", "_ssd", "_traffic", "_transfer", "request")
 
-    def __init__(self, demand: PlacementRequest, leading: Leading, costs: CostModels, traffic: Traffic) -> None:
-        self.demand = demand
+    def __init__(self, request: PlacementRequest, leading: Leading, costs: CostModels, traffic: Traffic) -> None:
+        self.request = request
         self._leading = leading
         self._traffic = traffic
-        tokens, _, block_tokens, block_nbytes, _ = demand
+        tokens, _, block_tokens, block_nbytes, _ = request
         fixed_s, per_token_s, per_pair_s, per_prefix_s = costs.prefill.terms
         whole_s = fixed_s + tokens * (per_token_s + per_pair_s * tokens)
-        # By blocks: a prefix of k blocks saves k (linear + square k).
+        # In blocks: a prefix of k blocks saves k (linear + square k).
         linear_s = (per_token_s - per_prefix_s) * block_tokens
         square_s = per_pair_s * block_tokens * block_tokens
         self._prefill = whole_s, linear_s, square_s
@@ -84,14 +84,14 @@ class Pricing:
         self._is_known = costs.transfer.num_samples > 0, costs.transfer_ssd.num_samples > 0
 
     def prefill_s(self, prefix_blocks: float) -> float:
-        """A full hit still computes the last token."""
+        """Return the time to compute the prompt behind a prefix; a full hit still computes the last token."""
         whole_s, linear_s, square_s = self._prefill
         if prefix_blocks > self._most:
             prefix_blocks = self._most
         return whole_s - prefix_blocks * (linear_s + square_s * prefix_blocks)
 
     def transfer_s(self, local: int, pulled: int, slot: int | None) -> tuple[float, float, int]:
-        """(all, the part that others cause, blocks from SSD); see traffic.py for what others cause."""
+        """Return (all seconds, the part that other pulls cause (traffic.py), blocks from SSD)."""
         fixed_s, per_block_s, _ = self._transfer
         most_s, slope_s = self._others_s(slot)
         congestion_s = min(most_s, slope_s * pulled)
@@ -101,23 +101,23 @@ class Pricing:
         return seconds + self._ssd_s(local, pulled), congestion_s, self._leading.num_on_ssd(local, local + pulled)
 
     def _others_s(self, slot: int | None) -> tuple[float, float]:
-        """What others add: at most so much, and so much per block."""
+        """Return the seconds that other pulls add: (at most, per block)."""
         if not self._traffic.num_flows:
             return 0.0, 0.0
         nbytes, num_flows = self._traffic.others(slot)
         return nbytes * self._transfer[2], num_flows * self._transfer[1]
 
     def _ssd_s(self, local: int, pulled: int) -> float:
-        """How much longer it takes because some of the blocks are on SSD."""
+        """Return the extra seconds for the blocks that are on SSD."""
         ssd = self._leading.num_on_ssd(local, local + pulled)
         if not ssd:
             return 0.0
         fixed_s, per_block_s, _ = self._transfer
-        extra_s = self._ssd[0] + ssd * (self._ssd[1] * self.demand.block_nbytes - per_block_s)
+        extra_s = self._ssd[0] + ssd * (self._ssd[1] * self.request.block_nbytes - per_block_s)
         return extra_s - fixed_s if ssd == pulled else extra_s
 
     def plan(self, local: int, pulled: int, slot: int | None, num_layers: int = 1) -> PricedPlacement:
-        """The terms when that many blocks behind the local ones are pulled, and loaded layer by layer.
+        """Price a placement that pulls `pulled` blocks behind the local ones and loads them layer by layer.
 
         With L layers of equal size the longer of loading and computing hides all but 1/L of the shorter.
         """
@@ -130,19 +130,20 @@ class Pricing:
         return PricedPlacement(local, pulled, ssd, transfer_s, congestion_s, prefill_s, overlap_s, service_s)
 
     def best_plan(self, local: int, slot: int | None) -> PricedPlacement:
-        """With the number of blocks to pull that makes it shortest, none included; the fewest where equal.
+        """Return the placement with the number of pulled blocks that makes it shortest, 0 included; of equals the
+        fewest blocks.
 
-        Computing gets shorter and bends down with each block, loading gets longer in a straight line. So both their
-        sum and their overlap are shortest at an end, where the two cross, or where the next block lies in a slower
-        tier. What no measured pull speaks for is left out (`_known_end`).
+        The time to compute is concave in the number of pulled blocks, the time to load is linear. So the minimum is
+        at an end, where the two cross, or where the next block is on a slower tier. `_known_end` leaves out blocks of
+        a tier that no pull has measured.
         """
-        missing, layers, on_ssd = self._known_end(local) - local, self.demand.num_layers, self._leading.on_ssd
+        missing, layers, on_ssd = self._known_end(local) - local, self.request.num_layers, self._leading.on_ssd
         if missing <= 0:
             return self.plan(local, 0, slot)
         fixed_s, per_block_s, _ = self._transfer
         most_s, slope_s = self._others_s(slot)
 
-        def load_s(pulled: int) -> float:  # as transfer_s, without what stays the same
+        def load_s(pulled: int) -> float:  # as transfer_s, without recomputing constants
             seconds = fixed_s + per_block_s * pulled + min(most_s, slope_s * pulled)
             return seconds + self._ssd_s(local, pulled) if on_ssd else seconds
 
@@ -161,8 +162,8 @@ class Pricing:
         return self.plan(local, best, slot, layers)
 
     def _known_end(self, local: int) -> int:
-        """The block before which pulls can be priced. A tier that no pull was measured from is tried with one block:
-        a prior is no reason to wait for a whole prompt."""
+        """Return the block before which pulls can be priced. A tier that no pull has measured is tried with one block:
+        a prior alone must not make a whole prompt wait."""
         (knows_dram, knows_ssd), pool, on_ssd = self._is_known, self._leading.pool, self._leading.on_ssd
         if not knows_dram:
             return min(pool, local + 1)
@@ -172,20 +173,19 @@ class Pricing:
         return untried[1] if len(untried) > 1 else pool
 
     def limit_beyond(self, plan: PricedPlacement) -> int | None:
-        """The number of leading blocks that a worker may take from the pool, should it find more there, or fewer in its
-        own pages, than was known.
-
-        None (all) where pulling the whole prompt is known to beat computing it; else what the plan pulls.
+        """Return how many leading blocks the worker may take from the pool if it finds more there, or fewer in its own
+        pages, than the conductor knew: None (all) if pulling the whole prompt is measured to be faster than computing
+        it, else the blocks of the plan.
         """
         whole = int(self._most)
         if whole and self._is_known[0]:
             load_s, rest_s = self.transfer_s(0, whole, None)[0], self.prefill_s(whole)
-            if max(load_s, rest_s) + min(load_s, rest_s) / self.demand.num_layers < self.prefill_s(0):
+            if max(load_s, rest_s) + min(load_s, rest_s) / self.request.num_layers < self.prefill_s(0):
                 return None
         return plan.local + plan.pulled if plan.pulled else 0
 
     def _crossing(self, local: int, missing: int, load_s: Callable[[int], float]) -> tuple[int, ...]:
-        """The last number of blocks that load faster than the rest computes, and the next; () when all do."""
+        """Return the last number of blocks that load faster than the rest computes, and the next; () if all do."""
         whole_s, linear_s, square_s = self._prefill
         low, high, middle = -1, missing + 1, missing
         while high - low > 1:

@@ -1,21 +1,110 @@
-"""Workers as columns, one row per slot, so that one request is weighed against all of them at once. Pure.
+"""Workers as numpy columns, one row per slot, so that one request is compared with all workers at once. Pure.
 
-Rows without a worker are infinitely far in every column that is minimised.
+A slot is a small number that stands for a worker (or for a tier of the pool) in columns and in bit masks. A row without
+a worker is infinite in every column whose minimum is searched.
 """
 
 from __future__ import annotations
 
+import heapq
+
 import numpy as np
 from numpy.typing import NDArray
 
-from moonpool.conductor.placement.backlog import Backlog
+
+class Backlog:
+    """Predicted work, in seconds, of the requests sent to one prefill worker, in order. The worker computes the first
+    one (the head), so the time since the head became the first counts as done."""
+
+    def __init__(self) -> None:
+        self._work_s: dict[str, float] = {}
+        self._total_s = 0.0
+        self._head_since_s = 0.0
+
+    def __len__(self) -> int:
+        return len(self._work_s)
+
+    def add(self, request_id: str, work_s: float, now_s: float) -> None:
+        assert request_id not in self._work_s, "a request is sent to a worker once"
+        if not self._work_s:
+            self._total_s, self._head_since_s = 0.0, now_s
+        self._work_s[request_id] = work_s
+        self._total_s += work_s
+
+    def remove(self, request_id: str, now_s: float) -> None:
+        """Ignore a request that is not here."""
+        if request_id not in self._work_s:
+            return
+        if request_id == next(iter(self._work_s)):
+            self._head_since_s = now_s
+        self._total_s -= self._work_s.pop(request_id)
+
+    @property
+    def terms(self) -> tuple[float, float, float]:
+        """Return (all predicted work, the head's work, when the head became the first), in seconds."""
+        if not self._work_s:
+            return 0.0, 0.0, 0.0
+        return self._total_s, next(iter(self._work_s.values())), self._head_since_s
+
+
+class Slots:
+    """Allocates slots, the lowest free one first.
+
+    The bits of a retired slot are still set in the prefix index, which clears them in sweeps. The slot becomes free
+    after the first whole sweep that began after it was retired.
+    """
+
+    def __init__(self) -> None:
+        self.num_slots = 0  # one more than the highest slot ever allocated
+        self.sweeping = 0  # mask of the retired slots that the current sweep clears
+        self._next = 0  # mask of the retired slots that the next sweep clears
+        self._free: list[int] = []
+
+    def allocate(self) -> int:
+        if self._free:
+            return heapq.heappop(self._free)
+        self.num_slots += 1
+        return self.num_slots - 1
+
+    def retire(self, *slots: int) -> None:
+        for slot in slots:
+            self._next |= 1 << slot
+        if not self.sweeping:
+            self.sweeping, self._next = self._next, 0
+
+    def free(self, slot: int) -> None:
+        """Free a slot at once; no mask may have its bit."""
+        heapq.heappush(self._free, slot)
+
+    def finish_sweep(self) -> None:
+        """Free the slots in `sweeping`, whose bits are gone from all masks, and begin the next sweep."""
+        for slot in slots_in(self.sweeping):
+            self.free(slot)
+        self.sweeping, self._next = self._next, 0
+
+
+def slots_in(mask: int) -> list[int]:
+    """Return the slots whose bits are set, ascending."""
+    found = []
+    while mask:
+        lowest = mask & -mask
+        found.append(lowest.bit_length() - 1)
+        mask ^= lowest
+    return found
+
+
+def slot_index(mask: int) -> NDArray[np.intp]:
+    """Return the same slots as an index into columns; faster for many slots."""
+    packed = np.frombuffer(mask.to_bytes(-(-mask.bit_length() // 8), "little"), dtype=np.uint8)
+    return np.unpackbits(packed, bitorder="little").nonzero()[0]
+
 
 Column = NDArray[np.float64]
-FULL_S = 1e6  # a decode worker without room comes after all others
+FULL_S = 1e6  # added to the rank of a decode worker without room, so that it comes after all others
 
 
 class PrefillTable:
-    """Each worker's backlog: what a newcomer waits for, and how many it waits behind."""
+    """Each prefill worker's backlog: how long a new request waits there, and behind how many others."""
 
     def __init__(self) -> None:
         self.mask = 0  # of the slots that have a worker
@@ -36,12 +125,13 @@ class PrefillTable:
         self._total_s[slot] = np.inf
 
     def update(self, slot: int, backlog: Backlog) -> None:
-        """After every change of the backlog."""
+        """Must be called after every change of the backlog."""
         self.assigned[slot] = len(backlog)
         self._total_s[slot], self._head_s[slot], self._since_s[slot] = backlog.terms
 
     def wait_s(self, now_s: float) -> Column:
-        """Backlog.wait_s of all; a fresh column."""
+        """Return each worker's work ahead of a new request, as a new column: 0 when idle. A head that takes longer than
+        predicted counts as about to end."""
         wait = now_s - self._since_s
         np.minimum(wait, self._head_s, out=wait)
         np.subtract(self._total_s, wait, out=wait)
@@ -50,7 +140,7 @@ class PrefillTable:
 
 
 class DecodeTable:
-    """Each decode worker's batch, the requests on their way to it included."""
+    """Each decode worker's batch, including requests that are still at their prefill worker."""
 
     def __init__(self) -> None:
         self.mask = 0
@@ -58,14 +148,14 @@ class DecodeTable:
         self.num_seqs, self.kv_tokens, self.free_pages = np.zeros(1), np.zeros(1), np.zeros(1)
         self._max_num_seqs = np.zeros(1)
         self._rank_s = np.full(1, np.inf)
-        self._nobody_s = np.full(1, np.inf)  # 0 where there is a worker
-        self._terms: tuple[float, ...] = (0.0, 0.0, 0.0)  # that the ranks were made with
+        self._vacant_s = np.full(1, np.inf)  # 0 where there is a worker
+        self._terms: tuple[float, ...] = (0.0, 0.0, 0.0)  # coefficients that the ranks were computed with
 
     def add(self, slot: int, name: str, max_num_seqs: int) -> None:
         self.num_seqs, self.kv_tokens = _grown(self.num_seqs, slot), _grown(self.kv_tokens, slot)
         self.free_pages, self._max_num_seqs = _grown(self.free_pages, slot), _grown(self._max_num_seqs, slot)
-        self._rank_s, self._nobody_s = _grown(self._rank_s, slot, np.inf), _grown(self._nobody_s, slot, np.inf)
-        self._nobody_s[slot] = 0.0
+        self._rank_s, self._vacant_s = _grown(self._rank_s, slot, np.inf), _grown(self._vacant_s, slot, np.inf)
+        self._vacant_s[slot] = 0.0
         self._max_num_seqs[slot] = max_num_seqs
         self.names[slot] = name
         self.mask |= 1 << slot
@@ -75,7 +165,7 @@ class DecodeTable:
         del self.names[slot]
         self.mask &= ~(1 << slot)
         self._max_num_seqs[slot] = 0
-        self._rank_s[slot] = self._nobody_s[slot] = np.inf
+        self._rank_s[slot] = self._vacant_s[slot] = np.inf
 
     def update(self, slot: int, num_seqs: int, kv_tokens: int, free_pages: int) -> None:
         self.num_seqs[slot], self.kv_tokens[slot], self.free_pages[slot] = num_seqs, kv_tokens, free_pages
@@ -84,19 +174,20 @@ class DecodeTable:
         self._rank_s[slot] = per_seq_s * num_seqs + per_token_s * kv_tokens + full_s
 
     def rank_s(self, terms: tuple[float, ...]) -> Column:
-        """What the batch adds to a step by these coefficients, and FULL_S where no sequence fits. Not to be changed."""
+        """Return the step time that each batch adds by these coefficients, plus FULL_S where no sequence fits. The
+        caller must not change the column."""
         if terms is not self._terms:
             self._terms = terms
             _, per_seq_s, per_token_s = terms
             rank = per_seq_s * self.num_seqs + per_token_s * self.kv_tokens
             rank += (self.num_seqs >= self._max_num_seqs) * FULL_S
-            rank += self._nobody_s
+            rank += self._vacant_s
             self._rank_s = rank
         return self._rank_s
 
 
 def _grown(column: Column, slot: int, fill: float = 0.0) -> Column:
-    """With a row for that slot; the columns of a table always have the same length."""
+    """Return the column, extended if it has no row for that slot; all columns of a table keep the same length."""
     if slot < len(column):
         return column
     return np.concatenate([column, np.full(max(16, slot + 1 - len(column), len(column)), fill)])

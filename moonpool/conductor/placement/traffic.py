@@ -1,15 +1,15 @@
-"""The pulls believed to be under way, and how they slow down another one. Pure.
+"""The pulls predicted to be under way, and how they slow down another pull. Pure.
 
-A pull counts from its predicted start to its predicted end, or until its prefill has ended, whichever is first.
-Flows that meet at a link share it equally, so a pull of x bytes that meets n others with R bytes together ends when
-x + min(R, n x) bytes have passed (exactly so when theirs are all longer, or all shorter, than x). It meets them at
-its worker, and a share of all flows at the pool's S sources; the worse of the two counts:
+A pull (a flow) counts from its predicted start to its predicted end, or to the end of its prefill if that comes first.
+Flows share a link equally, so a pull of x bytes that shares a link with n others of R bytes in total ends when
+x + min(R, n x) bytes have passed (exact if all others are longer, or all shorter, than x). A pull shares its worker's
+link with the flows to that worker, and the links of the pool's S sources with all flows; the slower of the two counts:
 
     transfer_s(x) = latency + (x + min(R, n x)) / bandwidth
     R = max(R_worker, R_all / S),  n = max(n_worker, n_all / S)
 
-Latency and bandwidth are learnt per tier (estimate.py). The bytes of a flow count whole until it ends: what is left of
-them is not known.
+Latency and bandwidth are learnt per tier (costs.py). All bytes of a flow count until it ends, because the conductor
+does not know how many are left.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Traffic:
         self._flows: dict[str, _Flow] = {}
         self._to: dict[int, _Load] = {}
         self._all = _Load()
-        self._turns: list[tuple[float, int, _Flow, bool]] = []  # (when, order, flow, whether it starts)
+        self._events: list[tuple[float, int, _Flow, bool]] = []  # a heap of (when, order, flow, whether it starts)
         self._order = 0
 
     @property
     def busy_slots(self) -> dict[int, _Load]:
-        """Workers that something is on its way to."""
+        """The workers that receive pulls now."""
         return self._to
 
     @property
@@ -54,26 +54,26 @@ class Traffic:
         return self._all.nbytes
 
     def expect(self, request_id: str, slot: int, nbytes: int, start_s: float, end_s: float) -> None:
-        """A pull that will begin and end about then, in place of an earlier one of that request."""
+        """Add a pull with its predicted start and end; it replaces an earlier pull of the same request."""
         self.end(request_id)
         flow = self._flows[request_id] = _Flow(request_id, slot, nbytes)
         for when_s, starts in ((start_s, True), (end_s, False)):
             self._order += 1
-            heapq.heappush(self._turns, (when_s, self._order, flow, starts))
+            heapq.heappush(self._events, (when_s, self._order, flow, starts))
 
     def end(self, request_id: str) -> None:
-        """Unknown requests are ignored."""
+        """Ignore a request without a pull."""
         flow = self._flows.pop(request_id, None)
         if flow is not None and flow.is_active:
             self._count(flow, -1)
 
     def advance(self, now_s: float) -> None:
-        """Lets flows start and end up to now."""
-        turns = self._turns
-        while turns and turns[0][0] <= now_s:
-            _, _, flow, starts = heapq.heappop(turns)
+        """Start and end the flows that are due by now."""
+        events = self._events
+        while events and events[0][0] <= now_s:
+            _, _, flow, starts = heapq.heappop(events)
             if self._flows.get(flow.request_id) is not flow:
-                continue  # it has ended already, and another may have taken its place
+                continue  # it has ended, and another may have replaced it
             if starts:
                 flow.is_active = True
                 self._count(flow, 1)
@@ -81,7 +81,7 @@ class Traffic:
                 self.end(flow.request_id)
 
     def others(self, slot: int | None) -> tuple[float, float]:
-        """(R, n) for a pull to that worker; None: to one that nothing goes to."""
+        """Return (R, n) for a pull to that worker; None: to a worker that receives no pulls now."""
         if not self.num_flows:
             return 0.0, 0.0
         nbytes, num_flows = self._all.nbytes / self.num_sources, self.num_flows / self.num_sources

@@ -1,1 +1,1 @@
-"""What became of each request: kept, explained and written out as a trace."""
+"""Decision records: one per request, kept, explained and exported."""

@@ -1,4 +1,4 @@
-"""A decision record in plain sentences: what `moonpool why REQUEST_ID` prints. Pure."""
+"""Explains a decision record in sentences, for `moonpool why REQUEST_ID`. Pure."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ _MAX_CANDIDATES = 5
 
 
 def explain(record: DecisionRecord, block_tokens: int, missed: str | None = None) -> list[str]:
-    """What happened to the request, in the order in which it happened. The record may be open still.
-
-    `missed`: what the pool says of the first block that was not reused.
-    """
+    """Return sentences about the request, in the order of events. The record may still be open. `missed` is what the
+    pool says about the first block that was not reused."""
     chosen = next((one for one in record.candidates if one.worker == record.prefill), None)
     lines = [*_asked(record), *_went(record)]
     if chosen is not None:
@@ -107,7 +105,7 @@ def _found(record: DecisionRecord, chosen: Candidate, expected: int, block_token
         f"In fact {_many(record.cached_tokens, 'token')} were reused: {local} from {chosen.worker}'s pages, "
         f"{record.pool_tokens} from the pool."
     )
-    # A full hit computes its last token all the same, so one block less is as expected.
+    # A full hit still computes its last token, so one block less is as expected.
     missing = min(expected * block_tokens, record.num_tokens - 1) - record.cached_tokens
     if missing >= block_tokens:
         yield (

@@ -1,14 +1,15 @@
-"""Decision records as a trace that can be replayed: Mooncake's JSONL. Only numbers leave: no keys, no text, no names.
+"""Turns decision records into a trace that can be replayed, in Mooncake's JSONL. It holds numbers only: no keys, no
+text.
 
 One line per request: {"timestamp": ms since the first, "input_length", "output_length", "hash_ids", "block_tokens"}.
-`block_tokens`, the size of the trace's blocks, is left out where it is Mooncake's 512; by default it is the pool's own
-size, for larger blocks lose reuse: a large block that is shared in part is not shared at all. hash_ids has one number
-for each block of the prompt, also for the last and partial one; blocks have the same number exactly when they and all
-before them are known to be the same. Numbers are given by first appearance. What cannot be known to be shared gets a
-number of its own: the tail of a prompt that is no full block of ours, and prompts whose fingerprints were given up. So
-a replay never sees more reuse than there was.
+`block_tokens`, the size of the trace's blocks, is left out where it is Mooncake's 512. By default it is the pool's own
+block size, because larger blocks lose reuse: a large block that is shared in part is not shared at all. hash_ids has
+one number for each block of the prompt, including a partial last one; two blocks have the same number exactly when they
+and all blocks before them are known to be equal. Numbers are given in order of first appearance. A block that is not
+known to be shared gets a new number: the tail of a prompt behind its last full block, and prompts without
+fingerprints. So a replay never sees more reuse than there was.
 
-The numbering takes about 100 bytes for each different block while the export runs.
+The numbering takes about 100 bytes per distinct block during the export.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class ExportConfig:
 
     @property
     def group_tokens(self) -> int:
-        """Tokens of one block of the trace."""
+        """Tokens per block of the trace."""
         return self.block_tokens if self.trace_block_tokens is None else self.trace_block_tokens
 
 
@@ -72,14 +73,15 @@ class TraceExport:
         return TraceLine(stamp, record.num_tokens, record.output_tokens, hash_ids, self._config.group_tokens)
 
     def _timestamp(self, at_s: float) -> int:
-        """A wall clock that was set back stands still here: timestamps never fall."""
+        """Return ms since the first record; a wall clock that was set back stands still, so timestamps never fall."""
         if self._first_s is None:
             self._first_s = at_s
         self._last_ms = max(self._last_ms, round((at_s - self._first_s) * 1e3))
         return self._last_ms
 
     def _chain(self, num_tokens: int, prints: bytes) -> Iterator[bytes | None]:
-        """For each block of the trace the fingerprint of its last token's chain, which stands for all before it."""
+        """Yield for each block of the trace the fingerprint of its last chain key, which covers all blocks before it,
+        or None if it is not known."""
         own, group = self._config.block_tokens, self._config.group_tokens
         for begin in range(0, num_tokens, group):
             end = min(begin + group, num_tokens)

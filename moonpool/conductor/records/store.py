@@ -1,11 +1,11 @@
-"""The newest decision records, bounded, found by request and filtered by what became of them. Pure.
+"""Keeps the newest decision records, bounded; finds them by request or by filter, and fills them in. Pure.
 
-Beside each record stands what must not leave the conductor with it: the tenant, and 8 bytes of each of the prompt's
-chain keys (fingerprints), packed. A trace can be exported from them that says which requests shared a prefix. Among a
-million blocks two are mistaken for each other with a chance of 3e-8.
+Beside each record the store keeps what must not leave the conductor with it: the tenant, and 8 bytes of each of the
+prompt's chain keys (fingerprints), packed. A trace exported from them shows which requests shared a prefix. Among a
+million blocks, two are mistaken for each other with a probability of 3e-8.
 
-Memory: `capacity` records of at most about 4 KB (16 candidates and names; 1 KB usually), and `max_prints_nbytes` of
-fingerprints in all. When these run out the oldest records lose theirs, and only these.
+Memory: `capacity` records of at most about 4 KB (16 candidates and names; usually 1 KB), and `max_prints_nbytes` of
+fingerprints in total. Beyond that the oldest records lose their fingerprints.
 """
 
 from __future__ import annotations
@@ -14,8 +14,43 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from moonpool.base.errors import ConfigError
-from moonpool.conductor.messages import DecisionRecord
+from moonpool.base.errors import ConfigError, MoonpoolError
+from moonpool.conductor.messages import Decision, DecisionRecord, RequestEnded, Route
+
+
+def open_record(call: Route, wall_s: float) -> DecisionRecord:
+    return DecisionRecord(
+        request_id=call.request_id,
+        routed_at_s=wall_s,
+        num_tokens=call.num_tokens,
+        max_tokens=call.max_tokens,
+        priority=call.priority,
+    )
+
+
+def record_decision(record: DecisionRecord, decision: Decision) -> None:
+    record.prefill, record.decode = decision.prefill.name, decision.decode.name
+    record.pool_blocks, record.candidates = decision.pool_blocks, decision.candidates
+    record.predicted_ttft_s, record.predicted_tbt_s = decision.ttft_s, decision.tbt_s
+    record.outcome, record.waited_s = "open", decision.waited_s
+
+
+def record_refusal(record: DecisionRecord, error: MoonpoolError, waited_s: float) -> None:
+    record.outcome, record.reason, record.waited_s = error.code, str(error), waited_s
+
+
+def record_end(record: DecisionRecord, call: RequestEnded) -> None:
+    record.outcome, record.measured_ttft_s, record.measured_tbt_s = call.outcome, call.ttft_s, call.tbt_s
+    record.cached_tokens, record.pool_tokens = call.cached_tokens, call.pool_tokens
+    record.output_tokens = call.output_tokens
+
+
+def first_missed(keys: Sequence[bytes], num_tokens: int, cached_tokens: int, block_tokens: int) -> bytes | None:
+    """Return the key of the first block that could have been reused and was not. The last token is always computed, so
+    a block that ends with it does not count."""
+    number = cached_tokens // block_tokens
+    return keys[number] if number < len(keys) and (number + 1) * block_tokens < num_tokens else None
+
 
 PRINT_NBYTES = 8
 MAX_CHOICES = 128  # of one client request; the front end allows no more
@@ -23,8 +58,8 @@ MAX_CHOICES = 128  # of one client request; the front end allows no more
 
 @dataclass(slots=True, eq=False)
 class KeptRecord:
-    """`prints`: 8 bytes for each full block of the prompt, in order; b"" when they were given up or never known.
-    `missed`: the key of the first block that was not reused, to ask the pool about."""
+    """`prints`: 8 bytes per full block of the prompt, in order; b"" if they were dropped or never known. `missed`: the
+    key of the first block that was not reused, about which the pool can be asked."""
 
     record: DecisionRecord
     tenant: str | None
@@ -34,7 +69,7 @@ class KeptRecord:
 
 @dataclass(frozen=True, slots=True)
 class RecordFilter:
-    """What is None does not matter. `worker`: prefill or decode."""
+    """A field that is None matches everything. `worker` is the prefill or the decode worker."""
 
     outcome: str | None = None
     tenant: str | None = None
@@ -50,7 +85,7 @@ class RecordFilter:
 
 
 class RecordStore:
-    """By request id in O(1); a filter looks at each record once, newest first, and stops when it has enough."""
+    """Finds a request in O(1). A filter looks at each record once, newest first, and stops at its limit."""
 
     def __init__(self, capacity: int, max_prints_nbytes: int = 32 << 20) -> None:
         if capacity < 0 or max_prints_nbytes < 0:
@@ -58,17 +93,17 @@ class RecordStore:
         self._capacity = capacity
         self._max_prints_nbytes = max_prints_nbytes
         self._kept: OrderedDict[str, KeptRecord] = OrderedDict()
-        self._printed: OrderedDict[str, None] = OrderedDict()  # those that have fingerprints, oldest first
+        self._printed: OrderedDict[str, None] = OrderedDict()  # the records with fingerprints, oldest first
         self.prints_nbytes = 0
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def add(self, record: DecisionRecord, *, tenant: str | None = None, keys: Sequence[bytes] = ()) -> None:
-        """In place of an earlier record of the same request, whose attempts are counted on."""
+        """Add a record in place of an earlier one of the same request, and continue to count its attempts."""
         if not self._capacity:
             return
-        earlier = self._forget(record.request_id)
+        earlier = self._remove(record.request_id)
         if earlier is not None:
             record.attempt = earlier.record.attempt + 1
         kept = KeptRecord(record, tenant, b"".join([key[:PRINT_NBYTES] for key in keys]))
@@ -77,7 +112,7 @@ class RecordStore:
             self._printed[record.request_id] = None
             self.prints_nbytes += len(kept.prints)
         if len(self._kept) > self._capacity:
-            self._forget(next(iter(self._kept)))
+            self._remove(next(iter(self._kept)))
         while self.prints_nbytes > self._max_prints_nbytes:
             self._drop_prints(next(iter(self._printed)))
 
@@ -89,7 +124,7 @@ class RecordStore:
         return self._kept.get(request_id)
 
     def of_client(self, request_id: str) -> list[KeptRecord]:
-        """Of a client's request: those of its choices, ID-0, ID-1, ...; or of the one request that has that id."""
+        """Return the records of a client request's choices, ID-0, ID-1, ..., or of the one request with that id."""
         own = self._kept.get(request_id)
         if own is not None:
             return [own]
@@ -97,7 +132,7 @@ class RecordStore:
         return [kept for kept in choices if kept is not None]
 
     def find(self, wanted: RecordFilter, limit: int = 100) -> list[DecisionRecord]:
-        """The newest that match, at most `limit`, newest last."""
+        """Return the newest records that match, at most `limit`, newest last."""
         found: list[DecisionRecord] = []
         for kept in reversed(self._kept.values()):
             if len(found) >= limit:
@@ -107,10 +142,10 @@ class RecordStore:
         return found[::-1]
 
     def select(self, wanted: RecordFilter) -> Iterator[KeptRecord]:
-        """All that match, oldest first, as they are now; the store may change meanwhile."""
+        """Return all records that match now, oldest first; the store may change during the iteration."""
         return iter([kept for kept in self._kept.values() if wanted.matches(kept)])
 
-    def _forget(self, request_id: str) -> KeptRecord | None:
+    def _remove(self, request_id: str) -> KeptRecord | None:
         self._drop_prints(request_id)
         return self._kept.pop(request_id, None)
 

@@ -53,7 +53,7 @@ class SimFrontend:
         )
         now_s = self._clock.now_s
         try:
-            decision = self._room.ask(call, _OWNER, now_s, now_s)
+            decision = self._room.submit(call, _OWNER, now_s, now_s)
         except (Overloaded, Unavailable) as error:
             self._on_refused(job, error)
             return
@@ -72,7 +72,7 @@ class SimFrontend:
         if self._timer is not None:
             self._clock.cancel(self._timer)
             self._timer = None
-        for request_id, outcome in self._room.settle(self._clock.now_s):
+        for request_id, outcome in self._room.dispatch(self._clock.now_s):
             job = self._jobs.pop(request_id)
             if isinstance(outcome, Decision):
                 self._on_sent(job, outcome)

@@ -14,7 +14,7 @@ from moonpool.base.errors import ConfigError
 from moonpool.engine.blocks import PageManager
 from moonpool.engine.jumping import JumpingScheduler
 from moonpool.engine.scheduler import SchedulerConfig
-from moonpool.engine.step import StepResult
+from moonpool.engine.sequence import StepResult
 from moonpool.sim.physics.cost import EngineCost
 from moonpool.sim.physics.hardware import NodeSpec
 from moonpool.sim.physics.links import Network

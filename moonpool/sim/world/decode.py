@@ -10,8 +10,7 @@ from moonpool.base.cluster import DecodeSample
 from moonpool.base.errors import NoSpace
 from moonpool.engine.blocks import PageGrant
 from moonpool.engine.jumping import JumpingScheduler
-from moonpool.engine.sequence import pages_for
-from moonpool.engine.step import StepResult
+from moonpool.engine.sequence import StepResult, pages_for
 from moonpool.sim.physics.cost import EngineCost
 from moonpool.sim.world.clock import SimTimers
 from moonpool.sim.world.job import Job
@@ -130,7 +129,7 @@ class DecodeWorker:
         sequence = PaperSequence(
             job.request_id, job.number, job.num_input, job.num_output, job.keys, self._block_tokens, num_output=1
         )
-        sequence.pages = self.scheduler.pages.take(job.request_id)
+        sequence.pages = self.scheduler.pages.detach(job.request_id)
         sequence.num_computed_tokens = job.num_input
         self._jobs[job.request_id] = job
         self.scheduler.adopt(sequence)

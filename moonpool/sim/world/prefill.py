@@ -18,8 +18,7 @@ from typing import NamedTuple
 
 from moonpool.base.cluster import PrefillSample, PullSample
 from moonpool.engine.jumping import JumpingScheduler
-from moonpool.engine.sequence import Chunk
-from moonpool.engine.step import AdmittedSequence
+from moonpool.engine.sequence import AdmittedSequence, Chunk
 from moonpool.sim.physics.cost import PrefillCost, StageLine
 from moonpool.sim.world.clock import Handle, SimTimers
 from moonpool.sim.world.job import Job

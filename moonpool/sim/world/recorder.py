@@ -48,11 +48,11 @@ def workers_by_kind(world: World) -> dict[str, list[Worker]]:
 
 
 def read(workers: Sequence[Worker], now_s: float) -> Gauge:
-    rosters = [worker.scheduler.roster for worker in workers]
-    running = [roster.num_running for roster in rosters]
+    all_queues = [worker.scheduler.queues for worker in workers]
+    running = [queues.num_running for queues in all_queues]
     places = [worker.num_waiting for worker in workers if isinstance(worker, DecodeWorker)]
     return Gauge(
-        waiting=sum(roster.num_waiting for roster in rosters) + sum(places),
+        waiting=sum(queues.num_waiting for queues in all_queues) + sum(places),
         running=sum(running),
         largest_batch=max(running),
         busy_s=sum(worker.busy_until_s(now_s) for worker in workers),

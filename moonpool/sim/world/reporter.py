@@ -68,11 +68,11 @@ class SimReporter:
         return events
 
     def _load(self) -> WorkerLoad:
-        roster = self._scheduler.roster
+        queues = self._scheduler.queues
         return WorkerLoad(
-            num_waiting=roster.num_waiting,
-            num_running=roster.num_running,
-            waiting_tokens=roster.num_waiting_tokens,
-            running_tokens=sum([each.num_computed_tokens for each in roster.running]),
+            num_waiting=queues.num_waiting,
+            num_running=queues.num_running,
+            waiting_tokens=queues.num_waiting_tokens,
+            running_tokens=sum([each.num_computed_tokens for each in queues.running]),
             free_pages=self._scheduler.pages.num_available,
         )

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from moonpool.engine.jumping import JumpingScheduler
-from moonpool.engine.sequence import Chunk, Sequence, SequenceStatus
-from moonpool.engine.step import StepResult
+from moonpool.engine.sequence import Chunk, Sequence, SequenceStatus, StepResult
 from moonpool.sim.physics.cost import EngineCost
 from moonpool.sim.world.clock import Handle, SimTimers
 from moonpool.sim.world.sequence import TOKEN
@@ -149,7 +148,7 @@ class Stepper:
 
     def _begin(self) -> None:
         scheduler, cost = self._scheduler, self._cost
-        adopted = list(scheduler.roster.adopted)
+        adopted = list(scheduler.queues.adopted)
         steps = scheduler.steps_until_change()
         self._end = None
         if steps is None:
@@ -161,7 +160,7 @@ class Stepper:
                 return
             lasts_s = self._step_s(self._opened)
         else:
-            running = scheduler.roster.running
+            running = scheduler.queues.running
             self.shape = len(running), sum([each.num_computed_tokens for each in running])
             lasts_s = cost.decode_steps_s(*self.shape, steps)
         self.joined = [each for each in adopted if each.status is SequenceStatus.RUNNING]

@@ -21,7 +21,7 @@ from moonpool.base.errors import DeadlineExceeded, MoonpoolError, Unauthorized, 
 from moonpool.base.keys import object_key
 from moonpool.base.log import RateLimitedLog
 from moonpool.base.object_header import ObjectKind
-from moonpool.engine.step import FullBlock
+from moonpool.engine.sequence import FullBlock
 from moonpool.store.client import StoreClient
 from moonpool.store.client.put_request import PutRequest
 from moonpool.store.client.put_session import PutSession

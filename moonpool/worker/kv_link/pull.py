@@ -17,7 +17,7 @@ from moonpool.base.errors import Corrupt, DeadlineExceeded, MoonpoolError, NotFo
 from moonpool.base.keys import object_key
 from moonpool.base.object_header import ObjectHeader, ObjectKind
 from moonpool.engine.kv_memory import KvLayout
-from moonpool.engine.step import AdmittedSequence
+from moonpool.engine.sequence import AdmittedSequence
 from moonpool.store.client import StoreClient
 from moonpool.store.client.read_session import ReadSession
 from moonpool.worker.kv_link.pieces import PieceMemory

@@ -84,7 +84,7 @@ class Reservations:
             self._release(reservation)
             return None
         del self._open[reservation.request_id]
-        self._pages.take(reservation.owner)
+        self._pages.detach(reservation.owner)
         self._retire(reservation)
         return reservation.pages
 

@@ -1,9 +1,9 @@
 """Attention of a mixed batch over paged KV: prefill chunks and decode rows of any lengths in one step.
 
-A step's queries are cut into groups that are computed together: a long chunk alone, short ones and decode rows
-with others of like shape, padded to the longest. Which rows, pages and masks a group needs is the same in every
-layer, so it is worked out once per step (`plan_attention`) and only tensor work is left per layer (`attend`).
-All KV is read through the block tables, including what the step itself has just written.
+A step's queries are split into groups that are computed together: a long chunk alone, short chunks and decode rows with
+others of similar shape, padded to the longest. A group's rows, pages and masks are the same in every layer, so they are
+computed once per step (`plan_attention`) and each layer does tensor work only (`attend`). All KV is read through the
+block tables, including KV that the step itself has just written.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import torch.nn.functional as F
 from moonpool.engine.kv_tensor import KvMemory
 from moonpool.engine.sequence import pages_for
 
-# Chunks up to this many tokens are worth padding; longer ones keep the cores busy by themselves.
+# Chunks up to this many tokens are padded and grouped; a longer one alone keeps the cores busy.
 _SHORT_CHUNK_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class QuerySpan:
-    """Queries of one sequence: rows first_row.. of the step, standing at positions start.. of the sequence."""
+    """Queries of one sequence: rows first_row.. of the step, at positions start.. of the sequence."""
 
     first_row: int
     start: int
@@ -45,16 +45,16 @@ class AttentionGroup:
     num_queries: int  # of the longest span
     num_keys: int  # of the longest span
     page_index: torch.Tensor
-    mask: torch.Tensor | None  # additive, [spans, 1, queries, keys]; None: all see all, or causal
+    mask: torch.Tensor | None  # additive, [spans, 1, queries, keys]; None: no mask, or causal
     is_causal: bool
     rows: torch.Tensor | None  # step rows of all queries, padded [spans * queries]; None: all rows in order
-    valid: torch.Tensor | None  # which of those are not padding; None: all
+    valid: torch.Tensor | None  # indices of those that are not padding; None: all
 
 
 def plan_attention(
     spans: Sequence[QuerySpan], kv: KvMemory, *, num_rows: int, dtype: torch.dtype, device: torch.device
 ) -> list[AttentionGroup]:
-    """Groups that cover all spans, each span in one group. `num_rows` is how many rows the step has."""
+    """Return groups that cover all spans, each span in one group. `num_rows` is the number of rows of the step."""
     return [
         _plan_group(members, kv, num_rows=num_rows, dtype=dtype, device=device)
         for members in _grouped(spans, kv.layout.block_tokens)
@@ -62,7 +62,7 @@ def plan_attention(
 
 
 def attend(query: torch.Tensor, groups: Sequence[AttentionGroup], kv: KvMemory, layer: int) -> torch.Tensor:
-    """Attention of query [rows, heads, dim] over the pages: [rows, heads * dim]."""
+    """Return the attention of query [rows, heads, dim] over the pages: [rows, heads * dim]."""
     if len(groups) == 1 and groups[0].rows is None:
         return _attend_group(query, groups[0], kv, layer).flatten(1)
     out = torch.empty_like(query)
@@ -76,7 +76,7 @@ def attend(query: torch.Tensor, groups: Sequence[AttentionGroup], kv: KvMemory, 
 
 
 def _attend_group(query: torch.Tensor, group: AttentionGroup, kv: KvMemory, layer: int) -> torch.Tensor:
-    """Query [spans * queries, heads, dim] in and out."""
+    """Query and result are [spans * queries, heads, dim]."""
     k, v = kv.read(layer, group.page_index, group.num_spans)
     k, v = k[:, :, : group.num_keys], v[:, :, : group.num_keys]  # [spans, kv heads, keys, dim]
     if group.num_spans == 1 and group.num_queries > 1:
@@ -85,7 +85,7 @@ def _attend_group(query: torch.Tensor, group: AttentionGroup, kv: KvMemory, laye
 
 
 def _attend_one(query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: AttentionGroup) -> torch.Tensor:
-    """One span: a KV head is a batch entry and the query heads that share it are its heads, at stride 0."""
+    """One span: each KV head is a batch entry, and the query heads that share it are its heads, with stride 0."""
     tokens, heads, dim = query.shape
     kv_heads = k.shape[0]
     q = query.view(tokens, kv_heads, -1, dim).permute(1, 2, 0, 3)  # [kv heads, shared, tokens, dim]
@@ -109,7 +109,7 @@ def _attend_many(query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: A
 
 
 def _grouped(spans: Iterable[QuerySpan], block_tokens: int) -> list[list[QuerySpan]]:
-    """Like with like, so that padding at most doubles the work. Long chunks stay alone."""
+    """Group spans of similar shape, so that padding at most doubles the work. A long chunk is a group alone."""
     groups: dict[tuple[int, ...], list[QuerySpan]] = defaultdict(list)
     for span in spans:
         if span.length > _SHORT_CHUNK_TOKENS:
@@ -128,7 +128,7 @@ def _plan_group(
     first_rows = np.array([span.first_row for span in spans])
     num_queries, num_keys = int(lengths.max()), int((starts + lengths).max())
     if device.type != "cpu":
-        # A GPU's kernel is chosen anew for each shape (about 50 ms): whole pages change the shape seldom.
+        # A GPU chooses a kernel for each new shape (about 50 ms); with whole pages the shape rarely changes.
         num_keys = pages_for(num_keys, kv.layout.block_tokens) * kv.layout.block_tokens
     offsets = np.arange(num_queries)
     rows = (first_rows[:, None] + np.minimum(offsets, lengths[:, None] - 1)).reshape(-1)
@@ -148,7 +148,7 @@ def _plan_group(
 
 
 def _tables(spans: Sequence[QuerySpan], num_keys: int, block_tokens: int) -> np.ndarray:
-    """Block tables of equal width; what pads them is a page of the same span, and masked."""
+    """Return block tables of equal width, padded with a page of the same span; the mask hides the padding."""
     width = pages_for(num_keys, block_tokens)
     tables = np.empty((len(spans), width), dtype=np.int64)
     for table, span in zip(tables, spans, strict=True):
@@ -161,8 +161,8 @@ def _tables(spans: Sequence[QuerySpan], num_keys: int, block_tokens: int) -> np.
 def _mask(
     starts: np.ndarray, offsets: np.ndarray, num_keys: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor | None:
-    """A query sees keys up to its own position; None when every query sees every key."""
-    positions = starts[:, None] + offsets  # [spans, queries]; padding sees more than it should, and is dropped
+    """Return the mask by which a query sees keys up to its own position; None if every query sees every key."""
+    positions = starts[:, None] + offsets  # [spans, queries]; padding queries see too much and are dropped later
     if bool((positions >= num_keys - 1).all()):
         return None
     visible = torch.from_numpy(positions[:, None, :, None] >= np.arange(num_keys)).to(device)

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moonpool.base.cluster import DecodeSample, PrefillSample, PullSample
-from moonpool.conductor.costs.estimate import CostModels
-from moonpool.conductor.costs.nonnegative import nonnegative_minimum
+from moonpool.conductor.costs import CostModels, nonnegative_minimum
 
 
 def paper_prefill_s(num_tokens: int, prefix: int) -> float:

@@ -1,26 +1,27 @@
 """The Llama family: Llama, SmolLM2, Mistral, Qwen2 and Qwen3 are one architecture with a few switches.
 
-Written once for every torch device, as plain functions over weights: a step's tokens, of however many sequences,
-are rows of one matrix, so each projection is one matrix product. Only attention knows which rows belong together.
+Written once for every torch device, as plain functions over weights: the tokens of a step, of all its sequences, are
+rows of one matrix, so each projection is one matrix product. Only attention knows which rows belong to one sequence.
+Rotary positions turn each pair of dimensions (i, i + half) of a head by an angle that grows with the position.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
-from moonpool.engine.config import ModelConfig
+from moonpool.engine.attention import AttentionGroup, attend
+from moonpool.engine.config import ModelConfig, RopeScaling
 from moonpool.engine.kv_tensor import KvMemory
-from moonpool.engine.layers.attention import AttentionGroup, attend
-from moonpool.engine.layers.rope import inverse_frequencies, rotate, rotation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """One layer. Projections are [out, in]; what reads the same input is fused into one."""
+    """One layer. Projections are [out, in]; projections of the same input are fused into one."""
 
     attention_norm: torch.Tensor
     qkv: torch.Tensor
@@ -48,10 +49,10 @@ class LayerHooks(Protocol):
     """Called on the thread that runs the step."""
 
     def before_layer(self, layer: int) -> None:
-        """Before this layer's KV is read or written. May wait until KV from elsewhere has arrived."""
+        """Before this layer's KV is read or written; may wait until pulled KV has arrived."""
 
     def after_layer(self, layer: int) -> None:
-        """Once this layer's KV of the step is in its pages and the step will not touch them again."""
+        """After this layer's KV of the step is in its pages; the step does not touch it again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +68,7 @@ class Step:
 
 
 class LlamaModel:
-    """Weights and what follows from the configuration. Holds no state between steps."""
+    """Weights and configuration; no state between steps."""
 
     def __init__(self, config: ModelConfig, weights: LlamaWeights) -> None:
         self.config = config
@@ -77,12 +78,12 @@ class LlamaModel:
         self._frequencies = inverse_frequencies(config, self.device)
 
     def forward(self, step: Step, kv: KvMemory, hooks: LayerHooks | None = None) -> torch.Tensor:
-        """Writes the step's KV into its pages; returns logits [wanted rows, vocab]."""
-        turn = rotation(self._frequencies, step.positions, self.dtype)
+        """Write the step's KV into its pages; return logits [wanted rows, vocab]."""
+        cos_sin = rotation(self._frequencies, step.positions, self.dtype)
         x = F.embedding(step.tokens, self.weights.embedding)  # [rows, hidden]
         last = self.config.num_layers - 1
         for index, layer in enumerate(self.weights.layers):
-            x = self._layer(x, layer, index, turn, step, kv, hooks, only_wanted=index == last)
+            x = self._layer(x, layer, index, cos_sin, step, kv, hooks, only_wanted=index == last)
         return F.linear(self._norm(x, self.weights.norm), self.weights.head)
 
     def _layer(
@@ -90,14 +91,14 @@ class LlamaModel:
         x: torch.Tensor,
         weights: LayerWeights,
         index: int,
-        turn: tuple[torch.Tensor, torch.Tensor],
+        cos_sin: tuple[torch.Tensor, torch.Tensor],
         step: Step,
         kv: KvMemory,
         hooks: LayerHooks | None,
         *,
         only_wanted: bool,
     ) -> torch.Tensor:
-        q, k, v = self._project(x, weights, turn)
+        q, k, v = self._project(x, weights, cos_sin)
         groups = step.groups
         if only_wanted and step.wanted is not None:
             # Nothing reads the other rows after the last layer's KV is written.
@@ -113,9 +114,9 @@ class LlamaModel:
         return x + _mlp(self._norm(x, weights.mlp_norm), weights)
 
     def _project(
-        self, x: torch.Tensor, weights: LayerWeights, turn: tuple[torch.Tensor, torch.Tensor]
+        self, x: torch.Tensor, weights: LayerWeights, cos_sin: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values, each [rows, its heads, dim]; the first two normalized and turned."""
+        """Return queries, keys and values, each [rows, its heads, dim]; the first two normalized and rotated."""
         config = self.config
         normed = self._norm(x, weights.attention_norm)
         qkv = F.linear(normed, weights.qkv, weights.qkv_bias).view(x.shape[0], -1, config.head_dim)
@@ -124,7 +125,7 @@ class LlamaModel:
         if weights.q_norm is not None and weights.k_norm is not None:
             q, k = qk[:, : config.num_heads], qk[:, config.num_heads :]
             qk = torch.cat((self._norm(q, weights.q_norm), self._norm(k, weights.k_norm)), dim=1)
-        qk = rotate(qk, *turn)
+        qk = rotate(qk, *cos_sin)
         return qk[:, : config.num_heads], qk[:, config.num_heads :], v
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -134,3 +135,50 @@ class LlamaModel:
 def _mlp(x: torch.Tensor, weights: LayerWeights) -> torch.Tensor:
     gate, up = F.linear(x, weights.gate_up).chunk(2, dim=-1)
     return F.linear(F.silu(gate).mul_(up), weights.down)
+
+
+def inverse_frequencies(config: ModelConfig, device: torch.device) -> torch.Tensor:
+    """Return radians per position for each pair of dimensions: [head_dim / 2], float32."""
+    # float32 and in this order of operations, because that is how the models were trained and are published.
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
+    frequencies = 1.0 / (config.rope_theta**exponents)
+    if config.rope_scaling is not None:
+        frequencies = _scaled(frequencies, config.rope_scaling)
+    return frequencies.to(device)
+
+
+def _scaled(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    if scaling.kind == "divisors":
+        return frequencies / torch.tensor(scaling.divisors, dtype=torch.float32)
+    return _llama3_scaled(frequencies, scaling)
+
+
+def _llama3_scaled(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+    """Stretch long waves by the factor, keep short ones, blend those between."""
+    wavelengths = 2 * math.pi / frequencies
+    turns = scaling.original_max_position / wavelengths
+    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    blended = (1 - blend) * frequencies / scaling.factor + blend * frequencies
+    stretched = torch.where(turns < scaling.low_freq_factor, frequencies / scaling.factor, frequencies)
+    between = (turns >= scaling.low_freq_factor) & (turns <= scaling.high_freq_factor)
+    return torch.where(between, blended, stretched)
+
+
+def rotation(
+    frequencies: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosines and sines of a step's tokens, each [tokens, 1, head_dim / 2]; computed once for all layers."""
+    angles = positions.float()[:, None] * frequencies
+    return angles.cos().to(dtype)[:, None], angles.sin().to(dtype)[:, None]
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Return x [tokens, heads, head_dim] rotated, as a new contiguous tensor."""
+    turned = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    half = x.shape[-1] // 2
+    first, second = x[..., :half], x[..., half:]
+    torch.mul(first, cos, out=turned[..., :half]).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=turned[..., half:]).addcmul_(first, sin)
+    return turned

@@ -1,4 +1,4 @@
-"""The waiting room in front of the conductor's state, on a virtual clock: who waits, who is sent, who is refused."""
+"""The queue in front of the conductor's state, on a virtual clock: which requests wait, are sent, are refused."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ class Room:
         self.now_s = 0.0
 
     def ask(self, *args: object, **kwargs: object) -> Decision | None:
-        return self.room.ask(route(*args, **kwargs), "fe", self.now_s, self.now_s)
+        return self.room.submit(route(*args, **kwargs), "fe", self.now_s, self.now_s)
 
     def after(self, seconds: float) -> list[QueueAnswer]:
         self.now_s += seconds
-        return self.room.settle(self.now_s)
+        return self.room.dispatch(self.now_s)
 
     def prefilled(self, request_id: str) -> list[QueueAnswer]:
         self.state.prefill_ended(request_id, self.now_s)
-        return self.room.settle(self.now_s)
+        return self.room.dispatch(self.now_s)
 
     def ended(self, request_id: str, output_tokens: int = 16) -> list[QueueAnswer]:
         self.state.request_ended(RequestEnded(request_id=request_id, output_tokens=output_tokens), self.now_s)
-        return self.room.settle(self.now_s)
+        return self.room.dispatch(self.now_s)
 
     def serve_all(self, first: str) -> list[str]:
         """One prefill after the other; in which order those that wait are sent."""
@@ -130,7 +130,7 @@ def test_a_full_queue_turns_the_newest_of_the_largest_away() -> None:
     while room.ask(f"first{number}") is not None:
         number += 1
     assert room.ask("a1", tenant="a") is None
-    with pytest.raises(Overloaded, match="as many as may"):
+    with pytest.raises(Overloaded, match="the most that may wait"):
         room.ask("a2", tenant="a")
     assert room.ask("urgent", priority=1) is None
     [answer] = room.after(0.0)

@@ -1,34 +1,113 @@
-"""What things cost, learnt from what they did cost. Pure.
+"""Cost models of prefill, decode and transfer, learnt from measurements, and the errors of their predictions. Pure.
 
-Each model is a sum of non-negative coefficients times features of the work, so that it is never negative and
-never falls when the work grows. The coefficients minimise the relative error over recent samples (old ones
-fade), pulled a little towards a prior curve that the first samples scale to this machine: one sample calibrates
-the curve, more of them bend it. Samples far off the prediction weigh less.
+Each model is a sum of non-negative coefficients times features of the work, so it is never negative and never falls
+when the work grows. The coefficients minimise the relative error over recent samples (old ones fade), pulled slightly
+towards a prior curve that the first samples scale to this machine: one sample calibrates the curve, more samples bend
+it. Samples far from the prediction weigh less.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from operator import mul
 
 from moonpool.base.cluster import DecodeSample, PrefillSample, PullSample
-from moonpool.conductor.costs.accuracy import ErrorWindow
-from moonpool.conductor.costs.nonnegative import nonnegative_minimum
+from moonpool.conductor.messages import PredictionError
 
+_WINDOW = 256
+_MAX_ERROR = 100.0  # no single error counts for more
+_SINGULAR = 1e-300
 _FADE = 0.98  # weight of a sample after each later one: about the last fifty count
 _PRIOR_WEIGHT = 3e-4  # of the prior curve, in samples
-_TRUSTED_RATIO = 1.5  # measured/predicted beyond this, either way, weighs less
+_TRUSTED_RATIO = 1.5  # samples with measured / predicted beyond this, either way, weigh less
 _SCALE_STEP = 0.1  # how fast the prior curve's scale and the usual error follow
-_SOON = 64  # samples of which each is believed at once
-_REFIT_EVERY = 8  # later ones change little each
+_SOON = 64  # the first samples, after each of which the model is fitted
+_REFIT_EVERY = 8  # later samples change little each
 _MIN_SECONDS = 1e-6
 _MAX_SECONDS = 86_400.0
 
 
+class ErrorWindow:
+    """The relative errors (predicted / measured - 1) of one model's last `_WINDOW` predictions; positive: the
+    prediction was too high."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._errors: deque[float] = deque(maxlen=_WINDOW)
+        self._count = 0
+
+    def add(self, predicted_s: float, measured_s: float) -> None:
+        if measured_s > 0:
+            self._errors.append(min(predicted_s / measured_s - 1, _MAX_ERROR))
+            self._count += 1
+
+    def summary(self) -> PredictionError:
+        sizes = sorted(abs(error) for error in self._errors)
+        if not sizes:
+            return PredictionError(model=self._model)
+        return PredictionError(
+            model=self._model,
+            count=self._count,
+            p50=sizes[len(sizes) // 2],
+            p90=sizes[len(sizes) * 9 // 10],
+            bias=sum(self._errors) / len(self._errors),
+        )
+
+
+def nonnegative_minimum(gram: Sequence[Sequence[float]], moment: Sequence[float]) -> list[float]:
+    """Return the exact argmin over x >= 0 of x'Gx - 2x'm: the best feasible solution over all supports (there are few).
+
+    In plain floats: for systems of four rows one numpy call costs more than all the arithmetic.
+    """
+    count = len(moment)
+    best, best_value = [0.0] * count, 0.0
+    for size in range(count, 0, -1):
+        for support in combinations(range(count), size):
+            part = _solve([[gram[i][j] for j in support] for i in support], [moment[i] for i in support])
+            if part is None or min(part) < 0:
+                continue  # singular: the samples cannot separate these features, and a smaller support fits as well
+            value = -sum([x * moment[i] for x, i in zip(part, support, strict=True)])
+            if value < best_value:
+                best, best_value = [0.0] * count, value
+                for x, i in zip(part, support, strict=True):
+                    best[i] = x
+        if size == count and best_value < 0:
+            return best  # the usual case: no bound is active, so no other support is better
+    return best
+
+
+def _solve(rows: list[list[float]], right: list[float]) -> list[float] | None:
+    """Solve by elimination with pivots; return None if the system is singular. Both arguments are overwritten."""
+    count = len(right)
+    for at in range(count):
+        pivot = max(range(at, count), key=lambda row: abs(rows[row][at]))
+        if not abs(rows[pivot][at]) > _SINGULAR:
+            return None
+        if pivot != at:
+            rows[at], rows[pivot] = rows[pivot], rows[at]
+            right[at], right[pivot] = right[pivot], right[at]
+        top = rows[at]
+        for below in range(at + 1, count):
+            factor = rows[below][at] / top[at]
+            if factor:
+                row = rows[below]
+                for column in range(at + 1, count):
+                    row[column] -= factor * top[column]
+                right[below] -= factor * right[at]
+    for at in range(count - 1, -1, -1):
+        row = rows[at]
+        for column in range(at + 1, count):
+            right[at] -= row[column] * right[column]
+        right[at] /= row[at]
+    return right
+
+
 class LearnedCost:
-    """seconds = sum of coefficient_j x feature_j, fitted online; before any sample, the prior's coefficients."""
+    """seconds = sum of coefficient_j * feature_j, fitted online; before the first sample, the prior's coefficients."""
 
     def __init__(self, prior: Sequence[float]) -> None:
         self._prior = tuple(map(float, prior))
@@ -41,7 +120,7 @@ class LearnedCost:
 
     @property
     def terms(self) -> tuple[float, ...]:
-        """The coefficients, for callers that multiply by hand."""
+        """The coefficients, for callers that multiply themselves."""
         if self._terms is None:
             self._terms = self._fit()
         return self._terms
@@ -50,7 +129,7 @@ class LearnedCost:
         return float(sum(map(mul, self.terms, features)))
 
     def learn(self, features: Sequence[float], seconds: float) -> None:
-        """Takes one measurement in; impossible ones (not positive, over a day, not a number) are ignored."""
+        """Add one measurement; impossible ones (not positive, over a day, not a number) are ignored."""
         if not 0 < seconds <= _MAX_SECONDS:
             return
         seconds = max(seconds, _MIN_SECONDS)
@@ -58,7 +137,7 @@ class LearnedCost:
         weight = self._trust(seconds / predicted)
         row = list(map(mul, self._prior, features))
         self._rescale(seconds / sum(row), weight)
-        # Errors are relative to the larger of the two, so that none counts for more than 1.
+        # Errors are relative to the larger of the two, so that no error counts for more than 1.
         unit = max(seconds, predicted)
         self._add([each / unit for each in row], seconds / unit, weight)
         self.num_samples += 1
@@ -82,10 +161,11 @@ class LearnedCost:
         return tuple([each * scale * prior for each, prior in zip(fitted, self._prior, strict=True)])
 
     def _trust(self, ratio: float) -> float:
-        """1 for what was expected, falling with the distance. When all are far off, it is the model that is wrong."""
+        """Return the weight of a sample: 1 near the prediction, less far from it. If all samples are far from the
+        prediction, the model is wrong and they keep their weight."""
         off = abs(math.log(ratio))
         limit = max(math.log(_TRUSTED_RATIO), 2 * self._usual_off)
-        # One wild sample moves the usual error by a bounded step.
+        # One outlier moves the usual error by a bounded step.
         self._usual_off += _SCALE_STEP * (min(off, 2.0) - self._usual_off)
         return 1.0 if self.num_samples < 8 or off <= limit else (limit / off) ** 2
 
@@ -94,7 +174,8 @@ class LearnedCost:
         self._log_scale += step * (math.log(ratio) - self._log_scale)
 
 
-# Priors in the shape of paper.md D, in the size of a small model on a CPU; the first sample rescales them.
+# The priors have the shape of the paper's cost model and the size of a small model on a CPU; the first sample scales
+# them.
 def _prefill_prior() -> LearnedCost:
     return LearnedCost((0.02, 1e-3, 7e-9, 2e-5))
 
@@ -117,7 +198,7 @@ def _error_windows() -> dict[str, ErrorWindow]:
 
 @dataclass(slots=True)
 class CostModels:
-    """The models of one cluster of like workers. `transfer` is from the pool's DRAM, `transfer_ssd` from its SSDs."""
+    """The models of a cluster of equal workers. `transfer` is from the pool's DRAM, `transfer_ssd` from its SSDs."""
 
     prefill: LearnedCost = field(default_factory=_prefill_prior)
     decode: LearnedCost = field(default_factory=_decode_prior)
@@ -126,25 +207,26 @@ class CostModels:
     errors: dict[str, ErrorWindow] = field(default_factory=_error_windows)
 
     def prefill_s(self, num_tokens: int, prefix_tokens: int) -> float:
-        """Time to compute tokens prefix_tokens..num_tokens; a full hit still computes the last token."""
+        """Return the time to compute tokens prefix_tokens..num_tokens; a full hit still computes the last token."""
         fixed, per_token, per_pair, per_prefix = self.prefill.terms
         prefix = min(prefix_tokens, num_tokens - 1)
         pairs = float(num_tokens) * num_tokens - float(prefix) * prefix
         return fixed + per_token * (num_tokens - prefix) + per_pair * pairs + per_prefix * prefix
 
     def decode_step_s(self, num_seqs: float, kv_tokens: float) -> float:
-        """Time between tokens of a batch of that many sequences with that many tokens of KV together."""
+        """Return the time between tokens of a batch of `num_seqs` sequences with `kv_tokens` tokens of KV in total."""
         fixed_s, per_seq_s, per_token_s = self.decode.terms
         return fixed_s + per_seq_s * num_seqs + per_token_s * kv_tokens
 
     @property
     def ssd_terms(self) -> tuple[float, float]:
-        """Coefficients of pulls from SSD. They go over the network too, so neither is below that of pulls from DRAM."""
+        """The coefficients of pulls from SSD. These use the network too, so neither is below that of pulls from
+        DRAM."""
         (fixed, per_byte), (ssd_fixed, ssd_per_byte) = self.transfer.terms, self.transfer_ssd.terms
         return max(fixed, ssd_fixed), max(per_byte, ssd_per_byte)
 
     def transfer_s(self, nbytes: float, ssd_nbytes: float = 0) -> float:
-        """Time to pull that much from the pool, `ssd_nbytes` of it from SSD alone; nothing takes no time."""
+        """Return the time to pull `nbytes` from the pool, `ssd_nbytes` of them from SSD; 0 for 0 bytes."""
         seconds = 0.0
         if nbytes > ssd_nbytes:
             fixed, per_byte = self.transfer.terms
@@ -160,29 +242,30 @@ class CostModels:
         decodes: Iterable[DecodeSample] = (),
         pulls: Iterable[PullSample] = (),
     ) -> None:
-        """Takes in what a worker measured. Samples without work say nothing and are left out."""
+        """Add a worker's measurements. Samples without work are ignored."""
         for prefill in prefills:
             if prefill.num_tokens > prefill.prefix_tokens >= 0:
                 features = _prefill_features(prefill.num_tokens, prefill.prefix_tokens)
-                self._take("prefill", self.prefill, features, prefill.seconds)
+                self._learn("prefill", self.prefill, features, prefill.seconds)
         for decode in decodes:
             if decode.num_seqs > 0 and decode.kv_tokens >= 0:
-                self._take("decode", self.decode, (1.0, decode.num_seqs, decode.kv_tokens), decode.seconds)
+                self._learn("decode", self.decode, (1.0, decode.num_seqs, decode.kv_tokens), decode.seconds)
         for pull in pulls:
             if pull.nbytes > 0:
                 self._learn_pull(pull)
 
     def _learn_pull(self, pull: PullSample) -> None:
-        """From two tiers at once: what DRAM's part is believed to have taken is set off, and the SSD learns."""
+        """Of a pull from both tiers, subtract the predicted time of DRAM's part and give the rest to the SSD's
+        model."""
         dram_nbytes = pull.nbytes - pull.ssd_nbytes
         if pull.ssd_nbytes <= 0:
-            self._take("transfer", self.transfer, (1.0, pull.nbytes), pull.seconds)
+            self._learn("transfer", self.transfer, (1.0, pull.nbytes), pull.seconds)
         elif pull.ssd_nbytes >= dram_nbytes:
             seconds = pull.seconds - (self.transfer_s(dram_nbytes) if dram_nbytes > 0 else 0.0)
-            self._take("transfer_ssd", self.transfer_ssd, (1.0, pull.ssd_nbytes), seconds)
+            self._learn("transfer_ssd", self.transfer_ssd, (1.0, pull.ssd_nbytes), seconds)
 
-    def _take(self, name: str, model: LearnedCost, features: Sequence[float], seconds: float) -> None:
-        """The error is that of the prediction before it learnt; one that stands on no sample at all is none."""
+    def _learn(self, name: str, model: LearnedCost, features: Sequence[float], seconds: float) -> None:
+        """Record the error of the prediction before this sample; a prediction without any sample has no error."""
         if model.num_samples and 0 < seconds <= _MAX_SECONDS:
             self.errors[name].add(model.predict(features), seconds)
         model.learn(features, seconds)

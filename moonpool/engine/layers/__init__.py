@@ -1,1 +1,0 @@
-"""The parts a model is made of: rotary positions and attention over pages. Functions on tensors, any device."""

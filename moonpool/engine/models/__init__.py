@@ -1,1 +1,0 @@
-"""The models: one file per family, written once for every torch device."""
