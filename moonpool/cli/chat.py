@@ -47,7 +47,7 @@ class ChatConfig:
 
 @dataclass
 class ChatTurn:
-    """One answer and what it took. Token counts are None when the server did not say."""
+    """One answer, its times and its token usage, which is empty if the server sent none."""
 
     text: str = ""
     ttft_s: float | None = None
@@ -66,7 +66,7 @@ class ChatTurn:
 
 
 class Conversation:
-    """Remembers what was said. Errors of the server and of the network are MoonpoolErrors."""
+    """Keeps the messages so far. Errors of the server and of the network are raised as MoonpoolErrors."""
 
     def __init__(self, config: ChatConfig) -> None:
         key = config.api_key or os.environ.get("MOONPOOL_API_KEY") or os.environ.get("OPENAI_API_KEY")
@@ -76,31 +76,31 @@ class Conversation:
             base_url=self.url.rstrip("/").removesuffix("/v1"),
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=httpx.Timeout(_READ_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S),
-            trust_env=False,  # a proxy for the outside world is none for this machine
+            trust_env=False,  # a proxy for the internet must not be used for this machine
         )
-        self.begin_again()
+        self.reset()
         self.model = config.model
 
-    def begin_again(self) -> None:
-        """Forget what was said."""
+    def reset(self) -> None:
+        """Start a new conversation."""
         system = self._config.system
         self._messages = [{"role": "system", "content": system}] if system else []
 
     def connect(self) -> str:
-        """Finds out the model's name; Unavailable when there is no server."""
+        """Return the model's name, from the server if none was given. Raise Unavailable if there is no server."""
         if self.model is None:
             try:
                 response = self._client.get("/v1/models")
                 _raise_for_status(response)
                 self.model = str(response.json()["data"][0]["id"])
             except httpx.HTTPError as error:
-                raise self._lost(error) from error
+                raise self._network_error(error) from error
             except (ValueError, LookupError, TypeError) as error:
                 raise ProtocolError(f"{self.url} does not answer like an OpenAI server") from error
         return self.model
 
     def ask(self, text: str) -> Generator[ChatTurn, None, None]:
-        """Yields the growing turn after every piece of text, and whole at the end. Kept only if it gave an answer."""
+        """Yield the growing turn after every piece of text, and at the end. A turn without text is not kept."""
         question = {"role": "user", "content": text}
         turn, begin_s = ChatTurn(), time.monotonic()
         try:
@@ -135,9 +135,9 @@ class Conversation:
                 _raise_for_status(response)
                 yield from _server_sent(response)
         except httpx.HTTPError as error:
-            raise self._lost(error) from error
+            raise self._network_error(error) from error
 
-    def _lost(self, error: httpx.HTTPError) -> MoonpoolError:
+    def _network_error(self, error: httpx.HTTPError) -> MoonpoolError:
         if isinstance(error, httpx.ConnectError):
             return Unavailable(f"nothing answers at {self.url}; start a server with: moonpool serve")
         return Unavailable(f"the connection to {self.url} failed: {error or type(error).__name__}")
@@ -147,9 +147,9 @@ class Conversation:
 
 
 def find_url() -> str:
-    """Return the URL of the one service that runs on this machine, the usual one if none does.
+    """Return the URL of the service that runs on this machine; the default URL if none runs.
 
-    ConfigError, with all of them, when there are several.
+    Raise ConfigError, which lists them, if several run.
     """
     running = live_urls()
     if len(running) > 1:
@@ -166,7 +166,7 @@ def _server_sent(response: httpx.Response) -> Iterator[dict[str, Any]]:
             return
         event = json.loads(data)
         if "error" in event:
-            raise Unavailable(str(event["error"].get("message", "the server gave up")))
+            raise Unavailable(str(event["error"].get("message", "the server failed")))
         yield event
 
 
@@ -186,7 +186,7 @@ def _raise_for_status(response: httpx.Response) -> None:
 
 
 def _lines() -> Iterator[str]:
-    """Yield what the user types, a line at a time, until the end of input."""
+    """Yield the lines that the user types, until the end of input."""
     terminal = sys.stdin.isatty()
     if terminal:
         import readline  # noqa: F401 - importing it gives input() line editing and a history
@@ -199,13 +199,13 @@ def _lines() -> Iterator[str]:
             yield line
 
 
-def _obey(conversation: Conversation, command: str) -> bool:
-    """Do what a line that begins with / asks for; return False when it ends the conversation."""
+def _run_command(conversation: Conversation, command: str) -> bool:
+    """Run a command that begins with /. Return False if it ends the conversation."""
     match command.split()[0]:
         case "/exit" | "/quit":
             return False
         case "/new":
-            conversation.begin_again()
+            conversation.reset()
             _say("a new conversation")
         case "/help":
             _say(_HELP)
@@ -234,7 +234,7 @@ def _answer(conversation: Conversation, line: str) -> None:
 def _talk(conversation: Conversation) -> None:
     for line in _lines():
         if line.startswith("/") and not line.startswith("//"):
-            if not _obey(conversation, line):
+            if not _run_command(conversation, line):
                 return
             continue
         try:

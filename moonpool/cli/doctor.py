@@ -42,7 +42,7 @@ from moonpool.transfer.doctor import (
 )
 from moonpool.transfer.topology import DevicePlace, Gpu, Matrix, Nic, NumaNode, NvmeDrive, Topology, read_topology
 
-# Beside the model's files: prepared weights, logs, the master's journal.
+# For prepared weights, logs and the master's journal, beside the model's files.
 _DISK_RESERVE_NBYTES = 512 * 1024**2
 _MIN_PYTHON = (3, 11)
 _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)(\[[^]]*\])?\s*(?:>=\s*([0-9.]+))?")
@@ -67,7 +67,7 @@ def command(
 
 
 class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
-    """`ok`: `moonpool serve` would work. `reasons` says why not."""
+    """`ok`: `moonpool serve` would work; otherwise `reasons` are the failed checks."""
 
     ok: bool
     reasons: list[str]
@@ -79,7 +79,7 @@ class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def examine_machine(topology: Topology) -> DoctorReport:
-    """Runs every check once."""
+    """Run every check once; return the report."""
     config, state_dir = ServeConfig(), default_state_dir()
     checks = [
         check_python(sys.version_info[:2]),
@@ -115,17 +115,19 @@ def check_python(version: tuple[int, ...]) -> Finding:
 
 
 def check_port(host: str, port: int, is_serving: bool) -> Finding:
-    """A taken port is fine while a service of ours runs here: it is likely the one that took it."""
+    """Check that the port is free. A taken port is fine if a Moonpool service runs here: it probably holds the port."""
     problem = _problem(lambda: choose_port(host, port))
     if problem is None:
         return Finding(name="port", status="ok", says=f"{host}:{port} is free", needed=True)
     if is_serving:
         return Finding(name="port", status="ok", says=f"{host}:{port} is taken, and Moonpool runs here", needed=True)
-    return Finding(name="port", status="broken", says=problem, hint="moonpool serve --port 0 takes any", needed=True)
+    return Finding(
+        name="port", status="broken", says=problem, hint="moonpool serve --port 0", needed=True
+    )
 
 
 def check_memory(config: ServeConfig) -> Finding:
-    """What `moonpool serve` takes by default against what there is."""
+    """Check that there is enough memory for `moonpool serve` with its defaults."""
     pages_nbytes = config.num_workers * config.kv_nbytes
     problem = _problem(lambda: require_memory(config.pool_nbytes, pages_nbytes))
     if problem is not None:
@@ -137,7 +139,7 @@ def check_memory(config: ServeConfig) -> Finding:
 
 
 def check_cache(model: str) -> Finding:
-    """Whether the default model is there, or could be put there."""
+    """Check that the default model is in the cache, or that it would fit."""
     try:
         path = fetched_path(model)
     except MoonpoolError as error:
@@ -151,12 +153,15 @@ def check_cache(model: str) -> Finding:
     if free < need:
         says = f"{model} is not fetched, and {format_nbytes(need)} are needed: {room}"
         return Finding(name="model", status="missing", says=says, hint="set MOONPOOL_CACHE", needed=True)
-    says, hint = f"{model} is not fetched; {room}", f"moonpool model fetch {model} (moonpool serve does it by itself)"
+    says, hint = (
+        f"{model} is not fetched; {room}",
+        f"moonpool model fetch {model} (or just moonpool serve)",
+    )
     return Finding(name="model", status="missing", says=says, hint=hint)
 
 
 def check_state_dir(folder: Path) -> Finding:
-    """Whether the secrets and the pool's epoch can be kept. Makes nothing."""
+    """Check that the state folder can be written. Creates nothing."""
     where, hint = existing_ancestor(folder), "set MOONPOOL_STATE to a folder of your own"
     if not where.is_dir():
         return Finding(name="state", status="broken", says=f"{where} is no folder", hint=hint, needed=True)
@@ -167,12 +172,12 @@ def check_state_dir(folder: Path) -> Finding:
 
 
 def existing_ancestor(path: Path) -> Path:
-    """The path itself, or the nearest one above it that exists."""
+    """Return the path itself, or its nearest parent that exists."""
     return next(place for place in (path, *path.absolute().parents) if os.path.exists(place))
 
 
 def _problem(check: Callable[[], object]) -> str | None:
-    """What one of the launcher's checks complains about."""
+    """Return the error message of one of the launcher's checks; None if it passes."""
     try:
         check()
     except MoonpoolError as error:
@@ -187,21 +192,21 @@ class Requirement(NamedTuple):
 
 
 def parse_requirement(text: str) -> Requirement | None:
-    """Of the form `name>=1.2; extra == "x"`, which is all that our pyproject.toml uses; None for anything else."""
+    """Parse `name>=1.2; extra == "x"`, the only form in our pyproject.toml; return None for anything else."""
     match = _REQUIREMENT.match(text)
-    if match is None or match[2] is not None:  # name[extra]: our own extras, listed one by one anyway
+    if match is None or match[2] is not None:  # name[extra]: our own extras, which are also listed one by one
         return None
     extra = _EXTRA.search(text)
     return Requirement(match[1], match[3], extra[1] if extra else None)
 
 
 def is_at_least(version: str, minimum: str) -> bool:
-    """Compares release numbers: 2.13.0+cpu is at least 2.4."""
+    """Compare release numbers: 2.13.0+cpu is at least 2.4."""
     return _numbers(version) >= _numbers(minimum)
 
 
 def package_finding(requirements: Iterable[Requirement], installed: Callable[[str], str | None]) -> Finding:
-    """One finding for all of them: every version when all are there, else those that are not."""
+    """Return one finding: all versions if all packages are installed, otherwise those that are missing or too old."""
     wanted = [requirement for requirement in requirements if requirement.extra in _NEEDED_EXTRAS]
     versions = {requirement.name: installed(requirement.name) for requirement in wanted}
     wrong = [
@@ -217,7 +222,7 @@ def check_packages() -> Finding:
     try:
         texts = importlib.metadata.requires("moonpool") or []
     except importlib.metadata.PackageNotFoundError:
-        says = "Moonpool runs from a folder and is not installed, so nobody knows what it needs"
+        says = "Moonpool runs from a folder and is not installed, so its requirements are unknown"
         return Finding(name="packages", status="missing", says=says, hint="pip install -e '.[all]'")
     parsed = (parse_requirement(text) for text in texts)
     return package_finding([requirement for requirement in parsed if requirement is not None], _installed_version)
@@ -244,7 +249,7 @@ def _installed_version(name: str) -> str | None:
 
 
 def format_report(report: DoctorReport) -> str:
-    """Coloured; typer.echo takes the colours out when it does not write to a terminal."""
+    """Return the report as coloured text; typer.echo removes the colours if it does not write to a terminal."""
     parts = [
         f"moonpool {report.version}",
         *_titled("Checks", _findings(report.checks)),
@@ -260,7 +265,7 @@ def format_report(report: DoctorReport) -> str:
 
 
 def _titled(title: str, lines: list[str]) -> list[str]:
-    """Nothing at all without lines."""
+    """Return the indented lines under their title; nothing if there are no lines."""
     return ["", title, *(f"  {line}" for line in lines)] if lines else []
 
 

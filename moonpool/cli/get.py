@@ -1,4 +1,4 @@
-"""`moonpool get KEY`: piece by piece, each verified before it is written, never the whole object in memory."""
+"""`moonpool get KEY`: read piece by piece, verify each before it is written, never hold the whole object in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`moonpool ls [PATTERN]`: one object a line, in no order, as the master finds them."""
+"""`moonpool ls [PATTERN]`: one object per line, in no particular order."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def command(
     hex: HexOption = False,
 ) -> None:
     num_objects = 0
-    # On a terminal the list is its own progress.
+    # On a terminal the list itself shows the progress.
     with pool(master) as store, objects_seen("objects", shown=not sys.stdout.isatty()) as show:
         for found in store.objects(pattern):
             key = found.key.hex() if hex else show_key(found.key)

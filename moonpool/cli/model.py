@@ -21,7 +21,7 @@ command = typer.Typer(no_args_is_help=True)
 
 @command.command("fetch", help="Download a model into the cache, verify it, and print its path.")
 def _fetch(name: Annotated[str, typer.Argument(help="a name from `moonpool model list`")]) -> None:
-    print(fetch_shown(name))
+    print(fetch_with_progress(name))
 
 
 @command.command("list", help="List the models that can be fetched by name.")
@@ -33,13 +33,13 @@ def _list() -> None:
 
 
 def fetch_if_named(model: str) -> None:
-    """Fetches a model that is known by name; a path is left alone."""
+    """Fetch a model given by name; do nothing for a path."""
     if model in NAMED_MODELS:
-        fetch_shown(model)
+        fetch_with_progress(model)
 
 
-def fetch_shown(name: str) -> Path:
-    """As model_fetch.fetch, with its progress on standard error."""
+def fetch_with_progress(name: str) -> Path:
+    """Fetch the model and show the progress on standard error; return its path."""
     with _bar() if sys.stderr.isatty() else _lines() as progress:
         return fetch(name, progress)
 

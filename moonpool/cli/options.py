@@ -28,17 +28,17 @@ from moonpool.base.units import format_nbytes, parse_nbytes
 _FIELD = re.compile(r"\s+(\w+)\s*:[^#]*(?:#\s*(.+?))?\s*$")
 _COMMENT = re.compile(r"\s+#\s*(.+?)\s*$")
 _PLAIN = (int, float, bool, str)
-NONE = "none"  # as a value: no value, in place of the default
+NONE = "none"  # this value means None instead of the default
 _OLD_NAMES = {name.replace("_", "-"): option for name, option in OPTION_NAMES.items()}
-# For typer: options that were renamed are found by their old names too, and help does not show these.
+# For typer: renamed options are also accepted by their old names, which help does not show.
 CONTEXT_SETTINGS = {"token_normalize_func": lambda name: _OLD_NAMES.get(name, name)}
 
 
 def command_from(run: Callable[..., None], *configs: type[Any]) -> Callable[..., None]:
-    """A typer command whose options are the fields of `configs`; it calls `run` with one instance of each.
+    """Return a typer command whose options are the fields of `configs`; it calls `run` with one instance of each.
 
-    A field that two of them share is one option that goes to both. A field that is a dataclass itself gives one
-    option per field of its own, with its name in front.
+    A field that two configs share is one option for both. A field that is itself a dataclass gives one option per inner
+    field, prefixed with the outer field's name.
     """
 
     def command(**values: Any) -> None:
@@ -55,7 +55,7 @@ def command_from(run: Callable[..., None], *configs: type[Any]) -> Callable[...,
 
 
 def _collect(config: type[Any], values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of `config`'s fields as plain data, nested as the dataclasses are."""
+    """Return the values of `config`'s fields as plain data, nested like the dataclasses."""
     hints, found = get_type_hints(config), {}
     for field in fields(config):
         name, hint = prefix + field.name, hints[field.name]
@@ -65,7 +65,7 @@ def _collect(config: type[Any], values: dict[str, Any], prefix: str = "") -> dic
 
 
 def _value(name: str, hint: Any, value: Any) -> Any:
-    """ConfigError, with the choices, when the value is none of them."""
+    """Return the value. Raise ConfigError, which lists the choices, if it is none of them."""
     base, optional = _without_none(hint)
     choices = _choices(base)
     if choices and value is not None and str(value) not in choices:
@@ -135,7 +135,7 @@ def _default(field: Field[Any]) -> Any:
 
 
 def _option_type(base: Any) -> Any:
-    """What typer parses; anything but a plain type stays text until base/config.py checks it."""
+    """Return the type that typer parses. All but plain types stay text until base/config.py checks them."""
     if get_origin(base) in (tuple, list):
         return list[str]
     return base if base in _PLAIN else str

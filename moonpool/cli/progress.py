@@ -1,4 +1,4 @@
-"""Progress of long work on standard error, for people only: nothing is shown where it is no terminal."""
+"""Progress of long work on standard error; nothing is shown if that is not a terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _show_nothing(done: int, total: int | None) -> None:
 
 @contextmanager
 def bytes_moved(what: str) -> Iterator[Show]:
-    """A bar with sizes and speed."""
+    """Show a bar with sizes and speed."""
     if not sys.stderr.isatty():
         yield _show_nothing
         return
@@ -31,7 +31,7 @@ def bytes_moved(what: str) -> Iterator[Show]:
 
 @contextmanager
 def objects_seen(what: str, shown: bool = True) -> Iterator[Show]:
-    """A running count: how many there are is known at the end."""
+    """Show a running count, for work whose total is not known."""
     if not shown or not sys.stderr.isatty():
         yield _show_nothing
         return
@@ -43,7 +43,7 @@ def objects_seen(what: str, shown: bool = True) -> Iterator[Show]:
 
 @contextmanager
 def virtual_time(what: str, total_s: float) -> Iterator[Callable[[float], None]]:
-    """A bar over simulated seconds; what happens after `total_s` is the end of it."""
+    """Show a bar over simulated seconds; it is full from `total_s` on."""
     if not sys.stderr.isatty():
         yield lambda now_s: None
         return

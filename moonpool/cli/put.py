@@ -1,6 +1,6 @@
-"""`moonpool put FILE`: a file as one object, or each tensor of a safetensors file as one.
+"""`moonpool put FILE`: store a file as one object, or each tensor of a safetensors file as one object.
 
-A file is mapped and goes to the pool piece by piece; standard input is read to its end first.
+A file is mapped and put piece by piece; standard input is read to its end first.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _warn_of_replicas(store: Store, asked: int) -> None:
 
 
 def _put(store: Store, key: bytes, data: memoryview, settings: PutSettings, show: Callable[[int], None]) -> None:
-    """Piece by piece, so that its progress is seen."""
+    """Put the data piece by piece, so that the progress can be shown."""
     pieces = [data[at : at + _PIECE_NBYTES] for at in range(0, data.nbytes, _PIECE_NBYTES)]
     try:
         with store.put_session(key, [piece.nbytes for piece in pieces], **settings) as session:
@@ -78,7 +78,7 @@ def _read(file: str) -> memoryview:
         return memoryview(sys.stdin.buffer.read())
     path = Path(file)
     try:
-        if not path.is_file() or path.stat().st_size == 0:  # what cannot be mapped: a pipe, nothing
+        if not path.is_file() or path.stat().st_size == 0:  # a pipe or an empty file cannot be mapped
             return memoryview(path.read_bytes())
         with path.open("rb") as opened:
             return memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
