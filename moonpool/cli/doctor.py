@@ -121,9 +121,7 @@ def check_port(host: str, port: int, is_serving: bool) -> Finding:
         return Finding(name="port", status="ok", says=f"{host}:{port} is free", needed=True)
     if is_serving:
         return Finding(name="port", status="ok", says=f"{host}:{port} is taken, and Moonpool runs here", needed=True)
-    return Finding(
-        name="port", status="broken", says=problem, hint="moonpool serve --port 0", needed=True
-    )
+    return Finding(name="port", status="broken", says=problem, hint="moonpool serve --port 0", needed=True)
 
 
 def check_memory(config: ServeConfig) -> Finding:
