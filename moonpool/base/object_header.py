@@ -8,25 +8,39 @@
 The header is padded to a multiple of 4 KiB, so that the pieces behind it start on a page; they follow one
 another without gaps. A reader checks magic, version, its own crc, key, identity and generation before it
 touches a piece, and each piece's checksum before it uses it.
+
+Thousands of small objects are read and written per call, so one struct per number of pieces and length of the key
+reads or writes all fields of a header at once.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from enum import IntEnum
+from functools import lru_cache
+from typing import NamedTuple
 
+import google_crc32c
 import msgspec
 
-from moonpool.base.checksum import ChecksumKind, crc32c
+from moonpool.base.checksum import ChecksumKind
 from moonpool.base.errors import Corrupt, IdentityMismatch, StaleGeneration
 
 MAGIC = b"MPOB"
 VERSION = 1
 ALIGN_NBYTES = 4096
 NO_IDENTITY = bytes(32)
+GENERATION_AT = 24
+GENERATION = struct.Struct("<Q")
 _FIXED = struct.Struct("<4sHBBIIIIQ32sH")
-_PIECE = struct.Struct("<QI")
+_PIECE_NBYTES = 12
 _CRC = struct.Struct("<I")
+_AROUND_NBYTES = _FIXED.size + _CRC.size  # of a header without key and pieces
+_SIZES = struct.Struct("<II40xH")  # header_nbytes, num_pieces, key_nbytes
+_SIZES_AT = 16
+
+_extend = google_crc32c.extend  # takes bytes as they are
 
 
 class ObjectKind(IntEnum):
@@ -34,8 +48,9 @@ class ObjectKind(IntEnum):
     BLOCK = 1
 
 
-_KINDS = frozenset(ObjectKind)
-_CHECKSUM_KINDS = frozenset(ChecksumKind)
+_KINDS = frozenset(map(int, ObjectKind))
+_CHECKSUM_KINDS = frozenset(map(int, ChecksumKind))
+_CRC32C = int(ChecksumKind.CRC32C)
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):
@@ -44,7 +59,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ObjectHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a reader needs to check the bytes that follow."""
+    """Everything a reader needs to trust the bytes behind it."""
 
     key: bytes
     generation: int
@@ -59,85 +74,156 @@ class ObjectHeader(msgspec.Struct, frozen=True, kw_only=True):
         return header_nbytes(len(self.key), len(self.pieces))
 
     def piece_offset(self, index: int) -> int:
-        """Return the offset of piece `index` from the object's start."""
+        """Where piece `index` starts, counted from the object's start."""
         return self.nbytes + sum(piece.nbytes for piece in self.pieces[:index])
 
     def pack(self) -> bytes:
-        assert len(self.identity) == len(NO_IDENTITY), "an identity digest is 32 bytes"
-        size = self.nbytes
-        out = bytearray(size)
-        _FIXED.pack_into(
-            out,
-            0,
-            MAGIC,
-            VERSION,
-            int(self.checksum_kind),
-            int(self.kind),
-            0,
-            self.valid_tokens,
-            size,
-            len(self.pieces),
+        return pack_header(
+            self.key,
             self.generation,
-            self.identity,
-            len(self.key),
+            [piece.nbytes for piece in self.pieces],
+            [piece.checksum for piece in self.pieces],
+            kind=self.kind,
+            identity=self.identity,
+            valid_tokens=self.valid_tokens,
+            checksum_kind=self.checksum_kind,
         )
-        at = _FIXED.size
-        out[at : at + len(self.key)] = self.key
-        at += len(self.key)
-        for piece in self.pieces:
-            _PIECE.pack_into(out, at, piece.nbytes, piece.checksum)
-            at += _PIECE.size
-        _CRC.pack_into(out, at, crc32c(bytes(out[:at])))
-        return bytes(out)
 
     def check(self, key: bytes, generation: int, identity: bytes | None) -> None:
         """Raise StaleGeneration unless this is the object `key` of that generation, IdentityMismatch unless its
         identity is `identity` (None: any).
         """
-        if self.generation != generation or self.key != key:
-            raise StaleGeneration(f"the space of {key.hex()[:16]} was given to another object")
-        if identity is not None and self.identity != identity:
-            raise IdentityMismatch(f"{key.hex()[:16]} holds KV of another model, dtype or layout")
+        _check_owner(self, key, generation, identity)
+
+
+class HeaderFields(NamedTuple):
+    """A header's fields as plain values, with the sizes and checksums of its pieces."""
+
+    checksum_kind: int
+    kind: int
+    valid_tokens: int
+    nbytes: int  # of the header itself, padded: where the first piece starts
+    generation: int
+    identity: bytes
+    key: bytes
+    sizes: tuple[int, ...]
+    checksums: tuple[int, ...]
+
+    def check(self, key: bytes, generation: int, identity: bytes | None) -> None:
+        """As ObjectHeader.check()."""
+        _check_owner(self, key, generation, identity)
+
+    def header(self) -> ObjectHeader:
+        return ObjectHeader(
+            key=self.key,
+            generation=self.generation,
+            pieces=tuple(map(Piece, self.sizes, self.checksums)),
+            kind=ObjectKind(self.kind),
+            identity=self.identity,
+            valid_tokens=self.valid_tokens,
+            checksum_kind=ChecksumKind(self.checksum_kind),
+        )
+
+
+def _check_owner(header: ObjectHeader | HeaderFields, key: bytes, generation: int, identity: bytes | None) -> None:
+    if header.generation != generation or header.key != key:
+        raise StaleGeneration(f"the space of {key.hex()[:16]} was given to another object")
+    if identity is not None and header.identity != identity:
+        raise IdentityMismatch(f"{key.hex()[:16]} holds KV of another model, dtype or layout")
+
+
+class _Layout(NamedTuple):
+    """Headers with keys of one length and one number of pieces."""
+
+    body: struct.Struct
+    whole: struct.Struct  # with the checksum behind it
+    nbytes: int
+    padding: bytes
+
+
+@lru_cache(maxsize=1024)
+def _layout(key_nbytes: int, num_pieces: int) -> _Layout:
+    body = struct.Struct(f"{_FIXED.format}{key_nbytes}s" + "QI" * num_pieces)
+    whole = struct.Struct(body.format + "I")
+    nbytes = -(-whole.size // ALIGN_NBYTES) * ALIGN_NBYTES
+    return _Layout(body, whole, nbytes, bytes(nbytes - whole.size))
 
 
 def header_nbytes(key_nbytes: int, num_pieces: int) -> int:
     """Return the padded header size for a key of that length and that many pieces."""
-    used = _FIXED.size + key_nbytes + num_pieces * _PIECE.size + _CRC.size
-    return -(-used // ALIGN_NBYTES) * ALIGN_NBYTES
+    return _layout(key_nbytes, num_pieces).nbytes
+
+
+def pack_header(
+    key: bytes,
+    generation: int,
+    sizes: Sequence[int],
+    checksums: Sequence[int],
+    *,
+    kind: int = 0,
+    identity: bytes = NO_IDENTITY,
+    valid_tokens: int = 0,
+    checksum_kind: int = _CRC32C,
+) -> bytes:
+    """Return the padded header of an object whose pieces have these sizes and checksums."""
+    assert len(identity) == len(NO_IDENTITY), "an identity digest is 32 bytes"
+    body, _, nbytes, padding = _layout(len(key), len(sizes))
+    if len(sizes) == 1:  # mostly
+        pieces: Sequence[int] = (sizes[0], checksums[0])
+    else:
+        pieces = [number for piece in zip(sizes, checksums, strict=True) for number in piece]
+    raw = body.pack(
+        MAGIC,
+        VERSION,
+        checksum_kind,
+        kind,
+        0,
+        valid_tokens,
+        nbytes,
+        len(sizes),
+        generation,
+        identity,
+        len(key),
+        key,
+        *pieces,
+    )
+    return raw + _CRC.pack(_extend(0, raw)) + padding
 
 
 def announced_nbytes(buffer: bytes | bytearray | memoryview) -> int:
-    """Return the size in the header, unchecked: how much to read before unpack()."""
+    """Return the size that a header states for itself: how much to read before `unpack`. Not verified yet."""
     if len(buffer) < _FIXED.size:
         raise Corrupt("object header is cut short")
-    return int(_FIXED.unpack_from(buffer)[6])
+    return int(_SIZES.unpack_from(buffer, _SIZES_AT)[0])
 
 
-def unpack(buffer: bytes | bytearray | memoryview) -> ObjectHeader:
-    """Return the header at the start of `buffer`. Corrupt when there is none or it is damaged."""
-    view = memoryview(buffer)
-    if len(view) < _FIXED.size:
+def read_fields(memory: bytes | bytearray | memoryview, offset: int = 0) -> HeaderFields:
+    """Return the header at `offset`. Raise Corrupt when it is damaged or cut short."""
+    room = len(memory) - offset
+    if room < _FIXED.size:
         raise Corrupt("object header is cut short")
-    magic, version, check, kind, _pad, tokens, size, count, generation, identity, key_nbytes = _FIXED.unpack_from(
-        view, 0
-    )
+    size, count, key_nbytes = _SIZES.unpack_from(memory, offset + _SIZES_AT)
+    used = _AROUND_NBYTES + key_nbytes + count * _PIECE_NBYTES
+    if not used <= size < used + ALIGN_NBYTES or used > room:  # before a layout is made for nonsense
+        raise Corrupt("object header sizes do not add up")
+    _, whole, padded_nbytes, _ = _layout(key_nbytes, count)
+    raw = bytes(memory[offset : offset + used])  # one moment's bytes for the fields and for their checksum
+    magic, version, check, kind, _, tokens, size, num, generation, identity, key_size, key, *pieces = whole.unpack(raw)
     if magic != MAGIC or version != VERSION:
         raise Corrupt("no object header of a known version at this place")
-    end = _FIXED.size + key_nbytes + count * _PIECE.size
-    if size != header_nbytes(key_nbytes, count) or len(view) < end + _CRC.size:
+    if size != padded_nbytes or num != count or key_size != key_nbytes:
         raise Corrupt("object header sizes do not add up")
-    if _CRC.unpack_from(view, end)[0] != crc32c(bytes(view[:end])):
+    if pieces[-1] != _extend(0, raw[:-4]):
         raise Corrupt("object header checksum does not match")
     if kind not in _KINDS or check not in _CHECKSUM_KINDS:
         raise Corrupt("object header of an unknown kind")
-    key_end = _FIXED.size + key_nbytes
-    pieces = tuple(Piece(*_PIECE.unpack_from(view, key_end + i * _PIECE.size)) for i in range(count))
-    return ObjectHeader(
-        key=bytes(view[_FIXED.size : key_end]),
-        generation=generation,
-        pieces=pieces,
-        kind=ObjectKind(kind),
-        identity=identity,
-        valid_tokens=tokens,
-        checksum_kind=ChecksumKind(check),
-    )
+    if count == 1:  # mostly
+        sizes, checksums = (pieces[0],), (pieces[1],)
+    else:
+        sizes, checksums = tuple(pieces[:-1:2]), tuple(pieces[1:-1:2])
+    return HeaderFields(check, kind, tokens, size, generation, identity, key, sizes, checksums)
+
+
+def unpack(buffer: bytes | bytearray | memoryview) -> ObjectHeader:
+    """Return the header at the start of `buffer`. Raise Corrupt when it is damaged or cut short."""
+    return read_fields(buffer).header()

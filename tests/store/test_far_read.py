@@ -9,9 +9,8 @@ import pytest
 
 from moonpool.base.checksum import crc32c
 from moonpool.base.errors import DeadlineExceeded, MoonpoolError, NotFound, PeerLost, Unauthorized
-from moonpool.base.object_header import ALIGN_NBYTES
+from moonpool.base.object_header import ALIGN_NBYTES, pack_header
 from moonpool.store.client.far_read import PREFIX_NBYTES, FarObject, FarRead
-from moonpool.store.client.headers import pack_header
 from moonpool.store.client.transfer_window import BUNDLE_NBYTES, TransferThreads
 from moonpool.store.messages import ObjectInfo, Placement
 from moonpool.transfer.memory.buffers import Buffer, as_bytes_views

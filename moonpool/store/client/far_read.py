@@ -15,19 +15,16 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from moonpool.base.checksum import crc32c_of_array
 from moonpool.base.errors import MoonpoolError, NotFound, Unauthorized, Unavailable
 from moonpool.base.object_header import ALIGN_NBYTES
 from moonpool.store.client.cuts import scatter
-from moonpool.store.client.headers import HeaderFields, glance
 from moonpool.store.client.transfer_window import BUNDLE_ITEMS, BUNDLE_NBYTES, TransferThreads
+from moonpool.store.client.verified_read import PREFIX_NBYTES, are_right, check_header, is_unchanged, sum_arrived
 from moonpool.store.messages import ObjectInfo, Placement
 from moonpool.transfer.memory.buffers import cut
 from moonpool.transfer.transports.base import RemoteSegment
 
-PREFIX_NBYTES = 64  # enough of the header to see whose it is: magic to identity
 DIRECT_NBYTES = 2 * 1024 * 1024  # a single object up to this size is read by the caller's thread
-_bytes_of = np.frombuffer
 
 
 class FarObject:
@@ -58,11 +55,14 @@ class FarObject:
 
     def check(self, identity: bytes | None) -> bool:
         """Whether what has arrived is the object that was asked for, every byte of it."""
-        seen = glance(self.header, 0, self.info.nbytes, self.info.key, self.place.generation, identity)
-        return seen is not None and is_verified(scatter(seen.sizes, self.views), seen)
+        try:
+            header = check_header(self.header, 0, self.info, self.place, identity)
+        except MoonpoolError:
+            return False
+        return are_right(header, scatter(header.sizes, self.views), sum_arrived)
 
     def has_prefix(self, prefix: memoryview) -> bool:
-        return bytes(prefix) == bytes(self.header[:PREFIX_NBYTES])
+        return is_unchanged(self.header, prefix)
 
     def got(self) -> int | bytes:
         """The new bytes, or how many there are in the caller's memory."""
@@ -225,14 +225,3 @@ def _bundles(objects: Iterable[FarObject]) -> Iterator[_Bundle]:
             offset += view.nbytes
     if bundle.items:
         yield bundle
-
-
-def is_verified(pieces: Sequence[Sequence[memoryview]], seen: HeaderFields) -> bool:
-    """Whether the pieces' bytes have the checksums that the header states."""
-    for views, checksum in zip(pieces, seen.checksums, strict=True):
-        found = 0
-        for view in views:
-            found = crc32c_of_array(_bytes_of(view, np.uint8), found)
-        if found != checksum:
-            return False
-    return True

@@ -8,21 +8,21 @@ reports it, tries the other replicas and says what is wrong.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from moonpool.base.checksum import crc32c_of_array
 from moonpool.base.errors import InvalidInput, MoonpoolError, NotFound, Unauthorized, Unavailable
+from moonpool.base.object_header import HeaderFields
 from moonpool.store.client.cuts import scatter
 from moonpool.store.client.disk_read import DiskRead
-from moonpool.store.client.far_read import FarObject, FarRead, is_verified
-from moonpool.store.client.headers import GENERATION, GENERATION_AT, HeaderFields, glance
+from moonpool.store.client.far_read import FarObject, FarRead
 from moonpool.store.client.read_session import ReadTools
 from moonpool.store.client.recovery import Recovery, Targets, missing, read_whole
 from moonpool.store.client.side_by_side import is_large, side_by_side
 from moonpool.store.client.transfer_window import TransferThreads
+from moonpool.store.client.verified_read import CopyAndSum, are_right, check_header, has_generation, sum_arrived
 from moonpool.store.messages import ObjectInfo, Placement
 from moonpool.transfer.transports.base import RemoteSegment
 
@@ -90,25 +90,21 @@ class BatchRead:
             raise far.failure
 
     def _read_mapped(self, memory: memoryview, found: list[_Found]) -> None:
-        array = _bytes_of(memory, _BYTE)
-        plans = self._plan(memory, found)
-        read = self._copy_all(memory, array, plans)
-        # Believed is what was read where the same generation stands after reading as before.
-        generation_of = GENERATION.unpack_from
-        for position, place, got in read:
-            if got is not None and generation_of(memory, place.offset + GENERATION_AT)[0] == place.generation:
+        for position, place, got in self._copy_all(memory, self._plan(memory, found)):
+            if got is not None and has_generation(memory, place.offset, place.generation):
                 self._got[position] = got
 
-    def _copy_all(self, memory: memoryview, array: NDArray[Any], plans: list[_Plan]) -> list[_Copied]:
+    def _copy_all(self, memory: memoryview, plans: list[_Plan]) -> list[_Copied]:
         # New bytes are made under Python's lock, so two threads would be in each other's way.
-        nbytes = sum([sum(seen.sizes) for _, _, _, seen, pieces in plans if pieces is not None])
+        nbytes = sum([sum(header.sizes) for _, _, header, pieces in plans if pieces is not None])
+        copy_and_sum = _copier(memory)
         if not is_large(nbytes, len(plans)):
-            return [(at, place, _copy(memory, array, start, seen, into)) for at, place, start, seen, into in plans]
+            return [(at, place, _copy(memory, copy_and_sum, place, header, into)) for at, place, header, into in plans]
         copied: list[_Copied] = []
 
         def copy(plan: _Plan) -> None:
-            position, place, start, seen, pieces = plan
-            copied.append((position, place, _copy(memory, array, start, seen, pieces)))
+            position, place, header, pieces = plan
+            copied.append((position, place, _copy(memory, copy_and_sum, place, header, pieces)))
 
         side_by_side(self._crew, plans, nbytes, copy)
         return copied
@@ -118,15 +114,14 @@ class BatchRead:
         targets, identity = self._targets, self._identity
         plans: list[_Plan] = []
         for position, info, place in found:
-            seen = glance(memory, place.offset, info.nbytes, info.key, place.generation, identity)
-            if seen is None:
-                continue
             try:
+                header = check_header(memory, place.offset, info, place, identity)
                 into = targets[position]
-                pieces = None if into is None else scatter(seen.sizes, into)
-                plans.append((position, place, place.offset + seen.start, seen, pieces))
+                plans.append((position, place, header, None if into is None else scatter(header.sizes, into)))
             except InvalidInput as error:
                 self._got[position] = error
+            except MoonpoolError:  # a ReadSession finds out what is wrong
+                continue
         return plans
 
     def _count(self) -> None:
@@ -149,30 +144,36 @@ class BatchRead:
 
 
 _Found: TypeAlias = tuple[int, ObjectInfo, Placement]  # position, what it is, the replica to read
-# position, the replica, where its pieces begin, what they are, and the memory for each (None: new bytes)
-_Plan: TypeAlias = tuple[int, Placement, int, HeaderFields, list[list[memoryview]] | None]
+# position, the replica, its header, and the memory for each of its pieces (None: new bytes)
+_Plan: TypeAlias = tuple[int, Placement, HeaderFields, list[list[memoryview]] | None]
 _Copied: TypeAlias = tuple[int, Placement, int | bytes | None]  # position, the replica, what was read of it
 
 
+def _copier(memory: memoryview) -> CopyAndSum[memoryview]:
+    """From mapped memory; each checksum is taken while the bytes are warm."""
+    array = _bytes_of(memory, _BYTE)
+
+    def copy_and_sum(at: int, view: memoryview, found: int) -> int:
+        copied, end = _bytes_of(view, _BYTE), at + view.nbytes
+        if end - at <= SMALL_NBYTES:
+            view[:] = memory[at:end]
+        else:
+            copied[...] = array[at:end]
+        return crc32c_of_array(copied, found)
+
+    return copy_and_sum
+
+
 def _copy(
-    memory: memoryview, array: NDArray[Any], start: int, seen: HeaderFields, pieces: list[list[memoryview]] | None
+    memory: memoryview,
+    copy_and_sum: CopyAndSum[memoryview],
+    place: Placement,
+    header: HeaderFields,
+    pieces: list[list[memoryview]] | None,
 ) -> int | bytes | None:
     """The object, copied and checked; None when a checksum does not match."""
+    start = place.offset + header.nbytes
     if pieces is None:
-        data = bytes(memory[start : start + sum(seen.sizes)])
-        return data if is_verified(scatter(seen.sizes, [memoryview(data)]), seen) else None
-    at = start
-    for views, checksum in zip(pieces, seen.checksums, strict=True):
-        found = 0
-        for view in views:
-            end = at + view.nbytes
-            copied = _bytes_of(view, _BYTE)
-            if end - at <= SMALL_NBYTES:
-                view[:] = memory[at:end]
-            else:
-                copied[...] = array[at:end]
-            found = crc32c_of_array(copied, found)
-            at = end
-        if found != checksum:
-            return None
-    return at - start
+        data = bytes(memory[start : start + sum(header.sizes)])
+        return data if are_right(header, scatter(header.sizes, [memoryview(data)]), sum_arrived) else None
+    return sum(header.sizes) if are_right(header, pieces, copy_and_sum, start) else None

@@ -14,9 +14,8 @@ import numpy as np
 
 from moonpool.base.checksum import crc32c_of_array
 from moonpool.base.errors import MoonpoolError, Unauthorized, Unavailable
-from moonpool.base.object_header import ObjectKind
+from moonpool.base.object_header import ObjectKind, header_nbytes, pack_header
 from moonpool.store.client.cuts import gather
-from moonpool.store.client.headers import pack_header, padded_nbytes
 from moonpool.store.client.put_calls import GrantedPuts, PutCalls
 from moonpool.store.client.put_request import MAX_BATCH_NBYTES, Put, bundle
 from moonpool.store.client.put_session import REPLICA_ERRORS, PutTools
@@ -59,7 +58,7 @@ class PutBatches:
                 outcomes[position], parts = error, []
             pieces.append(parts)
             data_nbytes = parts[0].nbytes if len(parts) == 1 else sum([part.nbytes for part in parts])
-            sizes.append(padded_nbytes(len(put.key), len(parts)) + data_nbytes)
+            sizes.append(header_nbytes(len(put.key), len(parts)) + data_nbytes)
         wanted = [position for position, error in enumerate(outcomes) if error is None]
         bundles = [
             _Bundle(
@@ -174,8 +173,7 @@ class _Writing:
             if not all([isinstance(self._remote(place), MappedWriter) for place in places]):  # noqa: C419 - quicker
                 self._write_anywhere(position, flight)
             elif data_nbytes <= SMALL_NBYTES and len(places) == 1:
-                header_nbytes = padded_nbytes(len(puts[position].key), len(parts))
-                runs.add(position, places[0], header_nbytes + data_nbytes)
+                runs.add(position, places[0], header_nbytes(len(puts[position].key), len(parts)) + data_nbytes)
             else:
                 near.append(position)
                 near_nbytes += data_nbytes

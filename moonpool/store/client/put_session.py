@@ -14,9 +14,8 @@ from typing import NamedTuple
 from moonpool.base.checksum import crc32c
 from moonpool.base.clock import Clock
 from moonpool.base.errors import InvalidInput, MoonpoolError, NotFound, StaleGeneration, Unauthorized, Unavailable
-from moonpool.base.object_header import header_nbytes
+from moonpool.base.object_header import header_nbytes, pack_header
 from moonpool.store.client.counters import ClientCounters
-from moonpool.store.client.headers import pack_header
 from moonpool.store.client.put_request import PutRequest
 from moonpool.store.client.session_client import SessionClient
 from moonpool.store.client.transfer_window import bundles

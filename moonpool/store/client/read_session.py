@@ -16,7 +16,6 @@ from contextlib import closing
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
-from moonpool.base.checksum import ChecksumKind, crc32c
 from moonpool.base.errors import (
     Corrupt,
     InvalidInput,
@@ -26,17 +25,15 @@ from moonpool.base.errors import (
     Unauthorized,
     Unavailable,
 )
-from moonpool.base.object_header import ALIGN_NBYTES, ObjectHeader, announced_nbytes, unpack
+from moonpool.base.object_header import ALIGN_NBYTES, HeaderFields, ObjectHeader, announced_nbytes
 from moonpool.store.client.counters import ClientCounters
 from moonpool.store.client.cuts import Part
 from moonpool.store.client.directory import SegmentDirectory
 from moonpool.store.client.transfer_window import bundles
+from moonpool.store.client.verified_read import PREFIX_NBYTES, check_header, check_piece, is_unchanged
 from moonpool.store.messages import ObjectInfo, Placement
 from moonpool.transfer.memory.buffers import Buffer, as_bytes_view
 from moonpool.transfer.transports.base import RemoteSegment
-
-# Enough of the header to see whose it is: magic to identity.
-PREFIX_NBYTES = 64
 
 Failures: TypeAlias = dict[tuple[str, int], MoonpoolError]  # by segment and incarnation: why it cannot be reached
 ReportCorrupt = Callable[[ObjectInfo, Placement], bool]
@@ -82,14 +79,15 @@ class ReadSession:
         self._remote: RemoteSegment
         self._placement: Placement
         self._prefix: bytes
-        self._header: ObjectHeader | None = None
+        self._fields: HeaderFields | None = None
         self._open_next(NotFound(f"{info.key.hex()[:16]} has no replica"))
-        self._offsets = list(accumulate((piece.nbytes for piece in self.header.pieces), initial=self.header.nbytes))
+        self.header: ObjectHeader = self._open_fields.header()
+        self._offsets = list(accumulate(self._open_fields.sizes, initial=self._open_fields.nbytes))
 
     @property
-    def header(self) -> ObjectHeader:
-        assert self._header is not None, "an open session has a header"
-        return self._header
+    def _open_fields(self) -> HeaderFields:
+        assert self._fields is not None, "an open session has a header"
+        return self._fields
 
     @property
     def is_on_disk(self) -> bool:
@@ -128,7 +126,7 @@ class ReadSession:
                     raise failure
                 at = self._placement.offset + self._offsets[index]
                 self._remote.read_into(at, views, timeout_s=self._tools.timeout_s)
-                self._verify(index, views)
+                check_piece(self._open_fields, index, views)
             except (Unavailable, NotFound, Unauthorized, Corrupt) as error:
                 self._give_up(error)
                 self._open_next(error)
@@ -142,17 +140,8 @@ class ReadSession:
         self._check_unchanged(self._read_start(PREFIX_NBYTES))
 
     def _check_unchanged(self, prefix: bytearray) -> None:
-        if prefix != self._prefix:
+        if not is_unchanged(self._prefix, prefix):
             raise StaleGeneration(f"the space of {self.info.key.hex()[:16]} was reused while it was read")
-
-    def _verify(self, index: int, views: Sequence[memoryview]) -> None:
-        if self.header.checksum_kind is ChecksumKind.NONE:
-            return
-        checksum = 0
-        for view in views:
-            checksum = crc32c(view, checksum)
-        if checksum != self.header.pieces[index].checksum:
-            raise Corrupt(f"checksum of piece {index} of {self.info.key.hex()[:16]} does not match")
 
     def _open_next(self, failure: MoonpoolError) -> None:
         """Makes the next good replica the current one; raises the last failure when there is none."""
@@ -190,13 +179,11 @@ class ReadSession:
         nbytes = announced_nbytes(raw)
         if len(raw) < nbytes <= self.info.nbytes:
             raw = self._read_start(nbytes)
-        header = unpack(raw)
-        header.check(self.info.key, self._placement.generation, self._identity)
-        if header.nbytes + sum(piece.nbytes for piece in header.pieces) > self.info.nbytes:
-            raise Corrupt(f"the pieces of {self.info.key.hex()[:16]} do not fit its space")
-        if self._header is not None and header.pieces != self._header.pieces:
+        fields = check_header(raw, 0, self.info, self._placement, self._identity)
+        before = self._fields
+        if before is not None and (fields.sizes, fields.checksums) != (before.sizes, before.checksums):
             raise Corrupt(f"the replicas of {self.info.key.hex()[:16]} differ")
-        self._header, self._prefix = header, bytes(raw[:PREFIX_NBYTES])
+        self._fields, self._prefix = fields, bytes(raw[:PREFIX_NBYTES])
 
     def _read_start(self, nbytes: int) -> bytearray:
         raw = bytearray(nbytes)
@@ -215,7 +202,7 @@ class _Piece(NamedTuple):
 
     def check(self) -> MoonpoolError | None:
         try:
-            self.session._verify(self.number, [self.view])
+            check_piece(self.session._open_fields, self.number, [self.view])
         except Corrupt as error:
             return error
         return None

@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 
 from moonpool.base.errors import MoonpoolError
 from moonpool.store.client.cuts import scatter
-from moonpool.store.client.far_read import is_verified
-from moonpool.store.client.headers import HeaderFields, glance
+from moonpool.store.client.verified_read import are_right, check_header, sum_arrived
 from moonpool.store.messages import ObjectInfo, Placement
 from moonpool.transfer.transports.base import RemoteSegment
 
@@ -265,16 +264,20 @@ class Viewer:
         identity: bytes | None,
         always: bool,
     ) -> ObjectView | None:
-        """A view of the replica; None when it is not in order, is not mapped here or the limit is reached."""
+        """Return a view of the replica; None when its bytes are not right, it is not mapped here or the limit is
+        reached. Raise what check_header() raises.
+        """
         start = place.offset
         memory = remote.view(0, remote.nbytes)
-        seen = None if memory is None else glance(memory, start, info.nbytes, info.key, place.generation, identity)
-        if memory is None or seen is None or not self._ledger.reserve(info.nbytes - seen.start):
+        if memory is None:
             return None
-        array = np.frombuffer(memory[start + seen.start : start + info.nbytes], np.uint8)
-        pieces = _cut(array, seen)
+        header = check_header(memory, start, info, place, identity)
+        if not self._ledger.reserve(info.nbytes - header.nbytes):
+            return None
+        array = np.frombuffer(memory[start + header.nbytes : start + info.nbytes], np.uint8)
+        pieces = _cut(array, header.sizes)
         if always or place not in self._verified:
-            if not is_verified([[piece] for piece in pieces], seen):
+            if not are_right(header, [[piece] for piece in pieces], sum_arrived):
                 self._ledger.give_back(array.nbytes)
                 return None
             self._verified.add(place)
@@ -282,8 +285,8 @@ class Viewer:
         return ObjectView(info.key, pieces, is_copy=False)
 
 
-def _cut(array: NDArray[Any], seen: HeaderFields) -> tuple[memoryview, ...]:
+def _cut(array: NDArray[Any], sizes: Sequence[int]) -> tuple[memoryview, ...]:
     whole = array.data  # whatever is made from it keeps the array
-    if len(seen.sizes) == 1:
+    if len(sizes) == 1:
         return (whole,)
-    return tuple(views[0] if views else whole[:0] for views in scatter(seen.sizes, [whole]))
+    return tuple(views[0] if views else whole[:0] for views in scatter(sizes, [whole]))

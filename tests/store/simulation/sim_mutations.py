@@ -74,7 +74,14 @@ def _views_are_not_pinned() -> list[Change]:
 
 def _checksums_are_believed() -> list[Change]:
     modules = (moonpool.store.client.far_read, moonpool.store.client.get_batch, moonpool.store.client.views)
-    return [(module, "is_verified", lambda pieces, seen: True) for module in modules]
+
+    def copy_only(header: Any, pieces: Any, copy_and_sum: Any, at: int = 0) -> bool:
+        for view in (view for views in pieces for view in views):
+            copy_and_sum(at, view, 0)
+            at += view.nbytes
+        return True
+
+    return [(module, "are_right", copy_only) for module in modules]
 
 
 def _damage_is_not_quarantined() -> list[Change]:

@@ -228,7 +228,7 @@ def _patches() -> list[tuple[Any, str, Any]]:
             for module in (moonpool.store.client.session_client, moonpool.store.client.store_client)
         ],
         (moonpool.store.client.directory, "host_id", lambda: _world().scheduler.current.host),
-        (moonpool.store.client.get_batch, "glance", _with_pauses(moonpool.store.client.get_batch.glance)),
+        (moonpool.store.client.get_batch, "check_header", _with_pauses(moonpool.store.client.get_batch.check_header)),
         *[
             (moonpool.node.ssd.log.SsdLog, name, _with_pauses(getattr(moonpool.node.ssd.log.SsdLog, name)))
             for name in ("append_many", "sync", "remove")
