@@ -13,7 +13,7 @@ from moonpool.cli.pool import HexOption, MasterOption, pool
 from moonpool.cli.progress import Show, bytes_moved
 from moonpool.store import Store
 from moonpool.store.keys_text import read_key
-from moonpool.store.tensors.whole_file import whole_file
+from moonpool.store.safetensors_files import whole_file
 
 
 def command(

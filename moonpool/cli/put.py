@@ -18,8 +18,8 @@ from moonpool.base.units import format_nbytes
 from moonpool.cli.pool import HexOption, MasterOption, pool
 from moonpool.cli.progress import bytes_moved
 from moonpool.store import Store
+from moonpool.store.client.put_request import PutSettings
 from moonpool.store.keys_text import read_key
-from moonpool.store.put_settings import PutSettings
 
 _STDIN = "-"
 _PIECE_NBYTES = 4 * 1024 * 1024

@@ -1,4 +1,4 @@
-"""The pool: objects under keys, in memory that nodes offer, placed and remembered by one master. No torch needed.
+"""The pool: objects under keys, in the memory of nodes. One master places them and tracks them. No torch needed.
 
 with Store("tcp:10.0.0.1:7700") as store:
     store.put("answer", b"42")
@@ -16,7 +16,7 @@ __all__ = ["Store"]
 
 
 def __getattr__(name: str) -> object:
-    """Store when it is asked for: those who want one module of this package do not load all of it."""
+    """Import Store when it is first used, so that importing one module of this package does not load all of it."""
     if name == "Store":
         from moonpool.store.store import Store
 

@@ -1,7 +1,7 @@
-"""The pool's changes as an iterator for a blocking program, replayed across broken connections and master restarts.
+"""The pool's changes as an iterator for a blocking program, across broken connections and restarts of the master.
 
-One thread keeps the connection alive while the program is busy with a batch. After a break the feed asks for what came
-after the last batch; where the master has it no more, a batch with `snapshot` set begins anew.
+One thread keeps the connection alive while the program works on a batch. After a break the feed asks for the changes
+since the last batch. If the master no longer has them, the next batch has `snapshot` set and starts from nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _JOIN_TIMEOUT_S = 5.0
 
 
 class EventFeed:
-    """Iterate over it, from one thread; close it from any. PeerLost when the master is away for more than `retry_s`;
+    """Iterate over it from one thread; close it from any. Raises PeerLost when the master is away for over `retry_s`;
     the next call tries again.
     """
 
@@ -39,21 +39,21 @@ class EventFeed:
 
     @property
     def since(self) -> int | None:
-        """What another feed is given to go on behind the last batch; None: it takes a snapshot."""
+        """The argument for another feed that goes on after the last batch; None: that feed takes a snapshot."""
         return self._follower.since
 
     def __iter__(self) -> Iterator[EventBatch]:
         return self
 
     def __next__(self) -> EventBatch:
-        """Waits for the next batch; the end comes with close()."""
+        """Wait for the next batch. Raise StopIteration after close()."""
         batch = self.next_batch(None)
         if batch is None:
             raise StopIteration
         return batch
 
     def next_batch(self, timeout_s: float | None) -> EventBatch | None:
-        """None when there was none in time, or the feed is closed."""
+        """Wait for the next batch. Return None when none came in time, or the feed is closed."""
         with self._lock:
             if self._closed:
                 return None
@@ -65,7 +65,7 @@ class EventFeed:
         except concurrent.futures.CancelledError:
             return None
         except TimeoutError:
-            return None  # it may come yet; the next call waits on
+            return None  # the next call goes on waiting for it
         except BaseException:
             self._pending = None if pending.done() else pending
             raise
@@ -73,7 +73,7 @@ class EventFeed:
         return batch
 
     def close(self) -> None:
-        """Idempotent. Whoever waits for a batch gets the end."""
+        """Idempotent. A waiting next_batch() returns None."""
         with self._lock:
             if self._closed:
                 return
@@ -93,7 +93,7 @@ class EventFeed:
         try:
             return await anext(self._batches)
         except MoonpoolError:
-            self._batches = self._follower.batches()  # whoever asks again means it
+            self._batches = self._follower.batches()  # the next call tries again
             raise
 
     def _run(self) -> None:
@@ -108,14 +108,14 @@ class EventFeed:
 
 
 class _Follower:
-    """`since` is where to go on: nothing while a snapshot may still have parts to come, which share one sequence."""
+    """`since` is None while parts of a snapshot may be missing: all parts of one have the same sequence."""
 
     def __init__(self, address: str, since: int | None, name: str, retry_s: float) -> None:
         self.since = since
         self._address, self._name, self._retry_s = address, name, retry_s
         self._snapshot: int | None = None
         self._backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, immediate=True)
-        self._patience: Deadline | None = None  # runs from a break until there is a connection again
+        self._retry_deadline: Deadline | None = None  # runs from a break until there is a connection again
 
     async def batches(self) -> AsyncGenerator[EventBatch, None]:
         while True:
@@ -124,24 +124,24 @@ class _Follower:
                     async for batch in connection:
                         yield batch
             except (Unavailable, Overloaded):
-                self._patience = self._patience or Deadline(self._retry_s)
-                if self._patience.expired():
-                    self._patience = None
+                self._retry_deadline = self._retry_deadline or Deadline(self._retry_s)
+                if self._retry_deadline.expired():
+                    self._retry_deadline = None
                     raise
             await asyncio.sleep(self._backoff.next_s())
 
     async def _connection(self) -> AsyncGenerator[EventBatch, None]:
         client = await AsyncClient.connect(self._address, SERVICE, name=self._name)
-        self._patience = None
+        self._retry_deadline = None
         try:
             async with contextlib.aclosing(client.stream(Subscribe(self.since))) as batches:  # type: ignore[type-var]
                 async for batch in batches:
-                    self._note(batch)
+                    self._record(batch)
                     yield batch
         finally:
             client.close()
 
-    def _note(self, batch: EventBatch) -> None:
+    def _record(self, batch: EventBatch) -> None:
         self._backoff.reset()
         if batch.snapshot:
             self._snapshot = batch.sequence

@@ -1,4 +1,4 @@
-"""Finding the pool: its master, and the files that let this process in, as given or from the environment."""
+"""The master's address and the credential files of this process, as given or from the environment."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CREDENTIAL_VARIABLES = {
 
 
 def find_master(advice: str = f"give its master's address, or set {MASTER_VARIABLE}") -> str:
-    """MOONPOOL_MASTER, else the master of the one service that runs on this machine.
+    """Return MOONPOOL_MASTER, else the master of the one service that runs on this machine.
 
     ConfigError, with the advice, when there is none or more than one.
     """
@@ -33,7 +33,7 @@ def find_master(advice: str = f"give its master's address, or set {MASTER_VARIAB
 
 
 def credentials(**given: str | None) -> dict[str, str | None]:
-    """TransferConfig's files, each as given or else as its environment variable says."""
+    """Return the files for TransferConfig, each as given, else from its environment variable."""
     return {
         setting: given.get(setting) or os.environ.get(variable) or None
         for setting, variable in CREDENTIAL_VARIABLES.items()

@@ -1,7 +1,7 @@
 """Keys as programs and people write them. Pure.
 
-A key is bytes. A text stands for its UTF-8; where people read and type keys, one that is not plain text is written
-`hex:00ff`, so that whatever is shown can be typed again.
+A key is bytes; text stands for its UTF-8 bytes. Where people read and type keys, a key that is not printable text is
+written as `hex:00ff`, so that every key that is shown can be typed again.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from moonpool.base.errors import InvalidInput
 
 Key: TypeAlias = str | bytes
 
-MAX_KEY_NBYTES = 0xFFFF  # what an object's header has room for
+MAX_KEY_NBYTES = 0xFFFF  # the object header has a 16-bit size for it
 _HEX = "hex:"
 
 
 def key_bytes(key: Key) -> bytes:
-    """InvalidInput when it is no key: empty, too long, not text and not bytes."""
+    """Return the key's bytes. InvalidInput when it is empty, too long, or neither text nor bytes."""
     if isinstance(key, str):
         try:
             key = key.encode()
@@ -32,14 +32,14 @@ def key_bytes(key: Key) -> bytes:
 
 
 def keys_bytes(keys: Iterable[Key]) -> list[bytes]:
-    """key_bytes of each. A single text is refused: its letters are not meant."""
+    """key_bytes() of each. A single key instead of a list is refused, so that its letters are not taken as keys."""
     if isinstance(keys, str | bytes):
         raise InvalidInput("here it takes a list of keys, not one key")
     return [key_bytes(key) for key in keys]
 
 
 def show_key(key: bytes) -> str:
-    """For people; read_key() of it is the key."""
+    """Return the key as text for people; read_key() is the inverse."""
     try:
         text = key.decode()
     except UnicodeDecodeError:
@@ -48,7 +48,7 @@ def show_key(key: bytes) -> str:
 
 
 def read_key(text: str, is_hex: bool = False) -> bytes:
-    """What somebody typed. InvalidInput when it is not the hexadecimal it claims to be."""
+    """Return the key that a person typed. InvalidInput when hexadecimal was announced and is not given."""
     if not is_hex and not text.startswith(_HEX):
         return key_bytes(text)
     try:

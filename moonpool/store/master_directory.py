@@ -1,7 +1,7 @@
-"""The store's master as a directory of segments (transfer/directory.py). One thread renews what was published.
+"""The store's master as a directory of segments (transfer/directory.py). One thread renews the published segments.
 
-A master that restarted has forgotten what was published, and is told again at the next renewal. A name that a newer
-incarnation has taken meanwhile is given up, with a warning: its owner is the one that others should find.
+A restarted master does not know them; the next renewal publishes them again. If a newer incarnation has taken a name
+meanwhile, the older one is no longer renewed, with a warning: others should find the newer one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _JOIN_TIMEOUT_S = 5.0
 
 
 class MasterDirectory:
-    """Thread-safe. `ttl_s` is how long others may find a segment whose owner has died."""
+    """Thread-safe. A segment whose owner has died can be found for at most `ttl_s`."""
 
     def __init__(self, master_address: str, *, name: str = "", ttl_s: float = 9.0, timeout_s: float = 5.0) -> None:
         self._client = BlockingClient(master_address, SERVICE, name=name, connect_timeout_s=timeout_s)
@@ -59,7 +59,7 @@ class MasterDirectory:
             try:
                 self.withdraw(descriptor)
             except Unavailable:
-                break  # a master that cannot be reached forgets by itself
+                break  # the master removes them after `ttl_s`
         self._client.close()
 
     def _announce(self, descriptor: SegmentDescriptor) -> None:

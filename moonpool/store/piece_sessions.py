@@ -1,4 +1,4 @@
-"""Objects written and read piece by piece, as with statements: what a layer-wise producer or consumer uses."""
+"""Context managers that write and read one object piece by piece, for example layer by layer."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from moonpool.store.client import StoreClient
 from moonpool.store.client.put_request import PutRequest
 from moonpool.store.client.put_session import PutSession
 from moonpool.store.client.read_session import ReadSession
-from moonpool.store.client.recovery import missing
+from moonpool.store.client.reads import missing
 from moonpool.store.messages import ObjectInfo
 from moonpool.transfer.memory.buffers import Buffer
 
 
 class PieceWriter:
-    """Space for one object. Leaving the `with` makes it visible; leaving it by an error gives the space back."""
+    """Writes one object. Leaving the `with` block makes it visible; an error in the block gives the space back."""
 
     def __init__(self, client: StoreClient, request: PutRequest) -> None:
-        """AlreadyExists, NoSpace or InvalidInput when there is no space for it."""
+        """Raise AlreadyExists, NoSpace or InvalidInput when there is no space for it."""
         self._client = client
         (begun,) = client.begin_puts([request])
         if isinstance(begun, MoonpoolError):
@@ -25,12 +25,12 @@ class PieceWriter:
         self._session: PutSession = begun
 
     def write(self, index: int, buffer: Buffer) -> None:
-        """Copies piece `index`, in any order, from any thread; the buffer is the caller's again."""
+        """Copy piece `index`, in any order, from any thread. The buffer is the caller's again when this returns."""
         self._session.write_piece(index, buffer)
 
     def finish(self) -> None:
-        """InvalidInput when a piece is missing, StaleGeneration when it took too long; then nothing was stored. Fewer
-        replicas than asked for are no error; they are counted (`fewer_replicas`).
+        """Make the object visible. Raise InvalidInput when a piece is missing, StaleGeneration when it took too long;
+        nothing is stored then. Fewer replicas than asked for are no error; they are counted (`fewer_replicas`).
         """
         (error,) = self._client.finish_puts([self._session])
         if error is not None and not isinstance(error, FewerReplicas):
@@ -50,14 +50,14 @@ class PieceWriter:
 
 
 class PieceReader:
-    """One object open for reading, by one thread at a time. Its lease is renewed as it is read.
+    """Reads one object, from one thread at a time. Reading renews its lease.
 
-    Every piece is verified as it is read; leaving the `with` in peace says that the object was the same from first to
-    last, StaleGeneration that it was not.
+    Every piece is verified as it is read. Leaving the `with` block raises StaleGeneration unless the object was the
+    same from the first to the last piece.
     """
 
     def __init__(self, client: StoreClient, key: bytes, identity: bytes | None, clock: Clock | None = None) -> None:
-        """NotFound for a miss; raises as StoreClient.open_read."""
+        """Raise NotFound for a miss, else as StoreClient.open_read()."""
         self._client, self._key = client, key
         self._clock = clock or SystemClock()
         self._leased_s = self._clock.now_s()
@@ -72,8 +72,8 @@ class PieceReader:
         return self._session.nbytes
 
     def read_into(self, index: int, buffer: Buffer) -> None:
-        """Copies piece `index` into the buffer, which has its size, and verifies the copy."""
-        self._stay()
+        """Copy piece `index` into the buffer, which must have its size, and verify the copy."""
+        self._renew_lease_if_due()
         self._session.read_piece(index, buffer)
 
     def finish(self) -> None:
@@ -100,7 +100,7 @@ class PieceReader:
         self._renew_after_s = info.lease_s / 2
         return info
 
-    def _stay(self) -> None:
+    def _renew_lease_if_due(self) -> None:
         if self._clock.now_s() - self._leased_s > self._renew_after_s:
             self._leased_s = self._clock.now_s()
             self._client.exist([self._key])

@@ -1,4 +1,4 @@
-"""Copies, moves and drains by request: the nodes do them, the master keeps the books, this asks and waits."""
+"""Copies, moves and drains on request. The nodes carry them out, the master tracks them, PoolTasks asks and waits."""
 
 from __future__ import annotations
 
@@ -19,44 +19,44 @@ _LONGEST_POLL_S = 0.5
 
 
 class PoolTasks:
-    """Segments are named as stats() names them. A request is said once: after PeerLost it may be under way or not."""
+    """Segment names are those of stats(). copy() and move() are sent once: after PeerLost the task may be running."""
 
-    def __init__(self, line: MasterClient) -> None:
-        self._line = line
+    def __init__(self, master: MasterClient) -> None:
+        self._master = master
 
     def copy(self, key: Key, targets: Sequence[str]) -> int:
-        """One more replica on each of these segments; the number of the task.
+        """Make one more replica on each of these segments. Return the task's number.
 
         NotFound: no such object. InvalidInput: a target has one already or is not mounted. NoSpace.
         """
-        return self._line.ask_once(m.CopyObject(key=key_bytes(key), targets=tuple(targets)))
+        return self._master.call_once(m.CopyObject(key=key_bytes(key), targets=tuple(targets)))
 
     def move(self, key: Key, source: str, target: str) -> int:
-        """The replica on `source` goes to `target`; raises as copy()."""
-        return self._line.ask_once(m.MoveObject(key=key_bytes(key), source=source, target=target))
+        """Move the replica on `source` to `target`. Return the task's number; raise as copy()."""
+        return self._master.call_once(m.MoveObject(key=key_bytes(key), source=source, target=target))
 
     def drain(self, segment: str) -> int:
-        """Nothing new is placed on the segment and what is there moves away. NotFound when it is not mounted."""
-        return self._line.ask(m.DrainSegment(segment=segment))
+        """Move all objects away from the segment, and place no new ones there. NotFound when it is not mounted."""
+        return self._master.call(m.DrainSegment(segment=segment))
 
     def query(self, task_id: int) -> TaskInfo | None:
-        """None for a number that was never given, or was finished long ago."""
-        return self._line.ask(m.QueryTask(task_id=task_id))
+        """Return the task; None for an unknown number, or a task that ended long ago."""
+        return self._master.call(m.QueryTask(task_id=task_id))
 
     def running(self) -> list[TaskInfo]:
-        """The oldest first."""
-        return self._line.ask(m.ListTasks())
+        """Return the running tasks, the oldest first."""
+        return self._master.call(m.ListTasks())
 
     def all(self) -> list[TaskInfo]:
-        """Those that run and those that ended lately, whoever asked for them."""
-        return self._line.ask(m.ListTasks(finished=True))
+        """Return the running tasks and those that ended recently, of all clients."""
+        return self._master.call(m.ListTasks(finished=True))
 
     def cancel(self, task_id: int) -> bool:
-        """False when it was not running any more."""
-        return self._line.ask(m.CancelTask(task_id=task_id))
+        """Cancel the task. Return False when it was no longer running."""
+        return self._master.call(m.CancelTask(task_id=task_id))
 
     def wait(self, task_id: int, timeout_s: float = 60.0) -> TaskInfo:
-        """The task when it has ended, well or not: see its `state` and `message`.
+        """Wait for the end of the task and return it, done or failed: see its `state` and `message`.
 
         NotFound when it is not known, DeadlineExceeded when it still runs.
         """

@@ -84,9 +84,9 @@ def gone_and_reused(fleet: Fleet, client: StoreClient, force: bool = True) -> li
 
 # copies
 
-SHM_POINTS = ["moonpool.store.client.get_batch:_copy", "moonpool.store.client.get_batch:is_verified"]
+SHM_POINTS = ["moonpool.store.client.reads:_copy", "moonpool.store.client.reads:are_right"]
 TCP_POINTS = [
-    "moonpool.store.client.far_read:FarRead._read_one",
+    "moonpool.store.client.remote_read:RemoteRead._read_one",
     "moonpool.transfer.transports.tcp.transport:TcpRemote.read_expecting",
 ]
 COPIES = [(True, where) for where in SHM_POINTS] + [(False, where) for where in TCP_POINTS]
@@ -110,7 +110,7 @@ def test_a_late_copy_is_a_miss(fleet: Fleet, client: StoreClient, shm: bool, whe
 def test_a_copy_whose_verdict_came_in_time_is_right(fleet: Fleet, client: StoreClient) -> None:
     """Over tcp the node has said that the space was the object's until the last byte was taken."""
     put_first(client)
-    where = "moonpool.store.client.far_read:FarObject.check"
+    where = "moonpool.store.client.remote_read:RemoteObject.check"
     reader = fleet.actor("late_copy", key=KEY.decode(), number=NUMBER, shm=False, where=where)
     reader.expect("asking")
     reader.wait_stopped()

@@ -181,7 +181,7 @@ def test_a_drained_segment_is_emptied(pool: Pool) -> None:
     pool.start_node(ssd_nbytes=0)
     pool.put_all(6)
     pool.start_node("n1", ssd_nbytes=0)
-    pool.client.line.ask(DrainSegment(segment="n0.dram"))
+    pool.client.master.call(DrainSegment(segment="n0.dram"))
     wait_until(lambda: pool.segment("n0.dram").status == "drained")
     assert pool.read_all(6) == list(range(6))
     assert pool.segment("n1.dram").num_objects == 6
@@ -194,7 +194,7 @@ def test_damage_in_memory_is_not_carried_to_disk(pool: Pool) -> None:
     assert info is not None
     node.segment.memory[info.replicas[0].offset + 50_000] ^= 1
     pool.start_node("n1", ssd_nbytes=0)
-    pool.client.line.ask(DrainSegment(segment="n0.dram"))
+    pool.client.master.call(DrainSegment(segment="n0.dram"))
     wait_until(lambda: pool.counter("corrupt_replicas") == 1)
     assert pool.read_all(3) == [0, 2]
 

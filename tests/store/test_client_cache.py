@@ -145,7 +145,7 @@ def test_a_cache_is_bounded_and_true(steps: list[tuple[str, int, int, int]]) -> 
             cache.drop(key)
             assert key not in cache
         else:
-            cache.note_read(key)
+            cache.add_read(key)
         assert 0 <= cache.counters()["cache_bytes"] <= 100
 
 
@@ -163,9 +163,9 @@ def test_the_least_recently_used_goes_first_and_the_too_large_never_comes() -> N
 
 def test_recent_keys_are_bounded_and_remember_a_window() -> None:
     recent = RecentKeys(3)
-    seen = [recent.note(key) for key in (b"1", b"2", b"1", b"3", b"4", b"2")]
+    seen = [recent.add(key) for key in (b"1", b"2", b"1", b"3", b"4", b"2")]
     assert seen == [False, False, True, False, False, True]
     for number in range(100):
-        recent.note(b"x%d" % number)
+        recent.add(b"x%d" % number)
         assert b"x%d" % max(0, number - 2) in recent
     assert b"1" not in recent

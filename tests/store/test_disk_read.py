@@ -16,8 +16,7 @@ from ssd_world import KIB, body_of, item_of
 from moonpool.base.errors import MoonpoolError, PeerLost
 from moonpool.node.ssd import SsdConfig, SsdLog
 from moonpool.node.ssd_tier import offset_of
-from moonpool.store.client.disk_read import _MOST_NBYTES, DiskRead, _neighbours
-from moonpool.store.client.far_read import FarObject
+from moonpool.store.client.remote_read import _MAX_NBYTES, DiskRead, RemoteObject, _neighbours
 from moonpool.store.client.transfer_window import TransferThreads
 from moonpool.store.messages import ObjectInfo, Placement
 from moonpool.transfer import TransferConfig, TransferEngine, aligned_buffer
@@ -36,7 +35,7 @@ def log(tmp_path: Path) -> Iterator[SsdLog]:
 
 
 @pytest.fixture
-def crew() -> Iterator[TransferThreads]:
+def threads() -> Iterator[TransferThreads]:
     made = TransferThreads()
     yield made
     made.close()
@@ -68,19 +67,19 @@ def add(log: SsdLog, count: int, sizes: Sequence[int]) -> list[tuple[bytes, Plac
     return placed
 
 
-def wanted(placed: Sequence[tuple[bytes, Placement, int]], *, aligned: bool = True) -> list[FarObject]:
+def wanted(placed: Sequence[tuple[bytes, Placement, int]], *, aligned: bool = True) -> list[RemoteObject]:
     made = []
     for position, (key, place, nbytes) in enumerate(placed):
         room = aligned_buffer(nbytes) if aligned else memoryview(bytearray(nbytes + 1))[1:]
-        made.append(FarObject(position, ObjectInfo(key, nbytes, (place,), 10.0), place, [room]))
+        made.append(RemoteObject(position, ObjectInfo(key, nbytes, (place,), 10.0), place, [room]))
     return made
 
 
 def read(
-    remote: RemoteSegment, crew: TransferThreads, objects: Sequence[FarObject]
+    remote: RemoteSegment, threads: TransferThreads, objects: Sequence[RemoteObject]
 ) -> tuple[DiskRead, dict[int, bytes]]:
     """The reader, and the bytes of what it thinks is right."""
-    reader = DiskRead(remote, crew, None, TIMEOUT_S)
+    reader = DiskRead(remote, threads, None, TIMEOUT_S)
     good = reader.run(objects)
     return reader, {each.position: b"".join(bytes(view) for view in each.views) for each in good}
 
@@ -88,16 +87,16 @@ def read(
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("sizes", [(4096,), (5000, 300), (64 * KIB,)])
 def test_every_byte(
-    log: SsdLog, remote: RemoteSegment, crew: TransferThreads, sizes: tuple[int, ...], aligned: bool
+    log: SsdLog, remote: RemoteSegment, threads: TransferThreads, sizes: tuple[int, ...], aligned: bool
 ) -> None:
     placed = add(log, 40, sizes)  # over several files
-    reader, found = read(remote, crew, wanted(placed, aligned=aligned)[::-1])
+    reader, found = read(remote, threads, wanted(placed, aligned=aligned)[::-1])
     assert reader.failure is None
     assert found == {number: body_of(key, 7, sum(sizes)) for number, (key, _, _) in enumerate(placed)}
 
 
 def test_neighbours_come_by_one_request(
-    log: SsdLog, remote: RemoteSegment, crew: TransferThreads, monkeypatch: pytest.MonkeyPatch
+    log: SsdLog, remote: RemoteSegment, threads: TransferThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     objects = wanted(add(log, 8, (8 * KIB,)))
     requests: list[int] = []
@@ -108,12 +107,12 @@ def test_neighbours_come_by_one_request(
         return preadv(fd, views, offset)
 
     monkeypatch.setattr(disk_module.os, "preadv", counting)
-    _, found = read(remote, crew, objects)
+    _, found = read(remote, threads, objects)
     assert len(found) == 8
     assert len(requests) == 1
 
 
-def test_wrong_bytes_are_left_out_alone(log: SsdLog, remote: RemoteSegment, crew: TransferThreads) -> None:
+def test_wrong_bytes_are_left_out_alone(log: SsdLog, remote: RemoteSegment, threads: TransferThreads) -> None:
     placed = add(log, 8, (8 * KIB,))
     file_number, at = divmod(placed[3][1].offset, 1 << 32)
     with open(log.path_of(file_number), "r+b") as file:
@@ -123,36 +122,36 @@ def test_wrong_bytes_are_left_out_alone(log: SsdLog, remote: RemoteSegment, crew
         file.write(bytes([byte ^ 1]))
         file.flush()
         os.fsync(file.fileno())
-    reader, found = read(remote, crew, wanted(placed))
+    reader, found = read(remote, threads, wanted(placed))
     assert reader.failure is None
     assert sorted(found) == [0, 1, 2, 4, 5, 6, 7]
 
 
-def test_another_object_is_left_out(log: SsdLog, remote: RemoteSegment, crew: TransferThreads) -> None:
+def test_another_object_is_left_out(log: SsdLog, remote: RemoteSegment, threads: TransferThreads) -> None:
     (one, other) = add(log, 2, (8 * KIB,))
     mistaken = (one[0], other[1], one[2])
-    assert read(remote, crew, wanted([mistaken]))[1] == {}
+    assert read(remote, threads, wanted([mistaken]))[1] == {}
 
 
 def test_a_file_that_is_gone_takes_its_own_objects_alone(
-    log: SsdLog, remote: RemoteSegment, crew: TransferThreads
+    log: SsdLog, remote: RemoteSegment, threads: TransferThreads
 ) -> None:
     placed = add(log, 12, (64 * KIB,))
     numbers = [place.offset >> 32 for _, place, _ in placed]
     assert numbers[0] != numbers[-1]
     os.rename(log.path_of(numbers[0]), f"{log.path_of(numbers[0])}.gone")
-    reader, found = read(remote, crew, wanted(placed))
+    reader, found = read(remote, threads, wanted(placed))
     os.rename(f"{log.path_of(numbers[0])}.gone", log.path_of(numbers[0]))
     assert reader.failure is None
     assert sorted(found) == [at for at, number in enumerate(numbers) if number != numbers[0]]
 
 
 def test_an_owner_that_is_gone_is_a_failure(
-    log: SsdLog, remote: RemoteSegment, owner: TransferEngine, crew: TransferThreads
+    log: SsdLog, remote: RemoteSegment, owner: TransferEngine, threads: TransferThreads
 ) -> None:
     objects = wanted(add(log, 12, (64 * KIB,)))
     owner.close()
-    reader, found = read(remote, crew, objects)
+    reader, found = read(remote, threads, objects)
     assert isinstance(reader.failure, PeerLost)
     assert found == {}
 
@@ -165,12 +164,12 @@ def test_groups_are_all_and_without_gaps(sizes: list[tuple[int, bool]]) -> None:
         nbytes = (1 + num_pages) * 4096
         place = Placement("n.ssd", at, 5, 7)
         room = memoryview(_PAGES)[: nbytes - 4096]
-        objects.append(FarObject(len(objects), ObjectInfo(b"k", nbytes, (place,), 1.0), place, [room]))
+        objects.append(RemoteObject(len(objects), ObjectInfo(b"k", nbytes, (place,), 1.0), place, [room]))
         at += nbytes
     groups = list(_neighbours(objects))
     assert [each for group in groups for each in group] == objects
     for group in groups:
-        assert len(group) == 1 or sum(each.nbytes for each in group) <= _MOST_NBYTES
+        assert len(group) == 1 or sum(each.nbytes for each in group) <= _MAX_NBYTES
         for one, other in pairwise(group):
             assert one.place.offset + one.nbytes == other.place.offset
 

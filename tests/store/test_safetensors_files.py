@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from moonpool.base.errors import AlreadyExists, InvalidInput, NotFound
 from moonpool.store import Store
-from moonpool.store.tensors.safetensors_index import make_index, read_index
-from moonpool.store.tensors.tensor_form import TensorForm
+from moonpool.store.safetensors_files import make_index, read_index
+from moonpool.store.tensors import TensorForm
 
 
 @pytest.fixture

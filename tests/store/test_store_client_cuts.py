@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from moonpool.base.errors import InvalidInput
 from moonpool.store.client.cuts import cut_ranges, gather, scatter, without_overlaps
-from moonpool.store.client.put_request import MAX_BATCH_NBYTES, MAX_BATCH_OBJECTS, Put, bundle, put_start
+from moonpool.store.client.put_request import MAX_BATCH_NBYTES, MAX_BATCH_OBJECTS, Put, bundle_puts, put_start
 from moonpool.store.messages import PutOptions
 
 SIZES = st.lists(st.integers(0, 40), max_size=8)
@@ -83,7 +83,7 @@ def test_a_range_beyond_the_end_is_refused() -> None:
 def test_wishes_are_bundled_by_what_they_have_in_common() -> None:
     twice = PutOptions(num_replicas=2)
     puts = [Put(b"%d" % n, [b""], options=PutOptions(num_replicas=2) if n % 3 else PutOptions()) for n in range(9)]
-    bundles = list(bundle(puts, [1] * 9, range(9)))
+    bundles = list(bundle_puts(puts, [1] * 9, range(9)))
     assert sorted(map(tuple, bundles)) == [(0, 3, 6), (1, 2, 4, 5, 7, 8)]
     call = put_start([puts[n] for n in bundles[1]], [1] * 6, 7, "here.dram")
     assert (call.options.num_replicas, call.options.preferred, call.session) == (twice.num_replicas, ("here.dram",), 7)
@@ -100,7 +100,7 @@ def test_identity_parents_and_groups_are_told() -> None:
 
 def test_no_bundle_is_too_large() -> None:
     puts = [Put(b"%d" % n, [b""]) for n in range(2 * MAX_BATCH_OBJECTS + 1)]
-    assert [len(some) for some in bundle(puts, [1] * len(puts), range(len(puts)))] == [1000, 1000, 1]
+    assert [len(some) for some in bundle_puts(puts, [1] * len(puts), range(len(puts)))] == [1000, 1000, 1]
     large = [MAX_BATCH_NBYTES // 2 + 1] * 3
-    assert list(bundle(puts, large, range(3))) == [[0], [1], [2]]
-    assert list(bundle(puts, [2 * MAX_BATCH_NBYTES], [0])) == [[0]], "one that is larger goes alone"
+    assert list(bundle_puts(puts, large, range(3))) == [[0], [1], [2]]
+    assert list(bundle_puts(puts, [2 * MAX_BATCH_NBYTES], [0])) == [[0]], "one that is larger goes alone"

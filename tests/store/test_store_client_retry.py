@@ -1,4 +1,4 @@
-"""The line to the master: patient, but never for longer than it was told."""
+"""The client of the master: it retries, but never for longer than it was told."""
 
 from __future__ import annotations
 
@@ -56,59 +56,59 @@ def master(tmp_path: Path) -> Iterator[FakeMaster]:
     loop.close()
 
 
-def line_to(master: FakeMaster, **limits: float | None) -> MasterClient:
+def client_to(master: FakeMaster, **limits: float | None) -> MasterClient:
     given = {"connect_timeout_s": 1.0, "timeout_s": 10.0, "retry_s": 10.0, **limits}
     return MasterClient(master.address, name="t", **given)  # type: ignore[arg-type]
 
 
 def test_a_restart_is_ridden_through(master: FakeMaster) -> None:
     master.start()
-    line = line_to(master)
-    assert line.ask_noting_repeats(Exist([b"k"])) == ([True], False)
+    client = client_to(master)
+    assert client.call_noting_repeats(Exist([b"k"])) == ([True], False)
     master.stop()
     answers: list[tuple[list[bool], bool]] = []
-    asking = threading.Thread(target=lambda: answers.append(line.ask_noting_repeats(Exist([b"k"]))))
+    asking = threading.Thread(target=lambda: answers.append(client.call_noting_repeats(Exist([b"k"]))))
     asking.start()
     master.start()
     asking.join(10)
     assert answers == [([True], True)]
-    line.close()
+    client.close()
 
 
 def test_it_gives_up_when_it_was_told_to(master: FakeMaster) -> None:
-    line = line_to(master, retry_s=0.1)
+    client = client_to(master, retry_s=0.1)
     started_s = time.monotonic()
     with pytest.raises(PeerLost):
-        line.ask(Exist([b"k"]))
+        client.call(Exist([b"k"]))
     assert 0.1 <= time.monotonic() - started_s < 5
-    line.close()
+    client.close()
 
 
 def test_an_answer_that_was_lost_is_asked_for_again(master: FakeMaster) -> None:
     master.start()
-    line = line_to(master)
+    client = client_to(master)
     master.lost_answers = 1
-    assert line.ask_noting_repeats(Exist([b"k"])) == ([True], True)
+    assert client.call_noting_repeats(Exist([b"k"])) == ([True], True)
     assert master.num_asked == 2
     master.lost_answers = 1
     with pytest.raises(PeerLost):
-        line.ask_once(Exist([b"k"]))
-    line.close()
+        client.call_once(Exist([b"k"]))
+    client.close()
 
 
 def test_close_wakes_who_waits(master: FakeMaster) -> None:
-    line = line_to(master)
+    client = client_to(master)
     errors: list[Exception] = []
 
     def ask() -> None:
         try:
-            line.ask(Exist([b"k"]))
+            client.call(Exist([b"k"]))
         except (PeerLost, DeadlineExceeded) as error:
             errors.append(error)
 
     asking = threading.Thread(target=ask)
     asking.start()
-    line.close()
+    client.close()
     asking.join(5)
     assert not asking.is_alive()
     assert isinstance(errors[0], PeerLost)

@@ -49,7 +49,7 @@ def test_a_view_lasts_as_long_as_anything_made_from_it() -> None:
     ledger = ViewLedger(100, unpinned, unpinned.ended.append)
     assert ledger.reserve(60)
     array = np.zeros(60, np.uint8)
-    ledger.keep(ledger.note_pins([b"k"], SESSION)[0], array)
+    ledger.keep(ledger.add_pins([b"k"], SESSION)[0], array)
     part = np.frombuffer(array.data[10:20], np.uint8)[3:]  # a slice of an array of a slice
     del array
     assert not ledger.reserve(41), "over the limit"
@@ -66,7 +66,7 @@ def test_a_view_lasts_as_long_as_anything_made_from_it() -> None:
 def test_pins_are_given_back_together_and_before_the_end() -> None:
     unpinned = Unpinned()
     ledger = ViewLedger(100, unpinned, unpinned.ended.append)
-    for pin in ledger.note_pins([b"%d" % number for number in range(50)], SESSION):
+    for pin in ledger.add_pins([b"%d" % number for number in range(50)], SESSION):
         ledger.drop(pin)
     ledger.close()
     assert sorted(unpinned.keys) == sorted(b"%d" % number for number in range(50))
@@ -77,10 +77,10 @@ def test_a_lost_master_ends_no_thread() -> None:
     unpinned = Unpinned()
     ledger = ViewLedger(100, unpinned, unpinned.ended.append)
     unpinned.fails = True
-    ledger.drop(ledger.note_pins([b"lost"], SESSION)[0])
+    ledger.drop(ledger.add_pins([b"lost"], SESSION)[0])
     assert unpinned.called.wait(5)
     unpinned.fails = False
-    ledger.drop(ledger.note_pins([b"next"], SESSION)[0])
+    ledger.drop(ledger.add_pins([b"next"], SESSION)[0])
     ledger.close()
     assert b"next" in unpinned.keys
 
@@ -89,7 +89,7 @@ def test_a_newer_pin_of_a_key_waits_for_the_older_ones() -> None:
     """The master ends the oldest first, and that one may keep the value from before a replacement."""
     unpinned = Unpinned()
     ledger = ViewLedger(100, unpinned, unpinned.ended.append)
-    old, new, other = ledger.note_pins([b"k", b"k", b"other"], SESSION)
+    old, new, other = ledger.add_pins([b"k", b"k", b"other"], SESSION)
     ledger.drop(new)
     ledger.drop(other)
     wait_until(lambda: unpinned.keys == [b"other"])
@@ -102,10 +102,10 @@ def test_a_retired_session_ends_with_its_last_view() -> None:
     """An answer about its pins was lost, so the master may hold more of them than are known here."""
     unpinned = Unpinned()
     ledger = ViewLedger(100, unpinned, unpinned.ended.append)
-    first, second = ledger.note_pins([b"a", b"b"], SESSION)
+    first, second = ledger.add_pins([b"a", b"b"], SESSION)
     ledger.retire(SESSION)
     ledger.drop(first)
-    (other,) = ledger.note_pins([b"c"], SESSION)  # its look-up was under way
+    (other,) = ledger.add_pins([b"c"], SESSION)  # its look-up was under way
     ledger.drop(second)
     ledger.retire(SESSION + 1)  # which has none
     wait_until(lambda: unpinned.ended == [SESSION + 1])

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from moonpool.base.errors import AlreadyExists, InvalidInput, NotFound
 from moonpool.store import Store
-from moonpool.store.tensors.tensor_form import ITEM_NBYTES, MAX_HEADER_NBYTES, TensorForm, unpack_form
+from moonpool.store.tensors import ITEM_NBYTES, MAX_HEADER_NBYTES, TensorForm, unpack_form
 
 TORCH_ONLY = [name for name in ITEM_NBYTES if name == "bfloat16" or name.startswith("float8")]
 NUMPY_TYPES = [name for name in ITEM_NBYTES if name not in TORCH_ONLY]

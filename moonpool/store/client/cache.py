@@ -1,25 +1,42 @@
-"""Values of hot objects that lie on other machines, kept in this process; bounded, pure, thread-safe.
+"""A cache of hot objects of other machines, in this process, and the reads that use it. Bounded, thread-safe.
 
-An entry is the value of one put, told by the generations of its replicas. Whoever uses it first asks the master where
-the object is: only if one of those generations is still there the bytes are the object's. So nothing stale is ever
-served; what is saved is the moving of bytes. They were verified when they were read and lie in this process's own
-memory since; they are not verified again.
+An entry is the value of one put, identified by the generations of its replicas. Before a reader uses it, the reader
+asks the master where the object is: the entry is valid only if one of its generations is still there. So no stale value
+is served; the cache saves the transfer of bytes, not the look-up. The bytes were verified when they were read.
 
-Only what is read a second time within a window is let in, so that a scan does not push out what is hot. The entry that
-was used least recently goes first.
+ObjectCache admits a value at its second read within a window, so that a scan does not evict hot values. It evicts the
+least recently used entry first.
+
+CachedReads adds no call for a key that is read the first time. A value to be admitted is looked up before and after it
+is read: generations never come back, so if both look-ups share a generation, the bytes are of that generation. Objects
+in this machine's memory are not cached.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-WINDOW_KEYS = 16_384  # keys that are remembered as read once, at least
+from moonpool.base.errors import MoonpoolError
+from moonpool.store.client import StoreClient
+from moonpool.store.client.cuts import scatter
+from moonpool.store.client.directory import SegmentDirectory
+from moonpool.store.messages import ObjectInfo
+from moonpool.transfer.memory.buffers import Buffer, as_bytes_view
+from moonpool.transfer.memory.location import host_id
+from moonpool.transfer.transports.mapped import MappedRemote
+
+T = TypeVar("T")
+Lookup = Callable[[list[bytes]], list[ObjectInfo | None]]
+WINDOW_KEYS = 16_384  # remember at least this many keys that were read once
 
 
 class RecentKeys:
-    """Keys seen lately: at least the last `window`, at most twice as many."""
+    """The last `window` keys, at least; at most twice as many."""
 
     def __init__(self, window: int) -> None:
         self._window = window
@@ -29,8 +46,8 @@ class RecentKeys:
     def __contains__(self, key: bytes) -> bool:
         return key in self._young or key in self._old
 
-    def note(self, key: bytes) -> bool:
-        """Whether it had been seen before."""
+    def add(self, key: bytes) -> bool:
+        """Add the key. Return whether it was there before."""
         if key in self._young:
             return True
         if len(self._young) >= self._window:
@@ -46,7 +63,7 @@ class _Entry:
 
 
 class ObjectCache:
-    """At most `capacity_nbytes` of values."""
+    """Least recently used values, at most `capacity_nbytes`. Thread-safe."""
 
     def __init__(self, capacity_nbytes: int, window_keys: int = WINDOW_KEYS) -> None:
         self._capacity_nbytes = capacity_nbytes
@@ -61,13 +78,13 @@ class ObjectCache:
     def __contains__(self, key: bytes) -> bool:
         return key in self._entries
 
-    def note_read(self, key: bytes) -> bool:
-        """A read that was not served from here. True when its value should be offered by put()."""
+    def add_read(self, key: bytes) -> bool:
+        """Record a read that missed the cache. Return True when its value should be added by put()."""
         with self._lock:
-            return self._recent.note(key)
+            return self._recent.add(key)
 
     def get(self, key: bytes, generations: frozenset[int]) -> bytes | None:
-        """The value, if it is that of one of the generations that the object has now; an older one is dropped."""
+        """Return the value if it is of one of these generations, which the object has now; drop it if it is older."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is None:
@@ -76,14 +93,14 @@ class ObjectCache:
                 self._drop(key)
                 self._counts["cache_stale"] += 1
                 return None
-            entry.generations = generations  # copies that were made or given up since
+            entry.generations = generations  # replicas may have been made or removed since
             self._entries.move_to_end(key)
             self._counts["cache_hits"] += 1
             self._counts["cache_hit_bytes"] += len(entry.value)
             return entry.value
 
     def put(self, key: bytes, generations: frozenset[int], value: bytes) -> None:
-        """A value larger than the whole cache is not kept."""
+        """Add a value, unless it is larger than the whole cache."""
         with self._lock:
             if key in self._entries:
                 self._drop(key)
@@ -102,9 +119,112 @@ class ObjectCache:
                 self._drop(key)
 
     def counters(self) -> dict[str, int]:
-        """cache_hits, cache_hit_bytes, cache_stale, cache_admitted, cache_evicted, and cache_bytes it holds now."""
+        """cache_hits, cache_hit_bytes, cache_stale, cache_admitted, cache_evicted, and cache_bytes held now."""
         with self._lock:
             return {**self._counts, "cache_bytes": self._nbytes}
 
     def _drop(self, key: bytes) -> None:
         self._nbytes -= len(self._entries.pop(key).value)
+
+
+class CachedReads:
+    """Reads of whole objects through the cache. Owns nothing. `lookup` leases objects without counting a read."""
+
+    def __init__(self, client: StoreClient, cache: ObjectCache, lookup: Lookup, directory: SegmentDirectory) -> None:
+        self._client, self._cache = client, cache
+        self._lookup, self._directory = lookup, directory
+        self._here = RecentKeys(WINDOW_KEYS)  # keys found in this machine's memory: not looked up again for a while
+
+    def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """As StoreClient.get_many."""
+        return self._read(keys, lambda _, value: value, self._get, lambda _, value: value)
+
+    def get_many_into(self, keys: Sequence[bytes], buffers: Sequence[Sequence[Buffer]]) -> list[int | MoonpoolError]:
+        """As StoreClient.get_many_into."""
+        targets = [[as_bytes_view(buffer, True) for buffer in some] for some in buffers]
+
+        def fill(position: int, value: bytes) -> int | MoonpoolError:
+            return _fill(value, targets[position])
+
+        def read(positions: list[int]) -> list[int | MoonpoolError]:
+            return self._client.get_many_into([keys[p] for p in positions], [targets[p] for p in positions])
+
+        def value_of(position: int, got: int | MoonpoolError) -> bytes | None:
+            return b"".join(targets[position])[:got] if isinstance(got, int) else None
+
+        return self._read(keys, fill, lambda _, positions: read(positions), value_of)
+
+    def _get(self, keys: Sequence[bytes], positions: list[int]) -> list[bytes | None]:
+        return self._client.get_many([keys[position] for position in positions])
+
+    def _read(
+        self,
+        keys: Sequence[bytes],
+        use: Callable[[int, bytes], T],
+        read: Callable[[Sequence[bytes], list[int]], list[T]],
+        value_of: Callable[[int, T], bytes | None],
+    ) -> list[T]:
+        """Return by position what `use` makes of a cached value, or what `read` returns for keys that are not cached.
+        `value_of` extracts the value from what was read.
+        """
+        looked_up = self._look(keys)
+        results: dict[int, T] = {}
+        for position, generations in looked_up.items():
+            value = self._cache.get(keys[position], generations)
+            if value is not None:
+                results[position] = use(position, value)
+        rest = [position for position in range(len(keys)) if position not in results]
+        for position, got in zip(rest, read(keys, rest) if rest else [], strict=True):
+            results[position] = got
+        fresh = {position: value_of(position, results[position]) for position in rest if position in looked_up}
+        self._learn(keys, looked_up, {position: value for position, value in fresh.items() if value is not None})
+        return [results[position] for position in range(len(keys))]
+
+    def _look(self, keys: Sequence[bytes]) -> dict[int, frozenset[int]]:
+        """Return by position the generations of objects of other machines that the cache has, or should admit."""
+        wanted = [position for position, key in enumerate(keys) if key in self._cache or self._is_wanted(key)]
+        infos = self._lookup([keys[position] for position in wanted]) if wanted else []
+        found: dict[int, frozenset[int]] = {}
+        for position, info in zip(wanted, infos, strict=True):
+            if info is None:
+                self._cache.drop(keys[position])
+            elif keys[position] in self._cache or not self._is_here(info):
+                found[position] = _generations(info)
+        return found
+
+    def _is_wanted(self, key: bytes) -> bool:
+        return key not in self._here and self._cache.add_read(key)
+
+    def _is_here(self, info: ObjectInfo) -> bool:
+        """Return whether a replica is in mapped memory: reading it is as fast as reading the cache."""
+        for place in info.replicas:
+            with contextlib.suppress(MoonpoolError):  # a segment that cannot be reached is not mapped
+                segment = self._directory.info(place)
+                is_near = segment.descriptor.host == host_id()
+                if is_near and isinstance(self._directory.open_segment(segment), MappedRemote):
+                    self._here.add(info.key)
+                    return True
+        return False
+
+    def _learn(self, keys: Sequence[bytes], before: dict[int, frozenset[int]], fresh: dict[int, bytes]) -> None:
+        if not fresh:
+            return
+        for (position, value), info in zip(fresh.items(), self._lookup([keys[p] for p in fresh]), strict=True):
+            if info is not None and not before[position].isdisjoint(_generations(info)):
+                self._cache.put(keys[position], _generations(info), value)
+
+
+def _generations(info: ObjectInfo) -> frozenset[int]:
+    return frozenset(place.generation for place in info.replicas)
+
+
+def _fill(value: bytes, targets: Sequence[memoryview]) -> int | MoonpoolError:
+    try:
+        (views,) = scatter([len(value)], targets)
+    except MoonpoolError as error:
+        return error
+    source, at = memoryview(value), 0
+    for view in views:
+        view[:] = source[at : at + view.nbytes]
+        at += view.nbytes
+    return len(value)

@@ -1,4 +1,4 @@
-"""What a client did, in plain numbers that any thread may add to."""
+"""Counters of one client. Thread-safe."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class ClientCounters:
             self._values["misses"] += num_misses
             self._values["bytes_read"] += nbytes
 
-    def note_replicas(self, num_stored: int, num_asked: int) -> FewerReplicas | None:
-        """The error, which is counted, for an object that was stored on fewer replicas than asked for; else None."""
+    def check_replicas(self, num_stored: int, num_asked: int) -> FewerReplicas | None:
+        """Return the error for an object stored on fewer replicas than asked for, and count it; else None."""
         if num_stored >= num_asked:
             return None
         self.add("fewer_replicas")

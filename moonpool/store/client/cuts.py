@@ -1,7 +1,7 @@
 """Which memory holds which bytes of an object's pieces. Pure.
 
-Objects are cut into pieces, callers' memory into buffers or ranges; the two need not agree. Pieces are verified whole,
-so bytes of a piece that nobody asked for have a place in the cut too, without memory (None).
+An object consists of pieces, the caller's memory of buffers or ranges, and their borders need not agree. Pieces are
+verified whole, so a cut also lists bytes of a piece that the caller did not ask for, without memory (None).
 """
 
 from __future__ import annotations
@@ -11,21 +11,20 @@ from typing import NamedTuple, TypeAlias
 
 from moonpool.base.errors import InvalidInput
 
-Part: TypeAlias = tuple[int, memoryview | None]  # so many bytes, and where they go
-Range: TypeAlias = tuple[int, memoryview]  # from where on, counted from the object's first byte, and where they go
+Part: TypeAlias = tuple[int, memoryview | None]  # number of bytes, and the memory for them
+Range: TypeAlias = tuple[int, memoryview]  # offset in the object's bytes, and the memory
 
 
 class PieceCut(NamedTuple):
-    """A piece and its bytes from first to last."""
+    """A piece and all its bytes in order."""
 
     piece: int
     parts: list[Part]
 
 
 def scatter(sizes: Sequence[int], targets: Sequence[memoryview]) -> list[list[memoryview]]:
-    """For each piece the memory of its bytes, from targets filled one after the other.
-
-    InvalidInput when they are too small; they may be larger.
+    """Return the memory for each piece, from targets filled one after the other. Raise InvalidInput when the targets
+    are too small; they may be larger.
     """
     if len(targets) == 1 and len(sizes) == 1 and targets[0].nbytes == sizes[0]:
         return [[targets[0]]]
@@ -48,7 +47,7 @@ def scatter(sizes: Sequence[int], targets: Sequence[memoryview]) -> list[list[me
 
 
 def gather(views: Sequence[memoryview], piece_nbytes: int) -> list[memoryview]:
-    """The views as pieces: those above the limit are cut, empty ones left out."""
+    """Return the views as pieces of at most `piece_nbytes`, without empty ones."""
     if len(views) == 1 and 0 < views[0].nbytes <= piece_nbytes:
         return [views[0]]
     return [
@@ -59,9 +58,8 @@ def gather(views: Sequence[memoryview], piece_nbytes: int) -> list[memoryview]:
 
 
 def cut_ranges(sizes: Sequence[int], ranges: Sequence[Range]) -> list[PieceCut]:
-    """Every piece that a range touches, whole. The ranges must not overlap.
-
-    InvalidInput when one reaches behind the object's end.
+    """Return every piece that a range touches, whole. The ranges must not overlap. Raise InvalidInput when one ends
+    behind the object's end.
     """
     rest = sorted((each for each in ranges if each[1].nbytes), key=lambda each: each[0], reverse=True)
     cuts: list[PieceCut] = []
@@ -78,7 +76,7 @@ def cut_ranges(sizes: Sequence[int], ranges: Sequence[Range]) -> list[PieceCut]:
 
 
 def _cut_piece(start: int, end: int, rest: list[Range]) -> list[Part]:
-    """Takes from `rest`, whose last one comes first, what lies in this piece."""
+    """Remove from `rest`, which is in reverse order, the ranges in this piece, and return the piece's parts."""
     parts: list[Part] = []
     while rest and rest[-1][0] < end:
         offset, view = rest.pop()
@@ -95,7 +93,7 @@ def _cut_piece(start: int, end: int, rest: list[Range]) -> list[Part]:
 
 
 def without_overlaps(ranges: Sequence[Range]) -> list[list[Range]]:
-    """The ranges in as few rounds as it takes for those of one round not to overlap."""
+    """Return the ranges in as few rounds as possible, such that the ranges of one round do not overlap."""
     rounds: list[list[Range]] = []
     for each in sorted(ranges, key=lambda each: each[0]):
         fitting = next((r for r in rounds if r[-1][0] + r[-1][1].nbytes <= each[0]), None)

@@ -1,25 +1,109 @@
-"""From a placement to memory: which segments there are, which cannot be read now, and the open handles to them.
-Thread-safe.
+"""The pool's segments as one client sees them: where they are, open handles, and which cannot be read. Thread-safe.
+
+A segment that could not be read is remembered (UnreadableSegments) until it can be read again. Objects that are only
+there are misses for this client meanwhile; otherwise every caller would wait for a transfer that fails. A thread probes
+such segments, soon at first and then every few seconds. An incarnation that the master no longer lists is removed.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from moonpool.base.backoff import Backoff
 from moonpool.base.clock import Clock, SystemClock
 from moonpool.base.descriptor import SegmentDescriptor
-from moonpool.base.errors import MoonpoolError, NotFound, Unauthorized, Unavailable
-from moonpool.store.client.unreadable import UnreadableSegments
+from moonpool.base.errors import (
+    BreakerOpen,
+    Cancelled,
+    HandleClosed,
+    MoonpoolError,
+    NotFound,
+    Unauthorized,
+    Unavailable,
+)
 from moonpool.store.messages import Placement, SegmentInfo, Tier
 from moonpool.transfer.engine import TransferEngine
 from moonpool.transfer.memory.location import host_id
 from moonpool.transfer.transports.base import RemoteSegment
 
-# An owner that did not let us in is not asked again so soon: only a changed setting and a restart make a difference.
+_LOG = logging.getLogger(__name__)
+_FIRST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 2.0
+_JOIN_TIMEOUT_S = 2.0
+_NOT_THE_SEGMENTS = (BreakerOpen, Cancelled, HandleClosed)  # errors of this process, or of the master
+
+SegmentKey = tuple[str, int]  # name and incarnation
+
+
+class _Failure(NamedTuple):
+    error: MoonpoolError
+    place: Placement  # the replica whose read failed
+
+
+class UnreadableSegments:
+    """Thread-safe. The probing thread calls `is_resolved(place)`: whether the segment can be read again, or its
+    incarnation is gone.
+    """
+
+    def __init__(self, is_resolved: Callable[[Placement], bool]) -> None:
+        self._is_resolved = is_resolved
+        self._lock = threading.Lock()
+        self._failures: dict[SegmentKey, _Failure] = {}
+        self.listed: tuple[SegmentKey, ...] = ()  # the segments that cannot be read now
+        self._prober: threading.Thread | None = None
+        self._ended = threading.Event()
+
+    def add(self, place: Placement, error: MoonpoolError) -> None:
+        """Add the segment of a replica whose read failed. Ignore errors that say nothing about the segment."""
+        if not isinstance(error, Unavailable | Unauthorized) or isinstance(error, _NOT_THE_SEGMENTS):
+            return
+        key = (place.segment, place.incarnation)
+        with self._lock:
+            if key in self._failures or self._ended.is_set():
+                return
+            self._change({**self._failures, key: _Failure(error, place)})
+            if self._prober is None or not self._prober.is_alive():
+                self._prober = threading.Thread(target=self._probe_loop, name="store-segments", daemon=True)
+                self._prober.start()
+        # The caller gets an Unauthorized error as an exception, so the log does not repeat it.
+        level = logging.DEBUG if isinstance(error, Unauthorized) else logging.WARNING
+        _LOG.log(level, "segment %s cannot be read; objects that are only there are misses: %s", place.segment, error)
+
+    def failure(self, segment: str, incarnation: int) -> MoonpoolError | None:
+        """Return why the segment could not be read; None if it is not known to be unreadable."""
+        found = self._failures.get((segment, incarnation))
+        return None if found is None else type(found.error)(str(found.error))
+
+    def close(self) -> None:
+        """Idempotent."""
+        with self._lock:
+            self._ended.set()
+            prober = self._prober
+        if prober is not None:
+            prober.join(_JOIN_TIMEOUT_S)
+
+    def _probe_loop(self) -> None:
+        backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+        while not self._ended.wait(backoff.next_s()):
+            over = [key for key, failure in list(self._failures.items()) if self._is_resolved(failure.place)]
+            for segment, _ in over:
+                _LOG.info("segment %s can be read again, or its node has mounted another one", segment)
+            with self._lock:
+                self._change({key: each for key, each in self._failures.items() if key not in over})
+                if not self._failures:
+                    self._prober = None
+                    return
+
+    def _change(self, failures: dict[SegmentKey, _Failure]) -> None:
+        self._failures, self.listed = failures, tuple(failures)
+
+
+# After a refusal the owner is not asked again for this time: only a changed setting and a restart change its answer.
 REFUSED_FOR_S = 10.0
-_UNKNOWN_RANK = 4  # behind local memory, other memory, local disks, other disks
+_UNKNOWN_RANK = 4  # after local memory, other memory, local disks, other disks
 _UNREADABLE_RANK = 5
 _PROBE_TIMEOUT_S = 2.0
 
@@ -34,7 +118,7 @@ class _Refusal(NamedTuple):
 
 
 class SegmentDirectory:
-    """Asks the master (`list_segments`) only when it meets a segment or an incarnation it does not know."""
+    """Asks the master (`list_segments`) only for segments and incarnations that it does not know."""
 
     def __init__(
         self,
@@ -47,31 +131,31 @@ class SegmentDirectory:
         self._clock: Clock = clock or SystemClock()
         self._lock = threading.Lock()
         self._known: dict[str, SegmentInfo] = {}
-        self._ranks: dict[str, int] = {}  # by segment: the lower, the sooner it is read
+        self._ranks: dict[str, int] = {}  # by segment; the lowest is read first
         self._refusals: dict[str, _Refusal] = {}  # by segment
-        self._handles: dict[tuple[str, int], RemoteSegment] = {}  # by segment and incarnation; the engine's
-        self.unreadable = UnreadableSegments(self._is_over)
-        self.local: tuple[SegmentInfo, ...] = ()  # on this machine; another object after each change
+        self._handles: dict[tuple[str, int], RemoteSegment] = {}  # by segment and incarnation; owned by the engine
+        self.unreadable = UnreadableSegments(self._is_resolved)
+        self.local: tuple[SegmentInfo, ...] = ()  # on this machine; a new tuple after each change
 
     def info(self, placement: Placement) -> SegmentInfo:
-        """NotFound when that incarnation of the segment is not mounted any more."""
+        """Return the segment. Raise NotFound when that incarnation is no longer mounted."""
         info = self._known.get(placement.segment)
         if info is None or info.descriptor.incarnation != placement.incarnation:
             self.refresh()
             info = self._known.get(placement.segment)
         if info is None or info.descriptor.incarnation != placement.incarnation:
-            raise NotFound(f"segment {placement.segment!r} was mounted anew or is gone")
+            raise NotFound(f"segment {placement.segment!r} was mounted again or is gone")
         return info
 
     def is_disk(self, placement: Placement) -> bool:
-        """As far as known; asks nobody."""
+        """Return whether the segment is known to be a disk, without a call."""
         info = self._known.get(placement.segment)
         return info is not None and not info.tier & Tier.DRAM
 
     def open(self, placement: Placement) -> RemoteSegment:
-        """NotFound when that incarnation is not mounted any more; PeerLost when its owner is gone; Unauthorized when
-        the owner asks for another secret or certificate than this process has. A segment that could not be read fails
-        at once with the same error as before, until it can be read again.
+        """Return a handle. Raise NotFound when that incarnation is no longer mounted, PeerLost when its owner is gone,
+        Unauthorized when the owner requires another secret or certificate than this process has. A segment that could
+        not be read fails at once with the same error as before, until it can be read again.
         """
         handle = self._handles.get((placement.segment, placement.incarnation))
         if handle is None or self.unreadable.listed:
@@ -86,16 +170,14 @@ class SegmentDirectory:
             raise failure
         handle = self._handles.get((descriptor.name, descriptor.incarnation))
         if handle is None:
-            handle = self._open_anew(descriptor)
+            handle = self._open_handle(descriptor)
             with self._lock:
                 if self._known.get(descriptor.name) is info:
                     self._handles[descriptor.name, descriptor.incarnation] = handle
         return handle
 
     def best_first(self, placements: Iterable[Placement]) -> list[Placement]:
-        """In the order in which they should be read: this machine's memory, others' memory, this machine's disks, the
-        rest.
-        """
+        """Sort the replicas: this machine's memory, others' memory, this machine's disks, other disks."""
         ranks, unreadable = self._ranks, self.unreadable.listed
         if not unreadable:
             return sorted(placements, key=lambda each: ranks.get(each.segment, _UNKNOWN_RANK))
@@ -107,7 +189,7 @@ class SegmentDirectory:
         return sorted(placements, key=rank)
 
     def local_segment(self) -> str | None:
-        """Memory of the pool on this machine, to prefer for new objects; None when there is none."""
+        """Return a memory segment on this machine, to prefer for new objects; None when there is none."""
         if not self._known:
             self.refresh()
         return next((each.descriptor.name for each in self.local if each.tier & Tier.DRAM), None)
@@ -127,11 +209,11 @@ class SegmentDirectory:
                 self._engine.forget(info.descriptor)
 
     def close(self) -> None:
-        """Idempotent. The handles are the engine's."""
+        """Idempotent. The engine owns the handles."""
         self.unreadable.close()
 
-    def _is_over(self, place: Placement) -> bool:
-        """Whether a segment that could not be read can be, or this incarnation of it is gone."""
+    def _is_resolved(self, place: Placement) -> bool:
+        """Return whether an unreadable segment can be read again, or this incarnation of it is gone."""
         try:
             descriptor = self.info(place).descriptor
             remote = self._engine.open(descriptor)
@@ -152,7 +234,7 @@ class SegmentDirectory:
             pass
         return False
 
-    def _open_anew(self, descriptor: SegmentDescriptor) -> RemoteSegment:
+    def _open_handle(self, descriptor: SegmentDescriptor) -> RemoteSegment:
         refusal = self._refusals.get(descriptor.name)
         if refusal is not None and refusal.holds(descriptor.incarnation, self._clock.now_s()):
             raise Unauthorized(refusal.message)

@@ -1,8 +1,8 @@
-"""The line to the master, with a breaker in front of it.
+"""The client's connection to the master, behind a circuit breaker.
 
-A master that is away costs a caller `BreakerLimits.silence_s` once. From then on calls fail at once with BreakerOpen,
-which is Unavailable and no miss, until a probe finds that the master is back. With `retry_s` a call waits for that, and
-may be said again. Every call ends within its deadline, close() included: it wakes all waiting threads.
+A caller waits `BreakerLimits.silence_s` for a master that does not answer. From then on all calls fail at once with
+BreakerOpen (an Unavailable, not a miss), until a probe finds the master back. With `retry_s` a call waits for that and
+is sent again. Every call ends within its deadline; close() wakes all waiting threads.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _PROBE_TIMEOUT_S = 2.0
 
 
 class MasterClient:
-    """One connection and its breaker, shared by threads.
+    """One connection and its breaker. Thread-safe.
 
-    `retry_s` is how long a call waits for a master that is away: 0 fails at once.
+    A call waits up to `retry_s` for a master that is away; 0: it fails at once.
     """
 
     def __init__(
@@ -47,33 +47,30 @@ class MasterClient:
         self._retry_s = min(retry_s, timeout_s)
         self._closed = threading.Event()
 
-    def ask(self, call: Call[R], meanwhile: Callable[[], bool] | None = None) -> R:
-        """For calls that may be said twice. BreakerOpen when the master is away, DeadlineExceeded when it is busy
-        with other calls of this line for too long.
-
-        `meanwhile` as in BlockingClient.call.
+    def call(self, call: Call[R], meanwhile: Callable[[], bool] | None = None) -> R:
+        """Return the answer to a call that may be sent twice. Raise BreakerOpen when the master is away,
+        DeadlineExceeded when other calls of this connection take too long. `meanwhile` as in BlockingClient.call.
         """
-        return self.ask_noting_repeats(call, meanwhile)[0]
+        return self.call_noting_repeats(call, meanwhile)[0]
 
-    def ask_noting_repeats(self, call: Call[R], meanwhile: Callable[[], bool] | None = None) -> tuple[R, bool]:
-        """The answer, and whether the call was said before without one: then it may have been done twice.
-
-        `meanwhile` as in BlockingClient.call.
+    def call_noting_repeats(self, call: Call[R], meanwhile: Callable[[], bool] | None = None) -> tuple[R, bool]:
+        """As call(). Return the answer, and whether the call was sent more than once: the master may have done it
+        twice then.
         """
         if self._breaker.is_open:
-            return self._ask_when_back(call, self._breaker.refusal(), False)
+            return self._call_when_back(call, self._breaker.refusal(), False)
         try:
             return self._rpc.call(call, timeout_s=self._timeout_s, meanwhile=meanwhile), False
-        except BreakerOpen as refusal:  # while it waited for its turn
-            return self._ask_when_back(call, refusal, False)
+        except BreakerOpen as refusal:  # opened while this call waited for its turn
+            return self._call_when_back(call, refusal, False)
         except PeerSilent as error:
-            return self._ask_when_back(call, self._breaker.trip(error), True)
+            return self._call_when_back(call, self._breaker.trip(error), True)
         except PeerLost:
-            return self._ask_anew(call)
+            return self._call_again(call)
 
-    def ask_once(self, call: Call[R]) -> R:
-        """For calls that must not be repeated, or are not worth it. PeerLost also when the connection broke before:
-        what it held (pins) is gone with it.
+    def call_once(self, call: Call[R]) -> R:
+        """Return the answer to a call that must not be sent twice. Raise PeerLost also when the connection broke
+        earlier: its pins are gone then.
         """
         if self._breaker.is_open and not self._is_back(Deadline(self._retry_s)):
             raise self._breaker.refusal()
@@ -83,13 +80,11 @@ class MasterClient:
             raise self._breaker.trip(error) from error
 
     def wait_for_master(self, timeout_s: float) -> bool:
-        """Wait until the master is back, if it was found away; False when that took too long."""
+        """Wait for a master that is away. Return False when it is not back in time."""
         return not self._breaker.is_open or self._is_back(Deadline(timeout_s))
 
-    def patience(self) -> Iterator[None]:
-        """Waits, again and again, before what the master has refused for the time being is tried once more. Ends when
-        `retry_s` have passed, or with close().
-        """
+    def retry_pauses(self) -> Iterator[None]:
+        """Wait before each retry of a call that the master has refused for now. Ends after `retry_s`, or on close()."""
         deadline, backoff = Deadline(self._retry_s), Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         while True:
             self._closed.wait(min(backoff.next_s(), deadline.remaining_s()))
@@ -98,7 +93,7 @@ class MasterClient:
             yield
 
     def counters(self) -> dict[str, int]:
-        """How often the master was found away, and how many calls failed at once because of it."""
+        """master_outages: how often the master was found away; calls_refused: calls that failed at once meanwhile."""
         return {"master_outages": self._breaker.num_openings, "calls_refused": self._breaker.num_refused}
 
     def close(self) -> None:
@@ -113,32 +108,32 @@ class MasterClient:
     def _ping(self) -> None:
         self._rpc.ping(timeout_s=_PROBE_TIMEOUT_S)
 
-    def _ask_anew(self, call: Call[R]) -> tuple[R, bool]:
-        """The connection broke, perhaps long ago: a master that is back answers a new one at once."""
+    def _call_again(self, call: Call[R]) -> tuple[R, bool]:
+        """Send the call on a new connection: the old one may have broken long ago, and the master may be back."""
         try:
             return self._rpc.call(call, timeout_s=self._timeout_s), True
         except BreakerOpen as refusal:
-            return self._ask_when_back(call, refusal, True)
+            return self._call_when_back(call, refusal, True)
         except (PeerLost, PeerSilent) as error:
-            return self._ask_when_back(call, self._found_away(error), True)
+            return self._call_when_back(call, self._found_away(error), True)
 
-    def _ask_when_back(self, call: Call[R], refusal: PeerLost, was_said: bool) -> tuple[R, bool]:
-        """As long as `retry_s` allows. Raises the last refusal."""
-        patience = Deadline(self._retry_s)
-        while self._is_back(patience):
+    def _call_when_back(self, call: Call[R], refusal: PeerLost, was_sent: bool) -> tuple[R, bool]:
+        """Wait for the master and send the call, for at most `retry_s`. Raise the last refusal."""
+        retry_deadline = Deadline(self._retry_s)
+        while self._is_back(retry_deadline):
             try:
-                return self._rpc.call(call, timeout_s=self._timeout_s), was_said
+                return self._rpc.call(call, timeout_s=self._timeout_s), was_sent
             except BreakerOpen as error:
                 refusal = error
             except (PeerLost, PeerSilent) as error:
-                refusal, was_said = self._found_away(error), True
+                refusal, was_sent = self._found_away(error), True
         raise refusal
 
-    def _is_back(self, patience: Deadline) -> bool:
-        return not patience.expired() and self._breaker.wait_closed(patience.remaining_s(), self._closed)
+    def _is_back(self, retry_deadline: Deadline) -> bool:
+        return not retry_deadline.expired() and self._breaker.wait_closed(retry_deadline.remaining_s(), self._closed)
 
     def _found_away(self, error: PeerLost | PeerSilent) -> PeerLost:
-        """What the caller is told. A line that was closed by this side says nothing about the master."""
+        """Return the error for the caller, and open the breaker. A connection that this side closed is no outage."""
         if self._closed.is_set() and isinstance(error, PeerLost):
             return error
         return self._breaker.trip(error)

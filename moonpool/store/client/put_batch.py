@@ -1,8 +1,9 @@
 """Storing many objects at once: one PutStart, all bytes and headers, one PutEnd per bundle.
 
-Nothing leaks: what was granted is ended or given back, whatever fails. Memory of this machine is written here
-(side_by_side.py), one copy per replica with the header in front; other memory by the client's crew (flight.py), while
-the caller's thread computes the checksums of what goes next.
+Every granted put is ended or given back, whatever fails. Mapped memory is written with one copy per replica, header and
+pieces together. Other segments are written by the client's transfer threads while the caller's thread computes the
+checksums of the next objects. The master places a batch in one run of space where it can, so most small objects are
+neighbours; ObjectRuns finds them, and one copy writes them all.
 """
 
 from __future__ import annotations
@@ -17,35 +18,72 @@ from moonpool.base.errors import MoonpoolError, Unauthorized, Unavailable
 from moonpool.base.object_header import ObjectKind, header_nbytes, pack_header
 from moonpool.store.client.cuts import gather
 from moonpool.store.client.put_calls import GrantedPuts, PutCalls
-from moonpool.store.client.put_request import MAX_BATCH_NBYTES, Put, bundle
+from moonpool.store.client.put_request import MAX_BATCH_NBYTES, Put, bundle_puts
 from moonpool.store.client.put_session import REPLICA_ERRORS, PutTools
-from moonpool.store.client.runs import SMALL_NBYTES, ObjectRun, ObjectRuns
-from moonpool.store.client.side_by_side import side_by_side
 from moonpool.store.client.transfer_window import (
     BUNDLE_ITEMS,
     BUNDLE_NBYTES,
     FinishedTransfer,
     TransferThreads,
     TransferWindow,
+    for_each,
 )
 from moonpool.store.messages import GRANULE_NBYTES, Placement, num_granules
 from moonpool.transfer.memory.buffers import as_bytes_view
 from moonpool.transfer.transports.base import RemoteSegment
 from moonpool.transfer.transports.mapped import MappedRemote, MappedWriter
 
+SMALL_NBYTES = 32 * 1024  # larger objects gain nothing: the copy itself takes longer than the work around it
+_MAX_RUN_GRANULES = 256
+
+
+class ObjectRun:
+    """Positions of objects that follow each other in the segment from `offset` on."""
+
+    __slots__ = ("end", "offset", "positions", "segment")
+
+    def __init__(self, segment: str, offset: int) -> None:
+        self.segment, self.offset, self.end = segment, offset, offset
+        self.positions: list[int] = []
+
+
+class ObjectRuns:
+    """Finds small objects of a batch that are neighbours in their segment. Pure."""
+
+    def __init__(self) -> None:
+        self._runs: list[ObjectRun] = []
+
+    def add(self, position: int, place: Placement, nbytes: int) -> None:
+        """Add the next object of the batch. `nbytes` is the size of header and pieces."""
+        run = self._runs[-1] if self._runs else None
+        if (
+            run is None
+            or run.end != place.offset
+            or run.segment != place.segment
+            or run.end - run.offset >= _MAX_RUN_GRANULES * GRANULE_NBYTES
+        ):
+            run = ObjectRun(place.segment, place.offset)
+            self._runs.append(run)
+        run.positions.append(position)
+        run.end += num_granules(nbytes) * GRANULE_NBYTES
+
+    def all(self) -> Iterator[ObjectRun]:
+        return iter(self._runs)
+
+
 OPAQUE_PIECE_NBYTES = 1024 * 1024
-_FIRST_FAR_NBYTES = 1024 * 1024  # of the first bundle for a network, which should not wait for a large one
-_NEAR_NBYTES = 64 * 1024 * 1024
-_STEP_NBYTES = 256 * 1024  # checksummed before it is looked whether the master has answered
-_OPAQUE, _BYTE = ObjectKind.OPAQUE, np.uint8  # looking them up takes longer than what is done with them
+_FIRST_BUNDLE_NBYTES = 1024 * 1024  # the first remote bundle is small, so that the network has work early
+_MAPPED_BATCH_NBYTES = 64 * 1024 * 1024
+_STEP_NBYTES = 256 * 1024  # checksum this much, then look whether the master has answered
+_OPAQUE, _BYTE = ObjectKind.OPAQUE, np.uint8  # looking an attribute up takes longer than using it
 _bytes_of = np.frombuffer
 
 
 class PutBatches:
     """put_many() of a client. Thread-safe."""
 
-    def __init__(self, crew: TransferThreads, calls: PutCalls, tools: PutTools) -> None:
-        self._crew, self._calls, self._tools = crew, calls, tools
+    def __init__(self, threads: TransferThreads, calls: PutCalls, tools: PutTools) -> None:
+        self._threads, self._calls, self._tools = threads, calls, tools
 
     def put_many(self, puts: Sequence[Put]) -> list[MoonpoolError | None]:
         outcomes: list[MoonpoolError | None] = [None] * len(puts)
@@ -67,48 +105,48 @@ class PutBatches:
                 [pieces[position] for position in positions],
                 [sizes[position] for position in positions],
             )
-            for positions in bundle(puts, sizes, wanted, self._max_nbytes())
+            for positions in bundle_puts(puts, sizes, wanted, self._max_nbytes())
         ]
         for number, each in enumerate(bundles, 1):
-            following = bundles[number].checksums.take_some if number < len(bundles) else None
+            following = bundles[number].checksums.compute_some if number < len(bundles) else None
             done = self._put_bundle(each, following)
             for position, outcome in zip(each.positions, done, strict=True):
                 outcomes[position] = outcome
         return outcomes
 
     def _max_nbytes(self) -> int:
-        """What is copied to this machine's memory goes in smaller bundles: one is worked on while the master is told
-        of another. Sockets are kept busy by larger ones.
+        """Return the size of a bundle. Puts to mapped memory go in smaller ones: the client writes one while the master
+        answers for another. Larger ones keep sockets busy.
         """
         try:
-            return _NEAR_NBYTES if self._tools.holder.session() else MAX_BATCH_NBYTES
-        except MoonpoolError:  # nobody answers, as each bundle will be told
+            return _MAPPED_BATCH_NBYTES if self._tools.sessions.session() else MAX_BATCH_NBYTES
+        except MoonpoolError:  # each bundle will fail with that error
             return MAX_BATCH_NBYTES
 
     def _put_bundle(self, bundle: _Bundle, meanwhile: Callable[[], bool] | None) -> list[MoonpoolError | None]:
         puts = bundle.puts
         try:
-            granted = self._calls.start(puts, bundle.sizes, bundle.checksums.take_some)
+            granted = self._calls.start(puts, bundle.sizes, bundle.checksums.compute_some)
         except MoonpoolError as error:
             return [error] * len(puts)
-        writing = _Writing(granted, bundle.checksums, self._tools, self._calls, self._crew)
+        writer = _BundleWriter(granted, bundle.checksums, self._tools, self._calls, self._threads)
         try:
-            with TransferWindow[_FarBundle](self._crew) as flight:
-                writing.write(puts, bundle.pieces, flight)
+            with TransferWindow[_RemoteBundle](self._threads) as window:
+                writer.write(puts, bundle.pieces, window)
         except BaseException:
-            granted.unsettled.update(range(len(puts)))  # whatever it was, it may have left something on its way
+            granted.unsettled.update(range(len(puts)))  # a write may still arrive
             self._calls.revoke(granted, range(len(puts)))
             raise
         self._calls.end(granted, meanwhile)
         if puts[0].options.num_replicas > 1:  # the same for all of a bundle
             for position in granted.open():
                 num_stored = len(granted.replicas[position]) - len(granted.failed.get(position, ()))
-                granted.errors[position] = self._tools.counters.note_replicas(num_stored, puts[0].options.num_replicas)
+                granted.errors[position] = self._tools.counters.check_replicas(num_stored, puts[0].options.num_replicas)
         return granted.errors
 
 
 class _Bundle:
-    """Puts that are begun and ended together."""
+    """Puts that share one PutStart and one PutEnd."""
 
     def __init__(self, positions: list[int], puts: list[Put], pieces: list[list[memoryview]], sizes: list[int]) -> None:
         self.positions, self.puts, self.pieces, self.sizes = positions, puts, pieces, sizes
@@ -116,14 +154,14 @@ class _Bundle:
 
 
 class _Checksums:
-    """Of the pieces of one bundle, by position: the first ones in the time that the master takes for its answers."""
+    """Checksums of the pieces of one bundle, by position. The first ones are computed while the master answers."""
 
     def __init__(self, pieces: Sequence[list[memoryview]]) -> None:
         self._pieces = pieces
         self._known: list[list[int]] = []
 
-    def take_some(self) -> bool:
-        """A few more. True when there is more to do."""
+    def compute_some(self) -> bool:
+        """Compute a few more. Return True if some are left."""
         nbytes = 0
         while len(self._known) < len(self._pieces):
             parts = self._pieces[len(self._known)]
@@ -142,54 +180,54 @@ def _checksums(parts: list[memoryview]) -> list[int]:
     return [crc32c_of_array(_bytes_of(part, _BYTE)) for part in parts]
 
 
-class _Writing:
-    """The bytes of one bundle on their way."""
+class _BundleWriter:
+    """Writes the bytes of one bundle."""
 
     def __init__(
-        self, granted: GrantedPuts, checksums: _Checksums, tools: PutTools, calls: PutCalls, crew: TransferThreads
+        self, granted: GrantedPuts, checksums: _Checksums, tools: PutTools, calls: PutCalls, threads: TransferThreads
     ) -> None:
         self._granted, self._checksums, self._tools, self._calls = granted, checksums, tools, calls
-        self._crew = crew
+        self._threads = threads
         self._puts: Sequence[Put] = ()
         self._pieces: Sequence[list[memoryview]] = ()
-        self._noted: list[tuple[int, Placement, MoonpoolError]] = []  # what went wrong near
-        self._far: dict[str, _FarBundle] = {}  # by segment: what is not under way yet
-        self._far_nbytes = _FIRST_FAR_NBYTES
+        self._failed: list[tuple[int, Placement, MoonpoolError]] = []  # writes to mapped memory that failed
+        self._bundles: dict[str, _RemoteBundle] = {}  # by segment: not submitted yet
+        self._bundle_nbytes = _FIRST_BUNDLE_NBYTES
         self._remotes: dict[str, RemoteSegment | MappedWriter | MoonpoolError] = {}
         self._renew_at_s = tools.clock.now_s() + tools.renew_after_s
 
     def write(
-        self, puts: Sequence[Put], pieces: Sequence[list[memoryview]], flight: TransferWindow[_FarBundle]
+        self, puts: Sequence[Put], pieces: Sequence[list[memoryview]], window: TransferWindow[_RemoteBundle]
     ) -> None:
-        """Every replica, or a note why not."""
+        """Write every replica. Failures are recorded in the GrantedPuts."""
         self._puts, self._pieces = puts, pieces
-        near: list[int] = []
+        mapped: list[int] = []
         runs = ObjectRuns()
-        nbytes = near_nbytes = 0
+        nbytes = mapped_nbytes = 0
         for position in self._granted.open():
             parts, places = pieces[position], self._granted.replicas[position]
             data_nbytes = parts[0].nbytes if len(parts) == 1 else sum([part.nbytes for part in parts])
             nbytes += data_nbytes
             if not all([isinstance(self._remote(place), MappedWriter) for place in places]):  # noqa: C419 - quicker
-                self._write_anywhere(position, flight)
+                self._write_replicas(position, window)
             elif data_nbytes <= SMALL_NBYTES and len(places) == 1:
                 runs.add(position, places[0], header_nbytes(len(puts[position].key), len(parts)) + data_nbytes)
             else:
-                near.append(position)
-                near_nbytes += data_nbytes
-        for rest in self._far.values():
-            self._take(flight.add(rest.write, rest))
+                mapped.append(position)
+                mapped_nbytes += data_nbytes
+        for rest in self._bundles.values():
+            self._collect(window.add(rest.write, rest))
         for run in runs.all():
             self._write_run(run)
-        side_by_side(self._crew, near, near_nbytes, self._write_near)
-        for position, placement, error in self._noted:
-            self._note(position, placement, error)
-        self._finish_near()
-        self._take(flight.land_all())
+        for_each(self._threads, mapped, mapped_nbytes, self._write_mapped)
+        for position, placement, error in self._failed:
+            self._fail(position, placement, error)
+        self._finish_mapped()
+        self._collect(window.wait_all())
         self._tools.counters.add("bytes_written", nbytes)
 
     def _views(self, position: int) -> list[memoryview]:
-        """The object as it is written: its header and its pieces."""
+        """Return the object's header and pieces."""
         put, parts = self._puts[position], self._pieces[position]
         header = pack_header(
             put.key,
@@ -209,9 +247,9 @@ class _Writing:
         return remote
 
     def _write_run(self, run: ObjectRun) -> None:
-        """Small objects that lie side by side."""
+        """Write neighbouring small objects with one copy."""
         remote = self._remotes[run.segment]
-        assert isinstance(remote, MappedWriter), "only such objects are near"
+        assert isinstance(remote, MappedWriter), "only objects in mapped segments come here"
         parts: list[bytes | memoryview] = []
         stamps: list[tuple[int, int]] = []
         for position in run.positions:
@@ -224,20 +262,20 @@ class _Writing:
             stamps.append((self._granted.generations[position], granules))
         if len(stamps) == 1 or not remote.write_run(run.offset, parts, stamps):
             for position in run.positions:
-                self._write_near(position)
+                self._write_mapped(position)
 
-    def _write_near(self, position: int) -> None:
-        """All replicas of one object, from any thread."""
+    def _write_mapped(self, position: int) -> None:
+        """Write all replicas of one object. Any thread may call this."""
         views = self._views(position)
         for placement in self._granted.replicas[position]:
             remote = self._remotes[placement.segment]
-            assert isinstance(remote, MappedWriter), "only such objects are near"
+            assert isinstance(remote, MappedWriter), "only objects in mapped segments come here"
             try:
                 remote.write(placement.offset, views, placement.generation)
             except REPLICA_ERRORS as error:
-                self._noted.append((position, placement, error))
+                self._failed.append((position, placement, error))
 
-    def _write_anywhere(self, position: int, flight: TransferWindow[_FarBundle]) -> None:
+    def _write_replicas(self, position: int, window: TransferWindow[_RemoteBundle]) -> None:
         views = self._views(position)
         for placement in self._granted.replicas[position]:
             remote = self._remote(placement)
@@ -247,29 +285,31 @@ class _Writing:
                 try:
                     remote.write(placement.offset, views, placement.generation)
                 except REPLICA_ERRORS as error:
-                    self._note(position, placement, error)
+                    self._fail(position, placement, error)
             else:
-                self._write_far(position, placement, remote, views, flight)
+                self._write_remote(position, placement, remote, views, window)
 
-    def _write_far(
+    def _write_remote(
         self,
         position: int,
         placement: Placement,
         remote: RemoteSegment,
         views: list[memoryview],
-        flight: TransferWindow[_FarBundle],
+        window: TransferWindow[_RemoteBundle],
     ) -> None:
-        far = self._far.get(placement.segment)
-        if far is None:
-            far = self._far[placement.segment] = _FarBundle(remote, self._tools.timeout_s, self._far_nbytes)
-            self._far_nbytes = min(2 * self._far_nbytes, BUNDLE_NBYTES)
-        if far.add(position, placement, views):
-            del self._far[placement.segment]
-            self._take(flight.add(far.write, far))
-            self._stay()
+        bundle = self._bundles.get(placement.segment)
+        if bundle is None:
+            bundle = self._bundles[placement.segment] = _RemoteBundle(
+                remote, self._tools.timeout_s, self._bundle_nbytes
+            )
+            self._bundle_nbytes = min(2 * self._bundle_nbytes, BUNDLE_NBYTES)
+        if bundle.add(position, placement, views):
+            del self._bundles[placement.segment]
+            self._collect(window.add(bundle.write, bundle))
+            self._renew_if_due()
 
-    def _finish_near(self) -> None:
-        """A node that left while its memory was written took everything with it."""
+    def _finish_mapped(self) -> None:
+        """Fail the writes to segments whose node left meanwhile."""
         for segment, remote in self._remotes.items():
             if isinstance(remote, MappedWriter):
                 try:
@@ -282,38 +322,38 @@ class _Writing:
 
     def _open(self, placement: Placement) -> RemoteSegment | MappedWriter | MoonpoolError:
         try:
-            remote = self._tools.holder.open_for_writing(placement, self._granted.session)
+            remote = self._tools.sessions.open_for_writing(placement, self._granted.session)
             return remote.writer(self._tools.timeout_s) if isinstance(remote, MappedRemote) else remote
         except REPLICA_ERRORS as error:
             if isinstance(error, Unauthorized):
                 self._tools.counters.add_refusal(error)
             return error
 
-    def _take(self, landed: Iterable[FinishedTransfer[_FarBundle]]) -> None:
-        for far, lost in landed:
-            for position, placement, error in far.outcomes(lost):
+    def _collect(self, finished: Iterable[FinishedTransfer[_RemoteBundle]]) -> None:
+        for bundle, lost in finished:
+            for position, placement, error in bundle.outcomes(lost):
                 if error is not None:
-                    self._note(position, placement, error)
+                    self._fail(position, placement, error)
 
-    def _note(self, position: int, placement: Placement, error: MoonpoolError) -> None:
+    def _fail(self, position: int, placement: Placement, error: MoonpoolError) -> None:
         self._granted.fail(position, placement, error)
         if isinstance(error, Unavailable):
-            self._remotes[placement.segment] = error  # not asked again for each of the other objects
+            self._remotes[placement.segment] = error  # the other objects do not try this segment again
 
-    def _stay(self) -> None:
-        """On a slow network the bundle is told to go on, long before it would be discarded."""
+    def _renew_if_due(self) -> None:
+        """Renew the puts on a slow network, long before the master would discard them."""
         if self._tools.clock.now_s() >= self._renew_at_s:
             self._renew_at_s += self._tools.renew_after_s
             going_on = self._granted.open()
-            with contextlib.suppress(MoonpoolError):  # those that are gone by now will be refused when they end
+            with contextlib.suppress(MoonpoolError):  # the PutEnd of a discarded put is refused
                 self._calls.renew(
                     [self._granted.keys[position] for position in going_on],
                     [self._granted.generations[position] for position in going_on],
                 )
 
 
-class _FarBundle:
-    """Replicas in one segment that is not mapped here, written in one go by a thread of the crew."""
+class _RemoteBundle:
+    """Replicas in one segment that is not mapped here, written together by a transfer thread."""
 
     def __init__(self, remote: RemoteSegment, timeout_s: float, full_nbytes: int) -> None:
         self._remote, self._timeout_s, self._full_nbytes = remote, timeout_s, full_nbytes
@@ -322,18 +362,18 @@ class _FarBundle:
         self._errors: list[MoonpoolError | None] = []
 
     def add(self, position: int, placement: Placement, views: list[memoryview]) -> bool:
-        """True when it is large enough to go."""
+        """Add a replica. Return True when the bundle is large enough to submit."""
         self._replicas.append((position, placement, views))
         self._nbytes += sum([view.nbytes for view in views])
         return self._nbytes >= self._full_nbytes or len(self._replicas) >= BUNDLE_ITEMS
 
     def write(self) -> None:
-        """Raises when the owner is out of reach; what is wrong with one replica is noted."""
+        """Write all replicas. Raise when the owner is out of reach; record the errors of single replicas."""
         items = [(placement.offset, views, placement.generation) for _, placement, views in self._replicas]
         self._errors = self._remote.write_each(items, timeout_s=self._timeout_s)
 
     def outcomes(self, lost: MoonpoolError | None) -> Iterator[tuple[int, Placement, MoonpoolError | None]]:
-        """What became of each; `lost` is what ended the bundle early, if anything did."""
+        """Yield the error of each replica. `lost` is the error that ended the whole bundle, if one did."""
         for index, (position, placement, _) in enumerate(self._replicas):
             yield position, placement, self._errors[index] if index < len(self._errors) else lost
 

@@ -1,42 +1,92 @@
-"""What is said to the master around a put: begin, go on, end, give back."""
+"""The calls to the master around a put: PutStart, PutRenew, PutEnd and PutRevoke.
+
+An answer to a PutStart may be lost. Then this client does not know which space it was granted, and the master would
+keep that space for as long as this process lives. So every PutStart states the generation up to which this client has
+no open put (Grants): the master takes back whatever it granted below.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterable, Sequence
 
 from moonpool.base.errors import AlreadyExists, MoonpoolError, NotFound, StaleGeneration, Unavailable, from_wire
 from moonpool.store import messages as m
 from moonpool.store.client.counters import ClientCounters
 from moonpool.store.client.directory import SegmentDirectory
-from moonpool.store.client.grants import Grants
 from moonpool.store.client.master_client import MasterClient
 from moonpool.store.client.put_request import W, put_start
 from moonpool.store.client.session_client import SessionClient
 from moonpool.store.messages import Placement
 
 
+class Grants:
+    """The puts that this client has open. Pure, thread-safe.
+
+    Generations only rise, so the generations that a call is granted are above all that were known when it began.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: set[int] = set()
+        self._calls_began_at: list[int] = []  # per running call: the last generation known when it began
+        self._last = 0
+        self._answer_lost = False
+
+    def begin_call(self) -> tuple[int, int]:
+        """Begin a PutStart. Return the argument for end_call(), and the generation up to which no put is open."""
+        with self._lock:
+            self._calls_began_at.append(self._last)
+            return self._last, min((self._last, *self._calls_began_at, *(each - 1 for each in self._open)))
+
+    def end_call(self, began_at: int) -> None:
+        """End a PutStart, answered or not. Call add() with its grants first."""
+        with self._lock:
+            self._calls_began_at.remove(began_at)
+
+    def set_lost(self) -> None:
+        """Record that the answer to a PutStart was lost."""
+        self._answer_lost = True
+
+    def pop_lost(self) -> bool:
+        """Return whether an answer was lost since the last call of this method."""
+        was, self._answer_lost = self._answer_lost, False
+        return was
+
+    def add(self, generations: Iterable[int], last: int) -> None:
+        """Add the granted generations (0: not granted). `last` is the last one that the master gave to any client."""
+        with self._lock:
+            self._open.update(each for each in generations if each)
+            self._last = max(self._last, last)
+
+    def discard(self, generations: Iterable[int]) -> None:
+        """Remove puts that were ended or given back. This client no longer writes to their space."""
+        with self._lock:
+            self._open.difference_update(generations)
+
+
 class GrantedPuts:
-    """A bundle of puts that was begun, by position: space, or in `errors` the reason why there is none."""
+    """The answer to one PutStart. By position: the space, or in `errors` why there is none."""
 
     def __init__(self, keys: list[bytes], session: int, reply: m.PutReply, repeated: bool = False) -> None:
         self.keys, self.session = keys, session
-        self.repeated = repeated  # the call was said twice: what the first one was granted is not known
-        self.can_wait = False  # something was refused for the time being
+        self.repeated = repeated  # the call was sent twice: the grants of the first one are not known
+        self.can_wait = False  # a refusal is temporary
         self.generations, self.replicas = reply.generations, reply.replicas
         self.errors: list[MoonpoolError | None] = [None] * len(keys)
         for position, refusal in reply.refusals.items():
             error = self.errors[position] = from_wire(refusal.code, refusal.message)
             self.can_wait = self.can_wait or isinstance(error, Unavailable)
         self.failed: dict[int, tuple[str, ...]] = {}  # segments whose replicas could not be written
-        self.unsettled: set[int] = set()  # bytes may still be on their way to the other side
+        self.unsettled: set[int] = set()  # writes may still arrive at the owner
 
     def open(self) -> list[int]:
-        """The positions that have space, and a replica that did not fail."""
+        """Return the positions that have space, with a replica that did not fail."""
         return [position for position, error in enumerate(self.errors) if error is None]
 
     def fail(self, position: int, placement: Placement, error: MoonpoolError) -> None:
-        """One replica cannot be written; with the last one the put fails."""
+        """Leave out a replica that cannot be written. The put fails with its last replica."""
         failed = self.failed[position] = (*self.failed.get(position, ()), placement.segment)
         if isinstance(error, Unavailable):
             self.unsettled.add(position)
@@ -48,79 +98,79 @@ class PutCalls:
     """Thread-safe."""
 
     def __init__(
-        self, line: MasterClient, directory: SegmentDirectory, holder: SessionClient, counters: ClientCounters
+        self, master: MasterClient, directory: SegmentDirectory, sessions: SessionClient, counters: ClientCounters
     ) -> None:
-        self._line, self._directory, self._holder, self._counters = line, directory, holder, counters
+        self._master, self._directory, self._sessions, self._counters = master, directory, sessions, counters
         self._grants = Grants()
 
     def start(
-        self, wishes: Sequence[W], sizes: Sequence[int], meanwhile: Callable[[], bool] | None = None
+        self, requests: Sequence[W], sizes: Sequence[int], meanwhile: Callable[[], bool] | None = None
     ) -> GrantedPuts:
-        """Space for wishes that have their options in common. A master that is back and still waits for its nodes' word
-        is asked until it has it, as one that is away is. `meanwhile` may be done while it is asked, or not at all.
+        """Ask for the space of requests with the same options. A restarted master that still waits for its nodes is
+        asked again for `retry_s`. `meanwhile` as in BlockingClient.call.
         """
-        granted = self._start_known(wishes, sizes, meanwhile)
+        granted = self._start_in_session(requests, sizes, meanwhile)
         if granted.can_wait:
-            for _ in self._line.patience():
-                self.revoke(granted, granted.open())  # all of them once more: a bundle lies together
-                granted = self._start_known(wishes, sizes)
+            for _ in self._master.retry_pauses():
+                self.revoke(granted, granted.open())  # ask for all again, so that the bundle is placed together
+                granted = self._start_in_session(requests, sizes)
                 if not granted.can_wait:
                     break
         self._counters.add_refusals(error for error in granted.errors if error is not None)
         return granted
 
-    def _start_known(
-        self, wishes: Sequence[W], sizes: Sequence[int], meanwhile: Callable[[], bool] | None = None
+    def _start_in_session(
+        self, requests: Sequence[W], sizes: Sequence[int], meanwhile: Callable[[], bool] | None = None
     ) -> GrantedPuts:
-        """With a session where one is needed, and nothing left over from an answer that was lost."""
-        granted = self._start(wishes, sizes, meanwhile)
+        """Start the puts, with a session if a granted segment needs one. Free what a lost answer had granted."""
+        granted = self._start(requests, sizes, meanwhile)
         if not granted.session and self._may_write_in_place(granted):
-            self.revoke(granted, granted.open())  # the first node of this machine has come; once more, with a session
-            granted = self._start(wishes, sizes)
-        if self._grants.take_doubt():  # what a lost answer had granted is let go by beginning once more
+            self.revoke(granted, granted.open())  # this machine's first node has started: ask again, with a session
+            granted = self._start(requests, sizes)
+        if self._grants.pop_lost():  # another PutStart frees what the lost answer had granted
             self.revoke(granted, granted.open())
-            granted = self._start(wishes, sizes)
+            granted = self._start(requests, sizes)
         if granted.repeated:
-            self._doubt(granted.keys, granted.errors)
+            self._explain_taken_keys(granted.keys, granted.errors)
         return granted
 
     def _may_write_in_place(self, granted: GrantedPuts) -> bool:
-        """Whether a grant led to nodes that a session has to be known at."""
+        """Return whether a granted segment is on a node of this machine, at which a session must be registered."""
         for place in {place.segment: place for places in granted.replicas for place in places}.values():
             with contextlib.suppress(NotFound):
-                self._directory.info(place)  # which looks again, if the segment is new
-        return self._holder.session() != 0
+                self._directory.info(place)  # asks the master if the segment is new
+        return self._sessions.session() != 0
 
     def _start(
-        self, wishes: Sequence[W], sizes: Sequence[int], meanwhile: Callable[[], bool] | None = None
+        self, requests: Sequence[W], sizes: Sequence[int], meanwhile: Callable[[], bool] | None = None
     ) -> GrantedPuts:
-        session = self._holder.session()
+        session = self._sessions.session()
         try:
-            return self._start_for(session, wishes, sizes, meanwhile)
-        except StaleGeneration:  # the master has given the session up; this process goes on with another
-            self._holder.renew(session)
-            return self._start_for(self._holder.session(), wishes, sizes)
+            return self._start_for(session, requests, sizes, meanwhile)
+        except StaleGeneration:  # the master has ended the session; go on with a new one
+            self._sessions.renew(session)
+            return self._start_for(self._sessions.session(), requests, sizes)
 
     def _start_for(
-        self, session: int, wishes: Sequence[W], sizes: Sequence[int], meanwhile: Callable[[], bool] | None = None
+        self, session: int, requests: Sequence[W], sizes: Sequence[int], meanwhile: Callable[[], bool] | None = None
     ) -> GrantedPuts:
         local = self._directory.local_segment()
-        began_at, settled_up_to = self._grants.ask()
+        began_at, settled_up_to = self._grants.begin_call()
         repeated = True
         try:
-            call = put_start(wishes, sizes, session, local, settled_up_to)
-            reply, repeated = self._line.ask_noting_repeats(call, meanwhile)
-            self._grants.take_up(reply.generations, reply.last_generation)
+            call = put_start(requests, sizes, session, local, settled_up_to)
+            reply, repeated = self._master.call_noting_repeats(call, meanwhile)
+            self._grants.add(reply.generations, reply.last_generation)
         finally:
-            self._grants.end_ask(began_at)
+            self._grants.end_call(began_at)
             if repeated:
-                self._grants.doubt()
+                self._grants.set_lost()
         return GrantedPuts(call.keys, session, reply, repeated)
 
     def end(self, granted: GrantedPuts, meanwhile: Callable[[], bool] | None = None) -> None:
-        """Makes visible what was written and gives the rest back; `errors` then says what became of each.
+        """Make the written puts visible and give the space of the others back. `errors` has the outcome of each.
 
-        When the master cannot be asked, whether they are visible is not known. `meanwhile` as in start().
+        If the master cannot be asked, it is not known whether the puts are visible. `meanwhile` as in start().
         """
         self.revoke(granted, [position for position in granted.failed if granted.errors[position] is not None])
         written = granted.open()
@@ -141,19 +191,19 @@ class PutCalls:
         failed: dict[int, tuple[str, ...]],
         meanwhile: Callable[[], bool] | None = None,
     ) -> dict[int, MoonpoolError]:
-        """Makes the objects visible; by position why not."""
+        """Make the objects visible. Return the errors by position."""
         if not keys:
             return {}
         try:
-            refusals = self._line.ask(m.PutEnd(keys=keys, generations=generations, failed=failed), meanwhile)
+            refusals = self._master.call(m.PutEnd(keys=keys, generations=generations, failed=failed), meanwhile)
         finally:
-            self._grants.let_go(generations)
+            self._grants.discard(generations)
         errors = {position: from_wire(refusal.code, refusal.message) for position, refusal in refusals.items()}
         self._counters.add_refusals(errors.values())
         return errors
 
     def revoke(self, granted: GrantedPuts, positions: Iterable[int]) -> None:
-        """Gives the space of these back."""
+        """Give the space of these positions back."""
         with_space = [position for position in positions if granted.replicas[position]]
         for settled in (True, False):
             some = [position for position in with_space if (position not in granted.unsettled) is settled]
@@ -161,23 +211,25 @@ class PutCalls:
             self.give_back(keys, [granted.generations[position] for position in some], settled)
 
     def give_back(self, keys: list[bytes], generations: list[int], settled: bool) -> None:
-        """Best effort: what the master does not hear of it discards by itself in time."""
+        """Give space back. Best effort: the master discards unfinished puts by itself after a while."""
         if keys:
             try:
-                self._line.ask_once(m.PutRevoke(keys=keys, generations=generations, settled=settled))
+                self._master.call_once(m.PutRevoke(keys=keys, generations=generations, settled=settled))
             except MoonpoolError as error:
                 self._counters.add_refusal(error)
             finally:
-                self._grants.let_go(generations)
+                self._grants.discard(generations)
 
     def renew(self, keys: list[bytes], generations: list[int]) -> list[bool]:
-        """False where there is no such put any more."""
-        return self._line.ask(m.PutRenew(keys=keys, generations=generations)) if keys else []
+        """Tell the master that the puts go on. Return False where it has discarded the put."""
+        return self._master.call(m.PutRenew(keys=keys, generations=generations)) if keys else []
 
-    def _doubt(self, keys: Sequence[bytes], errors: list[MoonpoolError | None]) -> None:
-        """The call was said twice. A key that is taken, but not by an object, may be taken by ourselves."""
+    def _explain_taken_keys(self, keys: Sequence[bytes], errors: list[MoonpoolError | None]) -> None:
+        """Correct errors after a call that was sent twice. A key may be taken by our own first call: then no object is
+        stored under it, and the error is Unavailable instead of AlreadyExists.
+        """
         taken = [position for position, error in enumerate(errors) if isinstance(error, AlreadyExists)]
-        existing = self._line.ask(m.Exist([keys[position] for position in taken])) if taken else []
+        existing = self._master.call(m.Exist([keys[position] for position in taken])) if taken else []
         for position, exists in zip(taken, existing, strict=True):
             if not exists:
                 errors[position] = Unavailable(

@@ -1,15 +1,61 @@
-"""What a caller wants stored, and how such wishes are bundled into calls to the master."""
+"""Objects to store, as callers describe them, and the PutStart calls made of them.
+
+PutSettings are the keyword arguments of every put of moonpool.store.Store; their defaults are those of PutOptions. Put
+and PutRequest are what StoreClient takes. Requests with the same options and identity share one PutStart.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import msgspec
 
+from moonpool.base.errors import InvalidInput
 from moonpool.base.object_header import NO_IDENTITY, ObjectKind, header_nbytes
+from moonpool.store.keys_text import Key, key_bytes
 from moonpool.store.messages import PutOptions, PutStart
 from moonpool.transfer.memory.buffers import Buffer
+
+
+class PutSettings(TypedDict, total=False):
+    num_replicas: int  # on distinct nodes first; fewer are taken when there is no more room
+    all_replicas: bool  # refuse instead of taking fewer
+    preferred: tuple[str, ...]  # segments to try first; default: memory of this machine
+    pinned: bool  # never evicted, until it is removed
+    soft_pin_s: float  # evicted only when nothing else is left, for this long
+    replace: bool  # the old value stays readable until the new one is whole
+    group: Key  # objects of one group are evicted together
+    parent: Key  # the key of the block that this one continues
+    identity: bytes  # digest of what makes the bytes usable; readers may insist on it
+
+
+_OPTIONS = {
+    "num_replicas": "num_replicas",
+    "all_replicas": "all_replicas",
+    "preferred": "preferred",
+    "pinned": "hard_pin",
+    "soft_pin_s": "soft_pin_s",
+    "replace": "replace",
+}
+
+
+def put_fields(settings: PutSettings) -> dict[str, Any]:
+    """Return the fields of a Put or PutRequest other than its key and bytes. InvalidInput for an unknown setting."""
+    given: dict[str, Any] = dict(settings)
+    unknown = given.keys() - PutSettings.__annotations__.keys()
+    if unknown:
+        raise InvalidInput(f"a put has no setting {', '.join(sorted(unknown))}")
+    fields: dict[str, Any] = {name: key_bytes(given[name]) for name in ("group", "parent") if name in given}
+    if "identity" in given:
+        fields["identity"] = given["identity"]
+    options = {field: given[name] for name, field in _OPTIONS.items() if name in given}
+    if "preferred" in options:
+        options["preferred"] = tuple(options["preferred"])
+    if options:
+        fields["options"] = PutOptions(**options)
+    return fields
+
 
 MAX_BATCH_OBJECTS = 1000
 MAX_BATCH_NBYTES = 256 * 1024 * 1024  # written within a fraction of the time after which a put is discarded
@@ -17,7 +63,7 @@ DEFAULT_OPTIONS = PutOptions()
 
 
 class PutSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What every object to store has beside its bytes. `parent` is the key of the block that this one continues;
+    """What Put and PutRequest have in common. `parent` is the key of the block that this one continues;
     objects of one `group` are evicted together.
     """
 
@@ -30,38 +76,38 @@ class PutSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Put(PutSpec, frozen=True):
-    """An object with its bytes. Its buffers are its pieces; those of opaque objects are cut where they are large."""
+    """An object with its bytes. Each buffer is a piece; large buffers of opaque objects are cut into several pieces."""
 
     key: bytes
     buffers: Sequence[Buffer]
 
 
 class PutRequest(PutSpec, frozen=True):
-    """An object whose pieces are going to be written one by one."""
+    """An object whose pieces will be written one by one."""
 
     key: bytes
     piece_nbytes: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        """Header and pieces."""
+        """Size of header and pieces together."""
         return header_nbytes(len(self.key), len(self.piece_nbytes)) + sum(self.piece_nbytes)
 
 
 W = TypeVar("W", Put, PutRequest)
 
 
-def bundle(
-    wishes: Sequence[W], sizes: Sequence[int], positions: Sequence[int], max_nbytes: int = MAX_BATCH_NBYTES
+def bundle_puts(
+    requests: Sequence[W], sizes: Sequence[int], positions: Sequence[int], max_nbytes: int = MAX_BATCH_NBYTES
 ) -> Iterator[list[int]]:
-    """The positions in bundles whose wishes have their options and identity in common, none too large."""
+    """Yield the positions in bundles for one PutStart each: same options, same identity, at most `max_nbytes`."""
     alike: dict[tuple[PutOptions, bytes], list[int]] = {}
     last: W | None = None
     members: list[int] = []
     for position in positions:
-        wish = wishes[position]
-        if last is None or wish.options is not last.options or wish.identity is not last.identity:
-            last, members = wish, alike.setdefault((wish.options, wish.identity), [])
+        request = requests[position]
+        if last is None or request.options is not last.options or request.identity is not last.identity:
+            last, members = request, alike.setdefault((request.options, request.identity), [])
         members.append(position)
     for members in alike.values():
         yield from _cut_bundle(members, sizes, max_nbytes)
@@ -81,18 +127,18 @@ def _cut_bundle(members: list[int], sizes: Sequence[int], max_nbytes: int) -> It
 
 
 def put_start(
-    wishes: Sequence[W], sizes: Sequence[int], session: int, local_segment: str | None, settled_up_to: int = 0
+    requests: Sequence[W], sizes: Sequence[int], session: int, local_segment: str | None, settled_up_to: int = 0
 ) -> PutStart:
-    """The call for wishes of one bundle."""
-    options = wishes[0].options
-    identity = b"" if wishes[0].identity == NO_IDENTITY else wishes[0].identity
+    """Return the call for the requests of one bundle."""
+    options = requests[0].options
+    identity = b"" if requests[0].identity == NO_IDENTITY else requests[0].identity
     if not options.preferred and local_segment is not None:
         options = msgspec.structs.replace(options, preferred=(local_segment,))
     if identity and not options.identity:
         options = msgspec.structs.replace(options, identity=identity)
-    parents, groups = [wish.parent for wish in wishes], [wish.group for wish in wishes]
+    parents, groups = [each.parent for each in requests], [each.group for each in requests]
     return PutStart(
-        keys=[wish.key for wish in wishes],
+        keys=[each.key for each in requests],
         sizes=list(sizes),
         options=options,
         session=session,

@@ -1,8 +1,8 @@
-"""Writing one object: its pieces in any order and from any thread, then its header, to every replica.
+"""Sessions that write objects piece by piece, in any order and from any thread, then the header, to every replica.
 
-A replica that cannot be written is left out; the put fails only when none is left. Nothing is visible to readers
-before StoreClient.finish_puts() has told the master. A session that lasts is renewed as its pieces are written. Pieces
-of many sessions are written with one transfer per segment (write_pieces()).
+A replica that cannot be written is left out; the put fails only when no replica is left. Readers see nothing before
+StoreClient.finish_puts() has told the master. Writing a piece renews a session that has lasted long. write_pieces()
+serves many sessions with one transfer per segment.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from moonpool.store.client.transfer_window import bundles
 from moonpool.store.messages import Placement
 from moonpool.transfer.memory.buffers import Buffer, as_bytes_view
 
-# What may go wrong with one replica and leave the others usable.
+# Errors of one replica, which leave the others usable.
 REPLICA_ERRORS = (Unavailable, NotFound, StaleGeneration, Unauthorized)
 
 Renew = Callable[[Sequence["PutSession"]], list[bool]]
 
 
 class PutTools:
-    """What sessions share: the way to memory, the counters, the clock and the master's ear."""
+    """What the put sessions of a client share. `renew` tells the master that puts go on; False: it was discarded."""
 
     def __init__(
         self,
         *,
-        holder: SessionClient,
+        sessions: SessionClient,
         counters: ClientCounters,
         clock: Clock,
         timeout_s: float,
         renew_after_s: float,
         renew: Renew,
     ) -> None:
-        self.holder, self.counters, self.clock = holder, counters, clock
+        self.sessions, self.counters, self.clock = sessions, counters, clock
         self.timeout_s, self.renew_after_s, self.renew = timeout_s, renew_after_s, renew
 
 
@@ -53,7 +53,7 @@ class PutSession:
     ) -> None:
         self.request = request
         self.generation = generation
-        self.settled = True  # no write of ours can still arrive
+        self.settled = True  # no write of this session can still arrive at an owner
         self._session = session
         self._tools = tools
         self._replicas = list(replicas)
@@ -75,11 +75,11 @@ class PutSession:
 
     @property
     def num_replicas(self) -> int:
-        """Those that have all that was written so far."""
+        """Replicas that have all that was written so far."""
         return len(self._replicas)
 
     def write_piece(self, index: int, buffer: Buffer, checksum: int | None = None) -> None:
-        """Copies piece `index` to the replicas. `checksum` is its crc32c if the caller knows it.
+        """Copy piece `index` to the replicas. `checksum` is its crc32c if the caller knows it.
 
         The buffer is the caller's again when this returns. Raises when no replica could be written, StaleGeneration
         when the put was discarded meanwhile.
@@ -89,7 +89,7 @@ class PutSession:
             raise error
 
     def _piece(self, index: int, buffer: Buffer, checksum: int | None) -> _Write:
-        """Note the piece's checksum; return what to write. InvalidInput when the buffer has another size."""
+        """Record the piece's checksum and return its write. InvalidInput when the buffer has another size."""
         view = as_bytes_view(buffer, writable=False)
         if view.nbytes != self.request.piece_nbytes[index]:
             raise InvalidInput(f"piece {index} has {self.request.piece_nbytes[index]} bytes, not {view.nbytes}")
@@ -97,7 +97,7 @@ class PutSession:
         return _Write(self, self._offsets[index], view)
 
     def _header(self) -> _Write:
-        """The header, which states what the pieces are. InvalidInput when one was not written."""
+        """Return the write of the header. InvalidInput when a piece was not written."""
         checksums = [checksum for checksum in self._checksums if checksum is not None]
         if len(checksums) < len(self._checksums):
             missing = self._checksums.index(None)
@@ -114,13 +114,13 @@ class PutSession:
         )
         return _Write(self, 0, memoryview(header))
 
-    def _give_up(self, placement: Placement, error: MoonpoolError) -> None:
-        # After a lost connection or a deadline the bytes may still be on their way to the other side.
+    def _drop_replica(self, placement: Placement, error: MoonpoolError) -> None:
+        # After a lost connection or a deadline the bytes may still arrive at the owner.
         self.settled = self.settled and not isinstance(error, Unavailable)
         self._failure = error
         if isinstance(error, Unauthorized):
             self._tools.counters.add_refusal(error)
-        if placement in self._replicas:  # another thread may have been first
+        if placement in self._replicas:  # else another thread has removed it
             self._replicas.remove(placement)
             self._failed.append(placement.segment)
 
@@ -134,7 +134,7 @@ class _Write(NamedTuple):
 
 
 class _ReplicaWrite(NamedTuple):
-    """A _Write to one replica. `position` is the write's."""
+    """A _Write to one replica. `position` is that of the write."""
 
     position: int
     session: PutSession
@@ -185,8 +185,8 @@ def write_headers(sessions: Sequence[PutSession], tools: PutTools) -> list[Moonp
 
 
 def _renew_due(sessions: Sequence[PutSession], tools: PutTools) -> dict[PutSession, MoonpoolError]:
-    """Long before the master would discard the puts, tell it that they go on. Return those that it has discarded, or
-    could not be told of, with the error.
+    """Renew sessions that are due, long before the master would discard them. Return those that the master has
+    discarded, or could not be asked about, with the error.
     """
     now_s = tools.clock.now_s()
     due = [each for each in dict.fromkeys(sessions) if now_s - each._renewed_s >= tools.renew_after_s]
@@ -218,7 +218,7 @@ def _write(writes: Sequence[_Write], tools: PutTools) -> list[MoonpoolError | No
     for (_, _, number), some in by_segment.items():
         for each, error in _write_segment(some, number, tools):
             if isinstance(error, REPLICA_ERRORS):
-                each.session._give_up(each.place, error)
+                each.session._drop_replica(each.place, error)
             elif error is not None:
                 errors[each.position] = error
     for position, write in enumerate(writes):
@@ -230,10 +230,10 @@ def _write(writes: Sequence[_Write], tools: PutTools) -> list[MoonpoolError | No
 def _write_segment(
     writes: Sequence[_ReplicaWrite], number: int, tools: PutTools
 ) -> Iterator[tuple[_ReplicaWrite, MoonpoolError | None]]:
-    """Write to one segment, for the session with this number. Give the error of each."""
+    """Write to one segment, for puts begun with session `number`. Yield the error of each."""
     lost: MoonpoolError | None = None
     try:
-        remote = tools.holder.open_for_writing(writes[0].place, number)
+        remote = tools.sessions.open_for_writing(writes[0].place, number)
     except MoonpoolError as error:
         lost = error
     for bundle in bundles(writes, lambda each: each.item[1][0].nbytes):

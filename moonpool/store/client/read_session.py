@@ -1,12 +1,12 @@
-"""Reading one object: nothing is believed before it is checked.
+"""Sessions that read objects piece by piece, each with the checks of verified_read.py.
 
-The header is checked first (its own checksum, key, generation, identity), then each piece as it lies in the reader's
-memory, then the generation once more. A replica that fails is reported and the next one is tried. Wrong bytes are never
-returned; they may lie in the caller's buffer after an error.
+A session checks the header when it opens, each piece when it is read, and the header again in finish(). A replica that
+fails a check is reported to the master, and the session goes on with the next one. Wrong bytes are never returned; the
+caller's buffer may hold them after an error.
 
-open_reads(), read_pieces() and finish_reads() do the same for many sessions with one transfer per remote segment. Where
-a shared transfer fails, or one of its items does not pass its check, the sessions concerned go on one by one, so that
-an error concerns its own item.
+open_reads(), read_pieces() and finish_reads() serve many sessions with one transfer per remote segment. Where a shared
+transfer fails, or an item fails its check, the sessions concerned go on one by one, so that an error concerns its own
+item only.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from moonpool.store.messages import ObjectInfo, Placement
 from moonpool.transfer.memory.buffers import Buffer, as_bytes_view
 from moonpool.transfer.transports.base import RemoteSegment
 
-Failures: TypeAlias = dict[tuple[str, int], MoonpoolError]  # by segment and incarnation: why it cannot be reached
+Failures: TypeAlias = dict[tuple[str, int], MoonpoolError]  # by segment and incarnation: why it cannot be read
 ReportCorrupt = Callable[[ObjectInfo, Placement], bool]
 _CANNOT_READ = (Unavailable, Unauthorized)  # an error of the whole segment, not of one object in it
 
 
 class ReadTools:
-    """What sessions share: the way to memory, the counters and the master's ear for wrong bytes."""
+    """What the sessions of a client share. `report_corrupt` tells the master of wrong bytes."""
 
     def __init__(
         self,
@@ -56,9 +56,9 @@ class ReadTools:
 
 
 class ReadSession:
-    """An object open for reading, by one thread. `header` says what its pieces are.
+    """An object open for reading, by one thread. `header` describes its pieces.
 
-    Segments in `failures` are not asked again; those that cannot be reached are added. `fetched` is the start of the
+    Segments in `failures` are not tried again; those that cannot be reached are added. `fetched` is the start of the
     object at one of its replicas, if the caller has read it already.
     """
 
@@ -100,7 +100,7 @@ class ReadSession:
         return self._offsets[-1] - self._offsets[0]
 
     def read_piece(self, index: int, into: Buffer) -> None:
-        """Copies piece `index` and checks the copy. Tries every replica; raises the last failure.
+        """Copy piece `index` and check the copy. Try every replica, and raise the last failure.
 
         StaleGeneration: the object is gone and its space was reused. Corrupt: no replica has the right bytes.
         """
@@ -108,7 +108,7 @@ class ReadSession:
         self.read_parts(index, [(view.nbytes, view)])
 
     def read_parts(self, index: int, parts: Sequence[Part]) -> None:
-        """read_piece() into several places; bytes without one are read and checked all the same."""
+        """read_piece() into several places. Parts without memory are read and checked as well."""
         self._check_size(index, sum(part_nbytes for part_nbytes, _ in parts))
         views = [memoryview(bytearray(part_nbytes)) if view is None else view for part_nbytes, view in parts]
         self._read(index, views, None)
@@ -128,7 +128,7 @@ class ReadSession:
                 self._remote.read_into(at, views, timeout_s=self._tools.timeout_s)
                 check_piece(self._open_fields, index, views)
             except (Unavailable, NotFound, Unauthorized, Corrupt) as error:
-                self._give_up(error)
+                self._drop_replica(error)
                 self._open_next(error)
                 failure = None
             else:
@@ -136,7 +136,7 @@ class ReadSession:
                 return
 
     def finish(self) -> None:
-        """StaleGeneration when the space was given to another object meanwhile: use nothing of what was read."""
+        """Raise StaleGeneration when the space was given to another object meanwhile: use nothing of what was read."""
         self._check_unchanged(self._read_start(PREFIX_NBYTES))
 
     def _check_unchanged(self, prefix: bytearray) -> None:
@@ -144,7 +144,7 @@ class ReadSession:
             raise StaleGeneration(f"the space of {self.info.key.hex()[:16]} was reused while it was read")
 
     def _open_next(self, failure: MoonpoolError) -> None:
-        """Makes the next good replica the current one; raises the last failure when there is none."""
+        """Open the next replica that passes the checks. Raise the last failure when there is none."""
         while self._untried:
             self._placement = self._untried.pop(0)
             known = self._failures.get((self._placement.segment, self._placement.incarnation))
@@ -155,17 +155,17 @@ class ReadSession:
                 self._remote = self._tools.directory.open(self._placement)
                 self._read_header()
             except (Unavailable, NotFound, Unauthorized, Corrupt, StaleGeneration) as error:
-                self._give_up(error)
+                self._drop_replica(error)
                 failure = error
             else:
                 return
         raise failure
 
-    def _give_up(self, error: MoonpoolError) -> None:
-        """Reports wrong bytes. When the master says that the object is another by now, we were only late."""
+    def _drop_replica(self, error: MoonpoolError) -> None:
+        """Report wrong bytes. Raise StaleGeneration when the master has no such replica any more: the read was late."""
         if isinstance(error, Unavailable | NotFound | Unauthorized):
             self._failures[self._placement.segment, self._placement.incarnation] = error
-            self._tools.directory.unreadable.note(self._placement, error)
+            self._tools.directory.unreadable.add(self._placement, error)
             return
         if not self._tools.report_corrupt(self.info, self._placement):
             raise StaleGeneration(f"{self.info.key.hex()[:16]} was removed or replaced while it was read") from error
@@ -209,7 +209,7 @@ class _Piece(NamedTuple):
 
     def read_again(self, failure: MoonpoolError | None) -> None:
         """Read the piece alone. `failure` is why its replica cannot be used; None: the replica is tried again."""
-        has_moved = self.session._placement is not self.place  # another piece of the session has failed before
+        has_moved = self.session._placement is not self.place  # an earlier piece made the session change its replica
         self.session._read(self.number, [self.view], None if has_moved else failure)
 
 
@@ -231,7 +231,7 @@ def open_reads(
 def _fetch_headers(
     infos: Sequence[ObjectInfo], tools: ReadTools
 ) -> tuple[dict[int, tuple[Placement, bytearray]], Failures]:
-    """Return the start of each object by its position, as far as it could be read, and which segments cannot be."""
+    """Return the start of each object that could be read, by position, and the segments that cannot be read."""
     directory = tools.directory
     by_segment: dict[tuple[str, int], list[tuple[int, Placement, bytearray]]] = {}
     for position, info in enumerate(infos):
@@ -248,13 +248,13 @@ def _fetch_headers(
             remote = directory.open(first)
         except (NotFound, *_CANNOT_READ) as error:
             failures[key] = error
-            directory.unreadable.note(first, error)
+            directory.unreadable.add(first, error)
             continue
         try:
             remote.read_many([(place.offset, raw) for _, place, raw in wanted], timeout_s=tools.timeout_s)
         except _CANNOT_READ as error:
             failures[key] = error
-            directory.unreadable.note(first, error)
+            directory.unreadable.add(first, error)
         except MoonpoolError:  # one of the objects is at fault: each session reads its own header
             continue
         else:
@@ -292,8 +292,8 @@ def read_pieces(reads: Sequence[tuple[ReadSession, int, Buffer]], tools: ReadToo
 def _read_segment(
     remote: RemoteSegment, wanted: list[tuple[int, _Piece]], tools: ReadTools
 ) -> list[tuple[tuple[int, _Piece], bool, MoonpoolError | None]]:
-    """Read the pieces, and check each bundle while the next one comes. Return of each whether its bytes are right; if
-    not, why its replica cannot be used (None: not known).
+    """Read the pieces, and check each bundle while the next one arrives. Return with each piece whether its bytes are
+    right, and if not, why its replica cannot be used (None: not known).
     """
     groups = list(bundles(wanted, lambda each: each[1].view.nbytes))
     checked: list[tuple[tuple[int, _Piece], bool, MoonpoolError | None]] = []
@@ -308,7 +308,7 @@ def _read_segment(
                     checked.append((each, error is None, error))
                     nbytes += each[1].view.nbytes if error is None else 0
     except MoonpoolError as error:
-        failure = error if isinstance(error, _CANNOT_READ) else None  # else one item is at fault, perhaps another
+        failure = error if isinstance(error, _CANNOT_READ) else None  # else one item is at fault, perhaps another one
     tools.counters.add("bytes_read", nbytes)
     return checked + [(each, False, failure) for each in wanted[len(checked) :]]
 
@@ -345,5 +345,5 @@ def finish_reads(sessions: Sequence[ReadSession], tools: ReadTools) -> list[Moon
 
 
 def _first_nbytes(info: ObjectInfo) -> int:
-    """How much of an object to read first: the whole header, unless it has very many pieces."""
+    """Return how much of an object to read first: the whole header, unless it has very many pieces."""
     return min(ALIGN_NBYTES, info.nbytes)

@@ -1,8 +1,8 @@
-"""Says at the nodes' desks that this process holds memory in place, before it does.
+"""Registers this client at the nodes of its machine, before it reads or writes their memory in place.
 
-Each client is one session, a number of its own. With it in a PutStart or a Lookup the master keeps the space from being
-reused until the client lets go or the desk sees its connection end. So a process that is stopped in the middle of a
-copy, for however long, finds the space still its own, and one that dies blocks nothing.
+Each client has a session number. A PutStart or Lookup with that number makes the master keep the space from reuse until
+the client releases it, or the node sees the client's connection end. So a process that is stopped in the middle of a
+copy, for any time, still owns the space when it goes on, and a process that dies blocks nothing.
 """
 
 from __future__ import annotations
@@ -13,19 +13,18 @@ import threading
 from moonpool.base.errors import MoonpoolError, PeerLost
 from moonpool.base.rpc import BlockingClient
 from moonpool.store.client.directory import SegmentDirectory
-from moonpool.store.messages import Placement, SegmentInfo
-from moonpool.store.messages import session_calls as desk
+from moonpool.store.messages import Placement, SegmentInfo, session_calls
 from moonpool.transfer.transports.base import RemoteSegment
 from moonpool.transfer.transports.mapped import MappedRemote
 
-_LEAST_SESSION = 2**32 + 1
-_END_OF_SESSIONS = 2**63
+_MIN_SESSION = 2**32 + 1
+_MAX_SESSION = 2**63
 
 
 class SessionClient:
-    """Registers when first asked for the session, and again when nodes of this machine have changed.
+    """Registers at the first call of session(), and again after nodes of this machine have changed. Thread-safe.
 
-    `number` is the session's, whether anybody knows it or not.
+    `number` is the session number, registered or not.
     """
 
     def __init__(self, directory: SegmentDirectory, *, name: str, timeout_s: float) -> None:
@@ -34,46 +33,50 @@ class SessionClient:
         self._name, self._timeout_s = name, timeout_s
         self._lock = threading.Lock()
         self._seen: tuple[SegmentInfo, ...] | None = None
-        self._lines: dict[str, BlockingClient] = {}
-        self._registered: frozenset[tuple[str, int]] = frozenset()  # desk and incarnation
+        self._clients: dict[str, BlockingClient] = {}
+        self._registered: frozenset[tuple[str, int]] = frozenset()  # address of the session registry, incarnation
 
     def session(self) -> int:
-        """This client's, once a desk of this machine knows it; 0 when there is none that has to."""
+        """Return this client's session number, registering with the local nodes first. Return 0 if this machine has no
+        node.
+        """
         if self._directory.local is not self._seen:
-            self._directory.local_segment()  # asks the master if nobody has yet
+            self._directory.local_segment()  # asks the master if the segments are not known yet
             self._register_everywhere()
         return self.number if self._registered else 0
 
     def renew(self, session: int) -> None:
-        """Another one from now on, unless that has happened. The desks know the earlier one until this client ends."""
+        """Use another number from now on, unless `session` is no longer the current one. The nodes keep the old one
+        until this client closes.
+        """
         with self._lock:
             if self.number == session:
                 self.number = _new_number()
                 self._registered, self._seen = frozenset(), None
 
     def holds(self, info: SegmentInfo) -> bool:
-        """Whether the node would notice the end of this process."""
+        """Return whether this client is registered at the segment's node, which notices the end of this process."""
         return (info.desk or "", info.descriptor.incarnation) in self._registered
 
     def open_for_writing(self, placement: Placement, session: int) -> RemoteSegment:
-        """The handle to write by, for a put begun with `session`. Raises as SegmentDirectory.open, and PeerLost where
-        nobody would notice that this process has stopped writing in place.
+        """Return the handle for writing, for a put begun with `session`. Raise as SegmentDirectory.open, and PeerLost
+        where the memory is mapped and its node would not notice the end of this process.
         """
         info = self._directory.info(placement)
         remote = self._directory.open_segment(info)
         if info.desk is None or not isinstance(remote, MappedRemote) or (session and self.holds(info)):
             return remote
-        if session and self.session() and self.holds(info):  # a node that was started since we last looked
+        if session and self.session() and self.holds(info):  # a node that was started since
             return remote
         raise PeerLost(f"the node of segment {placement.segment!r} does not know of this process")
 
     def close(self) -> None:
-        """Idempotent. The desks see the session end."""
+        """Idempotent. The nodes see the session end."""
         with self._lock:
-            lines, self._lines = list(self._lines.values()), {}
+            clients, self._clients = list(self._clients.values()), {}
             self._registered = frozenset()
-        for line in lines:
-            line.close()
+        for client in clients:
+            client.close()
 
     def _register_everywhere(self) -> None:
         with self._lock:
@@ -82,10 +85,12 @@ class SessionClient:
             self._registered = self._registered & current
             missing = [info for info in local if info.desk is not None and not self.holds(info)]
             reached = [self._register(info) for info in missing]
-            self._seen = local if all(reached) else None  # None: those that failed are tried again next time
+            self._seen = local if all(reached) else None  # None: the next session() tries again
 
     def _register(self, info: SegmentInfo) -> bool:
-        """False when the memory or its desk cannot be reached; memory that is not mapped here needs no desk."""
+        """Register at the segment's node. Return False when it cannot be reached. Memory that is not mapped here needs
+        no registration.
+        """
         assert info.desk is not None
         try:
             if isinstance(self._directory.open_segment(info), MappedRemote):
@@ -96,15 +101,15 @@ class SessionClient:
         return True
 
     def _call(self, address: str) -> None:
-        line = self._lines.get(address)
-        if line is None:
-            line = self._lines[address] = BlockingClient(address, desk.SERVICE, name=self._name)
-        call = desk.Register(session=self.number)
+        client = self._clients.get(address)
+        if client is None:
+            client = self._clients[address] = BlockingClient(address, session_calls.SERVICE, name=self._name)
+        call = session_calls.Register(session=self.number)
         try:
-            line.call(call, timeout_s=self._timeout_s)
-        except PeerLost:  # the node has been started again since
-            line.call(call, timeout_s=self._timeout_s)
+            client.call(call, timeout_s=self._timeout_s)
+        except PeerLost:  # the node was restarted since the last call
+            client.call(call, timeout_s=self._timeout_s)
 
 
 def _new_number() -> int:
-    return _LEAST_SESSION + secrets.randbelow(_END_OF_SESSIONS - _LEAST_SESSION)
+    return _MIN_SESSION + secrets.randbelow(_MAX_SESSION - _MIN_SESSION)

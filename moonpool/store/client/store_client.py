@@ -1,10 +1,10 @@
-"""The pool, for a program: put, get and everything between, blocking and thread-safe.
+"""The client of the pool: put, get, views and sessions, with keys of bytes. Blocking and thread-safe.
 
-Every call has a deadline. While the master is away calls raise BreakerOpen at once (retry.py), or wait for it for as
-long as `retry_s` says. Memory that could not be read is not asked again before it can be (directory.py): what lies
-only there does not exist for this client. Pins made by pin() are held by the connection and end with it. Bytes that
-fail a check are never returned: their replica is reported, another one is read, and where there is none the answer
-says so.
+Every call has a deadline. While the master is away, calls raise BreakerOpen at once, or wait for it for `retry_s`
+(master_client.py). A segment that could not be read is not asked again before it answers a probe (directory.py);
+objects that are only there are misses meanwhile. Pins made by pin() belong to the connection and end with it. Bytes
+that fail a check are never returned (verified_read.py): the client reports their replica and reads another one, and
+raises or returns an error where there is none.
 """
 
 from __future__ import annotations
@@ -26,15 +26,13 @@ from moonpool.base.errors import (
 from moonpool.store import messages as m
 from moonpool.store.client.counters import ClientCounters
 from moonpool.store.client.directory import SegmentDirectory
-from moonpool.store.client.get_batch import Got
 from moonpool.store.client.master_client import MasterClient
 from moonpool.store.client.put_batch import OPAQUE_PIECE_NBYTES, PutBatches
 from moonpool.store.client.put_calls import PutCalls
-from moonpool.store.client.put_request import DEFAULT_OPTIONS, Put, PutRequest, bundle
+from moonpool.store.client.put_request import DEFAULT_OPTIONS, Put, PutRequest, bundle_puts
 from moonpool.store.client.put_session import PutSession, PutTools, write_headers, write_pieces
 from moonpool.store.client.read_session import ReadSession, ReadTools, finish_reads, open_reads, read_pieces
-from moonpool.store.client.reads import ClientReads, report_corrupt
-from moonpool.store.client.recovery import read_ranges
+from moonpool.store.client.reads import ClientReads, Got, read_ranges, report_corrupt
 from moonpool.store.client.session_client import SessionClient
 from moonpool.store.client.transfer_window import TransferThreads
 from moonpool.store.client.views import ObjectView
@@ -58,7 +56,7 @@ class ClientConfig:
 
 
 class StoreClient:
-    """Borrows the transfer engine. Close it to end its connections, its pins and its views."""
+    """Uses the caller's transfer engine. close() ends its connections, its pins and its views."""
 
     def __init__(
         self,
@@ -68,7 +66,7 @@ class StoreClient:
         clock: Clock | None = None,
     ) -> None:
         config = config or ClientConfig()
-        self.line = line = MasterClient(
+        self.master = master = MasterClient(
             master_address,
             name=config.name,
             connect_timeout_s=config.connect_timeout_s,
@@ -76,31 +74,31 @@ class StoreClient:
             retry_s=config.retry_s,
         )
         self._counters = ClientCounters()
-        self.directory = directory = SegmentDirectory(engine, lambda: line.ask(m.Segments()))
-        self._holder = SessionClient(directory, name=config.name, timeout_s=config.connect_timeout_s)
-        self._calls = PutCalls(line, directory, self._holder, self._counters)
+        self.directory = directory = SegmentDirectory(engine, lambda: master.call(m.Segments()))
+        self._sessions = SessionClient(directory, name=config.name, timeout_s=config.connect_timeout_s)
+        self._calls = PutCalls(master, directory, self._sessions, self._counters)
         self._put_tools = PutTools(
-            holder=self._holder,
+            sessions=self._sessions,
             counters=self._counters,
             clock=clock or SystemClock(),
             timeout_s=config.transfer_timeout_s,
             renew_after_s=config.renew_after_s,
             renew=self.renew_puts,
         )
-        self._crew = TransferThreads()
-        self._puts = PutBatches(self._crew, self._calls, self._put_tools)
+        self._threads = TransferThreads()
+        self._puts = PutBatches(self._threads, self._calls, self._put_tools)
         self._read_tools = ReadTools(
             directory=directory,
             counters=self._counters,
             timeout_s=config.transfer_timeout_s,
-            report_corrupt=lambda info, place: report_corrupt(line, info, place),
+            report_corrupt=lambda info, place: report_corrupt(master, info, place),
         )
-        # Views have sessions of their own, for these may change (views.py).
-        self._view_holder = SessionClient(directory, name=config.name, timeout_s=config.connect_timeout_s)
+        # Views use another session than puts, because it may be retired (views.py).
+        self._view_sessions = SessionClient(directory, name=config.name, timeout_s=config.connect_timeout_s)
         self._reads = ClientReads(
-            line,
-            self._crew,
-            self._view_holder,
+            master,
+            self._threads,
+            self._view_sessions,
             self._read_tools,
             max_view_nbytes=config.max_view_nbytes,
             max_verified_views=config.max_verified_views,
@@ -109,11 +107,11 @@ class StoreClient:
     def close(self) -> None:
         """Idempotent."""
         self._reads.close()
-        self.line.close()
+        self.master.close()
         self.directory.close()
-        self._crew.close()
-        self._view_holder.close()
-        self._holder.close()  # last: until here something may be written in place
+        self._threads.close()
+        self._view_sessions.close()
+        self._sessions.close()  # last: until here, writes to mapped memory may be running
 
     def __enter__(self) -> StoreClient:
         return self
@@ -125,74 +123,80 @@ class StoreClient:
         """bytes_read, bytes_written, bytes_viewed, hits, misses, corrupt_replicas, fewer_replicas, refused_<code>,
         master_outages, calls_refused.
         """
-        return {**self._counters.snapshot(), **self.line.counters()}
+        return {**self._counters.snapshot(), **self.master.counters()}
 
     def wait_for_master(self, timeout_s: float) -> bool:
-        """Wait for a master that is away; False when it was not back in time."""
-        return self.line.wait_for_master(timeout_s)
+        """Wait for a master that is away. Return False when it is not back in time."""
+        return self.master.wait_for_master(timeout_s)
 
     # asking the master
 
     def lookup(self, keys: Sequence[bytes], prefix: bool = False, reads: bool = True) -> list[ObjectInfo | None]:
-        """Where the objects are, each leased for info.lease_s. With `prefix` all behind the first gap is None.
+        """Return where the objects are, each leased for info.lease_s. With `prefix`, all after the first miss is None.
 
-        `reads` False: another look-up will follow for what is read, which counts its use.
+        `reads` False: the caller will look up again what it reads, and that look-up counts as the use.
         """
         return self._reads.lookup(list(keys), prefix=prefix, reads=reads)
 
     def exist(self, keys: Sequence[bytes]) -> list[bool]:
-        """As lookup, leases included, without the places; counts neither hit nor miss. What lies only on segments that
-        this client could not read does not exist for it, until they can be read again.
+        """Return which objects exist, and lease them. Counts neither hits nor misses. Objects that are only on segments
+        that this client could not read are misses, until the segments can be read again.
         """
-        return self.line.ask(m.Exist(keys=list(keys), without=self.directory.unreadable.listed))
+        return self.master.call(m.Exist(keys=list(keys), without=self.directory.unreadable.listed))
 
     def remove(self, keys: Sequence[bytes], force: bool = False) -> list[bool]:
-        """True where no object is under the key now. Leased and pinned ones stay unless `force`."""
-        return self.line.ask(m.Remove(keys=list(keys), force=force, errand=_errand()))
+        """Remove objects. Return True where no object is under the key now. Leased and pinned ones stay unless
+        `force`.
+        """
+        return self.master.call(m.Remove(keys=list(keys), force=force, errand=_idempotency_key()))
 
     def remove_matching(self, pattern: str | None = None, force: bool = False) -> tuple[int, int]:
-        """Removes what the regular expression finds (None: everything); how many went and how many stayed."""
+        """Remove the objects whose key matches the regular expression (None: all). Return how many were removed and how
+        many stayed.
+        """
         num_removed, num_kept = 0, 0
         cursor: int | None = 0
         while cursor is not None:
-            call = m.RemoveMatching(pattern=pattern, force=force, cursor=cursor, errand=_errand())
-            step = self.line.ask(call)
+            call = m.RemoveMatching(pattern=pattern, force=force, cursor=cursor, errand=_idempotency_key())
+            step = self.master.call(call)
             num_removed, num_kept, cursor = num_removed + step.num_removed, num_kept + step.num_kept, step.cursor
         return num_removed, num_kept
 
     def list_objects(self, pattern: str | None = None) -> Iterator[ListedObject]:
-        """What is stored under keys that the regular expression finds (None: all), in no order; asks as it goes."""
+        """Yield the objects whose key matches the regular expression (None: all), in no order, page by page."""
         cursor: int | None = 0
         while cursor is not None:
-            page = self.line.ask(m.ListObjects(pattern=pattern, cursor=cursor))
+            page = self.master.call(m.ListObjects(pattern=pattern, cursor=cursor))
             yield from page.objects
             cursor = page.cursor
 
     def pin(self, keys: Sequence[bytes]) -> list[bool]:
-        """Keeps the objects until unpin or until this client's connection ends; pins count."""
-        return self.line.ask_once(m.Pin(keys=list(keys)))
+        """Pin the objects until unpin(), or until this client's connection ends. Pins are counted per key. Return False
+        where there is no object.
+        """
+        return self.master.call_once(m.Pin(keys=list(keys)))
 
     def unpin(self, keys: Sequence[bytes]) -> None:
-        self.line.ask_once(m.Unpin(keys=list(keys)))
+        self.master.call_once(m.Unpin(keys=list(keys)))
 
     def why(self, key: bytes, identity: bytes = b"") -> str:
-        """What became of a key, in a sentence."""
-        return self.line.ask(m.Why(key=key, identity=identity))
+        """Return a sentence that explains whether and why the key is or is not in the pool."""
+        return self.master.call(m.Why(key=key, identity=identity))
 
     def stats(self) -> StoreStats:
-        return self.line.ask(m.Stats())
+        return self.master.call(m.Stats())
 
     def list_tasks(self, finished: bool = False) -> list[TaskInfo]:
-        """Copies, moves and drains that are running; with `finished` also those that ended lately."""
-        return self.line.ask(m.ListTasks(finished=finished))
+        """Return the running copies, moves and drains; with `finished` also those that ended recently."""
+        return self.master.call(m.ListTasks(finished=finished))
 
     # putting
 
     def put(
         self, key: bytes, data: Buffer, *, num_replicas: int = 1, pinned: bool = False, replace: bool = False
     ) -> bool:
-        """Stores opaque bytes. False when the key was taken, in which case the old value stays. True also when it got
-        fewer replicas than asked for; put_many() says so.
+        """Store opaque bytes. Return False when the key is taken; the old value stays then. True also when the object
+        has fewer replicas than asked for; put_many() tells.
         """
         options = DEFAULT_OPTIONS
         if num_replicas != 1 or pinned or replace:
@@ -200,17 +204,19 @@ class StoreClient:
         return is_new(self.put_many([Put(key, [data], options=options)])[0])
 
     def put_many(self, puts: Sequence[Put]) -> list[MoonpoolError | None]:
-        """Stores the objects; per position None or why not: AlreadyExists (the old value stays unless
-        options.replace), NoSpace, InvalidInput, Unavailable. FewerReplicas says that it is stored, on fewer replicas
-        than asked for. The buffers are the caller's again when this returns.
+        """Store the objects. Return by position None or the error: AlreadyExists (the old value stays unless
+        options.replace), NoSpace, InvalidInput, Unavailable. FewerReplicas means stored, but on fewer replicas than
+        asked for. The buffers are the caller's again when this returns.
         """
         return self._puts.put_many(puts)
 
     def begin_puts(self, requests: Sequence[PutRequest]) -> list[PutSession | MoonpoolError]:
-        """Space for each request, in few calls; or why not: AlreadyExists, NoSpace, InvalidInput."""
+        """Get space for each request, in few calls. Return by position the session, or the error: AlreadyExists,
+        NoSpace, InvalidInput.
+        """
         begun: list[PutSession | MoonpoolError | None] = [None] * len(requests)
         sizes = [request.nbytes for request in requests]
-        for positions in bundle(requests, sizes, range(len(requests))):
+        for positions in bundle_puts(requests, sizes, range(len(requests))):
             granted = self._calls.start([requests[p] for p in positions], [sizes[p] for p in positions])
             for index, position in enumerate(positions):
                 begun[position] = granted.errors[index] or PutSession(
@@ -223,7 +229,9 @@ class StoreClient:
         return [each for each in begun if each is not None]
 
     def renew_puts(self, sessions: Sequence[PutSession]) -> list[bool]:
-        """The master discards them later; False where it has already. Writing pieces does it when it is due."""
+        """Tell the master that the puts go on, so that it does not discard them. Return False where it has discarded
+        the put. Writing pieces renews by itself when it is due.
+        """
         return self._calls.renew([each.key for each in sessions], [each.generation for each in sessions])
 
     def write_pieces(self, writes: Sequence[tuple[PutSession, int, Buffer, int | None]]) -> list[MoonpoolError | None]:
@@ -237,10 +245,10 @@ class StoreClient:
         return write_pieces(writes, self._put_tools)
 
     def finish_puts(self, sessions: Sequence[PutSession]) -> list[MoonpoolError | None]:
-        """Writes the headers and makes the objects visible, in one call. Those that fail are aborted; FewerReplicas is
+        """Write the headers and make the objects visible, with one call. Puts that fail are aborted; FewerReplicas is
         no failure, as in put_many().
 
-        Raises only when the master cannot be asked; whether the objects are visible is not known then.
+        Raise only when the master cannot be asked; it is not known then whether the objects are visible.
         """
         results = write_headers(sessions, self._put_tools)
         self.abort_puts([each for each, error in zip(sessions, results, strict=True) if error is not None])
@@ -252,13 +260,13 @@ class StoreClient:
         )
         for at, index in enumerate(written):
             session = sessions[index]
-            results[index] = refused.get(at) or self._counters.note_replicas(
+            results[index] = refused.get(at) or self._counters.check_replicas(
                 session.num_replicas, session.request.options.num_replicas
             )
         return results
 
     def abort_puts(self, sessions: Sequence[PutSession]) -> None:
-        """Gives the space back. Best effort: what the master does not hear of it discards by itself in time."""
+        """Give the space back. Best effort: the master discards unfinished puts by itself after a while."""
         for settled in (True, False):
             some = [each for each in sessions if each.settled is settled]
             self._calls.give_back([each.key for each in some], [each.generation for each in some], settled)
@@ -266,28 +274,29 @@ class StoreClient:
     # getting
 
     def get(self, key: bytes) -> bytes | None:
-        """The object's bytes; None when it is not there or no replica passes the checks (why() knows more).
+        """Return the object's bytes; None when it is not there or no replica passes the checks (see why()).
 
-        Raises Unavailable when the master or every node that holds it is out of reach, Unauthorized when they ask for
-        another secret or certificate than the engine has (TransferConfig.secret_file): that is no miss.
+        Raise Unavailable when the master or every node with a replica is out of reach, Unauthorized when they require
+        another secret or certificate than the engine has (TransferConfig.secret_file): these are no misses.
         """
         return self.get_many([key])[0]
 
     def get_many(self, keys: Sequence[bytes], identity: bytes | None = None) -> list[bytes | None]:
-        """get() of each; raises the first error that is no miss."""
+        """get() of each. Raise the first error that is no miss."""
         return [cast(bytes | None, _or_none(got)) for got in self._reads.read(keys, [None] * len(keys), identity)]
 
     def get_into(self, key: bytes, into: Buffer) -> int | None:
-        """As get, into the caller's memory; how many bytes. InvalidInput when they do not fit."""
+        """As get(), into the caller's memory. Return how many bytes. Raise InvalidInput when they do not fit."""
         return cast(int | None, _or_none(self._reads.read([key], [[as_bytes_view(into, True)]], None)[0]))
 
     def get_many_into(
         self, keys: Sequence[bytes], buffers: Sequence[Sequence[Buffer]], identity: bytes | None = None
     ) -> list[int | MoonpoolError]:
-        """Each object into its buffers, filled one after the other, however they are cut; how many bytes it has.
+        """Read each object into its buffers, filled one after the other. Return its size or the error.
 
         Errors by position: NotFound for a miss, InvalidInput when it does not fit, IdentityMismatch, Corrupt,
-        Unavailable. Buffers of a key that failed may hold anything. InvalidInput is raised for a buffer of no use.
+        Unavailable. Buffers of a key that failed may hold anything. Raise InvalidInput for a buffer that cannot be
+        used.
         """
         if len(keys) != len(buffers):
             raise InvalidInput(f"{len(keys)} keys and buffers for {len(buffers)}")
@@ -295,15 +304,15 @@ class StoreClient:
         return cast("list[int | MoonpoolError]", self._reads.read(keys, targets, identity))
 
     def get_ranges(self, key: bytes, ranges: Sequence[tuple[int, Buffer]], identity: bytes | None = None) -> int | None:
-        """Bytes of the object from each offset on, as many as fit that buffer; how many in all, or None as get().
+        """Read from each offset as many bytes as its buffer has. Return how many in total, or None as get().
 
-        Every piece that a range touches is read and verified whole. InvalidInput beyond the object's end.
+        Every piece that a range touches is read and verified whole. Raise InvalidInput beyond the object's end.
         """
         wanted = [(offset, as_bytes_view(buffer, True)) for offset, buffer in ranges]
         return _attempted(lambda: self._reads.read_one(key, identity, lambda session: read_ranges(session, wanted)))
 
     def size(self, key: bytes) -> int | None:
-        """How many bytes get() would give, or None as get(); read from the object's header."""
+        """Return how many bytes get() would return, from the object's header; None as get()."""
         return _attempted(lambda: self._reads.read_one(key, None, lambda session: session.nbytes))
 
     def view(
@@ -313,17 +322,18 @@ class StoreClient:
         identity: bytes | None = None,
         verify: Literal["once", "always"] = "once",
     ) -> list[ObjectView | MoonpoolError]:
-        """The objects where they lie, or by position why not, as get_many_into. Close each view.
+        """Return by position a view of the object's memory, or the error as get_many_into(). Close each view.
 
-        What lies on other machines or disks, and what goes beyond `max_view_nbytes`, is copied. The bytes of an
-        allocation are verified when they are first seen, with `always` each time.
+        Objects on other machines or disks, and views beyond `max_view_nbytes`, are copies. The bytes of an allocation
+        are verified when it is viewed first, with `always` each time.
         """
         return self._reads.view(list(keys), identity, verify == "always")
 
     def open_read(self, info: ObjectInfo, identity: bytes | None) -> ReadSession:
-        """Checks the header, replica by replica. `identity` None reads an object of any.
+        """Open an object for reading piece by piece. `identity` None accepts any.
 
-        Raises IdentityMismatch, StaleGeneration, Corrupt, NotFound, Unauthorized or Unavailable if no replica will do.
+        Raise IdentityMismatch, StaleGeneration, Corrupt, NotFound, Unauthorized or Unavailable if no replica can be
+        used.
         """
         try:
             return ReadSession(info, identity, self._read_tools)
@@ -351,7 +361,7 @@ class StoreClient:
 
 
 def is_new(outcome: MoonpoolError | None) -> bool:
-    """Whether a put has stored the object; False when the key was taken. Raises other outcomes."""
+    """Return whether the put stored the object; False when the key was taken. Raise other errors."""
     if outcome is None or isinstance(outcome, FewerReplicas):
         return True
     if isinstance(outcome, AlreadyExists):
@@ -360,7 +370,7 @@ def is_new(outcome: MoonpoolError | None) -> bool:
 
 
 def _attempted(action: Callable[[], int]) -> int | None:
-    """None for a miss."""
+    """Return what the action returns; None for a miss."""
     try:
         return action()
     except (Refused, NotFound):
@@ -368,7 +378,7 @@ def _attempted(action: Callable[[], int]) -> int | None:
 
 
 def _or_none(got: Got) -> int | bytes | None:
-    """None for a miss; other errors are raised."""
+    """Return None for a miss. Raise other errors."""
     if isinstance(got, Refused | NotFound):
         return None
     if isinstance(got, MoonpoolError):
@@ -376,6 +386,6 @@ def _or_none(got: Got) -> int | bytes | None:
     return got
 
 
-def _errand() -> int:
-    """A number no other call has. Not from a counter: two clients would have the same."""
+def _idempotency_key() -> int:
+    """Return a number that no other call has. It is random: counters of two clients would give the same."""
     return 1 + secrets.randbelow((1 << 63) - 1)

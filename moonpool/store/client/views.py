@@ -1,9 +1,9 @@
-"""Objects seen where they lie: read-only, without a copy, on the machine that holds them.
+"""Read-only views of objects in mapped memory, without a copy.
 
-A view is pinned for this process (holder.py), so its bytes stay what they are until it is closed, nothing made from it
-(slices, arrays) is left, and the master has heard of it; or until the client is closed. What lies elsewhere, and what
-goes beyond the client's limit, is a private copy of the same form. Bytes are verified when they are first seen; the
-same allocation is not verified again as long as it is remembered.
+The master pins a viewed object for this process's session (session_client.py). The pin ends when the view is closed and
+no slice or array made from it is left, or when the client is closed; until then the bytes do not change. Objects on
+other machines or disks, and views beyond the client's limit, are private copies with the same interface. Bytes are
+verified when an allocation is viewed first; VerifiedCache remembers which allocations were.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moonpool.store.client.verified_read import are_right, check_header, sum_arr
 from moonpool.store.messages import ObjectInfo, Placement
 from moonpool.transfer.transports.base import RemoteSegment
 
-_GATHER_S = 0.02  # views closed within this time are let go together
+_GATHER_S = 0.02  # views closed within this time are unpinned with one call
 _JOIN_TIMEOUT_S = 5.0
 _TRY_AGAIN_S = 1.0
 
@@ -40,7 +40,7 @@ class ObjectView:
         self.nbytes = sum([piece.nbytes for piece in pieces])
 
     def close(self) -> None:
-        """Idempotent. The bytes stay as long as slices or arrays made from the pieces do, and no longer."""
+        """Idempotent. The bytes stay pinned until no slice or array made from the pieces is left."""
         self.pieces = ()
 
     def __enter__(self) -> ObjectView:
@@ -51,7 +51,7 @@ class ObjectView:
 
 
 class VerifiedCache:
-    """Which allocations were found right, as many as fit. Thread-safe."""
+    """The allocations whose bytes were verified, least recently used first out. Thread-safe."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -82,15 +82,15 @@ class HeldPin:
         self.is_over = False
 
 
-class _Nudge:
-    """Nothing is gone, but there is something to do."""
+class _Wakeup:
+    """Wakes the release thread although nothing was released."""
 
 
-_NUDGE = _Nudge()
+_WAKEUP = _Wakeup()
 
 
 class _Anchor(weakref.ref["NDArray[Any]"]):
-    """Ends with the last thing that shows the object's bytes."""
+    """A weak reference to the array over an object's bytes: dies with the last slice or array made from it."""
 
     __slots__ = ("nbytes", "pin")
 
@@ -99,13 +99,13 @@ class _Anchor(weakref.ref["NDArray[Any]"]):
 
 
 class ViewLedger:
-    """What is in view, and the thread that lets go of what no longer is. Thread-safe.
+    """The pins behind all views, and the thread that releases those no longer used. Thread-safe.
 
-    Of several pins of one key the master ends the oldest first, and they may keep different objects: the key may have
-    been given another value in between. So a pin that is over waits for the older ones of its key.
+    Of several pins of one key the master ends the oldest first, and they may pin different objects, because the key may
+    have been replaced in between. So a released pin waits for the older ones of its key.
 
-    When an answer about pins was lost, nobody here knows how many the master holds. Then their session is retired: it
-    gets no more views, and when its last one is gone all that it holds is given up by `end_session`.
+    When an answer about pins is lost, it is not known how many pins the master holds. Then their session is retired: it
+    gets no more views, and when its last view is released, `end_session` ends all its pins at once.
     """
 
     def __init__(
@@ -122,27 +122,27 @@ class ViewLedger:
         self._pins: dict[tuple[int, bytes], deque[HeldPin]] = {}  # by session and key, oldest first
         self._num_pins: Counter[int] = Counter()  # by session
         self._retired: set[int] = set()
-        self.pinning = threading.Lock()  # hold it from the look-up that pins to note_pins(), to keep their order
-        # Put to from wherever an array happens to be collected, within a put too: no other queue bears that.
-        self._gone: SimpleQueue[_Anchor | HeldPin | _Nudge | None] = SimpleQueue()
+        self.pinning = threading.Lock()  # held from the look-up to add_pins(): pins are added in the master's order
+        # The garbage collector calls put() anywhere, even within another put(): only SimpleQueue allows that.
+        self._released: SimpleQueue[_Anchor | HeldPin | _Wakeup | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
 
     @property
     def nbytes(self) -> int:
-        """In view now."""
+        """Bytes in view now."""
         return self._nbytes
 
     def reserve(self, nbytes: int) -> bool:
-        """Room for a view of this size, if the limit allows."""
+        """Reserve room for a view. Return False when the limit is reached."""
         with self._lock:
             if self._closing.is_set() or self._nbytes + nbytes > self._max_nbytes:
                 return False
             self._nbytes += nbytes
             return True
 
-    def note_pins(self, keys: Sequence[bytes], session: int) -> list[HeldPin]:
-        """These were pinned, just now."""
+    def add_pins(self, keys: Sequence[bytes], session: int) -> list[HeldPin]:
+        """Add pins that the master has just made."""
         pins = [HeldPin(key, session) for key in keys]
         with self._lock:
             for pin in pins:
@@ -151,92 +151,92 @@ class ViewLedger:
         return pins
 
     def retire(self, session: int) -> None:
-        """An answer about its pins was lost. Idempotent; no look-up pins for it any more."""
+        """Retire a session after an answer about its pins was lost. No look-up pins for it any more. Idempotent."""
         with self._lock:
             self._retired.add(session)
-        self._gone.put(_NUDGE)
-        self._run()
+        self._released.put(_WAKEUP)
+        self._start_thread()
 
     def keep(self, pin: HeldPin, array: NDArray[Any]) -> None:
-        """The pin, and the room reserved for it, are given back when nothing shows the array's memory."""
-        anchor = _Anchor(array, self._gone.put)
+        """Hold the pin and its reserved room until nothing made from the array is left."""
+        anchor = _Anchor(array, self._released.put)
         anchor.pin, anchor.nbytes = pin, array.nbytes
         self._anchors[id(anchor)] = anchor
-        self._run()
+        self._start_thread()
 
     def give_back(self, nbytes: int) -> None:
-        """Room that was reserved and not used."""
+        """Give back room that was reserved and not used."""
         with self._lock:
             self._nbytes -= nbytes
 
     def drop(self, pin: HeldPin) -> None:
-        """A pin that was not needed."""
-        self._gone.put(pin)
-        self._run()
+        """Release a pin that is not needed."""
+        self._released.put(pin)
+        self._start_thread()
 
     def close(self) -> None:
-        """Idempotent. What is still in view is not waited for."""
+        """Idempotent. Does not wait for open views."""
         with self._lock:
             self._closing.set()
             thread, self._thread = self._thread, None
         if thread is not None:
-            self._gone.put(None)
+            self._released.put(None)
             thread.join(_JOIN_TIMEOUT_S)
 
-    def _run(self) -> None:
+    def _start_thread(self) -> None:
         if self._thread is None:
             with self._lock:
                 if self._thread is None and not self._closing.is_set():
-                    self._thread = threading.Thread(target=self._let_go, name="store-views", daemon=True)
+                    self._thread = threading.Thread(target=self._release_loop, name="store-views", daemon=True)
                     self._thread.start()
 
-    def _let_go(self) -> None:
+    def _release_loop(self) -> None:
         is_open = True
         while is_open:
-            gone = self._take()
-            is_open = None not in gone
+            released = self._wait_for_released()
+            is_open = None not in released
             over: dict[int, list[bytes]] = {}
-            for each in gone:
+            for each in released:
                 if isinstance(each, _Anchor | HeldPin):
                     session, keys = self._forget(each)
                     over.setdefault(session, []).extend(keys)
             for session, keys in over.items():
-                # Said twice it might let go of another view, so it is said once.
+                # A repeated call could end the pin of another view, so it is sent once.
                 with contextlib.suppress(MoonpoolError):
                     if keys and session not in self._retired:
                         self._unpin(session, keys)
             self._end_retired()
 
     def _end_retired(self) -> None:
-        with self.pinning:  # whoever looks up for such a session has noted its pins by then
+        with self.pinning:  # a running look-up for such a session has added its pins then
             over = [session for session in self._retired if not self._num_pins[session]]
         for session in over:
             try:
                 self._end_session(session)
             except MoonpoolError:
-                if not self._closing.wait(_TRY_AGAIN_S):  # at the latest it ends with the client
-                    self._gone.put(_NUDGE)
+                if not self._closing.wait(_TRY_AGAIN_S):  # else the session ends with the client
+                    self._released.put(_WAKEUP)
             else:
                 self._retired.discard(session)
                 del self._num_pins[session]
 
-    def _take(self) -> list[_Anchor | HeldPin | _Nudge | None]:
-        """Waits for what is gone; then takes all that went within a moment."""
-        gone = [self._gone.get()]
+    def _wait_for_released(self) -> list[_Anchor | HeldPin | _Wakeup | None]:
+        """Wait for a release; return it with all others of the next moment."""
+        released = [self._released.get()]
         self._closing.wait(_GATHER_S)
         with contextlib.suppress(Empty):
             while True:
-                gone.append(self._gone.get_nowait())
-        return gone
+                released.append(self._released.get_nowait())
+        return released
 
-    def _forget(self, gone: _Anchor | HeldPin) -> tuple[int, list[bytes]]:
-        """Whose pin it was, and the key, as many times as the master is to end a pin of it now."""
-        pin = gone
+    def _forget(self, released: _Anchor | HeldPin) -> tuple[int, list[bytes]]:
+        """Remove the pin. Return its session, and its key as many times as the master is to end a pin of it now."""
+        pin = released
         if isinstance(pin, _Anchor):
             del self._anchors[id(pin)]
             pin = pin.pin
         with self._lock:
-            self._nbytes -= gone.nbytes if isinstance(gone, _Anchor) else 0
+            self._nbytes -= released.nbytes if isinstance(released, _Anchor) else 0
             pin.is_over = True
             pins = self._pins[pin.session, pin.key]
             num_over = 0
@@ -286,7 +286,7 @@ class Viewer:
 
 
 def _cut(array: NDArray[Any], sizes: Sequence[int]) -> tuple[memoryview, ...]:
-    whole = array.data  # whatever is made from it keeps the array
+    whole = array.data  # slices of it keep the array alive
     if len(sizes) == 1:
         return (whole,)
     return tuple(views[0] if views else whole[:0] for views in scatter(sizes, [whole]))

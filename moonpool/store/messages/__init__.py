@@ -1,7 +1,7 @@
-"""What clients, nodes, the master and listeners say to each other. The service is called "store".
+"""The messages between clients, nodes, listeners and the master. The service is called "store".
 
-Batches first: answers are positional, one per item, so one bad key never fails its neighbours. Large batches travel
-as columns (keys, sizes, generations), which is what keeps ten thousand of them cheap.
+Most calls take a batch and answer by position, so that one bad key does not fail the others. Large batches are sent as
+columns (keys, sizes, generations), which keeps ten thousand items cheap.
 """
 
 from moonpool.store.messages.object_calls import (
@@ -16,32 +16,32 @@ from moonpool.store.messages.object_calls import (
     Remove,
     RemoveMatching,
     ReportCorrupt,
+    Stats,
+    Subscribe,
     Unpin,
+    Why,
 )
-from moonpool.store.messages.question_calls import Stats, Subscribe, Why
 from moonpool.store.messages.segment_calls import (
     Announce,
+    CancelTask,
+    CopyObject,
+    DrainSegment,
     FenceAhead,
     FindSegment,
     Heartbeat,
     Inventory,
+    ListTasks,
     MountSegment,
+    MoveObject,
     Orders,
     OrdersDone,
+    QueryTask,
     Recount,
     Relocated,
     Retract,
     Segments,
     SessionsGone,
     UnmountSegment,
-)
-from moonpool.store.messages.task_calls import (
-    CancelTask,
-    CopyObject,
-    DrainSegment,
-    ListTasks,
-    MoveObject,
-    QueryTask,
 )
 from moonpool.store.messages.values import (
     GRANULE_NBYTES,

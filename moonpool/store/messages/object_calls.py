@@ -1,23 +1,32 @@
-"""Clients to the master: putting, finding, keeping and removing objects."""
+"""Calls from clients to the master: put, find, pin and remove objects; questions about the pool; its change events."""
 
 from __future__ import annotations
 
 import msgspec
 
 from moonpool.base.ranges import Positive, Whole
-from moonpool.base.rpc import Call
-from moonpool.store.messages.values import ObjectInfo, ObjectPage, PutOptions, PutReply, Refusal, RemovedCount
+from moonpool.base.rpc import Call, StreamCall
+from moonpool.store.messages.values import (
+    EventBatch,
+    ObjectInfo,
+    ObjectPage,
+    PutOptions,
+    PutReply,
+    Refusal,
+    RemovedCount,
+    StoreStats,
+)
 
 
 class PutStart(Call[PutReply]):
-    """A wish to store `sizes[i]` bytes (header included) under `keys[i]`.
+    """Ask for space to store `sizes[i]` bytes (header included) under `keys[i]`.
 
-    `session` is the writer's, when it may write in place on its own machine: such space is not used again before the
-    writer says that it has stopped or its node's desk says that it is gone. `parents[i]` is the key of the block that
-    block i continues; the members of a group (`groups[i]`, b"" for none) are evicted together.
+    `session` is set by a writer that may write to mapped memory of its own machine: such space is not reused before the
+    writer ends the put, or the node reports that the writer is gone. `parents[i]` is the key of the block that block i
+    continues. The members of a group (`groups[i]`, b"" for none) are evicted together.
 
-    With `settled_up_to` the session says that it has none of its puts in its hands whose generation is up to that one:
-    it has ended them, or has never heard of them because an answer was lost.
+    `settled_up_to`: the session has no open put with a generation up to this one. It has ended them, or it does not
+    know of them because an answer was lost.
     """
 
     keys: list[bytes]
@@ -30,9 +39,10 @@ class PutStart(Call[PutReply]):
 
 
 class PutEnd(Call[dict[int, Refusal]]):
-    """Makes the objects visible. A late one (space taken back meanwhile) is refused as stale_generation.
+    """Make the objects visible. A put whose space was taken back meanwhile is refused as stale_generation.
 
-    `failed` names, by position, the segments whose replicas could not be written; the objects become visible without.
+    `failed` lists, by position, the segments whose replicas could not be written; the objects become visible without
+    these replicas.
     """
 
     keys: list[bytes]
@@ -41,16 +51,16 @@ class PutEnd(Call[dict[int, Refusal]]):
 
 
 class PutRenew(Call[list[bool]]):
-    """Unfinished puts that go on: the time after which they are discarded starts anew. False where there is none."""
+    """Restart the time after which these unfinished puts are discarded. False where there is no such put."""
 
     keys: list[bytes]
     generations: list[Whole]
 
 
 class PutRevoke(Call[None]):
-    """Gives the space of unfinished puts back. Unknown ones are ignored.
+    """Give the space of unfinished puts back. Unknown ones are ignored.
 
-    `settled` says that no write of the caller can still be under way; otherwise the space rests before it is reused.
+    `settled`: no write of the caller can still arrive. Otherwise the space is not reused for a while.
     """
 
     keys: list[bytes]
@@ -59,11 +69,12 @@ class PutRevoke(Call[None]):
 
 
 class Lookup(Call[list[ObjectInfo | None]]):
-    """Where the objects are, each leased for reading unless `lease` is False (then nobody promises anything).
+    """Return where the objects are, each leased for reading unless `lease` is False.
 
-    With `prefix` all behind the first missing key is None. With a `session` each one found is pinned for that
-    process, as Pin does. `reads` False: what is found will be looked up again to be read. It is leased, and the second
-    look-up counts its use, so that a use counts once for hit rates, hot keys and promotion; misses count now.
+    With `prefix`, all after the first missing key is None. With a `session`, each object found is pinned for that
+    process, as by Pin. `reads` False: the caller will look the objects up again before it reads them. They are leased
+    now, and the second look-up counts as the use, so that a use counts once for hit rates, hot keys and promotion.
+    Misses count now.
     """
 
     keys: list[bytes]
@@ -74,10 +85,10 @@ class Lookup(Call[list[ObjectInfo | None]]):
 
 
 class Exist(Call[list[bool]]):
-    """As Lookup, leases included, without the places; it counts neither hits nor misses, nor a use of the key.
+    """Return which objects exist, and lease them. Counts neither hits nor misses nor a use of the key.
 
-    Objects that lie only on the segments `without` (name and incarnation), which the caller cannot read, are not there
-    for it, and not leased.
+    Objects that are only on the segments `without` (name and incarnation), which the caller cannot read, count as
+    missing and are not leased.
     """
 
     keys: list[bytes]
@@ -85,10 +96,10 @@ class Exist(Call[list[bool]]):
 
 
 class Remove(Call[list[bool]]):
-    """True where no object is under the key now; leased or pinned ones stay unless `force`.
+    """Remove objects. True where no object is under the key now; leased or pinned ones stay unless `force`.
 
-    Said again under the same number (`errand`, 0 for none) it is not done again, only answered: a copy that comes late
-    must not take what was stored since.
+    `errand` is an idempotency key (0: none). A repeated call with the same one gets the first answer and removes
+    nothing: a late copy of the call must not remove what was stored since.
     """
 
     keys: list[bytes]
@@ -97,7 +108,7 @@ class Remove(Call[list[bool]]):
 
 
 class RemoveMatching(Call[RemovedCount]):
-    """Removes what the regular expression finds (None: everything), in steps: ask again with the cursor.
+    """Remove the objects whose key matches the regular expression (None: all), in steps: call again with the cursor.
 
     Each step has its own `errand`, as in Remove.
     """
@@ -109,7 +120,7 @@ class RemoveMatching(Call[RemovedCount]):
 
 
 class ListObjects(Call[ObjectPage]):
-    """Objects whose key the regular expression finds (None: all), in steps; grants no lease.
+    """Return the objects whose key matches the regular expression (None: all), in pages, without leases.
 
     A page has at most `limit` objects, and never more than 10,000.
     """
@@ -120,7 +131,7 @@ class ListObjects(Call[ObjectPage]):
 
 
 class Pin(Call[list[bool]]):
-    """Keeps the objects; pins count. True where the object exists.
+    """Pin the objects; pins are counted. True where the object exists.
 
     Without a session the pin ends with this connection; with one it ends with that process (SessionsGone).
     """
@@ -135,13 +146,33 @@ class Unpin(Call[None]):
 
 
 class ReportCorrupt(Call[bool]):
-    """A reader found wrong bytes: this replica is quarantined and never handed out again.
+    """Report wrong bytes. The master quarantines this replica and never returns it again.
 
-    False when the object has no replica of that generation at that offset any more, so the reader was late: it was
-    removed or replaced, or the node's log was tidied and has it elsewhere.
+    False when the object no longer has a replica of that generation at that offset, so the reader was late: the object
+    was removed or replaced, or compaction of the node's log has moved it.
     """
 
     key: bytes
     generation: Whole
     segment: str
     offset: Whole
+
+
+class Why(Call[str]):
+    """Return a sentence that explains what happened to a key; with `identity`, for a reader of that identity."""
+
+    key: bytes
+    identity: bytes = b""
+
+
+class Stats(Call[StoreStats]):
+    pass
+
+
+class Subscribe(StreamCall[EventBatch]):
+    """Stream all changes after batch `since` if the master still has them, else a snapshot and then the changes.
+
+    A listener that reads too slowly is refused with Overloaded and subscribes again.
+    """
+
+    since: Whole | None = None

@@ -1,4 +1,6 @@
-"""Nodes to the master: segments, processes, orders. And segments that engines announce."""
+"""Calls of nodes to the master (segments, client sessions, orders), announced segments of transfer engines, and the
+copies, moves and drains that clients request.
+"""
 
 from __future__ import annotations
 
@@ -13,32 +15,33 @@ from moonpool.store.messages.values import (
     Order,
     OrderResult,
     SegmentInfo,
+    TaskInfo,
     Tier,
 )
 
 
 class MountSegment(Call[MountReply]):
-    """A node offers memory or disk. A new incarnation of a known name voids what the earlier one held, except that
-    what an SSD segment holds is told to the master again by Inventory.
+    """Offer memory or disk. A new incarnation of a known name drops the objects of the earlier one; an SSD segment
+    reports its objects again by Inventory.
     """
 
     node: str
     descriptor: SegmentDescriptor
     tier: Tier = Tier.DRAM
     desk: str | None = None
-    capacity_nbytes: Whole | None = None  # of an SSD segment, whose descriptor spans its address space
+    capacity_nbytes: Whole | None = None  # of an SSD segment: the size in its descriptor is that of its address space
 
 
 class UnmountSegment(Call[None]):
-    """A node takes its memory back; objects that lived only there are gone (those on SSD until it comes back)."""
+    """Withdraw a segment. Objects that were only there are lost (those on SSD until the segment is mounted again)."""
 
     segment: str
     incarnation: Whole
 
 
 class Heartbeat(Call[HeartbeatReply]):
-    """`generation_limit`: the node refuses writes of higher generations. Where that is behind the master's, nothing is
-    placed until the node has heard of it.
+    """`generation_limit`: the node refuses writes of higher generations. While it is lower than the master's, the
+    master places nothing on the segment.
     """
 
     segment: str
@@ -47,10 +50,11 @@ class Heartbeat(Call[HeartbeatReply]):
 
 
 class FenceAhead(Call[list[tuple[int, int, int, int]]]):
-    """The node found (offset, nbytes, stamp) with generations that were never given out: they keep every writer out.
+    """Report spans (offset, nbytes, stamp) whose stamps are generations that were never granted: no writer can pass
+    them.
 
-    The answer lists (offset, nbytes, stamp, generation): what to stamp instead, where the stamp is still the one found.
-    Space with an open grant is left out until the grant has ended.
+    The answer lists (offset, nbytes, stamp, generation): the generation to stamp instead, if the stamp is still the one
+    found. Space with an open grant is left out until the grant has ended.
     """
 
     segment: str
@@ -59,8 +63,8 @@ class FenceAhead(Call[list[tuple[int, int, int, int]]]):
 
 
 class Recount(Call[None]):
-    """The node's answer to `recount_above`: spans (offset, nbytes) stamped with higher generations, and which client
-    sessions its desk knows. Those spans are not used before they have rested.
+    """Answer `recount_above`: spans (offset, nbytes) stamped with higher generations, and the client sessions that are
+    registered at the node. The master does not reuse these spans for a while.
     """
 
     segment: str
@@ -70,18 +74,18 @@ class Recount(Call[None]):
 
 
 class SessionsGone(Call[None]):
-    """These processes have ended, or say so of a session of theirs: what they held in place (views, unfinished puts)
-    is free.
+    """Report that client sessions have ended, or that clients have given them up. The space of their views and
+    unfinished puts is free.
     """
 
     sessions: list[Whole]
 
 
 class Inventory(Call[list[bool]]):
-    """Records of an SSD segment that was mounted anew, in parts. False where a record is not wanted: drop it.
+    """Report the records of an SSD segment that was mounted again, in parts. False: the node drops the record.
 
-    With `last` nothing more follows, and what the master expected and did not hear of is lost; `damaged_nbytes` is how
-    much of the log could not be read.
+    `last` ends the report; records that the master expected and that were not reported are lost. `damaged_nbytes` is
+    how much of the log could not be read.
     """
 
     segment: str
@@ -92,7 +96,7 @@ class Inventory(Call[list[bool]]):
 
 
 class Relocated(Call[list[bool]]):
-    """Compaction moved records: (key, generation, new offset). False where the record is not wanted any more."""
+    """Report records that compaction moved: (key, generation, new offset). False: the record is no longer needed."""
 
     segment: str
     incarnation: Whole
@@ -100,7 +104,7 @@ class Relocated(Call[list[bool]]):
 
 
 class Orders(StreamCall[list[Order]]):
-    """What this node shall do, as it comes up. Unanswered ones are sent again to a node that asks anew."""
+    """Stream the orders for this node. A node that subscribes again gets the orders that it has not answered."""
 
     node: str
 
@@ -110,11 +114,11 @@ class OrdersDone(Call[None]):
 
 
 class Segments(Call[list[SegmentInfo]]):
-    """All mounted segments."""
+    """Return all mounted segments."""
 
 
 class Announce(Call[None]):
-    """An engine's own segment, not offered to the pool, for others to find; forgotten after `ttl_s` unless renewed."""
+    """Publish a transfer engine's own segment, which is not part of the pool. It expires `ttl_s` after a renewal."""
 
     descriptor: SegmentDescriptor
     ttl_s: Seconds
@@ -126,6 +130,39 @@ class Retract(Call[None]):
 
 
 class FindSegment(Call[SegmentDescriptor | None]):
-    """An announced segment, or one of the pool's."""
+    """Return an announced segment, or one of the pool's."""
 
     name: str
+
+
+class CopyObject(Call[int]):
+    """Make one more replica on each target segment. Return the task's number."""
+
+    key: bytes
+    targets: tuple[str, ...]
+
+
+class MoveObject(Call[int]):
+    key: bytes
+    source: str
+    target: str
+
+
+class DrainSegment(Call[int]):
+    """Move all objects away from the segment and place no new ones there. Return the task's number."""
+
+    segment: str
+
+
+class QueryTask(Call[TaskInfo | None]):
+    task_id: Whole
+
+
+class ListTasks(Call[list[TaskInfo]]):
+    """Return the running tasks, the oldest first; with `finished` also those that ended recently."""
+
+    finished: bool = False
+
+
+class CancelTask(Call[bool]):
+    task_id: Whole

@@ -1,8 +1,8 @@
-"""What a node's desk is asked. The service is called "node"; its address stands in SegmentInfo.desk.
+"""Calls to a node's session registry. The service is called "node"; SegmentInfo.desk is its address.
 
-A process that maps a node's memory says so here and keeps the connection open as long as it lives. When the connection
-ends, the process is gone, and the node tells the master: whatever that process held in place is free then, and not
-before.
+A process that maps a node's memory registers here and keeps the connection open as long as it lives. When the
+connection ends, the process is gone, and the node tells the master. Only then the master frees what that process had in
+use.
 """
 
 from __future__ import annotations
@@ -13,6 +13,6 @@ SERVICE = "node"
 
 
 class Register(Call[None]):
-    """The process behind this connection holds memory of this node under `session`. May be said again."""
+    """Register `session` for the process of this connection. May be repeated."""
 
     session: int

@@ -1,4 +1,4 @@
-"""What the messages are made of."""
+"""The types that the messages consist of."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def num_granules(nbytes: int) -> int:
 
 
 class Tier(IntFlag):
-    """Where replicas lie; a set of them says where an object lies."""
+    """The kind of memory of a replica; a set of them for all replicas of an object."""
 
     DRAM = 1
     SSD = 2
@@ -30,10 +30,10 @@ MAX_GENERATION = 2**64 - 1
 
 
 class Placement(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Where one replica lies: `offset` bytes into a segment, in this incarnation of it and in no other.
+    """The place of one replica: `offset` in this incarnation of the segment, and in no other.
 
-    `generation` is that of the allocation, and stands in the replica's header: whoever finds another one there has
-    found nothing.
+    `generation` is that of the allocation; the replica's header states it too. If the header states another one, the
+    replica is not there.
     """
 
     segment: str
@@ -43,7 +43,7 @@ class Placement(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class ObjectInfo(msgspec.Struct, frozen=True, array_like=True):
-    """A readable object. `nbytes` counts header and pieces; the lease runs until `lease_s` from the answer.
+    """A readable object. `nbytes` is the size of header and pieces; the lease ends `lease_s` after the answer.
 
     Replicas in memory come before those on disk.
     """
@@ -58,14 +58,14 @@ class PutOptions(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     """What all items of one PutStart have in common."""
 
     num_replicas: Annotated[int, msgspec.Meta(ge=1, le=MAX_REPLICAS)] = (
-        1  # on distinct nodes first; fewer are taken when there is no more room
+        1  # on distinct nodes first; fewer if there is no room
     )
     preferred: tuple[str, ...] = ()  # segments to try first
     hard_pin: bool = False  # never evicted, until it is removed
-    soft_pin_s: Seconds = 0.0  # evicted only when nothing else is left, for this long after it was stored
-    replace: bool = False  # an upsert: the old value stays readable until the new one is whole
-    all_replicas: bool = False  # refuse instead of taking fewer
-    identity: bytes = b""  # digest of what makes the bytes usable, for `why`
+    soft_pin_s: Seconds = 0.0  # for this long after the put, evicted only when nothing else is left
+    replace: bool = False  # an upsert: the old value stays readable until the new one is complete
+    all_replicas: bool = False  # refuse the put instead of storing fewer replicas
+    identity: bytes = b""  # digest of model, dtype and layout, for `why`
 
 
 class Refusal(msgspec.Struct, frozen=True, array_like=True):
@@ -76,20 +76,20 @@ class Refusal(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PutReply(msgspec.Struct, frozen=True, array_like=True):
-    """Per item a generation, which every write and the PutEnd carry, and where to write; 0 and () where refused."""
+    """By position the generation, which every write and the PutEnd carry, and the replicas; 0 and () where refused."""
 
     generations: list[int]
     replicas: list[tuple[Placement, ...]]
     refusals: dict[int, Refusal]  # by position in the batch
-    last_generation: int = 0  # that was given to anybody
+    last_generation: int = 0  # granted to any client so far
 
 
 class MountReply(msgspec.Struct, frozen=True):
-    """`epoch` is the master's; `heartbeat_s` is how often it wants to hear from the node.
+    """`epoch` is the master's; the node sends a Heartbeat every `heartbeat_s`.
 
-    Every grant on this mount has a generation above `generation_floor`. The node fences off all up to it and only
-    then sends its first Heartbeat; nothing is placed on the segment before. It refuses writes of generations above
-    `generation_limit`, which this master has not given out.
+    Every grant on this mount has a generation above `generation_floor`. The node fences off all generations up to it
+    and only then sends its first Heartbeat; the master places nothing on the segment before. The node refuses writes of
+    generations above `generation_limit`, which this master has not granted.
     """
 
     epoch: int
@@ -98,16 +98,16 @@ class MountReply(msgspec.Struct, frozen=True):
     generation_limit: int = MAX_GENERATION
 
 
-# As `recount_above`: nothing is above it, so the node tells of its desk's sessions alone.
+# As `recount_above`: no generation is above it, so the node reports only its registered sessions.
 SESSIONS_ALONE = 2**64 - 1
 
 
 class HeartbeatReply(msgspec.Struct, frozen=True, array_like=True):
     """`known` False: mount the segment again, as a new incarnation.
 
-    `recount_above` is set by a master that came back: it waits for a Recount of what the segment has above that
-    generation before it places anything there. `generation_limit` as in MountReply; no generation above
-    `last_generation` was given out before this reply.
+    A restarted master sets `recount_above`: it waits for a Recount of the segment's space above that generation before
+    it places anything there. `generation_limit` as in MountReply; no generation above `last_generation` was granted
+    before this reply.
     """
 
     known: bool
@@ -118,7 +118,7 @@ class HeartbeatReply(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SegmentInfo(msgspec.Struct, frozen=True, array_like=True):
-    """A mounted segment. `desk` is the address where processes of its machine say that they are there (node.py)."""
+    """A mounted segment. `desk` is the address of its node's session registry (session_calls.py)."""
 
     descriptor: SegmentDescriptor
     node: str
@@ -127,11 +127,11 @@ class SegmentInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EventBatch(msgspec.Struct, frozen=True):
-    """Changes in order; a key is in one batch at most once, with what became of it last.
+    """Changes in order. A key is in a batch at most once, with its last change.
 
-    `sequence` grows by one from batch to batch. A batch with `snapshot` set voids whatever the listener knew; what is
-    stored then comes as `stored`, in as many batches as it needs, all with the sequence that it stands for, then the
-    changes. `tiers` lists those of the stored keys that are not in DRAM alone, and keys whose tiers changed.
+    `sequence` grows by one per batch. A batch with `snapshot` set replaces all that the listener knew: the stored keys
+    follow in `stored`, in several batches with the same sequence, then the changes. `tiers` lists the stored keys that
+    are not in DRAM alone, and keys whose tiers changed.
     """
 
     sequence: int
@@ -149,11 +149,11 @@ class SegmentStats(msgspec.Struct, frozen=True):
     used_nbytes: int
     num_objects: int
     tier: Tier = Tier.DRAM
-    status: str = "ok"  # ok, away (its node is silent), waiting (for the node's word), draining, drained
+    status: str = "ok"  # ok, away (its node is silent), waiting (for the node's report), draining, drained
 
 
 class StoreStats(msgspec.Struct, frozen=True):
-    """`capacity_nbytes` and `used_nbytes` count DRAM; the segments tell of every tier."""
+    """`capacity_nbytes` and `used_nbytes` are those of DRAM; `segments` has all tiers."""
 
     num_objects: int
     capacity_nbytes: int
@@ -162,17 +162,17 @@ class StoreStats(msgspec.Struct, frozen=True):
     counters: dict[str, int]
 
 
-# orders: what the master asks nodes to do
+# orders: work that the master gives to nodes
 
 
 class OrderKind(IntEnum):
     COPY = 1  # read `source`, write `target` in this node's DRAM with the target's generation, verify every piece
-    OFFLOAD = 2  # append `source`, in this node's DRAM, to its SSD log; the result says where
-    DROP = 3  # forget the record of `source` in this node's SSD log
+    OFFLOAD = 2  # append `source`, in this node's DRAM, to its SSD log; the result has the offset
+    DROP = 3  # remove the record of `source` from this node's SSD log
 
 
 class Order(msgspec.Struct, frozen=True, array_like=True):
-    """One thing to do. `nbytes` is the object's; `target` is set for COPY."""
+    """One order. `nbytes` is the object's size; `target` is set for COPY."""
 
     order_id: int
     kind: OrderKind
@@ -183,7 +183,7 @@ class Order(msgspec.Struct, frozen=True, array_like=True):
 
 
 class OrderResult(msgspec.Struct, frozen=True, array_like=True):
-    """`refusal` None: done. `offset` is where an OFFLOAD went. A Corrupt refusal quarantines the source."""
+    """`refusal` None: done. `offset` is the record's after an OFFLOAD. A Corrupt refusal quarantines the source."""
 
     order_id: Whole
     refusal: Refusal | None = None
@@ -191,11 +191,11 @@ class OrderResult(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Doubt(IntEnum):
-    """What may be wrong with a record of a damaged SSD log. The master keeps one in doubt only if it knows it."""
+    """What may be wrong with a record of a damaged SSD log. The master keeps such a record only if it knows it."""
 
     NONE = 0
     REMOVED = 1  # its tombstone may have been lost with the damaged part
-    SALVAGED = 2  # it lies in the damaged part; good only at the place that the master knows
+    SALVAGED = 2  # it is in the damaged part; valid only at the offset that the master knows
 
 
 class HeldItem(msgspec.Struct, frozen=True, array_like=True):
@@ -209,7 +209,7 @@ class HeldItem(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TaskInfo(msgspec.Struct, frozen=True):
-    """A copy, move or drain that somebody asked for. `state`: running, done, failed or cancelled."""
+    """A copy, move or drain that a client requested. `state`: running, done, failed or cancelled."""
 
     task_id: int
     kind: str
@@ -218,7 +218,7 @@ class TaskInfo(msgspec.Struct, frozen=True):
     num_done: int
     num_total: int
     nbytes_moved: int
-    segment: str = ""  # that is drained, or where the copies go
+    segment: str = ""  # the segment that is drained, or the target of the copies
 
 
 class ListedObject(msgspec.Struct, frozen=True, array_like=True):
@@ -231,14 +231,14 @@ class ListedObject(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ObjectPage(msgspec.Struct, frozen=True, array_like=True):
-    """`cursor` is what to ask with for the next page; None behind the last one."""
+    """`cursor` is the argument for the next page; None after the last one."""
 
     objects: list[ListedObject]
     cursor: int | None
 
 
 class RemovedCount(msgspec.Struct, frozen=True, array_like=True):
-    """`num_kept` matched and stayed, because they are leased or pinned."""
+    """`num_kept` objects matched and stayed, because they are leased or pinned."""
 
     num_removed: int
     num_kept: int

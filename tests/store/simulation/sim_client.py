@@ -263,11 +263,11 @@ class Program:
                 m.DrainSegment(source),
             ]
         )
-        task = self.client.line.ask_once(call)
+        task = self.client.master.call_once(call)
         self._note("task", call, task)
         self._world.scheduler.sleep(rng.expovariate(0.5))
         if isinstance(call, m.DrainSegment):
-            self.client.line.ask_once(m.CancelTask(task))
+            self.client.master.call_once(m.CancelTask(task))
 
     def _ask_why(self) -> None:
         key = self._rng.choice(self._keys)

@@ -9,8 +9,8 @@ from typing import Any
 import moonpool.node.copying
 import moonpool.node.mount
 import moonpool.node.session_registry
-import moonpool.store.client.far_read
-import moonpool.store.client.get_batch
+import moonpool.store.client.reads
+import moonpool.store.client.remote_read
 import moonpool.store.client.views
 from moonpool.master.state.index import ObjectIndex
 from moonpool.master.state.members import Members
@@ -73,7 +73,7 @@ def _views_are_not_pinned() -> list[Change]:
 
 
 def _checksums_are_believed() -> list[Change]:
-    modules = (moonpool.store.client.far_read, moonpool.store.client.get_batch, moonpool.store.client.views)
+    modules = (moonpool.store.client.remote_read, moonpool.store.client.reads, moonpool.store.client.views)
 
     def copy_only(header: Any, pieces: Any, copy_and_sum: Any, at: int = 0) -> bool:
         for view in (view for views in pieces for view in views):

@@ -296,6 +296,7 @@ class SimSocket:
         self._scheduler = network.scheduler
         self._side: Side | None = None
         self._timeout_s: float | None = None
+        self._connect_timeout_s: float | None = None  # of SO_SNDTIMEO
         self._data = bytearray()
         self._changed = SimEvent(network.scheduler)
         self._is_over = False
@@ -306,13 +307,17 @@ class SimSocket:
     def setsockopt(self, _: int, name: int, value: Any) -> None:
         if name in (real_socket.SO_RCVTIMEO, real_socket.SO_SNDTIMEO):
             seconds, microseconds = _TIMEVAL.unpack(value)
-            self._timeout_s = seconds + microseconds / 1e6
+            if name == real_socket.SO_RCVTIMEO:
+                self._timeout_s = seconds + microseconds / 1e6
+            else:
+                self._connect_timeout_s = seconds + microseconds / 1e6
 
     def connect(self, path: str) -> None:
         self.reach(f"unix:{path}")
 
     def reach(self, address: str) -> None:
-        process, timeout_s = self._scheduler.current, self._timeout_s
+        process = self._scheduler.current
+        timeout_s = self._timeout_s if self._connect_timeout_s is None else self._connect_timeout_s
         assert process is not None
         assert timeout_s is not None
         link = self._network.reach(process, address)

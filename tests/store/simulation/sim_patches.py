@@ -38,11 +38,10 @@ import moonpool.node.ssd.log
 import moonpool.node.ssd.recovery
 import moonpool.node.ssd_tier
 import moonpool.store.client.directory
-import moonpool.store.client.get_batch
 import moonpool.store.client.master_client
+import moonpool.store.client.reads
 import moonpool.store.client.session_client
 import moonpool.store.client.transfer_window
-import moonpool.store.client.unreadable
 import moonpool.store.client.views
 import moonpool.transfer.disk.handle
 import moonpool.transfer.transports.mapped
@@ -218,7 +217,7 @@ def _patches() -> list[tuple[Any, str, Any]]:
                 moonpool.base.rpc.breaker,
                 moonpool.store.client.session_client,
                 moonpool.store.client.master_client,
-                moonpool.store.client.unreadable,
+                moonpool.store.client.directory,
                 moonpool.store.client.views,
             )
         ],
@@ -228,7 +227,7 @@ def _patches() -> list[tuple[Any, str, Any]]:
             for module in (moonpool.store.client.session_client, moonpool.store.client.store_client)
         ],
         (moonpool.store.client.directory, "host_id", lambda: _world().scheduler.current.host),
-        (moonpool.store.client.get_batch, "check_header", _with_pauses(moonpool.store.client.get_batch.check_header)),
+        (moonpool.store.client.reads, "check_header", _with_pauses(moonpool.store.client.reads.check_header)),
         *[
             (moonpool.node.ssd.log.SsdLog, name, _with_pauses(getattr(moonpool.node.ssd.log.SsdLog, name)))
             for name in ("append_many", "sync", "remove")

@@ -10,7 +10,7 @@ import pytest
 from moonpool.base.checksum import crc32c
 from moonpool.base.errors import DeadlineExceeded, MoonpoolError, NotFound, PeerLost, Unauthorized
 from moonpool.base.object_header import ALIGN_NBYTES, pack_header
-from moonpool.store.client.far_read import PREFIX_NBYTES, FarObject, FarRead
+from moonpool.store.client.remote_read import PREFIX_NBYTES, RemoteObject, RemoteRead
 from moonpool.store.client.transfer_window import BUNDLE_NBYTES, TransferThreads
 from moonpool.store.messages import ObjectInfo, Placement
 from moonpool.transfer.memory.buffers import Buffer, as_bytes_views
@@ -47,19 +47,19 @@ class Far(RemoteSegment):
 
 
 class World:
-    def __init__(self, crew: TransferThreads, sizes: Sequence[int]) -> None:
+    def __init__(self, threads: TransferThreads, sizes: Sequence[int]) -> None:
         self.remote = Far(sum(sizes) + ALIGN_NBYTES * len(sizes))
         self.values = [random.Random(number).randbytes(size) for number, size in enumerate(sizes)]
-        self.objects: list[FarObject] = []
+        self.objects: list[RemoteObject] = []
         at = 0
         for number, value in enumerate(self.values):
             header = pack_header(b"k%d" % number, number + 1, [len(value)], [crc32c(value)])
             self.remote.write_from(at, [header, value], generation=0, timeout_s=1.0)
             place = Placement("s", at, 1, number + 1)
             info = ObjectInfo(key=b"k%d" % number, nbytes=len(header) + len(value), replicas=(place,), lease_s=10.0)
-            self.objects.append(FarObject(number, info, place, None))
+            self.objects.append(RemoteObject(number, info, place, None))
             at += info.nbytes
-        self.far = FarRead(self.remote, crew, None, 5.0)
+        self.far = RemoteRead(self.remote, threads, None, 5.0)
 
     def run(self) -> list[int]:
         """Which came; each is what was put."""
@@ -69,7 +69,7 @@ class World:
 
 
 @pytest.fixture
-def crew() -> Iterator[TransferThreads]:
+def threads() -> Iterator[TransferThreads]:
     made = TransferThreads()
     yield made
     made.close()
@@ -81,25 +81,25 @@ MIXED = [*[MIB] * NUM, 3 * BUNDLE_NBYTES + 5, 0, 1, *[300] * 400, BUNDLE_NBYTES]
 @pytest.mark.parametrize(
     "sizes", [[MIB] * NUM, MIXED, [5 * BUNDLE_NBYTES], [100], [100] * 3], ids=["equal", "mixed", "large", "one", "few"]
 )
-def test_all_come(crew: TransferThreads, sizes: list[int]) -> None:
-    world = World(crew, sizes)
+def test_all_come(threads: TransferThreads, sizes: list[int]) -> None:
+    world = World(threads, sizes)
     assert world.run() == list(range(len(sizes)))
     assert world.far.failure is None
 
 
 @pytest.mark.parametrize("at", [0, 3, NUM - 1, NUM], ids=str)
-def test_a_damaged_one_is_left_out(crew: TransferThreads, at: int) -> None:
+def test_a_damaged_one_is_left_out(threads: TransferThreads, at: int) -> None:
     sizes = MIXED
-    world = World(crew, sizes)
+    world = World(threads, sizes)
     world.remote.memory[world.objects[at].place.offset + ALIGN_NBYTES + sizes[at] - 1] ^= 1
     assert world.run() == [number for number in range(len(sizes)) if number != at]
     assert world.far.failure is None
 
 
 @pytest.mark.parametrize("at", [0, 7, 24], ids=str)
-def test_a_header_that_changed_after_the_bytes_came_is_noticed(crew: TransferThreads, at: int) -> None:
+def test_a_header_that_changed_after_the_bytes_came_is_noticed(threads: TransferThreads, at: int) -> None:
     """Also that of a large object, whose parts come by both streams."""
-    world = World(crew, MIXED)
+    world = World(threads, MIXED)
     place = world.objects[at].place
 
     def before(offset: int, nbytes: int) -> None:
@@ -110,8 +110,8 @@ def test_a_header_that_changed_after_the_bytes_came_is_noticed(crew: TransferThr
     assert world.run() == [number for number in range(len(MIXED)) if number != at]
 
 
-def test_what_failed_alone_costs_no_more_than_its_stream(crew: TransferThreads) -> None:
-    world = World(crew, [MIB] * 40)
+def test_what_failed_alone_costs_no_more_than_its_stream(threads: TransferThreads) -> None:
+    world = World(threads, [MIB] * 40)
     bad = world.objects[20].place.offset
 
     def before(offset: int, nbytes: int) -> None:
@@ -128,8 +128,8 @@ def test_what_failed_alone_costs_no_more_than_its_stream(crew: TransferThreads) 
 @pytest.mark.parametrize(
     "error", [PeerLost("gone"), DeadlineExceeded("slow"), Unauthorized("who are you")], ids=lambda error: error.code
 )
-def test_an_owner_out_of_reach_is_a_failure(crew: TransferThreads, error: MoonpoolError) -> None:
-    world = World(crew, [MIB] * NUM)
+def test_an_owner_out_of_reach_is_a_failure(threads: TransferThreads, error: MoonpoolError) -> None:
+    world = World(threads, [MIB] * NUM)
 
     def before(offset: int, nbytes: int) -> None:
         raise error
@@ -139,8 +139,8 @@ def test_an_owner_out_of_reach_is_a_failure(crew: TransferThreads, error: Moonpo
     assert world.far.failure is error
 
 
-def test_a_refusal_before_anything_was_taken_ends_it(crew: TransferThreads, monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(crew, [MIB] * NUM)
+def test_a_refusal_before_anything_was_taken_ends_it(threads: TransferThreads, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(threads, [MIB] * NUM)
 
     def refuse(*_: object, **__: object) -> Iterator[int]:
         raise NotFound("no such segment")
@@ -150,8 +150,8 @@ def test_a_refusal_before_anything_was_taken_ends_it(crew: TransferThreads, monk
     assert isinstance(world.far.failure, NotFound)
 
 
-def test_memory_is_the_callers_again_when_it_is_interrupted(crew: TransferThreads) -> None:
-    world = World(crew, [MIB] * NUM)
+def test_memory_is_the_callers_again_when_it_is_interrupted(threads: TransferThreads) -> None:
+    world = World(threads, [MIB] * NUM)
     under_way: list[int] = []
 
     def before(offset: int, nbytes: int) -> None:
@@ -163,5 +163,5 @@ def test_memory_is_the_callers_again_when_it_is_interrupted(crew: TransferThread
     with pytest.raises(KeyboardInterrupt):
         world.run()
     num_reads = len(under_way)
-    crew.start(lambda: None).result()
+    threads.start(lambda: None).result()
     assert len(under_way) == num_reads, "nobody reads any more"
