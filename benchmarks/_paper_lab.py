@@ -122,7 +122,7 @@ class Lab:
 
 def run_apart(trace: Trace, system: Apart, machine: Machine | None = None) -> Run:
     if system.one_token:
-        trace = trace.but(num_output=np.ones(len(trace), dtype=np.int64))
+        trace = trace.replace(num_output=np.ones(len(trace), dtype=np.int64))
     cluster = SimCluster(_config(system, machine or FAST25), trace)
     watch, pulls = WorldRecorder(cluster, _SAMPLE_S), _follow_pulls(cluster)
     results = Results.of(cluster.run())

@@ -324,7 +324,7 @@ def report(measured: Measured, config: ClusterConfig, trace: Trace, reporter: Re
     if max(measured.others) > MAX_OTHERS:
         reporter.say(f"the machine was not quiet: others used up to {max(measured.others):.2f} cores meanwhile")
     reporter.say()
-    faster = trace.but(arrival_s=trace.arrival_s / 2)
+    faster = trace.replace(arrival_s=trace.arrival_s / 2)
     reporter.what_if("twice the rate", of_jobs(simulate(config, faster)), simulated)
     doubled = replace(config, num_prefill=2 * config.num_prefill)
     reporter.what_if("twice the rate, 2 prefill workers", of_jobs(simulate(doubled, faster)), simulated)

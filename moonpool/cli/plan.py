@@ -104,7 +104,7 @@ def _plan(
             prices=prices,
             rng=np.random.default_rng(seed),
             run=cluster_run(trace, machine, targets, check) if check else None,
-            tell=show_step,
+            on_step=show_step,
         )
 
 

@@ -22,7 +22,7 @@ from moonpool.cli.trace import parse_span, read_trace, refuse_existing
 from moonpool.conductor.admission.forms import AdmissionForm
 from moonpool.sim.fleet import Fleet, make_fleet
 from moonpool.sim.outcome import Outcome, encode, replay
-from moonpool.sim.report.labels import conclusion, label, shown
+from moonpool.sim.report.labels import conclusion, format_value, label
 from moonpool.sim.report.page import LINK_NAMES
 from moonpool.sim.systems import (
     BASELINE,
@@ -209,7 +209,7 @@ def show_table(outcomes: Sequence[Outcome]) -> None:
         console.width = _WIDE
     first = outcomes[0]
     for name, value in first.machine.items():
-        console.print(f"{label(name)}: {shown(name, value)}", markup=False)
+        console.print(f"{label(name)}: {format_value(name, value)}", markup=False)
     console.print()
     for group in _groups(outcomes, console.width):
         console.print(_table(group))

@@ -1,1 +1,1 @@
-"""How many machines, split how, with how large a pool: answers from a trace, with how sure they are. Pure."""
+"""Sizes a cluster and its pool for a trace: number of nodes, their split, pool size, with intervals. Pure."""

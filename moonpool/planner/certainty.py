@@ -1,7 +1,8 @@
-"""How sure a plan is: the same questions to traces that might as well have come, and what no trace this long can say.
+"""How certain a plan is: confidence intervals, and what a trace of this length cannot show.
 
-Block bootstrap: the trace is cut into slices of time, and as many of them are drawn again and again, each whole, with
-what its requests found in the pool. So bursts and neighbouring requests stay together. Pure; the generator is given.
+Block bootstrap: the trace is cut into slices of time, and as many whole slices are drawn again and again, with what
+their requests found in the pool. So bursts and neighbouring requests stay together. Pure; the caller gives the random
+generator.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 
 from moonpool.base.errors import InvalidInput
 from moonpool.planner.demand import PoolSize, PrefillDemand, ReuseProfile
-from moonpool.planner.split import Screen, fewest_nodes
+from moonpool.planner.split import SplitEstimator, fewest_nodes
 from moonpool.sim.fleet import Machine
 from moonpool.traces.columns import Floats, Ints
 from moonpool.traces.statistics import reuse_gaps_s
@@ -36,27 +37,27 @@ class Certainty(msgspec.Struct, frozen=True, kw_only=True):
     slice_s: float
     num_slices: int
     hit_share: Interval
-    num_nodes: Interval | None  # None: some draws can meet the targets with no number of nodes
-    doubts: list[str]  # in plain words
+    num_nodes: Interval | None  # None: some draws cannot meet the targets with any number of nodes
+    doubts: list[str]  # sentences
 
 
 def certainty(
     profile: ReuseProfile,
     demand: PrefillDemand,
     size: PoolSize,
-    sized: Screen,
+    sized: SplitEstimator,
     rng: np.random.Generator,
     num_draws: int = NUM_DRAWS,
 ) -> Certainty:
-    """Of the hit rate with the pool of `size`, whose demand is given, and of the nodes for the same requests as `sized`
-    sees them."""
+    """Return the intervals of the hit rate for `demand`, which has a pool of `size`, and of the nodes that `sized`
+    needs for the same requests."""
     slice_s = min(SLICE_S, demand.span_s / _FEW_SLICES)
     hits: list[float] = []
     nodes: list[float] = []
     for rows, arrival_s in draws(demand, slice_s, num_draws, rng):
         hits.append(demand.rows(rows, arrival_s).hit_share)
         try:
-            found = fewest_nodes(Screen(sized.demand.rows(rows, arrival_s), sized.machine, sized.targets))
+            found = fewest_nodes(SplitEstimator(sized.demand.rows(rows, arrival_s), sized.machine, sized.targets))
         except InvalidInput:
             continue
         nodes.append(found.num_prefill + found.num_decode)
@@ -71,7 +72,7 @@ def certainty(
 
 
 def draws(demand: PrefillDemand, slice_s: float, count: int, rng: np.random.Generator) -> Iterator[tuple[Ints, Floats]]:
-    """Rows of as many slices as there are, drawn from them, with new arrivals. An empty draw does not count."""
+    """Yield `count` draws: rows of randomly chosen slices, with new arrivals. Empty draws are left out."""
     bounds = _bounds(demand, slice_s)
     num_slices = len(bounds) - 1
     since_s = demand.arrival_s - demand.arrival_s[0]
@@ -80,11 +81,11 @@ def draws(demand: PrefillDemand, slice_s: float, count: int, rng: np.random.Gene
         rows = np.concatenate([np.arange(bounds[each], bounds[each + 1]) for each in chosen])
         later_s = np.repeat((np.arange(num_slices) - chosen) * slice_s, bounds[chosen + 1] - bounds[chosen])
         if len(rows):
-            yield rows, np.maximum.accumulate(since_s[rows] + later_s)  # rounding must not turn two around
+            yield rows, np.maximum.accumulate(since_s[rows] + later_s)  # rounding must not swap two arrivals
 
 
 def doubts(profile: ReuseProfile, size: PoolSize, machine: Machine) -> Iterator[str]:
-    """What the trace is too short to say."""
+    """Yield what the trace is too short to show."""
     trace = profile.trace
     duration_s = max(trace.duration_s, 1e-9)
     if trace.duration_s < 2 * SLICE_S:
@@ -127,7 +128,7 @@ def _halves(profile: ReuseProfile, capacity_tokens: float) -> tuple[float, float
 
 
 def _bounds(demand: PrefillDemand, slice_s: float) -> Ints:
-    """Rows at which slices begin, and the end."""
+    """Return the rows at which slices begin, and the end."""
     since_s = demand.arrival_s - demand.arrival_s[0]
     num_slices = int(since_s[-1] // slice_s) + 1
     edges_s = np.arange(num_slices) * slice_s

@@ -1,7 +1,6 @@
-"""A split's estimate against the simulated cluster, on a part of the trace. The runner is given by the caller.
+"""Checks estimates of splits with the simulated cluster, on the busiest part of the trace.
 
-The busiest part counts; what came just before it is run too, so that the pool and the nodes are not empty when it
-begins, and is not counted.
+The requests just before that part run as a warm-up, so that the pool and the nodes are not empty; they are not counted.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import msgspec
 import numpy as np
 
 from moonpool.planner.demand import PoolSize, ReuseProfile, demand_of
-from moonpool.planner.split import Estimate, Screen, Targets
+from moonpool.planner.split import Estimate, SplitEstimator, Targets
 from moonpool.sim.fleet import Machine
 from moonpool.sim.world.cluster import SimCluster
 from moonpool.sim.world.config import ClusterConfig
@@ -23,7 +22,7 @@ from moonpool.traces.columns import Trace
 
 
 class Checked(msgspec.Struct, frozen=True, kw_only=True):
-    """What the simulated cluster did with a split, over the requests that were counted."""
+    """The simulated result of a split, over the counted requests."""
 
     num_prefill: int
     num_decode: int
@@ -32,20 +31,20 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
     ttft_s_mean: float
     tbt_s_mean: float
     hit_share: float
-    by_models: Estimate  # what the small models say of the same part
+    by_models: Estimate  # the estimate for the same part
 
 
 Run: TypeAlias = Callable[[int, int], Checked]  # by prefill and decode nodes
 
 
 def check(estimates: Sequence[Estimate], run: Run) -> list[Checked]:
-    """Each split once."""
+    """Run each split once."""
     splits = dict.fromkeys((each.num_prefill, each.num_decode) for each in estimates)
     return [run(*split) for split in splits]
 
 
 def busiest_part(trace: Trace, num_requests: int) -> tuple[Trace, int]:
-    """A part with up to twice so many requests, of which the first few, told in number, are there to warm up."""
+    """Return the busiest `num_requests` requests after up to as many warm-up requests, and the number of these."""
     count = min(num_requests, len(trace))
     lasted_s = trace.arrival_s[count - 1 :] - trace.arrival_s[: len(trace) - count + 1]
     first = int(lasted_s.argmin())
@@ -54,7 +53,7 @@ def busiest_part(trace: Trace, num_requests: int) -> tuple[Trace, int]:
 
 
 def cluster_run(trace: Trace, machine: Machine, targets: Targets, num_requests: int) -> Run:
-    """Runs the full system: one pool of all nodes' memory, as much of each as the machine's node says."""
+    """Return a function that runs the full system with one pool of the memory of all nodes."""
     part, warm = busiest_part(trace, num_requests)
     profile = ReuseProfile.of(part)
     per_node = PoolSize(machine.node.dram_nbytes, machine.node.ssd_nbytes)
@@ -80,7 +79,7 @@ def cluster_run(trace: Trace, machine: Machine, targets: Targets, num_requests: 
             ttft_s_mean=_finite(summary["ttft_s_mean"]),
             tbt_s_mean=_finite(summary["tbt_s_mean"]),
             hit_share=summary["hit_share"],
-            by_models=Screen(demand, machine, targets, warm).estimate(num_prefill, num_decode),
+            by_models=SplitEstimator(demand, machine, targets, warm).estimate(num_prefill, num_decode),
         )
 
     return run

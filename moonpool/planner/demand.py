@@ -23,55 +23,55 @@ from moonpool.traces.statistics import hit_tokens
 
 
 class PoolSize(NamedTuple):
-    """Of all nodes together, unless said otherwise."""
+    """The bytes of a pool, of all nodes together unless stated otherwise."""
 
     dram_nbytes: float
     ssd_nbytes: float = 0.0
 
     def of_nodes(self, count: int) -> PoolSize:
-        """Of so many nodes, where this is of one."""
+        """Return the size for `count` nodes, if this is the size of one."""
         return PoolSize(self.dram_nbytes * count, self.ssd_nbytes * count)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ReuseProfile:
-    """A trace and, for each of its blocks, the cache that it needs; `of` makes one."""
+    """A trace, and for each of its blocks the cache size that it needs for a hit."""
 
     trace: Trace
-    distances: Ints  # in blocks; never falls within a request
+    distances: Ints  # in blocks; never decreases within a request
 
     @classmethod
     def of(cls, trace: Trace) -> ReuseProfile:
-        """InvalidInput for a trace without requests."""
+        """Compute the profile. Raise InvalidInput for a trace without requests."""
         if not len(trace):
             raise InvalidInput(f"the trace {trace.name} has no requests")
         return cls(trace, reuse_distances(trace))
 
     def hits(self, capacity_tokens: float) -> Ints:
-        """Tokens of each request that an LRU cache of that size has; partial blocks take the room of whole ones."""
+        """Return the tokens of each request that an LRU cache of this size hits. Partial blocks count as whole ones."""
         found = self.distances < self._num_blocks(capacity_tokens)
         return hit_tokens(self.trace, np.add.reduceat(found.astype(np.int64), self.trace.block_offsets[:-1]))
 
     def share(self, capacity_tokens: float) -> float:
-        """The same of all tokens together."""
+        """Return the share of all input tokens that such a cache hits."""
         return float(self.hits(capacity_tokens).sum() / self.trace.num_input.sum())
 
     def num_beyond(self, capacity_tokens: float) -> int:
-        """Uses of blocks that a cache of that size does not hit."""
+        """Return the number of block uses that such a cache misses."""
         return int((self.distances >= self._num_blocks(capacity_tokens)).sum())
 
     @property
     def num_blocks_written(self) -> int:
-        """Different blocks: what a pool must hold to hit all that can be."""
+        """Return the number of distinct blocks, which a pool must hold for the highest hit rate."""
         return len(np.unique(self.trace.block_ids))
 
     def _num_blocks(self, capacity_tokens: float) -> float:
-        """That a cache holds. One without limit does not hold what never was."""
+        """Return the blocks of a cache. Even an unlimited cache misses first uses."""
         return min(float(np.floor(capacity_tokens / self.trace.block_tokens)), float(NEVER))
 
 
 class TierHits(NamedTuple):
-    """Tokens of each request by where they are found."""
+    """Hit tokens of each request by tier."""
 
     dram: Ints
     ssd: Ints
@@ -88,8 +88,7 @@ def tier_hits(profile: ReuseProfile, size: PoolSize, kv_nbytes_per_token: int) -
 
 
 def saved_gpu_s(profile: ReuseProfile, cost: PrefillCost, capacity_tokens: float) -> Floats:
-    """Per request: what its prefill takes from nothing, less what it takes with what the cache has. A request for
-    which loading would take longer than computing saves nothing."""
+    """Return the prefill time that the cache saves per request; 0 if loading takes longer than computing."""
     trace = profile.trace
     nothing = cost.prefills_s(trace.num_input, np.zeros_like(trace.num_input))
     saved: Floats = nothing - cost.prefills_s(trace.num_input, profile.hits(capacity_tokens))
@@ -98,7 +97,10 @@ def saved_gpu_s(profile: ReuseProfile, cost: PrefillCost, capacity_tokens: float
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class PrefillDemand:
-    """Sorted by arrival. `prefill_s` is of one node alone, with what the pool has of the prompt."""
+    """What a trace asks of the GPUs, one row per request, sorted by arrival.
+
+    `prefill_s` is the time on one node alone, with the hits of the pool.
+    """
 
     arrival_s: Floats
     num_input: Ints
@@ -112,14 +114,14 @@ class PrefillDemand:
 
     @property
     def span_s(self) -> float:
-        """In which they come: one mean gap longer than from the first to the last."""
+        """Return the time of the arrivals: one mean gap more than from the first to the last."""
         count = len(self)
         between_s = float(self.arrival_s[-1] - self.arrival_s[0])
         return between_s * count / (count - 1) if count > 1 and between_s else 1.0
 
     @property
     def prefill_load(self) -> float:
-        """Nodes that are kept busy by prefills, on average."""
+        """Return the number of nodes that prefills keep busy on average."""
         return float(self.prefill_s.sum()) / self.span_s
 
     @property
@@ -127,7 +129,7 @@ class PrefillDemand:
         return float((self.dram_tokens + self.ssd_tokens).sum() / self.num_input.sum())
 
     def rows(self, which: Ints, arrival_s: Floats | None = None) -> PrefillDemand:
-        """These rows; with other arrivals, if given, in their order."""
+        """Return these rows, with new arrivals if given."""
         return PrefillDemand(
             arrival_s=self.arrival_s[which] if arrival_s is None else arrival_s,
             num_input=self.num_input[which],
@@ -138,11 +140,11 @@ class PrefillDemand:
         )
 
     def faster(self, factor: float) -> PrefillDemand:
-        """The same requests in 1 / factor of the time."""
+        """Return the same requests in 1 / factor of the time."""
         return replace(self, arrival_s=self.arrival_s / factor)
 
     def busiest(self, count: int) -> PrefillDemand:
-        """So many requests in a row, those that came in the least time; all, if there are no more."""
+        """Return the `count` successive requests that arrived in the shortest time; all, if there are fewer."""
         if len(self) <= count:
             return self
         lasted_s = self.arrival_s[count - 1 :] - self.arrival_s[: len(self) - count + 1]
@@ -165,8 +167,10 @@ def demand_of(profile: ReuseProfile, size: PoolSize, machine: Machine) -> Prefil
 
 
 def prefill_times(machine: Machine, num_input: Ints, found: TierHits) -> tuple[Floats, TierHits]:
-    """Each prefill's time, and the hits that make it shortest: none, those in DRAM, or all. What is on SSD comes at
-    its node's disks' pace, and nothing hides that."""
+    """Return the time of each prefill, and the hits that make it shortest: none, those in DRAM, or all.
+
+    SSD hits are read at the rate of one node's disks, without overlap.
+    """
     cost = machine.cost.prefill
     zero = np.zeros_like(found.dram)
     ssd_s = found.ssd * (machine.shape.kv_nbytes_per_token / ssd_bandwidth(machine.node))
@@ -183,5 +187,5 @@ def prefill_times(machine: Machine, num_input: Ints, found: TierHits) -> tuple[F
 
 
 def ssd_bandwidth(node: NodeSpec) -> float:
-    """Bytes/s that a node's disks deliver together."""
+    """Return the bytes/s that a node's disks deliver together."""
     return node.num_ssds * node.ssd_read_bandwidth

@@ -1,8 +1,8 @@
-"""How large a model's KV is, and how fast a link must be for fetching it to beat computing it. Pure.
+"""The size of a model's KV, and the link bandwidth above which fetching it is faster than computing it. Pure.
 
-Three answers to the second, for a prefix of each length that one more token follows: the paper's eq. 2 as printed (its
-4 and 22 operations are a dense LLaMA's; none for a mixture of experts or latent attention), the same with the
-model's own operations, and by the cost model, which knows that peaks are not reached.
+The threshold is given in three ways, for prefixes of each length that one more token follows: the paper's eq. 2 as
+printed (its 4 and 22 operations are those of a dense LLaMA; None for a mixture of experts or latent attention), eq. 2
+with the model's own operations, and by the cost model, which includes that peaks are not reached.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _TB = 1e12
 
 
 class Threshold(msgspec.Struct, frozen=True, kw_only=True):
-    """Rates in bytes/s, above which a prefix of so many tokens is worth fetching."""
+    """Rates in bytes/s above which a prefix of `num_tokens` is worth fetching."""
 
     num_tokens: int
     kv_nbytes: int
@@ -35,7 +35,7 @@ class KvSizes(msgspec.Struct, frozen=True, kw_only=True):
     num_gpus: int
     kv_nbytes_per_token: int
     tokens_per_tb: float
-    network_nbytes_s: float  # what the node's NICs achieve together
+    network_nbytes_s: float  # measured rate of all NICs of the node
     thresholds: list[Threshold]
 
 
@@ -82,6 +82,6 @@ def _eq2(machine: Machine, num_tokens: int, **ops: float) -> float:
 
 
 def _gqa(shape: ModelShape) -> float:
-    """By how much the KV is smaller than 2 d elements a token and layer: heads per KV head for those as wide as the
-    model, and the like of it for all others."""
+    """Return by which factor the KV is smaller than 2 d elements per token and layer: heads per KV head, if the heads
+    together are as wide as the model, and the equivalent for other models."""
     return 2 * shape.hidden_size * shape.dtype_nbytes / shape.kv_nbytes_per_token_layer

@@ -1,11 +1,11 @@
-"""The whole plan of a trace: what each byte of pool finds, the best split, the fewest nodes, the cheapest pool, and how
-sure all that is. Pure: the same trace, machine, targets and seed give the same plan.
+"""The whole plan for a trace: hit curve, best split, fewest nodes, cheapest pool, and how certain these are.
+
+Pure: the same trace, machine, targets and seed give the same plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
 
 import msgspec
 import numpy as np
@@ -16,28 +16,27 @@ from moonpool.planner.check import Checked, Run, check
 from moonpool.planner.demand import PoolSize, ReuseProfile, demand_of, saved_gpu_s
 from moonpool.planner.kv_sizes import KvSizes, kv_sizes
 from moonpool.planner.price import CheapestPool, Prices, cheapest_pool
-from moonpool.planner.split import Estimate, Screen, Targets, best_split, equal_splits, fewest_nodes, first_true
+from moonpool.planner.split import Estimate, SplitEstimator, Targets, best_split, equal_splits, fewest_nodes, first_true
 from moonpool.sim.fleet import Machine
 from moonpool.traces.columns import Trace
 
 MAX_SCREENED = 20_000  # requests
 CURVE_TB = (0.01, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 _TB = 1e12
-Tell: TypeAlias = Callable[[str], None]
 
 
 class CurvePoint(msgspec.Struct, frozen=True, kw_only=True):
-    """An LRU pool of one size. `saved_per_tb`: what the bytes since the point before save, per TB of them."""
+    """An LRU pool of one size. `saved_per_tb` is what the bytes added since the previous point save, per TB."""
 
     nbytes: float
     tokens: float
     hit_share: float
-    saved_gpu_s_per_s: float  # nodes' time: seconds of prefill that are not needed, each second
+    saved_gpu_s_per_s: float  # seconds of a node's prefill saved per second
     saved_per_tb: float
 
 
 class TierShares(msgspec.Struct, frozen=True, kw_only=True):
-    """Of all prompt tokens."""
+    """Hits per tier, as shares of all prompt tokens."""
 
     dram_nbytes: float
     ssd_nbytes: float
@@ -57,8 +56,8 @@ class ClusterPlan(msgspec.Struct, frozen=True, kw_only=True):
     tiers: TierShares
     best: Estimate
     around: list[Estimate]
-    equally_good: tuple[int, int]  # prefill nodes, at the load as it is
-    fewest: Estimate | None  # None: no number of nodes meets the goal, and `impossible` says why
+    equally_good: tuple[int, int]  # range of prefill nodes, at the current load
+    fewest: Estimate | None  # None: no number of nodes meets the goal; `impossible` has the reason
     impossible: str | None
     checked: list[Checked]
     prices: Prices
@@ -76,24 +75,24 @@ def make_plan(
     prices: Prices,
     rng: np.random.Generator,
     run: Run | None = None,
-    tell: Tell = lambda step: None,
+    on_step: Callable[[str], None] = lambda step: None,
 ) -> ClusterPlan:
-    """The pool has so many bytes of each node as the machine's says. `run` checks the best splits, if given; `tell`
-    hears what is being worked on."""
-    tell("reuse")
+    """Make the plan. Each node gives the pool the memory of `machine.node`. `run`, if given, checks the best splits;
+    `on_step` is called with the name of each step."""
+    on_step("reuse")
     profile = ReuseProfile.of(trace)
     sizing = _Sizing(profile, machine, targets)
-    screen = sizing.screen(num_nodes)
-    tell("split")
-    best, around = best_split(screen, num_nodes)
+    estimator = sizing.estimator(num_nodes)
+    on_step("split")
+    best, around = best_split(estimator, num_nodes)
     fewest, impossible = sizing.fewest()
-    tell("price")
+    on_step("price")
     pool = cheapest_pool(profile, machine, prices, fewest) if fewest is not None else None
-    tell("certainty")
-    sized = screen if fewest is None else sizing.screen(fewest.num_prefill + fewest.num_decode)
+    on_step("certainty")
+    sized = estimator if fewest is None else sizing.estimator(fewest.num_prefill + fewest.num_decode)
     size = sizing.per_node.of_nodes(num_nodes)
-    sure = certainty(profile, screen.demand, size, sized, rng)
-    tell("simulation")
+    sure = certainty(profile, estimator.demand, size, sized, rng)
+    on_step("simulation")
     checked = check(_to_check(around, best, fewest), run) if run is not None else []
     return ClusterPlan(
         trace=trace.name,
@@ -106,7 +105,7 @@ def make_plan(
         tiers=_tiers(profile, size, machine),
         best=best,
         around=around,
-        equally_good=equal_splits(screen, best),
+        equally_good=equal_splits(estimator, best),
         fewest=fewest,
         impossible=impossible,
         checked=checked,
@@ -150,27 +149,27 @@ def _tiers(profile: ReuseProfile, size: PoolSize, machine: Machine) -> TierShare
 
 
 class _Sizing:
-    """Clusters of all sizes: each node brings its memory to the pool, so a smaller cluster finds less."""
+    """Clusters of all sizes. Each node adds its memory to the pool, so a smaller cluster has fewer hits."""
 
     def __init__(self, profile: ReuseProfile, machine: Machine, targets: Targets) -> None:
         self._profile, self._machine, self._targets = profile, machine, targets
         self.per_node = PoolSize(machine.node.dram_nbytes, machine.node.ssd_nbytes)
 
-    def screen(self, num_nodes: int) -> Screen:
+    def estimator(self, num_nodes: int) -> SplitEstimator:
         demand = demand_of(self._profile, self.per_node.of_nodes(num_nodes), self._machine)
-        return Screen(demand.busiest(MAX_SCREENED), self._machine, self._targets)
+        return SplitEstimator(demand.busiest(MAX_SCREENED), self._machine, self._targets)
 
     def fewest(self) -> tuple[Estimate | None, str | None]:
-        """The first size that is enough with its own pool, or why there is none."""
+        """Return the smallest cluster that is enough with its own pool, or the reason why there is none."""
         try:
-            most = _num_nodes(fewest_nodes(self.screen(2)))
+            most = _num_nodes(fewest_nodes(self.estimator(2)))
         except InvalidInput as error:
             return None, str(error)
-        count = first_true(lambda nodes: _num_nodes(fewest_nodes(self.screen(nodes))) <= nodes, 2, most)
-        screen = self.screen(count)
-        found = fewest_nodes(screen)
-        spare = count - _num_nodes(found)  # needed for their memory only; they may as well prefill
-        return (screen.estimate(found.num_prefill + spare, found.num_decode) if spare else found), None
+        count = first_true(lambda nodes: _num_nodes(fewest_nodes(self.estimator(nodes))) <= nodes, 2, most)
+        estimator = self.estimator(count)
+        found = fewest_nodes(estimator)
+        spare = count - _num_nodes(found)  # needed only for their memory; let them prefill
+        return (estimator.estimate(found.num_prefill + spare, found.num_decode) if spare else found), None
 
 
 def _num_nodes(estimate: Estimate) -> int:
@@ -178,7 +177,7 @@ def _num_nodes(estimate: Estimate) -> int:
 
 
 def _to_check(around: list[Estimate], best: Estimate, fewest: Estimate | None) -> list[Estimate]:
-    """The best and its neighbours on either side, and the smallest cluster."""
+    """Return the best split, its two neighbours, and the smallest cluster."""
     near = [each for each in around if abs(each.num_prefill - best.num_prefill) <= 1]
     return near if fewest is None else [*near, fewest]
 

@@ -1,9 +1,9 @@
-"""What a pool costs and what it saves, in money per month. Pure.
+"""What a pool costs and saves, in money per month. Pure.
 
-GPUs are counted in fractions of a node here, so that the curve is smooth: the nodes that prefills keep busy, times the
-same room to spare as in the cluster that was sized in whole nodes, plus its decode nodes.
+GPUs are counted in fractions of a node, so that the curve is smooth: the nodes that prefills keep busy, with the same
+reserve as in the cluster that was sized in whole nodes, plus its decode nodes.
 
-Disks wear out: whatever DRAM has no room for is written to SSD, and an SSD too small for so much writing is no choice.
+SSDs wear out: all that DRAM has no room for is written to SSD, and an SSD too small for this amount is not considered.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ SSD_TB = (0.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
 
 
 class Prices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """In one currency. The defaults are assumed, not anybody's offer: give your own."""
+    """Prices in one currency. The defaults are assumptions, not offers: give your own."""
 
     gpu_hour: float = 2.0
     dram_gb_month: float = 2.0
     ssd_gb_month: float = 0.1
-    ssd_writes_per_day: float = 3.0  # times its size that an SSD may be written a day
+    ssd_writes_per_day: float = 3.0  # full writes per day that an SSD endures
     source: str = "assumed"
 
     def __post_init__(self) -> None:
@@ -42,12 +42,12 @@ class Prices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class PoolCost(msgspec.Struct, frozen=True, kw_only=True):
-    """Per month."""
+    """The cost of one pool size per month."""
 
     dram_nbytes: float
     ssd_nbytes: float
     hit_share: float
-    ssd_writes_per_day: float  # times its size
+    ssd_writes_per_day: float  # full writes of the SSD
     nodes: float
     gpus: float  # money
     memory: float
@@ -59,18 +59,18 @@ class CheapestPool(msgspec.Struct, frozen=True, kw_only=True):
 
     best: PoolCost
     without_pool: PoolCost
-    if_disks_lasted: PoolCost  # the best where SSDs could be written without end
+    if_disks_lasted: PoolCost  # the best if SSDs did not wear out
     by_dram: list[PoolCost]  # for each size of DRAM, the SSD that is cheapest with it
     flat_dram_nbytes: tuple[float, float]
-    at_the_edge: bool  # the largest size looked at is the best: a larger one may be cheaper
+    at_the_edge: bool  # the largest size considered is the best: a larger one may be cheaper
 
 
 def read_prices(text: bytes) -> Prices:
-    """From JSON; InvalidInput says which field is wrong."""
+    """Read prices from JSON. Raise InvalidInput with the field that is wrong."""
     try:
         prices = msgspec.json.decode(text, type=Prices)
     except msgspec.DecodeError as error:
-        raise InvalidInput(f"these are no prices: {error}") from error
+        raise InvalidInput(f"invalid prices: {error}") from error
     return prices if prices.source != "assumed" else msgspec.structs.replace(prices, source="given")
 
 
@@ -82,20 +82,20 @@ def cheapest_pool(
     dram_tb: Sequence[float] = DRAM_TB,
     ssd_tb: Sequence[float] = SSD_TB,
 ) -> CheapestPool:
-    """`sized`: a cluster that meets the targets."""
+    """Return the cheapest pool for `sized`, a cluster that meets the targets."""
     spare = 1 / sized.prefill_busy
-    rows, tireless = [], []
+    rows, without_wear = [], []
     for dram in dram_tb:
         sizes = [PoolSize(dram * _TB, ssd * _TB) for ssd in ssd_tb if dram or not ssd]
         costs = [pool_cost(profile, size, machine, prices, spare, sized.num_decode) for size in sizes]
-        tireless.append(_least(costs))
-        rows.append(_least([cost for cost in costs if cost.ssd_writes_per_day <= prices.ssd_writes_per_day]))
-    best = _least(rows)
+        without_wear.append(_cheapest(costs))
+        rows.append(_cheapest([cost for cost in costs if cost.ssd_writes_per_day <= prices.ssd_writes_per_day]))
+    best = _cheapest(rows)
     flat = [row.dram_nbytes for row in rows if row.total <= _FLAT * best.total]
     return CheapestPool(
         best=best,
         without_pool=pool_cost(profile, PoolSize(0.0), machine, prices, spare, sized.num_decode),
-        if_disks_lasted=_least(tireless),
+        if_disks_lasted=_cheapest(without_wear),
         by_dram=rows,
         flat_dram_nbytes=(min(flat), max(flat)),
         at_the_edge=best.dram_nbytes == max(dram_tb) * _TB,
@@ -121,12 +121,12 @@ def pool_cost(
     )
 
 
-def _least(costs: Sequence[PoolCost]) -> PoolCost:
+def _cheapest(costs: Sequence[PoolCost]) -> PoolCost:
     return min(costs, key=lambda cost: (cost.total, cost.dram_nbytes + cost.ssd_nbytes))
 
 
 def _writes_per_day(profile: ReuseProfile, size: PoolSize, machine: Machine, span_s: float) -> float:
-    """Each block that is not in DRAM when it is used comes into it and so pushes one out, to SSD."""
+    """Return the full writes of the SSD per day: each miss in DRAM moves one block from DRAM to SSD."""
     if not size.ssd_nbytes:
         return 0.0
     block_nbytes = profile.trace.block_tokens * machine.shape.kv_nbytes_per_token

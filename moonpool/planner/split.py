@@ -1,8 +1,8 @@
-"""How many nodes, and how many of them for prefill: by the small models of waiting.py. Pure.
+"""How many nodes, and how many of them for prefill, by the models of waiting.py. Pure.
 
-A split's margin is the factor by which the load may grow until fewer requests than the goal meet both targets (below
-1: they do not now). The best split is the one with the largest margin. Both models are monotone, so that searches can
-halve: more nodes never wait longer.
+The margin of a split is the factor by which the load may grow until fewer requests than the goal meet both targets
+(below 1: the goal is not met now). The best split has the largest margin. Both models are monotone (more nodes never
+wait longer), so searches can bisect.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from moonpool.sim.fleet import Machine
 from moonpool.sim.physics.roofline import kv_capacity_tokens
 from moonpool.traces.columns import Floats
 
-MAX_NUM_SEQS = 256  # under way on a decode node, as engines have it
+MAX_NUM_SEQS = 256  # on a decode node, as in engines
 MAX_NODES = 100_000
 _MARGINS = 1.05 ** np.arange(-60, 61)  # 0.054 to 18.7
 
 
 class Targets(msgspec.Struct, frozen=True, kw_only=True):
-    """`goal`: the share of requests that shall meet both."""
+    """`goal` is the share of requests that should meet both targets."""
 
     ttft_s: float
     tbt_s: float
@@ -42,7 +42,7 @@ class Targets(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
-    """What one split would do, by the small models."""
+    """The estimated performance of one split."""
 
     num_prefill: int
     num_decode: int
@@ -51,14 +51,16 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     ttft_s_p90: float
     tbt_s_mean: float
     tbt_s_p90: float
-    prefill_busy: float  # of the prefill nodes' time
-    margin: float | None = None  # where it was asked for
+    prefill_busy: float  # share of the prefill nodes' time
+    margin: float | None = None  # if computed
 
 
 @dataclass(slots=True)
-class Screen:
-    """Answers about one demand, and remembers them: searches ask again, and many splits share their waits. The first
-    `num_warm` requests are there and not counted."""
+class SplitEstimator:
+    """Estimates splits for one demand. Results are cached, because searches repeat and splits share waiting times.
+
+    The first `num_warm` requests are simulated but not counted.
+    """
 
     demand: PrefillDemand
     machine: Machine
@@ -104,16 +106,18 @@ class Screen:
         )
 
     def is_enough(self, num_prefill: int, num_decode: int) -> bool:
-        """The cheaper half is asked first."""
+        """Return whether the split meets the goal. TTFT is checked first, as it is cheaper."""
         if self.ttft_share(num_prefill) < self.targets.goal:
             return False
         return self.estimate(num_prefill, num_decode).effective_share >= self.targets.goal
 
     def margin(self, num_prefill: int, num_decode: int) -> float:
-        """To the next 5 %; 0 where even a twentieth of the load is too much."""
+        """Return the margin in steps of 5 %; 0 if even a twentieth of the load is too much."""
 
         def too_much(place: int) -> bool:
-            grown = Screen(self.demand.faster(float(_MARGINS[place])), self.machine, self.targets, self.num_warm)
+            grown = SplitEstimator(
+                self.demand.faster(float(_MARGINS[place])), self.machine, self.targets, self.num_warm
+            )
             return not grown.is_enough(num_prefill, num_decode)
 
         place = first_true(too_much, 0, len(_MARGINS))
@@ -124,34 +128,37 @@ class Screen:
         return msgspec.structs.replace(self.estimate(num_prefill, num_decode), margin=margin)
 
 
-def best_split(screen: Screen, num_nodes: int, neighbours: int = 2) -> tuple[Estimate, list[Estimate]]:
-    """The best and, sorted by prefill nodes, those around it, itself among them. Uphill from where the mean loads
-    point: the margin of prefill only rises with its nodes, that of decode only with its own, and the smaller counts."""
+def best_split(estimator: SplitEstimator, num_nodes: int, neighbours: int = 2) -> tuple[Estimate, list[Estimate]]:
+    """Return the best split, and the splits around it (including it) by prefill nodes.
+
+    Hill climbing from a guess by mean loads: the margins of prefill and decode only rise with their own nodes, and the
+    smaller one counts.
+    """
     if num_nodes < 2:
         raise InvalidInput("prefill and decode apart need two nodes at least", param="nodes")
     known: dict[int, Estimate] = {}
 
     def at(num_prefill: int) -> Estimate:
         if num_prefill not in known:
-            known[num_prefill] = screen.with_margin(num_prefill, num_nodes - num_prefill)
+            known[num_prefill] = estimator.with_margin(num_prefill, num_nodes - num_prefill)
         return known[num_prefill]
 
-    here = _guess(screen, num_nodes)
+    here = _guess(estimator, num_nodes)
     while True:
         around = range(max(1, here - neighbours), min(num_nodes - 1, here + neighbours) + 1)
-        best = max(around, key=lambda each: (_merit(at(each)), -abs(each - here)))
+        best = max(around, key=lambda each: (_rank(at(each)), -abs(each - here)))
         if best == here:
             return at(here), [at(each) for each in around]
         here = best
 
 
-def equal_splits(screen: Screen, best: Estimate, slack: float = 0.005) -> tuple[int, int]:
-    """The fewest and the most prefill nodes with which the load as it is goes as well as with the best split, or less
-    by no more than `slack` of all requests."""
+def equal_splits(estimator: SplitEstimator, best: Estimate, slack: float = 0.005) -> tuple[int, int]:
+    """Return the fewest and the most prefill nodes that serve the current load as well as the best split, or worse by
+    at most `slack` of all requests."""
     num_nodes = best.num_prefill + best.num_decode
 
     def is_worse(num_prefill: int) -> bool:
-        share = screen.estimate(num_prefill, num_nodes - num_prefill).effective_share
+        share = estimator.estimate(num_prefill, num_nodes - num_prefill).effective_share
         return share < best.effective_share - slack
 
     low = first_true(lambda count: not is_worse(count), 1, best.num_prefill)
@@ -159,33 +166,35 @@ def equal_splits(screen: Screen, best: Estimate, slack: float = 0.005) -> tuple[
     return low, high
 
 
-def fewest_nodes(screen: Screen) -> Estimate:
-    """The smallest cluster that meets the goal. InvalidInput where no number of nodes does, since too many prompts
-    alone take longer than the target."""
-    goal = screen.targets.goal
-    alone = float((screen.demand.prefill_s <= screen.targets.ttft_s).mean())
+def fewest_nodes(estimator: SplitEstimator) -> Estimate:
+    """Return the smallest cluster that meets the goal. Raise InvalidInput if too many prompts take longer than the
+    target on an idle node, so that no number of nodes is enough."""
+    goal = estimator.targets.goal
+    alone = float((estimator.demand.prefill_s <= estimator.targets.ttft_s).mean())
     if alone < goal:
         raise InvalidInput(
-            f"only {alone:.1%} of the prompts can be prefilled within {screen.targets.ttft_s:g} s by a node that has"
+            f"only {alone:.1%} of the prompts can be prefilled within {estimator.targets.ttft_s:g} s by a node that has"
             f" nothing else to do; the goal is {goal:.1%}"
         )
-    least = _first_enough(lambda count: screen.ttft_share(count) >= goal, max(1, ceil(screen.demand.prefill_load / 2)))
+    least = _first_enough(
+        lambda count: estimator.ttft_share(count) >= goal, max(1, ceil(estimator.demand.prefill_load / 2))
+    )
     best: Estimate | None = None
     for num_prefill in range(least, least + 2):
-        found = _fewest_decode(screen, num_prefill)
+        found = _fewest_decode(estimator, num_prefill)
         if best is None or found.num_prefill + found.num_decode < best.num_prefill + best.num_decode:
             best = found
     assert best is not None
     return best
 
 
-def _fewest_decode(screen: Screen, num_prefill: int) -> Estimate:
-    count = _first_enough(lambda num_decode: screen.is_enough(num_prefill, num_decode), 1)
-    return screen.estimate(num_prefill, count)
+def _fewest_decode(estimator: SplitEstimator, num_prefill: int) -> Estimate:
+    count = _first_enough(lambda num_decode: estimator.is_enough(num_prefill, num_decode), 1)
+    return estimator.estimate(num_prefill, count)
 
 
 def _first_enough(is_enough: Callable[[int], bool], start: int) -> int:
-    """Doubles until it is, then halves."""
+    """Return the smallest number that is enough: double until it is, then bisect."""
     low, high = 0, start
     while not is_enough(high):
         low, high = high, 2 * high
@@ -195,7 +204,7 @@ def _first_enough(is_enough: Callable[[int], bool], start: int) -> int:
 
 
 def first_true(holds: Callable[[int], bool], low: int, high: int) -> int:
-    """The first of low..high - 1 for which it holds, if it holds for all after it; `high` if for none."""
+    """Return the first of low..high - 1 for which `holds` is true, if it is true for all after it; else `high`."""
     while low < high:
         middle = (low + high) // 2
         if holds(middle):
@@ -205,17 +214,17 @@ def first_true(holds: Callable[[int], bool], low: int, high: int) -> int:
     return low
 
 
-def _guess(screen: Screen, num_nodes: int) -> int:
-    """By GPU time: a decode step of a node that is as full as its target allows makes a token for each sequence."""
-    demand, decode = screen.demand, screen.machine.cost.decode
+def _guess(estimator: SplitEstimator, num_nodes: int) -> int:
+    """Guess the prefill nodes from GPU time: a full decode node makes one token per sequence in each step."""
+    demand, decode = estimator.demand, estimator.machine.cost.decode
     context = float((demand.num_input + demand.num_output / 2).mean())
-    at_once = first_true(lambda n: decode.decode_step_s(n, int(n * context)) > screen.targets.tbt_s, 1, MAX_NUM_SEQS)
+    at_once = first_true(lambda n: decode.decode_step_s(n, int(n * context)) > estimator.targets.tbt_s, 1, MAX_NUM_SEQS)
     tokens_s = float(demand.num_output.sum()) / demand.span_s
-    decode_load = tokens_s * screen.targets.tbt_s / at_once
+    decode_load = tokens_s * estimator.targets.tbt_s / at_once
     share = demand.prefill_load / max(demand.prefill_load + decode_load, 1e-9)
     return min(num_nodes - 1, max(1, round(num_nodes * share)))
 
 
-def _merit(estimate: Estimate) -> tuple[float, float, float]:
-    """The margin; then what is good now; then the time to the first token."""
+def _rank(estimate: Estimate) -> tuple[float, float, float]:
+    """Order splits by margin, then by the share within both targets, then by mean TTFT."""
     return estimate.margin or 0.0, estimate.effective_share, -estimate.ttft_s_mean

@@ -1,9 +1,9 @@
-"""How long requests wait for a prefill node, and how slow decoding gets: two small models. Pure.
+"""Two small models: how long requests wait for a prefill node, and how slow decoding gets. Pure.
 
-Prefill: one queue, first come, first served, by the first node that is free; exact for that rule, with the arrivals as
-they are. Decode: a fluid, for all nodes alike. Time is cut into equal parts; in each, the sequences under way are
-spread evenly, and their steps take what the cost model says. How long a sequence is under way depends on its steps,
-so that is repeated until it holds.
+Prefill: one FIFO queue, served by the first free node; exact for this rule and the given arrivals. Decode: a fluid
+model of equal nodes. Time is cut into equal parts; in each part the open sequences are spread evenly over the nodes,
+and steps take what the cost model says. How long a sequence is open depends on the steps, so this is iterated until it
+converges.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from moonpool.traces.columns import Floats, Ints
 
 _PART_S = 3.0
 _MAX_PARTS = 1500
-_MAX_ROUNDS = 40  # of a load that never settles
-_SETTLED = 0.003
+_MAX_ROUNDS = 40  # for loads that do not converge
+_CONVERGED = 0.003
 
 
 def fifo_waits(arrival_s: Floats, service_s: Floats, num_servers: int) -> Floats:
-    """From each arrival until a server begins with it."""
+    """Return the time from each arrival until a server starts it."""
     free_s = [float("-inf")] * num_servers
     waits = []
     for arrival, service in zip(arrival_s.tolist(), service_s.tolist(), strict=True):
@@ -35,14 +35,14 @@ def fifo_waits(arrival_s: Floats, service_s: Floats, num_servers: int) -> Floats
 
 
 class Decoding(NamedTuple):
-    """Per request: its slowest time between tokens, and whether there was no room for it at some moment."""
+    """Per request: its longest time between tokens, and whether its node was full at some time."""
 
     tbt_s: Floats
     crowded: NDArray[np.bool_]
 
 
 class DecodeRoom(NamedTuple):
-    """What one node can have under way."""
+    """The capacity of one decode node."""
 
     max_num_seqs: int
     kv_tokens: int
@@ -51,10 +51,10 @@ class DecodeRoom(NamedTuple):
 def decode_gaps(
     cost: DecodeCost, room: DecodeRoom, begin_s: Floats, num_input: Ints, num_output: Ints, num_nodes: int
 ) -> Decoding:
-    """`begin_s`: when each has its first token. One without a second has no time between tokens."""
+    """Return the decode result of requests that have their first token at `begin_s`. TBT is 0 for one token."""
     left = np.maximum(num_output - 1, 0)
     fluid = _Fluid(cost, begin_s, left, num_input + num_output / 2, num_nodes)
-    end_s = fluid.settle()
+    end_s = fluid.converge()
     first, last = fluid.parts(begin_s), fluid.parts(end_s)
     tbt_s = np.where(left > 0, range_maximum(fluid.step_s, first, last), 0.0)
     seqs, kv_tokens = fluid.load(end_s)
@@ -74,19 +74,19 @@ class _Fluid:
         self._edges = float(begin_s.min()) + np.linspace(0.0, span_s, num_parts + 1)
         self.step_s = np.full(num_parts, alone_s)
 
-    def settle(self) -> Floats:
-        """When each is done. Slower steps mean more sequences under way and so slower steps again: beginning with the
-        fastest, no round undoes what one before it did."""
+    def converge(self) -> Floats:
+        """Return when each request ends. Slower steps mean more open sequences and so slower steps; starting from the
+        fastest steps, the iteration is monotone."""
         end_s = self._ends()
         for _ in range(_MAX_ROUNDS):
             before_s, self.step_s = self.step_s, self._steps(*self.load(end_s))
             end_s = self._ends()
-            if np.all(np.abs(self.step_s - before_s) <= _SETTLED * before_s):
+            if np.all(np.abs(self.step_s - before_s) <= _CONVERGED * before_s):
                 break
         return end_s
 
     def load(self, end_s: Floats) -> tuple[Floats, Floats]:
-        """Sequences and tokens of KV of one node: the mean over each part of those between beginning and end."""
+        """Return the mean open sequences and KV tokens of one node in each part of the time."""
         if self._begun is None:
             self._begun = _Starts.of(self._begin_s, self._context, self._edges)
         ended = _Starts.of(end_s, self._context, self._edges)
@@ -99,18 +99,18 @@ class _Fluid:
         return np.clip(where, 0, len(self.step_s) - 1)
 
     def _steps(self, seqs: Floats, kv_tokens: Floats) -> Floats:
-        """A node that has less than one sequence on average has one whenever it has any."""
+        """Return the step time of each part. Fewer than one sequence on average means one sequence part of the time."""
         whole = np.maximum(seqs, 1.0)
         tokens = kv_tokens * whole / np.maximum(seqs, 1e-9)
         tokens = np.where(seqs > 0, tokens, 0.0)
         step_s: Any = self._cost.decode_step_s
         if not self._cost.per_window_token_s:
-            return np.asarray(step_s(whole, tokens))  # without a window it is plain arithmetic, good for whole arrays
+            return np.asarray(step_s(whole, tokens))  # without a window the formula works on arrays
         pairs = zip(np.rint(whole).tolist(), np.rint(tokens).tolist(), strict=True)
         return np.array([step_s(int(each), int(kv)) for each, kv in pairs])
 
     def _ends(self) -> Floats:
-        """A sequence has as many tokens as steps went by since it began."""
+        """Return when each sequence has made its tokens, one per step since it began."""
         steps = np.concatenate(([0.0], np.cumsum(np.diff(self._edges) / self.step_s)))
         wanted = np.interp(self._begin_s, self._edges, steps) + self._left
         beyond_s = np.maximum(wanted - steps[-1], 0.0) * self.step_s[-1]
@@ -119,8 +119,8 @@ class _Fluid:
 
 
 class _Starts(NamedTuple):
-    """The time since their start of all that have started, summed, at each of some times: as it is, and times each
-    one's tokens."""
+    """Sums over all sequences started, at each of some times: of the time since their start, and of that times their
+    tokens."""
 
     seqs_s: Floats
     tokens_s: Floats
@@ -134,13 +134,13 @@ class _Starts(NamedTuple):
 
 
 def _sums(values: Floats) -> Floats:
-    """Of none, of the first, of the first two, ..."""
+    """Return the prefix sums, beginning with 0."""
     sums: Floats = np.concatenate(([0.0], np.cumsum(values)))
     return sums
 
 
 def range_maximum(values: Floats, first: Ints, last: Ints) -> Floats:
-    """The greatest of values[first..last], both included, for many ranges at once."""
+    """Return the maximum of values[first..last], both included, for many ranges (sparse table)."""
     rows = [values]
     width = 1
     while 2 * width <= len(values):

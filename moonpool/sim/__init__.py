@@ -1,1 +1,1 @@
-"""Replays the world: traces, physics and the simulated cluster, on the cores that also run live."""
+"""The simulator: replays traces on simulated machines, with the code that also runs in production."""

@@ -29,7 +29,7 @@ _MEASURED = ("llama3-70b", "a800", 8)
 
 
 class Machine(NamedTuple):
-    """One node runs one instance of the model. `cost_source` says in words where the times come from."""
+    """A model on a kind of node; one node runs one instance. `cost_source` describes the source of the times."""
 
     shape: ModelShape
     node: NodeSpec
@@ -38,25 +38,25 @@ class Machine(NamedTuple):
 
 
 def machine_for(shape: ModelShape, node: NodeSpec) -> Machine:
-    """With the paper's measured times for its own model and node; for any other, from operations and bytes."""
+    """Return the machine with the paper's measured times for the paper's model and node, else with roofline times."""
     if (shape.name, node.gpu.name, node.num_gpus) == _MEASURED:
         return Machine(shape, node, paper_cost(), "fitted to the paper's Fig 14; batches of decodes are assumed")
     source = "roofline with shares of the peaks fitted to LLaMA3-70B on 8 x A800; not compared with this model or GPU"
     return Machine(shape, node, roofline_cost(shape, node), source)
 
 
-_RIDGE = 1e-12  # of a column's own length: keeps a feature that no sample has from making the system singular
+_RIDGE = 1e-12  # of a column's length: a feature that no sample has must not make the system singular
 
 
 def profile_cost(
     prefills: Iterable[PrefillSample], decodes: Iterable[DecodeSample], overhead: Overhead | None = None
 ) -> EngineCost:
-    """The costs that explain the samples best. Raises InvalidInput where a kind has no sample with work in it."""
+    """Return the costs that fit the samples best. Raise InvalidInput if a kind has no usable sample."""
     return EngineCost(prefill=fit_prefill(prefills), decode=fit_decode(decodes), overhead=overhead or Overhead())
 
 
 def fit_prefill(samples: Iterable[PrefillSample]) -> PrefillCost:
-    """What a cached prefix costs in them is its reading: workers leave out how long they waited for it to come."""
+    """Fit the prefill cost. A cached prefix costs its reading only: workers leave out the time to fetch it."""
     used = [each for each in samples if each.num_tokens > each.prefix_tokens >= 0 and each.seconds > 0]
     features = [_prefill_features(float(each.num_tokens), float(each.prefix_tokens)) for each in used]
     base, per_token, per_square, per_masked, per_context = _fit(features, [each.seconds for each in used], "prefill")
@@ -84,7 +84,7 @@ def fit_decode(samples: Iterable[DecodeSample]) -> DecodeCost:
 def _fit(features: Sequence[Sequence[float]], seconds: Sequence[float], kind: str) -> list[float]:
     if not features:
         raise InvalidInput(f"the profile has no {kind} sample")
-    rows: NDArray[np.float64] = np.asarray(features) / np.asarray(seconds)[:, None]  # each should add up to 1
+    rows: NDArray[np.float64] = np.asarray(features) / np.asarray(seconds)[:, None]  # the fit of each row should be 1
     lengths = np.linalg.norm(rows, axis=0)
     lengths[lengths == 0] = 1.0
     rows /= lengths
@@ -98,7 +98,7 @@ _FROM_PROFILE = "fitted to the measured steps in {}"
 
 @dataclass(frozen=True, kw_only=True)
 class Fleet:
-    """Equal nodes, each with one instance of the model. Coupled engines take all of them; else `num_prefill` nodes
+    """Equal nodes, each with one instance of the model. Coupled engines use all of them; otherwise `num_prefill` nodes
     prefill and the others decode."""
 
     machine: Machine
@@ -108,7 +108,7 @@ class Fleet:
     def __post_init__(self) -> None:
         if not 0 < self.num_prefill < self.num_nodes:
             raise InvalidInput(f"of {self.num_nodes} nodes {self.num_prefill} cannot prefill: some have to decode")
-        kv_capacity_tokens(self.shape, self.node)  # refuses a model that does not fit
+        kv_capacity_tokens(self.shape, self.node)  # raises InvalidInput for a model that does not fit
 
     @property
     def shape(self) -> ModelShape:
@@ -127,7 +127,7 @@ class Fleet:
         return self.num_nodes - self.num_prefill
 
     def facts(self) -> dict[str, str | int | float]:
-        """What was assumed, by name; names carry units."""
+        """Return the assumptions by name; names carry units."""
         spec = self.node
         return {
             "model": self.shape.name,
@@ -156,7 +156,7 @@ def make_fleet(
     ssd_nbytes: float = 0.0,
     profile: Path | None = None,
 ) -> Fleet:
-    """`model` is a preset's name or the path of a config.json; half of the nodes prefill unless told."""
+    """`model` is a preset's name or the path of a config.json. `num_prefill` None: half of the nodes prefill."""
     spec = replace(node(gpu, num_gpus), ssd_nbytes=ssd_nbytes)
     if dram_nbytes is not None:
         spec = replace(spec, dram_nbytes=dram_nbytes)
@@ -169,7 +169,7 @@ def make_fleet(
 
 
 def read_shape(model: str) -> ModelShape:
-    """A preset, or what a Hugging Face config.json (the file or its folder) says."""
+    """Return a preset's shape, or that of a Hugging Face config.json (the file or its folder)."""
     path = Path(model)
     if path.suffix != ".json" and not path.is_dir():
         return preset(model)
@@ -178,8 +178,8 @@ def read_shape(model: str) -> ModelShape:
 
 
 class Profile(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """Each sample as workers report it: [tokens, cached tokens, seconds] and [sequences, KV tokens, seconds]. What a
-    request takes beside them as `Overhead` has it."""
+    """Samples as workers report them: [tokens, cached tokens, seconds] and [sequences, KV tokens, seconds]; and the
+    times of `Overhead`."""
 
     prefills: list[PrefillSample]
     decodes: list[DecodeSample]
@@ -187,14 +187,14 @@ class Profile(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     handoff_s: float = 0.0
 
     def cost(self) -> EngineCost:
-        """InvalidInput where a kind of sample is missing or a time is negative."""
+        """Fit the costs. Raise InvalidInput if a kind of sample is missing or a time is negative."""
         overhead = Overhead(request_s=self.request_s, handoff_s=self.handoff_s)
         return profile_cost(self.prefills, self.decodes, overhead)
 
 
 def read_profile(path: Path) -> EngineCost:
-    """Costs from a file of measured steps: {"prefills": [[n, p, s], ...], "decodes": [[n, k, s], ...]}, and what
-    requests take beside them, where that was measured: "request_s": s, "handoff_s": s."""
+    """Return the costs from a file of measured steps: {"prefills": [[n, p, s], ...], "decodes": [[n, k, s], ...]},
+    optionally with overheads: "request_s": s, "handoff_s": s."""
     cost: EngineCost = _read_json(path, Profile).cost()
     return cost
 

@@ -1,4 +1,4 @@
-"""What a replay of a trace on one system comes to: plain numbers, for `--json`, the table and the report alike."""
+"""The outcome of replaying a trace on one system: plain numbers for `--json`, the table and the report."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from moonpool.sim.world.results import Results
 from moonpool.traces.columns import Trace
 
 _QUANTILES = 101
-_DIGITS = 9  # that are kept: sums of the same numbers may differ behind them from machine to machine
+_DIGITS = 9  # significant digits that are kept: further digits of sums may differ between machines
 
 
 class LinkUse(msgspec.Struct, frozen=True):
-    """All links of a kind together, over the whole run. Shares are of what they could carry."""
+    """All links of a kind together, over the whole run. Shares are of their capacity."""
 
     nbytes: float
     mean_share: float
@@ -29,14 +29,14 @@ class LinkUse(msgspec.Struct, frozen=True):
 
 
 class LinksOverTime(msgspec.Struct, frozen=True):
-    """Bytes per second over all links of a kind, from time 0 on; the last bucket may be part of one."""
+    """Bytes per second over all links of a kind, from time 0; the last bucket may be partial."""
 
     bucket_s: float
     nbytes_per_s: Columns
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """`numbers` are plain figures whose names carry units; GPU seconds are of all GPUs of a node together."""
+    """The names in `numbers` carry units; GPU seconds are of all GPUs of a node together."""
 
     system: str
     about: str
@@ -48,7 +48,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     numbers: dict[str, float]
     refusals: dict[str, int]  # by reason, the most frequent first
     links: dict[str, LinkUse]
-    quantiles: dict[str, list[float]]  # ttft_s and tbt_s of the requests that were done, at 0, 1, ... 100 %
+    quantiles: dict[str, list[float]]  # ttft_s and tbt_s of done requests, at 0, 1, ... 100 %
     over_time: Columns
     links_over_time: LinksOverTime
 
@@ -62,16 +62,16 @@ def replay(
     load: float = 1.0,
     progress: Callable[[float], None] | None = None,
 ) -> Outcome:
-    """Runs the trace through the system. `load` is only told: the trace has it already.
+    """Run the trace through the system. `load` is only reported: the trace is scaled already.
 
-    A request without output has its first token computed all the same. InvalidInput for a trace with nothing in it,
-    or with a request that no node has room for.
+    The first token of a request without output is computed, too. Raise InvalidInput for an empty trace, or for a
+    request that fits into no node.
     """
     _refuse_unfit(trace, fleet)
-    world = system.make(trace.but(num_output=np.maximum(trace.num_output, 1)), fleet, goals)
-    watch = WorldRecorder(world)
+    world = system.make(trace.replace(num_output=np.maximum(trace.num_output, 1)), fleet, goals)
+    recorder = WorldRecorder(world)
     results = Results.of(world.run(progress))
-    bucket_s, rates = watch.links()
+    bucket_s, rates = recorder.links()
     return Outcome(
         system=system.name,
         about=system.summary,
@@ -84,7 +84,7 @@ def replay(
         refusals=dict(sorted(results.refusals.items(), key=lambda each: (-each[1], each[0]))),
         links=_link_use(bucket_s, rates, fleet, world.clock.now_s),
         quantiles={"ttft_s": _quantiles(results, results.ttft_s), "tbt_s": _quantiles(results, results.tbt_s)},
-        over_time={name: [_rounded(value) for value in values] for name, values in watch.columns().items()},
+        over_time={name: [_rounded(value) for value in values] for name, values in recorder.columns().items()},
         links_over_time=LinksOverTime(
             bucket_s, {kind: [_rounded(each) for each in values] for kind, values in rates.items()}
         ),
@@ -92,13 +92,13 @@ def replay(
 
 
 def encode(outcome: Outcome) -> str:
-    """One line of JSON. Same replay, same bytes."""
+    """Return one line of JSON. The same replay gives the same bytes."""
     return msgspec.json.encode(outcome).decode()
 
 
 def _refuse_unfit(trace: Trace, fleet: Fleet) -> None:
     if not len(trace):
-        raise InvalidInput("nothing is left of the trace; choose a larger part")
+        raise InvalidInput("no requests are left of the trace; choose a larger part")
     longest = int((trace.num_input + trace.num_output).max())
     room = kv_capacity_tokens(fleet.shape, fleet.node) // trace.block_tokens * trace.block_tokens
     if longest + 1 > room:

@@ -1,7 +1,7 @@
-"""Serving systems by name, all on the same physics: ours, ours with a feature off, and those it is compared with.
+"""Serving systems by name, all on the same simulated machines: Moonpool, Moonpool without a feature, and baselines.
 
-Where prefill and decode are apart, all systems refuse what is predicted to miss the targets; the coupled ones, as the
-engines they stand for, refuse nothing.
+Systems with separate prefill and decode refuse requests that are predicted to miss the targets. The coupled systems
+refuse nothing, like the engines that they represent.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from moonpool.sim.fleet import Fleet
 from moonpool.sim.world.cluster import SimCluster
 from moonpool.sim.world.config import ClusterConfig, Failure
 from moonpool.sim.world.coupled import CoupledCluster, CoupledConfig
-from moonpool.sim.world.pool import rules_on_paper
+from moonpool.sim.world.pool import sim_pool_rules
 from moonpool.traces.columns import Trace
 
 World: TypeAlias = SimCluster | CoupledCluster
 FULL = "moonpool"
-BASELINE = "vllm-v1"  # what the full system is compared with
-# vLLM's V1 engine: prefix caching and chunked prefill are on, a step has up to 2,048 tokens on GPUs like these; several
-# engines behind its own load balancer get each request where the fewest are.
+BASELINE = "vllm-v1"  # the baseline of the full system
+# vLLM's V1 engine: prefix caching and chunked prefill are on, a step has up to 2,048 tokens on GPUs like these; its
+# load balancer sends each request to the engine with the fewest requests.
 VLLM_TODAY: dict[str, Any] = {
     "chunked_prefill": True,
     "prefix_caching": True,
@@ -48,7 +48,7 @@ class Goals(NamedTuple):
 
 
 class System(NamedTuple):
-    """`make` gives a world that can be run once; `config`, what it is like where prefill and decode are apart."""
+    """`make` returns a cluster that can run once. `config` is None for coupled systems."""
 
     name: str
     summary: str
@@ -56,12 +56,12 @@ class System(NamedTuple):
     config: Callable[[Fleet, Goals], ClusterConfig] | None = None
 
 
-def _made_of(name: str, summary: str, config: Callable[[Fleet, Goals], ClusterConfig]) -> System:
+def _system_of(name: str, summary: str, config: Callable[[Fleet, Goals], ClusterConfig]) -> System:
     return System(name, summary, lambda trace, fleet, goals: SimCluster(config(fleet, goals), trace), config)
 
 
-def _apart(name: str, summary: str, policy: str, **changes: Any) -> System:
-    return _made_of(
+def _split(name: str, summary: str, policy: str, **changes: Any) -> System:
+    return _system_of(
         name, summary, lambda fleet, goals: replace(_config(fleet, goals), policy=goals.policy(policy), **changes)
     )
 
@@ -90,16 +90,16 @@ def _config(fleet: Fleet, goals: Goals) -> ClusterConfig:
 SYSTEMS = {
     system.name: system
     for system in (
-        _apart(FULL, "one pool across the prefill nodes; KV is pulled only where that saves time", DEFAULT_POLICY),
-        _apart("paper", "one pool across the prefill nodes, with the paper's Algorithm 1", "paper"),
-        _apart("no-pool", "separate prefill and decode; KV is kept in GPU pages only", DEFAULT_POLICY, pool="none"),
-        _apart(
+        _split(FULL, "one pool across the prefill nodes; KV is pulled only where that saves time", DEFAULT_POLICY),
+        _split("paper", "one pool across the prefill nodes, with the paper's Algorithm 1", "paper"),
+        _split("no-pool", "separate prefill and decode; KV is kept in GPU pages only", DEFAULT_POLICY, pool="none"),
+        _split(
             "local-round-robin",
             "each prefill node caches alone; requests round-robin",
             "round-robin",
             pool="local",
         ),
-        _apart(
+        _split(
             "local-affinity",
             "each prefill node caches alone; requests follow their prefix",
             "local",
@@ -117,7 +117,7 @@ SYSTEMS = {
 }
 
 
-# Features of the full system: what the world does without each.
+# How to switch each feature of the full system off.
 def _without_ssd(config: ClusterConfig) -> ClusterConfig:
     if not config.node.ssd_nbytes:
         raise InvalidInput("the nodes have no SSD to be without; --ssd 8TB gives each one")
@@ -128,7 +128,7 @@ _OFF: dict[str, Callable[[ClusterConfig], ClusterConfig]] = {
     "pool": lambda config: replace(config, pool="none"),
     "ssd": _without_ssd,
     "admission": lambda config: replace(config, policy=replace(config.policy, ttft_slo_s=None, tbt_slo_s=None)),
-    "replication": lambda config: replace(config, pool_rules=rules_on_paper(hot_hits=0)),
+    "replication": lambda config: replace(config, pool_rules=sim_pool_rules(hot_hits=0)),
     "affinity": lambda config: replace(config, policy=replace(config.policy, name="least-loaded"), always_pulls=True),
     "overlap": lambda config: replace(config, layer_wise=False),
 }
@@ -136,19 +136,19 @@ FEATURES = tuple(_OFF)
 
 
 def system(name: str) -> System:
-    """InvalidInput lists the names there are."""
+    """Return a system by name. Raise InvalidInput with the existing names."""
     if name not in SYSTEMS:
         raise InvalidInput(f"no system {name!r}; there are {', '.join(SYSTEMS)}", param="system")
     return SYSTEMS[name]
 
 
 def without(feature: str) -> System:
-    """The full system with one feature off. InvalidInput for one that cannot be."""
+    """Return the full system with one feature off. Raise InvalidInput for an unknown feature."""
     off = _OFF.get(feature)
     if off is None:
         raise InvalidInput(f"{feature!r} is not a feature; there are {', '.join(FEATURES)}", param="without")
 
-    return _made_of(
+    return _system_of(
         f"{FULL} without {feature}",
         f"{SYSTEMS[FULL].summary}, {feature} off",
         lambda fleet, goals: off(_config(fleet, goals)),
@@ -156,12 +156,12 @@ def without(feature: str) -> System:
 
 
 def with_pipelines(chosen: System, num_nodes: int) -> System:
-    """So many prefill nodes are one worker. InvalidInput for a system that has no prefill workers."""
+    """Return the system with `num_nodes` prefill nodes per worker. Raise InvalidInput for a coupled system."""
     return _changed(chosen, f"pipelines of {num_nodes} prefill nodes", pipeline_nodes=num_nodes)
 
 
 def with_failures(chosen: System, failures: tuple[Failure, ...]) -> System:
-    """InvalidInput for a system that is simulated without any."""
+    """Return the system with these failures. Raise InvalidInput for a coupled system."""
     return _changed(chosen, f"failing: {', '.join(map(str, failures))}", failures=failures)
 
 
@@ -169,6 +169,6 @@ def _changed(chosen: System, how: str, **changes: Any) -> System:
     config = chosen.config
     if config is None:
         raise InvalidInput(f"{chosen.name} has no workers of its own for prefill: it cannot have {how}")
-    return _made_of(
+    return _system_of(
         chosen.name, f"{chosen.summary}; {how}", lambda fleet, goals: replace(config(fleet, goals), **changes)
     )

@@ -3,7 +3,6 @@
 trace = read_jsonl("conversation_trace.jsonl")
 print(describe(trace).hit_tokens)
 twice = scale_load(trace, 2.0)
-like = fit(trace).generate(100_000, rate_per_s=10.0, rng=np.random.default_rng(0))
 """
 
 from moonpool.traces.changes import (

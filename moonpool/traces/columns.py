@@ -1,8 +1,8 @@
-"""A trace at rest: one numpy column per field, all requests' block ids in one flat array.
+"""A trace in memory: one numpy column per field, the block ids of all requests in one flat array.
 
-A `Trace` never changes: its columns are read-only, and whatever changes one makes another (`changes.py`). Arrivals are
-sorted; request i has ceil(num_input / block_tokens) block ids, chained: two requests that share a block id share all
-blocks before it. The last block of a request may be partial and has an id too.
+A `Trace` is immutable: its columns are read-only, and changes make a new trace (`changes.py`). Arrivals are sorted.
+Request i has ceil(num_input / block_tokens) chained block ids: two requests that share a block id share all blocks
+before it. The last block of a request may be partial and has an id, too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MOONCAKE_BLOCK_TOKENS = 512
 
 
 class TraceRequest(NamedTuple):
-    """One row. `block_ids` is a read-only view of the trace's."""
+    """One row. `block_ids` is a read-only view into the trace."""
 
     arrival_s: float
     num_input: int
@@ -32,14 +32,14 @@ class TraceRequest(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Trace:
-    """The arrays given are the trace's from then on. InvalidInput if they do not fit together."""
+    """Takes ownership of the arrays. Raises InvalidInput if they are inconsistent."""
 
     name: str = "trace"
     block_tokens: int = MOONCAKE_BLOCK_TOKENS
     arrival_s: Floats
     num_input: Ints
     num_output: Ints
-    block_ids: Ints  # of all requests, one after the other
+    block_ids: Ints  # of all requests in a row
     block_offsets: Ints  # request i has block_ids[block_offsets[i] : block_offsets[i + 1]]
     tenant: Ints | None = None
     priority: Ints | None = None
@@ -55,7 +55,7 @@ class Trace:
         return len(self.arrival_s)
 
     def __eq__(self, other: object) -> bool:
-        """Same content, whatever the name."""
+        """Compare the contents, without the name."""
         if not isinstance(other, Trace):
             return NotImplemented
         columns = ("arrival_s", "num_input", "num_output", "block_ids", "block_offsets", "tenant", "priority")
@@ -63,7 +63,7 @@ class Trace:
             _same(getattr(self, column), getattr(other, column)) for column in columns
         )
 
-    __hash__ = None  # type: ignore[assignment]  # equality looks at millions of numbers; nothing should do so by chance
+    __hash__ = None  # type: ignore[assignment]  # comparing is slow: no accidental use as a key
 
     def __iter__(self) -> Iterator[TraceRequest]:
         ids = self.block_ids
@@ -74,24 +74,24 @@ class Trace:
 
     @property
     def num_blocks(self) -> Ints:
-        """Of each request."""
+        """Return the number of blocks of each request."""
         return np.diff(self.block_offsets)
 
     @property
     def duration_s(self) -> float:
-        """From the first arrival to the last."""
+        """Return the time from the first arrival to the last."""
         return float(self.arrival_s[-1] - self.arrival_s[0]) if len(self) else 0.0
 
     def block_owners(self) -> Ints:
-        """For each entry of `block_ids`, whose request it is."""
+        """Return the request of each entry of `block_ids`."""
         return np.repeat(np.arange(len(self)), self.num_blocks)
 
-    def take(self, rows: Ints) -> Trace:
-        """The trace of these rows, in this order; their arrivals must be sorted."""
+    def select(self, rows: Ints) -> Trace:
+        """Return the trace of these rows in this order; their arrivals must be sorted."""
         counts = self.num_blocks[rows]
         offsets = offsets_of(counts)
         where = np.arange(offsets[-1]) + np.repeat(self.block_offsets[rows] - offsets[:-1], counts)
-        return self.but(
+        return self.replace(
             arrival_s=self.arrival_s[rows],
             num_input=self.num_input[rows],
             num_output=self.num_output[rows],
@@ -101,8 +101,8 @@ class Trace:
             priority=None if self.priority is None else self.priority[rows],
         )
 
-    def but(self, **columns: Any) -> Trace:
-        """This trace with some fields replaced."""
+    def replace(self, **columns: Any) -> Trace:
+        """Return this trace with some fields replaced."""
         fields = {field: getattr(self, field) for field in self.__dataclass_fields__}
         return Trace(**(fields | columns))
 
@@ -119,11 +119,11 @@ class Trace:
             raise InvalidInput("the columns of a trace must be equally long (block_offsets by one longer)")
         if self.block_offsets[0] != 0 or self.block_offsets[-1] != len(self.block_ids):
             raise InvalidInput("block_offsets must go from 0 to the number of block ids")
-        for wrong, complaint in self._complaints():
+        for wrong, problem in self._problems():
             if wrong.any():
-                raise InvalidInput(f"request {int(wrong.argmax())} {complaint}")
+                raise InvalidInput(f"request {int(wrong.argmax())} {problem}")
 
-    def _complaints(self) -> Iterator[tuple[NDArray[np.bool_], str]]:
+    def _problems(self) -> Iterator[tuple[NDArray[np.bool_], str]]:
         yield ~np.isfinite(self.arrival_s), "has no finite arrival time"
         yield np.diff(self.arrival_s, prepend=self.arrival_s[:1]) < 0, "arrives before the one in front of it"
         yield self.num_input < 1, "has no input tokens"
@@ -132,13 +132,13 @@ class Trace:
 
 
 def blocks_of(num_tokens: Ints, block_tokens: int) -> Ints:
-    """How many blocks hold so many tokens, the last one perhaps in part."""
+    """Return the number of blocks for this many tokens, including a partial last block."""
     blocks: Ints = -(-num_tokens // block_tokens)
     return blocks
 
 
 def offsets_of(counts: Ints) -> Ints:
-    """Where each group of so many begins, and where the last one ends."""
+    """Return where each group of `counts` entries begins, and where the last group ends."""
     offsets = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=offsets[1:])
     return offsets

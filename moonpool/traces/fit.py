@@ -1,13 +1,13 @@
-"""Reads a chat generator's parameters out of a trace, so that traffic like it can be made at any length and rate.
+"""Fits a chat generator to a trace, to generate similar traffic of any length and rate.
 
-Where many requests branch off after the same block, that block ends a stem: a system prompt, a document, an agent's
-instructions. A request that hits no more than a stem begins a session; one that hits more continues the request that
-last used the end of what it hits. From these pairs come think times, growth, and the chance of another turn, by turn
-and by length. A turn that would have come after the trace's end was not seen: a long think time counts for those like
-it that did not fit in any more, and the chances are corrected by the share of think times that did.
+Where many requests branch after the same block, this block ends a stem: a system prompt, a document, an agent's
+instructions. A request that hits no more than a stem begins a session; a request that hits more continues the request
+that used the last hit block before. These pairs give think times, growth, and the chance of another turn by turn number
+and length. Turns after the trace's end are unseen: a long think time has a higher weight, for the similar ones that did
+not fit in, and the chances are corrected by the share of think times that did.
 
-It is made for sessions. Of traffic that is mostly questions about documents, each asked a few times, it gives back
-lengths and the most that can hit, but hits come sooner than they did.
+The fit is made for sessions. For traffic of questions about documents with few questions each, it reproduces lengths
+and the maximum hit rate, but the hits come sooner than in the trace.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from moonpool.traces.reuse import leading_hits, previous_uses
 from moonpool.traces.sessions import ROOT, SessionTurns
 from moonpool.traces.workloads import ChatSpec, Stem
 
-_MIN_REQUESTS = 100  # below, percentiles mean nothing
+_MIN_REQUESTS = 100  # with fewer, percentiles mean nothing
 _NUM_INPUT_CLASSES = 8
 _NUM_TURN_CLASSES = 4
-_MIN_BRANCHES = 5  # after one block; a conversation of short messages has some, too
-_SHARED_BY = 0.5  # of all requests: then a block is part of the system prompt
-_MIN_STEP_REQUESTS = 4  # so many per distinct arrival on average, and arrivals are told in steps
+_MIN_BRANCHES = 5  # after one block; conversations with short messages have a few
+_SHARED_BY = 0.5  # a block used by this share of all requests is part of the system prompt
+_MIN_STEP_REQUESTS = 4  # with this many requests per distinct arrival, arrivals are rounded to steps
 _BURST_INTERVAL_S = 3.0
 
 
 class _Links(NamedTuple):
-    """Who continues whom. Rows of children only, except `turn`."""
+    """Which request continues which. Rows of children only, except `turn`."""
 
     child: Ints
     parent: Ints
@@ -43,7 +43,7 @@ class _Links(NamedTuple):
 
 
 def fit(trace: Trace) -> ChatSpec:
-    """InvalidInput for a trace of less than 100 requests or without duration."""
+    """Return the fitted parameters. Raise InvalidInput for a trace of less than 100 requests or without duration."""
     if len(trace) < _MIN_REQUESTS or trace.duration_s <= 0:
         raise InvalidInput(
             f"a trace of {len(trace)} requests in {trace.duration_s:g} s is too small to fit a generator to"
@@ -65,7 +65,7 @@ def fit(trace: Trace) -> ChatSpec:
 
 
 def fit_arrivals(trace: Trace) -> Arrivals:
-    """Burstiness per 3 s, and the step in which arrivals are told, if they are."""
+    """Return the burstiness per 3 s, and the step to which arrivals are rounded, if they are."""
     distinct = np.unique(trace.arrival_s)
     step_s = None
     if len(trace) >= _MIN_STEP_REQUESTS * len(distinct) > _MIN_STEP_REQUESTS:
@@ -74,7 +74,7 @@ def fit_arrivals(trace: Trace) -> Arrivals:
 
 
 def _shared_blocks(trace: Trace) -> int:
-    """How many leading blocks most requests have in common."""
+    """Return the number of leading blocks that most requests share."""
     depth = 0
     while True:
         long_enough = np.flatnonzero(trace.num_blocks > depth)
@@ -87,7 +87,7 @@ def _shared_blocks(trace: Trace) -> int:
 
 
 def _stem_entries(trace: Trace, hits: Ints) -> NDArray[np.bool_]:
-    """Which entries of `block_ids` are ends of stems."""
+    """Return which entries of `block_ids` end a stem."""
     hit = np.flatnonzero(hits)
     ends = trace.block_ids[trace.block_offsets[hit] + hits[hit] - 1]
     ids, branches = np.unique(ends, return_counts=True)
@@ -95,7 +95,7 @@ def _stem_entries(trace: Trace, hits: Ints) -> NDArray[np.bool_]:
 
 
 def _fit_stems(trace: Trace, is_stem: NDArray[np.bool_], roots: Ints) -> tuple[Ints, tuple[Stem, ...]]:
-    """Each root's stem in tokens: the longest that it has; and all stems with how many roots have them."""
+    """Return the tokens of each root's longest stem, and all stems with their number of roots."""
     within = np.arange(len(is_stem)) - np.repeat(trace.block_offsets[:-1], trace.num_blocks) + 1
     num_blocks = np.maximum.reduceat(np.where(is_stem, within, 0), trace.block_offsets[:-1])[roots]
     num_blocks = np.minimum(num_blocks, (trace.num_input[roots] - 1) // trace.block_tokens)
@@ -131,7 +131,7 @@ def _fit_turns(trace: Trace, links: _Links) -> SessionTurns:
     whole_blocks = trace.num_input[parent] // trace.block_tokens
     is_edited = links.kept_blocks < np.minimum(whole_blocks, trace.num_input[child] // trace.block_tokens)
     edges = np.unique(np.quantile(trace.num_input, np.arange(1, _NUM_INPUT_CLASSES) / _NUM_INPUT_CLASSES))
-    kept_tokens = (links.kept_blocks + 0.5) * trace.block_tokens  # the end of what is kept lies somewhere in a block
+    kept_tokens = (links.kept_blocks + 0.5) * trace.block_tokens  # the kept part ends somewhere in a block
     weights = _unseen_weights(trace, think_s)
     return SessionTurns(
         go_on=_go_on(trace, links, think_s, weights, edges),
@@ -146,7 +146,7 @@ def _fit_turns(trace: Trace, links: _Links) -> SessionTurns:
 
 
 def _unseen_weights(trace: Trace, think_s: Floats) -> Floats:
-    """For each think time seen, how many there were: one over the share of requests after which it fitted in."""
+    """Return the weight of each think time: one over the share of requests after which it fitted into the trace."""
     left_s = np.sort(trace.arrival_s[-1] - trace.arrival_s)
     fitted = len(trace) - np.searchsorted(left_s, think_s, side="left")
     weights: Floats = len(trace) / np.maximum(fitted, 1)

@@ -1,4 +1,4 @@
-"""Traces by the name of their kind, the same for the same seed."""
+"""Generated traces by kind; the same seed gives the same trace."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Generate: TypeAlias = Callable[[int, float, np.random.Generator], Trace]
 class TraceKind(NamedTuple):
     summary: str
     generate: Generate
-    num_requests: int  # unless told otherwise
+    num_requests: int  # default
     rate_per_s: float
 
 
@@ -56,7 +56,7 @@ def generate(
     seed: int = 0,
     arrivals: Arrivals | None = None,
 ) -> Trace:
-    """None is the kind's own. InvalidInput for a kind that there is not."""
+    """Generate a trace; None means the default of the kind. Raise InvalidInput for an unknown kind."""
     if kind not in KINDS:
         raise InvalidInput(f"no kind of trace is called {kind!r}; there are {', '.join(KINDS)}")
     chosen = KINDS[kind]
@@ -77,7 +77,7 @@ def generate_like(
     seed: int = 0,
     arrivals: Arrivals | None = None,
 ) -> Trace:
-    """Traffic fitted to this trace; None is the trace's own."""
+    """Generate traffic fitted to this trace; None means the trace's own value."""
     spec = fit(trace)
     made = _draw(
         spec.generate,
@@ -86,7 +86,7 @@ def generate_like(
         seed,
         arrivals,
     )
-    return made.but(name=f"like-{trace.name}")
+    return made.replace(name=f"like-{trace.name}")
 
 
 def _draw(make: Generate, num_requests: int, rate_per_s: float, seed: int, arrivals: Arrivals | None) -> Trace:

@@ -1,9 +1,9 @@
 """Mooncake's trace format: one JSON object per line, {"timestamp" in ms, "input_length", "output_length", "hash_ids"}.
 
-Reading refuses the first wrong line, by its number, and says what to do. Writing makes the bytes that Mooncake's own
-files have: a file that was read is written the same. Our columns `tenant` and `priority` are two more fields, there
-only where a trace has them, and `block_tokens` a third, where blocks have another size than Mooncake's 512. A name that
-ends in .gz is compressed, without a time stamp in it: same trace, same bytes.
+Reading raises InvalidInput for the first wrong line, with its number and what to do. Writing makes the same bytes as
+Mooncake's own files: a file that was read is written unchanged. `tenant` and `priority` are two more fields, present
+only if the trace has them; `block_tokens` is a third, for blocks of another size than Mooncake's 512. A file name that
+ends in .gz means gzip, without a time stamp: the same trace gives the same bytes.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class _Line(msgspec.Struct, gc=False):
 
 
 class _Columns:
-    """What was read so far, eight bytes per number."""
+    """The columns read so far, eight bytes per number."""
 
     def __init__(self) -> None:
         self.timestamp_ms = array("d")
         self.num_input, self.num_output, self.num_blocks, self.block_ids = (array("q") for _ in range(4))
         self.labels = {"tenant": array("q"), "priority": array("q")}
         self.labelled: set[str] = set()
-        self.block_tokens: int | None = None  # what the file says
+        self.block_tokens: int | None = None  # from the file
 
     def add(self, line: _Line) -> None:
         self.timestamp_ms.append(line.timestamp)
@@ -60,7 +60,7 @@ class _Columns:
             self._add_labels(line)
 
     def label(self, field: str) -> Ints | None:
-        """0 where a line does not say; None if none does."""
+        """Return a column with 0 for lines without the field; None if no line has it."""
         if field not in self.labelled:
             return None
         self._fill(field, len(self.timestamp_ms))
@@ -79,8 +79,8 @@ class _Columns:
 
 
 def read_jsonl(path: str | Path, *, block_tokens: int | None = None, progress: Progress | None = None) -> Trace:
-    """The trace is called as the file, without its endings. `block_tokens` None: what the first line that names a size
-    says, else Mooncake's. InvalidInput names the file and the line that is wrong."""
+    """Read a trace, named like the file without its endings. `block_tokens` None: the value of the first line that has
+    the field, else 512. Raise InvalidInput with the file and the line that is wrong."""
     path = Path(path)
     try:
         with path.open("rb") as file:
@@ -97,7 +97,8 @@ def read_jsonl(path: str | Path, *, block_tokens: int | None = None, progress: P
 
 
 def write_jsonl(trace: Trace, path: str | Path, *, replace: bool = False) -> None:
-    """Whole or not at all. AlreadyExists for a file that is there, unless `replace`; InvalidInput if it cannot be."""
+    """Write the file atomically. Raise AlreadyExists for an existing file, unless `replace`; InvalidInput if writing
+    fails."""
     path = Path(path)
     if path.exists() and not replace:
         raise AlreadyExists(f"{path} exists already; choose another name, or replace it (--force)")
@@ -133,8 +134,8 @@ def _decode(path: Path, file: BinaryIO, progress: Progress | None) -> Iterator[_
         progress(total, total)
 
 
-def _refuse(path: Path, number: int, complaint: str) -> NoReturn:
-    raise InvalidInput(f"{path}, line {number}: {complaint}")
+def _refuse(path: Path, number: int, problem: str) -> NoReturn:
+    raise InvalidInput(f"{path}, line {number}: {problem}")
 
 
 def _refuse_text(path: Path, number: int, text: bytes, error: Exception) -> NoReturn:
@@ -182,7 +183,7 @@ def _refuse_counts(path: Path, counts: Ints, num_input: Ints, block_tokens: int)
 
 
 def _refuse_repeats(path: Path, block_ids: Ints, counts: Ints) -> None:
-    """Ids are chained, so none can stand twice in one request."""
+    """Ids are chained, so a request cannot have the same id twice."""
     owners = np.repeat(np.arange(len(counts)), counts)
     order = np.lexsort((block_ids, owners))
     again = (np.diff(block_ids[order]) == 0) & (np.diff(owners[order]) == 0)

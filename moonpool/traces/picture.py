@@ -1,7 +1,6 @@
-"""A trace drawn in plain characters: lengths, arrivals over time, and hit rate against cache size.
+"""Text charts of a trace: lengths, arrivals over time, and hit rate by cache size.
 
-Every function gives lines, at most `width` columns wide, and no line is ever empty of meaning where there is no data: a
-trace of one request can be drawn too.
+Every function yields lines of at most `width` columns, also for a trace of one request.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _MIN_BAR = 10
 
 
 def draw(trace: Trace, statistics: TraceStatistics, width: int = 80) -> Iterator[str]:
-    """All pictures, each under its title."""
+    """Yield all charts, each under its title."""
     yield "input tokens"
     yield from histogram(trace.num_input, width)
     yield ""
@@ -34,7 +33,7 @@ def draw(trace: Trace, statistics: TraceStatistics, width: int = 80) -> Iterator
 
 
 def histogram(tokens: Ints, width: int) -> Iterator[str]:
-    """One bar per power of two."""
+    """Yield one bar per power of two."""
     powers = np.floor(np.log2(np.maximum(tokens, 1))).astype(np.int64)
     counts = np.bincount(powers)
     labels = [f"{2**power:>7}+" for power in range(len(counts))]
@@ -43,7 +42,7 @@ def histogram(tokens: Ints, width: int) -> Iterator[str]:
 
 
 def over_time(arrival_s: Floats, width: int) -> Iterator[str]:
-    """One column per equal part of the time; the highest is as high as a line."""
+    """Yield one column per equal part of the time; the highest fills the line."""
     begin_s, end_s = float(arrival_s[0]), float(arrival_s[-1])
     num_columns = max(_MIN_BAR, width - 2)
     counts, edges = np.histogram(arrival_s, bins=num_columns, range=(begin_s, max(end_s, begin_s + 1e-3)))
@@ -55,14 +54,14 @@ def over_time(arrival_s: Floats, width: int) -> Iterator[str]:
 
 
 def hit_bars(statistics: TraceStatistics, width: int) -> Iterator[str]:
-    """One bar per cache size, and one for a cache without limit."""
+    """Yield one bar per cache size, and one for an unlimited cache."""
     labels = [f"{_short(tokens):>7} " for tokens in statistics.lru_hit_tokens]
     shares = [*statistics.lru_hit_tokens.values(), statistics.hit_tokens]
     yield from _bars([*labels, "no limit"], np.array(shares), width, full=1.0)
 
 
 def _bars(labels: Sequence[str], shares: Floats, width: int, full: float | None = None) -> Iterator[str]:
-    """`full` is the share that fills the line; None: the largest there is."""
+    """`full` is the share that fills the line; None: the largest share."""
     room = max(_MIN_BAR, width - max(map(len, labels)) - 9)
     whole = full or float(shares.max()) or 1.0
     for label, share in zip(labels, shares.tolist(), strict=True):

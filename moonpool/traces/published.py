@@ -1,14 +1,14 @@
-"""Stand-ins for the paper's two traces that are not at hand, made from what is known about them.
+"""Generated replacements for the paper's two traces that are not available, made from what is known about them.
 
-FAST'25, Table 2 and Fig 9, and shared/facts/paper.md, C: the synthetic mix (ShareGPT, L-Eval and LooGLE in equal parts,
-Poisson arrivals) and Tool&Agent. The mix has the percentiles of the original's lengths; of Tool&Agent only means are
-known. Everything else (how many documents and agents, how popular, when sessions go on) was chosen so that the hit
-curves are the known ones, within five points. So means and hit curves are no results here, and whoever compares
+Sources are FAST'25, Table 2 and Fig 9, and shared/facts/paper.md, C: the synthetic mix (ShareGPT, L-Eval and LooGLE in
+equal parts, Poisson arrivals) and Tool&Agent. The mix has the percentiles of the original's lengths; of Tool&Agent only
+means are known. All else (number of documents and agents, their popularity, the length of sessions) was chosen so that
+the hit curves are within five points of the known ones. So means and hit curves are no results, and a comparison of
 anything else with the paper must say that the trace was generated.
 
-And arXiv's sets for its comparisons end to end, of which only mean lengths and the share of cached tokens are known:
-how lengths spread around the means is assumed (documents between a fifth and four times the mean; simulated prompts
-all equally long, half of each a prefix that others have too).
+The third group are arXiv's sets for end-to-end comparisons, of which only mean lengths and the share of cached tokens
+are known. The spread of lengths is assumed (documents between a fifth and four times the mean; simulated prompts all of
+one length, half of each a prefix shared with others).
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _LONG_DOCUMENT = by_percent(
         100: 190000,
     }
 )
-_FEW_DOCUMENTS = by_percent(  # the same without the longest: among a hundred, one of them would decide the mean
+_FEW_DOCUMENTS = by_percent(  # without the longest: among a hundred documents, one of them would dominate the mean
     {0: 1000, 10: 5500, 25: 11200, 45: 16800, 62.5: 22900, 85: 38000, 92.5: 48000, 100: 66000}
 )
 _LONG_QUESTION = by_percent({0: 10, 50: 60, 90: 300, 100: 1200})
-_SHARE_GPT = ChatSpec(  # single short questions: hardly any of them fills a block
+_SHARE_GPT = ChatSpec(  # single short questions; few of them fill a block
     system_tokens=0,
     first_message=by_percent({0: 4, 15: 22, 50: 110, 75: 277, 90: 500, 98: 1000, 100: 3000}),
     output=by_percent({0: 2, 10: 40, 25: 145, 50: 270, 75: 415, 90: 610, 98: 790, 100: 893}),
@@ -87,7 +87,7 @@ def synthetic_mix(
     rate_per_s: float = SYNTHETIC_RATE_PER_S,
     rng: np.random.Generator | None = None,
 ) -> Trace:
-    """Three equal parts in random order. Without a generator, that of seed 0."""
+    """Return three equal parts in random order. `rng` None: seed 0."""
     rng = rng or np.random.default_rng(0)
     share = -(-num_requests // 3)
     parts = [spec.generate(share, rate_per_s / 3, rng) for spec in (_SHARE_GPT, _L_EVAL, _LOOGLE)]
@@ -100,12 +100,12 @@ def tool_agent(
     rate_per_s: float = TOOL_AGENT_RATE_PER_S,
     rng: np.random.Generator | None = None,
 ) -> Trace:
-    """A few agents of very different popularity. Without a generator, that of seed 0."""
+    """Return traffic of a few agents of very different popularity. `rng` None: seed 0."""
     return _TOOL_AGENT.generate(num_requests, rate_per_s, rng or np.random.default_rng(0), name="tool-agent")
 
 
 class _Set(NamedTuple):
-    """Means in tokens; the cached share is of all input tokens. `is_even`: all requests are equally long."""
+    """Means in tokens; the cached share is of all input tokens. `is_even`: all requests have the same length."""
 
     num_input: int
     num_output: int
@@ -120,11 +120,11 @@ _ARXIV = {
 }
 ARXIV_SETS = tuple(_ARXIV)
 _SPREAD = by_percent({0: 0.2, 25: 0.55, 50: 0.85, 75: 1.25, 90: 1.75, 98: 2.6, 100: 4.0})  # around a mean of 1
-_SIMULATED_PREFIXES = 5  # that simulated prompts begin with: all but the first to have each find it cached
+_SIMULATED_PREFIXES = 5  # shared prefixes of simulated prompts; only the first request of each is not cached
 
 
 def arxiv_set(name: str, num_requests: int, rate_per_s: float, rng: np.random.Generator) -> Trace:
-    """Requests like those of arXiv's set of that name, with Poisson arrivals. InvalidInput for another name."""
+    """Return requests like those of an arXiv set, with Poisson arrivals. Raise InvalidInput for an unknown set."""
     if name not in _ARXIV:
         raise InvalidInput(f"arXiv has no set {name!r}; there are {', '.join(ARXIV_SETS)}")
     like = _ARXIV[name]
@@ -150,6 +150,6 @@ def _around(mean: float) -> Quantiles:
 
 
 def _documents_for(cached: float, num_requests: int) -> int:
-    """So many that this share of requests, a little more for what blocks cut off, ask about one that was there before;
-    with no share to be cached, far more documents than requests."""
+    """Return the number of documents with which this share of the input is cached. It is 10 % lower for the tokens that
+    whole blocks leave out. With no share to cache, it is far more than the requests."""
     return max(1, round((1 - cached) * 0.9 * num_requests)) if cached else 1000 * num_requests

@@ -1,4 +1,4 @@
-"""Who used a block before, how far back, and so the hit rate of every LRU cache size at once.
+"""Reuse distances of blocks, which give the hit rate of every LRU cache size at once.
 
 A request hits its leading run of blocks that are cached when it arrives; then all its blocks are used, the last one
 first, so that the heads of prefixes stay longest. A cache of C blocks holds the C blocks used last: a block hits
@@ -18,7 +18,7 @@ NEVER = np.iinfo(np.int64).max  # the distance of a first use
 
 
 def previous_uses(trace: Trace) -> Ints:
-    """For each entry of `block_ids`, the entry with the same id before it; NEVER for the first of its kind."""
+    """Return for each entry of `block_ids` the previous entry with the same id; NEVER for the first use."""
     ids = trace.block_ids
     order = np.argsort(ids, kind="stable")
     again = np.diff(ids[order]) == 0
@@ -28,12 +28,12 @@ def previous_uses(trace: Trace) -> Ints:
 
 
 def leading_hits(trace: Trace) -> Ints:
-    """Per request, how many leading blocks an earlier request had: what a cache without limit hits."""
+    """Return per request the number of leading blocks of earlier requests: the hits of an unlimited cache."""
     return _leading(trace, previous_uses(trace) != NEVER)
 
 
 def block_weights(trace: Trace) -> Ints:
-    """Tokens that a hit of each entry saves: its own, less one at a prompt's end, which is always computed."""
+    """Return the tokens that a hit of each entry saves: its own, minus the last token of a prompt (always computed)."""
     counts, offsets = trace.num_blocks, trace.block_offsets
     weights = np.full(len(trace.block_ids), trace.block_tokens, np.int64)
     weights[offsets[1:] - 1] = trace.num_input - (counts - 1) * trace.block_tokens - 1
@@ -41,17 +41,16 @@ def block_weights(trace: Trace) -> Ints:
 
 
 def reuse_distances(trace: Trace) -> Ints:
-    """For each entry of `block_ids`, how many other blocks a cache must be able to hold for it to hit; NEVER: none
-    does.
+    """Return for each entry of `block_ids` how many other blocks a cache must hold for a hit; NEVER for a first use.
 
-    It never falls within a request: a block counts only if all before it hit as well.
+    The values never fall within a request: a block hits only if all blocks before it hit.
     """
     distances = _stack_distances(trace)
     return _running_maximum(trace, distances)
 
 
 def hit_curve(trace: Trace, capacities_tokens: Sequence[float]) -> Floats:
-    """The share of input tokens that one LRU cache of each size hits. A partial block takes the room of a whole one."""
+    """Return the share of input tokens that an LRU cache of each size hits. Partial blocks count as whole ones."""
     total = int(trace.num_input.sum())
     if total == 0:
         return np.zeros(len(capacities_tokens))
@@ -65,7 +64,7 @@ def hit_curve(trace: Trace, capacities_tokens: Sequence[float]) -> Floats:
 
 
 def _stack_distances(trace: Trace) -> Ints:
-    """Of each entry: blocks used since its last use and before its request.
+    """Return for each entry the blocks used since its last use and before its request.
 
     Between a use at moment p and a request that begins at moment s lie s - p - 1 uses; each one that came again
     before s was the same block twice, so the distance is what remains without those nested pairs.
@@ -83,7 +82,7 @@ def _stack_distances(trace: Trace) -> Ints:
 
 
 def _moments(trace: Trace) -> tuple[Ints, Ints]:
-    """When each entry is used, the last of a request first, and when its request begins, counted in uses."""
+    """Return when each entry is used (last block of a request first) and when its request begins, counted in uses."""
     offsets = trace.block_offsets
     begins = np.repeat(offsets[:-1], trace.num_blocks)
     ends = np.repeat(offsets[1:], trace.num_blocks)
@@ -91,11 +90,10 @@ def _moments(trace: Trace) -> tuple[Ints, Ints]:
 
 
 def count_greater_before(values: Ints) -> Ints:
-    """For each of these distinct numbers, how many in front of it are greater.
+    """Return for each of these distinct numbers how many numbers before it are greater.
 
-    Like sorting by one binary digit after the other, from the highest: where two numbers differ first, the pair is
-    counted (a one in front of a zero), and then they are put apart. Every step is a handful of operations on the
-    whole array.
+    The method is a radix sort from the highest bit: at the first bit where two numbers differ, the pair is counted (a
+    one before a zero), and then the two are separated. Every step is a few operations on the whole array.
     """
     n = len(values)
     places = np.empty(n, np.int64)
@@ -117,13 +115,13 @@ def count_greater_before(values: Ints) -> Ints:
 
 
 def offsets_before(counts: Ints) -> Ints:
-    """The sum of all in front of each."""
+    """Return the exclusive prefix sums."""
     sums: Ints = np.cumsum(counts) - counts
     return sums
 
 
 def _leading(trace: Trace, hits: np.typing.NDArray[np.bool_]) -> Ints:
-    """Per request, how many entries from its first on are true."""
+    """Return per request how many of its first entries are true in a row."""
     offsets = trace.block_offsets
     misses = np.flatnonzero(~hits)
     first_miss = np.append(misses, len(hits))[np.searchsorted(misses, offsets[:-1])]
@@ -132,7 +130,8 @@ def _leading(trace: Trace, hits: np.typing.NDArray[np.bool_]) -> Ints:
 
 
 def _running_maximum(trace: Trace, distances: Ints) -> Ints:
-    """Within each request: lifted by its number, no request sees the maximum of one in front of it."""
+    """Return the running maximum within each request. Values are raised by the request's number, so that the maximum of
+    an earlier request has no effect."""
     lift = len(distances) + 1
     lifts = trace.block_owners() * lift
     highest = np.maximum.accumulate(np.minimum(distances, lift - 1) + lifts) - lifts

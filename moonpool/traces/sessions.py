@@ -24,19 +24,19 @@ ROOT = -1  # the parent of a conversation's first request
 
 
 class PrefixPlan(NamedTuple):
-    """One row per request, sorted by arrival; a parent stands in front of its children."""
+    """One row per request, sorted by arrival; a parent comes before its children."""
 
     arrival_s: Floats
     num_input: Ints
     num_output: Ints
     parent: Ints  # a row, or ROOT
-    kept_tokens: Ints  # of the parent's input, with which this one begins too
+    kept_tokens: Ints  # tokens of the parent's input that this input begins with
     stem: Ints
-    stem_tokens: Ints  # of this row's stem, the common ones included
+    stem_tokens: Ints  # of this row's stem, including the common ones
 
 
 def in_order(plan: PrefixPlan, arrival_s: Floats | None = None) -> PrefixPlan:
-    """The plan sorted by its arrivals, of which a child's must not be before its parent's; perhaps with others then."""
+    """Sort the plan by its arrivals, then use `arrival_s`, if given. No child may arrive before its parent."""
     order = np.argsort(plan.arrival_s, kind="stable")
     rows = np.empty(len(order), np.int64)
     rows[order] = np.arange(len(order))
@@ -55,7 +55,7 @@ def in_order(plan: PrefixPlan, arrival_s: Floats | None = None) -> PrefixPlan:
 def to_trace(
     plan: PrefixPlan, *, name: str, common_tokens: int = 0, block_tokens: int = MOONCAKE_BLOCK_TOKENS
 ) -> Trace:
-    """The trace in which these requests share what the plan says."""
+    """Return the trace in which these requests share blocks as planned."""
     parent, shared = _with_stems(plan, common_tokens)
     kept = np.minimum(shared, np.minimum(plan.num_input, np.where(parent == ROOT, 0, plan.num_input[parent])))
     kept //= block_tokens
@@ -77,7 +77,7 @@ def to_trace(
 
 
 def _with_stems(plan: PrefixPlan, common_tokens: int) -> tuple[Ints, Ints]:
-    """Parents and shared tokens: a root continues the first one of its stem, and that one the trace's first request."""
+    """Return parents and shared tokens. Roots continue the first root of their stem, which continues request 0."""
     rows = np.arange(len(plan.parent))
     roots = np.flatnonzero(plan.parent == ROOT)
     _, first_at, which = np.unique(plan.stem[roots], return_index=True, return_inverse=True)
@@ -91,7 +91,7 @@ def _with_stems(plan: PrefixPlan, common_tokens: int) -> tuple[Ints, Ints]:
 
 
 def _fresh_ids(counts: Ints, offsets: Ints, kept: Ints) -> Ints:
-    """New numbers, one after the other, for all blocks but the kept ones, whose places wait to be filled."""
+    """Number all blocks except the kept ones, whose ids the caller fills in."""
     within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], counts)
     is_new = within >= np.repeat(kept, counts)
     ids: Ints = np.cumsum(is_new) - 1
@@ -102,10 +102,10 @@ _MAX_GO_ON = 0.99
 
 
 class SessionTurns(msgspec.Struct, frozen=True, kw_only=True):
-    """How a session goes on.
+    """How a session continues.
 
-    The next input is the last input, the answer, and `added_tokens` (which may be negative: a history cut short). A
-    share of `edited` turns keeps only a part of the last input, `kept_share`, and is as long as `edited_growth` says.
+    The next input is the last input, the answer and `added_tokens` (negative if the history is cut). A share `edited`
+    of the turns keeps only the part `kept_share` of the last input, and grows by `edited_growth`.
     """
 
     go_on: tuple[tuple[float, ...], ...]  # chance of another turn, by turn (the last row: all later ones) and by input
@@ -122,8 +122,8 @@ class SessionTurns(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidInput("go_on needs a row per turn, each with one column more than there are input_edges")
 
 
-class Beginnings(NamedTuple):
-    """The first requests of sessions, one row each, in no order."""
+class SessionStarts(NamedTuple):
+    """The first requests of sessions, one row each, in any order."""
 
     num_input: Ints
     stem: Ints
@@ -131,7 +131,7 @@ class Beginnings(NamedTuple):
 
 
 class _Turn(NamedTuple):
-    """One turn of all sessions that are still there."""
+    """One turn of all sessions that have not ended."""
 
     session: Ints
     arrival_s: Floats
@@ -150,7 +150,7 @@ class _Turn(NamedTuple):
 
 
 def plan_sessions(
-    begin: Beginnings,
+    begin: SessionStarts,
     turns: SessionTurns,
     output: Quantiles,
     *,
@@ -159,7 +159,7 @@ def plan_sessions(
     arrivals: Arrivals,
     rng: np.random.Generator,
 ) -> PrefixPlan:
-    """Exactly `num_requests` rows. `begin` has as many sessions as there could be: num_requests."""
+    """Return a plan of exactly `num_requests` rows. `begin` has `num_requests` sessions, the most that are needed."""
     times = draw_arrivals(arrivals, num_requests, rate_per_s, rng)
     duration_s = num_requests / rate_per_s
     steps = [_first_turn(begin, output, duration_s, rng)]
@@ -173,7 +173,7 @@ def plan_sessions(
     return in_order(_joined(steps, rows, begin), times)
 
 
-def _first_turn(begin: Beginnings, output: Quantiles, duration_s: float, rng: np.random.Generator) -> _Turn:
+def _first_turn(begin: SessionStarts, output: Quantiles, duration_s: float, rng: np.random.Generator) -> _Turn:
     count = len(begin.stem)
     num_output = np.maximum(output.draw_tokens(count, rng), 1)
     starts = rng.random(count) * duration_s
@@ -202,7 +202,7 @@ def _next_turn(
 
 
 def _chosen(steps: list[_Turn], num_sessions: int, num_last: int) -> list[Ints]:
-    """Which rows of each turn are in the trace: the first sessions, and of the last one of them `num_last` turns."""
+    """Return which rows of each turn are in the trace: the first sessions, of the last one `num_last` turns."""
     last = num_sessions - 1
     return [
         np.flatnonzero((step.session < last) | ((step.session == last) & (turn < num_last)))
@@ -210,7 +210,7 @@ def _chosen(steps: list[_Turn], num_sessions: int, num_last: int) -> list[Ints]:
     ]
 
 
-def _joined(steps: list[_Turn], rows: list[Ints], begin: Beginnings) -> PrefixPlan:
+def _joined(steps: list[_Turn], rows: list[Ints], begin: SessionStarts) -> PrefixPlan:
     parts = [step.rows(chosen) for step, chosen in zip(steps, rows, strict=True)]
     whole = _Turn(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
     parent = np.full(len(whole.session), ROOT, np.int64)

@@ -1,8 +1,8 @@
-"""What a trace is like, in numbers: how much, how fast, how long, how much of it was seen before and when.
+"""Statistics of a trace: amount, rate, lengths, reuse.
 
-Words: a hit is a leading block that an earlier request had too, in a cache without limit; hit tokens are capped at
-one less than the input, for the last token is always computed. Gaps of reuse leave out block 0 of the first request,
-which in chat traces is everybody's system prompt.
+A hit is a leading block of an earlier request, in an unlimited cache. Hit tokens are at most the input minus one,
+because the last token is always computed. Reuse gaps leave out block 0 of the first request, which in chat traces is
+the system prompt of all requests.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CURVE_TOKENS = (1e4, 1e5, 1e6, 2e6, 3e6, 4e6, 5e6, 8e6, 1e7, 3e7, 5e7, 1e8)
 
 
 class Lengths(msgspec.Struct, frozen=True):
-    """Of inputs or outputs, in tokens."""
+    """Lengths of inputs or outputs, in tokens."""
 
     mean: float
     percentiles: dict[int, float]  # by LENGTH_PERCENTILES; 100 is the longest
@@ -44,18 +44,18 @@ class TraceStatistics(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     num_unique_blocks: int
     used_once: float  # of the unique blocks
-    hit_tokens: float  # of all input tokens, in a cache without limit
+    hit_tokens: float  # of all input tokens, in an unlimited cache
     hit_blocks: float
     hit_mean_per_request: float
     no_hit: float  # of requests
     one_hit: float
     more_hits: float
-    reuse_gap_s: dict[int, float]  # by GAP_PERCENTILES; empty if nothing is used again
+    reuse_gap_s: dict[int, float]  # by GAP_PERCENTILES; empty without reuse
     lru_hit_tokens: dict[int, float]  # by capacity in tokens
 
 
 def describe(trace: Trace, capacities_tokens: tuple[float, ...] = CURVE_TOKENS) -> TraceStatistics:
-    """InvalidInput for a trace without requests."""
+    """Return the statistics. Raise InvalidInput for a trace without requests."""
     if not len(trace):
         raise InvalidInput(f"the trace {trace.name} has no requests")
     hits = count_leading_hits(trace)
@@ -88,7 +88,7 @@ def describe(trace: Trace, capacities_tokens: tuple[float, ...] = CURVE_TOKENS) 
 
 
 def hit_tokens(trace: Trace, hits: Ints) -> Ints:
-    """Tokens saved per request by so many leading blocks."""
+    """Return the tokens saved per request by hits of this many leading blocks."""
     saved = np.concatenate(([0], np.cumsum(block_weights(trace))))
     begins = trace.block_offsets[:-1]
     tokens: Ints = saved[begins + hits] - saved[begins]
@@ -96,7 +96,7 @@ def hit_tokens(trace: Trace, hits: Ints) -> Ints:
 
 
 def reuse_gaps_s(trace: Trace) -> Floats:
-    """Seconds from each use of a block to the next one, without the trace's very first block."""
+    """Return the seconds from each use of a block to its next use, without the first block of the trace."""
     previous = previous_uses(trace)
     counted = (previous != NEVER) & (trace.block_ids != trace.block_ids[0])
     arrivals = np.repeat(trace.arrival_s, trace.num_blocks)

@@ -13,7 +13,7 @@ import numpy as np
 
 from moonpool.traces.columns import MOONCAKE_BLOCK_TOKENS, Trace
 from moonpool.traces.distributions import POISSON, Arrivals, Quantiles, by_percent, draw_arrivals, draw_zipf
-from moonpool.traces.sessions import ROOT, Beginnings, PrefixPlan, SessionTurns, plan_sessions, to_trace
+from moonpool.traces.sessions import ROOT, PrefixPlan, SessionStarts, SessionTurns, plan_sessions, to_trace
 
 _FIRST_MESSAGE = by_percent({0: 50, 25: 450, 50: 2150, 75: 7150, 90: 19150, 98: 49150, 100: 99150})
 _CHAT_OUTPUT = by_percent({0: 1, 5: 10, 25: 150, 50: 350, 75: 470, 95: 700, 99: 1100, 100: 2000})
@@ -22,18 +22,18 @@ _MESSAGE = by_percent({0: 3, 25: 8, 50: 25, 75: 400, 90: 4000, 98: 12000, 100: 4
 
 
 class Stem(msgspec.Struct, frozen=True):
-    """What conversations begin with, the system prompt included, and how often they do, compared with other stems."""
+    """What conversations begin with, including the system prompt; `weight` is relative to other stems."""
 
     tokens: int
     weight: float
 
 
 class ChatSpec(msgspec.Struct, frozen=True, kw_only=True, tag="chat"):
-    """What a chat service's traffic is like. Without `stems`, all begin with the system prompt and nothing else."""
+    """Traffic of a chat service. Without `stems`, conversations share only the system prompt."""
 
     system_tokens: int = 850
     stems: tuple[Stem, ...] = ()
-    first_message: Quantiles = _FIRST_MESSAGE  # tokens behind the stem
+    first_message: Quantiles = _FIRST_MESSAGE  # tokens after the stem
     output: Quantiles = _CHAT_OUTPUT
     turns: SessionTurns = SessionTurns(go_on=((0.5,), (0.7,)), think_s=_THINK_S, added_tokens=_MESSAGE)
     arrivals: Arrivals = POISSON
@@ -46,7 +46,7 @@ class ChatSpec(msgspec.Struct, frozen=True, kw_only=True, tag="chat"):
         stem_tokens = np.array([stem.tokens for stem in stems], np.int64)[stem]
         first_input = stem_tokens + np.maximum(self.first_message.draw_tokens(num_requests, rng), 1)
         plan = plan_sessions(
-            Beginnings(first_input, stem, stem_tokens),
+            SessionStarts(first_input, stem, stem_tokens),
             self.turns,
             self.output,
             num_requests=num_requests,
@@ -63,7 +63,7 @@ _ANSWER = by_percent({0: 1, 25: 10, 50: 50, 75: 120, 95: 400, 100: 900})
 
 
 class DocumentsSpec(msgspec.Struct, frozen=True, kw_only=True, tag="documents"):
-    """What is asked about what."""
+    """Traffic of questions about documents."""
 
     system_tokens: int = 0
     num_documents: int = 1000
@@ -99,12 +99,12 @@ _TOOL_ANSWER = by_percent({0: 20, 50: 200, 75: 600, 95: 3000, 100: 15000})
 
 
 class AgentsSpec(msgspec.Struct, frozen=True, kw_only=True, tag="agents"):
-    """What the agents are like. `common_tokens` are those with which the instructions of all of them begin."""
+    """Traffic of agents. The instructions of all agents begin with the same `common_tokens` tokens."""
 
     common_tokens: int = 512
     num_agents: int = 20
     exponent: float = 1.0  # of Zipf's law
-    instruction_tokens: Quantiles = _INSTRUCTIONS  # per kind of agent, beside the common ones
+    instruction_tokens: Quantiles = _INSTRUCTIONS  # per kind of agent, without the common ones
     task_tokens: Quantiles = _TASK
     output: Quantiles = _AGENT_OUTPUT
     turns: SessionTurns = SessionTurns(go_on=((0.85,),), think_s=_TOOL_S, added_tokens=_TOOL_ANSWER)
@@ -116,7 +116,7 @@ class AgentsSpec(msgspec.Struct, frozen=True, kw_only=True, tag="agents"):
         agent = draw_zipf(self.num_agents, self.exponent, num_requests, rng)
         task_tokens = np.maximum(self.task_tokens.draw_tokens(num_requests, rng), 1)
         plan = plan_sessions(
-            Beginnings(lengths[agent] + task_tokens, stem=agent, stem_tokens=lengths[agent]),
+            SessionStarts(lengths[agent] + task_tokens, stem=agent, stem_tokens=lengths[agent]),
             self.turns,
             self.output,
             num_requests=num_requests,

@@ -10,7 +10,7 @@ from trace_cases import make_trace, traces
 
 from moonpool.planner.certainty import Certainty, certainty, doubts, draws
 from moonpool.planner.demand import PoolSize, PrefillDemand, ReuseProfile, demand_of
-from moonpool.planner.split import Screen, Targets, fewest_nodes
+from moonpool.planner.split import SplitEstimator, Targets, fewest_nodes
 from moonpool.sim.fleet import machine_for
 from moonpool.sim.physics.hardware import node
 from moonpool.sim.physics.model_shape import preset
@@ -26,7 +26,7 @@ def sure(trace: Trace, size: PoolSize, seed: int = 0, targets: Targets = TARGETS
     profile = ReuseProfile.of(trace)
     demand = demand_of(profile, size, MACHINE)
     rng = np.random.default_rng(seed)
-    return certainty(profile, demand, size, Screen(demand, MACHINE, targets), rng)
+    return certainty(profile, demand, size, SplitEstimator(demand, MACHINE, targets), rng)
 
 
 @given(traces(), st.integers(1, 500), st.integers(0, 9))
@@ -66,7 +66,7 @@ def test_the_plain_answer_lies_within_and_the_same_seed_says_the_same() -> None:
     demand: PrefillDemand = demand_of(ReuseProfile.of(trace), size, MACHINE)
     found = sure(trace, size)
     assert found.hit_share.low < demand.hit_share < found.hit_share.high
-    needed = fewest_nodes(Screen(demand, MACHINE, TARGETS))
+    needed = fewest_nodes(SplitEstimator(demand, MACHINE, TARGETS))
     assert found.num_nodes is not None
     assert found.num_nodes.low - 1 <= needed.num_prefill + needed.num_decode <= found.num_nodes.high + 1
     assert sure(trace, size) == found

@@ -7,7 +7,7 @@ import pytest
 from moonpool.base.errors import InvalidInput
 from moonpool.planner.demand import PoolSize, ReuseProfile, demand_of
 from moonpool.planner.price import CheapestPool, Prices, cheapest_pool, pool_cost, read_prices
-from moonpool.planner.split import Estimate, Screen, Targets, fewest_nodes
+from moonpool.planner.split import Estimate, SplitEstimator, Targets, fewest_nodes
 from moonpool.sim.fleet import machine_for
 from moonpool.sim.physics.hardware import node
 from moonpool.sim.physics.model_shape import preset
@@ -24,7 +24,7 @@ def profile() -> ReuseProfile:
 @pytest.fixture(scope="module")
 def sized(profile: ReuseProfile) -> Estimate:
     demand = demand_of(profile, PoolSize(4e12), MACHINE)
-    return fewest_nodes(Screen(demand, MACHINE, Targets(ttft_s=10.0, tbt_s=0.1)))
+    return fewest_nodes(SplitEstimator(demand, MACHINE, Targets(ttft_s=10.0, tbt_s=0.1)))
 
 
 def cheapest(profile: ReuseProfile, sized: Estimate, **prices: float) -> CheapestPool:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from moonpool.base.errors import InvalidInput
 from moonpool.planner.demand import PoolSize, PrefillDemand, ReuseProfile, demand_of
-from moonpool.planner.split import Screen, Targets, best_split, equal_splits, fewest_nodes, first_true
+from moonpool.planner.split import SplitEstimator, Targets, best_split, equal_splits, fewest_nodes, first_true
 from moonpool.sim.fleet import machine_for
 from moonpool.sim.physics.hardware import node
 from moonpool.sim.physics.model_shape import preset
@@ -25,12 +25,12 @@ def demand() -> PrefillDemand:
 
 
 @pytest.fixture(scope="module", params=[(30.0, 0.1), (5.0, 0.05), (8.0, 0.032)], ids=str)
-def screen(request: pytest.FixtureRequest, demand: PrefillDemand) -> Screen:
+def screen(request: pytest.FixtureRequest, demand: PrefillDemand) -> SplitEstimator:
     ttft_s, tbt_s = request.param
-    return Screen(demand, MACHINE, Targets(ttft_s=ttft_s, tbt_s=tbt_s, goal=0.9))
+    return SplitEstimator(demand, MACHINE, Targets(ttft_s=ttft_s, tbt_s=tbt_s, goal=0.9))
 
 
-def test_the_best_split_is_the_best_of_all(screen: Screen) -> None:
+def test_the_best_split_is_the_best_of_all(screen: SplitEstimator) -> None:
     best, around = best_split(screen, 8)
     every = [screen.with_margin(count, 8 - count) for count in range(1, 8)]
     assert best.margin == max(each.margin or 0.0 for each in every)
@@ -39,7 +39,7 @@ def test_the_best_split_is_the_best_of_all(screen: Screen) -> None:
     assert [each.num_prefill for each in around] == sorted(each.num_prefill for each in around)
 
 
-def test_equal_splits_are_those_that_do_as_well(screen: Screen) -> None:
+def test_equal_splits_are_those_that_do_as_well(screen: SplitEstimator) -> None:
     best, _ = best_split(screen, 8)
     low, high = equal_splits(screen, best)
     shares = [screen.estimate(count, 8 - count).effective_share for count in range(1, 8)]
@@ -47,7 +47,7 @@ def test_equal_splits_are_those_that_do_as_well(screen: Screen) -> None:
     assert (low, high) == (good[0], good[-1])
 
 
-def test_the_fewest_nodes_are_the_fewest_of_all(screen: Screen) -> None:
+def test_the_fewest_nodes_are_the_fewest_of_all(screen: SplitEstimator) -> None:
     found = fewest_nodes(screen)
     assert found.effective_share >= screen.targets.goal
     total = found.num_prefill + found.num_decode
@@ -55,16 +55,16 @@ def test_the_fewest_nodes_are_the_fewest_of_all(screen: Screen) -> None:
         assert not any(screen.is_enough(count, fewer - count) for count in range(1, fewer))
 
 
-def test_a_margin_is_what_the_load_may_grow(screen: Screen) -> None:
+def test_a_margin_is_what_the_load_may_grow(screen: SplitEstimator) -> None:
     best, _ = best_split(screen, 8)
     assert best.margin is not None
     for factor, is_enough in ((best.margin, True), (best.margin * 1.05, False)):
-        grown = Screen(screen.demand.faster(factor), MACHINE, screen.targets)
+        grown = SplitEstimator(screen.demand.faster(factor), MACHINE, screen.targets)
         assert grown.is_enough(best.num_prefill, best.num_decode) is is_enough
 
 
 def test_more_nodes_do_more(demand: PrefillDemand) -> None:
-    screen = Screen(demand, MACHINE, Targets(ttft_s=5.0, tbt_s=0.035))
+    screen = SplitEstimator(demand, MACHINE, Targets(ttft_s=5.0, tbt_s=0.035))
     shares = [max(screen.estimate(p, n - p).effective_share for p in range(1, n)) for n in range(2, 9)]
     assert shares == sorted(shares)
     assert shares[0] < shares[-1]
@@ -72,13 +72,13 @@ def test_more_nodes_do_more(demand: PrefillDemand) -> None:
 
 def test_targets_that_nobody_can_meet_are_refused(demand: PrefillDemand) -> None:
     with pytest.raises(InvalidInput, match=r"of the prompts can be prefilled within 0\.1 s"):
-        fewest_nodes(Screen(demand, MACHINE, Targets(ttft_s=0.1, tbt_s=0.1)))
+        fewest_nodes(SplitEstimator(demand, MACHINE, Targets(ttft_s=0.1, tbt_s=0.1)))
     with pytest.raises(InvalidInput, match="give them more time"):
-        fewest_nodes(Screen(demand, MACHINE, Targets(ttft_s=30.0, tbt_s=0.01)))
+        fewest_nodes(SplitEstimator(demand, MACHINE, Targets(ttft_s=30.0, tbt_s=0.01)))
     with pytest.raises(InvalidInput, match="targets are"):
         Targets(ttft_s=0.0, tbt_s=0.1)
     with pytest.raises(InvalidInput, match="two nodes"):
-        best_split(Screen(demand, MACHINE, Targets(ttft_s=30.0, tbt_s=0.1)), 1)
+        best_split(SplitEstimator(demand, MACHINE, Targets(ttft_s=30.0, tbt_s=0.1)), 1)
 
 
 @given(st.integers(0, 30), st.integers(0, 30), st.integers(-5, 40))
@@ -98,7 +98,7 @@ def test_figure_15_as_a_sanity_check() -> None:
     """The paper's best splits of 16 on the synthetic mix are 7 to 9 prefill nodes; fewer are worse. Here too. But
     decode is cheaper here (how it grows with the batch is not published), so that more prefill nodes do as well."""
     profile = ReuseProfile.of(synthetic_mix())
-    screen = Screen(demand_of(profile, PoolSize(16e12), MACHINE), MACHINE, Targets(ttft_s=10.0, tbt_s=0.1))
+    screen = SplitEstimator(demand_of(profile, PoolSize(16e12), MACHINE), MACHINE, Targets(ttft_s=10.0, tbt_s=0.1))
     best, _ = best_split(screen, 16)
     low, high = equal_splits(screen, best)
     assert high >= 9

@@ -43,7 +43,7 @@ def test_a_prefix_comes_from_the_pool_layer_by_layer() -> None:
     config = cluster(num_prefill=1, policy=PolicyConfig(name="paper"))
     world = SimCluster(config, trace_of(first, second))
     # The worker's own pages are gone, the pool's blocks are not.
-    world.clock.at(50.0, lambda: world.prefills["p0"].scheduler.pages.drop_cached())
+    world.clock.call_at(50.0, lambda: world.prefills["p0"].scheduler.pages.drop_cached())
     job = world.run()[1]
     assert (job.local_tokens, job.dram_tokens, job.remote_tokens) == (0, 8 * BLOCK, 0)
     compute_s = COST.prefill.base_s + COST.prefill.work_s(8192, 8 * BLOCK)
@@ -179,7 +179,7 @@ def test_without_overlap_loading_computing_and_sending_take_turns() -> None:
     world = SimCluster(
         config, trace_of((0.0, 8 * BLOCK + 1, 1, list(range(9))), (100.0, 16 * BLOCK, 2, list(range(16))))
     )
-    world.clock.at(50.0, lambda: world.prefills["p0"].scheduler.pages.drop_cached())
+    world.clock.call_at(50.0, lambda: world.prefills["p0"].scheduler.pages.drop_cached())
     job = world.run()[1]
     load_s = 8 * BLOCK * KV_NBYTES / config.node.h2d_bandwidth
     compute_s = COST.prefill.base_s + COST.prefill.work_s(8192, 8 * BLOCK)

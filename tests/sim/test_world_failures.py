@@ -15,7 +15,7 @@ from moonpool.conductor.placement.policy import PolicyConfig
 from moonpool.conductor.retries import RetryPolicy
 from moonpool.sim.physics.links import Network
 from moonpool.sim.physics.paper_fit import paper_cost
-from moonpool.sim.world.clock import SimTimers
+from moonpool.sim.world.clock import SimClock
 from moonpool.sim.world.cluster import SimCluster
 from moonpool.sim.world.config import Failure, Kind, parse_failure
 from moonpool.sim.world.job import DONE, LOST, REFUSED, Job
@@ -216,13 +216,15 @@ def test_a_slow_network_of_a_node_that_crashes_stays_slow() -> None:
 
 
 def test_over_cut_links_nothing_arrives() -> None:
-    clock = SimTimers(Network({"a": 10.0, "b": 10.0}))
+    clock = SimClock(Network({"a": 10.0, "b": 10.0}))
     told: list[str] = []
     clock.send(("a", "b"), 100.0, lambda: told.append("came"), lambda: told.append("lost"))
-    clock.at(1.0, lambda: clock.cut(["a"]))
-    clock.at(2.0, lambda: clock.send(("a",), 5.0, lambda: told.append("came"), lambda: told.append("lost at once")))
-    clock.at(3.0, lambda: clock.mend(["a"]))
-    clock.at(4.0, lambda: clock.send(("a",), 5.0, lambda: told.append("came at last")))
+    clock.call_at(1.0, lambda: clock.fail_links(["a"]))
+    clock.call_at(
+        2.0, lambda: clock.send(("a",), 5.0, lambda: told.append("came"), lambda: told.append("lost at once"))
+    )
+    clock.call_at(3.0, lambda: clock.restore_links(["a"]))
+    clock.call_at(4.0, lambda: clock.send(("a",), 5.0, lambda: told.append("came at last")))
     clock.run()
     assert told == ["lost", "lost at once", "came at last"]
 

@@ -12,12 +12,12 @@ from world_cases import BLOCK, chat, cluster, trace_of
 from moonpool.base.keys import object_key
 from moonpool.engine.sequence import SamplingParams, Sequence
 from moonpool.sim.physics.links import Network
-from moonpool.sim.world.clock import SimTimers
+from moonpool.sim.world.clock import SimClock
 from moonpool.sim.world.cluster import SimCluster
 from moonpool.sim.world.job import DONE
 from moonpool.sim.world.pool import BlockRuns
 from moonpool.sim.world.results import Results
-from moonpool.sim.world.sequence import TOKEN, PaperSequence, block_key, block_keys, block_number
+from moonpool.sim.world.sequence import TOKEN, SimSequence, block_key, block_keys, block_number
 from moonpool.sim.world.stepper import StepLog
 
 # runs
@@ -76,7 +76,7 @@ def test_the_longest_tenth_of_the_gaps(entries: list[tuple[int, float]], first_g
 @given(st.integers(1, 40), st.lists(st.integers(1, 9), max_size=6))
 def test_a_sequence_on_paper_counts_as_a_real_one(num_prompt: int, extensions: list[int]) -> None:
     real = Sequence("a", [TOKEN] * num_prompt, SamplingParams(max_tokens=500), root=b"r" * 32, block_tokens=4)
-    paper = PaperSequence("a", 7, num_prompt, 500, block_keys(range(num_prompt // 4)), 4)
+    paper = SimSequence("a", 7, num_prompt, 500, block_keys(range(num_prompt // 4)), 4)
     for count in extensions:
         real.extend(TOKEN, count)
         paper.extend(TOKEN, count)
@@ -109,20 +109,20 @@ def test_places_are_not_given_from_pages_that_decodes_under_way_will_need(seed: 
 
 
 def test_flows_end_before_events_of_the_same_moment_happen() -> None:
-    clock = SimTimers(Network({"link": 10.0}))
+    clock = SimClock(Network({"link": 10.0}))
     told: list[tuple[str, float]] = []
-    clock.at(2.0, lambda: told.append(("event", clock.now_s)))
+    clock.call_at(2.0, lambda: told.append(("event", clock.now_s)))
     clock.send(("link",), 20.0, lambda: told.append(("flow", clock.now_s)))
-    clock.at(1.0, lambda: clock.cancel(late))
-    late = clock.at(3.0, lambda: told.append(("late", clock.now_s)))
+    clock.call_at(1.0, lambda: clock.cancel(late))
+    late = clock.call_at(3.0, lambda: told.append(("late", clock.now_s)))
     clock.run()
     assert told == [("flow", 2.0), ("event", 2.0)]
 
 
 def test_progress_is_told_now_and_then() -> None:
-    clock = SimTimers(Network())
+    clock = SimClock(Network())
     for number in range(10_000):
-        clock.at(float(number), lambda: None)
+        clock.call_at(float(number), lambda: None)
     told: list[float] = []
     clock.run(told.append)
     assert told == sorted(told)

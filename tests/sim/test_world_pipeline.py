@@ -12,7 +12,7 @@ from world_cases import BLOCK, chat, cluster, trace_of
 
 from moonpool.base.errors import ConfigError
 from moonpool.conductor.placement.policy import PolicyConfig
-from moonpool.sim.physics.cost import StageLine, chunk_ends, pipelined_prefill_s
+from moonpool.sim.physics.cost import StagePipeline, chunk_ends, pipelined_prefill_s
 from moonpool.sim.physics.paper_fit import paper_cost
 from moonpool.sim.physics.roofline import kv_capacity_tokens
 from moonpool.sim.world.cluster import SimCluster
@@ -50,11 +50,11 @@ def test_one_prompt_takes_what_the_formula_says(num_tokens: int, num_stages: int
 
 @given(st.lists(st.floats(0.01, 5.0), min_size=1, max_size=12), st.integers(1, 6), st.floats(0, 0.5))
 def test_a_line_of_stages_is_walked_one_by_one(times: list[float], num_stages: int, boundary_s: float) -> None:
-    line, now_s = StageLine(num_stages), 0.0
+    line, now_s = StagePipeline(num_stages), 0.0
     free = [0.0] * num_stages
     for each in times:
         now_s += each  # the first stage is never idle
-        left_s = line.leaves_s(now_s, each, boundary_s)
+        left_s = line.exit_time_s(now_s, each, boundary_s)
         ready_s = 0.0
         for stage in range(num_stages):
             ready_s = free[stage] = max(ready_s + (boundary_s if stage else 0.0), free[stage]) + each

@@ -39,7 +39,7 @@ def test_what_is_being_stored_cannot_be_found_yet() -> None:
     for second_s in (5.0, 100.0):
         trace = trace_of(FIRST, (second_s, *AGAIN[1:]))
         world = SimCluster(cluster(num_prefill=1, node=slow, policy=PolicyConfig(name="paper")), trace)
-        world.clock.at(second_s - 0.1, lambda world=world: world.prefills["p0"].scheduler.pages.drop_cached())
+        world.clock.call_at(second_s - 0.1, lambda world=world: world.prefills["p0"].scheduler.pages.drop_cached())
         found.append(world.run()[1].dram_tokens)
     assert found == [0, 8 * BLOCK]
 
@@ -61,7 +61,7 @@ def _slow_pool(policy: str) -> float:
     pool = world.pools["p0"]
     pool.route = lambda source, target, on_ssd: (f"{source}/nic_out",)  # type: ignore[method-assign]
     for turn in range(3):
-        world.clock.at(99.0 + 1000 * turn, world.prefills["p0"].scheduler.pages.drop_cached)
+        world.clock.call_at(99.0 + 1000 * turn, world.prefills["p0"].scheduler.pages.drop_cached)
     jobs = world.run()
     assert {job.outcome for job in jobs} == {DONE}
     return max(job.ttft_s or 0.0 for job in jobs)

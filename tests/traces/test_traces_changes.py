@@ -29,7 +29,7 @@ from moonpool.traces.statistics import hit_tokens
 def test_scaled_load_is_the_same_requests_in_other_time(trace: Trace, factor: float) -> None:
     scaled = scale_load(trace, factor)
     assert scaled.duration_s == pytest.approx(trace.duration_s / factor)
-    assert scaled.but(arrival_s=trace.arrival_s) == trace
+    assert scaled.replace(arrival_s=trace.arrival_s) == trace
 
 
 @given(traces(), st.integers(0, 10**6))
@@ -62,7 +62,7 @@ def test_merged_traces_keep_their_blocks_apart(one: Trace, other: Trace) -> None
 
 @given(traces())
 def test_relabelled_blocks_are_numbered_by_first_appearance(trace: Trace) -> None:
-    again = relabel(trace.but(block_ids=trace.block_ids * 37 + 5))
+    again = relabel(trace.replace(block_ids=trace.block_ids * 37 + 5))
     order = list(dict.fromkeys(again.block_ids.tolist()))
     assert order == list(range(len(order)))
     assert leading_hits(again).tolist() == leading_hits(trace).tolist()
@@ -95,7 +95,7 @@ def test_labels_go_through_merging() -> None:
 def test_other_arrivals_leave_the_requests_as_they_are() -> None:
     trace = make_trace([(float(second), 4, 1, [second]) for second in range(200)])
     poisson = change_rate(trace, 10.0, POISSON, np.random.default_rng(3))
-    assert poisson.but(arrival_s=trace.arrival_s) == trace
+    assert poisson.replace(arrival_s=trace.arrival_s) == trace
     assert len(poisson) / poisson.duration_s == pytest.approx(10.0, rel=0.01)
     assert poisson == change_rate(trace, 10.0, POISSON, np.random.default_rng(3))
 

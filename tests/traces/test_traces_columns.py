@@ -30,13 +30,13 @@ def test_it_cannot_be_changed() -> None:
 
 @given(traces())
 def test_all_rows_taken_are_the_same_trace(trace: Trace) -> None:
-    assert trace.take(np.arange(len(trace))) == trace
-    assert trace != trace.but(num_output=trace.num_output + 1)
+    assert trace.select(np.arange(len(trace))) == trace
+    assert trace != trace.replace(num_output=trace.num_output + 1)
 
 
 def test_taken_rows_bring_their_blocks_and_labels() -> None:
-    trace = make_trace(ROWS).but(tenant=np.array([7, 8, 9]))
-    part = trace.take(np.array([0, 2]))
+    trace = make_trace(ROWS).replace(tenant=np.array([7, 8, 9]))
+    part = trace.select(np.array([0, 2]))
     assert part.block_ids.tolist() == [0, 1, 3]
     assert part.tenant is not None
     assert part.tenant.tolist() == [7, 9]
@@ -64,8 +64,8 @@ def test_what_does_not_fit_is_refused(rows: list[tuple[float, int, int, list[int
 
 def test_columns_of_different_lengths_are_refused() -> None:
     with pytest.raises(InvalidInput, match="equally long"):
-        make_trace(ROWS).but(num_output=np.array([1]))
+        make_trace(ROWS).replace(num_output=np.array([1]))
     with pytest.raises(InvalidInput, match="block_offsets"):
-        make_trace(ROWS).but(block_ids=np.array([1]))
+        make_trace(ROWS).replace(block_ids=np.array([1]))
     with pytest.raises(InvalidInput, match="0 tokens"):
-        make_trace(ROWS).but(block_tokens=0)
+        make_trace(ROWS).replace(block_tokens=0)

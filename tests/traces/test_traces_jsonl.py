@@ -98,7 +98,7 @@ def test_what_is_written_is_read_back(trace: Trace) -> None:
 
 @given(trace=traces())
 def test_odd_times_are_stable_once_written(trace: Trace) -> None:
-    odd = trace.but(arrival_s=trace.arrival_s / 7)
+    odd = trace.replace(arrival_s=trace.arrival_s / 7)
     with tempfile.TemporaryDirectory() as folder:
         first, second = Path(folder) / "first.jsonl", Path(folder) / "second.jsonl"
         write_jsonl(odd, first)
@@ -110,7 +110,7 @@ def test_odd_times_are_stable_once_written(trace: Trace) -> None:
 def test_labels_are_two_more_fields(tmp_path: Path) -> None:
     trace = make_trace([(0.0, 4, 1, [0]), (1.0, 4, 1, [0])])
     path = tmp_path / "labelled.jsonl"
-    write_jsonl(trace.but(tenant=np.array([0, 5]), priority=np.array([2, 0])), path)
+    write_jsonl(trace.replace(tenant=np.array([0, 5]), priority=np.array([2, 0])), path)
     lines = path.read_text().splitlines()
     assert lines[1].endswith('"hash_ids": [0], "tenant": 5, "priority": 0, "block_tokens": 4}')
     again = read_jsonl(path, block_tokens=BLOCK_TOKENS)

@@ -1,4 +1,4 @@
-"""GPUs and nodes: published peaks, and the shares of them that were measured. Pure data.
+"""GPUs and nodes: published peak rates, and the measured share of each peak. Pure data.
 
 Rates are bytes or operations per second, one direction, decimal units. Sources:
   [paper]   Mooncake, FAST'25: Table 1, Figs 12 and 14 (shared/facts/paper.md B and D)
@@ -24,14 +24,14 @@ TB = 1e12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSpec:
-    """One GPU. `peer_bandwidth` is what it sends to the other GPUs of its node, peak."""
+    """One GPU. `peer_bandwidth` is the peak rate to the other GPUs of its node."""
 
     name: str
     bf16_flops: float  # dense
     hbm_nbytes: float
     hbm_bandwidth: float
     peer_bandwidth: float
-    peer_share: float  # of it that an all-reduce achieves
+    peer_share: float  # share of peer_bandwidth that an all-reduce achieves
     h2d_bandwidth: float  # from host memory when all GPUs of the node load at once, peak
 
 
@@ -88,7 +88,7 @@ class NodeSpec:
     # Of one all-reduce of few bytes over 8 GPUs, an assumption: tables of nccl-tests show 19 us (Mooncake pull request
     # 3484) to 43 us (over PCIe, NCCL issue 1530).
     peer_latency_s: float = 30e-6
-    dram_nbytes: float = 1 * TB  # for the pool; [paper] Fig 9: 3M tokens, "1 TB DRAM"
+    dram_nbytes: float = 1 * TB  # memory for the pool; [paper] Fig 9: 3M tokens, "1 TB DRAM"
     ssd_nbytes: float = 0.0
     # One enterprise NVMe drive on PCIe 4.0 x4, by its data sheet (Samsung PM9A3): 6.5 GB/s read, 3.5 GB/s write.
     num_ssds: int = 4
@@ -100,7 +100,7 @@ class NodeSpec:
             raise InvalidInput("a node has at least one GPU and one NIC")
         for field in ("nic_share", "h2d_share"):
             if not 0 < getattr(self, field) <= 1:
-                raise InvalidInput(f"{field} is a share, not {getattr(self, field)}", param=field)
+                raise InvalidInput(f"{field} must be above 0 and at most 1, not {getattr(self, field)}", param=field)
 
     @property
     def flops(self) -> float:
@@ -116,21 +116,21 @@ class NodeSpec:
 
     @property
     def network_bandwidth(self) -> float:
-        """What all NICs together achieve, each way."""
+        """Return the measured rate of all NICs together, each way."""
         return self.num_nics * self.nic_bandwidth * self.nic_share
 
     @property
     def h2d_bandwidth(self) -> float:
-        """What all GPUs together achieve from host memory, and back."""
+        """Return the measured rate of all GPUs together from host memory, and back."""
         return self.num_gpus * self.gpu.h2d_bandwidth * self.h2d_share
 
     @property
     def peer_bandwidth(self) -> float:
-        """Bus bandwidth of an all-reduce over the node's GPUs."""
+        """Return the bus bandwidth of an all-reduce over the node's GPUs."""
         return self.gpu.peer_bandwidth * self.gpu.peer_share
 
     def link_capacities(self, node: str) -> dict[str, float]:
-        """The node's shared resources by name, for `links.Network`: NICs each way, PCIe each way, disks each way."""
+        """Return the capacity of the node's links by name, for `Network`: NICs, PCIe and disks, each way."""
         ssds = self.num_ssds if self.ssd_nbytes else 0
         return {
             f"{node}/nic_out": self.network_bandwidth,
@@ -143,5 +143,5 @@ class NodeSpec:
 
 
 def node(gpu_name: str, num_gpus: int = 8) -> NodeSpec:
-    """A node of such GPUs with the paper's network; use dataclasses.replace for another."""
+    """Return a node of these GPUs with the paper's network; use dataclasses.replace to change it."""
     return NodeSpec(gpu=gpu(gpu_name), num_gpus=num_gpus)

@@ -1,8 +1,8 @@
-"""Shared links on a virtual clock: NICs, PCIe, disks. Pure.
+"""Shared links on simulated time: NICs, PCIe, disks. Pure.
 
-A flow crosses all links of its route at once and gets its max-min fair share; shares change when a flow starts or
-ends and when a link slows, fails or is restored. Between two calls nothing is computed. Ends at the same time come in
-the order of the starts. Times given must not go back, and `advance` must have been called up to each of them.
+A flow uses all links of its route at once and gets its max-min fair share. Shares change when a flow starts or ends and
+when a link slows, fails or is restored; nothing is computed between such calls. Flows that end at the same time are
+returned in the order of their starts. Times must not decrease, and `advance` must have been called up to each of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moonpool.base.errors import InvalidInput
-from moonpool.sim.physics.max_min import Flow, Link, Meter, share_out
+from moonpool.sim.physics.max_min import Flow, Link, Meter, allocate_shares
 
 __all__ = ["Flow", "Network"]
 
@@ -25,23 +25,23 @@ _ROUNDING = 1e-10  # of a flow: what is left by arithmetic alone
 
 
 class Network:
-    """All links of the simulated world and the flows over them."""
+    """All links of the simulated cluster and their flows."""
 
     def __init__(self, capacities: Mapping[str, float] | None = None) -> None:
         self._links: dict[str, Link] = {}
-        self._ends: list[tuple[float, int, int, Flow]] = []  # end, order of start, order of entry; some out of date
+        self._ends: list[tuple[float, int, int, Flow]] = []  # end, order of start, order of entry; some are outdated
         self._num_active = 0
         self._num_flows = 0
         self._num_entries = 0
         self._now_s = 0.0
-        self._routes: dict[tuple[str, ...], tuple[Link, ...]] = {}  # those asked for before
+        self._routes: dict[tuple[str, ...], tuple[Link, ...]] = {}  # cache of routes by link names
         for name, capacity in (capacities or {}).items():
             self.add(name, capacity)
 
     # --- flows ---
 
     def start(self, now_s: float, route: tuple[str, ...], nbytes: float, tag: object = None) -> Flow:
-        """Sends nbytes over all links of the route. Without bytes it ends at once; over a failed link it waits."""
+        """Start a flow over all links of the route. A flow of 0 bytes ends at once; over a failed link it waits."""
         self._move_to(now_s)
         links = self._routes.get(route) or self._find_route(route)
         if not 0 <= nbytes < math.inf:
@@ -64,7 +64,7 @@ class Network:
         return flow
 
     def next_end(self) -> tuple[float, Flow] | None:
-        """When the next flow ends if nothing changes before, and which."""
+        """Return the time and the flow of the next end, if nothing changes before; None without flows."""
         ends = self._ends
         while ends:
             end_s, _, _, flow = ends[0]
@@ -74,7 +74,7 @@ class Network:
         return None
 
     def advance(self, now_s: float) -> list[Flow]:
-        """Moves the clock; returns the flows that ended by then, in the order of their ends."""
+        """Move the time to `now_s`. Return the flows that ended by then, in the order of their ends."""
         finished: list[Flow] = []
         ends = self._ends
         while ends and ends[0][0] <= now_s:
@@ -84,7 +84,7 @@ class Network:
         return finished
 
     def left_nbytes(self, flow: Flow) -> float:
-        """What a flow has still to move."""
+        """Return the bytes that a flow has still to move."""
         if flow.is_done:
             return flow.left_nbytes
         return max(0.0, flow.left_nbytes - flow.rate * (self._now_s - flow.since_s))
@@ -96,7 +96,7 @@ class Network:
         return self._links.keys()
 
     def add(self, name: str, capacity: float) -> None:
-        """A new link, bytes per second."""
+        """Add a link with a capacity in bytes per second."""
         if name in self._links:
             raise InvalidInput(f"there is a link {name!r} already")
         if not 0 <= capacity < math.inf:
@@ -104,7 +104,7 @@ class Network:
         self._links[name] = Link(name, capacity, Meter())
 
     def slow(self, now_s: float, name: str, share: float) -> None:
-        """From now on the link has that share of its capacity; with 0 its flows wait."""
+        """Set the link's capacity to a share of its nominal one; with 0 its flows wait."""
         if not 0 <= share <= 1:
             raise InvalidInput(f"a link cannot have {share} of its capacity")
         self._move_to(now_s)
@@ -113,11 +113,11 @@ class Network:
         self._reshare((link,), now_s)
 
     def restore(self, now_s: float, name: str) -> None:
-        """The link has its whole capacity again."""
+        """Give the link its whole capacity again."""
         self.slow(now_s, name, 1.0)
 
     def fail(self, now_s: float, name: str) -> list[Flow]:
-        """The link is gone: returns its flows, which are dropped where they were. New ones wait for `restore`."""
+        """Fail the link. Return its flows, which are dropped; new flows wait for `restore`."""
         self._move_to(now_s)
         link = self._link(name)
         link.capacity = 0.0
@@ -126,10 +126,10 @@ class Network:
         return cut
 
     def nbytes_over_time(self, name: str) -> tuple[float, NDArray[np.float64]]:
-        """(seconds per bucket, bytes that crossed the link in each), from time 0 until now."""
+        """Return the seconds per bucket and the bytes that crossed the link in each, from time 0 until now."""
         return self._link(name).meter.over_time(self._now_s)
 
-    # --- inside ---
+    # --- internals ---
 
     def _link(self, name: str) -> Link:
         try:
@@ -139,7 +139,7 @@ class Network:
 
     def _find_route(self, route: tuple[str, ...]) -> tuple[Link, ...]:
         if not route or len(set(route)) != len(route):
-            raise InvalidInput(f"a route has links, each once: {list(route)}")
+            raise InvalidInput(f"a route needs at least one link, each once, not {list(route)}")
         if len(self._routes) >= _MAX_KNOWN_ROUTES:
             self._routes.clear()
         self._routes[route] = links = tuple(self._link(name) for name in route)
@@ -149,11 +149,11 @@ class Network:
         if now_s < self._now_s:
             raise InvalidInput(f"time goes back from {self._now_s} to {now_s} s")
         if self._ends and self._ends[0][0] < now_s and (upcoming := self.next_end()) and upcoming[0] < now_s:
-            raise InvalidInput(f"a flow ends at {upcoming[0]} s: advance before you act at {now_s} s")
+            raise InvalidInput(f"a flow ends at {upcoming[0]} s: call advance() before a call at {now_s} s")
         self._now_s = now_s
 
     def _run_alone(self, flow: Flow, now_s: float) -> None:
-        """A flow that meets no other: its narrowest link decides."""
+        """Set the rate of a flow that shares no link: that of its narrowest link."""
         route = flow.route
         narrowest = route[0]
         for link in route:
@@ -176,7 +176,7 @@ class Network:
                 heapify(self._ends)
 
     def _end_all_at(self, end_s: float) -> list[Flow]:
-        """Ends the flows due at that time, then shares out once what they leave."""
+        """End the flows due at that time, then allocate their capacity to the others once."""
         ended: list[Flow] = []
         ends = self._ends
         while ends and ends[0][0] == end_s:
@@ -204,7 +204,7 @@ class Network:
         for flow in flows:
             for link in flow.route:
                 if link.flows.pop(flow, _ABSENT) is _ABSENT:
-                    continue  # it had no bytes
+                    continue  # a flow of 0 bytes
                 if link.flows:
                     shared[link] = None
                 else:
@@ -214,7 +214,7 @@ class Network:
             self._reshare(tuple(shared), now_s)
 
     def _reshare(self, changed: Sequence[Link], now_s: float) -> None:
-        flows, links = share_out(changed)
+        flows, links = allocate_shares(changed)
         for link in links:
             link.meter.set_rate(link.capacity - link.left, now_s)
         for flow in flows:
@@ -222,7 +222,7 @@ class Network:
             if share != flow.rate:
                 left = flow.left_nbytes - flow.rate * (now_s - flow.since_s)
                 if left <= _ROUNDING * flow.nbytes:
-                    left = 0.0  # it has arrived, whatever becomes of its links
+                    left = 0.0  # it has arrived, even if its links fail now
                 flow.left_nbytes = left
                 flow.since_s = now_s
                 flow.rate = share

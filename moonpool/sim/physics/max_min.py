@@ -15,26 +15,26 @@ from heapq import heapify, heappop, heappush
 import numpy as np
 from numpy.typing import NDArray
 
-_MAX_BUCKETS = 256
+_MAX_BUCKETS = 256  # of a meter; when time runs past them, pairs are merged and each is twice as wide
 _FIRST_BUCKET_S = 1.0
 
 
 class Meter:
-    """Follows one rate, in bytes per second, that changes now and then."""
+    """Counts the bytes that cross a link over time, in at most 256 equal buckets."""
 
     __slots__ = ("_before_nbytes", "_bucket_end_s", "_bucket_s", "_closed", "_nbytes", "_since_s", "rate")
 
     def __init__(self) -> None:
         self.rate = 0.0
         self._since_s = 0.0
-        self._nbytes = 0.0  # until since_s
+        self._nbytes = 0.0  # up to since_s
         self._bucket_s = _FIRST_BUCKET_S
-        self._bucket_end_s = _FIRST_BUCKET_S  # of the bucket that is filling
-        self._before_nbytes = 0.0  # in all buckets before it
+        self._bucket_end_s = _FIRST_BUCKET_S  # end of the current bucket
+        self._before_nbytes = 0.0  # bytes in all buckets before it
         self._closed: list[float] = []
 
     def set_rate(self, rate: float, now_s: float) -> None:
-        """From now on that many bytes cross per second."""
+        """Set the rate from now on, in bytes per second."""
         if now_s >= self._bucket_end_s:
             self._close_until(now_s)
         if self.rate:
@@ -43,7 +43,7 @@ class Meter:
         self.rate = rate
 
     def over_time(self, now_s: float) -> tuple[float, NDArray[np.float64]]:
-        """(seconds per bucket, bytes in each) from time 0 until now; the last bucket may be part of one."""
+        """Return the seconds per bucket and the bytes in each, from time 0 until now; the last may be partial."""
         self.set_rate(self.rate, now_s)
         return self._bucket_s, np.array([*self._closed, self._nbytes - self._before_nbytes])
 
@@ -60,7 +60,7 @@ class Meter:
     def _merge_pairs(self) -> None:
         closed = self._closed
         if len(closed) % 2:
-            self._before_nbytes -= closed.pop()  # the first half of what is now the bucket that is filling
+            self._before_nbytes -= closed.pop()  # now the first half of the current bucket
         self._closed = [one + other for one, other in zip(closed[::2], closed[1::2], strict=True)]
         self._bucket_s *= 2
         self._bucket_end_s = (len(self._closed) + 1) * self._bucket_s
@@ -70,22 +70,22 @@ _ROUNDING = 1e-12  # shares and free capacities that differ by less, relatively,
 
 
 class Link:
-    """A resource with a capacity in bytes per second, and the flows over it in order of their start."""
+    """A shared resource with a capacity in bytes per second, and its flows in the order of their start."""
 
     __slots__ = ("capacity", "flows", "left", "meter", "name", "nominal", "num_open")
 
     def __init__(self, name: str, capacity: float, meter: Meter) -> None:
         self.name = name
-        self.nominal = capacity  # when it is neither slow nor failed
+        self.nominal = capacity  # capacity when it is neither slow nor failed
         self.capacity = capacity
         self.meter = meter
         self.flows: dict[Flow, None] = {}
-        self.left = 0.0  # while sharing out: capacity not given away yet
-        self.num_open = 0  # while sharing out: flows without a share yet
+        self.left = 0.0  # during allocation: capacity not allocated yet
+        self.num_open = 0  # during allocation: flows without a share yet
 
 
 class Flow:
-    """Bytes on their way over all links of a route at once. Read `tag`, `nbytes`, `rate`, `end_s`, `is_done`."""
+    """A transfer over all links of a route at once. Read `tag`, `nbytes`, `rate`, `end_s`, `is_done`."""
 
     __slots__ = (
         "bottleneck",
@@ -109,15 +109,17 @@ class Flow:
         self.rate = 0.0
         self.left_nbytes = nbytes  # at since_s
         self.since_s = now_s
-        self.end_s = math.inf  # when it will end if nothing changes; when it did, once it is done
+        self.end_s = math.inf  # expected end if nothing changes; the actual end once it is done
         self.is_done = False
-        self.share = 0.0  # the rate to be; equal to `rate` outside of sharing out
+        self.share = 0.0  # the new rate; equal to `rate` outside of allocation
         self.bottleneck: Link | None = None
 
 
-def share_out(changed: Sequence[Link]) -> tuple[Iterable[Flow], Iterable[Link]]:
-    """Sets `share` of every flow that the change of these links can concern; returns those flows and all links on
-    their routes, whose `left` is then the capacity nobody uses."""
+def allocate_shares(changed: Sequence[Link]) -> tuple[Iterable[Flow], Iterable[Link]]:
+    """Set `share` of every flow that a change of these links can affect.
+
+    Return these flows and all links on their routes; `left` of these links is then their unused capacity.
+    """
     members: dict[Flow, None] = {}
     links: list[Link] = []
     for hub in sorted(changed, key=_num_flows, reverse=True):
@@ -139,8 +141,10 @@ def _num_flows(link: Link) -> int:
 
 
 def _share_star(hub: Link) -> list[Link] | None:
-    """The usual case, cheaply: flows that meet at one link only, which is narrow enough to be what limits them all.
-    Returns the links on their routes; None where it is not so."""
+    """Handle the common case fast: flows that share only one link, which is the bottleneck of all of them.
+
+    Return the links on their routes; None if it is not this case.
+    """
     flows = hub.flows
     share = hub.capacity / len(flows)
     links = [hub]
@@ -160,21 +164,21 @@ def _share_star(hub: Link) -> list[Link] | None:
 
 
 def _share_web(members: dict[Flow, None]) -> dict[Link, None]:
-    """Any case: shares the members out among themselves, and lets those join who are concerned after all."""
+    """Handle any case: allocate among the members, and add affected flows until none is left."""
     while True:
         links = dict.fromkeys([link for flow in members for link in flow.route])
-        mixed = _open(members, links)
+        mixed = _reset_shares(members, links)
         _fill(links, len(members))
         num_before = len(members)
         for link in mixed:
-            if _someone_lost_it(link):
+            if _bottleneck_changed(link):
                 members.update(link.flows)
         if len(members) == num_before:
             return links
 
 
-def _open(members: dict[Flow, None], links: dict[Link, None]) -> list[Link]:
-    """Takes the members' shares back. Returns the links that others use too."""
+def _reset_shares(members: dict[Flow, None], links: dict[Link, None]) -> list[Link]:
+    """Reset the members' shares. Return the links that other flows use too."""
     for link in links:
         link.left = link.capacity
         link.num_open = 0
@@ -190,8 +194,10 @@ def _open(members: dict[Flow, None], links: dict[Link, None]) -> list[Link]:
 
 
 def _fill(links: dict[Link, None], num_open: int) -> None:
-    """Progressive filling: the link with the smallest share per open flow settles its flows, again and again. Shares
-    of the other links only grow by that, so an entry of the heap that is out of date is a lower bound."""
+    """Progressive filling: fix the flows of the link with the smallest share per open flow, until no flow is open.
+
+    This only raises the shares of other links, so an outdated entry of the heap is a lower bound.
+    """
     heap = [(link.left / link.num_open, order, link) for order, link in enumerate(links)]
     heapify(heap)
     while num_open:
@@ -212,8 +218,8 @@ def _fill(links: dict[Link, None], num_open: int) -> None:
                     each.num_open -= 1
 
 
-def _someone_lost_it(link: Link) -> bool:
-    """Whether this link is no bottleneck any more for a flow that takes it for one."""
+def _bottleneck_changed(link: Link) -> bool:
+    """Return whether this link is no longer the bottleneck of a flow that is recorded so."""
     held = [flow.share for flow in link.flows if flow.bottleneck is link]
     if not held:
         return False

@@ -19,7 +19,7 @@ from moonpool.base.errors import InvalidInput, UnknownModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mla:
-    """Multi-head latent attention: what is cached is one latent and one rotary key for all heads."""
+    """Multi-head latent attention: the cache holds one latent and one rotary key for all heads."""
 
     kv_rank: int
     rope_dim: int
@@ -35,7 +35,7 @@ class Moe:
     num_experts: int
     num_active: int
     expert_size: int
-    shared_size: int = 0  # intermediate size of what every token passes through beside its experts
+    shared_size: int = 0  # intermediate size of the shared experts, which every token uses
     num_dense_layers: int = 0
     router_bias: bool = False
 
@@ -56,13 +56,13 @@ class ModelShape:
     head_dim: int
     intermediate_size: int
     vocab_size: int
-    dtype_nbytes: int = 2  # of the KV and of what flows between layers
+    dtype_nbytes: int = 2  # of KV and activations
     weight_nbytes: int = 2  # of one weight
     tied_embeddings: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
     norms_per_layer: int = 2
-    num_window_layers: int = 0  # layers that attend to the last `window` tokens only
+    num_window_layers: int = 0  # layers that attend to the last `window` tokens
     window: int | None = None
     mla: Mla | None = None
     moe: Moe | None = None
@@ -89,33 +89,32 @@ class ModelShape:
 
     @property
     def kv_nbytes_per_token(self) -> int:
-        """What the pool stores for a token: all layers, windowed ones too."""
+        """Return the bytes that the pool stores per token: all layers, with or without a window."""
         return self.num_layers * self.kv_nbytes_per_token_layer
 
     # --- weights ---
 
     @property
     def num_params(self) -> int:
-        """All weights, embeddings included."""
+        """Return the number of all weights, including embeddings."""
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
         return embeddings + self.hidden_size + self._layer_params(active_only=False)
 
     @property
     def num_active_params(self) -> int:
-        """The weights a token is multiplied with: no embedding table, only its own experts."""
+        """Return the number of weights that a token is multiplied with: no embedding table, only its own experts."""
         return self.vocab_size * self.hidden_size + self._layer_params(active_only=True)
 
     @property
     def num_routed_params(self) -> int:
-        """The weights of all routed experts together: those a step reads only as far as its tokens need them."""
+        """Return the number of weights of all routed experts; a step reads only those that its tokens need."""
         if self.moe is None:
             return 0
         return (self.num_layers - self.moe.num_dense_layers) * self.moe.num_experts * self._mlp(self.moe.expert_size)
 
     @property
     def num_layer_params(self) -> int:
-        """The active weights without the vocabulary: what every prompt token is multiplied with (only the last
-        one needs the output head)."""
+        """Return the number of active weights without the output head, which only the last prompt token needs."""
         return self._layer_params(active_only=True)
 
     @property
@@ -160,14 +159,14 @@ class ModelShape:
 
     @property
     def pair_flops_per_layer(self) -> int:
-        """Operations of one layer for one (query, key) pair of a prefill: the score and the weighted value."""
+        """Return the operations of one layer per (query, key) pair of a prefill: the score and the weighted value."""
         if self.mla is not None:
             return 2 * self.num_heads * (self.mla.nope_dim + self.mla.rope_dim + self.mla.value_dim)
         return 4 * self.num_heads * self.head_dim
 
     @property
     def decode_pair_flops_per_layer(self) -> int:
-        """The same in a decode step, where MLA works on the latent itself instead of expanding it."""
+        """The same in a decode step, where MLA works on the latent without expanding it."""
         if self.mla is not None:
             return 2 * self.num_heads * (2 * self.mla.kv_rank + self.mla.rope_dim)
         return self.pair_flops_per_layer
@@ -178,7 +177,7 @@ def _pairs(num_tokens: int) -> int:
 
 
 def windowed_pairs(num_tokens: int, window: int) -> int:
-    """(query, key) pairs of the first num_tokens tokens when each sees itself and at most window - 1 before it."""
+    """Return the (query, key) pairs of the first num_tokens tokens, each with itself and at most window - 1 before."""
     inside = min(num_tokens, window)
     return _pairs(inside) + (num_tokens - inside) * window
 
@@ -187,7 +186,7 @@ Config = Mapping[str, Any]
 
 _DTYPE_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _WEIGHT_NBYTES = {"fp8": 1, "compressed-tensors": 1}
-# Families that always have multi-head latent attention; and what each family of mixtures calls its number of experts.
+# Families that always have MLA; and the field with the number of experts of each family of mixtures.
 _MLA_KINDS = ("deepseek_v2", "deepseek_v3", "kimi_k2", "minicpm3", "longcat_flash")
 _MLA_FIELDS = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 _EXPERT_FIELDS = {
@@ -202,7 +201,7 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
 def shape_from_config(config: Config, name: str = "model") -> ModelShape:
-    """The shape that a config.json describes. Raises InvalidInput naming the field that is missing or wrong."""
+    """Return the shape that a config.json describes. Raise InvalidInput with the field that is missing or wrong."""
     config = config.get("text_config") or config
     kind = str(config.get("model_type", ""))
     num_layers = _size(config, "num_hidden_layers")
@@ -233,7 +232,7 @@ def shape_from_config(config: Config, name: str = "model") -> ModelShape:
 
 
 def preset(name: str) -> ModelShape:
-    """A shape by name; UnknownModel lists the names there are."""
+    """Return a shape by name. Raise UnknownModel with the existing names."""
     try:
         return shape_from_config(_PRESETS[name], name)
     except KeyError:
@@ -241,7 +240,7 @@ def preset(name: str) -> ModelShape:
 
 
 def _require(config: Config, fields: Sequence[str], why: str = "") -> None:
-    """InvalidInput that names all of the fields that are missing."""
+    """Raise InvalidInput with all missing fields."""
     missing = [field for field in fields if config.get(field) is None]
     if missing:
         raise InvalidInput(f"the model's config has no {', '.join(missing)}{why}", param=missing[0])
@@ -277,7 +276,7 @@ def _weight_nbytes(config: Config, dtype_nbytes: int) -> int:
 
 
 def _windows(config: Config, kind: str, num_layers: int) -> tuple[int, int | None]:
-    """How many layers see a window only, and how far it reaches."""
+    """Return the number of layers with a window, and the window."""
     window = _optional_size(config, "sliding_window")
     layer_types = config.get("layer_types")
     if layer_types is not None:
@@ -293,18 +292,18 @@ def _windows(config: Config, kind: str, num_layers: int) -> tuple[int, int | Non
 
 
 def _num_windowed_by_rule(config: Config, kind: str, num_layers: int) -> int:
-    """For configs older than layer_types: each family has its own rule."""
+    """Return the number of windowed layers for configs without layer_types, by the rule of each family."""
     if kind.startswith(("qwen", "deepseek")):
         from_layer = _optional_size(config, "max_window_layers") or 0
         return max(0, num_layers - from_layer) if config.get("use_sliding_window") else 0
     if kind.startswith(("gemma2", "gemma3")):
         every = _optional_size(config, "sliding_window_pattern") or (2 if kind.startswith("gemma2") else 6)
-        return num_layers - num_layers // every  # one layer of each `every` sees everything
+        return num_layers - num_layers // every  # one of `every` layers has full attention
     return num_layers
 
 
 def _mla(config: Config, kind: str) -> Mla | None:
-    """Multi-head latent attention, for families that have it and wherever a field of it is there."""
+    """Return the MLA sizes, for families that have MLA and for configs with any of its fields; else None."""
     if not kind.startswith(_MLA_KINDS) and all(config.get(field) is None for field in _MLA_FIELDS):
         return None
     why = f": {kind or 'this model'} has multi-head latent attention (MLA), whose KV cannot be sized without"
@@ -319,7 +318,7 @@ def _mla(config: Config, kind: str) -> Mla | None:
 
 
 def _moe(config: Config, kind: str, num_layers: int) -> Moe | None:
-    """Mixtral says num_local_experts, Qwen num_experts, DeepSeek n_routed_experts."""
+    """Return the sizes of the mixture of experts; None for a dense model."""
     names = tuple(_EXPERT_FIELDS.values())
     num_experts = next((found for name in names if (found := _optional_size(config, name))), None)
     if num_experts is None:
@@ -340,7 +339,7 @@ def _moe(config: Config, kind: str, num_layers: int) -> Moe | None:
 
 
 def _num_dense_layers(config: Config, num_layers: int) -> int:
-    """DeepSeek names how many come first, Qwen names which, or every how many one is sparse."""
+    """Return the number of dense layers: DeepSeek counts the first ones, Qwen lists them or gives the sparse step."""
     every = _optional_size(config, "decoder_sparse_step") or 1
     named = _optional_size(config, "first_k_dense_replace") or len(config.get("mlp_only_layers") or ())
     return min(num_layers, max(named, num_layers - num_layers // every))
@@ -359,7 +358,7 @@ def _llama(layers: int, hidden: int, heads: int, kv_heads: int, intermediate: in
     }
 
 
-# The sizes in each model's published config.json.
+# Sizes from each model's published config.json.
 _PRESETS: dict[str, Config] = {
     "llama3-8b": _llama(32, 4096, 32, 8, 14336, 128256),
     "llama3-70b": _llama(80, 8192, 64, 8, 28672, 128256),

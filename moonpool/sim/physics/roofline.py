@@ -1,14 +1,14 @@
 """Costs of any model on any node, from operations and bytes. Pure.
 
-A step's time is the sum of: operations at a share of the peak; weights and KV read at a share of the memory's peak;
-two all-reduces a layer at the measured rate of the GPUs' links (tensor parallel over the node). A sum, not the larger
-of the two as in a textbook roofline: kernels fill and drain, so reading does not hide behind computing, and it is
-what makes short prefills as slow as they were measured. The cached prefix comes from host memory at its measured rate.
+The time of a step is a sum: operations at a share of the peak; weights and KV read at a share of the memory's peak; two
+all-reduces per layer at the measured rate of the GPUs' links (tensor parallel over the node). It is a sum, not the
+maximum as in a textbook roofline: kernels fill and drain, so reading does not hide behind computing. Only the sum makes
+short prefills as slow as measured. The cached prefix is read from host memory at the measured rate.
 
-The two shares are the only constants chosen to fit, by eye and once, to LLaMA3-70B on 8 x A800 (Fig 14): with them
-its ten prefill and five decode times come out within 13 % (tests), where a cached prefix counts in whole blocks of 256
-tokens; taken to the token, the shortest cached prefill (8k, 95 %) is 22 % too fast and the others are within 15 %. The
-share of the memory's peak is low because launching kernels is in it. No other model or GPU was compared.
+The two shares are the only fitted constants, chosen once by eye for LLaMA3-70B on 8 x A800 (Fig 14). With them its ten
+prefill and five decode times are within 13 % (tests), if a cached prefix counts in whole blocks of 256 tokens. Counted
+to the token, the shortest cached prefill (8k, 95 %) is 22 % too fast and the others are within 15 %. The share of the
+memory's peak is low because it includes kernel launches. No other model or GPU was compared.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ _ALL_REDUCES_PER_LAYER = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
-    """Shares of the peaks that are reached."""
+    """The shares of the peak rates that are reached."""
 
     compute: float = 0.65
     memory: float = 0.40
 
     def __post_init__(self) -> None:
         if not (0 < self.compute <= 1 and 0 < self.memory <= 1):
-            raise InvalidInput(f"efficiencies are shares, not {self.compute} and {self.memory}")
+            raise InvalidInput(f"efficiencies must be above 0 and at most 1, not {self.compute} and {self.memory}")
 
 
 def roofline_cost(shape: ModelShape, node: NodeSpec, efficiency: Efficiency | None = None) -> EngineCost:
-    """What this model's steps take on this node, all its GPUs together."""
+    """Return the step times of this model on this node, all its GPUs together."""
     machine = _Machine(shape, node, efficiency or Efficiency())
     return EngineCost(prefill=machine.prefill(), decode=machine.decode())
 
 
 def kv_capacity_tokens(shape: ModelShape, node: NodeSpec, usable_share: float = 0.9) -> int:
-    """Tokens of KV that fit beside the weights in the GPUs' memory. `usable_share` is what engines take of it (0.9 is
-    vLLM's default). Raises InvalidInput where the weights alone do not fit."""
+    """Return the KV tokens that fit into GPU memory next to the weights. `usable_share` is the share of memory that
+    engines use (0.9 is vLLM's default). Raise InvalidInput if the weights alone do not fit."""
     free = node.hbm_nbytes * usable_share - shape.weights_nbytes
     if free < shape.kv_nbytes_per_token:
         raise InvalidInput(f"{shape.name} does not fit into {node.num_gpus} x {node.gpu.name}", param="gpu")
-    return int(free // (shape.kv_nbytes_per_token * _copies_of_kv(shape, node)))
+    return int(free // (shape.kv_nbytes_per_token * _kv_copies(shape, node)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class _Machine:
 
     def decode(self) -> DecodeCost:
         shape = self.shape
-        kv_nbytes = shape.kv_nbytes_per_token_layer * _copies_of_kv(shape, self.node)
+        kv_nbytes = shape.kv_nbytes_per_token_layer * _kv_copies(shape, self.node)
         kv_token_s = self._read_s(kv_nbytes) + self._flops_s(shape.decode_pair_flops_per_layer)
         moe = shape.moe
         return DecodeCost(
@@ -87,14 +87,14 @@ class _Machine:
         )
 
     def _pass_s(self) -> float:
-        """One pass through the model, whatever is in the batch: the weights that all tokens share, and latencies."""
+        """Return the fixed time of one pass through the model: the weights that all tokens share, and latencies."""
         shape = self.shape
         looked_up = 0 if shape.tied_embeddings else shape.vocab_size * shape.hidden_size
         latency_s = self.node.peer_latency_s * self._num_all_reduces()
         return self._weights_s(shape.num_params - looked_up - shape.num_routed_params) + latency_s
 
     def _token_s(self, num_params: int) -> float:
-        """A token's share of a step: its multiplications and its all-reduces (a ring passes each byte almost twice)."""
+        """Return the time per token of a step: multiplications, all-reduces (a ring sends each byte almost twice)."""
         gpus = self.node.num_gpus
         sent = self.shape.hidden_size * self.shape.dtype_nbytes * 2 * (gpus - 1) / gpus
         return self._flops_s(2 * num_params) + self._num_all_reduces() * sent / self.node.peer_bandwidth
@@ -112,7 +112,9 @@ class _Machine:
         return nbytes / (self.node.hbm_bandwidth * self.efficiency.memory)
 
 
-def _copies_of_kv(shape: ModelShape, node: NodeSpec) -> float:
-    """With more GPUs than KV heads, several hold the same head. A latent is taken to be held once: models with one
-    are served with whole sequences per GPU."""
+def _kv_copies(shape: ModelShape, node: NodeSpec) -> float:
+    """Return the number of copies of each KV head: with more GPUs than KV heads, several GPUs hold the same head.
+
+    An MLA latent counts once: such models are served with whole sequences per GPU.
+    """
     return 1.0 if shape.mla is not None else max(1.0, node.num_gpus / shape.num_kv_heads)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from moonpool.sim.report.style import color, dashes
 
-_LEAST = 1e-300  # below, steps of a scale are no numbers any more
+_LEAST = 1e-300  # below this, the steps of a scale underflow
 _STEPS = (1.0, 2.0, 5.0, 10.0)
 _LOG_STEPS = (1.0, 2.0, 5.0)
 _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -21,7 +21,7 @@ _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 @dataclass(frozen=True, slots=True)
 class AxisScale:
-    """Numbers low..high lie at begin..end; `is_log` spaces ratios evenly (low > 0 then)."""
+    """Maps numbers low..high to positions begin..end; with `is_log` (low > 0) on a logarithmic scale."""
 
     low: float
     high: float
@@ -30,7 +30,7 @@ class AxisScale:
     is_log: bool = False
 
     def at(self, value: float) -> float:
-        """Numbers outside lie at the edge."""
+        """Return the position of a value; values outside the scale are at its edge."""
         value = min(max(value, self.low), self.high)
         if self.is_log:
             part = math.log(value / self.low) / math.log(self.high / self.low)
@@ -43,7 +43,7 @@ class AxisScale:
 
 
 def linear(values: Sequence[float], begin: float, end: float, *, is_round: bool = True) -> AxisScale:
-    """From 0 to the highest of them, or to the round number at or above it."""
+    """Return a scale from 0 to the highest value, or to the next round number."""
     highest = max([value for value in values if math.isfinite(value)], default=0.0)
     if highest < _LEAST:
         return AxisScale(0.0, 1.0, begin, end)
@@ -52,7 +52,7 @@ def linear(values: Sequence[float], begin: float, end: float, *, is_round: bool 
 
 
 def logarithmic(values: Sequence[float], begin: float, end: float) -> AxisScale:
-    """Around all of them that are above 0, at least a factor of ten."""
+    """Return a scale over all positive values, at least a factor of ten."""
     positive = [value for value in values if 0 < value < math.inf]
     low, high = (min(positive), max(positive)) if positive else (0.1, 1.0)
     decade = 10.0 ** math.floor(math.log10(low * 1.0001))
@@ -80,7 +80,7 @@ def _log_ticks(low: float, high: float) -> list[float]:
 
 
 def short(value: float) -> str:
-    """A number for a person: three figures, and k, M, G or T for thousands."""
+    """Format a number with three digits, and k, M, G or T for thousands."""
     for size, letter in _PREFIXES:
         if abs(value) >= size * 0.9995:
             return f"{value / size:.3g}{letter}"
@@ -93,7 +93,7 @@ _MAX_BANDS = 60
 
 
 class Series(NamedTuple):
-    """`y` over `x`, both equally long, `x` ascending. `hue` numbers its colour."""
+    """`y` over `x`, of the same length, `x` ascending. `hue` is the number of its colour."""
 
     name: str
     x: Sequence[float]
@@ -102,7 +102,7 @@ class Series(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A line across the chart at some x, with a word."""
+    """A labelled vertical line at `x`."""
 
     x: float
     word: str
@@ -117,16 +117,16 @@ def line_chart(
     marks: Sequence[Mark] = (),
     y_values: Sequence[float] = (),
 ) -> str:
-    """`y_values` are numbers that the y axis has to reach besides those drawn."""
+    """`y_values` are further numbers that the y axis has to include."""
     all_x = [value for each in series for value in each.x] + [mark.x for mark in marks]
     x = logarithmic(all_x, _LEFT, _RIGHT) if log_x else linear(all_x, _LEFT, _RIGHT, is_round=False)
     y = linear([*y_values, *(value for each in series for value in each.y)], _BOTTOM, _TOP)
-    drawn = "".join(_line(each, x, y) for each in reversed(series))  # the first is drawn on top of the others
+    drawn = "".join(_line(each, x, y) for each in reversed(series))  # the first series is on top
     return _frame(x, y, x_name, y_name, drawn + _marks(marks, x) + _bands(series, x, x_name, y_name))
 
 
 def area_chart(series: Sequence[Series], *, x_name: str, y_name: str) -> str:
-    """One on top of the other, the first at the bottom. All have the same x."""
+    """Stack the series, the first at the bottom. All have the same x."""
     x = linear([value for each in series for value in each.x], _LEFT, _RIGHT, is_round=False)
     floors = [[0.0] * len(series[0].x)] if series else []
     for each in series:
@@ -137,7 +137,7 @@ def area_chart(series: Sequence[Series], *, x_name: str, y_name: str) -> str:
 
 
 def legend(names: Sequence[tuple[str, int]]) -> str:
-    """(name, hue) of what a chart shows."""
+    """Return a legend of (name, hue) pairs."""
     items = "".join(
         f'<li><svg viewBox="0 0 22 10" aria-hidden="true"><path d="M0 5H22" stroke="{color(hue)}" stroke-width="4"'
         f"{dashes(hue)}/></svg>{escape(name)}</li>"
@@ -147,7 +147,7 @@ def legend(names: Sequence[tuple[str, int]]) -> str:
 
 
 def thinned(length: int, most: int) -> list[int]:
-    """At most so many places among 0..length - 1, evenly, the last one included."""
+    """Return at most `most` evenly spaced indices of 0..length - 1, including the last."""
     if length <= most:
         return list(range(length))
     return [round(at * (length - 1) / (most - 1)) for at in range(most)]
@@ -193,7 +193,7 @@ def _marks(marks: Sequence[Mark], x: AxisScale) -> str:
 
 
 def _bands(series: Sequence[Series], x: AxisScale, x_name: str, y_name: str) -> str:
-    """Invisible columns that tell all values at their place when hovered."""
+    """Return invisible columns that show all values at their x when hovered."""
     width = (_RIGHT - _LEFT) / _MAX_BANDS
     found: list[dict[str, tuple[float, float]]] = [{} for _ in range(_MAX_BANDS)]
     for each in series:
@@ -201,13 +201,13 @@ def _bands(series: Sequence[Series], x: AxisScale, x_name: str, y_name: str) -> 
             found[min(int((x.at(one) - _LEFT) / width), _MAX_BANDS - 1)][each.name] = one, other
     return "".join(
         f'<rect class="band" x="{_LEFT + at * width:.1f}" y="{_TOP}" width="{width:.1f}" height="{_BOTTOM - _TOP}">'
-        f"<title>{escape(_told(band, x_name, y_name))}</title></rect>"
+        f"<title>{escape(_band_text(band, x_name, y_name))}</title></rect>"
         for at, band in enumerate(found)
         if band
     )
 
 
-def _told(band: dict[str, tuple[float, float]], x_name: str, y_name: str) -> str:
+def _band_text(band: dict[str, tuple[float, float]], x_name: str, y_name: str) -> str:
     first = next(iter(band.values()))[0]
     lines = [f"{name}: {short(value)}" for name, (_, value) in band.items()]
     return "\n".join([f"{x_name} {short(first)}; {y_name}", *lines])
@@ -218,7 +218,7 @@ _BAR, _NAME = 16, 15  # heights
 
 
 def bar_chart(bars: Mapping[str, Sequence[float]], parts: Sequence[str], *, most: float | None = None) -> str:
-    """For each name the sizes of its parts, shares of 1. The axis ends at `most`, or where the longest does."""
+    """Draw one bar per name, stacked from its parts (shares of 1). The axis ends at `most`, or at the longest bar."""
     totals = [sum(sizes) for sizes in bars.values()]
     x = linear(totals if most is None else [most], 0, _BARS_RIGHT)
     step = _BAR + _NAME + 8
@@ -249,7 +249,7 @@ _MAX_ROWS = 15
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, kind: str = "") -> str:
-    """Without a head row where `head` is empty."""
+    """Return an HTML table; without a head row if `head` is empty."""
     top = f"<thead><tr>{''.join(f'<th>{escape(each)}</th>' for each in head)}</tr></thead>" if head else ""
     body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return f'<div class="scroll"><table class="{escape(kind, quote=True)}">{top}<tbody>{body}</tbody></table></div>'
@@ -260,7 +260,7 @@ def folded(text: str, summary: str = "as a table") -> str:
 
 
 def series_table(series: Sequence[Series], x_name: str) -> str:
-    """A few of the rows; series with other x than the first have a table of their own."""
+    """Return tables with at most 15 rows of the series; series with the same x share a table."""
     tables, left = "", list(series)
     while left:
         alike = [each for each in left if each.x == left[0].x]

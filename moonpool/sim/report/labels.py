@@ -12,7 +12,7 @@ from moonpool.base.units import format_nbytes
 from moonpool.sim.outcome import Outcome
 from moonpool.sim.report.chart import short
 
-_LONG = 1e9  # numbers from here on are told with three figures
+_LONG = 1e9  # numbers from here on are shown with three digits
 _NAMES = {
     "effective_share": "done within both targets",
     "goodput_per_s": "goodput, requests/s",
@@ -41,7 +41,7 @@ _WORDS = {"kv": "KV", "dram": "DRAM", "ssd": "SSD", "ttft": "TTFT", "tbt": "TBT"
 
 
 def label(name: str) -> str:
-    """Return what the number of that name is called, with its unit unless the value shows it."""
+    """Return the label of a number, with its unit unless the formatted value shows it."""
     if name in _NAMES:
         return _NAMES[name]
     words = [_WORDS.get(word, word) for word in name.split("_") if word not in ("nbytes", "share")]
@@ -54,8 +54,8 @@ def label(name: str) -> str:
     return " ".join(words) + unit
 
 
-def shown(name: str, value: str | int | float) -> str:
-    """Return the value as people read it: sizes and rates with their unit, shares as percentages."""
+def format_value(name: str, value: str | int | float) -> str:
+    """Format a value: sizes and rates with their unit, shares as percentages."""
     if isinstance(value, str):
         return value
     if "nbytes" in name:
@@ -65,16 +65,16 @@ def shown(name: str, value: str | int | float) -> str:
     return f"{value:,.0f}" if value == int(value) and value < _LONG else short(value)
 
 
-_SAME = 0.001  # shares of requests that differ by less are told as equal
-_ENOUGH = 0.9  # a share of requests below which the targets count as missed
+_SAME = 0.001  # shares of requests that differ by less count as equal
+_ENOUGH = 0.9  # below this share of requests the targets count as missed
 
 
 def conclusion(outcomes: Sequence[Outcome]) -> str:
-    """Say which system serves most requests within both targets, by how much, and whether that is enough."""
+    """Return one or two sentences: which system serves most requests within both targets, and if it is enough."""
     ranked = sorted(outcomes, key=lambda each: -each.numbers["effective_share"])
     best = ranked[0]
-    said = f"{_served(best)} within TTFT {best.ttft_target_s:g} s and TBT {best.tbt_target_s * 1e3:g} ms"
-    return " ".join([f"{said}{_against(ranked)}.", *_reuse(best), *_remark(best)])
+    text = f"{_served(best)} within TTFT {best.ttft_target_s:g} s and TBT {best.tbt_target_s * 1e3:g} ms"
+    return " ".join([f"{text}{_comparison(ranked)}.", *_reuse(best), *_remark(best)])
 
 
 def _served(outcome: Outcome) -> str:
@@ -82,7 +82,7 @@ def _served(outcome: Outcome) -> str:
     return f"{outcome.system} serves {numbers['effective_share']:.1%} of {numbers['num_requests']:,.0f} requests"
 
 
-def _against(ranked: Sequence[Outcome]) -> str:
+def _comparison(ranked: Sequence[Outcome]) -> str:
     best = ranked[0].numbers["effective_share"]
     same = [each for each in ranked[1:] if best - each.numbers["effective_share"] < _SAME]
     behind = [each for each in ranked[1:] if each not in same]

@@ -18,7 +18,7 @@ from moonpool.sim.report.chart import (
     series_table,
     table,
 )
-from moonpool.sim.report.labels import conclusion, label, shown
+from moonpool.sim.report.labels import conclusion, format_value, label
 from moonpool.sim.report.style import CSS
 from moonpool.sim.world.results import HIT_PLACES
 
@@ -35,8 +35,8 @@ LINK_NAMES = {
 _GIGA = 1e9
 
 
-def compared(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """Figures with all systems in one chart."""
+def _compared(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """Return the figures with all systems in one chart."""
     yield _effective(outcomes)
     yield _hits(outcomes)
     first = outcomes[0]
@@ -51,8 +51,8 @@ def compared(outcomes: Sequence[Outcome]) -> Iterator[str]:
             yield _lines(title, series, "requests")
 
 
-def alone(outcome: Outcome) -> Iterator[str]:
-    """Figures of one system over time."""
+def _alone(outcome: Outcome) -> Iterator[str]:
+    """Return the figures of one system over time."""
     columns = outcome.over_time
     kinds = [name.removesuffix("_busy_share") for name in columns if name.endswith("_busy_share")]
     states = [f"{kind}_{state}" for kind in kinds for state in ("running", "waiting")]
@@ -73,7 +73,7 @@ def alone(outcome: Outcome) -> Iterator[str]:
         yield _lines("Nodes that hold the block ranked so by use", copies, "nodes")
 
 
-def figure(title: str, chart: str, names: str = "", under: str = "") -> str:
+def _figure(title: str, chart: str, names: str = "", under: str = "") -> str:
     return f"<figure><h3>{escape(title)}</h3>{names}{chart}{under}</figure>"
 
 
@@ -81,7 +81,7 @@ def _effective(outcomes: Sequence[Outcome]) -> str:
     bars = {each.system: [each.numbers["effective_share"]] for each in outcomes}
     first = outcomes[0]
     title = f"Requests done within TTFT {first.ttft_target_s:g} s and TBT {first.tbt_target_s * 1e3:g} ms"
-    return figure(title, bar_chart(bars, ["done within both targets"], most=1.0))
+    return _figure(title, bar_chart(bars, ["done within both targets"], most=1.0))
 
 
 def _hits(outcomes: Sequence[Outcome]) -> str:
@@ -89,11 +89,11 @@ def _hits(outcomes: Sequence[Outcome]) -> str:
     rows = [[name, *(f"{share:.1%}" for share in shares)] for name, shares in bars.items()]
     names = legend([(place, hue) for hue, place in enumerate(_PLACES)])
     under = folded(table(["system", *_PLACES], rows))
-    return figure("Prompt tokens reused, by where they were", bar_chart(bars, _PLACES), names, under)
+    return _figure("Prompt tokens reused, by where they were", bar_chart(bars, _PLACES), names, under)
 
 
 def _cdf(outcomes: Sequence[Outcome], name: str, title: str, x_name: str, target: float) -> str:
-    """Of all requests: a system that refuses or loses some does not reach 100 %."""
+    """Draw a CDF over all requests: a system that refuses or loses some does not reach 100 %."""
     series = []
     for hue, each in enumerate(outcomes):
         values = each.quantiles[name]
@@ -108,17 +108,17 @@ def _cdf(outcomes: Sequence[Outcome], name: str, title: str, x_name: str, target
         [each.name, *(f"{each.x[at]:.4g}" if each.x else "-" for at in quantiles)] for each in series
     ]  # 101 quantiles: number 50 is the median
     under = folded(table(["system", *(f"{at} % of those done" for at in quantiles)], rows))
-    return figure(f"{title}: % of requests", drawn, _legend(series), under)
+    return _figure(f"{title}: % of requests", drawn, _legend(series), under)
 
 
 def _lines(title: str, series: Sequence[Series], y_name: str, *, top: float = 0.0) -> str:
     chart = line_chart(series, x_name=_TIME, y_name=y_name, y_values=[top])
-    return figure(f"{title} ({y_name})", chart, _legend(series), folded(series_table(series, _TIME)))
+    return _figure(f"{title} ({y_name})", chart, _legend(series), folded(series_table(series, _TIME)))
 
 
 def _areas(title: str, series: Sequence[Series], y_name: str) -> str:
     chart = area_chart(series, x_name=_TIME, y_name=y_name)
-    return figure(f"{title} ({y_name})", chart, _legend(series), folded(series_table(series, _TIME)))
+    return _figure(f"{title} ({y_name})", chart, _legend(series), folded(series_table(series, _TIME)))
 
 
 def _legend(series: Sequence[Series]) -> str:
@@ -131,12 +131,12 @@ def _column(outcomes: Sequence[Outcome], name: str) -> list[Series]:
     ]
 
 
-def _picked(outcome: Outcome, names: Sequence[str], *unsaid: str) -> list[Series]:
-    """Columns as series, called as they are without the parts that the title says."""
+def _picked(outcome: Outcome, names: Sequence[str], *left_out: str) -> list[Series]:
+    """Return columns as series; the parts of their names in `left_out` are left out of the labels."""
     columns, found = outcome.over_time, []
     for hue, name in enumerate(names):
         label = name
-        for part in unsaid:
+        for part in left_out:
             label = label.replace(part, "")
         found.append(Series(label.replace("_", " "), columns["time_s"], columns[name], hue))
     return found
@@ -147,7 +147,7 @@ def _used(series: Sequence[Series]) -> list[Series]:
 
 
 def _links(outcome: Outcome) -> list[Series]:
-    """What leaves one node's NICs enters another's, so one direction is enough."""
+    """Return the rates of the links in use, of the network only those sent: every byte sent is received."""
     width_s, rates = outcome.links_over_time.bucket_s, outcome.links_over_time.nbytes_per_s
     kinds = [kind for kind in rates if kind in LINK_NAMES and kind != "nic_in"]
     used = [(LINK_NAMES[kind], rates[kind]) for kind in kinds if any(rates[kind])]
@@ -163,7 +163,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 def page(outcomes: Sequence[Outcome], command: str) -> str:
     """Return the report on replays of one trace on one fleet, at least one, made by `command`.
 
-    Same arguments, same bytes.
+    The same arguments give the same bytes.
     """
     first = outcomes[0]
     title = f"Replay of {first.trace}, load x {first.load:g}"
@@ -173,9 +173,9 @@ def page(outcomes: Sequence[Outcome], command: str) -> str:
         f"<p>Made by:</p><pre>{escape(command)}</pre>",
         _assumptions(first, outcomes),
         "<h2>Beside each other</h2>",
-        _grid(compared(outcomes)),
+        _grid(_compared(outcomes)),
         f'<h2>Numbers</h2><div class="card">{_numbers(outcomes)}</div>',
-        *(f"<h2>{escape(each.system)}</h2><p>{escape(each.about)}</p>{_grid(alone(each))}" for each in outcomes),
+        *(f"<h2>{escape(each.system)}</h2><p>{escape(each.about)}</p>{_grid(_alone(each))}" for each in outcomes),
     ]
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -191,7 +191,7 @@ def _grid(figures: Iterable[str]) -> str:
 
 
 def _assumptions(first: Outcome, outcomes: Sequence[Outcome]) -> str:
-    rows = [(label(name), shown(name, value)) for name, value in first.machine.items()]
+    rows = [(label(name), format_value(name, value)) for name, value in first.machine.items()]
     rows.append(("targets", f"TTFT {first.ttft_target_s:g} s, TBT {first.tbt_target_s * 1e3:g} ms"))
     rows += [(each.system, each.about) for each in outcomes]
     said = "Simulated: what is taken for granted, and where times come from."
@@ -200,7 +200,7 @@ def _assumptions(first: Outcome, outcomes: Sequence[Outcome]) -> str:
 
 def _numbers(outcomes: Sequence[Outcome]) -> str:
     names = list(outcomes[0].numbers)
-    rows = [[label(name), *(shown(name, each.numbers[name]) for each in outcomes)] for name in names]
+    rows = [[label(name), *(format_value(name, each.numbers[name]) for each in outcomes)] for name in names]
     kinds = list(dict.fromkeys(kind for each in outcomes for kind in each.links))
     for kind in kinds:
         rows.append(

@@ -1,1 +1,1 @@
-"""The simulated cluster: production's own cores on a virtual clock."""
+"""The simulated cluster: production code on a simulated clock."""

@@ -19,15 +19,16 @@ from moonpool.sim.physics.links import Network
 
 T = TypeVar("T")
 
-# [time, order, payload]: a list, so that it can be emptied; two never compare as far as their payload.
+# [time, order, payload]: a list, so that `cancel` can replace the payload. No two orders are equal, so payloads are
+# never compared.
 Handle = list[Any]
 
 _CANCELLED = object()
-_SWEEP_FROM = 64
+_REBUILD_FROM = 64
 
 
 class EventQueue(Generic[T]):
-    """What is to happen when."""
+    """A priority queue of events by time."""
 
     __slots__ = ("_entries", "_num_cancelled", "_num_put", "now_s")
 
@@ -38,38 +39,38 @@ class EventQueue(Generic[T]):
         self.now_s = 0.0  # the time of the latest event popped
 
     def put(self, time_s: float, payload: T) -> Handle:
-        """Something is to happen then. Keep what is returned to cancel it."""
+        """Add an event. Return its handle, with which it can be cancelled. InvalidInput for a time in the past."""
         if not time_s >= self.now_s:
-            raise InvalidInput(f"an event at {time_s} s, when it is {self.now_s} s")
+            raise InvalidInput(f"an event at {time_s} s, when it is {self.now_s} s already")
         self._num_put = order = self._num_put + 1
         entry = [time_s, order, payload]
         heappush(self._entries, entry)
         return entry
 
     def cancel(self, handle: Handle) -> None:
-        """It will not happen. What has happened or was cancelled is left alone."""
+        """Cancel an event. An event that has run or was cancelled already is left alone."""
         if handle[2] is _CANCELLED:
             return
         handle[2] = _CANCELLED
         self._num_cancelled += 1
-        if self._num_cancelled > _SWEEP_FROM and 2 * self._num_cancelled > len(self._entries):
-            self._sweep()
+        if self._num_cancelled > _REBUILD_FROM and 2 * self._num_cancelled > len(self._entries):
+            self._rebuild()
 
     def pop(self) -> tuple[float, T] | None:
-        """The next event and its time, to which the clock moves; None when there is none."""
+        """Remove the next event and move the time to it. Return its time and payload; None if the queue is empty."""
         entries = self._entries
         while entries:
             entry = heappop(entries)
             payload = entry[2]
             if payload is not _CANCELLED:
-                entry[2] = _CANCELLED  # a handle kept beyond its event cancels nothing
+                entry[2] = _CANCELLED  # so that a later cancel() of this handle does nothing
                 self.now_s = time_s = entry[0]
                 return time_s, payload
             self._num_cancelled -= 1
         return None
 
     def next_s(self) -> float | None:
-        """When the next event is."""
+        """Return the time of the next event; None if the queue is empty."""
         entries = self._entries
         while entries:
             if entries[0][2] is not _CANCELLED:
@@ -82,7 +83,7 @@ class EventQueue(Generic[T]):
     def __len__(self) -> int:
         return len(self._entries) - self._num_cancelled
 
-    def _sweep(self) -> None:
+    def _rebuild(self) -> None:
         self._entries = [entry for entry in self._entries if entry[2] is not _CANCELLED]
         heapify(self._entries)
         self._num_cancelled = 0
@@ -91,22 +92,22 @@ class EventQueue(Generic[T]):
 Callback = Callable[[], None]
 
 
-class _Errand:
-    """A flow's tag, where somebody wants to know also when it does not arrive."""
+class _FlowCallbacks:
+    """The tag of a flow whose sender also wants to know when the flow is lost."""
 
-    __slots__ = ("act", "lost")
+    __slots__ = ("_on_arrival", "on_lost")
 
-    def __init__(self, act: Callback, lost: Callback) -> None:
-        self.act, self.lost = act, lost
+    def __init__(self, on_arrival: Callback, on_lost: Callback) -> None:
+        self._on_arrival, self.on_lost = on_arrival, on_lost
 
     def __call__(self) -> None:
-        self.act()
+        self._on_arrival()
 
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """A world makes no cycles as it goes, and millions of objects that live: looking for garbage among them takes a
-    twentieth of the time and more, and finds none."""
+    """Switch the cyclic garbage collector off. A run makes no reference cycles but millions of live objects, so the
+    collector would take a twentieth of the time or more and find nothing."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -116,48 +117,54 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-class SimTimers:
+class SimClock:
+    """Runs callbacks at their simulated times: timers (`call_at`) and ends of flows (`send`)."""
+
     def __init__(self, network: Network) -> None:
         self.now_s = 0.0
         self.network = network
         self._events: EventQueue[Callback] = EventQueue()
-        self._cut: set[str] = set()  # links
+        self._failed: set[str] = set()  # names of links
 
     @property
     def is_idle(self) -> bool:
         """Whether no event and no flow is left, so that the run ends."""
         return not len(self._events) and self.network.next_end() is None
 
-    def at(self, time_s: float, act: Callback) -> Handle:
-        """`act` will be called then."""
-        return self._events.put(max(time_s, self.now_s), act)
+    def call_at(self, time_s: float, callback: Callback) -> Handle:
+        """Call `callback` at that time, or now if that time has passed. Return a handle for `cancel`."""
+        return self._events.put(max(time_s, self.now_s), callback)
 
     def cancel(self, handle: Handle) -> None:
         self._events.cancel(handle)
 
-    def send(self, route: tuple[str, ...], nbytes: float, act: Callback, lost: Callback | None = None) -> None:
-        """`act` will be called when so many bytes have gone that way, `lost` if they cannot."""
-        if self._cut and not self._cut.isdisjoint(route):
-            if lost is not None:
-                self.at(self.now_s, lost)
+    def send(
+        self, route: tuple[str, ...], nbytes: float, on_arrival: Callback, on_lost: Callback | None = None
+    ) -> None:
+        """Start a flow over the links of `route`. Call `on_arrival` when it ends, `on_lost` if a link fails."""
+        if self._failed and not self._failed.isdisjoint(route):
+            if on_lost is not None:
+                self.call_at(self.now_s, on_lost)
             return
-        self.network.start(self.now_s, route, nbytes, act if lost is None else _Errand(act, lost))
+        self.network.start(
+            self.now_s, route, nbytes, on_arrival if on_lost is None else _FlowCallbacks(on_arrival, on_lost)
+        )
 
-    def cut(self, links: Sequence[str]) -> None:
-        """Nothing more goes over them; what was on its way is lost."""
-        self._cut.update(links)
+    def fail_links(self, links: Sequence[str]) -> None:
+        """Drop the flows over these links, and all further flows until `restore_links`."""
+        self._failed.update(links)
         lost = [flow.tag for link in links for flow in self.network.fail(self.now_s, link)]
         for tag in lost:
-            if isinstance(tag, _Errand):
-                tag.lost()
+            if isinstance(tag, _FlowCallbacks):
+                tag.on_lost()
 
-    def mend(self, links: Sequence[str]) -> None:
-        self._cut.difference_update(links)
+    def restore_links(self, links: Sequence[str]) -> None:
+        self._failed.difference_update(links)
         for link in links:
             self.network.restore(self.now_s, link)
 
     def run(self, progress: Callable[[float], None] | None = None) -> None:
-        """Until nothing is to happen any more. `progress` hears the time now and then."""
+        """Run until no event and no flow is left. `progress` is called with the time every 4096 events."""
         with _no_collection():
             self._run(progress)
 

@@ -9,25 +9,28 @@ from moonpool.conductor.messages import Decision, RequestEnded, Route
 from moonpool.conductor.placement.policy import PolicyConfig
 from moonpool.conductor.request_queue import RequestQueue
 from moonpool.conductor.state import ConductorState
-from moonpool.sim.world.clock import Handle, SimTimers
-from moonpool.sim.world.components import Parts
+from moonpool.sim.world.clock import Handle, SimClock
+from moonpool.sim.world.components import ClusterComponents
 from moonpool.sim.world.config import ClusterConfig
-from moonpool.sim.world.decode import DecodeWorker, Written
-from moonpool.sim.world.job import DONE, LOST, REFUSED, Job, follow
+from moonpool.sim.world.decode import AttemptOutput, DecodeWorker
+from moonpool.sim.world.job import DONE, LOST, REFUSED, Job, schedule_arrivals
 from moonpool.sim.world.outages import Outages, PoolMembers
-from moonpool.sim.world.retries import Lives
+from moonpool.sim.world.retries import RequestRetries
 from moonpool.sim.world.sequence import block_keys
 from moonpool.traces.columns import Trace, TraceRequest
 
-_OWNER = "trace"
+_OWNER = "trace"  # the client name of all requests
 
 
 class SimFrontend:
-    """Every job that is asked for is sent or refused, now or later, once."""
+    """The real RequestQueue before the conductor's state, with one timer.
+
+    For each routed job exactly one of `on_sent` and `on_refused` is called, at once or later.
+    """
 
     def __init__(
         self,
-        clock: SimTimers,
+        clock: SimClock,
         conductor: ConductorState,
         policy: PolicyConfig,
         asked_tokens: int,
@@ -35,13 +38,13 @@ class SimFrontend:
         on_refused: Callable[[Job, MoonpoolError], None],
     ) -> None:
         self._clock, self._on_sent, self._on_refused = clock, on_sent, on_refused
-        self._room = RequestQueue(conductor, policy)
+        self._queue = RequestQueue(conductor, policy)
         self._asked_tokens = asked_tokens
-        self._jobs: dict[str, Job] = {}  # that wait
+        self._jobs: dict[str, Job] = {}  # jobs in the queue
         self._timer: Handle | None = None
 
-    def ask(self, job: Job, tenant: str, priority: int, exclude: tuple[str, ...] = (), num_written: int = 0) -> None:
-        """Not from the workers in `exclude`; so many of its tokens the client has already."""
+    def route(self, job: Job, tenant: str, priority: int, exclude: tuple[str, ...] = (), num_written: int = 0) -> None:
+        """Route a job to workers not in `exclude`. The client has `num_written` tokens of the answer already."""
         call = Route(
             request_id=job.request_id,
             keys=job.keys,
@@ -53,7 +56,7 @@ class SimFrontend:
         )
         now_s = self._clock.now_s
         try:
-            decision = self._room.submit(call, _OWNER, now_s, now_s)
+            decision = self._queue.submit(call, _OWNER, now_s, now_s)
         except (Overloaded, Unavailable) as error:
             self._on_refused(job, error)
             return
@@ -61,10 +64,10 @@ class SimFrontend:
             self._on_sent(job, decision)
         else:
             self._jobs[job.request_id] = job
-            self._settle()  # another may have had to give way
+            self._settle()  # the queue may have refused another request in favour of this one
 
-    def changed(self) -> None:
-        """Somebody may fit now: a request has ended, or a worker has come."""
+    def capacity_changed(self) -> None:
+        """Try queued jobs again: a request has ended, or a worker has registered."""
         if self._jobs:
             self._settle()
 
@@ -72,15 +75,15 @@ class SimFrontend:
         if self._timer is not None:
             self._clock.cancel(self._timer)
             self._timer = None
-        for request_id, outcome in self._room.dispatch(self._clock.now_s):
+        for request_id, outcome in self._queue.dispatch(self._clock.now_s):
             job = self._jobs.pop(request_id)
             if isinstance(outcome, Decision):
                 self._on_sent(job, outcome)
             else:
                 self._on_refused(job, outcome)
-        at_s = self._room.next_event_s()
+        at_s = self._queue.next_event_s()
         if at_s is not None:
-            self._timer = self._clock.at(at_s, self._settle)
+            self._timer = self._clock.call_at(at_s, self._settle)
 
 
 class SimCluster:
@@ -89,23 +92,25 @@ class SimCluster:
     def __init__(self, config: ClusterConfig, trace: Trace) -> None:
         self.config, self.trace = config, trace
         self.jobs: list[Job] = []
-        self._parts = parts = Parts(config, trace, self._first_token, self._handed_over, self._ended)
-        self.clock, self.conductor, self.runs = parts.clock, parts.conductor, parts.runs
-        self.pools, self.prefills, self.decodes = parts.pools, parts.prefills, parts.decodes
-        self._desk = SimFrontend(
+        self._components = components = ClusterComponents(
+            config, trace, self._first_token, self._handed_over, self._ended
+        )
+        self.clock, self.conductor, self.runs = components.clock, components.conductor, components.runs
+        self.pools, self.prefills, self.decodes = components.pools, components.prefills, components.decodes
+        self._frontend = SimFrontend(
             self.clock, self.conductor, config.policy, config.asked_tokens, self._sent, self._refused
         )
-        self._lives: Lives | None = None  # where nothing fails, nobody needs another
+        self._retries: RequestRetries | None = None  # only if nodes fail
         if config.failures:
-            self._lives = Lives(config.retry, trace.block_tokens)
+            self._retries = RequestRetries(config.retry, trace.block_tokens)
             self._plan_failures()
 
     def run(self, progress: Callable[[float], None] | None = None) -> list[Job]:
-        follow(self.clock, self.trace, self._arrived)
+        schedule_arrivals(self.clock, self.trace, self._arrived)
         self.clock.run(progress)
         return self.jobs
 
-    # a request's life
+    # --- a request from arrival to end ---
 
     def _arrived(self, number: int, request: TraceRequest) -> None:
         block_tokens = self.trace.block_tokens
@@ -115,50 +120,50 @@ class SimCluster:
         self.jobs.append(job)
         request_s = self.config.cost.overhead.request_s
         if request_s:
-            self.clock.at(job.arrival_s + request_s, lambda: self._ask(job))
+            self.clock.call_at(job.arrival_s + request_s, lambda: self._route(job))
         else:
-            self._ask(job)
+            self._route(job)
 
-    def _ask(self, job: Job) -> None:
+    def _route(self, job: Job) -> None:
         tenant, priority = self.trace.tenant, self.trace.priority
-        self._desk.ask(
+        self._frontend.route(
             job,
             "" if tenant is None else str(tenant[job.number]),
             0 if priority is None else int(priority[job.number]),
-            *(() if self._lives is None else (self._lives.excluded(job), self._lives.num_written(job))),
+            *(() if self._retries is None else (self._retries.excluded(job), self._retries.num_written(job))),
         )
 
     def _refused(self, job: Job, error: MoonpoolError) -> None:
-        """For good, unless it lost a worker, or there is none now."""
-        if self._lives is not None:
-            pause_s = self._lives.refused(job, error, self.clock.now_s)
+        """Handle a refusal. It is final, unless the request has lost a worker before or no worker is there now."""
+        if self._retries is not None:
+            pause_s = self._retries.refused(job, error, self.clock.now_s)
             if pause_s is not None:
-                self.clock.at(self.clock.now_s + pause_s, lambda: self._ask(job))
+                self.clock.call_at(self.clock.now_s + pause_s, lambda: self._route(job))
                 return
-            if self._lives.num_written(job) or isinstance(error, Unavailable):
+            if self._retries.num_written(job) or isinstance(error, Unavailable):
                 self._give_up(job, str(error))
                 return
-            self._lives.given_up(job)
+            self._retries.give_up(job)
         job.outcome, job.reason = REFUSED, str(error)
 
     def _sent(self, job: Job, decision: Decision) -> None:
         job.prefill, job.decode, job.predicted_ttft_s = decision.prefill.name, decision.decode.name, decision.ttft_s
-        job.asks_before_decode = decision.asks_before_decode and not (self._lives and self._lives.num_written(job))
-        # What the policy says of the pool is not about the node's own memory.
+        job.asks_before_decode = decision.asks_before_decode and not (self._retries and self._retries.num_written(job))
+        # The policy's limit is about the shared pool, not about the node's own memory.
         takes_all = self.config.pool == "local" or self.config.always_pulls
         job.max_pool_blocks = None if takes_all else decision.max_pool_blocks
         prefill, decode = self.prefills[decision.prefill.name], self.decodes[job.decode]
 
         def reserve() -> None:
-            decode.reserve(job, lambda present: prefill.take(job, present))
+            decode.reserve(job, lambda present: prefill.submit(job, present))
 
         if self.config.answers_between_steps:
-            decode.between_steps(_in_this_attempt(job, reserve))
+            decode.call_between_steps(_in_this_attempt(job, reserve))
         else:
             reserve()
 
     def _first_token(self, job: Job) -> None:
-        """The prompt is computed; where decoding is too crowded by now, for nothing."""
+        """Handle a computed prompt. The prefill is wasted if the conductor refuses the decode now."""
         now_s = self.clock.now_s
         if job.asks_before_decode and job.num_output > 1:
             try:
@@ -167,46 +172,50 @@ class SimCluster:
                 job.is_wasted = True
                 job.outcome, job.reason = REFUSED, str(error)
         self.conductor.prefill_ended(job.request_id, now_s)
-        self._desk.changed()
+        self._frontend.capacity_changed()
 
     def _handed_over(self, job: Job) -> None:
         job.prefill, decode = "", self.decodes[job.decode]
         if job.num_output > 1 and not job.is_wasted:
             self._hand_off(job, decode)
             return
-        decode.drop(job)
+        decode.release(job)
         if job.is_wasted:
-            self._tell_end(job, 0, Overloaded.code)
+            self._report_end(job, 0, Overloaded.code)
         else:
             job.end_s, job.tbt_s = self.clock.now_s, 0.0
             self._ended(job)
 
     def _hand_off(self, job: Job, decode: DecodeWorker) -> None:
-        """With overheads the client has its first token when the decode worker has taken the request, which is when
-        our prefill workers answer. They are heard between steps twice: to check what came, and to take it."""
+        """Start decoding after the hand-off.
+
+        With overheads the client gets its first token when the decode worker has accepted the request, because real
+        prefill workers answer then. A real decode worker handles a hand-off between steps, twice: it checks the KV that
+        arrived, then it accepts the request.
+        """
         handoff_s = self.config.cost.overhead.handoff_s
 
-        def take() -> None:
+        def accept() -> None:
             job.first_token_s = self.clock.now_s
             job.ttft_s = job.first_token_s - job.arrival_s
-            decode.join(job)
+            decode.start_decoding(job)
 
-        take = _in_this_attempt(job, take)
+        accept = _in_this_attempt(job, accept)
         if self.config.answers_between_steps:
             at_s = self.clock.now_s + handoff_s
-            self.clock.at(at_s, lambda: decode.between_steps(lambda: decode.between_steps(take)))
+            self.clock.call_at(at_s, lambda: decode.call_between_steps(lambda: decode.call_between_steps(accept)))
         elif handoff_s:
-            self.clock.at(self.clock.now_s + handoff_s, take)
+            self.clock.call_at(self.clock.now_s + handoff_s, accept)
         else:
-            decode.join(job)
+            decode.start_decoding(job)
 
     def _ended(self, job: Job) -> None:
         job.outcome = DONE
-        if self._lives is not None:
-            self._lives.ended(job, self.decodes[job.decode].gaps(job))
-        self._tell_end(job, job.num_output, "done")
+        if self._retries is not None:
+            self._retries.ended(job, self.decodes[job.decode].gaps(job))
+        self._report_end(job, job.num_output, "done")
 
-    def _tell_end(self, job: Job, num_output: int, outcome: str) -> None:
+    def _report_end(self, job: Job, num_output: int, outcome: str) -> None:
         if job.outcome:
             job.keys, job.runs = [], []  # there may be millions of jobs
         call = RequestEnded(
@@ -219,70 +228,70 @@ class SimCluster:
             outcome=outcome,
         )
         self.conductor.request_ended(call, self.clock.now_s)
-        self._desk.changed()
+        self._frontend.capacity_changed()
 
-    # when workers are lost
+    # --- lost workers ---
 
     def _plan_failures(self) -> None:
         config, pool = self.config, next(iter(self.pools.values()))
         members = PoolMembers(self.clock, pool) if config.pool == "shared" and pool is not None else None
-        Outages(self._parts, config.node, members, self._lost, self._back).plan(config.failures)
+        Outages(self._components, config.node, members, self._worker_lost, self._worker_back).schedule(config.failures)
 
-    def _lost(self, worker: str) -> None:
-        """Whoever was there or on the way there is taken back everywhere, and then tries again."""
+    def _worker_lost(self, worker: str) -> None:
+        """Cancel the jobs of a lost worker on all other workers, and try them again."""
         if worker in self.decodes:
             self.decodes[worker].stop()
-        self._parts.unregister(worker)
-        jobs = [job for job in self.jobs if worker in (job.prefill, job.decode) and _is_under_way(job)]
-        written = [self.decodes[job.decode].written(job) for job in jobs]
+        self._components.unregister(worker)
+        jobs = [job for job in self.jobs if worker in (job.prefill, job.decode) and _is_open(job)]
+        outputs = [self.decodes[job.decode].output_of(job) for job in jobs]
         for job in jobs:
             if job.prefill and job.prefill != worker:
                 self.prefills[job.prefill].cancel(job)
             if job.decode != worker:
                 self.decodes[job.decode].cancel(job)
-        self._parts.restart(worker)
-        for job, what in zip(jobs, written, strict=True):
-            self._try_again(job, worker, what)
+        self._components.restart(worker)
+        for job, output in zip(jobs, outputs, strict=True):
+            self._try_again(job, worker, output)
         for decode in self.decodes.values():
-            decode.give_places()
+            decode.grant_waiting()
         for prefill in self.prefills.values():
-            prefill.go_on()
+            prefill.resume()
 
-    def _try_again(self, job: Job, worker: str, written: Written) -> None:
-        assert self._lives is not None
-        if job.is_wasted:  # it was refused already, and only its end not told
+    def _try_again(self, job: Job, worker: str, output: AttemptOutput) -> None:
+        assert self._retries is not None
+        if job.is_wasted:  # it was refused already; only its end is not reported yet
             job.prefill = ""
-            self._tell_end(job, 0, Overloaded.code)
+            self._report_end(job, 0, Overloaded.code)
             return
-        pause_s = self._lives.lost(job, worker, written)
+        pause_s = self._retries.lost(job, worker, output)
         if pause_s is None:
             self._give_up(job, f"gave up after {job.num_retries + 1} attempts")
             return
-        self._tell_end(job, self._lives.num_written(job), PeerLost.code)
-        self.clock.at(self.clock.now_s + pause_s, lambda: self._begin_again(job))
+        self._report_end(job, self._retries.num_written(job), PeerLost.code)
+        self.clock.call_at(self.clock.now_s + pause_s, lambda: self._start_attempt(job))
 
-    def _begin_again(self, job: Job) -> None:
-        assert self._lives is not None
-        self._lives.begin(job)
-        self._ask(job)
+    def _start_attempt(self, job: Job) -> None:
+        assert self._retries is not None
+        self._retries.start_attempt(job)
+        self._route(job)
 
     def _give_up(self, job: Job, reason: str) -> None:
-        assert self._lives is not None
-        num_written = self._lives.num_written(job)
-        self._lives.given_up(job)
+        assert self._retries is not None
+        num_written = self._retries.num_written(job)
+        self._retries.give_up(job)
         job.outcome, job.reason = LOST, reason
-        self._tell_end(job, num_written, Unavailable.code)
+        self._report_end(job, num_written, Unavailable.code)
 
-    def _back(self, worker: str) -> None:
-        self._parts.register(worker)
-        self._desk.changed()
+    def _worker_back(self, worker: str) -> None:
+        self._components.register(worker)
+        self._frontend.capacity_changed()
 
 
-def _is_under_way(job: Job) -> bool:
+def _is_open(job: Job) -> bool:
     return not job.outcome or (job.is_wasted and bool(job.prefill))
 
 
-def _in_this_attempt(job: Job, act: Callable[[], None]) -> Callable[[], None]:
-    """Not if a worker is lost meanwhile."""
+def _in_this_attempt(job: Job, callback: Callable[[], None]) -> Callable[[], None]:
+    """Return a callback that does nothing if the job has lost a worker in the meantime."""
     attempt = job.attempt
-    return lambda: act() if job.attempt == attempt else None
+    return lambda: callback() if job.attempt == attempt else None

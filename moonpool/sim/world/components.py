@@ -1,5 +1,4 @@
-"""What a simulated cluster is made of: links, pools, workers and the conductor that knows them; and how a worker that
-was lost begins anew."""
+"""The components of a simulated cluster: links, pools, workers, and the conductor that they register with."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from moonpool.engine.scheduler import SchedulerConfig
 from moonpool.master.state.changes import Changes
 from moonpool.sim.physics.cost import pipelined_prefill_s
 from moonpool.sim.physics.links import Network
-from moonpool.sim.world.clock import SimTimers
+from moonpool.sim.world.clock import SimClock
 from moonpool.sim.world.config import ClusterConfig
 from moonpool.sim.world.decode import DecodeWorker
 from moonpool.sim.world.job import Job
@@ -30,14 +29,14 @@ _MAX_SEQ_TOKENS = 1 << 30
 OnJob = Callable[[Job], None]
 
 
-class Parts:
-    """Workers are called as their (first) node; `worker_of` says whose part a node is."""
+class ClusterComponents:
+    """A worker has the name of its (first) node; `worker_of` maps each node to its worker."""
 
     def __init__(
         self, config: ClusterConfig, trace: Trace, on_first_token: OnJob, on_handed_over: OnJob, on_done: OnJob
     ) -> None:
         self._config, self._trace = config, trace
-        self.clock = SimTimers(_network(config))
+        self.clock = SimClock(_network(config))
         self.conductor = ConductorState(config.policy, PrefixIndex(max_pool_blocks=1 << 24), num_records=0)
         self.runs = BlockRuns(trace, config.max_run_blocks)
         size, nodes = config.pipeline_nodes, config.prefill_nodes
@@ -51,7 +50,7 @@ class Parts:
         self.decodes = {node: self._make_decode(node, on_done) for node in config.decode_nodes}
         self._calibrate()
 
-    # workers that go and come
+    # --- workers ---
 
     def register(self, name: str) -> None:
         is_prefill = name in self._groups
@@ -75,23 +74,23 @@ class Parts:
         self.conductor.unregister(self._registrations.pop(name))
 
     def restart(self, name: str) -> None:
-        """It has crashed: it begins anew with nothing, and is to be registered when it is up."""
+        """Reset a crashed worker to a new process without state. The caller registers it when it is back."""
         self._incarnations[name] += 1
-        scheduler, reporter = self._begin(name)
+        scheduler, reporter = self._make_scheduler(name)
         if name in self.decodes:
             self.decodes[name].restart(scheduler, reporter)
         else:
-            self._give_own_pool(name, reporter)
+            self._make_own_pool(name, reporter)
             self.prefills[name].restart(scheduler, self.pools[name], reporter)
 
-    def _begin(self, name: str) -> tuple[JumpingScheduler, SimReporter]:
+    def _make_scheduler(self, name: str) -> tuple[JumpingScheduler, SimReporter]:
         config, block_tokens = self._config, self._trace.block_tokens
         limits = SchedulerConfig(
             max_batch_tokens=config.max_batch_tokens if name in self._groups else config.max_num_seqs,
             max_num_seqs=self._max_num_seqs(name),
             max_seq_tokens=_MAX_SEQ_TOKENS,
         )
-        # Nobody asks which blocks a decode worker has.
+        # The conductor does not use the cached blocks of decode workers.
         pages = PageManager(self._num_pages(name), block_tokens, MAX_EVENTS if name in self._groups else 0)
         scheduler = JumpingScheduler(limits, pages)
         reporter = SimReporter(
@@ -109,8 +108,8 @@ class Parts:
     def _make_prefill(self, name: str, on_first_token: OnJob, on_handed_over: OnJob) -> PrefillWorker:
         config, shape = self._config, self._config.shape
         self.register(name)
-        scheduler, reporter = self._begin(name)
-        self._give_own_pool(name, reporter)
+        scheduler, reporter = self._make_scheduler(name)
+        self._make_own_pool(name, reporter)
         stages = Stages(self._groups[name], shape.hidden_size * shape.dtype_nbytes, config.node.network_bandwidth)
         return PrefillWorker(
             self.clock,
@@ -127,10 +126,10 @@ class Parts:
 
     def _make_decode(self, node: str, on_done: OnJob) -> DecodeWorker:
         self.register(node)
-        scheduler, reporter = self._begin(node)
+        scheduler, reporter = self._make_scheduler(node)
         return DecodeWorker(self.clock, node, scheduler, self._config.cost, reporter, on_done)
 
-    # pools
+    # --- pools ---
 
     def _make_pools(self) -> dict[str, SimPool | None]:
         config = self._config
@@ -140,7 +139,7 @@ class Parts:
             return dict.fromkeys(self._groups, self._make_pool(nodes, self._pool_changed))
         return dict.fromkeys(self._groups)
 
-    def _give_own_pool(self, name: str, reporter: SimReporter) -> None:
+    def _make_own_pool(self, name: str, reporter: SimReporter) -> None:
         if self._config.pool == "local":
             self.pools[name] = self._make_pool(list(self._groups[name]), reporter.own_pool_changed)
 
@@ -157,16 +156,16 @@ class Parts:
         )
 
     def _pool_changed(self, changes: Changes) -> None:
-        """The conductor hears of blocks: it knows of no runs. Their numbers are their fingerprints."""
+        """Pass changes to the conductor's index, as blocks (it knows no runs). Block numbers are their fingerprints."""
         index, runs = self.conductor.index, self.runs
         index.update_pool_prints(runs.blocks_of_all(changes.stored), runs.blocks_of_all(changes.removed))
         for name, tier in changes.tiers:
             index.set_tier(runs.blocks(name), tier)
 
-    # what workers know from the start
+    # --- initial costs ---
 
     def _calibrate(self) -> None:
-        """What workers measure before they register: a few prompts, batches and pulls, nobody else being there."""
+        """Give the conductor what real workers measure before they register, on idle machines."""
         cost, size = self._config.cost, self._config.pipeline_nodes
         bandwidth = self._config.node.network_bandwidth * size
         self.conductor.costs.learn(

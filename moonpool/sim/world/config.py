@@ -25,7 +25,7 @@ from moonpool.sim.physics.cost import EngineCost
 from moonpool.sim.physics.hardware import NodeSpec
 from moonpool.sim.physics.model_shape import ModelShape
 from moonpool.sim.physics.roofline import kv_capacity_tokens
-from moonpool.sim.world.pool import rules_on_paper
+from moonpool.sim.world.pool import sim_pool_rules
 
 Kind = Literal["crash", "slow", "frozen"]
 _NUMBER = r"\d+(?:\.\d+)?"
@@ -36,7 +36,7 @@ _FORMS = "p3@600+120, p3@600, d0@600+120:slow=4 or d0@600+120:frozen"
 
 @dataclass(frozen=True)
 class Failure:
-    """`lasts_s` None: for good. A slow network has 1 / `factor` of its bandwidth."""
+    """`lasts_s` None: the failure does not end. A slow network has 1 / `factor` of its bandwidth."""
 
     at_s: float
     node: str
@@ -63,7 +63,7 @@ class Failure:
 
 
 def parse_failure(text: str) -> Failure:
-    """As people type it. InvalidInput says how."""
+    """Parse the text form. Raise InvalidInput with the forms that exist."""
     found = _TEXT.fullmatch(text)
     if found is None:
         raise InvalidInput(f"{text!r} is no failure; write {_FORMS}")
@@ -84,7 +84,7 @@ def _kind(text: str | None, whole: str) -> tuple[Kind, float]:
 
 
 def check_schedule(failures: Iterable[Failure], nodes: Collection[str]) -> None:
-    """InvalidInput where a node is unknown, or is to crash while it is down."""
+    """Raise InvalidInput for a failure of an unknown node, or a crash of a node that is down."""
     crashes: dict[str, list[Failure]] = {}
     for failure in failures:
         if failure.node not in nodes:
@@ -107,28 +107,28 @@ PoolKind = Literal["shared", "local", "none"]
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """Prefill and decode apart. `pool`: one of all nodes, one for each prefill node alone, or none."""
+    """A cluster with separate prefill and decode. `pool`: shared by all nodes, local to each prefill node, or none."""
 
     shape: ModelShape
     node: NodeSpec
     cost: EngineCost
     num_prefill: int
     num_decode: int
-    pipeline_nodes: int = 1  # prefill nodes that are one worker, a line of stages
+    pipeline_nodes: int = 1  # prefill nodes per worker, a pipeline of stages
     pool: PoolKind = "shared"
-    pool_rules: PoolRules = field(default_factory=rules_on_paper)
-    max_run_blocks: int = 16  # that are one object of the simulated pool (runs.py)
-    decode_nodes_hold_blocks: bool = False  # whether the pool has their memory too
+    pool_rules: PoolRules = field(default_factory=sim_pool_rules)
+    max_run_blocks: int = 16  # most blocks of one object of the simulated pool, see BlockRuns
+    decode_nodes_hold_blocks: bool = False  # whether their memory is part of the pool
     policy: PolicyConfig = field(default_factory=PolicyConfig)
-    layer_wise: bool = True  # loading and sending go on while layers are computed
-    answers_between_steps: bool = False  # a decode worker gives places and takes hand-offs between steps, as ours do
-    always_pulls: bool = False  # whatever the policy says, a prefill worker takes what the pool has
-    max_batch_tokens: int = 8192  # of a prefill worker's step
+    layer_wise: bool = True  # KV is loaded and sent while other layers are computed
+    answers_between_steps: bool = False  # decode workers handle requests between steps only
+    always_pulls: bool = False  # prefill workers ignore the policy's limit of pool blocks
+    max_batch_tokens: int = 8192  # per step of a prefill worker
     max_num_seqs: int = 256
     report_every_s: float = 1.0
-    asked_tokens: int = 1024  # clients do not know how long an answer will be: they allow so many, or what came if more
+    asked_tokens: int = 1024  # max_tokens of a request, or the length of its answer if that is more
     failures: tuple[Failure, ...] = ()
-    retry: RetryPolicy = field(default_factory=RetryPolicy)  # when workers are lost
+    retry: RetryPolicy = field(default_factory=RetryPolicy)  # of requests that lost a worker
 
     def __post_init__(self) -> None:
         if self.num_prefill < 1 or self.num_decode < 1:
@@ -148,6 +148,6 @@ class ClusterConfig:
         return [f"d{number}" for number in range(self.num_decode)]
 
     def num_pages(self, block_tokens: int, num_nodes: int = 1) -> int:
-        """Of the GPUs of a node, or of several that share the layers."""
+        """Return the pages of a node's GPUs, or of several nodes that share the layers."""
         gpu = replace(self.node.gpu, hbm_nbytes=self.node.gpu.hbm_nbytes * num_nodes)
         return kv_capacity_tokens(self.shape, replace(self.node, gpu=gpu)) // block_tokens

@@ -1,7 +1,7 @@
 """The systems that Moonpool is compared with: prefill and decode in one engine, nothing shared between nodes.
 
-Continuous batching by production's own scheduler: prompts first and whole (what vLLM 0.5 does by default) or in chunks
-beside the decodes, each with or without a cache of prefixes in the GPUs' own memory. vLLM's V1 engine has both.
+The real scheduler does continuous batching: prompts first and whole (the default of vLLM 0.5), or in chunks together
+with decodes; each with or without a prefix cache in GPU memory. vLLM's V1 engine has chunks and the cache.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from moonpool.sim.physics.hardware import NodeSpec
 from moonpool.sim.physics.links import Network
 from moonpool.sim.physics.model_shape import ModelShape
 from moonpool.sim.physics.roofline import kv_capacity_tokens
-from moonpool.sim.world.clock import SimTimers
-from moonpool.sim.world.job import DONE, Job, follow
-from moonpool.sim.world.sequence import PaperSequence, block_keys
+from moonpool.sim.world.clock import SimClock
+from moonpool.sim.world.job import DONE, Job, schedule_arrivals
+from moonpool.sim.world.sequence import SimSequence, block_keys
 from moonpool.sim.world.stepper import Stepper
 from moonpool.traces.columns import Trace, TraceRequest
 
 _MAX_SEQ_TOKENS = 1 << 30
-_PRIVATE = 1 << 55  # numbers from here on are blocks that no other request has
+_PRIVATE = 1 << 55  # block numbers from here on are of one request only
 _PRIVATE_BLOCKS = 1 << 20
 Router = Literal["round-robin", "least-loaded"]
 
@@ -41,8 +41,8 @@ class CoupledConfig:
     chunked_prefill: bool = False
     prefix_caching: bool = False
     router: Router = "round-robin"
-    max_batch_tokens: int = 1 << 18  # of one step: whole prompts, unless they are chunked
-    chunk_tokens: int = 512  # of one step, when they are
+    max_batch_tokens: int = 1 << 18  # of one step without chunked prefill
+    chunk_tokens: int = 512  # of one step with chunked prefill
     max_num_seqs: int = 256
 
     def __post_init__(self) -> None:
@@ -51,7 +51,7 @@ class CoupledConfig:
 
 
 class CoupledWorker:
-    def __init__(self, clock: SimTimers, config: CoupledConfig, block_tokens: int) -> None:
+    def __init__(self, clock: SimClock, config: CoupledConfig, block_tokens: int) -> None:
         tokens = max(config.chunk_tokens, config.max_num_seqs) if config.chunked_prefill else config.max_batch_tokens
         limits = SchedulerConfig(
             max_batch_tokens=tokens,
@@ -73,12 +73,12 @@ class CoupledWorker:
     def busy_until_s(self, now_s: float) -> float:
         return self._stepper.busy_until_s(now_s)
 
-    def take(self, job: Job) -> None:
+    def submit(self, job: Job) -> None:
         self._jobs[job.request_id] = job
         self.scheduler.add(
-            PaperSequence(job.request_id, job.number, job.num_input, job.num_output, job.keys, self._block_tokens)
+            SimSequence(job.request_id, job.number, job.num_input, job.num_output, job.keys, self._block_tokens)
         )
-        self._stepper.somebody_came()
+        self._stepper.request_joined()
 
     def _stepped(self, result: StepResult, num_steps: int, took_s: float) -> None:
         now_s, log = self._clock.now_s, self._stepper.log
@@ -100,18 +100,18 @@ class CoupledCluster:
     def __init__(self, config: CoupledConfig, trace: Trace) -> None:
         self.config, self.trace = config, trace
         self.jobs: list[Job] = []
-        self.clock = SimTimers(Network())
+        self.clock = SimClock(Network())
         self.workers = [CoupledWorker(self.clock, config, trace.block_tokens) for _ in range(config.num_nodes)]
 
     def run(self, progress: Callable[[float], None] | None = None) -> list[Job]:
-        follow(self.clock, self.trace, self._arrived)
+        schedule_arrivals(self.clock, self.trace, self._arrived)
         self.clock.run(progress)
         return self.jobs
 
     def _arrived(self, number: int, request: TraceRequest) -> None:
         job = Job(number, self.clock.now_s, request.num_input, request.num_output, self._keys(number, request))
         self.jobs.append(job)
-        self._choose(number).take(job)
+        self._choose(number).submit(job)
 
     def _keys(self, number: int, request: TraceRequest) -> list[bytes]:
         num_blocks = request.num_input // self.trace.block_tokens

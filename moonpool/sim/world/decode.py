@@ -1,4 +1,4 @@
-"""A simulated decode worker: it gives places to prompts that are computed elsewhere, and decodes those that came."""
+"""A simulated decode worker: reserves pages for prompts that prefill workers compute, and decodes them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from moonpool.engine.blocks import PageGrant
 from moonpool.engine.jumping import JumpingScheduler
 from moonpool.engine.sequence import StepResult, pages_for
 from moonpool.sim.physics.cost import EngineCost
-from moonpool.sim.world.clock import SimTimers
+from moonpool.sim.world.clock import SimClock
 from moonpool.sim.world.job import Job
 from moonpool.sim.world.reporter import SimReporter
-from moonpool.sim.world.sequence import PaperSequence
+from moonpool.sim.world.sequence import SimSequence
 from moonpool.sim.world.stepper import Stepper
 
 
-class Written(NamedTuple):
-    """Tokens of one attempt at a request, and the gaps between those that a decode worker wrote."""
+class AttemptOutput(NamedTuple):
+    """The tokens of one attempt at a request, and the gaps between those that a decode worker wrote."""
 
     num_tokens: int
     last_s: float
@@ -28,11 +28,11 @@ class Written(NamedTuple):
 
 
 class DecodeWorker:
-    """`on_done` hears of every request that has all its tokens."""
+    """Calls `on_done` with every job that has all its tokens."""
 
     def __init__(
         self,
-        clock: SimTimers,
+        clock: SimClock,
         node: str,
         scheduler: JumpingScheduler,
         cost: EngineCost,
@@ -44,8 +44,8 @@ class DecodeWorker:
         self._block_tokens = scheduler.pages.block_tokens
         self._stepper = Stepper(clock, scheduler, cost, self._stepped)
         self._jobs: dict[str, Job] = {}
-        self._waiting: deque[tuple[Job, Callable[[int], None]]] = deque()  # for pages
-        self._last_s = 0.0  # when its last token came, once it has stopped
+        self._waiting: deque[tuple[Job, Callable[[int], None]]] = deque()  # jobs that wait for pages
+        self._last_s = 0.0  # time of its last token, once it has stopped
 
     @property
     def num_waiting(self) -> int:
@@ -55,91 +55,91 @@ class DecodeWorker:
     def busy_until_s(self, now_s: float) -> float:
         return self._stepper.busy_until_s(now_s)
 
-    def between_steps(self, act: Callable[[], None]) -> None:
-        """When the step under way has ended, or now."""
-        self._stepper.between_steps(act)
+    def call_between_steps(self, callback: Callable[[], None]) -> None:
+        self._stepper.call_between_steps(callback)
 
-    # places
+    # --- pages for prompts ---
 
-    def reserve(self, job: Job, act: Callable[[int], None]) -> None:
-        """Pages for the prompt, now or when there are some; `act` hears how many tokens' KV is here already."""
-        self._waiting.append((job, act))
-        self.give_places()
+    def reserve(self, job: Job, on_reserved: Callable[[int], None]) -> None:
+        """Reserve pages for the prompt, now or when pages become free. Then call `on_reserved` with the
+        number of tokens whose KV is here already."""
+        self._waiting.append((job, on_reserved))
+        self.grant_waiting()
 
-    def give_places(self) -> None:
-        """To those that wait, as far as there are pages."""
+    def grant_waiting(self) -> None:
+        """Give free pages to waiting jobs, in their order."""
         while self._waiting:
-            job, act = self._waiting[0]
+            job, on_reserved = self._waiting[0]
             try:
                 grant = self._grant(job)
             except NoSpace:
                 return
             self._waiting.popleft()
-            act(grant.num_present_blocks * self._block_tokens)
+            on_reserved(grant.num_present_blocks * self._block_tokens)
 
     def _grant(self, job: Job) -> PageGrant:
         num_pages = pages_for(job.num_input + 1, self._block_tokens)
         grant = self.scheduler.pages.reserve(job.request_id, num_pages, job.keys)
-        if not self._stepper.makes_do():
+        if not self._stepper.shorten_for_pages():
             self.scheduler.pages.release(job.request_id)
             raise NoSpace("the step under way needs the last pages")
         return grant
 
-    def drop(self, job: Job) -> None:
-        """The request ends without decoding."""
+    def release(self, job: Job) -> None:
+        """Free the pages of a request that ends without decoding."""
         self.scheduler.pages.release(job.request_id)
-        self.give_places()
+        self.grant_waiting()
 
     def cancel(self, job: Job) -> None:
-        """Its prompt will not come. Whoever calls gives its place to others then."""
+        """Free the pages of a job whose prompt will not arrive. The caller has to call `grant_waiting` afterwards."""
         waiting = [each for each in self._waiting if each[0] is not job]
         if len(waiting) == len(self._waiting):
             self.scheduler.pages.release(job.request_id)
         self._waiting = deque(waiting)
 
-    # its end, and another beginning
+    # --- crash and restart ---
 
     def stop(self) -> None:
-        """It crashes. What it has written so far, `written` tells until it begins anew."""
+        """Crash. `output_of` still returns what was written, until `restart`."""
         self._waiting.clear()
         self._last_s = self._stepper.stop()
 
-    def written(self, job: Job) -> Written:
-        """What there is of an answer when a worker on its way has stopped."""
+    def output_of(self, job: Job) -> AttemptOutput:
+        """Return what the current attempt has written, when one of the job's workers has stopped."""
         sequence = self.scheduler.get(job.request_id) if job.request_id in self._jobs else None
         if sequence is None:
-            return Written(0 if job.ttft_s is None else 1, job.first_token_s, [])
+            return AttemptOutput(0 if job.ttft_s is None else 1, job.first_token_s, [])
         last_s = self._last_s if job.first_entry else job.first_token_s
-        return Written(sequence.num_output_tokens, last_s, self.gaps(job))
+        return AttemptOutput(sequence.num_output_tokens, last_s, self.gaps(job))
 
     def gaps(self, job: Job) -> list[tuple[float, int]]:
-        """Between the tokens that it wrote of an answer, and before the first of them; seconds and how many."""
+        """Return (seconds, how many) of the gaps between the tokens written here, and of the gap before the first."""
         return self._stepper.log.gaps(job.first_entry, job.first_gap_s) if job.first_entry else []
 
     def restart(self, scheduler: JumpingScheduler, reporter: SimReporter) -> None:
-        """After `stop`, as a new process: with nothing of what it had."""
+        """Start again after `stop`, as a new process without state."""
         self.scheduler, self._reporter = scheduler, reporter
         self._stepper.restart(scheduler)
         self._jobs = {}
 
-    # decoding
+    # --- decoding ---
 
-    def join(self, job: Job) -> None:
-        """All KV of the prompt is here, and the first token."""
-        sequence = PaperSequence(
+    def start_decoding(self, job: Job) -> None:
+        """Add a job to the batch: all KV of its prompt is here, and its first token."""
+        sequence = SimSequence(
             job.request_id, job.number, job.num_input, job.num_output, job.keys, self._block_tokens, num_output=1
         )
         sequence.pages = self.scheduler.pages.detach(job.request_id)
         sequence.num_computed_tokens = job.num_input
         self._jobs[job.request_id] = job
         self.scheduler.adopt(sequence)
-        self._stepper.somebody_came()
+        self._stepper.request_joined()
 
     def _stepped(self, result: StepResult, num_steps: int, took_s: float) -> None:
         now_s, log = self._clock.now_s, self._stepper.log
         num_seqs, kv_tokens = self._stepper.shape
         if num_seqs:
-            self._reporter.decodes[:] = [DecodeSample(num_seqs, kv_tokens, took_s / num_steps)]  # one a report will do
+            self._reporter.decodes[:] = [DecodeSample(num_seqs, kv_tokens, took_s / num_steps)]
         for sequence in self._stepper.joined:
             job = self._jobs[sequence.request_id]
             job.first_entry = self._stepper.joined_entry
@@ -150,4 +150,4 @@ class DecodeWorker:
                 job.tbt_s, job.end_s = log.long_gaps_s(job.first_entry, job.first_gap_s), now_s
                 self._on_done(job)
         self._reporter.after_step(now_s)
-        self.give_places()
+        self.grant_waiting()

@@ -10,33 +10,34 @@ from functools import partial
 from math import prod
 
 from moonpool.base.descriptor import SegmentDescriptor
-from moonpool.master.state.segments import MountedSegment
 from moonpool.sim.physics.hardware import NodeSpec
-from moonpool.sim.world.clock import SimTimers
-from moonpool.sim.world.components import Parts
+from moonpool.sim.world.clock import SimClock
+from moonpool.sim.world.components import ClusterComponents
 from moonpool.sim.world.config import Failure
 from moonpool.sim.world.pool import SimPool
 from moonpool.store.messages import Tier
 
 
 class PoolMembers:
-    def __init__(self, clock: SimTimers, pool: SimPool) -> None:
+    """The nodes of a simulated pool: a lost node loses all that it held, and comes back empty."""
+
+    def __init__(self, clock: SimClock, pool: SimPool) -> None:
         self._clock, self._pool = clock, pool
         self._away: dict[str, list[tuple[SegmentDescriptor, Tier]]] = {}
 
-    def gone(self, node: str) -> None:
-        """Its memory is lost; its disks are away, and are to come back with nothing on them."""
+    def node_lost(self, node: str) -> None:
+        """Unmount the segments of a node: its memory is lost, its disks will come back empty."""
         state, now_s = self._pool.state, self._clock.now_s
-        mine = [each for each in state.table_of_segments.all() if each.node == node and not each.is_away]
-        self._away[node] = [_entry(each) for each in mine]
+        segments = [each for each in state.table_of_segments.all() if each.node == node and not each.is_away]
+        self._away[node] = [(each.descriptor, each.tier) for each in segments]
         for descriptor, _ in self._away[node]:
             state.unmount(descriptor.name, descriptor.incarnation, now_s)
         self._settle()
 
-    def back(self, node: str) -> None:
+    def node_back(self, node: str) -> None:
         state, now_s = self._pool.state, self._clock.now_s
         for before, tier in self._away.pop(node):
-            descriptor = _later(before)
+            descriptor = _next_incarnation(before)
             capacity_nbytes = descriptor.nbytes if tier is Tier.SSD else None
             state.mount(node, descriptor, now_s, tier=tier, capacity_nbytes=capacity_nbytes)
             state.heartbeat(descriptor.name, descriptor.incarnation, now_s)
@@ -45,17 +46,13 @@ class PoolMembers:
         self._settle()
 
     def _settle(self) -> None:
-        """As a master does within its next ticks."""
+        """Run the ticks that a real master would run soon."""
         while self._pool.state.tick(self._clock.now_s):
             pass
-        self._pool.follow_up()
+        self._pool.process_changes()
 
 
-def _entry(segment: MountedSegment) -> tuple[SegmentDescriptor, Tier]:
-    return segment.descriptor, segment.tier
-
-
-def _later(descriptor: SegmentDescriptor) -> SegmentDescriptor:
+def _next_incarnation(descriptor: SegmentDescriptor) -> SegmentDescriptor:
     return SegmentDescriptor(
         name=descriptor.name,
         host=descriptor.host,
@@ -67,67 +64,67 @@ def _later(descriptor: SegmentDescriptor) -> SegmentDescriptor:
 
 
 class Outages:
-    """`on_lost` hears of a worker that has stopped, when nothing reaches it any more; `on_back` of one that is back.
+    """Calls `on_lost` with a worker that has stopped, after its links have failed; `on_back` with one that is back.
 
     A worker of several nodes is down as long as any of them is.
     """
 
     def __init__(
         self,
-        parts: Parts,
+        components: ClusterComponents,
         spec: NodeSpec,
         members: PoolMembers | None,
         on_lost: Callable[[str], None],
         on_back: Callable[[str], None],
     ) -> None:
-        self._parts, self._clock, self._spec, self._members = parts, parts.clock, spec, members
+        self._components, self._clock, self._spec, self._members = components, components.clock, spec, members
         self._on_lost, self._on_back = on_lost, on_back
         self._down: set[str] = set()
-        self._slow: dict[str, list[float]] = {}  # shares of its bandwidth that a node's network is left with
+        self._slow: dict[str, list[float]] = {}  # node -> shares of its bandwidth, one per active failure
 
-    def plan(self, failures: tuple[Failure, ...]) -> None:
+    def schedule(self, failures: tuple[Failure, ...]) -> None:
         for failure in sorted(failures, key=lambda each: each.at_s):
             if failure.kind == "crash":
-                begin, end = partial(self._crash, failure.node), partial(self._come_back, failure.node)
+                begin, end = partial(self._crash, failure.node), partial(self._recover, failure.node)
             else:
                 share = 0.0 if failure.kind == "frozen" else 1 / failure.factor
                 begin, end = partial(self._slow_down, failure.node, share), partial(self._speed_up, failure.node, share)
-            self._clock.at(failure.at_s, begin)
+            self._clock.call_at(failure.at_s, begin)
             if failure.lasts_s is not None:
-                self._clock.at(failure.end_s, end)
+                self._clock.call_at(failure.end_s, end)
 
     def _crash(self, node: str) -> None:
-        worker = self._parts.worker_of[node]
+        worker = self._components.worker_of[node]
         was_up = not self._is_down(worker)
         self._down.add(node)
-        self._clock.cut(list(self._spec.link_capacities(node)))
+        self._clock.fail_links(list(self._spec.link_capacities(node)))
         if self._members is not None:
-            self._members.gone(node)
+            self._members.node_lost(node)
         if was_up:
             self._on_lost(worker)
 
-    def _come_back(self, node: str) -> None:
+    def _recover(self, node: str) -> None:
         self._down.remove(node)
-        self._clock.mend(list(self._spec.link_capacities(node)))
-        self._share_bandwidth(node)
+        self._clock.restore_links(list(self._spec.link_capacities(node)))
+        self._set_bandwidth(node)
         if self._members is not None:
-            self._members.back(node)
-        worker = self._parts.worker_of[node]
+            self._members.node_back(node)
+        worker = self._components.worker_of[node]
         if not self._is_down(worker):
             self._on_back(worker)
 
     def _is_down(self, worker: str) -> bool:
-        return any(self._parts.worker_of[node] == worker for node in self._down)
+        return any(self._components.worker_of[node] == worker for node in self._down)
 
     def _slow_down(self, node: str, share: float) -> None:
         self._slow.setdefault(node, []).append(share)
-        self._share_bandwidth(node)
+        self._set_bandwidth(node)
 
     def _speed_up(self, node: str, share: float) -> None:
         self._slow[node].remove(share)
-        self._share_bandwidth(node)
+        self._set_bandwidth(node)
 
-    def _share_bandwidth(self, node: str) -> None:
+    def _set_bandwidth(self, node: str) -> None:
         if node not in self._down:
             for link in (f"{node}/nic_out", f"{node}/nic_in"):
                 self._clock.network.slow(self._clock.now_s, link, prod(self._slow.get(node, [])))

@@ -24,7 +24,7 @@ from moonpool.master.rules import PoolRules
 from moonpool.master.state import PoolState
 from moonpool.master.state.changes import Changes
 from moonpool.sim.physics.hardware import NodeSpec
-from moonpool.sim.world.clock import SimTimers
+from moonpool.sim.world.clock import SimClock
 from moonpool.sim.world.sequence import block_key, block_number
 from moonpool.store.messages import Order, OrderKind, OrderResult, PutOptions, Tier
 from moonpool.traces.columns import Trace
@@ -33,7 +33,7 @@ Ints = NDArray[np.int64]
 
 
 class BlockRuns:
-    """Of a trace's full blocks: partial ones are never stored."""
+    """The runs of a trace's full blocks; partial blocks are never stored."""
 
     def __init__(self, trace: Trace, max_blocks: int) -> None:
         ids, is_first = _full_blocks(trace)
@@ -55,7 +55,7 @@ class BlockRuns:
         self._lengths: list[int] = lengths.tolist()
 
     def split(self, numbers: list[int]) -> list[tuple[int, int, int]]:
-        """(first block, begin, end) of the runs of a prompt's leading blocks, with their places in the prompt."""
+        """Return (first block, begin, end) of each run of a prompt's leading blocks; begin and end count blocks."""
         found, begin, end = [], 0, len(numbers)
         heads, lengths = self._heads, self._lengths
         while begin < end:
@@ -66,7 +66,7 @@ class BlockRuns:
         return found
 
     def blocks(self, name: bytes) -> list[int]:
-        """The blocks of a run, by the pool's key of the first."""
+        """Return the blocks of a run, given the pool's key of its first block."""
         head = block_number(name)
         place = self._places.item(head)
         numbers: list[int] = self._ids[place : place + self._lengths[head]].tolist()
@@ -77,7 +77,7 @@ class BlockRuns:
 
 
 def _full_blocks(trace: Trace) -> tuple[Ints, NDArray[np.bool_]]:
-    """All prompts' full blocks one after the other, and which of them are a prompt's first."""
+    """Return the full blocks of all prompts in a row, and which of them are the first of a prompt."""
     num_full = trace.num_input // trace.block_tokens
     offsets = trace.block_offsets
     ends = offsets[:-1] + num_full
@@ -93,11 +93,11 @@ def _full_blocks(trace: Trace) -> tuple[Ints, NDArray[np.bool_]]:
 _NEVER_S = 1e12
 _GRANULE_NBYTES = 4096
 _TICK_S = 0.5
-Run = tuple[int, int, int]  # first block, where it begins and ends in the prompt
+Run = tuple[int, int, int]  # first block, begin and end in the prompt
 
 
 class PoolHit(NamedTuple):
-    """The leading blocks of a prompt that are stored: per run where it ends, who has it, whether only on SSD."""
+    """The leading blocks of a prompt that are stored; per run its end, its node, and whether it is on SSD only."""
 
     ends: list[int]
     nodes: list[str]
@@ -109,7 +109,7 @@ class PoolHit(NamedTuple):
 
 
 class _PutBatch:
-    """Objects on their way from one node's GPUs into one node's memory."""
+    """Objects being copied from one node's GPUs into one node's memory."""
 
     __slots__ = ("generations", "names", "nbytes")
 
@@ -125,11 +125,11 @@ class _PutBatch:
 
 
 class SimPool:
-    """`on_changes` hears what is stored and what is gone, as listeners of a real pool do."""
+    """Calls `on_changes` with stored and removed objects, as a real pool notifies its listeners."""
 
     def __init__(
         self,
-        clock: SimTimers,
+        clock: SimClock,
         nodes: Sequence[str],
         spec: NodeSpec,
         block_nbytes: int,
@@ -152,7 +152,7 @@ class SimPool:
                 self._mount(node, Tier.SSD, int(spec.ssd_nbytes))
 
     def find(self, runs: Sequence[Run], node: str) -> PoolHit:
-        """Leased. Where a run has several replicas, the nearest to `node`."""
+        """Look up and lease the leading runs. Of several replicas of a run, prefer the one in `node`'s memory."""
         found = PoolHit([], [], [])
         names = [self._key(head) for head, _, _ in runs]
         for info, (_, _, end) in zip(self.state.lookup(names, self._clock.now_s, prefix=True), runs, strict=True):
@@ -165,14 +165,14 @@ class SimPool:
             found.ends.append(end)
             found.nodes.append(self._node_of[segment])
             found.on_ssd.append(segment.endswith("ssd"))
-        self.follow_up()
+        self.process_changes()
         return found
 
     def put(self, node: str, runs: Sequence[Run], parents: Sequence[int | None]) -> None:
         """Copy runs from a node's GPUs into its own memory if there is room there, else into another node's.
 
-        Each can be found when its copy has ended. What is refused is not stored. A parent is the first block of the run
-        before.
+        A run can be found when its copy has ended. Refused runs are not stored. `parents` has the first block of the
+        run before each run.
         """
         now_s, state = self._clock.now_s, self.state
         names = [self._key(head) for head, _, _ in runs]
@@ -187,28 +187,28 @@ class SimPool:
         for target, batch in batches.items():
             self._store(node, target, batch)
         self._tick(now_s)
-        self.follow_up()
+        self.process_changes()
 
     def _store(self, node: str, target: str, batch: _PutBatch) -> None:
         links = (f"{node}/d2h",) if target == node else (f"{node}/nic_out", f"{target}/nic_in")
 
         def stored() -> None:
             self.state.put_end(batch.names, batch.generations, {}, self._clock.now_s)
-            self.follow_up()
+            self.process_changes()
 
         def lost() -> None:
             self.state.put_revoke(batch.names, batch.generations, True, self._clock.now_s)
-            self.follow_up()
+            self.process_changes()
 
         self._clock.send(links, batch.nbytes, stored, lost)
 
     def route(self, source: str, target: str, on_ssd: bool) -> tuple[str, ...]:
-        """The links that a block takes from one node's memory or disk into the other's GPUs."""
+        """Return the links from one node's memory or disk to another node's GPUs."""
         links = (f"{source}/ssd_read",) if on_ssd else ()
         return (*links, f"{target}/h2d") if source == target else (*links, f"{source}/nic_out", f"{target}/nic_in")
 
     def _tick(self, now_s: float) -> None:
-        """A tenth as often as a real master does: nothing that waits for it is in a hurry."""
+        """Tick a tenth as often as a real master: nothing that waits for ticks is urgent."""
         if now_s >= self._next_tick_s:
             self._next_tick_s = now_s + _TICK_S
             while self.state.tick(now_s):
@@ -220,7 +220,7 @@ class SimPool:
             key = self._keys[head] = object_key(block_key(head))
         return key
 
-    # what nodes do
+    # --- nodes ---
 
     def _mount(self, node: str, tier: Tier, nbytes: int) -> None:
         name = f"{node}.{'dram' if tier is Tier.DRAM else 'ssd'}"
@@ -239,8 +239,8 @@ class SimPool:
         if tier is Tier.SSD:
             self.state.members.inventory(name, 1, [], True, 0.0)
 
-    def follow_up(self) -> None:
-        """Tells what changed, and carries out what was ordered."""
+    def process_changes(self) -> None:
+        """Publish the changes, and execute the orders for nodes."""
         changes = self.state.take_changes()
         if changes is not None:
             self._on_changes(changes)
@@ -248,28 +248,31 @@ class SimPool:
         while orders.has_news:
             for node in orders.nodes_with_news():
                 for order in orders.take(node):
-                    self._carry_out(node, order)
+                    self._execute_order(node, order)
 
-    def _carry_out(self, node: str, order: Order) -> None:
+    def _execute_order(self, node: str, order: Order) -> None:
         source = self._node_of[order.source.segment]
         if order.kind is OrderKind.DROP:
-            self._done(OrderResult(order.order_id))
+            self._order_done(OrderResult(order.order_id))
         elif order.kind is OrderKind.OFFLOAD:
             offset = self._log_end.get(node, 0)
             self._log_end[node] = offset + order.nbytes
             result = OrderResult(order.order_id, offset=offset)
-            self._clock.send((f"{node}/ssd_write",), order.nbytes, lambda: self._done(result))
+            self._clock.send((f"{node}/ssd_write",), order.nbytes, lambda: self._order_done(result))
         else:
             links: tuple[str, ...] = () if source == node else (f"{source}/nic_out", f"{node}/nic_in")
             if order.source.segment.endswith("ssd"):
                 links = (f"{source}/ssd_read", *links)
-            self._clock.send(links or (f"{node}/h2d",), order.nbytes, lambda: self._done(OrderResult(order.order_id)))
+            self._clock.send(
+                links or (f"{node}/h2d",), order.nbytes, lambda: self._order_done(OrderResult(order.order_id))
+            )
 
-    def _done(self, result: OrderResult) -> None:
+    def _order_done(self, result: OrderResult) -> None:
         self.state.orders_done([result], self._clock.now_s)
-        self.follow_up()
+        self.process_changes()
 
 
-def rules_on_paper(**changes: float | str) -> PoolRules:
-    """Nobody beats for segments on paper; a simulated node that fails is unmounted instead."""
+def sim_pool_rules(**changes: float | str) -> PoolRules:
+    """Return pool rules without heartbeat timeouts: simulated segments send no heartbeats, and failed nodes are
+    unmounted instead."""
     return PoolRules(segment_ttl_s=_NEVER_S, away_ttl_s=_NEVER_S, **changes)  # type: ignore[arg-type]

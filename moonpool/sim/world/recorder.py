@@ -28,16 +28,16 @@ from moonpool.traces.columns import Trace
 
 World: TypeAlias = SimCluster | CoupledCluster
 Worker: TypeAlias = PrefillWorker | DecodeWorker | CoupledWorker
-RANKS = (10, 100, 1000, 10_000)  # by use: the paper's Fig 11
+RANKS = (10, 100, 1000, 10_000)  # ranks by number of uses, as in the paper's Fig 11
 
 
 class Gauge(NamedTuple):
-    """Of all workers of a kind together. `waiting` is for pages or their turn, `running` in batches."""
+    """All workers of a kind together. `waiting` requests wait for pages or in a queue, `running` ones are batched."""
 
     waiting: int
     running: int
     largest_batch: int
-    busy_s: float  # since the start, the step under way included
+    busy_s: float  # since the start, including the step under way
     preemptions: int
 
 
@@ -47,7 +47,7 @@ def workers_by_kind(world: World) -> dict[str, list[Worker]]:
     return {"prefill": list(world.prefills.values()), "decode": list(world.decodes.values())}
 
 
-def read(workers: Sequence[Worker], now_s: float) -> Gauge:
+def read_gauge(workers: Sequence[Worker], now_s: float) -> Gauge:
     all_queues = [worker.scheduler.queues for worker in workers]
     running = [queues.num_running for queues in all_queues]
     places = [worker.num_waiting for worker in workers if isinstance(worker, DecodeWorker)]
@@ -61,7 +61,7 @@ def read(workers: Sequence[Worker], now_s: float) -> Gauge:
 
 
 def pool_nbytes(world: World) -> dict[str, int]:
-    """Bytes used per tier, of all pools together."""
+    """Return the bytes used per tier, all pools together."""
     used = {"dram": 0, "ssd": 0}
     for pool in _pools(world):
         for segment in pool.state.stats().segments:
@@ -70,8 +70,10 @@ def pool_nbytes(world: World) -> dict[str, int]:
 
 
 def blocks_by_rank(trace: Trace, ranks: Iterable[int] = RANKS) -> dict[int, int]:
-    """The blocks that are used by the 10th most, 100th most, ... prompts, as far as there are so many; among equals
-    the smaller number first. A prompt's partial last block is never stored and does not count."""
+    """Return the blocks that the 10th most, 100th most, ... prompts use, as far as the trace has that many blocks.
+
+    Of blocks with the same use the smaller number comes first. Partial last blocks are never stored and do not count.
+    """
     is_full = np.ones(len(trace.block_ids), dtype=np.bool_)
     is_full[trace.block_offsets[1:][trace.num_input % trace.block_tokens > 0] - 1] = False
     numbers, uses = np.unique(trace.block_ids[is_full], return_counts=True)
@@ -80,11 +82,11 @@ def blocks_by_rank(trace: Trace, ranks: Iterable[int] = RANKS) -> dict[int, int]
 
 
 def replicas(world: World, blocks: Mapping[int, int]) -> dict[int, int]:
-    """On how many nodes each block is: in the pages of those that prefill, in the pool's memory or on its disks."""
-    return {rank: len(_holders(world, number)) for rank, number in blocks.items()}
+    """Return the number of nodes that hold each block: in pages of prefill workers, in the pool's memory or on SSD."""
+    return {rank: len(_nodes_with(world, number)) for rank, number in blocks.items()}
 
 
-def _holders(world: World, number: int) -> set[str]:
+def _nodes_with(world: World, number: int) -> set[str]:
     key = block_key(number)
     if isinstance(world, CoupledCluster):
         return {str(at) for at, each in enumerate(world.workers) if each.scheduler.pages.page_of(key) is not None}
@@ -112,13 +114,13 @@ Columns = dict[str, list[float]]
 
 
 class WorldRecorder:
-    """Make it before the run, read `columns()` and `links()` after it."""
+    """Create it before the run; read `columns()` and `links()` after the run."""
 
     def __init__(self, world: World, every_s: float | None = None) -> None:
         if every_s is None:
             every_s = max(world.trace.duration_s / SAMPLES_PER_TRACE, _SHORTEST_S)
         if not 0 < every_s < float("inf"):
-            raise InvalidInput(f"a world cannot be looked at every {every_s} s")
+            raise InvalidInput(f"a cluster cannot be sampled every {every_s} s")
         self.every_s = every_s
         self._world = world
         self._workers = workers_by_kind(world)
@@ -127,11 +129,11 @@ class WorldRecorder:
         self._num_seen = 0  # of the world's jobs
         self._ended: Counter[int] = Counter()
         self._rows: list[dict[str, float]] = []
-        world.clock.at(float(world.trace.arrival_s[0]) if len(world.trace) else 0.0, self._look)
+        world.clock.call_at(float(world.trace.arrival_s[0]) if len(world.trace) else 0.0, self._sample)
 
     def columns(self) -> Columns:
-        """One list per name, all equally long: gauges as they were at `time_s`, except `*_busy_share`, which is of
-        the time since the sample before."""
+        """Return one list per name, all of the same length: gauges at `time_s`; `*_busy_share` is of the time since the
+        previous sample."""
         names = list(self._rows[0]) if self._rows else []
         found: Columns = {name: [row[name] for row in self._rows] for name in names}
         for kind, workers in self._workers.items():
@@ -140,7 +142,7 @@ class WorldRecorder:
         return found
 
     def links(self) -> tuple[float, Columns]:
-        """(seconds per bucket, bytes per second over all links of a kind in each bucket), from time 0 on."""
+        """Return the seconds per bucket, and per kind of link the bytes per second in each bucket, from time 0."""
         network, width_s = self._world.clock.network, 0.0
         sums: dict[str, NDArray[np.float64]] = {}
         for name in network.link_names:
@@ -149,7 +151,7 @@ class WorldRecorder:
             sums[kind] = sums[kind] + nbytes if kind in sums else nbytes
         return width_s, {kind: (nbytes / width_s).tolist() for kind, nbytes in sums.items()}
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         world = self._world
         self._count_jobs()
         self._rows.append(self._row())
@@ -158,7 +160,7 @@ class WorldRecorder:
             self.every_s *= 2
         has_all = self._num_seen == len(world.trace)
         if not (has_all and not self._open) and not world.clock.is_idle:
-            world.clock.at(world.clock.now_s + self.every_s, self._look)
+            world.clock.call_at(world.clock.now_s + self.every_s, self._sample)
 
     def _count_jobs(self) -> None:
         jobs = self._world.jobs
@@ -172,7 +174,7 @@ class WorldRecorder:
         row: dict[str, float] = {"time_s": now_s, "open": len(self._open)}
         preemptions = 0
         for kind, workers in self._workers.items():
-            found = read(workers, now_s)
+            found = read_gauge(workers, now_s)
             row[f"{kind}_waiting"], row[f"{kind}_running"] = found.waiting, found.running
             row[f"{kind}_mean_batch"], row[f"{kind}_largest_batch"] = found.running / len(workers), found.largest_batch
             row[f"{kind}_busy_s"] = found.busy_s

@@ -1,4 +1,4 @@
-"""What a simulated worker tells the conductor: as a real one does, with its load, its pages and what things took."""
+"""Reports of a simulated worker to the conductor: load, cached blocks and measured times, as a real worker sends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ INCARNATION = 1
 
 
 class SimReporter:
-    """At most one report in `every_s`: real ones do not come after each step either."""
+    """Sends at most one report per `every_s` seconds: real workers do not report after each step either."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class SimReporter:
         self._name, self._scheduler, self._conductor, self._every_s = name, scheduler, conductor, every_s
         self._sequence = 0
         self._next_s = 0.0
-        self._events: dict[bytes, bool] | None = None  # of the node's own memory
+        self._events: dict[bytes, bool] | None = None  # changes of the node's own pool, if it has one: key -> stored
         self.prefills: list[PrefillSample] = []
         self.decodes: list[DecodeSample] = []
         self.pulls: list[PullSample] = []
@@ -38,7 +38,7 @@ class SimReporter:
             return
         self._next_s = now_s + self._every_s
         self._sequence += 1
-        events = self._take_events()
+        events = self._drain_events()
         self._conductor.report(
             ReportWorker(
                 name=self._name,
@@ -55,13 +55,13 @@ class SimReporter:
         self.prefills, self.decodes, self.pulls = [], [], []
 
     def own_pool_changed(self, changes: Changes) -> None:
-        """The node's memory is a cache of its own: what is in there is what the worker has."""
+        """Record changes of the node's own pool. They are reported in place of the worker's pages."""
         events = {} if self._events is None else self._events
         for keys, is_there in ((changes.stored, True), (changes.removed, False)):
             events.update(dict.fromkeys(block_keys(self._runs.blocks_of_all(keys)), is_there))
         self._events = events
 
-    def _take_events(self) -> dict[bytes, bool]:
+    def _drain_events(self) -> dict[bytes, bool]:
         events = self._scheduler.pages.drain_events()
         if self._events is not None:
             events, self._events = self._events, {}

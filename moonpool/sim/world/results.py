@@ -1,4 +1,4 @@
-"""What became of a trace's requests, as columns, and what it comes to. Pure."""
+"""The results of a trace's requests, as columns, and summary numbers. Pure."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from moonpool.sim.world.job import DONE, LOST, REFUSED, Job
 Floats = NDArray[np.float64]
 _PERCENTILES = (50, 90, 99)
 _NUMBER = re.compile(r"\d+(\.\d+)?")
-HIT_PLACES = ("local", "dram", "remote", "ssd")  # GPU pages of the worker; memory of its node; of others; disks
+HIT_PLACES = ("local", "dram", "remote", "ssd")  # GPU pages of the worker; its node's memory; other nodes' memory; SSD
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Results:
-    """One row per request; times in seconds, NaN where something did not happen."""
+    """One row per request; times in seconds, NaN for an event that did not happen."""
 
     arrival_s: Floats
     ttft_s: Floats
@@ -30,9 +30,9 @@ class Results:
     num_input: Floats
     hit_tokens: dict[str, Floats]
     is_done: NDArray[np.bool_]
-    is_wasted: NDArray[np.bool_]  # computed, and then refused
-    is_lost: NDArray[np.bool_]  # with workers, however often it was tried
-    num_retries: Floats  # after workers were lost
+    is_wasted: NDArray[np.bool_]  # refused after the prefill
+    is_lost: NDArray[np.bool_]  # lost workers in all attempts
+    num_retries: Floats  # attempts after a lost worker
     refusals: dict[str, int]
 
     @classmethod
@@ -60,22 +60,22 @@ class Results:
         return len(self.arrival_s)
 
     def effective_share(self, ttft_slo_s: float, tbt_slo_s: float) -> float:
-        """The part of all requests that were done within both targets."""
+        """Return the share of all requests that were done within both targets."""
         good = self.is_done & (self.ttft_s <= ttft_slo_s) & (self.tbt_s <= tbt_slo_s)
         return float(good.mean()) if len(good) else 0.0
 
     def goodput(self, ttft_slo_s: float, tbt_slo_s: float) -> float:
-        """Requests a second that were done within both targets, over the time in which requests came."""
+        """Return the requests per second that were done within both targets, over the time of the arrivals."""
         lasted_s = float(self.arrival_s[-1] - self.arrival_s[0]) if len(self) > 1 else 0.0
         return self.effective_share(ttft_slo_s, tbt_slo_s) * len(self) / lasted_s if lasted_s else 0.0
 
     def hit_share(self, place: str) -> float:
-        """The part of all prompt tokens that were reused from there."""
+        """Return the share of the prompt tokens of done requests that were reused from `place`."""
         total = float(self.num_input[self.is_done].sum())
         return float(self.hit_tokens[place][self.is_done].sum()) / total if total else 0.0
 
     def summary(self) -> dict[str, float]:
-        """Plain numbers by name, for programs; the names carry units."""
+        """Return numbers by name; the names carry units."""
         done = self.is_done
         numbers: dict[str, float] = {
             "num_requests": len(self),
@@ -102,5 +102,5 @@ def _mean(values: Floats) -> float:
 
 
 def _kind(reason: str) -> str:
-    """A refusal's sentence without its numbers."""
+    """Return the reason of a refusal with its numbers replaced by N."""
     return _NUMBER.sub("N", reason)

@@ -1,8 +1,8 @@
-"""Requests on paper: sequences for production's scheduler whose tokens nobody knows, only how many there are.
+"""Simulated sequences for the real scheduler: the number of their tokens is known, the tokens are not.
 
-A trace names the blocks of a prompt by numbers; their keys are made from these, so whoever shares a number shares KV.
-Blocks that a request writes while it decodes have keys of their own: a trace does not say which later prompt contains
-an answer.
+A trace names the blocks of a prompt by numbers, and the keys are made from the numbers: prompts with the same number
+share KV. Blocks that a request writes while it decodes get keys that no other request has, because a trace does not say
+which later prompt contains an answer.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from moonpool.base.keys import KEY_NBYTES
 from moonpool.engine.sequence import Chunk, SamplingParams, Sequence, SequenceStatus
 
 _PADDING = bytes(KEY_NBYTES - 8)
-_FIRST_OUTPUT = 1 << 56  # numbers from here on are blocks of answers
+_FIRST_OUTPUT = 1 << 56  # block numbers of answers start here
 _MAX_OUTPUT_BLOCKS = 1 << 16
 TOKEN = 0
 
 
 def block_keys(numbers: Iterable[int]) -> list[bytes]:
-    """Chain keys of a trace's blocks. The number stands where fingerprints of keys are taken from."""
+    """Return the chain keys of a trace's blocks. The number is where fingerprints of keys are taken from."""
     return [(number << 4).to_bytes(8, "little") + _PADDING for number in numbers]
 
 
@@ -30,7 +30,7 @@ def block_key(number: int) -> bytes:
 
 
 def block_number(key: bytes) -> int:
-    """Of a block key, or of the object key made of it."""
+    """Return the block number of a block key, or of the object key made from one."""
     return int.from_bytes(key[:8], "little") >> 4
 
 
@@ -39,8 +39,8 @@ def _params(max_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, ignore_eos=True)
 
 
-class PaperSequence(Sequence):
-    """`keys` are those of the prompt's full blocks; `number` makes the keys of its answer its own."""
+class SimSequence(Sequence):
+    """`keys` are the keys of the full blocks of the prompt; the keys of the answer's blocks are made from `number`."""
 
     __slots__ = ("_number",)
 
@@ -57,7 +57,7 @@ class PaperSequence(Sequence):
         prefill_only: bool = False,
         hold_pages: bool = False,
     ) -> None:
-        assert len(keys) == num_prompt // block_tokens, "a key for each full block"
+        assert len(keys) == num_prompt // block_tokens, "one key for each full block"
         self._number = number
         self.request_id = request_id
         self.tokens = []
@@ -72,7 +72,7 @@ class PaperSequence(Sequence):
         self.arrival = self.limit = 0
         self.pages = []
         self.num_computed_tokens = self.num_preemptions = self.num_sealed_blocks = self.num_cached_tokens = 0
-        self.num_alone_steps = 0  # the few steps that a suspect has for itself are left out
+        self.num_alone_steps = 0  # not simulated: the few steps that a suspect request runs alone
         self.extend(TOKEN, num_output)
 
     def append(self, token: int) -> None:
@@ -86,7 +86,7 @@ class PaperSequence(Sequence):
             self.keys = self.keys + block_keys(range(first + len(self.keys), first + num_blocks))
 
     def chunk(self, num_tokens: int) -> Chunk:
-        """Its tokens are positions and it has no pages: nobody computes it."""
+        """Return a chunk whose tokens are positions and which has no pages: nothing is computed from it."""
         start, end = self.num_computed_tokens, self.num_computed_tokens + num_tokens
         return Chunk(
             request_id=self.request_id,

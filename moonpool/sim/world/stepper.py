@@ -12,14 +12,17 @@ from collections.abc import Callable
 from moonpool.engine.jumping import JumpingScheduler
 from moonpool.engine.sequence import Chunk, Sequence, SequenceStatus, StepResult
 from moonpool.sim.physics.cost import EngineCost
-from moonpool.sim.world.clock import Handle, SimTimers
+from moonpool.sim.world.clock import Handle, SimClock
 from moonpool.sim.world.sequence import TOKEN
 
-_LONGEST_PART = 10  # one in so many gaps counts: the longest
+_LONGEST_PART = 10  # the longest tenth of the gaps counts
 
 
 class StepLog:
-    """Entries are never changed; a request remembers where its own begin."""
+    """How far apart tokens came: one entry per group of equal decode steps of a worker, whatever was in the batch.
+
+    Entries never change; a job remembers its first entry.
+    """
 
     def __init__(self) -> None:
         self._counts: list[int] = []
@@ -29,12 +32,12 @@ class StepLog:
         return len(self._counts)
 
     def add(self, num_steps: int, seconds: float) -> None:
-        """So many steps that took so long together."""
+        """Log `num_steps` equal steps that took `seconds` together."""
         self._counts.append(num_steps)
         self._gaps_s.append(seconds / num_steps)
 
     def gaps(self, first_entry: int, first_gap_s: float | None = None) -> list[tuple[float, int]]:
-        """Seconds and how many since then; `first_gap_s` came before them."""
+        """Return (seconds, how many) of the gaps from `first_entry` on, and of the gap before them, if given."""
         gaps = list(zip(self._gaps_s[first_entry:], self._counts[first_entry:], strict=True))
         if first_gap_s is not None:
             gaps.append((first_gap_s, 1))
@@ -45,7 +48,7 @@ class StepLog:
 
 
 def mean_of_longest_s(gaps: list[tuple[float, int]]) -> float:
-    """The mean of the longest tenth of the gaps, at least one."""
+    """Return the mean of the longest tenth of the gaps, at least one gap. Sorts `gaps`."""
     gaps.sort(reverse=True)
     wanted = left = max(1, sum([count for _, count in gaps]) // _LONGEST_PART)
     total_s = 0.0
@@ -59,73 +62,75 @@ def mean_of_longest_s(gaps: list[tuple[float, int]]) -> float:
 
 
 class Stepper:
-    """`on_steps` hears of what came out of how many steps that began then with so many sequences and tokens of KV."""
+    """Calls `on_steps` with the result of the steps that ended, their number and the seconds that they took."""
 
     def __init__(
         self,
-        clock: SimTimers,
+        clock: SimClock,
         scheduler: JumpingScheduler,
         cost: EngineCost,
         on_steps: Callable[[StepResult, int, float], None],
     ) -> None:
         self._clock, self._scheduler, self._cost, self._on_steps = clock, scheduler, cost, on_steps
         self._end: Handle | None = None
-        self._num_steps = 0  # under way
-        self._opened: list[Chunk] = []  # what the open step computes; empty when equal steps are under way
+        self._num_steps = 0  # of the group of equal steps under way
+        self._open_chunks: list[Chunk] = []  # chunks of the single step under way; empty for a group of equal steps
         self._began_s = 0.0
-        self._acts: list[Callable[[], None]] = []  # that wait for the end of a step
-        self._is_between = False
+        self._callbacks: list[Callable[[], None]] = []  # to call when the step under way has ended
+        self._is_between_steps = False
         self.log = StepLog()
-        self.shape = (0, 0)  # sequences that decode, and tokens of their KV when the steps began
-        self.joined: list[Sequence] = []  # adopted ones whose first step was the first of these
-        self.first_end_s = 0.0  # when that one ended
-        self.joined_entry = 0  # what is logged from here on are their later steps
+        self.shape = (0, 0)  # decoding sequences and their KV tokens when the steps began
+        self.joined: list[Sequence] = []  # adopted sequences whose first step is the first of these steps
+        self.first_end_s = 0.0  # end of that first step
+        self.joined_entry = 0  # log entry from which on their later steps are logged
         self.busy_s = 0.0
 
     def busy_until_s(self, now_s: float) -> float:
         """Return the seconds spent in steps so far, the steps under way included."""
         return self.busy_s + (now_s - self._began_s if self._end is not None else 0.0)
 
-    def somebody_came(self) -> None:
-        """The batch is to change as soon as it can."""
-        if self._is_between:
+    def request_joined(self) -> None:
+        """Let a request that was added to the scheduler join the batch after the step under way."""
+        if self._is_between_steps:
             return
         if self._end is None:
             self._begin()
-        elif not self._opened:
-            self._cut()
+        elif not self._open_chunks:
+            self._shorten()
 
-    def between_steps(self, act: Callable[[], None]) -> None:
-        """When the step under way has ended and the next has not begun; now, if there is none."""
-        if self._end is None and not self._is_between:
-            act()
+    def call_between_steps(self, callback: Callable[[], None]) -> None:
+        """Call `callback` between the step under way and the next; at once if no step is under way."""
+        if self._end is None and not self._is_between_steps:
+            callback()
             return
-        self._acts.append(act)
-        if not self._opened and not self._is_between:
-            self._cut()
+        self._callbacks.append(callback)
+        if not self._open_chunks and not self._is_between_steps:
+            self._shorten()
 
-    def makes_do(self) -> bool:
-        """Somebody else has taken pages: equal steps under way become fewer where they would lack some. False: even
-        the one under way would, and the pages are to be given back."""
-        if self._end is None or self._opened:
+    def shorten_for_pages(self) -> bool:
+        """Do fewer of the equal steps under way if they lack pages that were given away.
+
+        Return False if even the current step lacks pages: then the caller has to give the pages back.
+        """
+        if self._end is None or self._open_chunks:
             return True
         if not self._scheduler.lacks_pages(self._num_steps):
             return True
-        self._cut()
+        self._shorten()
         return not self._scheduler.lacks_pages(self._num_steps)
 
     def stop(self) -> float:
-        """At once: steps that have ended count, the one under way does not. When the last of them ended."""
-        self._acts = []
+        """Stop at once. Steps that have ended count, the step under way does not. Return the end of the last step."""
+        self._callbacks = []
         if self._end is None:
             return self._began_s
         self._clock.cancel(self._end)
         self._end = None
         self.busy_s += self._clock.now_s - self._began_s
         steps, took_s = 0, 0.0
-        if not self._opened:
+        if not self._open_chunks:
             within = self._cost.steps_within(*self.shape, self._clock.now_s - self._began_s)
-            steps = min(self._num_steps - 1, within)  # only the last of equal steps ends somebody
+            steps = min(self._num_steps - 1, within)  # a sequence can finish in the last of the equal steps only
         if steps:
             took_s = self._cost.decode_steps_s(*self.shape, steps)
             self._write_log(steps, took_s)
@@ -133,18 +138,18 @@ class Stepper:
         return self._began_s + took_s
 
     def restart(self, scheduler: JumpingScheduler) -> None:
-        """After `stop`: with nobody in the batch. The log goes on."""
-        self._scheduler, self._opened = scheduler, []
+        """Continue after `stop` with an empty batch. The log is kept."""
+        self._scheduler, self._open_chunks = scheduler, []
 
-    def _cut(self) -> None:
-        """The step under way is the last before the newcomer joins."""
+    def _shorten(self) -> None:
+        """Make the current step the last one of the group."""
         ended = self._cost.steps_within(*self.shape, self._clock.now_s - self._began_s)
         if ended + 1 < self._num_steps:
             assert self._end is not None
             self._clock.cancel(self._end)
             self._num_steps = ended + 1
             end_s = self._began_s + self._cost.decode_steps_s(*self.shape, self._num_steps)
-            self._end = self._clock.at(end_s, self._ended)
+            self._end = self._clock.call_at(end_s, self._ended)
 
     def _begin(self) -> None:
         scheduler, cost = self._scheduler, self._cost
@@ -153,19 +158,19 @@ class Stepper:
         self._end = None
         if steps is None:
             return
-        if steps == 1 or self._acts:
+        if steps == 1 or self._callbacks:
             steps = 1
-            self._opened = scheduler.schedule()
-            if not self._opened:
+            self._open_chunks = scheduler.schedule()
+            if not self._open_chunks:
                 return
-            lasts_s = self._step_s(self._opened)
+            lasts_s = self._step_s(self._open_chunks)
         else:
             running = scheduler.queues.running
             self.shape = len(running), sum([each.num_computed_tokens for each in running])
             lasts_s = cost.decode_steps_s(*self.shape, steps)
         self.joined = [each for each in adopted if each.status is SequenceStatus.RUNNING]
         self._num_steps, self._began_s = steps, self._clock.now_s
-        self._end = self._clock.at(self._began_s + lasts_s, self._ended)
+        self._end = self._clock.call_at(self._began_s + lasts_s, self._ended)
 
     def _step_s(self, chunks: list[Chunk]) -> float:
         decodes = [chunk.start for chunk in chunks if len(chunk.tokens) == 1]
@@ -174,9 +179,9 @@ class Stepper:
         return self._cost.step_s(prompts, *self.shape)
 
     def _ended(self) -> None:
-        took_s, steps, opened = self._clock.now_s - self._began_s, self._num_steps, self._opened
+        took_s, steps, opened = self._clock.now_s - self._began_s, self._num_steps, self._open_chunks
         self.busy_s += took_s
-        self._opened = []
+        self._open_chunks = []
         if opened:
             for entry in self._scheduler.drain_admitted():
                 self._scheduler.confirm_pulled(entry.request_id)
@@ -185,23 +190,23 @@ class Stepper:
             result = self._scheduler.advance(steps, TOKEN)
         self._write_log(steps, took_s)
         self._on_steps(result, steps, took_s)
-        if self._acts:
-            self._act()
+        if self._callbacks:
+            self._run_callbacks()
         self._begin()
-        while self._end is None and self._acts:  # nothing is left to wait for
-            self._act()
+        while self._end is None and self._callbacks:  # no step began, so the callbacks need not wait
+            self._run_callbacks()
             self._begin()
 
-    def _act(self) -> None:
-        """Whoever comes now is in the next step; who asks again waits for its end."""
-        acts, self._acts = self._acts, []
-        self._is_between = True
-        for act in acts:
-            act()
-        self._is_between = False
+    def _run_callbacks(self) -> None:
+        """Run the waiting callbacks. Requests that join now are in the next step; callbacks added now run after it."""
+        callbacks, self._callbacks = self._callbacks, []
+        self._is_between_steps = True
+        for callback in callbacks:
+            callback()
+        self._is_between_steps = False
 
     def _write_log(self, steps: int, took_s: float) -> None:
-        """The first step of those that joined apart: the token before it came from elsewhere."""
+        """Log the steps. The first step of joined sequences has its own entry: their gap began on another worker."""
         if self.joined:
             first_s = took_s if steps == 1 else self._cost.decode_step_s(*self.shape)
             self.log.add(1, first_s)
