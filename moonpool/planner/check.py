@@ -11,7 +11,7 @@ from typing import TypeAlias
 import msgspec
 import numpy as np
 
-from moonpool.planner.demand import PoolSize, ReuseProfile, demand_of
+from moonpool.planner.demand import PoolSize, ReuseProfile, busiest_row, demand_of
 from moonpool.planner.split import Estimate, SplitEstimator, Targets
 from moonpool.sim.fleet import Machine
 from moonpool.sim.world.cluster import SimCluster
@@ -46,8 +46,7 @@ def check(estimates: Sequence[Estimate], run: Run) -> list[Checked]:
 def busiest_part(trace: Trace, num_requests: int) -> tuple[Trace, int]:
     """Return the busiest `num_requests` requests after up to as many warm-up requests, and the number of these."""
     count = min(num_requests, len(trace))
-    lasted_s = trace.arrival_s[count - 1 :] - trace.arrival_s[: len(trace) - count + 1]
-    first = int(lasted_s.argmin())
+    first = busiest_row(trace.arrival_s, count)
     warm = min(first, count)
     return slice_count(trace, first - warm, first + count), warm
 

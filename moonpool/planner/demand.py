@@ -147,9 +147,14 @@ class PrefillDemand:
         """Return the `count` successive requests that arrived in the shortest time; all, if there are fewer."""
         if len(self) <= count:
             return self
-        lasted_s = self.arrival_s[count - 1 :] - self.arrival_s[: len(self) - count + 1]
-        first = int(lasted_s.argmin())
+        first = busiest_row(self.arrival_s, count)
         return self.rows(np.arange(first, first + count))
+
+
+def busiest_row(arrival_s: Floats, count: int) -> int:
+    """Return the first of the `count` successive rows that arrived in the shortest time."""
+    lasted_s = arrival_s[count - 1 :] - arrival_s[: len(arrival_s) - count + 1]
+    return int(lasted_s.argmin())
 
 
 def demand_of(profile: ReuseProfile, size: PoolSize, machine: Machine) -> PrefillDemand:

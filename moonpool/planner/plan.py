@@ -188,7 +188,7 @@ def _assumptions(machine: Machine, prices: Prices, is_part: bool, is_checked: bo
     lines = [
         f"A node is {node.num_gpus} x {node.gpu.name} with {network}; it runs one instance of the model.",
         f"Times: {machine.cost_source}.",
-        "The pool is one LRU stack over the memory of all nodes; DRAM holds what was used last, SSD what comes next.",
+        "The pool is one LRU stack over the memory of all nodes; DRAM holds the blocks used last, SSD the next ones.",
         "Prefills are served first come, first served; decode nodes share their load evenly; neither is ever down.",
         f"Prices are {prices.source}; the price of nodes counts fractions of one.",
     ]
@@ -196,7 +196,7 @@ def _assumptions(machine: Machine, prices: Prices, is_part: bool, is_checked: bo
         lines.append(f"Splits and nodes are for the busiest {MAX_SCREENED} requests in a row of the trace.")
     if is_checked:
         lines.append(
-            "The simulation ran the busiest part of the trace after as many requests before it, beginning with an empty"
-            " pool: it finds less than the plan says."
+            "The simulation ran the busiest part of the trace after as many requests before it, starting with an empty"
+            " pool: its hit rate is lower than the plan's."
         )
     return lines

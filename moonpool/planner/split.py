@@ -135,7 +135,7 @@ def best_split(estimator: SplitEstimator, num_nodes: int, neighbours: int = 2) -
     smaller one counts.
     """
     if num_nodes < 2:
-        raise InvalidInput("prefill and decode apart need two nodes at least", param="nodes")
+        raise InvalidInput("separate prefill and decode need at least two nodes", param="nodes")
     known: dict[int, Estimate] = {}
 
     def at(num_prefill: int) -> Estimate:

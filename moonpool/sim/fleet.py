@@ -40,7 +40,7 @@ class Machine(NamedTuple):
 def machine_for(shape: ModelShape, node: NodeSpec) -> Machine:
     """Return the machine with the paper's measured times for the paper's model and node, else with roofline times."""
     if (shape.name, node.gpu.name, node.num_gpus) == _MEASURED:
-        return Machine(shape, node, paper_cost(), "fitted to the paper's Fig 14; batches of decodes are assumed")
+        return Machine(shape, node, paper_cost(), "fitted to the paper's Fig 14; decode batches are assumed")
     source = "roofline with shares of the peaks fitted to LLaMA3-70B on 8 x A800; not compared with this model or GPU"
     return Machine(shape, node, roofline_cost(shape, node), source)
 

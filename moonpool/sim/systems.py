@@ -120,7 +120,7 @@ SYSTEMS = {
 # How to switch each feature of the full system off.
 def _without_ssd(config: ClusterConfig) -> ClusterConfig:
     if not config.node.ssd_nbytes:
-        raise InvalidInput("the nodes have no SSD to be without; --ssd 8TB gives each one")
+        raise InvalidInput("the nodes have no SSD to be without; give each one with --ssd 8TB")
     return replace(config, node=replace(config.node, ssd_nbytes=0.0))
 
 
@@ -168,7 +168,7 @@ def with_failures(chosen: System, failures: tuple[Failure, ...]) -> System:
 def _changed(chosen: System, how: str, **changes: Any) -> System:
     config = chosen.config
     if config is None:
-        raise InvalidInput(f"{chosen.name} has no workers of its own for prefill: it cannot have {how}")
+        raise InvalidInput(f"{chosen.name} has no separate prefill workers: it cannot have {how}")
     return _system_of(
         chosen.name, f"{chosen.summary}; {how}", lambda fleet, goals: replace(config(fleet, goals), **changes)
     )

@@ -125,7 +125,7 @@ class Trace:
 
     def _problems(self) -> Iterator[tuple[NDArray[np.bool_], str]]:
         yield ~np.isfinite(self.arrival_s), "has no finite arrival time"
-        yield np.diff(self.arrival_s, prepend=self.arrival_s[:1]) < 0, "arrives before the one in front of it"
+        yield np.diff(self.arrival_s, prepend=self.arrival_s[:1]) < 0, "arrives before the previous request"
         yield self.num_input < 1, "has no input tokens"
         yield self.num_output < 0, "has a negative number of output tokens"
         yield self.num_blocks != blocks_of(self.num_input, self.block_tokens), "has a wrong number of blocks"

@@ -104,13 +104,13 @@ def write_jsonl(trace: Trace, path: str | Path, *, replace: bool = False) -> Non
         raise AlreadyExists(f"{path} exists already; choose another name, or replace it (--force)")
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with beside.open("wb") as file:
+        with temporary.open("wb") as file:
             _write_lines(trace, path, file)
-        beside.replace(path)
+        temporary.replace(path)
     except OSError as error:
         raise InvalidInput(f"cannot write {path}: {error.strerror or error}") from error
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def _is_gzip(path: Path) -> bool:
@@ -169,7 +169,7 @@ def _refuse_backwards(path: Path, timestamp_ms: Floats) -> None:
     backwards = np.diff(timestamp_ms, prepend=0.0) < 0
     if backwards.any():
         row = int(backwards.argmax())
-        what = f"timestamp {timestamp_ms[row]:.15g} is before {timestamp_ms[row - 1]:.15g} of the line in front of it"
+        what = f"timestamp {timestamp_ms[row]:.15g} is before {timestamp_ms[row - 1]:.15g} of the previous line"
         _refuse(path, row + 1, f"{what}; sort the file by timestamp")
 
 

@@ -79,7 +79,7 @@ def test_failures_are_read_and_told_alike(text: str, failure: Failure) -> None:
         ("p3@6+0", "cannot fail at 6 s for 0"),
         ("p3@6+1:melts", "is no failure"),
         ("p3@6+1:slow=1", "more than 1 times slower"),
-        ("p3@6:frozen", "frozen for good"),
+        ("p3@6:frozen", "needs a duration"),
     ],
 )
 def test_wrong_ones_are_refused(text: str, complaint: str) -> None:

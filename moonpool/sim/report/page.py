@@ -45,7 +45,7 @@ def _compared(outcomes: Sequence[Outcome]) -> Iterator[str]:
         outcomes, "tbt_s", "Time between tokens (mean of a request's longest tenth)", "TBT, s", first.tbt_target_s
     )
     yield _lines("Requests under way", _column(outcomes, "open"), "requests")
-    for name, title in (("refused", "Refused until then"), ("preemptions", "Preempted until then")):
+    for name, title in (("refused", "Refused so far"), ("preemptions", "Preempted so far")):
         series = _used(_column(outcomes, name))
         if series:
             yield _lines(title, series, "requests")
@@ -56,7 +56,7 @@ def _alone(outcome: Outcome) -> Iterator[str]:
     columns = outcome.over_time
     kinds = [name.removesuffix("_busy_share") for name in columns if name.endswith("_busy_share")]
     states = [f"{kind}_{state}" for kind in kinds for state in ("running", "waiting")]
-    yield _areas("Requests by what they do", _picked(outcome, states), "requests")
+    yield _areas("Requests by state", _picked(outcome, states), "requests")
     busy = _picked(outcome, [f"{kind}_busy_share" for kind in kinds], "_busy_share")
     yield _lines("Busy share of the GPUs", busy, "share", top=1.0)
     batches = [f"{kind}_{size}_batch" for kind in kinds for size in ("mean", "largest")]
@@ -64,13 +64,13 @@ def _alone(outcome: Outcome) -> Iterator[str]:
     pool = _used(_picked(outcome, ["pool_dram_nbytes", "pool_ssd_nbytes"], "pool_", "_nbytes"))
     if pool:
         in_gb = [each._replace(y=[value / _GIGA for value in each.y]) for each in pool]
-        yield _areas("What the pool holds", in_gb, "GB")
+        yield _areas("Pool contents", in_gb, "GB")
     links = _links(outcome)
     if links:
         yield _lines("Moved over all links of a kind", links, "GB/s")
     copies = _used(_picked(outcome, [name for name in columns if name.startswith("replicas_")], "replicas_"))
     if copies:
-        yield _lines("Nodes that hold the block ranked so by use", copies, "nodes")
+        yield _lines("Nodes that hold the block of each rank by use", copies, "nodes")
 
 
 def _figure(title: str, chart: str, names: str = "", under: str = "") -> str:
@@ -172,7 +172,7 @@ def page(outcomes: Sequence[Outcome], command: str) -> str:
         f'<p class="headline">{escape(conclusion(outcomes))}</p>',
         f"<p>Made by:</p><pre>{escape(command)}</pre>",
         _assumptions(first, outcomes),
-        "<h2>Beside each other</h2>",
+        "<h2>Comparison</h2>",
         _grid(_compared(outcomes)),
         f'<h2>Numbers</h2><div class="card">{_numbers(outcomes)}</div>',
         *(f"<h2>{escape(each.system)}</h2><p>{escape(each.about)}</p>{_grid(_alone(each))}" for each in outcomes),
@@ -194,8 +194,8 @@ def _assumptions(first: Outcome, outcomes: Sequence[Outcome]) -> str:
     rows = [(label(name), format_value(name, value)) for name, value in first.machine.items()]
     rows.append(("targets", f"TTFT {first.ttft_target_s:g} s, TBT {first.tbt_target_s * 1e3:g} ms"))
     rows += [(each.system, each.about) for each in outcomes]
-    said = "Simulated: what is taken for granted, and where times come from."
-    return f'<h2>Assumptions</h2><div class="card"><p>{said}</p>{table((), rows, kind="facts")}</div>'
+    note = "Simulated: the assumptions, and the source of the times."
+    return f'<h2>Assumptions</h2><div class="card"><p>{note}</p>{table((), rows, kind="facts")}</div>'
 
 
 def _numbers(outcomes: Sequence[Outcome]) -> str:

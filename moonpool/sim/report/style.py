@@ -1,4 +1,4 @@
-"""The page's looks: light and dark by what the reader's system says, one column on a phone."""
+"""The style sheet of the report: light or dark as the reader's system prefers, one column on a phone."""
 
 from __future__ import annotations
 
@@ -58,5 +58,5 @@ def color(at: int) -> str:
 
 
 def dashes(at: int) -> str:
-    """Further series than colours are told apart by their dashes."""
+    """Return the dashes of a series; series with a repeated colour are dashed."""
     return "" if at < NUM_COLORS else ' stroke-dasharray="6 3"'

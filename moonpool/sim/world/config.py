@@ -50,7 +50,7 @@ class Failure:
         if self.kind == "slow" and not 1 < self.factor < math.inf:
             raise InvalidInput(f"{self.node}: a slow network is more than 1 times slower, not {self.factor:g}")
         if self.kind == "frozen" and self.lasts_s is None:
-            raise InvalidInput(f"{self.node}: a network that is frozen for good would keep its requests for ever")
+            raise InvalidInput(f"{self.node}: a frozen network needs a duration, because its requests would never end")
 
     @property
     def end_s(self) -> float:

@@ -27,9 +27,7 @@ from moonpool.sim.physics.hardware import NodeSpec
 from moonpool.sim.world.clock import SimClock
 from moonpool.sim.world.sequence import block_key, block_number
 from moonpool.store.messages import Order, OrderKind, OrderResult, PutOptions, Tier
-from moonpool.traces.columns import Trace
-
-Ints = NDArray[np.int64]
+from moonpool.traces.columns import Ints, Trace
 
 
 class BlockRuns:

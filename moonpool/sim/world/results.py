@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moonpool.sim.world.job import DONE, LOST, REFUSED, Job
+from moonpool.traces.columns import Floats
 
-Floats = NDArray[np.float64]
 _PERCENTILES = (50, 90, 99)
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 HIT_PLACES = ("local", "dram", "remote", "ssd")  # GPU pages of the worker; its node's memory; other nodes' memory; SSD
