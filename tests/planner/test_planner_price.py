@@ -77,7 +77,7 @@ def test_prices_from_a_file() -> None:
     for text, complaint in (
         (b'{"gpu": 1}', "unknown field"),
         (b'{"gpu_hour": "x"}', "gpu_hour"),
-        (b"{", "no prices"),
+        (b"{", "invalid prices"),
         (b'{"gpu_hour": -1}', "gpu_hour cannot be"),
     ):
         with pytest.raises(InvalidInput, match=complaint):

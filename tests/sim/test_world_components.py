@@ -1,4 +1,4 @@
-"""The small parts of the simulated world, each against the plain way to say the same."""
+"""Small components of the simulated cluster, each compared with a plain implementation."""
 
 from __future__ import annotations
 
