@@ -102,7 +102,7 @@ def write_jsonl(trace: Trace, path: str | Path, *, replace: bool = False) -> Non
     path = Path(path)
     if path.exists() and not replace:
         raise AlreadyExists(f"{path} exists already; choose another name, or replace it (--force)")
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temporary.open("wb") as file:
             _write_lines(trace, path, file)
