@@ -118,7 +118,7 @@ def test_requests_without_output_and_too_long_ones(tmp_path: Path) -> None:
         (["TRACE", "--without", "speed"], "is not a feature"),
         (("TRACE", "--without", "ssd"), "no SSD to be without"),
         (("TRACE", "--slice", "5"), "--slice takes BEGIN:END"),
-        (("TRACE", "--slice", "9000:"), "nothing is left"),
+        (("TRACE", "--slice", "9000:"), "no requests are left"),
         (("TRACE", "--load", "0"), "cannot be scaled by 0"),
         (("TRACE", "--ttft", "-1"), "--ttft must be a number of seconds above 0"),
         (("TRACE", "--tbt", "nan"), "--tbt must be a number of seconds above 0"),
