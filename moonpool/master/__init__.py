@@ -1,1 +1,1 @@
-"""The master: where every object of the pool lies. A pure state, its journal, and the service around both."""
+"""The master: it knows where every object of the pool is. A pure state, its journal, and the service around both."""

@@ -1,6 +1,6 @@
-"""Segments that are announced at the master for others to find: memory of any engine, not only the pool's. Pure.
+"""What other processes announce at the master: segments of any transfer engine, and metrics of nodes. Pure.
 
-An announcement lasts for its time to live and is renewed by its owner, so that a dead owner's is forgotten.
+An announcement expires unless its owner renews it, so that those of dead processes are forgotten.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Announcement(NamedTuple):
 
 
 class SegmentBoard:
-    """Forgets by itself: whoever asks brings the time."""
+    """Announced segments. An expired one is never returned; the caller passes the time."""
 
     def __init__(self, max_announcements: int = MAX_ANNOUNCEMENTS) -> None:
         self._max_announcements = max_announcements
@@ -38,7 +38,9 @@ class SegmentBoard:
         return len(self._known)
 
     def announce(self, descriptor: SegmentDescriptor, ttl_s: float, now_s: float) -> None:
-        """New, renewed, or in place of an earlier incarnation; AlreadyExists when a newer one is announced."""
+        """Announce or renew a segment, or replace an earlier incarnation. Raise AlreadyExists if a newer one is
+        announced.
+        """
         if not 0.0 < ttl_s <= MAX_TTL_S:
             raise InvalidInput(f"an announcement lasts up to {MAX_TTL_S:g} s, not {ttl_s:g} s")
         check_newer(self.find(descriptor.name, now_s), descriptor)
@@ -49,7 +51,7 @@ class SegmentBoard:
         self._known[descriptor.name] = _Announcement(descriptor, now_s + ttl_s)
 
     def retract(self, name: str, incarnation: int) -> None:
-        """Nothing happens unless this very incarnation is announced."""
+        """Remove the announcement. Do nothing if another incarnation, or none, is announced."""
         known = self._known.get(name)
         if known is not None and known.descriptor.incarnation == incarnation:
             del self._known[name]
@@ -59,19 +61,21 @@ class SegmentBoard:
         return known.descriptor if known is not None and now_s < known.until_s else None
 
     def expire(self, now_s: float) -> None:
-        """Drops what has run out."""
+        """Remove the expired announcements."""
         for name in [name for name, known in self._known.items() if now_s >= known.until_s]:
             del self._known[name]
 
 
 class ReportedMetrics:
-    """The newest report of each role that reports by itself; forgotten when no other follows. Bounded."""
+    """The latest report of each node, forgotten if no other follows. Bounded."""
 
     def __init__(self) -> None:
         self._reports: dict[tuple[str, str], tuple[RoleMetrics, float]] = {}
 
-    def take(self, report: RoleMetrics, now_s: float) -> None:
-        """InvalidInput when it is no report of a node, Overloaded when more nodes report than there can be."""
+    def report(self, report: RoleMetrics, now_s: float) -> None:
+        """Store a report. Raise InvalidInput if it is not a valid report of a node, Overloaded if too many nodes
+        report.
+        """
         _check_report(report)
         self._forget_old(now_s)
         key = (report.role, report.name)
@@ -79,7 +83,7 @@ class ReportedMetrics:
             raise Overloaded(f"{_MAX_REPORTS} roles report their metrics already")
         self._reports[key] = (report, now_s)
 
-    def lately(self, now_s: float) -> list[RoleMetrics]:
+    def recent(self, now_s: float) -> list[RoleMetrics]:
         self._forget_old(now_s)
         return [report for _, (report, _) in sorted(self._reports.items())]
 
@@ -89,7 +93,7 @@ class ReportedMetrics:
 
 
 def _check_report(report: RoleMetrics) -> None:
-    """One wrong name would spoil the whole page: Prometheus refuses a page with a line that it cannot read."""
+    """Raise InvalidInput if Prometheus would refuse the report: it rejects the whole page for one invalid line."""
     if report.role != _REPORTING_ROLE:
         raise InvalidInput(f"only a {_REPORTING_ROLE} reports its metrics", param="metrics")
     samples = [sample for family in report.families for sample in family.samples]

@@ -1,4 +1,10 @@
-"""Which call of the "store" service is which event of the state."""
+"""The request handlers of the "store" service: each call is an event of the state.
+
+Most calls may be repeated: generations (puts), incarnations (segments) and names (drains) tell a repeated call from a
+new one. A Remove has none of these, so the client numbers it, and the IdempotencyCache answers a repeated one:
+otherwise a copy that arrives late, over a connection that its client has given up, could remove what was stored after
+it.
+"""
 
 from __future__ import annotations
 
@@ -29,20 +35,25 @@ _GAUGES = {
     "orders_in_progress": "copies, offloads and drops that nodes were asked for",
     "objects_away": "objects on SSDs of nodes that are away",
 }
-MAX_ERRANDS = 16_384
-MAX_ANSWERS = 1 << 20  # in all errands together; one that has more is kept alone
+MAX_CACHED_CALLS = 16_384
+MAX_ANSWERS = 1 << 20  # in all cached calls together; a call with more answers is cached alone
 R = TypeVar("R")
 
 
 class IdempotencyCache:
-    """Remembers the last ones: MAX_ERRANDS, or fewer with MAX_ANSWERS answers."""
+    """The answers of the latest numbered calls: MAX_CACHED_CALLS calls, or fewer with MAX_ANSWERS answers in all.
+
+    Repeated calls come over connections to this process, so the cache need not survive a restart.
+    """
 
     def __init__(self) -> None:
         self._done: OrderedDict[int, tuple[object, int]] = OrderedDict()
         self._num_answers = 0
 
     def once(self, number: int, num_answers: int, act: Callable[[], R]) -> R:
-        """What `act` returned when it came first. What it raises is not kept; number 0 is none."""
+        """Return what `act` returned when a call of this number first came. Exceptions are not cached. Number 0 is no
+        number: `act` is called.
+        """
         if not number:
             return act()
         if number in self._done:
@@ -50,7 +61,7 @@ class IdempotencyCache:
         result = act()
         self._done[number] = result, num_answers
         self._num_answers += num_answers
-        while len(self._done) > MAX_ERRANDS or (self._num_answers > MAX_ANSWERS and len(self._done) > 1):
+        while len(self._done) > MAX_CACHED_CALLS or (self._num_answers > MAX_ANSWERS and len(self._done) > 1):
             _, (_, num_gone) = self._done.popitem(last=False)
             self._num_answers -= num_gone
         return result
@@ -60,7 +71,9 @@ Handler = Callable[[Any, RpcPeer], Any]
 
 
 def handlers(master: Master) -> dict[type[Call[Any]], Handler]:
-    """Calls that change nothing are answered as they come; all others are written down first."""
+    """Return the handler of each call. A call that changes the state is answered after its records
+    are in the journal.
+    """
     changing = {**_objects(master), **_segments(master), **_tasks(master)}
     recorded = {call: _recorded(master, handle) for call, handle in changing.items()}
     return {**_questions(master), **recorded, m.PutStart: _put_start(master)}
@@ -77,14 +90,16 @@ def _recorded(master: Master, handle: Handler) -> Handler:
 
 
 def _put_start(master: Master) -> Callable[[m.PutStart, RpcPeer], m.PutReply]:
-    """Space that cannot be written down is taken back: its writer is not told of it, so nobody writes there."""
+    """Return the handler of PutStart. If the journal cannot be written, the granted space is freed: the client has not
+    learned of it, so no process writes there.
+    """
     state, now = master.state, master.clock.now_s
 
     def start_and_record(c: m.PutStart, _: RpcPeer) -> m.PutReply:
         generations: list[int] = []
-        told: dict[str, Any] = {"session": c.session, "settled_up_to": c.settled_up_to}
+        sessions: dict[str, Any] = {"session": c.session, "settled_up_to": c.settled_up_to}
         try:
-            reply = state.put_start(c.keys, c.sizes, c.options, now(), parents=c.parents, groups=c.groups, **told)
+            reply = state.put_start(c.keys, c.sizes, c.options, now(), parents=c.parents, groups=c.groups, **sessions)
             generations = reply.generations
             return reply
         finally:
@@ -92,7 +107,7 @@ def _put_start(master: Master) -> Callable[[m.PutStart, RpcPeer], m.PutReply]:
                 master.after_event()
             except MoonpoolError:
                 state.put_revoke(c.keys[: len(generations)], generations, True, now())
-                with contextlib.suppress(MoonpoolError):  # else whoever comes next would hear of it
+                with contextlib.suppress(MoonpoolError):  # otherwise the next call would raise it
                     master.after_event()
                 raise
 
@@ -113,21 +128,21 @@ def _questions(master: Master) -> dict[type[Call[Any]], Handler]:
         m.Why: lambda c, _: state.why(c.key, now(), c.identity),
         m.Stats: lambda c, _: state.stats(),
         GetMetrics: lambda c, _: [*pool_metrics(state.stats(), master.journal_health()), *process_metrics()],
-        ReportMetrics: lambda c, _: reported.take(c.metrics, now()),
-        GetReportedMetrics: lambda c, _: reported.lately(now()),
+        ReportMetrics: lambda c, _: reported.report(c.metrics, now()),
+        GetReportedMetrics: lambda c, _: reported.recent(now()),
         m.Subscribe: lambda c, _: master.subscribe(c.since),
         m.Orders: lambda c, _: master.order_streams.serve(c.node, state.orders),
     }
 
 
 def _objects(master: Master) -> dict[type[Call[Any]], Handler]:
-    state, now, errands = master.state, master.clock.now_s, IdempotencyCache()
+    state, now, cache = master.state, master.clock.now_s, IdempotencyCache()
 
     def remove(c: m.Remove, _: RpcPeer) -> list[bool]:
-        return errands.once(c.errand, len(c.keys), lambda: state.remove(c.keys, c.force, now()))
+        return cache.once(c.errand, len(c.keys), lambda: state.remove(c.keys, c.force, now()))
 
     def remove_matching(c: m.RemoveMatching, _: RpcPeer) -> m.RemovedCount:
-        return errands.once(c.errand, 1, lambda: state.remove_matching(c.pattern, c.force, c.cursor, now()))
+        return cache.once(c.errand, 1, lambda: state.remove_matching(c.pattern, c.force, c.cursor, now()))
 
     def lookup(c: m.Lookup, _: RpcPeer) -> list[m.ObjectInfo | None]:
         return state.lookup(c.keys, now(), prefix=c.prefix, lease=c.lease, session=c.session, reads=c.reads)
@@ -150,13 +165,13 @@ def _segments(master: Master) -> dict[type[Call[Any]], Handler]:
 
     def mount(c: m.MountSegment, peer: RpcPeer) -> m.MountReply:
         reply = state.mount(c.node, c.descriptor, now(), tier=c.tier, desk=c.desk, capacity_nbytes=c.capacity_nbytes)
-        master.note_beat(peer, c.descriptor.name, c.descriptor.incarnation)
+        master.remember_node(peer, c.descriptor.name, c.descriptor.incarnation)
         return reply
 
     def heartbeat(c: m.Heartbeat, peer: RpcPeer) -> m.HeartbeatReply:
         reply = state.heartbeat(c.segment, c.incarnation, now(), c.generation_limit)
         if reply.known:
-            master.note_beat(peer, c.segment, c.incarnation)
+            master.remember_node(peer, c.segment, c.incarnation)
         return reply
 
     return {
@@ -185,7 +200,7 @@ def _tasks(master: Master) -> dict[type[Call[Any]], Handler]:
 
 
 def pool_metrics(stats: m.StoreStats, journal: JournalHealth | None) -> list[MetricFamily]:
-    """Gauges per segment (and so per tier) and for the pool, and one counter of events by kind."""
+    """Return gauges per segment (and so per tier) and for the pool, and one counter of events by kind."""
     segments = [
         (each, {"segment": each.name, "node": each.node, "tier": (each.tier.name or "").lower()})
         for each in stats.segments

@@ -1,4 +1,4 @@
-"""The numbers the pool's state decides by. Each default is written here and nowhere else."""
+"""The parameters of the pool's state. Each default is defined only here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moonpool.base.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class PoolRules:
-    """Times are seconds on the clock whose `now_s` the state is given."""
+    """Times are in seconds, on the clock of the state's `now_s`."""
 
     lease_s: float = 10.0  # seconds for which a look-up protects an object from eviction
     high_watermark: float = 0.95  # start to evict when this fraction of the pool's bytes is used
@@ -46,4 +46,4 @@ class PoolRules:
         times = (self.lease_s, self.heartbeat_s, self.segment_ttl_s, self.hot_window_s, self.order_timeout_s)
         counts = (self.max_fates, self.step_objects, self.max_objects, self.offloads_in_flight)
         if min(*times, *counts, self.task_moves_in_flight, self.hot_max_replicas) <= 0:
-            raise ConfigError("times and counts of the pool's rules must be above 0")
+            raise ConfigError("the times and counts of the pool's rules must be above 0")

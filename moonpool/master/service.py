@@ -1,7 +1,7 @@
-"""The master's shell: sockets, time, the journal and listeners around the pure PoolState, which decides everything.
+"""The master's service: sockets, time, the journal and listeners around the pure PoolState, which decides everything.
 
-Every event's records are in the journal before the event is answered, so whatever a client was told survives the
-master's death. Snapshots are written in steps between events.
+The records of an event are in the journal before the event is answered, so every answer survives the master's death.
+Snapshots are written in steps between events.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from moonpool.master.streams import ChangeFeed, OrderStreams
 from moonpool.store import messages as m
 
 _LOG = logging.getLogger(__name__)
-_BUSY_S = 100e-6  # more than the loop needs to find that nobody calls
+_BUSY_S = 100e-6  # more than an idle event loop needs for one turn
 _CALLERS_SHARE = 2.0
-_LATE_TICK_S = 0.2  # a tick that comes later than this came after a standstill
+_LATE_TICK_S = 0.2  # a tick later than this means that the process was stopped
 
 
 @dataclass(frozen=True, kw_only=True)
 class MasterConfig(PoolRules):
-    """The pool's rules, and how the master serves them. Two masters must not share a `data_dir`."""
+    """The pool's rules and the master's own options. Two masters must not share a `data_dir`."""
 
     data_dir: str  # folder for the journal and the epoch, which a restarted master reads back
     listen: str = "tcp:127.0.0.1:7700"  # unix:/path or tcp:host:port
@@ -51,17 +51,19 @@ class MasterConfig(PoolRules):
 
 
 class Master:
-    """`await start()`, then it serves until `await close()`. `wait()` ends when it does, with the error if any."""
+    """`await start()`, then it serves until `await close()`. `wait()` returns when serving ends,
+    and raises its error.
+    """
 
     def __init__(self, config: MasterConfig, clock: Clock | None = None) -> None:
         self.config = config
-        # Nodes, leases and puts are not to pay for time in which this process stood still and heard nothing.
+        # Time in which this process was stopped does not count for nodes, leases and puts.
         self.clock: Clock = clock or AttendedClock(config.tick_s + _LATE_TICK_S)
         self.board = SegmentBoard()
         self.order_streams = OrderStreams()
         self._connections = itertools.count(1)
         self._connection_of: dict[RpcPeer, int] = {}
-        self._beating: dict[RpcPeer, set[tuple[str, int]]] = {}
+        self._segments_of: dict[RpcPeer, set[tuple[str, int]]] = {}
         self._publish_planned = False
         self._server: RpcServer | None = None
         self._ticking: asyncio.Task[None] | None = None
@@ -71,17 +73,18 @@ class Master:
 
     @property
     def state(self) -> PoolState:
-        """The state it serves; for tests and for reading."""
+        """The state, for handlers and tests."""
         assert self._state is not None, "the master was not started"
         return self._state
 
     def journal_health(self) -> JournalHealth | None:
-        """None before the start."""
+        """Return the journal's health, None before the start."""
         return None if self._journal is None else self._journal.health()
 
     async def start(self) -> str:
-        """The address it serves at. ConfigError when that or the data directory cannot be used; Corrupt when the
-        journal there cannot be trusted.
+        """Start to serve. Return the address.
+
+        Raise ConfigError if the address or the data directory cannot be used, Corrupt if the journal is damaged.
         """
         config = JournalConfig(sync_s=self.config.journal_sync_s)
         if self.config.forget_journal:
@@ -134,7 +137,7 @@ class Master:
             more = self.state.tick(self.clock.now_s())
             with contextlib.suppress(MoonpoolError):  # the journal has logged it, and asks for a snapshot
                 self.after_event()
-                self._write_again()
+                self._retry_journal()
             assert self._journal is not None
             if snapshot is None and self.config.journal and self._journal.should_snapshot:
                 snapshot = self._begin_snapshot(self._journal)
@@ -142,12 +145,12 @@ class Master:
                 began_s = self.clock.now_s()
                 if not snapshot.step():
                     snapshot = None
-                await self._leave_time(self.clock.now_s() - began_s)
+                await self._yield_to_callers(self.clock.now_s() - began_s)
             else:
                 await asyncio.sleep(0 if more else self.config.tick_s)
 
-    async def _leave_time(self, used_s: float) -> None:
-        """A snapshot takes a third of the time when there are callers, and all of it when there are none."""
+    async def _yield_to_callers(self, used_s: float) -> None:
+        """A snapshot takes a third of the time while there are callers, otherwise all of it."""
         before_s = self.clock.now_s()
         await asyncio.sleep(0)
         if self.clock.now_s() - before_s > _BUSY_S:
@@ -159,30 +162,31 @@ class Master:
         except MoonpoolError as error:
             _LOG.warning("no snapshot now: %s", error)
             return None
-        # Its first step is taken here, at the very moment from which the new journal goes on.
+        # The first step is taken here, at the moment at which the new journal begins.
         return _Snapshot(writer, self.state.snapshot_records(self.clock.now_s()))
 
     # after every event
 
     def after_event(self) -> None:
-        """Writes down what happened, before anybody is told; wakes listeners and nodes.
+        """Write the event's records to the journal, before the call is answered; wake listeners and nodes.
 
-        NoSpace or Unavailable when the journal cannot be written: then it has happened and may be forgotten.
+        Raise NoSpace or Unavailable if the journal cannot be written: the event has happened, but a restart may lose
+        it.
         """
         records = self.state.take_records()
         if not self._publish_planned:
             self._publish_planned = True
             asyncio.get_running_loop().call_later(self.config.event_delay_s, self._publish)
-        if self.state.orders.has_news:
-            self.order_streams.wake(self.state.orders.nodes_with_news())
+        if self.state.orders.has_unsent:
+            self.order_streams.wake(self.state.orders.nodes_with_unsent())
         if records:
             assert self._journal is not None
             self._journal.append(records)
 
-    def _write_again(self) -> None:
+    def _retry_journal(self) -> None:
         assert self._journal is not None
         if self._journal.has_unwritten:
-            self._journal.write_again()
+            self._journal.retry_unwritten()
 
     def _publish(self) -> None:
         self._publish_planned = False
@@ -195,7 +199,7 @@ class Master:
 
     def subscribe(self, since: int | None) -> AsyncGenerator[m.EventBatch, None]:
         assert self._feed is not None
-        self._publish()  # what is not told yet belongs before the snapshot
+        self._publish()  # pending changes belong before the snapshot
         return self._feed.subscribe(since, self.state.snapshot)
 
     def find_segment(self, name: str) -> SegmentDescriptor | None:
@@ -204,30 +208,30 @@ class Master:
         return announced or next((each for each in known if each.name == name), None)
 
     def connection(self, peer: RpcPeer) -> int:
-        """The number the state knows this connection by; its pins end with it."""
+        """Return the connection's number in the state. Its pins end with the connection."""
         number = self._connection_of.get(peer)
         if number is None:
             number = self._connection_of[peer] = next(self._connections)
             peer.on_close(lambda: self._on_close(peer))
         return number
 
-    def note_beat(self, peer: RpcPeer, segment: str, incarnation: int) -> None:
-        """Remembers whose segment it is, to know at once when its node is gone."""
-        if peer not in self._beating:
-            self._beating[peer] = set()
+    def remember_node(self, peer: RpcPeer, segment: str, incarnation: int) -> None:
+        """Remember the connection of a segment's node, so that its end is noticed at once."""
+        if peer not in self._segments_of:
+            self._segments_of[peer] = set()
             peer.on_close(lambda: self._on_node_gone(peer))
-        self._beating[peer].add((segment, incarnation))
+        self._segments_of[peer].add((segment, incarnation))
 
     def _on_close(self, peer: RpcPeer) -> None:
         self.state.connection_closed(self._connection_of.pop(peer), self.clock.now_s())
 
     def _on_node_gone(self, peer: RpcPeer) -> None:
-        for segment, incarnation in self._beating.pop(peer):
+        for segment, incarnation in self._segments_of.pop(peer):
             self.state.members.disconnected(segment, incarnation, self.clock.now_s())
 
 
 class _Snapshot:
-    """A snapshot under way: one bounded step at a time."""
+    """A snapshot that is being written, one bounded step at a time."""
 
     def __init__(self, writer: SnapshotWriter, steps: Iterator[list[bytes]]) -> None:
         self._writer = writer
@@ -235,7 +239,7 @@ class _Snapshot:
         self._queue = next(steps)
 
     def step(self) -> bool:
-        """False when it has ended, well or not; the journal logs which."""
+        """Do one step. Return False if the snapshot has ended, with success or not; the journal logs which."""
         try:
             while self._queue and self._writer.ready:
                 self._writer.add(self._queue.pop(0))
@@ -245,5 +249,5 @@ class _Snapshot:
         except StopIteration:
             self._writer.finish_soon()
         except MoonpoolError as error:
-            _LOG.warning("the snapshot was given up: %s", error)
+            _LOG.warning("the snapshot was aborted: %s", error)
         return False

@@ -1,8 +1,8 @@
-"""The stream of changes to listeners: replayed from where they were, or a snapshot first; in bounded memory.
+"""Streams to other processes: changes to listeners, in bounded memory, and orders to nodes.
 
-Batches are numbered across all listeners. A listener that comes back says which one it had last and gets the rest, as
-long as that is remembered; otherwise it starts from a snapshot. One that falls too far behind is dropped with
-Overloaded, and comes back.
+Batches of changes are numbered. A listener that reconnects names the last batch it has and gets the later ones, as long
+as they are kept; otherwise it starts from a snapshot. A listener that falls too far behind gets Overloaded, and
+subscribes again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Listener:
 
 
 class ChangeFeed:
-    """Fans changes out. All methods belong to the event loop's thread."""
+    """Sends changes to all listeners. All methods run on the event loop's thread."""
 
     def __init__(self, max_pending_keys: int, max_replay_keys: int, first_sequence: int = 0) -> None:
         self._max_pending_keys = max_pending_keys
@@ -49,11 +49,11 @@ class ChangeFeed:
 
     @property
     def sequence(self) -> int:
-        """Of the last batch there was."""
+        """The number of the last batch."""
         return self._sequence
 
     def publish(self, changes: Changes) -> None:
-        """One batch for everybody."""
+        """Send one batch to every listener."""
         self._sequence += 1
         batch = EventBatch(self._sequence, False, *changes)
         size = _num_keys(batch)
@@ -70,7 +70,7 @@ class ChangeFeed:
             listener.wake.set()
 
     async def subscribe(self, since: int | None, snapshot: Snapshot) -> AsyncGenerator[EventBatch, None]:
-        """All batches after `since`, or a snapshot and all batches after it. `snapshot` yields keys part by part."""
+        """Yield all batches after `since`, or a snapshot and all batches after it. `snapshot` yields keys in parts."""
         listener = _Listener()
         missed = self._missed(since)
         self._listeners.add(listener)
@@ -80,7 +80,7 @@ class ChangeFeed:
                 for part in _in_batches(snapshot()):
                     yield _snapshot_batch(sequence, first, part)
                     first = False
-                    await asyncio.sleep(0)  # others have their turn between two parts
+                    await asyncio.sleep(0)  # other tasks run between two parts
             else:
                 for batch in missed:
                     yield batch
@@ -90,7 +90,7 @@ class ChangeFeed:
             self._listeners.discard(listener)
 
     def _missed(self, since: int | None) -> list[EventBatch] | None:
-        """What came after `since`; None when that is not known any more."""
+        """Return the batches after `since`, None if they are not all kept."""
         oldest = self._replay[0].sequence if self._replay else self._sequence + 1
         if since is None or not oldest - 1 <= since <= self._sequence:
             return None
@@ -118,19 +118,19 @@ def _snapshot_batch(sequence: int, first: bool, part: Part) -> EventBatch:
 
 
 def _in_batches(parts: Iterator[Part]) -> Iterator[Part]:
-    """Small parts together; at least one batch, which may be empty."""
+    """Join small parts to batches. Yield at least one batch, which may be empty."""
     batch: Part = []
     for part in parts:
         batch.extend(part)
         if len(batch) >= SNAPSHOT_KEYS:
             yield batch
             batch = []
-    # An empty pool has a snapshot too, and one empty batch at the end of a full one does no harm.
+    # An empty pool has a snapshot too, and an empty batch at the end does no harm.
     yield batch
 
 
 class OrderStreams:
-    """All methods belong to the event loop's thread."""
+    """One stream of orders per node. All methods run on the event loop's thread."""
 
     def __init__(self) -> None:
         self._listening: dict[str, asyncio.Event] = {}
@@ -142,16 +142,16 @@ class OrderStreams:
                 event.set()
 
     async def serve(self, node: str, book: OrderBook) -> AsyncGenerator[list[Order], None]:
-        """Every open order first, then new ones. A node that listens anew ends its earlier stream's turn."""
+        """Yield every open order of the node, then new ones. A new stream of the same node ends the earlier one."""
         event = self._listening[node] = asyncio.Event()
         try:
-            orders = book.take_all(node)
+            orders = book.open_orders(node)
             while self._listening.get(node) is event:
                 if orders:
                     yield orders
                 await event.wait()
                 event.clear()
-                orders = book.take(node)
+                orders = book.take_unsent(node)
         finally:
             if self._listening.get(node) is event:
                 del self._listening[node]

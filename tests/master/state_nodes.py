@@ -78,7 +78,7 @@ class NodeEvents(World):
             for item, wanted in zip(part, answers, strict=True):
                 if not wanted:
                     del node.log[item.key, item.generation]
-        node.inbox = self.state.orders.take_all(node.name)
+        node.inbox = self.state.orders.open_orders(node.name)
         node.answers.clear()
 
     @rule(name=nodes, whole=st.booleans())
@@ -106,7 +106,7 @@ class NodeEvents(World):
         node.answers.clear()
         spans = node.spans_above(above)
         self.state.members.recount(f"{node.name}.dram", node.dram, spans, self.sessions, self.now_s)
-        node.inbox = self.state.orders.take_all(node.name)
+        node.inbox = self.state.orders.open_orders(node.name)
 
     @rule(name=nodes, happens=rarely)
     def node_dies(self, name: str, happens: bool) -> None:
@@ -131,7 +131,7 @@ class NodeEvents(World):
         node = self.nodes[name]
         if not node.alive:
             return
-        fresh = self.state.orders.take(name)
+        fresh = self.state.orders.take_unsent(name)
         for order in fresh:
             self._check_order(order)
         node.inbox += fresh
@@ -188,7 +188,7 @@ class NodeEvents(World):
         if node.alive:
             node.answers.clear()
             known = {order.order_id for order in node.inbox}
-            node.inbox = self.state.orders.take_all(name)
+            node.inbox = self.state.orders.open_orders(name)
             for order in node.inbox:
                 if order.order_id not in known:
                     self.last_generation = max(

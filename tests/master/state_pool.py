@@ -92,7 +92,7 @@ class Pool:
         self.check()
 
     def orders(self, node: str) -> list[m.Order]:
-        return self.state.orders.take_all(node)
+        return self.state.orders.open_orders(node)
 
     def answer(self, order: m.Order, error: MoonpoolError | None = None, offset: int | None = None) -> int | None:
         """The offset, for an OFFLOAD that went well."""

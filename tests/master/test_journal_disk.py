@@ -99,11 +99,11 @@ def test_what_was_not_written_is_written_when_there_is_room(tmp_path: Path) -> N
         count, _ = fill(journal, b"r" * 7001)
         assert journal.has_unwritten
         with pytest.raises(NoSpace):
-            journal.write_again()
+            journal.retry_unwritten()
         ballast.unlink()
-        journal.write_again()
+        journal.retry_unwritten()
         assert not journal.has_unwritten
-        journal.write_again()
+        journal.retry_unwritten()
         journal.close()
         assert reopened(disk / "data") == [b"r" * 7001] * (count + 1)
 

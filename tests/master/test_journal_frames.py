@@ -102,12 +102,12 @@ def test_a_mark_is_found_behind_anything(tmp_path: Path, before: int) -> None:
     path = tmp_path / "f"
     mark = Control(MARK, 100 + before, 200)
     path.write_bytes(b"M" * (100 + before) + pack_control(mark) + b"behind it")
-    assert find_mark(path, 100, speaks_for=150) == mark
-    assert find_mark(path, 100, speaks_for=200) is None
-    assert find_mark(path, mark.at + 1, speaks_for=150) is None
+    assert find_mark(path, 100, covers=150) == mark
+    assert find_mark(path, 100, covers=200) is None
+    assert find_mark(path, mark.at + 1, covers=150) is None
 
 
 def test_a_mark_copied_into_a_record_is_not_one(tmp_path: Path) -> None:
     path = tmp_path / "f"
     path.write_bytes(b"\0" * 50 + pack_control(Control(MARK, 49, 9000)) + b"MPJ-MARK")
-    assert find_mark(path, 0, speaks_for=0) is None
+    assert find_mark(path, 0, covers=0) is None

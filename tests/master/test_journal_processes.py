@@ -131,9 +131,9 @@ def test_an_epoch_that_cannot_be_kept_never_comes_again(tmp_path: Path, monkeypa
     for life, is_kept in enumerate([True, False, False, True, True, False, True]):
         with monkeypatch.context() as patch:
             if not is_kept:
-                patch.setattr(folder_module, "keep_epoch", no_space)
+                patch.setattr(folder_module, "write_epoch", no_space)
             given = next_epoch(folder, had_lives=life > 0, clock=wall.clock)
-        assert (given.unkept is None) == is_kept
+        assert (given.write_error is None) == is_kept
         seen.append(given.number)
     assert seen == sorted(set(seen))
     assert wall.unix_s - CLOCK_STARTS_S < 1010
@@ -143,7 +143,7 @@ def test_an_epoch_is_refused_when_neither_disk_nor_clock_can_give_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     next_epoch(JournalFolder(tmp_path), had_lives=False, clock=Wall(1000.0).clock)
-    monkeypatch.setattr(folder_module, "keep_epoch", no_space)
+    monkeypatch.setattr(folder_module, "write_epoch", no_space)
     with pytest.raises(ConfigError, match="make room on the disk or set the clock"):
         next_epoch(JournalFolder(tmp_path), had_lives=True, clock=Wall(500.0).clock)
 
@@ -156,8 +156,8 @@ def test_an_epoch_that_could_not_be_kept_is_kept_later(
     before.close()
     clock = VirtualClock()
     with monkeypatch.context() as patch:
-        patch.setattr(folder_module, "keep_epoch", no_space)
-        patch.setattr(journal_module, "keep_epoch", no_space)
+        patch.setattr(folder_module, "write_epoch", no_space)
+        patch.setattr(journal_module, "write_epoch", no_space)
         journal, records = Journal.open(tmp_path, clock=clock)
         assert list(records) == [b"known"]
         assert journal.epoch > before.epoch
@@ -167,13 +167,13 @@ def test_an_epoch_that_could_not_be_kept_is_kept_later(
         assert not journal.should_snapshot  # it would not help
         for _ in range(5):
             clock.advance(2.0)
-            journal.write_again()
+            journal.retry_unwritten()
         assert len([record for record in caplog.records if "epoch" in record.message]) == 1
     assert describe(tmp_path).epoch == before.epoch
-    journal.write_again()  # not at every tick
+    journal.retry_unwritten()  # not at every tick
     assert journal.has_unwritten
     clock.advance(2.0)
-    journal.write_again()
+    journal.retry_unwritten()
     assert not journal.has_unwritten
     assert journal.health().durable
     assert describe(tmp_path).epoch == journal.epoch

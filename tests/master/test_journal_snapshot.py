@@ -67,7 +67,7 @@ async def test_a_snapshot_replaces_what_came_before(tmp_path: Path) -> None:
     for key in range(20):
         table.set(key, key)
     writer = snapshot(table)
-    nbytes = await writer.finish()
+    nbytes = await asyncio.wrap_future(writer.finish_soon())
     table.set(3, 33)
     health = table.journal.health()
     table.journal.close()
@@ -83,10 +83,10 @@ async def test_given_up_it_leaves_the_journals_to_be_replayed(tmp_path: Path) ->
     writer = snapshot(table)
     writer.abort()
     with pytest.raises(Cancelled):
-        await writer.finish()
+        await asyncio.wrap_future(writer.finish_soon())
     assert names(tmp_path) == {"journal-0", "journal-1"}
     assert table.journal.health().durable
-    await snapshot(table).finish()
+    await asyncio.wrap_future(snapshot(table).finish_soon())
     table.journal.close()
     assert names(tmp_path) == {"snapshot-2", "journal-2"}
     assert nonzero(rows_of(reopened(tmp_path))) == table.rows
@@ -106,11 +106,11 @@ def test_closing_gives_it_up(tmp_path: Path) -> None:
 async def test_a_wait_that_is_cancelled_does_not_cancel_it(tmp_path: Path) -> None:
     table = Table(tmp_path)
     writer = snapshot(table)
-    waiting = asyncio.ensure_future(writer.finish())
+    waiting = asyncio.wrap_future(writer.finish_soon())
     await asyncio.sleep(0)
     waiting.cancel()
     await asyncio.wait([waiting])
-    await writer.finish()
+    await asyncio.wrap_future(writer.finish_soon())
     table.journal.close()
     assert "snapshot-1" in names(tmp_path)
 

@@ -8,7 +8,7 @@ import pytest
 from store_pool import MIB, LocalPool
 
 from moonpool.base.rpc import BlockingClient
-from moonpool.master.calls import MAX_ANSWERS, MAX_ERRANDS, IdempotencyCache
+from moonpool.master.calls import MAX_ANSWERS, MAX_CACHED_CALLS, IdempotencyCache
 from moonpool.store.client import Put
 from moonpool.store.messages import SERVICE, Remove, RemoveMatching
 
@@ -34,7 +34,7 @@ def test_what_failed_may_be_tried_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_answers", "num_kept"), [(1, MAX_ERRANDS), (MAX_ANSWERS // 4, 4), (MAX_ANSWERS, 1), (2 * MAX_ANSWERS, 1)]
+    ("num_answers", "num_kept"), [(1, MAX_CACHED_CALLS), (MAX_ANSWERS // 4, 4), (MAX_ANSWERS, 1), (2 * MAX_ANSWERS, 1)]
 )
 def test_no_more_is_remembered_than_is_stated(num_answers: int, num_kept: int) -> None:
     errands = IdempotencyCache()

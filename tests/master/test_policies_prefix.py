@@ -206,9 +206,9 @@ def test_waiting_ones_count_against_a_return() -> None:
 def test_ghosts_are_taken_once_and_make_room_for_newer_ones() -> None:
     ghosts = Ghosts()
     assert ghosts.put(7, 3, now=100, age=40) is None
-    assert ghosts.take(8, now=150) is None
-    assert ghosts.take(7, now=150) == (3, 90)
-    assert ghosts.take(7, now=150) is None
+    assert ghosts.pop(8, now=150) is None
+    assert ghosts.pop(7, now=150) == (3, 90)
+    assert ghosts.pop(7, now=150) is None
     displaced = [ghosts.put(key, 1, now=200) for key in range(0, 1 << 32, 1 << 14)]
     assert (1, 0) in displaced
     marks, ages = ghosts.sample(slice(None), now=250)
@@ -221,4 +221,4 @@ def test_ghosts_live_through_the_wrap_of_their_count() -> None:
     ghosts.put(7, 0, now=(1 << 32) - 10)
     _, ages = ghosts.sample(slice(None), now=(1 << 32) + 5)
     assert ages.tolist() == [15]
-    assert ghosts.take(7, now=(1 << 32) + 5) == (0, 15)
+    assert ghosts.pop(7, now=(1 << 32) + 5) == (0, 15)

@@ -18,27 +18,27 @@ def report(name: str, value: float = 0.0, num_samples: int = 1) -> RoleMetrics:
 def test_the_newest_of_each() -> None:
     reported = ReportedMetrics()
     for name, value in (("b", 1.0), ("a", 2.0), ("b", 3.0)):
-        reported.take(report(name, value), now_s=0.0)
-    assert reported.lately(0.0) == [report("a", 2.0), report("b", 3.0)]
+        reported.report(report(name, value), now_s=0.0)
+    assert reported.recent(0.0) == [report("a", 2.0), report("b", 3.0)]
 
 
 def test_a_node_that_reports_no_more_is_forgotten() -> None:
     reported = ReportedMetrics()
-    reported.take(report("a"), now_s=0.0)
-    reported.take(report("b"), now_s=2 * REPORT_EVERY_S)
-    assert reported.lately(3 * REPORT_EVERY_S) == [report("a"), report("b")]
-    assert reported.lately(4 * REPORT_EVERY_S) == [report("b")]
+    reported.report(report("a"), now_s=0.0)
+    reported.report(report("b"), now_s=2 * REPORT_EVERY_S)
+    assert reported.recent(3 * REPORT_EVERY_S) == [report("a"), report("b")]
+    assert reported.recent(4 * REPORT_EVERY_S) == [report("b")]
 
 
 def test_reports_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(board, "_MAX_REPORTS", 2)
     reported = ReportedMetrics()
     with pytest.raises(InvalidInput):
-        reported.take(report("large", num_samples=1001), now_s=0.0)
+        reported.report(report("large", num_samples=1001), now_s=0.0)
     for name in ("a", "b", "a"):
-        reported.take(report(name), now_s=0.0)
+        reported.report(report(name), now_s=0.0)
     with pytest.raises(Overloaded):
-        reported.take(report("c"), now_s=0.0)
+        reported.report(report("c"), now_s=0.0)
 
 
 @pytest.mark.parametrize(
@@ -54,5 +54,5 @@ def test_reports_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_would_spoil_the_page_is_refused(wrong: RoleMetrics) -> None:
     reported = ReportedMetrics()
     with pytest.raises(InvalidInput):
-        reported.take(wrong, now_s=0.0)
-    assert reported.lately(0.0) == []
+        reported.report(wrong, now_s=0.0)
+    assert reported.recent(0.0) == []

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonpool.master.state import allocator_index
+from moonpool.master.state import allocator as allocator_module
 from moonpool.master.state.allocator import OffsetAllocator
 from moonpool.store.messages import GRANULE_NBYTES, num_granules
 
@@ -61,7 +61,6 @@ class Model:
         self.allocator.check_integrity()
         ranges = [((start + self.base) * G, length * G) for start, length in self.holes()]
         assert self.allocator.free_ranges() == ranges, "free is what the model has free, merged"
-        assert self.allocator.num_free_ranges == len(ranges)
         assert self.allocator.free_nbytes == sum(nbytes for _, nbytes in ranges)
         assert self.allocator.largest_free_nbytes() == max((nbytes for _, nbytes in ranges), default=0)
 
@@ -77,7 +76,7 @@ class Model:
 def _small_chunks() -> Iterator[None]:
     """So that a few ranges make chunks that split, empty and merge across their edges."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(allocator_index, "CHUNK_VALUES", 8)
+        patch.setattr(allocator_module, "CHUNK_VALUES", 8)
         yield
 
 
@@ -103,7 +102,7 @@ def test_any_history(capacity: int, base: int, history: list[int | list[int] | t
             free(model, *step)
         model.check()
     check_rebuilt(model)
-    model.allocator.free_many(model.drop([0] * len(model.held)))
+    free(model, False, [0] * len(model.held))
     assert model.allocator.free_ranges() == [(base * G, capacity * G)]
 
 
@@ -129,13 +128,10 @@ def allocate_batch(model: Model, batch: list[int]) -> None:
         model.check_failure(max(nbytes for offset, nbytes in zip(offsets, batch, strict=True) if offset is None))
 
 
-def free(model: Model, together: bool, choices: list[int]) -> None:
+def free(model: Model, in_order: bool, choices: list[int]) -> None:
     spans = model.drop(choices)
-    if together:
-        model.allocator.free_many(spans)
-    else:
-        for offset, nbytes in spans:
-            model.allocator.free(offset, nbytes)
+    for offset, nbytes in sorted(spans) if in_order else spans:
+        model.allocator.free(offset, nbytes)
 
 
 def check_rebuilt(model: Model) -> None:
@@ -186,7 +182,7 @@ class Churn:
     def check_bound(self, nbytes: int, num_objects: int) -> None:
         if self.allocator.largest_free_nbytes() < nbytes:
             assert self.allocator.free_nbytes <= (num_objects + 1) * (nbytes - G)
-            assert self.allocator.num_free_ranges <= num_objects + 1
+            assert len(self.allocator.free_ranges()) <= num_objects + 1
 
     def run(self, num_batches: int, num_objects: int) -> float:
         """How full it was on average in the second half."""
@@ -229,10 +225,10 @@ def test_one_size_wastes_nothing(granules: int) -> None:
 
 @pytest.mark.soak
 def test_no_call_waits_with_two_million_free_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(allocator_index, "CHUNK_VALUES", 512)
+    monkeypatch.setattr(allocator_module, "CHUNK_VALUES", 512)
     count = 2_000_000
     allocator = OffsetAllocator.rebuilt(4 * count * G, np.arange(count) * 4 * G, np.full(count, 3 * G))
-    assert allocator.num_free_ranges == count
+    assert len(allocator.free_ranges()) == count
     worst_s = 0.0
     gc.disable()
     try:
@@ -246,5 +242,5 @@ def test_no_call_waits_with_two_million_free_ranges(monkeypatch: pytest.MonkeyPa
             worst_s = max(worst_s, time.thread_time() - began_s)
     finally:
         gc.enable()
-    print(f"worst call {worst_s * 1e6:.0f} us with {allocator.num_free_ranges} free ranges")
+    print(f"worst call {worst_s * 1e6:.0f} us with {len(allocator.free_ranges())} free ranges")
     assert worst_s < 0.005

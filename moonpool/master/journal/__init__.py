@@ -1,4 +1,4 @@
-"""The master's memory across its lives: a folder of journals and snapshots. Knows nothing of what the records mean."""
+"""The master's durable storage: a folder of journals and snapshots. It does not interpret the records."""
 
 from moonpool.master.journal.journal import Journal, JournalConfig, JournalHealth, forget, snapshot_due
 from moonpool.master.journal.recovery import FileReport, FolderReport, describe

@@ -1,11 +1,17 @@
-"""The journal's folder: what its files are called, the lock that keeps a second master out, and setting files aside.
+"""The journal's folder: the names of its files, the lock that excludes a second master, and the epoch.
 
-snapshot-<n>        the whole state, as it was while the first part of journal-<n> was written
-snapshot-<n>.new    one that is being written
-journal-<n>         what happened since snapshot-<n> was begun
-epoch               the number of the master's life
-lock                locked while a master lives; says which, and its last error
-aside-<time>/       files that were taken out of use but are nobody's to delete
+snapshot-<n>        the whole state, at the beginning of journal-<n>
+snapshot-<n>.new    a snapshot that is being written
+journal-<n>         the records since snapshot-<n> was begun
+epoch               the epoch of the last master
+lock                locked while a master runs; contains its pid and its last error
+aside-<time>/       files that are no longer used; only the operator deletes them
+
+The epoch is higher for each start of the master than for all before. Generations are made from it, so an epoch that
+came twice would let a late reader take new bytes for old ones. It is the last epoch plus one, or the seconds since 2020
+if these are more, and is on disk before it is used. A disk that accepts no writes (full, read-only, broken) does not
+keep the master from starting: then the epoch comes from the clock, and is used only after its second has passed. The
+next master, with or without the file, starts in a later second and has a higher epoch.
 """
 
 from __future__ import annotations
@@ -28,7 +34,7 @@ from moonpool.base.errors import ConfigError, MoonpoolError, NoSpace, Unavailabl
 UNFINISHED = ".new"
 GONE = ".gone"
 _LOCK = "lock"
-_LOCK_NBYTES = 4096  # written whole at the start, so that noting an error later needs no room on a full disk
+_LOCK_NBYTES = 4096  # written whole at the start, so that an error can be recorded on a full disk
 _MAX_ERROR = 1000  # characters
 _NAME = re.compile(r"(snapshot|journal)-(0|[1-9][0-9]*)")
 _SHRINK_NBYTES = 8 * 1024 * 1024
@@ -37,11 +43,11 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class JournalFiles(msgspec.Struct, frozen=True):
-    """Numbers of the files that are there, ascending. `leavings`: paths that are of no use to anybody."""
+    """Numbers of the existing files, ascending. `leftovers`: files of unfinished or replaced snapshots and journals."""
 
     snapshots: list[int]
     journals: list[int]
-    leavings: list[Path]
+    leftovers: list[Path]
 
     @property
     def empty(self) -> bool:
@@ -49,7 +55,7 @@ class JournalFiles(msgspec.Struct, frozen=True):
 
 
 class JournalFolder:
-    """Paths and names only; holds nothing open."""
+    """Paths and names; holds nothing open."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -65,18 +71,18 @@ class JournalFolder:
 
     def listing(self) -> JournalFiles:
         numbers: dict[str, list[int]] = {"snapshot": [], "journal": []}
-        leavings = []
+        leftovers = []
         for name in sorted(os.listdir(self.path)):
             stem = name.removesuffix(UNFINISHED).removesuffix(GONE)
             match = _NAME.fullmatch(stem)
             if match is not None and name == stem:
                 numbers[match[1]].append(int(match[2]))
             elif match is not None:
-                leavings.append(self.path / name)
-        return JournalFiles(sorted(numbers["snapshot"]), sorted(numbers["journal"]), leavings)
+                leftovers.append(self.path / name)
+        return JournalFiles(sorted(numbers["snapshot"]), sorted(numbers["journal"]), leftovers)
 
     def sync(self) -> None:
-        """Names created, renamed and removed are on disk when this returns."""
+        """Sync created, renamed and removed names to disk."""
         fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
@@ -84,8 +90,8 @@ class JournalFolder:
             os.close(fd)
 
     def set_aside(self, paths: Iterable[Path]) -> Path:
-        """Moves files into a new folder inside this one, which is returned. On a full disk that takes no new folder the
-        files stay in this one, under names that begin with what is returned.
+        """Move files into a new folder inside this one. Return the new folder. If the disk is too full for a folder,
+        rename the files instead, to names that begin with the returned path.
         """
         aside = self.path / f"aside-{time.time_ns()}"
         try:
@@ -101,11 +107,11 @@ class JournalFolder:
         self.sync()
         return aside
 
-    def remove_before(self, number: int, hurry: threading.Event) -> None:
-        """Removes every snapshot and journal older than the whole snapshot `number`. OSError.
+    def remove_before(self, number: int, stop_early: threading.Event) -> None:
+        """Remove every snapshot and journal older than the complete snapshot `number`. Raise OSError.
 
-        They lose their names first: snapshots, then journals from the oldest on, so that what a crash leaves is never
-        taken for a shorter history. Once `hurry` is set the rest is left to the next master.
+        First rename them: snapshots, then journals from the oldest on, so that a recovery after a crash never takes the
+        remaining files for a shorter history. After `stop_early` is set, the rest is left to the next master.
         """
         listing = self.listing()
         old = [self.snapshot(each) for each in listing.snapshots if each < number]
@@ -114,18 +120,18 @@ class JournalFolder:
         for path, new_path in zip(old, gone, strict=True):
             os.rename(path, new_path)
         for path in gone:
-            remove_gently(path, hurry)
+            remove_gently(path, stop_early)
 
 
-def remove_gently(path: Path, hurry: threading.Event) -> None:
-    """In steps: freeing 1 GB at once stalls all writes to the disk (130 ms seen on ext4 mounted with discard)."""
+def remove_gently(path: Path, stop_early: threading.Event) -> None:
+    """Remove a file in steps: freeing 1 GB at once stalls all writes to the disk (130 ms seen on ext4 with discard)."""
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         nbytes = os.fstat(fd).st_size
         while nbytes > _SHRINK_NBYTES:
             nbytes -= _SHRINK_NBYTES
             os.ftruncate(fd, nbytes)
-            if hurry.wait(_SHRINK_PAUSE_S):
+            if stop_early.wait(_SHRINK_PAUSE_S):
                 return
     finally:
         os.close(fd)
@@ -133,7 +139,7 @@ def remove_gently(path: Path, hurry: threading.Event) -> None:
 
 
 class LockNote(msgspec.Struct, frozen=True):
-    """What the lock file says. `since` and `error_at` are Unix times."""
+    """The content of the lock file. `since` and `error_at` are Unix times."""
 
     pid: int
     since: float
@@ -142,10 +148,10 @@ class LockNote(msgspec.Struct, frozen=True):
 
 
 class FolderLock:
-    """Held until `release()` or the end of the process. The kernel lets go when the process dies."""
+    """Locked until `release()`, or until the process ends: then the kernel releases the lock."""
 
     def __init__(self, folder: JournalFolder) -> None:
-        """ConfigError when another process holds it, naming its pid if it can be known."""
+        """Raise ConfigError if another process has the lock, with its pid if that is known."""
         fd = os.open(folder.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -164,14 +170,14 @@ class FolderLock:
             os.close(fd)
             raise
 
-    def note_error(self, sentence: str) -> None:
-        """Leaves the last error where `describe` finds it, if the disk lets us."""
+    def record_error(self, sentence: str) -> None:
+        """Store the last error for `describe`, if the disk allows it."""
         self._note = msgspec.structs.replace(self._note, error=sentence[:_MAX_ERROR], error_at=time.time())
         with contextlib.suppress(OSError):
             self._write()
 
     def release(self) -> None:
-        """Idempotent."""
+        """Release the lock. Idempotent."""
         if self._fd is not None:
             fd, self._fd = self._fd, None
             os.close(fd)
@@ -182,7 +188,9 @@ class FolderLock:
 
 
 def read_lock(folder: JournalFolder) -> tuple[LockNote | None, bool]:
-    """What the lock file says, and whether somebody holds it now. Takes a shared lock for an instant."""
+    """Return the content of the lock file, and whether a process has the lock now. Takes a shared
+    lock for an instant.
+    """
     try:
         fd = os.open(folder.path / _LOCK, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -205,11 +213,11 @@ def _read_note(fd: int) -> LockNote | None:
     try:
         return msgspec.json.decode(os.pread(fd, _LOCK_NBYTES, 0), type=LockNote)
     except msgspec.MsgspecError:
-        return None  # it is being written, or was made by hand
+        return None  # it is being written, or was edited
 
 
 def as_moonpool_error(error: OSError, what: str) -> MoonpoolError:
-    """NoSpace or Unavailable, with a sentence that begins with `what`."""
+    """Return NoSpace or Unavailable, with a message that begins with `what`."""
     sentence = f"{what}: {error.strerror or error}"
     return NoSpace(sentence) if error.errno in _FULL else Unavailable(sentence)
 
@@ -221,24 +229,24 @@ _FILE = "epoch"
 
 
 class WallClock(NamedTuple):
-    """Unix time, and how to let it pass."""
+    """Unix time, and how to wait."""
 
     now_s: Callable[[], float] = time.time
     sleep: Callable[[float], None] = time.sleep
 
 
 class Epoch(NamedTuple):
-    """`unkept` is why the number is not on disk; None when it is."""
+    """`write_error` is why the number is not on disk; None if it is."""
 
     number: int
-    unkept: OSError | None
+    write_error: OSError | None
 
 
 def next_epoch(folder: JournalFolder, *, had_lives: bool, clock: WallClock | None = None) -> Epoch:
-    """The epoch of the life that begins now. `had_lives`: there are signs of an earlier one, so there must be a file.
+    """Return the epoch of a master that starts now. `had_lives`: there are journals, so there must be an epoch file.
 
-    ConfigError when the last one cannot be read, or the new one neither be kept nor taken from the clock. The caller
-    holds the folder's lock. May wait a second for the clock.
+    Raise ConfigError if the last epoch cannot be read, or the new one can neither be written nor taken from the clock.
+    The caller has the folder's lock. May wait a second for the clock.
     """
     clock = clock or WallClock()
     try:
@@ -253,15 +261,15 @@ def next_epoch(folder: JournalFolder, *, had_lives: bool, clock: WallClock | Non
             f"cannot read the master's epoch in {folder.path / _FILE}: {error}", param="data_dir"
         ) from error
     try:
-        keep_epoch(folder, number)
+        write_epoch(folder, number)
     except OSError as error:
-        _let_second_pass(number, clock, folder, error)
+        _wait_for_next_second(number, clock, folder, error)
         return Epoch(number, error)
     return Epoch(number, None)
 
 
-def keep_epoch(folder: JournalFolder, number: int) -> None:
-    """Write the epoch to its file; it is on disk when this returns. OSError."""
+def write_epoch(folder: JournalFolder, number: int) -> None:
+    """Write the epoch to its file and sync it. Raise OSError."""
     try:
         _replace_file(folder, number)
     except OSError:
@@ -269,7 +277,7 @@ def keep_epoch(folder: JournalFolder, number: int) -> None:
 
 
 def read_epoch(folder: JournalFolder) -> int | None:
-    """The epoch of the last life that was kept, None when there was none. OSError, ValueError."""
+    """Return the epoch in the file, None if there is no file. Raise OSError, or ValueError if it is not an epoch."""
     try:
         text = (folder.path / _FILE).read_text()
     except FileNotFoundError:
@@ -280,19 +288,19 @@ def read_epoch(folder: JournalFolder) -> int | None:
 
 
 def _seconds(clock: WallClock) -> int:
-    """Since 2020; 0 when the clock cannot be right."""
+    """Return the seconds since 2020, 0 if the clock cannot be right."""
     seconds = int(clock.now_s()) - CLOCK_STARTS_S
     return seconds if 0 < seconds < 2 ** (EPOCH_BITS - 1) else 0
 
 
-def _let_second_pass(number: int, clock: WallClock, folder: JournalFolder, unkept: OSError) -> None:
+def _wait_for_next_second(number: int, clock: WallClock, folder: JournalFolder, write_error: OSError) -> None:
     wait_s = number + 1 + CLOCK_STARTS_S - clock.now_s()
     if wait_s > _MAX_WAIT_S:
         raise ConfigError(
-            f"cannot write the master's epoch to {folder.path / _FILE} ({unkept.strerror or unkept}), and the clock is"
-            f" {wait_s:.0f} s behind what an earlier master has used; make room on the disk or set the clock",
+            f"cannot write the master's epoch to {folder.path / _FILE} ({write_error.strerror or write_error}), and the"
+            f" clock is {wait_s:.0f} s behind what an earlier master has used; make room on the disk or set the clock",
             param="data_dir",
-        ) from unkept
+        ) from write_error
     while wait_s > 0:
         clock.sleep(wait_s)
         wait_s = number + 1 + CLOCK_STARTS_S - clock.now_s()
@@ -310,7 +318,7 @@ def _replace_file(folder: JournalFolder, number: int) -> None:
 
 
 def _overwrite(folder: JournalFolder, number: int) -> None:
-    """Without taking new space: numbers only grow, and all their digits lie in one sector."""
+    """Write the epoch without new disk space: numbers only grow, and all digits are in one sector."""
     fd = os.open(folder.path / _FILE, os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.pwrite(fd, f"{number}\n".encode(), 0)

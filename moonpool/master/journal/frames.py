@@ -1,15 +1,15 @@
-"""How records lie in a journal or snapshot file (docs/formats.md). Everything is little-endian.
+"""The format of journal and snapshot files (docs/formats.md), reading them and appending to them. Little-endian.
 
     file    0  magic "MPJL"   4  version u16   6  kind u16   8  number u64   16  CRC-32C of bytes 0..16   20  frames
     frame   0  word u32: body size, top bit set on a control frame   4  CRC-32C u32   8  body, 1 byte to 64 MiB
 
-A frame's CRC runs over its body and starts from its word, so neither can change unseen; no run of zeros is a frame.
+A frame's CRC covers its word and its body, so a change of either is detected; no run of zeros is a frame.
 A control frame's body is {what 8 bytes, its own offset u64, value u64}:
 
     MARK    all of this file before offset `value`, and all earlier files, were on disk when this was written
     END     nothing follows; in a snapshot, `value` is how much of the journal of its number was on disk before it
 
-So damage behind which a mark speaks for the damaged place is corruption. Other damage is the unsynced tail of a crash.
+So damage before the offset of a later mark is corruption. Other damage is the unsynced tail of a crash.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class FileKind(IntEnum):
 
 
 class Control(NamedTuple):
-    """What a control frame says, and where it stands."""
+    """The content of a control frame, and its offset."""
 
     what: bytes
     at: int
@@ -54,15 +54,15 @@ class Control(NamedTuple):
 
 
 def pack_header(kind: FileKind, number: int) -> bytes:
-    """The first HEADER_NBYTES of a file."""
+    """Return the first HEADER_NBYTES of a file."""
     head = _HEADER.pack(_MAGIC, _VERSION, kind, number)
     return head + _CRC.pack(crc32c(head))
 
 
 def header_fault(data: bytes, kind: FileKind, number: int, path: Path) -> str | None:
-    """What a crash may have done to a file's first HEADER_NBYTES, None when they are good.
+    """Return what is wrong with the first HEADER_NBYTES of a file, as a crash may leave it; None if they are good.
 
-    Corrupt when they are good but of another file, or of a version that this code cannot read.
+    Raise Corrupt if they are good but of another file, or of a version that this code cannot read.
     """
     if len(data) < HEADER_NBYTES:
         return "its header is cut short"
@@ -77,37 +77,37 @@ def header_fault(data: bytes, kind: FileKind, number: int, path: Path) -> str | 
 
 
 def check_size(record: bytes) -> None:
-    """InvalidInput when it is empty or over MAX_RECORD_NBYTES."""
+    """Raise InvalidInput if the record is empty or over MAX_RECORD_NBYTES."""
     if not 0 < len(record) <= MAX_RECORD_NBYTES:
         raise InvalidInput(f"a record has 1 to {MAX_RECORD_NBYTES} bytes, not {len(record)}")
 
 
 def pack_frame_head(record: bytes) -> bytes:
-    """What precedes `record` in a file; InvalidInput as in `check_size`."""
+    """Return what precedes `record` in a file. Raise InvalidInput as `check_size`."""
     check_size(record)
     nbytes = len(record)
     return _FRAME.pack(nbytes, crc32c(record, nbytes))
 
 
 def pack_records(records: bytes | Sequence[bytes]) -> bytes:
-    """One record or several, framed; InvalidInput as in `check_size`."""
+    """Return the frames of one record or several. Raise InvalidInput as `check_size`."""
     if isinstance(records, bytes):
         return pack_frame_head(records) + records
     return b"".join([part for record in records for part in (pack_frame_head(record), record)])
 
 
 def pack_control(control: Control) -> bytes:
-    """A whole control frame, CONTROL_NBYTES."""
+    """Return a control frame of CONTROL_NBYTES."""
     body = _CONTROL.pack(*control)
     word = len(body) | _CONTROL_BIT
     return _FRAME.pack(word, crc32c(body, word)) + body
 
 
 class RecordFile:
-    """Reads one file from its start to the first fault, the END frame or `upto`, whichever comes first.
+    """Reads one file up to the first fault, the END frame or `upto`, whichever comes first.
 
-    After `records()` is exhausted, `end` is where the last good frame ends, `closing` the END frame if there was one,
-    and `fault` what is wrong behind `end`, or None. Nothing that fails its checksum is ever yielded.
+    After `records()` is exhausted, `end` is the offset after the last good frame, `closing` the END frame if there was
+    one, and `fault` what is wrong after `end`, or None. A record that fails its checksum is never yielded.
     """
 
     def __init__(self, path: Path, kind: FileKind, number: int) -> None:
@@ -121,17 +121,17 @@ class RecordFile:
 
     @property
     def whole(self) -> bool:
-        """Closed by its writer, and every frame as it was written."""
+        """Whether its writer has closed the file and every frame is good."""
         return self.fault is None and self.closing is not None
 
     def scan(self) -> RecordFile:
-        """Reads all of it for its faults alone. OSError when it cannot be read, Corrupt when it is another file."""
+        """Read the whole file to find its faults. Raise OSError, or Corrupt if it is another file."""
         for _ in self.records():
             pass
         return self
 
     def records(self, upto: int | None = None) -> Iterator[bytes]:
-        """The bodies of the records, in order. OSError and Corrupt as above."""
+        """Yield the bodies of the records, in order. Raise as scan()."""
         with open(self.path, "rb", buffering=_READ_NBYTES) as file:
             self.nbytes = file.seek(0, 2) if upto is None else upto
             file.seek(0)
@@ -145,7 +145,7 @@ class RecordFile:
             self.fault = "bytes follow its end"
 
     def _next_record(self, file: BinaryIO) -> bytes | None:
-        """None at a control frame or a fault."""
+        """Return the next body, None at a control frame or a fault."""
         left = self.nbytes - self.end - _FRAME.size
         word, crc = _FRAME.unpack(file.read(_FRAME.size)) if left > 0 else (0, 0)
         nbytes = word & ~_CONTROL_BIT
@@ -176,8 +176,8 @@ def _as_control(body: bytes) -> Control | None:
     return control if control is not None and control.what in (MARK, END) else None
 
 
-def find_mark(path: Path, start: int, speaks_for: int) -> Control | None:
-    """A MARK at or behind `start`, whatever lies between, that says that byte `speaks_for` was on disk."""
+def find_mark(path: Path, start: int, covers: int) -> Control | None:
+    """Return a MARK at or after `start` that covers the byte `covers`: it was on disk. Skip damaged bytes."""
     with open(path, "rb") as file:
         file.seek(start)
         base, data = start, b""
@@ -185,9 +185,9 @@ def find_mark(path: Path, start: int, speaks_for: int) -> Control | None:
             data += block
             for at in _places(data, MARK):
                 mark = _mark_at(data, at - _FRAME.size, base)
-                if mark is not None and mark.value > speaks_for:
+                if mark is not None and mark.value > covers:
                     return mark
-            keep = min(len(data), CONTROL_NBYTES - 1)  # a mark may lie across two blocks
+            keep = min(len(data), CONTROL_NBYTES - 1)  # a mark may be in two blocks
             base, data = base + len(data) - keep, data[len(data) - keep :]
     return None
 
@@ -200,7 +200,9 @@ def _places(data: bytes, what: bytes) -> Iterator[int]:
 
 
 def _mark_at(data: bytes, at: int, base: int) -> Control | None:
-    """The mark whose frame starts at data[at]; its own offset in it keeps look-alikes inside of records out."""
+    """Return the mark whose frame starts at data[at]. It contains its own offset, so bytes of a record are not taken
+    for a mark.
+    """
     frame = data[at : at + CONTROL_NBYTES] if at >= 0 else b""
     if len(frame) < CONTROL_NBYTES:
         return None
@@ -212,10 +214,13 @@ _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
 
 
 class JournalFile:
-    """Not safe for threads, but `sync()` may run while another thread writes. All methods raise OSError."""
+    """A journal file that is appended to. It ends with a complete record, or is truncated before the next write.
+
+    Not thread-safe, but `sync()` may run while another thread writes. All methods raise OSError.
+    """
 
     def __init__(self, fd: int | None, path: Path, number: int, nbytes: int) -> None:
-        """Owns `fd`, open for appending to a file whose first `nbytes` are good. None: the next write opens it."""
+        """Own `fd`, open for appending to a file whose first `nbytes` are good. None: the next write opens the file."""
         self.number = number
         self.nbytes = nbytes
         self.synced_nbytes = 0
@@ -225,7 +230,7 @@ class JournalFile:
 
     @classmethod
     def create(cls, path: Path, number: int) -> JournalFile:
-        """A new file with nothing but its header."""
+        """Create a file with only its header."""
         created = cls(os.open(path, _FLAGS | os.O_CREAT | os.O_EXCL, 0o600), path, number, 0)
         try:
             created.write(b"")
@@ -237,7 +242,7 @@ class JournalFile:
 
     @classmethod
     def reopen(cls, path: Path, number: int, nbytes: int) -> JournalFile:
-        """An earlier life's file, cut to its good part; what is left of it is on disk when this returns."""
+        """Open an existing file, truncate it to its good part and sync it."""
         fd = os.open(path, _FLAGS)
         opened = cls(fd, path, number, nbytes)
         try:
@@ -248,12 +253,14 @@ class JournalFile:
         except OSError:
             opened.close()
             raise
-        with contextlib.suppress(OSError):  # a full disk: costs certainty after a crash, no record
+        with contextlib.suppress(OSError):  # a full disk: no record is lost without the mark
             opened.mark(opened.nbytes)
         return opened
 
     def write(self, data: bytes) -> None:
-        """All of `data`, in one system call unless the disk fills up, or nothing. A new file gets its header first."""
+        """Write all of `data` or nothing, in one system call unless the disk fills up. A new file gets its header
+        first.
+        """
         if self._fd is None:
             self._fd, self._torn = os.open(self._path, _FLAGS | os.O_CREAT, 0o600), True
         if self._torn:
@@ -262,12 +269,12 @@ class JournalFile:
             data = pack_header(FileKind.JOURNAL, self.number) + data
         try:
             written = os.write(self._fd, data)
-            while written < len(data):  # the disk filled up in the middle: the next call says so
+            while written < len(data):  # the disk is full: the next call raises
                 written += os.write(self._fd, data[written:])
         except OSError:
             self._torn = True
             with contextlib.suppress(OSError):
-                self._cut_back(self._fd)  # otherwise tried again before the next write
+                self._cut_back(self._fd)  # otherwise the next write truncates
             raise
         self.nbytes += len(data)
 
@@ -281,13 +288,13 @@ class JournalFile:
         self.write(pack_control(Control(what, max(self.nbytes, HEADER_NBYTES), value)))
 
     def mark(self, synced_nbytes: int) -> None:
-        """Says in the file that this much of it is on disk. The mark itself need not be."""
+        """Write a mark: this much of the file is on disk. The mark itself need not be."""
         caught_up = synced_nbytes == self.nbytes
         self.write_control(MARK, synced_nbytes)
         self.synced_nbytes = self.nbytes if caught_up else synced_nbytes
 
     def sync(self) -> None:
-        """What was written before the call is on disk when it returns."""
+        """Sync all that was written before the call to disk."""
         if self._fd is not None:
             os.fdatasync(self._fd)
 

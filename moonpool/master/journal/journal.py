@@ -1,11 +1,11 @@
-"""What keeps the master's state across its lives: a journal of outcome records, and snapshots that shorten it.
+"""The master's journal: outcome records that survive a restart, and snapshots that shorten it.
 
-It knows nothing of what the records mean, only that replaying them in order, over a snapshot taken meanwhile, gives
-the state back. A record is in the page cache when `append` returns, so the master's death loses nothing; it is on
-disk within `sync_s`, so the machine's death loses no more than that. Errors of the disk never end the journal: it
-says so (`health`), writes what it could not when the disk lets it, and is made whole by the next snapshot
-(`should_snapshot`). A disk that takes nothing when the journal is opened is such an error too. No record is ever behind
-a gap of its file: replaying that would be a guess.
+The journal does not interpret the records: replaying them in order, over a snapshot taken meanwhile, restores the
+state. A record is in the page cache when `append` returns, so the master's death loses nothing; it is on disk within
+`sync_s`, so a power failure loses at most that time. Disk errors never end the journal: `health` reports them, the
+journal retries what it could not write, and the next snapshot makes it complete again (`should_snapshot`). This holds
+for a disk that accepts no writes when the journal is opened, too. No file has a record after a gap, because replaying
+it could give a wrong state.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ import msgspec
 
 from moonpool.base.clock import Clock, SystemClock
 from moonpool.base.errors import AlreadyExists, ConfigError, MoonpoolError, Unavailable
-from moonpool.master.journal.folder import Epoch, FolderLock, JournalFolder, as_moonpool_error, keep_epoch, next_epoch
+from moonpool.master.journal.folder import Epoch, FolderLock, JournalFolder, as_moonpool_error, next_epoch, write_epoch
 from moonpool.master.journal.frames import END, JournalFile, pack_records
-from moonpool.master.journal.recovery import RecoveredJournal, put_right, recover
+from moonpool.master.journal.recovery import RecoveredJournal, recover, repair
 from moonpool.master.journal.snapshot import SnapshotWriter
 
 _LOG = logging.getLogger(__name__)
-MAX_UNWRITTEN_NBYTES = 1024 * 1024  # of records that the disk did not take
+MAX_UNWRITTEN_NBYTES = 1024 * 1024  # records kept in memory for a retry
 EPOCH_RETRY_S = 1.0
-_UNKEPT_EPOCH = "the master's epoch could not be written and was taken from the clock"
+_EPOCH_UNWRITTEN = "the master's epoch could not be written and was taken from the clock"
 
 
 @dataclass(frozen=True, kw_only=True)
 class JournalConfig:
-    """How safe, and how often a snapshot."""
+    """When records are synced, and when snapshots are written."""
 
     sync_s: float = 0.1  # records are on disk after this long at most; 0: before append returns
-    snapshot_min_nbytes: int = 64 * 1024 * 1024  # a journal shorter than this is no reason for a snapshot
-    snapshot_retry_s: float = 10.0  # after a snapshot failed, the next is due no sooner
-    snapshot_queue_nbytes: int = 16 * 1024 * 1024  # of a snapshot, handed over and not yet written
+    snapshot_min_nbytes: int = 64 * 1024 * 1024  # no snapshot for a journal shorter than this
+    snapshot_retry_s: float = 10.0  # pause after a failed snapshot
+    snapshot_queue_nbytes: int = 16 * 1024 * 1024  # the most bytes of a snapshot that wait to be written
 
 
 class JournalHealth(msgspec.Struct, frozen=True):
-    """For metrics and for people."""
+    """The journal's state, for metrics and reports."""
 
     durable: bool  # False: something appended since the last snapshot may not survive
     error: str | None  # why not
@@ -62,14 +62,16 @@ def snapshot_due(
     durable: bool,
     since_failure_s: float | None,
 ) -> bool:
-    """The rule: to be made whole, or when replaying the journal would take longer than the snapshot itself."""
+    """Return whether a snapshot is due: the journal lacks records, or replaying it would take
+    longer than a snapshot.
+    """
     if since_failure_s is not None and since_failure_s < config.snapshot_retry_s:
         return False
     return not durable or journal_nbytes > max(config.snapshot_min_nbytes, snapshot_nbytes)
 
 
 class Journal:
-    """Appended to by one thread (the master's event loop); synced by another. Made by `open`, ended by `close`."""
+    """One thread appends (the master's event loop), another one syncs. Made by `open`, ended by `close`."""
 
     def __init__(
         self,
@@ -80,20 +82,20 @@ class Journal:
         clock: Clock,
         epoch: Epoch,
     ) -> None:
-        """Not for callers; see `open`."""
+        """Use `open` instead."""
         self.epoch = epoch.number
-        self._unkept_epoch = epoch.unkept is not None
+        self._epoch_is_unwritten = epoch.write_error is not None
         self._epoch_tried_s = clock.now_s()
         self._folder, self._lock_file, self._config, self._clock = folder, lock, config, clock
         self._file, unopened = _file_to_append_to(folder, found)
         self._older_nbytes = sum(extent.nbytes for extent in found.journals if extent.number != self._file.number)
         self._snapshot_nbytes = found.snapshot_nbytes
-        self._retired: list[JournalFile] = []  # rotated away, and not yet known to be on disk
+        self._retired: list[JournalFile] = []  # full journal files that may not be on disk yet
         self._names_changed = True
-        self._lost_at: int | None = None  # the journal in use when a record or a sync failed
+        self._lost_at: int | None = None  # number of the journal file in use when a write or sync failed
         self._error: str | None = None
-        self._unwritten = b""  # to be written before anything else
-        self._has_gap = False  # there were too many of them
+        self._unwritten = b""  # written before the next record
+        self._has_gap = False  # there were too many unwritten records, so they were dropped
         self._snapshot: SnapshotWriter | None = None
         self._snapshot_failed_s: float | None = None
         self._closed = False
@@ -101,7 +103,7 @@ class Journal:
         self._syncing = threading.Lock()  # one sync at a time; taken before _lock
         self._dirty = threading.Event()
         self._stopping = threading.Event()
-        self._note_trouble_at_start(epoch.unkept, unopened)
+        self._report_start_errors(epoch.write_error, unopened)
         self._thread = threading.Thread(target=self._sync_forever, name="journal-sync", daemon=True)
         self._thread.start()
 
@@ -109,9 +111,10 @@ class Journal:
     def open(
         cls, directory: Path, config: JournalConfig | None = None, clock: Clock | None = None
     ) -> tuple[Journal, Iterator[bytes]]:
-        """The journal, with a new epoch, and the records to replay. All of them have been checked when this returns.
+        """Return the journal, with a new epoch, and the records to replay. All records have been checked.
 
-        ConfigError when the folder cannot be used or another master uses it; Corrupt when replaying would be a guess.
+        Raise ConfigError if the folder cannot be used or another master uses it, Corrupt if records are damaged or
+        missing.
         """
         folder = JournalFolder(directory)
         try:
@@ -120,7 +123,7 @@ class Journal:
             try:
                 found, listing = recover(folder), folder.listing()
                 epoch = next_epoch(folder, had_lives=not listing.empty)
-                put_right(folder, found, listing)
+                repair(folder, found, listing)
                 opened = cls(folder, lock, config or JournalConfig(), found, clock or SystemClock(), epoch)
             except BaseException:
                 lock.release()
@@ -130,7 +133,7 @@ class Journal:
         return opened, found.replay(folder)
 
     def close(self) -> None:
-        """Idempotent. Gives up a snapshot under way; all that was appended is on disk, if the disk lets us."""
+        """Abort a snapshot under way, and sync all records if the disk allows it. Idempotent."""
         if self._closed:
             return
         with self._lock:
@@ -141,7 +144,7 @@ class Journal:
         self._dirty.set()
         self._thread.join()
         with contextlib.suppress(MoonpoolError):
-            self.write_again()
+            self.retry_unwritten()
         self._sync_quietly()
         self._closed = True
         for file in (*self._retired, self._file):
@@ -151,22 +154,22 @@ class Journal:
     # appending
 
     def append(self, records: bytes | Sequence[bytes]) -> None:
-        """Records are in the page cache, in one write, when this returns; with `sync_s` 0, on disk.
+        """Write records with one system call. They are in the page cache when this returns; with `sync_s` 0, on disk.
 
-        NoSpace or Unavailable when the disk does not take them: then none of them is in the journal yet, `health` says
-        so until a snapshot has made up for it, and the next append writes them first. InvalidInput as in
+        Raise NoSpace or Unavailable if the disk refuses them: then none of them is in the journal yet, `health` reports
+        it until the next successful snapshot, and the next append writes them first. Raise InvalidInput as
         `pack_records`.
         """
         self._append(pack_records(records))
 
     @property
     def has_unwritten(self) -> bool:
-        """Whether write_again() has anything to do."""
-        return bool(self._unwritten) or self._unkept_epoch
+        """Whether there are records, or an epoch, to write again."""
+        return bool(self._unwritten) or self._epoch_is_unwritten
 
-    def write_again(self) -> None:
-        """Tries anew to write what the disk did not take; raises as append()."""
-        if self._unkept_epoch:
+    def retry_unwritten(self) -> None:
+        """Write again what the disk refused. Raise as append()."""
+        if self._epoch_is_unwritten:
             self._keep_epoch()
         if self._unwritten:
             self._append(b"")
@@ -176,8 +179,8 @@ class Journal:
         if now_s - self._epoch_tried_s >= EPOCH_RETRY_S:
             self._epoch_tried_s = now_s
             with contextlib.suppress(OSError):
-                keep_epoch(self._folder, self.epoch)
-                self._unkept_epoch = False
+                write_epoch(self._folder, self.epoch)
+                self._epoch_is_unwritten = False
                 _LOG.info("epoch %d is on disk now", self.epoch)
 
     def _append(self, data: bytes) -> None:
@@ -202,7 +205,7 @@ class Journal:
         self._unwritten = b"" if self._has_gap else self._unwritten + data
 
     def sync(self) -> None:
-        """All that was appended before the call is on disk when it returns; NoSpace or Unavailable."""
+        """Sync all records appended before the call to disk. Raise NoSpace or Unavailable."""
         with self._syncing:
             with self._lock:
                 retired, file, nbytes, names_changed = (
@@ -234,11 +237,11 @@ class Journal:
             return
         self._names_changed = False
         file.synced_nbytes = nbytes
-        if self._lost_at is None:  # a mark speaks for all earlier bytes, so none after a loss
+        if self._lost_at is None:  # a mark covers all earlier bytes, so none is written after a loss
             try:
                 file.mark(nbytes)
             except OSError as error:
-                _LOG.info("no mark in journal-%d: %s", file.number, error)  # costs certainty after a crash, no record
+                _LOG.info("no mark in journal-%d: %s", file.number, error)
 
     def _sync_forever(self) -> None:
         while not self._stopping.is_set():
@@ -250,39 +253,39 @@ class Journal:
         try:
             self.sync()
         except MoonpoolError as error:
-            # Not repeated for its own sake: after a failed sync the kernel takes the pages for clean, and a second
-            # one that succeeds would prove nothing. The next snapshot does.
+            # Not retried: after a failed sync the kernel marks the pages as clean, so a second sync that succeeds would
+            # prove nothing. The next snapshot writes everything again.
             _LOG.debug("sync: %s", error)
 
-    def _note_trouble_at_start(self, unkept: OSError | None, unopened: OSError | None) -> None:
-        """Neither keeps the master from serving what it knows; the log says it once, `health` while it lasts."""
-        if unkept is not None:
+    def _report_start_errors(self, write_error: OSError | None, unopened: OSError | None) -> None:
+        """Log the errors once; `health` reports them while they last. The master serves in spite of them."""
+        if write_error is not None:
             _LOG.error(
                 "epoch %d could not be written to %s (%s) and was taken from the clock; it is written when the disk"
                 " allows it, and until then no clock of this machine may be set back",
                 self.epoch,
                 self._folder.path,
-                unkept.strerror or unkept,
+                write_error.strerror or write_error,
             )
         if unopened is not None:
             self._lost(unopened)
 
     def _lost(self, error: OSError) -> MoonpoolError:
-        """Takes note that the journal lacks something; the error to raise."""
-        told = as_moonpool_error(error, f"the journal in {self._folder.path} cannot be written")
+        """Remember that the journal lacks records. Return the error to raise."""
+        mapped = as_moonpool_error(error, f"the journal in {self._folder.path} cannot be written")
         with self._lock:
             self._lost_at = self._file.number
-            if self._error != str(told):
-                self._error = str(told)
-                self._lock_file.note_error(self._error)
-                _LOG.error("%s; until a snapshot succeeds, a restart may not know what happened since", told)
-        return told
+            if self._error != str(mapped):
+                self._error = str(mapped)
+                self._lock_file.record_error(self._error)
+                _LOG.error("%s; until a snapshot succeeds, a restart may not know what happened since", mapped)
+        return mapped
 
     # snapshots
 
     @property
     def should_snapshot(self) -> bool:
-        """Whether to begin one now."""
+        """Whether to begin a snapshot now."""
         health, failed_s = self.health(), self._snapshot_failed_s
         return not health.snapshot_running and snapshot_due(
             self._config,
@@ -293,9 +296,9 @@ class Journal:
         )
 
     def begin_snapshot(self) -> SnapshotWriter:
-        """From here on records go to a new journal; the caller adds the state in chunks, which may change meanwhile.
+        """Start a new journal file and a snapshot. The caller adds the state in chunks; it may change meanwhile.
 
-        AlreadyExists while one is being written; NoSpace or Unavailable when no new file can be begun.
+        Raise AlreadyExists while a snapshot is being written, NoSpace or Unavailable if no new file can be created.
         """
         with self._lock:
             if self._closed:
@@ -316,15 +319,15 @@ class Journal:
         try:
             old.write_control(END, 0)
         except OSError as error:
-            self._lost(error)  # without it nobody can tell that the old file is whole
+            self._lost(error)  # without the END frame a reader cannot know that the old file is complete
         self._retired.append(old)
         self._older_nbytes += old.nbytes
         self._file, self._names_changed = fresh, True
-        self._unwritten, self._has_gap = b"", False  # the snapshot has what they said
+        self._unwritten, self._has_gap = b"", False  # the snapshot contains them
         self._dirty.set()
 
     def settle(self, number: int) -> int:
-        """For the snapshot's thread: journal-<number> is on disk up to the returned offset."""
+        """Sync journal-<number>, and return up to which offset it is on disk. The snapshot's thread calls this."""
         with self._lock:
             nbytes = self._file.nbytes
         self.sync()
@@ -334,25 +337,25 @@ class Journal:
         return nbytes
 
     def snapshot_over(self, number: int, nbytes: int | None, error: MoonpoolError | None) -> None:
-        """For the snapshot's thread."""
+        """Handle the end of a snapshot. The snapshot's thread calls this."""
         with self._lock:
             self._snapshot = None
             if error is not None:
                 self._snapshot_failed_s = self._clock.now_s()
-                self._lock_file.note_error(str(error))
+                self._lock_file.record_error(str(error))
                 _LOG.error("snapshot-%d failed: %s", number, error)
             if nbytes is not None:
                 self._snapshot_nbytes, self._older_nbytes, self._snapshot_failed_s = nbytes, 0, None
                 if self._lost_at is not None and self._lost_at < number:
                     self._lost_at = self._error = None
-                    _LOG.info("snapshot-%d makes up for what the journal had lost", number)
+                    _LOG.info("snapshot-%d contains what the journal had lost", number)
 
     def health(self) -> JournalHealth:
         with self._lock:
             unsynced = sum(file.nbytes - file.synced_nbytes for file in (*self._retired, self._file))
             return JournalHealth(
-                durable=self._lost_at is None and not self._unkept_epoch,
-                error=self._error or (_UNKEPT_EPOCH if self._unkept_epoch else None),
+                durable=self._lost_at is None and not self._epoch_is_unwritten,
+                error=self._error or (_EPOCH_UNWRITTEN if self._epoch_is_unwritten else None),
                 number=self._file.number,
                 journal_nbytes=self._older_nbytes + self._file.nbytes,
                 snapshot_nbytes=self._snapshot_nbytes,
@@ -362,9 +365,9 @@ class Journal:
 
 
 def _file_to_append_to(folder: JournalFolder, found: RecoveredJournal) -> tuple[JournalFile, OSError | None]:
-    """The last journal, cut to its good part, or a new one when there is none or the last is closed.
+    """Return the last journal, truncated to its good part, or a new one if there is none or the last is closed.
 
-    With an error the file could not be opened or begun, and the next write tries again.
+    The second value is the error if the file could not be opened or created; then the next write tries again.
     """
     last = found.journals[-1] if found.journals else None
     number, nbytes = (found.last_number + 1, 0) if last is None or last.closed else (last.number, last.nbytes)
@@ -374,15 +377,15 @@ def _file_to_append_to(folder: JournalFolder, found: RecoveredJournal) -> tuple[
             return JournalFile.create(path, number), None
         return JournalFile.reopen(path, number, nbytes), None
     except FileExistsError:
-        raise  # not ours to overwrite
+        raise  # never overwrite a file
     except OSError as error:
         return JournalFile(None, path, number, nbytes), error
 
 
 def forget(directory: Path) -> Path | None:
-    """Sets snapshots and journals aside, so that the next master begins with an empty pool and a new epoch.
+    """Set snapshots and journals aside, so that the next master begins with an empty pool and a new epoch.
 
-    The folder where they are now; None when there were none. ConfigError as in `Journal.open`.
+    Return the folder where they are now, None if there were none. Raise ConfigError as `Journal.open`.
     """
     folder = JournalFolder(directory)
     try:

@@ -1,9 +1,9 @@
-"""What a folder's files amount to after any end of the last life, without a guess.
+"""Recovery of a folder: which files to replay after the last master ended in any way, and a report of the folder.
 
-The newest whole snapshot, then every journal from its number on. A crash may have cut or garbled only what was not
-yet on disk: the tail of the last journal, or of the one before when the last was just begun. That is cut off and
-logged. Anything else (damage that a mark or the snapshot speaks for, a missing file) is Corrupt, and nothing has been
-touched by then.
+The newest complete snapshot is replayed, then every journal from its number on. A crash can damage only what was not
+yet on disk: the tail of the last journal, or of the one before if the last was just begun. That tail is cut off and
+logged. Anything else (damage before a mark or the end that the snapshot recorded, a missing file) raises Corrupt, and
+then nothing is changed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Extent:
-    """A journal, and how many of its bytes are good. `closed`: it says itself that nothing follows."""
+    """A journal, and how many of its bytes are good. `closed`: it has an END frame."""
 
     number: int
     nbytes: int
@@ -40,12 +40,12 @@ class Extent:
 
 @dataclass
 class RecoveredJournal:
-    """What to replay, and what to put right before anything is appended."""
+    """What to replay, and what to repair before anything is appended."""
 
     snapshot: int | None = None
     snapshot_nbytes: int = 0
     journals: list[Extent] = field(default_factory=list)
-    cut_nbytes: int = 0  # behind the last extent, to be cut off
+    cut_nbytes: int = 0  # after the last extent, to be cut off
     unusable: list[Path] = field(default_factory=list)  # journals begun after the place of the cut, broken snapshots
 
     @property
@@ -53,7 +53,7 @@ class RecoveredJournal:
         return max([extent.number for extent in self.journals], default=-1)
 
     def replay(self, folder: JournalFolder) -> Iterator[bytes]:
-        """The records, in order. May be consumed while the last journal is already appended to."""
+        """Yield the records, in order. The last journal may be appended to meanwhile."""
         if self.snapshot is not None:
             path = folder.snapshot(self.snapshot)
             yield from _checked(RecordFile(path, FileKind.SNAPSHOT, self.snapshot), self.snapshot_nbytes)
@@ -70,7 +70,7 @@ def _checked(file: RecordFile, nbytes: int) -> Iterator[bytes]:
 
 
 def recover(folder: JournalFolder) -> RecoveredJournal:
-    """Reads everything and changes nothing. Corrupt, OSError."""
+    """Read everything and change nothing. Raise Corrupt or OSError."""
     listing = folder.listing()
     found = RecoveredJournal()
     floor, faults = _take_snapshot(folder, listing, found)
@@ -85,12 +85,14 @@ def recover(folder: JournalFolder) -> RecoveredJournal:
             found.cut_nbytes = file.nbytes - file.end
             found.unusable += later
             break
-        floor = 0  # it speaks of the first journal only
+        floor = 0  # it is about the first journal only
     return found
 
 
 def _take_snapshot(folder: JournalFolder, listing: JournalFiles, found: RecoveredJournal) -> tuple[int, list[str]]:
-    """Finds the newest whole snapshot. How much of its journal was on disk, and what is wrong with newer ones."""
+    """Find the newest complete snapshot. Return how much of its journal was on disk, and what is wrong with newer
+    snapshots.
+    """
     faults: list[str] = []
     for number in reversed(listing.snapshots):
         file = RecordFile(folder.snapshot(number), FileKind.SNAPSHOT, number).scan()
@@ -104,7 +106,7 @@ def _take_snapshot(folder: JournalFolder, listing: JournalFiles, found: Recovere
 
 
 def _chain(folder: JournalFolder, listing: JournalFiles, snapshot: int | None, faults: list[str]) -> list[int]:
-    """The journals to replay; Corrupt when one is missing."""
+    """Return the journals to replay. Raise Corrupt if one is missing."""
     if listing.empty:
         return []
     first = snapshot or 0
@@ -118,29 +120,29 @@ def _chain(folder: JournalFolder, listing: JournalFiles, snapshot: int | None, f
 
 
 def _check_is_only_a_tail(file: RecordFile, floor: int, later: list[Path]) -> None:
-    """Corrupt unless the damage behind `file.end` can only be what a crash left of unsynced bytes."""
+    """Raise Corrupt unless the damage after `file.end` can be unsynced bytes that a crash lost."""
     fault, proof = file.fault or "its end is missing", None
     if file.end < floor:
         proof = "its snapshot says that it was longer"
     elif file.closing is not None:
         proof = "its writer had closed it"
     else:
-        witness = _witness(file, later)
+        witness = _file_with_mark(file, later)
         proof = f"a mark in {witness.name} says that it was good" if witness is not None else None
     if proof:
         raise Corrupt(f"{file.path} is damaged at byte {file.end} ({fault}), and {proof}; {ADVICE}")
 
 
-def _witness(file: RecordFile, later: list[Path]) -> Path | None:
-    """The file with a mark that speaks for the place of the damage."""
-    if find_mark(file.path, file.end, speaks_for=file.end):
+def _file_with_mark(file: RecordFile, later: list[Path]) -> Path | None:
+    """Return the file with a mark that covers the damage, None if there is none."""
+    if find_mark(file.path, file.end, covers=file.end):
         return file.path
-    return next((path for path in later if find_mark(path, 0, speaks_for=0)), None)
+    return next((path for path in later if find_mark(path, 0, covers=0)), None)
 
 
-def put_right(folder: JournalFolder, found: RecoveredJournal, listing: JournalFiles) -> None:
-    """Does what `recover` found necessary, all but the cut itself, and tells the log what is lost."""
-    for path in listing.leavings:
+def repair(folder: JournalFolder, found: RecoveredJournal, listing: JournalFiles) -> None:
+    """Repair what `recover` found, except the truncation, and log what is lost."""
+    for path in listing.leftovers:
         _LOG.info("removing %s, which was never finished or was already replaced", path)
         os.unlink(path)
     if found.unusable:
@@ -160,7 +162,9 @@ class FileReport(msgspec.Struct, frozen=True):
 
 
 class FolderReport(msgspec.Struct, frozen=True):
-    """`problem` is why a master would not start here; None when it would, or when it was not looked at."""
+    """The state of a folder. `problem` is why a master would not start here; None if it would, or if it was not
+    checked.
+    """
 
     path: str
     files: list[FileReport]
@@ -173,9 +177,10 @@ class FolderReport(msgspec.Struct, frozen=True):
 
 
 def describe(directory: Path, *, check: bool = False) -> FolderReport:
-    """What is there; with `check`, all of it is verified too, unless a master is writing to it.
+    """Describe a folder for `moonpool stat` and `moonpool doctor`. Changes nothing. With `check`, verify all files too,
+    unless a master is writing to them.
 
-    ConfigError when the folder cannot be read.
+    Raise ConfigError if the folder cannot be read.
     """
     folder = JournalFolder(directory)
     try:
@@ -200,12 +205,12 @@ def _files(folder: JournalFolder) -> list[FileReport]:
     listing = folder.listing()
     paths = [
         *(folder.snapshot(number) for number in listing.snapshots),
-        *listing.leavings,
+        *listing.leftovers,
         *(folder.journal(number) for number in listing.journals),
     ]
     reports = []
     for path in paths:
-        with contextlib.suppress(FileNotFoundError):  # a living master removes what it no longer needs
+        with contextlib.suppress(FileNotFoundError):  # a running master removes files that it no longer needs
             info = path.stat()
             reports.append(FileReport(path.name, info.st_size, max(0.0, time.time() - info.st_mtime)))
     return reports

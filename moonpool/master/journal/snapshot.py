@@ -1,12 +1,11 @@
-"""Writes a snapshot while the master goes on: chunks come from the event loop, a thread of its own puts them on disk.
+"""Writes a snapshot while the master serves: the event loop adds chunks, a thread writes them to disk.
 
-It is published by a rename once it and the journal beside it are on disk, and only then are older files removed. So a
-crash at any moment leaves either the old snapshot with all journals since, or the new one.
+A rename publishes the snapshot after it and the journal of its number are on disk; then older files are removed. So a
+crash at any time leaves either the old snapshot with all journals since, or the new one.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import threading
@@ -27,24 +26,28 @@ from moonpool.master.journal.frames import (
     pack_header,
 )
 
-_SYNC_NBYTES = 32 * 1024 * 1024  # dirty pages beyond this would make the journal's appends wait for the disk
+_SYNC_NBYTES = 32 * 1024 * 1024  # more dirty pages would make the journal's appends wait for the disk
 _LOG = logging.getLogger(__name__)
 
 
 class SnapshotOwner(Protocol):
-    """What a snapshot needs of its journal. Called on the writer's thread."""
+    """What a snapshot needs from its journal. Called on the writer's thread."""
 
     def settle(self, number: int) -> int:
-        """Syncs journal-<number>; returns how much of it is on disk. Raises when it lacks records."""
+        """Sync journal-<number>. Return how much of it is on disk. Raise if it lacks records."""
         ...
 
     def snapshot_over(self, number: int, nbytes: int | None, error: MoonpoolError | None) -> None:
-        """The writer is done; `nbytes` when it was published, `error` when it failed, neither when it was aborted."""
+        """The writer has ended: `nbytes` is set if the snapshot was published, `error` if it failed, neither if
+        aborted.
+        """
         ...
 
 
 class SnapshotWriter:
-    """`add` chunks while `ready`, then `finish`; or `abort`. Exactly one thread calls these, and none of them waits."""
+    """`add` chunks while `ready`, then `finish_soon`; or `abort`. Exactly one thread calls these, and none of them
+    waits.
+    """
 
     def __init__(self, folder: JournalFolder, number: int, owner: SnapshotOwner, max_queued_nbytes: int) -> None:
         self.number = number
@@ -55,23 +58,24 @@ class SnapshotWriter:
         self._queued_nbytes = 0
         self._finishing = False
         self._aborted = False
-        self._hurry = threading.Event()  # no time to tidy up
+        self._stop_early = threading.Event()  # leave the removal of old files to the next master
         self._changed = threading.Condition()
         self._nbytes = 0
         self._done: Future[int] = Future()
-        self._done.set_running_or_notify_cancel()  # who waits for it can give up, the snapshot goes on
+        self._done.set_running_or_notify_cancel()  # a waiter that is cancelled does not cancel the snapshot
         self._thread = threading.Thread(target=self._run, name=f"snapshot-{number}", daemon=True)
         self._thread.start()
 
     @property
     def ready(self) -> bool:
-        """Whether `add` takes a chunk now. Also True after a failure, so that `add` can tell of it."""
+        """Whether `add` accepts a chunk now. Also True after a failure, so that `add` can raise it."""
         return self._done.done() or self._queued_nbytes < self._max_queued_nbytes
 
     def add(self, chunk: bytes) -> None:
-        """Hands over one chunk, replayed later as one record. Raises what ended the writing; Overloaded when not ready.
+        """Add one chunk, which is replayed as one record. Chunks of about 1 MB are written fastest.
 
-        Chunks of about 1 MB are written fastest. InvalidInput when it is empty or larger than a record may be.
+        Raise the error that ended the writing; Overloaded if not ready; InvalidInput if the chunk is empty or too large
+        for a record.
         """
         check_size(chunk)
         if self._done.done():
@@ -85,29 +89,27 @@ class SnapshotWriter:
             self._changed.notify()
 
     def finish_soon(self) -> Future[int]:
-        """The snapshot's size, once it is published and older files are gone; or what went wrong. Idempotent."""
+        """End the snapshot. Return a future of its size, which is set after it is published and older files are
+        removed; the future raises if the snapshot fails. Idempotent.
+        """
         with self._changed:
             self._finishing = True
             self._changed.notify()
         return self._done
 
-    async def finish(self) -> int:
-        """As finish_soon(). Cancelling the wait does not cancel the snapshot."""
-        return await asyncio.wrap_future(self.finish_soon())
-
     def abort(self) -> None:
-        """Gives it up, unless it is published by now. Idempotent. The journal goes on in its new file."""
+        """Abort the snapshot, unless it is published already. Idempotent. The journal stays in its new file."""
         with self._changed:
             self._aborted = True
             self._changed.notify()
 
     def join(self) -> None:
-        """Waits for the thread's end; after finish_soon() or abort()."""
+        """Wait for the end of the thread, after finish_soon() or abort()."""
         self._thread.join()
 
     def leave(self) -> None:
-        """Gives it up and returns soon: what there is to remove is left to the next master."""
-        self._hurry.set()
+        """Abort and return soon: the next master removes old files."""
+        self._stop_early.set()
         self.abort()
         self.join()
 
@@ -144,11 +146,11 @@ class SnapshotWriter:
             os.close(fd)
 
     def _next_chunk(self) -> bytes | None:
-        """None when there will be no more."""
+        """Return the next chunk, None after the last."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._finishing or self._aborted)
             if self._aborted:
-                raise Cancelled(f"snapshot-{self.number} was given up")
+                raise Cancelled(f"snapshot-{self.number} was aborted")
             if not self._queue:
                 return None
             chunk = self._queue.popleft()
@@ -166,7 +168,7 @@ class SnapshotWriter:
 
     def _publish(self, unfinished: Path) -> None:
         if self._aborted:
-            raise Cancelled(f"snapshot-{self.number} was given up")
+            raise Cancelled(f"snapshot-{self.number} was aborted")
         os.rename(unfinished, self._folder.snapshot(self.number))
         self._folder.sync()
 
@@ -175,11 +177,11 @@ class SnapshotWriter:
             error = Internal(f"a bug ended the writing of snapshot-{self.number}; the log says where")
         try:
             if error is None:
-                self._folder.remove_before(self.number, self._hurry)
+                self._folder.remove_before(self.number, self._stop_early)
             else:
-                remove_gently(self._folder.unfinished(self.number), self._hurry)
+                remove_gently(self._folder.unfinished(self.number), self._stop_early)
         except FileNotFoundError:
-            pass  # it was never begun
+            pass  # it was never created
         except OSError as caught:
             _LOG.warning("files that are not needed stay in %s: %s", self._folder.path, caught)
         self._owner.snapshot_over(self.number, nbytes, None if isinstance(error, Cancelled) else error)

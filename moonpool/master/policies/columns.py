@@ -1,7 +1,8 @@
-"""Columns by slot, and dense sets of slots over them: flat arrays that grow in chunks and never pause for long.
+"""Flat memory for policies: columns by slot, dense sets of slots, and a table of removed objects. No call pauses for
+long.
 
-A column is an array.array or a bytearray: single items are cheap to read and write from Python, and numpy looks at the
-same bytes through view(). A view pins the array's size, so it lives only inside one expression or function.
+A column is an array.array or a bytearray that grows in chunks: single items are cheap to read and write from Python,
+and numpy uses the same bytes through view(). A view locks the array's size, so it lives only inside one function.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _ABSENT, _READY, _ASIDE = 0, 1, 2
 
 
 def grow(slot: int, *columns: Column) -> None:
-    """Makes room for the slot, in whole chunks of zeros."""
+    """Make room for the slot, in whole chunks of zeros."""
     num_chunks = slot // CHUNK_SLOTS + 1
     for column in columns:
         missing = num_chunks * CHUNK_SLOTS - len(column)
@@ -31,21 +32,21 @@ def grow(slot: int, *columns: Column) -> None:
 
 
 def view(column: Column) -> NDArray[Any]:
-    """The column's own memory; writable."""
+    """Return the column's own memory as a writable array."""
     return np.frombuffer(column, dtype=np.uint8 if isinstance(column, bytearray) else column.typecode)
 
 
 class Candidates:
-    """Two dense sets of slots, ready and set aside; a slot is in at most one. A move of one slot is O(1).
+    """Two dense sets of slots, ready and set aside; a slot is in at most one. Moving a slot is O(1).
 
-    Dense, so that every k-th member is a fair sample: removal moves the last member into the gap.
+    Removal moves the last member into the gap, so the sets stay dense and every k-th member is a fair sample.
     """
 
     def __init__(self) -> None:
         self._where = bytearray()  # by slot: absent, or in which of the two lists
-        self._places = array("I")  # by slot: where in that list
+        self._places = array("I")  # by slot: its position in that list
         self._lists = {_READY: array("I"), _ASIDE: array("I")}
-        self._num_returning = 0  # so many of the first in the second list are on their way back
+        self._num_returning = 0  # the first this many slots set aside become ready again
         self._phase = 0
 
     def __len__(self) -> int:
@@ -58,11 +59,11 @@ class Candidates:
         return self._where[slot] == _READY
 
     def add(self, slot: int) -> None:
-        """Among the ready ones. There must be room for the slot."""
+        """Add a slot to the ready set. There must be room for the slot."""
         self._put(slot, _READY)
 
     def add_many(self, slots: NDArray[np.int64]) -> None:
-        """As add() of each."""
+        """Call add() for each."""
         members, where = self._lists[_READY], view(self._where)
         assert not where[slots].any(), "none of the slots is in a list"
         where[slots] = _READY
@@ -70,7 +71,7 @@ class Candidates:
         members.frombytes(slots.astype(np.uint32).tobytes())
 
     def reserve(self, slot: int) -> None:
-        """Makes room for slots up to this one."""
+        """Make room for slots up to this one."""
         grow(slot, self._where, self._places)
 
     def discard(self, slot: int) -> None:
@@ -85,9 +86,11 @@ class Candidates:
         self._where[slot] = _ABSENT
 
     def replace(self, slot: int, successor: int) -> None:
-        """The successor, which is in no set, takes the slot's place, or becomes ready when the slot is in none."""
+        """Put the successor, which is in no set, in the slot's place, or add it to the ready set if the slot is in
+        none.
+        """
         which = self._where[slot]
-        if which != _READY:  # a new one was not set aside, whatever it replaces
+        if which != _READY:  # the successor is new, so it is not set aside
             self.discard(slot)
             self.add(successor)
             return
@@ -97,16 +100,16 @@ class Candidates:
         self._places[successor] = place
 
     def set_aside(self, slot: int) -> None:
-        """It must be in one of the sets."""
+        """Move a slot, which is in one of the sets, to those set aside."""
         self.discard(slot)
         self._put(slot, _ASIDE)
 
     def start_return(self) -> None:
-        """Those that are set aside now are to become ready again."""
+        """Let the slots that are set aside now become ready again, in steps."""
         self._num_returning = len(self._lists[_ASIDE])
 
     def go_on_returning(self, most: int) -> None:
-        """Some of them do, at most so many."""
+        """Make up to `most` of them ready."""
         aside = self._lists[_ASIDE]
         for _ in range(most):
             self._num_returning = min(self._num_returning, len(aside)) - 1
@@ -118,7 +121,7 @@ class Candidates:
             self.add(slot)
 
     def sample(self, most: int) -> NDArray[np.uint32]:
-        """Every k-th ready slot, at most so many; the next call takes the next ones. All of them when they are few."""
+        """Return every k-th ready slot, at most `most`; the next call returns others. If there are few, return all."""
         members = self._lists[_READY]
         step = -(-len(members) // most)
         if step <= 1:
@@ -146,7 +149,12 @@ _SPREAD = 2_654_435_761  # odd, near 2**32 / golden ratio: neighbours end far ap
 
 
 class Ghosts:
-    """`now` is the policy's own count; an age is how much of it has passed since the put, modulo 2**32."""
+    """What a policy remembers of removed objects: by 32-bit fingerprint, in a table of fixed size, newer over older.
+
+    Each fingerprint has one place, so nothing is searched or moved. The system maps the memory when it is first
+    touched, so making a table of any size takes no time. `now` is the policy's own count; an age is how much of it has
+    passed since the put, modulo 2**32.
+    """
 
     def __init__(self, size: int = MIN_SIZE) -> None:
         assert size & (size - 1) == 0, "a power of two"
@@ -159,11 +167,13 @@ class Ghosts:
 
     @staticmethod
     def size_for(num_slots: int) -> int:
-        """Room for two to four times as many as there are slots, as far as memory allows."""
+        """Return a size of two to four times the number of slots, within the limits."""
         return min(max(1 << (2 * num_slots - 1).bit_length(), MIN_SIZE), MAX_SIZE)
 
     def put(self, fingerprint: int, mark: int, now: int, age: int = 0) -> tuple[int, int] | None:
-        """Remembers it as if put `age` ago. Gives the (mark, age) of the one that makes room. Marks are 0 ... 254."""
+        """Store a fingerprint as if put `age` ago. Return the (mark, age) of the one it replaces.
+        Marks are 0 ... 254.
+        """
         place = (fingerprint * _SPREAD & _32_BITS) * self.size >> 32
         old = None
         if self._marks[place]:
@@ -171,18 +181,18 @@ class Ghosts:
         self._fingerprints[place], self._marks[place], self._stamps[place] = fingerprint, mark + 1, now - age & _32_BITS
         return old
 
-    def take(self, fingerprint: int, now: int) -> tuple[int, int] | None:
-        """The mark with which it was put and its age, and forgets it."""
+    def pop(self, fingerprint: int, now: int) -> tuple[int, int] | None:
+        """Remove a fingerprint. Return its mark and age, None if it is not stored."""
         place = (fingerprint * _SPREAD & _32_BITS) * self.size >> 32
         if not self._marks[place] or self._fingerprints[place] != fingerprint:
             return None
         mark, self._marks[place] = self._marks[place] - 1, 0
         return mark, now - self._stamps[place] & _32_BITS
 
-    def take_many(
+    def pop_many(
         self, fingerprints: NDArray[np.uint32], now: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.int64]]:
-        """take() for each, at its own moment: which of them were remembered, their marks and ages."""
+        """Call pop() for each, at its own `now`. Return which were stored, their marks and ages."""
         spread = fingerprints.astype(np.uint64) * np.uint64(_SPREAD) & np.uint64(_32_BITS)
         places = spread * np.uint64(self.size) >> np.uint64(32)
         marks = self._all_marks[places]
@@ -192,7 +202,7 @@ class Ghosts:
         return found, marks[found] - np.uint8(1), ages
 
     def sample(self, part: slice, now: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-        """The marks and ages of those in that part of the table."""
+        """Return the marks and ages in that part of the table."""
         marks, stamps = self._all_marks[part], self._all_stamps[part]
         there = np.flatnonzero(marks)
         return marks[there] - np.uint8(1), (np.uint32(now & _32_BITS) - stamps[there]).astype(np.int64)

@@ -1,9 +1,9 @@
-"""S3-FIFO: a small queue on trial, a main queue for what proved itself, and ghosts of what failed the trial.
+"""S3-FIFO: a small queue for new objects, a main queue, and ghosts of objects that were evicted.
 
-After Yang et al., SOSP'23. New objects enter the small queue (a tenth of all). At its end those looked up since go on
-to the main queue and the others go away; one that comes back while it is still remembered enters the main queue at
-once. The main queue gives another round to what was looked up since. Look-ups are only counted, up to three; those
-of a slot between two inserts or removals count as one.
+After Yang et al., SOSP'23. New objects enter the small queue (a tenth of all). At its end objects that were looked up
+move to the main queue and the others are evicted; an object that comes back while its ghost is stored enters the main
+queue at once. At the end of the main queue an object that was looked up goes another round. Look-ups are only counted,
+up to three; those of a slot between two inserts or removals count as one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from moonpool.master.policies.base import insert_each
 from moonpool.master.policies.columns import CHUNK_SLOTS, Ghosts, grow, view
 
-_SMALL_PART = 10  # one in so many is on trial
+_SMALL_PART = 10  # one in ten objects is in the small queue
 _MAX_USES = 3
 _MOST_PENDING, _FEW_PENDING = 8192, 24
 _NONE, _SMALL, _MAIN = 0, 1, 2
@@ -28,15 +28,15 @@ class S3Fifo:
     def __init__(self) -> None:
         self._queue_of = bytearray()  # by slot
         self._uses = bytearray()
-        self._pending = array("I")  # slots of look-ups not yet counted
+        self._pending = array("I")  # slots of look-ups not yet applied
         self._fingerprints = array("I")
-        # Four rings through two columns: small, main, and those of each that the caller of victims() keeps. The first
-        # indices are the roots; that of a slot is slot + _NUM_ROOTS.
+        # Four linked rings in two columns: small, main, and the slots of each that the caller of victims() keeps. The
+        # first indices are the roots; the index of a slot is slot + _NUM_ROOTS.
         self._newer, self._older = array("I"), array("I")
         self._num_small = self._num_main = 0
         self._clock = 0  # counts slots that left the small queue
-        self._offered: int | None = None  # what victims() gave last, until it is removed
-        self._left_to_pass = 0  # when so many more were removed or kept, those kept before are in their queues again
+        self._offered: int | None = None  # the slot that victims() yielded last, until it is removed
+        self._left_to_pass = 0  # removals or keeps until the kept slots return to their queues
         self._ghosts = Ghosts()
         self._reserve(0)
         for root in range(_NUM_ROOTS):
@@ -50,12 +50,12 @@ class S3Fifo:
 
     def insert(self, slot: int, parent: int | None, nbytes: int, fingerprint: int) -> None:
         if self._pending:
-            self._account()
+            self._apply_pending()
         self._reserve(slot)
         assert self._queue_of[slot] == _NONE, "the slot is in the policy already"
         self._fingerprints[slot] = fingerprint
         self._uses[slot] = 0
-        ghost = self._ghosts.take(fingerprint, self._clock)
+        ghost = self._ghosts.pop(fingerprint, self._clock)
         known = ghost is not None and ghost[1] <= len(self)
         self._push(slot, _MAIN_ROOT if known else _SMALL_ROOT)
 
@@ -70,13 +70,15 @@ class S3Fifo:
         else:
             self._pending.extend(slots)
         if len(self._pending) > _MOST_PENDING:
-            self._account()
+            self._apply_pending()
 
     def remove(self, slot: int) -> None:
-        """Gone or pinned. A pinned one comes back as its own ghost, to the main queue; it was in use."""
+        """Remove a slot that is gone or pinned. A pinned object has a ghost, so it returns to the main queue: it was in
+        use.
+        """
         assert self._queue_of[slot] != _NONE, "the slot is not in the policy"
         if self._pending:
-            self._account()
+            self._apply_pending()
         if slot == self._offered:
             self._offered = None
         self._clock += self._queue_of[slot] == _SMALL
@@ -86,7 +88,7 @@ class S3Fifo:
 
     def victims(self) -> Iterator[int]:
         if self._pending:
-            self._account()
+            self._apply_pending()
         kept: set[int] = set()
         all_returned = False
         while True:
@@ -117,7 +119,7 @@ class S3Fifo:
     def _keep(self, slot: int) -> None:
         self._move(slot, _KEPT_SMALL_ROOT if self._queue_of[slot] == _SMALL else _KEPT_MAIN_ROOT)
 
-    def _account(self) -> None:
+    def _apply_pending(self) -> None:
         pending, self._pending = self._pending, array("I")
         if len(pending) <= _FEW_PENDING:
             for slot in pending:
@@ -134,7 +136,7 @@ class S3Fifo:
         assert len(self) == len(self._queue_of) - self._queue_of.count(_NONE), "every slot in a queue is in a ring"
 
     def _next(self) -> int | None:
-        """Takes slots past their trial or round until one fails it."""
+        """Move slots that were looked up on, until one is found that was not. Return it, None if there is none."""
         uses, oldest = self._uses, self._newer
         while True:
             main_is_empty = oldest[_MAIN_ROOT] == _MAIN_ROOT
@@ -186,7 +188,7 @@ class S3Fifo:
         self._append_ring(_KEPT_MAIN_ROOT, _MAIN_ROOT)
 
     def _append_ring(self, source: int, target: int) -> None:
-        """All of the one, in its order, to the newest end of the other."""
+        """Move all slots of one ring, in their order, to the newest end of the other."""
         newer, older = self._newer, self._older
         first, last, newest = newer[source], older[source], older[target]
         if first == source:
@@ -208,6 +210,6 @@ class S3Fifo:
             return
         grow(slot, self._queue_of, self._uses, self._fingerprints)
         grow(slot + CHUNK_SLOTS, self._newer, self._older)  # the roots need room too
-        size = Ghosts.size_for(4 * len(self._uses))  # two ghosts in one place make a hole in a chain: be generous
+        size = Ghosts.size_for(4 * len(self._uses))  # many places, so that few ghosts collide
         if size > self._ghosts.size:
             self._ghosts = Ghosts(size)

@@ -1,11 +1,10 @@
-"""The common part of policies that rank slots by columns: no queue to keep, so that a look-up touches none.
+"""The base of policies that rank slots by columns, and the simplest of them, LRU. A look-up updates no queue.
 
-A look-up only notes its slots; the columns are brought up to date in one numpy step for many look-ups.
+A look-up only appends its slots to a list; the columns are updated in one numpy step for many look-ups.
 
-When victims are wanted, a sample of the candidates is ranked at once with numpy and the lowest part of it goes, lowest
-first. With at most SAMPLE candidates the sample is all of them and the order is exact; above, it is that of the
-sample, and the next sample is of others. A slot that the caller keeps is set aside until as many were removed or kept
-as there are candidates.
+For victims, a sample of the candidates is ranked with numpy and its lowest part is evicted, lowest first. With at most
+SAMPLE candidates the sample is all of them and the order is exact; with more, the next sample has other candidates. A
+slot that the caller keeps is set aside until as many were removed or kept as there are candidates.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ from moonpool.master.policies.columns import Candidates, grow, view
 
 SAMPLE = 2048
 _MOST_PENDING = 8192
-_MOST_RETURNING = 512  # become ready again at one time
-_PART = 16  # one in so many of a sample goes before the next sample is taken
+_MOST_RETURNING = 512  # slots that become ready again at one time
+_PART = 16  # 1/16 of a sample is evicted before the next sample is taken
 
 
 class SweepPolicy(ABC):
     def __init__(self) -> None:
         self._candidates = Candidates()
         self._present = bytearray()
-        self._stamps = array("q")  # of the last insert or access, on the policy's own count
-        self._pending = array("I")  # slots of look-ups not yet accounted for; of one look-up, parents last
+        self._stamps = array("q")  # of the last insert or access, in the policy's own count
+        self._pending = array("I")  # slots of look-ups not yet applied; of one look-up, parents last
         self._count = 0
-        self._batch: list[tuple[int, int]] = []  # (slot, its stamp when ranked), the next to go last
-        self._worst_rank = 0.0  # the highest rank that this batch lets go
-        self._offered: int | None = None  # what victims() gave last, until it is removed
-        self._left_to_pass = 0  # when so many more were removed or kept, those kept before become ready again
+        self._batch: list[tuple[int, int]] = []  # (slot, its stamp when ranked), the next victim last
+        self._worst_rank = 0.0  # the highest rank in this batch
+        self._offered: int | None = None  # the slot that victims() yielded last, until it is removed
+        self._left_to_pass = 0  # removals or keeps until the kept slots become ready again
 
     @abstractmethod
     def insert(self, slot: int, parent: int | None, nbytes: int, fingerprint: int) -> None: ...
@@ -50,13 +49,13 @@ class SweepPolicy(ABC):
     def remove(self, slot: int) -> None: ...
 
     @abstractmethod
-    def _account(self) -> None:
-        """Brings the columns up to date with the pending look-ups, and forgets these."""
+    def _apply_pending(self) -> None:
+        """Apply the pending look-ups to the columns, and clear them."""
         ...
 
     @abstractmethod
     def _ranks(self, slots: NDArray[np.uint32]) -> NDArray[np.float64]:
-        """The lowest goes first."""
+        """Return the ranks; the lowest is evicted first."""
         ...
 
     def access(self, slots: Sequence[int] | NDArray[np.int64]) -> None:
@@ -65,7 +64,7 @@ class SweepPolicy(ABC):
         else:
             self._pending.extend(slots[::-1])
         if len(self._pending) > _MOST_PENDING:
-            self._account()
+            self._apply_pending()
 
     def __len__(self) -> int:
         return self._count
@@ -75,7 +74,7 @@ class SweepPolicy(ABC):
 
     def victims(self) -> Iterator[int]:
         if self._pending:
-            self._account()
+            self._apply_pending()
         kept: set[int] = set()
         all_returned = False
         while True:
@@ -104,7 +103,7 @@ class SweepPolicy(ABC):
             self._pass_one()
 
     def _held_back(self, kept: set[int]) -> Iterator[int]:
-        """What is no candidate, to be given when the caller has kept all that are."""
+        """Yield slots that are not candidates, after the caller has kept all candidates."""
         return iter(())
 
     def _enter(self, slot: int) -> None:
@@ -115,7 +114,7 @@ class SweepPolicy(ABC):
         self._count += 1
 
     def _reserve(self, slot: int) -> None:
-        """Makes room in every column."""
+        """Make room in every column."""
         self._candidates.reserve(slot)
         grow(slot, self._present, self._stamps)
 
@@ -143,7 +142,7 @@ class SweepPolicy(ABC):
         stamps, ranks = view(self._stamps)[slots], self._ranks(slots)
         num = len(slots) // _PART + 1
         self._worst_rank = float(np.partition(ranks, num - 1)[num - 1])
-        # Of equals, the first in the sample: the same on every machine, as argpartition would not be.
+        # Of equal ranks the first in the sample: argpartition would choose differently on other machines.
         low = np.flatnonzero(ranks <= self._worst_rank)
         order = low[np.argsort(ranks[low], kind="stable")[:num][::-1]]
         self._batch = list(zip(slots[order].tolist(), stamps[order].tolist(), strict=True))
@@ -160,13 +159,18 @@ class SweepPolicy(ABC):
 
 
 class LeastRecentlyUsed(SweepPolicy):
+    """Evicts what was stored or looked up longest ago, and of one look-up the end of the chain first.
+
+    Exact with at most SAMPLE slots; with more, the oldest sixteenth of a fair sample.
+    """
+
     def __init__(self) -> None:
         super().__init__()
         self._clock = 0  # counts references
 
     def insert(self, slot: int, parent: int | None, nbytes: int, fingerprint: int) -> None:
         if self._pending:
-            self._account()
+            self._apply_pending()
         self._enter(slot)
         self._clock += 1
         self._stamps[slot] = self._clock
@@ -174,12 +178,12 @@ class LeastRecentlyUsed(SweepPolicy):
 
     def remove(self, slot: int) -> None:
         if self._pending:
-            self._account()
+            self._apply_pending()
         self._leave(slot)
 
-    def _account(self) -> None:
+    def _apply_pending(self) -> None:
         pending, self._pending = self._pending, array("I")
-        # Where a slot comes twice, the later stamp stays.
+        # If a slot is there twice, the later stamp stays.
         view(self._stamps)[view(pending)] = np.arange(self._clock + 1, self._clock + 1 + len(pending))
         self._clock += len(pending)
 

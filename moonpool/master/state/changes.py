@@ -1,4 +1,4 @@
-"""What changed since listeners were told last: per key the latest word. Pure."""
+"""What happened to keys: changes for listeners, and the reasons of the latest removals for `why`. Pure."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from moonpool.store.messages import Tier
 class Change(IntEnum):
     REMOVED = 0
     STORED = 1
-    MOVED = 2  # other places in the same tiers
-    TIER = 3  # in other tiers than before
+    MOVED = 2  # has other places in the same tiers
+    TIER = 3  # is in other tiers than before
 
 
 _KINDS = (Change.STORED, Change.REMOVED, Change.MOVED, Change.TIER)
 
 
 class Changes(NamedTuple):
-    """As in EventBatch."""
+    """Changed keys, with the fields of EventBatch."""
 
     stored: tuple[bytes, ...]
     removed: tuple[bytes, ...]
@@ -30,10 +30,10 @@ class Changes(NamedTuple):
 
 
 class ChangeLog:
-    """A key that was stored and then changed is still news as stored."""
+    """Keeps one change per key. A key that was stored and then changed is reported as stored."""
 
     def __init__(self) -> None:
-        self.enabled = True  # off, nothing is kept
+        self.enabled = True  # if False, changes are ignored
         self._changes: dict[bytes, Change] = {}
 
     def stored(self, key: bytes) -> None:
@@ -57,7 +57,9 @@ class ChangeLog:
             self._changes[key] = Change.TIER
 
     def take(self, tiers_of: Callable[[Sequence[bytes]], list[Tier]]) -> Changes | None:
-        """None when nothing changed. `tiers_of` says where stored keys lie now."""
+        """Return the changes since the last call, None if there are none. `tiers_of` returns the
+        tiers of stored keys.
+        """
         if not self._changes:
             return None
         changes, self._changes = self._changes, {}
@@ -71,11 +73,11 @@ class ChangeLog:
         return Changes(stored, removed, moved, tuple(news))
 
 
-NEVER_STORED = "this object was never stored"  # how the answer about a key begins that the pool knows nothing of
+NEVER_STORED = "this object was never stored"  # the answer about an unknown key begins with this
 
 
 class RemovalReason(IntEnum):
-    """How a key ended. The numbers stand in journals."""
+    """Why an object was removed, or a put ended without one. The numbers are in journals."""
 
     EVICTED_WATERMARK = 1
     EVICTED_FOR_PUT = 2
@@ -91,7 +93,7 @@ class RemovalReason(IntEnum):
 
     @property
     def sentence(self) -> str:
-        """Completes "this object ..."."""
+        """The rest of a sentence that begins with "this object"."""
         return _SENTENCES[self]
 
 
@@ -111,44 +113,40 @@ _SENTENCES = {
 
 
 class RemovalLog:
-    """The last `limit` endings, by key."""
+    """The reasons of the last `limit` removals, by key."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._fates: OrderedDict[bytes, tuple[RemovalReason, float]] = OrderedDict()
+        self._reasons: OrderedDict[bytes, tuple[RemovalReason, float]] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._fates)
+        return len(self._reasons)
 
-    def record(self, key: bytes, fate: RemovalReason, now_s: float) -> None:
-        fates = self._fates
-        fates.pop(key, None)
-        fates[key] = (fate, now_s)
-        if len(fates) > self._limit:
-            fates.popitem(last=False)
+    def record(self, key: bytes, reason: RemovalReason, now_s: float) -> None:
+        reasons = self._reasons
+        reasons.pop(key, None)
+        reasons[key] = (reason, now_s)
+        if len(reasons) > self._limit:
+            reasons.popitem(last=False)
 
     def forget(self, key: bytes) -> None:
-        self._fates.pop(key, None)
+        self._reasons.pop(key, None)
 
     def forget_many(self, keys: Iterable[bytes]) -> None:
-        fates = self._fates
-        if fates:
+        reasons = self._reasons
+        if reasons:
             for key in keys:
-                fates.pop(key, None)
+                reasons.pop(key, None)
 
     def items(self) -> Iterator[tuple[bytes, RemovalReason, float]]:
-        """Oldest first."""
-        for key, (fate, at_s) in self._fates.items():
-            yield key, fate, at_s
-
-    def restore(self, items: Iterable[tuple[bytes, RemovalReason, float]]) -> None:
-        for key, fate, at_s in items:
-            self.record(key, fate, at_s)
+        """Yield key, reason and time, oldest first."""
+        for key, (reason, at_s) in self._reasons.items():
+            yield key, reason, at_s
 
     def explain(self, key: bytes, now_s: float) -> str:
-        """A sentence about a key that is not stored."""
-        if key not in self._fates:
+        """Return a sentence about a key that is not stored."""
+        if key not in self._reasons:
             forgotten = f" (or that was longer ago than the last {self._limit} endings)"
-            return NEVER_STORED + (forgotten if len(self._fates) >= self._limit else "")
-        fate, at_s = self._fates[key]
-        return f"this object {fate.sentence}, {now_s - at_s:.1f} s ago"
+            return NEVER_STORED + (forgotten if len(self._reasons) >= self._limit else "")
+        reason, at_s = self._reasons[key]
+        return f"this object {reason.sentence}, {now_s - at_s:.1f} s ago"

@@ -1,7 +1,7 @@
-"""Making room in DRAM and in the table: by the watermark in steps, and at once for a put that finds none. Pure.
+"""Eviction from DRAM and from the table: above the watermark in steps, and at once for a put that finds no room. Pure.
 
-What may go, in three rounds: first what is on SSD already or goes to none; then what waits to be written to one; last,
-and only for puts, what is softly pinned. What is leased, pinned or hard-pinned never goes.
+Objects are evicted in three rounds: 0, those that are on SSD already or are not written to one; 1, those that wait to
+be written to SSD; 2, and only for puts, soft-pinned objects. Leased, pinned and hard-pinned objects are never evicted.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from moonpool.master.state.index import ObjectIndex
 from moonpool.master.state.segments import SegmentTable
 from moonpool.master.state.table import Flag
 
-# Candidates that one put batch may look at in each round when it has to evict before it can place.
+# The most candidates that one put batch checks in each round when it has to evict.
 _URGENT_CANDIDATES = 4096
-_URGENT_SLOTS = 2**16  # that it may go over when the table is full
+_URGENT_SLOTS = 2**16  # the most slots that it scans when the table is full
 _SCAN_SLOTS = 4096
 
 
@@ -26,18 +26,18 @@ class Evictor:
         self._index = index
         self._segments = segments
         self._evicting = False
-        self._num_passed_over = 0  # since the watermark last found something to evict that is on SSD, or goes to none
+        self._num_passed_over = 0  # candidates since round 0 at the watermark last evicted something
         self._candidates_left = [0, 0, 0]
         self._ssd_looks_left = 0
-        self._hand = 0
+        self._clock_slot = 0
 
     def begin_event(self) -> None:
-        """Each event has candidates of its own, however often it asks for room."""
+        """Reset the limits of candidates, which hold for one event."""
         self._candidates_left = [_URGENT_CANDIDATES] * 3
         self._ssd_looks_left = _URGENT_SLOTS
 
     def make_room(self, nbytes: int, now_s: float) -> bool:
-        """Evicts at least `nbytes` if it can. False when nothing could go."""
+        """Evict at least `nbytes` if possible. Return False if nothing could be evicted."""
         before = self._segments.used_nbytes
         for last_round, limit in enumerate(self._candidates_left):
             looked_at = self._evict(before - nbytes, last_round, RemovalReason.EVICTED_FOR_PUT, now_s, limit)
@@ -47,8 +47,8 @@ class Evictor:
         return self._segments.used_nbytes < before
 
     def make_slots(self, count: int, now_s: float) -> None:
-        """Evicts `count` objects if it can, wherever they lie: those on SSD alone that nobody used for longest, then
-        the rest in their order.
+        """Evict `count` objects if possible: first objects that are only on SSD and were not used lately, then others
+        in the order of the policy.
         """
         target = len(self._index.table) - count
         self._evict_from_ssd(target, now_s)
@@ -63,20 +63,22 @@ class Evictor:
             self._candidates_left[last_round] -= looked_at
 
     def _evict_from_ssd(self, target: int, now_s: float) -> None:
-        """A clock's hand goes over the slots, twice at most; what was used since it last came by is passed over."""
+        """Evict objects that are only on SSD, by the clock algorithm: scan the slots, at most twice, and skip objects
+        used since the last visit.
+        """
         table, looked_at = self._index.table, 0
         while len(table) > target and looked_at < 2 * table.end and self._ssd_looks_left > 0:
-            start = self._hand if self._hand < table.end else 0
-            end = self._hand = min(start + _SCAN_SLOTS, table.end)
+            start = self._clock_slot if self._clock_slot < table.end else 0
+            end = self._clock_slot = min(start + _SCAN_SLOTS, table.end)
             looked_at, self._ssd_looks_left = looked_at + end - start, self._ssd_looks_left - (end - start)
             there = (table.dram_segments[start:end] == 0) & (table.ssd_segments[start:end] != 0)
             for slot in (np.flatnonzero(there) + start).tolist():
                 if len(table) <= target:
-                    self._hand = slot
+                    self._clock_slot = slot
                     return
-                self._pass_by(slot, now_s)
+                self._visit(slot, now_s)
 
-    def _pass_by(self, slot: int, now_s: float) -> None:
+    def _visit(self, slot: int, now_s: float) -> None:
         table = self._index.table
         flags = table.flags[slot]
         table.flags[slot] = flags & ~Flag.USED
@@ -84,15 +86,15 @@ class Evictor:
             self._drop(slot, now_s)
 
     def _drop(self, slot: int, now_s: float) -> None:
-        """With its group."""
+        """Remove the object with its group."""
         table = self._index.table
         grouped = table.flags[slot] & Flag.GROUPED
         for each in sorted(table.groups[table.group_of[slot]]) if grouped else (slot,):
             self._index.counters["evicted"] += 1
             self._index.drop(each, RemovalReason.EVICTED_FOR_PUT, now_s)
 
-    def by_watermark(self, now_s: float, limit: int) -> bool:
-        """One step down to the low mark. True when it should go on soon."""
+    def evict_to_watermark(self, now_s: float, limit: int) -> bool:
+        """Do one step of eviction down to the low watermark. Return whether to continue soon."""
         used, capacity = self._segments.used_nbytes, self._segments.capacity_nbytes
         if used > self._rules.high_watermark * capacity:
             self._evicting = True
@@ -102,14 +104,14 @@ class Evictor:
         looked_at = self._evict(target, 0, RemovalReason.EVICTED_WATERMARK, now_s, limit)
         self._num_passed_over = 0 if self._segments.used_nbytes < used else self._num_passed_over + looked_at
         goes_on = looked_at == limit and self._num_passed_over < len(self._index.policy)
-        if self._segments.used_nbytes == used and not goes_on:  # an SSD that keeps up is given the time to
+        if self._segments.used_nbytes == used and not goes_on:  # round 1 only now: SSDs get time to write
             self._evict(target, 1, RemovalReason.EVICTED_WATERMARK, now_s, limit)
             self._num_passed_over = 0
         self._evicting = self._segments.used_nbytes > target
         return self._evicting and (self._segments.used_nbytes < used or goes_on)
 
-    def _evict(self, target: int, last_round: int, fate: RemovalReason, now_s: float, limit: int) -> int:
-        """Evicts until no more than `target` bytes are used; how many candidates were looked at."""
+    def _evict(self, target: int, last_round: int, reason: RemovalReason, now_s: float, limit: int) -> int:
+        """Evict until at most `target` bytes are used. Return how many candidates were checked."""
         looked_at = 0
         policy = self._index.policy
         if limit <= 0 or not len(policy):
@@ -119,11 +121,11 @@ class Evictor:
                 break
             looked_at += 1
             if self._round_of(slot, now_s) <= last_round:
-                self._evict_one(slot, fate, now_s)
+                self._evict_one(slot, reason, now_s)
         return looked_at
 
     def _round_of(self, slot: int, now_s: float) -> int:
-        """In which round the object may go; 3 when it may not."""
+        """Return the round in which the object may be evicted; 3 if in none."""
         table = self._index.table
         if not table.flags[slot] & Flag.GROUPED:
             return self._own_round(slot, now_s)
@@ -147,7 +149,7 @@ class Evictor:
         ssd = None if segment is None else self._segments.ssd_of(segment.node)
         return 1 if ssd is not None and ssd.takes_new else 0
 
-    def _evict_one(self, slot: int, fate: RemovalReason, now_s: float) -> None:
+    def _evict_one(self, slot: int, reason: RemovalReason, now_s: float) -> None:
         index, table = self._index, self._index.table
         grouped = table.flags[slot] & Flag.GROUPED
         for each in sorted(table.groups[table.group_of[slot]]) if grouped else (slot,):
@@ -157,4 +159,4 @@ class Evictor:
             if index.has_record(each):
                 index.drop_replicas(each, table.dram_replicas(each), now_s)
             else:
-                index.drop(each, fate, now_s)
+                index.drop(each, reason, now_s)

@@ -1,7 +1,7 @@
-"""The objects and all that hangs on them: replicas, leases, pins, eviction order, fates, news, records. Pure.
+"""The objects with their replicas, leases, pins, eviction order, removal reasons, changes and records. Pure.
 
-Every change of an object goes through here, so that these agree. Objects that lost a replica with its segment are
-pruned when somebody asks for them and, in steps, by losses.py; so a lost node costs nothing at the moment it is lost.
+Every change of an object goes through here, so that these agree. An object that lost a replica with its segment is
+pruned when a client asks for it, or by losses.py in steps; so losing a node costs nothing at that moment.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from moonpool.master.state.space import PoolSpace
 from moonpool.master.state.table import KEPT, Flag, ObjectTable, Replica
 from moonpool.store.messages import Placement, Tier
 
-# Holders below this are connections, whose pins do not outlive them nor the master; others are client sessions.
+# Pin owners below this are connections, whose pins end with them and with the master; others are client sessions.
 FIRST_SESSION = 2**32
-# From this many slots on, leases are written by numpy.
+# From this many keys on, numpy is faster than a loop.
 _VECTOR = 24
 
 
-_TIERS = tuple(Tier(bits) for bits in range(4))  # making one anew takes a microsecond
+_TIERS = tuple(Tier(bits) for bits in range(4))  # making a Tier takes a microsecond
 
 
 class ObjectIndex:
@@ -44,25 +44,25 @@ class ObjectIndex:
         self.outcomes = outcomes
         self.counters = dict.fromkeys(("stored", "removed", "evicted", "evicted_ssd", "corrupt_replicas", "lost"), 0)
         self.on_record_unwanted: Callable[[bytes, int, Replica, float], None] = lambda key, nbytes, replica, now_s: None
-        self.all_were_ordered = True  # every object was in the eviction order at some time: it may be told of any
+        self.all_were_ordered = True  # every object has been in the eviction order: the policy may be given any slot
         self._lease_s = rules.lease_s
         self._segments = segments
         self._space = space
         self.losses = Losses(self, segments)
 
     def __len__(self) -> int:
-        """Objects that can be read."""
+        """Return the number of objects that can be read."""
         return len(self.table) - self.table.num_dormant
 
     # finding
 
     def find(self, key: bytes, now_s: float) -> int | None:
-        """The slot of a readable object."""
+        """Return the slot of a readable object, None if there is none."""
         slot = self.find_any(key, now_s)
         return None if slot is None or self.table.flags[slot] & Flag.DORMANT else slot
 
     def find_any(self, key: bytes, now_s: float) -> int | None:
-        """The slot of an object, readable or not."""
+        """Return the slot of an object, readable or dormant."""
         slot = self.table.find(key)
         return None if slot is None or (self.losses.pending and not self.losses.prune(slot, now_s)) else slot
 
@@ -72,13 +72,15 @@ class ObjectIndex:
         return self.table.find_many(keys)
 
     def find_batch(self, keys: Sequence[bytes]) -> Slots | None:
-        """As find_many, -1 for None, of many keys; None when they are few, or have to be looked at one by one."""
+        """Return the slots of many keys as an array, -1 where there is no object. Return None if the keys are few, or
+        have to be looked up one by one.
+        """
         if len(keys) < _VECTOR or self.losses.pending or self.table.num_dormant:
             return None
         return self.table.slots_of.find_many(keys)
 
     def touch(self, slots: Sequence[int] | Slots, now_s: float) -> None:
-        """Leases readable objects, and tells the eviction order; the slots in the caller's order."""
+        """Lease readable objects and report the access to the eviction policy, in the caller's order."""
         table, until_s = self.table, now_s + self._lease_s
         if len(slots) < _VECTOR:
             leases = table.lease_until_s
@@ -101,7 +103,7 @@ class ObjectIndex:
                 table.lease_until_s[member] = until_s
 
     def placements(self, slot: int) -> tuple[Placement, ...]:
-        """The replicas that can be read, memory before disk."""
+        """Return the replicas that can be read, memory before disk."""
         table, by_number = self.table, self._segments.by_number
         found: list[Placement] = []
         number = table.dram_segment[slot]
@@ -120,7 +122,7 @@ class ObjectIndex:
         return Placement(at.name, replica.offset, at.incarnation, replica.generation)
 
     def tier(self, slot: int) -> Tier:
-        """Where it can be read from now."""
+        """Return the tiers from which the object can be read now."""
         table, by_number = self.table, self._segments.by_number
         in_dram = table.dram_segment[slot] in by_number
         if not in_dram and table.flags[slot] & Flag.EXTRA:
@@ -142,11 +144,11 @@ class ObjectIndex:
         return segment is not None and not segment.is_away and self.table.ssd_offset[slot] != UNKNOWN_OFFSET
 
     def has_record(self, slot: int) -> bool:
-        """Whether the object is known to be on an SSD, there or away."""
+        """Return whether the object is known to be on an SSD, mounted or away."""
         return bool(self.table.ssd_segment[slot]) and self.table.ssd_offset[slot] != UNKNOWN_OFFSET
 
-    def _enter_order(self, slot: int) -> None:
-        """An object may be evicted (again)."""
+    def _make_evictable(self, slot: int) -> None:
+        """Insert the object into the eviction order."""
         table = self.table
         key = table.keys[slot]
         assert key is not None
@@ -164,7 +166,9 @@ class ObjectIndex:
         identity: int = 0,
         parent: int | None = None,
     ) -> int:
-        """A new object under a key that has none. The caller writes the record; its space is counted already."""
+        """Add an object under a key that has none. Return its slot. The caller writes the journal record; the object's
+        space is counted already.
+        """
         table = self.table
         slot = table.add(key, nbytes)
         table.version[slot] = version
@@ -185,8 +189,8 @@ class ObjectIndex:
         self.counters["stored"] += 1
         return slot
 
-    def drop(self, slot: int, fate: RemovalReason, now_s: float) -> None:
-        """Takes the object out and sends its space on its way back."""
+    def drop(self, slot: int, reason: RemovalReason, now_s: float) -> None:
+        """Remove the object, and free its space when its leases and pins end."""
         table = self.table
         key, nbytes, flags = table.keys[slot], table.nbytes[slot], table.flags[slot]
         assert key is not None
@@ -197,7 +201,7 @@ class ObjectIndex:
         else:
             places = []
         if table.ssd_segment[slot]:
-            self.give_up_ssd(slot, now_s)
+            self.release_ssd(slot, now_s)
         if flags & Flag.PINNED:
             self.pins.detach(slot, places, table.lease_until_s[slot])
             self.outcomes.add(Viewed(key, places, nbytes, ended=True))
@@ -206,11 +210,11 @@ class ObjectIndex:
         if not flags & Flag.DORMANT:
             self.changes.removed(key)
         table.discard(slot)
-        self.removals.record(key, fate, now_s)
-        self.outcomes.dropped(key, fate)
+        self.removals.record(key, reason, now_s)
+        self.outcomes.dropped(key, reason)
 
     def drop_replicas(self, slot: int, gone: Iterable[Replica], now_s: float) -> None:
-        """Gives up some DRAM replicas of an object that has others, if only on an SSD that is away."""
+        """Remove some DRAM replicas of an object that has other replicas, perhaps only on an SSD that is away."""
         table = self.table
         gone = list(gone)
         places: list[Place] = [(each.segment, each.offset) for each in gone]
@@ -223,22 +227,22 @@ class ObjectIndex:
             self._space.free_at(table.lease_until_s[slot], places, table.nbytes[slot], now_s)
         self.set_dram(slot, [each for each in table.dram_replicas(slot) if each not in gone])
         if not self.tier(slot):
-            self.sleep(slot)
+            self.mark_dormant(slot)
 
     def lose_replicas(
-        self, slot: int, lost: Sequence[Replica], fate: RemovalReason, until_s: float, now_s: float
+        self, slot: int, lost: Sequence[Replica], reason: RemovalReason, until_s: float, now_s: float
     ) -> None:
-        """Somebody else may be writing over these DRAM replicas until then."""
+        """Remove DRAM replicas that another process may overwrite until `until_s`; their space is freed no earlier."""
         lease_until_s = self.table.lease_until_s[slot]
-        self.table.lease_until_s[slot] = max(lease_until_s, until_s)  # their space rests as long
+        self.table.lease_until_s[slot] = max(lease_until_s, until_s)  # their space is freed then
         if len(lost) == len(self.table.dram_replicas(slot)) and not self.table.ssd_segment[slot]:
-            self.drop(slot, fate, now_s)
+            self.drop(slot, reason, now_s)
         else:
             self.drop_replicas(slot, lost, now_s)
             self.table.lease_until_s[slot] = lease_until_s
 
     def set_dram(self, slot: int, replicas: Sequence[Replica]) -> None:
-        """Other replicas in DRAM than before; the space of those that went is the caller's concern."""
+        """Replace the DRAM replicas. The caller frees the space of those that are gone."""
         table = self.table
         before = bool(table.dram_segment[slot])
         table.set_dram(slot, replicas)
@@ -246,7 +250,7 @@ class ObjectIndex:
         if before and not replicas and not kept:
             self.policy.remove(slot)
         elif replicas and not before and not kept:
-            self._enter_order(slot)
+            self._make_evictable(slot)
         key = table.keys[slot]
         assert key is not None
         if before is bool(replicas):
@@ -256,7 +260,7 @@ class ObjectIndex:
         self.record(slot)
 
     def set_ssd(self, slot: int, replica: Replica | None) -> None:
-        """Another record on SSD, or none."""
+        """Replace the SSD record, or remove it (None)."""
         table = self.table
         if table.ssd_segment[slot]:
             self._segments.count_ssd(table.ssd_segment[slot], table.nbytes[slot], -1)
@@ -267,12 +271,12 @@ class ObjectIndex:
         self.record(slot)
 
     def move_ssd(self, slot: int, offset: int) -> None:
-        """The object's record lies elsewhere in its log, or it is known only now where."""
+        """Set the offset of the object's SSD record, which was moved or unknown."""
         self.table.ssd_offset[slot] = offset
         self.record(slot)
 
-    def give_up_ssd(self, slot: int, now_s: float) -> None:
-        """The object's record is not wanted any more; its node will be told. Not written down yet."""
+    def release_ssd(self, slot: int, now_s: float) -> None:
+        """Remove the object's SSD record and order its node to drop it. The caller writes the journal record."""
         key, replica = self.table.keys[slot], self.table.ssd_replica(slot)
         assert key is not None
         assert replica is not None
@@ -281,20 +285,20 @@ class ObjectIndex:
         self.on_record_unwanted(key, self.table.nbytes[slot], replica, now_s)
 
     def drop_ssd(self, slot: int, now_s: float) -> None:
-        """Gives up the record of an object that is in DRAM too."""
-        self.give_up_ssd(slot, now_s)
+        """Remove the SSD record of an object that is in DRAM too."""
+        self.release_ssd(slot, now_s)
         self.tier_changed(slot)
         self.record(slot)
 
     def tier_changed(self, slot: int) -> None:
-        """News for listeners, to whom a dormant object does not exist."""
+        """Report other tiers to listeners, for which a dormant object does not exist."""
         key = self.table.keys[slot]
         assert key is not None
         if not self.table.flags[slot] & Flag.DORMANT:
             self.changes.tier(key)
 
     def record(self, slot: int) -> None:
-        """Writes down the object as it is."""
+        """Write the object's present state to the journal."""
         if not self.outcomes.enabled:
             return
         table = self.table
@@ -314,28 +318,28 @@ class ObjectIndex:
 
     # pins
 
-    def pin(self, holder: int, slot: int) -> None:
+    def pin(self, owner: int, slot: int) -> None:
         table = self.table
         key = table.keys[slot]
         assert key is not None
-        if self.pins.add(holder, key, slot, table.nbytes[slot]):
+        if self.pins.add(owner, key, slot, table.nbytes[slot]):
             table.flags[slot] |= Flag.PINNED
-        if holder >= FIRST_SESSION:
-            self.outcomes.add(Pinned(holder, [key]))
+        if owner >= FIRST_SESSION:
+            self.outcomes.add(Pinned(owner, [key]))
 
-    def unpin(self, holder: int, key: bytes, now_s: float) -> None:
-        ended = self.pins.remove(holder, key)
+    def unpin(self, owner: int, key: bytes, now_s: float) -> None:
+        ended = self.pins.remove(owner, key)
         if ended is not None:
             self._unpinned(ended, now_s)
-        if holder >= FIRST_SESSION:
-            self.outcomes.add(Unpinned(holder, [key]))
+        if owner >= FIRST_SESSION:
+            self.outcomes.add(Unpinned(owner, [key]))
 
-    def unpin_all(self, holder: int, now_s: float) -> None:
-        for ended in self.pins.remove_all(holder):
+    def unpin_all(self, owner: int, now_s: float) -> None:
+        for ended in self.pins.remove_all(owner):
             self._unpinned(ended, now_s)
 
     def _unpinned(self, pinned: PinnedObject, now_s: float) -> None:
-        """The last pin has ended."""
+        """Handle the end of an object's last pin."""
         self._space.free_at(pinned.free_at_s, pinned.left, pinned.nbytes, now_s)
         slot = pinned.slot
         if slot is not None:
@@ -343,21 +347,21 @@ class ObjectIndex:
 
     # being readable
 
-    def sleep(self, slot: int) -> None:
-        """No replica can be read for now."""
+    def mark_dormant(self, slot: int) -> None:
+        """Mark an object none of whose replicas can be read for now."""
         key = self.table.keys[slot]
         assert key is not None
         if not self.table.flags[slot] & Flag.DORMANT:
             self.table.set_dormant(slot, True)
             self.changes.removed(key)
 
-    def wake(self, slot: int) -> None:
-        """A replica can be read (again)."""
+    def mark_readable(self, slot: int) -> None:
+        """Mark an object as readable (again)."""
         table = self.table
         if table.flags[slot] & Flag.DORMANT:
             table.set_dormant(slot, False)
             key = table.keys[slot]
             assert key is not None
             if table.dram_segment[slot] and not table.flags[slot] & KEPT:
-                self._enter_order(slot)
+                self._make_evictable(slot)
             self.changes.stored(key)

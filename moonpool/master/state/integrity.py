@@ -1,4 +1,4 @@
-"""Do the parts of the pool's state agree? For tests and for idle moments; costs time in proportion to its size."""
+"""Checks that the parts of the pool's state agree. For tests: the time is proportional to the number of objects."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moonpool.store.messages import GRANULE_NBYTES, Tier, num_granules
 
 
 def check_pool(segments: SegmentTable, index: ObjectIndex, spans: Iterable[tuple[Place, int]]) -> None:
-    """Raises AssertionError naming what disagrees. `spans` is all space that somebody owns, objects included."""
+    """Raise AssertionError with what disagrees. `spans` is all space in use, that of objects included."""
     taken: dict[int, list[tuple[int, int]]] = {number: [] for number in segments.by_number}
     for (number, offset), nbytes in spans:
         if number in taken:
@@ -37,7 +37,7 @@ def object_spans(table: ObjectTable) -> Iterable[tuple[Place, int]]:
 
 
 def _check_dram(segment: MountedSegment, taken: list[tuple[int, int]]) -> None:
-    """Taken spans and free ranges tile the segment without gap or overlap."""
+    """Check that used spans and free ranges cover the segment without gap or overlap."""
     assert segment.allocator is not None
     segment.allocator.check_integrity()
     name = segment.name
@@ -45,7 +45,7 @@ def _check_dram(segment: MountedSegment, taken: list[tuple[int, int]]) -> None:
     free = [(offset, offset + nbytes) for offset, nbytes in segment.allocator.free_ranges()]
     at = 0
     for start, end in sorted(taken + free):
-        assert start == at, f"{name}: space at {at} is owned by nobody or by two"
+        assert start == at, f"{name}: space at {at} has no owner or two"
         at = end
     assert at == segment.allocator.capacity_nbytes, f"{name}: space at the end is lost"
 
@@ -83,7 +83,9 @@ def _check_order(index: ObjectIndex) -> None:
 
 
 def _check_readable(index: ObjectIndex) -> None:
-    """Objects are dormant if and only if no replica can be read; while losses are swept they may lag behind."""
+    """Check that objects are dormant if and only if no replica can be read; during a sweep of
+    losses they may differ.
+    """
     table = index.table
     for slot in table.slots():
         dormant = bool(table.flags[slot] & Flag.DORMANT)

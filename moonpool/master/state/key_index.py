@@ -1,12 +1,12 @@
-"""From key to slot: an open hash table in flat memory. Pure.
+"""From key to slot: an open-addressing hash table in flat memory. Pure.
 
-A dict waits for memory six times per key, one wait after the other; numpy looks many keys up at once and waits for all
-of them together, which at a hundred thousand objects is three times as fast. The table grows in steps: no event moves
-more than a few thousand entries.
+A dict has six cache misses per key, one after the other; numpy looks many keys up at once and overlaps their misses,
+which with a hundred thousand objects is three times as fast. The table grows in steps: no event moves more than a few
+thousand entries.
 
-One key by itself is compared with the key that is stored. Keys in batches are told apart by a hash of 64 bits, seeded
-anew in every process, and by their last bytes: of keys that are hashes themselves, a mistake once in billions of years,
-of others once in years of nothing but misses; and then a miss too, because objects bear their keys.
+A single key is compared with the stored key. A batch compares 64-bit hashes, whose seed differs in every process, and
+the last bytes of the keys. For keys that are hashes a false match happens once in billions of years, for others once in
+years of nothing but misses; the client then sees a miss, because objects carry their keys.
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ _FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
 
 
 class Column:
-    """`length` values of one type ("B", "H", "I", "Q" or "d" as in struct), all zero at first."""
+    """`length` values of one type ("B", "H", "I", "Q" or "d" as in struct), all zero at first.
+
+    An anonymous mapping of its final size, of which the kernel allocates one page at a time: a growing array would be
+    copied now and then, which with ten million objects is a noticeable pause. `cells` reads and writes single values
+    fast, `array` is the same memory for numpy.
+    """
 
     __slots__ = ("array", "cells")
 
@@ -38,11 +43,11 @@ Hashes = NDArray[np.uint64]
 Slots = NDArray[np.int64]
 
 _LEAST_CELLS = 1024
-FEW = 16  # keys, up to which one by one is as fast
-_LEFTOVERS = 24  # of a batch, up to which the rest is quicker one by one
+FEW = 16  # up to this many keys, one by one is as fast
+_LEFTOVERS = 24  # up to this many keys, the rest of a batch is faster one by one
 _GROW_AT = 0.45  # of the cells, removed ones included
-# Cells of the old table that are emptied for every key that is added, so that it is empty long before the new one is
-# full; and at least, because fewer take as long.
+# Cells of the old table that are moved for every key that is added, so that it is empty long before the new one is
+# full; and the least number of cells to move, because fewer take as long.
 _MOVED_PER_KEY, _LEAST_MOVED = 4, 256
 # A cell is 0 (never used), _REMOVED, or the upper half of a hash, made odd, above the slot plus one.
 _SLOT = np.uint64(0xFFFF_FFFF)
@@ -63,25 +68,25 @@ class _Cells:
         column = Column("Q", length)
         self.array, self.values = column.array, column.cells
         self.mask = length - 1
-        self.num_used = 0  # never used ones not counted, removed ones are
+        self.num_used = 0  # removed cells included
 
     def __len__(self) -> int:
         return self.mask + 1
 
     def add_many(self, hashes: Hashes, slots: Slots) -> None:
-        """Keys that are not here."""
+        """Add keys that are not in the table."""
         array, mask = self.array, np.uint64(self.mask)
         values = (hashes & ~_SLOT) | _ODD | (slots + 1).astype(np.uint64)
         at = hashes & mask
         self.num_used += len(slots)
         while len(at):
             free = array[at] == 0
-            array[at[free]] = values[free]  # of several that want the same cell, one is there afterwards
+            array[at[free]] = values[free]  # if several want the same cell, one of them gets it
             lost = array[at] != values
             at, values = (at[lost] + _ONE) & mask, values[lost]
 
     def candidates(self, hashes: Hashes) -> Slots:
-        """Per hash the slot whose cell has its upper half, -1 where there is none."""
+        """Return for each hash the slot whose cell has the same upper half, -1 if there is none."""
         array, mask, tags = self.array, np.uint64(self.mask), (hashes | _ODD) >> _HALF
         at = hashes & mask
         seen = array[at]
@@ -111,7 +116,7 @@ class _Cells:
         return -1
 
     def find(self, hashed: int, key: bytes, keys: Sequence[bytes | None]) -> int | None:
-        """The place of the key's cell."""
+        """Return the position of the key's cell, None if there is none."""
         values, mask, tag = self.values, self.mask, (hashed | _ODD_HALF) >> 32
         at = hashed & mask
         while value := values[at]:
@@ -130,15 +135,15 @@ class _Cells:
 
 
 class KeyIndex:
-    """`keys` is the caller's, by slot; it is up to date whenever this is asked or told."""
+    """`keys` is the caller's list by slot; the caller updates it before it calls a method here."""
 
     def __init__(self, keys: list[bytes | None], max_keys: int) -> None:
         self._keys = keys
         self._hashes = Column("Q", max_keys)
         self._tails = Column("Q", max_keys)
         self._cells = _Cells(_LEAST_CELLS)
-        self._old: _Cells | None = None  # what is not yet in the table above
-        self._num_moved = 0  # cells of the old one
+        self._old: _Cells | None = None  # entries that are not yet moved to _cells
+        self._num_moved = 0  # cells of _old that were moved
         self._count = 0
 
     def __len__(self) -> int:
@@ -154,7 +159,7 @@ class KeyIndex:
         return None if at is None else (cells.values[at] & 0xFFFF_FFFF) - 1
 
     def find_many(self, keys: Sequence[bytes]) -> Slots:
-        """Their slots, -1 for keys that are not here."""
+        """Return the slots of the keys, -1 for keys that are not in the index."""
         if len(keys) <= FEW:
             return np.array([-1 if slot is None else slot for slot in map(self.find, keys)], np.int64)
         hashes, tails = _hashes_of(keys), _tails_of(keys)
@@ -165,13 +170,13 @@ class KeyIndex:
         there = np.flatnonzero(found >= 0)
         slots = found[there]
         doubtful = (self._hashes.array[slots] != hashes[there]) | (self._tails.array[slots] != tails[there])
-        for position in there[doubtful].tolist():  # half a hash in common: is it there all the same?
+        for position in there[doubtful].tolist():  # only half of the hash matched: search again
             slot = self.find(keys[position])
             found[position] = -1 if slot is None else slot
         return found
 
     def add(self, key: bytes, slot: int) -> None:
-        """A key that is not here."""
+        """Add a key that is not in the index."""
         hashed = hash(key) & _MASK_64
         self._hashes.cells[slot], self._tails.cells[slot] = hashed, _tail_of(key)
         self._make_room(1)
@@ -179,7 +184,7 @@ class KeyIndex:
         self._count += 1
 
     def add_many(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
-        """Keys that are not here, all different."""
+        """Add distinct keys that are not in the index."""
         at = np.array(slots, np.int64)
         hashes, tails = _hashes_of(keys), _tails_of(keys)
         self._hashes.array[at], self._tails.array[at] = hashes, tails
@@ -188,7 +193,7 @@ class KeyIndex:
         self._count += len(at)
 
     def discard(self, key: bytes) -> None:
-        """A key that is here."""
+        """Remove a key that is in the index."""
         hashed = hash(key) & _MASK_64
         for cells in (self._cells, self._old):
             at = None if cells is None else cells.find(hashed, key, self._keys)
@@ -199,7 +204,7 @@ class KeyIndex:
         raise AssertionError("the key is in the index")
 
     def items(self) -> Iterator[tuple[bytes, int]]:
-        """All of it, in an order that differs from process to process. For tests."""
+        """Yield all keys and slots, in an order that differs between processes. For tests."""
         for cells in (self._cells, self._old):
             for value in () if cells is None else cells.values:
                 if value and value != _REMOVED:
@@ -216,11 +221,11 @@ class KeyIndex:
         if self._cells.num_used + num > _GROW_AT * len(self._cells):
             if self._old is not None:
                 self._move(len(self._old))  # a batch as large as the table
-            self._begin_anew(num)
+            self._start_growing(num)
             self._move(max(_LEAST_MOVED, _MOVED_PER_KEY * num))
 
-    def _begin_anew(self, num: int) -> None:
-        """A table with room for twice as many; or as large as before, when most of what fills it was removed."""
+    def _start_growing(self, num: int) -> None:
+        """Start a table with room for twice as many keys; as large as before if most cells were removed ones."""
         length = _LEAST_CELLS
         while _GROW_AT * length < 2 * (self._count + num):
             length *= 2
@@ -235,7 +240,7 @@ class KeyIndex:
         there = values[(values != 0) & (values != _REMOVED)]
         slots = (there & _SLOT).astype(np.int64) - 1
         self._cells.add_many(self._hashes.array[slots], slots)
-        values[values != 0] = _REMOVED  # found in the other one from now on; what lies behind must still be found here
+        values[values != 0] = _REMOVED  # now found in _cells; the cells behind them must still be found here
         self._num_moved = end
         if end == len(old):
             self._old = None

@@ -1,8 +1,8 @@
-"""Walking through all objects in bounded steps: listing, and removing by pattern. Pure.
+"""Listing objects, and removing them by pattern, in bounded steps. Pure.
 
-A pattern is a regular expression in RE2's syntax, searched for in the bytes of a key. RE2 needs time proportional to
-the key's length times the pattern's size, never more, and both are limited; so is the work of one step. Other calls
-are served between two steps.
+A pattern is a regular expression in RE2's syntax, searched for in the bytes of a key. RE2 needs at most time
+proportional to the key's length times the pattern's size. Both are limited, and so is the work of one step; the master
+serves other calls between two steps.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from moonpool.master.state.table import Flag
 from moonpool.store.messages import ListedObject, ObjectPage, RemovedCount
 
 STEP_SLOTS = 8192
-STEP_REMOVALS = 1024  # each takes about 10 us, so no step holds other calls up for more than about 10 ms
+STEP_REMOVALS = 1024  # about 10 us each, so one step delays other calls by about 10 ms at most
 MAX_PAGE = 10_000
 MAX_PATTERN_CHARS = 4096
 MAX_PATTERN_SIZE = 1000  # instructions that RE2 compiles a pattern to
 # Work is counted in RE2's steps (instructions x bytes of the key), at most 10 ns each: a step takes 20 ms at most.
 STEP_WORK = 2_000_000
-_WORK_PER_SEARCH = 350  # what calling RE2 costs, in the same unit
+_WORK_PER_SEARCH = 350  # the cost of a call to RE2, in the same unit
 _PATTERN_MEMORY_NBYTES = 256 * 1024  # RE2 keeps up to 128 patterns
 _MAX_CACHED_PATTERNS = 16
 
 
 class _KeyPattern:
-    """A compiled pattern. `work` is what searching one byte costs at most."""
+    """A compiled pattern. `work` is the highest cost of searching one byte."""
 
     def __init__(self, pattern: str) -> None:
-        """InvalidInput when RE2 does not know the syntax, or the pattern is too large."""
+        """Raise InvalidInput if RE2 does not accept the syntax, or the pattern is too large."""
         if len(pattern) > MAX_PATTERN_CHARS:
             raise InvalidInput(
                 f"a pattern has at most {MAX_PATTERN_CHARS} characters, not {len(pattern)}", param="pattern"
@@ -62,7 +62,9 @@ class ObjectListing:
         self._index = index
 
     def page(self, pattern: str | None, cursor: int, limit: int, now_s: float) -> ObjectPage:
-        """Objects from slot `cursor` on; fewer than `limit`, even none, is not the end while there is a cursor."""
+        """Return objects from slot `cursor` on. A page may have fewer than `limit` objects, or none; the listing ends
+        when the page has no cursor.
+        """
         if limit < 1:
             raise InvalidInput("a page has room for one object at least", param="limit")
         found, at = self._matching(pattern, cursor, min(limit, MAX_PAGE))
@@ -79,7 +81,9 @@ class ObjectListing:
         return RemovedCount(num_removed, num_kept, at)
 
     def _matching(self, pattern: str | None, cursor: int, limit: int) -> tuple[list[tuple[int, bytes]], int | None]:
-        """Up to `limit` slots and keys from slot `cursor` on, and the slot to go on at; None behind the last one."""
+        """Return up to `limit` slots and keys from slot `cursor` on, and the slot to continue at,
+        None after the last.
+        """
         if cursor < 0:
             raise InvalidInput("a cursor is what an earlier answer gave, or 0", param="cursor")
         compiled = None if pattern is None else _compiled(pattern)
@@ -111,7 +115,7 @@ class ObjectListing:
 
 
 def remove(index: ObjectIndex, slot: int, force: bool, now_s: float) -> bool:
-    """Leased and pinned objects stay unless `force`."""
+    """Remove an object. Return False if it is leased or pinned and not `force`."""
     table = index.table
     kept = table.flags[slot] & (Flag.PINNED | Flag.HARD_PIN) or table.lease_until_s[slot] > now_s
     if kept and not force:

@@ -1,4 +1,9 @@
-"""Segments and processes: they come, beat, fall silent, leave, and come back. Pure."""
+"""Members of the pool: segments and client processes that come, send heartbeats, fall silent, leave and return. Pure.
+
+Also what a node reports after a restart of the master. A journal loses its last moments when the machine loses power:
+grants of that time are unknown, and so are the objects that were evicted for them. But nodes have stamped the memory
+that was written.
+"""
 
 from __future__ import annotations
 
@@ -60,13 +65,13 @@ class Members:
         self._orders = orders
         self._ssd = ssd
         self._generations = generations
-        self.adopts = False  # a master whose first life began with nothing takes what SSDs have
-        self.listed: set[str] = set()  # SSD segments that have shown all they hold, in this life or an earlier one
-        # Of an earlier life, or of a desk that is gone with its node: until they or their nodes have spoken.
+        self.adopts = False  # this master began without a journal, so it accepts unknown records of SSDs
+        self.listed: set[str] = set()  # SSD segments that have listed all their records, now or before a restart
+        # Sessions from before a restart, or that a lost node knew: ended unless they, or their nodes, report.
         self.unseen_sessions: set[int] = set()
-        self._known_sessions: set[int] = set()  # a desk has named them since a desk was lost last
-        self._doubtful_sessions: set[int] = set()  # they have spoken; would anybody notice their end?
-        self.ended_sessions: OrderedDict[int, None] = OrderedDict()  # the newest; they must not be used again
+        self._known_sessions: set[int] = set()  # reported by a node since a node was last lost
+        self._doubtful_sessions: set[int] = set()  # seen in a call, but maybe no node would report their end
+        self.ended_sessions: OrderedDict[int, None] = OrderedDict()  # the latest; they must not be used again
 
     # segments
 
@@ -79,7 +84,7 @@ class Members:
         capacity_nbytes: int | None,
         now_s: float,
     ) -> MountReply:
-        """Takes a segment in, empty; used from its first heartbeat on. Saying it twice changes nothing."""
+        """Mount a segment, empty; it is used after its first heartbeat. A repeated call changes nothing."""
         known = self._segments.find(descriptor.name, descriptor.incarnation)
         if known is None:
             known = self._mount(node, descriptor, tier, desk, capacity_nbytes, now_s)
@@ -95,7 +100,7 @@ class Members:
         now_s: float,
     ) -> MountedSegment:
         if tier is Tier.SSD and capacity_nbytes is None:
-            raise InvalidInput("an SSD segment says how many bytes it takes", param="capacity_nbytes")
+            raise InvalidInput("an SSD segment needs its capacity in bytes", param="capacity_nbytes")
         self._segments.check_mount(descriptor, tier, self._rules.heartbeat_s, now_s)
         before = self._segments.get(descriptor.name)
         made = self._segments.mount(node, descriptor, tier, desk, capacity_nbytes or 0)
@@ -105,7 +110,7 @@ class Members:
         if before is not None and before.tier is Tier.DRAM:
             self._end([before], now_s)
         elif before is not None:
-            self._send_away([before])
+            self._mark_away([before])
         if tier is Tier.SSD:
             self._ssd.on_mounted(made)
         return made
@@ -126,12 +131,14 @@ class Members:
     def recount(
         self, name: str, incarnation: int, spans: Sequence[tuple[int, int]], sessions: Iterable[int], now_s: float
     ) -> None:
-        """What a node knows of the time that the journal has not; from here on its segment takes part again."""
+        """Apply what a node reports of the time that the journal may have lost. Then its segment takes new objects
+        again.
+        """
         segment = self._segments.find(name, incarnation)
         if segment is None or segment.recount_above is None:
             return
         if spans and segment.allocator is not None:
-            self._take_out(segment, segment.allocator, spans, now_s)
+            self._reserve_unknown(segment, segment.allocator, spans, now_s)
         segment.recount_above = None
         segment.acknowledged = segment.tier is Tier.DRAM
         known = set(sessions)
@@ -143,9 +150,10 @@ class Members:
     def fence_ahead(
         self, name: str, incarnation: int, spans: Sequence[tuple[int, int, int]]
     ) -> list[tuple[int, int, int, int]]:
-        """What a node shall stamp in place of generations that were never given out; see FenceAhead.
+        """Return what a node has to stamp in place of generations that were never issued; see FenceAhead.
 
-        Free space gets a generation that no writer has, so that late writers stay out; an object's space gets its own.
+        Free space gets a generation that no writer has, so that late writes are refused; the space of an object gets
+        the object's generation.
         """
         segment = self._segments.find(name, incarnation)
         if segment is None or segment.allocator is None or not segment.acknowledged:
@@ -168,7 +176,7 @@ class Members:
         return lowered
 
     def disconnected(self, name: str, incarnation: int, now_s: float) -> None:
-        """The node's connection has ended: another process may take the name at once."""
+        """The node's connection has ended: another process may mount the name at once."""
         segment = self._segments.find(name, incarnation)
         if segment is not None:
             segment.gone_since_s = now_s
@@ -178,52 +186,54 @@ class Members:
         if segment is None:
             return
         if segment.tier is Tier.SSD:
-            self._send_away([segment])
+            self._mark_away([segment])
         else:
             self._end([segment], now_s)
 
     def expire(self, now_s: float) -> None:
-        """Memory whose node is silent is gone; disks are away, and gone after a long time."""
+        """End the memory of silent nodes. Mark their SSDs as away, and end these after a long time."""
         silent_s, forgotten_s = now_s - self._rules.segment_ttl_s, now_s - self._rules.away_ttl_s
         known = list(self._segments.by_number.values())
         silent = [each for each in known if each.heard_s <= silent_s and not each.is_away]
         if silent:
-            self._send_away([each for each in silent if each.tier is Tier.SSD])
+            self._mark_away([each for each in silent if each.tier is Tier.SSD])
             self._end([each for each in silent if each.tier is Tier.DRAM], now_s)
         self._end([each for each in known if each.is_away and each.heard_s <= forgotten_s], now_s)
         self._forget_unseen_sessions(now_s)
 
     def _end(
-        self, ended: Sequence[MountedSegment], now_s: float, fate: RemovalReason = RemovalReason.NODE_GONE
+        self, ended: Sequence[MountedSegment], now_s: float, reason: RemovalReason = RemovalReason.NODE_GONE
     ) -> None:
         if not ended:
             return
-        heirs = [self._heir(segment) for segment in ended]
+        ssds = [self._backing_ssd(segment) for segment in ended]
         for segment in ended:
             self._segments.end(segment)
             if segment.tier is Tier.SSD:
                 self._ssd.on_ended(segment)
         numbers = [segment.number for segment in ended]
-        self._index.outcomes.add(SegmentsEnded(numbers, heirs))
-        self._index.losses.start_sweep(numbers, fate)
+        self._index.outcomes.add(SegmentsEnded(numbers, ssds))
+        self._index.losses.start_sweep(numbers, reason)
         for segment in ended:
             if segment.tier is Tier.DRAM:
                 self._orders.node_gone(segment.node, now_s)
         if any(segment.tier is Tier.DRAM for segment in ended):
             self._known_sessions.clear()
-            pinning = {holder for holder in self._index.pins.holders() if holder >= FIRST_SESSION}
-            self._ask_about(pinning | self._puts.sessions())
+            pinning = {owner for owner in self._index.pins.owners() if owner >= FIRST_SESSION}
+            self._ask_nodes_about(pinning | self._puts.sessions())
 
-    def _heir(self, segment: MountedSegment) -> int:
-        """The SSD that may have objects of this memory without having said so: it is asked. 0 for none."""
-        heir = self._segments.ssd_of(segment.node) if segment.tier is Tier.DRAM else None
-        if heir is None:
+    def _backing_ssd(self, segment: MountedSegment) -> int:
+        """Return the number of the SSD that may have objects of this memory without having reported them, 0 if there is
+        none. The SSD's node is asked for its records.
+        """
+        ssd = self._segments.ssd_of(segment.node) if segment.tier is Tier.DRAM else None
+        if ssd is None:
             return 0
-        heir.recount_above = 0
-        self._index.losses.heirs[segment.number] = heir.number
-        return heir.number
+        ssd.recount_above = 0
+        self._index.losses.backing_ssds[segment.number] = ssd.number
+        return ssd.number
 
-    def _send_away(self, segments: Sequence[MountedSegment]) -> None:
+    def _mark_away(self, segments: Sequence[MountedSegment]) -> None:
         if not segments:
             return
         for segment in segments:
@@ -232,22 +242,22 @@ class Members:
         self._index.outcomes.add(SegmentsAway(numbers))
         self._index.losses.start_sweep(numbers)
 
-    def _take_out(
+    def _reserve_unknown(
         self, segment: MountedSegment, allocator: OffsetAllocator, spans: Sequence[tuple[int, int]], now_s: float
     ) -> None:
-        """Spans written under grants that the journal lost rest, for their writers may be at it still.
+        """Reserve spans written under grants that the journal lost, because their writers may still write.
 
-        Objects that the journal knows there are overwritten, whatever else it lost: their replicas are gone.
+        Replicas that the journal has in these spans are overwritten, so they are lost.
         """
-        rested_s = now_s + self._rules.put_release_s
+        free_s = now_s + self._rules.put_release_s
         for slot, lost in list(overwritten(self._index.table, segment.number, spans)):
-            self._index.lose_replicas(slot, lost, RemovalReason.NOT_RECOVERED, rested_s, now_s)
+            self._index.lose_replicas(slot, lost, RemovalReason.NOT_RECOVERED, free_s, now_s)
         new = unowned(allocator, spans)
         segment.allocator = with_taken(allocator, new)
         self._segments.count_totals()
         segment.num_replicas += len(new)
         for offset, nbytes in new:
-            self._space.free_at(rested_s, [(segment.number, offset)], nbytes, now_s)
+            self._space.free_at(free_s, [(segment.number, offset)], nbytes, now_s)
 
     # SSDs that come back
 
@@ -261,7 +271,9 @@ class Members:
         *,
         is_damaged: bool = False,
     ) -> list[bool]:
-        """True where a record is wanted. `is_damaged`: what is missing was lost with a part of the log."""
+        """Return for each record whether the node should keep it. `is_damaged`: missing records were lost with a
+        damaged part of the log.
+        """
         segment = self._ssd_segment(name, incarnation)
         wanted = self._ssd.adopt(segment, items, self.adopts and name not in self.listed, now_s)
         if items:
@@ -271,22 +283,22 @@ class Members:
         return wanted
 
     def _raise_generations(self, known: int) -> None:
-        """Give out none up to `known` any more. Memory whose node would refuse the ones that follow takes no new
-        objects until the node has heard of them.
+        """Issue only generations above `known`. Memory whose node would refuse these takes no new objects until the
+        node has learned the new limit.
         """
         before, self._generations.last = self._generations.limit, max(self._generations.last, known)
         if not self._generations.are_admitted_up_to(before):
             for each in self._segments.of_tier(Tier.DRAM):
                 each.is_behind, each.acknowledged = True, False
 
-    def _on_listed(self, segment: MountedSegment, now_s: float, fate: RemovalReason) -> None:
-        """The node has said all it has: what was expected there besides is lost."""
+    def _on_listed(self, segment: MountedSegment, now_s: float, reason: RemovalReason) -> None:
+        """The node has listed all its records: other records that were expected there are lost."""
         segment.acknowledged, segment.recount_above = True, None
         known = self._segments.by_number.values()
         earlier = [each for each in known if each.name == segment.name and each is not segment]
-        self._end(earlier, now_s, fate)
+        self._end(earlier, now_s, reason)
         self._ssd.on_listed(segment)
-        self._index.losses.start_sweep([segment.number], fate)
+        self._index.losses.start_sweep([segment.number], reason)
         if segment.name not in self.listed:
             self.listed.add(segment.name)
             self._index.outcomes.add(Listed(segment.name))
@@ -303,33 +315,34 @@ class Members:
     # processes
 
     def sessions_gone(self, sessions: Iterable[int], now_s: float) -> None:
-        """These processes have ended: their pins, their unfinished puts and what they held are over."""
+        """End the pins, the unfinished puts and the held space of processes that have ended."""
         gone = list(sessions)
         self._known_sessions.difference_update(gone)
-        self.note_ended(gone)
+        self.remember_ended(gone)
         for session in gone:
             self._index.unpin_all(session, now_s)
             self._puts.on_session_gone(session, now_s)
         self._index.outcomes.add(SessionsEnded(gone))
 
-    def note_ended(self, sessions: Iterable[int]) -> None:
+    def remember_ended(self, sessions: Iterable[int]) -> None:
         self.ended_sessions.update(dict.fromkeys(sessions))
         while len(self.ended_sessions) > _MAX_ENDED_SESSIONS:
             self.ended_sessions.popitem(last=False)
 
-    def heard_of(self, session: int) -> None:
-        """The process lives. Unless a desk knows it, perhaps one that is gone, nobody tells of its end: that is asked.
+    def check_session(self, session: int) -> None:
+        """Handle a call of a session. If no node has reported this session, ask the nodes, because no node might report
+        its end.
 
-        StaleGeneration when the session was given up: its pins are not counted any more, so it must begin another.
+        Raise StaleGeneration if the session was ended: its pins are gone, so the process must start a new session.
         """
         if session in self.ended_sessions:
-            raise StaleGeneration("this session is over: its process was taken for gone, or has said so itself")
+            raise StaleGeneration("this session is over: its process was taken for gone, or has ended the session")
         if session >= FIRST_SESSION and session not in self._known_sessions:
             self.unseen_sessions.discard(session)
             self._doubtful_sessions.add(session)
 
-    def _ask_about(self, sessions: set[int]) -> None:
-        """Whether a desk knows them: every node is asked for its sessions."""
+    def _ask_nodes_about(self, sessions: set[int]) -> None:
+        """Ask every node for its sessions, to learn whether these sessions live."""
         if sessions:
             self.unseen_sessions |= sessions
             for each in self._segments.of_tier(Tier.DRAM):
@@ -337,7 +350,7 @@ class Members:
                     each.recount_above = SESSIONS_ALONE
 
     def _forget_unseen_sessions(self, now_s: float) -> None:
-        """Once every node has spoken, or is gone, processes that none of them knows are gone too."""
+        """End the sessions that no node has reported, after every node has answered or is gone."""
         waiting = any(each.recount_above is not None for each in self._segments.of_tier(Tier.DRAM))
         if waiting or not (self.unseen_sessions or self._doubtful_sessions):
             return
@@ -345,14 +358,14 @@ class Members:
         doubtful, self._doubtful_sessions = self._doubtful_sessions, set()
         if unseen:
             self.sessions_gone(unseen, now_s)
-        self._ask_about(doubtful)
+        self._ask_nodes_about(doubtful)
 
 
 Span = tuple[int, int]  # (offset, nbytes) in one segment, in whole granules
 
 
 def overwritten(table: ObjectTable, number: int, spans: Sequence[Span]) -> Iterable[tuple[int, list[Replica]]]:
-    """Slots with those replicas on the segment that share a byte with one of the spans."""
+    """Yield each slot with its replicas on the segment that overlap one of the spans."""
     bounds = sorted((offset, offset + nbytes) for offset, nbytes in spans)
     starts, ends = np.array([start for start, _ in bounds]), np.array([end for _, end in bounds])
 
@@ -372,16 +385,16 @@ def overwritten(table: ObjectTable, number: int, spans: Sequence[Span]) -> Itera
 
 
 def common(one: Span, other: Span) -> Span:
-    """What both have; without bytes when that is nothing."""
+    """Return the intersection of two spans; 0 bytes if they do not overlap."""
     begin, end = max(one[0], other[0]), min(sum(one), sum(other))
     return begin, max(end - begin, 0)
 
 
 def unowned(allocator: OffsetAllocator, spans: Sequence[Span]) -> list[Span]:
-    """The parts of the spans that belong to nobody."""
+    """Return the parts of the spans that are free."""
     free, found = allocator.free_ranges(), []
     for offset, nbytes in spans:
-        # From the last range that begins at the span's offset or before.
+        # Start at the last range that begins at the span's offset or before.
         at = max(bisect_right(free, (offset, allocator.capacity_nbytes)) - 1, 0)
         while at < len(free) and free[at][0] < offset + nbytes:
             start, size = free[at]
@@ -393,7 +406,7 @@ def unowned(allocator: OffsetAllocator, spans: Sequence[Span]) -> list[Span]:
 
 
 def with_taken(allocator: OffsetAllocator, spans: Sequence[Span]) -> OffsetAllocator:
-    """An allocator in which these free spans are taken as well."""
+    """Return an allocator in which these free spans are allocated too."""
     free = np.array(allocator.free_ranges(), dtype=np.int64).reshape(-1, 2)
     begins, ends = np.append(0, free.sum(axis=1)), np.append(free[:, 0], allocator.capacity_nbytes)
     owned = ends > begins

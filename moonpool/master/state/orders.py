@@ -1,7 +1,7 @@
-"""What nodes are asked to do, and what has become of it. Pure.
+"""Orders to nodes, and the copies that are made by such orders. Pure.
 
-An order is sent, and sent again to a node that connects anew, until it is answered, its time is over or its node is
-gone; then whoever gave it is told, once.
+An order is sent to its node, and sent again when the node reconnects, until the node answers, the order times out, or
+the node is gone. Then the callback of the order is called once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Done = Callable[["OpenOrder", OrderResult, float], None]
 
 
 class OpenOrder:
-    """`version` is the object's when the order was given."""
+    """`version` is the object's version when the order was added."""
 
     __slots__ = ("deadline_s", "node", "on_done", "order", "version")
 
@@ -38,13 +38,13 @@ class OrderBook:
         self._next_id = first_id
         self._timeout_s = timeout_s
         self._open: dict[int, OpenOrder] = {}  # oldest first
-        self._fresh: dict[str, dict[int, Order]] = {}  # by node, not sent yet
+        self._unsent: dict[str, dict[int, Order]] = {}  # by node
         self.counters = dict.fromkeys(("orders_done", "orders_failed"), 0)
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def give(
+    def add(
         self,
         node: str,
         kind: OrderKind,
@@ -59,33 +59,33 @@ class OrderBook:
         order = Order(self._next_id, kind, key, nbytes, source, target)
         self._next_id += 1
         self._open[order.order_id] = OpenOrder(node, order, version, now_s + self._timeout_s, on_done)
-        self._fresh.setdefault(node, {})[order.order_id] = order
+        self._unsent.setdefault(node, {})[order.order_id] = order
 
     @property
-    def has_news(self) -> bool:
-        return bool(self._fresh)
+    def has_unsent(self) -> bool:
+        return bool(self._unsent)
 
-    def nodes_with_news(self) -> list[str]:
-        return list(self._fresh)
+    def nodes_with_unsent(self) -> list[str]:
+        return list(self._unsent)
 
-    def take(self, node: str) -> list[Order]:
-        """Orders that the node was not sent yet."""
-        return list(self._fresh.pop(node, {}).values())
+    def take_unsent(self, node: str) -> list[Order]:
+        """Return the node's orders that were not sent yet. They count as sent now."""
+        return list(self._unsent.pop(node, {}).values())
 
-    def take_all(self, node: str) -> list[Order]:
-        """Every open order of a node, for one that connects anew."""
-        self._fresh.pop(node, None)
+    def open_orders(self, node: str) -> list[Order]:
+        """Return every open order of a node that (re)connects. They count as sent now."""
+        self._unsent.pop(node, None)
         return [each.order for each in self._open.values() if each.node == node]
 
-    def done(self, results: Sequence[OrderResult], now_s: float) -> None:
-        """Unknown ones are ignored: they were given up."""
+    def on_results(self, results: Sequence[OrderResult], now_s: float) -> None:
+        """Finish these orders. Ignore unknown ones: they have timed out."""
         for result in results:
             opened = self._open.pop(result.order_id, None)
             if opened is not None:
                 self._finish(opened, result, now_s)
 
     def expire(self, now_s: float, limit: int) -> bool:
-        """Gives up what took too long. True when there may be more."""
+        """Fail up to `limit` orders that took too long. Return whether there may be more."""
         late: list[OpenOrder] = []
         for each in self._open.values():
             if each.deadline_s > now_s or len(late) == limit:
@@ -99,27 +99,24 @@ class OrderBook:
         mine = [each for each in self._open.values() if each.node == node]
         self._fail(mine, Refusal(PeerLost.code, f"node {node!r} is gone"), now_s)
 
-    def open(self) -> Iterator[OpenOrder]:
-        return iter(self._open.values())
-
     def _fail(self, orders: Sequence[OpenOrder], refusal: Refusal, now_s: float) -> None:
         for each in orders:
             del self._open[each.order.order_id]
-            self._unsend(each)
+            self._remove_unsent(each)
             self._finish(each, OrderResult(each.order.order_id, refusal), now_s)
 
-    def _unsend(self, opened: OpenOrder) -> None:
-        """Nobody carries out an order that was given up: its target may be somebody else's."""
-        fresh = self._fresh.get(opened.node)
+    def _remove_unsent(self, opened: OpenOrder) -> None:
+        """A failed order must not be sent: its target may belong to another object by then."""
+        fresh = self._unsent.get(opened.node)
         if fresh is not None and fresh.pop(opened.order.order_id, None) is not None and not fresh:
-            del self._fresh[opened.node]
+            del self._unsent[opened.node]
 
     def _finish(self, opened: OpenOrder, result: OrderResult, now_s: float) -> None:
         self.counters["orders_done" if result.refusal is None else "orders_failed"] += 1
         opened.on_done(opened, result, now_s)
 
 
-Then = Callable[[bytes, Refusal | None, float], None]
+OnCopied = Callable[[bytes, Refusal | None, float], None]
 
 
 class Copies:
@@ -136,9 +133,9 @@ class Copies:
         self._segments = segments
         self._space = space
         self._orders = orders
-        self._targets: dict[int, tuple[Place, int, Then | None]] = {}  # by generation
+        self._targets: dict[int, tuple[Place, int, OnCopied | None]] = {}  # by generation: place, size, callback
         self._busy: set[bytes] = set()  # keys that are being copied
-        self.on_record_spoilt: Callable[[bytes, int], None] = lambda key, generation: None
+        self.on_record_corrupt: Callable[[bytes, int], None] = lambda key, generation: None
 
     def start(
         self,
@@ -147,9 +144,11 @@ class Copies:
         *,
         preferred: Sequence[str] = (),
         avoid_nodes: Sequence[str] = (),
-        then: Then | None = None,
+        on_copied: OnCopied | None = None,
     ) -> bool:
-        """Orders a copy. False when one is under way, there is no space, or nothing to copy from."""
+        """Order one more DRAM replica of the object. Return False if a copy is under way, there is no space, or no
+        replica can be read. The space belongs to the order until the node has answered.
+        """
         key, nbytes = self._index.table.keys[slot], self._index.table.nbytes[slot]
         assert key is not None
         sources = self._index.placements(slot)
@@ -160,14 +159,14 @@ class Copies:
             return False
         (generation,), ((target,),) = self._space.stamp(places)
         place = places[0][0]
-        self._targets[generation] = (place, nbytes, then)
+        self._targets[generation] = (place, nbytes, on_copied)
         self._busy.add(key)
         node, version = self._segments.by_number[place[0]].node, self._index.table.version[slot]
-        self._orders.give(node, OrderKind.COPY, key, nbytes, version, sources[0], target, self._on_done, now_s)
+        self._orders.add(node, OrderKind.COPY, key, nbytes, version, sources[0], target, self._on_done, now_s)
         return True
 
     def spans(self) -> Iterator[tuple[Place, int]]:
-        """Space granted to copies that are under way."""
+        """Yield the space granted to copies that are under way."""
         for place, nbytes, _ in self._targets.values():
             yield place, nbytes
 
@@ -175,13 +174,13 @@ class Copies:
         order = opened.order
         assert order.target is not None
         generation = order.target.generation
-        place, nbytes, then = self._targets.pop(generation)
+        place, nbytes, on_copied = self._targets.pop(generation)
         self._busy.discard(order.key)
         refusal = result.refusal
         slot = self._index.table.find(order.key)
         alive = slot is not None and self._index.table.version[slot] == opened.version
         if refusal is not None and refusal.code in (DeadlineExceeded.code, PeerLost.code):
-            # The node may be writing there even now.
+            # The node may still be writing there.
             self._space.free_put_at(now_s + self._rules.put_release_s, generation, [place], nbytes)
         elif refusal is not None:
             self._space.free([place], nbytes)
@@ -190,17 +189,17 @@ class Copies:
             refusal = _GONE
         else:
             self._index.set_dram(slot, [*self._index.table.dram_replicas(slot), Replica(*place, generation)])
-            self._index.wake(slot)
+            self._index.mark_readable(slot)
         if refusal is not None and refusal.code == Corrupt.code:
             source = order.source
             self.quarantine(order.key, source.generation, source.segment, source.offset, now_s)
-        if then is not None:
-            then(order.key, refusal, now_s)
+        if on_copied is not None:
+            on_copied(order.key, refusal, now_s)
 
     def quarantine(self, key: bytes, generation: int, segment: str, offset: int, now_s: float) -> bool:
-        """Never hands that replica out again. False when the object has no such replica (any more), or it was moved.
+        """Remove a corrupt replica. Return False if the object has no such replica, or it was moved.
 
-        An object that has another one only on an SSD that is away waits for it.
+        If the only other replica is on an SSD that is away, the object stays and is dormant.
         """
         index, table, by_number = self._index, self._index.table, self._segments.by_number
         slot = index.find(key, now_s)
@@ -221,7 +220,7 @@ class Copies:
         if len(bad) + on_ssd == len(table.dram_replicas(slot)) + (ssd is not None):
             index.drop(slot, RemovalReason.CORRUPT, now_s)
         elif on_ssd:
-            self.on_record_spoilt(key, generation)
+            self.on_record_corrupt(key, generation)
             index.drop_ssd(slot, now_s)
         else:
             index.drop_replicas(slot, bad, now_s)

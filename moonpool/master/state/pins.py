@@ -1,7 +1,7 @@
-"""Who keeps what: pins by holder, counted, so that they end with the connection or the process that has them. Pure.
+"""Pins, counted by owner, so that they end with the connection or the process that owns them. Pure.
 
-What a pinned object gives up (a replica that moved away, or all of them when it is removed by force or replaced)
-stays in the hands of its pins: it is freed when the last of them ends.
+If a pinned object loses replicas (one moved away, or all because it was removed by force or replaced), their space is
+freed when the last pin ends.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 class PinnedObject:
-    """`slot` is None once the object was removed; `left` is space to free when the pins end, `free_at_s` at the
-    earliest.
+    """`slot` is None after the object was removed; `left` is space to free when the pins end, not
+    before `free_at_s`.
     """
 
     __slots__ = ("free_at_s", "key", "left", "nbytes", "num_pins", "serial", "slot")
@@ -30,83 +30,83 @@ class PinnedObject:
         self.num_pins = 0
         self.left: list[Place] = []
         self.free_at_s = 0.0
-        self.serial = 0  # later ones have higher ones
+        self.serial = 0  # rises with every pinned object
 
 
 class PinTable:
     def __init__(self) -> None:
         self._last_serial = 0
         self._of_slot: dict[int, PinnedObject] = {}
-        self._of_holder: dict[int, dict[bytes, list[PinnedObject]]] = {}
+        self._of_owner: dict[int, dict[bytes, list[PinnedObject]]] = {}
 
-    def add(self, holder: int, key: bytes, slot: int, nbytes: int) -> bool:
-        """One pin more. True when it is the object's first."""
+    def add(self, owner: int, key: bytes, slot: int, nbytes: int) -> bool:
+        """Add a pin. Return whether it is the object's first."""
         pinned = self._of_slot.get(slot)
         if pinned is None:
             pinned = self._of_slot[slot] = self._made(PinnedObject(key, slot, nbytes))
         pinned.num_pins += 1
-        self._of_holder.setdefault(holder, {}).setdefault(key, []).append(pinned)
+        self._of_owner.setdefault(owner, {}).setdefault(key, []).append(pinned)
         return pinned.num_pins == 1
 
-    def add_removed(self, holders: Iterable[int], key: bytes, places: Sequence[Place], nbytes: int) -> None:
-        """Pins on an object that is not in the table any more; before those on later ones."""
+    def add_removed(self, owners: Iterable[int], key: bytes, places: Sequence[Place], nbytes: int) -> None:
+        """Add pins on an object that was removed. Call this before pins on later objects of the key are added."""
         pinned = self._made(PinnedObject(key, None, nbytes))
         pinned.left = list(places)
-        for holder in holders:
+        for owner in owners:
             pinned.num_pins += 1
-            self._of_holder.setdefault(holder, {}).setdefault(key, []).append(pinned)
+            self._of_owner.setdefault(owner, {}).setdefault(key, []).append(pinned)
 
-    def remove(self, holder: int, key: bytes) -> PinnedObject | None:
-        """Ends one pin: the oldest, should the key have had several objects. The object when that was its last."""
-        held = self._of_holder.get(holder)
+    def remove(self, owner: int, key: bytes) -> PinnedObject | None:
+        """End one pin, the oldest if the key had several objects. Return the object if that was its last pin."""
+        held = self._of_owner.get(owner)
         if held is None or key not in held:
             return None
         pinned = held[key].pop(0)
         if not held[key]:
             del held[key]
             if not held:
-                del self._of_holder[holder]
+                del self._of_owner[owner]
         return pinned if self._end(pinned) else None
 
-    def remove_all(self, holder: int) -> list[PinnedObject]:
-        """Ends all pins of a holder; the objects that have none left."""
-        held = self._of_holder.pop(holder, {})
+    def remove_all(self, owner: int) -> list[PinnedObject]:
+        """End all pins of an owner. Return the objects that have no pin left."""
+        held = self._of_owner.pop(owner, {})
         return [pinned for several in held.values() for pinned in several if self._end(pinned)]
 
     def detach(self, slot: int, places: Sequence[Place], free_at_s: float) -> None:
-        """The pinned object is removed from the table, its space goes to its pins."""
+        """Remove a pinned object. Keep its space until its pins end."""
         pinned = self._of_slot.pop(slot)
         pinned.slot = None
         pinned.left.extend(places)
         pinned.free_at_s = max(pinned.free_at_s, free_at_s)
 
     def keep(self, slot: int, places: Sequence[Place], free_at_s: float) -> None:
-        """Some replicas of a pinned object are given up; their space goes to its pins."""
+        """Keep the space of replicas that a pinned object lost, until its pins end."""
         pinned = self._of_slot[slot]
         pinned.left.extend(places)
         pinned.free_at_s = max(pinned.free_at_s, free_at_s)
 
     def all(self) -> Iterator[tuple[PinnedObject, list[int]]]:
-        """Every pinned object with the holders of its pins; those of one key in the order they were stored in."""
-        holders: dict[int, list[int]] = {}
+        """Yield every pinned object with the owners of its pins; objects of one key in the order they were stored."""
+        owners: dict[int, list[int]] = {}
         objects: dict[int, PinnedObject] = {}
-        for holder, held in self._of_holder.items():
+        for owner, held in self._of_owner.items():
             for pinned in (each for several in held.values() for each in several):
                 objects[id(pinned)] = pinned
-                holders.setdefault(id(pinned), []).append(holder)
+                owners.setdefault(id(pinned), []).append(owner)
         for pinned in sorted(objects.values(), key=lambda each: each.serial):
-            yield pinned, holders[id(pinned)]
+            yield pinned, owners[id(pinned)]
 
-    def holders(self) -> list[int]:
-        """All that hold a pin."""
-        return list(self._of_holder)
+    def owners(self) -> list[int]:
+        """Return all owners of pins."""
+        return list(self._of_owner)
 
     def counts(self) -> Counter[int]:
-        """Pins by slot, for objects that are in the table."""
+        """Return the number of pins by slot, of objects that are in the table."""
         return Counter({slot: pinned.num_pins for slot, pinned in self._of_slot.items()})
 
     def spans(self) -> Iterator[tuple[Place, int]]:
-        """Space that waits for pins to end."""
+        """Yield the space that is freed when pins end."""
         for pinned, _ in self.all():
             for place in pinned.left:
                 yield place, pinned.nbytes
@@ -126,7 +126,7 @@ class PinTable:
 
 
 class _Held:
-    """An object's pins, and the space that it left to them."""
+    """An object's pins, and the space that is freed with them."""
 
     __slots__ = ("nbytes", "pins", "places")
 
@@ -137,8 +137,10 @@ class _Held:
 
 
 class RecoveredPins:
+    """Pins while the journal is replayed: by key, because the objects do not have their final state yet."""
+
     def __init__(self) -> None:
-        self._held: dict[bytes, list[_Held]] = {}  # by key: removed objects, oldest first, then the one it has
+        self._held: dict[bytes, list[_Held]] = {}  # by key: removed objects, oldest first, then the present one
         self._keys_of: dict[int, set[bytes]] = {}  # by session
 
     def sessions(self) -> set[int]:
@@ -158,7 +160,7 @@ class RecoveredPins:
     def viewed(self, key: bytes, places: Sequence[Place], nbytes: int, ended: bool) -> None:
         held = self._held.get(key)
         if held is None or not held[-1].pins:
-            return  # pinned by connections, which are gone
+            return  # pinned by connections, which did not survive the restart
         held[-1].places += places
         held[-1].nbytes = nbytes
         if ended:
@@ -171,7 +173,7 @@ class RecoveredPins:
                     self._remove(key, held, session, held.pins[session])
 
     def restore(self, index: ObjectIndex) -> None:
-        """Makes them pins again."""
+        """Add the pins to the index."""
         for key, several in self._held.items():
             *removed, current = several
             for held in removed:

@@ -1,14 +1,14 @@
 """The master's whole state: objects, puts, leases, pins, segments, orders. Pure: no clock, no I/O, no randomness.
 
-Every method is an event with its moment, `now_s`, which never runs backwards; the same events give the same state.
-Batches are positional: one bad item never fails its neighbours. What it promises:
+Every method is an event at the time `now_s`, which never decreases; the same events give the same state. Batches are
+positional: a bad item does not fail the others. What it promises:
 
-- An object is visible from put_end to its end, and its bytes are not reused while it is leased or pinned.
-- A key has at most one object and at most one unfinished put; the latter frees the key after put_discard_s.
+- An object is visible from put_end until it is removed, and its bytes are not reused while it is leased or pinned.
+- A key has at most one object and at most one unfinished put, which is discarded after put_discard_s.
 - Space is granted with a generation that is higher than any before it, across restarts too (epoch << 32). Space that a
-  process may write in place is not granted again before that process has said that it stopped, or is gone.
-- No event does work in proportion to the number of objects: eviction, sweeps, snapshots and drains go in steps.
-- After every event take_records() has what must be in the journal before the event is answered.
+  process may write in place is not granted again before that process has reported that it stopped, or has ended.
+- No event does work in proportion to the number of objects: eviction, sweeps, snapshots and drains work in steps.
+- After every event take_records() returns what must be in the journal before the event is answered.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from moonpool.store import messages as m
 
 
 class PoolState:
-    """See the module. `epoch` must be higher than in every earlier life of this master."""
+    """See the module. `epoch` must be higher than that of every earlier master on this journal."""
 
     def __init__(
         self, rules: PoolRules, epoch: int, policy: EvictionPolicy | None = None, *, journalled: bool = False
@@ -84,31 +84,33 @@ class PoolState:
         groups: Sequence[bytes] | None = None,
         settled_up_to: int = 0,
     ) -> m.PutReply:
-        """Space for each item, on up to num_replicas distinct segments and at least one; or why not."""
+        """Grant space to each item, on one to num_replicas distinct segments; refuse it if there is none."""
         self._evictor.begin_event()
         if session:
-            self.members.heard_of(session)
+            self.members.check_session(session)
             self.puts.on_session_stopped(keys, session, settled_up_to, now_s)
         return self.puts.start(keys, sizes, options, session, parents, groups, now_s)
 
     def put_end(
         self, keys: Sequence[bytes], generations: Sequence[int], failed: Mapping[int, tuple[str, ...]], now_s: float
     ) -> dict[int, m.Refusal]:
-        """Makes the objects visible; refusals by position. Said twice it is no error; too late: StaleGeneration."""
+        """Make the objects visible. Return refusals by position. A repeated call is no error; a late one is
+        StaleGeneration.
+        """
         check_pairs(keys, generations)
         refusals, slots = self.puts.end(keys, generations, failed, now_s)
         if self.ssd.is_used:
             self.ssd.on_stored(slots)
-            self.ssd.pump(now_s)
+            self.ssd.start_offloads(now_s)
         return refusals
 
     def put_renew(self, keys: Sequence[bytes], generations: Sequence[int], now_s: float) -> list[bool]:
-        """Unfinished puts that go on: their time starts anew. True where there is one."""
+        """Restart the time of unfinished puts. Return for each whether it is still unfinished."""
         check_pairs(keys, generations)
         return self.puts.renew(keys, generations, now_s)
 
     def put_revoke(self, keys: Sequence[bytes], generations: Sequence[int], settled: bool, now_s: float) -> None:
-        """Ends unfinished puts. The space rests unless no write can still be under way (`settled`)."""
+        """End unfinished puts. Free their space now if no write can still be under way (`settled`), otherwise later."""
         check_pairs(keys, generations)
         self.puts.revoke(keys, generations, settled, now_s)
 
@@ -124,22 +126,25 @@ class PoolState:
         session: int = 0,
         reads: bool = True,
     ) -> list[m.ObjectInfo | None]:
-        """Where the objects are, each leased; with `prefix` everything behind the first missing key is None."""
+        """Return where the objects are, and lease them. With `prefix`, every item after the first
+        missing key is None.
+        """
         if session and session < FIRST_SESSION:
             raise InvalidInput(f"a session is 0 or at least {FIRST_SESSION}", param="session")
-        self.members.heard_of(session)
+        self.members.check_session(session)
         return self._reads.lookup(keys, prefix, lease, session, now_s, reads)
 
     def exist(self, keys: Sequence[bytes], now_s: float, without: Sequence[tuple[str, int]] = ()) -> list[bool]:
-        """As lookup, leases included, without the places. `without` are segments that the caller cannot read."""
+        """Return which keys have an object, and lease these. `without` are segments that the caller cannot read."""
         return self._reads.exist_outside(keys, without, now_s) if without else self._reads.exist(keys, now_s)
 
     def report_corrupt(self, key: bytes, generation: int, segment: str, offset: int, now_s: float) -> bool:
-        """Quarantines one replica. False when it is gone, replaced or moved: the reader was only late."""
+        """Remove one corrupt replica. Return False if it is gone, replaced or moved: then the reader was only late."""
         return self.copies.quarantine(key, generation, segment, offset, now_s)
 
     def remove(self, keys: Sequence[bytes], force: bool, now_s: float) -> list[bool]:
-        """True where no object is under the key now. Leased and pinned ones stay unless `force`.
+        """Remove objects. Return for each key whether it has no object now. Leased and pinned objects stay unless
+        `force`.
 
         Objects on an SSD that is away are removed too, and do not come back with it.
         """
@@ -154,25 +159,27 @@ class PoolState:
 
     # pins
 
-    def pin(self, holder: int, keys: Sequence[bytes], now_s: float) -> list[bool]:
-        """Keeps the objects until unpin or until the holder is gone; pins count. True where there is an object."""
-        self.members.heard_of(holder)
+    def pin(self, owner: int, keys: Sequence[bytes], now_s: float) -> list[bool]:
+        """Keep the objects until unpin, or until the owner is gone. Pins are counted. Return for each key whether it
+        has an object.
+        """
+        self.members.check_session(owner)
         slots = self.index.find_many(keys, now_s)
         for slot in slots:
             if slot is not None:
-                self.index.pin(holder, slot)
+                self.index.pin(owner, slot)
         return [slot is not None for slot in slots]
 
-    def unpin(self, holder: int, keys: Sequence[bytes], now_s: float) -> None:
+    def unpin(self, owner: int, keys: Sequence[bytes], now_s: float) -> None:
         for key in keys:
-            self.index.unpin(holder, key, now_s)
+            self.index.unpin(owner, key, now_s)
 
     def connection_closed(self, connection: int, now_s: float) -> None:
-        """The pins of that connection end."""
+        """End the pins of that connection."""
         self.index.unpin_all(connection, now_s)
 
     def sessions_gone(self, sessions: Sequence[int], now_s: float) -> None:
-        """These processes have ended: what they held in place is free."""
+        """End the pins and puts of processes that have ended."""
         self.members.sessions_gone(sessions, now_s)
 
     # segments
@@ -187,7 +194,9 @@ class PoolState:
         desk: str | None = None,
         capacity_nbytes: int | None = None,
     ) -> m.MountReply:
-        """Takes a segment in, empty; used from its first heartbeat on. AlreadyExists when another has the name."""
+        """Mount a segment, empty; it is used after its first heartbeat. Raise AlreadyExists if another one has the
+        name.
+        """
         return self.members.mount(node, descriptor, tier, desk, capacity_nbytes, now_s)
 
     def unmount(self, segment: str, incarnation: int, now_s: float) -> None:
@@ -199,14 +208,14 @@ class PoolState:
         return self.members.heartbeat(segment, incarnation, now_s, generation_limit)
 
     def segments(self) -> list[m.SegmentInfo]:
-        """Those that can be read from."""
+        """Return the segments that can be read."""
         return [each.info() for each in self.table_of_segments.all() if not each.is_away]
 
     # orders and tasks
 
     def orders_done(self, results: Sequence[m.OrderResult], now_s: float) -> None:
-        self.orders.done(results, now_s)
-        self.ssd.pump(now_s)
+        self.orders.on_results(results, now_s)
+        self.ssd.start_offloads(now_s)
 
     def copy(self, key: bytes, targets: Sequence[str], now_s: float) -> int:
         return self._tasks.copy(key, targets, now_s)
@@ -221,7 +230,7 @@ class PoolState:
         return self._tasks.query(task_id)
 
     def tasks(self, finished: bool = False) -> list[m.TaskInfo]:
-        """Those that run; with `finished` also those that ended lately."""
+        """Return the running tasks; with `finished` also the latest finished ones."""
         return self._tasks.listed(finished)
 
     def cancel_task(self, task_id: int) -> bool:
@@ -230,24 +239,24 @@ class PoolState:
     # time
 
     def tick(self, now_s: float) -> bool:
-        """One bounded step of everything that time brings. True: call again soon, there is more to do."""
+        """Do one bounded step of all that depends on time. Return whether there is more to do soon."""
         limit = self.rules.step_objects
         self.members.expire(now_s)
         late = self.puts.discard_late(now_s, limit)
         freeing = self.space.free_due(now_s, limit)
         late = self.orders.expire(now_s, limit) or late
         sweeping = self.index.losses.sweep(now_s, limit)
-        evicting = self._evictor.by_watermark(now_s, limit)
+        evicting = self._evictor.evict_to_watermark(now_s, limit)
         if self.ssd.is_used:
             evicting = self.ssd.evict(now_s, limit) or evicting
-            self.ssd.pump(now_s)
+            self.ssd.start_offloads(now_s)
         moving = self._tasks.step(now_s, limit)
         return late or freeing or sweeping or evicting or moving
 
     # questions
 
     def why(self, key: bytes, now_s: float, identity: bytes = b"") -> str:
-        """What became of a key, in a sentence."""
+        """Return a sentence about the state of a key."""
         slot, table = self.index.table.find(key), self.index.table
         if slot is not None and table.flags[slot] & Flag.DORMANT:
             return "this object is on an SSD whose node is away; it can be read when the node is back"
@@ -264,7 +273,7 @@ class PoolState:
         return self.index.removals.explain(key, now_s)
 
     def _kept_by(self, slot: int, now_s: float) -> str:
-        """What keeps the object from being removed or evicted, as the end of a sentence; empty if nothing does."""
+        """Return what keeps the object from removal and eviction, as the end of a sentence; empty if nothing does."""
         table = self.index.table
         flags, left_s = table.flags[slot], table.lease_until_s[slot] - now_s
         pins = {Flag.PINNED: "a process has it open", Flag.HARD_PIN: "it is pinned"}
@@ -296,27 +305,29 @@ class PoolState:
     # listeners, journal, tests
 
     def take_changes(self) -> Changes | None:
-        """Keys that changed since the last call; None when nothing did."""
+        """Return the keys that changed since the last call, None if there are none."""
         return self.index.changes.take(self.index.tiers_of)
 
     def snapshot(self) -> Iterator[list[tuple[bytes, m.Tier]]]:
-        """All readable keys in parts. With the changes taken after the first part was asked for, it is whole."""
+        """Yield all readable keys in parts. Together with the changes taken after the first part, they are complete."""
         return snapshot.keys(self.index)
 
     def take_records(self) -> Sequence[bytes]:
-        """What the journal must hold before the last event is answered."""
+        """Return what must be in the journal before the last event is answered."""
         return self.outcomes.take()
 
     def snapshot_records(self, now_s: float) -> Iterator[list[bytes]]:
-        """The state in steps, as records. With those taken after the first step was asked for, it is whole."""
+        """Yield the state as records, in steps. Together with the records taken after the first step, they are
+        complete.
+        """
         return snapshot.records(self, now_s)
 
     def restore(self, records: Iterator[bytes], now_s: float) -> int:
-        """Before anything else: what an earlier life wrote down; how many records there were."""
+        """Replay the journal of earlier masters, before any other event. Return the number of records."""
         return recovery.restore(self, records, now_s)
 
     def spans(self) -> Iterator[tuple[Place, int]]:
-        """All space in DRAM that belongs to somebody."""
+        """Yield all space in DRAM that is in use."""
         yield from object_spans(self.index.table)
         yield from self.puts.spans()
         yield from self.space.spans()
@@ -324,5 +335,5 @@ class PoolState:
         yield from self.copies.spans()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when table, allocators, eviction order, pins and byte counts disagree."""
+        """Raise AssertionError if table, allocators, eviction order, pins and byte counts disagree."""
         check_pool(self.table_of_segments, self.index, self.spans())

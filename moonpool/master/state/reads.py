@@ -1,4 +1,8 @@
-"""Finding objects: leased, pinned if asked, counted, and told to those who move objects by what is read. Pure."""
+"""Look-ups: they find objects, lease them, pin them if asked, and count their use. Pure.
+
+The uses decide which objects come back from SSD (ssd_tier.py) and which keys are hot: a hot key gets another replica on
+another node.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +17,13 @@ from moonpool.master.state.ssd_tier import SsdTier
 from moonpool.store.messages import ObjectInfo
 
 _MAX_TRACKED = 50_000
-# A pool this full has better uses for its space than a second copy.
+# Above this part of the pool's bytes, no second replica is made.
 _FULL = 0.85
 
 
 class HotKeys:
+    """Counts look-ups in time windows, for a bounded number of keys; extra replicas take a bounded part of the pool."""
+
     def __init__(self, rules: PoolRules, index: ObjectIndex, segments: SegmentTable, copies: Copies) -> None:
         self._rules = rules
         self._index = index
@@ -29,7 +35,7 @@ class HotKeys:
 
     @property
     def is_used(self) -> bool:
-        """One node has nowhere to copy to."""
+        """Whether hot keys are replicated. A pool of one node has no place for a second replica."""
         return self._rules.hot_hits > 0 and self._segments.num_dram_nodes > 1
 
     def on_found(self, slots: Sequence[int], now_s: float) -> None:
@@ -69,10 +75,10 @@ class ReadState:
     def lookup(
         self, keys: Sequence[bytes], prefix: bool, lease: bool, session: int, now_s: float, reads: bool = True
     ) -> list[ObjectInfo | None]:
-        """Where the objects are; with `prefix` everything behind the first missing key is None.
+        """Return where the objects are. With `prefix`, every item after the first missing key is None.
 
-        A use of what is found counts only if the caller now `reads` it: one who asks first whether it is there, and
-        later where, has used it once.
+        A use is counted only if the caller `reads` the objects now: a caller that first asks whether objects are there,
+        and later where, has used them once.
         """
         slots = self._index.find_many(keys, now_s)
         if prefix and None in slots:
@@ -95,7 +101,7 @@ class ReadState:
         ]
 
     def exist(self, keys: Sequence[bytes], now_s: float) -> list[bool]:
-        """As lookup, leases included, without the places. No use is counted: a look-up follows if it is read."""
+        """Return which keys have an object, and lease these. No use is counted: a reader calls lookup next."""
         found = self._index.find_batch(keys)
         if found is not None:
             there = found >= 0
@@ -106,11 +112,11 @@ class ReadState:
         if None in slots:
             self._lease([slot for slot in slots if slot is not None], now_s)
             return [slot is not None for slot in slots]
-        self._lease(slots, now_s)  # type: ignore[arg-type]  # none of them is None
+        self._lease(slots, now_s)  # type: ignore[arg-type]  # no slot is None here
         return [True] * len(slots)
 
     def exist_outside(self, keys: Sequence[bytes], without: Sequence[tuple[str, int]], now_s: float) -> list[bool]:
-        """As exist, but what lies only on the segments `without` (name and incarnation) is not there."""
+        """As exist, but objects that are only on the segments `without` (name and incarnation) do not count."""
         unreadable, slots = set(without), self._index.find_many(keys, now_s)
         found = [slot if slot is not None and self._lies_outside(slot, unreadable) else None for slot in slots]
         self._lease([slot for slot in found if slot is not None], now_s)

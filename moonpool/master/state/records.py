@@ -1,9 +1,9 @@
 """What the journal holds: the outcomes of events, absolute and in order. Pure.
 
-Not the events themselves: a look-up is an event too, at a million keys a second, and its only outcome is a lease,
-which does not outlive the master. What one event brought is one entry of the journal, so that a crash leaves all of it
-or nothing. A record about an object says what is so from now on, whatever was so before; that is what allows the
-objects to be written to a snapshot in steps while they go on changing.
+The journal does not hold the events themselves: a look-up is an event too, at a million keys a second, and its only
+outcome is a lease, which does not survive the master. The outcomes of one event are one entry of the journal, so a
+crash leaves all of them or none. A record about an object gives its new state, independent of the state before; so
+objects can be written to a snapshot in steps while they go on changing.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from moonpool.store.messages import Tier
 
 
 class Record(msgspec.Struct, array_like=True, tag=True):
-    """Base of all. The class names are tags on disk. A field may be added at the end, with a default that is what the
-    records had in mind that lack it; any other change of fields is a new class.
+    """Base of all records. The class names are tags on disk. A field may be added at the end, with the default that
+    holds for records without the field; any other change of fields needs a new class.
     """
 
 
 class Began(Record):
     """First of a snapshot: numbers that must not be used again.
 
-    With `adopts` set this master's first life began with nothing, so it takes what SSDs have; it has asked `listed`.
+    With `adopts` the first master of this journal began without objects, so it accepts unknown records of SSDs; the SSD
+    segments in `listed` have listed their records already.
     """
 
     epoch: int
@@ -50,7 +51,7 @@ class Mounted(Record):
 
 
 class SegmentsEnded(Record):
-    """`heirs` are the SSD segments that may have their objects, 0 for none."""
+    """`heirs` are the SSD segments that may have the objects of these segments, 0 for none."""
 
     numbers: list[int]
     heirs: list[int]
@@ -61,7 +62,7 @@ class SegmentsAway(Record):
 
 
 class Listed(Record):
-    """The SSD segment of that name has shown all it holds."""
+    """The SSD segment of that name has listed all its records."""
 
     name: str
 
@@ -72,16 +73,17 @@ class Draining(Record):
 
 
 class Identified(Record):
-    """An identity digest has that number in the columns."""
+    """The number of an identity digest in the columns."""
 
     number: int
     digest: bytes
 
 
 class Granted(Record):
-    """Puts were begun. `flags` as in the table; `soft_pin_s` counts from the moment they are stored.
+    """Puts were begun. `flags` as in the table; `soft_pin_s` counts from the time the object is stored.
 
-    `parents` are keys, b"" for none; None stands for the key before it in this record, whose successor most blocks are.
+    `parents` are keys, b"" for none; None stands for the key before it in this record, which is the parent of most
+    blocks.
     """
 
     keys: list[bytes]
@@ -99,18 +101,19 @@ class Granted(Record):
 
 
 def shortened(parents: Sequence[bytes], keys: Sequence[bytes]) -> list[bytes | None]:
-    """As in Granted."""
+    """Return the parents in the short form of Granted."""
     before = (b"", *keys)
     return [None if parent == last else parent for parent, last in zip(parents, before, strict=False)]
 
 
 def lengthened(parents: Sequence[bytes | None], keys: Sequence[bytes]) -> list[bytes]:
+    """Undo shortened()."""
     before = (b"", *keys)
     return [last if parent is None else parent for parent, last in zip(parents, before, strict=False)]
 
 
 class PutsEnded(Record):
-    """Those puts are objects now. `left` has, by position, the places that remain where some could not be written."""
+    """These puts are objects now. `left` has, by position, the remaining places of puts that lost some."""
 
     keys: list[bytes]
     generations: list[int]
@@ -118,7 +121,7 @@ class PutsEnded(Record):
 
 
 class PutsAbandoned(Record):
-    """Those puts ended without an object. `kept` says for which the space is still to be freed (Freed)."""
+    """These puts ended without an object. Where `kept` is True, the space is freed later (Freed)."""
 
     keys: list[bytes]
     generations: list[int]
@@ -133,7 +136,7 @@ class Freed(Record):
 
 
 class LetGo(Record):
-    """The process has none of its puts in its hands whose generation is up to that one."""
+    """The process no longer writes puts up to that generation."""
 
     session: int
     up_to: int
@@ -145,7 +148,9 @@ class Dropped(Record):
 
 
 class Placed(Record):
-    """Objects as they are now: columns, one entry per object. Those that replaced others have another version."""
+    """The present state of objects: columns, one entry per object. An object that replaced another
+    has a new version.
+    """
 
     keys: list[bytes]
     versions: list[int]
@@ -155,11 +160,11 @@ class Placed(Record):
     dram: list[list[Replica]]
     ssd: list[Replica | None]
     groups: dict[int, bytes]  # by position
-    soft_pins_s: dict[int, float]  # by position, for how long from now on; in snapshots only
-    parents: dict[int, bytes] = {}  # by position: keys of those that are still there; b"" is the key before it here
+    soft_pins_s: dict[int, float]  # by position, seconds from now; in snapshots only
+    parents: dict[int, bytes] = {}  # by position: key of the parent, if it exists; b"": the key before
 
-    def tell_parent(self, parent: bytes) -> None:
-        """Of the object that is added next."""
+    def add_parent(self, parent: bytes) -> None:
+        """Set the parent of the object that is added next."""
         is_last = bool(self.keys) and self.keys[-1] == parent
         self.parents[len(self.keys)] = b"" if is_last else parent
 
@@ -192,9 +197,9 @@ class HeldPut(Record):
 
 
 class Viewed(Record):
-    """Space that a pinned object gave up: it belongs to the object's pins, until the last of them ends.
+    """Space that a pinned object lost. It is freed when the last pin of the object ends.
 
-    With `ended` the object is gone, and whoever pins the key from here on pins another one.
+    With `ended` the object is removed, and later pins of the key belong to another object.
     """
 
     key: bytes
@@ -204,7 +209,7 @@ class Viewed(Record):
 
 
 class Fated(Record):
-    """In snapshots: what became of keys, `ages_s` ago."""
+    """In snapshots: why keys were removed, and how long ago."""
 
     keys: list[bytes]
     fates: list[int]
@@ -239,17 +244,17 @@ _DECODER: msgspec.msgpack.Decoder[list[AnyRecord]] = msgspec.msgpack.Decoder(lis
 
 
 def encode(records: Sequence[Record]) -> bytes:
-    """One entry of the journal."""
+    """Return one entry of the journal."""
     return _ENCODER.encode(records)
 
 
 def decode(entry: bytes) -> list[AnyRecord]:
-    """msgspec.DecodeError when it is none of ours."""
+    """Raise msgspec.DecodeError if it is not an entry of a journal."""
     return _DECODER.decode(entry)
 
 
 class Outcomes:
-    """Collects records between two moments at which the shell writes them down. Off, it collects nothing."""
+    """Collects the records of an event until the service writes them to the journal. If not `enabled`, does nothing."""
 
     def __init__(self, enabled: bool) -> None:
         self.enabled = enabled
@@ -259,16 +264,16 @@ class Outcomes:
         if self.enabled:
             self._records.append(record)
 
-    def dropped(self, key: bytes, fate: RemovalReason) -> None:
-        """Many in a row are one record."""
+    def dropped(self, key: bytes, reason: RemovalReason) -> None:
+        """Record a removed object. Consecutive ones share one record."""
         if not self.enabled:
             return
         last = self._records[-1] if self._records else None
         if isinstance(last, Dropped):
             last.keys.append(key)
-            last.fates.append(int(fate))
+            last.fates.append(int(reason))
         else:
-            self._records.append(Dropped([key], [int(fate)]))
+            self._records.append(Dropped([key], [int(reason)]))
 
     def placed(
         self,
@@ -291,7 +296,7 @@ class Outcomes:
         if group is not None:
             last.groups[len(last.keys)] = group
         if parent is not None:
-            last.tell_parent(parent)
+            last.add_parent(parent)
         last.keys.append(key)
         last.versions.append(version)
         last.sizes.append(nbytes)

@@ -1,8 +1,8 @@
-"""A master that comes back: records become state again. Pure.
+"""The restart of a master: records become state again. Pure.
 
-While records are read, segments have no allocators and nothing is counted; both are made at the end from what is
-owned. Leases did not survive, so everything is leased anew: nobody's reading is cut short by a restart. Nothing is
-placed on a segment before its node has answered for the time that the journal may have missed.
+While records are replayed, segments have no allocators and nothing is counted; both are made at the end from the space
+that is in use. Leases are not in the journal, so every object gets a new lease: a restart interrupts no reader. Nothing
+is placed on a segment before its node has reported about the time that the journal may have lost.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ if TYPE_CHECKING:
 
 
 def restore(state: PoolState, entries: Iterable[bytes], now_s: float) -> int:
-    """How many entries there were. Corrupt when one is not of this version, or they contradict each other."""
+    """Replay the entries into a new state. Return their number.
+
+    Raise Corrupt if an entry is not of this version, or entries contradict each other.
+    """
     work = _Recovery(state, now_s)
     count = 0
     for data in entries:
@@ -56,7 +59,7 @@ class _Recovery:
         self._journalled = state.outcomes.enabled
         state.outcomes.enabled = False
         state.index.changes.enabled = False
-        # Nodes show all their records to a master that comes back, so none is ordered away meanwhile.
+        # Nodes list all their records to a restarted master, so no record is dropped by order during the replay.
         self._on_record_unwanted = state.index.on_record_unwanted
         state.index.on_record_unwanted = lambda key, nbytes, replica, now_s: None
         self._pins = RecoveredPins()
@@ -107,9 +110,9 @@ class _Recovery:
 
     def _ended(self, record: r.SegmentsEnded) -> None:
         segments = self._state.table_of_segments
-        for number, heir in zip(record.numbers, record.heirs, strict=True):
-            if heir:
-                self._index.losses.heirs[number] = heir
+        for number, ssd in zip(record.numbers, record.heirs, strict=True):
+            if ssd:
+                self._index.losses.backing_ssds[number] = ssd
             segment = segments.by_number.get(number)
             if segment is not None:
                 segments.end(segment)
@@ -180,12 +183,12 @@ class _Recovery:
     # objects
 
     def _dropped(self, record: r.Dropped) -> None:
-        for key, fate in zip(record.keys, record.fates, strict=True):
+        for key, reason in zip(record.keys, record.fates, strict=True):
             slot = self._index.table.find(key)
             if slot is not None:
-                self._index.drop(slot, RemovalReason(fate), self._now_s)
+                self._index.drop(slot, RemovalReason(reason), self._now_s)
             else:
-                self._index.removals.record(key, RemovalReason(fate), self._now_s)
+                self._index.removals.record(key, RemovalReason(reason), self._now_s)
 
     def _placed(self, record: r.Placed) -> None:
         index, table = self._index, self._index.table
@@ -217,21 +220,21 @@ class _Recovery:
             table.join_group(slot, record.groups[at])
         parent = record.parent(at)
         if parent is not None:
-            self._order.told(slot, parent)
+            self._order.add_parent(slot, parent)
         if at in record.soft_pins_s:
             table.soft_pins[slot] = self._now_s + record.soft_pins_s[at]
             table.flags[slot] |= Flag.SOFT_PIN
         return slot
 
     def _fated(self, record: r.Fated) -> None:
-        for key, fate, age_s in zip(record.keys, record.fates, record.ages_s, strict=True):
-            self._index.removals.record(key, RemovalReason(fate), self._now_s - age_s)
+        for key, reason, age_s in zip(record.keys, record.fates, record.ages_s, strict=True):
+            self._index.removals.record(key, RemovalReason(reason), self._now_s - age_s)
 
     # processes
 
     def _sessions_ended(self, record: r.SessionsEnded) -> None:
         self._pins.ended(record.sessions)
-        self._state.members.note_ended(record.sessions)
+        self._state.members.remember_ended(record.sessions)
         for session in record.sessions:
             self._state.space.on_session_gone(session)
 
@@ -260,7 +263,7 @@ class _Recovery:
             state.outcomes.add(r.Began(state.epoch, 0, state.generations.last, True, []))
 
     def _finish_segments(self) -> None:
-        """Each is asked for its word; drains that were under way go on."""
+        """Rebuild the allocators and counts, ask each node for a report, and continue drains."""
         state, spans = self._state, self._other_spans()
         for segment in state.table_of_segments.by_number.values():
             if segment.tier is Tier.DRAM:
@@ -274,15 +277,15 @@ class _Recovery:
                 state.drain(segment.name, self._now_s)
 
     def _start_sweep(self) -> None:
-        """Through the objects of segments that are not there."""
+        """Check the objects of segments that are not mounted."""
         table, losses, segments = self._index.table, self._index.losses, self._state.table_of_segments
         named = set(np.unique(table.dram_segments[: table.end]).tolist())
         named.update(np.unique(table.ssd_segments[: table.end]).tolist())
         named.update(replica.segment for extras in table.extras.values() for replica in extras)
         lost = {number for number in named if number and not segments.is_live(number)}
-        hoped = table.ssd_offsets[: table.end] == UNKNOWN_OFFSET
-        lost.update(np.unique(table.ssd_segments[: table.end][hoped]).tolist())
-        losses.heirs = {number: heir for number, heir in losses.heirs.items() if number in lost}
+        expected = table.ssd_offsets[: table.end] == UNKNOWN_OFFSET
+        lost.update(np.unique(table.ssd_segments[: table.end][expected]).tolist())
+        losses.backing_ssds = {number: ssd for number, ssd in losses.backing_ssds.items() if number in lost}
         losses.start_sweep(sorted(lost - {0}))
 
     def _make_allocator(self, segment: MountedSegment, others: list[tuple[int, int]]) -> None:
@@ -298,7 +301,7 @@ class _Recovery:
         segment.num_replicas = len(offsets)
 
     def _other_spans(self) -> dict[int, list[tuple[int, int]]]:
-        """(offset, nbytes) of all owned space but first replicas, which are many and taken from the columns."""
+        """Return (offset, nbytes) of all used space except first replicas, which are many and come from the columns."""
         state, table = self._state, self._index.table
         found: dict[int, list[tuple[int, int]]] = {}
         extras: Iterable[tuple[Place, int]] = (
@@ -321,7 +324,11 @@ _STEP = 8192
 
 
 class RecoveredOrder:
-    """Takes the index's policy away until restore()."""
+    """The eviction order and the prefix chains during a replay. Detaches the index's policy until restore().
+
+    A snapshot has the objects by slot, so a child may come before its parent. At the end the objects enter the order as
+    they were put, parents first.
+    """
 
     def __init__(self, index: ObjectIndex) -> None:
         self._index = index
@@ -329,8 +336,8 @@ class RecoveredOrder:
         index.policy = _NoOrder()
         self._waiting: dict[int, tuple[int, bytes]] = {}  # slot -> its version, and the key of its parent
 
-    def told(self, slot: int, parent: bytes) -> None:
-        """That object continues another one, which may be told of later."""
+    def add_parent(self, slot: int, parent: bytes) -> None:
+        """Remember that the object continues another one, which may be replayed later."""
         self._waiting[slot] = (self._index.table.version[slot], parent)
 
     def restore(self) -> None:
@@ -352,7 +359,7 @@ class RecoveredOrder:
         self._policy.insert_many(slots.tolist(), parents, list(map(crc32, keys)))
 
     def _link(self) -> None:
-        """Forgets parents that are gone, and makes the last of its children every parent's child again."""
+        """Remove links to parents that are gone, and link every parent to the last of its children."""
         table = self._index.table
         for slot, (version, key) in self._waiting.items():
             parent = table.find(key)
@@ -367,12 +374,12 @@ class RecoveredOrder:
         table.children[parents[known]] = slots[known] + 1
 
     def _as_put(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Generations rise, so parents come first."""
+        """Sort slots by generation, so that parents come first."""
         return slots[np.argsort(self._index.table.versions[slots], kind="stable")]
 
 
 class _NoOrder:
-    """A policy that takes no notice."""
+    """A policy that does nothing."""
 
     def insert(self, slot: int, parent: int | None, nbytes: int, fingerprint: int) -> None:
         pass

@@ -1,10 +1,10 @@
-"""The mounted segments: who offers space, how much of it is used, and where a new replica goes. Pure.
+"""The mounted segments: their capacity, how much of it is used, and where a new replica goes. Pure.
 
 A DRAM segment takes part in allocation only after its node's first heartbeat: by then the node has fenced off every
-generation granted before the mount, so that a writer of an earlier life cannot write into a new one. After a restart
-of the master it waits for the node's Recount too. An SSD segment is a log that its node writes: the master counts its
-bytes and never chooses a place in it. When its node leaves it is `away`, not gone, for it may come back with all it
-held.
+generation granted before the mount, so that a writer of an earlier incarnation cannot write into the new one. After a
+restart of the master the segment waits for the node's Recount too. An SSD segment is a log that its node writes: the
+master counts its bytes and never chooses an offset in it. When its node leaves, the SSD segment is `away`, not gone,
+because the node may come back with all records.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ from moonpool.base.errors import AlreadyExists, InvalidInput
 from moonpool.master.state.allocator import OffsetAllocator
 from moonpool.store.messages import GRANULE_NBYTES, SegmentInfo, SegmentStats, Tier, num_granules
 
-# Heartbeats after which a name may be taken by another process, should its connection still stand.
+# Missed heartbeats after which another process may mount the name, even if the old connection is still open.
 _TAKEOVER_HEARTBEATS = 3
-MAX_SEGMENT_NBYTES = {Tier.DRAM: 1 << 52, Tier.SSD: 1 << 63}  # an SSD's are addresses, most of them unused
+MAX_SEGMENT_NBYTES = {
+    Tier.DRAM: 1 << 52,
+    Tier.SSD: 1 << 63,
+}  # offsets in an SSD log only grow
 
 Place = tuple[int, int]  # (number of the segment, offset)
 
 
 class MountedSegment:
-    """One segment in one incarnation. `number` stands for it in columns and journals."""
+    """One incarnation of a segment. Columns and journals name it by `number`."""
 
     __slots__ = (
         "acknowledged",
@@ -64,7 +67,7 @@ class MountedSegment:
         self.recount_above: int | None = None
         self.draining = False
         self.is_away = False
-        self.is_behind = False  # its node would still refuse writes of the generations given out now
+        self.is_behind = False  # its node would still refuse writes of the generations issued now
         self.gone_since_s: float | None = None  # its node's connection has ended
 
     @property
@@ -80,8 +83,8 @@ class MountedSegment:
         return self.ssd_used_nbytes if self.allocator is None else self.allocator.used_nbytes
 
     @property
-    def has_spoken(self) -> bool:
-        """Of an SSD: its node has said what it holds, and is not asked to say it again."""
+    def has_reported(self) -> bool:
+        """Whether the node of this SSD has listed its records, and need not list them again."""
         return self.acknowledged and self.recount_above is None and not self.is_away
 
     @property
@@ -90,8 +93,8 @@ class MountedSegment:
 
     @property
     def is_recounted(self) -> bool:
-        """Memory that will take new objects when its node has told what it knows of the time before a restart, or has
-        heard up to which generation it lets writers in.
+        """Whether this memory will take new objects after its node has answered a Recount, or has learned the new limit
+        of generations.
         """
         waits = (self.recount_above is not None or self.is_behind) and not self.acknowledged
         return waits and self.tier is Tier.DRAM and not self.draining
@@ -125,8 +128,8 @@ class SegmentTable:
     def __init__(self) -> None:
         self.by_number: dict[int, MountedSegment] = {}
         self._by_name: dict[str, MountedSegment] = {}
-        self.last_number = 0  # never used twice, so a number of an ended segment means nothing for ever
-        # Totals over all DRAM, asked for at every step of an eviction.
+        self.last_number = 0  # never reused, so the number of an ended segment stays invalid
+        # Totals over all DRAM, read at every step of an eviction.
         self.capacity_nbytes = 0
         self.used_nbytes = 0
         self.num_dram_nodes = 0
@@ -144,7 +147,7 @@ class SegmentTable:
         return segment is not None and not segment.is_away
 
     def all(self) -> list[MountedSegment]:
-        """Those that are there or away, each name once."""
+        """Return the segments that are mounted or away, each name once."""
         return list(self._by_name.values())
 
     def of_tier(self, tier: Tier) -> Iterator[MountedSegment]:
@@ -154,7 +157,7 @@ class SegmentTable:
         return self._ssd_of_node.get(node)
 
     def count_totals(self) -> None:
-        """To be called when segments came or went, or an allocator was replaced."""
+        """Recompute the totals. Call this after a segment is added or removed, or an allocator is replaced."""
         dram = list(self.of_tier(Tier.DRAM))
         self.capacity_nbytes = sum(each.capacity_nbytes for each in dram)
         self.used_nbytes = sum(each.used_nbytes for each in dram)
@@ -187,7 +190,7 @@ class SegmentTable:
         capacity_nbytes: int,
         number: int | None = None,
     ) -> MountedSegment:
-        """Takes it in under its name. What had the name keeps its number and is the caller's to end."""
+        """Add a segment under its name. The segment that had the name keeps its number; the caller ends it."""
         number = self.last_number + 1 if number is None else number
         self.last_number = max(self.last_number, number)
         made = MountedSegment(number, node, descriptor, tier, desk, capacity_nbytes)
@@ -196,7 +199,7 @@ class SegmentTable:
         return made
 
     def end(self, segment: MountedSegment) -> None:
-        """The segment is gone for good."""
+        """Remove the segment for good."""
         self.by_number.pop(segment.number, None)
         if self._by_name.get(segment.name) is segment:
             del self._by_name[segment.name]
@@ -205,16 +208,16 @@ class SegmentTable:
     # space
 
     def could_hold(self, nbytes: int, num_replicas: int = 1) -> bool:
-        """Whether an empty pool would have places for that much."""
+        """Return whether an empty pool would have places for that many bytes."""
         dram = (each for each in self.of_tier(Tier.DRAM) if each.takes_new)
         return sum(nbytes <= each.capacity_nbytes for each in dram) >= num_replicas
 
     def is_recounting(self, nbytes: int) -> bool:
-        """Whether there may soon be a place for that much, on memory whose node has not answered yet."""
+        """Return whether memory whose node has not answered yet may soon have a place for that many bytes."""
         return any(each.is_recounted and nbytes <= each.capacity_nbytes for each in self.of_tier(Tier.DRAM))
 
     def place_one(self, nbytes: int, preferred: Sequence[str] = ()) -> Place | None:
-        """As place_many, for one replica of one size."""
+        """Allocate space for one replica of one object; None if there is none. As place_many, but faster."""
         for segment in self._in_turn(preferred, set()):
             assert segment.allocator is not None, "ranked segments are in DRAM"
             offset = segment.allocator.allocate(nbytes)
@@ -231,9 +234,11 @@ class SegmentTable:
         preferred: Sequence[str] = (),
         avoid_nodes: Iterable[str] = (),
     ) -> list[list[Place]]:
-        """Per size, space on up to `num_replicas` distinct segments, on distinct nodes first; [] where is none.
+        """Allocate for each size space on up to `num_replicas` distinct segments, if possible on distinct nodes. A list
+        is empty where there is no space.
 
-        Preferred segments come first, then those with the most free bytes. A batch lies together as far as it can.
+        Preferred segments come first, then those with the most free bytes. A batch is placed contiguously as far as
+        possible.
         """
         avoided = set(avoid_nodes)
         if num_replicas == 1 and sizes:
@@ -257,7 +262,9 @@ class SegmentTable:
         return places
 
     def _place_together(self, segment: MountedSegment, sizes: Sequence[int]) -> list[list[Place]] | None:
-        """One replica each, all on this segment; None, with nothing taken, when it has no one range for all."""
+        """Allocate one replica each in one range of this segment. Return None and allocate nothing if no range is large
+        enough.
+        """
         number, allocator = segment.number, segment.allocator
         assert allocator is not None, "ranked segments are in DRAM"
         if sum(sizes) + len(sizes) * GRANULE_NBYTES > allocator.largest_free_nbytes():
@@ -299,7 +306,7 @@ class SegmentTable:
                     nodes[at].add(node)
 
     def release(self, number: int, offset: int, nbytes: int) -> None:
-        """Gives DRAM space back; that of an ended segment went with it."""
+        """Free DRAM space. Do nothing if its segment has ended."""
         segment = self.by_number.get(number)
         if segment is not None and segment.allocator is not None:
             segment.allocator.free(offset, nbytes)
@@ -307,15 +314,15 @@ class SegmentTable:
             segment.num_replicas -= 1
 
     def count_ssd(self, number: int, nbytes: int, sign: int) -> None:
-        """One record more (+1) or less (-1) on an SSD segment."""
+        """Count one more (+1) or one less (-1) record on an SSD segment."""
         segment = self.by_number.get(number)
         if segment is not None:
             segment.ssd_used_nbytes += sign * num_granules(nbytes) * GRANULE_NBYTES
             segment.num_replicas += sign
 
     def _in_turn(self, preferred: Sequence[str], avoid_nodes: set[str]) -> Iterator[MountedSegment]:
-        """The preferred segments, then the emptiest, then the rest. All are ranked only for who gets that far: there
-        may be thousands, and mostly the first will do.
+        """Yield the preferred segments, then the emptiest, then the rest. The rest is sorted only if the caller gets
+        that far: there may be thousands of segments, and mostly the first one is enough.
         """
         asked = []
         for name in dict.fromkeys(preferred):
@@ -335,5 +342,5 @@ class SegmentTable:
 
 
 def _emptiness(segment: MountedSegment) -> int:
-    """The emptiest first."""
+    """Return a sort key: the emptiest segment first."""
     return segment.used_nbytes - segment.capacity_nbytes

@@ -1,8 +1,8 @@
-"""The state written out in steps, while it goes on changing. Pure.
+"""Snapshots of the state, written in steps while the state goes on changing. Pure.
 
-What is small is written at once, in the first step, together with the moment from which the journal goes on. The
-objects follow by slots. What changes meanwhile is in the journal as well, and records are absolute, so whoever reads
-the snapshot and then that journal arrives at what is true.
+The first step writes everything that is small, at the moment at which the new journal begins. The objects follow by
+slots. Changes made meanwhile are in the journal too, and records are absolute, so replaying the snapshot and then the
+journal gives the present state.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STEP_SLOTS = 1024
 
 
 def keys(index: ObjectIndex) -> Iterator[list[tuple[bytes, Tier]]]:
-    """Readable keys, part by part."""
+    """Yield the readable keys with their tiers, in parts."""
     table, start = index.table, 0
     while start < table.end:
         part = enumerate(table.keys[start : start + STEP_SLOTS], start)
@@ -33,7 +33,7 @@ def keys(index: ObjectIndex) -> Iterator[list[tuple[bytes, Tier]]]:
 
 def records(state: PoolState, now_s: float) -> Iterator[list[bytes]]:
     yield [r.encode([record]) for record in _small(state, now_s)]
-    for fated in _fates(state.index, now_s):
+    for fated in _reasons(state.index, now_s):
         yield [r.encode([fated])]
     table, start = state.index.table, 0
     while start < table.end:
@@ -50,7 +50,7 @@ def _small(state: PoolState, now_s: float) -> Iterator[r.Record]:
         yield r.Mounted(number, at.node, at.descriptor, at.tier, at.desk, at.capacity_nbytes, at.floor, at.draining)
     yield r.SessionsEnded(list(members.ended_sessions))
     yield r.SegmentsAway([number for number, each in segments.by_number.items() if each.is_away])
-    yield r.SegmentsEnded(list(index.losses.heirs), list(index.losses.heirs.values()))
+    yield r.SegmentsEnded(list(index.losses.backing_ssds), list(index.losses.backing_ssds.values()))
     for number, digest in state.identities.items():
         yield r.Identified(number, digest)
     for session, up_to in state.space.stopped_sessions():
@@ -75,18 +75,18 @@ def _small(state: PoolState, now_s: float) -> Iterator[r.Record]:
     yield from _pins(index)
 
 
-def _fates(index: ObjectIndex, now_s: float) -> Iterator[r.Fated]:
+def _reasons(index: ObjectIndex, now_s: float) -> Iterator[r.Fated]:
     every = list(index.removals.items())
     for start in range(0, len(every), STEP_SLOTS):
         part = every[start : start + STEP_SLOTS]
         yield r.Fated(
-            [key for key, _, _ in part], [int(fate) for _, fate, _ in part], [now_s - at for _, _, at in part]
+            [key for key, _, _ in part], [int(reason) for _, reason, _ in part], [now_s - at for _, _, at in part]
         )
 
 
 def _pins(index: ObjectIndex) -> Iterator[r.Record]:
-    for pinned, holders in index.pins.all():
-        sessions = [holder for holder in holders if holder >= FIRST_SESSION]
+    for pinned, owners in index.pins.all():
+        sessions = [owner for owner in owners if owner >= FIRST_SESSION]
         for session in sessions:
             yield r.Pinned(session, [pinned.key])
         if sessions and (pinned.left or pinned.slot is None):
@@ -104,7 +104,7 @@ def _placed(index: ObjectIndex, start: int, end: int, now_s: float) -> r.Placed:
             made.groups[len(made.keys)] = table.group_of[slot]
         parent = table.parent_key(slot)
         if parent is not None:
-            made.tell_parent(parent)
+            made.add_parent(parent)
         if table.flags[slot] & Flag.SOFT_PIN:
             made.soft_pins_s[len(made.keys)] = table.soft_pins[slot] - now_s
         made.keys.append(key)

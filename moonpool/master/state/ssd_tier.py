@@ -1,8 +1,8 @@
-"""DRAM over SSD: what is written behind, what comes back, what goes. Pure.
+"""The SSD tier: which objects are written to SSD, which come back to DRAM, and which are evicted from SSD. Pure.
 
-Every object on a node with an SSD is offloaded in the order it was stored, as fast as the node takes it. An object on
-SSD alone comes back to DRAM when it is looked up repeatedly, and brings the next blocks of its prefix along. Above the
-SSD's watermark the oldest records go that nobody used since they were passed by last (a clock).
+Every object on a node with an SSD is offloaded in the order it was stored, as fast as the node writes. An object that
+is only on SSD is promoted to DRAM when it is looked up repeatedly, together with the next blocks of its prefix. Above
+the SSD's watermark the oldest records that were not used since the last visit are evicted (clock algorithm).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from moonpool.store.messages import (
 )
 
 _MAX_TRACKED_HITS = 50_000
-_STALL_S = 1.0  # before a disk that refused is asked again
-_TRY_AGAIN = (NoSpace.code, Unavailable.code, Overloaded.code, DeadlineExceeded.code)
+_STALL_S = 1.0  # pause after a disk has refused
+_RETRIED_CODES = (NoSpace.code, Unavailable.code, Overloaded.code, DeadlineExceeded.code)
 
 
-class _Shelf:
-    """One SSD segment: objects that wait to be written, and records in the order they came."""
+class _SsdQueue:
+    """One SSD segment: objects that wait to be written, and records in the order they were written."""
 
     __slots__ = ("clock", "in_flight", "stalled_until_s", "waiting")
 
@@ -47,7 +47,7 @@ class _Shelf:
         self.waiting: deque[tuple[int, int]] = deque()  # (slot, version)
         self.clock: deque[tuple[int, int]] = deque()  # (slot, generation of the record)
         self.in_flight = 0
-        self.stalled_until_s = 0.0  # its disk refused; tried again then
+        self.stalled_until_s = 0.0  # its disk refused; retry then
 
 
 class SsdTier:
@@ -59,88 +59,88 @@ class SsdTier:
         self._segments = segments
         self._orders = orders
         self._copies = copies
-        self._shelves: dict[int, _Shelf] = {}  # by segment number
-        self._shelf_of_node: dict[str, int] = {}
+        self._queues: dict[int, _SsdQueue] = {}  # by segment number
+        self._queue_of_node: dict[str, int] = {}
         self._hits: dict[int, int] = {}  # look-ups by the object's version, of objects on SSD alone
-        self._dropping: set[tuple[bytes, int]] = set()  # records that nodes were told to forget
-        # By slot, after a restart: the journal has the record, and its node has not named it yet.
+        self._dropping: set[tuple[bytes, int]] = set()  # records with an open DROP order
+        # By slot, after a restart: the journal has the record, and its node has not listed it yet.
         self._unconfirmed: NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
         self.counters = dict.fromkeys(("offloaded", "promoted", "ssd_hits", "offload_failures"), 0)
-        self._spoilt: set[tuple[bytes, int]] = set()  # records of objects in DRAM that are to be written once more
+        self._corrupt: set[tuple[bytes, int]] = set()  # corrupt records, whose objects are written again from DRAM
         index.on_record_unwanted = self._on_record_unwanted
-        copies.on_record_spoilt = lambda key, generation: self._spoilt.add((key, generation))
+        copies.on_record_corrupt = lambda key, generation: self._corrupt.add((key, generation))
 
     @property
     def is_used(self) -> bool:
-        return bool(self._shelves)
+        return bool(self._queues)
 
     # segments
 
     def on_mounted(self, segment: MountedSegment) -> None:
-        """What waited for the node's SSD waits for this one."""
-        shelf = self._shelves[segment.number] = _Shelf()
-        earlier = self._shelves.get(self._shelf_of_node.get(segment.node, 0))
+        """Move what waits for the node's earlier SSD segment to this one."""
+        queue = self._queues[segment.number] = _SsdQueue()
+        earlier = self._queues.get(self._queue_of_node.get(segment.node, 0))
         if earlier is not None:
-            shelf.waiting, earlier.waiting = earlier.waiting, deque()
-        self._shelf_of_node[segment.node] = segment.number
+            queue.waiting, earlier.waiting = earlier.waiting, deque()
+        self._queue_of_node[segment.node] = segment.number
 
     def on_ended(self, segment: MountedSegment) -> None:
-        self._shelves.pop(segment.number, None)
-        if self._shelf_of_node.get(segment.node) == segment.number:
-            del self._shelf_of_node[segment.node]
+        self._queues.pop(segment.number, None)
+        if self._queue_of_node.get(segment.node) == segment.number:
+            del self._queue_of_node[segment.node]
 
-    # down
+    # from DRAM to SSD
 
     def on_stored(self, slots: Sequence[int]) -> None:
-        """New objects in DRAM: they wait for the SSD of a node that has them."""
+        """Queue new objects in DRAM for the SSD of a node that has them."""
         table = self._index.table
         for slot in slots:
-            number = self._shelf_for(slot)
+            number = self._queue_for(slot)
             if number is not None and not self._index.has_record(slot):
                 table.flags[slot] |= Flag.WAITING
-                self._shelves[number].waiting.append((slot, table.version[slot]))
+                self._queues[number].waiting.append((slot, table.version[slot]))
 
-    def _shelf_for(self, slot: int) -> int | None:
+    def _queue_for(self, slot: int) -> int | None:
         for replica in self._index.table.dram_replicas(slot):
             segment = self._segments.by_number.get(replica.segment)
-            number = None if segment is None else self._shelf_of_node.get(segment.node)
+            number = None if segment is None else self._queue_of_node.get(segment.node)
             if number is not None and self._segments.is_live(number):
                 return number
         return None
 
-    def pump(self, now_s: float) -> None:
-        """Gives offload orders, as many as may be under way."""
-        for number, shelf in self._shelves.items():
+    def start_offloads(self, now_s: float) -> None:
+        """Order offloads, up to the number that may be under way."""
+        for number, queue in self._queues.items():
             segment = self._segments.by_number.get(number)
-            if segment is None or not segment.takes_new or now_s < shelf.stalled_until_s:
+            if segment is None or not segment.takes_new or now_s < queue.stalled_until_s:
                 continue
-            for _ in range(min(len(shelf.waiting), self._rules.step_objects)):
-                if shelf.in_flight >= self._rules.offloads_in_flight or self._lacks_room(segment, shelf):
+            for _ in range(min(len(queue.waiting), self._rules.step_objects)):
+                if queue.in_flight >= self._rules.offloads_in_flight or self._lacks_room(segment, queue):
                     break
-                self._offload(segment, shelf, *shelf.waiting.popleft(), now_s)
+                self._offload(segment, queue, *queue.waiting.popleft(), now_s)
 
-    def _lacks_room(self, segment: MountedSegment, shelf: _Shelf) -> bool:
-        """Whether the next object has to wait for others to go."""
-        nbytes = self._next_nbytes(shelf)
+    def _lacks_room(self, segment: MountedSegment, queue: _SsdQueue) -> bool:
+        """Return whether the next object has to wait until records are evicted."""
+        nbytes = self._next_nbytes(queue)
         if nbytes > segment.capacity_nbytes:
-            return False  # no use in waiting
-        # Those under way are about as large.
-        return segment.used_nbytes + nbytes * (1 + shelf.in_flight) > segment.capacity_nbytes
+            return False  # waiting would not help
+        # Objects under way are about as large.
+        return segment.used_nbytes + nbytes * (1 + queue.in_flight) > segment.capacity_nbytes
 
-    def _next_nbytes(self, shelf: _Shelf) -> int:
-        """How much the next object takes; 0 when there is none, or it is not there any more."""
-        if not shelf.waiting or not self._waits(*shelf.waiting[0]):
+    def _next_nbytes(self, queue: _SsdQueue) -> int:
+        """Return the size of the next object in the queue, 0 if there is none or it is gone."""
+        if not queue.waiting or not self._is_waiting(*queue.waiting[0]):
             return 0
-        return num_granules(self._index.table.nbytes[shelf.waiting[0][0]]) * GRANULE_NBYTES
+        return num_granules(self._index.table.nbytes[queue.waiting[0][0]]) * GRANULE_NBYTES
 
-    def _waits(self, slot: int, version: int) -> bool:
+    def _is_waiting(self, slot: int, version: int) -> bool:
         table = self._index.table
         return table.keys[slot] is not None and table.version[slot] == version and not self._index.has_record(slot)
 
-    def _offload(self, segment: MountedSegment, shelf: _Shelf, slot: int, version: int, now_s: float) -> None:
+    def _offload(self, segment: MountedSegment, queue: _SsdQueue, slot: int, version: int, now_s: float) -> None:
         table = self._index.table
         key, nbytes = table.keys[slot], table.nbytes[slot]
-        if key is None or not self._waits(slot, version):
+        if key is None or not self._is_waiting(slot, version):
             return
         table.flags[slot] &= ~Flag.WAITING
         if nbytes > segment.capacity_nbytes:
@@ -154,42 +154,42 @@ class SsdTier:
             self.on_stored([slot])  # it moved to another node
             return
         table.flags[slot] |= Flag.WAITING
-        shelf.in_flight += 1
+        queue.in_flight += 1
         source = self._index.placement(mine[0])
         target = Placement(segment.name, 0, segment.incarnation, source.generation)
         kind, on_done = OrderKind.OFFLOAD, self._on_offloaded
-        self._orders.give(segment.node, kind, key, nbytes, version, source, target, on_done, now_s)
+        self._orders.add(segment.node, kind, key, nbytes, version, source, target, on_done, now_s)
 
     def _on_offloaded(self, opened: OpenOrder, result: OrderResult, now_s: float) -> None:
         order, index = opened.order, self._index
         assert order.target is not None
         segment = self._segments.find(order.target.segment, order.target.incarnation)
-        shelf = None if segment is None else self._shelves.get(segment.number)
-        if segment is None or shelf is None:
+        queue = None if segment is None else self._queues.get(segment.number)
+        if segment is None or queue is None:
             return
-        shelf.in_flight -= 1
+        queue.in_flight -= 1
         slot = index.table.find(order.key)
-        waits = slot is not None and self._waits(slot, opened.version)
+        waits = slot is not None and self._is_waiting(slot, opened.version)
         if result.refusal is not None or result.offset is None:
             code = "" if result.refusal is None else result.refusal.code
-            self._not_offloaded(shelf, order, code, slot if waits else None, now_s)
+            self._not_offloaded(queue, order, code, slot if waits else None, now_s)
             return
         record = Replica(segment.number, result.offset, order.source.generation)
         if slot is not None and waits:
             self.counters["offloaded"] += 1
             self._attach(slot, record)
         elif slot is not None and self._is_record_of(slot, segment, record.generation):
-            index.move_ssd(slot, record.offset)  # an inventory told of it, and the order was carried out again
+            index.move_ssd(slot, record.offset)  # the node has carried the order out twice
         else:
             self._on_record_unwanted(order.key, order.nbytes, record, now_s)
 
-    def _not_offloaded(self, shelf: _Shelf, order: Order, code: str, slot: int | None, now_s: float) -> None:
-        """`slot` is the object's if it waits still."""
+    def _not_offloaded(self, queue: _SsdQueue, order: Order, code: str, slot: int | None, now_s: float) -> None:
+        """Handle a failed offload. `slot` is the object's if it still waits."""
         table = self._index.table
         self.counters["offload_failures"] += 1
-        if slot is not None and code in _TRY_AGAIN:
-            shelf.stalled_until_s = now_s + _STALL_S
-            shelf.waiting.appendleft((slot, table.version[slot]))
+        if slot is not None and code in _RETRIED_CODES:
+            queue.stalled_until_s = now_s + _STALL_S
+            queue.waiting.appendleft((slot, table.version[slot]))
         elif slot is not None:
             table.flags[slot] &= ~Flag.WAITING
         if code == Corrupt.code:
@@ -203,41 +203,41 @@ class SsdTier:
         self._index.table.flags[slot] &= ~Flag.WAITING
         self._index.set_ssd(slot, record)
         self._confirm(slot)
-        self._shelves[record.segment].clock.append((slot, record.generation))
+        self._queues[record.segment].clock.append((slot, record.generation))
 
     def evict(self, now_s: float, limit: int) -> bool:
-        """Drops records of SSDs above their watermark, or too full for the next object. True when there is more to
-        do.
+        """Evict records from SSDs that are above their watermark, or too full for the next object. Return whether there
+        is more to do.
         """
         more = False
-        for number, shelf in list(self._shelves.items()):
+        for number, queue in list(self._queues.items()):
             segment = self._segments.by_number.get(number)
             if segment is None or segment.is_away:
                 continue
             watermark = int(self._rules.ssd_high_watermark * segment.capacity_nbytes)
-            target, before = min(watermark, segment.capacity_nbytes - self._next_nbytes(shelf)), segment.used_nbytes
+            target, before = min(watermark, segment.capacity_nbytes - self._next_nbytes(queue)), segment.used_nbytes
             looked_at = 0
-            while segment.used_nbytes > max(target, 0) and shelf.clock and looked_at < limit:
+            while segment.used_nbytes > max(target, 0) and queue.clock and looked_at < limit:
                 looked_at += 1
-                self._pass_by(number, shelf, *shelf.clock.popleft(), now_s)
+                self._visit(number, queue, *queue.clock.popleft(), now_s)
             more = more or (looked_at >= limit and segment.used_nbytes < before)
         return more
 
-    def _pass_by(self, number: int, shelf: _Shelf, slot: int, generation: int, now_s: float) -> None:
+    def _visit(self, number: int, queue: _SsdQueue, slot: int, generation: int, now_s: float) -> None:
         table = self._index.table
         if table.keys[slot] is None or table.ssd_segment[slot] != number or table.ssd_generation[slot] != generation:
             return  # the record is gone
         grouped = table.flags[slot] & Flag.GROUPED
         members = sorted(table.groups[table.group_of[slot]]) if grouped else [slot]
-        kept = [each for each in members if self._is_kept(each, now_s)]  # every one is passed by
+        kept = [each for each in members if self._is_kept(each, now_s)]  # clears the marks of all members
         if kept:
-            shelf.clock.append((slot, generation))
+            queue.clock.append((slot, generation))
             return
         for each in members:
             self._evict_one(each, now_s)
 
     def _is_kept(self, slot: int, now_s: float) -> bool:
-        """Clears the mark that it was used."""
+        """Return whether the record must stay. Clear its mark of use."""
         table, flags = self._index.table, self._index.table.flags[slot]
         table.flags[slot] = flags & ~Flag.USED
         return bool(flags & (Flag.HARD_PIN | Flag.PINNED | Flag.USED)) or table.lease_until_s[slot] > now_s
@@ -253,34 +253,36 @@ class SsdTier:
             index.drop(slot, RemovalReason.SSD_EVICTED, now_s)
 
     def _on_record_unwanted(self, key: bytes, nbytes: int, record: Replica, now_s: float) -> None:
-        """The node forgets the record; one that is away learns it when it shows its inventory."""
+        """Order the node to drop the record. A node that is away learns it when it lists its records."""
         segment = self._segments.by_number.get(record.segment)
         if segment is None or segment.is_away:
-            self._spoilt.discard((key, record.generation))
+            self._corrupt.discard((key, record.generation))
         else:
             source = Placement(segment.name, record.offset, segment.incarnation, record.generation)
             self._dropping.add((key, record.generation))
-            self._orders.give(segment.node, OrderKind.DROP, key, nbytes, 0, source, None, self._on_dropped, now_s)
+            self._orders.add(segment.node, OrderKind.DROP, key, nbytes, 0, source, None, self._on_dropped, now_s)
 
     def _on_dropped(self, opened: OpenOrder, result: OrderResult, now_s: float) -> None:
-        """A record that could not be dropped is refused at the node's next inventory."""
+        """If the record could not be dropped, the node's next inventory is refused for it."""
         record = (opened.order.key, opened.order.source.generation)
         self._dropping.discard(record)
-        if record in self._spoilt:
-            self._spoilt.discard(record)
-            if result.refusal is None:  # else the node would take the bad record for the new one
+        if record in self._corrupt:
+            self._corrupt.discard(record)
+            if result.refusal is None:  # otherwise the node would take the corrupt record for the new one
                 self._store_again(opened.order.key)
 
     def _store_again(self, key: bytes) -> None:
-        """What is left of an object in DRAM waits for an SSD, unless it does so already."""
+        """Queue an object that is still in DRAM for an SSD, unless it waits already."""
         slot = self._index.table.find(key)
         if slot is not None and not self._index.table.flags[slot] & Flag.WAITING:
             self.on_stored([slot])
 
-    # up
+    # from SSD to DRAM
 
     def on_found(self, slots: Sequence[int], now_s: float) -> None:
-        """A look-up found these, in the caller's order. Those on SSD alone may come back."""
+        """Count a look-up of these objects, in the caller's order. Promote those that are only on
+        SSD and used often.
+        """
         table, hits = self._index.table, self._hits
         on_ssd = [slot for slot in slots if not table.dram_segment[slot]]
         for slot in slots:
@@ -296,13 +298,13 @@ class SsdTier:
             hits[version] = hits.get(version, 0) + 1
             if hits[version] >= self._rules.promote_after_hits:
                 self._promote(slot, now_s)
-        if table.version[slots[-1]] not in hits:  # in DRAM, or on its way there
+        if table.version[slots[-1]] not in hits:  # it is in DRAM, or is being promoted
             self._read_ahead(slots[-1], now_s)
         if len(hits) > _MAX_TRACKED_HITS:
             hits.clear()
 
     def _read_ahead(self, slot: int, now_s: float) -> None:
-        """The blocks that continue this one. A link may be out of date; then a block comes for nothing."""
+        """Promote the blocks that continue this one. A link may be stale; then a block is promoted in vain."""
         table = self._index.table
         for _ in range(self._rules.read_ahead_blocks):
             following = table.child[slot] - 1
@@ -323,17 +325,17 @@ class SsdTier:
         return tuple(each.name for each in self._segments.of_tier(Tier.DRAM) if each.node == node)
 
     def restore(self) -> None:
-        """After a restart: shelves, clocks and what waits, from the table."""
+        """Rebuild the queues and clocks from the table, after a restart."""
         for segment in self._segments.of_tier(Tier.SSD):
             self.on_mounted(segment)
         table = self._index.table
         self._unconfirmed = table.ssd_segments[: table.end] != 0
-        if not self._shelves:
+        if not self._queues:
             return
         for slot in table.slots():
-            shelf = self._shelves.get(table.ssd_segment[slot])
-            if shelf is not None:
-                shelf.clock.append((slot, table.ssd_generation[slot]))
+            queue = self._queues.get(table.ssd_segment[slot])
+            if queue is not None:
+                queue.clock.append((slot, table.ssd_generation[slot]))
         self.on_stored([slot for slot in table.slots() if table.dram_segment[slot]])
 
     # a node that came back
@@ -341,7 +343,7 @@ class SsdTier:
     def adopt(
         self, segment: MountedSegment, items: Sequence[HeldItem], adopt_unknown: bool, now_s: float
     ) -> list[bool]:
-        """Records that the node found in its log. False where one is not wanted."""
+        """Take over the records that the node found in its log. Return for each whether the node should keep it."""
         return [self._adopt(segment, item, adopt_unknown, now_s) for item in items]
 
     def _adopt(self, segment: MountedSegment, item: HeldItem, adopt_unknown: bool, now_s: float) -> bool:
@@ -371,12 +373,12 @@ class SsdTier:
                 self._confirm(slot)
                 return True
         self._attach(slot, record)
-        index.wake(slot)
+        index.mark_readable(slot)
         return True
 
     def on_listed(self, segment: MountedSegment) -> None:
-        """The node has named every record. One that the journal alone knows was dropped by order of a master that lost
-        power: it is only hoped for from here on, in vain, and an object that is in DRAM is written once more.
+        """The node has listed every record. A record that only the journal has was dropped by order of a master that
+        lost power: mark it as lost, and write an object that is in DRAM again.
         """
         table, end = self._index.table, len(self._unconfirmed)
         lost = np.flatnonzero(self._unconfirmed & (table.ssd_segments[:end] == segment.number))
@@ -389,7 +391,7 @@ class SsdTier:
             self._unconfirmed[slot] = False
 
     def relocated(self, segment: MountedSegment, items: Sequence[tuple[bytes, int, int]]) -> list[bool]:
-        """Compaction moved records. False where one is not wanted any more."""
+        """Record that compaction moved records. Return for each whether the node should keep it."""
         table, wanted = self._index.table, []
         for key, generation, offset in items:
             slot = table.find(key)

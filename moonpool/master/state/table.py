@@ -1,8 +1,8 @@
-"""The objects: found by key, kept in columns by slot. Pure.
+"""The table of objects: found by key, stored in columns by slot. Pure.
 
-A slot is a small number that an object has from its insert to its removal; then another object may have it. Ten
-million objects are a few hundred bytes each, nothing among them grows in one step that could be felt, and nothing here
-is seen by the garbage collector.
+A slot is a small number that an object has from its insert to its removal; then another object may get it. An object
+takes a few hundred bytes, of ten million objects too; no column grows in one step long enough to delay a call, and the
+garbage collector visits nothing here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moonpool.master.state.key_index import FEW, Column, KeyIndex
 
 
 class Replica(NamedTuple):
-    """One copy: the number of its segment, where in it, and the generation of that allocation."""
+    """One copy of an object: the number of its segment, its offset there, and the generation of that allocation."""
 
     segment: int
     offset: int
@@ -26,23 +26,23 @@ class Replica(NamedTuple):
 class Flag:
     """Bits of ObjectTable.flags."""
 
-    HARD_PIN = 1  # by its writer's wish, until it is removed
+    HARD_PIN = 1  # requested by its writer, until it is removed
     PINNED = 2  # by processes (pins.py)
     SOFT_PIN = 4  # see ObjectTable.soft_pins
     GROUPED = 8  # see ObjectTable.groups
     EXTRA = 16  # it has more replicas in DRAM than its first: ObjectTable.extras
     DORMANT = 32  # all its replicas are on segments that are away: it cannot be read now
-    USED = 64  # since the SSD's clock hand passed by
+    USED = 64  # since the SSD eviction last visited it (clock algorithm)
     WAITING = 128  # to be written to an SSD
 
 
-# Whoever has one of these is not in the eviction order. One that processes pin stays in it, and is passed over: pins
-# come and go with every view.
+# An object with one of these flags is not in the eviction order. An object that processes pin stays in the order and is
+# skipped, because pins come and go with every view.
 KEPT = Flag.HARD_PIN | Flag.DORMANT
 
 
 class ObjectTable:
-    """Segment number 0 means none: `dram_segment[slot]` 0 is an object without a replica in DRAM."""
+    """Segment number 0 means none: if `dram_segment[slot]` is 0, the object has no replica in DRAM."""
 
     def __init__(self, max_objects: int) -> None:
         self.max_objects = max_objects
@@ -70,10 +70,10 @@ class ObjectTable:
         self.nbytes = self._columns["nbytes"].cells
         self.lease_until_s = self._columns["lease_until_s"].cells
         self.leases = self._columns["lease_until_s"].array
-        self.version = self._columns["version"].cells  # generation of its put: tells it from one that replaced it
+        self.version = self._columns["version"].cells  # generation of its put, so it differs for every object
         self.flags = self._columns["flags"].cells
         self.identity = self._columns["identity"].cells  # number of its identity, 0 for none
-        self.parent = self._columns["parent"].cells  # slot + 1 of the block that it continues; may be out of date
+        self.parent = self._columns["parent"].cells  # slot + 1 of the block that it continues; may be stale
         self.child = self._columns["child"].cells  # slot + 1 of the block stored last as its continuation
         self.dram_segment = self._columns["dram_segment"].cells
         self.dram_offset = self._columns["dram_offset"].cells
@@ -96,15 +96,15 @@ class ObjectTable:
         self.group_of: dict[int, bytes] = {}
         self.groups: dict[bytes, set[int]] = {}
         self.num_dormant = 0
-        self.promised: Collection[bytes] = ()  # keys of puts under way, which will need a slot each
+        self.promised: Collection[bytes] = ()  # keys of unfinished puts, which will need a slot each
 
     def __len__(self) -> int:
-        """All objects, dormant ones included."""
+        """Return the number of objects, dormant ones included."""
         return len(self.keys) - len(self._free)
 
     @property
     def is_full(self) -> bool:
-        """No slot is left that is not used or promised."""
+        """Whether every slot is used or promised."""
         return len(self) + len(self.promised) >= self.max_objects
 
     @property
@@ -122,7 +122,7 @@ class ObjectTable:
         return [None if slot == -1 else slot for slot in slots] if -1 in slots else slots
 
     def add(self, key: bytes, nbytes: int) -> int:
-        """A slot for a key that has none. Its columns are zero but for the size."""
+        """Return a slot for a key that has none. All its columns except the size are zero."""
         if self._free:
             slot = self._free.pop()
             self.keys[slot] = key
@@ -134,11 +134,11 @@ class ObjectTable:
         return slot
 
     def add_many(self, keys: Sequence[bytes]) -> list[int]:
-        """Slots for keys that have none; the columns are fill()'s to set."""
+        """Return slots for keys that have none. The caller sets the columns with fill()."""
         reused = self._free[len(self._free) - len(keys) :] if self._free else []
         if reused:
             del self._free[len(self._free) - len(reused) :]
-            reused.reverse()  # as add() would have taken them
+            reused.reverse()  # the order in which add() would use them
         for slot, key in zip(reused, keys, strict=False):
             self.keys[slot] = key
         first = len(self.keys)
@@ -148,14 +148,14 @@ class ObjectTable:
         return slots
 
     def fill(self, slots: Sequence[int], columns: Mapping[str, Sequence[int]]) -> None:
-        """Sets the named columns of those slots, one value each."""
+        """Set the named columns of these slots, one value per slot."""
         at = np.array(slots, dtype=np.int64)
         for name, values in columns.items():
             column = self._columns[name].array
             column[at] = np.array(values, dtype=column.dtype)
 
     def discard(self, slot: int) -> None:
-        """Gives the slot back. Its replicas, pins and place in the eviction order are the caller's concern."""
+        """Free the slot. The caller has handled the object's replicas, pins and place in the eviction order."""
         key = self.keys[slot]
         assert key is not None, "the slot is in use"
         self.slots_of.discard(key)
@@ -178,10 +178,12 @@ class ObjectTable:
         self.ssd_segment[slot] = 0
         self._free.append(slot)
 
-    # what an object has
+    # fields of one object
 
     def parent_slot(self, slot: int) -> int | None:
-        """The block that it continues, if that is still there: a newer object in its slot is another one."""
+        """Return the slot of the block that this one continues, None if that block is gone: a newer object in its slot
+        is another one.
+        """
         parent = self.parent[slot] - 1
         known = parent >= 0 and self.keys[parent] is not None and self.version[parent] < self.version[slot]
         return parent if known else None
@@ -202,7 +204,7 @@ class ObjectTable:
         return Replica(self.ssd_segment[slot], self.ssd_offset[slot], self.ssd_generation[slot])
 
     def set_dram(self, slot: int, replicas: Sequence[Replica]) -> None:
-        """In place of those it had."""
+        """Replace the object's DRAM replicas."""
         if not replicas:
             self.dram_segment[slot] = 0
         else:
@@ -239,5 +241,5 @@ class ObjectTable:
             del self.groups[group]
 
     def slots(self) -> Iterator[int]:
-        """Every slot in use, in order."""
+        """Yield every slot in use, in order."""
         return (slot for slot, key in enumerate(self.keys) if key is not None)

@@ -1,4 +1,4 @@
-"""Copies, moves and drains that somebody asked for: in steps, with a few objects under way at a time. Pure."""
+"""Tasks that clients start: copies, moves and drains, in steps, with a few objects under way at a time. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moonpool.master.state.table import Flag
 from moonpool.store.messages import Refusal, TaskInfo, Tier
 
 _MAX_FINISHED = 1000
-_STUCK_S = 30.0  # a drain that moves nothing for so long gives up
+_STUCK_S = 30.0  # a drain that moves nothing for this long fails
 _SCAN_SLOTS = 65_536
 
 
@@ -56,7 +56,7 @@ class Task:
 
 
 class _Drain:
-    """Where the scan for objects of a segment stands."""
+    """The progress of the scan for objects of a segment."""
 
     __slots__ = ("cursor", "moved_s", "task")
 
@@ -83,11 +83,13 @@ class Tasks:
         return None if task is None else task.info()
 
     def listed(self, finished: bool) -> list[TaskInfo]:
-        """Those that run, the oldest first; with `finished` also those that are remembered."""
+        """Return the running tasks, the oldest first; with `finished` also the latest finished ones."""
         return [task.info() for task in self._tasks.values() if finished or task.state == "running"]
 
     def cancel(self, task_id: int) -> bool:
-        """What is under way ends; a drain's segment takes new objects again. False when it was not running."""
+        """Cancel a task. Copies under way still end; a drained segment takes new objects again. Return False if the
+        task was not running.
+        """
         task = self._tasks.get(task_id)
         if task is None or task.state != "running":
             return False
@@ -98,7 +100,10 @@ class Tasks:
         return True
 
     def copy(self, key: bytes, targets: Sequence[str], now_s: float) -> int:
-        """NotFound, InvalidInput (a target has one already or is not mounted), NoSpace."""
+        """Start to copy the object to each target. Return the task's id.
+
+        Raise NotFound, InvalidInput (a target has a replica already or is not mounted) or NoSpace.
+        """
         slot = self._slot(key, now_s)
         held = {each.segment for each in self._index.placements(slot)}
         if not targets:
@@ -120,15 +125,15 @@ class Tasks:
         task = self._new("move", 1, target)
         version = self._index.table.version[slot]
 
-        def then(key: bytes, refusal: Refusal | None, now_s: float) -> None:
+        def on_copied(key: bytes, refusal: Refusal | None, now_s: float) -> None:
             self._moved(task, key, version, source, refusal, now_s)
             task.end("done" if refusal is None else "failed", "" if refusal is None else refusal.message)
 
-        self._start_copy(task, slot, target, then, now_s)
+        self._start_copy(task, slot, target, on_copied, now_s)
         return task.task_id
 
     def drain(self, name: str, now_s: float) -> int:
-        """Nothing new is placed on the segment, and what is there moves away."""
+        """Place nothing new on the segment, and move its objects to others. Return the task's id."""
         segment = self._segments.get(name)
         if segment is None:
             raise NotFound(f"no segment {name!r} is mounted")
@@ -144,7 +149,7 @@ class Tasks:
     # drains in steps
 
     def step(self, now_s: float, limit: int) -> bool:
-        """Moves some objects on. True when there is more to do soon."""
+        """Move some objects. Return whether there is more to do soon."""
         moved = [self._step(number, drain, now_s, limit) for number, drain in list(self._drains.items())]
         return any(moved)
 
@@ -166,7 +171,7 @@ class Tasks:
         return started > 0
 
     def _move_away(self, segment: MountedSegment, drain: _Drain, slot: int, now_s: float) -> int:
-        """1 when something was begun or done."""
+        """Move one object off the segment. Return 1 if a copy was started or a replica removed, else 0."""
         table, task = self._index.table, drain.task
         replicas = table.dram_replicas(slot)
         here = [each for each in replicas if each.segment == segment.number]
@@ -179,19 +184,19 @@ class Tasks:
             drain.moved_s = now_s
             return 1
 
-        def then(key: bytes, refusal: Refusal | None, now_s: float) -> None:
+        def on_copied(key: bytes, refusal: Refusal | None, now_s: float) -> None:
             task.in_flight -= 1
             if refusal is None:
                 drain.moved_s = now_s
             self._moved(task, key, version, segment.name, refusal, now_s)
 
-        if not self._copies.start(slot, now_s, then=then):
+        if not self._copies.start(slot, now_s, on_copied=on_copied):
             return 0
         task.in_flight += 1
         return 1
 
     def _slots_on(self, number: int, drain: _Drain) -> list[int]:
-        """The next slots that may have a replica there, in a bounded look."""
+        """Return the next slots that may have a replica on the segment, from a bounded scan."""
         table = self._index.table
         if drain.cursor >= table.end:
             drain.cursor = 0
@@ -203,7 +208,7 @@ class Tasks:
         return found
 
     def _end(self, number: int, state: str, message: str) -> bool:
-        """A drain that failed leaves the segment as it was before."""
+        """End a drain. If it failed, the segment takes new objects again."""
         if state == "failed":
             self._set_draining(number, False)
         self._drains.pop(number).task.end(state, message)
@@ -212,10 +217,10 @@ class Tasks:
     # one object
 
     def _copy_next(self, task: Task, slot: int, targets: list[str], now_s: float) -> None:
-        """One target after the other: each copy changes what the next one may read from."""
+        """Copy to one target after the other: each copy changes which replicas the next one may read."""
         nbytes = self._index.table.nbytes[slot]
 
-        def then(key: bytes, refusal: Refusal | None, now_s: float) -> None:
+        def on_copied(key: bytes, refusal: Refusal | None, now_s: float) -> None:
             if refusal is not None:
                 task.end("failed", refusal.message)
                 return
@@ -232,24 +237,24 @@ class Tasks:
                 except NoSpace as error:
                     task.end("failed", str(error))
 
-        self._start_copy(task, slot, targets.pop(0), then, now_s)
+        self._start_copy(task, slot, targets.pop(0), on_copied, now_s)
 
     def _start_copy(
         self,
         task: Task,
         slot: int,
         target: str,
-        then: Callable[[bytes, Refusal | None, float], None],
+        on_copied: Callable[[bytes, Refusal | None, float], None],
         now_s: float,
     ) -> None:
         drams = list(self._segments.of_tier(Tier.DRAM))
         others = {each.node for each in drams} - {each.node for each in drams if each.name == target}
-        if not self._copies.start(slot, now_s, preferred=(target,), avoid_nodes=sorted(others), then=then):
+        if not self._copies.start(slot, now_s, preferred=(target,), avoid_nodes=sorted(others), on_copied=on_copied):
             task.end("failed", "no space")
             raise NoSpace(f"segment {target!r} has no space for the object, or it is being copied already")
 
     def _moved(self, task: Task, key: bytes, version: int, source: str, refusal: Refusal | None, now_s: float) -> None:
-        """Gives the old replica up once the new one is there."""
+        """Remove the old replica after the new one is made."""
         if refusal is not None:
             return
         table = self._index.table

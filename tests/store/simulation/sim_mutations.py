@@ -111,7 +111,7 @@ def _memory_is_mounted_again_as_it_is() -> list[Change]:
 
 
 def _lost_desks_are_not_missed() -> list[Change]:
-    return [(Members, "_ask_about", lambda self, sessions: None)]
+    return [(Members, "_ask_nodes_about", lambda self, sessions: None)]
 
 
 def _pins_of_removed_objects_are_not_restored() -> list[Change]:
@@ -119,7 +119,7 @@ def _pins_of_removed_objects_are_not_restored() -> list[Change]:
 
 
 def _recounts_are_ignored() -> list[Change]:
-    return [(Members, "_take_out", lambda self, *args: None)]
+    return [(Members, "_reserve_unknown", lambda self, *args: None)]
 
 
 def _moves_are_not_journalled() -> list[Change]:
