@@ -89,7 +89,7 @@ class Master:
         config = JournalConfig(sync_s=self.config.journal_sync_s)
         if self.config.forget_journal:
             aside = await asyncio.to_thread(forget, Path(self.config.data_dir))
-            _LOG.warning("what this master knew is set aside in %s", aside or "no place: there was nothing")
+            _LOG.warning("the journal is set aside in %s", aside or "no folder: there was none")
         journal, replay = await asyncio.to_thread(Journal.open, Path(self.config.data_dir), config)
         self._journal = journal
         try:
@@ -99,7 +99,7 @@ class Master:
         except BaseException:
             journal.close()
             raise
-        gc.freeze()  # what is there now stays: no reason to look through it again and again
+        gc.freeze()  # the restored objects stay, so the garbage collector need not visit them
         self._ticking = asyncio.get_running_loop().create_task(self._tick_forever())
         return address
 
@@ -113,14 +113,14 @@ class Master:
             _LOG.info("epoch %d begins with %d objects from the journal", epoch, len(self._state.index))
 
     async def wait(self) -> None:
-        """Returns after close(); raises what ended the master otherwise."""
+        """Return after close(). Raise the error if one ended the master."""
         assert self._ticking is not None, "the master was not started"
         await asyncio.wait([self._ticking])
         if not self._ticking.cancelled():
             self._ticking.result()
 
     async def close(self) -> None:
-        """Idempotent. Ends all connections."""
+        """Stop serving and close all connections. Idempotent."""
         if self._ticking is not None:
             self._ticking.cancel()
             await asyncio.wait([self._ticking])
@@ -135,7 +135,7 @@ class Master:
         snapshot: _Snapshot | None = None
         while True:
             more = self.state.tick(self.clock.now_s())
-            with contextlib.suppress(MoonpoolError):  # the journal has logged it, and asks for a snapshot
+            with contextlib.suppress(MoonpoolError):  # the journal has logged it, and a snapshot is due
                 self.after_event()
                 self._retry_journal()
             assert self._journal is not None

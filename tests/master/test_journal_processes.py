@@ -114,14 +114,14 @@ def no_space(*_: Any) -> None:
 
 def test_an_epoch_is_the_next_one_or_the_clocks(tmp_path: Path) -> None:
     folder, wall = JournalFolder(tmp_path), Wall(1000.5)
-    lives = [next_epoch(folder, had_lives=bool(life), clock=wall.clock) for life in range(3)]
+    lives = [next_epoch(folder, has_journals=bool(life), clock=wall.clock) for life in range(3)]
     assert lives == [(1000, None), (1001, None), (1002, None)]
     wall.unix_s -= 900
-    assert next_epoch(folder, had_lives=True, clock=wall.clock) == (1003, None)
+    assert next_epoch(folder, has_journals=True, clock=wall.clock) == (1003, None)
     wall.unix_s += 5000
-    assert next_epoch(folder, had_lives=True, clock=wall.clock).number == 5100
+    assert next_epoch(folder, has_journals=True, clock=wall.clock).number == 5100
     for senseless in (-5.0, 2.0**40):
-        assert next_epoch(JournalFolder(tmp_path), had_lives=True, clock=Wall(senseless).clock).number <= 5102
+        assert next_epoch(JournalFolder(tmp_path), has_journals=True, clock=Wall(senseless).clock).number <= 5102
 
 
 def test_an_epoch_that_cannot_be_kept_never_comes_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +132,7 @@ def test_an_epoch_that_cannot_be_kept_never_comes_again(tmp_path: Path, monkeypa
         with monkeypatch.context() as patch:
             if not is_kept:
                 patch.setattr(folder_module, "write_epoch", no_space)
-            given = next_epoch(folder, had_lives=life > 0, clock=wall.clock)
+            given = next_epoch(folder, has_journals=life > 0, clock=wall.clock)
         assert (given.write_error is None) == is_kept
         seen.append(given.number)
     assert seen == sorted(set(seen))
@@ -142,10 +142,10 @@ def test_an_epoch_that_cannot_be_kept_never_comes_again(tmp_path: Path, monkeypa
 def test_an_epoch_is_refused_when_neither_disk_nor_clock_can_give_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    next_epoch(JournalFolder(tmp_path), had_lives=False, clock=Wall(1000.0).clock)
+    next_epoch(JournalFolder(tmp_path), has_journals=False, clock=Wall(1000.0).clock)
     monkeypatch.setattr(folder_module, "write_epoch", no_space)
     with pytest.raises(ConfigError, match="make room on the disk or set the clock"):
-        next_epoch(JournalFolder(tmp_path), had_lives=True, clock=Wall(500.0).clock)
+        next_epoch(JournalFolder(tmp_path), has_journals=True, clock=Wall(500.0).clock)
 
 
 def test_an_epoch_that_could_not_be_kept_is_kept_later(

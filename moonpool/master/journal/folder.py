@@ -242,8 +242,8 @@ class Epoch(NamedTuple):
     write_error: OSError | None
 
 
-def next_epoch(folder: JournalFolder, *, had_lives: bool, clock: WallClock | None = None) -> Epoch:
-    """Return the epoch of a master that starts now. `had_lives`: there are journals, so there must be an epoch file.
+def next_epoch(folder: JournalFolder, *, has_journals: bool, clock: WallClock | None = None) -> Epoch:
+    """Return the epoch of a master that starts now. `has_journals`: there are journals, so there must be an epoch file.
 
     Raise ConfigError if the last epoch cannot be read, or the new one can neither be written nor taken from the clock.
     The caller has the folder's lock. May wait a second for the clock.
@@ -251,7 +251,7 @@ def next_epoch(folder: JournalFolder, *, had_lives: bool, clock: WallClock | Non
     clock = clock or WallClock()
     try:
         last = read_epoch(folder)
-        if last is None and had_lives:
+        if last is None and has_journals:
             raise ValueError("it is missing, though there is a journal; write a number above every earlier epoch to it")
         number = max((last or 0) + 1, _seconds(clock))
         if number >= 2**EPOCH_BITS:

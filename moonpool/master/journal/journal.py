@@ -122,7 +122,7 @@ class Journal:
             lock = FolderLock(folder)
             try:
                 found, listing = recover(folder), folder.listing()
-                epoch = next_epoch(folder, had_lives=not listing.empty)
+                epoch = next_epoch(folder, has_journals=not listing.empty)
                 repair(folder, found, listing)
                 opened = cls(folder, lock, config or JournalConfig(), found, clock or SystemClock(), epoch)
             except BaseException:

@@ -67,10 +67,10 @@ class ChangeLog:
             tuple([key for key, each in changes.items() if each is kind]) for kind in _KINDS
         ]
         dram = Tier.DRAM
-        news = [(key, tier) for key, tier in zip(stored, tiers_of(stored), strict=True) if tier is not dram]
+        moved_tiers = [(key, tier) for key, tier in zip(stored, tiers_of(stored), strict=True) if tier is not dram]
         if tiers:
-            news += zip(tiers, tiers_of(tiers), strict=True)
-        return Changes(stored, removed, moved, tuple(news))
+            moved_tiers += zip(tiers, tiers_of(tiers), strict=True)
+        return Changes(stored, removed, moved, tuple(moved_tiers))
 
 
 NEVER_STORED = "this object was never stored"  # the answer about an unknown key begins with this

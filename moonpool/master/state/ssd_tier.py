@@ -304,7 +304,7 @@ class SsdTier:
             hits.clear()
 
     def _read_ahead(self, slot: int, now_s: float) -> None:
-        """Promote the blocks that continue this one. A link may be stale; then a block is promoted in vain."""
+        """Promote the blocks that continue this one. A link may be stale; then a block is promoted without use."""
         table = self._index.table
         for _ in range(self._rules.read_ahead_blocks):
             following = table.child[slot] - 1
