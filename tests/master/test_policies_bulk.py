@@ -82,8 +82,8 @@ def test_what_comes_back_is_recognised(name: str) -> None:
         one.access(keys[::3])
         many.access(keys[::3])
     if isinstance(one, PrefixAware) and isinstance(many, PrefixAware):
-        one._account()
-        many._account()
+        one._apply_pending()
+        many._apply_pending()
         # Of two fingerprints with one place in the table the later to go is remembered, and equals go in any order.
         assert sum(a != b for a, b in zip(one._uses, many._uses, strict=True)) < 20
         assert len(set(one._uses[:600])) > 1, "some were used more often than others"
