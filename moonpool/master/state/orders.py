@@ -157,7 +157,7 @@ class Copies:
         places = self._space.place([nbytes], preferred=preferred, avoid_nodes=avoid_nodes)
         if not places[0]:
             return False
-        (generation,), ((target,),) = self._space.stamp(places)
+        generation, (target,) = self._space.stamp_one(places[0])
         place = places[0][0]
         self._targets[generation] = (place, nbytes, on_copied)
         self._busy.add(key)

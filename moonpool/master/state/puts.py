@@ -67,22 +67,52 @@ class Puts(UnfinishedPuts):
         flags = Flag.HARD_PIN if options.hard_pin else 0
         identity = self._identities.number_of(options.identity)
         terms = PutTerms(session, flags, identity, options.soft_pin_s, options.replace)
+        if len(keys) == 1 and groups is None:
+            reply = self._start_one(keys, sizes, options, terms, parents, now_s)
+            if reply is not None:
+                return reply
         refusals: dict[int, Refusal] = {}
-        positions: Sequence[int] = range(len(keys))
         short: list[int] = []
-        places = self._place_one(keys[0], sizes, options, now_s) if len(keys) == 1 else None
-        if places is None:
-            positions = self._admitted(keys, sizes, options, refusals, now_s)
-            places = self._place([sizes[at] for at in positions], options, now_s)
-            if not all(places):
-                short = [at for at, found in zip(positions, places, strict=True) if not found]
-                positions = [at for at, found in zip(positions, places, strict=True) if found]
-                places = [found for found in places if found]
+        positions = self._admitted(keys, sizes, options, refusals, now_s)
+        places = self._place([sizes[at] for at in positions], options, now_s)
+        if not all(places):
+            short = [at for at, found in zip(positions, places, strict=True) if not found]
+            positions = [at for at, found in zip(positions, places, strict=True) if found]
+            places = [found for found in places if found]
         granted = self._grant(keys, sizes, terms, parents, groups, positions, places, now_s)
         for at in short:  # now that the others are begun: they may be what fills the table
             refusals[at] = self._no_space(sizes[at])
         self.counters["refused"] += len(refusals)
         return PutReply(*granted, refusals, self._generations.last)
+
+    def _start_one(
+        self,
+        keys: Sequence[bytes],
+        sizes: Sequence[int],
+        options: PutOptions,
+        terms: PutTerms,
+        parents: Sequence[bytes] | None,
+        now_s: float,
+    ) -> PutReply | None:
+        """Start the put of a new key that is alone in its batch and finds room: twice as fast as a batch of one. Return
+        None in all other cases.
+        """
+        key, nbytes, index = keys[0], sizes[0], self._index
+        if options.num_replicas != 1 or key in self.pending or not 0 < len(key) <= MAX_KEY_NBYTES or nbytes <= 0:
+            return None
+        if index.find(key, now_s) is not None or index.table.is_full:
+            return None
+        place = self._segments.place_one(nbytes, options.preferred)
+        if place is None:
+            return None
+        places = [place]
+        generation, placements = self._space.stamp_one(places)
+        put = self.pending[key] = PendingPut(key, nbytes, generation, places, terms, now_s)
+        if parents is not None:
+            put.parent = parents[0]
+        if index.outcomes.enabled:
+            self._record_grants(keys, sizes, [generation], terms, parents, None, [places])
+        return PutReply([generation], [placements], {}, generation)
 
     def _grant(
         self,
@@ -198,20 +228,6 @@ class Puts(UnfinishedPuts):
             self._abandon([put], RemovalReason.PUT_REVOKED, False, now_s)
             return True
         return self._discard_if_late(put, now_s)
-
-    def _place_one(
-        self, key: bytes, sizes: Sequence[int], options: PutOptions, now_s: float
-    ) -> list[list[Place]] | None:
-        """Return the place of a new key that is alone in its batch, if there is room: twice as fast as a batch of one.
-        Return None in all other cases.
-        """
-        index = self._index
-        if options.num_replicas != 1 or key in self.pending or not 0 < len(key) <= MAX_KEY_NBYTES or sizes[0] <= 0:
-            return None
-        if index.find(key, now_s) is not None or index.table.is_full:
-            return None
-        places = self._space.place(sizes, 1, options.preferred)
-        return places if places[0] else None
 
     def _place(self, sizes: list[int], options: PutOptions, now_s: float) -> list[list[Place]]:
         """Allocate places for each size, evicting objects if need be; an empty list where there is no space."""

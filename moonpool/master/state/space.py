@@ -74,9 +74,6 @@ class PoolSpace:
         """Allocate space for each size, on up to `num_replicas` segments. An object that gets fewer than `least` places
         gets none: its list is empty.
         """
-        if len(sizes) == 1 and num_replicas == 1 and not avoid_nodes:
-            place = self._segments.place_one(sizes[0], preferred)  # twice as fast as a batch of one
-            return [[] if place is None else [place]]
         places = self._segments.place_many(sizes, num_replicas, preferred, avoid_nodes)
         if least > 1:
             for at, found in enumerate(places):
@@ -84,6 +81,12 @@ class PoolSpace:
                     self.free(found, sizes[at])
                     places[at] = []
         return places
+
+    def stamp_one(self, places: Sequence[Place]) -> tuple[int, tuple[Placement, ...]]:
+        """Do stamp() for one object, in half the time."""
+        generation, by_number = self._generations.issue(), self._segments.by_number
+        at = [(by_number[number].descriptor, offset) for number, offset in places]
+        return generation, tuple([Placement(each.name, offset, each.incarnation, generation) for each, offset in at])
 
     def stamp(self, places: Sequence[Sequence[Place]]) -> tuple[list[int], list[tuple[Placement, ...]]]:
         """Issue a generation for the places of each object. Return the generations, and where to write each object."""

@@ -243,9 +243,9 @@ class SimPool:
         if changes is not None:
             self._on_changes(changes)
         orders = self.state.orders
-        while orders.has_news:
-            for node in orders.nodes_with_news():
-                for order in orders.take(node):
+        while orders.has_unsent:
+            for node in orders.nodes_with_unsent():
+                for order in orders.take_unsent(node):
                     self._execute_order(node, order)
 
     def _execute_order(self, node: str, order: Order) -> None:
