@@ -23,7 +23,7 @@ def setup_logging(role: str, level: str = "INFO") -> None:
 class RateLimitedLog:
     """Logs warnings at most once per key and `interval_s` (inf: once per key). Thread-safe.
 
-    At most `max_keys` keys are logged within one interval: whoever causes the warnings cannot fill the disk.
+    At most `max_keys` keys are logged within one interval: a peer that causes warnings cannot fill the disk.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Finding the services that run on this machine: each keeps its Unix sockets in a run directory of its own.
+"""Finds the services that run on this machine. Each service keeps its Unix sockets in its own run directory.
 
-A launcher keeps a lock on a file in its directory for as long as it lives; the kernel drops the lock however the
-launcher ends. So a directory whose lock can be taken is stale.
+A launcher keeps a lock on a file in its directory for as long as it lives; the kernel drops the lock when the
+launcher ends, for whatever reason. So a directory whose lock can be taken is stale.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[Any], body: bytes | bytearray | mem
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        # Text that is none and values nested without end are found by msgspec, and named by Python.
+        # msgspec raises UnicodeDecodeError and RecursionError here, not only its own DecodeError.
         raise ProtocolError(f"the peer sent something else than agreed: {error}") from error
 
 
@@ -130,7 +130,7 @@ class CallDecoder:
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Union[tuple(self._calls.values())])  # noqa: UP007
 
     def decode(self, body: bytes) -> Call[Any]:
-        """The call. InvalidInput when a number is outside its range, ProtocolError when it is no such call at all."""
+        """Return the call. InvalidInput when a number is outside its range, ProtocolError when it is no known call."""
         try:
             call: Call[Any] = self._decoder.decode(body)
         except msgspec.ValidationError as error:
@@ -141,16 +141,16 @@ class CallDecoder:
 
 
 def as_moonpool_error(error: BaseException) -> MoonpoolError:
-    """Our own errors as they are; anything else is a bug and says so."""
+    """Return a MoonpoolError unchanged, and any other exception as Internal: it is a bug."""
     if isinstance(error, MoonpoolError):
         return error
     return Internal(f"{type(error).__name__}: {error}")
 
 
 def decoding_error(error: msgspec.ValidationError, body: bytes, calls: Mapping[str, type]) -> MoonpoolError:
-    """InvalidInput for a number outside its range or bytes of another length, ProtocolError for anything else.
+    """Return InvalidInput for a number outside its range or bytes of another length, ProtocolError for anything else.
 
-    `calls` has the call types by their tags.
+    `calls` maps tags to call types.
     """
     place, call = _PLACE.fullmatch(str(error)), calls.get(_tag(body))
     if place is None or call is None:
@@ -166,7 +166,7 @@ def decoding_error(error: msgspec.ValidationError, body: bytes, calls: Mapping[s
 
 
 def encoding_error(call: msgspec.Struct, error: Exception) -> MoonpoolError:
-    """InvalidInput that names the field of `call` that msgspec cannot encode."""
+    """Return an InvalidInput that names the field of `call` that msgspec cannot encode."""
     for field in call.__struct_fields__:
         try:
             msgspec.msgpack.encode(getattr(call, field))
@@ -184,7 +184,7 @@ def _tag(body: bytes) -> str:
 
 
 def _follow(found: inspect.Type, path: str) -> tuple[str, inspect.Type]:
-    """The place's name, from the names of fields, and its type."""
+    """Return the name of a place in a message, from the names of fields, and its type."""
     name = ""
     for step in _STEP.finditer(path):
         found = _struct_in(found)
@@ -200,7 +200,7 @@ def _follow(found: inspect.Type, path: str) -> tuple[str, inspect.Type]:
 
 
 def _struct_in(found: inspect.Type) -> inspect.Type:
-    """The type itself; of an optional one what it is if it is not None."""
+    """Return the type itself; for an optional type the one that is not None."""
     if isinstance(found, inspect.UnionType):
         return next((each for each in found.types if not isinstance(each, inspect.NoneType)), found)
     return found

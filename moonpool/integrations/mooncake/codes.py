@@ -52,7 +52,7 @@ _CODES: tuple[tuple[type[MoonpoolError], ErrorCode], ...] = (
     (AlreadyExists, ErrorCode.OBJECT_ALREADY_EXISTS),
     (NoSpace, ErrorCode.NO_AVAILABLE_HANDLE),
     (FewerReplicas, ErrorCode.REPLICA_IS_NOT_READY),
-    (Overloaded, ErrorCode.NO_AVAILABLE_HANDLE),  # what callers take for "come back later"
+    (Overloaded, ErrorCode.NO_AVAILABLE_HANDLE),  # callers take it for "try again later"
     (Corrupt, ErrorCode.CHECKSUM_MISMATCH),
     (StaleGeneration, ErrorCode.LEASE_EXPIRED),
     (Refused, ErrorCode.INVALID_READ),
@@ -63,11 +63,11 @@ _CODES: tuple[tuple[type[MoonpoolError], ErrorCode], ...] = (
 
 
 def code_of(error: MoonpoolError) -> ErrorCode:
-    """For what the master said, or did not say."""
+    """Return the code for an error of a call to the master."""
     return next((code for kind, code in _CODES if isinstance(error, kind)), ErrorCode.INTERNAL_ERROR)
 
 
 def transfer_code_of(error: MoonpoolError) -> ErrorCode:
-    """For what happened while bytes were moved: a node out of reach is a failed transfer, not a failed master."""
+    """Return the code for an error of a transfer: an unreachable node is a failed transfer, not a failed master."""
     is_transfer = isinstance(error, Unavailable) and not isinstance(error, BreakerOpen)
     return ErrorCode.TRANSFER_FAIL if is_transfer else code_of(error)

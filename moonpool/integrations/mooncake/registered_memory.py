@@ -1,9 +1,8 @@
-"""The only memory of the caller that is ever touched: what it registered, by address.
+"""The memory that the caller registered, by address. No other memory of the caller is read or written.
 
-A pointer is an int here, so nothing keeps the memory alive and nothing says what it is. register() therefore looks
-whether the process has it mapped for reading and writing (memory of a GPU has not: it is refused instead of
-crashing the process), and view() gives out nothing that is not wholly inside one registered range. That it stays
-mapped until unregister() is the caller's promise.
+A pointer is an int here, so nothing keeps the memory alive or describes it. register() therefore checks that the
+process has it mapped for reading and writing (GPU memory is not: it is refused instead of crashing the process), and
+view() returns only memory inside one registered range. The caller promises that it stays mapped until unregister().
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class RegisteredMemory:
             self._starts.remove(address)
 
     def view(self, address: int, nbytes: int) -> memoryview:
-        """The bytes there. InvalidInput unless they are inside one registered range."""
+        """Return the bytes. InvalidInput unless they are inside one registered range."""
         with self._lock:
             at = bisect_right(self._starts, address)
             start = self._starts[at - 1] if at else 0
@@ -63,7 +62,7 @@ class RegisteredMemory:
 
 
 def is_mapped(address: int, nbytes: int, maps: str) -> bool:
-    """Whether all of it is readable and writable. `maps` is the text of /proc/self/maps, which is in order."""
+    """Return whether all of it is readable and writable. `maps` is the text of /proc/self/maps, sorted by address."""
     at, end = address, address + nbytes
     for line in maps.splitlines():
         span, _, rest = line.partition(" ")

@@ -1,7 +1,7 @@
-"""What `setup` is told, and what of it means something here.
+"""The settings of `setup`, and which of them have an effect.
 
-The master's address and the size of the memory offered do; upstream's metadata server, NICs and staging buffer have no
-counterpart: the master knows where everything is, and bytes go straight between the caller's memory and the pool's.
+The master's address and the size of the offered memory do. Upstream's metadata server, NICs and staging buffer have no
+counterpart: the master knows all locations, and bytes move directly between the caller's memory and the pool's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moonpool.transfer.config import WireConfig
 _LOG = logging.getLogger(__name__)
 _FOREIGN_SCHEMES = ("etcd://", "redis://", "k8s://", "http://", "https://")
 _P2P = "P2PHANDSHAKE"
-# The same variables as for Moonpool's own commands: what the pool's nodes ask of whoever reaches their ports.
+# The same variables as for Moonpool's own commands: what a client shows to the ports of the pool's nodes.
 _CREDENTIALS = {
     "secret_file": "MOONPOOL_SECRET_FILE",
     "tls_cert_file": "MOONPOOL_TLS_CERT_FILE",
@@ -85,7 +85,7 @@ class SetupConfig:
 
     @property
     def namespace(self) -> bytes:
-        """In front of every key, so that tenants, and Moonpool's own blocks, are out of each other's reach."""
+        """The prefix of every key: it separates tenants from each other and from Moonpool's own blocks."""
         return f"mooncake/{self.tenant_id}/".encode()
 
     def log_ignored_settings(self) -> None:
@@ -100,13 +100,13 @@ class SetupConfig:
 
 
 def credentials() -> dict[str, Any]:
-    """WireConfig's settings of who may reach whom, from the environment."""
+    """Return WireConfig's secret and TLS settings from the environment."""
     assert set(_CREDENTIALS) <= {field.name for field in fields(WireConfig)}
     return {name: value for name, variable in _CREDENTIALS.items() if (value := os.environ.get(variable))}
 
 
 def _split_host(text: str) -> tuple[str, int | None]:
-    """The host and its port, if it has one. Colons without brackets are those of an IPv6 address."""
+    """Return the host and its port, if it has one. Colons without brackets are those of an IPv6 address."""
     host, _, port = text.rpartition(":")
     has_port = port.isascii() and port.isdigit() and (text.count(":") == 1 or host.endswith("]"))
     return (host.strip("[]"), int(port)) if has_port else (text.strip("[]"), None)

@@ -79,7 +79,7 @@ class SoftPinAction(IntEnum):
 
 
 class ObjectDataType(IntEnum):
-    """What the bytes are for; recorded by nobody, taken so that callers need not care."""
+    """What the bytes are for. Accepted for compatibility and not recorded."""
 
     UNKNOWN = 0
     KVCACHE = 1

@@ -1,14 +1,14 @@
-"""What a log file looks like, in bytes. No I/O.
+"""The format of a log file. No I/O.
 
     block 0      file header: number, size, a random nonce
-    batches      batch header (entries), then the objects, each as it lies in DRAM, each from a 4 KiB boundary on
-    nothing      what was never written, or stems from the file's earlier life
+    batches      batch header (entries), then the objects with the same bytes as in DRAM, each at a 4 KiB boundary
+    nothing      never written, or left from an earlier use of the file
     index        written when the file is sealed: all entries once more
     last block   trailer: where the index is
 
 A block is 4 KiB, numbers are little-endian, entries are msgpack. Headers and trailer carry the file's nonce and a
-crc32c. The nonce is what tells a header from an object's bytes that look like one, and a file's new life from its
-earlier one: nobody outside can know it beforehand. Index and trailer are written when all batches are durable, so a
+crc32c. The nonce distinguishes a header from an object's bytes that look like one, and the current use of a file from
+an earlier one: no client can know it beforehand. Index and trailer are written when all batches are durable, so a
 good trailer says that nothing in the file is torn.
 """
 
@@ -39,7 +39,7 @@ _ENTRY_BOUND_NBYTES = 48  # an entry without its key, at most
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One record of the log: an object, or (nbytes is None) a tombstone, which lies where its batch begins.
+    """One record of the log: an object, or (nbytes is None) a tombstone, whose offset is that of its batch.
 
     Of a key's records the one of the highest (generation, file, offset) counts. `crc` covers an object whose own
     header has no checksums.
@@ -68,7 +68,7 @@ class FileHeader(NamedTuple):
 
 
 class BatchHead(NamedTuple):
-    """What a batch's first block claims, before anything is checked."""
+    """The sizes in a batch's first block, before its checksum is checked."""
 
     header_nbytes: int
     batch_nbytes: int
@@ -89,7 +89,7 @@ def pad(nbytes: int) -> int:
 
 
 def entry_bound_nbytes(key_nbytes: int) -> int:
-    """How much an entry with such a key may take once it is encoded."""
+    """Return the largest encoded size of an entry with such a key."""
     return key_nbytes + _ENTRY_BOUND_NBYTES
 
 
@@ -98,7 +98,7 @@ def batch_header_bound_nbytes(entries_nbytes: int) -> int:
 
 
 def footer_bound_nbytes(index_nbytes: int) -> int:
-    """What index and trailer take at the end of a file."""
+    """Return the size of index and trailer at the end of a file."""
     return pad(index_nbytes) + UNIT_NBYTES
 
 
@@ -107,7 +107,7 @@ def pack_file_header(header: FileHeader) -> bytes:
 
 
 def parse_file_header(block: memoryview, number: int) -> FileHeader | None:
-    """None unless it is the header of that file; ConfigError when a newer Moonpool wrote it."""
+    """Return the header; None unless it is the header of that file. ConfigError when a newer Moonpool wrote it."""
     if not _is_whole(block, _FILE.size):
         return None
     magic, version, found_number, file_nbytes, nonce = _FILE.unpack_from(block)
@@ -125,7 +125,7 @@ def pack_batch_header(entries: Sequence[Entry], offset: int, header_nbytes: int,
 
 
 def peek_batch(block: memoryview, offset: int, header: FileHeader) -> BatchHead | None:
-    """How much to read before parse_batch(); None when no batch of this file begins here."""
+    """Return how much to read before parse_batch(); None when no batch of this file begins here."""
     magic, version, at, batch_nbytes, header_nbytes, body_nbytes, nonce = _BATCH.unpack_from(block)
     if magic != BATCH_MAGIC or version != VERSION or at != offset or nonce != header.nonce:
         return None
@@ -136,7 +136,7 @@ def peek_batch(block: memoryview, offset: int, header: FileHeader) -> BatchHead 
 
 
 def parse_batch(blocks: memoryview, offset: int, header: FileHeader) -> list[Entry] | None:
-    """The entries, of the `header_nbytes` that peek_batch() found; None when they are damaged."""
+    """Return the entries from the `header_nbytes` that peek_batch() found; None when they are damaged."""
     head = peek_batch(blocks, offset, header)
     if head is None:
         return None
@@ -150,7 +150,7 @@ def parse_batch(blocks: memoryview, offset: int, header: FileHeader) -> list[Ent
 
 
 def pack_footer(entries: Sequence[Entry], header: FileHeader) -> tuple[int, bytes]:
-    """(offset, bytes) of index and trailer."""
+    """Return offset and bytes of index and trailer."""
     body = _encoder.encode(entries)
     offset = header.file_nbytes - footer_bound_nbytes(len(body))
     fixed = _TRAILER.pack(_TRAILER_MAGIC, VERSION, header.number, offset, len(body), crc32c(body), header.nonce)
@@ -178,7 +178,7 @@ def parse_index(body: memoryview, trailer: Trailer, header: FileHeader) -> list[
 
 
 def _sealed(fixed: bytes, nbytes: int) -> bytes:
-    """With its crc behind it, padded to `nbytes`."""
+    """Return the bytes with their CRC appended, padded to `nbytes`."""
     assert len(fixed) + _CRC.size <= nbytes, "a header must fit the place that was kept for it"
     return (fixed + _CRC.pack(crc32c(fixed))).ljust(nbytes, b"\0")
 

@@ -44,16 +44,16 @@ _SEARCH_NBYTES = 4 * 1024 * 1024
 _MAGIC = np.frombuffer(BATCH_MAGIC, np.uint8)
 _OBJECT = np.frombuffer(object_header.MAGIC, np.uint8)
 _FIRST_BUFFER_NBYTES = 64 * 1024
-_READ_TIMEOUT_S = 600.0  # of one file; recovery has no one waiting with less patience
+_READ_TIMEOUT_S = 600.0  # of one file; no caller with a shorter timeout waits for recovery
 logger = logging.getLogger(__name__)
 
 
 class FoundRecord(NamedTuple):
     entries: list[Entry]
-    num_torn: int  # objects that are not whole
+    num_torn: int  # objects that are incomplete or damaged
     sealed: bool
     salvaged: Sequence[Entry] = ()
-    damaged_nbytes: int = 0  # where a batch must have been; what was salvaged there included
+    damaged_nbytes: int = 0  # where a batch must have been, salvaged objects included
     lost_batches: bool = False  # tombstones may have been among them
 
 
@@ -93,7 +93,7 @@ def _scan(read: Reader, header: FileHeader) -> FoundRecord:
 
 
 def _next_whole_batch(read: Reader, start: int, header: FileHeader) -> tuple[int, list[Entry], int]:
-    """Where the next batch with a good header begins, its entries, and where it ends; no entries at the file's end."""
+    """Return start, entries and end of the next batch with a good header; no entries at the end of the file."""
     at = _next_batch(read, start, header)
     while at is not None:
         entries, end = _read_batch(read, at, header)
@@ -104,7 +104,7 @@ def _next_whole_batch(read: Reader, start: int, header: FileHeader) -> tuple[int
 
 
 def _salvage(read: Reader, start: int, end: int, header: FileHeader) -> list[Entry]:
-    """Objects between two places that are whole by their own header and checksums."""
+    """Return the objects between two offsets whose own header and checksums are good."""
     found: list[Entry] = []
     at = start
     while at < end:
@@ -120,7 +120,7 @@ def _salvage(read: Reader, start: int, end: int, header: FileHeader) -> list[Ent
 
 
 def _object_at(read: Reader, offset: int, end: int, header: FileHeader) -> Entry | None:
-    """The object that begins there; None when it is damaged, or has no checksums to tell by."""
+    """Return the object that begins at `offset`; None when it is damaged or has no checksums."""
     try:
         head_nbytes = object_header.announced_nbytes(read(offset, UNIT_NBYTES))
         if head_nbytes > end - offset:
@@ -136,7 +136,7 @@ def _object_at(read: Reader, offset: int, end: int, header: FileHeader) -> Entry
 
 
 def _next_batch(read: Reader, start: int, header: FileHeader) -> int | None:
-    """Where, from `start` on, the next thing lies that looks like a batch."""
+    """Return the offset of the next batch from `start` on, by its first block; None when there is none."""
     at, nbytes = start, UNIT_NBYTES  # mostly it follows at once
     while at < header.file_nbytes:
         nbytes = min(nbytes, header.file_nbytes - at)
@@ -149,7 +149,7 @@ def _next_batch(read: Reader, start: int, header: FileHeader) -> int | None:
 
 
 def _read_batch(read: Reader, at: int, header: FileHeader) -> tuple[list[Entry], int]:
-    """The entries and where to look next."""
+    """Return the entries, and the offset where the search continues."""
     head = peek_batch(read(at, UNIT_NBYTES), at, header)
     entries = None if head is None else parse_batch(read(at, head.header_nbytes), at, header)
     if head is None or entries is None:
@@ -177,8 +177,8 @@ class RecoveredLog:
 
 
 def recover_folder(folder: LogFolder) -> RecoveredLog:
-    """Reads every file's index, or the file. Raises Unavailable when the disk cannot be read: nothing is given up for
-    that. A file without a valid header is given up: it never held anything, or nothing in it can be told apart.
+    """Read every file's index, or search the file. Unavailable when the disk cannot be read; no file is dropped then. A
+    file without a valid header is dropped: it never held anything, or its records cannot be identified.
     """
     recovered = RecoveredLog()
     reader = _Reader()
@@ -209,9 +209,8 @@ def recover_folder(folder: LogFolder) -> RecoveredLog:
 
 
 def _retire_useless(folder: LogFolder, index: LogIndex) -> None:
-    """Files with nothing alive and no tombstone that something older needs, the oldest first. Nobody reads them: who
-    knew their places knew them of an earlier incarnation. An owner that dies often would have no time to empty and to
-    rest them, and run out of files.
+    """Release files without live objects and needed tombstones, the oldest first. They have no readers: locations of an
+    earlier incarnation are void. An owner that crashes often would never drain and release them, and run out of files.
     """
     for number in sorted(folder.sizes):
         is_useless = not (any(index.live_of(number)) or index.tombstones_to_keep(number))
@@ -229,7 +228,7 @@ def _retired(folder: LogFolder, number: int) -> bool:
 
 
 def _recover_file(folder: LogFolder, number: int, read: Reader) -> tuple[FoundRecord | None, bool]:
-    """What was found, and whether all of it is durable now."""
+    """Return what was found, and whether all of it is durable now."""
     header = parse_file_header(read(0, UNIT_NBYTES), number) if folder.sizes[number] >= UNIT_NBYTES else None
     if header is None:
         return None, True
@@ -261,8 +260,8 @@ def _restore_size(folder: LogFolder, header: FileHeader) -> None:
 
 
 def _seal(folder: LogFolder, header: FileHeader, entries: list[Entry] | None) -> bool:
-    """So that the next start need not search again (None: it shall, but what is there is durable); False when it cannot
-    be done, and nothing depends on it.
+    """Make the file durable and write its index, so that the next start need not search it (`entries` None: write no
+    index, the next start must search it). Return False when that fails; nothing depends on it.
     """
     try:
         file = folder.open_to_write(header.number)
@@ -279,7 +278,7 @@ def _seal(folder: LogFolder, header: FileHeader, entries: list[Entry] | None) ->
 
 
 class _Reader:
-    """Reads files into one buffer, which grows."""
+    """Reads files into one growing buffer."""
 
     def __init__(self) -> None:
         self._buffer = aligned_buffer(_FIRST_BUFFER_NBYTES)

@@ -1,4 +1,4 @@
-"""What callers of the SSD log say and get: where an object lies, what was moved, how full it is, how it is set up."""
+"""Arguments and results of the SSD log: locations, records, moves, statistics, configuration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moonpool.node.ssd.layout import UNIT_NBYTES, Entry
 from moonpool.store.messages import Doubt
 from moonpool.transfer.memory.buffers import Buffer
 
-_MIN_FILES = 3  # one to write, one that is being emptied, one to move its objects to
+_MIN_FILES = 3  # one to write, one to empty, one to move its objects to
 _FILE_STEP_NBYTES = 64 * 1024  # a multiple of every disk's block
 _FILES_PER_RESERVED = 16
 
@@ -23,12 +23,12 @@ _FILES_PER_RESERVED = 16
 class SsdConfig:
     """ConfigError when the sizes do not fit each other."""
 
-    max_nbytes: int  # all files together; a sixteenth (at least one file) of it is kept for compaction
+    max_nbytes: int  # of all files; a sixteenth (at least one file) is reserved for compaction
     file_nbytes: int = 256 * 1024 * 1024
-    batch_nbytes: int = 16 * 1024 * 1024  # written by one system call where it can be
-    compact_dead_fraction: float = 0.2  # of a file; with less to win, moving what lives is not worth it
+    batch_nbytes: int = 16 * 1024 * 1024  # written by one system call if possible
+    compact_dead_fraction: float = 0.2  # of a file; below it, moving the live objects is not worth it
     max_open_files: int = 128
-    io_timeout_s: float = 30.0  # per read; one system call is never cut short
+    io_timeout_s: float = 30.0  # per read; a running system call is not interrupted
 
     def __post_init__(self) -> None:
         if self.file_nbytes < _FILE_STEP_NBYTES or self.file_nbytes % _FILE_STEP_NBYTES:
@@ -45,12 +45,12 @@ class SsdConfig:
 
     @property
     def reserved_nbytes(self) -> int:
-        """What only compaction and tombstones may use, so that a full log can still be tidied."""
+        """The space that only compaction and tombstones may use, so that a full log can still be compacted."""
         return max(1, self.max_nbytes // self.file_nbytes // _FILES_PER_RESERVED) * self.file_nbytes
 
 
 class LogLocation(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """Where an object lies: header first, `nbytes` without padding; `offset` is a multiple of 4 KiB."""
+    """The place of an object: header first, `nbytes` without padding; `offset` is a multiple of 4 KiB."""
 
     file_number: int
     offset: int
@@ -58,7 +58,7 @@ class LogLocation(msgspec.Struct, frozen=True, array_like=True, order=True):
 
 
 class LogItem(NamedTuple):
-    """An object to append: its bytes as they lie in DRAM, header included, in as many parts as they come."""
+    """An object to append: its bytes as in DRAM, header included, in one or more parts."""
 
     key: bytes
     generation: int
@@ -75,9 +75,9 @@ class StoredRecord(NamedTuple):
 
 
 class LogRead(NamedTuple):
-    """What to read and where to: the buffers together are exactly `location.nbytes`.
+    """An object to read. The buffers together have exactly `location.nbytes` bytes.
 
-    `crc` covers the whole of an object that has no checksums of its own; the log knows it and fills it in.
+    `crc` covers the whole of an object whose header has no checksums; the log fills it in.
     """
 
     key: bytes
@@ -88,7 +88,7 @@ class LogRead(NamedTuple):
 
 
 class MovedRecord(NamedTuple):
-    """`new` is None when the bytes turned out to be damaged: the object is gone."""
+    """A move. `new` is None when the object was found damaged and is lost."""
 
     key: bytes
     generation: int
@@ -99,16 +99,16 @@ class MovedRecord(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class SsdStats:
     live_nbytes: int  # of objects, padding included
-    dead_nbytes: int  # what compaction and release() can win back
+    dead_nbytes: int  # what compaction and release() can free
     free_nbytes: int  # what can be appended before that, framing included
     num_objects: int
     num_files: int  # drained ones included
     num_spare_files: int
     num_drained_files: int  # waiting for release()
-    num_pending_tombstones: int  # removed here; a crash now would bring them back
+    num_pending_tombstones: int  # removed; a crash now would bring these objects back
     num_corrupt: int  # objects that failed a check when they were read, since open()
     num_torn: int  # objects that recovery dropped: half written, or damaged since
-    num_unreadable_files: int  # files that recovery gave up
+    num_unreadable_files: int  # files that recovery could not read
     damaged_nbytes: int  # parts of files, found at the start, whose batch headers are damaged
     num_salvaged: int  # objects found in them that the master has confirmed
     direct: bool
