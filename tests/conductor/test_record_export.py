@@ -83,10 +83,10 @@ def test_the_trace_reads_back_with_the_simulators_reader(tmp_path) -> None:
     path.write_bytes(data)
     trace = read_jsonl(path)
     assert len(trace) == 4
-    assert [list(trace.request(i).block_ids) for i in range(4)] == [[0, 1], [0, 2, 3], [0, 4], [5]]
+    assert [list(request.block_ids) for request in trace] == [[0, 1], [0, 2, 3], [0, 4], [5]]
     assert [line["timestamp"] for line in lines] == [0, 250, 500, 750]
-    assert [trace.request(i).arrival_s for i in range(4)] == pytest.approx([0.0, 0.25, 0.5, 0.75])
-    assert [trace.request(i).num_input for i in range(4)] == [600, 1300, 612, 1]
+    assert [request.arrival_s for request in trace] == pytest.approx([0.0, 0.25, 0.5, 0.75])
+    assert [request.num_input for request in trace] == [600, 1300, 612, 1]
 
 
 def recorded_store(prompts: list[list[int]]) -> RecordStore:

@@ -304,17 +304,17 @@ def test_renewing_by_hand(slow_pool: LocalPool) -> None:
     client.abort_puts(sessions)
 
 
-def test_puts_and_views_of_a_process_are_known_at_the_desk(slow_pool: LocalPool) -> None:
-    desk = slow_pool.nodes[0]._desk
+def test_puts_and_views_of_a_process_are_known_to_the_node(slow_pool: LocalPool) -> None:
+    registry = slow_pool.nodes[0]._registry
     reader = slow_pool.client()
     reader.get(b"k")
-    assert desk.sessions() == [], "who only copies holds nothing"
+    assert registry.sessions() == [], "who only copies holds nothing"
     reader.put(b"k", b"1")
-    assert len(desk.sessions()) == 1
+    assert len(registry.sessions()) == 1
     slow_pool.client(shm=False).put(b"far", b"1")
-    assert len(desk.sessions()) == 1, "nor does who writes by tcp"
+    assert len(registry.sessions()) == 1, "nor does who writes by tcp"
     reader.close()
-    wait_until(lambda: desk.sessions() == [])
+    wait_until(lambda: registry.sessions() == [])
 
 
 def test_memory_before_disks_and_here_before_there(tmp_path: Path) -> None:
