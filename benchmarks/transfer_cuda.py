@@ -40,9 +40,9 @@ T = 30.0
 def own(nbytes: int, granule_nbytes: int) -> None:
     """The owner's process; ends with its standard input."""
     segment = DeviceSegment.create("pool", nbytes, device=0, granule_nbytes=granule_nbytes or None, incarnation=1)
-    desk = ControlHandler()
-    tcp = TcpTransport(desk=desk)
-    cuda = CudaTransport(desk, tcp.serve(segment), tcp.line)
+    control = ControlHandler()
+    tcp = TcpTransport(control=control)
+    cuda = CudaTransport(control, tcp.serve(segment), tcp.line)
     endpoint = cuda.serve(segment)
     descriptor = SegmentDescriptor(name="pool", nbytes=nbytes, incarnation=1, host=host_id(), endpoints=(endpoint,))
     print(msgspec.json.encode(descriptor).decode(), flush=True)

@@ -102,13 +102,13 @@ class Assembly:
         guard = config.guard()
         self._tcp = [self._add(self._tcp_at(rail, guard)) for rail in self._rails]
         self._client = self._tcp[0] if self._tcp else self._add(self._tcp_at(None, guard))
-        shm = [self._add(ShmTransport(config.run_dir, desk=control))] if config.shm else []
+        shm = [self._add(ShmTransport(config.run_dir, control=control))] if config.shm else []
         tcp_control = self._client.endpoint
         ordered: list[Transport] = [self._add(FileTransport())]
         if fabric is not None:
-            ordered.append(self._add(MemoryTransport(fabric, desk=control)))
+            ordered.append(self._add(MemoryTransport(fabric, control=control)))
         ordered.append(
-            self._add(CudaTransport(control, shm[0].desk_endpoint if shm else tcp_control, self.control_client))
+            self._add(CudaTransport(control, shm[0].control_endpoint if shm else tcp_control, self.control_client))
         )
         ordered += shm
         if config.nixl:
@@ -127,7 +127,7 @@ class Assembly:
         return TcpTransport(
             rail.address if rail is not None else None,
             config.tcp_port,
-            desk=self._control,
+            control=self._control,
             lanes=config.lanes,
             advertise_host=config.tcp_advertise_host if rail in self._rails[:1] else None,
             max_connections=config.tcp_max_connections,

@@ -20,8 +20,8 @@ class PathsTransport(Transport):
     scheme = "paths"
 
     def __init__(self) -> None:
-        self.desk = ControlHandler()
-        self._rails = [TcpTransport("127.0.0.1", desk=self.desk) for _ in range(2)]
+        self.control = ControlHandler()
+        self._rails = [TcpTransport("127.0.0.1", control=self.control) for _ in range(2)]
         self._lock = threading.Lock()
         self._peers: dict[str, PeerPaths] = {}
 

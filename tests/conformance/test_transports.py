@@ -103,15 +103,15 @@ class World:
 
 
 class NixlBesideTcp(NixlTransport):
-    """With the tcp port that brings questions to its desk, as an engine has it."""
+    """With the tcp port that brings questions to its control, as an engine has it."""
 
     def __init__(self) -> None:
         self._tcp = TcpTransport("127.0.0.1")
-        self.desk = self._tcp.desk
+        self.control = self._tcp.control
         with Segment.over("probe", bytearray(1), incarnation=1) as probe:
             endpoint = self._tcp.serve(probe)
             self._tcp.unserve("probe")
-        super().__init__(self.desk, endpoint, self._tcp.line)
+        super().__init__(self.control, endpoint, self._tcp.line)
 
     def close(self) -> None:
         super().close()
@@ -530,14 +530,14 @@ def test_messages_reach_the_owner_in_order(world: World) -> None:
     for number in range(5):
         remote.notify(b"%d" % number, timeout_s=T)
     remote.notify(bytes(MAX_MESSAGE_NBYTES), timeout_s=T)
-    assert world.owner.desk.mailbox.take_all() == [
+    assert world.owner.control.mailbox.take_all() == [
         *(Notification("seg", b"%d" % number) for number in range(5)),
         Notification("seg", bytes(MAX_MESSAGE_NBYTES)),
     ]
     with pytest.raises(InvalidInput, match="at most"):
         remote.notify(bytes(MAX_MESSAGE_NBYTES + 1), timeout_s=T)
     assert _refused_after(lambda: remote.notify(bytes(MAX_MESSAGE_NBYTES), timeout_s=T)) > 100
-    assert world.owner.desk.mailbox.take_all()
+    assert world.owner.control.mailbox.take_all()
     world.owner.unserve("seg")
     with pytest.raises(NotFound):
         remote.notify(b"late", timeout_s=T)

@@ -33,7 +33,7 @@ from moonpool.base import cluster
 from moonpool.base.frames import FrameKind, encode_frame
 from moonpool.base.rpc import Call
 from moonpool.base.rpc.protocol import Hello
-from moonpool.transfer import control as desk
+from moonpool.transfer import control
 from moonpool.transfer.transports.shm import server as shm_server
 from moonpool.transfer.transports.tcp import guard
 from moonpool.transfer.transports.tcp.frames import FrameOp, Request, pack_ask, pack_request
@@ -88,7 +88,7 @@ SERVICES = {
     "conductor": calls_in(conductor_messages, cluster),
     "worker": calls_in(worker_messages),
     "node": calls_in(node_messages),
-    "shm": calls_in(shm_server, desk),
+    "shm": calls_in(shm_server, control),
 }
 _SERVICE_NAMES = {
     "store": "store",

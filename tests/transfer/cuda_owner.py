@@ -53,9 +53,9 @@ def contents(segment: DeviceSegment) -> np.ndarray:
 def main(kind: str, nbytes: int, granule_nbytes: int) -> None:
     segment = make(kind, nbytes, granule_nbytes or None)
     segment.write_from(0, [np.random.default_rng(1).bytes(nbytes)], generation=0, timeout_s=30)
-    desk = ControlHandler()
-    tcp = TcpTransport(desk=desk)
-    cuda = CudaTransport(desk, tcp.serve(segment), tcp.line)
+    control = ControlHandler()
+    tcp = TcpTransport(control=control)
+    cuda = CudaTransport(control, tcp.serve(segment), tcp.line)
     endpoint = cuda.serve(segment)
     descriptor = SegmentDescriptor(
         name="pool", nbytes=nbytes, incarnation=1, host=host_id(), endpoints=(endpoint,), location=segment.location

@@ -22,10 +22,10 @@ NBYTES = 64 * 1024
 class Port:
     def __init__(self, guard: Guard | None, **settings: Any) -> None:
         self.segment = Segment.allocate("seg", NBYTES, granule_nbytes=4096, incarnation=1)
-        self.desk = ControlHandler()
-        self.desk.serve(self.segment)
+        self.control = ControlHandler()
+        self.control.serve(self.segment)
         settings = {"stall_timeout_s": 2.0, "max_connections": 16} | settings
-        self.server = TcpServer(self.desk, "127.0.0.1", 0, guard=guard, **settings)
+        self.server = TcpServer(self.control, "127.0.0.1", 0, guard=guard, **settings)
         self.endpoint = f"tcp:127.0.0.1:{self.server.port}"
         self._pools: list[LanePool] = []
 

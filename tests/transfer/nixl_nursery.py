@@ -28,7 +28,7 @@ def own(nbytes: int, granule_nbytes: int) -> None:
     segment = Segment.allocate("pool", nbytes, granule_nbytes=granule_nbytes or None, incarnation=1)
     segment.memory[:] = np.random.default_rng(1).bytes(nbytes)
     tcp = TcpTransport("127.0.0.1")
-    transport = NixlTransport(tcp.desk, tcp.serve(segment), tcp.line)
+    transport = NixlTransport(tcp.control, tcp.serve(segment), tcp.line)
     endpoints = (transport.serve(segment),)
     descriptor = SegmentDescriptor(name="pool", nbytes=nbytes, incarnation=1, host=host_id(), endpoints=endpoints)
     print(msgspec.json.encode({"pid": os.getpid(), "descriptor": descriptor}).decode(), flush=True)

@@ -32,18 +32,18 @@ class Memories:
     """Two segments that are served, cut out of the middle of larger memory, and two that are not."""
 
     nbytes: int
-    desk: ControlHandler = field(default_factory=lambda: ControlHandler(incarnation=5))
+    control: ControlHandler = field(default_factory=lambda: ControlHandler(incarnation=5))
 
     def __post_init__(self) -> None:
         names = ("seg", "fenced", "private", "gone")
         self.wholes = {name: bytearray(bytes([at + 1]) * (self.nbytes + 2 * MARGIN)) for at, name in enumerate(names)}
         self.segments = {name: self._segment(name) for name in names}
         for name in ("seg", "fenced", "gone"):
-            self.desk.serve(self.segments[name])
-            self.desk.publish(
+            self.control.serve(self.segments[name])
+            self.control.publish(
                 SegmentDescriptor(name=name, nbytes=self.nbytes, incarnation=1, host="h", endpoints=("tcp:h:1",))
             )
-        self.desk.withdraw("gone")
+        self.control.withdraw("gone")
 
     def _segment(self, name: str) -> Segment:
         middle = memoryview(self.wholes[name])[MARGIN:-MARGIN]
@@ -125,7 +125,7 @@ class Shadow:
 
     def _ask(self, id_: int, body: bytes) -> Answer:
         try:
-            return Answer(id_, True, self.memories.desk.answer_body(body))
+            return Answer(id_, True, self.memories.control.answer_body(body))
         except MoonpoolError:
             return Answer(id_, False, b"")
 

@@ -402,14 +402,14 @@ for _name, _test in vars(SUITE).items():
 
 
 class WithDesk(CudaTransport):
-    """A transport with a desk of its own, which it closes."""
+    """A transport with a control of its own, which it closes."""
 
     def __init__(self) -> None:
-        desk = ControlHandler()
-        self._tcp = TcpTransport(desk=desk)
+        control = ControlHandler()
+        self._tcp = TcpTransport(control=control)
         endpoint = self._tcp.serve(Segment.over("probe", bytearray(1), incarnation=1))
         self._tcp.unserve("probe")
-        super().__init__(desk, endpoint, self._tcp.line)
+        super().__init__(control, endpoint, self._tcp.line)
 
     def close(self) -> None:
         self._tcp.close()

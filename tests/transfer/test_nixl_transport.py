@@ -64,9 +64,9 @@ class Offerer:
 
     def __init__(self) -> None:
         self._tcp = TcpTransport("127.0.0.1")
-        self.desk = self._tcp.desk
+        self.control = self._tcp.control
         self._probe = Segment.over("probe", bytearray(1), incarnation=1)
-        self.transport = NixlTransport(self.desk, self._tcp.serve(self._probe), self._tcp.line)
+        self.transport = NixlTransport(self.control, self._tcp.serve(self._probe), self._tcp.line)
 
     def serve(self, segment: Segment) -> SegmentDescriptor:
         endpoint = self.transport.serve(segment)
@@ -174,7 +174,7 @@ def test_a_process_that_used_it_ends_well_and_prints_nothing() -> None:
 def test_an_address_that_makes_no_sense_is_an_error(offerer: Offerer, asker: Asker, answer: bytes) -> None:
     with Segment.allocate("seg", NBYTES, incarnation=1) as segment:
         descriptor = offerer.serve(segment)
-        offerer.desk.on_attach("nixl", lambda _segment, _hello: answer)
+        offerer.control.on_attach("nixl", lambda _segment, _hello: answer)
         with pytest.raises((ProtocolError, PeerLost)):
             asker.open(descriptor)
 

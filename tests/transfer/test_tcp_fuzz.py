@@ -63,7 +63,7 @@ class Owner:
     def __init__(self, guard: Guard | None = None) -> None:
         self.memories = Memories(NBYTES)
         self.server = TcpServer(
-            self.memories.desk, "127.0.0.1", 0, stall_timeout_s=10.0, max_connections=64, guard=guard
+            self.memories.control, "127.0.0.1", 0, stall_timeout_s=10.0, max_connections=64, guard=guard
         )
         self._pool = LanePool("127.0.0.1", self.server.port, 1, guard)
         descriptor = SegmentDescriptor(name="seg", nbytes=NBYTES, incarnation=1, host="h", endpoints=())
@@ -271,10 +271,10 @@ def test_callers_of_the_desk_and_of_the_guard_fed_nonsense(times: int) -> None:
 @scale
 def test_an_shm_owner_and_its_callers_fed_damaged_frames(tmp_path: Path, times: int) -> None:
     path = str(tmp_path / "s.sock")
-    desk = ControlHandler(incarnation=5)
+    control = ControlHandler(incarnation=5)
     with Segment.allocate("seg", NBYTES, incarnation=1) as segment, Segment.allocate("private", 1, incarnation=1):
-        desk.serve(segment)
-        server = ShmServer(desk, path, max_connections=64)
+        control.serve(segment)
+        server = ShmServer(control, path, max_connections=64)
         ask = encode_frame(FrameKind.CALL, 1, b"\x93\xaaAskSegment\xa3seg\x01")
         descriptor = SegmentDescriptor(name="seg", nbytes=NBYTES, incarnation=1, host=host_id(), endpoints=())
 

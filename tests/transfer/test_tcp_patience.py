@@ -99,7 +99,7 @@ def test_an_idle_peer_is_no_stalled_one(port: Port) -> None:
 
 
 def test_answers_that_wait_are_bounded_in_bytes() -> None:
-    """Answers of the desk are no segment's memory, and count all the same."""
+    """Answers of the control are no segment's memory, and count all the same."""
     left, right = socket.socketpair()
     taken = threading.Thread(target=read_all, args=(right,))
     taken.start()

@@ -22,9 +22,9 @@ class MemoryFabric:
         self._owners: dict[str, ControlHandler] = {}
         self._lock = threading.Lock()
 
-    def join(self, owner: str, desk: ControlHandler) -> None:
+    def join(self, owner: str, control: ControlHandler) -> None:
         with self._lock:
-            self._owners[owner] = desk
+            self._owners[owner] = control
 
     def leave(self, owner: str) -> None:
         with self._lock:
@@ -37,21 +37,21 @@ class MemoryFabric:
 class MemoryTransport(Transport):
     scheme = "memory"
 
-    def __init__(self, fabric: MemoryFabric, *, desk: ControlHandler | None = None) -> None:
+    def __init__(self, fabric: MemoryFabric, *, control: ControlHandler | None = None) -> None:
         self._fabric = fabric
         self._owner = uuid.uuid4().hex
-        self.desk = desk or ControlHandler()
-        fabric.join(self._owner, self.desk)
+        self.control = control or ControlHandler()
+        fabric.join(self._owner, self.control)
 
     def can_serve(self, segment: Segment) -> bool:
         return segment.in_memory
 
     def serve(self, segment: Segment) -> str:
-        self.desk.serve(segment)
+        self.control.serve(segment)
         return f"{self.scheme}:{self._owner}"
 
     def unserve(self, name: str) -> None:
-        self.desk.withdraw(name)
+        self.control.withdraw(name)
 
     def usable(self, descriptor: SegmentDescriptor, endpoint: str) -> bool:
         return self._fabric.desk_of(rest_of(endpoint, self.scheme)) is not None
@@ -61,7 +61,7 @@ class MemoryTransport(Transport):
 
     def close(self) -> None:
         self._fabric.leave(self._owner)
-        self.desk.close()
+        self.control.close()
 
 
 class MemoryRemote(MappedRemote):
@@ -80,15 +80,15 @@ class MemoryRemote(MappedRemote):
 
     def notify(self, message: bytes, *, timeout_s: float) -> None:
         check_message(message)
-        self._desk().answer(Notify(self._name, self._incarnation, message))
+        self._control().answer(Notify(self._name, self._incarnation, message))
 
     def _borrow(self, timeout_s: float) -> Borrowed:
-        return self._desk().segments.find(self._name, self._incarnation).borrow()
+        return self._control().segments.find(self._name, self._incarnation).borrow()
 
-    def _desk(self) -> ControlHandler:
+    def _control(self) -> ControlHandler:
         if self._closed:
             raise PeerLost(f"this handle of segment {self._name!r} is closed")
-        desk = self._fabric.desk_of(self._owner)
-        if desk is None:
+        control = self._fabric.desk_of(self._owner)
+        if control is None:
             raise PeerLost(f"the owner of segment {self._name!r} is gone")
-        return desk
+        return control

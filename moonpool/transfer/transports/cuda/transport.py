@@ -1,10 +1,10 @@
 """GPU memory between processes of one machine, by CUDA IPC: the owner says where its memory lies, the other maps it and
 copies between it and its own memory, main or GPU's. The owner does nothing for a transfer.
 
-What the owner must be asked (where the memory is, whether it is still served, the fence's leave) goes by its desk.
+What the owner must be asked (where the memory is, whether it is still served, the fence's leave) goes by its control.
 Before each transfer the offer is asked for again: an owner that is gone, or has put other memory under the name, is
 found out before a byte moves, and the old mapping is let go. A peer that maps a segment could reach the whole
-allocation that it lies in, so the desk should be one that only this user's processes reach (a Unix socket).
+allocation that it lies in, so the control handler should be one that only this user's processes reach (a Unix socket).
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ from moonpool.transfer.transports.cuda.segment import DeviceSegment, memories_nb
 
 
 class CudaTransport(Transport):
-    """`desk_endpoint` is where others reach `desk` ("unix:/path", "tcp:host:port"; None: opens others' segments only);
-    `line_to` makes a line to such an endpoint.
+    """`control_endpoint` is where others reach `control` ("unix:/path", "tcp:host:port"); with None the transport only
+    opens segments of others. `line_to` makes a control client of such an endpoint.
     """
 
     scheme = "cuda"
 
     def __init__(
-        self, desk: ControlHandler, desk_endpoint: str | None, line_to: Callable[[str], ControlClient]
+        self, control: ControlHandler, control_endpoint: str | None, line_to: Callable[[str], ControlClient]
     ) -> None:
-        self.desk = desk
-        self._desk_endpoint = desk_endpoint
+        self.control = control
+        self._desk_endpoint = control_endpoint
         self._line_to = line_to
         self._offers: WeakKeyDictionary[DeviceSegment, Offers] = WeakKeyDictionary()
         self._lock = threading.Lock()
         self._closed = False
-        desk.on_attach(self.scheme, self._answer)
+        control.on_attach(self.scheme, self._answer)
 
     def can_serve(self, segment: Segment) -> bool:
         return self._desk_endpoint is not None and isinstance(segment, DeviceSegment)
@@ -65,12 +65,12 @@ class CudaTransport(Transport):
         with self._lock:
             if self._closed:
                 raise PeerLost("this transport is closed")
-            self.desk.serve(segment)
+            self.control.serve(segment)
             self._offers[segment] = Offers(segment)
         return f"{self.scheme}:{self._desk_endpoint}"
 
     def unserve(self, name: str) -> None:
-        self.desk.withdraw(name)
+        self.control.withdraw(name)
 
     def usable(self, descriptor: SegmentDescriptor, endpoint: str) -> bool:
         if descriptor.host != host_id():
@@ -90,10 +90,10 @@ class CudaTransport(Transport):
         with self._lock:
             self._closed = True
             self._offers.clear()
-        self.desk.close()
+        self.control.close()
 
     def _answer(self, segment: Segment, asked: bytes) -> bytes:
-        """On the desk's thread."""
+        """Runs on a thread of the control handler."""
         offers = self._offers.get(segment) if isinstance(segment, DeviceSegment) else None
         if offers is None:
             raise NotFound(f"segment {segment.name!r} is not served by {self.scheme} here")

@@ -1,11 +1,12 @@
 """Between machines through NIXL and UCX: RDMA, RoCE, EFA or NVLink where there is one of them, plain TCP elsewhere.
 
-The bytes pass the owner's desk by; the desk is asked for the way to a segment, for the fence's leave before a write and
-its word after it, and after every transfer whether the segment is still served. Only bytes for which it says so count.
+The bytes do not pass the owner's control handler; it is asked for the way to a segment, for the fence's leave before a
+write and its word after it, and after every transfer whether the segment is still served. Only bytes for which it says
+so count.
 
 An owner has one agent per served segment. It costs a thread, some sockets and 40 ms; but an agent can be closed, and
-that is the one way NIXL has to take back what peers were given: when unserve() returns, none of them reaches the
-memory any more, whatever it had in the air.
+that is the one way NIXL has to take back what peers were given: when unserve() returns, none of them reaches the memory
+any more, whatever it had in the air.
 
 A write that ended with DeadlineExceeded or PeerLost may still land, as long as owner and writer live and are connected.
 """
@@ -47,33 +48,33 @@ _PULSE_TIMEOUT_S = 1.0  # for an owner to say that it lives, while a transfer is
 
 
 class NixlTransport(Transport):
-    """`desk_endpoint` is where peers reach `desk` ("tcp:10.0.0.1:4711"), None for a transport that only opens others'
-    segments; `lines` makes the way to another's desk from such an endpoint. When the endpoint is of the loopback
-    interface, UCX stays off the network too. ConfigError when NIXL is not installed.
+    """`control_endpoint` is where peers reach `control` ("tcp:10.0.0.1:4711"); with None the transport only opens
+    segments of others. `lines` makes a control client of such an endpoint. When the endpoint is of the loopback interface, UCX
+    stays off the network too. Raise ConfigError when NIXL is not installed.
     """
 
     scheme = "nixl"
 
     def __init__(
         self,
-        desk: ControlHandler,
-        desk_endpoint: str | None,
+        control: ControlHandler,
+        control_endpoint: str | None,
         lines: Callable[[str], ControlClient],
         *,
         staging_slot_nbytes: int = SLOT_NBYTES,
         max_staging_slots: int = MAX_SLOTS,
     ) -> None:
         check_installed()
-        self._desk = desk
-        self._desk_endpoint = desk_endpoint
+        self._control = control
+        self._desk_endpoint = control_endpoint
         self._lines = lines
         self._slot_nbytes, self._max_slots = staging_slot_nbytes, max_staging_slots
-        self._loopback_only = desk_endpoint is not None and _is_loopback(desk_endpoint)
+        self._loopback_only = control_endpoint is not None and _is_loopback(control_endpoint)
         self._lock = threading.Lock()
         self._offers: dict[str, _Offer] = {}
         self._link: NixlLink | None = None
         self._closed = False
-        desk.on_attach(self.scheme, self._answer)
+        control.on_attach(self.scheme, self._answer)
 
     def can_serve(self, segment: Segment) -> bool:
         return self._desk_endpoint is not None and segment.in_memory and parse_location(segment.location).kind == "cpu"
@@ -87,12 +88,12 @@ class NixlTransport(Transport):
             offer = self._offers.get(segment.name)
             if offer is None or offer.segment is not segment:
                 self._offers[segment.name] = self._make_offer(segment)
-                if offer is not None:  # the desk has forgotten it already
+                if offer is not None:  # the control handler has dropped it already
                     offer.close()
         return f"{self.scheme}:{self._desk_endpoint}"
 
     def unserve(self, name: str) -> None:
-        self._desk.withdraw(name)
+        self._control.withdraw(name)
         with self._lock:
             offer = self._offers.pop(name, None)
         if offer is not None:
@@ -112,7 +113,7 @@ class NixlTransport(Transport):
         return remote
 
     def close(self) -> None:
-        """The desk is not ours and stays open."""
+        """The control is not ours and stays open."""
         with self._lock:
             self._closed = True
             offers, self._offers = list(self._offers.values()), {}
@@ -125,7 +126,7 @@ class NixlTransport(Transport):
     def _make_offer(self, segment: Segment) -> _Offer:
         offer = _Offer(segment, loopback_only=self._loopback_only)
         try:
-            self._desk.serve(segment)
+            self._control.serve(segment)
         except BaseException:
             offer.close()
             raise

@@ -2,7 +2,7 @@
 
 A client asks once, with one CALL frame, and gets a REPLY frame, or an ERROR frame. If it asked for a segment the reply
 has the descriptor attached, and the client keeps the connection open and sends nothing more: as long as it is open the
-owner lives and serves the segment. Calls to the desk (transfer/control.py) are taken too. One thread does it all.
+owner lives and serves the segment. Control calls (transfer/control.py) are taken too. One thread does it all.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class _Client:
 class ShmServer:
     """Listens at `path` from construction to close(), which removes the path again."""
 
-    def __init__(self, desk: ControlHandler, path: str, *, max_connections: int) -> None:
-        self._desk = desk
+    def __init__(self, control: ControlHandler, path: str, *, max_connections: int) -> None:
+        self._control = control
         self._path = path
         self._max_connections = max_connections
         self._lock = threading.Lock()
@@ -156,7 +156,7 @@ class ShmServer:
         if isinstance(call, AskSegment):
             self._grant(client, call_id, call)
             return
-        reply = encode_value(FrameKind.REPLY, call_id, self._desk.answer(call))
+        reply = encode_value(FrameKind.REPLY, call_id, self._control.answer(call))
         if client.sock.send(reply) < len(
             reply
         ):  # nobody waits here for a reader, so an answer fits the socket or fails
@@ -165,7 +165,7 @@ class ShmServer:
     def _grant(self, client: _Client, call_id: int, ask: AskSegment) -> None:
         # Under the lock, so that after hang_up_segment() nobody is being given a descriptor that is about to close.
         with self._lock:
-            segment = self._desk.segments.find(ask.name, ask.incarnation)
+            segment = self._control.segments.find(ask.name, ask.incarnation)
             fence, fd = segment.fence, segment.fd
             if fd is None:
                 raise NotFound(f"segment {ask.name!r} is closed")

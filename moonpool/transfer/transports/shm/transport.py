@@ -32,7 +32,7 @@ R = TypeVar("R")
 
 
 class UnixControlClient:
-    """To the desk of the process that listens at `path`; a connection for each question."""
+    """Calls the control handler of the process that listens at `path`; one connection per call."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -69,28 +69,28 @@ class ShmTransport(Transport):
     scheme = "shm"
 
     def __init__(
-        self, run_dir: str, *, desk: ControlHandler | None = None, max_connections: int = MAX_CONNECTIONS
+        self, run_dir: str, *, control: ControlHandler | None = None, max_connections: int = MAX_CONNECTIONS
     ) -> None:
         os.makedirs(run_dir, mode=0o700, exist_ok=True)
         path = os.path.join(os.path.abspath(run_dir), f"shm-{os.getpid()}-{uuid.uuid4().hex[:8]}.sock")
         self._path = parse_address(f"unix:{path}").path  # refuses a path too long for the kernel
-        self.desk = desk or ControlHandler()
-        self._server = ShmServer(self.desk, self._path, max_connections=max_connections)
+        self.control = control or ControlHandler()
+        self._server = ShmServer(self.control, self._path, max_connections=max_connections)
 
     @property
-    def desk_endpoint(self) -> str:
-        """Where processes of this machine reach the desk."""
+    def control_endpoint(self) -> str:
+        """Return where processes of this machine reach the control handler."""
         return f"unix:{self._path}"
 
     def can_serve(self, segment: Segment) -> bool:
         return segment.in_memory and segment.fd is not None
 
     def serve(self, segment: Segment) -> str:
-        self.desk.serve(segment)
+        self.control.serve(segment)
         return f"{self.scheme}:{self._path}"
 
     def unserve(self, name: str) -> None:
-        self.desk.withdraw(name)
+        self.control.withdraw(name)
         self._server.hang_up_segment(name)
 
     def usable(self, descriptor: SegmentDescriptor, endpoint: str) -> bool:
@@ -101,7 +101,7 @@ class ShmTransport(Transport):
 
     def close(self) -> None:
         self._server.close()
-        self.desk.close()
+        self.control.close()
 
 
 class _Attachment:

@@ -87,13 +87,13 @@ class TcpConnection:
     def __init__(
         self,
         sock: socket.socket,
-        desk: ControlHandler,
+        control: ControlHandler,
         staging: BouncePool,
         stall_timeout_s: float,
         idle_timeout_s: float,
     ) -> None:
         self._sock = sock
-        self._desk = desk
+        self._control = control
         self._staging = staging
         self._stall_timeout_s = stall_timeout_s
         self._idle_timeout_s = idle_timeout_s
@@ -164,7 +164,7 @@ class TcpConnection:
         self._receive(body)
         call = check_body(bytes(body), request.checksum)
         try:
-            answer = self._desk.answer_body(call)
+            answer = self._control.answer_body(call)
         except MoonpoolError as error:
             self._outbox.add(pack_refusal(request.request_id, error))
             return
@@ -293,7 +293,7 @@ class TcpConnection:
         return receive_present(self._sock, rest)
 
     def _target(self, request: Request) -> Segment:
-        segment = self._desk.segments.find(request.name, request.incarnation)
+        segment = self._control.segments.find(request.name, request.incarnation)
         check_bounds(request.offset, request.nbytes, segment.nbytes)
         return segment
 

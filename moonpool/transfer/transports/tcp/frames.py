@@ -8,7 +8,7 @@ Request, 56 bytes, then the name, then for a WRITE the data, for an ASK the call
     40  generation u64: that a WRITE stamps; that a READ expects, 0 for none
     48  CRC-32C u32 of the name, or of an ASK's call                           52  CRC-32C u32 of bytes 0 to 52
 
-An ASK carries one call to the owner's desk (transfer/control.py), msgpack, at most 64 KiB; its other fields are 0.
+An ASK carries one control call (transfer/control.py), msgpack, at most 64 KiB; its other fields are 0.
 
 Response, 32 bytes, then for a READ or ASK that succeeded the data, or for a failure its text:
 

@@ -113,7 +113,7 @@ class TcpServer:
 
     def __init__(
         self,
-        desk: ControlHandler,
+        control: ControlHandler,
         host: str,
         port: int,
         *,
@@ -122,7 +122,7 @@ class TcpServer:
         idle_timeout_s: float = IDLE_TIMEOUT_S,
         guard: Guard | None = None,
     ) -> None:
-        self._desk = desk
+        self._control = control
         self._staging = staging_buffers()
         self._stall_timeout_s = stall_timeout_s
         self._max_connections = max_connections
@@ -230,7 +230,7 @@ class TcpServer:
     def _serve(self, caller: _Caller) -> str:
         """Answer the caller's requests; return why that ended."""
         caller.connection = TcpConnection(
-            caller.sock, self._desk, self._staging, self._stall_timeout_s, self._idle_timeout_s
+            caller.sock, self._control, self._staging, self._stall_timeout_s, self._idle_timeout_s
         )
         if caller.proven:
             return caller.connection.serve()

@@ -54,7 +54,7 @@ _REQUEST_ID = 1  # one question at a time, and no answer is ever left on a lane
 
 
 class TcpControlClient:
-    """To the desk behind a pool of lanes, which it shares with the data."""
+    """Calls a control handler over a pool of lanes, which carries data too."""
 
     def __init__(self, pool: LanePool) -> None:
         self._pool = pool
@@ -102,7 +102,7 @@ class TcpTransport(Transport):
         host: str | None = "127.0.0.1",
         port: int = 0,
         *,
-        desk: ControlHandler | None = None,
+        control: ControlHandler | None = None,
         lanes: int = 2,
         advertise_host: str | None = None,
         max_connections: int = MAX_CONNECTIONS,
@@ -110,7 +110,7 @@ class TcpTransport(Transport):
         stall_timeout_s: float = STALL_TIMEOUT_S,
         guard: Guard | None = None,
     ) -> None:
-        self.desk = desk or ControlHandler()
+        self.control = control or ControlHandler()
         self._pools: dict[tuple[str, int], LanePool] = {}
         self._lanes = lanes
         self._guard = guard
@@ -122,7 +122,7 @@ class TcpTransport(Transport):
             if self._advertise_host in _WILDCARDS:
                 raise ConfigError(f"listening on {host} needs an address to tell others (tcp_advertise_host)")
             self._server = TcpServer(
-                self.desk,
+                self.control,
                 host,
                 port,
                 stall_timeout_s=stall_timeout_s,
@@ -133,7 +133,7 @@ class TcpTransport(Transport):
 
     @property
     def endpoint(self) -> str | None:
-        """Where others reach this one's segments and desk; None when it does not listen."""
+        """Where others reach this one's segments and control; None when it does not listen."""
         if self._server is None or self._advertise_host is None:
             return None
         return f"{self.scheme}:{host_port(self._advertise_host, self._server.port)}"
@@ -149,11 +149,11 @@ class TcpTransport(Transport):
         endpoint = self.endpoint
         if endpoint is None:
             raise InvalidInput("this tcp transport does not listen")
-        self.desk.serve(segment)
+        self.control.serve(segment)
         return endpoint
 
     def unserve(self, name: str) -> None:
-        self.desk.withdraw(name)
+        self.control.withdraw(name)
 
     def usable(self, descriptor: SegmentDescriptor, endpoint: str) -> bool:
         return True
@@ -164,7 +164,7 @@ class TcpTransport(Transport):
         return remote
 
     def line(self, endpoint: str) -> ControlClient:
-        """To the desk behind `endpoint`."""
+        """Return a client of the control handler at `endpoint`."""
         return TcpControlClient(self._pool_at(endpoint))
 
     def close(self) -> None:
@@ -175,7 +175,7 @@ class TcpTransport(Transport):
             pool.close()
         if self._server is not None:
             self._server.close()
-        self.desk.close()
+        self.control.close()
 
     def _pool_at(self, endpoint: str) -> LanePool:
         address = parse_address(endpoint)

@@ -1,4 +1,4 @@
-"""The desk answers the same by whatever line it is asked."""
+"""The control answers the same by whatever line it is asked."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ T = 5.0
 
 
 class Office:
-    """A desk with one fenced segment, and a line to it."""
+    """A control with one fenced segment, and a line to it."""
 
     def __init__(self, way: str, run_dir: Path) -> None:
-        self.desk = ControlHandler(incarnation=7, topology=read_topology)
+        self.control = ControlHandler(incarnation=7, topology=read_topology)
         self.segment = Segment.over("seg", bytearray(1000), granule_nbytes=100, incarnation=3)
-        self.desk.serve(self.segment)
+        self.control.serve(self.segment)
         self.close: Callable[[], None] = lambda: None
-        self.line: ControlClient = LocalControlClient(self.desk)
+        self.line: ControlClient = LocalControlClient(self.control)
         if way == "tcp":
-            owner, peer = TcpTransport("127.0.0.1", desk=self.desk), TcpTransport(None)
+            owner, peer = TcpTransport("127.0.0.1", control=self.control), TcpTransport(None)
             self.line = peer.line(owner.serve(self.segment))
             self.close = lambda: (owner.close(), peer.close(), None)[-1]
         if way == "unix":
-            shm = ShmTransport(str(run_dir), desk=self.desk)
+            shm = ShmTransport(str(run_dir), control=self.control)
             self.line = UnixControlClient(shm.serve(self.segment).removeprefix("shm:"))
             self.close = shm.close
 
@@ -79,9 +79,9 @@ def test_it_describes_what_was_published(office: Office) -> None:
     with pytest.raises(NotFound, match="seg"):
         office.line.ask(Describe("seg"), T)
     descriptor = SegmentDescriptor(name="seg", nbytes=1000, incarnation=3, host="h", endpoints=("tcp:a:1",))
-    office.desk.publish(descriptor)
+    office.control.publish(descriptor)
     assert office.line.ask(Describe("seg"), T) == descriptor
-    office.desk.withdraw("seg")
+    office.control.withdraw("seg")
     with pytest.raises(NotFound):
         office.line.ask(Describe("seg"), T)
 
@@ -109,31 +109,31 @@ def test_the_fence_is_asked_at_a_distance(office: Office) -> None:
 def test_transports_answer_for_themselves(office: Office) -> None:
     with pytest.raises(NotFound, match="nixl"):
         office.line.ask(Attach("nixl", "seg", 3), T)
-    office.desk.on_attach("nixl", lambda segment, hello: segment.name.encode() + hello)
+    office.control.on_attach("nixl", lambda segment, hello: segment.name.encode() + hello)
     assert office.line.ask(Attach("nixl", "seg", 3, b"!"), T) == b"seg!"
     with pytest.raises(NotFound):
         office.line.ask(Attach("nixl", "gone", 3, b"!"), T)
-    office.desk.on_attach("nixl", lambda segment, hello: bytes(hello[99]))
+    office.control.on_attach("nixl", lambda segment, hello: bytes(hello[99]))
     with pytest.raises(Internal, match="IndexError"):
         office.line.ask(Attach("nixl", "seg", 3, b"!"), T)
-    assert office.line.ask(Introduce(), T).incarnation == 7, "the desk outlives a transport's bug"
+    assert office.line.ask(Introduce(), T).incarnation == 7, "the control outlives a transport's bug"
 
 
 def test_messages_are_kept_until_taken(office: Office) -> None:
     office.line.ask(Notify("seg", 3, b"one"), T)
     office.line.ask(Notify("seg", 3, b"two"), T)
-    assert office.desk.mailbox.take_all(T) == [Notification("seg", b"one"), Notification("seg", b"two")]
-    assert office.desk.mailbox.take_all() == []
+    assert office.control.mailbox.take_all(T) == [Notification("seg", b"one"), Notification("seg", b"two")]
+    assert office.control.mailbox.take_all() == []
     with pytest.raises(NotFound):
         office.line.ask(Notify("seg", 4, b"late"), T)
 
 
 def test_one_name_one_segment() -> None:
-    desk, segment = ControlHandler(), Segment.over("seg", bytearray(1), incarnation=1)
-    desk.serve(segment)
-    desk.serve(segment)
+    control, segment = ControlHandler(), Segment.over("seg", bytearray(1), incarnation=1)
+    control.serve(segment)
+    control.serve(segment)
     with pytest.raises(AlreadyExists):
-        desk.serve(Segment.over("seg", bytearray(1), incarnation=1))
+        control.serve(Segment.over("seg", bytearray(1), incarnation=1))
 
 
 @pytest.mark.parametrize(
