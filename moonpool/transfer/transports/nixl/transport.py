@@ -49,8 +49,8 @@ _PULSE_TIMEOUT_S = 1.0  # for an owner to say that it lives, while a transfer is
 
 class NixlTransport(Transport):
     """`control_endpoint` is where peers reach `control` ("tcp:10.0.0.1:4711"); with None the transport only opens
-    segments of others. `lines` makes a control client of such an endpoint. When the endpoint is of the loopback interface, UCX
-    stays off the network too. Raise ConfigError when NIXL is not installed.
+    segments of others. `lines` makes a control client of such an endpoint. When the endpoint is of the loopback
+    interface, UCX stays off the network too. Raise ConfigError when NIXL is not installed.
     """
 
     scheme = "nixl"
