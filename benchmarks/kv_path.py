@@ -442,7 +442,7 @@ def main() -> None:
     parser.add_argument("--rate-mbit", type=int, default=1000, help="rate of the link")
     parser.add_argument("--slow-mbit", type=int, default=50, help="rate of the link to the slow pool")
     parser.add_argument("--delay-ms", type=float, default=1.0, help="delay of the links, each way")
-    parser.add_argument("--rounds", type=int, default=3, help="the median of so many is reported")
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds; the median is reported")
     options = parser.parse_args()
     reason = missing()
     if reason is not None:

@@ -118,7 +118,7 @@ class Batch(Pending[None]):
         self._first_error: MoonpoolError | None = None
         self._cancelled = False
         self._lock = threading.Lock()
-        self._progress: threading.Condition | None = None  # on `_lock`; made when somebody waits for single requests
+        self._progress: threading.Condition | None = None  # on `_lock`; made by the first call of as_completed()
 
     def __len__(self) -> int:
         return len(self._requests)

@@ -178,7 +178,7 @@ def test_waiting_is_for_one_layer_at_a_time(bench: Bench) -> None:
 
 
 def test_a_job_that_is_late_is_left_behind(bench: Bench) -> None:
-    """From then on nobody is told of layers, and each stream stops at its next layer instead of reading on."""
+    """Afterwards the engine is not told of layers, and each stream stops at its next layer instead of reading on."""
     slow = SlowPieces(bench.memory)
     puller = Puller(bench.store, slow, IDENTITY)
     job = bench.pull(puller)

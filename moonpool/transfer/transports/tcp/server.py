@@ -37,7 +37,7 @@ from moonpool.transfer.transports.tcp.connection import TcpConnection, staging_b
 from moonpool.transfer.transports.tcp.frames import pack_refusal
 from moonpool.transfer.transports.tcp.guard import FRAME_NBYTES, Guard, OwnerSide
 
-_TLS_HANDSHAKE = b"\x16"  # the first byte of whoever opens a TLS connection
+_TLS_HANDSHAKE = b"\x16"  # the first byte that a TLS client sends
 _FAREWELL_S = 1.0
 
 
