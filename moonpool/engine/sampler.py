@@ -113,7 +113,7 @@ def _penalize(logits: torch.Tensor, row: SampleRow) -> None:
         factor = min(max(params.repetition_penalty, 1 / _STRONGEST), _STRONGEST)
         seen = _index(set(row.tokens), logits)
         values = logits[seen]
-        logits[seen] = _bounded(torch.where(values > 0, values / factor, values * factor))
+        logits[seen] = _bounded(torch.where(values > 0, values / factor, values * factor), values)
     counts = Counter(row.tokens[row.num_prompt_tokens :])
     if counts and (params.frequency_penalty or params.presence_penalty):
         times = torch.tensor([counts[t] for t in sorted(counts)], dtype=logits.dtype, device=logits.device)
@@ -122,12 +122,13 @@ def _penalize(logits: torch.Tensor, row: SampleRow) -> None:
             for penalty in (params.frequency_penalty, params.presence_penalty)
         )
         seen = _index(counts, logits)
-        logits[seen] = _bounded(logits[seen] - (frequency * times + presence))
+        values = logits[seen]
+        logits[seen] = _bounded(values - (frequency * times + presence), values)
 
 
-def _bounded(logits: torch.Tensor) -> torch.Tensor:
-    """Return the logits with overflows made finite; NaN stays NaN."""
-    return logits.clamp(-_HUGE, _HUGE)
+def _bounded(penalized: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """Return the logits with overflows made finite. NaN stays NaN; a token that the model excluded stays excluded."""
+    return penalized.clamp(-_HUGE, _HUGE).masked_fill_(before == -torch.inf, -torch.inf)
 
 
 def _index(tokens: set[int] | Counter[int], like: torch.Tensor) -> torch.Tensor:

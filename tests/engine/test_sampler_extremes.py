@@ -60,6 +60,14 @@ LOGITS = st.lists(ORDINARY, min_size=VOCAB, max_size=VOCAB) | st.lists(
 BATCHES = st.lists(st.tuples(LOGITS, ROWS), min_size=1, max_size=3)
 
 
+@pytest.mark.parametrize("penalty", ["repetition_penalty", "frequency_penalty", "presence_penalty"])
+def test_a_penalty_keeps_a_token_out_that_the_model_excluded(penalty: str) -> None:
+    """Token 4 was sent before, its logit is -inf, and every possible token is barred."""
+    logits = torch.tensor([[0.0, 0.0, 0.0, 0.0, -math.inf, -math.inf]])
+    (outcome,) = sample(logits, [row((0, 4), frozenset(range(4)), **{penalty: 1.1})])
+    assert isinstance(outcome, InvalidInput)
+
+
 @settings(max_examples=60, deadline=None)
 @given(BATCHES)
 def test_whatever_the_values_each_row_has_its_token_or_its_own_error(
