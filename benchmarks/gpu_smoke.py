@@ -34,7 +34,7 @@ from moonpool.engine.weights import random_weights
 from moonpool.master.service import Master, MasterConfig
 from moonpool.node.config import NodeConfig
 from moonpool.node.service import Node
-from moonpool.store.client import StoreClient
+from moonpool.store import Store
 from moonpool.transfer.config import TransferConfig
 from moonpool.transfer.engine import TransferEngine
 from moonpool.transfer.memory.segment import Segment
@@ -74,7 +74,7 @@ class Side:
         self.pieces = DevicePieces(segment.memory, self.kv)
         stack.callback(self.pieces.close)
         transfer = stack.enter_context(TransferEngine(TransferConfig(run_dir=run_dir)))
-        store = StoreClient(master, transfer)
+        store = Store(master, engine=transfer)
         stack.callback(store.close)
         self.writer = PoolWriter(store, self.pieces, IDENTITY)
         self.puller = Puller(store, self.pieces, IDENTITY)

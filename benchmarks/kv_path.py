@@ -41,7 +41,8 @@ from moonpool.base.rpc import RpcServer
 from moonpool.engine.blocks import PageManager
 from moonpool.engine.kv_memory import KvLayout
 from moonpool.engine.sequence import AdmittedSequence
-from moonpool.store.client import ClientConfig, StoreClient
+from moonpool.store import Store
+from moonpool.store.client import ClientConfig
 from moonpool.transfer import TransferConfig, TransferEngine
 from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.transports.tcp.transport import TcpRemote
@@ -267,9 +268,9 @@ class PrefillSide:
         offset, nbytes = self._pieces.layout.page(page)
         return self._memory[offset : offset + nbytes]
 
-    def _store(self, master: str) -> StoreClient:
+    def _store(self, master: str) -> Store:
         limits = ClientConfig(name="p", retry_s=0.0, transfer_timeout_s=TIMEOUT_S, rpc_timeout_s=TIMEOUT_S)
-        return StoreClient(master, self._engine, limits)
+        return Store(master, engine=self._engine, config=limits)
 
 
 def _when(start: Callable[[Callable[..., None]], None]) -> float:

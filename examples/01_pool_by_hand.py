@@ -14,9 +14,7 @@ from moonpool.base.units import format_nbytes
 from moonpool.master.service import Master, MasterConfig
 from moonpool.node.config import NodeConfig
 from moonpool.node.service import Node
-from moonpool.store.client import StoreClient
-from moonpool.transfer.config import TransferConfig
-from moonpool.transfer.engine import TransferEngine
+from moonpool.store import Store
 
 
 async def main() -> None:
@@ -34,30 +32,29 @@ async def main() -> None:
 
 
 def use_the_pool(address: str, run_dir: str) -> None:
-    config = TransferConfig(run_dir=run_dir, tcp_host=None)  # it only reaches out; it serves nothing
-    with TransferEngine(config) as engine, StoreClient(address, engine) as client:
-        print("put poem:      ", client.put(b"poem", b"The moon is a pool of light."))
-        print("put it again:  ", client.put(b"poem", b"another text"), "(a key keeps its first value)")
-        print("get poem:      ", client.get(b"poem"))
+    with Store(address, run_dir=run_dir) as store:
+        print("put poem:      ", store.put("poem", b"The moon is a pool of light."))
+        print("put it again:  ", store.put("poem", b"another text"), "(a key keeps its first value)")
+        print("get poem:      ", store.get("poem"))
 
         block = bytes(range(256)) * 4096 * 3  # 3 MiB, about a block of KV
         keys = [b"block-%d" % number for number in range(8)]
         for key in keys:
-            client.put(key, block)
-        print("8 blocks there:", client.exist(keys))
+            store.put(key, block)
+        print("8 blocks there:", store.exist_many(keys))
         page = bytearray(len(block))
-        client.get_into(keys[3], page)
+        store.get_into(keys[3], page)
         print("bytes equal:   ", page == block)
 
         for number in range(8, 40):  # more than fits: the least recently used that nobody has a lease on go
-            client.put(b"block-%d" % number, block)
-        print("block-0 there: ", client.exist(keys[:1])[0], "(asking for it leased it)")
-        print("block-8 there: ", client.exist([b"block-8"])[0], "- why?", client.why(b"block-8"))
+            store.put(b"block-%d" % number, block)
+        print("block-0 there: ", store.exist(keys[0]), "(asking for it leased it)")
+        print("block-8 there: ", store.exist("block-8"), "- why?", store.why("block-8"))
 
-        stats = client.stats()
+        stats = store.stats()
         print(f"the pool:       {stats.num_objects} objects, {format_nbytes(stats.used_nbytes)} of", end=" ")
         print(f"{format_nbytes(stats.capacity_nbytes)}, counters {stats.counters}")
-        print("this client:   ", client.counters())
+        print("this store:    ", store.counters())
 
 
 if __name__ == "__main__":

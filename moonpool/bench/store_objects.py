@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from moonpool.base.checksum import crc32c
 from moonpool.base.errors import MoonpoolError, Unavailable
-from moonpool.store.client import ClientConfig, ObjectView, Put, StoreClient
+from moonpool.store import Store
+from moonpool.store.client import ClientConfig, ObjectView, Put
 from moonpool.store.messages import Tier
 from moonpool.transfer import TransferConfig, TransferEngine, aligned_buffer
 
@@ -59,7 +60,7 @@ class ObjectWork:
 
     def __init__(self, address: str, run_dir: str, stack: ExitStack) -> None:
         self._address, self._run_dir, self._stack = address, run_dir, stack
-        self._clients: dict[str, StoreClient] = {}
+        self._clients: dict[str, Store] = {}
         self._pages: list[Page] = []
         self._round = 0
         self._removable: list[list[bytes]] = []
@@ -86,7 +87,7 @@ class ObjectWork:
         for start in range(first, first + count, 64):
             numbers = range(start, min(start + 64, first + count))
             pages = self._memory(len(numbers))
-            _check(self._client("shm").put_many(_puts([key_of(label, number) for number in numbers], pages)))
+            _check(self._client("shm").put_objects(_puts([key_of(label, number) for number in numbers], pages)))
 
     def get(self, way: str, label: str, count: int, batch: bool, seconds: float, best: bool = True) -> float:
         """GB/s, each object into memory of its own."""
@@ -116,7 +117,7 @@ class ObjectWork:
     def copy_out(self, label: str, count: int, seconds: float) -> float:
         """GB/s of a loop that copies the same bytes from where they lie, and takes the checksum of each copy."""
         pages = self._memory(count)
-        views = self._client("shm").view(_keys(label, count))
+        views = self._client("shm").view_many(_keys(label, count))
         sources = [np.frombuffer(view.pieces[0], np.uint8) for view in _only_views(views)]
 
         def work() -> None:
@@ -139,11 +140,11 @@ class ObjectWork:
                 _require(client.put(key, page))
 
         def all_at_once() -> None:
-            _check(client.put_many(_puts(keys, pages)))
+            _check(client.put_objects(_puts(keys, pages)))
 
         def renew() -> None:
             if keys:
-                _require(all(client.remove(keys)))
+                _require(all(client.remove_many(keys)))
             keys[:] = _keys(self._fresh("put"), count)
 
         renew()
@@ -169,7 +170,7 @@ class ObjectWork:
         turn = iter(range(1 << 60))
 
         def work() -> None:
-            opened[:] = client.view([keys[next(turn) % count]], verify="always" if always else "once")
+            opened[:] = client.view_many([keys[next(turn) % count]], verify="always" if always else "once")
 
         def close() -> None:
             for view in _only_views(opened):
@@ -200,13 +201,13 @@ class ObjectWork:
         client = self._client("shm")
         pages = list(np.random.default_rng(1).integers(0, 256, (SMALL_BATCH, SMALL_NBYTES), np.uint8))
         for keys in self._removable:
-            _require(all(client.remove(keys)))
+            _require(all(client.remove_many(keys)))
         name = self._fresh("small") if label is None else label
         batches = [_small_keys(name, number) for number in range(num_batches)]
         self._removable = batches if label is None else []
         started_s = time.perf_counter()
         for keys in batches:
-            _check(client.put_many(_puts(keys, pages)))
+            _check(client.put_objects(_puts(keys, pages)))
         return num_batches * SMALL_BATCH / (time.perf_counter() - started_s)
 
     # on disk
@@ -215,7 +216,7 @@ class ObjectWork:
         """GB/s of reading what is on disk alone, each object once, in the order it was put, into aligned memory."""
         client = self._client("shm")
         pages = [_touched(aligned_buffer(MIB)) for _ in range(batch)]
-        cold = sorted((each.key for each in client.list_objects() if each.tier == Tier.SSD), key=_number_of)
+        cold = sorted((each.key for each in client.objects() if each.tier == Tier.SSD), key=_number_of)
         started_s = time.perf_counter()
         for start in range(0, len(cold), batch):
             keys = cold[start : start + batch]
@@ -227,11 +228,12 @@ class ObjectWork:
         found = self._client("shm").stats()
         return {**found.counters, **{each.name: each.num_objects for each in found.segments}}
 
-    def _client(self, way: str) -> StoreClient:
+    def _client(self, way: str) -> Store:
         if way not in self._clients:
-            config = TransferConfig(run_dir=self._run_dir, tcp_host=None, shm=way == "shm")
-            engine = self._stack.enter_context(TransferEngine(config))
-            client = StoreClient(self._address, engine, ClientConfig(name=f"bench {way}", rpc_timeout_s=_TIMEOUT_S))
+            wires = TransferConfig(run_dir=self._run_dir, tcp_host=None, shm=way == "shm")
+            engine = self._stack.enter_context(TransferEngine(wires))
+            config = ClientConfig(name=f"bench {way}", rpc_timeout_s=_TIMEOUT_S)
+            client = Store(self._address, engine=engine, config=config)
             self._clients[way] = self._stack.enter_context(client)
         return self._clients[way]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from moonpool.base.errors import ConfigError
 from moonpool.base.run_dirs import MASTER, live_run_dirs, socket_address
@@ -32,7 +33,7 @@ def find_master(advice: str = f"give its master's address, or set {MASTER_VARIAB
     return socket_address(running[0], MASTER)
 
 
-def credentials(**given: str | None) -> dict[str, str | None]:
+def credentials(**given: str | None) -> dict[str, Any]:
     """Return the files for TransferConfig, each as given, else from its environment variable."""
     return {
         setting: given.get(setting) or os.environ.get(variable) or None

@@ -1,11 +1,8 @@
-"""Loads safetensors files into the pool and saves them from it. Each tensor is one object, as put_tensor() makes them.
+"""Safetensors files: their index, and files that get their name when they are complete. The format:
 
-load() maps the file and never reads it as a whole; the file must not become shorter meanwhile. save() gives the file
-its name when it is complete, so that no reader finds half a file. The format:
-
-    u64      size of the JSON that follows
-    JSON     {name: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ..., "__metadata__": {text: text}}
-    bytes    of all tensors, row-major, little-endian, without holes; offsets count from here
+u64      size of the JSON that follows
+JSON     {name: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ..., "__metadata__": {text: text}}
+bytes    of all tensors, row-major, little-endian, without holes; offsets count from here
 """
 
 from __future__ import annotations
@@ -16,17 +13,14 @@ import mmap
 import os
 import secrets
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import msgspec
 
-from moonpool.base.errors import FewerReplicas, InvalidInput, MoonpoolError, NoSpace, from_wire
-from moonpool.store.client import Put, StoreClient
-from moonpool.store.client.put_request import PutSettings, put_fields
-from moonpool.store.keys_text import key_bytes
-from moonpool.store.tensors import TensorCalls, TensorForm, row_major
+from moonpool.base.errors import InvalidInput, MoonpoolError, NoSpace
+from moonpool.store.tensors import TensorForm
 
 
 @contextlib.contextmanager
@@ -166,66 +160,11 @@ def _name_of(name: str, form: TensorForm) -> str:
     return _NAMES[form.dtype]
 
 
-Progress = Callable[[int, int], None]  # bytes done, bytes in total
-
 _STEP_NBYTES = 64 * 1024 * 1024
 _STEP_TENSORS = 256
 
 
-def load(
-    path: Path, client: StoreClient, prefix: str, settings: PutSettings, progress: Progress | None = None
-) -> list[str]:
-    """Put every tensor of the file under prefix + its name. Return the keys. Raise the first error, with the key in its
-    text; tensors stored before it stay.
-    """
-    data = _mapped(path)
-    tensors = read_index(data, data.nbytes)
-    fields = put_fields(settings)
-    done, total = 0, sum(tensor.form.nbytes for tensor in tensors)
-    for step in _steps(tensors):
-        puts = [
-            Put(
-                key=key_bytes(prefix + tensor.name),
-                buffers=[tensor.form.pack(), data[tensor.start : tensor.start + tensor.form.nbytes]],
-                **fields,
-            )
-            for tensor in step
-        ]
-        for tensor, error in zip(step, client.put_many(puts), strict=True):
-            if error is not None and not isinstance(error, FewerReplicas):
-                raise from_wire(error.code, f"{prefix + tensor.name}: {error}") from error
-        done += sum(tensor.form.nbytes for tensor in step)
-        if progress is not None:
-            progress(done, total)
-    return [prefix + tensor.name for tensor in tensors]
-
-
-def save(
-    path: Path,
-    tensors: TensorCalls,
-    keys: Mapping[str, bytes],
-    metadata: Mapping[str, str] | None = None,
-    progress: Progress | None = None,
-) -> None:
-    """Write the tensors under these keys to a file, by name. Raise NotFound for a missing key, InvalidInput for what is
-    no tensor or changed its form meanwhile. After an error an older file stays.
-    """
-    forms = {name: tensors.form(keys[name]) for name in checked_names(keys)}
-    front, order = make_index(forms, metadata)
-    done, total = 0, sum(form.nbytes for form in forms.values())
-    with whole_file(path) as file:
-        file.write(front)
-        for name in order:
-            form, elements = tensors.view_elements(keys[name])
-            if (form.dtype, form.shape) != (forms[name].dtype, forms[name].shape):
-                raise InvalidInput(f"{name} was {forms[name]} and has become {form} while the file was written")
-            file.write(row_major(form, elements))
-            done += form.nbytes
-            if progress is not None:
-                progress(done, total)
-
-
-def _mapped(path: Path) -> memoryview:
+def map_file(path: Path) -> memoryview:
     """Map the file. The mapping ends with the last view of it."""
     try:
         with path.open("rb") as file:
@@ -234,7 +173,8 @@ def _mapped(path: Path) -> memoryview:
         raise InvalidInput(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
-def _steps(tensors: list[FileTensor]) -> Iterator[list[FileTensor]]:
+def in_steps(tensors: list[FileTensor]) -> Iterator[list[FileTensor]]:
+    """Yield the tensors in lists of about 64 MiB."""
     step: list[FileTensor] = []
     nbytes = 0
     for tensor in tensors:

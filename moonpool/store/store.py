@@ -1,49 +1,59 @@
 """The pool for any Python program: `from moonpool.store import Store`. Blocking and thread-safe; no torch needed.
 
-Keys are text or bytes. Calls on many objects (`..._many`) return results by position, so that one bad key does not fail
-the others. A miss is None or False, except for views and sessions, which raise NotFound. A key that cannot be one
-raises InvalidInput. Wrong bytes are never returned (client/verified_read.py).
+Keys are text or bytes. Calls on many objects (`..._many`) return results by position, so that one bad object does not
+fail the others. A miss is None or False, except for views and sessions, which raise NotFound. A key that cannot be one
+raises InvalidInput. Wrong bytes are never returned (client/verified_read.py): the store reports their replica and reads
+another one, and raises or returns an error where there is none.
+
+Every call has a deadline. While the master is away, calls raise BreakerOpen at once, or wait for it for `retry_s`
+(client/master_client.py). A segment that could not be read is not asked again before it answers a probe
+(client/directory.py); objects that are only there are misses meanwhile.
 """
 
 from __future__ import annotations
 
 import contextlib
-import re
+import secrets
 import tempfile
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import Any, Literal, Unpack, cast
 
-from numpy.typing import NDArray
-
+from moonpool.base.clock import Clock, SystemClock
 from moonpool.base.errors import InvalidInput, MoonpoolError, NotFound, Refused
 from moonpool.base.metrics import GetMetrics, MetricFamily
 from moonpool.store import messages as m
-from moonpool.store import safetensors_files
-from moonpool.store.client import ClientConfig, Put, PutRequest, StoreClient
 from moonpool.store.client.cache import CachedReads, ObjectCache
-from moonpool.store.client.put_request import PutSettings, put_fields
-from moonpool.store.client.store_client import is_new
-from moonpool.store.client.views import ObjectView
+from moonpool.store.client.counters import ClientCounters
+from moonpool.store.client.directory import SegmentDirectory
+from moonpool.store.client.master_client import ClientConfig, MasterClient
+from moonpool.store.client.put_batch import PutBatches
+from moonpool.store.client.put_calls import PutCalls
+from moonpool.store.client.put_request import Put, PutRequest, PutSettings, is_new, key_value_pairs, put_fields
+from moonpool.store.client.put_session import PiecePuts, PieceWriter, PutTools
+from moonpool.store.client.read_session import ReadTools
+from moonpool.store.client.reads import ClientReads, PieceReader, none_if_missing, read_ranges, report_corrupt
+from moonpool.store.client.session_client import SessionClient
+from moonpool.store.client.transfer_window import TransferThreads
+from moonpool.store.client.views import ClientViews, ObjectView
 from moonpool.store.event_feed import EventFeed
 from moonpool.store.finding import credentials, find_master
 from moonpool.store.keys_text import Key, key_bytes, keys_bytes
 from moonpool.store.messages import ListedObject, ObjectInfo, StoreStats
-from moonpool.store.piece_sessions import PieceReader, PieceWriter
 from moonpool.store.pool_tasks import PoolTasks
-from moonpool.store.tensors import Library, TensorCalls
+from moonpool.store.tensor_calls import TensorCalls
 from moonpool.transfer.config import TransferConfig
 from moonpool.transfer.engine import TransferEngine
-from moonpool.transfer.memory.buffers import Buffer
+from moonpool.transfer.memory.buffers import Buffer, as_bytes_view
 
 Value = Buffer | Sequence[Buffer]  # several buffers are one value: their bytes follow each other
 
 
-class Store:
+class Store(TensorCalls):
     """Owns its transfer engine (unless given one), its connections, its pins and its views until close().
 
-    `client` is its StoreClient, with sessions and calls that are not here; both share one connection to the master.
+    Three groups of calls are attributes: `tasks` (copies, moves and drains of objects), `piece_puts` and `piece_reads`
+    (pieces of many objects with one transfer per segment). All calls share one connection to the master, `master`.
     """
 
     def __init__(
@@ -60,6 +70,7 @@ class Store:
         shm: bool = True,
         config: ClientConfig | None = None,
         engine: TransferEngine | None = None,
+        clock: Clock | None = None,
     ) -> None:
         """Connects when first used. `master` defaults to MOONPOOL_MASTER, else to the one service on this machine; the
         credential files to MOONPOOL_SECRET_FILE and MOONPOOL_TLS_{CERT,KEY,CA}_FILE.
@@ -67,8 +78,10 @@ class Store:
         `cache_nbytes` of memory cache values that are read repeatedly from other machines. An `engine` stays the
         caller's, and its settings apply. Raise ConfigError when no master is found or a file cannot be used.
         """
-        address = master or find_master()
-        config = config or ClientConfig(name=name)
+        self._address = master or find_master()
+        self._config = config or ClientConfig(name=name)
+        self._feeds: weakref.WeakSet[EventFeed] = weakref.WeakSet()
+        self._cache = ObjectCache(cache_nbytes) if cache_nbytes > 0 else None
         with contextlib.ExitStack() as stack:
             if engine is None:
                 files = credentials(
@@ -78,22 +91,63 @@ class Store:
                     tls_ca_file=tls_ca_file,
                 )
                 engine = _engine(stack, run_dir, shm, files)
-            self._address, self._config = address, config
-            self.client = stack.enter_context(StoreClient(address, engine, config))
-            self._master = self.client.master
-            self._feeds: weakref.WeakSet[EventFeed] = weakref.WeakSet()
-            self._cache = ObjectCache(cache_nbytes) if cache_nbytes > 0 else None
-            self._reads: StoreClient | CachedReads = self.client
-            if self._cache is not None:
-                self._reads = CachedReads(self.client, self._cache, self._lookup, self.client.directory)
-            self.tasks = PoolTasks(self._master)
-            self._tensors = TensorCalls(self.client, self._reads.get_many_into, self._lookup)
+            self._connect(engine, clock or SystemClock())
             self._stack = stack.pop_all()
+
+    def _connect(self, engine: TransferEngine, clock: Clock) -> None:
+        """Make the parts that move bytes and ask the master. None of them connects before its first use."""
+        config, counters = self._config, ClientCounters()
+        self.master = master = MasterClient(
+            self._address,
+            name=config.name,
+            connect_timeout_s=config.connect_timeout_s,
+            timeout_s=config.rpc_timeout_s,
+            retry_s=config.retry_s,
+        )
+        self.directory = directory = SegmentDirectory(engine, lambda: master.call(m.Segments()))
+        # Views use another session than puts, because it may be retired (client/views.py).
+        self._sessions, self._view_sessions = (
+            SessionClient(directory, name=config.name, timeout_s=config.connect_timeout_s) for _ in range(2)
+        )
+        self._counters, self._threads = counters, TransferThreads()
+        put_tools = PutTools(
+            sessions=self._sessions,
+            calls=PutCalls(master, directory, self._sessions, counters),
+            counters=counters,
+            clock=clock,
+            timeout_s=config.transfer_timeout_s,
+            renew_after_s=config.renew_after_s,
+        )
+        read_tools = ReadTools(
+            directory=directory,
+            counters=counters,
+            timeout_s=config.transfer_timeout_s,
+            report_corrupt=lambda info, place: report_corrupt(master, info, place),
+        )
+        self._reads = ClientReads(master, self._threads, read_tools)
+        if self._cache is not None:
+            self._reads = CachedReads(master, self._threads, read_tools, self._cache)
+        self._views = ClientViews(
+            master,
+            self._reads,
+            self._view_sessions,
+            max_view_nbytes=config.max_view_nbytes,
+            max_verified_views=config.max_verified_views,
+        )
+        self._puts = PutBatches(self._threads, put_tools)
+        self.piece_puts, self.piece_reads = PiecePuts(put_tools), self._reads.pieces
+        self.tasks = PoolTasks(master)
 
     def close(self) -> None:
         """Idempotent. Ends its pins, views and event feeds."""
         for feed in list(self._feeds):
             feed.close()
+        self._views.close()
+        self.master.close()
+        self.directory.close()
+        self._threads.close()
+        self._view_sessions.close()
+        self._sessions.close()  # after the threads: until here, writes to mapped memory may be running
         self._stack.close()
 
     def __enter__(self) -> Store:
@@ -123,55 +177,73 @@ class Store:
         FewerReplicas means stored, but on fewer replicas than asked for.
         """
         fields = put_fields(settings)
-        return self.client.put_many(
-            [Put(key=key_bytes(key), buffers=_buffers(value), **fields) for key, value in _pairs(items)]
+        return self.put_objects(
+            [Put(key=key_bytes(key), buffers=_buffers(value), **fields) for key, value in key_value_pairs(items)]
         )
+
+    def put_objects(self, puts: Sequence[Put]) -> list[MoonpoolError | None]:
+        """As put_many(), for objects with different settings. AlreadyExists means that the old value stays, unless
+        options.replace. The buffers are the caller's again when this returns.
+        """
+        return self._puts.put_many(puts)
 
     def put_session(self, key: Key, piece_sizes: Sequence[int], **settings: Unpack[PutSettings]) -> PieceWriter:
         """Write a value piece by piece: `with store.put_session(key, sizes) as s: s.write(0, layer)`."""
         request = PutRequest(key=key_bytes(key), piece_nbytes=tuple(piece_sizes), **put_fields(settings))
-        return PieceWriter(self.client, request)
+        return PieceWriter(self.piece_puts, request)
 
     # getting
 
     def get(self, key: Key) -> bytes | None:
-        """Return the value; None when it is not there or no replica passes the checks (see why()). Raise Unavailable
-        when no node that has it can be reached: that is no miss.
-        """
-        return self._reads.get_many([key_bytes(key)])[0]
+        """Return the value; None when it is not there or no replica passes the checks (see why()).
 
-    def get_many(self, keys: Iterable[Key]) -> list[bytes | None]:
-        """get() of each. Raise the first error that is no miss."""
-        return self._reads.get_many(keys_bytes(keys))
+        Raise Unavailable when the master or every node with a replica is out of reach, Unauthorized when they require
+        another secret or certificate than the engine has: these are no misses.
+        """
+        return self.get_many([key])[0]
+
+    def get_many(self, keys: Iterable[Key], *, identity: bytes | None = None) -> list[bytes | None]:
+        """get() of each; values of another `identity` are misses, None accepts any. Raise the first error that is no
+        miss.
+        """
+        names = keys_bytes(keys)
+        got = self._reads.read(names, [None] * len(names), identity)
+        return [cast(bytes | None, none_if_missing(each)) for each in got]
 
     def get_into(self, key: Key, into: Value) -> int | None:
         """As get(), into the caller's memory. Return how many bytes. InvalidInput when they do not fit."""
         (got,) = self.get_many_into([key], [into])
-        if isinstance(got, NotFound | Refused):
-            return None
-        if isinstance(got, MoonpoolError):
-            raise got
-        return got
+        return cast(int | None, none_if_missing(got))
 
-    def get_many_into(self, keys: Iterable[Key], into: Sequence[Value]) -> list[int | MoonpoolError]:
-        """Read each value into its buffers. Return by position its size, or the error: NotFound, InvalidInput (it does
-        not fit), Corrupt, Unavailable. Buffers of a key that failed may hold anything.
+    def get_many_into(
+        self, keys: Iterable[Key], into: Sequence[Value], *, identity: bytes | None = None
+    ) -> list[int | MoonpoolError]:
+        """Read each value into its buffers, filled one after the other. Return by position its size, or the error:
+        NotFound, InvalidInput (it does not fit), IdentityMismatch, Corrupt, Unavailable. Buffers of a key that failed
+        may hold anything. Raise InvalidInput for a buffer that cannot be used.
         """
-        return self._reads.get_many_into(keys_bytes(keys), [_buffers(value) for value in into])
+        names = keys_bytes(keys)
+        if len(names) != len(into):
+            raise InvalidInput(f"{len(names)} keys and buffers for {len(into)}")
+        targets = [[as_bytes_view(buffer, True) for buffer in _buffers(value)] for value in into]
+        return cast("list[int | MoonpoolError]", self._reads.read(names, targets, identity))
 
     def get_range(self, key: Key, offset: int, into: Buffer) -> int | None:
         """Read from `offset` as many bytes as the buffer has. None for a miss. InvalidInput beyond the end."""
         return self.get_ranges(key, [(offset, into)])
 
     def get_ranges(self, key: Key, ranges: Sequence[tuple[int, Buffer]]) -> int | None:
-        """get_range() of several parts of one value. Return how many bytes in total."""
-        return self.client.get_ranges(key_bytes(key), ranges)
+        """get_range() of several parts of one value. Return how many bytes in total. Every piece that a range touches
+        is read and verified whole.
+        """
+        wanted = [(offset, as_bytes_view(buffer, True)) for offset, buffer in ranges]
+        return self._reads.read_one(key_bytes(key), lambda session: read_ranges(session, wanted))
 
     def get_session(self, key: Key, *, identity: bytes | None = None) -> PieceReader:
         """Read a value piece by piece, as it was put: `with store.get_session(key) as s: s.read_into(0, layer)`. Raise
         NotFound for a miss, IdentityMismatch when it has another identity.
         """
-        return PieceReader(self.client, key_bytes(key), identity)
+        return PieceReader(self._reads, key_bytes(key), identity)
 
     def view(self, key: Key, *, verify: Literal["once", "always"] = "once") -> ObjectView:
         """Return a read-only view of the value's memory if that is on this machine, else of a copy. Close it. Raise
@@ -183,25 +255,48 @@ class Store:
         return view
 
     def view_many(
-        self, keys: Iterable[Key], *, verify: Literal["once", "always"] = "once"
+        self, keys: Iterable[Key], *, identity: bytes | None = None, verify: Literal["once", "always"] = "once"
     ) -> list[ObjectView | MoonpoolError]:
-        return self.client.view(keys_bytes(keys), verify=verify)
+        """Return by position a view, or the error as get_many_into(). Close each view.
+
+        Objects on other machines or disks, and views beyond `max_view_nbytes`, are copies. The bytes of an allocation
+        are verified when it is viewed first, with `always` each time.
+        """
+        return self._views.view(keys_bytes(keys), identity, verify == "always")
 
     # asking and removing
+
+    def lookup(self, keys: Iterable[Key], *, prefix: bool = False, reads: bool = True) -> list[ObjectInfo | None]:
+        """Return where the objects are, each leased for info.lease_s. With `prefix`, all after the first miss is None.
+
+        `reads` False: the caller will look up again what it reads, and that look-up counts as the use.
+        """
+        return self._reads.lookup(keys_bytes(keys), prefix=prefix, reads=reads)
 
     def exist(self, key: Key) -> bool:
         """Return whether the object exists, and lease it: it stays for the next seconds."""
         return self.exist_many([key])[0]
 
     def exist_many(self, keys: Iterable[Key]) -> list[bool]:
-        return self.client.exist(keys_bytes(keys))
+        return self._reads.exist(keys_bytes(keys))
 
     def size(self, key: Key) -> int | None:
         """Return how many bytes get() would return; None as get()."""
-        return self.client.size(key_bytes(key))
+        return self._reads.read_one(key_bytes(key), lambda session: session.nbytes)
 
     def size_many(self, keys: Iterable[Key]) -> list[int | None]:
-        return [None if info is None else self._size(info) for info in self._lookup(keys_bytes(keys))]
+        infos = self._reads.find(keys_bytes(keys))
+        opened = iter(self.piece_reads.open_many([info for info in infos if info is not None], None))
+        sizes: list[int | None] = []
+        for info in infos:
+            session = None if info is None else next(opened)
+            if info is not None and isinstance(session, NotFound | Refused):  # moved or replaced since the look-up
+                sizes.append(self.size(info.key))
+            elif isinstance(session, MoonpoolError):
+                raise session
+            else:
+                sizes.append(None if session is None else session.nbytes)
+        return sizes
 
     def remove(self, key: Key, *, force: bool = False) -> bool:
         """Remove the object. Return True when no object is under the key now. Leased and pinned objects stay unless
@@ -210,16 +305,25 @@ class Store:
         return self.remove_many([key], force=force)[0]
 
     def remove_many(self, keys: Iterable[Key], *, force: bool = False) -> list[bool]:
-        return self.client.remove(keys_bytes(keys), force)
+        return self.master.call(m.Remove(keys=keys_bytes(keys), force=force, errand=_idempotency_key()))
 
     def remove_matching(self, pattern: str, *, force: bool = False) -> tuple[int, int]:
         """Remove the objects whose key's bytes match the regular expression. Return how many were removed and how many
         stayed.
         """
-        return self.client.remove_matching(pattern, force)
+        return self._remove_matching(pattern, force)
 
     def remove_all(self, *, force: bool = False) -> tuple[int, int]:
-        return self.client.remove_matching(None, force)
+        return self._remove_matching(None, force)
+
+    def _remove_matching(self, pattern: str | None, force: bool) -> tuple[int, int]:
+        num_removed, num_kept = 0, 0
+        cursor: int | None = 0
+        while cursor is not None:
+            call = m.RemoveMatching(pattern=pattern, force=force, cursor=cursor, errand=_idempotency_key())
+            step = self.master.call(call)
+            num_removed, num_kept, cursor = num_removed + step.num_removed, num_kept + step.num_kept, step.cursor
+        return num_removed, num_kept
 
     def keys(self, pattern: str | None = None) -> Iterator[bytes]:
         """Yield the keys that match the regular expression (None: all), in no order, page by page."""
@@ -227,37 +331,45 @@ class Store:
 
     def objects(self, pattern: str | None = None) -> Iterator[ListedObject]:
         """As keys(), with size (header included), tier, replicas, leases and pins."""
-        return self.client.list_objects(pattern)
+        return self._reads.list_objects(pattern)
 
     def pin(self, key: Key) -> bool:
         """Pin the object until unpin(), or until this store's connection ends. Return False when it is not there."""
         return self.pin_many([key])[0]
 
     def pin_many(self, keys: Iterable[Key]) -> list[bool]:
-        return self.client.pin(keys_bytes(keys))
+        """pin() of each. Pins are counted per key."""
+        return self.master.call_once(m.Pin(keys=keys_bytes(keys)))
 
     def unpin(self, key: Key) -> None:
         self.unpin_many([key])
 
     def unpin_many(self, keys: Iterable[Key]) -> None:
-        self.client.unpin(keys_bytes(keys))
+        self.master.call_once(m.Unpin(keys=keys_bytes(keys)))
 
     def why(self, key: Key, *, identity: bytes = b"") -> str:
         """Return a sentence that explains whether and why the key is or is not in the pool, for a reader of that
         identity if one is given.
         """
-        return self.client.why(key_bytes(key), identity)
+        return self.master.call(m.Why(key=key_bytes(key), identity=identity))
 
     def stats(self) -> StoreStats:
-        return self.client.stats()
+        return self.master.call(m.Stats())
 
     def metrics(self) -> list[MetricFamily]:
         """Return the master's metrics: of the pool and of its journal."""
-        return self._master.call(GetMetrics())
+        return self.master.call(GetMetrics())
 
     def counters(self) -> dict[str, int]:
-        """Return this store's counters: bytes_read, bytes_written, hits, misses, ...; with a cache also cache_..."""
-        return {**self.client.counters(), **(self._cache.counters() if self._cache is not None else {})}
+        """Return this store's counters: bytes_read, bytes_written, bytes_viewed, hits, misses, corrupt_replicas,
+        fewer_replicas, refused_<code>, master_outages, calls_refused; with a cache also cache_...
+        """
+        cached = {} if self._cache is None else self._cache.counters()
+        return {**self._counters.snapshot(), **self.master.counters(), **cached}
+
+    def wait_for_master(self, timeout_s: float) -> bool:
+        """Wait for a master that is away. Return False when it is not back in time."""
+        return self.master.wait_for_master(timeout_s)
 
     def events(self, since: int | None = None) -> EventFeed:
         """Return a feed of objects that are stored, removed, moved, or change tiers: iterate over it and close it.
@@ -267,104 +379,18 @@ class Store:
         self._feeds.add(feed)
         return feed
 
-    # tensors
 
-    def put_tensor(self, key: Key, array: Any, **settings: Unpack[PutSettings]) -> bool:
-        """Store an array of numpy, torch or any library with a buffer interface, with type and shape; as put()."""
-        return is_new(self.put_tensors([(key, array)], **settings)[0])
-
-    def put_tensors(
-        self, items: Mapping[Any, Any] | Iterable[tuple[Key, Any]], **settings: Unpack[PutSettings]
-    ) -> list[MoonpoolError | None]:
-        """As put_many(), with InvalidInput for what is no array or has elements that cannot be stored."""
-        pairs = _pairs(items)
-        return self._tensors.put_many([key_bytes(key) for key, _ in pairs], [array for _, array in pairs], settings)
-
-    def get_tensor(self, key: Key, *, like: Library = "numpy") -> Any | None:
-        """Return a new numpy array or torch tensor; None for a miss. InvalidInput when the object is no tensor, or the
-        library has no such element type.
-        """
-        return self.get_tensors([key], like=like)[0]
-
-    def get_tensors(self, keys: Iterable[Key], *, like: Library = "numpy") -> list[Any | None]:
-        return self._tensors.get_many(keys_bytes(keys), like)
-
-    def get_tensor_into(self, key: Key, array: Any) -> bool:
-        """Read into an array of that type and shape (else InvalidInput, and the array may hold anything). Return False
-        for a miss.
-        """
-        return self.get_tensors_into([key], [array])[0]
-
-    def get_tensors_into(self, keys: Iterable[Key], arrays: Sequence[Any]) -> list[bool]:
-        return self._tensors.get_many_into(keys_bytes(keys), arrays)
-
-    def view_tensor(self, key: Key) -> NDArray[Any]:
-        """Return a read-only numpy array over the value's memory on this machine, else over a copy. The memory stays
-        pinned while the array, or any made from it, is used. NotFound for a miss.
-        """
-        return self._tensors.view(key_bytes(key))
-
-    def load_safetensors(
-        self,
-        path: str | Path,
-        *,
-        prefix: str = "",
-        progress: safetensors_files.Progress | None = None,
-        **settings: Unpack[PutSettings],
-    ) -> list[str]:
-        """Put every tensor of the file under prefix + its name. Return the keys. AlreadyExists unless `replace`."""
-        return safetensors_files.load(Path(path), self.client, prefix, settings, progress)
-
-    def save_safetensors(
-        self,
-        path: str | Path,
-        keys: Iterable[str] | None = None,
-        *,
-        prefix: str = "",
-        metadata: Mapping[str, str] | None = None,
-        progress: safetensors_files.Progress | None = None,
-    ) -> list[str]:
-        """Write the tensors under `keys`, or all whose key begins with `prefix`, to a file. Their names are the keys
-        without the prefix. Return the keys. NotFound when there is none.
-        """
-        chosen = list(keys) if keys is not None else self._tensor_keys(prefix)
-        if not chosen:
-            raise NotFound(f"no object's key begins with {prefix!r}")
-        names = {key.removeprefix(prefix): key_bytes(key) for key in chosen}
-        if len(names) < len(chosen):
-            raise InvalidInput("two of the keys have the same name in the file")
-        safetensors_files.save(Path(path), self._tensors, names, metadata, progress)
-        return chosen
-
-    def _tensor_keys(self, prefix: str) -> list[str]:
-        try:
-            return sorted(key.decode() for key in self.keys(rf"\A{re.escape(prefix)}"))
-        except UnicodeDecodeError as error:
-            raise InvalidInput(f"a key that begins with {prefix!r} is no text, so no name in a file") from error
-
-    def _size(self, info: ObjectInfo) -> int | None:
-        try:
-            return self.client.open_read(info, None).nbytes
-        except (NotFound, Refused):  # moved or replaced since the look-up
-            return self.client.size(info.key)
-
-    def _lookup(self, keys: list[bytes]) -> list[ObjectInfo | None]:
-        """Look objects up, leased, without counting reads."""
-        return self._master.call(m.Lookup(keys=keys))
-
-
-def _engine(
-    stack: contextlib.ExitStack, run_dir: str | None, shm: bool, files: dict[str, str | None]
-) -> TransferEngine:
+def _engine(stack: contextlib.ExitStack, run_dir: str | None, shm: bool, files: dict[str, Any]) -> TransferEngine:
     """Make an engine that serves no segments."""
     folder = run_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="mp-store-"))
-    config = TransferConfig(run_dir=folder, shm=shm, tcp_host=None, num_threads=1, **files)  # type: ignore[arg-type]
+    config = TransferConfig(run_dir=folder, shm=shm, tcp_host=None, num_threads=1, **files)
     return stack.enter_context(TransferEngine(config))
-
-
-def _pairs(items: Mapping[Any, Any] | Iterable[tuple[Key, Any]]) -> list[tuple[Key, Any]]:
-    return list(items.items() if isinstance(items, Mapping) else items)
 
 
 def _buffers(value: Value) -> Sequence[Buffer]:
     return value if isinstance(value, list | tuple) else [value]  # type: ignore[list-item]
+
+
+def _idempotency_key() -> int:
+    """Return a number that no other call has. It is random: counters of two clients would give the same."""
+    return 1 + secrets.randbelow((1 << 63) - 1)

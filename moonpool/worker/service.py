@@ -28,7 +28,8 @@ from moonpool.base.metrics import GetMetrics, process_metrics, snapshot
 from moonpool.base.process import EXIT_BUG
 from moonpool.base.rpc import Call, RpcPeer, RpcServer
 from moonpool.engine.engine import Engine
-from moonpool.store.client import ClientConfig, StoreClient
+from moonpool.store import Store
+from moonpool.store.client import ClientConfig
 from moonpool.transfer.config import check_numa_node, describe_segment, warn_if_open
 from moonpool.transfer.engine import TransferEngine
 from moonpool.worker.build import Built, Calibration, Limits, build, choose_threads, follow_share
@@ -119,10 +120,12 @@ class Worker:
             retry_s=0.0,  # a pool that is away is a miss: do not wait for it
             transfer_timeout_s=config.pool_timeout_s,
         )
-        self._store = StoreClient(config.master_address, self._transfer, limits)
+        self._store = Store(config.master_address, engine=self._transfer, config=limits)
         own.callback(self._store.close)
         self._probe = PoolProbe(
-            lambda: StoreClient(config.master_address, self._transfer, limits), built.layout.page_nbytes, SystemClock()
+            lambda: Store(config.master_address, engine=self._transfer, config=limits),
+            built.layout.page_nbytes,
+            SystemClock(),
         )
         identity = built.identity.digest()
         self._pool_health = PoolHealth(config.pool_rest_s)

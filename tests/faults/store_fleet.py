@@ -19,7 +19,8 @@ from moonpool.base.rpc import BlockingClient, Call
 from moonpool.master.journal import Journal
 from moonpool.master.rules import PoolRules
 from moonpool.master.state import PoolState
-from moonpool.store.client import ClientConfig, StoreClient
+from moonpool.store import Store
+from moonpool.store.client import ClientConfig
 from moonpool.store.messages import SERVICE, Lookup, Placement, SegmentInfo, Segments, Stats, StoreStats
 from moonpool.transfer.config import TransferConfig
 from moonpool.transfer.engine import TransferEngine
@@ -99,11 +100,13 @@ class Fleet:
 
     # asking
 
-    def client(self, *, shm: bool = True, **config: Any) -> StoreClient:
+    def client(self, *, shm: bool = True, **config: Any) -> Store:
         timeout_s = config.get("transfer_timeout_s", 10.0)
         engine = TransferEngine(TransferConfig(run_dir=self.run_dir, shm=shm, tcp_host=None, timeout_s=timeout_s))
         self._stack.callback(engine.close)
-        return self._stack.enter_context(StoreClient(self.address, engine, ClientConfig(**{"retry_s": 10.0, **config})))
+        return self._stack.enter_context(
+            Store(self.address, engine=engine, config=ClientConfig(**{"retry_s": 10.0, **config}))
+        )
 
     def ask(self, call: Call[Any]) -> Any:
         with closing(BlockingClient(self.address, SERVICE)) as client:
@@ -189,7 +192,7 @@ class Fleet:
         self._stack.close()
 
 
-def fill(client: StoreClient, prefix: bytes, value: Callable[[int], bytes]) -> list[bytes]:
+def fill(client: Store, prefix: bytes, value: Callable[[int], bytes]) -> list[bytes]:
     """Puts objects that nothing evicts until there is no space for another one; their keys."""
     keys: list[bytes] = []
     while True:

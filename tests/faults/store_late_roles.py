@@ -18,7 +18,8 @@ from typing import Any
 from store_values import value_of, version_in
 
 from moonpool.base.errors import MoonpoolError
-from moonpool.store.client import ClientConfig, Put, StoreClient
+from moonpool.store import Store
+from moonpool.store.client import ClientConfig, Put
 from moonpool.store.client.put_request import DEFAULT_OPTIONS
 from moonpool.transfer.config import TransferConfig
 from moonpool.transfer.engine import TransferEngine
@@ -35,10 +36,10 @@ def _stop() -> None:
 
 
 @contextmanager
-def _client(address: str, run_dir: str, shm: bool) -> Iterator[StoreClient]:
+def _client(address: str, run_dir: str, shm: bool) -> Iterator[Store]:
     with (
         TransferEngine(TransferConfig(run_dir=run_dir, shm=shm, tcp_host=None)) as engine,
-        StoreClient(address, engine, ClientConfig(retry_s=10.0, transfer_timeout_s=60.0)) as client,
+        Store(address, engine=engine, config=ClientConfig(retry_s=10.0, transfer_timeout_s=60.0)) as client,
     ):
         yield client
 
@@ -88,7 +89,7 @@ def copy_late(address: str, run_dir: str, key: str, number: int, shm: bool, wher
 def view_late(address: str, run_dir: str, key: str, number: int) -> None:
     """Stops with a view in its hands, looks at it again, and gives it back at the next line it hears."""
     with _client(address, run_dir, True) as client:
-        (view,) = client.view([key.encode()])
+        (view,) = client.view_many([key.encode()])
         assert not isinstance(view, MoonpoolError), view
         assert not view.is_copy
         print("asking")
@@ -114,8 +115,8 @@ def put_late(address: str, run_dir: str, key: str, number: int, nbytes: int, shm
         sys.stdin.readline()
 
 
-def _put(client: StoreClient, put: Put) -> str:
-    (error,) = client.put_many([put])
+def _put(client: Store, put: Put) -> str:
+    (error,) = client.put_objects([put])
     if error is not None:
         raise error
     return "right"

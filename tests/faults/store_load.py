@@ -19,7 +19,8 @@ from pathlib import Path
 from store_values import cut, value_of, version_in
 
 from moonpool.base.errors import MoonpoolError
-from moonpool.store.client import ClientConfig, Put, PutOptions, StoreClient
+from moonpool.store import Store
+from moonpool.store.client import ClientConfig, Put, PutOptions
 from moonpool.transfer.config import TransferConfig
 from moonpool.transfer.engine import TransferEngine
 
@@ -49,7 +50,7 @@ def run_load(
     config = ClientConfig(transfer_timeout_s=transfer_timeout_s, rpc_timeout_s=rpc_timeout_s, retry_s=rpc_timeout_s)
     with (
         TransferEngine(TransferConfig(run_dir=run_dir, shm=shm, tcp_host=None)) as engine,
-        StoreClient(address, engine, config) as client,
+        Store(address, engine=engine, config=config) as client,
     ):
         load = _Load(client, Path(ledger), random.Random(seed), max_nbytes)
         first = client_number * KEYS_EACH
@@ -63,7 +64,7 @@ class _Load:
     mine: range
     all: list[int]
 
-    def __init__(self, client: StoreClient, ledger: Path, rng: random.Random, max_nbytes: int) -> None:
+    def __init__(self, client: Store, ledger: Path, rng: random.Random, max_nbytes: int) -> None:
         self._client, self._rng, self._max_nbytes = client, rng, max_nbytes
         self._history = read_ledger(ledger)
         self._ledger = os.open(ledger, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -117,7 +118,7 @@ class _Load:
         number = self._rng.choice(self.mine)
         put = self._next_put(number)
         version = self._history.last_version
-        (error,) = self._client.put_many([put])
+        (error,) = self._client.put_objects([put])
         self._note("done" if error is None else "failed", number, version, "-" if error is None else error.code)
 
     def _put_many(self) -> None:
@@ -126,13 +127,13 @@ class _Load:
         for number in numbers:
             puts.append(self._next_put(number))
             versions.append(self._history.last_version)
-        for number, version, error in zip(numbers, versions, self._client.put_many(puts), strict=True):
+        for number, version, error in zip(numbers, versions, self._client.put_objects(puts), strict=True):
             self._note("done" if error is None else "failed", number, version, "-" if error is None else error.code)
 
     def _remove(self) -> None:
         number = self._rng.choice(self.mine)
         self._note("begin", number, ABSENT)
-        if self._client.remove([key_of(number)], force=self._rng.random() < 0.5)[0]:
+        if self._client.remove_many([key_of(number)], force=self._rng.random() < 0.5)[0]:
             self._note("done", number, ABSENT)
         else:
             self._note("failed", number, ABSENT, "leased")
@@ -165,7 +166,7 @@ class _Load:
 
     def _view(self) -> None:
         number = self._rng.choice(self.mine)  # others' may be replaced, and read right all the same
-        for view in self._client.view([key_of(number)]):
+        for view in self._client.view_many([key_of(number)]):
             if not isinstance(view, MoonpoolError):
                 with view:
                     self._check(b"".join(view.pieces), number)

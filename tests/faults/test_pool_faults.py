@@ -17,8 +17,8 @@ from tiny_cluster import Answer, Gate, Oracle, TinyCluster, greedy, prompt_of, t
 from moonpool.base.clock import VirtualClock
 from moonpool.base.errors import DeadlineExceeded, MoonpoolError, NoSpace
 from moonpool.base.object_header import ObjectHeader, ObjectKind, Piece, unpack
-from moonpool.store.client import StoreClient
-from moonpool.store.client.read_session import ReadSession
+from moonpool.store import Store
+from moonpool.store.client.read_session import PieceReads, ReadSession
 from moonpool.transfer.config import TransferConfig
 from moonpool.transfer.engine import TransferEngine
 from moonpool.worker.kv_link.pool import PoolHealth
@@ -117,7 +117,7 @@ async def test_a_block_that_leaves_between_look_up_and_pull(
 
         def count_then_remove(chain_keys: list[bytes]) -> int:
             found = int(count_stored(chain_keys))
-            assert puller._store.remove([keys[gone]], force=True) == [True]
+            assert puller._store.remove_many([keys[gone]], force=True) == [True]
             return found
 
         monkeypatch.setattr(puller, "count_stored", count_then_remove)
@@ -133,15 +133,15 @@ async def test_a_block_whose_space_is_reused_while_it_is_read(
     """Its pieces were right when they were read one by one; the last look at the header tells."""
     async with tiny_cluster(tiny_model) as cluster:
         keys = await warm_pool_only(cluster, oracle)
-        memory, finish = cluster.object_memory(keys[3]), StoreClient.finish_reads
+        memory, finish = cluster.object_memory(keys[3]), PieceReads.finish
 
-        def reuse_then_finish(store: StoreClient, sessions: Sequence[ReadSession]) -> list[MoonpoolError | None]:
+        def reuse_then_finish(pieces: PieceReads, sessions: Sequence[ReadSession]) -> list[MoonpoolError | None]:
             for session in sessions:
                 if session.info.key == keys[3]:
                     forge(memory, generation=session.info.replicas[0].generation + 1)
-            return finish(store, sessions)
+            return finish(pieces, sessions)
 
-        monkeypatch.setattr(StoreClient, "finish_reads", reuse_then_finish)
+        monkeypatch.setattr(PieceReads, "finish", reuse_then_finish)
         answer = await ask(cluster, oracle)
         assert answer.prefills[0].pool_tokens == 48
         assert cluster.stats("prefill0").pull_failures == {"stale_generation": 1}
@@ -248,14 +248,14 @@ async def mute_server(path: str) -> AsyncIterator[None]:
 
 def stop_reads(patch: pytest.MonkeyPatch, gate: Gate, key: bytes) -> None:
     """Stops before pieces of the object with that key are read; other pieces go on."""
-    read_pieces = StoreClient.read_pieces
+    read_pieces = PieceReads.read
 
-    def stop_or_read(store: StoreClient, reads: Sequence[tuple[ReadSession, int, Any]]) -> Any:
+    def stop_or_read(pieces: PieceReads, reads: Sequence[tuple[ReadSession, int, Any]]) -> Any:
         if any(session.info.key == key for session, _, _ in reads):
             gate.stop_here()
-        return read_pieces(store, reads)
+        return read_pieces(pieces, reads)
 
-    patch.setattr(StoreClient, "read_pieces", stop_or_read)
+    patch.setattr(PieceReads, "read", stop_or_read)
 
 
 async def test_a_pool_that_dies_under_a_pull(tiny_model: str, oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,7 +304,7 @@ async def test_a_pull_that_takes_too_long_is_left_behind(
 async def test_a_pool_full_of_pinned_objects(tiny_model: str, oracle: Oracle) -> None:
     async with tiny_cluster(tiny_model, dram_nbytes=64 * 1024) as cluster:
         with TransferEngine(TransferConfig(run_dir=cluster.prefill0.config.run_dir, tcp_host=None)) as engine:
-            with StoreClient(cluster.prefill0.config.master_address, engine) as client:
+            with Store(cluster.prefill0.config.master_address, engine=engine) as client:
                 await asyncio.to_thread(_fill_and_pin, client)
                 for seed in range(2):
                     answer = await ask(cluster, oracle, prompt_of(90, seed))
@@ -313,7 +313,7 @@ async def test_a_pool_full_of_pinned_objects(tiny_model: str, oracle: Oracle) ->
                 assert cluster.stats("decode0").pull_failures == {"no_space": 2}
 
 
-def _fill_and_pin(client: StoreClient) -> None:
+def _fill_and_pin(client: Store) -> None:
     with contextlib.suppress(NoSpace):
         for number in range(1000):
             client.put(b"pinned %d" % number, bytes(4096), pinned=True)

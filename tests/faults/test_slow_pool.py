@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tiny_cluster import Oracle, greedy, prompt_of, tiny_cluster
 
-from moonpool.store.client import StoreClient
+from moonpool.store.client.read_session import PieceReads
 
 PROMPT = prompt_of(90)  # five full blocks of 16 tokens and a partial one
 PARAMS = greedy(4)
@@ -23,13 +23,13 @@ async def test_a_slow_pull_is_given_up_and_teaches_the_conductor(
         state = cluster.conductor._state
         await cluster.generate(PROMPT, PARAMS)
         await cluster.forget_pages()
-        read_pieces = StoreClient.read_pieces
+        read_pieces = PieceReads.read
 
-        def slowly(store: StoreClient, reads: Sequence[Any]) -> Any:
+        def slowly(pieces: PieceReads, reads: Sequence[Any]) -> Any:
             time.sleep(PIECE_S * len(reads))
-            return read_pieces(store, reads)
+            return read_pieces(pieces, reads)
 
-        monkeypatch.setattr(StoreClient, "read_pieces", slowly)
+        monkeypatch.setattr(PieceReads, "read", slowly)
         num_samples = state.costs.transfer.num_samples
         answer = await cluster.generate(PROMPT, PARAMS)
         assert answer.tokens == oracle(PROMPT, PARAMS)

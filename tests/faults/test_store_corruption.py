@@ -19,7 +19,8 @@ from store_nursery import Nursery, Role, open_nursery
 from store_values import cut, value_of, version_in
 
 from moonpool.base.errors import Corrupt, MoonpoolError, NotFound, StaleGeneration
-from moonpool.store.client import Put, StoreClient
+from moonpool.store import Store
+from moonpool.store.client import Put
 from moonpool.store.messages import CopyObject, ObjectInfo, Placement, QueryTask
 
 FIRST = 50_000  # numbers of what is flipped; the load has its own
@@ -40,13 +41,13 @@ def key_of(number: int) -> bytes:
 class Victims:
     """Objects that get flipped, and the ways to read them. Every read is checked."""
 
-    def __init__(self, fleet: Fleet, client: StoreClient, rng: random.Random) -> None:
+    def __init__(self, fleet: Fleet, client: Store, rng: random.Random) -> None:
         self.fleet, self.client, self.rng = fleet, client, rng
         self.reads: list[Callable[[int], None]] = [self.get, self.get_many_into, self.get_ranges, self.view, self.copy]
 
     def put(self, number: int) -> None:
         data = value_of(FIRST + number, 1, self.rng.randrange(100, MAX_NBYTES))
-        (error,) = self.client.put_many([Put(key_of(number), cut(data, self.rng.randint(1, 4)))])
+        (error,) = self.client.put_objects([Put(key_of(number), cut(data, self.rng.randint(1, 4)))])
         if error is not None:
             raise error
 
@@ -81,7 +82,7 @@ class Victims:
 
     def view(self, number: int) -> None:
         """Its bytes are verified when they are first seen; this client never remembers having seen any."""
-        (view,) = self.client.view([key_of(number)])
+        (view,) = self.client.view_many([key_of(number)])
         if not isinstance(view, MoonpoolError):
             with view:
                 self.check(b"".join(view.pieces), number)
@@ -116,7 +117,7 @@ class Victims:
 
     def _read_pieces(self, info: ObjectInfo, place: Placement) -> None:
         alone = ObjectInfo(info.key, info.nbytes, (place,), info.lease_s)
-        session = self.client.open_read(alone, None)
+        session = self.client.piece_reads.open(alone, None)
         for index, piece in enumerate(session.header.pieces):
             session.read_piece(index, bytearray(piece.nbytes))
         session.finish()
@@ -256,7 +257,7 @@ def flip_on_the_wire(nursery: Nursery, seed: int, num_flips: int) -> None:
                 number = rng.randrange(NUM_VICTIMS)
                 proxy.arm(rng.choice(["there", "back"]))
                 with contextlib.suppress(MoonpoolError):  # a clear error is as good as a miss
-                    if not client.exist([key_of(number)])[0]:
+                    if not client.exist_many([key_of(number)])[0]:
                         victims.put(number)
                     else:
                         rng.choice([victims.get, victims.get_many_into, victims.get_ranges])(number)
@@ -264,7 +265,7 @@ def flip_on_the_wire(nursery: Nursery, seed: int, num_flips: int) -> None:
             end_load(fleet, loads)
             fleet.wait_settled()
             for number in range(NUM_VICTIMS):  # as if nothing had been
-                client.remove([key_of(number)], force=True)
+                client.remove_many([key_of(number)], force=True)
                 victims.put(number)
                 victims.get(number)
 

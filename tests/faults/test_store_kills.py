@@ -17,7 +17,7 @@ from store_load import ABSENT, KEYS_EACH, Ledger, key_of, read_ledger
 from store_nursery import Nursery, Role, open_nursery
 from store_values import version_in
 
-from moonpool.store.client import StoreClient
+from moonpool.store import Store
 from moonpool.store.messages import ListObjects, Tier
 
 NUM_CLIENTS = 2
@@ -134,7 +134,7 @@ class Siege:
         self._check_journal()
 
     @staticmethod
-    def _version(client: StoreClient, number: int) -> int:
+    def _version(client: Store, number: int) -> int:
         data = client.get(key_of(number))
         return ABSENT if data is None else version_in(data, number)
 
@@ -158,7 +158,7 @@ def besiege(nursery: Nursery, seed: int, num_rounds: int) -> None:
         on_disk = [each.num_objects for each in fleet.stats().segments if each.tier is Tier.SSD]
         assert sum(on_disk) > 0, "else nothing was shown about disks"
         for number in NUMBERS:  # no key is blocked
-            assert siege.client.remove([key_of(number)], force=True) == [True]
+            assert siege.client.remove_many([key_of(number)], force=True) == [True]
             assert siege.client.put(key_of(number), b"free")
 
 

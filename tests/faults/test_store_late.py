@@ -18,7 +18,7 @@ from store_load import KEYS_EACH, read_ledger
 from store_nursery import Nursery, Role, open_nursery
 from store_values import value_of, version_in
 
-from moonpool.store.client import StoreClient
+from moonpool.store import Store
 
 KEY, NUMBER = b"late", 7
 NBYTES = 200_000
@@ -44,11 +44,11 @@ def fleet(nursery: Nursery) -> Iterator[Fleet]:
 
 
 @pytest.fixture
-def client(fleet: Fleet) -> StoreClient:
+def client(fleet: Fleet) -> Store:
     return fleet.client()
 
 
-def put_first(client: StoreClient) -> None:
+def put_first(client: Store) -> None:
     assert client.put(KEY, value_of(NUMBER, FIRST_VERSION, NBYTES))
 
 
@@ -59,23 +59,23 @@ def wait_late(fleet: Fleet, restart: bool) -> None:
     time.sleep(max(fleet.rules["lease_s"], fleet.rules["put_release_s"]) + 0.1)
 
 
-def fill_up(client: StoreClient, prefix: bytes = b"new") -> list[bytes]:
+def fill_up(client: Store, prefix: bytes = b"new") -> list[bytes]:
     """Takes all the space there is for objects of this size."""
     return fill(client, prefix, lambda at: value_of(at, 2, NBYTES))
 
 
-def check_filled(client: StoreClient, keys: list[bytes]) -> None:
+def check_filled(client: Store, keys: list[bytes]) -> None:
     for at, key in enumerate(keys):
         data = client.get(key)
         assert data is not None
         assert version_in(data, at) == 2
 
 
-def gone_and_reused(fleet: Fleet, client: StoreClient, force: bool = True) -> list[bytes]:
+def gone_and_reused(fleet: Fleet, client: Store, force: bool = True) -> list[bytes]:
     """Removes the object by force, or leaves it to eviction, and fills the pool; the new keys."""
     was = fleet.spans([KEY])
     if force:
-        assert client.remove([KEY], force=True) == [True]
+        assert client.remove_many([KEY], force=True) == [True]
     keys = fill_up(client)
     assert fleet.places([KEY]) == {}
     assert overlap(was, fleet.spans(keys)), "the space is used again, else this test shows nothing"
@@ -94,7 +94,7 @@ COPIES = [(True, where) for where in SHM_POINTS] + [(False, where) for where in 
 
 @pytest.mark.parametrize(("shm", "where"), COPIES, ids=lambda each: str(each).rpartition(":")[2])
 @pytest.mark.parametrize("force", [True, False], ids=["removed", "evicted"])
-def test_a_late_copy_is_a_miss(fleet: Fleet, client: StoreClient, shm: bool, where: str, force: bool) -> None:
+def test_a_late_copy_is_a_miss(fleet: Fleet, client: Store, shm: bool, where: str, force: bool) -> None:
     put_first(client)
     reader = fleet.actor("late_copy", key=KEY.decode(), number=NUMBER, shm=shm, where=where)
     reader.expect("asking")
@@ -107,7 +107,7 @@ def test_a_late_copy_is_a_miss(fleet: Fleet, client: StoreClient, shm: bool, whe
     assert fleet.counter("corrupt_replicas") == 0, "late is not corrupt"
 
 
-def test_a_copy_whose_verdict_came_in_time_is_right(fleet: Fleet, client: StoreClient) -> None:
+def test_a_copy_whose_verdict_came_in_time_is_right(fleet: Fleet, client: Store) -> None:
     """Over tcp the node has said that the space was the object's until the last byte was taken."""
     put_first(client)
     where = "moonpool.store.client.remote_read:RemoteObject.check"
@@ -121,7 +121,7 @@ def test_a_copy_whose_verdict_came_in_time_is_right(fleet: Fleet, client: StoreC
 
 
 @pytest.mark.parametrize("shm", [True, False], ids=["shm", "tcp"])
-def test_a_late_copy_after_the_masters_restart(fleet: Fleet, client: StoreClient, shm: bool) -> None:
+def test_a_late_copy_after_the_masters_restart(fleet: Fleet, client: Store, shm: bool) -> None:
     put_first(client)
     where = SHM_POINTS[0] if shm else TCP_POINTS[0]
     reader = fleet.actor("late_copy", key=KEY.decode(), number=NUMBER, shm=shm, where=where)
@@ -145,15 +145,15 @@ def start_viewer(fleet: Fleet) -> Role:
 
 
 @restarts_master
-def test_a_late_view_keeps_its_bytes(fleet: Fleet, client: StoreClient, restart: bool) -> None:
+def test_a_late_view_keeps_its_bytes(fleet: Fleet, client: Store, restart: bool) -> None:
     put_first(client)
     was = fleet.spans([KEY])
     viewer = start_viewer(fleet)
     wait_late(fleet, restart)
     keys = fill_up(client)
     assert fleet.spans([KEY]) == was, "a view keeps its object from eviction"
-    assert client.remove([KEY]) == [False]
-    assert client.remove([KEY], force=True) == [True]
+    assert client.remove_many([KEY]) == [False]
+    assert client.remove_many([KEY], force=True) == [True]
     wait_late(fleet, restart)
     assert fill_up(client, b"more") == [], "the space is the viewer's"
     assert fleet.check().homeless == was
@@ -168,10 +168,10 @@ def test_a_late_view_keeps_its_bytes(fleet: Fleet, client: StoreClient, restart:
 
 
 @restarts_master
-def test_a_dead_viewer_keeps_nothing(fleet: Fleet, client: StoreClient, restart: bool) -> None:
+def test_a_dead_viewer_keeps_nothing(fleet: Fleet, client: Store, restart: bool) -> None:
     put_first(client)
     viewer = start_viewer(fleet)
-    assert client.remove([KEY], force=True) == [True]
+    assert client.remove_many([KEY], force=True) == [True]
     if restart:  # it dies while nobody can be told
         assert fleet.master is not None
         fleet.master.kill()
@@ -186,9 +186,9 @@ def test_a_dead_viewer_keeps_nothing(fleet: Fleet, client: StoreClient, restart:
     check_filled(client, keys)
 
 
-def test_a_view_closed_while_the_master_dies_is_let_go(fleet: Fleet, client: StoreClient) -> None:
+def test_a_view_closed_while_the_master_dies_is_let_go(fleet: Fleet, client: Store) -> None:
     put_first(client)
-    (view,) = client.view([KEY])
+    (view,) = client.view_many([KEY])
     assert fleet.master is not None
     fleet.master.stop()
     view.close()  # type: ignore[union-attr]
@@ -209,7 +209,7 @@ def start_writer(fleet: Fleet, shm: bool) -> Role:
 
 
 @restarts_master
-def test_a_late_put_in_place_has_its_space(fleet: Fleet, client: StoreClient, restart: bool) -> None:
+def test_a_late_put_in_place_has_its_space(fleet: Fleet, client: Store, restart: bool) -> None:
     writer = start_writer(fleet, shm=True)
     granted = fleet.check().homeless
     assert len(granted) == 1
@@ -230,7 +230,7 @@ def test_a_late_put_in_place_has_its_space(fleet: Fleet, client: StoreClient, re
 
 
 @restarts_master
-def test_a_dead_writer_keeps_nothing(fleet: Fleet, client: StoreClient, restart: bool) -> None:
+def test_a_dead_writer_keeps_nothing(fleet: Fleet, client: Store, restart: bool) -> None:
     writer = start_writer(fleet, shm=True)
     if restart:
         assert fleet.master is not None
@@ -245,7 +245,7 @@ def test_a_dead_writer_keeps_nothing(fleet: Fleet, client: StoreClient, restart:
 
 
 @restarts_master
-def test_a_late_put_over_tcp_is_refused(fleet: Fleet, client: StoreClient, restart: bool) -> None:
+def test_a_late_put_over_tcp_is_refused(fleet: Fleet, client: Store, restart: bool) -> None:
     writer = start_writer(fleet, shm=False)
     granted = fleet.check().homeless
     assert len(granted) == 1
@@ -258,9 +258,9 @@ def test_a_late_put_over_tcp_is_refused(fleet: Fleet, client: StoreClient, resta
     check_filled(client, keys)
 
 
-def test_an_upsert_does_not_wait_for_a_late_writer(fleet: Fleet, client: StoreClient) -> None:
+def test_an_upsert_does_not_wait_for_a_late_writer(fleet: Fleet, client: Store) -> None:
     put_first(client)
-    client.remove([KEY], force=True)
+    client.remove_many([KEY], force=True)
     writer = start_writer(fleet, shm=True)
     granted = fleet.check().homeless
     assert client.put(KEY, value_of(NUMBER, 3, NBYTES), replace=True)

@@ -20,7 +20,8 @@ from store_nursery import Nursery, Role, open_nursery
 from store_values import value_of, version_in
 
 from moonpool.base.errors import MoonpoolError, NoSpace, Unavailable
-from moonpool.store.client import Put, StoreClient
+from moonpool.store import Store
+from moonpool.store.client import Put
 
 NBYTES = 100_000
 
@@ -71,16 +72,16 @@ def no_handles(role: Role) -> contextlib.AbstractContextManager[None]:
     return limited(role, resource.RLIMIT_NOFILE, lowest_free)
 
 
-def put(client: StoreClient, number: int, **options: Any) -> bool:
+def put(client: Store, number: int, **options: Any) -> bool:
     return client.put(b"key-%d" % number, value_of(number, 1, NBYTES), **options)
 
 
-def put_all(client: StoreClient, numbers: Iterable[int]) -> None:
+def put_all(client: Store, numbers: Iterable[int]) -> None:
     for number in numbers:
         put(client, number)
 
 
-def has(client: StoreClient, number: int) -> bool:
+def has(client: Store, number: int) -> bool:
     data = client.get(b"key-%d" % number)
     assert data is None or version_in(data, number) == 1
     return data is not None
@@ -105,10 +106,10 @@ def test_a_pool_that_is_all_in_use(nursery: Nursery, kept_by: str) -> None:
         keys = [b"key-%d" % number for number in numbers]
         for number in numbers:
             assert put(client, number, pinned=kept_by == "hard pin")
-        views: list[Any] = client.view(keys) if kept_by == "view" else []
+        views: list[Any] = client.view_many(keys) if kept_by == "view" else []
         if kept_by == "pin":
-            assert client.pin(keys) == [True] * 9
-        assert client.exist(keys) == [True] * 9
+            assert client.pin_many(keys) == [True] * 9
+        assert client.exist_many(keys) == [True] * 9
         time.sleep(0 if kept_by == "lease" else 0.1)
         with pytest.raises(NoSpace, match="leased, pinned or being written"):
             put_all(client, range(100, 110))
@@ -117,9 +118,9 @@ def test_a_pool_that_is_all_in_use(nursery: Nursery, kept_by: str) -> None:
             view.close()
         views.clear()
         if kept_by == "pin":
-            client.unpin(keys)
+            client.unpin_many(keys)
         if kept_by == "hard pin":
-            client.remove(keys, force=True)
+            client.remove_many(keys, force=True)
         wait_until(lambda: works(lambda: put(client, 200)), "there is room again")
         assert has(client, 200)
         fleet.check()
@@ -178,7 +179,7 @@ def test_a_log_on_a_read_only_disk(nursery: Nursery) -> None:
                 assert put(client, number)
                 assert has(client, number)
             assert not any(works(lambda number=number: has(client, number)) for number in range(10))  # type: ignore[misc]
-            assert client.remove([b"key-0"], force=True) == [True]
+            assert client.remove_many([b"key-0"], force=True) == [True]
         finally:
             subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
         fleet.wait_ok()
@@ -214,7 +215,7 @@ def test_a_journal_that_cannot_grow(nursery: Nursery, how: str) -> None:
             if hog is not None:
                 hog.unlink()
         wait_until(lambda: works(lambda: put(client, 2000)), "puts work again")
-        acknowledged = [number for number in range(1000) if client.exist([b"key-%d" % number])[0]]
+        acknowledged = [number for number in range(1000) if client.exist_many([b"key-%d" % number])[0]]
         wait_until(lambda: not lacks(fleet, acknowledged), "a snapshot has made up for what was lost", timeout_s=30.0)
         fleet.restart_master()
         assert all(has(client, number) for number in (*acknowledged, 2000))
@@ -351,20 +352,20 @@ def test_a_master_that_never_comes_back(nursery: Nursery) -> None:
         fleet.start_node("n0")
         client = fleet.client(rpc_timeout_s=1.0)
         assert put(client, 1)
-        (view,) = client.view([b"key-1"])
+        (view,) = client.view_many([b"key-1"])
         assert fleet.master is not None
         fleet.master.kill()
         for ask in (
             lambda: client.get(b"key-1"),
-            lambda: client.exist([b"key-1"]),
+            lambda: client.exist_many([b"key-1"]),
             lambda: put(client, 2),
-            lambda: client.view([b"key-1"]),
+            lambda: client.view_many([b"key-1"]),
         ):
             began_s = time.monotonic()
             with pytest.raises(Unavailable):
                 ask()
             assert time.monotonic() - began_s < 3.0, "it ends at its deadline"
-        errors = client.put_many([Put(b"a", [b"1"]), Put(b"b", [b"2"])])
+        errors = client.put_objects([Put(b"a", [b"1"]), Put(b"b", [b"2"])])
         assert [isinstance(error, Unavailable) for error in errors] == [True, True]
         assert version_in(view.pieces[0], 1) == 1  # type: ignore[union-attr]
 

@@ -17,7 +17,8 @@ from moonpool.base.clock import VirtualClock
 from moonpool.master.service import Master, MasterConfig
 from moonpool.node.config import NodeConfig
 from moonpool.node.service import Node
-from moonpool.store.client import ClientConfig, StoreClient
+from moonpool.store import Store
+from moonpool.store.client import ClientConfig
 from moonpool.transfer.config import TransferConfig
 from moonpool.transfer.engine import TransferEngine
 
@@ -91,11 +92,11 @@ class LocalPool:
         self.nodes.append(node)
         return node
 
-    def client(self, *, shm: bool = True, **config: Any) -> StoreClient:
+    def client(self, *, shm: bool = True, **config: Any) -> Store:
         engine = TransferEngine(TransferConfig(run_dir=str(self.tmp_path / "run"), shm=shm, tcp_host=None))
         self._stack.callback(engine.close)
         patient = {"retry_s": 10.0, **config}  # a machine that runs many tests may keep a master waiting
-        return self._stack.enter_context(StoreClient(self.address, engine, ClientConfig(**patient)))
+        return self._stack.enter_context(Store(self.address, engine=engine, config=ClientConfig(**patient)))
 
     def advance(self, seconds: float) -> None:
         """Moves the master's clock and lets it act on it."""

@@ -13,7 +13,8 @@ from moonpool.base.errors import NoSpace
 from moonpool.master.service import Master, MasterConfig
 from moonpool.node.config import NodeConfig
 from moonpool.node.service import Node
-from moonpool.store.client import ClientConfig, StoreClient
+from moonpool.store import Store
+from moonpool.store.client import ClientConfig
 from moonpool.store.client.put_request import PutRequest
 from moonpool.store.client.put_session import PutSession
 from moonpool.transfer.config import TransferConfig
@@ -49,12 +50,12 @@ def begin_and_hang(address: str, run_dir: str, key: str) -> None:
     """Starts a put, writes half of it, and waits to be killed."""
     with (
         TransferEngine(TransferConfig(run_dir=run_dir, tcp_host=None)) as engine,
-        StoreClient(address, engine, ClientConfig(retry_s=10.0)) as client,
+        Store(address, engine=engine, config=ClientConfig(retry_s=10.0)) as client,
     ):
-        session = client.begin_puts([PutRequest(key.encode(), (4096, 4096))])[0]
+        session = client.piece_puts.begin([PutRequest(key.encode(), (4096, 4096))])[0]
         assert isinstance(session, PutSession)
         session.write_piece(0, bytes(4096))
-        client.pin([b"pinned"])
+        client.pin_many([b"pinned"])
         say("half written")
         signal.pause()
 
@@ -68,7 +69,7 @@ def put_and_get(address: str, run_dir: str, seed: int, num_keys: int, shm: bool)
     say("begun")
     with (
         TransferEngine(TransferConfig(run_dir=run_dir, tcp_host=None, shm=shm)) as engine,
-        StoreClient(address, engine, ClientConfig(retry_s=10.0)) as client,
+        Store(address, engine=engine, config=ClientConfig(retry_s=10.0)) as client,
     ):
         numbers = list(range(num_keys)) * 3
         random.Random(seed).shuffle(numbers)

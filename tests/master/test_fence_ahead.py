@@ -154,13 +154,13 @@ def test_a_stranger_cannot_stamp_what_was_never_given_out(pool: LocalPool, tmp_p
             with pytest.raises(StaleGeneration, match="given out"):
                 remote.write_from(0, [b"x" * 10_000], generation=generation, timeout_s=5)
     assert not any(segment.memory)
-    assert pool.client(shm=False).put_many([Put(b"k", [b"x" * (MIB // 2)])]) == [None]
+    assert pool.client(shm=False).put_objects([Put(b"k", [b"x" * (MIB // 2)])]) == [None]
 
 
 @pytest.mark.parametrize("shm", [True, False], ids=["shm", "tcp"])
 def test_a_poisoned_fence_heals_and_late_writers_stay_out(pool: LocalPool, shm: bool) -> None:
     node, client = pool.nodes[0], pool.client(shm=shm)
-    assert client.put_many([Put(b"kept", [b"k" * 5000])]) == [None]
+    assert client.put_objects([Put(b"kept", [b"k" * 5000])]) == [None]
     fence = node.segment.fence
     assert fence is not None
     late = pool.on_loop(lambda: pool.master.state.generations.last)  # of a writer whose grant has ended
@@ -170,7 +170,7 @@ def test_a_poisoned_fence_heals_and_late_writers_stay_out(pool: LocalPool, shm: 
     free = next(offset for offset in range(0, MIB, 4096) if fence.generation_at(offset) > late)
     with pytest.raises(StaleGeneration):
         fence.admit(free, 4096, late)
-    assert client.put_many([Put(b"new", [b"n" * (MIB // 2)])]) == [None]
+    assert client.put_objects([Put(b"new", [b"n" * (MIB // 2)])]) == [None]
     assert client.get(b"new") == b"n" * (MIB // 2)
     assert node.work.dram.num_restamped == MIB // 4096
     pool.check_integrity()

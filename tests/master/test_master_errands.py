@@ -50,10 +50,10 @@ def test_a_late_copy_does_not_take_what_was_stored_since(tmp_path: Path, call: R
     pool = LocalPool(tmp_path, MIB)
     try:
         with pool.client() as client:
-            assert client.put_many([Put(b"key", [b"old"])]) == [None]
+            assert client.put_objects([Put(b"key", [b"old"])]) == [None]
             line, given_up = (BlockingClient(pool.address, SERVICE) for _ in range(2))
             answer = line.call(call, timeout_s=5)  # type: ignore[arg-type]
-            assert client.put_many([Put(b"key", [b"new"])]) == [None]
+            assert client.put_objects([Put(b"key", [b"new"])]) == [None]
             assert given_up.call(call, timeout_s=5) == answer  # type: ignore[arg-type]
             assert client.get_many([b"key"]) == [b"new"]
             line.close()

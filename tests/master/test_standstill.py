@@ -14,7 +14,8 @@ from store_pool import MIB, RoleProcess, wait_until
 
 from moonpool.base.clock import AttendedClock, VirtualClock
 from moonpool.master.service import Master, MasterConfig
-from moonpool.store.client import ClientConfig, StoreClient
+from moonpool.store import Store
+from moonpool.store.client import ClientConfig
 from moonpool.transfer.config import TransferConfig
 from moonpool.transfer.engine import TransferEngine
 
@@ -41,7 +42,7 @@ def test_a_master_that_was_stopped_still_knows_all_objects(tmp_path: Path, stack
     master = start(stack, "master", data_dir=str(tmp_path / "data"), listen=address, **times)
     start(stack, "node", name="n0", master_address=address, dram_nbytes=4 * MIB, run_dir=str(tmp_path), retry_s=0.05)
     engine = stack.enter_context(TransferEngine(TransferConfig(run_dir=str(tmp_path), tcp_host=None)))
-    client = stack.enter_context(StoreClient(address, engine, ClientConfig(retry_s=10.0)))
+    client = stack.enter_context(Store(address, engine=engine, config=ClientConfig(retry_s=10.0)))
     keys = [b"key-%d" % number for number in range(NUM_OBJECTS)]
     for key in keys:
         assert client.put(key, key * 100)
@@ -50,7 +51,7 @@ def test_a_master_that_was_stopped_still_knows_all_objects(tmp_path: Path, stack
     os.kill(master.process.pid, signal.SIGCONT)
     wait_until(lambda: client.stats().num_objects == NUM_OBJECTS)
     time.sleep(2 * times["tick_s"])  # at least one tick has had its say
-    assert client.exist(keys) == [True] * NUM_OBJECTS
+    assert client.exist_many(keys) == [True] * NUM_OBJECTS
     assert client.get_many(keys) == [key * 100 for key in keys]
 
 

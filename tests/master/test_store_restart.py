@@ -14,7 +14,8 @@ from store_pool import LocalPool, wait_until
 from moonpool.base.errors import AlreadyExists, MoonpoolError, NoSpace, Unavailable
 from moonpool.master.journal.frames import JournalFile
 from moonpool.master.state.members import Members
-from moonpool.store.client import Put, StoreClient
+from moonpool.store import Store
+from moonpool.store.client import Put
 from moonpool.store.client.put_request import PutRequest
 from moonpool.store.client.put_session import PutSession
 
@@ -43,7 +44,7 @@ def test_puts_ride_through_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyP
         before = client.stats().counters["refused"]
         outcomes: list[list[MoonpoolError | None]] = []
         puts = [Put(b"old", [b"2"]), Put(b"new", [b"2"]), Put(b"more", [b"3"])]
-        putting = threading.Thread(target=lambda: outcomes.append(client.put_many(puts)))
+        putting = threading.Thread(target=lambda: outcomes.append(client.put_objects(puts)))
         putting.start()
         wait_until(lambda: client.stats().counters["refused"] >= before + 12)
         assert not outcomes
@@ -52,7 +53,7 @@ def test_puts_ride_through_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert isinstance(outcomes[0][0], AlreadyExists)
         assert outcomes[0][1:] == [None, None]
         assert [client.get(key) for key in (b"old", b"new", b"more")] == [b"1", b"2", b"3"]
-        assert isinstance(client.begin_puts([PutRequest(b"begun", (1,))])[0], PutSession)
+        assert isinstance(client.piece_puts.begin([PutRequest(b"begun", (1,))])[0], PutSession)
     finally:
         pool.close()
 
@@ -67,7 +68,7 @@ def test_a_put_that_waits_ends_with_its_client(tmp_path: Path, monkeypatch: pyte
         pool.start_master()
         wait_until(lambda: bool(held))
         outcomes: list[list[MoonpoolError | None]] = []
-        putting = threading.Thread(target=lambda: outcomes.append(client.put_many([Put(b"new", [b"2"])])))
+        putting = threading.Thread(target=lambda: outcomes.append(client.put_objects([Put(b"new", [b"2"])])))
         putting.start()
         wait_until(lambda: pool.master.state.stats().counters["refused"] >= 2)
         client.close()
@@ -89,8 +90,8 @@ def full_disk() -> Iterator[None]:
         yield
 
 
-def begun(client: StoreClient, key: bytes) -> PutSession:
-    session = client.begin_puts([PutRequest(key, (3,))])[0]
+def begun(client: Store, key: bytes) -> PutSession:
+    session = client.piece_puts.begin([PutRequest(key, (3,))])[0]
     assert isinstance(session, PutSession), session
     session.write_piece(0, b"123")
     return session
@@ -132,7 +133,7 @@ def test_an_end_that_was_not_written_down_is_written_later(tmp_path: Path) -> No
         session = begun(client, b"k")
         before = used(pool)
         with full_disk(), pytest.raises(NoSpace, match="journal"):
-            client.finish_puts([session])
+            client.piece_puts.finish([session])
         pool.advance(700)
         wait_until(lambda: client.stats().num_objects == 1)
         journal = pool.master._journal
@@ -142,7 +143,7 @@ def test_an_end_that_was_not_written_down_is_written_later(tmp_path: Path) -> No
         pool.start_master()
         assert client.get(b"k") == b"123"
         assert used(pool) == before
-        assert client.remove([b"k"], force=True) == [True]
+        assert client.remove_many([b"k"], force=True) == [True]
         pool.advance(11)
         assert used(pool) == 0
     finally:
@@ -157,7 +158,7 @@ def test_an_end_that_was_never_written_down_keeps_no_space(tmp_path: Path) -> No
         session = begun(client, b"k")
         with full_disk():
             with pytest.raises(NoSpace, match="journal"):
-                client.finish_puts([session])
+                client.piece_puts.finish([session])
             pool.loop.run(pool.master.close())
         pool.start_master()
         assert client.get(b"k") is None

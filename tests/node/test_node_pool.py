@@ -16,7 +16,8 @@ from store_pool import LoopThread, RoleProcess, wait_until
 from moonpool.base.errors import MoonpoolError
 from moonpool.master.service import Master, MasterConfig
 from moonpool.node.service import Node
-from moonpool.store.client import ClientConfig, StoreClient
+from moonpool.store import Store
+from moonpool.store.client import ClientConfig
 from moonpool.store.messages import DrainSegment, SegmentStats, Tier
 from moonpool.transfer.config import TransferConfig
 from moonpool.transfer.engine import TransferEngine
@@ -51,10 +52,10 @@ class Pool:
             wait_until(lambda: self.segment(f"{name}.ssd").status == "ok")
         return node
 
-    def new_client(self, *, shm: bool = True) -> StoreClient:
+    def new_client(self, *, shm: bool = True) -> Store:
         engine = TransferEngine(TransferConfig(run_dir=str(self.tmp_path / "run"), shm=shm, tcp_host=None))
         self.stack.callback(engine.close)
-        client = StoreClient(f"unix:{self.tmp_path}/m.sock", engine, ClientConfig(retry_s=10.0))
+        client = Store(f"unix:{self.tmp_path}/m.sock", engine=engine, config=ClientConfig(retry_s=10.0))
         return self.stack.enter_context(client)
 
     def segment(self, name: str) -> SegmentStats:

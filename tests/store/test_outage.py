@@ -16,8 +16,9 @@ import pytest
 from store_pool import MIB, LocalPool, RoleProcess, wait_until
 
 from moonpool.base.errors import BreakerOpen, Unavailable
+from moonpool.store import Store
 from moonpool.store import messages as m
-from moonpool.store.client import ClientConfig, StoreClient
+from moonpool.store.client import ClientConfig
 from moonpool.transfer.config import TransferConfig
 from moonpool.transfer.engine import TransferEngine
 
@@ -44,10 +45,10 @@ class Pool:
         config = {"master_address": self.address, "dram_nbytes": 4 * MIB, "retry_s": 0.05, **more}
         return self._start("node", name=name, run_dir=str(self._tmp_path), **config)
 
-    def client(self, **config: Any) -> StoreClient:
+    def client(self, **config: Any) -> Store:
         engine = TransferEngine(TransferConfig(run_dir=str(self._tmp_path), tcp_host=None))
         self._stack.enter_context(engine)
-        return self._stack.enter_context(StoreClient(self.address, engine, ClientConfig(**config)))
+        return self._stack.enter_context(Store(self.address, engine=engine, config=ClientConfig(**config)))
 
     def _start(self, role: str, **config: Any) -> RoleProcess:
         process = RoleProcess(role, **config)
@@ -61,23 +62,23 @@ def pool(tmp_path: Path) -> Iterator[Pool]:
         yield Pool(tmp_path, stack)
 
 
-def put_all(client: StoreClient) -> None:
+def put_all(client: Store) -> None:
     for key in KEYS:
-        wait_until(lambda key=key: client.exist([key])[0] or client.put(key, key * 100))  # type: ignore[misc]
+        wait_until(lambda key=key: client.exist_many([key])[0] or client.put(key, key * 100))  # type: ignore[misc]
 
 
-def refusal_s(client: StoreClient) -> float:
+def refusal_s(client: Store) -> float:
     """How long a call takes that fails because the master is away."""
     began_s = time.monotonic()
     with pytest.raises(Unavailable) as caught:
-        client.exist(KEYS)
+        client.exist_many(KEYS)
     assert isinstance(caught.value, BreakerOpen)
     return time.monotonic() - began_s
 
 
-def answers(client: StoreClient) -> bool:
+def answers(client: Store) -> bool:
     try:
-        return client.exist(KEYS) == [True] * len(KEYS)
+        return client.exist_many(KEYS) == [True] * len(KEYS)
     except Unavailable:
         return False
 
@@ -87,7 +88,7 @@ def test_a_master_that_is_away_costs_one_short_wait(pool: Pool, fault: str, capl
     pool.start_node()
     client = pool.client()
     put_all(client)
-    assert client.pin(KEYS[:1]) == [True]
+    assert client.pin_many(KEYS[:1]) == [True]
     with caplog.at_level("WARNING"):
         if fault == "killed":
             pool.master.kill()
@@ -133,7 +134,7 @@ def test_who_has_patience_waits_for_the_master(pool: Pool) -> None:
     put_all(client)
     pool.master.kill()
     found: list[list[bool]] = []
-    asking = threading.Thread(target=lambda: found.append(client.exist(KEYS)))
+    asking = threading.Thread(target=lambda: found.append(client.exist_many(KEYS)))
     asking.start()
     pool.start_master()
     asking.join(20)
@@ -147,18 +148,18 @@ def test_what_lies_on_a_dead_node_does_not_exist_until_it_is_back(
     node = pool.start_node(**disk)
     client = pool.client()
     put_all(client)
-    wait_until(lambda: all(each.tier & m.Tier.SSD for each in client.list_objects()))
+    wait_until(lambda: all(each.tier & m.Tier.SSD for each in client.objects()))
     node.kill()
-    assert client.exist(KEYS) == [True] * len(KEYS), "nobody knows yet"
+    assert client.exist_many(KEYS) == [True] * len(KEYS), "nobody knows yet"
     with caplog.at_level("WARNING"):
         buffers = [[bytearray(len(key) * 100)] for key in KEYS]
         wait_until(lambda: isinstance(client.get_many_into(KEYS, buffers)[0], Unavailable))
-        wait_until(lambda: client.exist(KEYS) == [False] * len(KEYS))
+        wait_until(lambda: client.exist_many(KEYS) == [False] * len(KEYS))
         for _ in range(50):
             assert isinstance(client.get_many_into(KEYS, buffers)[0], Unavailable), "no miss: it may come back"
     assert len([each for each in caplog.records if "cannot be read" in each.message]) <= 2, "one line per segment"
     pool.start_node(**disk)
-    wait_until(lambda: client.exist(KEYS) == [True] * len(KEYS))
+    wait_until(lambda: client.exist_many(KEYS) == [True] * len(KEYS))
     wait_until(lambda: not client.directory.unreadable.listed)
     assert client.get_many(KEYS) == [key * 100 for key in KEYS]
 
@@ -178,7 +179,7 @@ def test_another_replica_is_read_and_counts(tmp_path: Path) -> None:
                 client.get(key)
             except Unavailable:
                 continue
-        there = dict(zip(keys, client.exist(keys), strict=True))
+        there = dict(zip(keys, client.exist_many(keys), strict=True))
         assert there[b"both"]
         for key, exists in there.items():
             info = client.lookup([key])[0]
@@ -199,14 +200,14 @@ def test_a_loaded_master_without_faults_never_counts_as_away(pool: Pool, seconds
     def load(seed: int) -> None:
         mine, number = pool.client(), random.Random(seed)
         while time.monotonic() < until_s:
-            mine.put_many([_put(number) for _ in range(50)])
+            mine.put_objects([_put(number) for _ in range(50)])
 
     threads = [threading.Thread(target=load, args=(seed,)) for seed in range(2)]
     for thread in threads:
         thread.start()
     num_calls = 0
     while time.monotonic() < until_s:
-        client.exist([rng.randbytes(8) for _ in range(100)])
+        client.exist_many([rng.randbytes(8) for _ in range(100)])
         num_calls += 1
     for thread in threads:
         thread.join(60)

@@ -58,7 +58,7 @@ def test_a_batch_of_small_objects_arrives_whole(pool: LocalPool, monkeypatch: py
 
     monkeypatch.setattr(MappedWriter, "write_run", counting)
     client, batch = pool.client(), puts(60)
-    assert client.put_many(batch) == [None] * 60
+    assert client.put_objects(batch) == [None] * 60
     assert sum(written) == 60
     assert len(written) < 10
     for put in batch:
@@ -69,7 +69,7 @@ def test_a_batch_of_small_objects_arrives_whole(pool: LocalPool, monkeypatch: py
 def test_a_run_that_is_refused_is_written_one_by_one(pool: LocalPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MappedWriter, "write_run", lambda *args: False)
     client, batch = pool.client(), puts(20)
-    assert client.put_many(batch) == [None] * 20
+    assert client.put_objects(batch) == [None] * 20
     assert client.get(b"key-7") == bytes(batch[7].buffers[0]) * len(batch[7].buffers)
 
 
@@ -85,22 +85,22 @@ def test_of_a_run_only_those_fail_whose_space_was_taken_back(pool: LocalPool, mo
 
     monkeypatch.setattr(MappedWriter, "write_run", late)
     client, batch = pool.client(), puts(10)
-    outcomes = client.put_many(batch)
+    outcomes = client.put_objects(batch)
     assert [position for position, error in enumerate(outcomes) if error is not None] == [1]
     assert isinstance(outcomes[1], StaleGeneration)
     assert client.get(batch[2].key) is not None
-    assert not client.exist([batch[1].key])[0]
+    assert not client.exist_many([batch[1].key])[0]
 
 
 def test_nothing_to_put_is_nothing_to_do(pool: LocalPool) -> None:
     client = pool.client()
-    assert client.put_many([]) == []
-    assert isinstance(client.put_many([Put(b"", [b"1"])])[0], InvalidInput)
+    assert client.put_objects([]) == []
+    assert isinstance(client.put_objects([Put(b"", [b"1"])])[0], InvalidInput)
 
 
 def test_a_master_that_is_gone_is_told_by_position(pool: LocalPool) -> None:
     client = pool.client(retry_s=0.0)
     pool.loop.run(pool.master.close())
-    outcomes = client.put_many(puts(3))
+    outcomes = client.put_objects(puts(3))
     assert all(isinstance(error, Unavailable) for error in outcomes)
     assert len(outcomes) == 3

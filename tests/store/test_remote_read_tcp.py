@@ -10,7 +10,8 @@ from store_pool import MIB, LocalPool
 
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import InvalidInput
-from moonpool.store.client import Put, StoreClient
+from moonpool.store import Store
+from moonpool.store.client import Put
 from moonpool.transfer.memory.fence import Fence
 from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.transports.tcp.connection import GATHER_NBYTES
@@ -27,17 +28,17 @@ def pool(tmp_path: Any) -> Iterator[LocalPool]:
 
 
 @pytest.fixture
-def client(pool: LocalPool) -> StoreClient:
+def client(pool: LocalPool) -> Store:
     return pool.client(shm=False)
 
 
-def put_all(client: StoreClient) -> dict[bytes, bytes]:
+def put_all(client: Store) -> dict[bytes, bytes]:
     values = {b"k%d" % at: bytes([at + 1]) * size for at, size in enumerate(SIZES)}
-    assert client.put_many([Put(key, [value]) for key, value in values.items()]) == [None] * len(values)
+    assert client.put_objects([Put(key, [value]) for key, value in values.items()]) == [None] * len(values)
     return values
 
 
-def test_no_header_is_read_a_second_time(client: StoreClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_header_is_read_a_second_time(client: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     values = put_all(client)
 
     def no_more(*_: object, **__: object) -> None:

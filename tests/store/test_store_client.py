@@ -25,7 +25,8 @@ from moonpool.base.errors import (
     StaleGeneration,
 )
 from moonpool.base.object_header import ALIGN_NBYTES, ObjectKind
-from moonpool.store.client import OPAQUE_PIECE_NBYTES, ClientConfig, ObjectView, Put, PutOptions, StoreClient
+from moonpool.store import Store
+from moonpool.store.client import OPAQUE_PIECE_NBYTES, ClientConfig, ObjectView, Put, PutOptions
 from moonpool.store.client.directory import SegmentDirectory
 from moonpool.store.client.put_request import PutRequest
 from moonpool.store.client.put_session import PutSession
@@ -45,47 +46,47 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalPool]:
     made.close()
 
 
-def empty(pool: LocalPool, client: StoreClient) -> None:
+def empty(pool: LocalPool, client: Store) -> None:
     """Leaves the pool to the next test as it was: space of removed objects rests as long as they were leased."""
-    client.remove_matching(force=True)
+    client.remove_all(force=True)
     client.close()
     pool.advance(1000)
     pool.check_integrity()
 
 
 @pytest.fixture(params=[True, False], ids=["shm", "tcp"])
-def client(request: pytest.FixtureRequest, pool: LocalPool) -> Iterator[StoreClient]:
+def client(request: pytest.FixtureRequest, pool: LocalPool) -> Iterator[Store]:
     client = pool.client(shm=request.param)
     yield client
     empty(pool, client)
 
 
 @pytest.fixture
-def near(pool: LocalPool) -> Iterator[StoreClient]:
+def near(pool: LocalPool) -> Iterator[Store]:
     client = pool.client()
     yield client
     empty(pool, client)
 
 
-def view_of(client: StoreClient, key: bytes, **how: str) -> ObjectView:
-    view = client.view([key], **how)[0]  # type: ignore[arg-type]
+def view_of(client: Store, key: bytes, **how: str) -> ObjectView:
+    view = client.view_many([key], **how)[0]  # type: ignore[arg-type]
     assert isinstance(view, ObjectView), view
     return view
 
 
-def damage(pool: LocalPool, client: StoreClient, key: bytes, at: int) -> None:
+def damage(pool: LocalPool, client: Store, key: bytes, at: int) -> None:
     info = client.lookup([key])[0]
     assert info is not None
     pool.nodes[0].segment.memory[info.replicas[0].offset + at] ^= 0x10
 
 
-def test_many_at_once(client: StoreClient) -> None:
+def test_many_at_once(client: Store) -> None:
     chance = random.Random(1)
     values = {b"key-%d" % n: chance.randbytes(chance.choice([0, 1, 100, 4096, 20_000])) for n in range(2100)}
     puts = [Put(key, [value]) for key, value in values.items()]
-    assert client.put_many(puts) == [None] * len(puts)
+    assert client.put_objects(puts) == [None] * len(puts)
     assert client.get_many([*values, b"none"]) == [*values.values(), None]
-    again = client.put_many([puts[5], Put(b"new", [b"1", b"", b"23"])])
+    again = client.put_objects([puts[5], Put(b"new", [b"1", b"", b"23"])])
     assert isinstance(again[0], AlreadyExists)
     assert again[1] is None
     assert client.get(b"new") == b"123"
@@ -96,12 +97,12 @@ def test_many_at_once(client: StoreClient) -> None:
 
 @FEW
 @given(data=st.data())
-def test_any_cut_in_and_any_cut_out(client: StoreClient, data: st.DataObject) -> None:
+def test_any_cut_in_and_any_cut_out(client: Store, data: st.DataObject) -> None:
     sizes = st.lists(st.integers(0, 3000), min_size=1, max_size=6)
     pieces = [random.Random(n).randbytes(size) for n, size in enumerate(data.draw(sizes))]
     whole = b"".join(pieces)
     key = b"cut-%d" % next(NUMBERS)
-    assert client.put_many([Put(key, pieces)]) == [None]
+    assert client.put_objects([Put(key, pieces)]) == [None]
     buffers = [bytearray(size) for size in data.draw(sizes)]
     [got] = client.get_many_into([key], [buffers])
     if sum(map(len, buffers)) < len(whole):
@@ -116,7 +117,7 @@ def test_any_cut_in_and_any_cut_out(client: StoreClient, data: st.DataObject) ->
     assert client.size(key) == len(whole)
 
 
-def test_ranges_of_large_objects(client: StoreClient) -> None:
+def test_ranges_of_large_objects(client: Store) -> None:
     value = random.Random(3).randbytes(3 * OPAQUE_PIECE_NBYTES + 77)
     client.put(b"k", value)
     before = client.counters()["bytes_read"]
@@ -130,16 +131,16 @@ def test_ranges_of_large_objects(client: StoreClient) -> None:
             client.get_ranges(b"k", [(offset, into)])
 
 
-def test_damage_outside_the_range_is_found_in_its_piece(pool: LocalPool, client: StoreClient) -> None:
+def test_damage_outside_the_range_is_found_in_its_piece(pool: LocalPool, client: Store) -> None:
     client.put(b"k", bytes(5000))
     damage(pool, client, b"k", ALIGN_NBYTES + 4000)
     assert client.get_ranges(b"k", [(0, bytearray(10))]) is None
     assert client.counters()["corrupt_replicas"] == 1
 
 
-def test_one_bad_item_fails_alone(pool: LocalPool, client: StoreClient) -> None:
+def test_one_bad_item_fails_alone(pool: LocalPool, client: Store) -> None:
     keys = [b"%d" % n for n in range(5)]
-    assert client.put_many([Put(key, [key * 2000]) for key in keys]) == [None] * 5
+    assert client.put_objects([Put(key, [key * 2000]) for key in keys]) == [None] * 5
     damage(pool, client, b"1", ALIGN_NBYTES + 5)
     damage(pool, client, b"2", 30)
     buffers = [[bytearray(2000)] for _ in keys]
@@ -151,7 +152,9 @@ def test_one_bad_item_fails_alone(pool: LocalPool, client: StoreClient) -> None:
     assert codes[2] in ("corrupt", "not_found", "stale_generation")
     assert codes[3:5] == ["invalid_input", "not_found"]
     assert client.counters()["corrupt_replicas"] == 2
-    outcomes = client.put_many([Put(b"a", [b"1"]), Put(b"b", [np.zeros((4, 4))[:, 1]]), Put(b"c", [bytes(90 * MIB)])])
+    outcomes = client.put_objects(
+        [Put(b"a", [b"1"]), Put(b"b", [np.zeros((4, 4))[:, 1]]), Put(b"c", [bytes(90 * MIB)])]
+    )
     assert outcomes[0] is None
     assert isinstance(outcomes[1], InvalidInput)
     assert isinstance(outcomes[2], NoSpace)
@@ -159,65 +162,65 @@ def test_one_bad_item_fails_alone(pool: LocalPool, client: StoreClient) -> None:
         client.get_many_into([b"a"], [])
 
 
-def test_replacing(client: StoreClient) -> None:
+def test_replacing(client: Store) -> None:
     assert client.put(b"k", b"old")
     assert not client.put(b"k", b"new")
     assert client.put(b"k", b"newer", replace=True)
     assert client.get(b"k") == b"newer"
-    [error] = client.put_many([Put(b"k", [b"newest"], options=PutOptions(replace=True, soft_pin_s=5))])
+    [error] = client.put_objects([Put(b"k", [b"newest"], options=PutOptions(replace=True, soft_pin_s=5))])
     assert error is None
     assert client.get(b"k") == b"newest"
 
 
-def test_another_identity_gets_no_bytes(client: StoreClient) -> None:
+def test_another_identity_gets_no_bytes(client: Store) -> None:
     put = Put(b"k", [b"x" * 100, b"y" * 50], kind=ObjectKind.BLOCK, identity=b"i" * 32, valid_tokens=16)
-    assert client.put_many([put]) == [None]
+    assert client.put_objects([put]) == [None]
     into = bytearray(150)
     assert client.get_many_into([b"k"], [[into]], identity=b"i" * 32) == [150]
     [got] = client.get_many_into([b"k"], [[bytearray(150)]], identity=b"j" * 32)
     assert isinstance(got, IdentityMismatch)
-    [view] = client.view([b"k"], identity=b"j" * 32)
+    [view] = client.view_many([b"k"], identity=b"j" * 32)
     assert isinstance(view, IdentityMismatch)
     info = client.lookup([b"k"])[0]
     assert info is not None
-    header = client.open_read(info, b"i" * 32).header
+    header = client.piece_reads.open(info, b"i" * 32).header
     assert (header.kind, header.valid_tokens, [piece.nbytes for piece in header.pieces]) == (1, 16, [100, 50])
 
 
-def test_views(client: StoreClient, near: StoreClient) -> None:
+def test_views(client: Store, near: Store) -> None:
     value = random.Random(4).randbytes(2 * OPAQUE_PIECE_NBYTES + 9)
-    client.put_many([Put(b"k", [value]), Put(b"empty", [b""])])
+    client.put_objects([Put(b"k", [value]), Put(b"empty", [b""])])
     with view_of(client, b"k") as view:
         assert b"".join(view.pieces) == value
         assert (view.nbytes, len(view.pieces)) == (len(value), 3)
         assert all(piece.readonly for piece in view.pieces)
     assert view.pieces == ()
     assert view_of(client, b"empty").pieces == ()
-    [missing] = client.view([b"none"])
+    [missing] = client.view_many([b"none"])
     assert isinstance(missing, NotFound)
     assert not view_of(near, b"k").is_copy
 
 
-def test_a_view_pins_until_its_last_array_is_gone(near: StoreClient) -> None:
+def test_a_view_pins_until_its_last_array_is_gone(near: Store) -> None:
     near.put(b"k", b"x" * 9000)
     view = view_of(near, b"k")
     assert not view.is_copy
     part = np.frombuffer(view.pieces[0], np.uint8)[5:10]
     view.close()
-    assert near.remove([b"k"]) == [False]
+    assert near.remove_many([b"k"]) == [False]
     assert bytes(part) == b"x" * 5
     del part
     wait_until(lambda: not is_pinned(near, b"k"))
 
 
-def is_pinned(client: StoreClient, key: bytes) -> bool:
-    return any(each.is_pinned for each in client.list_objects() if each.key == key)
+def is_pinned(client: Store, key: bytes) -> bool:
+    return any(each.is_pinned for each in client.objects() if each.key == key)
 
 
-def test_beyond_the_limit_views_are_copies(pool: LocalPool, near: StoreClient) -> None:
-    near.put_many([Put(b"a", [b"a" * 6000]), Put(b"b", [b"b" * 6000])])
+def test_beyond_the_limit_views_are_copies(pool: LocalPool, near: Store) -> None:
+    near.put_objects([Put(b"a", [b"a" * 6000]), Put(b"b", [b"b" * 6000])])
     client = pool.client(max_view_nbytes=10_000)
-    first, second = client.view([b"a", b"b"])
+    first, second = client.view_many([b"a", b"b"])
     assert isinstance(first, ObjectView)
     assert isinstance(second, ObjectView)
     assert (first.is_copy, second.is_copy) == (False, True)
@@ -227,35 +230,35 @@ def test_beyond_the_limit_views_are_copies(pool: LocalPool, near: StoreClient) -
     client.close()
 
 
-def test_views_are_verified_once_or_always(pool: LocalPool, near: StoreClient) -> None:
+def test_views_are_verified_once_or_always(pool: LocalPool, near: Store) -> None:
     near.put(b"k", bytes(5000))
     view_of(near, b"k").close()
     damage(pool, near, b"k", ALIGN_NBYTES + 17)
     view_of(near, b"k").close()  # the same allocation, known to be right
-    [found] = near.view([b"k"], verify="always")
+    [found] = near.view_many([b"k"], verify="always")
     assert not isinstance(found, ObjectView)
     assert near.counters()["corrupt_replicas"] == 1
 
 
-def test_a_process_that_never_saw_it_does_not_trust_it(pool: LocalPool, near: StoreClient) -> None:
+def test_a_process_that_never_saw_it_does_not_trust_it(pool: LocalPool, near: Store) -> None:
     near.put(b"k", bytes(5000))
     damage(pool, near, b"k", ALIGN_NBYTES + 17)
-    [found] = near.view([b"k"])
+    [found] = near.view_many([b"k"])
     assert not isinstance(found, ObjectView)
 
 
-def test_a_replaced_object_stays_in_view(near: StoreClient) -> None:
+def test_a_replaced_object_stays_in_view(near: Store) -> None:
     near.put(b"k", b"old" * 3000)
     old = view_of(near, b"k")
     near.put(b"k", b"new" * 3000, replace=True)
     new = view_of(near, b"k")
     assert bytes(new.pieces[0]) == b"new" * 3000
     new.close()
-    near.put_many([Put(b"%d" % n, [b"?" * 9000]) for n in range(50)])
+    near.put_objects([Put(b"%d" % n, [b"?" * 9000]) for n in range(50)])
     assert bytes(old.pieces[0]) == b"old" * 3000, "closing the newer view did not let go of the older"
 
 
-def test_the_end_of_a_client_ends_its_views(pool: LocalPool, near: StoreClient) -> None:
+def test_the_end_of_a_client_ends_its_views(pool: LocalPool, near: Store) -> None:
     near.put(b"k", bytes(100))
     other = pool.client()
     view = view_of(other, b"k")
@@ -278,8 +281,11 @@ def test_a_session_that_lasts_is_renewed(slow_pool: LocalPool, renews: bool) -> 
     engine = TransferEngine(TransferConfig(run_dir=str(slow_pool.tmp_path / "run"), tcp_host=None))
     clock = VirtualClock()
     limit_s = 10.0 if renews else 1e9
-    with engine, StoreClient(slow_pool.address, engine, ClientConfig(renew_after_s=limit_s), clock) as client:
-        session = client.begin_puts([PutRequest(b"k", (10,) * 5)])[0]
+    with (
+        engine,
+        Store(slow_pool.address, engine=engine, config=ClientConfig(renew_after_s=limit_s), clock=clock) as client,
+    ):
+        session = client.piece_puts.begin([PutRequest(b"k", (10,) * 5)])[0]
         assert isinstance(session, PutSession)
         for index in range(5):
             slow_pool.advance(12)
@@ -288,20 +294,20 @@ def test_a_session_that_lasts_is_renewed(slow_pool: LocalPool, renews: bool) -> 
                 session.write_piece(index, bytes(10))
             except StaleGeneration:
                 break
-        [error] = client.finish_puts([session])
+        [error] = client.piece_puts.finish([session])
         assert (error is None) is renews
-        assert client.exist([b"k"]) == [renews]
+        assert client.exist_many([b"k"]) == [renews]
 
 
 def test_renewing_by_hand(slow_pool: LocalPool) -> None:
     client = slow_pool.client()
-    begun = client.begin_puts([PutRequest(b"a", (1,)), PutRequest(b"b", (1,))])
+    begun = client.piece_puts.begin([PutRequest(b"a", (1,)), PutRequest(b"b", (1,))])
     sessions = [each for each in begun if isinstance(each, PutSession)]
     slow_pool.advance(20)
-    assert client.renew_puts(sessions[:1]) == [True]
+    assert client.piece_puts.renew(sessions[:1]) == [True]
     slow_pool.advance(20)
-    assert client.renew_puts(sessions) == [True, False]
-    client.abort_puts(sessions)
+    assert client.piece_puts.renew(sessions) == [True, False]
+    client.piece_puts.abort(sessions)
 
 
 def test_puts_and_views_of_a_process_are_known_to_the_node(slow_pool: LocalPool) -> None:
@@ -341,7 +347,7 @@ def test_large_objects_by_tcp_spread_over_bundles(pool: LocalPool) -> None:
     client = pool.client(shm=False)
     values = [random.Random(n).randbytes(size) for n, size in enumerate([9 * MIB + 5, 100, 5 * MIB, 0, 3 * MIB])]
     keys = [b"large-%d" % n for n in range(len(values))]
-    assert client.put_many([Put(key, [value]) for key, value in zip(keys, values, strict=True)]) == [None] * 5
+    assert client.put_objects([Put(key, [value]) for key, value in zip(keys, values, strict=True)]) == [None] * 5
     assert client.get_many(keys) == values
     buffers = [[bytearray(len(value) // 3), bytearray(len(value))] for value in values]
     assert client.get_many_into(keys, buffers) == [len(value) for value in values]
@@ -359,15 +365,15 @@ def test_a_lost_node_costs_its_replicas_only(tmp_path: Path, shm: bool) -> None:
         client = pool.client(shm=shm)
         keys = [b"%d" % n for n in range(40)]
         both = PutOptions(num_replicas=2, all_replicas=True)
-        assert client.put_many([Put(key, [key * 3000], options=both) for key in keys]) == [None] * 40
-        begun = client.begin_puts([PutRequest(b"begun", (9,), options=both)])[0]
+        assert client.put_objects([Put(key, [key * 3000], options=both) for key in keys]) == [None] * 40
+        begun = client.piece_puts.begin([PutRequest(b"begun", (9,), options=both)])[0]
         assert isinstance(begun, PutSession)
         pool.nodes[0]._engine.close()  # type: ignore[union-attr]  # as if it had died, before the master knows
         assert client.get_many(keys) == [key * 3000 for key in keys]
         begun.write_piece(0, bytes(9))
-        assert [type(error) for error in client.finish_puts([begun])] == [FewerReplicas]
+        assert [type(error) for error in client.piece_puts.finish([begun])] == [FewerReplicas]
         assert begun.failed == (pool.nodes[0].segment_name,)
-        (fewer,) = client.put_many([Put(b"more", [b"1"], options=PutOptions(num_replicas=2))])
+        (fewer,) = client.put_objects([Put(b"more", [b"1"], options=PutOptions(num_replicas=2))])
         assert isinstance(fewer, FewerReplicas)
         assert "stored on 1 of 2 replicas" in str(fewer)
         assert client.put(b"one", b"1", num_replicas=2), "it is stored, after all"

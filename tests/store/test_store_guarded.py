@@ -14,7 +14,8 @@ from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import ConfigError, Unauthorized
 from moonpool.node.config import NodeConfig
 from moonpool.node.service import Node
-from moonpool.store.client import ClientConfig, StoreClient
+from moonpool.store import Store
+from moonpool.store.client import ClientConfig
 from moonpool.store.client.directory import REFUSED_FOR_S, SegmentDirectory
 from moonpool.store.messages import Placement, SegmentInfo, Tier
 from moonpool.transfer.config import TransferConfig
@@ -35,11 +36,11 @@ class GuardedPool(LocalPool):
         self.nodes.append(node)
         return node
 
-    def far_client(self, **wires: Any) -> StoreClient:
+    def far_client(self, **wires: Any) -> Store:
         config = TransferConfig(run_dir=str(self.tmp_path / "far"), shm=False, tcp_host=None, **wires)
         engine = TransferEngine(config)
         self._stack.callback(engine.close)
-        return self._stack.enter_context(StoreClient(self.address, engine, ClientConfig(retry_s=10.0)))
+        return self._stack.enter_context(Store(self.address, engine=engine, config=ClientConfig(retry_s=10.0)))
 
     def puts_in_progress(self) -> int:
         return self.on_loop(lambda: self.master.state.stats().counters["puts_in_progress"])

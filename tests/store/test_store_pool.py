@@ -30,7 +30,8 @@ from moonpool.base.rpc import AsyncClient
 from moonpool.master.state.changes import Changes
 from moonpool.node.config import NodeConfig
 from moonpool.node.service import Node
-from moonpool.store.client import OPAQUE_PIECE_NBYTES, ClientConfig, Put, StoreClient
+from moonpool.store import Store
+from moonpool.store.client import OPAQUE_PIECE_NBYTES, ClientConfig, Put
 from moonpool.store.client.put_request import PutRequest
 from moonpool.store.client.put_session import PutSession
 from moonpool.store.messages import SERVICE, ObjectInfo, Subscribe
@@ -49,13 +50,13 @@ def pool(tmp_path: Path) -> Iterator[LocalPool]:
     pool.close()
 
 
-def begin(client: StoreClient, request: PutRequest) -> PutSession:
-    session = client.begin_puts([request])[0]
+def begin(client: Store, request: PutRequest) -> PutSession:
+    session = client.piece_puts.begin([request])[0]
     assert isinstance(session, PutSession), session
     return session
 
 
-def info_of(client: StoreClient, key: bytes) -> ObjectInfo:
+def info_of(client: Store, key: bytes) -> ObjectInfo:
     info = client.lookup([key])[0]
     assert info is not None
     return info
@@ -79,7 +80,7 @@ def test_what_is_put_is_got(pool: LocalPool, shm: bool, nbytes: int) -> None:
     into = bytearray(nbytes + 3)
     assert client.get_into(b"k", into) == nbytes
     assert into[:nbytes] == data
-    assert client.exist([b"k", b"l"]) == [True, False]
+    assert client.exist_many([b"k", b"l"]) == [True, False]
     counters = client.counters()
     assert (counters["bytes_written"], counters["bytes_read"]) == (nbytes, 2 * nbytes)
     assert (counters["hits"], counters["misses"], counters["refused_already_exists"]) == (2, 1, 1)
@@ -92,15 +93,15 @@ def test_pieces_one_by_one(pool: LocalPool) -> None:
     client, identity = pool.client(), b"i" * 32
     request = PutRequest(b"block", (100, 200), kind=ObjectKind.BLOCK, identity=identity, valid_tokens=64)
     session = begin(client, request)
-    assert isinstance(client.begin_puts([request])[0], AlreadyExists)
+    assert isinstance(client.piece_puts.begin([request])[0], AlreadyExists)
     session.write_piece(1, b"b" * 200)
     with pytest.raises(InvalidInput):
         session.write_piece(0, b"a" * 99)
     session.write_piece(0, memoryview(b"a" * 100))
     assert client.lookup([b"block"]) == [None], "not visible yet"
-    assert client.finish_puts([session]) == [None]
+    assert client.piece_puts.finish([session]) == [None]
 
-    read = client.open_read(info_of(client, b"block"), identity)
+    read = client.piece_reads.open(info_of(client, b"block"), identity)
     assert (read.header.valid_tokens, read.header.kind, read.nbytes) == (64, ObjectKind.BLOCK, 300)
     into = bytearray(200)
     read.read_piece(1, into)
@@ -109,7 +110,7 @@ def test_pieces_one_by_one(pool: LocalPool) -> None:
     with pytest.raises(InvalidInput):
         read.read_piece(0, into)
     with pytest.raises(IdentityMismatch):
-        client.open_read(info_of(client, b"block"), b"j" * 32)
+        client.piece_reads.open(info_of(client, b"block"), b"j" * 32)
     assert client.counters()["refused_identity_mismatch"] == 1
 
 
@@ -118,7 +119,7 @@ def test_more_pieces_than_one_header_page_holds(pool: LocalPool) -> None:
     session = begin(client, PutRequest(b"many", (8,) * 1000))
     for index in range(1000):
         session.write_piece(index, index.to_bytes(8, "little"))
-    assert client.finish_puts([session]) == [None]
+    assert client.piece_puts.finish([session]) == [None]
     found = client.get(b"many")
     assert found == b"".join(index.to_bytes(8, "little") for index in range(1000))
 
@@ -127,14 +128,14 @@ def test_an_unfinished_piece_or_an_abort_frees_the_key(pool: LocalPool) -> None:
     client = pool.client()
     first, second = begin(client, PutRequest(b"1", (10,))), begin(client, PutRequest(b"2", (10,)))
     second.write_piece(0, bytes(10))
-    errors = client.finish_puts([first, second])
+    errors = client.piece_puts.finish([first, second])
     assert isinstance(errors[0], InvalidInput)
     assert errors[1] is None
     assert client.put(b"1", b"again")
     third = begin(client, PutRequest(b"3", (10,)))
-    client.abort_puts([third])
+    client.piece_puts.abort([third])
     assert "gave the put up" in client.why(b"3")
-    assert isinstance(client.finish_puts([third])[0], InvalidInput)
+    assert isinstance(client.piece_puts.finish([third])[0], InvalidInput)
 
 
 def test_flipped_bits_are_a_miss_and_quarantined(pool: LocalPool) -> None:
@@ -157,7 +158,7 @@ def test_a_session_says_corrupt(pool: LocalPool) -> None:
     client = pool.client()
     client.put(b"k", b"x" * 5000)
     info = info_of(client, b"k")
-    read = client.open_read(info, None)
+    read = client.piece_reads.open(info, None)
     flip(pool, info, ALIGN_NBYTES + 17)
     with pytest.raises(Corrupt):
         read.read_piece(0, bytearray(5000))
@@ -187,7 +188,7 @@ def test_reused_space_is_never_read_as_the_old_object(tmp_path: Path) -> None:
         client = pool.client()
         client.put(b"old", b"o" * 3 * ALIGN_NBYTES)
         info = info_of(client, b"old")
-        unread, read = client.open_read(info, None), client.open_read(info, None)
+        unread, read = client.piece_reads.open(info, None), client.piece_reads.open(info, None)
         into = bytearray(3 * ALIGN_NBYTES)
         read.read_piece(0, into)
         read.finish()
@@ -198,7 +199,7 @@ def test_reused_space_is_never_read_as_the_old_object(tmp_path: Path) -> None:
         with pytest.raises(StaleGeneration):
             unread.read_piece(0, into)
         with pytest.raises(StaleGeneration):
-            client.open_read(info, None)
+            client.piece_reads.open(info, None)
         assert client.get(b"old") is None
         assert client.get(b"new") == b"n" * 3 * ALIGN_NBYTES
         assert client.counters()["corrupt_replicas"] == 0, "nobody was corrupt, somebody was late"
@@ -218,7 +219,7 @@ def test_a_late_writer_cannot_touch_the_new_owner(tmp_path: Path) -> None:
         assert client.put(b"k", b"new" * 30)
         with pytest.raises(StaleGeneration):
             late.write_piece(0, b"late" * 25)
-        assert isinstance(slow.finish_puts([late])[0], StaleGeneration)
+        assert isinstance(slow.piece_puts.finish([late])[0], StaleGeneration)
         assert client.get(b"k") == b"new" * 30
     finally:
         pool.close()
@@ -234,9 +235,9 @@ def test_space_written_in_place_waits_for_its_writer(tmp_path: Path) -> None:
         with pytest.raises(NoSpace):
             client.put(b"k", b"new")
         late.write_piece(0, b"late" * 25)
-        assert isinstance(slow.finish_puts([late])[0], StaleGeneration)
+        assert isinstance(slow.piece_puts.finish([late])[0], StaleGeneration)
         slow.close()
-        wait_until(lambda: isinstance(client.put_many([Put(b"k", [b"new" * 30])])[0], type(None)))
+        wait_until(lambda: isinstance(client.put_objects([Put(b"k", [b"new" * 30])])[0], type(None)))
         assert client.get(b"k") == b"new" * 30
     finally:
         pool.close()
@@ -247,7 +248,7 @@ def test_a_put_ended_too_late_is_refused(pool: LocalPool) -> None:
     late = begin(client, PutRequest(b"k", (100,)))
     late.write_piece(0, bytes(100))
     pool.advance(30)
-    assert isinstance(client.finish_puts([late])[0], StaleGeneration)
+    assert isinstance(client.piece_puts.finish([late])[0], StaleGeneration)
     assert client.put(b"k", b"new")
 
 
@@ -257,7 +258,7 @@ def test_pressure_spares_leased_and_pinned(tmp_path: Path) -> None:
         client = pool.client()
         for number in range(38):
             client.put(b"%d" % number, b"v%d" % number)
-        assert client.pin([b"0"]) == [True]
+        assert client.pin_many([b"0"]) == [True]
         client.lookup([b"1"])
         for number in range(100, 200):
             client.put(b"%d" % number, b"x")
@@ -317,7 +318,7 @@ def test_listeners_get_a_snapshot_and_then_changes(pool: LocalPool) -> None:
 
     def change() -> None:
         client.put(b"after", b"2")
-        client.remove([b"before"])
+        client.remove_many([b"before"])
         client.put(b"last", b"3")
 
     stored, removed, sequence = pool.loop.run(listen())
@@ -356,7 +357,7 @@ def test_a_forgotten_node_mounts_again_empty(tmp_path: Path) -> None:
         wait_until(lambda: pool.nodes[0].segment.incarnation != incarnation)
         assert client.get(b"k") is None
         assert "node that left" in client.why(b"k")
-        wait_until(lambda: not isinstance(client.begin_puts([PutRequest(b"probe", (1,))])[0], NoSpace))
+        wait_until(lambda: not isinstance(client.piece_puts.begin([PutRequest(b"probe", (1,))])[0], NoSpace))
         assert client.put(b"k", b"new")
         with pytest.raises(MoonpoolError, match=r"mounted anew|is gone|out of reach"):
             late.write_piece(0, bytes(100))
@@ -372,12 +373,12 @@ def test_master_restart(tmp_path: Path) -> None:
         client.put(b"k", b"old")
         old = info_of(client, b"k")
         session = begin(client, PutRequest(b"begun", (3,)))
-        assert hasty.exist([b"k"]) == [True]
+        assert hasty.exist_many([b"k"]) == [True]
         pool.loop.run(pool.master.close())
         with pytest.raises(PeerLost):
-            hasty.exist([b"k"])
+            hasty.exist_many([b"k"])
         answers: list[list[bool]] = []
-        asking = threading.Thread(target=lambda: answers.append(client.exist([b"k"])))
+        asking = threading.Thread(target=lambda: answers.append(client.exist_many([b"k"])))
         asking.start()
         pool.start_master()
         asking.join(20)
@@ -385,14 +386,14 @@ def test_master_restart(tmp_path: Path) -> None:
         assert info_of(client, b"k").replicas == old.replicas
         assert client.get(b"k") == b"old"
         session.write_piece(0, b"new")
-        assert client.finish_puts([session]) == [None], "what was begun before is ended after"
+        assert client.piece_puts.finish([session]) == [None], "what was begun before is ended after"
         assert client.get(b"begun") == b"new"
-        wait_until(lambda: client.put_many([Put(b"more", [b"1"])])[0] is None)
+        wait_until(lambda: client.put_objects([Put(b"more", [b"1"])])[0] is None)
         placed = info_of(client, b"more").replicas[0]
         assert placed.generation > old.replicas[0].generation
         wrong = msgspec.structs.replace(placed, generation=old.replicas[0].generation)
         with pytest.raises(StaleGeneration):
-            client.open_read(ObjectInfo(b"more", old.nbytes, (wrong,), 1), None)
+            client.piece_reads.open(ObjectInfo(b"more", old.nbytes, (wrong,), 1), None)
     finally:
         pool.close()
 
@@ -421,9 +422,9 @@ def test_a_node_leaves(pool: LocalPool) -> None:
     pool.loop.run(pool.nodes[0].close())
     assert client.get(b"k") is None
     assert client.stats().capacity_nbytes == 0
-    assert isinstance(client.begin_puts([PutRequest(b"l", (1,))])[0], NoSpace)
+    assert isinstance(client.piece_puts.begin([PutRequest(b"l", (1,))])[0], NoSpace)
     with pytest.raises(MoonpoolError, match=r"gone|left|closed|mounted anew|out of reach"):
-        client.open_read(info, None)
+        client.piece_reads.open(info, None)
 
 
 async def test_a_node_without_memory_or_master_says_so(tmp_path: Path) -> None:
@@ -438,7 +439,7 @@ async def test_a_node_without_memory_or_master_says_so(tmp_path: Path) -> None:
 
 def test_no_master_is_peer_lost(tmp_path: Path) -> None:
     with TransferEngine(TransferConfig(run_dir=str(tmp_path), tcp_host=None)) as engine:
-        client = StoreClient(f"unix:{tmp_path}/none.sock", engine, ClientConfig(retry_s=0.1))
+        client = Store(f"unix:{tmp_path}/none.sock", engine=engine, config=ClientConfig(retry_s=0.1))
         with pytest.raises(PeerLost):
             client.get(b"k")
         client.close()

@@ -13,7 +13,8 @@ import pytest
 from store_pool import MIB, RoleProcess, wait_until
 
 from moonpool.base.errors import MoonpoolError, NoSpace
-from moonpool.store.client import ClientConfig, StoreClient
+from moonpool.store import Store
+from moonpool.store.client import ClientConfig
 from moonpool.store.client.put_request import PutRequest
 from moonpool.transfer.config import TransferConfig
 from moonpool.transfer.engine import TransferEngine
@@ -35,10 +36,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 @pytest.fixture
-def client(tmp_path: Path) -> Iterator[StoreClient]:
+def client(tmp_path: Path) -> Iterator[Store]:
     with (
         TransferEngine(TransferConfig(run_dir=str(tmp_path), tcp_host=None)) as engine,
-        StoreClient(address(tmp_path), engine, ClientConfig(retry_s=10.0)) as client,
+        Store(address(tmp_path), engine, ClientConfig(retry_s=10.0)) as client,
     ):
         yield client
 
@@ -62,14 +63,14 @@ def node_config(tmp_path: Path, name: str, dram_nbytes: int = 4 * MIB) -> dict[s
     }
 
 
-def puts_work(client: StoreClient, key: bytes, data: bytes) -> bool:
+def puts_work(client: Store, key: bytes, data: bytes) -> bool:
     try:
         return client.put(key, data)
     except MoonpoolError:
         return False
 
 
-def test_clients_in_several_processes_agree(tmp_path: Path, start: Start, client: StoreClient) -> None:
+def test_clients_in_several_processes_agree(tmp_path: Path, start: Start, client: Store) -> None:
     start("master", **master_config(tmp_path))
     start("node", **node_config(tmp_path, "n0", MIB))  # too small for all of it, so there is eviction
     clients = [
@@ -82,23 +83,21 @@ def test_clients_in_several_processes_agree(tmp_path: Path, start: Start, client
     assert stats.counters["puts_in_progress"] == 0
 
 
-def test_a_client_killed_mid_put_blocks_its_key_only_for_a_while(
-    tmp_path: Path, start: Start, client: StoreClient
-) -> None:
+def test_a_client_killed_mid_put_blocks_its_key_only_for_a_while(tmp_path: Path, start: Start, client: Store) -> None:
     start("master", **master_config(tmp_path, put_discard_s=0.5, put_release_s=0.6))
     start("node", **node_config(tmp_path, "n0"))
     client.put(b"pinned", b"1")
     writer = start("hang", address=address(tmp_path), run_dir=str(tmp_path), key="k")
     assert not client.put(b"k", b"mine"), "another put is under way"
-    assert not client.remove([b"pinned"])[0]
+    assert not client.remove_many([b"pinned"])[0]
     writer.kill()
     wait_until(lambda: client.put(b"k", b"mine"))
     assert client.get(b"k") == b"mine"
-    wait_until(lambda: client.remove([b"pinned"])[0])
+    wait_until(lambda: client.remove_many([b"pinned"])[0])
     wait_until(lambda: client.stats().used_nbytes == 2 * 4096)
 
 
-def test_a_killed_node_leaves_the_other_replica(tmp_path: Path, start: Start, client: StoreClient) -> None:
+def test_a_killed_node_leaves_the_other_replica(tmp_path: Path, start: Start, client: Store) -> None:
     start("master", **master_config(tmp_path, segment_ttl_s=1.0))
     nodes = {f"n{number}.dram": start("node", **node_config(tmp_path, f"n{number}")) for number in range(2)}
     data = random.Random(0).randbytes(100_000)
@@ -114,7 +113,7 @@ def test_a_killed_node_leaves_the_other_replica(tmp_path: Path, start: Start, cl
     assert client.counters()["corrupt_replicas"] == 0
 
 
-def test_a_killed_master_comes_back(tmp_path: Path, start: Start, client: StoreClient) -> None:
+def test_a_killed_master_comes_back(tmp_path: Path, start: Start, client: Store) -> None:
     master = start("master", **master_config(tmp_path))
     start("node", **node_config(tmp_path, "n0"))
     assert client.put(b"k", b"old")
@@ -130,11 +129,11 @@ def test_a_killed_master_comes_back(tmp_path: Path, start: Start, client: StoreC
     assert not client.put(b"k", b"new")
 
 
-def test_a_killed_node_comes_back_as_another(tmp_path: Path, start: Start, client: StoreClient) -> None:
+def test_a_killed_node_comes_back_as_another(tmp_path: Path, start: Start, client: Store) -> None:
     start("master", **master_config(tmp_path))
     node = start("node", **node_config(tmp_path, "n0"))
     assert client.put(b"k", b"old")
-    session = client.begin_puts([PutRequest(b"late", (10,))])[0]
+    session = client.piece_puts.begin([PutRequest(b"late", (10,))])[0]
     assert not isinstance(session, MoonpoolError)
     node.kill()
     start("node", **node_config(tmp_path, "n0"))
@@ -143,18 +142,18 @@ def test_a_killed_node_comes_back_as_another(tmp_path: Path, start: Start, clien
     assert client.get(b"k") == b"new"
     with pytest.raises(MoonpoolError):
         session.write_piece(0, bytes(10))
-    client.abort_puts([session])
+    client.piece_puts.abort([session])
     assert client.put(b"late", b"again")
 
 
-def test_a_full_pool_refuses_and_recovers(tmp_path: Path, start: Start, client: StoreClient) -> None:
+def test_a_full_pool_refuses_and_recovers(tmp_path: Path, start: Start, client: Store) -> None:
     start("master", **master_config(tmp_path))
     start("node", **node_config(tmp_path, "n0", 64 * 1024))
     assert client.put(b"hard", bytes(20_000), pinned=True)
     assert client.put(b"held", bytes(20_000))
-    client.pin([b"held"])
+    client.pin_many([b"held"])
     with pytest.raises(NoSpace):
         client.put(b"new", bytes(20_000))
-    client.unpin([b"held"])
+    client.unpin_many([b"held"])
     assert client.put(b"new", bytes(20_000))
-    assert client.exist([b"hard", b"held", b"new"]) == [True, False, True]
+    assert client.exist_many([b"hard", b"held", b"new"]) == [True, False, True]

@@ -10,7 +10,8 @@ from store_pool import LocalPool
 
 from moonpool.base.clock import SystemClock
 from moonpool.base.cluster import PullSample
-from moonpool.store.client import ClientConfig, StoreClient
+from moonpool.store import Store
+from moonpool.store.client import ClientConfig
 from moonpool.transfer.config import TransferConfig
 from moonpool.transfer.engine import TransferEngine
 from moonpool.worker.kv_link import pool as pool_module
@@ -31,7 +32,7 @@ def test_it_measures_and_leaves_nothing(pool: LocalPool) -> None:
     assert samples
     assert [each.nbytes for each in samples] == [64 * 1024, 1 << 20][: len(samples)]
     assert all(each.seconds > 0 for each in samples)
-    assert list(pool.client().list_objects()) == []
+    assert list(pool.client().objects()) == []
 
 
 def test_a_pool_that_is_slow_is_known_by_the_small_object(pool: LocalPool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,8 +43,8 @@ def test_a_pool_that_is_slow_is_known_by_the_small_object(pool: LocalPool, monke
 def test_no_pool_is_no_sample(tmp_path: Path) -> None:
     engine = TransferEngine(TransferConfig(run_dir=str(tmp_path / "run"), tcp_host=None))
 
-    def connect() -> StoreClient:
-        return StoreClient(f"unix:{tmp_path}/nobody.sock", engine, ClientConfig(retry_s=0.0))
+    def connect() -> Store:
+        return Store(f"unix:{tmp_path}/nobody.sock", engine=engine, config=ClientConfig(retry_s=0.0))
 
     try:
         assert PoolProbe(connect, 1 << 20, SystemClock()).measure() == []

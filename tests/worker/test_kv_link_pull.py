@@ -16,7 +16,7 @@ from moonpool.base.keys import chain_keys, object_key
 from moonpool.base.object_header import unpack
 from moonpool.engine.kv_memory import KvLayout
 from moonpool.engine.sequence import AdmittedSequence, FullBlock
-from moonpool.store.client import StoreClient
+from moonpool.store import Store
 from moonpool.worker.kv_link.pieces import HostPieces
 from moonpool.worker.kv_link.pool import PoolWriter
 from moonpool.worker.kv_link.pull import Puller, PullJob, PullResult
@@ -32,7 +32,7 @@ _ROOTS = itertools.count(1)
 class Bench:
     """Pages 0 to 3 hold blocks that are in the pool; pages 8 to 11 are where they are pulled to."""
 
-    def __init__(self, pool: LocalPool, store: StoreClient) -> None:
+    def __init__(self, pool: LocalPool, store: Store) -> None:
         self.pool, self.store = pool, store
         self.memory = memoryview(bytearray(LAYOUT.total_nbytes))
         self.pieces = HostPieces(self.memory, LAYOUT)
@@ -73,12 +73,12 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalPool]:
 
 
 @pytest.fixture(scope="module")
-def store(pool: LocalPool) -> StoreClient:
+def store(pool: LocalPool) -> Store:
     return pool.client()
 
 
 @pytest.fixture
-def bench(pool: LocalPool, store: StoreClient) -> Bench:
+def bench(pool: LocalPool, store: Store) -> Bench:
     return Bench(pool, store)
 
 
@@ -116,7 +116,7 @@ def test_damage_keeps_the_blocks_before_it(bench: Bench, puller: Puller, block: 
 
 @pytest.mark.parametrize("block", range(NUM_BLOCKS))
 def test_a_missing_block_ends_the_prefix(bench: Bench, puller: Puller, block: int) -> None:
-    bench.store.remove([object_key(bench.keys[block])], force=True)
+    bench.store.remove_many([object_key(bench.keys[block])], force=True)
     result = bench.pull(puller).wait_end(5)
     assert result.num_good == block
     assert isinstance(result.failure, NotFound)
@@ -212,7 +212,7 @@ def test_a_bug_ends_the_job(bench: Bench) -> None:
     assert bench.ended.is_set()
 
 
-def test_jobs_do_not_wait_for_one_another(bench: Bench, store: StoreClient, pool: LocalPool) -> None:
+def test_jobs_do_not_wait_for_one_another(bench: Bench, store: Store, pool: LocalPool) -> None:
     others: Sequence[Bench] = [Bench(pool, store) for _ in range(3)]
     puller = Puller(bench.store, bench.pieces, IDENTITY, num_threads=2)
     jobs = [other.pull(puller) for other in others]

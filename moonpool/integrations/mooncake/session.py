@@ -17,10 +17,12 @@ from contextlib import ExitStack
 from typing import Any
 
 from moonpool.base.errors import BreakerOpen, DeadlineExceeded, Unavailable
-from moonpool.integrations.mooncake.setup_config import SetupConfig, credentials
+from moonpool.integrations.mooncake.setup_config import SetupConfig
 from moonpool.node.config import NodeConfig
 from moonpool.node.service import Node
-from moonpool.store.client import ClientConfig, StoreClient
+from moonpool.store import Store
+from moonpool.store.client import ClientConfig
+from moonpool.store.finding import credentials
 from moonpool.transfer.config import TransferConfig
 from moonpool.transfer.engine import TransferEngine
 
@@ -113,17 +115,17 @@ class MooncakeSession:
 
     def _greet_master(self) -> None:
         try:
-            self.client.exist([])
+            self.client.exist_many([])
         except BreakerOpen:
             if not self.client.wait_for_master(_START_PATIENCE_S):
                 raise
-            self.client.exist([])
+            self.client.exist_many([])
 
-    def _connect(self, stack: ExitStack, run_dir: str) -> StoreClient:
+    def _connect(self, stack: ExitStack, run_dir: str) -> Store:
         wires = TransferConfig(run_dir=run_dir, tcp_host=None, num_threads=1, **credentials())
         engine = stack.enter_context(TransferEngine(wires))
         settings = ClientConfig(name=self.name)  # retry_s 0: an engine that waits computes nothing meanwhile
-        return stack.enter_context(StoreClient(self.config.master_address, engine, settings))
+        return stack.enter_context(Store(self.config.master_address, engine=engine, config=settings))
 
     def _node_config(self, run_dir: str) -> NodeConfig:
         return NodeConfig(

@@ -9,25 +9,17 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from moonpool.base.address import host_port, parse_address
 from moonpool.base.config import from_mapping
 from moonpool.base.errors import ConfigError
 from moonpool.base.units import parse_nbytes
-from moonpool.transfer.config import WireConfig
 
 _LOG = logging.getLogger(__name__)
 _FOREIGN_SCHEMES = ("etcd://", "redis://", "k8s://", "http://", "https://")
 _P2P = "P2PHANDSHAKE"
-# The same variables as for Moonpool's own commands: what a client shows to the ports of the pool's nodes.
-_CREDENTIALS = {
-    "secret_file": "MOONPOOL_SECRET_FILE",
-    "tls_cert_file": "MOONPOOL_TLS_CERT_FILE",
-    "tls_key_file": "MOONPOOL_TLS_KEY_FILE",
-    "tls_ca_file": "MOONPOOL_TLS_CA_FILE",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,12 +89,6 @@ class SetupConfig:
         for name in ("enable_ssd_offload", "enable_client_http_server", "ipc_socket_path"):
             if getattr(self, name):
                 _LOG.warning("%s is not for this client to do; the pool's nodes have their own settings", name)
-
-
-def credentials() -> dict[str, Any]:
-    """Return WireConfig's secret and TLS settings from the environment."""
-    assert set(_CREDENTIALS) <= {field.name for field in fields(WireConfig)}
-    return {name: value for name, variable in _CREDENTIALS.items() if (value := os.environ.get(variable))}
 
 
 def _split_host(text: str) -> tuple[str, int | None]:

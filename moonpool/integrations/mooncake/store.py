@@ -36,7 +36,8 @@ from moonpool.integrations.mooncake.types import (
     ReplicaDescriptor,
     ReplicateConfig,
 )
-from moonpool.store.client import Put, StoreClient
+from moonpool.store import Store
+from moonpool.store.client import Put
 from moonpool.store.messages import ObjectInfo, Placement, Tier
 from moonpool.transfer.memory.buffers import as_bytes_view
 
@@ -108,7 +109,7 @@ class MooncakeDistributedStore:
         """Return 0 when the master answers, 1 before setup(), 2 when the master does not answer."""
         if self._session is None:
             return 1
-        return self._ask("health_check", lambda client: len(client.exist([])), lambda _: 2)
+        return self._ask("health_check", lambda client: len(client.exist_many([])), lambda _: 2)
 
     def get_hostname(self) -> str:
         """Return `host:number`. As a preferred_segment it means the memory that this store offers."""
@@ -149,15 +150,15 @@ class MooncakeDistributedStore:
         could not be asked.
         """
 
-        def exist(client: StoreClient) -> list[int]:
-            return [int(found) for found in client.exist([self._key(key) for key in keys])]
+        def exist(client: Store) -> list[int]:
+            return [int(found) for found in client.exist_many([self._key(key) for key in keys])]
 
         return self._ask("exist", exist, lambda code: [code] * len(keys))
 
     def get_size(self, key: str) -> int:
         """Return the value's size in bytes, without its header, or an error."""
 
-        def size(client: StoreClient) -> int:
+        def size(client: Store) -> int:
             nbytes = client.size(self._key(key))
             if nbytes is None:
                 raise NotFound("no such object")
@@ -168,10 +169,10 @@ class MooncakeDistributedStore:
     def remove(self, key: str, force: bool = False) -> int:
         """Remove an object. Return -706 while it is leased or pinned, unless `force`."""
 
-        def remove(client: StoreClient) -> int:
+        def remove(client: Store) -> int:
             if not client.why(self._key(key)).startswith("this object is stored"):  # exist() would lease it
                 raise NotFound("no such object")
-            return ErrorCode.OK if client.remove([self._key(key)], force)[0] else ErrorCode.OBJECT_HAS_LEASE
+            return ErrorCode.OK if client.remove(self._key(key), force=force) else ErrorCode.OBJECT_HAS_LEASE
 
         return self._ask("remove", remove, lambda code: code)
 
@@ -181,7 +182,7 @@ class MooncakeDistributedStore:
         """
         return self._ask(
             "remove_all",
-            lambda client: client.remove_matching(f"^{re.escape(self._key('').decode())}", force)[0],
+            lambda client: client.remove_matching(f"^{re.escape(self._key('').decode())}", force=force)[0],
             lambda code: code,
         )
 
@@ -240,7 +241,7 @@ class MooncakeDistributedStore:
     def batch_get_replica_desc(self, keys: Sequence[str]) -> dict[str, list[ReplicaDescriptor]]:
         """Return the replicas by key, and lease the objects. Keys that do not exist are left out."""
 
-        def look_up(client: StoreClient) -> dict[str, list[ReplicaDescriptor]]:
+        def look_up(client: Store) -> dict[str, list[ReplicaDescriptor]]:
             infos = client.lookup([self._key(key) for key in keys])
             tiers = {each.name: each.tier for each in client.stats().segments}
             return {key: _describe(info, tiers) for key, info in zip(keys, infos, strict=True) if info is not None}
@@ -258,7 +259,7 @@ class MooncakeDistributedStore:
             except MoonpoolError as error:
                 _LOG.warning("this process ends without close(), and its memory stays in the pool for now: %s", error)
 
-    def _ask(self, what: str, action: Callable[[StoreClient], R], on_error: Callable[[int], E]) -> R | E:
+    def _ask(self, what: str, action: Callable[[Store], R], on_error: Callable[[int], E]) -> R | E:
         """Return the result of `action`, or of `on_error` with the error code when `action` raises."""
         session = self._session
         if session is None:
@@ -277,9 +278,9 @@ class MooncakeDistributedStore:
         results: list[int] = [ErrorCode.INVALID_PARAMS] * len(keys)
         usable = [at for at, value in enumerate(values) if value and keys[at]]
 
-        def put(client: StoreClient) -> list[MoonpoolError | None]:
+        def put(client: Store) -> list[MoonpoolError | None]:
             options = config.options(self._segment_of(config.preferred))
-            return client.put_many(
+            return client.put_objects(
                 [
                     Put(key=self._key(keys[at]), buffers=values[at], options=options, group=self._group(config, at))
                     for at in usable

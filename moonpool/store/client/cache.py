@@ -17,21 +17,19 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from moonpool.base.errors import MoonpoolError
-from moonpool.store.client import StoreClient
 from moonpool.store.client.cuts import scatter
-from moonpool.store.client.directory import SegmentDirectory
+from moonpool.store.client.master_client import MasterClient
+from moonpool.store.client.read_session import ReadTools
+from moonpool.store.client.reads import ClientReads, Got, Targets
+from moonpool.store.client.transfer_window import TransferThreads
 from moonpool.store.messages import ObjectInfo
-from moonpool.transfer.memory.buffers import Buffer, as_bytes_view
 from moonpool.transfer.memory.location import host_id
 from moonpool.transfer.transports.mapped import MappedRemote
 
-T = TypeVar("T")
-Lookup = Callable[[list[bytes]], list[ObjectInfo | None]]
 WINDOW_KEYS = 16_384  # remember at least this many keys that were read once
 
 
@@ -127,63 +125,36 @@ class ObjectCache:
         self._nbytes -= len(self._entries.pop(key).value)
 
 
-class CachedReads:
-    """Reads of whole objects through the cache. Owns nothing. `lookup` leases objects without counting a read."""
+class CachedReads(ClientReads):
+    """ClientReads whose read() uses the cache."""
 
-    def __init__(self, client: StoreClient, cache: ObjectCache, lookup: Lookup, directory: SegmentDirectory) -> None:
-        self._client, self._cache = client, cache
-        self._lookup, self._directory = lookup, directory
+    def __init__(self, master: MasterClient, threads: TransferThreads, tools: ReadTools, cache: ObjectCache) -> None:
+        super().__init__(master, threads, tools)
+        self._cache = cache
         self._here = RecentKeys(WINDOW_KEYS)  # keys found in this machine's memory: not looked up again for a while
 
-    def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """As StoreClient.get_many."""
-        return self._read(keys, lambda _, value: value, self._get, lambda _, value: value)
-
-    def get_many_into(self, keys: Sequence[bytes], buffers: Sequence[Sequence[Buffer]]) -> list[int | MoonpoolError]:
-        """As StoreClient.get_many_into."""
-        targets = [[as_bytes_view(buffer, True) for buffer in some] for some in buffers]
-
-        def fill(position: int, value: bytes) -> int | MoonpoolError:
-            return _fill(value, targets[position])
-
-        def read(positions: list[int]) -> list[int | MoonpoolError]:
-            return self._client.get_many_into([keys[p] for p in positions], [targets[p] for p in positions])
-
-        def value_of(position: int, got: int | MoonpoolError) -> bytes | None:
-            return b"".join(targets[position])[:got] if isinstance(got, int) else None
-
-        return self._read(keys, fill, lambda _, positions: read(positions), value_of)
-
-    def _get(self, keys: Sequence[bytes], positions: list[int]) -> list[bytes | None]:
-        return self._client.get_many([keys[position] for position in positions])
-
-    def _read(
-        self,
-        keys: Sequence[bytes],
-        use: Callable[[int, bytes], T],
-        read: Callable[[Sequence[bytes], list[int]], list[T]],
-        value_of: Callable[[int, T], bytes | None],
-    ) -> list[T]:
-        """Return by position what `use` makes of a cached value, or what `read` returns for keys that are not cached.
-        `value_of` extracts the value from what was read.
-        """
+    def read(self, keys: Sequence[bytes], targets: Sequence[Targets], identity: bytes | None) -> list[Got]:
+        """As ClientReads.read(). A read with an identity does not use the cache, which has values of any identity."""
+        if identity is not None:
+            return super().read(keys, targets, identity)
         looked_up = self._look(keys)
-        results: dict[int, T] = {}
+        results: dict[int, Got] = {}
         for position, generations in looked_up.items():
             value = self._cache.get(keys[position], generations)
             if value is not None:
-                results[position] = use(position, value)
+                results[position] = _fill(value, targets[position])
         rest = [position for position in range(len(keys)) if position not in results]
-        for position, got in zip(rest, read(keys, rest) if rest else [], strict=True):
-            results[position] = got
-        fresh = {position: value_of(position, results[position]) for position in rest if position in looked_up}
+        if rest:
+            got = super().read([keys[position] for position in rest], [targets[position] for position in rest], None)
+            results.update(zip(rest, got, strict=True))
+        fresh = {p: _value(results[p], targets[p]) for p in rest if p in looked_up}
         self._learn(keys, looked_up, {position: value for position, value in fresh.items() if value is not None})
         return [results[position] for position in range(len(keys))]
 
     def _look(self, keys: Sequence[bytes]) -> dict[int, frozenset[int]]:
         """Return by position the generations of objects of other machines that the cache has, or should admit."""
         wanted = [position for position, key in enumerate(keys) if key in self._cache or self._is_wanted(key)]
-        infos = self._lookup([keys[position] for position in wanted]) if wanted else []
+        infos = self.find([keys[position] for position in wanted]) if wanted else []
         found: dict[int, frozenset[int]] = {}
         for position, info in zip(wanted, infos, strict=True):
             if info is None:
@@ -199,9 +170,9 @@ class CachedReads:
         """Return whether a replica is in mapped memory: reading it is as fast as reading the cache."""
         for place in info.replicas:
             with contextlib.suppress(MoonpoolError):  # a segment that cannot be reached is not mapped
-                segment = self._directory.info(place)
+                segment = self.tools.directory.info(place)
                 is_near = segment.descriptor.host == host_id()
-                if is_near and isinstance(self._directory.open_segment(segment), MappedRemote):
+                if is_near and isinstance(self.tools.directory.open_segment(segment), MappedRemote):
                     self._here.add(info.key)
                     return True
         return False
@@ -209,7 +180,7 @@ class CachedReads:
     def _learn(self, keys: Sequence[bytes], before: dict[int, frozenset[int]], fresh: dict[int, bytes]) -> None:
         if not fresh:
             return
-        for (position, value), info in zip(fresh.items(), self._lookup([keys[p] for p in fresh]), strict=True):
+        for (position, value), info in zip(fresh.items(), self.find([keys[p] for p in fresh]), strict=True):
             if info is not None and not before[position].isdisjoint(_generations(info)):
                 self._cache.put(keys[position], _generations(info), value)
 
@@ -218,7 +189,10 @@ def _generations(info: ObjectInfo) -> frozenset[int]:
     return frozenset(place.generation for place in info.replicas)
 
 
-def _fill(value: bytes, targets: Sequence[memoryview]) -> int | MoonpoolError:
+def _fill(value: bytes, targets: Targets) -> Got:
+    """Copy the value into the targets and return its size, or return the value if there are none."""
+    if targets is None:
+        return value
     try:
         (views,) = scatter([len(value)], targets)
     except MoonpoolError as error:
@@ -228,3 +202,10 @@ def _fill(value: bytes, targets: Sequence[memoryview]) -> int | MoonpoolError:
         view[:] = source[at : at + view.nbytes]
         at += view.nbytes
     return len(value)
+
+
+def _value(got: Got, targets: Targets) -> bytes | None:
+    """Return the bytes that were read; None after an error."""
+    if isinstance(got, int) and targets is not None:
+        return b"".join(targets)[:got]
+    return got if isinstance(got, bytes) else None

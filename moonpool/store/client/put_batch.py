@@ -82,8 +82,8 @@ _bytes_of = np.frombuffer
 class PutBatches:
     """put_many() of a client. Thread-safe."""
 
-    def __init__(self, threads: TransferThreads, calls: PutCalls, tools: PutTools) -> None:
-        self._threads, self._calls, self._tools = threads, calls, tools
+    def __init__(self, threads: TransferThreads, tools: PutTools) -> None:
+        self._threads, self._calls, self._tools = threads, tools.calls, tools
 
     def put_many(self, puts: Sequence[Put]) -> list[MoonpoolError | None]:
         outcomes: list[MoonpoolError | None] = [None] * len(puts)

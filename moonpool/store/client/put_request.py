@@ -1,21 +1,24 @@
 """Objects to store, as callers describe them, and the PutStart calls made of them.
 
-PutSettings are the keyword arguments of every put of moonpool.store.Store; their defaults are those of PutOptions. Put
-and PutRequest are what StoreClient takes. Requests with the same options and identity share one PutStart.
+PutSettings are the keyword arguments of every put of moonpool.store.Store; their defaults are those of PutOptions.
+Store.put_objects() takes Puts, PiecePuts.begin() takes PutRequests. Those with the same options and identity share one
+PutStart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypedDict, TypeVar
 
 import msgspec
 
-from moonpool.base.errors import InvalidInput
+from moonpool.base.errors import AlreadyExists, FewerReplicas, InvalidInput, MoonpoolError
 from moonpool.base.object_header import NO_IDENTITY, ObjectKind, header_nbytes
 from moonpool.store.keys_text import Key, key_bytes
 from moonpool.store.messages import PutOptions, PutStart
 from moonpool.transfer.memory.buffers import Buffer
+
+V = TypeVar("V")
 
 
 class PutSettings(TypedDict, total=False):
@@ -42,6 +45,8 @@ _OPTIONS = {
 
 def put_fields(settings: PutSettings) -> dict[str, Any]:
     """Return the fields of a Put or PutRequest other than its key and bytes. InvalidInput for an unknown setting."""
+    if not settings:
+        return {}
     given: dict[str, Any] = dict(settings)
     unknown = given.keys() - PutSettings.__annotations__.keys()
     if unknown:
@@ -55,6 +60,20 @@ def put_fields(settings: PutSettings) -> dict[str, Any]:
     if options:
         fields["options"] = PutOptions(**options)
     return fields
+
+
+def key_value_pairs(items: Mapping[Any, V] | Iterable[tuple[Key, V]]) -> Iterable[tuple[Key, V]]:
+    """Return the objects of a put, which a caller gives as a mapping or as pairs."""
+    return items.items() if isinstance(items, Mapping) else items
+
+
+def is_new(outcome: MoonpoolError | None) -> bool:
+    """Return whether the put stored the object; False when the key was taken. Raise other errors."""
+    if outcome is None or isinstance(outcome, FewerReplicas):
+        return True
+    if isinstance(outcome, AlreadyExists):
+        return False
+    raise outcome
 
 
 MAX_BATCH_OBJECTS = 1000

@@ -1,22 +1,32 @@
-"""Sessions that write objects piece by piece, in any order and from any thread, then the header, to every replica.
+"""Objects written piece by piece, in any order and from any thread, then the header, to every replica.
 
 A replica that cannot be written is left out; the put fails only when no replica is left. Readers see nothing before
-StoreClient.finish_puts() has told the master. Writing a piece renews a session that has lasted long. write_pieces()
-serves many sessions with one transfer per segment.
+PiecePuts.finish() has told the master. Writing a piece renews a session that has lasted long. PiecePuts serves many
+sessions with one transfer per segment; PieceWriter is one session as a context manager.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
 from moonpool.base.checksum import crc32c
 from moonpool.base.clock import Clock
-from moonpool.base.errors import InvalidInput, MoonpoolError, NotFound, StaleGeneration, Unauthorized, Unavailable
+from moonpool.base.errors import (
+    FewerReplicas,
+    InvalidInput,
+    MoonpoolError,
+    NotFound,
+    StaleGeneration,
+    Unauthorized,
+    Unavailable,
+)
 from moonpool.base.object_header import header_nbytes, pack_header
 from moonpool.store.client.counters import ClientCounters
-from moonpool.store.client.put_request import PutRequest
+from moonpool.store.client.put_calls import PutCalls
+from moonpool.store.client.put_request import PutRequest, bundle_puts
 from moonpool.store.client.session_client import SessionClient
 from moonpool.store.client.transfer_window import bundles
 from moonpool.store.messages import Placement
@@ -25,44 +35,37 @@ from moonpool.transfer.memory.buffers import Buffer, as_bytes_view
 # Errors of one replica, which leave the others usable.
 REPLICA_ERRORS = (Unavailable, NotFound, StaleGeneration, Unauthorized)
 
-Renew = Callable[[Sequence["PutSession"]], list[bool]]
 
-
+@dataclass(frozen=True, kw_only=True)
 class PutTools:
-    """What the put sessions of a client share. `renew` tells the master that puts go on; False: it was discarded."""
+    """What all puts of a client share."""
 
-    def __init__(
-        self,
-        *,
-        sessions: SessionClient,
-        counters: ClientCounters,
-        clock: Clock,
-        timeout_s: float,
-        renew_after_s: float,
-        renew: Renew,
-    ) -> None:
-        self.sessions, self.counters, self.clock = sessions, counters, clock
-        self.timeout_s, self.renew_after_s, self.renew = timeout_s, renew_after_s, renew
+    sessions: SessionClient
+    calls: PutCalls
+    counters: ClientCounters
+    clock: Clock
+    timeout_s: float  # of one transfer
+    renew_after_s: float  # an unfinished put is renewed after this time
 
 
 class PutSession:
-    """Space that the master granted. End it with StoreClient.finish_puts() or abort_puts()."""
+    """Space that the master granted. End it with PiecePuts.finish() or abort()."""
 
     def __init__(
-        self, request: PutRequest, generation: int, replicas: Sequence[Placement], session: int, tools: PutTools
+        self, request: PutRequest, generation: int, replicas: Sequence[Placement], session: int, pieces: PiecePuts
     ) -> None:
         self.request = request
         self.generation = generation
         self.settled = True  # no write of this session can still arrive at an owner
         self._session = session
-        self._tools = tools
+        self._pieces = pieces
         self._replicas = list(replicas)
         self._failed: list[str] = []
         self._failure: MoonpoolError | None = None
         self._checksums: list[int | None] = [None] * len(request.piece_nbytes)
         first = header_nbytes(len(request.key), len(request.piece_nbytes))
         self._offsets = list(accumulate(request.piece_nbytes, initial=first))
-        self._renewed_s = tools.clock.now_s()
+        self._renewed_s = pieces.tools.clock.now_s()
 
     @property
     def key(self) -> bytes:
@@ -84,7 +87,7 @@ class PutSession:
         The buffer is the caller's again when this returns. Raises when no replica could be written, StaleGeneration
         when the put was discarded meanwhile.
         """
-        (error,) = write_pieces([(self, index, buffer, checksum)], self._tools)
+        (error,) = self._pieces.write([(self, index, buffer, checksum)])
         if error is not None:
             raise error
 
@@ -119,7 +122,7 @@ class PutSession:
         self.settled = self.settled and not isinstance(error, Unavailable)
         self._failure = error
         if isinstance(error, Unauthorized):
-            self._tools.counters.add_refusal(error)
+            self._pieces.tools.counters.add_refusal(error)
         if placement in self._replicas:  # else another thread has removed it
             self._replicas.remove(placement)
             self._failed.append(placement.segment)
@@ -142,67 +145,156 @@ class _ReplicaWrite(NamedTuple):
     item: tuple[int, list[memoryview], int]  # as RemoteSegment.write_each() takes it
 
 
-def write_pieces(
-    writes: Sequence[tuple[PutSession, int, Buffer, int | None]], tools: PutTools
-) -> list[MoonpoolError | None]:
-    """PutSession.write_piece() of each, with one transfer per segment. Return the error of each."""
-    errors: list[MoonpoolError | None] = [None] * len(writes)
-    ready: list[_Write] = []
-    positions: list[int] = []
-    late = _renew_due([session for session, _, _, _ in writes], tools)
-    for position, (session, index, buffer, checksum) in enumerate(writes):
+class PiecePuts:
+    """Puts of many objects, piece by piece. Thread-safe."""
+
+    def __init__(self, tools: PutTools) -> None:
+        self.tools = tools
+
+    def begin(self, requests: Sequence[PutRequest]) -> list[PutSession | MoonpoolError]:
+        """Get space for each request, in few calls. Return by position the session, or the error: AlreadyExists,
+        NoSpace, InvalidInput.
+        """
+        begun: list[PutSession | MoonpoolError | None] = [None] * len(requests)
+        sizes = [request.nbytes for request in requests]
+        for positions in bundle_puts(requests, sizes, range(len(requests))):
+            granted = self.tools.calls.start([requests[p] for p in positions], [sizes[p] for p in positions])
+            for index, position in enumerate(positions):
+                begun[position] = granted.errors[index] or PutSession(
+                    requests[position], granted.generations[index], granted.replicas[index], granted.session, self
+                )
+        return [each for each in begun if each is not None]
+
+    def renew(self, sessions: Sequence[PutSession]) -> list[bool]:
+        """Tell the master that the puts go on, so that it does not discard them. Return False where it has discarded
+        the put. Writing pieces renews by itself when it is due.
+        """
+        return self.tools.calls.renew([each.key for each in sessions], [each.generation for each in sessions])
+
+    def write(self, writes: Sequence[tuple[PutSession, int, Buffer, int | None]]) -> list[MoonpoolError | None]:
+        """Write piece `int` of each session from its buffer, with one transfer per segment. The last number is the
+        piece's crc32c if the caller knows it, else None.
+
+        A replica that cannot be written is left out. Return of each None, or what PutSession.write_piece() raises: a
+        write fails only when its session has no replica left, or was discarded. The buffers are the caller's again
+        when this returns.
+        """
+        errors: list[MoonpoolError | None] = [None] * len(writes)
+        ready: list[_Write] = []
+        positions: list[int] = []
+        late = self._renew_due([session for session, _, _, _ in writes])
+        for position, (session, index, buffer, checksum) in enumerate(writes):
+            try:
+                if session in late:
+                    raise late[session]
+                ready.append(session._piece(index, buffer, checksum))
+                positions.append(position)
+            except MoonpoolError as error:
+                errors[position] = error
+        nbytes = 0
+        for position, write, outcome in zip(positions, ready, _write(ready, self.tools), strict=True):
+            errors[position] = outcome
+            nbytes += write.view.nbytes if outcome is None else 0
+        self.tools.counters.add("bytes_written", nbytes)
+        return errors
+
+    def finish(self, sessions: Sequence[PutSession]) -> list[MoonpoolError | None]:
+        """Write the headers and make the objects visible, with one call. Return the error of each. Puts that fail are
+        aborted; FewerReplicas is no failure, as in Store.put_many().
+
+        Raise only when the master cannot be asked; it is not known then whether the objects are visible.
+        """
+        results = self._write_headers(sessions)
+        self.abort([each for each, error in zip(sessions, results, strict=True) if error is not None])
+        written = [index for index, error in enumerate(results) if error is None]
+        refused = self.tools.calls.finish(
+            [sessions[index].key for index in written],
+            [sessions[index].generation for index in written],
+            {at: sessions[index].failed for at, index in enumerate(written) if sessions[index].failed},
+        )
+        for at, index in enumerate(written):
+            session = sessions[index]
+            results[index] = refused.get(at) or self.tools.counters.check_replicas(
+                session.num_replicas, session.request.options.num_replicas
+            )
+        return results
+
+    def abort(self, sessions: Sequence[PutSession]) -> None:
+        """Give the space back. Best effort: the master discards unfinished puts by itself after a while."""
+        for settled in (True, False):
+            some = [each for each in sessions if each.settled is settled]
+            self.tools.calls.give_back([each.key for each in some], [each.generation for each in some], settled)
+
+    def _write_headers(self, sessions: Sequence[PutSession]) -> list[MoonpoolError | None]:
+        """Return the error of each: InvalidInput when a piece was not written, else why no replica could be written."""
+        errors: list[MoonpoolError | None] = [None] * len(sessions)
+        ready: list[_Write] = []
+        positions: list[int] = []
+        for position, session in enumerate(sessions):
+            try:
+                ready.append(session._header())
+                positions.append(position)
+            except MoonpoolError as error:
+                errors[position] = error
+        for position, outcome in zip(positions, _write(ready, self.tools), strict=True):
+            errors[position] = outcome
+        return errors
+
+    def _renew_due(self, sessions: Sequence[PutSession]) -> dict[PutSession, MoonpoolError]:
+        """Renew sessions that are due, long before the master would discard them. Return those that the master has
+        discarded, or could not be asked about, with the error.
+        """
+        now_s = self.tools.clock.now_s()
+        due = [each for each in dict.fromkeys(sessions) if now_s - each._renewed_s >= self.tools.renew_after_s]
+        if not due:
+            return {}
+        for session in due:
+            session._renewed_s = now_s  # first: one thread asks, the others go on
         try:
-            if session in late:
-                raise late[session]
-            ready.append(session._piece(index, buffer, checksum))
-            positions.append(position)
+            renewed = self.renew(due)
         except MoonpoolError as error:
-            errors[position] = error
-    nbytes = 0
-    for position, write, outcome in zip(positions, ready, _write(ready, tools), strict=True):
-        errors[position] = outcome
-        nbytes += write.view.nbytes if outcome is None else 0
-    tools.counters.add("bytes_written", nbytes)
-    return errors
+            return dict.fromkeys(due, error)
+        return {
+            session: StaleGeneration(f"the put of {session.key.hex()[:16]} took too long and was discarded")
+            for session, is_renewed in zip(due, renewed, strict=True)
+            if not is_renewed
+        }
 
 
-def write_headers(sessions: Sequence[PutSession], tools: PutTools) -> list[MoonpoolError | None]:
-    """Write the header of each, for finish_puts(). Return the error of each: InvalidInput when a piece was not
-    written, else why no replica could be written.
-    """
-    errors: list[MoonpoolError | None] = [None] * len(sessions)
-    ready: list[_Write] = []
-    positions: list[int] = []
-    for position, session in enumerate(sessions):
-        try:
-            ready.append(session._header())
-            positions.append(position)
-        except MoonpoolError as error:
-            errors[position] = error
-    for position, outcome in zip(positions, _write(ready, tools), strict=True):
-        errors[position] = outcome
-    return errors
+class PieceWriter:
+    """Writes one object. Leaving the `with` block makes it visible; an error in the block gives the space back."""
 
+    def __init__(self, pieces: PiecePuts, request: PutRequest) -> None:
+        """Raise AlreadyExists, NoSpace or InvalidInput when there is no space for it."""
+        self._pieces = pieces
+        (begun,) = pieces.begin([request])
+        if isinstance(begun, MoonpoolError):
+            raise begun
+        self._session: PutSession = begun
 
-def _renew_due(sessions: Sequence[PutSession], tools: PutTools) -> dict[PutSession, MoonpoolError]:
-    """Renew sessions that are due, long before the master would discard them. Return those that the master has
-    discarded, or could not be asked about, with the error.
-    """
-    now_s = tools.clock.now_s()
-    due = [each for each in dict.fromkeys(sessions) if now_s - each._renewed_s >= tools.renew_after_s]
-    if not due:
-        return {}
-    for session in due:
-        session._renewed_s = now_s  # first: one thread asks, the others go on
-    try:
-        renewed = tools.renew(due)
-    except MoonpoolError as error:
-        return dict.fromkeys(due, error)
-    return {
-        session: StaleGeneration(f"the put of {session.key.hex()[:16]} took too long and was discarded")
-        for session, is_renewed in zip(due, renewed, strict=True)
-        if not is_renewed
-    }
+    def write(self, index: int, buffer: Buffer) -> None:
+        """Copy piece `index`, in any order, from any thread. The buffer is the caller's again when this returns."""
+        self._session.write_piece(index, buffer)
+
+    def finish(self) -> None:
+        """Make the object visible. Raise InvalidInput when a piece is missing, StaleGeneration when it took too long;
+        nothing is stored then. Fewer replicas than asked for are no error; they are counted (`fewer_replicas`).
+        """
+        (error,) = self._pieces.finish([self._session])
+        if error is not None and not isinstance(error, FewerReplicas):
+            raise error
+
+    def abort(self) -> None:
+        self._pieces.abort([self._session])
+
+    def __enter__(self) -> PieceWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.finish()
+        else:
+            self.abort()
 
 
 def _write(writes: Sequence[_Write], tools: PutTools) -> list[MoonpoolError | None]:

@@ -4,15 +4,15 @@ A session checks the header when it opens, each piece when it is read, and the h
 fails a check is reported to the master, and the session goes on with the next one. Wrong bytes are never returned; the
 caller's buffer may hold them after an error.
 
-open_reads(), read_pieces() and finish_reads() serve many sessions with one transfer per remote segment. Where a shared
-transfer fails, or an item fails its check, the sessions concerned go on one by one, so that an error concerns its own
-item only.
+PieceReads serves many sessions with one transfer per remote segment. Where a shared transfer fails, or an item fails
+its check, the sessions concerned go on one by one, so that an error concerns its own item only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
@@ -40,19 +40,14 @@ ReportCorrupt = Callable[[ObjectInfo, Placement], bool]
 _CANNOT_READ = (Unavailable, Unauthorized)  # an error of the whole segment, not of one object in it
 
 
+@dataclass(frozen=True, kw_only=True)
 class ReadTools:
-    """What the sessions of a client share. `report_corrupt` tells the master of wrong bytes."""
+    """What all reads of a client share."""
 
-    def __init__(
-        self,
-        *,
-        directory: SegmentDirectory,
-        counters: ClientCounters,
-        timeout_s: float,
-        report_corrupt: ReportCorrupt,
-    ) -> None:
-        self.directory, self.counters = directory, counters
-        self.timeout_s, self.report_corrupt = timeout_s, report_corrupt
+    directory: SegmentDirectory
+    counters: ClientCounters
+    timeout_s: float  # of one transfer
+    report_corrupt: ReportCorrupt  # tells the master of wrong bytes; False: the object no longer has this replica
 
 
 class ReadSession:
@@ -192,7 +187,7 @@ class ReadSession:
 
 
 class _Piece(NamedTuple):
-    """One item of read_pieces(): piece `number` of the session, which lies at `offset` of the segment."""
+    """One item of PieceReads.read(): piece `number` of the session, which lies at `offset` of the segment."""
 
     session: ReadSession
     number: int
@@ -213,19 +208,95 @@ class _Piece(NamedTuple):
         self.session._read(self.number, [self.view], None if has_moved else failure)
 
 
-def open_reads(
-    infos: Sequence[ObjectInfo], identity: bytes | None, tools: ReadTools
-) -> list[ReadSession | MoonpoolError]:
-    """Open the objects, with one transfer of headers per segment. Return the session or the error of each."""
-    fetched, failures = _fetch_headers(infos, tools)
-    opened: list[ReadSession | MoonpoolError] = []
-    for position, info in enumerate(infos):
+class PieceReads:
+    """Reads of many objects, piece by piece. Thread-safe."""
+
+    def __init__(self, tools: ReadTools) -> None:
+        self._tools = tools
+
+    def open(self, info: ObjectInfo, identity: bytes | None) -> ReadSession:
+        """Open an object for reading. `identity` None accepts any.
+
+        Raise IdentityMismatch, StaleGeneration, Corrupt, NotFound, Unauthorized or Unavailable if no replica can be
+        used.
+        """
         try:
-            opened.append(ReadSession(info, identity, tools, dict(failures), fetched.get(position)))
+            return ReadSession(info, identity, self._tools)
         except MoonpoolError as error:
-            tools.counters.add_refusal(error)
-            opened.append(error)
-    return opened
+            self._tools.counters.add_refusal(error)
+            raise
+
+    def open_many(self, infos: Sequence[ObjectInfo], identity: bytes | None) -> list[ReadSession | MoonpoolError]:
+        """open() of each, with one transfer of headers per segment. Return the session, or what open() raises."""
+        fetched, failures = _fetch_headers(infos, self._tools)
+        opened: list[ReadSession | MoonpoolError] = []
+        for position, info in enumerate(infos):
+            try:
+                opened.append(ReadSession(info, identity, self._tools, dict(failures), fetched.get(position)))
+            except MoonpoolError as error:
+                self._tools.counters.add_refusal(error)
+                opened.append(error)
+        return opened
+
+    def read(self, reads: Sequence[tuple[ReadSession, int, Buffer]]) -> list[MoonpoolError | None]:
+        """Read piece `int` of each session into its buffer, with one stream of transfers per segment.
+
+        Each piece is verified, and read from another replica where it fails, as in ReadSession.read_piece(). Return of
+        each None, or what read_piece() raises. The buffers are the caller's again when this returns; one whose read
+        failed may hold anything.
+        """
+        errors: list[MoonpoolError | None] = [None] * len(reads)
+        by_remote: dict[RemoteSegment, list[tuple[int, _Piece]]] = {}
+        for position, (session, index, buffer) in enumerate(reads):
+            try:
+                view = as_bytes_view(buffer, writable=True)
+                session._check_size(index, view.nbytes)
+            except MoonpoolError as error:
+                errors[position] = error
+            else:
+                place = session._placement
+                piece = _Piece(session, index, place, place.offset + session._offsets[index], view)
+                by_remote.setdefault(session._remote, []).append((position, piece))
+        for remote, wanted in by_remote.items():
+            for (position, piece), is_right, failure in _read_segment(remote, wanted, self._tools):
+                if not is_right:
+                    try:
+                        piece.read_again(failure)
+                    except MoonpoolError as error:
+                        errors[position] = error
+        return errors
+
+    def finish(self, sessions: Sequence[ReadSession]) -> list[MoonpoolError | None]:
+        """ReadSession.finish() of each, with one transfer per segment. Return the error of each: what a session with
+        an error has read must not be used.
+        """
+        errors: list[MoonpoolError | None] = [None] * len(sessions)
+        by_remote: dict[RemoteSegment, list[int]] = {}
+        for position, session in enumerate(sessions):
+            by_remote.setdefault(session._remote, []).append(position)
+        for remote, positions in by_remote.items():
+            prefixes = [bytearray(PREFIX_NBYTES) for _ in positions]
+            offsets = [sessions[position]._placement.offset for position in positions]
+            lost: MoonpoolError | None = None
+            is_read = True
+            try:
+                remote.read_many(list(zip(offsets, prefixes, strict=True)), timeout_s=self._tools.timeout_s)
+            except _CANNOT_READ as error:
+                lost = error
+            except MoonpoolError:  # one of them is at fault
+                is_read = False
+            for position, prefix in zip(positions, prefixes, strict=True):
+                session = sessions[position]
+                try:
+                    if lost is not None:
+                        raise lost
+                    if is_read:
+                        session._check_unchanged(prefix)
+                    else:
+                        session.finish()
+                except MoonpoolError as error:
+                    errors[position] = error
+        return errors
 
 
 def _fetch_headers(
@@ -262,33 +333,6 @@ def _fetch_headers(
     return fetched, failures
 
 
-def read_pieces(reads: Sequence[tuple[ReadSession, int, Buffer]], tools: ReadTools) -> list[MoonpoolError | None]:
-    """ReadSession.read_piece() of each, with one stream of transfers per segment. Return the error of each.
-
-    The buffers are the caller's again when this returns; one whose read failed may hold anything.
-    """
-    errors: list[MoonpoolError | None] = [None] * len(reads)
-    by_remote: dict[RemoteSegment, list[tuple[int, _Piece]]] = {}
-    for position, (session, index, buffer) in enumerate(reads):
-        try:
-            view = as_bytes_view(buffer, writable=True)
-            session._check_size(index, view.nbytes)
-        except MoonpoolError as error:
-            errors[position] = error
-        else:
-            place = session._placement
-            piece = _Piece(session, index, place, place.offset + session._offsets[index], view)
-            by_remote.setdefault(session._remote, []).append((position, piece))
-    for remote, wanted in by_remote.items():
-        for (position, piece), is_right, failure in _read_segment(remote, wanted, tools):
-            if not is_right:
-                try:
-                    piece.read_again(failure)
-                except MoonpoolError as error:
-                    errors[position] = error
-    return errors
-
-
 def _read_segment(
     remote: RemoteSegment, wanted: list[tuple[int, _Piece]], tools: ReadTools
 ) -> list[tuple[tuple[int, _Piece], bool, MoonpoolError | None]]:
@@ -311,37 +355,6 @@ def _read_segment(
         failure = error if isinstance(error, _CANNOT_READ) else None  # else one item is at fault, perhaps another one
     tools.counters.add("bytes_read", nbytes)
     return checked + [(each, False, failure) for each in wanted[len(checked) :]]
-
-
-def finish_reads(sessions: Sequence[ReadSession], tools: ReadTools) -> list[MoonpoolError | None]:
-    """ReadSession.finish() of each, with one transfer per segment. Return the error of each."""
-    errors: list[MoonpoolError | None] = [None] * len(sessions)
-    by_remote: dict[RemoteSegment, list[int]] = {}
-    for position, session in enumerate(sessions):
-        by_remote.setdefault(session._remote, []).append(position)
-    for remote, positions in by_remote.items():
-        prefixes = [bytearray(PREFIX_NBYTES) for _ in positions]
-        offsets = [sessions[position]._placement.offset for position in positions]
-        lost: MoonpoolError | None = None
-        is_read = True
-        try:
-            remote.read_many(list(zip(offsets, prefixes, strict=True)), timeout_s=tools.timeout_s)
-        except _CANNOT_READ as error:
-            lost = error
-        except MoonpoolError:  # one of them is at fault
-            is_read = False
-        for position, prefix in zip(positions, prefixes, strict=True):
-            session = sessions[position]
-            try:
-                if lost is not None:
-                    raise lost
-                if is_read:
-                    session._check_unchanged(prefix)
-                else:
-                    session.finish()
-            except MoonpoolError as error:
-                errors[position] = error
-    return errors
 
 
 def _first_nbytes(info: ObjectInfo) -> int:

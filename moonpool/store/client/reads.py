@@ -1,4 +1,4 @@
-"""Reads of a client by key: look-ups, whole objects, single objects piece by piece, and views.
+"""Reads of a client by key: look-ups, whole objects, and single objects piece by piece (PieceReader).
 
 BatchRead reads many whole objects and is fast when nothing is wrong: it copies objects from mapped memory and
 checksums each while its bytes are in the processor's cache; remote_read.py reads the others. Recovery reads what failed
@@ -14,18 +14,26 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 
 from moonpool.base.checksum import crc32c_of_array
-from moonpool.base.errors import InvalidInput, MoonpoolError, NotFound, StaleGeneration, Unauthorized, Unavailable
+from moonpool.base.clock import Clock, SystemClock
+from moonpool.base.errors import (
+    InvalidInput,
+    MoonpoolError,
+    NotFound,
+    Refused,
+    StaleGeneration,
+    Unauthorized,
+    Unavailable,
+)
 from moonpool.base.object_header import HeaderFields
 from moonpool.store import messages as m
 from moonpool.store.client.cuts import Range, cut_ranges, scatter, without_overlaps
 from moonpool.store.client.master_client import MasterClient
-from moonpool.store.client.read_session import Failures, ReadSession, ReadTools
+from moonpool.store.client.read_session import Failures, PieceReads, ReadSession, ReadTools
 from moonpool.store.client.remote_read import DiskRead, RemoteObject, RemoteRead
-from moonpool.store.client.session_client import SessionClient
 from moonpool.store.client.transfer_window import TransferThreads, for_each, is_large
 from moonpool.store.client.verified_read import CopyAndSum, are_right, check_header, has_generation, sum_arrived
-from moonpool.store.client.views import HeldPin, ObjectView, VerifiedCache, Viewer, ViewLedger
-from moonpool.store.messages import ObjectInfo, Placement
+from moonpool.store.messages import ListedObject, ObjectInfo, Placement
+from moonpool.transfer.memory.buffers import Buffer
 from moonpool.transfer.transports.base import RemoteSegment
 
 T = TypeVar("T")
@@ -71,6 +79,15 @@ class Recovery:
         return got
 
 
+def none_if_missing(got: Got) -> int | bytes | None:
+    """Return None for a miss. Raise other errors."""
+    if isinstance(got, Refused | NotFound):
+        return None
+    if isinstance(got, MoonpoolError):
+        raise got
+    return got
+
+
 def missing(key: bytes) -> NotFound:
     return NotFound(f"{key.hex()[:16]} is not in the pool")
 
@@ -98,7 +115,7 @@ def read_ranges(session: ReadSession, ranges: Sequence[Range]) -> int:
     return sum(view.nbytes for _, view in ranges)
 
 
-def read_pieces(session: ReadSession) -> tuple[memoryview, ...]:
+def copy_pieces(session: ReadSession) -> tuple[memoryview, ...]:
     """Return a private copy of each piece."""
     copy = np.empty(session.nbytes, np.uint8)
     copy_view, pieces, at = copy.data, list[memoryview](), 0
@@ -261,39 +278,44 @@ def _copy(
 
 
 class ClientReads:
-    """All reads of one client. Thread-safe."""
+    """All reads of one client. Thread-safe. `pieces` reads many objects piece by piece."""
 
-    def __init__(
-        self,
-        master: MasterClient,
-        threads: TransferThreads,
-        sessions: SessionClient,
-        tools: ReadTools,
-        *,
-        max_view_nbytes: int,
-        max_verified_views: int,
-    ) -> None:
-        self._master, self._threads, self._sessions, self._tools = master, threads, sessions, tools
-        self._ledger = ViewLedger(max_view_nbytes, self._unpin, self._end_session)
-        self._viewer = Viewer(self._ledger, VerifiedCache(max_verified_views))
+    def __init__(self, master: MasterClient, threads: TransferThreads, tools: ReadTools) -> None:
+        self.tools, self.pieces = tools, PieceReads(tools)
+        self._master, self._threads = master, threads
 
-    def close(self) -> None:
-        """Idempotent."""
-        self._ledger.close()
+    def exist(self, keys: list[bytes]) -> list[bool]:
+        """Return which objects exist, and lease them. Counts neither hits nor misses. Objects that are only on segments
+        that this client could not read are misses, until the segments can be read again.
+        """
+        return self._master.call(m.Exist(keys=keys, without=self.tools.directory.unreadable.listed))
+
+    def find(self, keys: list[bytes]) -> list[ObjectInfo | None]:
+        """Return where the objects are, leased, without counting hits and misses."""
+        return self._master.call(m.Lookup(keys=keys))
 
     def lookup(self, keys: list[bytes], *, prefix: bool = False, reads: bool = True) -> list[ObjectInfo | None]:
         """Return where the objects are, leased. Count misses, and hits if the caller `reads` them now."""
-        return self._counted(self._master.call(m.Lookup(keys=keys, prefix=prefix, reads=reads)), reads)
+        return self.counted(self._master.call(m.Lookup(keys=keys, prefix=prefix, reads=reads)), reads)
 
-    def _counted(self, found: list[ObjectInfo | None], reads: bool = True) -> list[ObjectInfo | None]:
+    def list_objects(self, pattern: str | None) -> Iterator[ListedObject]:
+        """Yield the objects whose key matches the regular expression (None: all), in no order, page by page."""
+        cursor: int | None = 0
+        while cursor is not None:
+            page = self._master.call(m.ListObjects(pattern=pattern, cursor=cursor))
+            yield from page.objects
+            cursor = page.cursor
+
+    def counted(self, found: list[ObjectInfo | None], reads: bool = True) -> list[ObjectInfo | None]:
+        """Count the misses, and the hits if the caller `reads` the objects. Return `found`."""
         num_misses = found.count(None)
-        self._tools.counters.add_lookup(len(found) - num_misses if reads else 0, num_misses)
+        self.tools.counters.add_lookup(len(found) - num_misses if reads else 0, num_misses)
         return found
 
     def read(self, keys: Sequence[bytes], targets: Sequence[Targets], identity: bytes | None) -> list[Got]:
         """Read whole objects into their targets or into new bytes."""
         got: list[Got] = []
-        recovery = self._recovery(identity)
+        recovery = self.recovery(identity)
         for start in range(0, len(keys), BATCH_OBJECTS):
             some = list(keys[start : start + BATCH_OBJECTS])
             infos = self._master.call(m.Lookup(keys=some))
@@ -303,104 +325,79 @@ class ClientReads:
                 targets[start : start + BATCH_OBJECTS],
                 identity,
                 threads=self._threads,
-                tools=self._tools,
+                tools=self.tools,
                 recovery=recovery,
             ).run()
         return got
 
-    def read_one(self, key: bytes, identity: bytes | None, read: Callable[[ReadSession], T]) -> T:
-        """Return what `read` returns for the open object. Raise NotFound for a miss, and what ReadSession raises."""
-        info = self.lookup([key])[0]
+    def read_one(self, key: bytes, read: Callable[[ReadSession], int]) -> int | None:
+        """Return what `read` returns for the open object; None for a miss. Raise what ReadSession raises."""
+        (info,) = self.lookup([key])
+        try:
+            return None if info is None else self.recovery(None).read(info, read)
+        except (Refused, NotFound):
+            return None
+
+    def recovery(self, identity: bytes | None) -> Recovery:
+        return Recovery(self.tools, lambda key: self.find([key])[0], identity)
+
+
+class PieceReader:
+    """Reads one object, from one thread at a time. Reading renews its lease.
+
+    Every piece is verified as it is read. Leaving the `with` block raises StaleGeneration unless the object was the
+    same from the first to the last piece.
+    """
+
+    def __init__(self, reads: ClientReads, key: bytes, identity: bytes | None, clock: Clock | None = None) -> None:
+        """Raise NotFound for a miss, else as PieceReads.open()."""
+        self._reads, self._key = reads, key
+        self._clock = clock or SystemClock()
+        self._leased_s = self._clock.now_s()
+        self._session = self._open(identity)
+
+    @property
+    def piece_sizes(self) -> tuple[int, ...]:
+        return tuple(_sizes(self._session))
+
+    @property
+    def nbytes(self) -> int:
+        return self._session.nbytes
+
+    def read_into(self, index: int, buffer: Buffer) -> None:
+        """Copy piece `index` into the buffer, which must have its size, and verify the copy."""
+        self._renew_lease_if_due()
+        self._session.read_piece(index, buffer)
+
+    def finish(self) -> None:
+        """Raise StaleGeneration unless the object was the same from the first to the last piece."""
+        self._session.finish()
+
+    def __enter__(self) -> PieceReader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.finish()
+
+    def _open(self, identity: bytes | None) -> ReadSession:
+        info = self._lookup()
+        try:
+            return self._reads.pieces.open(info, identity)
+        except (StaleGeneration, Unavailable, NotFound):  # replaced or moved between the look-up and the first byte
+            return self._reads.pieces.open(self._lookup(), identity)
+
+    def _lookup(self) -> ObjectInfo:
+        (info,) = self._reads.lookup([self._key])
         if info is None:
-            raise missing(key)
-        return self._recovery(identity).read(info, read)
+            raise missing(self._key)
+        self._renew_after_s = info.lease_s / 2
+        return info
 
-    def view(self, keys: list[bytes], identity: bytes | None, always_verify: bool) -> list[ObjectView | MoonpoolError]:
-        """Return views of objects in this machine's memory, which are pinned, and of copies of the others."""
-        infos, pins = self._pinning_lookup(keys)
-        recovery = self._recovery(identity)
-        views: list[ObjectView | MoonpoolError] = []
-        for key, info in zip(keys, infos, strict=True):
-            if info is None:
-                views.append(missing(key))
-                continue
-            pin = next(pins, None)
-            view = None if pin is None else self._view_in_place(info, pin, identity, always_verify)
-            views.append(view or self._view_copy(info, recovery))
-            if pin is not None and view is None:
-                self._ledger.drop(pin)
-        in_place = [each.nbytes for each in views if isinstance(each, ObjectView) and not each.is_copy]
-        self._tools.counters.add("bytes_viewed", sum(in_place))
-        return views
-
-    def _pinning_lookup(self, keys: list[bytes]) -> tuple[list[ObjectInfo | None], Iterator[HeldPin]]:
-        """Look the objects up and pin them. Return them with their pins; no pins if no node of this machine would
-        notice the end of this process.
-        """
-        with self._ledger.pinning:
-            session = self._sessions.session()
-            if session:
-                session, infos = self._lookup_for(session, keys)
-                found = [info.key for info in self._counted(infos) if info is not None]
-                return infos, iter(self._ledger.add_pins(found, session) if session else ())
-        return self.lookup(keys), iter(())
-
-    def _lookup_for(self, session: int, keys: list[bytes]) -> tuple[int, list[ObjectInfo | None]]:
-        """Look the objects up and pin them for the session, or for a new one. Return the session and the objects."""
-        try:
-            found, repeated = self._master.call_noting_repeats(m.Lookup(keys=keys, session=session))
-        except StaleGeneration:  # the master has ended the session; go on with a new one
-            self._retire(session)
-            session = self._sessions.session()
-            found, repeated = self._master.call_noting_repeats(m.Lookup(keys=keys, session=session))
-        except MoonpoolError:
-            self._retire(session)
-            raise
-        if repeated:  # the objects may be pinned twice
-            self._retire(session)
-        return session, found
-
-    def _retire(self, session: int) -> None:
-        """Use another session from now on: it is not known which pins the master holds for this one."""
-        self._sessions.renew(session)
-        self._ledger.retire(session)
-
-    def _view_in_place(
-        self, info: ObjectInfo, pin: HeldPin, identity: bytes | None, always_verify: bool
-    ) -> ObjectView | None:
-        """Return a view of a replica on this machine; None when no replica can be viewed. A copy then raises what is
-        wrong, if anything is.
-        """
-        for place in self._tools.directory.best_first(info.replicas):
-            try:
-                segment = self._tools.directory.info(place)
-                if self._sessions.holds(segment):
-                    remote = self._tools.directory.open_segment(segment)
-                    return self._viewer.view(info, pin, place, remote, identity, always_verify)
-            except MoonpoolError:
-                continue
-        return None
-
-    def _view_copy(self, info: ObjectInfo, recovery: Recovery) -> ObjectView | MoonpoolError:
-        try:
-            return ObjectView(info.key, recovery.read(info, read_pieces), is_copy=True)
-        except MoonpoolError as error:
-            return error
-
-    def _recovery(self, identity: bytes | None) -> Recovery:
-        return Recovery(self._tools, self._look_again, identity)
-
-    def _look_again(self, key: bytes) -> ObjectInfo | None:
-        return self._master.call(m.Lookup(keys=[key]))[0]
-
-    def _unpin(self, session: int, keys: list[bytes]) -> None:
-        try:
-            self._master.call_once(m.Unpin(keys=keys, session=session))
-        except MoonpoolError:
-            self._retire(session)
-
-    def _end_session(self, session: int) -> None:
-        self._master.call(m.SessionsGone(sessions=[session]))
+    def _renew_lease_if_due(self) -> None:
+        if self._clock.now_s() - self._leased_s > self._renew_after_s:
+            self._leased_s = self._clock.now_s()
+            self._reads.exist([self._key])
 
 
 def report_corrupt(master: MasterClient, info: ObjectInfo, place: Placement) -> bool:

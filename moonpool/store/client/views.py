@@ -12,15 +12,19 @@ import contextlib
 import threading
 import weakref
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moonpool.base.errors import MoonpoolError
+from moonpool.base.errors import MoonpoolError, StaleGeneration
+from moonpool.store import messages as m
 from moonpool.store.client.cuts import scatter
+from moonpool.store.client.master_client import MasterClient
+from moonpool.store.client.reads import ClientReads, Recovery, copy_pieces, missing
+from moonpool.store.client.session_client import SessionClient
 from moonpool.store.client.verified_read import are_right, check_header, sum_arrived
 from moonpool.store.messages import ObjectInfo, Placement
 from moonpool.transfer.transports.base import RemoteSegment
@@ -249,20 +253,104 @@ class ViewLedger:
         return pin.session, [pin.key] * num_over
 
 
-class Viewer:
-    """Makes views of objects that are pinned for this process."""
+class ClientViews:
+    """Makes views of objects, for one client. Thread-safe.
 
-    def __init__(self, ledger: ViewLedger, verified: VerifiedCache) -> None:
-        self._ledger, self._verified = ledger, verified
+    `sessions` is of the views alone: after a lost answer it uses another session number.
+    """
 
-    def view(
+    def __init__(
+        self,
+        master: MasterClient,
+        reads: ClientReads,
+        sessions: SessionClient,
+        *,
+        max_view_nbytes: int,
+        max_verified_views: int,
+    ) -> None:
+        self._master, self._reads, self._sessions = master, reads, sessions
+        self._directory, self._counters = reads.tools.directory, reads.tools.counters
+        self._verified = VerifiedCache(max_verified_views)
+        self._ledger = ViewLedger(max_view_nbytes, self._unpin, self._end_session)
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._ledger.close()
+
+    def view(self, keys: list[bytes], identity: bytes | None, always_verify: bool) -> list[ObjectView | MoonpoolError]:
+        """Return views of objects in this machine's memory, which are pinned, and of copies of the others."""
+        infos, pins = self._pinning_lookup(keys)
+        recovery = self._reads.recovery(identity)
+        views: list[ObjectView | MoonpoolError] = []
+        for key, info in zip(keys, infos, strict=True):
+            if info is None:
+                views.append(missing(key))
+                continue
+            pin = next(pins, None)
+            view = None if pin is None else self._view_in_place(info, pin, identity, always_verify)
+            views.append(view or self._view_copy(info, recovery))
+            if pin is not None and view is None:
+                self._ledger.drop(pin)
+        in_place = [each.nbytes for each in views if isinstance(each, ObjectView) and not each.is_copy]
+        self._counters.add("bytes_viewed", sum(in_place))
+        return views
+
+    def _pinning_lookup(self, keys: list[bytes]) -> tuple[list[ObjectInfo | None], Iterator[HeldPin]]:
+        """Look the objects up and pin them. Return them with their pins; no pins if no node of this machine would
+        notice the end of this process.
+        """
+        with self._ledger.pinning:
+            session = self._sessions.session()
+            if session:
+                session, infos = self._lookup_for(session, keys)
+                found = [info.key for info in self._reads.counted(infos) if info is not None]
+                return infos, iter(self._ledger.add_pins(found, session) if session else ())
+        return self._reads.lookup(keys), iter(())
+
+    def _lookup_for(self, session: int, keys: list[bytes]) -> tuple[int, list[ObjectInfo | None]]:
+        """Look the objects up and pin them for the session, or for a new one. Return the session and the objects."""
+        try:
+            found, repeated = self._master.call_noting_repeats(m.Lookup(keys=keys, session=session))
+        except StaleGeneration:  # the master has ended the session; go on with a new one
+            self._retire(session)
+            session = self._sessions.session()
+            found, repeated = self._master.call_noting_repeats(m.Lookup(keys=keys, session=session))
+        except MoonpoolError:
+            self._retire(session)
+            raise
+        if repeated:  # the objects may be pinned twice
+            self._retire(session)
+        return session, found
+
+    def _retire(self, session: int) -> None:
+        """Use another session from now on: it is not known which pins the master holds for this one."""
+        self._sessions.renew(session)
+        self._ledger.retire(session)
+
+    def _view_in_place(
+        self, info: ObjectInfo, pin: HeldPin, identity: bytes | None, always_verify: bool
+    ) -> ObjectView | None:
+        """Return a view of a replica on this machine; None when no replica can be viewed. A copy then raises what is
+        wrong, if anything is.
+        """
+        for place in self._directory.best_first(info.replicas):
+            try:
+                segment = self._directory.info(place)
+                if self._sessions.holds(segment):
+                    remote = self._directory.open_segment(segment)
+                    return self._view_replica(info, pin, place, remote, identity, always_verify)
+            except MoonpoolError:
+                continue
+        return None
+
+    def _view_replica(
         self,
         info: ObjectInfo,
         pin: HeldPin,
         place: Placement,
         remote: RemoteSegment,
         identity: bytes | None,
-        always: bool,
+        always_verify: bool,
     ) -> ObjectView | None:
         """Return a view of the replica; None when its bytes are not right, it is not mapped here or the limit is
         reached. Raise what check_header() raises.
@@ -276,13 +364,28 @@ class Viewer:
             return None
         array = np.frombuffer(memory[start + header.nbytes : start + info.nbytes], np.uint8)
         pieces = _cut(array, header.sizes)
-        if always or place not in self._verified:
+        if always_verify or place not in self._verified:
             if not are_right(header, [[piece] for piece in pieces], sum_arrived):
                 self._ledger.give_back(array.nbytes)
                 return None
             self._verified.add(place)
         self._ledger.keep(pin, array)
         return ObjectView(info.key, pieces, is_copy=False)
+
+    def _view_copy(self, info: ObjectInfo, recovery: Recovery) -> ObjectView | MoonpoolError:
+        try:
+            return ObjectView(info.key, recovery.read(info, copy_pieces), is_copy=True)
+        except MoonpoolError as error:
+            return error
+
+    def _unpin(self, session: int, keys: list[bytes]) -> None:
+        try:
+            self._master.call_once(m.Unpin(keys=keys, session=session))
+        except MoonpoolError:
+            self._retire(session)
+
+    def _end_session(self, session: int) -> None:
+        self._master.call(m.SessionsGone(sessions=[session]))
 
 
 def _cut(array: NDArray[Any], sizes: Sequence[int]) -> tuple[memoryview, ...]:

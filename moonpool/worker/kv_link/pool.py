@@ -22,7 +22,7 @@ from moonpool.base.keys import object_key
 from moonpool.base.log import RateLimitedLog
 from moonpool.base.object_header import ObjectKind
 from moonpool.engine.sequence import FullBlock
-from moonpool.store.client import StoreClient
+from moonpool.store import Store
 from moonpool.store.client.put_request import PutRequest
 from moonpool.store.client.put_session import PutSession
 from moonpool.worker.kv_link.pieces import PieceMemory
@@ -65,9 +65,7 @@ class PoolWriter:
     error's code.
     """
 
-    def __init__(
-        self, store: StoreClient, memory: PieceMemory, identity: bytes, health: PoolHealth | None = None
-    ) -> None:
+    def __init__(self, store: Store, memory: PieceMemory, identity: bytes, health: PoolHealth | None = None) -> None:
         self._store = store
         self._memory = memory
         self._identity = identity
@@ -101,7 +99,7 @@ class PoolWriter:
             for key in keys
         ]
         try:
-            outcomes = self._store.begin_puts(requests)
+            outcomes = self._store.piece_puts.begin(requests)
         except MoonpoolError as error:
             self._health.record_error(error)
             self.failures[error.code] += len(keys)
@@ -123,7 +121,7 @@ class PoolWriter:
             for layer in layers
             for session, view in zip(pages, self._memory.read(list(pages.values()), layer), strict=True)
         ]
-        errors = self._store.write_pieces(writes)
+        errors = self._store.piece_puts.write(writes)
         failed = {write[0]: error for write, error in zip(writes, errors, strict=True) if error is not None}
         for error in failed.values():
             self._health.record_error(error)
@@ -132,13 +130,13 @@ class PoolWriter:
     def renew(self, sessions: Sequence[PutSession]) -> None:
         """Tell the pool that these puts go on: a prompt may take longer to compute than the pool waits for a put."""
         try:
-            self._store.renew_puts(sessions)
+            self._store.piece_puts.renew(sessions)
         except MoonpoolError as error:  # a put that was discarded fails when it ends
             self._health.record_error(error)
 
     def finish(self, sessions: Sequence[PutSession]) -> None:
         try:
-            outcomes = self._store.finish_puts(sessions)
+            outcomes = self._store.piece_puts.finish(sessions)
             self.failures.update(o.code for o in outcomes if o is not None)
         except MoonpoolError as error:
             self._health.record_error(error)
@@ -146,7 +144,7 @@ class PoolWriter:
 
     def abort(self, sessions: Sequence[PutSession]) -> None:
         try:
-            self._store.abort_puts(sessions)
+            self._store.piece_puts.abort(sessions)
         except MoonpoolError as error:  # the master forgets them by itself after a while
             self.failures[error.code] += len(sessions)
 
@@ -181,7 +179,7 @@ class PoolProbe:
     the worker's counters count only requests. `block_nbytes` is the size of the objects that requests pull.
     """
 
-    def __init__(self, connect: Callable[[], StoreClient], block_nbytes: int, clock: Clock) -> None:
+    def __init__(self, connect: Callable[[], Store], block_nbytes: int, clock: Clock) -> None:
         self._connect, self._clock = connect, clock
         self._sizes = sorted({_SMALL_NBYTES, min(max(block_nbytes, _SMALL_NBYTES), _MAX_NBYTES)})
 
@@ -198,7 +196,7 @@ class PoolProbe:
             _LOG.debug("the pool was not measured: %s", error)
         return samples
 
-    def _read_back(self, store: StoreClient) -> Iterator[PullSample]:
+    def _read_back(self, store: Store) -> Iterator[PullSample]:
         for nbytes in self._sizes:
             key = f"moonpool-probe/{secrets.token_hex(8)}".encode()
             store.put(key, bytes(nbytes))
@@ -209,7 +207,7 @@ class PoolProbe:
                     yield PullSample(nbytes, max(self._clock.now_s() - began_s, 1e-9))
             finally:
                 with contextlib.suppress(MoonpoolError):
-                    store.remove([key], force=True)
+                    store.remove(key, force=True)
 
     async def keep_measuring(
         self, add: Callable[[list[PullSample]], None], last_pull_s: Callable[[], float | None]

@@ -18,7 +18,7 @@ from moonpool.base.keys import object_key
 from moonpool.base.object_header import ObjectHeader, ObjectKind
 from moonpool.engine.kv_memory import KvLayout
 from moonpool.engine.sequence import AdmittedSequence
-from moonpool.store.client import StoreClient
+from moonpool.store import Store
 from moonpool.store.client.read_session import ReadSession
 from moonpool.worker.kv_link.pieces import PieceMemory
 from moonpool.worker.kv_link.pool import PoolHealth
@@ -95,7 +95,7 @@ class Puller:
 
     def __init__(
         self,
-        store: StoreClient,
+        store: Store,
         memory: PieceMemory,
         identity: bytes,
         *,
@@ -170,7 +170,7 @@ class Puller:
         infos = self._store.lookup([object_key(key) for key in admitted.keys], prefix=True)
         stored = [info for info in infos if info is not None]  # the leading ones
         sessions: list[ReadSession] = []
-        for session in self._store.open_reads(stored, self._identity):
+        for session in self._store.piece_reads.open_many(stored, self._identity):
             if isinstance(session, MoonpoolError):
                 return sessions, session
             try:
@@ -196,7 +196,7 @@ class Puller:
             return [], failure
         failure = streams.first_failure or failure
         sessions = sessions[: streams.num_good(self._memory.layout.num_layers)]
-        for index, error in enumerate(self._store.finish_reads(sessions)):
+        for index, error in enumerate(self._store.piece_reads.finish(sessions)):
             if error is not None:
                 return sessions[:index], error
         return sessions, failure
@@ -208,7 +208,7 @@ class _Streams:
     """
 
     def __init__(
-        self, job: PullJob, sessions: Sequence[ReadSession], store: StoreClient, memory: PieceMemory, num_streams: int
+        self, job: PullJob, sessions: Sequence[ReadSession], store: Store, memory: PieceMemory, num_streams: int
     ) -> None:
         self._job, self._sessions, self._store, self._memory = job, sessions, store, memory
         self._num_streams = num_streams
@@ -247,7 +247,7 @@ class _Streams:
 
     def _read(self, layer: int, blocks: range) -> None:
         def read(views: list[memoryview]) -> list[MoonpoolError | None]:
-            return self._store.read_pieces(
+            return self._store.piece_reads.read(
                 [(self._sessions[block], layer, view) for block, view in zip(blocks, views, strict=True)]
             )
 

@@ -1,4 +1,4 @@
-"""A simulated program that uses the store: random calls of the production StoreClient, each judged by the history."""
+"""A simulated program that uses the store: random calls of the production Store, each judged by the history."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from moonpool.base.errors import (
     ProtocolError,
     StaleGeneration,
 )
+from moonpool.store import Store
 from moonpool.store import messages as m
-from moonpool.store.client import ObjectView, Put, PutOptions, PutRequest, StoreClient
+from moonpool.store.client import ObjectView, Put, PutOptions, PutRequest
 from moonpool.store.client.put_session import PutSession
 
 from .sim_history import Write, content
@@ -43,7 +44,7 @@ class Program:
         self._world, self._member, self._keys = world, member, keys
         self._rng = world.rng
         self._views: list[_View] = []
-        self._client: StoreClient | None = None
+        self._client: Store | None = None
         self._calls: list[tuple[int, Callable[[], None]]] = [
             (24, self._put),
             (6, self._put_in_pieces),
@@ -62,7 +63,7 @@ class Program:
         self.wants_end = False
 
     @property
-    def client(self) -> StoreClient:
+    def client(self) -> Store:
         assert self._client is not None
         return self._client
 
@@ -120,7 +121,7 @@ class Program:
             Put(write.key, [content(write.number, write.nbytes)], options=options, parent=parent, group=group)
             for write, parent in zip(writes, parents, strict=True)
         ]
-        for write, error in zip(writes, self.client.put_many(puts), strict=True):
+        for write, error in zip(writes, self.client.put_objects(puts), strict=True):
             self._ended(write, error)
 
     def _put_in_pieces(self) -> None:
@@ -129,7 +130,7 @@ class Program:
         data = content(write.number, write.nbytes)
         half = len(data) // 2
         request = PutRequest(key=write.key, piece_nbytes=(half, len(data) - half), options=options)
-        begun = self.client.begin_puts([request])[0]
+        begun = self.client.piece_puts.begin([request])[0]
         if isinstance(begun, MoonpoolError):
             self._ended(write, begun)
             return
@@ -143,10 +144,10 @@ class Program:
         if self._rng.random() < 0.1:
             self._give_up(begun, write, StaleGeneration("the caller changed its mind"))
         else:
-            self._ended(write, self.client.finish_puts([begun])[0])
+            self._ended(write, self.client.piece_puts.finish([begun])[0])
 
     def _give_up(self, begun: PutSession, write: Write, error: MoonpoolError) -> None:
-        self.client.abort_puts([begun])
+        self.client.piece_puts.abort([begun])
         self._world.history.ended(write, False)
         self._note("gave up", write.number, error)
 
@@ -195,7 +196,7 @@ class Program:
     def _view(self) -> None:
         began_s, keys = self._world.scheduler.now_s, self._some(3)
         verify = "always" if self._world.flips or self._rng.random() < 0.3 else "once"
-        for key, view in zip(keys, self.client.view(keys, verify=verify), strict=True):
+        for key, view in zip(keys, self.client.view_many(keys, verify=verify), strict=True):
             if isinstance(view, MoonpoolError):
                 self._failed(key, view, began_s)
                 continue
@@ -219,7 +220,7 @@ class Program:
 
     def _exist(self) -> None:
         began_s, keys = self._world.scheduler.now_s, self._some(5)
-        for key, found in zip(keys, self.client.exist(keys), strict=True):
+        for key, found in zip(keys, self.client.exist_many(keys), strict=True):
             if not found:
                 self._got(key, None, began_s)
 
@@ -228,7 +229,7 @@ class Program:
         writes = [self._world.history.removal_begins(key) for key in keys]
         removed: Sequence[bool | None] = [None] * len(keys)
         try:
-            removed = self.client.remove(keys, force=force)
+            removed = self.client.remove_many(keys, force=force)
         finally:
             for write, done in zip(writes, removed, strict=True):
                 self._world.history.ended(write, done)
@@ -245,11 +246,11 @@ class Program:
 
     def _pin(self) -> None:
         keys = self._some(2)
-        pinned = self.client.pin(keys)
+        pinned = self.client.pin_many(keys)
         self._note("pin", keys, pinned)
         self._world.scheduler.sleep(self._rng.expovariate(1.0))
         with contextlib.suppress(MoonpoolError):
-            self.client.unpin([key for key, is_pinned in zip(keys, pinned, strict=True) if is_pinned])
+            self.client.unpin_many([key for key, is_pinned in zip(keys, pinned, strict=True) if is_pinned])
 
     def _order_about(self) -> None:
         rng, nodes = self._rng, [each.name for each in self._world.nodes]

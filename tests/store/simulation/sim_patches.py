@@ -43,6 +43,7 @@ import moonpool.store.client.reads
 import moonpool.store.client.session_client
 import moonpool.store.client.transfer_window
 import moonpool.store.client.views
+import moonpool.store.store
 import moonpool.transfer.disk.handle
 import moonpool.transfer.transports.mapped
 from moonpool.base.errors import DeadlineExceeded, PeerLost
@@ -222,10 +223,7 @@ def _patches() -> list[tuple[Any, str, Any]]:
             )
         ],
         (moonpool.store.client.views, "SimpleQueue", lambda: SimQueue(_world().scheduler)),
-        *[
-            (module, "secrets", secrets)
-            for module in (moonpool.store.client.session_client, moonpool.store.client.store_client)
-        ],
+        *[(module, "secrets", secrets) for module in (moonpool.store.client.session_client, moonpool.store.store)],
         (moonpool.store.client.directory, "host_id", lambda: _world().scheduler.current.host),
         (moonpool.store.client.reads, "check_header", _with_pauses(moonpool.store.client.reads.check_header)),
         *[

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from moonpool.store.client import StoreClient
+from moonpool.store import Store
 
 from .sim_client import Program
 from .sim_faults import Faults
@@ -131,14 +131,14 @@ class Simulation:
         world.clients.append(member)
         world.spawn_client(member)
         self._ask(member, self._read_all)
-        self._ask(member, lambda client: client.remove_matching(None, force=True))
+        self._ask(member, lambda client: client.remove_all(force=True))
         self._wait_for("all space to be free", self._is_empty)
         self._ask(member, self._use_every_key)
         self._wait_for("all space to be free again", self._is_empty)
         world.check_state()
         self._check_members()
 
-    def _ask(self, member: Member, question: Callable[[StoreClient], object]) -> None:
+    def _ask(self, member: Member, question: Callable[[Store], object]) -> None:
         """On a thread of the judge; it ends."""
         world, done = self.world, list[bool]()
 
@@ -159,7 +159,7 @@ class Simulation:
             if scheduler.now_s > deadline_s:
                 self.world.violated(f"waited {PATIENCE_S:g} s for {what}; {self._leftovers()}")
 
-    def _read_all(self, client: StoreClient) -> None:
+    def _read_all(self, client: Store) -> None:
         world = self.world
         for key in self._keys:
             began_s = world.scheduler.now_s
@@ -172,14 +172,14 @@ class Simulation:
             else:
                 world.history.read(key, data, began_s)
 
-    def _use_every_key(self, client: StoreClient) -> None:
+    def _use_every_key(self, client: Store) -> None:
         world = self.world
         for number, key in enumerate(self._keys):
             if not client.put(key, b"once more"):
                 world.violated(f"{key!r} is blocked")
             if number < 2 and client.get(key) != b"once more":
                 world.violated(f"{key!r} cannot be used any more")
-            if client.remove([key], force=True) != [True]:
+            if client.remove_many([key], force=True) != [True]:
                 world.violated(f"{key!r} cannot be removed")
 
     def _is_quiet(self) -> bool:

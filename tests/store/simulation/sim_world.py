@@ -16,7 +16,8 @@ from moonpool.master.state.table import Flag
 from moonpool.node.config import NodeConfig
 from moonpool.node.service import Node
 from moonpool.node.ssd import SsdConfig
-from moonpool.store.client import ClientConfig, StoreClient
+from moonpool.store import Store
+from moonpool.store.client import ClientConfig
 from moonpool.store.messages import GRANULE_NBYTES, Placement
 from moonpool.transfer.memory.segment import Segment
 
@@ -255,12 +256,12 @@ class World:
         delay_s = 0.5 + self.rng.random() * 2 if delay_s is None else delay_s
         self.scheduler.call_later(delay_s, None, start)
 
-    def make_client(self) -> tuple[StoreClient, SimEngine]:
+    def make_client(self) -> tuple[Store, SimEngine]:
         """In the running thread's process."""
         process = self.scheduler.current
         assert process is not None
         engine = SimEngine(self, process)
-        return StoreClient(MASTER_ADDRESS, engine, CLIENT), engine  # type: ignore[arg-type]
+        return Store(MASTER_ADDRESS, engine=engine, config=CLIENT), engine  # type: ignore[arg-type]
 
     def spawn_client(self, member: Member) -> Process:
         return self._spawn(member)
