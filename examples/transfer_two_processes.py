@@ -1,8 +1,9 @@
 """The transfer engine alone, between two processes of one machine: offer memory, find it by name, read, write, tell.
 
-    python examples/transfer_two_processes.py
+    python examples/transfer_two_processes.py [MASTER]
 
-On two machines nothing changes but the address. There is no server in between: the owner is asked itself.
+On two machines nothing changes but the address. There is no server in between: the owner is asked itself. With the
+address of a running master, the owner announces its memory there, and the other process needs the names only.
 """
 
 from __future__ import annotations
@@ -11,19 +12,26 @@ import asyncio
 import subprocess
 import sys
 import tempfile
+from typing import Any
 
 import numpy as np
 
+from moonpool.store import MasterDirectory
 from moonpool.transfer import Priority, TransferConfig, TransferEngine, TransferOp, TransferRequest
 
 PAGE_NBYTES = 1 << 20
 NUM_PAGES = 16
 
 
-def own(run_dir: str) -> None:
+def make_engine(run_dir: str, master: str | None, **settings: Any) -> TransferEngine:
+    directory = None if master is None else MasterDirectory(master)  # lives as long as the process
+    return TransferEngine(TransferConfig(run_dir=run_dir, **settings), directory=directory)
+
+
+def own(run_dir: str, master: str | None = None) -> None:
     """The owner: offers its pages, and looks at them when it is told that some were written."""
     pages = np.zeros((NUM_PAGES, PAGE_NBYTES), np.uint8)
-    with TransferEngine(TransferConfig(run_dir=run_dir)) as engine:
+    with make_engine(run_dir, master) as engine:
         engine.register("pages", pages)  # memory it has; a tensor, an mmap or a pointer would do as well
         engine.register("notes", nbytes=4096)  # new memory, which processes of this machine share
         engine.segment("notes").memory[:5] = b"hello"
@@ -35,10 +43,11 @@ def own(run_dir: str) -> None:
         sys.stdin.read()  # until the other process has all it wants
 
 
-async def use(run_dir: str, address: str) -> None:
+async def use(run_dir: str, address: str, master: str | None) -> None:
     """The other process: all of it could be done without await as well."""
-    with TransferEngine(TransferConfig(run_dir=run_dir, tcp_host=None)) as engine:
-        notes, pages = await engine.opening(f"notes@{address}"), await engine.opening(f"pages@{address}")
+    with make_engine(run_dir, master, tcp_host=None) as engine:
+        peer = f"@{address}" if master is None else ""
+        notes, pages = await engine.opening(f"notes{peer}"), await engine.opening(f"pages{peer}")
         print(f"notes are reached by {notes.transport}, pages by {pages.transport}")
         print("read in place: ", bytes(notes.view(0, 5) or b""))
 
@@ -57,14 +66,14 @@ async def use(run_dir: str, address: str) -> None:
         print("read back:     ", back[0], back[PAGE_NBYTES])
 
 
-def main() -> None:
+def main(*master: str) -> None:
     with tempfile.TemporaryDirectory(prefix="moonpool-") as run_dir:
-        command = [sys.executable, __file__, run_dir]
+        command = [sys.executable, __file__, "--own", run_dir, *master]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
             assert owner.stdout is not None
-            asyncio.run(use(run_dir, owner.stdout.readline().strip()))
+            asyncio.run(use(run_dir, owner.stdout.readline().strip(), *master or [None]))
             print(owner.communicate()[0], end="")
 
 
 if __name__ == "__main__":
-    main() if len(sys.argv) == 1 else own(sys.argv[1])
+    own(*sys.argv[2:]) if sys.argv[1:2] == ["--own"] else main(*sys.argv[1:2])

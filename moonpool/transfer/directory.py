@@ -2,7 +2,7 @@
 
 Three kinds, one interface (tests/conformance/test_directories.py):
     MemoryDirectory    engines of one process
-    MasterDirectory    the store's master (moonpool/store/master_directory.py)
+    MasterDirectory    the store's master (from moonpool.store import MasterDirectory)
     none               `name@host:port` asks the owner itself, at its tcp port: see parse_target()
 """
 

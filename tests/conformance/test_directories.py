@@ -12,7 +12,7 @@ import pytest
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import AlreadyExists, NotFound, Unavailable
 from moonpool.master.service import Master, MasterConfig
-from moonpool.store.master_directory import MasterDirectory
+from moonpool.store import MasterDirectory
 from moonpool.transfer.directory import Directory, MemoryDirectory
 
 WAYS = ("memory", "master")

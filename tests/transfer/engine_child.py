@@ -19,7 +19,7 @@ from typing import Any
 
 from moonpool.base.checksum import crc32c
 from moonpool.master.service import Master, MasterConfig
-from moonpool.store.master_directory import MasterDirectory
+from moonpool.store import MasterDirectory
 from moonpool.transfer import TransferConfig, TransferEngine, TransferOp, TransferRequest
 
 

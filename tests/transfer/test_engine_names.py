@@ -30,7 +30,7 @@ from moonpool.base.errors import (
     Unauthorized,
     Unavailable,
 )
-from moonpool.store.master_directory import MasterDirectory
+from moonpool.store import MasterDirectory
 from moonpool.transfer import (
     Directory,
     MemoryDirectory,

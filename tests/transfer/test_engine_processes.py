@@ -17,7 +17,7 @@ from engine_child import EngineProcess, running_master
 
 from moonpool.base.checksum import crc32c
 from moonpool.base.errors import Cancelled, MoonpoolError, NotFound, PeerLost
-from moonpool.store.master_directory import MasterDirectory
+from moonpool.store import MasterDirectory
 from moonpool.transfer import (
     Directory,
     Notification,
