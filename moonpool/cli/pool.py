@@ -17,7 +17,7 @@ from moonpool.base.errors import Unauthorized
 from moonpool.base.rpc import BlockingClient, Call
 from moonpool.store import Store
 from moonpool.store.client import ClientConfig
-from moonpool.store.finding import CREDENTIAL_VARIABLES, find_master
+from moonpool.store.client.config import CREDENTIAL_VARIABLES, find_master
 
 _R = TypeVar("_R")
 _RETRY_S = 2.0  # shorter than in programs: a person waits for the result

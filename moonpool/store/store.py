@@ -24,9 +24,10 @@ from moonpool.base.errors import InvalidInput, MoonpoolError, NotFound, Refused
 from moonpool.base.metrics import GetMetrics, MetricFamily
 from moonpool.store import messages as m
 from moonpool.store.client.cache import CachedReads, ObjectCache
+from moonpool.store.client.config import ClientConfig, credentials, find_master
 from moonpool.store.client.counters import ClientCounters
 from moonpool.store.client.directory import SegmentDirectory
-from moonpool.store.client.master_client import ClientConfig, MasterClient
+from moonpool.store.client.master_client import MasterClient
 from moonpool.store.client.put_batch import PutBatches
 from moonpool.store.client.put_calls import PutCalls
 from moonpool.store.client.put_request import Put, PutRequest, PutSettings, is_new, key_value_pairs, put_fields
@@ -37,7 +38,6 @@ from moonpool.store.client.session_client import SessionClient
 from moonpool.store.client.transfer_window import TransferThreads
 from moonpool.store.client.views import ClientViews, ObjectView
 from moonpool.store.event_feed import EventFeed
-from moonpool.store.finding import credentials, find_master
 from moonpool.store.keys_text import Key, key_bytes, keys_bytes
 from moonpool.store.messages import ListedObject, ObjectInfo, StoreStats
 from moonpool.store.pool_tasks import PoolTasks

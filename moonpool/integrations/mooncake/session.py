@@ -22,14 +22,14 @@ from moonpool.node.config import NodeConfig
 from moonpool.node.service import Node
 from moonpool.store import Store
 from moonpool.store.client import ClientConfig
-from moonpool.store.finding import credentials
+from moonpool.store.client.config import credentials
 from moonpool.transfer.config import TransferConfig
 from moonpool.transfer.engine import TransferEngine
 
 _START_TIMEOUT_S = 60.0  # it takes all of its memory at once
 _CLOSE_TIMEOUT_S = 10.0
 _LEAVE_TIMEOUT_S = 2.0  # a process that wants to end is not kept for long
-_START_PATIENCE_S = 1.0  # a master that starts at the same time may be a moment later; calls never wait for one
+_START_WAIT_S = 1.0  # a master that starts at the same time may be a moment later; calls never wait for one
 _HOST_CHARS = 40  # of it in a name, which is part of a socket's path, which has 107
 _NUMBERS = itertools.count(1)  # a process may set up several stores
 
@@ -117,7 +117,7 @@ class MooncakeSession:
         try:
             self.client.exist_many([])
         except BreakerOpen:
-            if not self.client.wait_for_master(_START_PATIENCE_S):
+            if not self.client.wait_for_master(_START_WAIT_S):
                 raise
             self.client.exist_many([])
 

@@ -1,6 +1,6 @@
 """A process's side of the pool: moves bytes to and from nodes itself, and asks the master only where they are."""
 
-from moonpool.store.client.master_client import ClientConfig
+from moonpool.store.client.config import ClientConfig
 from moonpool.store.client.put_batch import OPAQUE_PIECE_NBYTES
 from moonpool.store.client.put_request import Put, PutRequest
 from moonpool.store.client.views import ObjectView

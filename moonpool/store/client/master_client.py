@@ -1,4 +1,4 @@
-"""The settings of a Store, and its connection to the master, behind a circuit breaker.
+"""The client's connection to the master, behind a circuit breaker.
 
 A caller waits `BreakerLimits.silence_s` for a master that does not answer. From then on all calls fail at once with
 BreakerOpen (an Unavailable, not a miss), until a probe finds the master back. With `retry_s` a call waits for that and
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TypeVar
 
 from moonpool.base.backoff import Backoff
@@ -23,18 +22,6 @@ R = TypeVar("R")
 FIRST_PAUSE_S = 0.02
 LONGEST_PAUSE_S = 0.5
 _PROBE_TIMEOUT_S = 2.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClientConfig:
-    name: str = ""  # of this client in the master's log
-    connect_timeout_s: float = 2.0  # to reach the master
-    rpc_timeout_s: float = 10.0  # of one call to the master
-    retry_s: float = 0.0  # how long calls retry while the master cannot be reached; 0: they fail at once
-    transfer_timeout_s: float = 10.0  # of one transfer, per replica
-    renew_after_s: float = 10.0  # seconds between renewals of unfinished puts; a third of the master's put_discard_s
-    max_view_nbytes: int = 1 << 30  # mapped by views at the same time; above it views are copies
-    max_verified_views: int = 65_536  # objects whose checksum is remembered as verified
 
 
 class MasterClient:

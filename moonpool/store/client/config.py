@@ -1,8 +1,9 @@
-"""The master's address and the credential files of this process, as given or from the environment."""
+"""The settings of a Store. Its master's address and its credential files may come from the environment."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import Any
 
 from moonpool.base.errors import ConfigError
@@ -15,6 +16,18 @@ CREDENTIAL_VARIABLES = {
     "tls_key_file": "MOONPOOL_TLS_KEY_FILE",
     "tls_ca_file": "MOONPOOL_TLS_CA_FILE",
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientConfig:
+    name: str = ""  # of this client in the master's log
+    connect_timeout_s: float = 2.0  # to reach the master
+    rpc_timeout_s: float = 10.0  # of one call to the master
+    retry_s: float = 0.0  # how long calls retry while the master cannot be reached; 0: they fail at once
+    transfer_timeout_s: float = 10.0  # of one transfer, per replica
+    renew_after_s: float = 10.0  # seconds between renewals of unfinished puts; a third of the master's put_discard_s
+    max_view_nbytes: int = 1 << 30  # mapped by views at the same time; above it views are copies
+    max_verified_views: int = 65_536  # objects whose checksum is remembered as verified
 
 
 def find_master(advice: str = f"give its master's address, or set {MASTER_VARIABLE}") -> str:
