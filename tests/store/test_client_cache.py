@@ -11,7 +11,7 @@ from facade_pool import FacadePool, facade_pool
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.base.errors import InvalidInput
+from moonpool.base.errors import IdentityMismatch, InvalidInput
 from moonpool.store import Store
 from moonpool.store.client.cache import ObjectCache, RecentKeys
 
@@ -88,6 +88,16 @@ def test_reads_into_memory_are_learnt_from(pool: FacadePool, far: Store) -> None
         assert left + right[:6] == b"0123456789"
     assert far.get("k") == b"0123456789"
     assert far.counters()["cache_hits"] == 2
+
+
+def test_a_cached_value_is_not_served_to_a_reader_of_another_identity(pool: FacadePool, far: Store) -> None:
+    far.put("block", b"kv", identity=b"m" * 32)
+    assert [far.get("block") for _ in range(4)] == [b"kv"] * 4
+    assert far.counters()["cache_hits"] > 0
+    assert far.get_many(["block"], identity=b"x" * 32) == [None]
+    assert far.get_many(["block"], identity=b"m" * 32) == [b"kv"]
+    (got,) = far.get_many_into(["block"], [bytearray(2)], identity=b"x" * 32)
+    assert isinstance(got, IdentityMismatch)
 
 
 def test_memory_of_this_machine_is_not_kept_twice(pool: FacadePool) -> None:
