@@ -105,10 +105,9 @@ class Store(TensorCalls):
             retry_s=config.retry_s,
         )
         self.directory = directory = SegmentDirectory(engine, lambda: master.call(m.Segments()))
+        self._sessions = SessionClient(directory, name=config.name, timeout_s=config.connect_timeout_s)
         # Views use another session than puts, because it may be retired (client/views.py).
-        self._sessions, self._view_sessions = (
-            SessionClient(directory, name=config.name, timeout_s=config.connect_timeout_s) for _ in range(2)
-        )
+        self._view_sessions = SessionClient(directory, name=config.name, timeout_s=config.connect_timeout_s)
         self._counters, self._threads = counters, TransferThreads()
         put_tools = PutTools(
             sessions=self._sessions,
@@ -208,12 +207,12 @@ class Store(TensorCalls):
         """
         names = keys_bytes(keys)
         got = self._reads.read(names, [None] * len(names), identity)
-        return [cast(bytes | None, none_if_missing(each)) for each in got]
+        return cast("list[bytes | None]", [none_if_missing(each) for each in got])
 
     def get_into(self, key: Key, into: Value) -> int | None:
         """As get(), into the caller's memory. Return how many bytes. InvalidInput when they do not fit."""
         (got,) = self.get_many_into([key], [into])
-        return cast(int | None, none_if_missing(got))
+        return cast("int | None", none_if_missing(got))
 
     def get_many_into(
         self, keys: Iterable[Key], into: Sequence[Value], *, identity: bytes | None = None
