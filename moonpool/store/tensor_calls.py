@@ -36,7 +36,7 @@ from moonpool.store.tensors import (
 from moonpool.transfer.memory.buffers import address_of
 
 Progress: TypeAlias = Callable[[int, int], None]  # bytes done, bytes in total
-_SMALL_NBYTES = 64 * 1024  # a smaller array is copied to memory of its own size
+_SMALL_NBYTES = 64 * 1024  # a smaller array is copied to new memory of its size
 
 
 class TensorCalls:
@@ -83,9 +83,9 @@ class TensorCalls:
         if like not in get_args(Library):
             raise InvalidInput(f"arrays are like {' or '.join(get_args(Library))}, not {like}")
         names = keys_bytes(keys)
-        rooms = [np.empty(0 if info is None else info.nbytes, np.uint8) for info in self._reads.find(names)]
-        got = self._reads.read(names, [[room.data] for room in rooms], None)
-        return [self._finish(*each, like) for each in zip(names, rooms, got, strict=True)]
+        buffers = [np.empty(0 if info is None else info.nbytes, np.uint8) for info in self._reads.find(names)]
+        got = self._reads.read(names, [[buffer.data] for buffer in buffers], None)
+        return [self._finish(*each, like) for each in zip(names, buffers, got, strict=True)]
 
     def get_tensor_into(self, key: Key, array: Any) -> bool:
         """Read into an array of that type and shape (else InvalidInput, and the array may hold anything). Return False
@@ -201,13 +201,13 @@ class TensorCalls:
             raise view
         return _split(key, _joined(view.pieces))
 
-    def _finish(self, key: bytes, room: NDArray[Any], got: Got, like: Library) -> Any | None:
+    def _finish(self, key: bytes, buffer: NDArray[Any], got: Got, like: Library) -> Any | None:
         if isinstance(got, InvalidInput):  # replaced by a larger value since the look-up
             (got,) = self._reads.read([key], [None], None)
-            room = np.frombuffer(bytearray(got if isinstance(got, bytes) else b""), np.uint8)
+            buffer = np.frombuffer(bytearray(got if isinstance(got, bytes) else b""), np.uint8)
         if none_if_missing(got) is None:
             return None
-        form, elements = _split(key, room.data[: got if isinstance(got, int) else None])
+        form, elements = _split(key, buffer.data[: got if isinstance(got, int) else None])
         if form.nbytes < _SMALL_NBYTES:
             elements = memoryview(bytearray(elements))
         return as_torch(form, elements) if like == "torch" else as_numpy(form, elements)

@@ -54,7 +54,7 @@ class SessionClient:
                 self.number = _new_number()
                 self._registered, self._seen = frozenset(), None
 
-    def holds(self, info: SegmentInfo) -> bool:
+    def is_registered_at(self, info: SegmentInfo) -> bool:
         """Return whether this client is registered at the segment's node, which notices the end of this process."""
         return (info.desk or "", info.descriptor.incarnation) in self._registered
 
@@ -64,9 +64,9 @@ class SessionClient:
         """
         info = self._directory.info(placement)
         remote = self._directory.open_segment(info)
-        if info.desk is None or not isinstance(remote, MappedRemote) or (session and self.holds(info)):
+        if info.desk is None or not isinstance(remote, MappedRemote) or (session and self.is_registered_at(info)):
             return remote
-        if session and self.session() and self.holds(info):  # a node that was started since
+        if session and self.session() and self.is_registered_at(info):  # a node that was started since
             return remote
         raise PeerLost(f"the node of segment {placement.segment!r} does not know of this process")
 
@@ -83,7 +83,7 @@ class SessionClient:
             local = self._directory.local
             current = {(info.desk or "", info.descriptor.incarnation) for info in local}
             self._registered = self._registered & current
-            missing = [info for info in local if info.desk is not None and not self.holds(info)]
+            missing = [info for info in local if info.desk is not None and not self.is_registered_at(info)]
             reached = [self._register(info) for info in missing]
             self._seen = local if all(reached) else None  # None: the next session() tries again
 

@@ -336,7 +336,7 @@ class ClientViews:
         for place in self._directory.best_first(info.replicas):
             try:
                 segment = self._directory.info(place)
-                if self._sessions.holds(segment):
+                if self._sessions.is_registered_at(segment):
                     remote = self._directory.open_segment(segment)
                     return self._view_replica(info, pin, place, remote, identity, always_verify)
             except MoonpoolError:
