@@ -39,7 +39,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 def client(tmp_path: Path) -> Iterator[Store]:
     with (
         TransferEngine(TransferConfig(run_dir=str(tmp_path), tcp_host=None)) as engine,
-        Store(address(tmp_path), engine, ClientConfig(retry_s=10.0)) as client,
+        Store(address(tmp_path), engine=engine, config=ClientConfig(retry_s=10.0)) as client,
     ):
         yield client
 
