@@ -248,14 +248,14 @@ async def mute_server(path: str) -> AsyncIterator[None]:
 
 def stop_reads(patch: pytest.MonkeyPatch, gate: Gate, key: bytes) -> None:
     """Stops before pieces of the object with that key are read; other pieces go on."""
-    read_pieces = PieceReads.read
+    start_reads = PieceReads.start
 
-    def stop_or_read(pieces: PieceReads, reads: Sequence[tuple[ReadSession, int, Any]]) -> Any:
+    def stop_or_read(pieces: PieceReads, reads: Sequence[tuple[ReadSession, int, Any]], num_ahead: int) -> Any:
         if any(session.info.key == key for session, _, _ in reads):
             gate.stop_here()
-        return read_pieces(pieces, reads)
+        return start_reads(pieces, reads, num_ahead)
 
-    patch.setattr(PieceReads, "read", stop_or_read)
+    patch.setattr(PieceReads, "start", stop_or_read)
 
 
 async def test_a_pool_that_dies_under_a_pull(tiny_model: str, oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:

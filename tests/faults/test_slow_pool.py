@@ -23,13 +23,13 @@ async def test_a_slow_pull_is_given_up_and_teaches_the_conductor(
         state = cluster.conductor._state
         await cluster.generate(PROMPT, PARAMS)
         await cluster.forget_pages()
-        read_pieces = PieceReads.read
+        start_reads = PieceReads.start
 
-        def slowly(pieces: PieceReads, reads: Sequence[Any]) -> Any:
+        def slowly(pieces: PieceReads, reads: Sequence[Any], num_ahead: int) -> Any:
             time.sleep(PIECE_S * len(reads))
-            return read_pieces(pieces, reads)
+            return start_reads(pieces, reads, num_ahead)
 
-        monkeypatch.setattr(PieceReads, "read", slowly)
+        monkeypatch.setattr(PieceReads, "start", slowly)
         num_samples = state.costs.transfer.num_samples
         answer = await cluster.generate(PROMPT, PARAMS)
         assert answer.tokens == oracle(PROMPT, PARAMS)

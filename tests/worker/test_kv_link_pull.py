@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -17,14 +16,14 @@ from moonpool.base.object_header import unpack
 from moonpool.engine.kv_memory import KvLayout
 from moonpool.engine.sequence import AdmittedSequence, FullBlock
 from moonpool.store import Store
+from moonpool.store.client.read_session import PendingPieces
+from moonpool.worker.kv_link import pull as pull_module
 from moonpool.worker.kv_link.pieces import HostPieces
 from moonpool.worker.kv_link.pool import PoolWriter
 from moonpool.worker.kv_link.pull import Puller, PullJob, PullResult
 
 IDENTITY = bytes(range(32))
 NUM_BLOCKS = 4
-NUM_STREAMS = 2  # that a pull reads at once, each its part of the blocks
-T = TypeVar("T")
 LAYOUT = KvLayout(num_pages=16, num_layers=3, num_kv_heads=1, block_tokens=4, head_dim=8, dtype="float32")
 _ROOTS = itertools.count(1)
 
@@ -145,18 +144,24 @@ def test_an_unreachable_pool_is_a_miss(bench: Bench, pool: LocalPool) -> None:
 
 
 class SlowPieces(HostPieces):
-    """Stops each stream before its part of a layer until that layer is let through."""
+    """Stops the pull when it has read a bundle, until that layer is let through."""
 
     def __init__(self, memory: memoryview) -> None:
         super().__init__(memory, LAYOUT)
         self.steps = [threading.Semaphore(0) for _ in range(LAYOUT.num_layers)]
 
-    def fill(self, pages: Sequence[int], layer: int, write: Callable[[list[memoryview]], T]) -> T:
+    def apply_received(self, pages: Sequence[int], layer: int | None = None) -> None:
+        assert layer is not None
         assert self.steps[layer].acquire(timeout=10)
-        return super().fill(pages, layer, write)
 
 
-def test_waiting_is_for_one_layer_at_a_time(bench: Bench) -> None:
+@pytest.fixture
+def bundles_per_layer(monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(pull_module, "_BUNDLE_NBYTES", 2 * LAYOUT.piece_nbytes)
+    return NUM_BLOCKS // 2
+
+
+def test_waiting_is_for_one_layer_at_a_time(bench: Bench, bundles_per_layer: int) -> None:
     slow = SlowPieces(bench.memory)
     puller = Puller(bench.store, slow, IDENTITY)
     job = bench.pull(puller)
@@ -164,32 +169,31 @@ def test_waiting_is_for_one_layer_at_a_time(bench: Bench) -> None:
     assert bench.layers == []
     slow.steps[0].release(1)
     job.wait_layer(0, 0.05)
-    assert bench.layers == [], "only one of the streams has its part"
+    assert bench.layers == [], "only one of the bundles is in place"
     slow.steps[0].release(1)
     job.wait_layer(0, 5)
     assert bench.layers == [(0, NUM_BLOCKS)]
-    slow.steps[1].release(NUM_STREAMS)
+    slow.steps[1].release(bundles_per_layer)
     job.wait_layer(1, 5)
     assert job.result is None
-    slow.steps[2].release(NUM_STREAMS)
+    slow.steps[2].release(bundles_per_layer)
     assert job.wait_end(5).num_good == NUM_BLOCKS
     job.wait_layer(2, 0)
     puller.close()
 
 
-def test_a_job_that_is_late_is_left_behind(bench: Bench) -> None:
-    """Afterwards the engine is not told of layers, and each stream stops at its next layer instead of reading on."""
+def test_a_job_that_is_late_is_left_behind(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Afterwards the engine is not told of layers, and the pull stops at its next layer instead of reading on."""
+    monkeypatch.setattr(pull_module, "_NUM_UNDER_WAY", 1)
     slow = SlowPieces(bench.memory)
     puller = Puller(bench.store, slow, IDENTITY)
     job = bench.pull(puller)
-    slow.steps[0].release(NUM_STREAMS)
+    slow.steps[0].release(1)
     job.wait_layer(0, 5)
     result = job.wait_end(0.02)
     assert result.num_good == 0
     assert isinstance(result.failure, DeadlineExceeded)
-    assert not bench.ended.is_set(), "the pages are still the puller's"
-    slow.steps[1].release(1)
-    assert not bench.ended.wait(0.05), "one of the streams may still write"
+    assert not bench.ended.wait(0.05), "the pages are still the puller's"
     slow.steps[1].release(1)
     assert bench.ended.wait(5), "it ends after the layer it was at"
     assert bench.layers == [(0, NUM_BLOCKS)]
@@ -199,9 +203,25 @@ def test_a_job_that_is_late_is_left_behind(bench: Bench) -> None:
     assert [bytes(view) for view in slow.read(range(8, 8 + NUM_BLOCKS), 2)] == [bytes(LAYOUT.piece_nbytes)] * NUM_BLOCKS
 
 
+def test_pieces_under_way_are_given_up_with_the_job(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A late job whose next layers are under way ends when none of them can be written to the pages any more."""
+    cancelled: list[PendingPieces] = []
+    cancel = PendingPieces.cancel
+    monkeypatch.setattr(PendingPieces, "cancel", lambda reads: (cancel(reads), cancelled.append(reads)))
+    slow = SlowPieces(bench.memory)
+    puller = Puller(bench.store, slow, IDENTITY)
+    job = bench.pull(puller)
+    job.wait_end(0.02)
+    slow.steps[0].release(1)
+    assert bench.ended.wait(5)
+    assert len(cancelled) == LAYOUT.num_layers - 1
+    assert all(reads._batch.done() for reads in cancelled)
+    puller.close()
+
+
 def test_a_bug_ends_the_job(bench: Bench) -> None:
     class Broken(HostPieces):
-        def fill(self, pages: Sequence[int], layer: int, write: Callable[[list[memoryview]], T]) -> T:
+        def apply_received(self, pages: Sequence[int], layer: int | None = None) -> None:
             raise RuntimeError("oops")
 
     puller = Puller(bench.store, Broken(bench.memory, LAYOUT), IDENTITY)

@@ -126,7 +126,7 @@ class SegmentDirectory:
         list_segments: Callable[[], list[SegmentInfo]],
         clock: Clock | None = None,
     ) -> None:
-        self._engine = engine
+        self.engine = engine
         self._list_segments = list_segments
         self._clock: Clock = clock or SystemClock()
         self._lock = threading.Lock()
@@ -206,7 +206,7 @@ class SegmentDirectory:
                 self.local = local
         for name, info in old.items():
             if name not in fresh or fresh[name].descriptor != info.descriptor:
-                self._engine.forget(info.descriptor)
+                self.engine.forget(info.descriptor)
 
     def close(self) -> None:
         """Idempotent. The engine owns the handles."""
@@ -216,7 +216,7 @@ class SegmentDirectory:
         """Return whether an unreadable segment can be read again, or this incarnation of it is gone."""
         try:
             descriptor = self.info(place).descriptor
-            remote = self._engine.open(descriptor)
+            remote = self.engine.open(descriptor)
             remote.read_into(place.offset, [bytearray(1)], timeout_s=_PROBE_TIMEOUT_S)
         except (Unavailable, Unauthorized):
             return self._is_gone(place)
@@ -239,7 +239,7 @@ class SegmentDirectory:
         if refusal is not None and refusal.holds(descriptor.incarnation, self._clock.now_s()):
             raise Unauthorized(refusal.message)
         try:
-            return self._engine.open(descriptor)
+            return self.engine.open(descriptor)
         except Unauthorized as error:
             message = f"no access to segment {descriptor.name!r}: {error}"
             refusal = _Refusal(descriptor.incarnation, self._clock.now_s() + REFUSED_FOR_S, message)

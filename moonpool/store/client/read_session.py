@@ -11,7 +11,6 @@ its check, the sessions concerned go on one by one, so that an error concerns it
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias
@@ -29,9 +28,9 @@ from moonpool.base.object_header import ALIGN_NBYTES, HeaderFields, ObjectHeader
 from moonpool.store.client.counters import ClientCounters
 from moonpool.store.client.cuts import Part
 from moonpool.store.client.directory import SegmentDirectory
-from moonpool.store.client.transfer_window import bundles
 from moonpool.store.client.verified_read import PREFIX_NBYTES, check_header, check_piece, is_unchanged
 from moonpool.store.messages import ObjectInfo, Placement
+from moonpool.transfer import TransferOp, TransferRequest
 from moonpool.transfer.memory.buffers import Buffer, as_bytes_view
 from moonpool.transfer.transports.base import RemoteSegment
 
@@ -202,10 +201,69 @@ class _Piece(NamedTuple):
             return error
         return None
 
-    def read_again(self, failure: MoonpoolError | None) -> None:
-        """Read the piece alone. `failure` is why its replica cannot be used; None: the replica is tried again."""
+    def read_again(self, failure: MoonpoolError) -> None:
+        """Read the piece alone. `failure` is why its replica cannot be used."""
         has_moved = self.session._placement is not self.place  # an earlier piece made the session change its replica
         self.session._read(self.number, [self.view], None if has_moved else failure)
+
+
+class PendingPieces:
+    """Pieces on their way. Their buffers are the transfer engine's until finish() or cancel() has returned.
+
+    The pieces of `num_ahead` other reads share the link, so these have as many times longer. With `room_timeout_s` 0
+    nothing is moved on the caller's thread, however small it is.
+    """
+
+    def __init__(
+        self,
+        reads: Sequence[tuple[ReadSession, int, Buffer]],
+        tools: ReadTools,
+        num_ahead: int = 0,
+        room_timeout_s: float | None = None,
+    ) -> None:
+        self._tools = tools
+        self._errors: list[MoonpoolError | None] = [None] * len(reads)
+        self._pieces: list[tuple[int, _Piece]] = []
+        requests: list[TransferRequest] = []
+        for position, (session, index, buffer) in enumerate(reads):
+            try:
+                view = as_bytes_view(buffer, writable=True)
+                session._check_size(index, view.nbytes)
+            except MoonpoolError as error:
+                self._errors[position] = error
+                continue
+            place = session._placement
+            piece = _Piece(session, index, place, place.offset + session._offsets[index], view)
+            if view.nbytes:
+                self._pieces.append((position, piece))
+                requests.append(TransferRequest(TransferOp.READ, session._remote, piece.offset, [view]))
+        self._batch = tools.directory.engine.submit(
+            requests, timeout_s=tools.timeout_s * (1 + num_ahead), room_timeout_s=room_timeout_s
+        )
+
+    def finish(self) -> list[MoonpoolError | None]:
+        """Check each piece when it arrives. Read those that failed again, one by one. Return the error of each."""
+        failed: list[tuple[int, _Piece, MoonpoolError]] = []
+        nbytes = 0
+        for number in self._batch.as_completed():
+            position, piece = self._pieces[number]
+            failure = self._batch.error(number) or piece.check()
+            if failure is None:
+                nbytes += piece.view.nbytes
+            else:
+                failed.append((position, piece, failure))
+        self._tools.counters.add("bytes_read", nbytes)
+        for position, piece, failure in failed:
+            try:
+                piece.read_again(failure)
+            except MoonpoolError as error:
+                self._errors[position] = error
+        return self._errors
+
+    def cancel(self) -> None:
+        """Give the pieces up. Return when no buffer is in use any more; what they hold is undefined."""
+        self._batch.cancel()
+        self._batch.done_within(None)
 
 
 class PieceReads:
@@ -239,32 +297,19 @@ class PieceReads:
         return opened
 
     def read(self, reads: Sequence[tuple[ReadSession, int, Buffer]]) -> list[MoonpoolError | None]:
-        """Read piece `int` of each session into its buffer, with one stream of transfers per segment.
+        """Read piece `int` of each session into its buffer, as one batch of the transfer engine.
 
         Each piece is verified, and read from another replica where it fails, as in ReadSession.read_piece(). Return of
         each None, or what read_piece() raises. The buffers are the caller's again when this returns; one whose read
         failed may hold anything.
         """
-        errors: list[MoonpoolError | None] = [None] * len(reads)
-        by_remote: dict[RemoteSegment, list[tuple[int, _Piece]]] = {}
-        for position, (session, index, buffer) in enumerate(reads):
-            try:
-                view = as_bytes_view(buffer, writable=True)
-                session._check_size(index, view.nbytes)
-            except MoonpoolError as error:
-                errors[position] = error
-            else:
-                place = session._placement
-                piece = _Piece(session, index, place, place.offset + session._offsets[index], view)
-                by_remote.setdefault(session._remote, []).append((position, piece))
-        for remote, wanted in by_remote.items():
-            for (position, piece), is_right, failure in _read_segment(remote, wanted, self._tools):
-                if not is_right:
-                    try:
-                        piece.read_again(failure)
-                    except MoonpoolError as error:
-                        errors[position] = error
-        return errors
+        return PendingPieces(reads, self._tools).finish()
+
+    def start(self, reads: Sequence[tuple[ReadSession, int, Buffer]], num_ahead: int) -> PendingPieces:
+        """Start read(); finish() of the result waits, and returns what read() would. `num_ahead` is the number of
+        earlier ones that are still under way. Raise Overloaded when the transfer engine's queue is full.
+        """
+        return PendingPieces(reads, self._tools, num_ahead, room_timeout_s=0.0)
 
     def finish(self, sessions: Sequence[ReadSession]) -> list[MoonpoolError | None]:
         """ReadSession.finish() of each, with one transfer per segment. Return the error of each: what a session with
@@ -331,30 +376,6 @@ def _fetch_headers(
         else:
             fetched.update((position, (place, raw)) for position, place, raw in wanted)
     return fetched, failures
-
-
-def _read_segment(
-    remote: RemoteSegment, wanted: list[tuple[int, _Piece]], tools: ReadTools
-) -> list[tuple[tuple[int, _Piece], bool, MoonpoolError | None]]:
-    """Read the pieces, and check each bundle while the next one arrives. Return with each piece whether its bytes are
-    right, and if not, why its replica cannot be used (None: not known).
-    """
-    groups = list(bundles(wanted, lambda each: each[1].view.nbytes))
-    checked: list[tuple[tuple[int, _Piece], bool, MoonpoolError | None]] = []
-    batches = ([(piece.offset, piece.view) for _, piece in group if piece.view.nbytes] for group in groups)
-    failure: MoonpoolError | None = None
-    nbytes = 0
-    try:
-        with closing(remote.read_in_turn(batches, timeout_s=tools.timeout_s)) as arrivals:
-            for number in arrivals:
-                for each in groups[number]:
-                    error = each[1].check()
-                    checked.append((each, error is None, error))
-                    nbytes += each[1].view.nbytes if error is None else 0
-    except MoonpoolError as error:
-        failure = error if isinstance(error, _CANNOT_READ) else None  # else one item is at fault, perhaps another one
-    tools.counters.add("bytes_read", nbytes)
-    return checked + [(each, False, failure) for each in wanted[len(checked) :]]
 
 
 def _first_nbytes(info: ObjectInfo) -> int:

@@ -8,15 +8,13 @@ page-locked, so copies run at the speed of the bus.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from moonpool.base.errors import NoSpace
 from moonpool.engine.kv_tensor import KvMemory
-
-T = TypeVar("T")
 
 
 class DevicePieces:
@@ -39,17 +37,12 @@ class DevicePieces:
         self._copy(self._host, self._device, [(page, layer) for page in pages])
         return [self.received(page, layer) for page in pages]
 
-    def fill(self, pages: Sequence[int], layer: int, write: Callable[[list[memoryview]], T]) -> T:
-        written = write([self.received(page, layer) for page in pages])
-        self._copy(self._device, self._host, [(page, layer) for page in pages])
-        return written
-
     def received(self, page: int, layer: int) -> memoryview:
         offset, nbytes = self.layout.piece(page, layer)
         return self._mirror[offset : offset + nbytes]
 
-    def apply_received(self, pages: Sequence[int]) -> None:
-        self._copy(self._device, self._host, pages)
+    def apply_received(self, pages: Sequence[int], layer: int | None = None) -> None:
+        self._copy(self._device, self._host, pages if layer is None else [(page, layer) for page in pages])
 
     def close(self) -> None:
         """Unlock the mirror; nothing may be copied afterwards."""

@@ -5,12 +5,10 @@ On a CPU a piece is a view of the KV memory itself; on a GPU it is copied throug
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Protocol
 
 from moonpool.engine.kv_memory import KvLayout
-
-T = TypeVar("T")
 
 
 class PieceMemory(Protocol):
@@ -22,18 +20,12 @@ class PieceMemory(Protocol):
         """Return the bytes of these pages' pieces as they are now. A view must not be kept past its page's reuse."""
         ...
 
-    def fill(self, pages: Sequence[int], layer: int, write: Callable[[list[memoryview]], T]) -> T:
-        """Let `write` fill the pieces and return what it returns. A piece that it did not fill, and all pieces when it
-        raises, have undefined content.
-        """
-        ...
-
     def received(self, page: int, layer: int) -> memoryview:
-        """Return the bytes that another process wrote for this piece into the segment that this worker serves."""
+        """Return the memory that bytes for this piece are written to: by another process, or by a pull."""
         ...
 
-    def apply_received(self, pages: Sequence[int]) -> None:
-        """Make the received bytes the content of these pages."""
+    def apply_received(self, pages: Sequence[int], layer: int | None = None) -> None:
+        """Make the received bytes the content of these pages, or of one layer of them."""
         ...
 
 
@@ -47,12 +39,9 @@ class HostPieces:
     def read(self, pages: Sequence[int], layer: int) -> list[memoryview]:
         return [self.received(page, layer) for page in pages]
 
-    def fill(self, pages: Sequence[int], layer: int, write: Callable[[list[memoryview]], T]) -> T:
-        return write(self.read(pages, layer))
-
     def received(self, page: int, layer: int) -> memoryview:
         offset, nbytes = self.layout.piece(page, layer)
         return self._memory[offset : offset + nbytes]
 
-    def apply_received(self, pages: Sequence[int]) -> None:
+    def apply_received(self, pages: Sequence[int], layer: int | None = None) -> None:
         """Do nothing: the segment is the KV memory."""

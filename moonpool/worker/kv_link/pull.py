@@ -7,10 +7,13 @@ behind: it may still write to its pages, so they are not reused before it has en
 
 from __future__ import annotations
 
+import itertools
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from moonpool.base.clock import Clock, SystemClock
 from moonpool.base.errors import Corrupt, DeadlineExceeded, MoonpoolError, NotFound
@@ -19,12 +22,12 @@ from moonpool.base.object_header import ObjectHeader, ObjectKind
 from moonpool.engine.kv_memory import KvLayout
 from moonpool.engine.sequence import AdmittedSequence
 from moonpool.store import Store
-from moonpool.store.client.read_session import ReadSession
+from moonpool.store.client.read_session import PendingPieces, ReadSession
 from moonpool.worker.kv_link.pieces import PieceMemory
 from moonpool.worker.kv_link.pool import PoolHealth
 
-_NUM_STREAMS = 2  # as many as there are connections per peer
-_READ_NBYTES = 2 * 1024 * 1024  # per call, which has to be done in the time that the pool has for one answer
+_BUNDLE_NBYTES = 2 * 1024 * 1024  # read together, in the time that the pool has for one answer
+_NUM_UNDER_WAY = 4  # bundles of one job
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,7 @@ class PullJob:
             return self.result
 
     def moved(self, nbytes: int, from_disk: bool) -> None:
-        """Count a piece. One thread at a time calls it; the engine's thread reads the sums when it gives the job up."""
+        """Count a piece, on the job's thread; the engine's thread reads the sums when it gives the job up."""
         self.moved_nbytes += nbytes
         self.moved_ssd_nbytes += nbytes if from_disk else 0
 
@@ -110,7 +113,6 @@ class Puller:
         self._clock: Clock = clock or SystemClock()
         self._slow = PoolHealth(self._health.rest_s, clock)  # of pulls alone: puts go on
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="pull")
-        self._helpers = ThreadPoolExecutor(num_threads * (_NUM_STREAMS - 1), thread_name_prefix="pull-stream")
 
     @property
     def piece_nbytes(self) -> int:
@@ -144,7 +146,6 @@ class Puller:
     def close(self) -> None:
         """Wait for running jobs. Idempotent."""
         self._threads.shutdown(wait=True, cancel_futures=True)
-        self._helpers.shutdown(wait=True)
 
     def _run(self, job: PullJob) -> None:
         started_s = self._clock.now_s()
@@ -184,82 +185,77 @@ class Puller:
         self, job: PullJob, sessions: list[ReadSession], failure: MoonpoolError | None
     ) -> tuple[list[ReadSession], MoonpoolError | None]:
         """Fill the pages. Return the sessions whose blocks are whole and right, and why not all are."""
-        streams = _Streams(job, sessions, self._store, self._memory, _NUM_STREAMS)
-        others = [self._helpers.submit(streams.run, number) for number in range(1, _NUM_STREAMS)]
-        try:
-            streams.run(0)
-        finally:
-            wait(others)  # until then the pages are in use
-        for other in others:
-            other.result()
+        stream = _PieceStream(job, sessions, self._store, self._memory)
+        stream.run()
         if job.left_behind:
             return [], failure
-        failure = streams.first_failure or failure
-        sessions = sessions[: streams.num_good(self._memory.layout.num_layers)]
+        failure, sessions = stream.failure or failure, sessions[: stream.num_good]
         for index, error in enumerate(self._store.piece_reads.finish(sessions)):
             if error is not None:
                 return sessions[:index], error
         return sessions, failure
 
 
-class _Streams:
-    """The pieces of one job, read in several streams: each reads its part of the blocks, one layer per call. While one
-    stream waits for the first bytes of its next layer, the others use the link.
+class _Bundle(NamedTuple):
+    """Pieces of one layer that are read together."""
+
+    layer: int
+    blocks: range
+    is_last: bool  # of its layer
+    reads: PendingPieces | None  # None: it has no blocks
+
+
+class _PieceStream:
+    """The pieces of one job, layer after layer. While one bundle is checked, the next ones are under way, so that the
+    link does not idle.
     """
 
-    def __init__(
-        self, job: PullJob, sessions: Sequence[ReadSession], store: Store, memory: PieceMemory, num_streams: int
-    ) -> None:
+    def __init__(self, job: PullJob, sessions: Sequence[ReadSession], store: Store, memory: PieceMemory) -> None:
         self._job, self._sessions, self._store, self._memory = job, sessions, store, memory
-        self._num_streams = num_streams
-        self._max_pieces = max(1, _READ_NBYTES // memory.layout.piece_nbytes)
-        self._lock = threading.Lock()
-        self._failures: list[tuple[int, int, MoonpoolError]] = []  # layer, block, why
-        self._num_ended = [0] * memory.layout.num_layers  # streams that have ended each layer
-        self._broken = False  # by a bug
+        self._under_way: deque[_Bundle] = deque()
+        self.num_good = len(sessions)  # leading blocks of which no piece has failed so far
+        self.failure: MoonpoolError | None = None  # of the first block that is not whole
 
-    @property
-    def first_failure(self) -> MoonpoolError | None:
-        """Return why the first block that is not whole is not; None if all are."""
-        return min(self._failures, key=lambda failure: failure[1])[2] if self._failures else None
-
-    def num_good(self, layer: int) -> int:
-        """Return the number of leading blocks of which no piece up to this layer has failed."""
-        return min((block for at, block, _ in self._failures if at <= layer), default=len(self._sessions))
-
-    def run(self, number: int) -> None:
-        """Read the blocks of one stream, until all layers are in place or the job is left behind."""
-        first, end = (len(self._sessions) * each // self._num_streams for each in (number, number + 1))
+    def run(self) -> None:
+        """Read until all layers are in place or the job is left behind. When this returns or raises, nothing is written
+        to the pages any more.
+        """
+        layout, num_blocks = self._memory.layout, len(self._sessions)
+        step = max(1, _BUNDLE_NBYTES // layout.piece_nbytes)
+        bundles = [range(first, min(first + step, num_blocks)) for first in range(0, num_blocks, step)] or [range(0)]
         try:
-            for layer in range(self._memory.layout.num_layers):
-                if self._job.left_behind or self._broken:
+            for layer, blocks in itertools.product(range(layout.num_layers), bundles):
+                self._start(layer, range(blocks.start, min(blocks.stop, self.num_good)), blocks is bundles[-1])
+                if len(self._under_way) == _NUM_UNDER_WAY:
+                    self._finish_first()
+                if self._job.left_behind:
                     return
-                for at in range(first, end, self._max_pieces):
-                    self._read(layer, range(at, min(at + self._max_pieces, end, self.num_good(layer))))
-                with self._lock:
-                    self._num_ended[layer] += 1
-                    is_here = self._num_ended[layer] == self._num_streams
-                if is_here:
-                    self._job.layer_done(layer, self.num_good(layer))
-        except BaseException:
-            self._broken = True
-            raise
+            while self._under_way and not self._job.left_behind:
+                self._finish_first()
+        finally:
+            for bundle in self._under_way:
+                if bundle.reads is not None:
+                    bundle.reads.cancel()
 
-    def _read(self, layer: int, blocks: range) -> None:
-        def read(views: list[memoryview]) -> list[MoonpoolError | None]:
-            return self._store.piece_reads.read(
-                [(self._sessions[block], layer, view) for block, view in zip(blocks, views, strict=True)]
-            )
+    def _start(self, layer: int, blocks: range, is_last: bool) -> None:
+        pages = self._job.admitted.pages
+        wanted = [(self._sessions[block], layer, self._memory.received(pages[block], layer)) for block in blocks]
+        reads = self._store.piece_reads.start(wanted, num_ahead=len(self._under_way)) if wanted else None
+        self._under_way.append(_Bundle(layer, blocks, is_last, reads))
 
-        if not blocks or self._job.left_behind:
-            return
-        errors = self._memory.fill([self._job.admitted.pages[block] for block in blocks], layer, read)
-        with self._lock:
-            for block, error in zip(blocks, errors, strict=True):
-                if error is not None:
-                    self._failures.append((layer, block, error))
-                    return
-                self._job.moved(self._memory.layout.piece_nbytes, self._sessions[block].is_on_disk)
+    def _finish_first(self) -> None:
+        layer, blocks, is_last, reads = self._under_way[0]
+        errors = reads.finish() if reads is not None else []
+        self._under_way.popleft()
+        num_right = next((at for at, error in enumerate(errors) if error is not None), len(errors))
+        right = blocks[:num_right]
+        self._memory.apply_received([self._job.admitted.pages[block] for block in right], layer)
+        for block in right:
+            self._job.moved(self._memory.layout.piece_nbytes, self._sessions[block].is_on_disk)
+        if num_right < len(errors) and blocks[num_right] < self.num_good:
+            self.num_good, self.failure = blocks[num_right], errors[num_right]
+        if is_last:
+            self._job.layer_done(layer, self.num_good)
 
 
 def _check_block(header: ObjectHeader, layout: KvLayout) -> None:
