@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from moonpool.base.errors import MoonpoolError
 from moonpool.base.metrics import (
@@ -25,10 +25,8 @@ from moonpool.base.metrics import (
 from moonpool.base.rpc import Call, RpcPeer
 from moonpool.master.board import ReportedMetrics
 from moonpool.master.journal import JournalHealth
+from moonpool.master.live_pool import LivePool
 from moonpool.store import messages as m
-
-if TYPE_CHECKING:
-    from moonpool.master.service import Master
 
 _GAUGES = {
     "puts_in_progress": "puts begun and not ended",
@@ -70,30 +68,30 @@ class IdempotencyCache:
 Handler = Callable[[Any, RpcPeer], Any]
 
 
-def handlers(master: Master) -> dict[type[Call[Any]], Handler]:
+def handlers(pool: LivePool) -> dict[type[Call[Any]], Handler]:
     """Return the handler of each call. A call that changes the state is answered after its records
     are in the journal.
     """
-    changing = {**_objects(master), **_segments(master), **_tasks(master)}
-    recorded = {call: _recorded(master, handle) for call, handle in changing.items()}
-    return {**_questions(master), **recorded, m.PutStart: _put_start(master)}
+    changing = {**_objects(pool), **_segments(pool), **_tasks(pool)}
+    recorded = {call: _recorded(pool, handle) for call, handle in changing.items()}
+    return {**_questions(pool), **recorded, m.PutStart: _put_start(pool)}
 
 
-def _recorded(master: Master, handle: Handler) -> Handler:
+def _recorded(pool: LivePool, handle: Handler) -> Handler:
     def handle_and_record(call: Any, peer: RpcPeer) -> Any:
         try:
             return handle(call, peer)
         finally:
-            master.after_event()
+            pool.after_event()
 
     return handle_and_record
 
 
-def _put_start(master: Master) -> Callable[[m.PutStart, RpcPeer], m.PutReply]:
+def _put_start(pool: LivePool) -> Callable[[m.PutStart, RpcPeer], m.PutReply]:
     """Return the handler of PutStart. If the journal cannot be written, the granted space is freed: the client has not
     learned of it, so no process writes there.
     """
-    state, now = master.state, master.clock.now_s
+    state, now = pool.state, pool.clock.now_s
 
     def start_and_record(c: m.PutStart, _: RpcPeer) -> m.PutReply:
         generations: list[int] = []
@@ -104,39 +102,39 @@ def _put_start(master: Master) -> Callable[[m.PutStart, RpcPeer], m.PutReply]:
             return reply
         finally:
             try:
-                master.after_event()
+                pool.after_event()
             except MoonpoolError:
                 state.put_revoke(c.keys[: len(generations)], generations, True, now())
                 with contextlib.suppress(MoonpoolError):  # otherwise the next call would raise it
-                    master.after_event()
+                    pool.after_event()
                 raise
 
     return start_and_record
 
 
-def _questions(master: Master) -> dict[type[Call[Any]], Handler]:
-    state, now, board, reported = master.state, master.clock.now_s, master.board, ReportedMetrics()
+def _questions(pool: LivePool) -> dict[type[Call[Any]], Handler]:
+    state, now, board, reported = pool.state, pool.clock.now_s, pool.board, ReportedMetrics()
     return {
         m.Exist: lambda c, _: state.exist(c.keys, now(), c.without),
         m.Segments: lambda c, _: state.segments(),
         m.Announce: lambda c, _: board.announce(c.descriptor, c.ttl_s, now()),
         m.Retract: lambda c, _: board.retract(c.name, c.incarnation),
-        m.FindSegment: lambda c, _: master.find_segment(c.name),
+        m.FindSegment: lambda c, _: pool.find_segment(c.name),
         m.ListObjects: lambda c, _: state.list_objects(c.pattern, c.cursor, c.limit, now()),
         m.QueryTask: lambda c, _: state.task(c.task_id),
         m.ListTasks: lambda c, _: state.tasks(c.finished),
         m.Why: lambda c, _: state.why(c.key, now(), c.identity),
         m.Stats: lambda c, _: state.stats(),
-        GetMetrics: lambda c, _: [*pool_metrics(state.stats(), master.journal_health()), *process_metrics()],
+        GetMetrics: lambda c, _: [*pool_metrics(state.stats(), pool.journal.health()), *process_metrics()],
         ReportMetrics: lambda c, _: reported.report(c.metrics, now()),
         GetReportedMetrics: lambda c, _: reported.recent(now()),
-        m.Subscribe: lambda c, _: master.subscribe(c.since),
-        m.Orders: lambda c, _: master.order_streams.serve(c.node, state.orders),
+        m.Subscribe: lambda c, _: pool.subscribe(c.since),
+        m.Orders: lambda c, _: pool.order_streams.serve(c.node, state.orders),
     }
 
 
-def _objects(master: Master) -> dict[type[Call[Any]], Handler]:
-    state, now, cache = master.state, master.clock.now_s, IdempotencyCache()
+def _objects(pool: LivePool) -> dict[type[Call[Any]], Handler]:
+    state, now, cache = pool.state, pool.clock.now_s, IdempotencyCache()
 
     def remove(c: m.Remove, _: RpcPeer) -> list[bool]:
         return cache.once(c.errand, len(c.keys), lambda: state.remove(c.keys, c.force, now()))
@@ -154,24 +152,24 @@ def _objects(master: Master) -> dict[type[Call[Any]], Handler]:
         m.Lookup: lookup,
         m.Remove: remove,
         m.RemoveMatching: remove_matching,
-        m.Pin: lambda c, peer: state.pin(c.session or master.connection(peer), c.keys, now()),
-        m.Unpin: lambda c, peer: state.unpin(c.session or master.connection(peer), c.keys, now()),
+        m.Pin: lambda c, peer: state.pin(c.session or pool.connection(peer), c.keys, now()),
+        m.Unpin: lambda c, peer: state.unpin(c.session or pool.connection(peer), c.keys, now()),
         m.ReportCorrupt: lambda c, _: state.report_corrupt(c.key, c.generation, c.segment, c.offset, now()),
     }
 
 
-def _segments(master: Master) -> dict[type[Call[Any]], Handler]:
-    state, members, now = master.state, master.state.members, master.clock.now_s
+def _segments(pool: LivePool) -> dict[type[Call[Any]], Handler]:
+    state, members, now = pool.state, pool.state.members, pool.clock.now_s
 
     def mount(c: m.MountSegment, peer: RpcPeer) -> m.MountReply:
         reply = state.mount(c.node, c.descriptor, now(), tier=c.tier, desk=c.desk, capacity_nbytes=c.capacity_nbytes)
-        master.remember_node(peer, c.descriptor.name, c.descriptor.incarnation)
+        pool.remember_node(peer, c.descriptor.name, c.descriptor.incarnation)
         return reply
 
     def heartbeat(c: m.Heartbeat, peer: RpcPeer) -> m.HeartbeatReply:
         reply = state.heartbeat(c.segment, c.incarnation, now(), c.generation_limit)
         if reply.known:
-            master.remember_node(peer, c.segment, c.incarnation)
+            pool.remember_node(peer, c.segment, c.incarnation)
         return reply
 
     return {
@@ -189,8 +187,8 @@ def _segments(master: Master) -> dict[type[Call[Any]], Handler]:
     }
 
 
-def _tasks(master: Master) -> dict[type[Call[Any]], Handler]:
-    state, now = master.state, master.clock.now_s
+def _tasks(pool: LivePool) -> dict[type[Call[Any]], Handler]:
+    state, now = pool.state, pool.clock.now_s
     return {
         m.CopyObject: lambda c, _: state.copy(c.key, c.targets, now()),
         m.MoveObject: lambda c, _: state.move(c.key, c.source, c.target, now()),
@@ -199,7 +197,7 @@ def _tasks(master: Master) -> dict[type[Call[Any]], Handler]:
     }
 
 
-def pool_metrics(stats: m.StoreStats, journal: JournalHealth | None) -> list[MetricFamily]:
+def pool_metrics(stats: m.StoreStats, journal: JournalHealth) -> list[MetricFamily]:
     """Return gauges per segment (and so per tier) and for the pool, and one counter of events by kind."""
     segments = [
         (each, {"segment": each.name, "node": each.node, "tier": (each.tier.name or "").lower()})
@@ -207,14 +205,11 @@ def pool_metrics(stats: m.StoreStats, journal: JournalHealth | None) -> list[Met
     ]
     events = {name: value for name, value in stats.counters.items() if name not in _GAUGES}
     families = [_gauge(f"moonpool_pool_{name}", text, [({}, stats.counters[name])]) for name, text in _GAUGES.items()]
-    if journal is not None:
-        families += [
-            _gauge("moonpool_journal_durable", "0: a restart may forget something", [({}, int(journal.durable))]),
-            _gauge("moonpool_journal_bytes", "to be replayed at a restart", [({}, journal.journal_nbytes)]),
-            _gauge("moonpool_journal_unsynced_bytes", "not yet on disk", [({}, journal.unsynced_nbytes)]),
-        ]
     return [
         *families,
+        _gauge("moonpool_journal_durable", "0: a restart may forget something", [({}, int(journal.durable))]),
+        _gauge("moonpool_journal_bytes", "to be replayed at a restart", [({}, journal.journal_nbytes)]),
+        _gauge("moonpool_journal_unsynced_bytes", "not yet on disk", [({}, journal.unsynced_nbytes)]),
         _gauge("moonpool_pool_objects", "objects that can be read", [({}, stats.num_objects)]),
         _gauge(
             "moonpool_pool_segment_objects",

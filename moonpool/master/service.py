@@ -1,6 +1,5 @@
-"""The master's service: sockets, time, the journal and listeners around the pure PoolState, which decides everything.
+"""The master's service: a server, a journal and time around the pool, whose pure PoolState decides everything.
 
-The records of an event are in the journal before the event is answered, so every answer survives the master's death.
 Snapshots are written in steps between events.
 """
 
@@ -9,22 +8,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import itertools
 import logging
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from moonpool.base.clock import AttendedClock, Clock
-from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import MoonpoolError
-from moonpool.base.rpc import RpcPeer, RpcServer
+from moonpool.base.rpc import RpcServer
 from moonpool.master.board import SegmentBoard
 from moonpool.master.calls import handlers
-from moonpool.master.journal import Journal, JournalConfig, JournalHealth, SnapshotWriter, forget
+from moonpool.master.journal import Journal, JournalConfig, SnapshotWriter, forget
+from moonpool.master.live_pool import LivePool
 from moonpool.master.rules import PoolRules
 from moonpool.master.state import EPOCH_BITS, PoolState
-from moonpool.master.streams import ChangeFeed, OrderStreams
+from moonpool.master.state.recovery import restore
+from moonpool.master.state.snapshot import snapshot_records
+from moonpool.master.streams import ChangeFeed
 from moonpool.store import messages as m
 
 _LOG = logging.getLogger(__name__)
@@ -60,26 +60,20 @@ class Master:
         # Time in which this process was stopped does not count for nodes, leases and puts.
         self.clock: Clock = clock or AttendedClock(config.tick_s + _LATE_TICK_S)
         self.board = SegmentBoard()
-        self.order_streams = OrderStreams()
-        self._connections = itertools.count(1)
-        self._connection_of: dict[RpcPeer, int] = {}
-        self._segments_of: dict[RpcPeer, set[tuple[str, int]]] = {}
-        self._publish_planned = False
         self._server: RpcServer | None = None
         self._ticking: asyncio.Task[None] | None = None
-        self._state: PoolState | None = None
-        self._journal: Journal | None = None
-        self._feed: ChangeFeed | None = None
+        self._pool: LivePool | None = None
+
+    @property
+    def pool(self) -> LivePool:
+        """The pool, for tests."""
+        assert self._pool is not None, "the master was not started"
+        return self._pool
 
     @property
     def state(self) -> PoolState:
-        """The state, for handlers and tests."""
-        assert self._state is not None, "the master was not started"
-        return self._state
-
-    def journal_health(self) -> JournalHealth | None:
-        """Return the journal's health, None before the start."""
-        return None if self._journal is None else self._journal.health()
+        """The state of the pool, for tests."""
+        return self.pool.state
 
     async def start(self) -> str:
         """Start to serve. Return the address.
@@ -91,26 +85,25 @@ class Master:
             aside = await asyncio.to_thread(forget, Path(self.config.data_dir))
             _LOG.warning("the journal is set aside in %s", aside or "no folder: there was none")
         journal, replay = await asyncio.to_thread(Journal.open, Path(self.config.data_dir), config)
-        self._journal = journal
         try:
-            self._restore(journal.epoch, replay)
-            self._server = RpcServer(m.SERVICE, handlers(self), name="master", incarnation=journal.epoch)
+            self._pool = pool = self._restore(journal, replay)
+            self._server = RpcServer(m.SERVICE, handlers(pool), name="master", incarnation=journal.epoch)
             address = await self._server.listen(self.config.listen)
         except BaseException:
             journal.close()
             raise
         gc.freeze()  # the restored objects stay, so the garbage collector need not visit them
-        self._ticking = asyncio.get_running_loop().create_task(self._tick_forever())
+        self._ticking = asyncio.get_running_loop().create_task(self._tick_forever(pool))
         return address
 
-    def _restore(self, epoch: int, replay: Iterator[bytes]) -> None:
-        self._state = PoolState(self.config, epoch, journalled=self.config.journal)
-        self._feed = ChangeFeed(
-            self.config.max_pending_event_keys, self.config.max_replay_event_keys, epoch << EPOCH_BITS
-        )
-        count = self._state.restore(replay if self.config.journal else iter(()), self.clock.now_s())
+    def _restore(self, journal: Journal, replay: Iterator[bytes]) -> LivePool:
+        config, epoch = self.config, journal.epoch
+        state = PoolState(config, epoch, journalled=config.journal)
+        feed = ChangeFeed(config.max_pending_event_keys, config.max_replay_event_keys, epoch << EPOCH_BITS)
+        count = restore(state, replay if config.journal else iter(()), self.clock.now_s())
         if count:
-            _LOG.info("epoch %d begins with %d objects from the journal", epoch, len(self._state.index))
+            _LOG.info("epoch %d begins with %d objects from the journal", epoch, len(state.index))
+        return LivePool(state, journal, feed, self.board, self.clock, config.event_delay_s)
 
     async def wait(self) -> None:
         """Return after close(). Raise the error if one ended the master."""
@@ -126,21 +119,21 @@ class Master:
             await asyncio.wait([self._ticking])
         if self._server is not None:
             await self._server.close()
-        if self._journal is not None:
-            await asyncio.to_thread(self._journal.close)
+        if self._pool is not None:
+            await asyncio.to_thread(self._pool.journal.close)
 
     # time
 
-    async def _tick_forever(self) -> None:
+    async def _tick_forever(self, pool: LivePool) -> None:
         snapshot: _Snapshot | None = None
         while True:
-            more = self.state.tick(self.clock.now_s())
+            more = pool.state.tick(self.clock.now_s())
             with contextlib.suppress(MoonpoolError):  # the journal has logged it, and a snapshot is due
-                self.after_event()
-                self._retry_journal()
-            assert self._journal is not None
-            if snapshot is None and self.config.journal and self._journal.should_snapshot:
-                snapshot = self._begin_snapshot(self._journal)
+                pool.after_event()
+                if pool.journal.has_unwritten:
+                    pool.journal.retry_unwritten()
+            if snapshot is None and self.config.journal and pool.journal.should_snapshot:
+                snapshot = self._begin_snapshot(pool)
             if snapshot is not None:
                 began_s = self.clock.now_s()
                 if not snapshot.step():
@@ -156,78 +149,14 @@ class Master:
         if self.clock.now_s() - before_s > _BUSY_S:
             await asyncio.sleep(_CALLERS_SHARE * used_s)
 
-    def _begin_snapshot(self, journal: Journal) -> _Snapshot | None:
+    def _begin_snapshot(self, pool: LivePool) -> _Snapshot | None:
         try:
-            writer = journal.begin_snapshot()
+            writer = pool.journal.begin_snapshot()
         except MoonpoolError as error:
             _LOG.warning("no snapshot now: %s", error)
             return None
         # The first step is taken here, at the moment at which the new journal begins.
-        return _Snapshot(writer, self.state.snapshot_records(self.clock.now_s()))
-
-    # after every event
-
-    def after_event(self) -> None:
-        """Write the event's records to the journal, before the call is answered; wake listeners and nodes.
-
-        Raise NoSpace or Unavailable if the journal cannot be written: the event has happened, but a restart may lose
-        it.
-        """
-        records = self.state.take_records()
-        if not self._publish_planned:
-            self._publish_planned = True
-            asyncio.get_running_loop().call_later(self.config.event_delay_s, self._publish)
-        if self.state.orders.has_unsent:
-            self.order_streams.wake(self.state.orders.nodes_with_unsent())
-        if records:
-            assert self._journal is not None
-            self._journal.append(records)
-
-    def _retry_journal(self) -> None:
-        assert self._journal is not None
-        if self._journal.has_unwritten:
-            self._journal.retry_unwritten()
-
-    def _publish(self) -> None:
-        self._publish_planned = False
-        changes = self.state.take_changes()
-        if changes is not None:
-            assert self._feed is not None
-            self._feed.publish(changes)
-
-    # for the handlers
-
-    def subscribe(self, since: int | None) -> AsyncGenerator[m.EventBatch, None]:
-        assert self._feed is not None
-        self._publish()  # pending changes belong before the snapshot
-        return self._feed.subscribe(since, self.state.snapshot)
-
-    def find_segment(self, name: str) -> SegmentDescriptor | None:
-        announced = self.board.find(name, self.clock.now_s())
-        known = (each.descriptor for each in self.state.segments())
-        return announced or next((each for each in known if each.name == name), None)
-
-    def connection(self, peer: RpcPeer) -> int:
-        """Return the connection's number in the state. Its pins end with the connection."""
-        number = self._connection_of.get(peer)
-        if number is None:
-            number = self._connection_of[peer] = next(self._connections)
-            peer.on_close(lambda: self._on_close(peer))
-        return number
-
-    def remember_node(self, peer: RpcPeer, segment: str, incarnation: int) -> None:
-        """Remember the connection of a segment's node, so that its end is noticed at once."""
-        if peer not in self._segments_of:
-            self._segments_of[peer] = set()
-            peer.on_close(lambda: self._on_node_gone(peer))
-        self._segments_of[peer].add((segment, incarnation))
-
-    def _on_close(self, peer: RpcPeer) -> None:
-        self.state.connection_closed(self._connection_of.pop(peer), self.clock.now_s())
-
-    def _on_node_gone(self, peer: RpcPeer) -> None:
-        for segment, incarnation in self._segments_of.pop(peer):
-            self.state.members.disconnected(segment, incarnation, self.clock.now_s())
+        return _Snapshot(writer, snapshot_records(pool.state, self.clock.now_s()))
 
 
 class _Snapshot:

@@ -31,32 +31,27 @@ def test_public_class_names_are_unique() -> None:
     assert not doubled
 
 
-def imports_of(name: str, path: Path, modules: dict[str, Path], with_types: bool) -> set[str]:
-    """Return the modules of this package that a module imports; `with_types`: under TYPE_CHECKING, too."""
+def imports_of(name: str, path: Path, modules: dict[str, Path]) -> set[str]:
+    """Return the modules of this package that a module imports at its top, in a function or under TYPE_CHECKING."""
     found: set[str] = set()
-    waiting: list[ast.AST] = [ast.parse(path.read_text())]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test) and not with_types:
-            waiting.extend(node.orelse)
-            continue
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: imports in this package are absolute"
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
                 found.add(inner if inner in modules else str(node.module))
-        waiting.extend(ast.iter_child_nodes(node))
     return (found & modules.keys()) - {name}
 
 
-def import_circles(*, with_types: bool) -> set[frozenset[str]]:
+def import_circles(package: Path) -> set[frozenset[str]]:
     """Return the sets of modules of which each one imports each other, directly or not."""
     modules = {
-        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
-        for path in PACKAGE.rglob("*.py")
+        ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in package.rglob("*.py")
     }
-    imports = {name: imports_of(name, path, modules, with_types) for name, path in modules.items()}
+    imports = {name: imports_of(name, path, modules) for name, path in modules.items()}
     reached: dict[str, set[str]] = {}
     for name in modules:
         seen, waiting = set[str](), [name]
@@ -72,14 +67,26 @@ def import_circles(*, with_types: bool) -> set[frozenset[str]]:
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
-    assert not import_circles(with_types=False)
+    """Not even for its types, or inside a function."""
+    assert not import_circles(PACKAGE)
 
 
-def test_no_module_needs_itself_even_for_its_types() -> None:
-    """The state of the master still has three: its parts name the whole that they are given."""
-    circles = import_circles(with_types=True)
-    assert not {each for each in circles if not all(name.startswith("moonpool.master.") for name in each)}
-    assert len(circles) <= 3
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from room.low import x",
+        "import room.low",
+        "def f():\n    from room import low",
+        "if TYPE_CHECKING:\n    from room.low import X",
+    ],
+)
+def test_an_import_circle_is_found_in_every_form(source: str, tmp_path: Path) -> None:
+    room = tmp_path / "room"
+    room.mkdir()
+    (room / "__init__.py").write_text("")
+    (room / "low.py").write_text("from room.high import y")
+    (room / "high.py").write_text(source)
+    assert import_circles(room) == {frozenset({"room.low", "room.high"})}
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from moonpool.base.rpc import BlockingClient, Call
 from moonpool.master.journal import Journal
 from moonpool.master.rules import PoolRules
 from moonpool.master.state import PoolState
+from moonpool.master.state.recovery import restore
 from moonpool.store import Store
 from moonpool.store.client import ClientConfig
 from moonpool.store.messages import SERVICE, Lookup, Placement, SegmentInfo, Segments, Stats, StoreStats
@@ -183,7 +184,7 @@ class Fleet:
             journal, replay = Journal.open(copied)
             try:
                 state = PoolState(rules, journal.epoch, journalled=True)
-                state.restore(replay, 0.0)
+                restore(state, replay, 0.0)
                 return state
             finally:
                 journal.close()

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tiny_cluster import Answer, Oracle, TinyCluster, greedy, prompt_of, tiny_cluster
 
 from moonpool.engine.sequence import SamplingParams
+from moonpool.master.state.snapshot import snapshot_keys
 from moonpool.transfer.transports.base import RemoteSegment
 from moonpool.transfer.transports.shm.transport import ShmRemote
 
@@ -112,7 +113,7 @@ class Chaos:
             await self._cluster.kill(name)
 
     def _some_object(self) -> list[bytes]:
-        return [key for part in self._cluster.master.state.snapshot() for key, _ in part][:1]
+        return [key for part in snapshot_keys(self._cluster.master.state.index) for key, _ in part][:1]
 
     def _hook_writes(self, patch: pytest.MonkeyPatch) -> None:
         write_from = ShmRemote.write_from

@@ -10,7 +10,9 @@ from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import MoonpoolError
 from moonpool.master.rules import PoolRules
 from moonpool.master.state import PoolState
-from moonpool.master.state.index import FIRST_SESSION
+from moonpool.master.state.objects import FIRST_SESSION
+from moonpool.master.state.recovery import restore
+from moonpool.master.state.snapshot import snapshot_records
 from moonpool.store import messages as m
 from moonpool.store.messages import GRANULE_NBYTES
 
@@ -43,7 +45,7 @@ class Pool:
         self.epoch = 1
         self.journal: list[bytes] = []
         self.state = PoolState(self.rules, self.epoch, journalled=True)
-        self.state.restore(iter(()), self.now_s)
+        restore(self.state, iter(()), self.now_s)
         self.incarnations: dict[str, int] = {}
         self.sessions: set[int] = set()
         self._ssd_offsets = itertools.count(0, G)
@@ -231,7 +233,7 @@ class Pool:
         self.check()
         self.epoch += 1
         self.state = PoolState(self.rules, self.epoch, journalled=True)
-        self.state.restore(iter(self.journal if journal is None else journal), self.now_s)
+        restore(self.state, iter(self.journal if journal is None else journal), self.now_s)
         self.check()
 
     def restart(self) -> None:
@@ -253,7 +255,7 @@ class Pool:
     def snapshot(self) -> None:
         """In place of the journal so far."""
         self.check()
-        self.journal = [entry for part in self.state.snapshot_records(self.now_s) for entry in part]
+        self.journal = [entry for part in snapshot_records(self.state, self.now_s) for entry in part]
 
     @property
     def used(self) -> int:

@@ -12,6 +12,8 @@ from state_model import Claim, FakeNode, OpenPut, Stored, claims_on, held_puts, 
 from moonpool.master.rules import PoolRules
 from moonpool.master.state import PoolState
 from moonpool.master.state.changes import RemovalReason
+from moonpool.master.state.recovery import restore
+from moonpool.master.state.snapshot import snapshot_keys, snapshot_records
 from moonpool.master.state.table import Flag
 from moonpool.store import messages as m
 
@@ -47,7 +49,7 @@ class World(RuleBasedStateMachine):
         self.rules = PoolRules(**RULES, eviction=policy)
         self.now_s, self.epoch, self.last_generation = 0.0, 1, 0
         self.state = PoolState(self.rules, 1, journalled=True)
-        self.state.restore(iter(()), 0.0)
+        restore(self.state, iter(()), 0.0)
         self.nodes = {name: FakeNode(name, has_ssd) for name, has_ssd in NODES.items()}
         self.incarnation = 0
         self.open: list[OpenPut] = []
@@ -98,7 +100,7 @@ class World(RuleBasedStateMachine):
     def snapshot_goes_on(self) -> None:
         self._take_records()
         if self.snapshot is None:
-            self.snapshot = self.state.snapshot_records(self.now_s)
+            self.snapshot = snapshot_records(self.state, self.now_s)
             self.parts, self.next_journal = next(self.snapshot), []
             return
         try:
@@ -123,13 +125,13 @@ class World(RuleBasedStateMachine):
         self.epoch += 1
         self.snapshot = None
         self.state = PoolState(self.rules, self.epoch, journalled=True)
-        self.state.restore(iter(self.journal), self.now_s)
+        restore(self.state, iter(self.journal), self.now_s)
         assert picture(self.state) == before
         assert held.items() <= held_puts(self.state).items(), (
             "those that a process let go are held until it says so again"
         )
         self.state.check_integrity()
-        self.listener = {key: tier for part in self.state.snapshot() for key, tier in part}
+        self.listener = {key: tier for part in snapshot_keys(self.state.index) for key, tier in part}
         self.state.take_changes()
         places = set()
         for key, stored in self.stored.items():
@@ -193,7 +195,7 @@ class World(RuleBasedStateMachine):
 
     @invariant()
     def nothing_comes_back(self) -> None:
-        known = {key for part in self.state.snapshot() for key, _ in part}
+        known = {key for part in snapshot_keys(self.state.index) for key, _ in part}
         assert known <= set(self.stored)
 
     def _lives(self, place: m.Placement) -> bool:
@@ -216,7 +218,7 @@ class World(RuleBasedStateMachine):
             self.listener.update(dict.fromkeys(changes.stored, m.Tier.DRAM))
             self.listener.update(changes.tiers)
         if not self.state.index.losses.pending:
-            assert self.listener == {key: tier for part in self.state.snapshot() for key, tier in part}
+            assert self.listener == {key: tier for part in snapshot_keys(self.state.index) for key, tier in part}
 
     def teardown(self) -> None:
         """When all promises are over and everything is removed, all space is free."""

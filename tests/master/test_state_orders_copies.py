@@ -39,7 +39,7 @@ def test_a_copy_is_ordered_from_the_node_that_gets_it() -> None:
 def test_orders_are_sent_once_and_again_to_a_node_that_connects_anew() -> None:
     pool, order = copying()
     assert pool.state.orders.take_unsent("b") == []
-    assert not pool.state.orders.has_unsent
+    assert not pool.state.orders.unsent
     assert pool.state.orders.open_orders("b") == [order]
     pool.answer(order)
     assert pool.state.orders.open_orders("b") == []
@@ -51,9 +51,9 @@ def test_an_order_that_was_given_up_is_not_sent() -> None:
     pool = Pool("a", "b", order_timeout_s=60)
     pool.put(b"k", preferred=("a.dram",))
     pool.state.copy(b"k", ["b.dram"], 0.0)
-    assert pool.state.orders.nodes_with_unsent() == ["b"]
+    assert list(pool.state.orders.unsent) == ["b"]
     pool.tick(60)
-    assert not pool.state.orders.has_unsent
+    assert not pool.state.orders.unsent
     assert pool.state.orders.take_unsent("b") == []
     assert pool.counters["orders_in_progress"] == 0
 

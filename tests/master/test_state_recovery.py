@@ -11,6 +11,8 @@ from state_pool import SESSION, G, Pool, descriptor
 from moonpool.base.errors import Corrupt
 from moonpool.master.state import PoolState, records, snapshot
 from moonpool.master.state.changes import RemovalReason
+from moonpool.master.state.recovery import restore
+from moonpool.master.state.snapshot import snapshot_records
 from moonpool.master.state.table import Replica
 from moonpool.store import messages as m
 
@@ -266,7 +268,7 @@ def test_a_snapshot_and_the_journal_since_it_began_are_the_truth(small_steps: No
     pool.pin(SESSION, b"1")
     pool.pin(SESSION, b"4")
     pool.check()
-    steps = pool.state.snapshot_records(pool.now_s)
+    steps = snapshot_records(pool.state, pool.now_s)
     written = list(next(steps))
     pool.journal = []
     for at, change in enumerate(
@@ -299,7 +301,7 @@ def test_a_snapshot_and_the_journal_since_it_began_are_the_truth(small_steps: No
 
 def test_a_snapshot_is_written_in_bounded_steps(small_steps: None) -> None:
     pool = filled()
-    parts = list(pool.state.snapshot_records(0.0))
+    parts = list(snapshot_records(pool.state, 0.0))
     assert len(parts) == 4
     for part in parts[1:]:
         (entry,) = part
@@ -329,7 +331,7 @@ def test_a_journal_of_another_version_is_refused() -> None:
     for entry in (b"\xc1", msgspec.msgpack.encode([["Strange", 1]]), msgspec.msgpack.encode("x")):
         state = PoolState(Pool().rules, 2, journalled=True)
         with pytest.raises(Corrupt):
-            state.restore(iter([entry]), 0.0)
+            restore(state, iter([entry]), 0.0)
 
 
 def test_a_journal_that_contradicts_itself_is_refused() -> None:
@@ -339,7 +341,7 @@ def test_a_journal_that_contradicts_itself_is_refused() -> None:
     mounted = records.Mounted(1, "a", descriptor("a.dram", 4), m.Tier.DRAM, None, 4 * G, 0)
     state = PoolState(Pool().rules, 2, journalled=True)
     with pytest.raises(Corrupt):
-        state.restore(iter([records.encode([mounted, *placed])]), 0.0)
+        restore(state, iter([records.encode([mounted, *placed])]), 0.0)
 
 
 def test_a_state_without_a_journal_collects_nothing() -> None:

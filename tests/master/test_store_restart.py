@@ -136,8 +136,7 @@ def test_an_end_that_was_not_written_down_is_written_later(tmp_path: Path) -> No
             client.piece_puts.finish([session])
         pool.advance(700)
         wait_until(lambda: client.stats().num_objects == 1)
-        journal = pool.master._journal
-        assert journal is not None
+        journal = pool.master.pool.journal
         wait_until(lambda: not journal.has_unwritten)
         pool.loop.run(pool.master.close())
         pool.start_master()

@@ -239,7 +239,7 @@ def test_close_is_idempotent_and_leaves_no_folder(pool: FacadePool, tmp_path: Pa
     assert next(feed, None) is None
     with pytest.raises(MoonpoolError):
         store.get("a")
-    wait_until(lambda: len(pool.master._feed) == 0)
+    wait_until(lambda: len(pool.master.pool.feed) == 0)
 
 
 def test_it_needs_no_torch_and_loads_little() -> None:

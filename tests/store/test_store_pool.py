@@ -332,9 +332,8 @@ def test_a_slow_listener_is_dropped(tmp_path: Path) -> None:
     try:
 
         async def listen() -> None:
-            feed = pool.master._feed
-            assert feed is not None
-            async with aclosing(pool.master.subscribe(None)) as batches:
+            feed = pool.master.pool.feed
+            async with aclosing(pool.master.pool.subscribe(None)) as batches:
                 assert (await anext(batches)).snapshot
                 feed.publish(Changes(tuple(b"%d" % number for number in range(11)), (), (), ()))
                 with pytest.raises(Overloaded):

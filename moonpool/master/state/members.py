@@ -20,7 +20,8 @@ from moonpool.base.errors import InvalidInput, NotFound, StaleGeneration
 from moonpool.master.rules import PoolRules
 from moonpool.master.state.allocator import OffsetAllocator
 from moonpool.master.state.changes import RemovalReason
-from moonpool.master.state.index import FIRST_SESSION, ObjectIndex
+from moonpool.master.state.index import ObjectIndex
+from moonpool.master.state.objects import FIRST_SESSION
 from moonpool.master.state.orders import OrderBook
 from moonpool.master.state.puts import Puts
 from moonpool.master.state.records import Listed, Mounted, SegmentsAway, SegmentsEnded, SessionsEnded

@@ -38,7 +38,7 @@ class OrderBook:
         self._next_id = first_id
         self._timeout_s = timeout_s
         self._open: dict[int, OpenOrder] = {}  # oldest first
-        self._unsent: dict[str, dict[int, Order]] = {}  # by node
+        self.unsent: dict[str, dict[int, Order]] = {}  # by node; empty if all orders were sent
         self.counters = dict.fromkeys(("orders_done", "orders_failed"), 0)
 
     def __len__(self) -> int:
@@ -59,22 +59,15 @@ class OrderBook:
         order = Order(self._next_id, kind, key, nbytes, source, target)
         self._next_id += 1
         self._open[order.order_id] = OpenOrder(node, order, version, now_s + self._timeout_s, on_done)
-        self._unsent.setdefault(node, {})[order.order_id] = order
-
-    @property
-    def has_unsent(self) -> bool:
-        return bool(self._unsent)
-
-    def nodes_with_unsent(self) -> list[str]:
-        return list(self._unsent)
+        self.unsent.setdefault(node, {})[order.order_id] = order
 
     def take_unsent(self, node: str) -> list[Order]:
         """Return the node's orders that were not sent yet. They count as sent now."""
-        return list(self._unsent.pop(node, {}).values())
+        return list(self.unsent.pop(node, {}).values())
 
     def open_orders(self, node: str) -> list[Order]:
         """Return every open order of a node that (re)connects. They count as sent now."""
-        self._unsent.pop(node, None)
+        self.unsent.pop(node, None)
         return [each.order for each in self._open.values() if each.node == node]
 
     def on_results(self, results: Sequence[OrderResult], now_s: float) -> None:
@@ -107,9 +100,9 @@ class OrderBook:
 
     def _remove_unsent(self, opened: OpenOrder) -> None:
         """A failed order must not be sent: its target may belong to another object by then."""
-        fresh = self._unsent.get(opened.node)
+        fresh = self.unsent.get(opened.node)
         if fresh is not None and fresh.pop(opened.order.order_id, None) is not None and not fresh:
-            del self._unsent[opened.node]
+            del self.unsent[opened.node]
 
     def _finish(self, opened: OpenOrder, result: OrderResult, now_s: float) -> None:
         self.counters["orders_done" if result.refusal is None else "orders_failed"] += 1

@@ -20,13 +20,13 @@ from moonpool.base.errors import InvalidInput
 from moonpool.master.policies import make_policy
 from moonpool.master.policies.base import EvictionPolicy
 from moonpool.master.rules import PoolRules
-from moonpool.master.state import recovery, snapshot
 from moonpool.master.state.changes import Changes
 from moonpool.master.state.evictor import Evictor
-from moonpool.master.state.index import FIRST_SESSION, ObjectIndex
+from moonpool.master.state.index import ObjectIndex
 from moonpool.master.state.integrity import check_pool, object_spans
 from moonpool.master.state.listing import ObjectListing, remove
 from moonpool.master.state.members import Members
+from moonpool.master.state.objects import FIRST_SESSION
 from moonpool.master.state.orders import Copies, OrderBook
 from moonpool.master.state.puts import Puts
 from moonpool.master.state.reads import HotKeys, ReadState
@@ -308,23 +308,9 @@ class PoolState:
         """Return the keys that changed since the last call, None if there are none."""
         return self.index.changes.take(self.index.tiers_of)
 
-    def snapshot(self) -> Iterator[list[tuple[bytes, m.Tier]]]:
-        """Yield all readable keys in parts. Together with the changes taken after the first part, they are complete."""
-        return snapshot.keys(self.index)
-
     def take_records(self) -> Sequence[bytes]:
         """Return what must be in the journal before the last event is answered."""
         return self.outcomes.take()
-
-    def snapshot_records(self, now_s: float) -> Iterator[list[bytes]]:
-        """Yield the state as records, in steps. Together with the records taken after the first step, they are
-        complete.
-        """
-        return snapshot.records(self, now_s)
-
-    def restore(self, records: Iterator[bytes], now_s: float) -> int:
-        """Replay the journal of earlier masters, before any other event. Return the number of records."""
-        return recovery.restore(self, records, now_s)
 
     def spans(self) -> Iterator[tuple[Place, int]]:
         """Yield all space in DRAM that is in use."""

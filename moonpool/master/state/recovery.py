@@ -7,33 +7,27 @@ is placed on a segment before its node has reported about the time that the jour
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from itertools import chain
-from typing import TYPE_CHECKING, Any
-from zlib import crc32
+from typing import Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from moonpool.base.errors import Corrupt, InvalidInput
 from moonpool.master.state import records as r
 from moonpool.master.state.allocator import OffsetAllocator
 from moonpool.master.state.changes import RemovalReason
-from moonpool.master.state.index import ObjectIndex
-from moonpool.master.state.losses import UNKNOWN_OFFSET
-from moonpool.master.state.pins import RecoveredPins
+from moonpool.master.state.pool import PoolState
+from moonpool.master.state.replay import RecoveredOrder, RecoveredPins
 from moonpool.master.state.segments import MountedSegment, Place
-from moonpool.master.state.table import KEPT, Flag
+from moonpool.master.state.table import UNKNOWN_OFFSET, Flag
 from moonpool.master.state.unfinished_puts import PendingPut, PutTerms
 from moonpool.store.messages import GRANULE_NBYTES, Tier
 
-if TYPE_CHECKING:
-    from moonpool.master.state.pool import PoolState
-
 
 def restore(state: PoolState, entries: Iterable[bytes], now_s: float) -> int:
-    """Replay the entries into a new state. Return their number.
+    """Replay the journal entries of earlier masters into a new state, before any other event. Return their number.
 
     Raise Corrupt if an entry is not of this version, or entries contradict each other.
     """
@@ -318,91 +312,3 @@ class _Recovery:
         sizes = table.sizes[: table.end][table.ssd_segments[: table.end] == segment.number].astype(np.int64)
         segment.num_replicas = len(sizes)
         segment.ssd_used_nbytes = int((-(-sizes // GRANULE_NBYTES)).sum()) * GRANULE_NBYTES
-
-
-_STEP = 8192
-
-
-class RecoveredOrder:
-    """The eviction order and the prefix chains during a replay. Detaches the index's policy until restore().
-
-    A snapshot has the objects by slot, so a child may come before its parent. At the end the objects enter the order as
-    they were put, parents first.
-    """
-
-    def __init__(self, index: ObjectIndex) -> None:
-        self._index = index
-        self._policy = index.policy
-        index.policy = _NoOrder()
-        self._waiting: dict[int, tuple[int, bytes]] = {}  # slot -> its version, and the key of its parent
-
-    def add_parent(self, slot: int, parent: bytes) -> None:
-        """Remember that the object continues another one, which may be replayed later."""
-        self._waiting[slot] = (self._index.table.version[slot], parent)
-
-    def restore(self) -> None:
-        self._link()
-        index, table = self._index, self._index.table
-        index.policy = self._policy
-        ordered = (table.dram_segments[: table.end] != 0) & (table.all_flags[: table.end] & KEPT == 0)
-        slots = self._as_put(np.flatnonzero(ordered))
-        index.all_were_ordered = len(slots) == len(table)
-        for start in range(0, len(slots), _STEP):
-            self._enter(slots[start : start + _STEP])
-
-    def _enter(self, slots: NDArray[np.int64]) -> None:
-        table = self._index.table
-        keys = [table.keys[slot] or b"" for slot in slots.tolist()]
-        parents: list[int | None] | None = None
-        if table.parents[slots].any():
-            parents = [parent - 1 if parent else None for parent in table.parents[slots].tolist()]
-        self._policy.insert_many(slots.tolist(), parents, list(map(crc32, keys)))
-
-    def _link(self) -> None:
-        """Remove links to parents that are gone, and link every parent to the last of its children."""
-        table = self._index.table
-        for slot, (version, key) in self._waiting.items():
-            parent = table.find(key)
-            if parent is not None and table.keys[slot] is not None and table.version[slot] == version:
-                table.parent[slot] = parent + 1
-        slots = self._as_put(np.flatnonzero(table.parents[: table.end]))
-        parents = table.parents[slots].astype(np.int64) - 1
-        used = (table.dram_segments[parents] != 0) | (table.ssd_segments[parents] != 0)
-        known = used & (table.versions[parents] < table.versions[slots])
-        table.parents[slots[~known]] = 0
-        table.children[: table.end] = 0
-        table.children[parents[known]] = slots[known] + 1
-
-    def _as_put(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Sort slots by generation, so that parents come first."""
-        return slots[np.argsort(self._index.table.versions[slots], kind="stable")]
-
-
-class _NoOrder:
-    """A policy that does nothing."""
-
-    def insert(self, slot: int, parent: int | None, nbytes: int, fingerprint: int) -> None:
-        pass
-
-    def insert_many(
-        self, slots: Sequence[int], parents: Sequence[int | None] | None, fingerprints: Sequence[int]
-    ) -> None:
-        pass
-
-    def access(self, slots: Sequence[int] | NDArray[np.int64]) -> None:
-        pass
-
-    def remove(self, slot: int) -> None:
-        pass
-
-    def victims(self) -> Iterator[int]:
-        return iter(())
-
-    def __contains__(self, slot: int) -> bool:
-        return False
-
-    def __len__(self) -> int:
-        return 0
-
-    def check_integrity(self) -> None:
-        pass

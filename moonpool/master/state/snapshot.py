@@ -8,21 +8,21 @@ journal gives the present state.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from moonpool.master.state import records as r
-from moonpool.master.state.index import FIRST_SESSION, ObjectIndex
+from moonpool.master.state.index import ObjectIndex
+from moonpool.master.state.objects import FIRST_SESSION
+from moonpool.master.state.pool import PoolState
 from moonpool.master.state.table import Flag
 from moonpool.store.messages import Tier
-
-if TYPE_CHECKING:
-    from moonpool.master.state.pool import PoolState
 
 STEP_SLOTS = 1024
 
 
-def keys(index: ObjectIndex) -> Iterator[list[tuple[bytes, Tier]]]:
-    """Yield the readable keys with their tiers, in parts."""
+def snapshot_keys(index: ObjectIndex) -> Iterator[list[tuple[bytes, Tier]]]:
+    """Yield the readable keys with their tiers, in parts. Together with the changes taken after the first part, they
+    are complete.
+    """
     table, start = index.table, 0
     while start < table.end:
         part = enumerate(table.keys[start : start + STEP_SLOTS], start)
@@ -31,7 +31,10 @@ def keys(index: ObjectIndex) -> Iterator[list[tuple[bytes, Tier]]]:
         start += STEP_SLOTS
 
 
-def records(state: PoolState, now_s: float) -> Iterator[list[bytes]]:
+def snapshot_records(state: PoolState, now_s: float) -> Iterator[list[bytes]]:
+    """Yield the state as encoded records, in steps. Together with the records taken after the first step, they are
+    complete.
+    """
     yield [r.encode([record]) for record in _small(state, now_s)]
     for fated in _reasons(state.index, now_s):
         yield [r.encode([fated])]

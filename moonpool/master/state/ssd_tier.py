@@ -17,10 +17,9 @@ from moonpool.base.errors import Corrupt, DeadlineExceeded, NoSpace, Overloaded,
 from moonpool.master.rules import PoolRules
 from moonpool.master.state.changes import RemovalReason
 from moonpool.master.state.index import ObjectIndex
-from moonpool.master.state.losses import UNKNOWN_OFFSET
 from moonpool.master.state.orders import Copies, OpenOrder, OrderBook
 from moonpool.master.state.segments import MountedSegment, SegmentTable
-from moonpool.master.state.table import Flag, Replica
+from moonpool.master.state.table import UNKNOWN_OFFSET, Flag, Replica
 from moonpool.store.messages import (
     GRANULE_NBYTES,
     Doubt,

@@ -23,6 +23,10 @@ class Replica(NamedTuple):
     generation: int
 
 
+# Offset of an SSD record that may exist: its node has not reported yet.
+UNKNOWN_OFFSET = 2**64 - 1
+
+
 class Flag:
     """Bits of ObjectTable.flags."""
 

@@ -12,7 +12,8 @@ import msgspec
 from moonpool.base.errors import AlreadyExists, InvalidInput, MoonpoolError, StaleGeneration, Unavailable
 from moonpool.master.rules import PoolRules
 from moonpool.master.state.changes import RemovalReason
-from moonpool.master.state.index import FIRST_SESSION, ObjectIndex
+from moonpool.master.state.index import ObjectIndex
+from moonpool.master.state.objects import FIRST_SESSION
 from moonpool.master.state.records import Identified, Outcomes, PutsAbandoned
 from moonpool.master.state.segments import Place
 from moonpool.master.state.space import PoolSpace

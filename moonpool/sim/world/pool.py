@@ -243,8 +243,8 @@ class SimPool:
         if changes is not None:
             self._on_changes(changes)
         orders = self.state.orders
-        while orders.has_unsent:
-            for node in orders.nodes_with_unsent():
+        while orders.unsent:
+            for node in list(orders.unsent):
                 for order in orders.take_unsent(node):
                     self._execute_order(node, order)
 

@@ -282,8 +282,9 @@ class World:
 
     @property
     def state(self) -> Any:
-        """The master's, of its last life."""
-        return self.master.program._state
+        """The master's, of its last life; None before its pool is restored."""
+        pool = self.master.program._pool
+        return None if pool is None else pool.state
 
     def is_away(self, key: bytes) -> bool:
         """Whether the object waits on a disk whose node is not there, or is being stored right now."""
