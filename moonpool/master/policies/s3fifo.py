@@ -9,12 +9,12 @@ up to three; those of a slot between two inserts or removals count as one.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moonpool.master.policies.base import insert_each
+from moonpool.master.policies.base import OfferingPolicy
 from moonpool.master.policies.columns import CHUNK_SLOTS, Ghosts, grow, view
 
 _SMALL_PART = 10  # one in ten objects is in the small queue
@@ -24,19 +24,17 @@ _NONE, _SMALL, _MAIN = 0, 1, 2
 _SMALL_ROOT, _MAIN_ROOT, _KEPT_SMALL_ROOT, _KEPT_MAIN_ROOT, _NUM_ROOTS = 0, 1, 2, 3, 4
 
 
-class S3Fifo:
+class S3Fifo(OfferingPolicy):
     def __init__(self) -> None:
+        super().__init__()
         self._queue_of = bytearray()  # by slot
         self._uses = bytearray()
-        self._pending = array("I")  # slots of look-ups not yet applied
         self._fingerprints = array("I")
         # Four linked rings in two columns: small, main, and the slots of each that the caller of victims() keeps. The
         # first indices are the roots; the index of a slot is slot + _NUM_ROOTS.
         self._newer, self._older = array("I"), array("I")
         self._num_small = self._num_main = 0
         self._clock = 0  # counts slots that left the small queue
-        self._offered: int | None = None  # the slot that victims() yielded last, until it is removed
-        self._left_to_pass = 0  # removals or keeps until the kept slots return to their queues
         self._ghosts = Ghosts()
         self._reserve(0)
         for root in range(_NUM_ROOTS):
@@ -58,11 +56,6 @@ class S3Fifo:
         ghost = self._ghosts.pop(fingerprint, self._clock)
         known = ghost is not None and ghost[1] <= len(self)
         self._push(slot, _MAIN_ROOT if known else _SMALL_ROOT)
-
-    def insert_many(
-        self, slots: Sequence[int], parents: Sequence[int | None] | None, fingerprints: Sequence[int]
-    ) -> None:
-        insert_each(self, slots, parents, fingerprints)
 
     def access(self, slots: Sequence[int] | NDArray[np.int64]) -> None:
         if isinstance(slots, np.ndarray):
@@ -86,35 +79,8 @@ class S3Fifo:
         self._ghosts.put(self._fingerprints[slot], 0, self._clock)
         self._pass_one()
 
-    def victims(self) -> Iterator[int]:
-        if self._pending:
-            self._apply_pending()
-        kept: set[int] = set()
-        all_returned = False
-        while True:
-            slot = self._next()
-            if slot is None:
-                if all_returned:
-                    return
-                all_returned = True
-                self._return_kept()
-            elif slot in kept:
-                self._keep(slot)
-            else:
-                yield from self._offer(slot, kept)
-
-    def _offer(self, slot: int, kept: set[int]) -> Iterator[int]:
-        self._offered = slot
-        yield slot
-        if self._offered == slot and slot in self:
-            kept.add(slot)
-            self._keep(slot)
-            self._pass_one()
-
-    def _pass_one(self) -> None:
-        self._left_to_pass -= 1
-        if self._left_to_pass < 0:
-            self._return_kept()
+    def _is_candidate(self, slot: int) -> bool:
+        return slot in self
 
     def _keep(self, slot: int) -> None:
         self._move(slot, _KEPT_SMALL_ROOT if self._queue_of[slot] == _SMALL else _KEPT_MAIN_ROOT)
@@ -135,7 +101,7 @@ class S3Fifo:
         assert num_main == self._num_main, "the main ring has as many slots as were pushed"
         assert len(self) == len(self._queue_of) - self._queue_of.count(_NONE), "every slot in a queue is in a ring"
 
-    def _next(self) -> int | None:
+    def _next_ready(self) -> int | None:
         """Move slots that were looked up on, until one is found that was not. Return it, None if there is none."""
         uses, oldest = self._uses, self._newer
         while True:

@@ -9,14 +9,14 @@ slot that the caller keeps is set aside until as many were removed or kept as th
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moonpool.master.policies.base import insert_each
+from moonpool.master.policies.base import OfferingPolicy
 from moonpool.master.policies.columns import Candidates, grow, view
 
 SAMPLE = 2048
@@ -25,33 +25,15 @@ _MOST_RETURNING = 512  # slots that become ready again at one time
 _PART = 16  # 1/16 of a sample is evicted before the next sample is taken
 
 
-class SweepPolicy(ABC):
+class SweepPolicy(OfferingPolicy):
     def __init__(self) -> None:
+        super().__init__()
         self._candidates = Candidates()
         self._present = bytearray()
         self._stamps = array("q")  # of the last insert or access, in the policy's own count
-        self._pending = array("I")  # slots of look-ups not yet applied; of one look-up, parents last
         self._count = 0
         self._batch: list[tuple[int, int]] = []  # (slot, its stamp when ranked), the next victim last
         self._worst_rank = 0.0  # the highest rank in this batch
-        self._offered: int | None = None  # the slot that victims() yielded last, until it is removed
-        self._left_to_pass = 0  # removals or keeps until the kept slots become ready again
-
-    @abstractmethod
-    def insert(self, slot: int, parent: int | None, nbytes: int, fingerprint: int) -> None: ...
-
-    def insert_many(
-        self, slots: Sequence[int], parents: Sequence[int | None] | None, fingerprints: Sequence[int]
-    ) -> None:
-        insert_each(self, slots, parents, fingerprints)
-
-    @abstractmethod
-    def remove(self, slot: int) -> None: ...
-
-    @abstractmethod
-    def _apply_pending(self) -> None:
-        """Apply the pending look-ups to the columns, and clear them."""
-        ...
 
     @abstractmethod
     def _ranks(self, slots: NDArray[np.uint32]) -> NDArray[np.float64]:
@@ -59,6 +41,7 @@ class SweepPolicy(ABC):
         ...
 
     def access(self, slots: Sequence[int] | NDArray[np.int64]) -> None:
+        """See EvictionPolicy. Of one look-up, parents are pending last."""
         if isinstance(slots, np.ndarray):
             self._pending.frombytes(slots[::-1].astype(np.uint32).tobytes())
         else:
@@ -72,39 +55,9 @@ class SweepPolicy(ABC):
     def __contains__(self, slot: int) -> bool:
         return slot < len(self._present) and bool(self._present[slot])
 
-    def victims(self) -> Iterator[int]:
-        if self._pending:
-            self._apply_pending()
-        kept: set[int] = set()
-        all_returned = False
-        while True:
-            slot = self._next_ready()
-            if slot is None:
-                if all_returned:
-                    break
-                all_returned = True
-                self._start_return()
-            elif slot in kept:
-                self._candidates.set_aside(slot)
-            else:
-                yield from self._offer(slot, kept)
-        yield from self._held_back(kept)
-
     def check_integrity(self) -> None:
         self._candidates.check_integrity()
         assert self._count == self._present.count(1), "as many slots as were inserted and not removed"
-
-    def _offer(self, slot: int, kept: set[int]) -> Iterator[int]:
-        self._offered = slot
-        yield slot
-        if self._offered == slot and slot in self._candidates:
-            kept.add(slot)
-            self._candidates.set_aside(slot)
-            self._pass_one()
-
-    def _held_back(self, kept: set[int]) -> Iterator[int]:
-        """Yield slots that are not candidates, after the caller has kept all candidates."""
-        return iter(())
 
     def _enter(self, slot: int) -> None:
         if slot >= len(self._present):
@@ -148,12 +101,13 @@ class SweepPolicy(ABC):
         self._batch = list(zip(slots[order].tolist(), stamps[order].tolist(), strict=True))
         return True
 
-    def _pass_one(self) -> None:
-        self._left_to_pass -= 1
-        if self._left_to_pass < 0:
-            self._start_return()
+    def _is_candidate(self, slot: int) -> bool:
+        return slot in self._candidates
 
-    def _start_return(self) -> None:
+    def _keep(self, slot: int) -> None:
+        self._candidates.set_aside(slot)
+
+    def _return_kept(self) -> None:
         self._candidates.start_return()
         self._left_to_pass = len(self._candidates)
 

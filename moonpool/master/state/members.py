@@ -1,47 +1,33 @@
-"""Members of the pool: segments and client processes that come, send heartbeats, fall silent, leave and return. Pure.
-
-Also what a node reports after a restart of the master. A journal loses its last moments when the machine loses power:
-grants of that time are unknown, and so are the objects that were evicted for them. But nodes have stamped the memory
-that was written.
-"""
+"""Members of the pool: segments and client processes that join, send heartbeats, fall silent, leave, return. Pure."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import InvalidInput, NotFound, StaleGeneration
 from moonpool.master.rules import PoolRules
-from moonpool.master.state.allocator import OffsetAllocator
 from moonpool.master.state.changes import RemovalReason
 from moonpool.master.state.index import ObjectIndex
 from moonpool.master.state.objects import FIRST_SESSION
 from moonpool.master.state.orders import OrderBook
 from moonpool.master.state.puts import Puts
 from moonpool.master.state.records import Listed, Mounted, SegmentsAway, SegmentsEnded, SessionsEnded
+from moonpool.master.state.recount import lowered_stamps, reserve_unknown
 from moonpool.master.state.segments import MountedSegment, SegmentTable
 from moonpool.master.state.space import Generations, PoolSpace
 from moonpool.master.state.ssd_tier import SsdTier
-from moonpool.master.state.table import ObjectTable, Replica
 from moonpool.store.messages import (
-    GRANULE_NBYTES,
     MAX_GENERATION,
     SESSIONS_ALONE,
     HeartbeatReply,
     HeldItem,
     MountReply,
     Tier,
-    num_granules,
 )
 
 _MAX_ENDED_SESSIONS = 16_384
-_MAX_SPANS = 256  # of one FenceAhead; the node asks again for the rest
 
 
 class Members:
@@ -86,25 +72,15 @@ class Members:
         now_s: float,
     ) -> MountReply:
         """Mount a segment, empty; it is used after its first heartbeat. A repeated call changes nothing."""
-        known = self._segments.find(descriptor.name, descriptor.incarnation)
-        if known is None:
-            known = self._mount(node, descriptor, tier, desk, capacity_nbytes, now_s)
-        return MountReply(self._epoch, self._rules.heartbeat_s, known.floor, self._generations.limit)
-
-    def _mount(
-        self,
-        node: str,
-        descriptor: SegmentDescriptor,
-        tier: Tier,
-        desk: str | None,
-        capacity_nbytes: int | None,
-        now_s: float,
-    ) -> MountedSegment:
+        segments, heartbeat_s, limit = self._segments, self._rules.heartbeat_s, self._generations.limit
+        known = segments.find(descriptor.name, descriptor.incarnation)
+        if known is not None:
+            return MountReply(self._epoch, heartbeat_s, known.floor, limit)
         if tier is Tier.SSD and capacity_nbytes is None:
             raise InvalidInput("an SSD segment needs its capacity in bytes", param="capacity_nbytes")
-        self._segments.check_mount(descriptor, tier, self._rules.heartbeat_s, now_s)
-        before = self._segments.get(descriptor.name)
-        made = self._segments.mount(node, descriptor, tier, desk, capacity_nbytes or 0)
+        segments.check_mount(descriptor, tier, heartbeat_s, now_s)
+        before = segments.get(descriptor.name)
+        made = segments.mount(node, descriptor, tier, desk, capacity_nbytes or 0)
         made.floor, made.heard_s = self._generations.last, now_s
         capacity, floor = made.capacity_nbytes, made.floor
         self._index.outcomes.add(Mounted(made.number, node, descriptor, tier, desk, capacity, floor))
@@ -114,7 +90,7 @@ class Members:
             self._mark_away([before])
         if tier is Tier.SSD:
             self._ssd.on_mounted(made)
-        return made
+        return MountReply(self._epoch, heartbeat_s, floor, limit)
 
     def heartbeat(
         self, name: str, incarnation: int, now_s: float, generation_limit: int = MAX_GENERATION
@@ -139,7 +115,11 @@ class Members:
         if segment is None or segment.recount_above is None:
             return
         if spans and segment.allocator is not None:
-            self._reserve_unknown(segment, segment.allocator, spans, now_s)
+            free_s = now_s + self._rules.put_release_s  # the writers may still write
+            new = reserve_unknown(segment, spans, self._index, free_s, now_s)
+            self._segments.count_totals()
+            for offset, nbytes in new:
+                self._space.free_at(free_s, [(segment.number, offset)], nbytes, now_s)
         segment.recount_above = None
         segment.acknowledged = segment.tier is Tier.DRAM
         known = set(sessions)
@@ -151,30 +131,11 @@ class Members:
     def fence_ahead(
         self, name: str, incarnation: int, spans: Sequence[tuple[int, int, int]]
     ) -> list[tuple[int, int, int, int]]:
-        """Return what a node has to stamp in place of generations that were never issued; see FenceAhead.
-
-        Free space gets a generation that no writer has, so that late writes are refused; the space of an object gets
-        the object's generation.
-        """
+        """Return what a node has to stamp in place of generations that were never issued; see FenceAhead."""
         segment = self._segments.find(name, incarnation)
-        if segment is None or segment.allocator is None or not segment.acknowledged:
+        if segment is None or not segment.acknowledged:
             return []
-        spans = [span for span in spans if span[2] > self._generations.last][:_MAX_SPANS]
-        if not spans:
-            return []
-        fresh = self._generations.issue()
-        lowered = [
-            (*free, stamp, fresh)
-            for offset, nbytes, stamp in spans
-            for free in unowned(segment.allocator, [(offset, nbytes)])
-        ]
-        table = self._index.table
-        for slot, replicas in overwritten(table, segment.number, [span[:2] for span in spans]):
-            nbytes = num_granules(table.nbytes[slot]) * GRANULE_NBYTES
-            for each in replicas:
-                shared = ((common((each.offset, nbytes), span[:2]), span[2]) for span in spans)
-                lowered += [(*span, stamp, each.generation) for span, stamp in shared if span[1] > 0]
-        return lowered
+        return lowered_stamps(segment, spans, self._index.table, self._generations)
 
     def disconnected(self, name: str, incarnation: int, now_s: float) -> None:
         """The node's connection has ended: another process may mount the name at once."""
@@ -243,23 +204,6 @@ class Members:
         self._index.outcomes.add(SegmentsAway(numbers))
         self._index.losses.start_sweep(numbers)
 
-    def _reserve_unknown(
-        self, segment: MountedSegment, allocator: OffsetAllocator, spans: Sequence[tuple[int, int]], now_s: float
-    ) -> None:
-        """Reserve spans written under grants that the journal lost, because their writers may still write.
-
-        Replicas that the journal has in these spans are overwritten, so they are lost.
-        """
-        free_s = now_s + self._rules.put_release_s
-        for slot, lost in list(overwritten(self._index.table, segment.number, spans)):
-            self._index.lose_replicas(slot, lost, RemovalReason.NOT_RECOVERED, free_s, now_s)
-        new = unowned(allocator, spans)
-        segment.allocator = with_taken(allocator, new)
-        self._segments.count_totals()
-        segment.num_replicas += len(new)
-        for offset, nbytes in new:
-            self._space.free_at(free_s, [(segment.number, offset)], nbytes, now_s)
-
     # SSDs that come back
 
     def inventory(
@@ -276,7 +220,8 @@ class Members:
         damaged part of the log.
         """
         segment = self._ssd_segment(name, incarnation)
-        wanted = self._ssd.adopt(segment, items, self.adopts and name not in self.listed, now_s)
+        adopts = self.adopts and name not in self.listed
+        wanted = [self._ssd.adopt(segment, item, adopts, now_s) for item in items]
         if items:
             self._raise_generations(max(item.generation for item in items))
         if last:
@@ -360,58 +305,3 @@ class Members:
         if unseen:
             self.sessions_gone(unseen, now_s)
         self._ask_nodes_about(doubtful)
-
-
-Span = tuple[int, int]  # (offset, nbytes) in one segment, in whole granules
-
-
-def overwritten(table: ObjectTable, number: int, spans: Sequence[Span]) -> Iterable[tuple[int, list[Replica]]]:
-    """Yield each slot with its replicas on the segment that overlap one of the spans."""
-    bounds = sorted((offset, offset + nbytes) for offset, nbytes in spans)
-    starts, ends = np.array([start for start, _ in bounds]), np.array([end for _, end in bounds])
-
-    def touched(offsets: NDArray[Any], sizes: NDArray[Any]) -> NDArray[np.bool_]:
-        before = np.searchsorted(starts, (offsets + sizes).astype(np.int64), side="left")
-        hit: NDArray[np.bool_] = (before > 0) & (ends[before - 1] > offsets.astype(np.int64))
-        return hit
-
-    firsts = np.flatnonzero(table.dram_segments[: table.end] == number)
-    hit = {*firsts[touched(table.dram_offsets[firsts], table.sizes[firsts])].tolist(), *table.extras}
-    for slot in sorted(hit):
-        here = [each for each in table.dram_replicas(slot) if each.segment == number]
-        nbytes = np.array([table.nbytes[slot]])
-        lost = [each for each in here if touched(np.array([each.offset]), nbytes)[0]]
-        if lost:
-            yield slot, lost
-
-
-def common(one: Span, other: Span) -> Span:
-    """Return the intersection of two spans; 0 bytes if they do not overlap."""
-    begin, end = max(one[0], other[0]), min(sum(one), sum(other))
-    return begin, max(end - begin, 0)
-
-
-def unowned(allocator: OffsetAllocator, spans: Sequence[Span]) -> list[Span]:
-    """Return the parts of the spans that are free."""
-    free, found = allocator.free_ranges(), []
-    for offset, nbytes in spans:
-        # Start at the last range that begins at the span's offset or before.
-        at = max(bisect_right(free, (offset, allocator.capacity_nbytes)) - 1, 0)
-        while at < len(free) and free[at][0] < offset + nbytes:
-            start, size = free[at]
-            begin, end = max(start, offset), min(start + size, offset + nbytes)
-            if begin < end:
-                found.append((begin, end - begin))
-            at += 1
-    return found
-
-
-def with_taken(allocator: OffsetAllocator, spans: Sequence[Span]) -> OffsetAllocator:
-    """Return an allocator in which these free spans are allocated too."""
-    free = np.array(allocator.free_ranges(), dtype=np.int64).reshape(-1, 2)
-    begins, ends = np.append(0, free.sum(axis=1)), np.append(free[:, 0], allocator.capacity_nbytes)
-    owned = ends > begins
-    more = np.array(spans, dtype=np.int64).reshape(-1, 2)
-    offsets = np.concatenate((begins[owned], more[:, 0]))
-    sizes = np.concatenate(((ends - begins)[owned], more[:, 1]))
-    return OffsetAllocator.rebuilt(allocator.num_granules * GRANULE_NBYTES, offsets, sizes)

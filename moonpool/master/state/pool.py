@@ -85,7 +85,6 @@ class PoolState:
         settled_up_to: int = 0,
     ) -> m.PutReply:
         """Grant space to each item, on one to num_replicas distinct segments; refuse it if there is none."""
-        self._evictor.begin_event()
         if session:
             self.members.check_session(session)
             self.puts.on_session_stopped(keys, session, settled_up_to, now_s)
@@ -99,7 +98,7 @@ class PoolState:
         """
         check_pairs(keys, generations)
         refusals, slots = self.puts.end(keys, generations, failed, now_s)
-        if self.ssd.is_used:
+        if self.ssd.queues:
             self.ssd.on_stored(slots)
             self.ssd.start_offloads(now_s)
         return refusals
@@ -131,7 +130,8 @@ class PoolState:
         """
         if session and session < FIRST_SESSION:
             raise InvalidInput(f"a session is 0 or at least {FIRST_SESSION}", param="session")
-        self.members.check_session(session)
+        if session:
+            self.members.check_session(session)
         return self._reads.lookup(keys, prefix, lease, session, now_s, reads)
 
     def exist(self, keys: Sequence[bytes], now_s: float, without: Sequence[tuple[str, int]] = ()) -> list[bool]:
@@ -247,7 +247,7 @@ class PoolState:
         late = self.orders.expire(now_s, limit) or late
         sweeping = self.index.losses.sweep(now_s, limit)
         evicting = self._evictor.evict_to_watermark(now_s, limit)
-        if self.ssd.is_used:
+        if self.ssd.queues:
             evicting = self.ssd.evict(now_s, limit) or evicting
             self.ssd.start_offloads(now_s)
         moving = self._tasks.step(now_s, limit)

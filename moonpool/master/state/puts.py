@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from zlib import crc32
 
 from moonpool.base.errors import InvalidInput, NoSpace
 from moonpool.master.rules import PoolRules
 from moonpool.master.state.changes import RemovalReason
 from moonpool.master.state.evictor import Evictor
 from moonpool.master.state.index import ObjectIndex
+from moonpool.master.state.objects import FIRST_SESSION
 from moonpool.master.state.records import Granted, PutsEnded, shortened
 from moonpool.master.state.segments import Place, SegmentTable
 from moonpool.master.state.space import Generations, PoolSpace
@@ -25,10 +25,10 @@ from moonpool.master.state.unfinished_puts import (
     PendingPut,
     PutTerms,
     UnfinishedPuts,
-    check_batch,
     refusal,
 )
 from moonpool.store.messages import Placement, PutOptions, PutReply, Refusal
+from moonpool.store.messages.values import MAX_REPLICAS
 
 _LEAST_BULK = 16  # fewer new objects are faster to insert one by one
 
@@ -62,8 +62,17 @@ class Puts(UnfinishedPuts):
         groups: Sequence[bytes] | None,
         now_s: float,
     ) -> PutReply:
-        """Grant space to each item, on one to num_replicas distinct segments; refuse it if there is none."""
-        check_batch(keys, sizes, options, session, parents, groups)
+        """Grant space to each item, on one to num_replicas distinct segments; refuse it if there is none.
+
+        Raise InvalidInput if the batch as a whole is wrong. Single items are refused one by one.
+        """
+        columns = (sizes, parents, groups)
+        if any(column is not None and len(column) != len(keys) for column in columns):
+            raise InvalidInput("the columns of a put have different lengths")
+        if not 0 < options.num_replicas <= MAX_REPLICAS:
+            raise InvalidInput(f"a put has 1 to {MAX_REPLICAS} replicas", param="num_replicas")
+        if session and session < FIRST_SESSION:
+            raise InvalidInput(f"a session is 0 or at least {FIRST_SESSION}", param="session")
         flags = Flag.HARD_PIN if options.hard_pin else 0
         identity = self._identities.number_of(options.identity)
         terms = PutTerms(session, flags, identity, options.soft_pin_s, options.replace)
@@ -73,6 +82,7 @@ class Puts(UnfinishedPuts):
                 return reply
         refusals: dict[int, Refusal] = {}
         short: list[int] = []
+        self._evictor.begin_event()
         positions = self._admitted(keys, sizes, options, refusals, now_s)
         places = self._place([sizes[at] for at in positions], options, now_s)
         if not all(places):
@@ -346,11 +356,19 @@ class Puts(UnfinishedPuts):
         return True
 
     def _store_all(self, done: Sequence[PendingPut], all_plain: bool, now_s: float) -> list[int]:
-        if all_plain or (len(done) >= _LEAST_BULK and _are_plain(done)):
-            olds = self._index.table.slots_of.find_many([put.key for put in done])
-            if (olds < 0).all():
-                return _insert_plain(self._index, done)
-        return [self.store(put, now_s) for put in done]
+        index, keys = self._index, [put.key for put in done]
+        if not all_plain and (len(done) < _LEAST_BULK or not _are_plain(done)):
+            return [self.store(put, now_s) for put in done]
+        if (index.table.slots_of.find_many(keys) >= 0).any():
+            return [self.store(put, now_s) for put in done]
+        return index.insert_plain(
+            keys,
+            [put.nbytes for put in done],
+            [put.generation for put in done],
+            [put.places[0] for put in done],
+            [put.terms.identity for put in done],
+            [put.parent or b"" for put in done] if any(put.parent for put in done) else None,
+        )
 
     def store(self, put: PendingPut, now_s: float) -> int:
         """Make the object of a finished put, in place of the object that its key had. Return its slot."""
@@ -369,11 +387,8 @@ class Puts(UnfinishedPuts):
         return slot
 
 
-# Most objects are plain: one replica, no pin, no group, a new key. Many plain objects are inserted at once by numpy,
-# eight times as fast as by ObjectIndex.insert, with the same outcome.
-
-
 def _are_plain(puts: Sequence[PendingPut]) -> bool:
+    """Return whether all have one replica, no pin and no group, as most objects do."""
     last = None
     for put in puts:
         terms = put.terms
@@ -383,37 +398,3 @@ def _are_plain(puts: Sequence[PendingPut]) -> bool:
             return False
         last = terms
     return True
-
-
-def _insert_plain(index: ObjectIndex, puts: Sequence[PendingPut]) -> list[int]:
-    """Insert the objects of plain puts whose keys have no object, parents before children. Return the slots."""
-    table = index.table
-    keys = [put.key for put in puts]
-    generations = [put.generation for put in puts]
-    slots = table.add_many(keys)
-    table.fill(
-        slots,
-        {
-            "nbytes": [put.nbytes for put in puts],
-            "version": generations,
-            "dram_segment": [put.places[0][0] for put in puts],
-            "dram_offset": [put.places[0][1] for put in puts],
-            "dram_generation": generations,
-            "identity": [put.terms.identity for put in puts],
-        },
-    )
-    parents = _link_parents(index, puts, slots) if any(put.parent for put in puts) else None
-    index.policy.insert_many(slots, parents, list(map(crc32, keys)))
-    index.removals.forget_many(keys)
-    index.changes.stored_many(keys)
-    index.counters["stored"] += len(keys)
-    return slots
-
-
-def _link_parents(index: ObjectIndex, puts: Sequence[PendingPut], slots: Sequence[int]) -> list[int | None]:
-    table = index.table
-    parents = table.find_many([put.parent or b"" for put in puts])
-    for slot, parent in zip(slots, parents, strict=True):
-        if parent is not None:
-            table.parent[slot], table.child[parent] = parent + 1, slot + 1
-    return parents

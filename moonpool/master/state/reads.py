@@ -132,6 +132,7 @@ class ReadState:
     def _count_uses(self, found: Sequence[int], now_s: float) -> None:
         if not found:
             return
-        for each in (self._ssd, self._hot):
-            if each.is_used:
-                each.on_found(found, now_s)
+        if self._ssd.queues:
+            self._ssd.on_found(found, now_s)
+        if self._hot.is_used:
+            self._hot.on_found(found, now_s)

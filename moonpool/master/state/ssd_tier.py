@@ -58,7 +58,7 @@ class SsdTier:
         self._segments = segments
         self._orders = orders
         self._copies = copies
-        self._queues: dict[int, _SsdQueue] = {}  # by segment number
+        self.queues: dict[int, _SsdQueue] = {}  # by segment number; empty if the pool has no SSD
         self._queue_of_node: dict[str, int] = {}
         self._hits: dict[int, int] = {}  # look-ups by the object's version, of objects on SSD alone
         self._dropping: set[tuple[bytes, int]] = set()  # records with an open DROP order
@@ -69,22 +69,18 @@ class SsdTier:
         index.on_record_unwanted = self._on_record_unwanted
         copies.on_record_corrupt = lambda key, generation: self._corrupt.add((key, generation))
 
-    @property
-    def is_used(self) -> bool:
-        return bool(self._queues)
-
     # segments
 
     def on_mounted(self, segment: MountedSegment) -> None:
         """Move what waits for the node's earlier SSD segment to this one."""
-        queue = self._queues[segment.number] = _SsdQueue()
-        earlier = self._queues.get(self._queue_of_node.get(segment.node, 0))
+        queue = self.queues[segment.number] = _SsdQueue()
+        earlier = self.queues.get(self._queue_of_node.get(segment.node, 0))
         if earlier is not None:
             queue.waiting, earlier.waiting = earlier.waiting, deque()
         self._queue_of_node[segment.node] = segment.number
 
     def on_ended(self, segment: MountedSegment) -> None:
-        self._queues.pop(segment.number, None)
+        self.queues.pop(segment.number, None)
         if self._queue_of_node.get(segment.node) == segment.number:
             del self._queue_of_node[segment.node]
 
@@ -97,7 +93,7 @@ class SsdTier:
             number = self._queue_for(slot)
             if number is not None and not self._index.has_record(slot):
                 table.flags[slot] |= Flag.WAITING
-                self._queues[number].waiting.append((slot, table.version[slot]))
+                self.queues[number].waiting.append((slot, table.version[slot]))
 
     def _queue_for(self, slot: int) -> int | None:
         for replica in self._index.table.dram_replicas(slot):
@@ -109,7 +105,7 @@ class SsdTier:
 
     def start_offloads(self, now_s: float) -> None:
         """Order offloads, up to the number that may be under way."""
-        for number, queue in self._queues.items():
+        for number, queue in self.queues.items():
             segment = self._segments.by_number.get(number)
             if segment is None or not segment.takes_new or now_s < queue.stalled_until_s:
                 continue
@@ -163,7 +159,7 @@ class SsdTier:
         order, index = opened.order, self._index
         assert order.target is not None
         segment = self._segments.find(order.target.segment, order.target.incarnation)
-        queue = None if segment is None else self._queues.get(segment.number)
+        queue = None if segment is None else self.queues.get(segment.number)
         if segment is None or queue is None:
             return
         queue.in_flight -= 1
@@ -202,14 +198,14 @@ class SsdTier:
         self._index.table.flags[slot] &= ~Flag.WAITING
         self._index.set_ssd(slot, record)
         self._confirm(slot)
-        self._queues[record.segment].clock.append((slot, record.generation))
+        self.queues[record.segment].clock.append((slot, record.generation))
 
     def evict(self, now_s: float, limit: int) -> bool:
         """Evict records from SSDs that are above their watermark, or too full for the next object. Return whether there
         is more to do.
         """
         more = False
-        for number, queue in list(self._queues.items()):
+        for number, queue in list(self.queues.items()):
             segment = self._segments.by_number.get(number)
             if segment is None or segment.is_away:
                 continue
@@ -316,12 +312,10 @@ class SsdTier:
     def _promote(self, slot: int, now_s: float) -> None:
         self._hits.pop(self._index.table.version[slot], None)
         segment = self._segments.by_number.get(self._index.table.ssd_segment[slot])
-        preferred = () if segment is None else self._dram_of(segment.node)
+        node = None if segment is None else segment.node
+        preferred = tuple(each.name for each in self._segments.of_tier(Tier.DRAM) if each.node == node)
         if self._copies.start(slot, now_s, preferred=preferred):
             self.counters["promoted"] += 1
-
-    def _dram_of(self, node: str) -> tuple[str, ...]:
-        return tuple(each.name for each in self._segments.of_tier(Tier.DRAM) if each.node == node)
 
     def restore(self) -> None:
         """Rebuild the queues and clocks from the table, after a restart."""
@@ -329,23 +323,18 @@ class SsdTier:
             self.on_mounted(segment)
         table = self._index.table
         self._unconfirmed = table.ssd_segments[: table.end] != 0
-        if not self._queues:
+        if not self.queues:
             return
         for slot in table.slots():
-            queue = self._queues.get(table.ssd_segment[slot])
+            queue = self.queues.get(table.ssd_segment[slot])
             if queue is not None:
                 queue.clock.append((slot, table.ssd_generation[slot]))
         self.on_stored([slot for slot in table.slots() if table.dram_segment[slot]])
 
     # a node that came back
 
-    def adopt(
-        self, segment: MountedSegment, items: Sequence[HeldItem], adopt_unknown: bool, now_s: float
-    ) -> list[bool]:
-        """Take over the records that the node found in its log. Return for each whether the node should keep it."""
-        return [self._adopt(segment, item, adopt_unknown, now_s) for item in items]
-
-    def _adopt(self, segment: MountedSegment, item: HeldItem, adopt_unknown: bool, now_s: float) -> bool:
+    def adopt(self, segment: MountedSegment, item: HeldItem, adopt_unknown: bool, now_s: float) -> bool:
+        """Take over a record that the node found in its log. Return whether the node should keep it."""
         index, table = self._index, self._index.table
         record = Replica(segment.number, item.offset, item.generation)
         slot = table.find(item.key)

@@ -8,9 +8,10 @@ garbage collector visits nothing here.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moonpool.master.state.key_index import FEW, Column, KeyIndex
 
@@ -53,47 +54,20 @@ class ObjectTable:
         self.keys: list[bytes | None] = []  # by slot
         self.slots_of = KeyIndex(self.keys, max_objects)
         self._free: list[int] = []
-        self._columns = {
-            name: Column(code, max_objects)
-            for name, code in (
-                ("nbytes", "Q"),
-                ("lease_until_s", "d"),
-                ("version", "Q"),
-                ("flags", "B"),
-                ("identity", "H"),
-                ("parent", "I"),
-                ("child", "I"),
-                ("dram_segment", "I"),
-                ("dram_offset", "Q"),
-                ("dram_generation", "Q"),
-                ("ssd_segment", "I"),
-                ("ssd_offset", "Q"),
-                ("ssd_generation", "Q"),
-            )
-        }
-        self.nbytes = self._columns["nbytes"].cells
-        self.lease_until_s = self._columns["lease_until_s"].cells
-        self.leases = self._columns["lease_until_s"].array
-        self.version = self._columns["version"].cells  # generation of its put, so it differs for every object
-        self.flags = self._columns["flags"].cells
-        self.identity = self._columns["identity"].cells  # number of its identity, 0 for none
-        self.parent = self._columns["parent"].cells  # slot + 1 of the block that it continues; may be stale
-        self.child = self._columns["child"].cells  # slot + 1 of the block stored last as its continuation
-        self.dram_segment = self._columns["dram_segment"].cells
-        self.dram_offset = self._columns["dram_offset"].cells
-        self.dram_generation = self._columns["dram_generation"].cells
-        self.ssd_segment = self._columns["ssd_segment"].cells
-        self.ssd_offset = self._columns["ssd_offset"].cells
-        self.ssd_generation = self._columns["ssd_generation"].cells
-        self.sizes = self._columns["nbytes"].array
-        self.dram_offsets = self._columns["dram_offset"].array
-        self.dram_segments = self._columns["dram_segment"].array
-        self.ssd_segments = self._columns["ssd_segment"].array
-        self.ssd_offsets = self._columns["ssd_offset"].array
-        self.all_flags = self._columns["flags"].array
-        self.versions = self._columns["version"].array
-        self.parents = self._columns["parent"].array
-        self.children = self._columns["child"].array
+        self._columns: dict[str, NDArray[Any]] = {}  # by the name of the cells
+        self.nbytes, self.sizes = self._column("nbytes", "Q")
+        self.lease_until_s, self.leases = self._column("lease_until_s", "d")
+        self.version, self.versions = self._column("version", "Q")  # generation of its put, different for every object
+        self.flags, self.all_flags = self._column("flags", "B")
+        self.identity, _ = self._column("identity", "H")  # number of its identity, 0 for none
+        self.parent, self.parents = self._column("parent", "I")  # slot + 1 of the block it continues; may be stale
+        self.child, self.children = self._column("child", "I")  # slot + 1 of the last block stored as its continuation
+        self.dram_segment, self.dram_segments = self._column("dram_segment", "I")
+        self.dram_offset, self.dram_offsets = self._column("dram_offset", "Q")
+        self.dram_generation, _ = self._column("dram_generation", "Q")
+        self.ssd_segment, self.ssd_segments = self._column("ssd_segment", "I")
+        self.ssd_offset, self.ssd_offsets = self._column("ssd_offset", "Q")
+        self.ssd_generation, _ = self._column("ssd_generation", "Q")
         self.extras: dict[int, list[Replica]] = {}
         self.extra_nbytes = 0  # of all extra replicas
         self.soft_pins: dict[int, float] = {}  # slot -> until when
@@ -101,6 +75,12 @@ class ObjectTable:
         self.groups: dict[bytes, set[int]] = {}
         self.num_dormant = 0
         self.promised: Collection[bytes] = ()  # keys of unfinished puts, which will need a slot each
+
+    def _column(self, name: str, code: str) -> tuple[memoryview[Any], NDArray[Any]]:
+        """Make a column. Return its cells, for single slots, and the same memory as an array."""
+        column = Column(code, self.max_objects)
+        self._columns[name] = column.array
+        return column.cells, column.array
 
     def __len__(self) -> int:
         """Return the number of objects, dormant ones included."""
@@ -155,7 +135,7 @@ class ObjectTable:
         """Set the named columns of these slots, one value per slot."""
         at = np.array(slots, dtype=np.int64)
         for name, values in columns.items():
-            column = self._columns[name].array
+            column = self._columns[name]
             column[at] = np.array(values, dtype=column.dtype)
 
     def discard(self, slot: int) -> None:

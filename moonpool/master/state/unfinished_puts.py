@@ -1,6 +1,6 @@
 """Puts that were begun and have not ended: they are renewed, revoked, discarded, or end with their process. Pure.
 
-Also what every put needs: the checks of a batch, the refusals, and small numbers for identity digests.
+Also the refusals of puts, and small numbers for identity digests.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from moonpool.master.state.objects import FIRST_SESSION
 from moonpool.master.state.records import Identified, Outcomes, PutsAbandoned
 from moonpool.master.state.segments import Place
 from moonpool.master.state.space import PoolSpace
-from moonpool.store.messages import PutOptions, Refusal
-from moonpool.store.messages.values import MAX_REPLICAS
+from moonpool.store.messages import Refusal
 
 MAX_KEY_NBYTES = 1024
 MAX_IDENTITIES = 2**16 - 1
@@ -42,23 +41,6 @@ def check_pairs(keys: Sequence[bytes], generations: Sequence[int]) -> None:
         raise InvalidInput(
             f"{len(keys)} keys and {len(generations)} generations: each key needs one", param="generations"
         )
-
-
-def check_batch(
-    keys: Sequence[bytes],
-    sizes: Sequence[int],
-    options: PutOptions,
-    session: int,
-    parents: Sequence[bytes] | None,
-    groups: Sequence[bytes] | None,
-) -> None:
-    """Raise InvalidInput if the batch as a whole is wrong. Single items are refused one by one later."""
-    if len(sizes) != len(keys) or any(column is not None and len(column) != len(keys) for column in (parents, groups)):
-        raise InvalidInput("the columns of a put have different lengths")
-    if not 0 < options.num_replicas <= MAX_REPLICAS:
-        raise InvalidInput(f"a put has 1 to {MAX_REPLICAS} replicas", param="num_replicas")
-    if session and session < FIRST_SESSION:
-        raise InvalidInput(f"a session is 0 or at least {FIRST_SESSION}", param="session")
 
 
 class Identities:
