@@ -21,13 +21,12 @@ import os
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import (
     ConfigError,
-    DeadlineExceeded,
     HandleClosed,
     InvalidInput,
     NoSpace,
@@ -36,16 +35,12 @@ from moonpool.base.errors import (
 )
 from moonpool.node.ssd.layout import NONCE_NBYTES, UNIT_NBYTES, FileHeader, pack_file_header
 from moonpool.transfer.disk.alignment import BUFFERED, Alignment, BouncePool, find_alignment
-from moonpool.transfer.disk.disk import Cursor, FileSpan, plan_spans, scatter
+from moonpool.transfer.disk.disk import BOUNCE_NBYTES, MAX_BOUNCE_BUFFERS, allocate_file, move_blocks, read_spans
 from moonpool.transfer.disk.handle import SharedFd, own_errors
 from moonpool.transfer.disk.sidecar import sidecar_path
-from moonpool.transfer.memory.buffers import aligned_buffer, cut, total_nbytes
+from moonpool.transfer.memory.buffers import aligned_buffer
 
-_PART_NBYTES = 16 * 1024 * 1024  # one system call; the deadline is looked at between them
-_MAX_VIEWS = 1024  # what the kernel takes in one list
 _NAME = re.compile(r"(log|spare)-([0-9]{10})")
-_BOUNCE_NBYTES = 1024 * 1024
-_MAX_BOUNCE_BUFFERS = 4
 logger = logging.getLogger(__name__)
 
 
@@ -75,16 +70,12 @@ class SsdLogFile:
     def read(self, offset: int, views: Sequence[memoryview], deadline: Deadline) -> None:
         """Fill the views. Unavailable when the file is too short."""
         with on_disk(self.path), self.kept_open as fd:
-            for span in plan_spans(offset, views, self._alignment):
-                if span.direct:
-                    self._move(os.preadv, fd, span.views, span.offset, deadline)
-                else:
-                    self._read_bounced(fd, span, deadline)
+            read_spans(fd, offset, views, self.path, self._alignment, self._bounces, deadline)
 
     def write(self, offset: int, views: Sequence[memoryview]) -> None:
         """Write whole blocks from aligned memory. There is no deadline: half a batch has no use."""
         with on_disk(self.path), self.kept_open as fd:
-            self._move(os.pwritev, fd, views, offset, None)
+            move_blocks(os.pwritev, fd, views, offset, self.path, self._alignment.block_nbytes, None)
 
     def sync(self) -> None:
         """Return when everything written before is durable."""
@@ -100,39 +91,6 @@ class SsdLogFile:
     def close(self) -> None:
         """Close the file when running calls have ended. Idempotent."""
         self.kept_open.close()
-
-    def _move(
-        self,
-        operation: Callable[[int, list[memoryview], int], int],
-        fd: int,
-        views: Sequence[memoryview],
-        offset: int,
-        deadline: Deadline | None,
-    ) -> None:
-        cursor = Cursor(views)
-        while group := cursor.take(_PART_NBYTES, _MAX_VIEWS):
-            left = total_nbytes(group)
-            while left:
-                if deadline is not None and deadline.expired():
-                    raise DeadlineExceeded(f"{self.path} was not read in time")
-                moved = operation(fd, group, offset)
-                offset, left = offset + moved, left - moved
-                if moved == 0 or (left and moved % self._alignment.block_nbytes):
-                    raise Unavailable(f"{self.path} ends at byte {offset}; it was truncated or is damaged")
-                if left:
-                    group = cut(group, moved, left)
-
-    def _read_bounced(self, fd: int, span: FileSpan, deadline: Deadline) -> None:
-        block, cursor = self._alignment.block_nbytes, Cursor(span.views)
-        at, end = span.offset, span.offset + span.nbytes
-        while at < end:
-            start = at // block * block
-            stop = min(start + self._bounces.buffer_nbytes, -(-end // block) * block)
-            with self._bounces.borrow(deadline) as buffer:
-                self._move(os.preadv, fd, [buffer[: stop - start]], start, deadline)
-                upto = min(stop, end)
-                scatter(buffer[at - start : upto - start], cursor.take(upto - at))
-            at = upto
 
 
 class LogFolder:
@@ -159,7 +117,7 @@ class LogFolder:
             os.close(self._lock_fd)
             raise
         self._next_number = max((0, *self.sizes, *self._spares)) + 1
-        self._bounces = BouncePool(_BOUNCE_NBYTES, _MAX_BOUNCE_BUFFERS, alignment=UNIT_NBYTES)
+        self._bounces = BouncePool(BOUNCE_NBYTES, MAX_BOUNCE_BUFFERS, alignment=UNIT_NBYTES)
         how = "direct I/O" if self.alignment.direct else "no direct I/O on this file system, so through the page cache"
         logger.info("ssd log in %s: %d files, %s", self.path, len(self.sizes), how)
 
@@ -277,7 +235,7 @@ class LogFolder:
                 raise NoSpace(f"{self.path} has all the files it may have")
             number = self._take_number()
             with on_disk(self._spare_path(number)):
-                _allocate(self._spare_path(number), self._file_nbytes)
+                allocate_file(self._spare_path(number), self._file_nbytes, os.O_TRUNC)
             self._spares.add(number)
         return min(self._spares)
 
@@ -355,15 +313,3 @@ def _probe(path: str) -> Alignment:
         os.close(fd)
     fits = UNIT_NBYTES % alignment.block_nbytes == 0 and UNIT_NBYTES % alignment.memory_nbytes == 0
     return alignment if fits else BUFFERED
-
-
-def _allocate(path: str, nbytes: int) -> None:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        os.posix_fallocate(fd, 0, nbytes)
-        os.fsync(fd)
-    except BaseException:
-        os.unlink(path)
-        raise
-    finally:
-        os.close(fd)

@@ -90,12 +90,65 @@ class Cursor:
         return taken
 
 
-_PART_NBYTES = 8 * 1024 * 1024  # one system call; the deadline is looked at between them
-_MAX_VIEWS = 1024  # what the kernel takes in one list
-_BOUNCE_NBYTES = 1024 * 1024
-_MAX_BOUNCE_BUFFERS = 4
+_PART_NBYTES = 16 * 1024 * 1024  # one system call; the deadline is checked between two of them
+_MAX_VIEWS = 1024  # the most that the kernel accepts in one list
+BOUNCE_NBYTES = 1024 * 1024
+MAX_BOUNCE_BUFFERS = 4
 
-_Vectored = Callable[[int, list[memoryview], int], int]
+VectoredCall = Callable[[int, list[memoryview], int], int]  # os.preadv or os.pwritev
+
+
+def move_blocks(
+    operation: VectoredCall,
+    fd: int,
+    views: Sequence[memoryview],
+    offset: int,
+    path: str,
+    block_nbytes: int,
+    deadline: Deadline | None,
+) -> None:
+    """Read or write whole blocks from `offset` on, by as many system calls as needed. Python repeats interrupted calls.
+
+    Raise DeadlineExceeded between two calls, Unavailable if the file is too short; both name `path`.
+    """
+    cursor = Cursor(views)
+    while group := cursor.take(_PART_NBYTES, _MAX_VIEWS):
+        left = total_nbytes(group)
+        while left:
+            if deadline is not None and deadline.expired():
+                raise DeadlineExceeded(f"{path} was not read or written in time")
+            moved = operation(fd, group, offset)
+            offset, left = offset + moved, left - moved
+            if moved == 0 or (left and moved % block_nbytes):
+                raise Unavailable(f"{path} ends at byte {offset}; it was truncated or is damaged")
+            if left:
+                group = cut(group, moved, left)
+
+
+def read_spans(
+    fd: int,
+    offset: int,
+    views: Sequence[memoryview],
+    path: str,
+    alignment: Alignment,
+    bounces: BouncePool,
+    deadline: Deadline,
+) -> None:
+    """Fill the views from any offset. What is not aligned passes through a bounce buffer. Raise as move_blocks()."""
+    block = alignment.block_nbytes
+    for span in plan_spans(offset, views, alignment):
+        if span.direct:
+            move_blocks(os.preadv, fd, span.views, span.offset, path, block, deadline)
+            continue
+        cursor, at, end = Cursor(span.views), span.offset, span.offset + span.nbytes
+        while at < end:
+            start = at // block * block
+            stop = min(start + bounces.buffer_nbytes, -(-end // block) * block)
+            with bounces.borrow(deadline) as buffer:
+                move_blocks(os.preadv, fd, [buffer[: stop - start]], start, path, block, deadline)
+                part_end = min(stop, end)
+                scatter(buffer[at - start : part_end - start], cursor.take(part_end - at))
+            at = part_end
 
 
 class OpenDisk(ABC):
@@ -141,7 +194,7 @@ class FileDisk(OpenDisk):
         block = self._alignment.block_nbytes
         self._needed_nbytes = -(-nbytes // block) * block
         self._bounces = BouncePool(
-            max(_BOUNCE_NBYTES, block), _MAX_BOUNCE_BUFFERS, alignment=max(block, self._alignment.memory_nbytes)
+            max(BOUNCE_NBYTES, block), MAX_BOUNCE_BUFFERS, alignment=max(block, self._alignment.memory_nbytes)
         )
         self._block_locks = BlockLocks()
         try:
@@ -159,11 +212,7 @@ class FileDisk(OpenDisk):
     def read(self, offset: int, views: Sequence[memoryview], deadline: Deadline) -> None:
         with self._fd as fd:
             self._check_whole(fd)
-            for span in plan_spans(offset, views, self._alignment):
-                if span.direct:
-                    self._move(os.preadv, fd, span.views, span.offset, deadline)
-                else:
-                    self._read_bounced(fd, span, deadline)
+            read_spans(fd, offset, views, self.path, self._alignment, self._bounces, deadline)
 
     def write(self, offset: int, views: Sequence[memoryview], deadline: Deadline) -> None:
         with self._fd as fd:
@@ -183,33 +232,9 @@ class FileDisk(OpenDisk):
         self._fd.close()
 
     def _move(
-        self, operation: _Vectored, fd: int, views: Sequence[memoryview], offset: int, deadline: Deadline
+        self, operation: VectoredCall, fd: int, views: Sequence[memoryview], offset: int, deadline: Deadline
     ) -> None:
-        """All bytes of aligned views, by as many system calls as it takes (interrupted ones are Python's concern)."""
-        cursor = Cursor(views)
-        while group := cursor.take(_PART_NBYTES, _MAX_VIEWS):
-            left = total_nbytes(group)
-            while left:
-                if deadline.expired():
-                    raise DeadlineExceeded(f"{self.path} was not done in time")
-                moved = operation(fd, group, offset)
-                offset, left = offset + moved, left - moved
-                if moved == 0 or (left and moved % self._alignment.block_nbytes):
-                    raise Unavailable(f"{self.path} ends at byte {offset}; it was truncated or is damaged")
-                if left:
-                    group = cut(group, moved, left)
-
-    def _read_bounced(self, fd: int, span: FileSpan, deadline: Deadline) -> None:
-        block, cursor = self._alignment.block_nbytes, Cursor(span.views)
-        at, end = span.offset, span.offset + span.nbytes
-        while at < end:
-            start = at // block * block
-            stop = min(start + self._bounces.buffer_nbytes, -(-end // block) * block)
-            with self._bounces.borrow(deadline) as buffer:
-                self._move(os.preadv, fd, [buffer[: stop - start]], start, deadline)
-                part_end = min(stop, end)
-                scatter(buffer[at - start : part_end - start], cursor.take(part_end - at))
-            at = part_end
+        move_blocks(operation, fd, views, offset, self.path, self._alignment.block_nbytes, deadline)
 
     def _write_bounced(self, fd: int, span: FileSpan, deadline: Deadline) -> None:
         block, cursor = self._alignment.block_nbytes, Cursor(span.views)
@@ -250,6 +275,21 @@ class FileDisk(OpenDisk):
             raise Unavailable(f"{self.path} was removed")
         if status.st_size < self._needed_nbytes:
             raise Unavailable(f"{self.path} has {status.st_size} bytes and should have {self._needed_nbytes}")
+
+
+def allocate_file(path: str, nbytes: int, flag: int = os.O_EXCL) -> None:
+    """Make a file with allocated space, durably. If it exists: with O_EXCL raise FileExistsError, with O_TRUNC replace
+    it. Remove the file if there is no space.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | flag | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+        os.fsync(fd)
+    except BaseException:
+        os.unlink(path)
+        raise
+    finally:
+        os.close(fd)
 
 
 def gather(target: memoryview, views: Sequence[memoryview]) -> None:

@@ -44,6 +44,7 @@ import moonpool.store.client.session_client
 import moonpool.store.client.transfer_window
 import moonpool.store.client.views
 import moonpool.store.store
+import moonpool.transfer.disk.disk
 import moonpool.transfer.disk.handle
 import moonpool.transfer.transports.mapped
 from moonpool.base.errors import DeadlineExceeded, PeerLost
@@ -266,8 +267,8 @@ def _patches() -> list[tuple[Any, str, Any]]:
             (module, "os", disks)
             for module in (
                 moonpool.node.ssd.folder,
-                moonpool.node.ssd.folder,
                 moonpool.node.ssd.recovery,
+                moonpool.transfer.disk.disk,
                 moonpool.transfer.disk.handle,
             )
         ],

@@ -17,7 +17,7 @@ from typing import ClassVar
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import AlreadyExists, InvalidInput, NoSpace, PeerLost
 from moonpool.base.units import format_nbytes
-from moonpool.transfer.disk.disk import FileDisk, OpenDisk, gather, scatter
+from moonpool.transfer.disk.disk import FileDisk, OpenDisk, allocate_file, gather, scatter
 from moonpool.transfer.disk.handle import own_errors
 from moonpool.transfer.disk.sidecar import Sidecar, pack_grant, sidecar_path
 from moonpool.transfer.memory.buffers import Buffer, as_bytes_views, total_nbytes
@@ -231,7 +231,8 @@ def _take_space(path: str, nbytes: int) -> bool:
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
-        _make_file(path, nbytes)
+        # Whole blocks, so that the last one can be read and written directly too.
+        allocate_file(path, -(-nbytes // _FILE_UNIT_NBYTES) * _FILE_UNIT_NBYTES)
         return True
     if not (stat.S_ISBLK(mode) or stat.S_ISCHR(mode)):
         raise AlreadyExists(f"{path} exists")
@@ -239,19 +240,6 @@ def _take_space(path: str, nbytes: int) -> bool:
     if nbytes > capacity:
         raise NoSpace(f"{path} has {format_nbytes(capacity)}, not {format_nbytes(nbytes)}")
     return False
-
-
-def _make_file(path: str, nbytes: int) -> None:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        # Whole blocks, so that the last one can be read and written directly too.
-        os.posix_fallocate(fd, 0, -(-nbytes // _FILE_UNIT_NBYTES) * _FILE_UNIT_NBYTES)
-        os.fsync(fd)
-    except BaseException:
-        os.unlink(path)
-        raise
-    finally:
-        os.close(fd)
 
 
 def _device_nbytes(path: str) -> int:
