@@ -7,7 +7,6 @@ from typing import Annotated, TypeAlias
 
 import typer
 
-MODEL, GPU, NUM_GPUS, NUM_NODES = "llama3-70b", "a800", 8, 16
 TTFT_S, TBT_S = 30.0, 0.1
 DRAM, SSD = "1TB", "0"
 

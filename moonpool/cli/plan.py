@@ -17,6 +17,8 @@ from rich.text import Text
 from moonpool.base.errors import InvalidInput
 from moonpool.base.units import parse_nbytes
 from moonpool.cli import cluster_options as cluster
+from moonpool.planner import GOAL
+from moonpool.sim import GPU, MODEL, NUM_GPUS, NUM_NODES
 
 if TYPE_CHECKING:
     from moonpool.planner.demand import PoolSize
@@ -36,13 +38,13 @@ def command(
     trace: Annotated[
         Path | None, typer.Argument(help="trace in Mooncake's format; without one, only the model's KV sizes are shown")
     ] = None,
-    model: cluster.ModelOption = cluster.MODEL,
-    gpu: cluster.GpuOption = cluster.GPU,
-    gpus: cluster.GpusOption = cluster.NUM_GPUS,
-    nodes: cluster.NodesOption = cluster.NUM_NODES,
+    model: cluster.ModelOption = MODEL,
+    gpu: cluster.GpuOption = GPU,
+    gpus: cluster.GpusOption = NUM_GPUS,
+    nodes: cluster.NodesOption = NUM_NODES,
     ttft: cluster.TtftOption = cluster.TTFT_S,
     tbt: cluster.TbtOption = cluster.TBT_S,
-    goal: Annotated[float, typer.Option(help="fraction of requests that must meet both targets")] = 0.95,
+    goal: Annotated[float, typer.Option(help="fraction of requests that must meet both targets")] = GOAL,
     dram: cluster.DramOption = cluster.DRAM,
     ssd: cluster.SsdOption = cluster.SSD,
     price: Annotated[

@@ -20,6 +20,7 @@ from moonpool.cli import cluster_options as cluster
 from moonpool.cli.progress import virtual_time
 from moonpool.cli.trace import parse_span, read_trace, refuse_existing
 from moonpool.conductor.admission.forms import AdmissionForm
+from moonpool.sim import GPU, MODEL, NUM_GPUS, NUM_NODES
 from moonpool.sim.fleet import Fleet, make_fleet
 from moonpool.sim.outcome import Outcome, encode, replay
 from moonpool.sim.report.labels import conclusion, format_value, label
@@ -51,41 +52,44 @@ _NAME_WIDTH, _CELL_WIDTH, _GAP = 34, 10, 2
 _LINKS = ("nic_out", "h2d", "d2h", "ssd_read", "ssd_write")
 _PLACE_NAMES = {"local": "the GPUs' own pages", "dram": "own memory", "remote": "others' memory", "ssd": "disks"}
 Cell: TypeAlias = Callable[[Outcome], str]
+SystemsOption: TypeAlias = Annotated[
+    list[str] | None, typer.Option("--system", help=f"system to simulate; may be repeated; {_SYSTEMS_HELP}")
+]
+WithoutOption: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option("--without", help=f"also {FULL} without this feature: {', '.join(FEATURES)}; may be repeated"),
+]
+AdmissionOption: TypeAlias = Annotated[
+    AdmissionForm, typer.Option(help="which decode load counts when a request arrives (docs/conductor.md)")
+]
+FailOption: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--fail",
+        help="NODE@SECOND+DURATION: NODE (p0, p1, ... prefill; d0, d1, ... decode) crashes at SECOND and comes back"
+        " empty after DURATION seconds (without +DURATION: never); with :slow=FACTOR or :frozen appended, only its"
+        " network is slow or stops; may be repeated",
+    ),
+]
 
 
 def command(
     context: typer.Context,
     file: Annotated[Path, typer.Argument(metavar="TRACE", help="trace in Mooncake's format; may be gzipped (.gz)")],
-    systems: Annotated[
-        list[str] | None,
-        typer.Option("--system", help=f"system to simulate; may be repeated; {_SYSTEMS_HELP}"),
-    ] = None,
-    features_off: Annotated[
-        list[str] | None,
-        typer.Option("--without", help=f"also {FULL} without this feature: {', '.join(FEATURES)}; may be repeated"),
-    ] = None,
+    systems: SystemsOption = None,
+    features_off: WithoutOption = None,
     load: Annotated[float, typer.Option(help="multiply the trace's request rate by this factor")] = 1.0,
     slice: Annotated[str | None, typer.Option(help="seconds BEGIN:END of the trace; either may be omitted")] = None,
     ttft: cluster.TtftOption = cluster.TTFT_S,
     tbt: cluster.TbtOption = cluster.TBT_S,
-    admission: Annotated[
-        AdmissionForm, typer.Option(help="which decode load counts when a request arrives (docs/conductor.md)")
-    ] = AdmissionForm.PREDICTED,
-    model: cluster.ModelOption = cluster.MODEL,
-    gpu: cluster.GpuOption = cluster.GPU,
-    gpus: cluster.GpusOption = cluster.NUM_GPUS,
-    nodes: cluster.NodesOption = cluster.NUM_NODES,
+    admission: AdmissionOption = AdmissionForm.PREDICTED,
+    model: cluster.ModelOption = MODEL,
+    gpu: cluster.GpuOption = GPU,
+    gpus: cluster.GpusOption = NUM_GPUS,
+    nodes: cluster.NodesOption = NUM_NODES,
     prefill: Annotated[int | None, typer.Option(help="number of prefill nodes; default: half of the nodes")] = None,
     pipeline_nodes: Annotated[int, typer.Option(min=1, help="prefill nodes per worker, as a pipeline")] = 1,
-    fails: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--fail",
-            help="NODE@SECOND+DURATION: NODE (p0, p1, ... prefill; d0, d1, ... decode) crashes at SECOND and comes back"
-            " empty after DURATION seconds (without +DURATION: never); with :slow=FACTOR or :frozen appended, only its"
-            " network is slow or stops; may be repeated",
-        ),
-    ] = None,
+    fails: FailOption = None,
     dram: cluster.DramOption = cluster.DRAM,
     ssd: cluster.SsdOption = cluster.SSD,
     profile: cluster.ProfileOption = None,

@@ -183,10 +183,13 @@ class DecisionRecord(msgspec.Struct, kw_only=True):
     reason: str | None = None  # why it was refused, a sentence
 
 
+DEFAULT_RECORDS = 100
+
+
 class Records(Call[list[DecisionRecord]]):
     """The newest decision records that match, newest last. A field that is None matches everything."""
 
-    limit: Positive = 100
+    limit: Positive = DEFAULT_RECORDS
     outcome: str | None = None
     tenant: str | None = None
     worker: str | None = None

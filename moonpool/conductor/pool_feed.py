@@ -34,9 +34,9 @@ class PoolFeed:
         self,
         store_address: str,
         index: PrefixIndex,
-        on_nodes: Callable[[int], None] = lambda num_nodes: None,
+        on_nodes: Callable[[int], None],
         *,
-        name: str = "conductor",
+        name: str,
     ) -> None:
         self.connected = False
         self._index = index

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from moonpool.base.cluster import WorkerInfo, WorkerLoad, WorkerRole
@@ -43,6 +43,17 @@ class Registration:
         load = self.load
         return DecodeNow(max(self.num_joined, load.num_running), max(self.joined_tokens, load.running_tokens))
 
+    def count_decoding(self, sign: int, num_tokens: int, pages: int) -> None:
+        """Count one more (+1) or one less (-1) request that was sent to this decode worker."""
+        self.num_decoding += sign
+        self.decoding_tokens += sign * num_tokens
+        self.decoding_pages += sign * pages
+
+    def count_joined(self, sign: int, num_tokens: int) -> None:
+        """Count one more (+1) or one less (-1) request that has joined this decode worker's batch."""
+        self.num_joined += sign
+        self.joined_tokens += sign * num_tokens
+
 
 @dataclass(eq=False, slots=True)
 class OpenRequest:
@@ -59,8 +70,9 @@ class OpenRequest:
     has_joined: bool = False
 
 
-def check_parity(info: WorkerInfo, other: WorkerInfo) -> None:
-    """Raise IdentityMismatch if the two workers cannot share KV."""
+def check_parity(info: WorkerInfo, registered: Sequence[WorkerInfo]) -> None:
+    """Raise IdentityMismatch if the worker cannot share KV with those of other names, which agree with each other."""
+    other = next((one for one in registered if one.name != info.name), info)
     if _parity(other) != _parity(info):
         raise IdentityMismatch(
             f"worker {info.name} ({_describe(info)}) cannot share KV with the workers here ({_describe(other)})"

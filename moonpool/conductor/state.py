@@ -95,7 +95,12 @@ class ConductorState:
 
     def status(self) -> tuple[WorkerStatus, ...]:
         return tuple(
-            WorkerStatus(info=one.info, load=one.load, indexed_blocks=self._indexed(one), assigned=one.assigned)
+            WorkerStatus(
+                info=one.info,
+                load=one.load,
+                indexed_blocks=self.index.worker_blocks(one.info.name) if one.is_prefill else 0,
+                assigned=one.assigned,
+            )
             for one in sorted(self._workers.values(), key=lambda one: one.info.name)
         )
 
@@ -114,15 +119,16 @@ class ConductorState:
         block_tokens, block_nbytes, _ = self._block_shape
         return crossover(self.costs, block_nbytes / block_tokens)
 
-    def _indexed(self, worker: Registration) -> int:
-        return self.index.worker_blocks(worker.info.name) if worker.is_prefill else 0
-
     # workers
 
     def register(self, info: WorkerInfo) -> Registration:
         """Add a worker. An earlier registration of that name is removed first, and its requests leave its queues. Raise
         IdentityMismatch if its KV differs from that of the other workers."""
-        self._check_parity(info)
+        try:
+            check_parity(info, [one.info for one in self._workers.values()])
+        except IdentityMismatch:
+            self.counters["refused_identity"] += 1
+            raise
         earlier = self._workers.get(info.name)
         if earlier is not None:
             self.unregister(earlier)
@@ -147,17 +153,6 @@ class ConductorState:
             self.decodes.add(slot, info.name, info.max_num_seqs)
             self._update_decode(worker)
         return worker
-
-    def _check_parity(self, info: WorkerInfo) -> None:
-        # All registered workers agree, so one other worker stands for all.
-        other = next((one.info for one in self._workers.values() if one.info.name != info.name), None)
-        if other is None:
-            return
-        try:
-            check_parity(info, other)
-        except IdentityMismatch:
-            self.counters["refused_identity"] += 1
-            raise
 
     def unregister(self, worker: Registration) -> None:
         """Remove a worker; do nothing if it has registered again since."""
@@ -332,7 +327,10 @@ class ConductorState:
         decode = self._workers[self.decodes.names[choice.decode_slot]]
         prefill.backlog.add(call.request_id, best.service_s, now_s)
         self.prefills.update(prefill.slot, prefill.backlog)
-        self._count_replicated(inputs, choice)
+        copied = replicated(inputs.leading, choice.plan)
+        if copied.pulled or copied.computed:
+            self.counters["replicated_by_pulling"] += copied.pulled
+            self.counters["replicated_by_computing"] += copied.computed
         self.index.expect(best.worker, prints)
         if best.pulled_blocks:
             start_s, nbytes = now_s + best.queue_s, best.pulled_blocks * inputs.request.block_nbytes
@@ -355,12 +353,6 @@ class ConductorState:
             asks_before_decode=self._admission.asks_before_decode,
         )
 
-    def _count_replicated(self, inputs: PlacementInput, choice: PlacementChoice) -> None:
-        copied = replicated(inputs.leading, choice.plan)
-        if copied.pulled or copied.computed:
-            self.counters["replicated_by_pulling"] += copied.pulled
-            self.counters["replicated_by_computing"] += copied.computed
-
     def _remove(self, request_id: str, now_s: float, output_tokens: int = 0) -> OpenRequest | None:
         request = self._open.pop(request_id, None)
         if request is None:
@@ -381,17 +373,14 @@ class ConductorState:
 
     def _count_decoding(self, request: OpenRequest, sign: int) -> None:
         worker = request.decode
-        worker.num_decoding += sign
-        worker.decoding_tokens += sign * request.num_tokens
-        worker.decoding_pages += sign * request.pages
+        worker.count_decoding(sign, request.num_tokens, request.pages)
         if self._workers.get(worker.info.name) is worker:
             self._update_decode(worker)
 
     def _count_joined(self, request: OpenRequest, sign: int) -> None:
         worker = request.decode
         self._num_joined += sign
-        worker.num_joined += sign
-        worker.joined_tokens += sign * request.num_tokens
+        worker.count_joined(sign, request.num_tokens)
         if self._workers.get(worker.info.name) is worker:
             self._decode_now[worker.info.name] = worker.decode_now
 

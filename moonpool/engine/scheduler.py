@@ -235,8 +235,7 @@ class Scheduler:
         """Allocate all pages that the sequence's tokens need, reused or new. Return False if there are too few. One
         page per running sequence stays free, so that the new sequence is not preempted at once."""
         keys = sequence.keys[: sequence.num_reusable_blocks]
-        total = pages_for(sequence.num_tokens, self._block_tokens)
-        spare = len(self.queues.running)
+        total, spare = pages_for(sequence.num_tokens, self._block_tokens), len(self.queues.running)
         if total - self.pages.count_local(keys) + spare > self.pages.num_available:
             return False
         local = self.pages.match(keys)
@@ -258,13 +257,8 @@ class Scheduler:
         if sequence.num_preemptions == 0:
             sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
         pulled = slice(num_local, end)
-        admitted = AdmittedSequence(
-            request_id=sequence.request_id,
-            num_local_blocks=num_local,
-            blocks=tuple(range(num_local, end)),
-            pages=tuple(sequence.pages[pulled]),
-            keys=tuple(sequence.keys[pulled]),
-        )
+        blocks, pages, keys = range(num_local, end), sequence.pages[pulled], sequence.keys[pulled]
+        admitted = AdmittedSequence(sequence.request_id, num_local, tuple(blocks), tuple(pages), tuple(keys))
         self._admitted.append(admitted)
         if admitted.blocks:
             self._pulls[sequence.request_id] = admitted
@@ -278,8 +272,7 @@ class Scheduler:
         """Accept the pulled pages as verified. Do nothing if the request is gone."""
         pull = self._pulls.pop(request_id, None)
         if pull is not None:
-            sequence = self.queues.sequences[request_id]
-            self._seal(sequence, end=pull.blocks[-1] + 1)
+            self._seal(self.queues.sequences[request_id], end=pull.blocks[-1] + 1)
 
     def rewind(self, request_id: str, num_computed_tokens: int) -> None:
         """Discard KV from this position on; it is computed again in the same pages.
@@ -310,8 +303,7 @@ class Scheduler:
         wanting = [c.request_id for c in self._in_flight.values() if c.wants_logits]
         if not sampled.keys() >= set(wanting):
             raise Internal(f"no token for {sorted(set(wanting) - sampled.keys())}")
-        result = StepResult()
-        in_flight = self._in_flight
+        result, in_flight = StepResult(), self._in_flight
         self._close_step()
         for chunk in in_flight.values():
             sequence = self.queues.sequences[chunk.request_id]
@@ -330,8 +322,7 @@ class Scheduler:
         self._close_step()
 
     def _close_step(self) -> None:
-        self._in_flight = {}
-        self._step_is_open = False
+        self._in_flight, self._step_is_open = {}, False
         self.pages.free(self._deferred_free)
         self._deferred_free = []
 

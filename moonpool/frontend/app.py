@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 
 import moonpool
 from moonpool.base.errors import InvalidInput, MoonpoolError, NotFound
-from moonpool.conductor.messages import ExplainRequest, ExportTrace, Records
+from moonpool.conductor.messages import DEFAULT_RECORDS, ExplainRequest, ExportTrace, Records
 from moonpool.frontend import bare_id, http_errors
 from moonpool.frontend.answer import answer, read_body
 from moonpool.frontend.answer_formats import ChatFormat, CompletionFormat
@@ -114,7 +114,7 @@ def _add_records(router: APIRouter, handler: RequestHandler) -> None:
     @router.get("/records")
     async def list_records(
         request: Request,
-        limit: Annotated[int, Query(ge=1, le=_MAX_RECORDS)] = 100,
+        limit: Annotated[int, Query(ge=1, le=_MAX_RECORDS)] = DEFAULT_RECORDS,
         outcome: str | None = None,
         tenant: str | None = None,
     ) -> Response:

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from moonpool.base.errors import InvalidInput
+from moonpool.planner import GOAL
 from moonpool.planner.demand import PrefillDemand
 from moonpool.planner.waiting import DecodeRoom, decode_gaps, fifo_waits
 from moonpool.sim.fleet import Machine
@@ -31,7 +32,7 @@ class Targets(msgspec.Struct, frozen=True, kw_only=True):
 
     ttft_s: float
     tbt_s: float
-    goal: float = 0.95
+    goal: float = GOAL
 
     def __post_init__(self) -> None:
         if not (self.ttft_s > 0 and self.tbt_s > 0 and 0 < self.goal < 1):

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from moonpool.base.cluster import DecodeSample, PrefillSample
 from moonpool.base.errors import InvalidInput
 from moonpool.conductor.costs import nonnegative_minimum
+from moonpool.sim import GPU, MODEL, NUM_GPUS, NUM_NODES
 from moonpool.sim.physics.cost import DecodeCost, EngineCost, Overhead, PrefillCost
 from moonpool.sim.physics.hardware import NodeSpec, node
 from moonpool.sim.physics.model_shape import ModelShape, preset, shape_from_config
@@ -147,10 +148,10 @@ class Fleet:
 
 def make_fleet(
     *,
-    model: str = "llama3-70b",
-    gpu: str = "a800",
-    num_gpus: int = 8,
-    num_nodes: int = 16,
+    model: str = MODEL,
+    gpu: str = GPU,
+    num_gpus: int = NUM_GPUS,
+    num_nodes: int = NUM_NODES,
     num_prefill: int | None = None,
     dram_nbytes: float | None = None,
     ssd_nbytes: float = 0.0,

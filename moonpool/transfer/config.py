@@ -20,6 +20,7 @@ from moonpool.transfer.paths.priority import DEFAULT_PROMOTE_AFTER_S
 from moonpool.transfer.topology import Sysfs
 from moonpool.transfer.topology.discover import numa_nodes
 from moonpool.transfer.transports.tcp.guard import Guard
+from moonpool.transfer.transports.tcp.lanes import DEFAULT_LANES
 from moonpool.transfer.transports.tcp.server import IDLE_TIMEOUT_S, MAX_CONNECTIONS
 
 AUTO = "auto"
@@ -42,7 +43,7 @@ class WireConfig:
     tcp_max_connections: int = MAX_CONNECTIONS
     # close an incoming connection after this many idle seconds; above 120, when peers close theirs
     tcp_idle_s: float = IDLE_TIMEOUT_S
-    lanes: int = 2  # connections per peer and path
+    lanes: int = DEFAULT_LANES  # connections per peer and path
     nixl: bool = False  # also transfer over NIXL (RDMA, NVLink) with peers that have it
     # JSON file that states which NICs serve which memory, instead of the discovered topology
     topology_file: str | None = None

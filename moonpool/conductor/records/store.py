@@ -131,7 +131,7 @@ class RecordStore:
         choices = (self._kept.get(f"{request_id}-{number}") for number in range(MAX_CHOICES))
         return [kept for kept in choices if kept is not None]
 
-    def find(self, wanted: RecordFilter, limit: int = 100) -> list[DecisionRecord]:
+    def find(self, wanted: RecordFilter, limit: int) -> list[DecisionRecord]:
         """Return the newest records that match, at most `limit`, newest last."""
         found: list[DecisionRecord] = []
         for kept in reversed(self._kept.values()):

@@ -29,6 +29,7 @@ from moonpool.transfer.transports.tcp.frames import (
 from moonpool.transfer.transports.tcp.guard import FRAME_NBYTES, CallerSide, Guard, read_refusal
 
 IDLE_S = 120.0  # a lane that was not used for longer is not used again: its owner may be about to close it
+DEFAULT_LANES = 2  # connections per peer and path
 
 
 class LanePool:

@@ -39,7 +39,7 @@ from moonpool.transfer.transports.tcp.frames import (
     unpack_response,
 )
 from moonpool.transfer.transports.tcp.guard import Guard
-from moonpool.transfer.transports.tcp.lanes import LanePool
+from moonpool.transfer.transports.tcp.lanes import DEFAULT_LANES, LanePool
 from moonpool.transfer.transports.tcp.pipeline import (
     Pipeline,
     PipelinedRequest,
@@ -103,7 +103,7 @@ class TcpTransport(Transport):
         port: int = 0,
         *,
         control: ControlHandler | None = None,
-        lanes: int = 2,
+        lanes: int = DEFAULT_LANES,
         advertise_host: str | None = None,
         max_connections: int = MAX_CONNECTIONS,
         idle_timeout_s: float = IDLE_TIMEOUT_S,
