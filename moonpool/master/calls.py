@@ -1,4 +1,7 @@
-"""The request handlers of the "store" service: each call is an event of the state.
+"""The pool of a running master, and the request handlers of the "store" service, which act on it.
+
+Each call is an event of the state. The handler changes the state, then calls after_event(), which writes the records of
+the event to the journal. The master answers a call after that, so every answer survives the master's death.
 
 Most calls may be repeated: generations (puts), incarnations (segments) and names (drains) tell a repeated call from a
 new one. A Remove has none of these, so the client numbers it, and the IdempotencyCache answers a repeated one:
@@ -8,11 +11,16 @@ it.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import itertools
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from functools import partial
 from typing import Any, TypeVar
 
+from moonpool.base.clock import Clock
+from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import MoonpoolError
 from moonpool.base.metrics import (
     GetMetrics,
@@ -23,9 +31,11 @@ from moonpool.base.metrics import (
     process_metrics,
 )
 from moonpool.base.rpc import Call, RpcPeer
-from moonpool.master.board import ReportedMetrics
-from moonpool.master.journal import JournalHealth
-from moonpool.master.live_pool import LivePool
+from moonpool.master.board import ReportedMetrics, SegmentBoard
+from moonpool.master.journal import Journal, JournalHealth
+from moonpool.master.state import PoolState
+from moonpool.master.state.snapshot import snapshot_keys
+from moonpool.master.streams import ChangeFeed, OrderStreams
 from moonpool.store import messages as m
 
 _GAUGES = {
@@ -36,6 +46,82 @@ _GAUGES = {
 MAX_CACHED_CALLS = 16_384
 MAX_ANSWERS = 1 << 20  # in all cached calls together; a call with more answers is cached alone
 R = TypeVar("R")
+
+
+class LivePool:
+    """All methods run on the event loop's thread. Borrows the journal."""
+
+    def __init__(
+        self,
+        state: PoolState,
+        journal: Journal,
+        feed: ChangeFeed,
+        board: SegmentBoard,
+        clock: Clock,
+        event_delay_s: float,
+    ) -> None:
+        self.state = state
+        self.journal = journal
+        self.feed = feed
+        self.board = board
+        self.clock = clock
+        self.order_streams = OrderStreams()
+        self._event_delay_s = event_delay_s
+        self._publish_planned = False
+        self._connections = itertools.count(1)
+        self._connection_of: dict[RpcPeer, int] = {}
+        self._segments_of: dict[RpcPeer, set[tuple[str, int]]] = {}
+
+    def after_event(self) -> None:
+        """Write the event's records to the journal, before the call is answered; wake listeners and nodes.
+
+        Raise NoSpace or Unavailable if the journal cannot be written: the event has happened, but a restart may lose
+        it.
+        """
+        if not self._publish_planned:
+            self._publish_planned = True
+            asyncio.get_running_loop().call_later(self._event_delay_s, self._publish)
+        if self.state.orders.unsent:
+            self.order_streams.wake(self.state.orders.unsent)
+        if self.state.outcomes.records:
+            self.journal.append(self.state.take_records())
+
+    def _publish(self) -> None:
+        self._publish_planned = False
+        changes = self.state.take_changes()
+        if changes is not None:
+            self.feed.publish(changes)
+
+    def subscribe(self, since: int | None) -> AsyncGenerator[m.EventBatch, None]:
+        self._publish()  # pending changes belong before the snapshot
+        return self.feed.subscribe(since, partial(snapshot_keys, self.state.index))
+
+    def find_segment(self, name: str) -> SegmentDescriptor | None:
+        announced = self.board.find(name, self.clock.now_s())
+        known = (each.descriptor for each in self.state.segments())
+        return announced or next((each for each in known if each.name == name), None)
+
+    def connection(self, peer: RpcPeer) -> int:
+        """Return the connection's number in the state. Its pins end with the connection."""
+        number = self._connection_of.get(peer)
+        if number is None:
+            number = self._connection_of[peer] = next(self._connections)
+            peer.on_close(lambda: self._on_close(peer))
+        return number
+
+    def remember_node(self, peer: RpcPeer, segment: str, incarnation: int) -> None:
+        """Remember the connection of a segment's node, so that its end is noticed at once."""
+        if peer not in self._segments_of:
+            self._segments_of[peer] = set()
+            peer.on_close(lambda: self._on_node_gone(peer))
+        self._segments_of[peer].add((segment, incarnation))
+
+    def _on_close(self, peer: RpcPeer) -> None:
+        self.state.connection_closed(self._connection_of.pop(peer), self.clock.now_s())
+
+    def _on_node_gone(self, peer: RpcPeer) -> None:
+        for segment, incarnation in self._segments_of.pop(peer):
+            self.state.members.disconnected(segment, incarnation, self.clock.now_s())
 
 
 class IdempotencyCache:

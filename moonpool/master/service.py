@@ -17,9 +17,8 @@ from moonpool.base.clock import AttendedClock, Clock
 from moonpool.base.errors import MoonpoolError
 from moonpool.base.rpc import RpcServer
 from moonpool.master.board import SegmentBoard
-from moonpool.master.calls import handlers
+from moonpool.master.calls import LivePool, handlers
 from moonpool.master.journal import Journal, JournalConfig, SnapshotWriter, forget
-from moonpool.master.live_pool import LivePool
 from moonpool.master.rules import PoolRules
 from moonpool.master.state import EPOCH_BITS, PoolState
 from moonpool.master.state.recovery import restore

@@ -258,22 +258,22 @@ class Outcomes:
 
     def __init__(self, enabled: bool) -> None:
         self.enabled = enabled
-        self._records: list[Record] = []
+        self.records: list[Record] = []
 
     def add(self, record: Record) -> None:
         if self.enabled:
-            self._records.append(record)
+            self.records.append(record)
 
     def dropped(self, key: bytes, reason: RemovalReason) -> None:
         """Record a removed object. Consecutive ones share one record."""
         if not self.enabled:
             return
-        last = self._records[-1] if self._records else None
+        last = self.records[-1] if self.records else None
         if isinstance(last, Dropped):
             last.keys.append(key)
             last.fates.append(int(reason))
         else:
-            self._records.append(Dropped([key], [int(reason)]))
+            self.records.append(Dropped([key], [int(reason)]))
 
     def placed(
         self,
@@ -289,10 +289,10 @@ class Outcomes:
     ) -> None:
         if not self.enabled:
             return
-        last = self._records[-1] if self._records else None
+        last = self.records[-1] if self.records else None
         if not isinstance(last, Placed):
             last = Placed([], [], [], [], [], [], [], {}, {})
-            self._records.append(last)
+            self.records.append(last)
         if group is not None:
             last.groups[len(last.keys)] = group
         if parent is not None:
@@ -306,7 +306,7 @@ class Outcomes:
         last.ssd.append(ssd)
 
     def take(self) -> Sequence[bytes]:
-        if not self._records:
+        if not self.records:
             return ()
-        records, self._records = self._records, []
+        records, self.records = self.records, []
         return [encode(records)]
