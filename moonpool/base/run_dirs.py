@@ -37,10 +37,10 @@ def write_url(run_dir: Path, url: str) -> None:
     (run_dir / _URL).write_text(url)
 
 
-def live_urls(base: Path | None = None) -> list[str]:
+def live_urls() -> list[str]:
     """Return the front ends of the services of this user that run here and are ready."""
     found = []
-    for run_dir in live_run_dirs(base):
+    for run_dir in live_run_dirs():
         try:
             found.append((run_dir / _URL).read_text().strip())
         except FileNotFoundError:
@@ -56,9 +56,9 @@ def conductor_beside(master_address: str) -> str | None:
     return conductor if is_here else None
 
 
-def live_run_dirs(base: Path | None = None) -> list[Path]:
+def live_run_dirs() -> list[Path]:
     """Return the run directories of this user whose launcher is alive."""
-    return [path for path in own_dirs(base or base_dir()) if (path / LOCK).exists() and not is_stale(path)]
+    return [path for path in own_dirs(base_dir()) if (path / LOCK).exists() and not is_stale(path)]
 
 
 def own_dirs(base: Path) -> list[Path]:

@@ -93,15 +93,14 @@ def start_pool(
     *,
     master: Mapping[str, object] | None = None,
     node: Mapping[str, object] | None = None,
-    folder: str | None = None,
     num_clients: int = NUM_CLIENTS,
     apart: bool = False,
 ) -> Iterator[BenchPool]:
-    """Start a pool with these settings, without a node if `node` is None. Its folder is made inside `folder`. With
-    `apart` the master gets its own processor, if there are two.
+    """Start a pool with these settings, without a node if `node` is None. With `apart` the master gets its own
+    processor, if there are two.
     """
     with contextlib.ExitStack() as stack:
-        home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mp-bench-", dir=folder)))
+        home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mp-bench-")))
         lifeline = stack.enter_context(Lifeline())
         address = f"unix:{home}/master"
         settings = {"data_dir": str(_data_dir(home)), "listen": address, **(master or {})}

@@ -64,12 +64,10 @@ class ConductorConfig:
 class Conductor:
     """Serves from `await start()` until `await close()`."""
 
-    def __init__(
-        self, config: ConductorConfig, *, clock: Clock | None = None, silence_limits: SilenceLimits | None = None
-    ) -> None:
+    def __init__(self, config: ConductorConfig, *, silence_limits: SilenceLimits | None = None) -> None:
         self.config = config
         self.registry = CollectorRegistry()
-        self._clock: Clock = clock or SystemClock()
+        self._clock = SystemClock()
         self._state = ConductorState(
             config.policy, PrefixIndex(max_pool_blocks=config.max_pool_blocks), config.num_records
         )

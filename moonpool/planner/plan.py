@@ -5,7 +5,7 @@ Pure: the same trace, machine, targets and seed give the same plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
@@ -116,11 +116,11 @@ def make_plan(
     )
 
 
-def hit_points(profile: ReuseProfile, machine: Machine, sizes_tb: Sequence[float] = CURVE_TB) -> list[CurvePoint]:
+def hit_points(profile: ReuseProfile, machine: Machine) -> list[CurvePoint]:
     span_s = demand_of(profile, PoolSize(0.0), machine).span_s
     points: list[CurvePoint] = []
     before_nbytes = before_saved = 0.0
-    for nbytes in (size * _TB for size in sizes_tb):
+    for nbytes in (size * _TB for size in CURVE_TB):
         tokens = nbytes / machine.shape.kv_nbytes_per_token
         saved = float(saved_gpu_s(profile, machine.cost.prefill, tokens).sum()) / span_s
         points.append(

@@ -74,19 +74,12 @@ def read_prices(text: bytes) -> Prices:
     return prices if prices.source != "assumed" else msgspec.structs.replace(prices, source="given")
 
 
-def cheapest_pool(
-    profile: ReuseProfile,
-    machine: Machine,
-    prices: Prices,
-    sized: Estimate,
-    dram_tb: Sequence[float] = DRAM_TB,
-    ssd_tb: Sequence[float] = SSD_TB,
-) -> CheapestPool:
+def cheapest_pool(profile: ReuseProfile, machine: Machine, prices: Prices, sized: Estimate) -> CheapestPool:
     """Return the cheapest pool for `sized`, a cluster that meets the targets."""
     spare = 1 / sized.prefill_busy
     rows, without_wear = [], []
-    for dram in dram_tb:
-        sizes = [PoolSize(dram * _TB, ssd * _TB) for ssd in ssd_tb if dram or not ssd]
+    for dram in DRAM_TB:
+        sizes = [PoolSize(dram * _TB, ssd * _TB) for ssd in SSD_TB if dram or not ssd]
         costs = [pool_cost(profile, size, machine, prices, spare, sized.num_decode) for size in sizes]
         without_wear.append(_cheapest(costs))
         rows.append(_cheapest([cost for cost in costs if cost.ssd_writes_per_day <= prices.ssd_writes_per_day]))
@@ -98,7 +91,7 @@ def cheapest_pool(
         if_disks_lasted=_cheapest(without_wear),
         by_dram=rows,
         flat_dram_nbytes=(min(flat), max(flat)),
-        at_the_edge=best.dram_nbytes == max(dram_tb) * _TB,
+        at_the_edge=best.dram_nbytes == max(DRAM_TB) * _TB,
     )
 
 

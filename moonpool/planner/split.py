@@ -24,6 +24,8 @@ from moonpool.traces.columns import Floats
 
 MAX_NUM_SEQS = 256  # on a decode node, as in engines
 MAX_NODES = 100_000
+_NEIGHBOURS = 2  # splits on each side of the best that are reported
+_SLACK = 0.005  # a share of requests that makes no difference
 _MARGINS = 1.05 ** np.arange(-60, 61)  # 0.054 to 18.7
 
 
@@ -129,7 +131,7 @@ class SplitEstimator:
         return msgspec.structs.replace(self.estimate(num_prefill, num_decode), margin=margin)
 
 
-def best_split(estimator: SplitEstimator, num_nodes: int, neighbours: int = 2) -> tuple[Estimate, list[Estimate]]:
+def best_split(estimator: SplitEstimator, num_nodes: int) -> tuple[Estimate, list[Estimate]]:
     """Return the best split, and the splits around it (including it) by prefill nodes.
 
     Hill climbing from a guess by mean loads: the margins of prefill and decode only rise with their own nodes, and the
@@ -146,21 +148,21 @@ def best_split(estimator: SplitEstimator, num_nodes: int, neighbours: int = 2) -
 
     here = _guess(estimator, num_nodes)
     while True:
-        around = range(max(1, here - neighbours), min(num_nodes - 1, here + neighbours) + 1)
+        around = range(max(1, here - _NEIGHBOURS), min(num_nodes - 1, here + _NEIGHBOURS) + 1)
         best = max(around, key=lambda each: (_rank(at(each)), -abs(each - here)))
         if best == here:
             return at(here), [at(each) for each in around]
         here = best
 
 
-def equal_splits(estimator: SplitEstimator, best: Estimate, slack: float = 0.005) -> tuple[int, int]:
+def equal_splits(estimator: SplitEstimator, best: Estimate) -> tuple[int, int]:
     """Return the fewest and the most prefill nodes that serve the current load as well as the best split, or worse by
-    at most `slack` of all requests."""
+    at most 0.5 % of all requests."""
     num_nodes = best.num_prefill + best.num_decode
 
     def is_worse(num_prefill: int) -> bool:
         share = estimator.estimate(num_prefill, num_nodes - num_prefill).effective_share
-        return share < best.effective_share - slack
+        return share < best.effective_share - _SLACK
 
     low = first_true(lambda count: not is_worse(count), 1, best.num_prefill)
     high = first_true(is_worse, best.num_prefill + 1, num_nodes) - 1

@@ -6,7 +6,6 @@ seconds where there is a GPU to set up.
 
 from __future__ import annotations
 
-import importlib.util
 import mmap
 import os
 import resource
@@ -31,7 +30,6 @@ MIN_OPEN_FILES = 1024
 _TIMEOUT_S = 1.0
 _PROBE = b"moonpool"
 _LONG_SOCKET_NAME = "s" * 32  # as long as the longest socket name of a service
-_TRANSPORTS = "moonpool.transfer.transports"
 _CUDA_TIMEOUT_S = 20.0  # two processes set up the GPU
 
 Status = Literal["ok", "missing", "broken"]
@@ -160,8 +158,6 @@ def _tcp(loopback: Finding, hardware: Hardware) -> Finding:
 
 
 def _file() -> Finding:
-    if not _is_built("file"):
-        return _not_built("file", "nothing")
     return Finding(name="file", status="ok", says="files and devices of this machine by path: NVMe, NVMe-oF, DAX")
 
 
@@ -197,15 +193,6 @@ def _cuda(hardware: Hardware) -> Finding:
         says = f"{found}; memory cannot pass between processes: {error}"
         return Finding(name="cuda", status="broken", says=says, hint=hint)
     return Finding(name="cuda", status="ok", says=f"GPU memory between processes of this machine: {found}")
-
-
-def _not_built(name: str, instead: str, found: str | None = None) -> Finding:
-    says = f"this version of Moonpool has no {name} transport and uses {instead} instead"
-    return Finding(name=name, status="missing", says=f"{says}; {found}" if found else says)
-
-
-def _is_built(transport: str) -> bool:
-    return importlib.util.find_spec(f"{_TRANSPORTS}.{transport}") is not None
 
 
 def _broken(name: str, says: str, hint: str) -> Finding:

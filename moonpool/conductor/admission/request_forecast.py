@@ -204,10 +204,10 @@ class _Open:
 class RequestForecast:
     """A DecodeForecast with a resolution of a quarter of a second."""
 
-    def __init__(self, initial_token_s: float = 0.06, lengths: OutputLengths | None = None) -> None:
+    def __init__(self, initial_token_s: float = 0.06) -> None:
         if not initial_token_s > 0:
             raise ConfigError("the first guess of a time per token must be above 0", param="initial_token_s")
-        self.lengths = lengths or OutputLengths()
+        self.lengths = OutputLengths()
         self._token_s = FadedMean(initial_token_s, _USUAL_TOKENS)
         self._open: dict[str, _Open] = {}
         self._groups: dict[int, LengthClass] = {}  # by the logarithm of the expected length

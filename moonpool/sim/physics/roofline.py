@@ -41,10 +41,13 @@ def roofline_cost(shape: ModelShape, node: NodeSpec, efficiency: Efficiency | No
     return EngineCost(prefill=machine.prefill(), decode=machine.decode())
 
 
-def kv_capacity_tokens(shape: ModelShape, node: NodeSpec, usable_share: float = 0.9) -> int:
-    """Return the KV tokens that fit into GPU memory next to the weights. `usable_share` is the share of memory that
-    engines use (0.9 is vLLM's default). Raise InvalidInput if the weights alone do not fit."""
-    free = node.hbm_nbytes * usable_share - shape.weights_nbytes
+_USABLE_SHARE = 0.9  # of GPU memory; vLLM's default
+
+
+def kv_capacity_tokens(shape: ModelShape, node: NodeSpec) -> int:
+    """Return the KV tokens that fit into GPU memory next to the weights. Raise InvalidInput if the weights alone do not
+    fit."""
+    free = node.hbm_nbytes * _USABLE_SHARE - shape.weights_nbytes
     if free < shape.kv_nbytes_per_token:
         raise InvalidInput(f"{shape.name} does not fit into {node.num_gpus} x {node.gpu.name}", param="gpu")
     return int(free // (shape.kv_nbytes_per_token * _kv_copies(shape, node)))
