@@ -87,9 +87,7 @@ class Evictor:
 
     def _drop(self, slot: int, now_s: float) -> None:
         """Remove the object with its group."""
-        table = self._index.table
-        grouped = table.flags[slot] & Flag.GROUPED
-        for each in sorted(table.groups[table.group_of[slot]]) if grouped else (slot,):
+        for each in self._index.table.group_members(slot):
             self._index.counters["evicted"] += 1
             self._index.drop(each, RemovalReason.EVICTED_FOR_PUT, now_s)
 
@@ -151,8 +149,7 @@ class Evictor:
 
     def _evict_one(self, slot: int, reason: RemovalReason, now_s: float) -> None:
         index, table = self._index, self._index.table
-        grouped = table.flags[slot] & Flag.GROUPED
-        for each in sorted(table.groups[table.group_of[slot]]) if grouped else (slot,):
+        for each in table.group_members(slot):
             if not table.dram_segment[each]:
                 continue
             index.counters["evicted"] += 1

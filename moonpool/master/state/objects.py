@@ -93,9 +93,7 @@ class PoolObjects:
     def _make_evictable(self, slot: int) -> None:
         """Insert the object into the eviction order."""
         table = self.table
-        key = table.keys[slot]
-        assert key is not None
-        self.policy.insert(slot, table.parent_slot(slot), table.nbytes[slot], crc32(key))
+        self.policy.insert(slot, table.parent_slot(slot), table.nbytes[slot], crc32(table.key(slot)))
 
     # adding and removing
 
@@ -197,10 +195,8 @@ class PoolObjects:
         gone = list(gone)
         places: list[Place] = [(each.segment, each.offset) for each in gone]
         if table.flags[slot] & Flag.PINNED:
-            key = table.keys[slot]
-            assert key is not None
             self.pins.keep(slot, places, table.lease_until_s[slot])
-            self.outcomes.add(Viewed(key, places, table.nbytes[slot], ended=False))
+            self.outcomes.add(Viewed(table.key(slot), places, table.nbytes[slot], ended=False))
         else:
             self._space.free_at(table.lease_until_s[slot], places, table.nbytes[slot], now_s)
         self.set_dram(slot, [each for each in table.dram_replicas(slot) if each not in gone])
@@ -229,13 +225,11 @@ class PoolObjects:
             self.policy.remove(slot)
         elif replicas and not before and not kept:
             self._make_evictable(slot)
-        key = table.keys[slot]
-        assert key is not None
         if before is bool(replicas):
-            self.changes.moved(key)
+            self.changes.moved(table.key(slot))
         else:
             self.tier_changed(slot)
-        self.record(slot)
+        self.outcomes.placed(self.table, slot)
 
     def set_ssd(self, slot: int, replica: Replica | None) -> None:
         """Replace the SSD record, or remove it (None)."""
@@ -246,17 +240,16 @@ class PoolObjects:
         if replica is not None:
             self._segments.count_ssd(replica.segment, table.nbytes[slot], +1)
         self.tier_changed(slot)
-        self.record(slot)
+        self.outcomes.placed(self.table, slot)
 
     def move_ssd(self, slot: int, offset: int) -> None:
         """Set the offset of the object's SSD record, which was moved or unknown."""
         self.table.ssd_offset[slot] = offset
-        self.record(slot)
+        self.outcomes.placed(self.table, slot)
 
     def release_ssd(self, slot: int, now_s: float) -> None:
         """Remove the object's SSD record and order its node to drop it. The caller writes the journal record."""
-        key, replica = self.table.keys[slot], self.table.ssd_replica(slot)
-        assert key is not None
+        key, replica = self.table.key(slot), self.table.ssd_replica(slot)
         assert replica is not None
         self._segments.count_ssd(replica.segment, self.table.nbytes[slot], -1)
         self.table.set_ssd(slot, None)
@@ -266,40 +259,17 @@ class PoolObjects:
         """Remove the SSD record of an object that is in DRAM too."""
         self.release_ssd(slot, now_s)
         self.tier_changed(slot)
-        self.record(slot)
+        self.outcomes.placed(self.table, slot)
 
     def tier_changed(self, slot: int) -> None:
         """Report other tiers to listeners, for which a dormant object does not exist."""
-        key = self.table.keys[slot]
-        assert key is not None
         if not self.table.flags[slot] & Flag.DORMANT:
-            self.changes.tier(key)
-
-    def record(self, slot: int) -> None:
-        """Write the object's present state to the journal."""
-        if not self.outcomes.enabled:
-            return
-        table = self.table
-        key = table.keys[slot]
-        assert key is not None
-        self.outcomes.placed(
-            key,
-            table.version[slot],
-            table.nbytes[slot],
-            table.flags[slot] & Flag.HARD_PIN,
-            table.identity[slot],
-            table.dram_replicas(slot),
-            table.ssd_replica(slot),
-            table.group_of.get(slot),
-            table.parent_key(slot),
-        )
+            self.changes.tier(self.table.key(slot))
 
     # pins
 
     def pin(self, owner: int, slot: int) -> None:
-        table = self.table
-        key = table.keys[slot]
-        assert key is not None
+        table, key = self.table, self.table.key(slot)
         if self.pins.add(owner, key, slot, table.nbytes[slot]):
             table.flags[slot] |= Flag.PINNED
         if owner >= FIRST_SESSION:
@@ -327,19 +297,15 @@ class PoolObjects:
 
     def mark_dormant(self, slot: int) -> None:
         """Mark an object none of whose replicas can be read for now."""
-        key = self.table.keys[slot]
-        assert key is not None
         if not self.table.flags[slot] & Flag.DORMANT:
             self.table.set_dormant(slot, True)
-            self.changes.removed(key)
+            self.changes.removed(self.table.key(slot))
 
     def mark_readable(self, slot: int) -> None:
         """Mark an object as readable (again)."""
         table = self.table
         if table.flags[slot] & Flag.DORMANT:
             table.set_dormant(slot, False)
-            key = table.keys[slot]
-            assert key is not None
             if table.dram_segment[slot] and not table.flags[slot] & KEPT:
                 self._make_evictable(slot)
-            self.changes.stored(key)
+            self.changes.stored(table.key(slot))

@@ -142,8 +142,7 @@ class Copies:
         """Order one more DRAM replica of the object. Return False if a copy is under way, there is no space, or no
         replica can be read. The space belongs to the order until the node has answered.
         """
-        key, nbytes = self._index.table.keys[slot], self._index.table.nbytes[slot]
-        assert key is not None
+        key, nbytes = self._index.table.key(slot), self._index.table.nbytes[slot]
         sources = self._index.placements(slot)
         if key in self._busy or not sources:
             return False

@@ -15,7 +15,7 @@ import msgspec
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.master.state.changes import RemovalReason
 from moonpool.master.state.segments import Place
-from moonpool.master.state.table import Replica
+from moonpool.master.state.table import Flag, ObjectTable, Replica
 from moonpool.store.messages import Tier
 
 
@@ -163,10 +163,20 @@ class Placed(Record):
     soft_pins_s: dict[int, float]  # by position, seconds from now; in snapshots only
     parents: dict[int, bytes] = {}  # by position: key of the parent, if it exists; b"": the key before
 
-    def add_parent(self, parent: bytes) -> None:
-        """Set the parent of the object that is added next."""
-        is_last = bool(self.keys) and self.keys[-1] == parent
-        self.parents[len(self.keys)] = b"" if is_last else parent
+    def add(self, table: ObjectTable, slot: int) -> None:
+        """Append the object in that slot."""
+        flags, parent, at = table.flags[slot], table.parent_key(slot), len(self.keys)
+        if flags & Flag.GROUPED:
+            self.groups[at] = table.group_of[slot]
+        if parent is not None:
+            self.parents[at] = b"" if at and self.keys[-1] == parent else parent
+        self.keys.append(table.key(slot))
+        self.versions.append(table.version[slot])
+        self.sizes.append(table.nbytes[slot])
+        self.flags.append(flags & Flag.HARD_PIN)
+        self.identities.append(table.identity[slot])
+        self.dram.append(table.dram_replicas(slot))
+        self.ssd.append(table.ssd_replica(slot))
 
     def parent(self, at: int) -> bytes | None:
         told = self.parents.get(at)
@@ -275,35 +285,15 @@ class Outcomes:
         else:
             self.records.append(Dropped([key], [int(reason)]))
 
-    def placed(
-        self,
-        key: bytes,
-        version: int,
-        nbytes: int,
-        flags: int,
-        identity: int,
-        dram: list[Replica],
-        ssd: Replica | None,
-        group: bytes | None,
-        parent: bytes | None,
-    ) -> None:
+    def placed(self, table: ObjectTable, slot: int) -> None:
+        """Record the present state of an object. Consecutive ones share one record."""
         if not self.enabled:
             return
         last = self.records[-1] if self.records else None
         if not isinstance(last, Placed):
             last = Placed([], [], [], [], [], [], [], {}, {})
             self.records.append(last)
-        if group is not None:
-            last.groups[len(last.keys)] = group
-        if parent is not None:
-            last.add_parent(parent)
-        last.keys.append(key)
-        last.versions.append(version)
-        last.sizes.append(nbytes)
-        last.flags.append(flags)
-        last.identities.append(identity)
-        last.dram.append(dram)
-        last.ssd.append(ssd)
+        last.add(table, slot)
 
     def take(self) -> Sequence[bytes]:
         if not self.records:

@@ -100,21 +100,9 @@ def _placed(index: ObjectIndex, start: int, end: int, now_s: float) -> r.Placed:
     table = index.table
     made = r.Placed([], [], [], [], [], [], [], {}, {})
     for slot in range(start, end):
-        key = table.keys[slot]
-        if key is None:
+        if table.keys[slot] is None:
             continue
-        if table.flags[slot] & Flag.GROUPED:
-            made.groups[len(made.keys)] = table.group_of[slot]
-        parent = table.parent_key(slot)
-        if parent is not None:
-            made.add_parent(parent)
         if table.flags[slot] & Flag.SOFT_PIN:
             made.soft_pins_s[len(made.keys)] = table.soft_pins[slot] - now_s
-        made.keys.append(key)
-        made.versions.append(table.version[slot])
-        made.sizes.append(table.nbytes[slot])
-        made.flags.append(table.flags[slot] & Flag.HARD_PIN)
-        made.identities.append(table.identity[slot])
-        made.dram.append(table.dram_replicas(slot))
-        made.ssd.append(table.ssd_replica(slot))
+        made.add(table, slot)
     return made

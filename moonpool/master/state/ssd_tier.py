@@ -222,8 +222,7 @@ class SsdTier:
         table = self._index.table
         if table.keys[slot] is None or table.ssd_segment[slot] != number or table.ssd_generation[slot] != generation:
             return  # the record is gone
-        grouped = table.flags[slot] & Flag.GROUPED
-        members = sorted(table.groups[table.group_of[slot]]) if grouped else [slot]
+        members = table.group_members(slot)
         kept = [each for each in members if self._is_kept(each, now_s)]  # clears the marks of all members
         if kept:
             queue.clock.append((slot, generation))

@@ -164,6 +164,16 @@ class ObjectTable:
 
     # fields of one object
 
+    def key(self, slot: int) -> bytes:
+        """Return the key of a slot in use."""
+        key = self.keys[slot]
+        assert key is not None, "the slot is in use"
+        return key
+
+    def group_members(self, slot: int) -> Sequence[int]:
+        """Return the slots of the object's group in order, the object alone if it has none."""
+        return sorted(self.groups[self.group_of[slot]]) if self.flags[slot] & Flag.GROUPED else (slot,)
+
     def parent_slot(self, slot: int) -> int | None:
         """Return the slot of the block that this one continues, None if that block is gone: a newer object in its slot
         is another one.
