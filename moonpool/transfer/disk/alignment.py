@@ -1,5 +1,5 @@
-"""Whether a file can be read and written past the page cache, and in which units; and what unaligned requests need
-then: aligned bounce buffers, and a lock per block that a request writes only in part.
+"""Finds out whether a file can be read and written past the page cache, and in which units. Unaligned requests then
+need aligned bounce buffers, and a lock for each block that a request writes only in part.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class BlockLocks:
                 self._changed.notify_all()
 
 
-FALLBACK_NBYTES = 4096  # suits every disk that does not say what it needs
+FALLBACK_NBYTES = 4096  # for disks that do not report their alignment
 
 _AT_EMPTY_PATH = 0x1000
 _STATX_DIOALIGN = 0x2000
@@ -87,7 +87,7 @@ _CACHE_ONLY = frozenset({0x01021994, 0x858458F6, 0x958458F6})  # tmpfs, ramfs, h
 
 class Alignment(NamedTuple):
     """Direct transfers start and end at multiples of `block_nbytes` in the file and start at multiples of
-    `memory_nbytes` in memory. Both are 1 where there is no direct way (`direct` is false).
+    `memory_nbytes` in memory. Both are 1 if there is no direct I/O (`direct` is False).
     """
 
     direct: bool
@@ -99,10 +99,10 @@ BUFFERED = Alignment(False, 1, 1)
 
 
 def find_alignment(fd: int) -> Alignment:
-    """Of a file or block device opened with O_DIRECT."""
-    said = _statx_alignment(fd)
-    if said is not None:
-        memory_nbytes, block_nbytes = said
+    """Return the alignment of a file or block device that was opened with O_DIRECT."""
+    reported = _statx_alignment(fd)
+    if reported is not None:
+        memory_nbytes, block_nbytes = reported
         return Alignment(True, block_nbytes, memory_nbytes) if block_nbytes else BUFFERED
     if stat.S_ISBLK(os.fstat(fd).st_mode):
         sector = array.array("i", [0])
@@ -114,7 +114,9 @@ def find_alignment(fd: int) -> Alignment:
 
 
 def _statx_alignment(fd: int) -> tuple[int, int] | None:
-    """(memory, offset) alignment; None where kernel, C library or filesystem cannot tell (before Linux 6.1)."""
+    """Return the (memory, offset) alignment, None if the kernel, C library or file system does not report it (before
+    Linux 6.1).
+    """
     statx = getattr(ctypes.CDLL(None), "statx", None)
     found = ctypes.create_string_buffer(_STATX_NBYTES)
     if statx is None or statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, found) != 0:

@@ -54,7 +54,7 @@ def plan_spans(offset: int, views: Sequence[memoryview], alignment: Alignment) -
 
 
 def _split(offset: int, view: memoryview, alignment: Alignment) -> list[tuple[bool, memoryview]]:
-    """The unaligned head, the aligned middle and the unaligned tail of one view, empty ones left out."""
+    """Return the unaligned head, the aligned middle and the unaligned tail of one view, without empty parts."""
     block = alignment.block_nbytes
     head = -offset % block
     end = head + (view.nbytes - head) // block * block
@@ -70,15 +70,17 @@ def _is_aligned(offset: int, view: memoryview, alignment: Alignment) -> bool:
 
 
 class Cursor:
-    """Takes a list of views from front to back, in time proportional to its length."""
+    """Reads a list of views from front to back, in time proportional to its length."""
 
     def __init__(self, views: Sequence[memoryview]) -> None:
         self._views = views
         self._index = 0
-        self._start = 0  # what is taken of the view at _index
+        self._start = 0  # bytes already returned of the view at _index
 
     def take(self, nbytes: int, max_views: int | None = None) -> list[memoryview]:
-        """The next views, the last one cut, of `nbytes` together; fewer at the end or when there are too many."""
+        """Return the next views, the last one cut, of `nbytes` in all; fewer bytes at the end, or if `max_views` is
+        reached.
+        """
         taken: list[memoryview] = []
         while nbytes and self._index < len(self._views) and (max_views is None or len(taken) < max_views):
             part = self._views[self._index][self._start : self._start + nbytes]
@@ -152,34 +154,34 @@ def read_spans(
 
 
 class OpenDisk(ABC):
-    """Bytes on something that can be addressed by offset. Thread-safe. The caller checks bounds."""
+    """A file or device whose bytes are addressed by offset. Thread-safe. The caller checks bounds."""
 
     path: str
     direct: bool
 
     @abstractmethod
     def read(self, offset: int, views: Sequence[memoryview], deadline: Deadline) -> None:
-        """Fills the views, or raises; a file that has become too short is Unavailable."""
+        """Fill the views. Raise Unavailable if the file has become too short."""
 
     @abstractmethod
     def write(self, offset: int, views: Sequence[memoryview], deadline: Deadline) -> None:
-        """Hands the bytes to the device; sync() makes them durable."""
+        """Write the bytes to the device; sync() makes them durable."""
 
     @abstractmethod
     def sync(self) -> None:
-        """Returns when everything written before is durable."""
+        """Return when everything written before is durable."""
 
     def view(self, offset: int, nbytes: int) -> memoryview | None:
         return None
 
     @property
     def num_bounces(self) -> int:
-        """How often bytes were copied through a buffer of ours, since the start."""
+        """How often bytes were copied through a bounce buffer, since the start."""
         return 0
 
     @abstractmethod
     def close(self) -> None:
-        """Idempotent; calls under way end first."""
+        """Close the file after running calls have ended. Idempotent."""
 
 
 class FileDisk(OpenDisk):
@@ -252,8 +254,8 @@ class FileDisk(OpenDisk):
             at = stop
 
     def _patch_block(self, fd: int, start: int, at: int, views: Sequence[memoryview], deadline: Deadline) -> None:
-        """Changes part of one block. Two locks, as the file's own does not tell threads of this handle apart; a
-        request holds one block at a time, so no two can wait for each other.
+        """Change part of one block. Hold two locks, because the file's lock does not exclude threads of this handle. A
+        request holds one block at a time, so no two requests wait for each other.
         """
         block = self._alignment.block_nbytes
         with self._block_locks.hold(start, deadline):
@@ -267,7 +269,7 @@ class FileDisk(OpenDisk):
                 unlock(fd, start, block)
 
     def _check_whole(self, fd: int) -> None:
-        """A file that was removed or cut short holds nothing anybody can rely on."""
+        """Raise Unavailable if the file was removed or truncated."""
         if not self._is_regular:
             return
         status = os.fstat(fd)
@@ -293,7 +295,7 @@ def allocate_file(path: str, nbytes: int, flag: int = os.O_EXCL) -> None:
 
 
 def gather(target: memoryview, views: Sequence[memoryview]) -> None:
-    """Copies the views, one after the other, to the beginning of `target`."""
+    """Copy the views, one after the other, to the beginning of `target`."""
     at = 0
     for view in views:
         copy_bytes(target[at : at + view.nbytes], view)
@@ -301,7 +303,7 @@ def gather(target: memoryview, views: Sequence[memoryview]) -> None:
 
 
 def scatter(source: memoryview, views: Sequence[memoryview]) -> None:
-    """Fills the views, one after the other, from the beginning of `source`."""
+    """Fill the views, one after the other, from the beginning of `source`."""
     at = 0
     for view in views:
         copy_bytes(view, source[at : at + view.nbytes])

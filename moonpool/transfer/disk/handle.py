@@ -1,7 +1,7 @@
-"""An open file that threads share, its errors in our words, and locks on ranges of it.
+"""An open file that threads share, the mapping of its system errors to ours, and locks on ranges of it.
 
-Locks are of the open-file-description kind: they exclude other processes and other handles of this one (not threads
-of one handle), and the kernel drops them when the holder dies.
+Locks belong to an open file description: they exclude other processes and other handles of this process, but not
+threads of one handle. The kernel releases them when the process ends.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _LOCK_POLL_S = 0.001
 
 
 class SharedFd:
-    """Owns a descriptor. `with shared as fd:` keeps it open until the block ends and turns the block's system errors
-    into ours. close() takes effect when the last user is done, so that no thread ever works on a number that the
-    kernel has given to another file meanwhile.
+    """Owns a descriptor. `with shared as fd:` keeps it open until the block ends and maps system errors of the block to
+    ours. close() takes effect when the last user is done, so that no thread uses a number that the kernel has given to
+    another file meanwhile.
     """
 
     def __init__(self, fd: int, path: str) -> None:
@@ -40,7 +40,7 @@ class SharedFd:
         self._closed = False
 
     def __enter__(self) -> int:
-        """PeerLost after close()."""
+        """Raise PeerLost after close()."""
         with self._lock:
             if self._closed:
                 raise PeerLost(f"{self.path} is closed here")
@@ -68,7 +68,7 @@ class SharedFd:
 
 @contextmanager
 def own_errors(path: str) -> Iterator[None]:
-    """Turns what the system says about `path` into our errors."""
+    """Map system errors to ours; the messages name `path`."""
     try:
         yield
     except OSError as error:
@@ -87,7 +87,7 @@ def _own_error(error: OSError, path: str) -> MoonpoolError:
 
 
 def try_lock(fd: int, start: int, nbytes: int) -> bool:
-    """Locks a range for this handle alone; False when another one holds part of it."""
+    """Lock a range for this handle alone. Return False if another handle holds part of it."""
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, nbytes, 0))
     except (BlockingIOError, PermissionError):
@@ -96,7 +96,7 @@ def try_lock(fd: int, start: int, nbytes: int) -> bool:
 
 
 def lock(fd: int, start: int, nbytes: int, deadline: Deadline) -> None:
-    """Waits for the range. Asks again and again: the blocking call knows no deadline, and its holder may be stopped."""
+    """Wait for the range by polling: the blocking call has no deadline, and the process that has it may be stopped."""
     while not try_lock(fd, start, nbytes):
         if deadline.expired():
             raise DeadlineExceeded(f"another process holds bytes {start} to {start + nbytes} of the file")
@@ -108,6 +108,6 @@ def unlock(fd: int, start: int, nbytes: int) -> None:
 
 
 def is_locked_elsewhere(fd: int, start: int, nbytes: int) -> bool:
-    """Whether another handle, here or in another process, holds part of the range."""
+    """Return whether another handle, here or in another process, holds part of the range."""
     asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, nbytes, 0)
     return not fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked).startswith(_UNLOCKED)

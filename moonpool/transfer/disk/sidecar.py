@@ -1,12 +1,12 @@
-"""PATH.fence, beside each file that is offered: its sizes, who may use it, and its generations. Mapped by all.
+"""PATH.fence, beside each file that is served: its sizes, its grant and its generations. Mapped by all users.
 
 Layout, little-endian:
     0     magic, version u32, reserved u32, nbytes u64, granule_nbytes u64 (0: no fence)
     64    grant: served u8, name length u16, incarnation u64, name
     4096  one u64 generation per granule
-Whoever serves the file holds a lock on byte 0. The kernel drops it when that process ends, however it ends, so a grant
-without the lock is that of an owner who is gone. Losing the file (it may lie in /dev) loses generations that no living
-writer has.
+The process that serves the file holds a lock on byte 0. The kernel releases it when that process ends, so a grant
+without the lock belongs to an owner that is gone. If the file is lost (it may be in /dev), only generations of writers
+that are gone are lost.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Sidecar:
     """One process's mapping of it. Make one with create() or open()."""
 
     def __init__(self, fd: int, path: str, *, writable: bool = True) -> None:
-        """Takes the descriptor over when it returns."""
+        """Own the descriptor from the return on; if this raises, the caller still owns it."""
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         with own_errors(path):
             whole = memoryview(mmap.mmap(fd, os.fstat(fd).st_size, prot=protection))
@@ -60,8 +60,8 @@ class Sidecar:
 
     @classmethod
     def create(cls, path: str, nbytes: int, granule_nbytes: int | None) -> Sidecar:
-        """A new one for the file at `path`. It takes its place whole or not at all; AlreadyExists when a living
-        process serves the one that is there.
+        """Make a new one for the file at `path`, atomically. Raise AlreadyExists if a living process serves the present
+        one.
         """
         target = sidecar_path(path)
         with contextlib.suppress(NotFound, Corrupt):
@@ -78,22 +78,23 @@ class Sidecar:
 
     @classmethod
     def open(cls, path: str, *, writable: bool = True) -> Sidecar:
-        """NotFound when there is none, Corrupt when it is not what this module writes. Who only reads needs no more
-        than that, and gets along with a disk that became read-only.
+        """Map the sidecar of the file at `path`. A reader passes `writable=False`, which works on a read-only disk too.
+
+        Raise NotFound if there is none, Corrupt if it is not in this module's format.
         """
         target = sidecar_path(path)
         with own_errors(target):
             fd = os.open(target, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
         try:
             if os.fstat(fd).st_size < _TABLE_AT:
-                raise Corrupt(f"{target} is cut short")
+                raise Corrupt(f"{target} is truncated")
             return cls(fd, target, writable=writable)
         except BaseException:
             os.close(fd)
             raise
 
     def serve(self, name: str, incarnation: int) -> None:
-        """Let others use the file. Raise AlreadyExists when another process serves it."""
+        """Let others use the file. Raise AlreadyExists if another process serves it."""
         with self._lock, self._fd as fd:
             if self._serving or not try_lock(fd, *_OWNER_BYTE):
                 raise AlreadyExists(f"{self._path} is already served")
@@ -104,20 +105,20 @@ class Sidecar:
             grant[0] = wanted[0]
 
     def withdraw(self) -> None:
-        """Others find that it is not served any more. Idempotent, also after close()."""
+        """End the grant: others find that the file is not served. Idempotent, also after close()."""
         with self._lock:
             if self._serving:
                 self._mapped_grant()[0] = 0
-                self._let_go()
+                self._release()
 
     def abandon(self) -> None:
-        """Others find that the owner is gone. Idempotent, also after close()."""
+        """Release the lock and leave the grant: others find that the owner is gone. Idempotent, also after close()."""
         with self._lock:
             if self._serving:
-                self._let_go()
+                self._release()
 
     def check(self, grant: bytes) -> None:
-        """NotFound unless this is the grant, PeerLost unless the one who gave it lives."""
+        """Raise NotFound if this is not the present grant, PeerLost if its owner is gone."""
         found = bytes(self._mapped_grant())
         if found != grant:
             raise _not_granted(found, grant, self._path)
@@ -125,12 +126,12 @@ class Sidecar:
             raise PeerLost(f"the owner of {self._path} is gone")
 
     def has_owner(self) -> bool:
-        """Whether another handle, here or in another process, serves the file."""
+        """Return whether another handle, here or in another process, serves the file."""
         with self._fd as fd:
             return is_locked_elsewhere(fd, *_OWNER_BYTE)
 
     def close(self) -> None:
-        """Idempotent; what was served is abandoned. The mapping goes with the last user of the fence."""
+        """Abandon the grant and close the file. Idempotent. The mapping ends with the last user of the fence."""
         self.abandon()
         self.fence = self._grant = None
         self._fd.close()
@@ -141,7 +142,7 @@ class Sidecar:
             raise PeerLost(f"{self._path} is closed here")
         return grant
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self._serving = False
         with self._fd as fd:
             unlock(fd, *_OWNER_BYTE)
@@ -177,7 +178,7 @@ def _file_nbytes(nbytes: int, granule_nbytes: int | None) -> int:
 def _write_draft(draft: str, nbytes: int, granule_nbytes: int | None) -> None:
     fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        # Every page now: touching one that the disk has no room for would kill the process.
+        # Allocate every page now: to touch a page for which the disk has no space would kill the process.
         os.posix_fallocate(fd, 0, _file_nbytes(nbytes, granule_nbytes))
         os.pwrite(fd, _HEADER.pack(_MAGIC, _VERSION, 0, nbytes, granule_nbytes or 0), 0)
         os.fsync(fd)
@@ -191,5 +192,5 @@ def _read_header(whole: memoryview, path: str) -> tuple[int, int | None]:
         raise Corrupt(f"{path} is not a fence of this version of Moonpool; remove it to start over")
     granule_nbytes = granule or None
     if nbytes == 0 or whole.nbytes < _file_nbytes(nbytes, granule_nbytes):
-        raise Corrupt(f"{path} is cut short")
+        raise Corrupt(f"{path} is truncated")
     return nbytes, granule_nbytes
