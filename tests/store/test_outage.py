@@ -192,27 +192,30 @@ def test_another_replica_is_read_and_counts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seconds", [3.0, pytest.param(3600.0, marks=[pytest.mark.soak, pytest.mark.timeout(4000)])])
 def test_a_loaded_master_without_faults_never_counts_as_away(pool: Pool, seconds: float) -> None:
-    """Two processes that put and evict all the time, and this one, which asks and lists."""
+    """Two threads put and evict all the time, and this one asks."""
     pool.start_node(dram_nbytes=MIB)
-    client = pool.client()
-    until_s, rng = time.monotonic() + seconds, random.Random(1)
+    client, *writers = (pool.client() for _ in range(3))
+    until_s, rng, is_over = time.monotonic() + seconds, random.Random(1), threading.Event()
 
-    def load(seed: int) -> None:
-        mine, number = pool.client(), random.Random(seed)
-        while time.monotonic() < until_s:
-            mine.put_objects([_put(number) for _ in range(50)])
+    def load(writer: Store, seed: int) -> None:
+        number = random.Random(seed)
+        while not is_over.is_set():
+            writer.put_objects([_put(number) for _ in range(50)])
 
-    threads = [threading.Thread(target=load, args=(seed,)) for seed in range(2)]
+    threads = [threading.Thread(target=load, args=(writer, seed)) for seed, writer in enumerate(writers)]
     for thread in threads:
         thread.start()
     num_calls = 0
-    while time.monotonic() < until_s:
-        client.exist_many([rng.randbytes(8) for _ in range(100)])
-        num_calls += 1
-    for thread in threads:
-        thread.join(60)
+    try:
+        while time.monotonic() < until_s:
+            client.exist_many([rng.randbytes(8) for _ in range(100)])
+            num_calls += 1
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join(60)
     assert num_calls > 10
-    assert client.counters()["master_outages"] == 0
+    assert [each.counters()["master_outages"] for each in (client, *writers)] == [0, 0, 0]
 
 
 def _put(rng: random.Random) -> Any:
