@@ -7,7 +7,7 @@ written as `hex:00ff`, so that every key that is shown can be typed again.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 from moonpool.base.errors import InvalidInput
 
@@ -15,6 +15,7 @@ Key: TypeAlias = str | bytes
 
 MAX_KEY_NBYTES = 0xFFFF  # the object header has a 16-bit size for it
 _HEX = "hex:"
+_KEY_TYPES = (str, bytes)  # a tuple: `str | bytes` would be evaluated in each call
 
 
 def key_bytes(key: Key) -> bytes:
@@ -33,10 +34,14 @@ def key_bytes(key: Key) -> bytes:
 
 def keys_bytes(keys: Iterable[Key]) -> list[bytes]:
     """key_bytes() of each. A single key instead of a list is refused, so that its letters are not taken as keys."""
-    if isinstance(keys, str | bytes):
+    if isinstance(keys, _KEY_TYPES):
         raise InvalidInput("here it takes a list of keys, not one key")
-    # A key of bytes is checked here, because a call of key_bytes() for each of 1000 keys takes a noticeable time.
-    return [key if type(key) is bytes and 0 < len(key) <= MAX_KEY_NBYTES else key_bytes(key) for key in keys]
+    found = list(keys)
+    if set(map(type, found)) == {bytes}:  # the fast way for many keys: three loops in C instead of 1000 calls
+        sizes = set(map(len, found))
+        if min(sizes) > 0 and max(sizes) <= MAX_KEY_NBYTES:
+            return cast("list[bytes]", found)
+    return [key_bytes(key) for key in found]
 
 
 def show_key(key: bytes) -> str:

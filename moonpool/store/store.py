@@ -47,6 +47,7 @@ from moonpool.transfer.engine import TransferEngine
 from moonpool.transfer.memory.buffers import Buffer, as_bytes_view
 
 Value = Buffer | Sequence[Buffer]  # several buffers are one value: their bytes follow each other
+_SEVERAL = (list, tuple)  # not `list | tuple`, which would be evaluated for each value
 
 
 class Store(TensorCalls):
@@ -199,7 +200,8 @@ class Store(TensorCalls):
         Raise Unavailable when the master or every node with a replica is out of reach, Unauthorized when they require
         another secret or certificate than the engine has: these are no misses.
         """
-        return self.get_many([key])[0]
+        (got,) = self._reads.read([key_bytes(key)], [None], None)
+        return cast("bytes | None", none_if_missing(got))
 
     def get_many(self, keys: Iterable[Key], *, identity: bytes | None = None) -> list[bytes | None]:
         """get() of each; values of another `identity` are misses, None accepts any. Raise the first error that is no
@@ -211,7 +213,8 @@ class Store(TensorCalls):
 
     def get_into(self, key: Key, into: Value) -> int | None:
         """As get(), into the caller's memory. Return how many bytes. InvalidInput when they do not fit."""
-        (got,) = self.get_many_into([key], [into])
+        target = [as_bytes_view(buffer, True) for buffer in _buffers(into)]
+        (got,) = self._reads.read([key_bytes(key)], [target], None)
         return cast("int | None", none_if_missing(got))
 
     def get_many_into(
@@ -387,7 +390,7 @@ def _engine(stack: contextlib.ExitStack, run_dir: str | None, shm: bool, files: 
 
 
 def _buffers(value: Value) -> Sequence[Buffer]:
-    return value if isinstance(value, list | tuple) else [value]  # type: ignore[list-item]
+    return value if isinstance(value, _SEVERAL) else [value]  # type: ignore[list-item]
 
 
 def _idempotency_key() -> int:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.base.errors import InvalidInput
-from moonpool.store.keys_text import key_bytes, read_key, show_key
+from moonpool.store.keys_text import MAX_KEY_NBYTES, key_bytes, keys_bytes, read_key, show_key
 
 
 @given(st.binary(min_size=1, max_size=50) | st.text(min_size=1, max_size=20).map(str.encode))
@@ -28,3 +28,13 @@ def test_texts_and_hexadecimal() -> None:
     with pytest.raises(InvalidInput, match="is not hexadecimal"):
         read_key("zz", is_hex=True)
     assert key_bytes("é") == "é".encode()
+
+
+def test_lists_of_keys() -> None:
+    longest = b"x" * MAX_KEY_NBYTES
+    assert keys_bytes([]) == []
+    assert keys_bytes(iter([b"a", longest])) == [b"a", longest]
+    assert keys_bytes(["a", b"b"]) == [b"a", b"b"]
+    for bad in ([b"a", b""], [b"a", longest + b"x"], ["a", ""], [b"a", 7], "ab", b"ab"):
+        with pytest.raises(InvalidInput):
+            keys_bytes(bad)  # type: ignore[arg-type]

@@ -81,11 +81,11 @@ class Recovery:
 
 def none_if_missing(got: Got) -> int | bytes | None:
     """Return None for a miss. Raise other errors."""
+    if not isinstance(got, MoonpoolError):
+        return got
     if isinstance(got, Refused | NotFound):
         return None
-    if isinstance(got, MoonpoolError):
-        raise got
-    return got
+    raise got
 
 
 def missing(key: bytes) -> NotFound:
