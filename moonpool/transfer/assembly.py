@@ -11,12 +11,14 @@ from weakref import WeakValueDictionary
 
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import ConfigError, NotFound, PeerLost, Unavailable
+from moonpool.transfer.batch import Batch
 from moonpool.transfer.config import AUTO, TransferConfig
 from moonpool.transfer.control import ControlClient, ControlHandler
 from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.paths.multipath import MultiPathRemote
 from moonpool.transfer.paths.path_load import PlanConfig
 from moonpool.transfer.paths.peer_paths import PeerPaths
+from moonpool.transfer.paths.slice_queue import SliceQueue
 from moonpool.transfer.topology import Topology
 from moonpool.transfer.topology.matrix import Rail, find_rails, split_rails
 from moonpool.transfer.transports.base import RemoteSegment, Transport
@@ -151,18 +153,23 @@ def _rails(config: TransferConfig, topology: Topology | None) -> tuple[Rail, ...
 
 
 class Remotes:
-    """The handles that an engine has opened, each once. Thread-safe; borrows the transports, fastest first."""
+    """The handles that an engine has opened, each once. Thread-safe; borrows the transports, fastest first, and the
+    queue of slices."""
 
-    def __init__(self, transports: Sequence[Transport], plan: PlanConfig, timeout_s: float) -> None:
+    def __init__(
+        self, transports: Sequence[Transport], queue: SliceQueue[Batch], plan: PlanConfig, timeout_s: float
+    ) -> None:
         self._transports = transports
+        self._queue = queue
         self._plan = plan
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         # By the whole descriptor: two owners may have chosen the same name and incarnation.
         self._remotes: dict[SegmentDescriptor, RemoteSegment] = {}
         # By their preferred and secondary endpoints; their remotes keep them alive.
-        self._peers: WeakValueDictionary[tuple[tuple[str, ...], tuple[str, ...]], PeerPaths] = WeakValueDictionary()
-        self._closed_peers: list[PeerPaths] = []
+        self._peers: WeakValueDictionary[tuple[tuple[str, ...], tuple[str, ...]], PeerPaths[Batch]] = (
+            WeakValueDictionary()
+        )
         self._closed = False
 
     def find(self, descriptor: SegmentDescriptor) -> RemoteSegment | None:
@@ -181,20 +188,12 @@ class Remotes:
             remote.close()
 
     def close(self) -> None:
-        """Idempotent. Transfers by several paths fail; call join() once the transports are closed."""
+        """Idempotent."""
         with self._lock:
             self._closed = True
             remotes, self._remotes = list(self._remotes.values()), {}
-            self._closed_peers += self._peers.values()
-            self._peers.clear()
-        for peer in self._closed_peers:
-            peer.close()
         for remote in remotes:
             remote.close()
-
-    def join(self, timeout_s: float) -> None:
-        for peer in self._closed_peers:
-            peer.join(timeout_s)
 
     def _keep(self, descriptor: SegmentDescriptor, remote: RemoteSegment) -> RemoteSegment:
         """Return the handle to use: this one, or one that another thread opened first."""
@@ -237,11 +236,12 @@ class Remotes:
             partial(_open_for, transport, descriptor, endpoint)  # takes the timeout
             for endpoint in (*preferred, *secondary)
         ]
-        remote = MultiPathRemote(self._paths_to(tuple(preferred), tuple(secondary)), descriptor.nbytes, openers)
+        paths = self._paths_to(tuple(preferred), tuple(secondary))
+        remote = MultiPathRemote(self._queue, paths, descriptor.nbytes, openers)
         remote.connect(self._timeout_s)
         return remote
 
-    def _paths_to(self, preferred: tuple[str, ...], secondary: tuple[str, ...]) -> PeerPaths:
+    def _paths_to(self, preferred: tuple[str, ...], secondary: tuple[str, ...]) -> PeerPaths[Batch]:
         with self._lock:
             if self._closed:
                 raise PeerLost("the transfer engine is closed")

@@ -1,16 +1,18 @@
 """Batches of transfer requests: what engine.submit() takes and returns.
 
-A batch's slices wait in the engine's queue, except slices for peers with several paths. These wait in the planner of
-that peer, which keeps all of its paths busy and no thread of the engine. Slices of one run that go to one segment are
-moved together. When they fail together, and not because the peer is gone, each is tried alone, so that a request fails
-only for its own reason; bytes may be moved twice then, always the same ones to the same place.
+A batch's slices wait in the engine's queue, which cuts them into runs and gives each run a thread and a path. Slices of
+one run that go to one segment are moved together. When they fail together, and not because the peer is gone, each is
+tried alone, so that a request fails only for its own reason; bytes may be moved twice then, always the same ones to the
+same place.
 
-A single small request needs none of this: run_inline() moves it on the caller's thread.
+A single small request to a peer with one path needs none of this: run_inline() moves it on the caller's thread.
 """
 
 from __future__ import annotations
 
 import threading
+import time
+from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from enum import Enum
 from functools import partial
@@ -18,12 +20,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from moonpool.base.clock import Deadline
-from moonpool.base.errors import Cancelled, DeadlineExceeded, InvalidInput, MoonpoolError, PeerLost
+from moonpool.base.errors import Cancelled, DeadlineExceeded, MoonpoolError, PeerLost
 from moonpool.transfer.memory.buffers import Buffer, Memory, as_memory, cut, total_nbytes
-from moonpool.transfer.paths.multipath import MultiPathRemote
+from moonpool.transfer.paths.path_load import is_retriable
+from moonpool.transfer.paths.peer_queue import Outcome, Slice, SliceRun
 from moonpool.transfer.paths.places import Place, move, read_expecting, write_places
-from moonpool.transfer.paths.plan import Slice, cut_batch, take_run
 from moonpool.transfer.paths.priority import Priority
 from moonpool.transfer.paths.slice_queue import SliceQueue
 from moonpool.transfer.pending import Pending, ThreadPool, attempt
@@ -97,22 +98,22 @@ class Batch(Pending[None]):
         requests: Sequence[TransferRequest],
         *,
         timeout_s: float,
-        slice_nbytes: int,
         priority: Priority = Priority.PREFETCH,
         notify: bytes | None = None,
+        stop_at_error: bool = False,
     ) -> None:
-        """InvalidInput when a buffer cannot be used. Call start() or run_inline() next, once."""
+        """InvalidInput when a buffer cannot be used. Call start() or run_inline() next, once. With `stop_at_error` the
+        first error ends the batch: what has not begun fails with it.
+        """
         super().__init__()
         self.priority = priority
         self._requests = list(requests)
         self._timeout_s = timeout_s
-        self._slice_nbytes = slice_nbytes
         self._notify = notify
+        self._stop_at_error = stop_at_error
         self._memories, self._sizes = _borrow(requests)
         self.slices_of_peers: dict[Hashable, list[Slice]] = {}
-        self._path_slices: Sequence[Slice] = ()
-        self._num_slices = 0
-        self._slices_left = [1] * len(requests)
+        self._nbytes_left = [nbytes or 1 for nbytes in self._sizes]  # a request of no bytes has to be settled, too
         self._errors: list[MoonpoolError | None] = [None] * len(requests)
         self._finished: list[int] = []  # requests that have ended, in this order
         self._first_error: MoonpoolError | None = None
@@ -123,12 +124,8 @@ class Batch(Pending[None]):
     def __len__(self) -> int:
         return len(self._requests)
 
-    @property
-    def num_slices(self) -> int:
-        return self._num_slices
-
     def status(self, request: int) -> TransferStatus:
-        if self._slices_left[request]:
+        if self._nbytes_left[request]:
             return TransferStatus.PENDING
         error = self._errors[request]
         if error is None:
@@ -137,7 +134,7 @@ class Batch(Pending[None]):
 
     def error(self, request: int) -> MoonpoolError | None:
         """Return why this request failed; None while it is pending or when it succeeded."""
-        return self._errors[request] if not self._slices_left[request] else None
+        return self._errors[request] if not self._nbytes_left[request] else None
 
     def outcomes(self) -> list[MoonpoolError | None]:
         """Wait until the batch is over and return the error of each request, None where it succeeded. Raise only what
@@ -165,65 +162,86 @@ class Batch(Pending[None]):
             if self._cancelled or len(self._finished) == len(self._requests):
                 return
             self._cancelled = True
-            moving = list(self._moving)
-        self._settle(self._queue.withdraw(self), _cancelled())
-        for each in moving:
-            each.cancel()
+        self.settle(self._queue.withdraw(self), _cancelled())
 
-    # for the engine
+    # for the engine and its queue
+
+    def is_small(self, max_nbytes: int) -> bool:
+        """Return whether there is one request, of at most `max_nbytes`, and no more to do than to move its bytes."""
+        return len(self._requests) == 1 and self._notify is None and self._sizes[0] <= max_nbytes
 
     def run_inline(self, max_nbytes: int) -> bool:
-        """Move the only request on this thread and return True; return False, with nothing done, if it is larger than
-        `max_nbytes` or there is more to do than to move its bytes.
+        """Move the only request on this thread and return True. Return False, with nothing done, unless is_small() and
+        its peer has one path.
         """
-        if len(self._requests) != 1 or self._notify is not None or self._sizes[0] > max_nbytes:
+        if not self.is_small(max_nbytes) or self._requests[0].remote.num_paths > 1:
             return False
-        request = self._requests[0]
-        error = attempt(_move_request, request, self._memories[0], self._timeout_s, self.priority)
+        error = attempt(_move_request, self._requests[0], self._memories[0], self._timeout_s)
         self._errors[0] = self._first_error = error
-        self._slices_left[0] = 0
+        self._nbytes_left[0] = 0
         self._finished.append(0)
         self._end(None, error)
         return True
 
-    def start(self, queue: SliceQueue[Batch], threads: ThreadPool, room_timeout_s: float) -> None:
-        """Queue all requests. Overloaded, with nothing begun, when there is no room in time."""
+    def start(
+        self,
+        queue: SliceQueue[Batch],
+        room_timeout_s: float | None,
+        *,
+        threads: ThreadPool | None = None,
+        carry: bool = False,
+    ) -> None:
+        """Queue all requests, as SliceQueue.put(). Overloaded, with nothing begun, when there is no room in time.
+        `threads` send `notify`.
+        """
         if not self._requests:
             self.resolve(None)
             return
         self._queue, self._threads = queue, threads
-        self._deadline = Deadline(self._timeout_s)
-        self._moving: set[Pending[None]] = set()
-        self._cut()
-        groups = list(self._path_groups())
-        self._queue.put(self, room_timeout_s)
-        for group in groups:
-            self._start_on_paths(group)
+        self.deadline_s = time.monotonic() + self._timeout_s
+        slices = [Slice(number, 0, nbytes) for number, nbytes in enumerate(self._sizes)]
+        remotes = {request.remote for request in self._requests}
+        if len(remotes) == 1:
+            self.slices_of_peers[remotes.pop().peer] = slices
+        else:
+            for request, part in zip(self._requests, slices, strict=True):
+                self.slices_of_peers.setdefault(request.remote.peer, []).append(part)
+        queue.put(self, room_timeout_s, carry=carry)
 
-    def run(self, parts: Sequence[Slice]) -> None:
-        """Move these slices, on a thread of the engine. Never raises."""
-        wanted, groups = self._still_wanted(parts), list[_Group]()
-        error = attempt(lambda: groups.extend(self._group(wanted)))
-        if error is not None:
-            self._settle(wanted, error)
-        for group in groups:
-            self._move(group)
+    @property
+    def wants_retry(self) -> bool:
+        return not self._cancelled and not (self._stop_at_error and self._first_error is not None)
 
-    def abandon(self, parts: Sequence[Slice]) -> None:
-        """Fail slices that will not be moved, because the engine was closed."""
-        self._settle(parts, PeerLost("the transfer engine was closed"))
+    def run(self, run: SliceRun[Batch]) -> list[Outcome]:
+        """Move these slices, on a thread of the queue, and return their outcomes. Never raises."""
+        groups: deque[_Group] = deque()
+        error = attempt(lambda: groups.extend(self._group(run.slices)))
+        outcomes = [] if error is None else [Outcome(run.slices, error)]
+        while groups:
+            group, refusals = groups.popleft(), dict[int, MoonpoolError]()
+            error = attempt(self._move, group, run, refusals)
+            if error is not None and run.path is not None and is_retriable(error):  # the path failed: nothing is known
+                outcomes.append(Outcome([part for each in (group, *groups) for part in each.parts], error))
+                break
+            if _is_tried_alone(group, error) and not self._stop_at_error:
+                groups.extendleft(group.one_by_one())
+            elif refusals:
+                outcomes += [Outcome([part], refusals.get(at)) for at, part in enumerate(group.parts)]
+            else:
+                outcomes.append(Outcome(group.parts, error))
+        return outcomes
 
-    def _settle(self, parts: Sequence[Slice], error: MoonpoolError | None) -> None:
+    def settle(self, slices: Sequence[Slice], error: MoonpoolError | None) -> None:
         """Record the end of slices."""
-        if not parts:
+        if not slices:
             return
         with self._lock:
-            left = self._slices_left
-            for request, _, _ in parts:
+            left = self._nbytes_left
+            for request, _, nbytes in slices:
                 if error is not None and self._errors[request] is None:
                     self._errors[request] = error
                     self._first_error = self._first_error or error
-                left[request] -= 1
+                left[request] -= nbytes or 1
                 if not left[request]:
                     self._finished.append(request)
             over = len(self._finished) == len(self._requests)
@@ -231,6 +249,8 @@ class Batch(Pending[None]):
                 self._progress.notify_all()
         if over:
             self._finish()
+        elif error is not None and self._stop_at_error:
+            self.settle(self._queue.withdraw(self), error)
 
     def _finish(self) -> None:
         """Nothing is under way any more. Another thread sends messages: others may wait for this one."""
@@ -238,7 +258,7 @@ class Batch(Pending[None]):
             self.fail(self._first_error)
         elif self._notify is None:
             self.resolve(None)
-        elif not self._threads.run(partial(self._notify_owners, self._notify)):
+        elif self._threads is None or not self._threads.run(partial(self._notify_owners, self._notify)):
             self.fail(PeerLost("the transfer engine was closed"))
 
     def _notify_owners(self, message: bytes) -> None:
@@ -248,50 +268,6 @@ class Batch(Pending[None]):
                 self.fail(error)
                 return
         self.resolve(None)
-
-    def _cut(self) -> None:
-        """Make the slices for the engine's threads, by peer, and those for planners. A planner cuts by itself, and
-        better when it sees the whole request.
-        """
-        limit, requests = self._slice_nbytes, self._requests
-        remotes = {request.remote for request in requests}
-        limits: int | list[int] = limit
-        if any(isinstance(remote, MultiPathRemote) for remote in remotes):
-            by_paths = [isinstance(request.remote, MultiPathRemote) for request in requests]
-            limits = [max(n, limit) if paths else limit for n, paths in zip(self._sizes, by_paths, strict=True)]
-        slices = cut_batch(self._sizes, limits)
-        self._num_slices = len(slices)
-        if len(slices) > len(requests):
-            self._slices_left = [0] * len(requests)
-            for request, _, _ in slices:
-                self._slices_left[request] += 1
-        by_peer = self.slices_of_peers
-        if len(remotes) == 1:
-            by_peer[remotes.pop().peer] = slices
-        else:
-            for part in slices:
-                by_peer.setdefault(requests[part.request].remote.peer, []).append(part)
-        self._path_slices = by_peer.pop(MultiPathRemote.peer, [])
-
-    def _still_wanted(self, parts: Sequence[Slice]) -> Sequence[Slice]:
-        """Return the slices without those of requests that have failed already, which are settled here."""
-        if self._first_error is None:
-            return parts
-        wanted: list[Slice] = []
-        for part in parts:
-            error = self._errors[part.request]
-            if error is None:
-                wanted.append(part)
-            else:
-                self._settle([part], error)
-        return wanted
-
-    def _path_groups(self) -> Iterator[_Group]:
-        at = 0
-        while at < len(self._path_slices):
-            end = take_run(self._path_slices, at, self._slice_nbytes)
-            yield from self._group(self._path_slices[at:end])
-            at = end
 
     def _group(self, parts: Sequence[Slice]) -> Iterable[_Group]:
         groups: dict[_GroupKey, _Group] = {}
@@ -321,60 +297,15 @@ class Batch(Pending[None]):
                 group.generations.append(request.expected_generation)
         return groups.values()
 
-    def _move(self, group: _Group) -> None:
-        """Move the group and settle its slices."""
-        refusals: dict[int, MoonpoolError] = {}
-        error = attempt(lambda: refusals.update(_move_group(group, self._remaining_s())))
-        if _is_tried_alone(group, error):
-            for single in group.one_by_one():
-                self._move(single)
-        elif error is not None or not refusals:
-            self._settle(group.parts, error)
-        else:
-            for at, part in enumerate(group.parts):
-                self._settle([part], refusals.get(at))
-
-    def _start_on_paths(self, group: _Group) -> None:
-        started: list[Pending[None]] = []
-        error = attempt(lambda: started.append(self._moving_of(group)))
-        if error is not None:
-            self._ended_on_paths(group, error)
-            return
-        [moving] = started
-        with self._lock:
-            self._moving.add(moving)
-            cancelled = self._cancelled
-        if cancelled:
-            moving.cancel()
-        moving.add_done_callback(partial(self._moved_on_paths, group))
-
-    def _moving_of(self, group: _Group) -> Pending[None]:
-        remote = group.key.remote
-        assert isinstance(remote, MultiPathRemote)
-        if group.key.is_expecting:
-            raise InvalidInput("a segment reached by several paths is read without generations")
-        return remote.start(
-            group.places, generation=group.key.generation, timeout_s=self._remaining_s(), priority=self.priority
-        )
-
-    def _moved_on_paths(self, group: _Group, moving: Pending[None]) -> None:
-        with self._lock:
-            self._moving.discard(moving)
-        self._ended_on_paths(group, moving.failure)
-
-    def _ended_on_paths(self, group: _Group, error: MoonpoolError | None) -> None:
-        if _is_tried_alone(group, error):
-            for single in group.one_by_one():
-                self._start_on_paths(single)
-            return
-        self._queue.release(self.priority, len(group.parts))
-        self._settle(group.parts, error)
+    def _move(self, group: _Group, run: SliceRun[Batch], refusals: dict[int, MoonpoolError]) -> None:
+        timeout_s = min(self._remaining_s(), run.timeout_s)
+        refusals.update(group.key.remote.on_path(run.path, partial(_move_group, group), timeout_s))
 
     def _remaining_s(self) -> float:
         """Raise when nothing should begin any more."""
         if self._cancelled:
             raise _cancelled()
-        remaining_s = self._deadline.remaining_s()
+        remaining_s = self.deadline_s - time.monotonic()
         if remaining_s <= 0.0:
             raise DeadlineExceeded(f"the batch was not done within {self._timeout_s:g} s")
         return remaining_s
@@ -407,13 +338,10 @@ def _key_of(request: TransferRequest) -> _GroupKey:
     return _GroupKey(remote, request.op, None if remote.pipelines_writes else request.generation)
 
 
-def _move_request(request: TransferRequest, memories: list[Memory], timeout_s: float, priority: Priority) -> None:
+def _move_request(request: TransferRequest, memories: list[Memory], timeout_s: float) -> None:
     """Move a whole request on this thread."""
     remote, expected = request.remote, request.expected_generation
-    if isinstance(remote, MultiPathRemote) and expected is None:
-        generation = None if request.op is _READ else request.generation
-        remote.transfer([(request.offset, memories)], generation, timeout_s, priority)
-    elif request.op is not _READ:
+    if request.op is not _READ:
         remote.write_from(request.offset, memories, generation=request.generation, timeout_s=timeout_s)
     elif expected is None:
         remote.read_into(request.offset, memories, timeout_s=timeout_s)
@@ -422,15 +350,17 @@ def _move_request(request: TransferRequest, memories: list[Memory], timeout_s: f
             raise refusal
 
 
-def _move_group(group: _Group, timeout_s: float) -> dict[int, MoonpoolError]:
-    """Return the refusals by the position of the slice. Raise what may be true of any slice."""
+def _move_group(group: _Group, remote: RemoteSegment, timeout_s: float) -> dict[int, MoonpoolError]:
+    """Move the group by this handle of its segment. Return the refusals by the position of the slice; raise what may be
+    true of any slice.
+    """
     key, places, generations = group.key, group.places, group.generations
     if key.is_expecting:
         return read_expecting(key.remote, places, generations, timeout_s=timeout_s)
     if not generations:
-        move(key.remote, places, generation=None, timeout_s=timeout_s)
+        move(remote, places, generation=None, timeout_s=timeout_s)
         return {}
-    return write_places(key.remote, places, generations, timeout_s=timeout_s)
+    return write_places(remote, places, generations, timeout_s=timeout_s)
 
 
 def _is_tried_alone(group: _Group, error: MoonpoolError | None) -> bool:

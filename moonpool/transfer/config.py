@@ -15,7 +15,7 @@ from moonpool.base.errors import ConfigError
 from moonpool.base.security import TlsConfig
 from moonpool.base.units import format_nbytes
 from moonpool.transfer.paths.path_load import PlanConfig
-from moonpool.transfer.paths.plan import DEFAULT_SLICE_NBYTES
+from moonpool.transfer.paths.peer_queue import DEFAULT_SLICE_NBYTES
 from moonpool.transfer.paths.priority import DEFAULT_PROMOTE_AFTER_S
 from moonpool.transfer.topology import Sysfs
 from moonpool.transfer.topology.discover import numa_nodes
@@ -92,9 +92,7 @@ class TransferConfig(WireConfig):
 
     @property
     def plan(self) -> PlanConfig:
-        return PlanConfig(
-            max_slice_nbytes=self.slice_nbytes, slices_per_path=self.lanes, promote_after_s=self.promote_after_s
-        )
+        return PlanConfig(max_slice_nbytes=self.slice_nbytes, slices_per_path=self.lanes)
 
 
 def check_numa_node(numa_node: int | None) -> None:

@@ -60,7 +60,6 @@ class TransferEngine:
         self._control = ControlHandler(self.incarnation, lambda: self.topology)
         wanted = config.tcp_host == AUTO or config.topology_file is not None
         self._assembly = Assembly(config, self._control, self.topology if wanted else None, fabric)
-        self._remotes = Remotes(self._assembly.transports, config.plan, config.timeout_s)
         self._threads = ThreadPool("transfer-control", _NUM_THREADS)
         order: SliceOrder[Batch] = SliceOrder(
             config.max_queued_slices,
@@ -69,6 +68,7 @@ class TransferEngine:
             threads_per_peer=config.num_threads,
         )
         self._queue = SliceQueue(order)
+        self._remotes = Remotes(self._assembly.transports, self._queue, config.plan, config.timeout_s)
         self._lock = threading.Lock()
         self._closed = False
         self._served: dict[str, SegmentDescriptor] = {}
@@ -230,18 +230,14 @@ class TransferEngine:
         `room_timeout_s` (None: until the deadline); on an event loop make it 0.
         """
         timeout_s = self._config.timeout_s if timeout_s is None else timeout_s
-        batch = Batch(
-            requests,
-            timeout_s=timeout_s,
-            slice_nbytes=self._config.slice_nbytes,
-            priority=priority,
-            notify=notify,
-        )
+        batch = Batch(requests, timeout_s=timeout_s, priority=priority, notify=notify)
         may_wait = room_timeout_s != 0 and _get_running_loop() is None
-        if may_wait and not self._closed and batch.run_inline(min(_INLINE_NBYTES, self._config.slice_nbytes)):
+        max_nbytes = min(_INLINE_NBYTES, self._config.slice_nbytes)
+        if may_wait and not self._closed and batch.run_inline(max_nbytes):
             return batch
         room_timeout_s = timeout_s if room_timeout_s is None else min(room_timeout_s, timeout_s)
-        batch.start(self._queue, self._threads, room_timeout_s)
+        carry = may_wait and batch.is_small(max_nbytes)
+        batch.start(self._queue, room_timeout_s, threads=self._threads, carry=carry)
         return batch
 
     def close(self) -> None:
@@ -253,7 +249,6 @@ class TransferEngine:
         self._control.close()
         self._threads.close()
         self._queue.join(_JOIN_TIMEOUT_S)
-        self._remotes.join(_JOIN_TIMEOUT_S)
         self._threads.join(_JOIN_TIMEOUT_S)
         with self._lock:
             registered, self._registered = list(self._registered.values()), {}

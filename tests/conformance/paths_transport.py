@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 
 from moonpool.base.descriptor import SegmentDescriptor
+from moonpool.transfer.batch import Batch
 from moonpool.transfer.control import ControlHandler
 from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.paths.multipath import MultiPathRemote
 from moonpool.transfer.paths.path_load import PlanConfig
 from moonpool.transfer.paths.peer_paths import PeerPaths
+from moonpool.transfer.paths.peer_queue import DEFAULT_SLICE_NBYTES
+from moonpool.transfer.paths.slice_queue import SliceOrder, SliceQueue
 from moonpool.transfer.transports.base import RemoteSegment, Transport, rest_of
 from moonpool.transfer.transports.tcp.transport import TcpTransport
 
@@ -23,7 +26,8 @@ class PathsTransport(Transport):
         self.control = ControlHandler()
         self._rails = [TcpTransport("127.0.0.1", control=self.control) for _ in range(2)]
         self._lock = threading.Lock()
-        self._peers: dict[str, PeerPaths] = {}
+        self._peers: dict[str, PeerPaths[Batch]] = {}
+        self._queue: SliceQueue[Batch] = SliceQueue(SliceOrder(1000, DEFAULT_SLICE_NBYTES, threads_per_peer=2))
 
     def can_serve(self, segment: Segment) -> bool:
         return all(rail.can_serve(segment) for rail in self._rails)
@@ -41,20 +45,18 @@ class PathsTransport(Transport):
     def open(self, descriptor: SegmentDescriptor, endpoint: str, *, timeout_s: float) -> MultiPathRemote:
         endpoints = rest_of(endpoint, self.scheme).split("+")
         with self._lock:
-            paths = self._peers.setdefault(endpoint, PeerPaths(endpoints, PlanConfig()))
+            paths = self._peers.setdefault(endpoint, PeerPaths[Batch](endpoints, PlanConfig()))
 
         def open_by(own_endpoint: str, timeout_s: float) -> RemoteSegment:
             return self._rails[0].open(descriptor, own_endpoint, timeout_s=timeout_s)
 
         openers = [lambda timeout_s, own=own: open_by(own, timeout_s) for own in endpoints]
-        remote = MultiPathRemote(paths, descriptor.nbytes, openers)
+        remote = MultiPathRemote(self._queue, paths, descriptor.nbytes, openers)
         remote.connect(timeout_s)
         return remote
 
     def close(self) -> None:
-        for paths in self._peers.values():
-            paths.close()
+        self._queue.close()
         for rail in self._rails:
             rail.close()
-        for paths in self._peers.values():
-            paths.join(5)
+        self._queue.join(5)

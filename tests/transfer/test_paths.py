@@ -29,6 +29,7 @@ from moonpool.base.errors import (
     StaleGeneration,
 )
 from moonpool.transfer import (
+    Batch,
     MultiPathRemote,
     RemoteSegment,
     Segment,
@@ -41,6 +42,7 @@ from moonpool.transfer import (
 from moonpool.transfer.memory.buffers import Buffer, as_bytes_views
 from moonpool.transfer.paths.path_load import PathState
 from moonpool.transfer.paths.peer_paths import PeerPaths
+from moonpool.transfer.paths.slice_queue import SliceOrder, SliceQueue
 
 NBYTES = 16 << 20
 LAB = str(Path(__file__).parents[2] / "benchmarks" / "_rails_lab.py")
@@ -277,20 +279,18 @@ class FakeRemote(RemoteSegment):
 
 @pytest.fixture
 def make_paths() -> Iterator[Callable[..., MultiPathRemote]]:
-    made: list[PeerPaths] = []
+    queue: SliceQueue[Batch] = SliceQueue(SliceOrder(1000, FAST.max_slice_nbytes, threads_per_peer=2))
 
     def make(memory: bytearray, *befores: Callable[[float], None]) -> MultiPathRemote:
-        paths = PeerPaths([f"fake:{number}" for number in range(len(befores))], FAST)
-        made.append(paths)
+        paths = PeerPaths[Batch]([f"fake:{number}" for number in range(len(befores))], FAST)
         openers = [lambda timeout_s, before=before: FakeRemote(memory, before) for before in befores]
-        remote = MultiPathRemote(paths, len(memory), openers)
+        remote = MultiPathRemote(queue, paths, len(memory), openers)
         remote.connect(5.0)
         return remote
 
     yield make
-    for paths in made:
-        paths.close()
-        paths.join(5)
+    queue.close()
+    queue.join(5)
 
 
 def fine(timeout_s: float) -> None:

@@ -1,4 +1,4 @@
-"""MultiPathRemote.start(): transfers that nobody waits for, over paths that fail on purpose."""
+"""Batches to a peer with several paths that nobody waits for, over paths that fail on purpose."""
 
 from __future__ import annotations
 
@@ -12,36 +12,39 @@ from plan_world import FAST
 from slow_remote import FakeRemote
 
 from moonpool.base.errors import Cancelled, DeadlineExceeded, InvalidInput, PeerLost
+from moonpool.transfer.batch import Batch, TransferOp, TransferRequest
 from moonpool.transfer.paths.multipath import MultiPathRemote
 from moonpool.transfer.paths.peer_paths import PeerPaths
-from moonpool.transfer.paths.priority import Priority
-from moonpool.transfer.pending import Pending
+from moonpool.transfer.paths.slice_queue import SliceOrder, SliceQueue
 
 Before = Callable[[list[tuple[int, int]]], None]
 NBYTES = 200_000
 
 
 @pytest.fixture
-def make_paths() -> Iterator[Callable[..., tuple[MultiPathRemote, bytearray]]]:
-    made: list[PeerPaths] = []
+def queue() -> Iterator[SliceQueue[Batch]]:
     before = set(threading.enumerate())
+    made: SliceQueue[Batch] = SliceQueue(SliceOrder(1000, FAST.max_slice_nbytes, threads_per_peer=2))
+    yield made
+    made.close()
+    made.join(5)
+    assert not [thread.name for thread in set(threading.enumerate()) - before if thread.name == "transfer-slices"]
+
+
+@pytest.fixture
+def make_paths(queue: SliceQueue[Batch]) -> Callable[..., tuple[MultiPathRemote, bytearray]]:
 
     def make(*befores: Before) -> tuple[MultiPathRemote, bytearray]:
-        paths = PeerPaths([f"fake:{number}" for number in range(len(befores))], FAST)
-        made.append(paths)
+        paths = PeerPaths[Batch]([f"fake:{number}" for number in range(len(befores))], FAST)
         memory = bytearray(random.Random(5).randbytes(NBYTES))
         remotes = [FakeRemote(NBYTES, before) for before in befores]
         for each in remotes:
             each.memory = memory
-        remote = MultiPathRemote(paths, NBYTES, [lambda timeout_s, each=each: each for each in remotes])
+        remote = MultiPathRemote(queue, paths, NBYTES, [lambda timeout_s, each=each: each for each in remotes])
         remote.connect(5.0)
         return remote, memory
 
-    yield make
-    for paths in made:
-        paths.close()
-        paths.join(5)
-    assert not [thread.name for thread in set(threading.enumerate()) - before if thread.name == "transfer-path"]
+    return make
 
 
 def fine(spans: list[tuple[int, int]]) -> None:
@@ -53,10 +56,10 @@ def silent(spans: list[tuple[int, int]]) -> None:
     raise DeadlineExceeded("silence")
 
 
-def read(remote: MultiPathRemote, buffer: bytearray, offset: int = 0, timeout_s: float = 30.0) -> Pending[None]:
-    return remote.start(
-        [(offset, [memoryview(buffer)])], generation=None, timeout_s=timeout_s, priority=Priority.PREFETCH
-    )
+def read(remote: MultiPathRemote, buffer: bytearray, offset: int = 0, timeout_s: float = 30.0) -> Batch:
+    batch = Batch([TransferRequest(TransferOp.READ, remote, offset, [buffer])], timeout_s=timeout_s)
+    batch.start(remote._queue, 0.0)
+    return batch
 
 
 def test_random_faults_and_cancellations_lose_no_byte(
@@ -133,7 +136,10 @@ def test_cancel_ends_what_waits_for_paths_that_rest(
 def test_what_can_be_said_at_once_is(make_paths: Callable[..., tuple[MultiPathRemote, bytearray]]) -> None:
     remote, _ = make_paths(fine)
     with pytest.raises(InvalidInput):
-        read(remote, bytearray(1), NBYTES)
+        remote.read_many([(0, bytearray(1)), (NBYTES, bytearray(1))], timeout_s=5)
+    assert sum(path.done_nbytes for path in remote.report()) == 0
     remote.close()
     with pytest.raises(PeerLost):
-        read(remote, bytearray(1))
+        remote.read_into(0, [bytearray(1)], timeout_s=5)
+    with pytest.raises(PeerLost):
+        read(remote, bytearray(1)).wait(5)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonpool.base.errors import Overloaded, PeerLost
-from moonpool.transfer.paths.plan import MAX_RUN_SLICES, Slice, cut_batch
+from moonpool.base.errors import MoonpoolError, NotFound, Overloaded, PeerLost
+from moonpool.transfer.paths.peer_queue import MAX_RUN_SLICES, Outcome, Slice, SliceRun
 from moonpool.transfer.paths.priority import Priority, PriorityOrder
 from moonpool.transfer.paths.slice_queue import SliceOrder, SliceQueue
 
@@ -25,7 +25,6 @@ AFTER_S = 0.1
 class Job:
     priority: Priority
     slices: Sequence[Slice]
-    num_elsewhere: int = 0
     added_s: float = 0.0
     handed_out: list[Slice] = field(default_factory=list)
     abandoned: list[Slice] = field(default_factory=list)
@@ -33,24 +32,32 @@ class Job:
     gate: threading.Event | None = None
     started: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     lock: threading.Lock = field(default_factory=threading.Lock)
+    deadline_s: float = 1e9
+    wants_retry: bool = True
 
     @property
-    def num_slices(self) -> int:
-        return len(self.slices) + self.num_elsewhere
+    def slices_of_peers(self) -> dict[Hashable, list[Slice]]:
+        return {self.peer: list(self.slices)}
 
-    @property
-    def slices_of_peers(self) -> Mapping[Hashable, Sequence[Slice]]:
-        return {self.peer: self.slices} if self.slices else {}
-
-    def run(self, parts: Sequence[Slice]) -> None:
+    def run(self, run: SliceRun[Job]) -> list[Outcome]:
         self.started.release()
         if self.gate is not None:
             assert self.gate.wait(10)
-        with self.lock:
-            self.handed_out += parts
+        return [Outcome(run.slices, None)]
 
-    def abandon(self, parts: Sequence[Slice]) -> None:
-        self.abandoned += parts
+    def settle(self, slices: Sequence[Slice], error: MoonpoolError | None) -> None:
+        with self.lock:
+            ended = self.handed_out if error is None else self.abandoned
+            ended += slices
+
+
+def cut_batch(sizes: Sequence[int], limit: int = 1 << 20) -> list[Slice]:
+    """The slices of requests that were cut before."""
+    return [
+        Slice(request, at, min(limit, nbytes - at))
+        for request, nbytes in enumerate(sizes)
+        for at in range(0, nbytes or 1, limit)
+    ]
 
 
 def job(priority: Priority, num_slices: int = 1, nbytes: int = LIMIT) -> Job:
@@ -109,13 +116,30 @@ def test_each_priority_has_its_own_bound() -> None:
     assert not line.has_room(job(REPLICATION))
     assert line.has_room(job(HANDOFF, 10))
     assert line.has_room(job(PREFETCH, 99))  # larger than the bound: alone
-    elsewhere = Job(HANDOFF, [], num_elsewhere=10)
-    line.add(elsewhere, 0.0)
+    other = job(HANDOFF, 10)
+    other.peer = "other"
+    line.add(other, 0.0)
     assert not line.has_room(job(HANDOFF))
-    assert line.withdraw(elsewhere) == []
-    line.release(HANDOFF, 10)
+    assert line.withdraw(other) == other.slices
     assert line.has_room(job(HANDOFF, 10))
     line.check_integrity()
+
+
+def test_a_request_that_failed_is_moved_no_further() -> None:
+    line = order(threads_per_peer=1)
+    large = Job(PREFETCH, [Slice(0, 0, LIMIT), Slice(1, 0, 5 * LIMIT), Slice(2, 0, LIMIT)])
+    line.add(large, 0.0)
+    error = NotFound("x")
+    for expected in ([Slice(0, 0, LIMIT)], [Slice(1, 0, LIMIT)]):
+        run = line.take(0.0)
+        assert run is not None
+        assert run.slices == expected
+        ended = line.finished(run, [Outcome(run.slices, error)], 0.0)
+    assert [(work, list(slices), found) for work, slices, found in ended] == [
+        (large, [Slice(1, 0, LIMIT), Slice(1, LIMIT, 4 * LIMIT)], error)
+    ]
+    line.check_integrity()
+    assert line.withdraw(large) == [Slice(2, 0, LIMIT)]
 
 
 # What happens: a batch arrives, a thread asks for work, a batch is cancelled; each after some time.
@@ -298,16 +322,13 @@ def test_the_order_serves_other_peers_while_one_has_its_share() -> None:
     two.peer = "other"
     line.add(one, 0.0)
     line.add(two, 0.0)
-    assert line.num_startable() == 2
     first, second = line.take(0.0), line.take(0.0)
     assert first is not None
     assert second is not None
     assert (first.work, second.work) == (one, two)
     assert line.take(0.0) is None
-    assert line.num_startable() == 0
-    line.finished(second)
-    line.finished(first)
-    assert line.num_startable() == 2
+    for run in (second, first):
+        line.finished(run, [Outcome(run.slices, None)], 0.0)
     third = line.take(0.0)
     assert third is not None
     assert third.work is one

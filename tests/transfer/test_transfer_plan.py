@@ -3,15 +3,26 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.transfer.paths.plan import cut_batch, take_run
+from moonpool.transfer.paths.peer_queue import Piece, Slice
 
 sizes = st.lists(st.integers(0, 300), max_size=20)
 limits = st.integers(1, 100)
 
 
+def runs_of(request_nbytes: list[int], limit: int) -> list[list[Slice]]:
+    """The runs into which a batch of such requests is cut."""
+    piece = Piece([Slice(request, 0, nbytes) for request, nbytes in enumerate(request_nbytes)], 0.0)
+    runs: list[list[Slice]] = []
+    while not piece.is_empty:
+        expected = piece.nbytes_up_to(limit)
+        runs.append(piece.take_run(limit))
+        assert sum(part.nbytes for part in runs[-1]) <= expected
+    return runs
+
+
 @given(sizes, limits)
 def test_slices_cover_every_request_exactly_and_in_order(request_nbytes: list[int], limit: int) -> None:
-    slices = cut_batch(request_nbytes, limit)
+    slices = [part for run in runs_of(request_nbytes, limit) for part in run]
     assert [part.request for part in slices] == sorted(part.request for part in slices)
     for request, nbytes in enumerate(request_nbytes):
         own = [part for part in slices if part.request == request]
@@ -27,13 +38,7 @@ def test_slices_cover_every_request_exactly_and_in_order(request_nbytes: list[in
 
 @given(sizes, limits)
 def test_runs_hand_out_every_slice_once(request_nbytes: list[int], limit: int) -> None:
-    slices = cut_batch(request_nbytes, limit)
-    start, seen = 0, []
-    while start < len(slices):
-        end = take_run(slices, start, limit)
-        run = slices[start:end]
-        assert run
-        assert sum(part.nbytes for part in run) <= limit
-        seen += run
-        start = end
-    assert seen == slices
+    runs = runs_of([min(nbytes, limit) for nbytes in request_nbytes], limit)
+    assert all(runs)
+    assert all(sum(part.nbytes for part in run) <= limit for run in runs)
+    assert [part.request for run in runs for part in run] == list(range(len(request_nbytes)))

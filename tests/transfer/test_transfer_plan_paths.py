@@ -7,11 +7,10 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_world import CONFIG, MIB, RATE, Rail, World
+from plan_world import CONFIG, MIB, RATE, Planner, Rail, World
 
 from moonpool.base.errors import DeadlineExceeded, InvalidInput, MoonpoolError, NotFound, PeerLost, StaleGeneration
 from moonpool.transfer.paths.path_load import PathState, PlanConfig
-from moonpool.transfer.paths.plan import Planner
 
 
 def share(rail: Rail) -> int:

@@ -9,11 +9,10 @@ import itertools
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from plan_world import CONFIG, MIB, RATE, Rail, World
+from plan_world import CONFIG, MIB, RATE, Planner, Rail, World
 
 from moonpool.base.errors import PeerLost
 from moonpool.transfer.paths.path_load import PathState
-from moonpool.transfer.paths.plan import Planner
 
 FOREVER = [(0.0, 1e9)]
 BACK_S = CONFIG.max_rest_s + 2 * CONFIG.slice_timeout_s + 0.1  # a rest, a probe and a trial

@@ -110,7 +110,7 @@ def test_several_paths_cancelled_in_the_middle(paths: Paths) -> None:
 
 
 def test_several_paths_let_a_hand_off_through(paths: Paths) -> None:
-    """Large transfers by several paths hold no thread of the engine and no place at the head of the planner."""
+    """Large transfers by several paths hold no thread of the engine and no place at the head of the queue."""
     peer, remote, _ = paths
     bulk = [
         peer.submit(
@@ -143,7 +143,7 @@ def test_closing_ends_what_runs_by_several_paths(paths: Paths) -> None:
     peer, remote, _ = paths
     batches = [peer.submit([TransferRequest(READ, remote, 0, [bytearray(32 * MIB)])]) for _ in range(6)]
     peer.close()
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("transfer-path")]
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("transfer-slices")]
     for batch in batches:
         assert batch.done_within(5)
     with pytest.raises(PeerLost):

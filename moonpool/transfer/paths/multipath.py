@@ -3,37 +3,47 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from queue import SimpleQueue
 
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import DeadlineExceeded, HandleClosed, MoonpoolError, PeerLost, Unavailable
-from moonpool.transfer.memory.buffers import Buffer, as_memory
+from moonpool.transfer.batch import Batch, TransferOp, TransferRequest
+from moonpool.transfer.memory.buffers import Buffer, as_memory, total_nbytes
 from moonpool.transfer.paths.path_load import is_retriable
-from moonpool.transfer.paths.peer_paths import Mover, PathReport, PeerPaths
-from moonpool.transfer.paths.places import Place, check_places, cut_places, move
-from moonpool.transfer.paths.priority import Priority
-from moonpool.transfer.pending import Pending, attempt
-from moonpool.transfer.transports.base import RemoteSegment
+from moonpool.transfer.paths.peer_paths import PathReport, PeerPaths
+from moonpool.transfer.paths.slice_queue import SliceQueue
+from moonpool.transfer.pending import attempt
+from moonpool.transfer.transports.base import RemoteSegment, T, check_bounds
 
 Opener = Callable[[float], RemoteSegment]  # takes a timeout_s
 
 
 class MultiPathRemote(RemoteSegment):
-    """Opens the handle of each path when it is first used."""
+    """Opens the handle of each path when it is first used. Every call is a batch in the engine's queue, of which the
+    caller's thread moves slices, too.
+    """
 
     transport = "paths"
-    peer = "paths"  # its transfers wait with the planner of the peer, not for the engine's threads
 
-    def __init__(self, paths: PeerPaths, nbytes: int, openers: Sequence[Opener]) -> None:
+    def __init__(
+        self, queue: SliceQueue[Batch], paths: PeerPaths[Batch], nbytes: int, openers: Sequence[Opener]
+    ) -> None:
         assert len(openers) == len(paths.endpoints)
         self.nbytes = nbytes
+        self.num_paths = len(openers)
+        self._queue = queue
         self._paths = paths
         self._openers = openers
         self._remotes: list[RemoteSegment | None] = [None] * len(openers)
         self._lock = threading.Lock()
         self._closed = False
+        paths.probers.add(self)
+
+    @property
+    def peer(self) -> Hashable:
+        return self._paths
 
     def connect(self, timeout_s: float) -> None:
         """Try all paths at once and return when the first one works. Raise the peer's refusal, or the last error when
@@ -48,37 +58,31 @@ class MultiPathRemote(RemoteSegment):
                 raise error
 
     def read_into(self, offset: int, buffers: Sequence[Buffer], *, timeout_s: float) -> None:
-        self.transfer([(offset, [as_memory(buffer, True) for buffer in buffers])], None, timeout_s)
+        self._transfer(TransferOp.READ, [(offset, buffers)], 0, timeout_s)
 
     def write_from(self, offset: int, buffers: Sequence[Buffer], *, generation: int, timeout_s: float) -> None:
-        self.transfer([(offset, [as_memory(buffer, False) for buffer in buffers])], generation, timeout_s)
+        self._transfer(TransferOp.WRITE, [(offset, buffers)], generation, timeout_s)
 
     def read_many(self, items: Sequence[tuple[int, Buffer]], *, timeout_s: float) -> None:
-        self.transfer([(offset, [as_memory(buffer, True)]) for offset, buffer in items], None, timeout_s)
+        self._transfer(TransferOp.READ, ((offset, [buffer]) for offset, buffer in items), 0, timeout_s)
 
     def write_many(self, items: Sequence[tuple[int, Buffer]], *, generation: int, timeout_s: float) -> None:
-        self.transfer([(offset, [as_memory(buffer, False)]) for offset, buffer in items], generation, timeout_s)
+        self._transfer(TransferOp.WRITE, ((offset, [buffer]) for offset, buffer in items), generation, timeout_s)
 
-    def transfer(
-        self,
-        places: Sequence[Place],
-        generation: int | None,
-        timeout_s: float,
-        priority: Priority = Priority.PREFETCH,
-    ) -> None:
-        """Write the places with `generation`, or read them (None). The caller's thread carries slices, too."""
-        nbytes = self._check(places)
-        if places:
-            self._paths.transfer(nbytes, self._mover(places, generation), self._probe, timeout_s, priority)
+    def on_path(self, path: int | None, act: Callable[[RemoteSegment, float], T], timeout_s: float) -> T:
+        assert path is not None
+        deadline = Deadline(timeout_s)
+        try:
+            return act(self._remote(path, deadline), deadline.remaining_s())
+        except Unavailable as error:
+            if self._closed:  # not a failure of the path, which serves other segments too
+                raise HandleClosed("this handle was closed") from error
+            raise
 
-    def start(
-        self, places: Sequence[Place], *, generation: int | None, timeout_s: float, priority: Priority
-    ) -> Pending[None]:
-        """As transfer(), without waiting. The memory is in use until the result is there; cancel() drops what is not
-        under way. Raises at once when the places are invalid or the handle is closed.
-        """
-        nbytes = self._check(places)
-        return self._paths.start(nbytes, self._mover(places, generation), self._probe, timeout_s, priority)
+    def probe(self, path: int, timeout_s: float) -> None:
+        """Make a round trip that moves no bytes."""
+        deadline = Deadline(timeout_s)
+        self._remote(path, deadline).read_into(0, [], timeout_s=deadline.remaining_s())
 
     def notify(self, message: bytes, *, timeout_s: float) -> None:
         """Try the paths one after the other, best first, until one answers. The owner has the message when this
@@ -103,36 +107,28 @@ class MultiPathRemote(RemoteSegment):
     def close(self) -> None:
         with self._lock:
             self._closed = True
+            self._paths.probers.discard(self)
             remotes = [remote for remote in self._remotes if remote is not None]
         for remote in remotes:
             remote.close()
 
-    def _check(self, places: Sequence[Place]) -> int:
+    def _transfer(
+        self, op: TransferOp, items: Iterable[tuple[int, Sequence[Buffer]]], generation: int, timeout_s: float
+    ) -> None:
+        """Raise InvalidInput, with nothing moved, when an item cannot be used."""
         if self._closed:
             raise HandleClosed("this handle is closed")
-        return check_places(places, self.nbytes)
-
-    def _mover(self, places: Sequence[Place], generation: int | None) -> Mover:
-        def move_slice(path: int, start: int, nbytes: int, timeout_s: float) -> None:
-            deadline = Deadline(timeout_s)
-            try:
-                remote = self._remote(path, deadline)
-                parts = cut_places(places, start, nbytes)
-                move(remote, parts, generation=generation, timeout_s=deadline.remaining_s())
-            except Unavailable as error:
-                if self._closed:  # not a failure of the path, which serves other segments too
-                    raise HandleClosed("this handle was closed") from error
-                raise
-
-        return move_slice
+        requests: list[TransferRequest] = []
+        for offset, buffers in items:
+            memories = [as_memory(buffer, op is TransferOp.READ) for buffer in buffers]
+            check_bounds(offset, total_nbytes(memories), self.nbytes)
+            requests.append(TransferRequest(op, self, offset, memories, generation))
+        batch = Batch(requests, timeout_s=timeout_s, stop_at_error=True)
+        batch.start(self._queue, None, carry=True)
+        batch.wait()
 
     def _notify_by(self, path: int, message: bytes, deadline: Deadline) -> None:
         self._remote(path, deadline).notify(message, timeout_s=deadline.remaining_s())
-
-    def _probe(self, path: int, timeout_s: float) -> None:
-        """Make a round trip that moves no bytes."""
-        deadline = Deadline(timeout_s)
-        self._remote(path, deadline).read_into(0, [], timeout_s=deadline.remaining_s())
 
     def _remote(self, path: int, deadline: Deadline) -> RemoteSegment:
         """Return this path's handle, opening it if needed."""
@@ -155,10 +151,10 @@ class MultiPathRemote(RemoteSegment):
             error = attempt(self._remote, path, Deadline(timeout_s))
             results.put(error)
             if error is not None and is_retriable(error):
-                self._paths.path_failed(path, error)
+                self._queue.path_failed(self._paths, path, error)
 
         for path in range(len(self._openers)):
-            if not self._paths.threads.run(partial(connect, path)):
+            if not self._queue.threads.run(partial(connect, path)):
                 return PeerLost("the transfer engine is closed")
         error: MoonpoolError | None = None
         for _ in self._openers:

@@ -15,7 +15,6 @@ from moonpool.base.errors import (
     ProtocolError,
     Unavailable,
 )
-from moonpool.transfer.paths.priority import DEFAULT_PROMOTE_AFTER_S
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,6 @@ class PlanConfig:
     first_throughput: float = 125e6  # bytes per second, of a path that was not measured yet
     sample_s: float = 0.02  # busy time that makes one measurement
     sample_weight: float = 0.3  # of the newest measurement in the average
-    promote_after_s: float = DEFAULT_PROMOTE_AFTER_S  # see PriorityOrder
 
 
 class PathState(Enum):

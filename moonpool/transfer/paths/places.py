@@ -1,4 +1,4 @@
-"""Places: parts of a remote segment, each with the memory that belongs to it; cut and moved together."""
+"""Places: parts of a remote segment, each with the memory that belongs to it; moved together."""
 
 from __future__ import annotations
 
@@ -6,40 +6,12 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from moonpool.base.errors import InvalidInput, MoonpoolError, StaleGeneration
-from moonpool.transfer.memory.buffers import Buffer, Memory, cut, total_nbytes
-from moonpool.transfer.transports.base import RemoteSegment, check_bounds
+from moonpool.transfer.memory.buffers import Buffer, Memory
+from moonpool.transfer.transports.base import RemoteSegment
 
 Place: TypeAlias = tuple[int, Sequence[Memory]]  # an offset, and the memory of its bytes, one after the other
 
 _NOTHING = memoryview(bytearray())
-
-
-def cut_places(places: Sequence[Place], start: int, nbytes: int) -> list[Place]:
-    """Return the parts that hold bytes start .. start + nbytes of all places, one after the other. With no bytes,
-    return the first place without its memory: the owner still has to check it.
-    """
-    parts: list[Place] = []
-    at = 0
-    for offset, memories in places:
-        own_nbytes = total_nbytes(memories)
-        low, high = max(start - at, 0), min(start + nbytes - at, own_nbytes)
-        if low < high:
-            whole = high - low == own_nbytes
-            parts.append((offset + low, memories if whole else cut(memories, low, high - low)))
-        at += own_nbytes
-        if at >= start + nbytes:
-            break
-    return parts or [(places[0][0], [])]
-
-
-def check_places(places: Sequence[Place], segment_nbytes: int) -> int:
-    """Return how many bytes they have together; InvalidInput unless all lie inside the segment."""
-    sum_nbytes = 0
-    for offset, memories in places:
-        nbytes = total_nbytes(memories)
-        check_bounds(offset, nbytes, segment_nbytes)
-        sum_nbytes += nbytes
-    return sum_nbytes
 
 
 def move(remote: RemoteSegment, places: Sequence[Place], *, generation: int | None, timeout_s: float) -> None:

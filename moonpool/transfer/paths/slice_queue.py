@@ -1,69 +1,35 @@
-"""The queue of slices for peers with one path, and the threads that move them: by priority, each peer within its share.
+"""Which slice of which batch moves next, to or from which peer; and the threads that move it.
+
+SliceOrder decides, purely: it chooses the priority (see PriorityOrder) and the peer; the peer's queue chooses the batch
+and, where there are several paths, the path. SliceQueue is the lock, the clock, the threads and the timer around it.
 
 Every priority has its own bound, so a full queue of one keeps no other out. At most `threads_per_peer` threads work for
-one peer at a time; others take what waits for other peers, so a slow peer delays no other. SliceOrder decides,
-purely; SliceQueue is the lock, the clock and the threads around it.
+a peer with one path at a time, and one per lane for a peer with several; others take what waits for other peers, so a
+slow peer delays no other.
 """
 
 from __future__ import annotations
 
+import math
 import threading
-from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import partial
+from typing import Generic
 
 from moonpool.base.clock import Clock, Deadline, SystemClock
-from moonpool.base.errors import Overloaded, PeerLost
-from moonpool.transfer.paths.plan import Slice, take_run
+from moonpool.base.errors import MoonpoolError, Overloaded, PeerLost
+from moonpool.transfer.paths.peer_paths import PeerPaths
+from moonpool.transfer.paths.peer_queue import Ended, Outcome, PeerQueue, Slice, SliceRun, W
 from moonpool.transfer.paths.priority import DEFAULT_PROMOTE_AFTER_S, Priority, PriorityOrder
-from moonpool.transfer.pending import ThreadPool
+from moonpool.transfer.pending import ThreadPool, attempt
 
-_MAX_THREADS = 32  # of one queue, whatever the number of peers
-
-
-class QueuedBatch(Protocol):
-    """`slices_of_peers` are handed out here. `num_slices` may be more: slices that wait elsewhere count against the
-    same bound until release() is called for them.
-    """
-
-    @property
-    def priority(self) -> Priority: ...
-    @property
-    def slices_of_peers(self) -> Mapping[Hashable, Sequence[Slice]]: ...
-    @property
-    def num_slices(self) -> int: ...
-
-    def run(self, parts: Sequence[Slice]) -> None:
-        """Move these slices. Must not raise."""
-        ...
-
-    def abandon(self, parts: Sequence[Slice]) -> None:
-        """The queue was closed: these slices will not be moved."""
-        ...
-
-
-W = TypeVar("W", bound=QueuedBatch)
-
-
-class SliceRun(NamedTuple, Generic[W]):
-    """Slices of one batch for one peer, to be moved together by one thread."""
-
-    work: W
-    slices: Sequence[Slice]
-    peer: Hashable = None
-
-
-class _Waiting:
-    __slots__ = ("next_slice", "since_s", "slices")
-
-    def __init__(self, slices: Sequence[Slice], since_s: float) -> None:
-        self.slices = slices
-        self.since_s = since_s
-        self.next_slice = 0
+_MAX_RUNS = 64  # under way at a time, whatever the number of peers
+_MAX_OTHER_THREADS = 32  # the timer, probes, and paths that are being opened
+_LONGEST_WAIT_S = 1.0
 
 
 class SliceOrder(Generic[W]):
-    """Not thread-safe. Serves by priority, see PriorityOrder, and within one in order of arrival."""
+    """Not thread-safe. Every run that take() returns must come back by finished()."""
 
     def __init__(
         self,
@@ -73,144 +39,149 @@ class SliceOrder(Generic[W]):
         *,
         threads_per_peer: int,
     ) -> None:
-        """Holds `max_slices` of each priority; a run has at most `run_nbytes`, or one slice."""
-        self.threads_per_peer = threads_per_peer
+        """Holds `max_slices` of each priority; a run has at most `run_nbytes`."""
+        self.max_runs = max(_MAX_RUNS, threads_per_peer)
         self._max_slices = max_slices
         self._run_nbytes = run_nbytes
+        self._threads_per_peer = threads_per_peer
         self._priorities = PriorityOrder(promote_after_s)
-        self._waiting: list[dict[Hashable, OrderedDict[W, _Waiting]]] = [{} for _ in Priority]
-        self._busy: dict[Hashable, int] = {}  # runs handed out and not finished, of each peer that has any
-        self._num_slices = [0] * len(Priority)
+        self._peers: dict[Hashable, PeerQueue[W]] = {}  # those that have work, waiting or under way
+        self.paths: set[PeerPaths[W]] = set()  # of these, peers with several paths
+        self._num_runs = 0
 
     def has_room(self, work: W) -> bool:
         """Whether add() keeps to the bound. A batch larger than the bound is taken when nothing else is there."""
-        held = self._num_slices[work.priority]
-        return held == 0 or held + work.num_slices <= self._max_slices
+        held = sum(queue.num_slices[work.priority] for queue in self._peers.values())
+        return held == 0 or held + sum(map(len, work.slices_of_peers.values())) <= self._max_slices
 
     def add(self, work: W, now_s: float) -> None:
-        self._num_slices[work.priority] += work.num_slices
-        waiting = self._waiting[work.priority]
         for peer, slices in work.slices_of_peers.items():
-            waiting.setdefault(peer, OrderedDict())[work] = _Waiting(slices, now_s)
+            queue = self._peers.get(peer)
+            if queue is None:
+                if isinstance(peer, PeerPaths):
+                    queue = peer
+                    self.paths.add(peer)
+                else:
+                    queue = PeerQueue(self._threads_per_peer, self._run_nbytes)
+                self._peers[peer] = queue
+            queue.add(work, slices, now_s)
 
     def take(self, now_s: float) -> SliceRun[W] | None:
-        """Return the next run of a peer that has a thread left; None when nothing may start. Report its end by
-        finished().
+        """Return the next run; None when nothing may start. Within a priority the peer goes first whose next batch has
+        waited longest.
         """
-        heads = [self._head(waiting) for waiting in self._waiting]
-        since_s = [None if head is None else head[0] for head in heads]
-        order = self._priorities.order(since_s, now_s)
-        if not order:
+        if self._num_runs == self.max_runs:
             return None
-        self._priorities.served(order[0], since_s, now_s)
-        head = heads[order[0]]
-        assert head is not None
-        return self._take_from(order[0], head[1])
+        waiting_on: set[tuple[int, Hashable]] = set()  # priorities of peers that can start nothing now
+        while True:
+            heads = self._heads(waiting_on)
+            since_s = [None if head is None else head[0] for head in heads]
+            order = self._priorities.order(since_s, now_s)
+            if not order:
+                return None
+            head = heads[order[0]]
+            assert head is not None
+            run = self._peers[head[1]].take(head[1], order[0], now_s)
+            if run is not None:
+                self._priorities.served(order[0], since_s, now_s)
+                self._num_runs += 1
+                return run
+            waiting_on.add((order[0], head[1]))
 
-    def finished(self, run: SliceRun[W]) -> None:
-        """The thread that took the run is free again."""
-        left = self._busy[run.peer] - 1
-        if left:
-            self._busy[run.peer] = left
-        else:
-            del self._busy[run.peer]
+    def finished(self, run: SliceRun[W], outcomes: Sequence[Outcome], now_s: float) -> list[Ended[W]]:
+        """The run is over. Return the slices that ended with it; those that another path may move wait again."""
+        self._num_runs -= 1
+        ended = self._peers[run.peer].finished(run, outcomes, now_s)
+        self._forget_if_idle(run.peer)
+        return ended
 
-    def num_startable(self) -> int:
-        """Return how many further threads would find a run, at most."""
-        found = 0
-        free: dict[Hashable, int] = {}  # threads that a peer may still have
-        for waiting in self._waiting:
-            for peer, batches in waiting.items():
-                left = free.get(peer, self.threads_per_peer - self._busy.get(peer, 0))
-                num_runs = 0
-                for each in batches.values():
-                    if num_runs >= left:
-                        break
-                    is_one = take_run(each.slices, each.next_slice, self._run_nbytes) == len(each.slices)
-                    num_runs += 1 if is_one else left
-                free[peer] = left - min(num_runs, left)
-                found += min(num_runs, left)
-        return found
-
-    def withdraw(self, work: W) -> Sequence[Slice]:
-        """Remove a batch and return its slices that were not handed out."""
+    def withdraw(self, work: W) -> list[Slice]:
+        """Remove a batch and return its slices that wait."""
         left: list[Slice] = []
-        waiting = self._waiting[work.priority]
         for peer in work.slices_of_peers:
-            found = waiting[peer].pop(work, None) if peer in waiting else None
-            if found is not None:
-                left += found.slices[found.next_slice :]
-                if not waiting[peer]:
-                    del waiting[peer]
-        self.release(work.priority, len(left))
+            if peer in self._peers:
+                left += self._peers[peer].withdraw(work)
+                self._forget_if_idle(peer)
         return left
 
-    def withdraw_all(self) -> list[SliceRun[W]]:
-        batches = {work: None for waiting in self._waiting for queued in waiting.values() for work in queued}
-        return [SliceRun(work, self.withdraw(work)) for work in batches]
+    def withdraw_all(self, error: MoonpoolError) -> list[Ended[W]]:
+        """Remove every batch and return its slices that wait, to be settled with the error."""
+        works = {work: None for queue in self._peers.values() for batches in queue.waiting for work in batches}
+        return [Ended(work, self.withdraw(work), error) for work in works]
 
-    def release(self, priority: Priority, num_slices: int) -> None:
-        """`num_slices` slices that waited elsewhere have ended."""
-        self._num_slices[priority] -= num_slices
+    # what peers with several paths need from time to time
+
+    def expire(self, now_s: float) -> list[Ended[W]]:
+        """End what waits for paths past its deadline."""
+        ended = [each for paths in self.paths for each in paths.expire(now_s)]
+        for paths in {paths for paths in self.paths if paths.is_idle} if ended else ():
+            self._forget_if_idle(paths)
+        return ended
+
+    def probes_due(self, now_s: float) -> list[tuple[PeerPaths[W], int]]:
+        """Return the paths to probe now; every probe must come back by probed()."""
+        return [(paths, path) for paths in self.paths for path in paths.probes_due(now_s)]
+
+    def probed(self, paths: PeerPaths[W], path: int, error: MoonpoolError | None, now_s: float) -> list[Ended[W]]:
+        """Record the result of a probe; return the slices that ended because no path is left."""
+        ended = paths.probed(path, error, now_s)
+        self._forget_if_idle(paths)
+        return ended
+
+    def wake_s(self) -> float:
+        """Return when to call expire() and probes_due() again without an event; inf: not before the next event."""
+        return min((paths.wake_s() for paths in self.paths), default=math.inf)
 
     def check_integrity(self) -> None:
         """Raise AssertionError when the counters do not match what is queued."""
-        for priority, waiting in enumerate(self._waiting):
-            queued = [each for batches in waiting.values() for each in batches.values()]
-            assert 0 <= sum(len(each.slices) - each.next_slice for each in queued) <= self._num_slices[priority]
-            assert all(each.next_slice < len(each.slices) for each in queued)
-            assert all(waiting.values())
-        assert all(0 < busy <= self.threads_per_peer for busy in self._busy.values())
+        for queue in self._peers.values():
+            queue.check_integrity()
+        assert self._num_runs == sum(queue.num_runs for queue in self._peers.values())
 
-    def _head(self, waiting: dict[Hashable, OrderedDict[W, _Waiting]]) -> tuple[float, Hashable] | None:
-        """Return since when the oldest batch waits that may start now, and its peer."""
-        head: tuple[float, Hashable] | None = None
-        for peer, batches in waiting.items():
-            if self._busy.get(peer, 0) < self.threads_per_peer:
-                since_s = next(iter(batches.values())).since_s
-                if head is None or since_s < head[0]:
-                    head = since_s, peer
-        return head
+    def _heads(self, waiting_on: set[tuple[int, Hashable]]) -> list[tuple[float, Hashable] | None]:
+        """Return for each priority since when the batch waits that may start next, and its peer."""
+        heads: list[tuple[float, Hashable] | None] = [None] * len(Priority)
+        for peer, queue in self._peers.items():
+            if not queue.has_room():
+                continue
+            for priority, batches in enumerate(queue.waiting):
+                if batches and (priority, peer) not in waiting_on:
+                    since_s, head = next(iter(batches.values()))[0].since_s, heads[priority]
+                    if head is None or since_s < head[0]:
+                        heads[priority] = since_s, peer
+        return heads
 
-    def _take_from(self, priority: Priority, peer: Hashable) -> SliceRun[W]:
-        batches = self._waiting[priority][peer]
-        work, waiting = next(iter(batches.items()))
-        start, end = waiting.next_slice, take_run(waiting.slices, waiting.next_slice, self._run_nbytes)
-        waiting.next_slice = end
-        if end == len(waiting.slices):
-            del batches[work]
-            if not batches:
-                del self._waiting[priority][peer]
-        self.release(priority, end - start)
-        self._busy[peer] = self._busy.get(peer, 0) + 1
-        return SliceRun(work, waiting.slices[start:end], peer)
+    def _forget_if_idle(self, peer: Hashable) -> None:
+        queue = self._peers.get(peer)
+        if queue is not None and queue.is_idle:
+            del self._peers[peer]
+            self.paths.discard(peer)
 
 
 class SliceQueue(Generic[W]):
-    """Thread-safe. Owns its threads, which start when there is work and end when there is none for a while."""
+    """Thread-safe. Owns its threads, which start when there is work and end when there is none for a while. Handles may
+    use `threads` to open their paths.
+    """
 
     def __init__(self, order: SliceOrder[W], clock: Clock | None = None) -> None:
+        self.threads = ThreadPool("transfer-slices", order.max_runs + _MAX_OTHER_THREADS)
         self._order = order
         self._clock: Clock = clock or SystemClock()
         self._lock = threading.Lock()
         self._room = threading.Condition(self._lock)
-        self._threads = ThreadPool("transfer-slices", max(_MAX_THREADS, order.threads_per_peer))
-        self._num_workers = 0  # threads that look for runs or move one
-        self._num_busy = 0  # of these, threads that move one
+        self._timer_changed = threading.Condition(self._lock)  # something is due before `_timer_until_s`
+        self._timer_until_s: float | None = None  # None: no timer runs
         self._closed = False
 
-    def put(self, work: W, timeout_s: float) -> None:
-        """Queue the batch, waiting for room; Overloaded when there is none in time, PeerLost after close()."""
-        deadline = Deadline(timeout_s, self._clock)
-        with self._lock:
-            while not self._closed and not self._order.has_room(work):
-                if not self._room.wait(deadline.remaining_s()):
-                    raise Overloaded(f"too many transfers are waiting ({work.priority.name.lower()})")
-            if self._closed:
-                raise PeerLost("the transfer engine is closed")
-            self._order.add(work, self._clock.now_s())
-            num_new = self._count_new_workers()
-        self._start_workers(num_new)
+    def put(self, work: W, room_timeout_s: float | None, *, carry: bool = False) -> None:
+        """Queue the batch, waiting for room (None: past the bound). Overloaded when there is none in time, PeerLost
+        after close(). With `carry` this thread moves slices of the batch, too, as long as one may start.
+        """
+        run = self._hand_out(
+            self._change(partial(self._add, work, room_timeout_s)), lambda run: carry and run.work is work
+        )
+        while run is not None:
+            run = self._hand_out(self._move(run), lambda run: run.work is work)
 
     def withdraw(self, work: W) -> Sequence[Slice]:
         """Remove a batch and return its slices that were not handed out, and will not be."""
@@ -218,56 +189,101 @@ class SliceQueue(Generic[W]):
             self._room.notify_all()
             return self._order.withdraw(work)
 
-    def release(self, priority: Priority, num_slices: int) -> None:
-        """`num_slices` slices that waited elsewhere have ended."""
-        with self._lock:
-            self._order.release(priority, num_slices)
-            self._room.notify_all()
+    def path_failed(self, paths: PeerPaths[W], path: int, error: MoonpoolError) -> None:
+        """Report a failure of a path that was found by other means than a transfer."""
+        self._hand_out(self._change(partial(self._order.probed, paths, path, error)), lambda _: False)
 
     def close(self) -> None:
-        """Idempotent. Slices that have not begun are abandoned; those under way end by themselves."""
+        """Idempotent. Slices that have not begun end with PeerLost; those under way end by themselves."""
         with self._lock:
             self._closed = True
-            self._room.notify_all()
-            left = self._order.withdraw_all()
-        for run in left:
-            run.work.abandon(run.slices)
-        self._threads.close()
+            self._timer_changed.notify_all()
+        self._change(lambda _: ())
+        self.threads.close()
 
     def join(self, timeout_s: float) -> None:
         """Wait for the threads to end, after close()."""
-        self._threads.join(timeout_s)
+        self.threads.join(timeout_s)
 
-    def _count_new_workers(self) -> int:
-        """Return how many threads to start, counting them as workers. Idle workers will find runs by themselves."""
-        num_idle = self._num_workers - self._num_busy
-        num_new = max(0, self._order.num_startable() - num_idle)
-        self._num_workers += num_new
-        return num_new
+    def _add(self, work: W, room_timeout_s: float | None, now_s: float) -> Sequence[Ended[W]]:
+        if room_timeout_s is not None:
+            deadline = Deadline(room_timeout_s, self._clock)
+            while not self._closed and not self._order.has_room(work):
+                if not self._room.wait(deadline.remaining_s()):
+                    raise Overloaded(f"too many transfers are waiting ({work.priority.name.lower()})")
+        if self._closed:
+            raise PeerLost("the transfer engine is closed")
+        self._order.add(work, self._clock.now_s())
+        return ()
 
-    def _start_workers(self, num_new: int) -> None:
-        for _ in range(num_new):
-            self._threads.run(self._work)
-
-    def _work(self) -> None:
-        run = self._next(None)
-        while run is not None:
-            run.work.run(run.slices)
-            run = self._next(run)
-
-    def _next(self, done: SliceRun[W] | None) -> SliceRun[W] | None:
-        """Return the next run for this thread; None when it has to end."""
+    def _change(self, event: Callable[[float], Sequence[Ended[W]]]) -> list[SliceRun[W]]:
+        """Let the event change the order, settle what ended, and return the runs to start. The caller has to move them
+        or to hand them out.
+        """
+        order, runs = self._order, list[SliceRun[W]]()
         with self._lock:
-            if done is not None:
-                self._order.finished(done)
-                self._num_busy -= 1
-            run = self._order.take(self._clock.now_s())
-            if run is None:
-                self._num_workers -= 1
-                return None
-            self._num_busy += 1
+            ended = [*event(self._clock.now_s())]
+            now_s = self._clock.now_s()
+            if self._closed:
+                ended += order.withdraw_all(PeerLost("the transfer engine was closed"))
+            ended += order.expire(now_s)
+            while not self._closed and (run := order.take(now_s)) is not None:
+                runs.append(run)
+            if order.paths:
+                self._look_after_paths(now_s)
             self._room.notify_all()
-            # This thread may have left a peer for a more urgent one: another has to take what waits there.
-            num_new = self._count_new_workers() if done is not None and done.peer != run.peer else 0
-        self._start_workers(num_new)
-        return run
+        for work, slices, error in ended:
+            work.settle(slices, error)
+        return runs
+
+    def _hand_out(self, runs: Iterable[SliceRun[W]], may_keep: Callable[[SliceRun[W]], bool]) -> SliceRun[W] | None:
+        """Give the runs to threads, except one that the caller may keep and has to move."""
+        kept: SliceRun[W] | None = None
+        for run in runs:
+            if kept is None and may_keep(run):
+                kept = run
+            elif not self.threads.run(partial(self._work, run)):
+                outcome = Outcome(run.slices, PeerLost("the transfer engine was closed"))
+                self._change(partial(self._order.finished, run, [outcome]))
+        return kept
+
+    def _work(self, first: SliceRun[W] | None) -> None:
+        run = first
+        while run is not None:
+            run = self._hand_out(self._move(run), lambda _: True)
+
+    def _move(self, run: SliceRun[W]) -> list[SliceRun[W]]:
+        """Move the run, report it, and return the runs to start."""
+        return self._change(partial(self._order.finished, run, run.work.run(run)))
+
+    def _look_after_paths(self, now_s: float) -> None:
+        """Start the probes that are due, and see to it that a timer starts the next ones."""
+        for paths, path in self._order.probes_due(now_s):
+            self.threads.run(partial(self._probe, paths, path))
+        wake_s = self._order.wake_s()
+        if self._timer_until_s is None:
+            self._timer_until_s = wake_s
+            self.threads.run(self._run_timer)
+        elif wake_s < self._timer_until_s:
+            self._timer_changed.notify_all()
+
+    def _probe(self, paths: PeerPaths[W], path: int) -> None:
+        def probe() -> None:
+            prober = next(iter(paths.probers), None)
+            if prober is None:
+                raise PeerLost("no handle is open")
+            prober.probe(path, paths.config.slice_timeout_s)
+
+        error = attempt(probe)
+        self._work(self._hand_out(self._change(partial(self._order.probed, paths, path, error)), lambda _: True))
+
+    def _run_timer(self) -> None:
+        """Look after deadlines and probes for as long as a peer with several paths has work."""
+        while True:
+            with self._lock:
+                if self._closed or not self._order.paths:
+                    self._timer_until_s = None
+                    return
+                self._timer_until_s = self._order.wake_s()
+                self._timer_changed.wait(min(max(self._timer_until_s - self._clock.now_s(), 0.0), _LONGEST_WAIT_S))
+            self._hand_out(self._change(lambda _: ()), lambda _: False)

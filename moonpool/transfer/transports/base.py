@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Hashable, Iterable, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
+from typing import ClassVar, TypeVar
 
 from moonpool.base.clock import Deadline
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import AlreadyExists, InvalidInput, MoonpoolError, NotFound, StaleGeneration, Unauthorized
 from moonpool.transfer.memory.buffers import Buffer, as_bytes_view
 from moonpool.transfer.memory.segment import Segment
+
+T = TypeVar("T")
 
 
 class RemoteSegment(ABC):
@@ -35,6 +37,7 @@ class RemoteSegment(ABC):
     checks_generation: bool = False
     # Whether write_each() has all of its items under way at once; elsewhere it is one write_from() after the other.
     pipelines_writes: ClassVar[bool] = False
+    num_paths: int = 1  # that lead to the owner and are used together
     nbytes: int
 
     @property
@@ -43,6 +46,10 @@ class RemoteSegment(ABC):
         segments of one transport.
         """
         return self.transport
+
+    def on_path(self, path: int | None, act: Callable[[RemoteSegment, float], T], timeout_s: float) -> T:
+        """Return act(handle, timeout_s) with the handle by which bytes take this path: this one, where there is one."""
+        return act(self, timeout_s)
 
     @abstractmethod
     def read_into(self, offset: int, buffers: Sequence[Buffer], *, timeout_s: float) -> None:
