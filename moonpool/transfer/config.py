@@ -79,7 +79,7 @@ class TransferConfig(WireConfig):
     timeout_s: float = 10.0  # of a transfer that states no timeout
     num_threads: int = 2  # threads that move slices, each to or from one peer at a time
     slice_nbytes: int = DEFAULT_SLICE_NBYTES  # largest part of a transfer that is sent at once
-    max_queued_slices: int = 65_536  # that wait, per priority; a request counts as one until it is cut
+    max_queued_slices: int = 65_536  # per priority
     # a lower priority that waited this long gets a share, see priority.PriorityOrder
     promote_after_s: float = DEFAULT_PROMOTE_AFTER_S
 

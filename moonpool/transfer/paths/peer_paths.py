@@ -89,6 +89,7 @@ class PeerPaths(PeerQueue[W]):
                 path, nbytes = choice
                 slices = self._take_run(work, pieces, nbytes)
                 nbytes = _nbytes_of(slices)
+                self._waiting_nbytes[priority] -= nbytes
                 self.paths[path].started(nbytes, now_s)
                 # Half of what is left, so that there is time for another path after a silent one.
                 timeout_s = min(self.config.slice_timeout_s, (work.deadline_s - now_s) / 2)

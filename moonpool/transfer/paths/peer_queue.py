@@ -156,7 +156,7 @@ class PeerQueue(Generic[W]):
 
     def __init__(self, max_runs: int, run_nbytes: int) -> None:
         self.waiting: list[OrderedDict[W, deque[Piece]]] = [OrderedDict() for _ in Priority]
-        self.num_slices = [0] * len(Priority)  # that wait
+        self.num_slices = [0] * len(Priority)  # that wait; a large one counts as what it will be cut into
         self.num_runs = 0  # under way
         self._max_runs = max_runs
         self._run_nbytes = run_nbytes
@@ -194,21 +194,24 @@ class PeerQueue(Generic[W]):
             pieces = [piece for of_batch in batches.values() for piece in of_batch]
             assert all(batches.values())
             assert all(not piece.is_empty for piece in pieces)
-            assert num_slices == sum(len(piece.waiting()) for piece in pieces)
+            assert num_slices == sum(count_slices(piece.waiting(), self._run_nbytes) for piece in pieces)
         assert 0 <= self.num_runs <= self._max_runs
         assert not self.is_idle, "a peer without work was kept"
 
     def _take_run(self, work: W, pieces: deque[Piece], nbytes: int) -> list[Slice]:
         """Remove a run of at most `nbytes` from the batch's first piece; it is under way from now on."""
         piece, start = pieces[0], pieces[0].next_slice
+        head = piece.slices[start]
         run = piece.take_run(nbytes)
-        self._removed(work.priority, run)
-        if piece.next_slice == start:
-            self.num_slices[work.priority] += 1  # a slice was cut, and the rest of it still waits
+        num_taken = len(run) if nbytes <= self._run_nbytes else count_slices(run, self._run_nbytes)
+        if piece.next_slice == start:  # a slice was cut, and the rest of it still waits
+            rest = piece.slices[start]
+            num_taken = count_slices([head], self._run_nbytes) - count_slices([rest], self._run_nbytes)
         elif piece.is_empty:
             pieces.popleft()
             if not pieces:
                 del self.waiting[work.priority][work]
+        self.num_slices[work.priority] -= num_taken
         self.num_runs += 1
         return run
 
@@ -232,7 +235,13 @@ class PeerQueue(Generic[W]):
         self._added(work.priority, piece.slices)
 
     def _added(self, priority: Priority, slices: Sequence[Slice]) -> None:
-        self.num_slices[priority] += len(slices)
+        self.num_slices[priority] += count_slices(slices, self._run_nbytes)
 
     def _removed(self, priority: Priority, slices: Sequence[Slice]) -> None:
-        self.num_slices[priority] -= len(slices)
+        """These wait no more, and not because they are in a run."""
+        self.num_slices[priority] -= count_slices(slices, self._run_nbytes)
+
+
+def count_slices(slices: Sequence[Slice], max_nbytes: int) -> int:
+    """Return how many there will be when those over `max_nbytes` are cut."""
+    return len(slices) + sum([(nbytes - 1) // max_nbytes for _, _, nbytes in slices if nbytes > max_nbytes])

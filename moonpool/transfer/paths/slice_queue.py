@@ -19,7 +19,7 @@ from typing import Generic
 from moonpool.base.clock import Clock, Deadline, SystemClock
 from moonpool.base.errors import MoonpoolError, Overloaded, PeerLost
 from moonpool.transfer.paths.peer_paths import PeerPaths
-from moonpool.transfer.paths.peer_queue import Ended, Outcome, PeerQueue, Slice, SliceRun, W
+from moonpool.transfer.paths.peer_queue import Ended, Outcome, PeerQueue, Slice, SliceRun, W, count_slices
 from moonpool.transfer.paths.priority import DEFAULT_PROMOTE_AFTER_S, Priority, PriorityOrder
 from moonpool.transfer.pending import ThreadPool, attempt
 
@@ -52,7 +52,10 @@ class SliceOrder(Generic[W]):
     def has_room(self, work: W) -> bool:
         """Whether add() keeps to the bound. A batch larger than the bound is taken when nothing else is there."""
         held = sum(queue.num_slices[work.priority] for queue in self._peers.values())
-        return held == 0 or held + sum(map(len, work.slices_of_peers.values())) <= self._max_slices
+        if not held:
+            return True
+        own = sum(count_slices(slices, self._run_nbytes) for slices in work.slices_of_peers.values())
+        return held + own <= self._max_slices
 
     def add(self, work: W, now_s: float) -> None:
         for peer, slices in work.slices_of_peers.items():
