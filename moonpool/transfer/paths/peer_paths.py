@@ -68,7 +68,7 @@ class PeerPaths(PeerQueue[W]):
         self._waiting_nbytes = [0] * len(Priority)
         self._next_deadline_s = math.inf  # no batch that waits has an earlier one
 
-    def has_room(self) -> bool:
+    def can_start(self) -> bool:
         return any(path.usable and path.num_under_way < self._limit(path) for path in self.paths)
 
     def add(self, work: W, slices: list[Slice], now_s: float) -> None:

@@ -161,7 +161,7 @@ class PeerQueue(Generic[W]):
         self._max_runs = max_runs
         self._run_nbytes = run_nbytes
 
-    def has_room(self) -> bool:
+    def can_start(self) -> bool:
         """Return whether take() may find a run, if something waits."""
         return self.num_runs < self._max_runs
 

@@ -75,9 +75,9 @@ class SliceOrder(Generic[W]):
         """
         if self._num_runs == self.max_runs:
             return None
-        waiting_on: set[tuple[int, Hashable]] = set()  # priorities of peers that can start nothing now
+        declined: set[tuple[int, Hashable]] = set()  # a priority of a peer of which nothing can start now
         while True:
-            heads = self._heads(waiting_on)
+            heads = self._heads(declined)
             since_s = [None if head is None else head[0] for head in heads]
             order = self._priorities.order(since_s, now_s)
             if not order:
@@ -89,7 +89,7 @@ class SliceOrder(Generic[W]):
                 self._priorities.served(order[0], since_s, now_s)
                 self._num_runs += 1
                 return run
-            waiting_on.add((order[0], head[1]))
+            declined.add((order[0], head[1]))
 
     def finished(self, run: SliceRun[W], outcomes: Sequence[Outcome], now_s: float) -> list[Ended[W]]:
         """The run is over. Return the slices that ended with it; those that another path may move wait again."""
@@ -116,8 +116,9 @@ class SliceOrder(Generic[W]):
 
     def expire(self, now_s: float) -> list[Ended[W]]:
         """End what waits for paths past its deadline."""
-        ended = [each for paths in self.paths for each in paths.expire(now_s)]
-        for paths in {paths for paths in self.paths if paths.is_idle} if ended else ():
+        ended: list[Ended[W]] = []
+        for paths in list(self.paths):
+            ended += paths.expire(now_s)
             self._forget_if_idle(paths)
         return ended
 
@@ -141,14 +142,14 @@ class SliceOrder(Generic[W]):
             queue.check_integrity()
         assert self._num_runs == sum(queue.num_runs for queue in self._peers.values())
 
-    def _heads(self, waiting_on: set[tuple[int, Hashable]]) -> list[tuple[float, Hashable] | None]:
+    def _heads(self, declined: set[tuple[int, Hashable]]) -> list[tuple[float, Hashable] | None]:
         """Return for each priority since when the batch waits that may start next, and its peer."""
         heads: list[tuple[float, Hashable] | None] = [None] * len(Priority)
         for peer, queue in self._peers.items():
-            if not queue.has_room():
+            if not queue.can_start():
                 continue
             for priority, batches in enumerate(queue.waiting):
-                if batches and (priority, peer) not in waiting_on:
+                if batches and (priority, peer) not in declined:
                     since_s, head = next(iter(batches.values()))[0].since_s, heads[priority]
                     if head is None or since_s < head[0]:
                         heads[priority] = since_s, peer
@@ -284,9 +285,11 @@ class SliceQueue(Generic[W]):
         """Look after deadlines and probes for as long as a peer with several paths has work."""
         while True:
             with self._lock:
-                if self._closed or not self._order.paths:
+                self._timer_until_s = self._order.wake_s()
+                pause_s = max(self._timer_until_s - self._clock.now_s(), 0.0)
+                if not self._closed:
+                    self._timer_changed.wait(min(pause_s, _LONGEST_WAIT_S))
+                if self._closed or not self._order.paths:  # not sooner: small transfers would start a timer each
                     self._timer_until_s = None
                     return
-                self._timer_until_s = self._order.wake_s()
-                self._timer_changed.wait(min(max(self._timer_until_s - self._clock.now_s(), 0.0), _LONGEST_WAIT_S))
             self._hand_out(self._change(lambda _: ()), lambda _: False)
