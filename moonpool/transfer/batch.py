@@ -5,7 +5,7 @@ one run that go to one segment are moved together. When they fail together, and 
 tried alone, so that a request fails only for its own reason; bytes may be moved twice then, always the same ones to the
 same place.
 
-A single small request to a peer with one path needs none of this: run_inline() moves it on the caller's thread.
+A small batch for one segment with one path needs none of this: run_inline() moves it on the caller's thread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from moonpool.base.errors import Cancelled, DeadlineExceeded, MoonpoolError, PeerLost
+from moonpool.base.errors import Cancelled, DeadlineExceeded, MoonpoolError, PeerLost, Unauthorized
 from moonpool.transfer.memory.buffers import Buffer, Memory, as_memory, cut, total_nbytes
 from moonpool.transfer.paths.path_load import is_retriable
 from moonpool.transfer.paths.peer_queue import Outcome, Slice, SliceRun
@@ -98,6 +98,7 @@ class Batch(Pending[None]):
         requests: Sequence[TransferRequest],
         *,
         timeout_s: float,
+        slice_nbytes: int,
         priority: Priority = Priority.PREFETCH,
         notify: bytes | None = None,
         stop_at_error: bool = False,
@@ -109,6 +110,7 @@ class Batch(Pending[None]):
         self.priority = priority
         self._requests = list(requests)
         self._timeout_s = timeout_s
+        self.run_nbytes = slice_nbytes  # of the largest slice, and of slices that are moved together
         self._notify = notify
         self._stop_at_error = stop_at_error
         self._memories, self._sizes = _borrow(requests)
@@ -166,21 +168,33 @@ class Batch(Pending[None]):
 
     # for the engine and its queue
 
-    def is_small(self, max_nbytes: int) -> bool:
-        """Return whether there is one request, of at most `max_nbytes`, and no more to do than to move its bytes."""
-        return len(self._requests) == 1 and self._notify is None and self._sizes[0] <= max_nbytes
+    def is_small(self, max_requests: int, max_nbytes: int) -> bool:
+        """Return whether there is something to move, no more than this, and nothing else to do."""
+        return 0 < len(self._requests) <= max_requests and self._notify is None and sum(self._sizes) <= max_nbytes
 
-    def run_inline(self, max_nbytes: int) -> bool:
-        """Move the only request on this thread and return True. Return False, with nothing done, unless is_small() and
-        its peer has one path.
+    def run_inline(self, max_requests: int, max_nbytes: int) -> bool:
+        """Move all requests on this thread and return True. Return False, with nothing done, unless is_small() and all
+        of them are for one segment with one path.
         """
-        if not self.is_small(max_nbytes) or self._requests[0].remote.num_paths > 1:
+        if not self.is_small(max_requests, max_nbytes) or self._requests[0].remote.num_paths > 1:
             return False
+        if len(self._requests) > 1:
+            return self._run_together()
         error = attempt(_move_request, self._requests[0], self._memories[0], self._timeout_s)
         self._errors[0] = self._first_error = error
         self._nbytes_left[0] = 0
         self._finished.append(0)
         self._end(None, error)
+        return True
+
+    def _run_together(self) -> bool:
+        remote = self._requests[0].remote
+        if any([each.remote is not remote for each in self._requests]):  # noqa: C419 - quicker
+            return False
+        self.deadline_s = time.monotonic() + self._timeout_s
+        slices = [Slice(number, 0, nbytes) for number, nbytes in enumerate(self._sizes)]
+        for outcome in self.run(SliceRun(self, slices, remote.peer)):
+            self.settle(*outcome)
         return True
 
     def start(
@@ -191,8 +205,8 @@ class Batch(Pending[None]):
         threads: ThreadPool | None = None,
         carry: bool = False,
     ) -> None:
-        """Queue all requests, as SliceQueue.put(). Overloaded, with nothing begun, when there is no room in time.
-        `threads` send `notify`.
+        """Queue all requests. Overloaded, with nothing begun, when there is no room in time (None: do not wait for any).
+        `threads` send `notify`. With `carry` this thread moves slices, too, if several paths lead to the segment.
         """
         if not self._requests:
             self.resolve(None)
@@ -206,7 +220,7 @@ class Batch(Pending[None]):
         else:
             for request, part in zip(self._requests, slices, strict=True):
                 self.slices_of_peers.setdefault(request.remote.peer, []).append(part)
-        queue.put(self, room_timeout_s, carry=carry)
+        queue.put(self, room_timeout_s, carry=carry and self._requests[0].remote.num_paths > 1)
 
     @property
     def wants_retry(self) -> bool:
@@ -276,13 +290,14 @@ class Batch(Pending[None]):
         for part in parts:
             number, start, nbytes = part
             request = self._requests[number]
+            expected = request.expected_generation
             if (
                 group is None
                 or last is None
                 or request.remote is not last.remote
                 or request.op is not last.op
-                or request.generation != last.generation
-                or request.expected_generation != last.expected_generation
+                or (request.generation != last.generation and group.key.generation is not None)
+                or (expected is None) is group.key.is_expecting
             ):
                 key = _key_of(request)
                 group, last = groups.setdefault(key, _Group(key, [], [], [])), request
@@ -293,8 +308,8 @@ class Batch(Pending[None]):
             group.parts.append(part)
             if request.op is not _READ:
                 group.generations.append(request.generation)
-            elif request.expected_generation is not None:
-                group.generations.append(request.expected_generation)
+            elif expected is not None:
+                group.generations.append(expected)
         return groups.values()
 
     def _move(self, group: _Group, run: SliceRun[Batch], refusals: dict[int, MoonpoolError]) -> None:
@@ -367,4 +382,4 @@ def _is_tried_alone(group: _Group, error: MoonpoolError | None) -> bool:
     """Whether the error may be that of one of the slices only."""
     if error is None or len(group.parts) == 1:
         return False
-    return not isinstance(error, PeerLost | DeadlineExceeded | Cancelled)
+    return not isinstance(error, PeerLost | DeadlineExceeded | Cancelled | Unauthorized)

@@ -11,7 +11,6 @@ from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.paths.multipath import MultiPathRemote
 from moonpool.transfer.paths.path_load import PlanConfig
 from moonpool.transfer.paths.peer_paths import PeerPaths
-from moonpool.transfer.paths.peer_queue import DEFAULT_SLICE_NBYTES
 from moonpool.transfer.paths.slice_queue import SliceOrder, SliceQueue
 from moonpool.transfer.transports.base import RemoteSegment, Transport, rest_of
 from moonpool.transfer.transports.tcp.transport import TcpTransport
@@ -27,7 +26,7 @@ class PathsTransport(Transport):
         self._rails = [TcpTransport("127.0.0.1", control=self.control) for _ in range(2)]
         self._lock = threading.Lock()
         self._peers: dict[str, PeerPaths[Batch]] = {}
-        self._queue: SliceQueue[Batch] = SliceQueue(SliceOrder(1000, DEFAULT_SLICE_NBYTES, threads_per_peer=2))
+        self._queue: SliceQueue[Batch] = SliceQueue(SliceOrder(1000, threads_per_peer=2))
 
     def can_serve(self, segment: Segment) -> bool:
         return all(rail.can_serve(segment) for rail in self._rails)

@@ -67,6 +67,7 @@ class Task:
     deadline_s: float
     priority: Priority
     slices_of_peers: dict[Hashable, list[Slice]]
+    run_nbytes: int = MIB
     wants_retry: bool = True
     error: MoonpoolError | None = None
 
@@ -89,7 +90,7 @@ class Planner:
         self.peer: PeerPaths[Task] = PeerPaths(
             [f"path {n}" for n in range(num_paths)], config, num_secondary=num_secondary
         )
-        self.order: SliceOrder[Task] = SliceOrder(10**9, config.max_slice_nbytes, threads_per_peer=1)
+        self.order: SliceOrder[Task] = SliceOrder(10**9, threads_per_peer=1)
         self.paths = self.peer.paths
         self.tasks: dict[int, Task] = {}
         self._num_tasks = 0

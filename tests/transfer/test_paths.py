@@ -279,7 +279,7 @@ class FakeRemote(RemoteSegment):
 
 @pytest.fixture
 def make_paths() -> Iterator[Callable[..., MultiPathRemote]]:
-    queue: SliceQueue[Batch] = SliceQueue(SliceOrder(1000, FAST.max_slice_nbytes, threads_per_peer=2))
+    queue: SliceQueue[Batch] = SliceQueue(SliceOrder(1000, threads_per_peer=2))
 
     def make(memory: bytearray, *befores: Callable[[float], None]) -> MultiPathRemote:
         paths = PeerPaths[Batch]([f"fake:{number}" for number in range(len(befores))], FAST)

@@ -24,7 +24,7 @@ NBYTES = 200_000
 @pytest.fixture
 def queue() -> Iterator[SliceQueue[Batch]]:
     before = set(threading.enumerate())
-    made: SliceQueue[Batch] = SliceQueue(SliceOrder(1000, FAST.max_slice_nbytes, threads_per_peer=2))
+    made: SliceQueue[Batch] = SliceQueue(SliceOrder(1000, threads_per_peer=2))
     yield made
     made.close()
     made.join(5)
@@ -57,7 +57,7 @@ def silent(spans: list[tuple[int, int]]) -> None:
 
 
 def read(remote: MultiPathRemote, buffer: bytearray, offset: int = 0, timeout_s: float = 30.0) -> Batch:
-    batch = Batch([TransferRequest(TransferOp.READ, remote, offset, [buffer])], timeout_s=timeout_s)
+    batch = Batch([TransferRequest(TransferOp.READ, remote, offset, [buffer])], timeout_s=timeout_s, slice_nbytes=4096)
     batch.start(remote._queue, 0.0)
     return batch
 

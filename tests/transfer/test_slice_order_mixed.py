@@ -29,6 +29,7 @@ class Job:
     sizes: dict[int, int]
     slices_of_peers: dict[Hashable, list[Slice]]
     deadline_s: float
+    run_nbytes: int = LIMIT
     wants_retry: bool = True
     ended: Counter[tuple[int, int]] = field(default_factory=Counter)
     errors: dict[int, MoonpoolError] = field(default_factory=dict)
@@ -51,7 +52,7 @@ class Engine:
     """Drives the order as its threads do."""
 
     def __init__(self) -> None:
-        self.order: SliceOrder[Job] = SliceOrder(10**6, LIMIT, threads_per_peer=2)
+        self.order: SliceOrder[Job] = SliceOrder(10**6, threads_per_peer=2)
         self.peers: list[Hashable] = ["one", "two", PeerPaths[Job](["a", "b"], CONFIG), PeerPaths[Job](["c"], CONFIG)]
         self.running: list[SliceRun[Job]] = []
         self.jobs: list[Job] = []

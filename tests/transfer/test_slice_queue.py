@@ -29,6 +29,7 @@ class Job:
     handed_out: list[Slice] = field(default_factory=list)
     abandoned: list[Slice] = field(default_factory=list)
     peer: str = "peer"
+    run_nbytes: int = LIMIT
     gate: threading.Event | None = None
     started: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -65,7 +66,7 @@ def job(priority: Priority, num_slices: int = 1, nbytes: int = LIMIT) -> Job:
 
 
 def order(max_slices: int = 1000, threads_per_peer: int = 10**6) -> SliceOrder[Job]:
-    return SliceOrder(max_slices, LIMIT, AFTER_S, threads_per_peer=threads_per_peer)
+    return SliceOrder(max_slices, AFTER_S, threads_per_peer=threads_per_peer)
 
 
 def test_higher_first_then_by_arrival() -> None:

@@ -123,7 +123,8 @@ class MultiPathRemote(RemoteSegment):
             memories = [as_memory(buffer, op is TransferOp.READ) for buffer in buffers]
             check_bounds(offset, total_nbytes(memories), self.nbytes)
             requests.append(TransferRequest(op, self, offset, memories, generation))
-        batch = Batch(requests, timeout_s=timeout_s, stop_at_error=True)
+        slice_nbytes = self._paths.config.max_slice_nbytes
+        batch = Batch(requests, timeout_s=timeout_s, slice_nbytes=slice_nbytes, stop_at_error=True)
         batch.start(self._queue, None, carry=True)
         batch.wait()
 

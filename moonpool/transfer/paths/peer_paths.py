@@ -59,7 +59,7 @@ class PeerPaths(PeerQueue[W]):
     def __init__(self, endpoints: Sequence[str], config: PlanConfig, *, num_secondary: int = 0) -> None:
         """The last `num_secondary` endpoints are used only when the others fail."""
         assert 0 <= num_secondary < len(endpoints)
-        super().__init__(config.slices_per_path * len(endpoints), config.max_slice_nbytes)
+        super().__init__(config.slices_per_path * len(endpoints))
         self.endpoints = tuple(endpoints)
         self.config = config
         self.probers: WeakSet[PathProber] = WeakSet()  # open handles; any of them can probe for all
@@ -246,13 +246,13 @@ class PeerPaths(PeerQueue[W]):
         super()._put_piece(work, piece)
         self._next_deadline_s = min(self._next_deadline_s, work.deadline_s)
 
-    def _added(self, priority: Priority, slices: Sequence[Slice]) -> None:
-        super()._added(priority, slices)
-        self._waiting_nbytes[priority] += _nbytes_of(slices)
+    def _added(self, work: W, slices: Sequence[Slice]) -> None:
+        super()._added(work, slices)
+        self._waiting_nbytes[work.priority] += _nbytes_of(slices)
 
-    def _removed(self, priority: Priority, slices: Sequence[Slice]) -> None:
-        super()._removed(priority, slices)
-        self._waiting_nbytes[priority] -= _nbytes_of(slices)
+    def _removed(self, work: W, slices: Sequence[Slice]) -> None:
+        super()._removed(work, slices)
+        self._waiting_nbytes[work.priority] -= _nbytes_of(slices)
 
     def _path_errors(self) -> str:
         errors = [f"path {number}: {path.error}" for number, path in enumerate(self.paths) if path.error is not None]

@@ -45,6 +45,11 @@ class QueuedBatch(Protocol):
         ...
 
     @property
+    def run_nbytes(self) -> int:
+        """The most bytes of one run to a peer with one path; larger slices are cut."""
+        ...
+
+    @property
     def deadline_s(self) -> float:
         """When to give up slices that no path can move."""
         ...
@@ -154,12 +159,11 @@ class PeerQueue(Generic[W]):
     run, and batches of one priority are served in order of arrival.
     """
 
-    def __init__(self, max_runs: int, run_nbytes: int) -> None:
+    def __init__(self, max_runs: int) -> None:
         self.waiting: list[OrderedDict[W, deque[Piece]]] = [OrderedDict() for _ in Priority]
         self.num_slices = [0] * len(Priority)  # that wait; a large one counts as what it will be cut into
         self.num_runs = 0  # under way
         self._max_runs = max_runs
-        self._run_nbytes = run_nbytes
 
     def can_start(self) -> bool:
         """Return whether take() may find a run, if something waits."""
@@ -175,7 +179,7 @@ class PeerQueue(Generic[W]):
     def take(self, peer: Hashable, priority: Priority, now_s: float) -> SliceRun[W] | None:
         """Return the next run of this priority, which has something waiting; None if all of it has to wait on."""
         work, pieces = next(iter(self.waiting[priority].items()))
-        return SliceRun(work, self._take_run(work, pieces, self._run_nbytes), peer)
+        return SliceRun(work, self._take_run(work, pieces, work.run_nbytes), peer)
 
     def finished(self, run: SliceRun[W], outcomes: Sequence[Outcome], now_s: float) -> list[Ended[W]]:
         """The run is over. Return the slices that ended with it."""
@@ -185,16 +189,16 @@ class PeerQueue(Generic[W]):
     def withdraw(self, work: W) -> list[Slice]:
         """Remove the batch and return its slices that wait."""
         left = [part for piece in self.waiting[work.priority].pop(work, ()) for part in piece.waiting()]
-        self._removed(work.priority, left)
+        self._removed(work, left)
         return left
 
     def check_integrity(self) -> None:
         """Raise AssertionError when the counters do not match what waits."""
         for batches, num_slices in zip(self.waiting, self.num_slices, strict=True):
-            pieces = [piece for of_batch in batches.values() for piece in of_batch]
+            pieces = [(work, piece) for work, of_batch in batches.items() for piece in of_batch]
             assert all(batches.values())
-            assert all(not piece.is_empty for piece in pieces)
-            assert num_slices == sum(count_slices(piece.waiting(), self._run_nbytes) for piece in pieces)
+            assert all(not piece.is_empty for _, piece in pieces)
+            assert num_slices == sum(count_slices(piece.waiting(), work.run_nbytes) for work, piece in pieces)
         assert 0 <= self.num_runs <= self._max_runs
         assert not self.is_idle, "a peer without work was kept"
 
@@ -203,10 +207,10 @@ class PeerQueue(Generic[W]):
         piece, start = pieces[0], pieces[0].next_slice
         head = piece.slices[start]
         run = piece.take_run(nbytes)
-        num_taken = len(run) if nbytes <= self._run_nbytes else count_slices(run, self._run_nbytes)
+        num_taken = len(run) if nbytes <= work.run_nbytes else count_slices(run, work.run_nbytes)
         if piece.next_slice == start:  # a slice was cut, and the rest of it still waits
             rest = piece.slices[start]
-            num_taken = count_slices([head], self._run_nbytes) - count_slices([rest], self._run_nbytes)
+            num_taken = count_slices([head], work.run_nbytes) - count_slices([rest], work.run_nbytes)
         elif piece.is_empty:
             pieces.popleft()
             if not pieces:
@@ -223,7 +227,7 @@ class PeerQueue(Generic[W]):
             return Ended(work, slices, error)
         # Requests are taken in their order, so only the first one that waits can have been begun.
         rest = pieces[-1].take_requests({part.request for part in slices})
-        self._removed(work.priority, rest)
+        self._removed(work, rest)
         if pieces[-1].is_empty:
             pieces.pop()
             if not pieces:
@@ -232,14 +236,14 @@ class PeerQueue(Generic[W]):
 
     def _put_piece(self, work: W, piece: Piece) -> None:
         self.waiting[work.priority].setdefault(work, deque()).appendleft(piece)
-        self._added(work.priority, piece.slices)
+        self._added(work, piece.slices)
 
-    def _added(self, priority: Priority, slices: Sequence[Slice]) -> None:
-        self.num_slices[priority] += count_slices(slices, self._run_nbytes)
+    def _added(self, work: W, slices: Sequence[Slice]) -> None:
+        self.num_slices[work.priority] += count_slices(slices, work.run_nbytes)
 
-    def _removed(self, priority: Priority, slices: Sequence[Slice]) -> None:
+    def _removed(self, work: W, slices: Sequence[Slice]) -> None:
         """These wait no more, and not because they are in a run."""
-        self.num_slices[priority] -= count_slices(slices, self._run_nbytes)
+        self.num_slices[work.priority] -= count_slices(slices, work.run_nbytes)
 
 
 def count_slices(slices: Sequence[Slice], max_nbytes: int) -> int:

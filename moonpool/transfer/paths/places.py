@@ -50,12 +50,13 @@ def read_expecting(
     """Read the places; return StaleGeneration for those that did not keep their generation, by position."""
     items: list[tuple[int, Buffer, int]] = []
     position_of: list[int] = []
-    for position, (place, generation) in enumerate(zip(places, generations, strict=True)):
+    for position, ((offset, memories), generation) in enumerate(zip(places, generations, strict=True)):
         if generation < 1:
             raise InvalidInput(f"a read expects generation 1 or greater, not {generation}")
-        of_place = [(offset, buffer, generation) for offset, buffer in _items_of([place])]
-        items += of_place
-        position_of += [position] * len(of_place)
+        for memory in memories or (_NOTHING,):
+            items.append((offset, memory, generation))
+            position_of.append(position)
+            offset += memory.nbytes
     refusals: dict[int, MoonpoolError] = {}
     for stale in remote.read_expecting([items], timeout_s=timeout_s):
         for at in stale:

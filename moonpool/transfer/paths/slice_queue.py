@@ -34,15 +34,13 @@ class SliceOrder(Generic[W]):
     def __init__(
         self,
         max_slices: int,
-        run_nbytes: int,
         promote_after_s: float = DEFAULT_PROMOTE_AFTER_S,
         *,
         threads_per_peer: int,
     ) -> None:
-        """Holds `max_slices` of each priority; a run has at most `run_nbytes`."""
+        """Holds `max_slices` of each priority."""
         self.max_runs = max(_MAX_RUNS, threads_per_peer)
         self._max_slices = max_slices
-        self._run_nbytes = run_nbytes
         self._threads_per_peer = threads_per_peer
         self._priorities = PriorityOrder(promote_after_s)
         self._peers: dict[Hashable, PeerQueue[W]] = {}  # those that have work, waiting or under way
@@ -54,7 +52,7 @@ class SliceOrder(Generic[W]):
         held = sum(queue.num_slices[work.priority] for queue in self._peers.values())
         if not held:
             return True
-        own = sum(count_slices(slices, self._run_nbytes) for slices in work.slices_of_peers.values())
+        own = sum(count_slices(slices, work.run_nbytes) for slices in work.slices_of_peers.values())
         return held + own <= self._max_slices
 
     def add(self, work: W, now_s: float) -> None:
@@ -65,7 +63,7 @@ class SliceOrder(Generic[W]):
                     queue = peer
                     self.paths.add(peer)
                 else:
-                    queue = PeerQueue(self._threads_per_peer, self._run_nbytes)
+                    queue = PeerQueue(self._threads_per_peer)
                 self._peers[peer] = queue
             queue.add(work, slices, now_s)
 
