@@ -205,7 +205,7 @@ class Batch(Pending[None]):
         threads: ThreadPool | None = None,
         carry: bool = False,
     ) -> None:
-        """Queue all requests. Overloaded, with nothing begun, when there is no room in time (None: do not wait for any).
+        """Queue all requests. Overloaded, with nothing begun, when there is no room in time (None: past the bound).
         `threads` send `notify`. With `carry` this thread moves slices, too, if several paths lead to the segment.
         """
         if not self._requests:
