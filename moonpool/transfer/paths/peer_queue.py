@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from moonpool.base.errors import MoonpoolError
 from moonpool.transfer.paths.priority import Priority
@@ -59,7 +59,7 @@ class QueuedBatch(Protocol):
         """Whether slices that a path lost are to be moved by another; False once the batch is cancelled."""
         ...
 
-    def run(self, run: SliceRun[QueuedBatch], /) -> Sequence[Outcome]:
+    def run(self, run: SliceRun[Any], /) -> Sequence[Outcome]:
         """Move these slices and return the outcome of each. Must not raise."""
         ...
 

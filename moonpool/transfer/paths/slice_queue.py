@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Generic
 
@@ -76,10 +77,10 @@ class SliceOrder(Generic[W]):
         declined: set[tuple[int, Hashable]] = set()  # a priority of a peer of which nothing can start now
         while True:
             heads = self._heads(declined)
+            if not any(heads):
+                return None
             since_s = [None if head is None else head[0] for head in heads]
             order = self._priorities.order(since_s, now_s)
-            if not order:
-                return None
             head = heads[order[0]]
             assert head is not None
             run = self._peers[head[1]].take(head[1], order[0], now_s)
@@ -171,6 +172,8 @@ class SliceQueue(Generic[W]):
         self._clock: Clock = clock or SystemClock()
         self._lock = threading.Lock()
         self._room = threading.Condition(self._lock)
+        self._ready: deque[SliceRun[W]] = deque()  # taken from the order; the next thread moves them
+        self._num_starting = 0  # threads that will look there
         self._timer_changed = threading.Condition(self._lock)  # something is due before `_timer_until_s`
         self._timer_until_s: float | None = None  # None: no timer runs
         self._closed = False
@@ -179,11 +182,9 @@ class SliceQueue(Generic[W]):
         """Queue the batch, waiting for room (None: past the bound). Overloaded when there is none in time, PeerLost
         after close(). With `carry` this thread moves slices of the batch, too, as long as one may start.
         """
-        run = self._hand_out(
-            self._change(partial(self._add, work, room_timeout_s)), lambda run: carry and run.work is work
-        )
+        run = self._change(partial(self._add, work, room_timeout_s), lambda run: carry and run.work is work)
         while run is not None:
-            run = self._hand_out(self._move(run), lambda run: run.work is work)
+            run = self._move(run, lambda run: run.work is work)
 
     def withdraw(self, work: W) -> Sequence[Slice]:
         """Remove a batch and return its slices that were not handed out, and will not be."""
@@ -193,14 +194,14 @@ class SliceQueue(Generic[W]):
 
     def path_failed(self, paths: PeerPaths[W], path: int, error: MoonpoolError) -> None:
         """Report a failure of a path that was found by other means than a transfer."""
-        self._hand_out(self._change(partial(self._order.probed, paths, path, error)), lambda _: False)
+        self._change(partial(self._order.probed, paths, path, error), _keep_none)
 
     def close(self) -> None:
         """Idempotent. Slices that have not begun end with PeerLost; those under way end by themselves."""
         with self._lock:
             self._closed = True
             self._timer_changed.notify_all()
-        self._change(lambda _: ())
+        self._change(_no_event, _keep_none)
         self.threads.close()
 
     def join(self, timeout_s: float) -> None:
@@ -218,45 +219,54 @@ class SliceQueue(Generic[W]):
         self._order.add(work, self._clock.now_s())
         return ()
 
-    def _change(self, event: Callable[[float], Sequence[Ended[W]]]) -> list[SliceRun[W]]:
-        """Let the event change the order, settle what ended, and return the runs to start. The caller has to move them
-        or to hand them out.
+    def _change(
+        self, event: Callable[[float], Sequence[Ended[W]]], keep: Callable[[SliceRun[W]], bool]
+    ) -> SliceRun[W] | None:
+        """Let the event change the order, settle what ended, and see to it that threads move what may start. Return a
+        run for the calling thread, if there is one that it may keep.
         """
-        order, runs = self._order, list[SliceRun[W]]()
+        order, ready = self._order, self._ready
         with self._lock:
             ended = [*event(self._clock.now_s())]
             now_s = self._clock.now_s()
             if self._closed:
-                ended += order.withdraw_all(PeerLost("the transfer engine was closed"))
-            ended += order.expire(now_s)
+                ended += self._end_all(now_s)
+            if order.paths:
+                ended += order.expire(now_s)
             while not self._closed and (run := order.take(now_s)) is not None:
-                runs.append(run)
+                ready.append(run)
             if order.paths:
                 self._look_after_paths(now_s)
+            kept = next((run for run in ready if keep(run)), None)
+            if kept is not None:
+                ready.remove(kept)
+            num_new = max(0, len(ready) - self._num_starting)
+            self._num_starting += num_new
             self._room.notify_all()
         for work, slices, error in ended:
             work.settle(slices, error)
-        return runs
-
-    def _hand_out(self, runs: Iterable[SliceRun[W]], may_keep: Callable[[SliceRun[W]], bool]) -> SliceRun[W] | None:
-        """Give the runs to threads, except one that the caller may keep and has to move."""
-        kept: SliceRun[W] | None = None
-        for run in runs:
-            if kept is None and may_keep(run):
-                kept = run
-            elif not self.threads.run(partial(self._work, run)):
-                outcome = Outcome(run.slices, PeerLost("the transfer engine was closed"))
-                self._change(partial(self._order.finished, run, [outcome]))
+        for _ in range(num_new):
+            self.threads.run(self._work)
         return kept
 
-    def _work(self, first: SliceRun[W] | None) -> None:
-        run = first
-        while run is not None:
-            run = self._hand_out(self._move(run), lambda _: True)
+    def _end_all(self, now_s: float) -> list[Ended[W]]:
+        """Return everything that has not begun, as ended because the queue was closed."""
+        error, ended = PeerLost("the transfer engine was closed"), list[Ended[W]]()
+        while self._ready:
+            run = self._ready.popleft()
+            ended += self._order.finished(run, [Outcome(run.slices, error)], now_s)
+        return ended + self._order.withdraw_all(error)
 
-    def _move(self, run: SliceRun[W]) -> list[SliceRun[W]]:
-        """Move the run, report it, and return the runs to start."""
-        return self._change(partial(self._order.finished, run, run.work.run(run)))
+    def _work(self) -> None:
+        with self._lock:
+            self._num_starting -= 1
+            run = self._ready.popleft() if self._ready else None
+        while run is not None:
+            run = self._move(run, _keep_any)
+
+    def _move(self, run: SliceRun[W], keep: Callable[[SliceRun[W]], bool]) -> SliceRun[W] | None:
+        """Move the run, report it, and return the next one for this thread."""
+        return self._change(partial(self._order.finished, run, run.work.run(run)), keep)
 
     def _look_after_paths(self, now_s: float) -> None:
         """Start the probes that are due, and see to it that a timer starts the next ones."""
@@ -276,8 +286,9 @@ class SliceQueue(Generic[W]):
                 raise PeerLost("no handle is open")
             prober.probe(path, paths.config.slice_timeout_s)
 
-        error = attempt(probe)
-        self._work(self._hand_out(self._change(partial(self._order.probed, paths, path, error)), lambda _: True))
+        run = self._change(partial(self._order.probed, paths, path, attempt(probe)), _keep_any)
+        while run is not None:
+            run = self._move(run, _keep_any)
 
     def _run_timer(self) -> None:
         """Look after deadlines and probes for as long as a peer with several paths has work."""
@@ -290,4 +301,16 @@ class SliceQueue(Generic[W]):
                 if self._closed or not self._order.paths:  # not sooner: small transfers would start a timer each
                     self._timer_until_s = None
                     return
-            self._hand_out(self._change(lambda _: ()), lambda _: False)
+            self._change(_no_event, _keep_none)
+
+
+def _no_event(now_s: float) -> tuple[()]:
+    return ()
+
+
+def _keep_any(run: object) -> bool:
+    return True
+
+
+def _keep_none(run: object) -> bool:
+    return False
