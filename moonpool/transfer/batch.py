@@ -72,6 +72,9 @@ class _GroupKey(NamedTuple):
     is_expecting: bool = False
 
 
+_NO_KEY = (None, None, None, False)
+
+
 class _Group(NamedTuple):
     """Slices that are moved together."""
 
@@ -229,10 +232,13 @@ class Batch(Pending[None]):
     def run(self, run: SliceRun[Batch]) -> list[Outcome]:
         """Move these slices, on a thread of the queue, and return their outcomes. Never raises."""
         groups: deque[_Group] = deque()
+        outcomes: list[Outcome] = []
         error = attempt(lambda: groups.extend(self._group(run.slices)))
-        outcomes = [] if error is None else [Outcome(run.slices, error)]
+        if error is not None:
+            return [Outcome(run.slices, error)]
         while groups:
-            group, refusals = groups.popleft(), dict[int, MoonpoolError]()
+            group = groups.popleft()
+            refusals: dict[int, MoonpoolError] = {}
             error = attempt(self._move, group, run, refusals)
             if error is not None and run.path is not None and is_retriable(error):  # the path failed: nothing is known
                 outcomes.append(Outcome([part for each in (group, *groups) for part in each.parts], error))
@@ -252,12 +258,12 @@ class Batch(Pending[None]):
         with self._lock:
             left = self._nbytes_left
             for request, _, nbytes in slices:
-                if error is not None and self._errors[request] is None:
-                    self._errors[request] = error
-                    self._first_error = self._first_error or error
                 left[request] -= nbytes or 1
                 if not left[request]:
                     self._finished.append(request)
+            for request, _, _ in slices if error is not None else ():
+                self._errors[request] = self._errors[request] or error
+            self._first_error = self._first_error or error
             over = len(self._finished) == len(self._requests)
             if self._progress is not None:
                 self._progress.notify_all()
@@ -283,33 +289,30 @@ class Batch(Pending[None]):
                 return
         self.resolve(None)
 
-    def _group(self, parts: Sequence[Slice]) -> Iterable[_Group]:
+    def _group(self, slices: Sequence[Slice]) -> Iterable[_Group]:
         groups: dict[_GroupKey, _Group] = {}
-        group: _Group | None = None
-        last: TransferRequest | None = None
-        for part in parts:
+        remote, op, generation, is_expecting = _NO_KEY
+        for part in slices:
             number, start, nbytes = part
             request = self._requests[number]
             expected = request.expected_generation
             if (
-                group is None
-                or last is None
-                or request.remote is not last.remote
-                or request.op is not last.op
-                or (request.generation != last.generation and group.key.generation is not None)
-                or (expected is None) is group.key.is_expecting
+                request.remote is not remote
+                or request.op is not op
+                or (generation is not None and request.generation != generation)
+                or (expected is None) is is_expecting
             ):
-                key = _key_of(request)
-                group, last = groups.setdefault(key, _Group(key, [], [], [])), request
+                key = remote, op, generation, is_expecting = _key_of(request)
+                _, places, generations, parts = groups.setdefault(key, _Group(key, [], [], []))
             memories = self._memories[number]
             if nbytes != self._sizes[number]:
                 memories = cut(memories, start, nbytes)
-            group.places.append((request.offset + start, memories))
-            group.parts.append(part)
-            if request.op is not _READ:
-                group.generations.append(request.generation)
+            places.append((request.offset + start, memories))
+            parts.append(part)
+            if op is not _READ:
+                generations.append(request.generation)
             elif expected is not None:
-                group.generations.append(expected)
+                generations.append(expected)
         return groups.values()
 
     def _move(self, group: _Group, run: SliceRun[Batch], refusals: dict[int, MoonpoolError]) -> None:

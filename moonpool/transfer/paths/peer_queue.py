@@ -205,13 +205,15 @@ class PeerQueue(Generic[W]):
     def _take_run(self, work: W, pieces: deque[Piece], nbytes: int) -> list[Slice]:
         """Remove a run of at most `nbytes` from the batch's first piece; it is under way from now on."""
         piece, start = pieces[0], pieces[0].next_slice
-        head = piece.slices[start]
         run = piece.take_run(nbytes)
-        num_taken = len(run) if nbytes <= work.run_nbytes else count_slices(run, work.run_nbytes)
-        if piece.next_slice == start:  # a slice was cut, and the rest of it still waits
-            rest = piece.slices[start]
-            num_taken = count_slices([head], work.run_nbytes) - count_slices([rest], work.run_nbytes)
-        elif piece.is_empty:
+        num_taken = len(run)
+        if nbytes != work.run_nbytes:
+            num_taken = count_slices(run, work.run_nbytes)
+            if piece.next_slice == start:
+                rest, [taken] = piece.slices[start], run
+                whole = Slice(rest.request, taken.start, taken.nbytes + rest.nbytes)
+                num_taken = count_slices([whole], work.run_nbytes) - count_slices([rest], work.run_nbytes)
+        if piece.is_empty:
             pieces.popleft()
             if not pieces:
                 del self.waiting[work.priority][work]
