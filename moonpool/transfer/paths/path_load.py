@@ -1,4 +1,4 @@
-"""What the planner knows of one path: whether it works, its throughput, how much is under way. Pure."""
+"""What PeerPaths knows of one path: whether it works, its throughput, how much is under way. Pure."""
 
 from __future__ import annotations
 
