@@ -23,7 +23,7 @@ import msgspec
 from moonpool.base.errors import Cancelled, DeadlineExceeded, MoonpoolError, PeerLost, Unauthorized
 from moonpool.transfer.memory.buffers import Buffer, Memory, as_memory, cut, total_nbytes
 from moonpool.transfer.paths.path_load import is_retriable
-from moonpool.transfer.paths.peer_queue import Outcome, Slice, SliceRun
+from moonpool.transfer.paths.peer_queue import Slice, SliceOutcome, SliceRun
 from moonpool.transfer.paths.places import Place, move, read_expecting, write_places
 from moonpool.transfer.paths.priority import Priority
 from moonpool.transfer.paths.slice_queue import SliceQueue
@@ -229,26 +229,26 @@ class Batch(Pending[None]):
     def wants_retry(self) -> bool:
         return not self._cancelled and not (self._stop_at_error and self._first_error is not None)
 
-    def run(self, run: SliceRun[Batch]) -> list[Outcome]:
+    def run(self, run: SliceRun[Batch]) -> list[SliceOutcome]:
         """Move these slices, on a thread of the queue, and return their outcomes. Never raises."""
         groups: deque[_Group] = deque()
-        outcomes: list[Outcome] = []
+        outcomes: list[SliceOutcome] = []
         error = attempt(lambda: groups.extend(self._group(run.slices)))
         if error is not None:
-            return [Outcome(run.slices, error)]
+            return [SliceOutcome(run.slices, error)]
         while groups:
             group = groups.popleft()
             refusals: dict[int, MoonpoolError] = {}
             error = attempt(self._move, group, run, refusals)
             if error is not None and run.path is not None and is_retriable(error):  # the path failed: nothing is known
-                outcomes.append(Outcome([part for each in (group, *groups) for part in each.parts], error))
+                outcomes.append(SliceOutcome([part for each in (group, *groups) for part in each.parts], error))
                 break
             if _is_tried_alone(group, error) and not self._stop_at_error:
                 groups.extendleft(group.one_by_one())
             elif refusals:
-                outcomes += [Outcome([part], refusals.get(at)) for at, part in enumerate(group.parts)]
+                outcomes += [SliceOutcome([part], refusals.get(at)) for at, part in enumerate(group.parts)]
             else:
-                outcomes.append(Outcome(group.parts, error))
+                outcomes.append(SliceOutcome(group.parts, error))
         return outcomes
 
     def settle(self, slices: Sequence[Slice], error: MoonpoolError | None) -> None:

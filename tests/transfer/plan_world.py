@@ -14,7 +14,7 @@ from typing import Any
 from moonpool.base.errors import Cancelled, DeadlineExceeded, MoonpoolError, PeerLost
 from moonpool.transfer.paths.path_load import PathState, PlanConfig
 from moonpool.transfer.paths.peer_paths import PeerPaths
-from moonpool.transfer.paths.peer_queue import Ended, Outcome, Slice, SliceRun
+from moonpool.transfer.paths.peer_queue import Ended, Slice, SliceOutcome, SliceRun
 from moonpool.transfer.paths.priority import Priority
 from moonpool.transfer.paths.slice_queue import SliceOrder
 
@@ -74,7 +74,7 @@ class Task:
     def __post_init__(self) -> None:
         self.left = sum(nbytes or 1 for nbytes in self.sizes)
 
-    def run(self, run: SliceRun[Any]) -> list[Outcome]:
+    def run(self, run: SliceRun[Any]) -> list[SliceOutcome]:
         raise AssertionError("nothing is moved here")
 
     def settle(self, slices: Sequence[Slice], error: MoonpoolError | None) -> None:
@@ -111,10 +111,10 @@ class Planner:
         return found
 
     def completed(self, run: SliceRun[Task], now_s: float) -> None:
-        _settle(self.order.finished(run, [Outcome(run.slices, None)], now_s))
+        _settle(self.order.finished(run, [SliceOutcome(run.slices, None)], now_s))
 
     def failed(self, run: SliceRun[Task], error: MoonpoolError, now_s: float) -> None:
-        _settle(self.order.finished(run, [Outcome(run.slices, error)], now_s))
+        _settle(self.order.finished(run, [SliceOutcome(run.slices, error)], now_s))
 
     def probes_due(self, now_s: float) -> list[int]:
         return [path for _, path in self.order.probes_due(now_s)]

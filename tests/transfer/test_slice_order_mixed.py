@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from moonpool.base.errors import DeadlineExceeded, MoonpoolError, NotFound, PeerLost
 from moonpool.transfer.paths.path_load import PlanConfig
 from moonpool.transfer.paths.peer_paths import PeerPaths
-from moonpool.transfer.paths.peer_queue import Ended, Outcome, Slice, SliceRun
+from moonpool.transfer.paths.peer_queue import Ended, Slice, SliceOutcome, SliceRun
 from moonpool.transfer.paths.priority import Priority
 from moonpool.transfer.paths.slice_queue import SliceOrder
 
@@ -34,7 +34,7 @@ class Job:
     ended: Counter[tuple[int, int]] = field(default_factory=Counter)
     errors: dict[int, MoonpoolError] = field(default_factory=dict)
 
-    def run(self, run: SliceRun[Any]) -> list[Outcome]:
+    def run(self, run: SliceRun[Any]) -> list[SliceOutcome]:
         raise AssertionError("nothing is moved here")
 
     def settle(self, slices: Sequence[Slice], error: MoonpoolError | None) -> None:
@@ -80,7 +80,7 @@ class Engine:
     def finish(self, number: int, error: MoonpoolError | None, now_s: float) -> None:
         if self.running:
             run = self.running.pop(number % len(self.running))
-            self.settle(self.order.finished(run, [Outcome(run.slices, error)], now_s))
+            self.settle(self.order.finished(run, [SliceOutcome(run.slices, error)], now_s))
 
     def cancel(self, number: int) -> None:
         if self.jobs:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moonpool.base.errors import MoonpoolError, NotFound, Overloaded, PeerLost
-from moonpool.transfer.paths.peer_queue import MAX_RUN_SLICES, Outcome, Slice, SliceRun
+from moonpool.transfer.paths.peer_queue import MAX_RUN_SLICES, Slice, SliceOutcome, SliceRun
 from moonpool.transfer.paths.priority import Priority, PriorityOrder
 from moonpool.transfer.paths.slice_queue import SliceOrder, SliceQueue
 
@@ -40,11 +40,11 @@ class Job:
     def slices_of_peers(self) -> dict[Hashable, list[Slice]]:
         return {self.peer: list(self.slices)}
 
-    def run(self, run: SliceRun[Job]) -> list[Outcome]:
+    def run(self, run: SliceRun[Job]) -> list[SliceOutcome]:
         self.started.release()
         if self.gate is not None:
             assert self.gate.wait(10)
-        return [Outcome(run.slices, None)]
+        return [SliceOutcome(run.slices, None)]
 
     def settle(self, slices: Sequence[Slice], error: MoonpoolError | None) -> None:
         with self.lock:
@@ -135,7 +135,7 @@ def test_a_request_that_failed_is_moved_no_further() -> None:
         run = line.take(0.0)
         assert run is not None
         assert run.slices == expected
-        ended = line.finished(run, [Outcome(run.slices, error)], 0.0)
+        ended = line.finished(run, [SliceOutcome(run.slices, error)], 0.0)
     assert [(work, list(slices), found) for work, slices, found in ended] == [
         (large, [Slice(1, 0, LIMIT), Slice(1, LIMIT, 4 * LIMIT)], error)
     ]
@@ -329,7 +329,7 @@ def test_the_order_serves_other_peers_while_one_has_its_share() -> None:
     assert (first.work, second.work) == (one, two)
     assert line.take(0.0) is None
     for run in (second, first):
-        line.finished(run, [Outcome(run.slices, None)], 0.0)
+        line.finished(run, [SliceOutcome(run.slices, None)], 0.0)
     third = line.take(0.0)
     assert third is not None
     assert third.work is one

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.transfer.paths.peer_queue import Piece, Slice
+from moonpool.transfer.paths.peer_queue import Slice, WaitingSlices
 
 sizes = st.lists(st.integers(0, 300), max_size=20)
 limits = st.integers(1, 100)
@@ -11,7 +11,7 @@ limits = st.integers(1, 100)
 
 def runs_of(request_nbytes: list[int], limit: int) -> list[list[Slice]]:
     """The runs into which a batch of such requests is cut."""
-    piece = Piece([Slice(request, 0, nbytes) for request, nbytes in enumerate(request_nbytes)], 0.0)
+    piece = WaitingSlices([Slice(request, 0, nbytes) for request, nbytes in enumerate(request_nbytes)], 0.0)
     runs: list[list[Slice]] = []
     while not piece.is_empty:
         expected = piece.nbytes_up_to(limit)

@@ -23,7 +23,7 @@ from weakref import WeakSet
 
 from moonpool.base.errors import Cancelled, DeadlineExceeded, MoonpoolError, PeerLost
 from moonpool.transfer.paths.path_load import PathLoad, PathState, PlanConfig, is_retriable
-from moonpool.transfer.paths.peer_queue import Ended, Outcome, PeerQueue, Piece, Slice, SliceRun, W
+from moonpool.transfer.paths.peer_queue import Ended, PeerQueue, Slice, SliceOutcome, SliceRun, W, WaitingSlices
 from moonpool.transfer.paths.priority import Priority
 
 # Batches for which a free path is considered in a row. When none can use it something is under way, and the next ones
@@ -98,7 +98,7 @@ class PeerPaths(PeerQueue[W]):
                 )
         return None
 
-    def finished(self, run: SliceRun[W], outcomes: Sequence[Outcome], now_s: float) -> list[Ended[W]]:
+    def finished(self, run: SliceRun[W], outcomes: Sequence[SliceOutcome], now_s: float) -> list[Ended[W]]:
         assert run.path is not None
         path = self.paths[run.path]
         path.ended(run.nbytes, now_s)
@@ -175,7 +175,7 @@ class PeerPaths(PeerQueue[W]):
             assert path.in_flight_nbytes >= 0
             assert path.throughput > 0
 
-    def _choose(self, piece: Piece, waiting_nbytes: int) -> tuple[int, int] | None:
+    def _choose(self, piece: WaitingSlices, waiting_nbytes: int) -> tuple[int, int] | None:
         """Return (path, nbytes) for the start of the piece; None when it should wait."""
         piece_nbytes = piece.nbytes_up_to(self.config.max_slice_nbytes + self.config.min_slice_nbytes)
         candidates = self._candidates(piece)
@@ -193,7 +193,7 @@ class PeerPaths(PeerQueue[W]):
             return None  # the others will have moved everything, this piece included, before the best free path
         return best[1], best[2]
 
-    def _candidates(self, piece: Piece) -> list[tuple[int, PathLoad]]:
+    def _candidates(self, piece: WaitingSlices) -> list[tuple[int, PathLoad]]:
         """Return the paths that may carry the piece: those it has not failed on, else all; preferred ones first."""
         usable = [(number, path) for number, path in enumerate(self.paths) if path.usable]
         untried = [(number, path) for number, path in usable if number not in piece.failed_on]
@@ -221,14 +221,16 @@ class PeerPaths(PeerQueue[W]):
         nbytes = min(max(share, low), high)
         return piece_nbytes if piece_nbytes < nbytes + low else nbytes
 
-    def _retry(self, run: SliceRun[W], lost: Outcome, now_s: float) -> list[Ended[W]]:
+    def _retry(self, run: SliceRun[W], lost: SliceOutcome, now_s: float) -> list[Ended[W]]:
         """Let slices that their path lost wait for another one, or end them."""
         assert run.path is not None
         if not run.work.wants_retry:
-            return [self._end(run.work, Outcome(lost.slices, Cancelled("the transfer was cancelled")))]
+            return [self._end(run.work, SliceOutcome(lost.slices, Cancelled("the transfer was cancelled")))]
         if run.attempt + 1 >= self.config.max_attempts or now_s >= run.work.deadline_s:
             return [self._end(run.work, lost)]
-        self._put_piece(run.work, Piece(list(lost.slices), run.since_s, run.failed_on | {run.path}, run.attempt + 1))
+        self._put_piece(
+            run.work, WaitingSlices(list(lost.slices), run.since_s, run.failed_on | {run.path}, run.attempt + 1)
+        )
         return []
 
     def _end_if_cut_off(self) -> list[Ended[W]]:
@@ -242,7 +244,7 @@ class PeerPaths(PeerQueue[W]):
     def _end_all(self, works: Sequence[W], error: MoonpoolError) -> list[Ended[W]]:
         return [Ended(work, self.withdraw(work), error) for work in works]
 
-    def _put_piece(self, work: W, piece: Piece) -> None:
+    def _put_piece(self, work: W, piece: WaitingSlices) -> None:
         super()._put_piece(work, piece)
         self._next_deadline_s = min(self._next_deadline_s, work.deadline_s)
 

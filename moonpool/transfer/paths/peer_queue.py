@@ -29,7 +29,7 @@ class Slice(NamedTuple):
     nbytes: int
 
 
-class Outcome(NamedTuple):
+class SliceOutcome(NamedTuple):
     """How slices of a run ended; None: their bytes were acknowledged."""
 
     slices: Sequence[Slice]
@@ -59,7 +59,7 @@ class QueuedBatch(Protocol):
         """Whether slices that a path lost are to be moved by another; False once the batch is cancelled."""
         ...
 
-    def run(self, run: SliceRun[Any], /) -> Sequence[Outcome]:
+    def run(self, run: SliceRun[Any], /) -> Sequence[SliceOutcome]:
         """Move these slices and return the outcome of each. Must not raise."""
         ...
 
@@ -95,7 +95,7 @@ class Ended(NamedTuple, Generic[W]):
     error: MoonpoolError | None
 
 
-class Piece:
+class WaitingSlices:
     """Slices of a batch that wait together; those that a path lost are a piece of their own."""
 
     __slots__ = ("attempt", "failed_on", "next_slice", "since_s", "slices")
@@ -160,7 +160,7 @@ class PeerQueue(Generic[W]):
     """
 
     def __init__(self, max_runs: int) -> None:
-        self.waiting: list[OrderedDict[W, deque[Piece]]] = [OrderedDict() for _ in Priority]
+        self.waiting: list[OrderedDict[W, deque[WaitingSlices]]] = [OrderedDict() for _ in Priority]
         self.num_slices = [0] * len(Priority)  # that wait; a large one counts as what it will be cut into
         self.num_runs = 0  # under way
         self._max_runs = max_runs
@@ -174,14 +174,14 @@ class PeerQueue(Generic[W]):
         return not self.num_runs and not any(self.waiting)
 
     def add(self, work: W, slices: list[Slice], now_s: float) -> None:
-        self._put_piece(work, Piece(slices, now_s))
+        self._put_piece(work, WaitingSlices(slices, now_s))
 
     def take(self, peer: Hashable, priority: Priority, now_s: float) -> SliceRun[W] | None:
         """Return the next run of this priority, which has something waiting; None if all of it has to wait on."""
         work, pieces = next(iter(self.waiting[priority].items()))
         return SliceRun(work, self._take_run(work, pieces, work.run_nbytes), peer)
 
-    def finished(self, run: SliceRun[W], outcomes: Sequence[Outcome], now_s: float) -> list[Ended[W]]:
+    def finished(self, run: SliceRun[W], outcomes: Sequence[SliceOutcome], now_s: float) -> list[Ended[W]]:
         """The run is over. Return the slices that ended with it."""
         self.num_runs -= 1
         return [self._end(run.work, outcome) for outcome in outcomes]
@@ -202,7 +202,7 @@ class PeerQueue(Generic[W]):
         assert 0 <= self.num_runs <= self._max_runs
         assert not self.is_idle, "a peer without work was kept"
 
-    def _take_run(self, work: W, pieces: deque[Piece], nbytes: int) -> list[Slice]:
+    def _take_run(self, work: W, pieces: deque[WaitingSlices], nbytes: int) -> list[Slice]:
         """Remove a run of at most `nbytes` from the batch's first piece; it is under way from now on."""
         piece, start = pieces[0], pieces[0].next_slice
         run = piece.take_run(nbytes)
@@ -221,7 +221,7 @@ class PeerQueue(Generic[W]):
         self.num_runs += 1
         return run
 
-    def _end(self, work: W, outcome: Outcome) -> Ended[W]:
+    def _end(self, work: W, outcome: SliceOutcome) -> Ended[W]:
         """Return the slices as ended; of requests that failed, those that wait, too."""
         slices, error = outcome
         pieces = None if error is None else self.waiting[work.priority].get(work)
@@ -236,7 +236,7 @@ class PeerQueue(Generic[W]):
                 del self.waiting[work.priority][work]
         return Ended(work, [*slices, *rest], error)
 
-    def _put_piece(self, work: W, piece: Piece) -> None:
+    def _put_piece(self, work: W, piece: WaitingSlices) -> None:
         self.waiting[work.priority].setdefault(work, deque()).appendleft(piece)
         self._added(work, piece.slices)
 

@@ -20,7 +20,7 @@ from typing import Generic
 from moonpool.base.clock import Clock, Deadline, SystemClock
 from moonpool.base.errors import MoonpoolError, Overloaded, PeerLost
 from moonpool.transfer.paths.peer_paths import PeerPaths
-from moonpool.transfer.paths.peer_queue import Ended, Outcome, PeerQueue, Slice, SliceRun, W, count_slices
+from moonpool.transfer.paths.peer_queue import Ended, PeerQueue, Slice, SliceOutcome, SliceRun, W, count_slices
 from moonpool.transfer.paths.priority import DEFAULT_PROMOTE_AFTER_S, Priority, PriorityOrder
 from moonpool.transfer.pending import ThreadPool, attempt
 
@@ -90,7 +90,7 @@ class SliceOrder(Generic[W]):
                 return run
             declined.add((order[0], head[1]))
 
-    def finished(self, run: SliceRun[W], outcomes: Sequence[Outcome], now_s: float) -> list[Ended[W]]:
+    def finished(self, run: SliceRun[W], outcomes: Sequence[SliceOutcome], now_s: float) -> list[Ended[W]]:
         """The run is over. Return the slices that ended with it; those that another path may move wait again."""
         self._num_runs -= 1
         ended = self._peers[run.peer].finished(run, outcomes, now_s)
@@ -254,7 +254,7 @@ class SliceQueue(Generic[W]):
         error, ended = PeerLost("the transfer engine was closed"), list[Ended[W]]()
         while self._ready:
             run = self._ready.popleft()
-            ended += self._order.finished(run, [Outcome(run.slices, error)], now_s)
+            ended += self._order.finished(run, [SliceOutcome(run.slices, error)], now_s)
         return ended + self._order.withdraw_all(error)
 
     def _work(self) -> None:
