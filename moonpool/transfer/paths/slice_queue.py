@@ -237,8 +237,8 @@ class SliceQueue(Generic[W]):
                 ready.append(run)
             if order.paths:
                 self._look_after_paths(now_s)
-            kept = ready.popleft() if ready and keep is _keep_any else next(filter(keep, ready), None)
-            if kept is not None and keep is not _keep_any:
+            kept = next(filter(keep, ready), None)
+            if kept is not None:
                 ready.remove(kept)
             num_new = max(0, len(ready) - self._num_starting)
             self._num_starting += num_new
