@@ -9,6 +9,7 @@ from bisect import insort
 from collections import Counter, deque
 from collections.abc import Iterable
 
+from moonpool.base.cluster import WorkerLoad
 from moonpool.base.errors import AlreadyExists
 from moonpool.engine.sequence import Sequence, SequenceStatus
 
@@ -112,6 +113,16 @@ class SequenceQueues:
         """Tokens to compute until all sequences here decode, without reuse: the length of the queue."""
         prefilling = sum([count for s in self.running if (count := s.num_uncomputed_tokens) > 1])
         return prefilling + sum([s.num_tokens for s in self.waiting])
+
+    def load(self, free_pages: int) -> WorkerLoad:
+        """Return the load that a worker with these queues and free pages reports."""
+        return WorkerLoad(
+            num_waiting=self.num_waiting,
+            num_running=self.num_running,
+            waiting_tokens=self.num_waiting_tokens,
+            running_tokens=sum([each.num_computed_tokens for each in self.running]),
+            free_pages=free_pages,
+        )
 
     def check_integrity(self) -> None:
         held = [s for s in self.sequences.values() if s.status is SequenceStatus.HELD]

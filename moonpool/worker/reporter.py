@@ -62,14 +62,7 @@ class ReportCollector:
         return self._scheduler.pages.num_events_lost != self._events_lost
 
     def load(self) -> WorkerLoad:
-        queues = self._scheduler.queues
-        return WorkerLoad(
-            num_waiting=queues.num_waiting,
-            num_running=queues.num_running,
-            waiting_tokens=queues.num_waiting_tokens,
-            running_tokens=sum(sequence.num_computed_tokens for sequence in queues.running),
-            free_pages=self._scheduler.pages.num_available,
-        )
+        return self._scheduler.queues.load(self._scheduler.pages.num_available)
 
 
 def _drain(samples: deque[T]) -> tuple[T, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moonpool.base.cluster import DecodeSample, PrefillSample, PullSample, ReportWorker, WorkerLoad
+from moonpool.base.cluster import DecodeSample, PrefillSample, PullSample, ReportWorker
 from moonpool.conductor.state import ConductorState
 from moonpool.engine.jumping import JumpingScheduler
 from moonpool.master.state.changes import Changes
@@ -44,7 +44,7 @@ class SimReporter:
                 name=self._name,
                 incarnation=self._incarnation,
                 sequence=self._sequence,
-                load=self._load(),
+                load=self._scheduler.queues.load(self._scheduler.pages.num_available),
                 cached=tuple([key for key, added in events.items() if added]),
                 dropped=tuple([key for key, added in events.items() if not added]),
                 prefills=tuple(self.prefills),
@@ -66,13 +66,3 @@ class SimReporter:
         if self._events is not None:
             events, self._events = self._events, {}
         return events
-
-    def _load(self) -> WorkerLoad:
-        queues = self._scheduler.queues
-        return WorkerLoad(
-            num_waiting=queues.num_waiting,
-            num_running=queues.num_running,
-            waiting_tokens=queues.num_waiting_tokens,
-            running_tokens=sum([each.num_computed_tokens for each in queues.running]),
-            free_pages=self._scheduler.pages.num_available,
-        )

@@ -1,4 +1,4 @@
-"""A call said twice is done once, however late its copy comes."""
+"""A numbered call that arrives twice is done once, however late its copy arrives."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from moonpool.store.messages import SERVICE, Remove, RemoveMatching
 
 
 def test_the_first_is_done_and_the_others_get_its_answer() -> None:
-    errands, done = IdempotencyCache(), list[int]()
+    cache, done = IdempotencyCache(), list[int]()
 
     def act(number: int) -> int:
         done.append(number)
         return 10 * number
 
-    assert [errands.once(number, 1, lambda number=number: act(number)) for number in (3, 4, 3, 4)] == [30, 40, 30, 40]
+    assert [cache.once(number, 1, lambda number=number: act(number)) for number in (3, 4, 3, 4)] == [30, 40, 30, 40]
     assert done == [3, 4]
-    assert [errands.once(0, 1, lambda: act(5)) for _ in range(2)] == [50, 50]
+    assert [cache.once(0, 1, lambda: act(5)) for _ in range(2)] == [50, 50]
     assert done == [3, 4, 5, 5], "number 0 is none"
 
 
 def test_what_failed_may_be_tried_again() -> None:
-    errands = IdempotencyCache()
+    cache = IdempotencyCache()
     with pytest.raises(ZeroDivisionError):
-        errands.once(1, 1, lambda: 1 // 0)
-    assert errands.once(1, 1, lambda: 7) == 7
+        cache.once(1, 1, lambda: 1 // 0)
+    assert cache.once(1, 1, lambda: 7) == 7
 
 
 @pytest.mark.parametrize(
     ("num_answers", "num_kept"), [(1, MAX_CACHED_CALLS), (MAX_ANSWERS // 4, 4), (MAX_ANSWERS, 1), (2 * MAX_ANSWERS, 1)]
 )
 def test_no_more_is_remembered_than_is_stated(num_answers: int, num_kept: int) -> None:
-    errands = IdempotencyCache()
+    cache = IdempotencyCache()
     last = num_kept + 9
     for number in range(1, last + 1):
-        errands.once(number, num_answers, lambda: "first")
-    assert errands.once(last - num_kept + 1, num_answers, lambda: "again") == "first"
-    assert errands.once(last - num_kept, num_answers, lambda: "again") == "again"
+        cache.once(number, num_answers, lambda: "first")
+    assert cache.once(last - num_kept + 1, num_answers, lambda: "again") == "first"
+    assert cache.once(last - num_kept, num_answers, lambda: "again") == "again"
 
 
 @pytest.mark.parametrize("call", [Remove(keys=[b"key"], force=True, errand=5), RemoveMatching(force=True, errand=5)])
