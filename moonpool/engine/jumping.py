@@ -1,8 +1,9 @@
 """A scheduler that can do many equal decode steps at once, for a simulator, which does not compute them. Pure.
 
 Between two changes of the batch every decode step does the same to every sequence, so the simulator asks how many steps
-are equal and does them in one call. The state afterwards is that of single steps, except for the numbers of pages (a
-test compares them). Full blocks are not reported, because the simulator does not use them.
+are equal and does them in one call. The state afterwards is that of single steps, except for the numbers of pages and
+for which of two equal blocks stays in the cache (a test compares them). Full blocks are not reported, because the
+simulator does not use them.
 """
 
 from __future__ import annotations

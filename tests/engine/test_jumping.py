@@ -86,13 +86,17 @@ NEW = st.tuples(st.integers(1, 30), st.integers(1, 40), st.integers(0, 2), st.bo
 
 
 def arrive(
-    sched: JumpingScheduler, request_id: str, length: int, max_tokens: int, which: int, first: int | None
+    sched: JumpingScheduler, request_id: str, length: int, max_tokens: int, which: int, elsewhere: bool, unique: int
 ) -> None:
-    """`first` is the token that came with the KV, unlike any other: which of two equal blocks is kept may differ."""
-    if first is None:
-        sched.add(sequence(request_id, length, max_tokens=max_tokens, start=100 * which))
+    """Each request has one token unlike any other, the last of its prompt or the one that came with the KV. So no two
+    generated blocks are equal: which of two equal blocks is kept may differ between jumps and steps.
+    """
+    start = 100 * which
+    if not elsewhere:
+        prompt = [*range(start, start + length - 1), 1000 + unique]
+        sched.add(sequence(request_id, prompt, max_tokens=max_tokens))
         return
-    it = sequence(request_id, length, max_tokens=max_tokens + 1, start=100 * which, output=[1000 + first])
+    it = sequence(request_id, length, max_tokens=max_tokens + 1, start=start, output=[1000 + unique])
     num_pages = pages_for(length + 1, BLOCK_TOKENS)
     if num_pages <= sched.pages.num_available:
         it.pages = sched.pages.allocate(num_pages)
@@ -115,7 +119,7 @@ def test_jumps_lead_where_steps_lead(
     for number, (arrivals, at_most) in enumerate(rounds):
         for index, arrival in enumerate(arrivals):
             for sched in (stepped, jumped):
-                arrive(sched, f"{number}.{index}", *arrival[:3], number * 10 + index if arrival[3] else None)
+                arrive(sched, f"{number}.{index}", *arrival, number * 10 + index)
         if not jumped.has_work():
             continue
         for _ in range(jump(jumped, at_most)):
