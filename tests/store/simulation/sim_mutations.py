@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import moonpool.master.state.members
 import moonpool.node.copying
 import moonpool.node.mount
 import moonpool.node.session_registry
 import moonpool.store.client.reads
 import moonpool.store.client.remote_read
 import moonpool.store.client.views
-from moonpool.master.state.index import ObjectIndex
 from moonpool.master.state.members import Members
 from moonpool.master.state.orders import Copies
 from moonpool.master.state.pins import PinTable
@@ -53,8 +53,8 @@ def _puts_are_not_journalled() -> list[Change]:
 
 
 def _removed_records_are_adopted() -> list[Change]:
-    original = SsdTier._adopt
-    return [(SsdTier, "_adopt", lambda self, segment, item, _, now_s: original(self, segment, item, True, now_s))]
+    original = SsdTier.adopt
+    return [(SsdTier, "adopt", lambda self, segment, item, _, now_s: original(self, segment, item, True, now_s))]
 
 
 def _the_fence_admits_everybody() -> list[Change]:
@@ -119,11 +119,11 @@ def _pins_of_removed_objects_are_not_restored() -> list[Change]:
 
 
 def _recounts_are_ignored() -> list[Change]:
-    return [(Members, "_reserve_unknown", lambda self, *args: None)]
+    return [(moonpool.master.state.members, "reserve_unknown", lambda *args: [])]
 
 
 def _moves_are_not_journalled() -> list[Change]:
-    return [(ObjectIndex, "record", lambda self, slot: None)]
+    return [(Outcomes, "placed", lambda self, table, slot: None)]
 
 
 MUTATIONS: dict[str, Callable[[], list[Change]]] = {
