@@ -18,7 +18,7 @@ import threading
 import time
 from asyncio import _get_running_loop
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -44,7 +44,7 @@ from moonpool.transfer.transports.memory import MemoryFabric
 _JOIN_TIMEOUT_S = 5.0
 _CLOSED = "the transfer engine is closed"
 _INLINE_NBYTES = 256 * 1024  # moved in less time than it takes to wake another thread a few times
-_NUM_THREADS = 16  # segments being opened and messages being sent at the same time
+_NUM_THREADS = 16  # segments being opened, messages being sent and run_on_thread() at the same time
 
 
 class TransferEngine:
@@ -251,6 +251,12 @@ class TransferEngine:
         carry = may_wait and batch.is_small(max_requests, max_nbytes)
         batch.start(self._queue, room_timeout_s, threads=self._threads, carry=carry)
         return batch
+
+    def run_on_thread(self, work: Callable[[], None]) -> bool:
+        """Run `work`, which must not raise, on a thread of the engine as soon as one is free. Return False, with
+        nothing queued, after close().
+        """
+        return self._threads.run(work)
 
     def close(self) -> None:
         """Idempotent. Unfinished transfers fail with PeerLost; all threads, sockets and mappings end."""
