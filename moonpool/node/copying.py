@@ -2,7 +2,8 @@
 
 The bytes are read directly to their final place and are checked there. Until then the header at that place is the
 source's, whose generation differs from that of the space, so no reader takes it for an object. The fence is checked
-before the first byte and after the last one. A source is this node's memory, its disk, or another node.
+before the first byte and after the last one. A source is this node's memory, its disk, or another node; the transfer
+engine reads from other nodes, with its lowest priority.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from moonpool.base.errors import (
 from moonpool.node.orders import refused
 from moonpool.node.ssd.reading import check_header, check_object
 from moonpool.store.messages import Order, OrderResult, Placement
+from moonpool.transfer import Priority, RemoteSegment, TransferEngine, TransferOp, TransferRequest
 from moonpool.transfer.memory.buffers import Buffer, as_bytes_views, copy_bytes
 from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.transports.base import check_bounds
@@ -37,9 +39,24 @@ _PREFIX_NBYTES = 64  # enough of a header to identify the object: magic to ident
 
 
 class Readable(Protocol):
-    """A remote segment, a folder, or this node's own memory."""
+    """This node's memory, its disk, or another node's segment."""
 
     def read_into(self, offset: int, buffers: Sequence[Buffer], *, timeout_s: float) -> None: ...
+
+
+class RemoteSource:
+    """Another node's segment as a Readable. `checks_generation`: its owner checks the generation of what it sends."""
+
+    def __init__(self, remote: RemoteSegment, engine: TransferEngine) -> None:
+        self._remote, self._engine = remote, engine
+        self.checks_generation = remote.checks_generation
+
+    def read_into(
+        self, offset: int, buffers: Sequence[Buffer], *, timeout_s: float, generation: int | None = None
+    ) -> None:
+        """Raise StaleGeneration unless the space carried `generation`, if given, until the last byte was taken."""
+        request = TransferRequest(TransferOp.READ, self._remote, offset, buffers, expected_generation=generation)
+        self._engine.submit([request], timeout_s=timeout_s, priority=Priority.REPLICATION).wait()
 
 
 OpenSource = Callable[[Placement], Readable]
@@ -109,11 +126,16 @@ class Copier:
 def _read_checked(order: Order, source: Readable, place: memoryview) -> None:
     """Read the whole object to `place` and check it there, and that the source held that object all the time."""
     deadline = Deadline(min(_MOST_TIMEOUT_S, _LEAST_TIMEOUT_S + order.nbytes / _LEAST_NBYTES_PER_S))
+    generation = order.source.generation
+    if isinstance(source, RemoteSource) and source.checks_generation:
+        source.read_into(order.source.offset, [place], timeout_s=deadline.remaining_s(), generation=generation)
+        check_object([place], order.key, generation, None)
+        return
     source.read_into(order.source.offset, [place], timeout_s=deadline.remaining_s())
     prefix, again = bytes(place[:_PREFIX_NBYTES]), bytearray(_PREFIX_NBYTES)
     failure: Corrupt | None = None
     try:
-        check_object([place], order.key, order.source.generation, None)
+        check_object([place], order.key, generation, None)
     except Corrupt as error:
         failure = error
     source.read_into(order.source.offset, [again], timeout_s=deadline.remaining_s())

@@ -23,7 +23,7 @@ from moonpool.base.metrics import (
 from moonpool.base.rpc import AsyncClient
 from moonpool.base.rpc.reconnect import ReconnectingClient
 from moonpool.node.config import NodeConfig
-from moonpool.node.copying import Copier, OwnMemory, Readable, check_here
+from moonpool.node.copying import Copier, OwnMemory, Readable, RemoteSource, check_here
 from moonpool.node.metrics import node_metrics
 from moonpool.node.mount import CALL_TIMEOUT_S, DramMount
 from moonpool.node.offloading import LogThread
@@ -129,8 +129,7 @@ class Node:
         return [*own, *process_metrics()]
 
     def _transfer_config(self) -> TransferConfig:
-        # One thread: orders read on the threads of their lanes.
-        return TransferConfig(run_dir=self.config.run_dir, num_threads=1, **self.config.wires())
+        return TransferConfig(run_dir=self.config.run_dir, **self.config.wires())
 
     def _allocate(self) -> Segment:
         return Segment.allocate(
@@ -279,7 +278,7 @@ class _Work:
         if ssd is not None and placement.segment == ssd.segment.name:
             check_here(placement, ssd.segment, 0)
             return ssd.segment
-        return self._directory.open(placement)
+        return RemoteSource(self._directory.open(placement), self._engine)
 
     def _list_segments(self) -> list[SegmentInfo]:
         return self.link.call_from_thread(Segments(), timeout_s=CALL_TIMEOUT_S)

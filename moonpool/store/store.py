@@ -35,7 +35,6 @@ from moonpool.store.client.put_session import PiecePuts, PieceWriter, PutTools
 from moonpool.store.client.read_session import ReadTools
 from moonpool.store.client.reads import ClientReads, PieceReader, none_if_missing, read_ranges, report_corrupt
 from moonpool.store.client.session_client import SessionClient
-from moonpool.store.client.transfer_window import TransferThreads
 from moonpool.store.client.views import ClientViews, ObjectView
 from moonpool.store.event_feed import EventFeed
 from moonpool.store.keys_text import Key, key_bytes, keys_bytes
@@ -109,8 +108,9 @@ class Store(TensorCalls):
         self._sessions = SessionClient(directory, name=config.name, timeout_s=config.connect_timeout_s)
         # Views use another session than puts, because it may be retired (client/views.py).
         self._view_sessions = SessionClient(directory, name=config.name, timeout_s=config.connect_timeout_s)
-        self._counters, self._threads = counters, TransferThreads()
+        self._counters = counters
         put_tools = PutTools(
+            engine=engine,
             sessions=self._sessions,
             calls=PutCalls(master, directory, self._sessions, counters),
             counters=counters,
@@ -124,9 +124,9 @@ class Store(TensorCalls):
             timeout_s=config.transfer_timeout_s,
             report_corrupt=lambda info, place: report_corrupt(master, info, place),
         )
-        self._reads = ClientReads(master, self._threads, read_tools)
+        self._reads = ClientReads(master, read_tools)
         if self._cache is not None:
-            self._reads = CachedReads(master, self._threads, read_tools, self._cache)
+            self._reads = CachedReads(master, read_tools, self._cache)
         self._views = ClientViews(
             master,
             self._reads,
@@ -134,7 +134,7 @@ class Store(TensorCalls):
             max_view_nbytes=config.max_view_nbytes,
             max_verified_views=config.max_verified_views,
         )
-        self._puts = PutBatches(self._threads, put_tools)
+        self._puts = PutBatches(put_tools)
         self.piece_puts, self.piece_reads = PiecePuts(put_tools), self._reads.pieces
         self.tasks = PoolTasks(master)
 
@@ -145,9 +145,8 @@ class Store(TensorCalls):
         self._views.close()
         self.master.close()
         self.directory.close()
-        self._threads.close()
         self._view_sessions.close()
-        self._sessions.close()  # after the threads: until here, writes to mapped memory may be running
+        self._sessions.close()  # last: until here, writes to mapped memory may be running
         self._stack.close()
 
     def __enter__(self) -> Store:
@@ -385,7 +384,7 @@ class Store(TensorCalls):
 def _engine(stack: contextlib.ExitStack, run_dir: str | None, shm: bool, files: dict[str, Any]) -> TransferEngine:
     """Make an engine that serves no segments."""
     folder = run_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="mp-store-"))
-    config = TransferConfig(run_dir=folder, shm=shm, tcp_host=None, num_threads=1, **files)
+    config = TransferConfig(run_dir=folder, shm=shm, tcp_host=None, **files)
     return stack.enter_context(TransferEngine(config))
 
 

@@ -16,8 +16,7 @@ from ssd_world import KIB, body_of, item_of
 from moonpool.base.errors import MoonpoolError, PeerLost
 from moonpool.node.ssd import SsdConfig, SsdLog
 from moonpool.node.ssd_tier import offset_of
-from moonpool.store.client.remote_read import _MAX_NBYTES, DiskRead, RemoteObject, _neighbours
-from moonpool.store.client.transfer_window import TransferThreads
+from moonpool.store.client.remote_read import _MAX_NBYTES, RemoteObject, RemoteRead, _neighbours
 from moonpool.store.messages import ObjectInfo, Placement
 from moonpool.transfer import TransferConfig, TransferEngine, aligned_buffer
 from moonpool.transfer.disk import disk as disk_module
@@ -35,25 +34,20 @@ def log(tmp_path: Path) -> Iterator[SsdLog]:
 
 
 @pytest.fixture
-def threads() -> Iterator[TransferThreads]:
-    made = TransferThreads()
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def owner(tmp_path: Path) -> Iterator[TransferEngine]:
     with TransferEngine(TransferConfig(run_dir=str(tmp_path / "o"), shm=False, tcp_host=None)) as made:
         yield made
 
 
 @pytest.fixture
-def remote(tmp_path: Path, log: SsdLog, owner: TransferEngine) -> Iterator[RemoteSegment]:
-    config = TransferConfig(run_dir=str(tmp_path / "p"), shm=False, tcp_host=None)
-    with (
-        FolderSegment.open("n.ssd", tmp_path / "disk", incarnation=5) as segment,
-        TransferEngine(config) as peer,
-    ):
+def peer(tmp_path: Path) -> Iterator[TransferEngine]:
+    with TransferEngine(TransferConfig(run_dir=str(tmp_path / "p"), shm=False, tcp_host=None)) as made:
+        yield made
+
+
+@pytest.fixture
+def remote(tmp_path: Path, log: SsdLog, owner: TransferEngine, peer: TransferEngine) -> Iterator[RemoteSegment]:
+    with FolderSegment.open("n.ssd", tmp_path / "disk", incarnation=5) as segment:
         yield peer.open(owner.serve(segment))
 
 
@@ -76,10 +70,10 @@ def wanted(placed: Sequence[tuple[bytes, Placement, int]], *, aligned: bool = Tr
 
 
 def read(
-    remote: RemoteSegment, threads: TransferThreads, objects: Sequence[RemoteObject]
-) -> tuple[DiskRead, dict[int, bytes]]:
+    remote: RemoteSegment, peer: TransferEngine, objects: Sequence[RemoteObject]
+) -> tuple[RemoteRead, dict[int, bytes]]:
     """The reader, and the bytes of what it thinks is right."""
-    reader = DiskRead(remote, threads, None, TIMEOUT_S)
+    reader = RemoteRead(remote, peer, None, TIMEOUT_S)
     good = reader.run(objects)
     return reader, {each.position: b"".join(bytes(view) for view in each.views) for each in good}
 
@@ -87,16 +81,16 @@ def read(
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("sizes", [(4096,), (5000, 300), (64 * KIB,)])
 def test_every_byte(
-    log: SsdLog, remote: RemoteSegment, threads: TransferThreads, sizes: tuple[int, ...], aligned: bool
+    log: SsdLog, remote: RemoteSegment, peer: TransferEngine, sizes: tuple[int, ...], aligned: bool
 ) -> None:
     placed = add(log, 40, sizes)  # over several files
-    reader, found = read(remote, threads, wanted(placed, aligned=aligned)[::-1])
+    reader, found = read(remote, peer, wanted(placed, aligned=aligned)[::-1])
     assert reader.failure is None
     assert found == {number: body_of(key, 7, sum(sizes)) for number, (key, _, _) in enumerate(placed)}
 
 
 def test_neighbours_come_by_one_request(
-    log: SsdLog, remote: RemoteSegment, threads: TransferThreads, monkeypatch: pytest.MonkeyPatch
+    log: SsdLog, remote: RemoteSegment, peer: TransferEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     objects = wanted(add(log, 8, (8 * KIB,)))
     requests: list[int] = []
@@ -107,12 +101,12 @@ def test_neighbours_come_by_one_request(
         return preadv(fd, views, offset)
 
     monkeypatch.setattr(disk_module.os, "preadv", counting)
-    _, found = read(remote, threads, objects)
+    _, found = read(remote, peer, objects)
     assert len(found) == 8
     assert len(requests) == 1
 
 
-def test_wrong_bytes_are_left_out_alone(log: SsdLog, remote: RemoteSegment, threads: TransferThreads) -> None:
+def test_wrong_bytes_are_left_out_alone(log: SsdLog, remote: RemoteSegment, peer: TransferEngine) -> None:
     placed = add(log, 8, (8 * KIB,))
     file_number, at = divmod(placed[3][1].offset, 1 << 32)
     with open(log.path_of(file_number), "r+b") as file:
@@ -122,36 +116,36 @@ def test_wrong_bytes_are_left_out_alone(log: SsdLog, remote: RemoteSegment, thre
         file.write(bytes([byte ^ 1]))
         file.flush()
         os.fsync(file.fileno())
-    reader, found = read(remote, threads, wanted(placed))
+    reader, found = read(remote, peer, wanted(placed))
     assert reader.failure is None
     assert sorted(found) == [0, 1, 2, 4, 5, 6, 7]
 
 
-def test_another_object_is_left_out(log: SsdLog, remote: RemoteSegment, threads: TransferThreads) -> None:
+def test_another_object_is_left_out(log: SsdLog, remote: RemoteSegment, peer: TransferEngine) -> None:
     (one, other) = add(log, 2, (8 * KIB,))
     mistaken = (one[0], other[1], one[2])
-    assert read(remote, threads, wanted([mistaken]))[1] == {}
+    assert read(remote, peer, wanted([mistaken]))[1] == {}
 
 
 def test_a_file_that_is_gone_takes_its_own_objects_alone(
-    log: SsdLog, remote: RemoteSegment, threads: TransferThreads
+    log: SsdLog, remote: RemoteSegment, peer: TransferEngine
 ) -> None:
     placed = add(log, 12, (64 * KIB,))
     numbers = [place.offset >> 32 for _, place, _ in placed]
     assert numbers[0] != numbers[-1]
     os.rename(log.path_of(numbers[0]), f"{log.path_of(numbers[0])}.gone")
-    reader, found = read(remote, threads, wanted(placed))
+    reader, found = read(remote, peer, wanted(placed))
     os.rename(f"{log.path_of(numbers[0])}.gone", log.path_of(numbers[0]))
     assert reader.failure is None
     assert sorted(found) == [at for at, number in enumerate(numbers) if number != numbers[0]]
 
 
 def test_an_owner_that_is_gone_is_a_failure(
-    log: SsdLog, remote: RemoteSegment, owner: TransferEngine, threads: TransferThreads
+    log: SsdLog, remote: RemoteSegment, owner: TransferEngine, peer: TransferEngine
 ) -> None:
     objects = wanted(add(log, 12, (64 * KIB,)))
     owner.close()
-    reader, found = read(remote, threads, objects)
+    reader, found = read(remote, peer, objects)
     assert isinstance(reader.failure, PeerLost)
     assert found == {}
 

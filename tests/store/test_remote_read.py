@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -11,8 +13,9 @@ from moonpool.base.checksum import crc32c
 from moonpool.base.errors import DeadlineExceeded, MoonpoolError, NotFound, PeerLost, Unauthorized
 from moonpool.base.object_header import ALIGN_NBYTES, pack_header
 from moonpool.store.client.remote_read import PREFIX_NBYTES, RemoteObject, RemoteRead
-from moonpool.store.client.transfer_window import BUNDLE_NBYTES, TransferThreads
+from moonpool.store.client.transfer_window import BUNDLE_NBYTES
 from moonpool.store.messages import ObjectInfo, Placement
+from moonpool.transfer import TransferConfig, TransferEngine
 from moonpool.transfer.memory.buffers import Buffer, as_bytes_views
 from moonpool.transfer.transports.base import RemoteSegment
 
@@ -47,7 +50,7 @@ class Far(RemoteSegment):
 
 
 class World:
-    def __init__(self, threads: TransferThreads, sizes: Sequence[int]) -> None:
+    def __init__(self, engine: TransferEngine, sizes: Sequence[int]) -> None:
         self.remote = Far(sum(sizes) + ALIGN_NBYTES * len(sizes))
         self.values = [random.Random(number).randbytes(size) for number, size in enumerate(sizes)]
         self.objects: list[RemoteObject] = []
@@ -59,7 +62,7 @@ class World:
             info = ObjectInfo(key=b"k%d" % number, nbytes=len(header) + len(value), replicas=(place,), lease_s=10.0)
             self.objects.append(RemoteObject(number, info, place, None))
             at += info.nbytes
-        self.far = RemoteRead(self.remote, threads, None, 5.0)
+        self.far = RemoteRead(self.remote, engine, None, 5.0)
 
     def run(self) -> list[int]:
         """Which came; each is what was put."""
@@ -69,10 +72,9 @@ class World:
 
 
 @pytest.fixture
-def threads() -> Iterator[TransferThreads]:
-    made = TransferThreads()
-    yield made
-    made.close()
+def engine(tmp_path: Path) -> Iterator[TransferEngine]:
+    with TransferEngine(TransferConfig(run_dir=str(tmp_path), shm=False, tcp_host=None)) as made:
+        yield made
 
 
 MIXED = [*[MIB] * NUM, 3 * BUNDLE_NBYTES + 5, 0, 1, *[300] * 400, BUNDLE_NBYTES]
@@ -81,25 +83,25 @@ MIXED = [*[MIB] * NUM, 3 * BUNDLE_NBYTES + 5, 0, 1, *[300] * 400, BUNDLE_NBYTES]
 @pytest.mark.parametrize(
     "sizes", [[MIB] * NUM, MIXED, [5 * BUNDLE_NBYTES], [100], [100] * 3], ids=["equal", "mixed", "large", "one", "few"]
 )
-def test_all_come(threads: TransferThreads, sizes: list[int]) -> None:
-    world = World(threads, sizes)
+def test_all_come(engine: TransferEngine, sizes: list[int]) -> None:
+    world = World(engine, sizes)
     assert world.run() == list(range(len(sizes)))
     assert world.far.failure is None
 
 
 @pytest.mark.parametrize("at", [0, 3, NUM - 1, NUM], ids=str)
-def test_a_damaged_one_is_left_out(threads: TransferThreads, at: int) -> None:
+def test_a_damaged_one_is_left_out(engine: TransferEngine, at: int) -> None:
     sizes = MIXED
-    world = World(threads, sizes)
+    world = World(engine, sizes)
     world.remote.memory[world.objects[at].place.offset + ALIGN_NBYTES + sizes[at] - 1] ^= 1
     assert world.run() == [number for number in range(len(sizes)) if number != at]
     assert world.far.failure is None
 
 
 @pytest.mark.parametrize("at", [0, 7, 24], ids=str)
-def test_a_header_that_changed_after_the_bytes_came_is_noticed(threads: TransferThreads, at: int) -> None:
+def test_a_header_that_changed_after_the_bytes_came_is_noticed(engine: TransferEngine, at: int) -> None:
     """Also that of a large object, whose parts come by both streams."""
-    world = World(threads, MIXED)
+    world = World(engine, MIXED)
     place = world.objects[at].place
 
     def before(offset: int, nbytes: int) -> None:
@@ -110,8 +112,8 @@ def test_a_header_that_changed_after_the_bytes_came_is_noticed(threads: Transfer
     assert world.run() == [number for number in range(len(MIXED)) if number != at]
 
 
-def test_what_failed_alone_costs_no_more_than_its_stream(threads: TransferThreads) -> None:
-    world = World(threads, [MIB] * 40)
+def test_what_failed_alone_costs_no_other(engine: TransferEngine) -> None:
+    world = World(engine, [MIB] * 40)
     bad = world.objects[20].place.offset
 
     def before(offset: int, nbytes: int) -> None:
@@ -119,17 +121,15 @@ def test_what_failed_alone_costs_no_more_than_its_stream(threads: TransferThread
             raise NotFound("not here")
 
     world.remote.before = before
-    came = world.run()
+    assert world.run() == [number for number in range(40) if number != 20]
     assert world.far.failure is None
-    assert 20 not in came
-    assert len(came) >= 40 - 2 * BUNDLE_NBYTES // MIB
 
 
 @pytest.mark.parametrize(
     "error", [PeerLost("gone"), DeadlineExceeded("slow"), Unauthorized("who are you")], ids=lambda error: error.code
 )
-def test_an_owner_out_of_reach_is_a_failure(threads: TransferThreads, error: MoonpoolError) -> None:
-    world = World(threads, [MIB] * NUM)
+def test_an_owner_out_of_reach_is_a_failure(engine: TransferEngine, error: MoonpoolError) -> None:
+    world = World(engine, [MIB] * NUM)
 
     def before(offset: int, nbytes: int) -> None:
         raise error
@@ -139,29 +139,48 @@ def test_an_owner_out_of_reach_is_a_failure(threads: TransferThreads, error: Moo
     assert world.far.failure is error
 
 
-def test_a_refusal_before_anything_was_taken_ends_it(threads: TransferThreads, monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(threads, [MIB] * NUM)
+def test_a_segment_that_has_none_of_them_is_a_failure(engine: TransferEngine) -> None:
+    world = World(engine, [MIB] * NUM)
 
-    def refuse(*_: object, **__: object) -> Iterator[int]:
+    def before(offset: int, nbytes: int) -> None:
         raise NotFound("no such segment")
 
-    monkeypatch.setattr(world.remote, "read_in_turn", refuse)
+    world.remote.before = before
     assert world.run() == []
     assert isinstance(world.far.failure, NotFound)
 
 
-def test_memory_is_the_callers_again_when_it_is_interrupted(threads: TransferThreads) -> None:
-    world = World(threads, [MIB] * NUM)
+def test_memory_is_the_callers_again_when_it_is_interrupted(
+    engine: TransferEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(engine, [MIB] * 2 * NUM)
     under_way: list[int] = []
 
     def before(offset: int, nbytes: int) -> None:
         under_way.append(offset)
-        if len(under_way) == 2:
-            raise KeyboardInterrupt
+
+    def interrupt(*_: object) -> bool:
+        raise KeyboardInterrupt
 
     world.remote.before = before
+    monkeypatch.setattr(RemoteObject, "check", interrupt)
     with pytest.raises(KeyboardInterrupt):
         world.run()
     num_reads = len(under_way)
-    threads.start(lambda: None).result()
+    assert 0 < num_reads < 2 * len(world.objects), "headers and bytes"
+    engine.close()  # waits for its threads
     assert len(under_way) == num_reads, "nobody reads any more"
+
+
+@pytest.mark.parametrize("sizes", [[100] * 3, [2 * MIB], [MIB] * NUM], ids=["few", "one", "many"])
+def test_one_bundle_is_read_on_the_callers_thread(engine: TransferEngine, sizes: list[int]) -> None:
+    """Waking another thread would take longer. Of several bundles the caller checks one while others arrive."""
+    world, threads = World(engine, sizes), set[str]()
+
+    def before(offset: int, nbytes: int) -> None:
+        if nbytes > PREFIX_NBYTES:
+            threads.add(threading.current_thread().name)
+
+    world.remote.before = before
+    world.run()
+    assert (threading.current_thread().name in threads) is (len(sizes) < NUM)

@@ -25,7 +25,6 @@ from moonpool.store.client.cuts import scatter
 from moonpool.store.client.master_client import MasterClient
 from moonpool.store.client.read_session import ReadTools
 from moonpool.store.client.reads import ClientReads, Got, Targets
-from moonpool.store.client.transfer_window import TransferThreads
 from moonpool.store.messages import ObjectInfo
 from moonpool.transfer.memory.location import host_id
 from moonpool.transfer.transports.mapped import MappedRemote
@@ -128,8 +127,8 @@ class ObjectCache:
 class CachedReads(ClientReads):
     """ClientReads whose read() uses the cache."""
 
-    def __init__(self, master: MasterClient, threads: TransferThreads, tools: ReadTools, cache: ObjectCache) -> None:
-        super().__init__(master, threads, tools)
+    def __init__(self, master: MasterClient, tools: ReadTools, cache: ObjectCache) -> None:
+        super().__init__(master, tools)
         self._cache = cache
         self._here = RecentKeys(WINDOW_KEYS)  # keys found in this machine's memory: not looked up again for a while
 

@@ -1,9 +1,9 @@
 """Storing many objects at once: one PutStart, all bytes and headers, one PutEnd per bundle.
 
 Every granted put is ended or given back, whatever fails. Mapped memory is written with one copy per replica, header and
-pieces together. Other segments are written by the client's transfer threads while the caller's thread computes the
-checksums of the next objects. The master places a batch in one run of space where it can, so most small objects are
-neighbours; ObjectRuns finds them, and one copy writes them all.
+pieces together. Other segments are written by the transfer engine's threads, with its lowest priority, while the
+caller's thread computes the checksums of the next objects. The master places a batch in one run of space where it can,
+so most small objects are neighbours; ObjectRuns finds them, and one copy writes them all.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ from moonpool.store.client.put_session import REPLICA_ERRORS, PutTools
 from moonpool.store.client.transfer_window import (
     BUNDLE_ITEMS,
     BUNDLE_NBYTES,
-    FinishedTransfer,
-    TransferThreads,
+    FinishedBundle,
     TransferWindow,
     for_each,
 )
 from moonpool.store.messages import GRANULE_NBYTES, Placement, num_granules
+from moonpool.transfer import Priority, RemoteSegment, TransferOp, TransferRequest
 from moonpool.transfer.memory.buffers import as_bytes_view
-from moonpool.transfer.transports.base import RemoteSegment
 from moonpool.transfer.transports.mapped import MappedRemote, MappedWriter
 
 SMALL_NBYTES = 32 * 1024  # larger objects gain nothing: the copy itself takes longer than the work around it
@@ -70,20 +69,24 @@ class ObjectRuns:
     def all(self) -> Iterator[ObjectRun]:
         return iter(self._runs)
 
+    def __bool__(self) -> bool:
+        return bool(self._runs)
+
 
 OPAQUE_PIECE_NBYTES = 1024 * 1024
 _FIRST_BUNDLE_NBYTES = 1024 * 1024  # the first remote bundle is small, so that the network has work early
 _MAPPED_BATCH_NBYTES = 64 * 1024 * 1024
 _STEP_NBYTES = 256 * 1024  # checksum this much, then look whether the master has answered
-_OPAQUE, _BYTE = ObjectKind.OPAQUE, np.uint8  # looking an attribute up takes longer than using it
+# Looking an attribute up takes longer than using it.
+_OPAQUE, _BYTE, _WRITE = ObjectKind.OPAQUE, np.uint8, TransferOp.WRITE
 _bytes_of = np.frombuffer
 
 
 class PutBatches:
     """put_many() of a client. Thread-safe."""
 
-    def __init__(self, threads: TransferThreads, tools: PutTools) -> None:
-        self._threads, self._calls, self._tools = threads, tools.calls, tools
+    def __init__(self, tools: PutTools) -> None:
+        self._calls, self._tools = tools.calls, tools
 
     def put_many(self, puts: Sequence[Put]) -> list[MoonpoolError | None]:
         outcomes: list[MoonpoolError | None] = [None] * len(puts)
@@ -129,9 +132,11 @@ class PutBatches:
             granted = self._calls.start(puts, bundle.sizes, bundle.checksums.compute_some)
         except MoonpoolError as error:
             return [error] * len(puts)
-        writer = _BundleWriter(granted, bundle.checksums, self._tools, self._calls, self._threads)
+        writer = _BundleWriter(granted, bundle.checksums, self._tools, self._calls)
         try:
-            with TransferWindow[_RemoteBundle](self._threads) as window:
+            with TransferWindow[_RemoteBundle](
+                self._tools.engine, timeout_s=self._tools.timeout_s, priority=Priority.REPLICATION
+            ) as window:
                 writer.write(puts, bundle.pieces, window)
         except BaseException:
             granted.unsettled.update(range(len(puts)))  # a write may still arrive
@@ -183,16 +188,14 @@ def _checksums(parts: list[memoryview]) -> list[int]:
 class _BundleWriter:
     """Writes the bytes of one bundle."""
 
-    def __init__(
-        self, granted: GrantedPuts, checksums: _Checksums, tools: PutTools, calls: PutCalls, threads: TransferThreads
-    ) -> None:
+    def __init__(self, granted: GrantedPuts, checksums: _Checksums, tools: PutTools, calls: PutCalls) -> None:
         self._granted, self._checksums, self._tools, self._calls = granted, checksums, tools, calls
-        self._threads = threads
         self._puts: Sequence[Put] = ()
         self._pieces: Sequence[list[memoryview]] = ()
         self._failed: list[tuple[int, Placement, MoonpoolError]] = []  # writes to mapped memory that failed
         self._bundles: dict[str, _RemoteBundle] = {}  # by segment: not submitted yet
         self._bundle_nbytes = _FIRST_BUNDLE_NBYTES
+        self._has_submitted = False  # a bundle
         self._remotes: dict[str, RemoteSegment | MappedWriter | MoonpoolError] = {}
         self._renew_at_s = tools.clock.now_s() + tools.renew_after_s
 
@@ -216,10 +219,12 @@ class _BundleWriter:
                 mapped.append(position)
                 mapped_nbytes += data_nbytes
         for rest in self._bundles.values():
-            self._collect(window.add(rest.write, rest))
+            # A bundle that is alone is written by this thread, unless it has something else to write.
+            is_only = not self._has_submitted and len(self._bundles) == 1 and not mapped and not runs
+            self._collect(window.add(rest.requests, rest, is_only=is_only))
         for run in runs.all():
             self._write_run(run)
-        for_each(self._threads, mapped, mapped_nbytes, self._write_mapped)
+        for_each(self._tools.engine, mapped, mapped_nbytes, self._write_mapped)
         for position, placement, error in self._failed:
             self._fail(position, placement, error)
         self._finish_mapped()
@@ -299,13 +304,12 @@ class _BundleWriter:
     ) -> None:
         bundle = self._bundles.get(placement.segment)
         if bundle is None:
-            bundle = self._bundles[placement.segment] = _RemoteBundle(
-                remote, self._tools.timeout_s, self._bundle_nbytes
-            )
+            bundle = self._bundles[placement.segment] = _RemoteBundle(remote, self._bundle_nbytes)
             self._bundle_nbytes = min(2 * self._bundle_nbytes, BUNDLE_NBYTES)
         if bundle.add(position, placement, views):
             del self._bundles[placement.segment]
-            self._collect(window.add(bundle.write, bundle))
+            self._has_submitted = True
+            self._collect(window.add(bundle.requests, bundle))
             self._renew_if_due()
 
     def _finish_mapped(self) -> None:
@@ -329,9 +333,9 @@ class _BundleWriter:
                 self._tools.counters.add_refusal(error)
             return error
 
-    def _collect(self, finished: Iterable[FinishedTransfer[_RemoteBundle]]) -> None:
-        for bundle, lost in finished:
-            for position, placement, error in bundle.outcomes(lost):
+    def _collect(self, finished: Iterable[FinishedBundle[_RemoteBundle]]) -> None:
+        for bundle, errors in finished:
+            for (position, placement), error in zip(bundle.replicas, errors, strict=True):
                 if error is not None:
                     self._fail(position, placement, error)
 
@@ -353,29 +357,20 @@ class _BundleWriter:
 
 
 class _RemoteBundle:
-    """Replicas in one segment that is not mapped here, written together by a transfer thread."""
+    """Replicas in one segment that is not mapped here, written together by the transfer engine."""
 
-    def __init__(self, remote: RemoteSegment, timeout_s: float, full_nbytes: int) -> None:
-        self._remote, self._timeout_s, self._full_nbytes = remote, timeout_s, full_nbytes
-        self._replicas: list[tuple[int, Placement, list[memoryview]]] = []
+    def __init__(self, remote: RemoteSegment, full_nbytes: int) -> None:
+        self._remote, self._full_nbytes = remote, full_nbytes
         self._nbytes = 0
-        self._errors: list[MoonpoolError | None] = []
+        self.replicas: list[tuple[int, Placement]] = []  # position of the object, and place; of each request
+        self.requests: list[TransferRequest] = []
 
     def add(self, position: int, placement: Placement, views: list[memoryview]) -> bool:
         """Add a replica. Return True when the bundle is large enough to submit."""
-        self._replicas.append((position, placement, views))
+        self.replicas.append((position, placement))
+        self.requests.append(TransferRequest(_WRITE, self._remote, placement.offset, views, placement.generation))
         self._nbytes += sum([view.nbytes for view in views])
-        return self._nbytes >= self._full_nbytes or len(self._replicas) >= BUNDLE_ITEMS
-
-    def write(self) -> None:
-        """Write all replicas. Raise when the owner is out of reach; record the errors of single replicas."""
-        items = [(placement.offset, views, placement.generation) for _, placement, views in self._replicas]
-        self._errors = self._remote.write_each(items, timeout_s=self._timeout_s)
-
-    def outcomes(self, lost: MoonpoolError | None) -> Iterator[tuple[int, Placement, MoonpoolError | None]]:
-        """Yield the error of each replica. `lost` is the error that ended the whole bundle, if one did."""
-        for index, (position, placement, _) in enumerate(self._replicas):
-            yield position, placement, self._errors[index] if index < len(self._errors) else lost
+        return self._nbytes >= self._full_nbytes or len(self.requests) >= BUNDLE_ITEMS
 
 
 def _pieces_of(put: Put) -> list[memoryview]:

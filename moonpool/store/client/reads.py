@@ -29,8 +29,8 @@ from moonpool.store import messages as m
 from moonpool.store.client.cuts import Range, cut_ranges, scatter, without_overlaps
 from moonpool.store.client.master_client import MasterClient
 from moonpool.store.client.read_session import Failures, PieceReads, ReadSession, ReadTools
-from moonpool.store.client.remote_read import DiskRead, RemoteObject, RemoteRead
-from moonpool.store.client.transfer_window import TransferThreads, for_each, is_large
+from moonpool.store.client.remote_read import RemoteObject, RemoteRead
+from moonpool.store.client.transfer_window import for_each, is_large
 from moonpool.store.client.verified_read import CopyAndSum, are_right, check_header, has_generation, sum_arrived
 from moonpool.store.messages import ListedObject, ObjectInfo, Placement
 from moonpool.transfer.memory.buffers import Buffer
@@ -140,13 +140,12 @@ class BatchRead:
         targets: Sequence[Targets],
         identity: bytes | None,
         *,
-        threads: TransferThreads,
         tools: ReadTools,
         recovery: Recovery,
     ) -> None:
         self._keys, self._infos, self._targets = keys, infos, targets
         self._identity = identity
-        self._threads, self._tools, self._recovery = threads, tools, recovery
+        self._tools, self._recovery = tools, recovery
         self._got: list[Got | None] = [None] * len(keys)
 
     def run(self) -> list[Got]:
@@ -179,8 +178,7 @@ class BatchRead:
         if memory is not None:
             self._read_mapped(memory, found)
             return
-        kind = DiskRead if remote.written_once else RemoteRead
-        reader = kind(remote, self._threads, self._identity, self._tools.timeout_s)
+        reader = RemoteRead(remote, self._tools.directory.engine, self._identity, self._tools.timeout_s)
         for each in reader.run([RemoteObject(*one, self._targets[one[0]]) for one in found]):
             self._got[each.position] = each.got()
         if reader.failure is not None:
@@ -203,7 +201,7 @@ class BatchRead:
             position, place, header, pieces = plan
             copied.append((position, place, _copy(memory, copy_and_sum, place, header, pieces)))
 
-        for_each(self._threads, plans, nbytes, copy)
+        for_each(self._tools.directory.engine, plans, nbytes, copy)
         return copied
 
     def _plan(self, memory: memoryview, found: list[_Found]) -> list[_Plan]:
@@ -280,9 +278,9 @@ def _copy(
 class ClientReads:
     """All reads of one client. Thread-safe. `pieces` reads many objects piece by piece."""
 
-    def __init__(self, master: MasterClient, threads: TransferThreads, tools: ReadTools) -> None:
+    def __init__(self, master: MasterClient, tools: ReadTools) -> None:
         self.tools, self.pieces = tools, PieceReads(tools)
-        self._master, self._threads = master, threads
+        self._master = master
 
     def exist(self, keys: list[bytes]) -> list[bool]:
         """Return which objects exist, and lease them. Counts neither hits nor misses. Objects that are only on segments
@@ -324,7 +322,6 @@ class ClientReads:
                 infos,
                 targets[start : start + BATCH_OBJECTS],
                 identity,
-                threads=self._threads,
                 tools=self.tools,
                 recovery=recovery,
             ).run()

@@ -1,7 +1,9 @@
-"""Threads for the transfers and large copies of one client.
+"""Transfers and large copies of one call, on the threads of the transfer engine.
 
-TransferWindow runs transfers in bundles, a few at once: the caller prepares or checks one bundle while others are being
-moved. Bundles of some MiB keep a connection busy without a pause; two threads keep two connections busy.
+TransferWindow submits bundles of transfers, a few at once: the caller prepares or checks one bundle while the engine
+moves others. A bundle of some MiB is one exchange with its owner, which keeps a connection busy without a pause; the
+engine's two threads per peer keep two connections busy. At most four bundles are under way, so a call of any size
+queues little, and a more urgent batch waits for one bundle per thread at most.
 
 for_each() copies large objects on two threads. Copying and checksumming release Python's lock, so a second processor
 nearly halves the time. Small copies run on the caller's thread: waking another one would take longer.
@@ -12,86 +14,44 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, NamedTuple, TypeVar
 
 from moonpool.base.checksum import runs_beside_others
-from moonpool.base.errors import MoonpoolError, PeerLost
+from moonpool.base.errors import MoonpoolError
+from moonpool.transfer import Batch, Priority, TransferEngine, TransferRequest
 
 T = TypeVar("T")
 
 BUNDLE_NBYTES = 8 * 1024 * 1024
 BUNDLE_ITEMS = 256
-_NUM_THREADS = 2
-_MAX_UNDER_WAY = 3  # bundles of one caller
+_MAX_UNDER_WAY = 3  # bundles of one caller, while it prepares or checks another
+_THREADS_PER_PEER = 2
 # Two threads copy in parallel from these sizes on.
 _MIN_PARALLEL_NBYTES = 2 * 1024 * 1024  # in total
 _MIN_ITEM_NBYTES = 128 * 1024  # on average: for small items most of the time is Python's, which has one lock
 
 
-def bundles(items: Iterable[T], nbytes_of: Callable[[T], int]) -> Iterator[list[T]]:
+def bundles(
+    items: Iterable[T], nbytes_of: Callable[[T], int], max_nbytes: int = BUNDLE_NBYTES, max_items: int = BUNDLE_ITEMS
+) -> Iterator[list[T]]:
     """Yield the items in order, as many at a time as one transfer should move."""
     bundle: list[T] = []
     nbytes = 0
     for each in items:
         bundle.append(each)
         nbytes += nbytes_of(each)
-        if nbytes >= BUNDLE_NBYTES or len(bundle) >= BUNDLE_ITEMS:
+        if nbytes >= max_nbytes or len(bundle) >= max_items:
             yield bundle
             bundle, nbytes = [], 0
     if bundle:
         yield bundle
 
 
-class TransferThreads:
-    """A client's transfer threads. They start when first needed. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="store-transfer")
-        self._lock = threading.Lock()
-        self._closed = False
-
-    def start(self, job: Callable[[], None]) -> Future[None]:
-        """Run the job on a thread. Raise PeerLost after close()."""
-        with self._lock:
-            if self._closed:
-                raise PeerLost("this client is closed")
-            return self._executor.submit(job)
-
-    def run_parallel(self, work: Callable[[], None], stop: Callable[[], None], num_helpers: int = 1) -> None:
-        """Run `work` on the caller's thread and on up to `num_helpers` threads, as they become free. Return or raise
-        when all have ended. `stop` is called when the caller's part is over, so that the others end soon. Raise
-        PeerLost after close().
-        """
-        helpers: list[Future[None]] = []
-        failed: BaseException | None = None
-        try:
-            for _ in range(num_helpers):
-                helpers.append(self.start(work))
-            work()
-        finally:
-            stop()
-            for helper in helpers:
-                try:
-                    if not helper.cancel():
-                        helper.result()
-                except BaseException as error:  # noqa: BLE001 - raised below, when all helpers have ended
-                    failed = error
-        if failed is not None:
-            raise failed
-
-    def close(self) -> None:
-        """Wait for running jobs, which end with their deadlines. Idempotent."""
-        with self._lock:
-            self._closed = True
-        self._executor.shutdown(wait=True)
-
-
-class FinishedTransfer(NamedTuple, Generic[T]):
-    """The caller's tag of a bundle, and the error if it failed."""
+class FinishedBundle(NamedTuple, Generic[T]):
+    """The caller's tag of a bundle, and the error of each of its requests, None where it succeeded."""
 
     tag: T
-    error: MoonpoolError | None
+    errors: Sequence[MoonpoolError | None]
 
 
 class TransferWindow(Generic[T]):
@@ -99,43 +59,48 @@ class TransferWindow(Generic[T]):
     in whichever way, no bundle is under way and all memory is the caller's again.
     """
 
-    def __init__(self, threads: TransferThreads) -> None:
-        self._threads = threads
-        self._under_way: deque[tuple[T, Future[None] | MoonpoolError]] = deque()
+    def __init__(self, engine: TransferEngine, *, timeout_s: float, priority: Priority) -> None:
+        """Every bundle has `timeout_s` from the moment at which a thread can be free for it."""
+        self._engine, self._timeout_s, self._priority = engine, timeout_s, priority
+        self._under_way: deque[tuple[T, Batch | list[MoonpoolError]]] = deque()
 
     def __enter__(self) -> TransferWindow[T]:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for _, batch in self._under_way:
+            if not isinstance(batch, list):
+                batch.cancel()
         for _finished in self.wait_all():
             pass
 
-    def add(self, job: Callable[[], None], tag: T) -> list[FinishedTransfer[T]]:
-        """Start a bundle. Wait for the oldest one if too many are under way, and return it."""
+    def add(self, requests: Sequence[TransferRequest], tag: T, *, is_only: bool = False) -> list[FinishedBundle[T]]:
+        """Start a bundle. Wait for the oldest one if too many are under way, and return it. A bundle for one segment
+        that `is_only` is moved on the caller's thread: the caller has nothing else to do.
+        """
         try:
-            self._under_way.append((tag, self._threads.start(job)))
+            batch: Batch | list[MoonpoolError] = self._engine.submit(
+                requests,
+                timeout_s=self._timeout_s * (1 + len(self._under_way) // _THREADS_PER_PEER),
+                priority=self._priority,
+                slice_nbytes=BUNDLE_NBYTES,
+                inline_nbytes=2 * BUNDLE_NBYTES if is_only else 0,
+            )
         except MoonpoolError as error:
-            self._under_way.append((tag, error))
+            batch = [error] * len(requests)
+        self._under_way.append((tag, batch))
         return [self._wait_first()] if len(self._under_way) > _MAX_UNDER_WAY else []
 
-    def wait_all(self) -> Iterator[FinishedTransfer[T]]:
+    def wait_all(self) -> Iterator[FinishedBundle[T]]:
         """Wait for the others and yield them in order."""
         while self._under_way:
             yield self._wait_first()
 
-    def _wait_first(self) -> FinishedTransfer[T]:
-        tag, under_way = self._under_way[0]
-        try:
-            if isinstance(under_way, MoonpoolError):
-                return FinishedTransfer(tag, under_way)
-            under_way.result()
-            return FinishedTransfer(tag, None)
-        except MoonpoolError as error:
-            return FinishedTransfer(tag, error)
-        finally:
-            # After an interrupted wait the bundle stays in the window.
-            if isinstance(under_way, MoonpoolError) or under_way.done():
-                self._under_way.popleft()
+    def _wait_first(self) -> FinishedBundle[T]:
+        tag, batch = self._under_way[0]
+        errors = batch if isinstance(batch, list) else batch.outcomes()
+        self._under_way.popleft()  # after an interrupted wait the bundle stays in the window
+        return FinishedBundle(tag, errors)
 
 
 def is_large(nbytes: int, num_items: int) -> bool:
@@ -143,16 +108,17 @@ def is_large(nbytes: int, num_items: int) -> bool:
     return num_items > 1 and nbytes >= max(_MIN_PARALLEL_NBYTES, _MIN_ITEM_NBYTES * num_items) and runs_beside_others()
 
 
-def for_each(threads: TransferThreads, items: Sequence[T], nbytes: int, work: Callable[[T], None]) -> None:
-    """Call `work` for every item, in any order, on two threads if the items, of `nbytes` in total, are large.
-
-    Raise what `work` raises, when all calls have ended.
+def for_each(engine: TransferEngine, items: Sequence[T], nbytes: int, work: Callable[[T], None]) -> None:
+    """Call `work` for every item, in any order; if the items, of `nbytes` in total, are large, also on a thread of the
+    engine. Raise what `work` raises, when all calls have ended.
     """
     if not is_large(nbytes, len(items)):
         for item in items:
             work(item)
         return
     left = deque(items)
+    failures: list[BaseException] = []
+    helping = threading.Lock()  # held while the other thread works; the caller takes it for good at the end
 
     def work_off() -> None:
         while left:
@@ -162,4 +128,21 @@ def for_each(threads: TransferThreads, items: Sequence[T], nbytes: int, work: Ca
                 return
             work(item)
 
-    threads.run_parallel(work_off, left.clear)
+    def help_out() -> None:
+        if helping.acquire(blocking=False):
+            try:
+                work_off()
+            except BaseException as error:  # noqa: BLE001 - the caller raises it
+                failures.append(error)
+                left.clear()
+            finally:
+                helping.release()
+
+    engine.run_on_thread(help_out)
+    try:
+        work_off()
+    finally:
+        left.clear()
+        helping.acquire()
+    for failure in failures:
+        raise failure

@@ -15,6 +15,7 @@ from typing import Any
 from moonpool.base.clock import Deadline
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import DeadlineExceeded, MoonpoolError, NotFound, PeerLost
+from moonpool.transfer.batch import Batch, TransferRequest
 from moonpool.transfer.memory.buffers import address_of, as_bytes_views, total_nbytes
 from moonpool.transfer.memory.segment import Borrowed, Segment
 from moonpool.transfer.transports.base import RemoteSegment, check_bounds
@@ -22,9 +23,9 @@ from moonpool.transfer.transports.file.folder import FOLDER_NBYTES, MAX_FILE_NBY
 from moonpool.transfer.transports.mapped import MappedRemote
 
 from .sim_disk import SimOs
-from .sim_loop import SimEvent
+from .sim_loop import SimEvent, SimFuture
 from .sim_net import Link, Side
-from .sim_scheduler import Process
+from .sim_scheduler import Process, Scheduler
 
 
 class SimFolder(Segment):
@@ -99,6 +100,16 @@ class SimEngine:
             return SimMapped(self, descriptor)
         return SimFar(self, descriptor, is_local)
 
+    def submit(
+        self, requests: Sequence[TransferRequest], *, timeout_s: float, inline_nbytes: int | None = None, **_: Any
+    ) -> SimBatch:
+        """Moves the requests, all of one segment; on a thread of their own if `inline_nbytes` is 0."""
+        return SimBatch(requests, timeout_s, self.world.scheduler if inline_nbytes == 0 else None)
+
+    def run_on_thread(self, work: Callable[[], None]) -> bool:
+        """No thread is free to help."""
+        return False
+
     def forget(self, descriptor: SegmentDescriptor) -> None:
         self._remotes.pop((descriptor.name, descriptor.incarnation), None)
 
@@ -112,6 +123,35 @@ class SimEngine:
         if engine is None or not engine.process.is_alive:
             raise PeerLost(f"the owner of segment {descriptor.name!r} is gone")
         return engine
+
+
+class SimBatch:
+    """Of Batch what clients and nodes use, around the production class."""
+
+    def __init__(self, requests: Sequence[TransferRequest], timeout_s: float, scheduler: Scheduler | None) -> None:
+        self._batch = Batch(requests, timeout_s=timeout_s, slice_nbytes=1 << 30)
+        self._future = None if scheduler is None else SimFuture(scheduler, self._run, ())
+        if scheduler is None:
+            self._run()
+
+    def outcomes(self) -> list[MoonpoolError | None]:
+        if self._future is not None:
+            self._future.result()
+        return self._batch.outcomes()
+
+    def wait(self) -> None:
+        for error in self.outcomes():
+            if error is not None:
+                raise error
+
+    def cancel(self) -> None:
+        """It is always too late: a simulated thread is there at once."""
+
+    def _run(self) -> None:
+        if len(self._batch):
+            assert self._batch.run_inline(1 << 30, 1 << 60)
+        else:
+            self._batch.resolve(None)
 
 
 class SimMapped(MappedRemote):

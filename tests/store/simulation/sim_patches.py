@@ -41,7 +41,6 @@ import moonpool.store.client.directory
 import moonpool.store.client.master_client
 import moonpool.store.client.reads
 import moonpool.store.client.session_client
-import moonpool.store.client.transfer_window
 import moonpool.store.client.views
 import moonpool.store.store
 import moonpool.transfer.disk.disk
@@ -247,10 +246,7 @@ def _patches() -> list[tuple[Any, str, Any]]:
         ),
         (moonpool.master.state.segments.SegmentTable, "end", _end(moonpool.master.state.segments.SegmentTable.end)),
         (SimPool, "scheduler", staticmethod(lambda: _world().scheduler)),
-        *[
-            (module, "ThreadPoolExecutor", SimPool)
-            for module in (moonpool.node.orders, moonpool.node.offloading, moonpool.store.client.transfer_window)
-        ],
+        *[(module, "ThreadPoolExecutor", SimPool) for module in (moonpool.node.orders, moonpool.node.offloading)],
         (moonpool.node.session_registry, "os", SimpleNamespace(path=_Paths, makedirs=nothing)),
         (moonpool.node.service, "TransferEngine", lambda config: SimEngine(_world(), _world().scheduler.current)),
         (moonpool.node.service, "check_numa_node", nothing),
