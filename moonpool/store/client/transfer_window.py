@@ -68,7 +68,7 @@ class TransferWindow(Generic[T]):
         return self
 
     def __exit__(self, *_: object) -> None:
-        for _, batch in self._under_way:
+        for _tag, batch in self._under_way:
             if not isinstance(batch, list):
                 batch.cancel()
         for _finished in self.wait_all():
