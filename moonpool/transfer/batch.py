@@ -21,7 +21,7 @@ from typing import NamedTuple
 import msgspec
 
 from moonpool.base.errors import Cancelled, DeadlineExceeded, MoonpoolError, PeerLost, Unauthorized
-from moonpool.transfer.memory.buffers import Buffer, Memory, as_memory, cut, total_nbytes
+from moonpool.transfer.memory.buffers import Buffer, Memory, as_memory, cut
 from moonpool.transfer.paths.path_load import is_retriable
 from moonpool.transfer.paths.peer_queue import Slice, SliceOutcome, SliceRun
 from moonpool.transfer.paths.places import Place, move, read_expecting, write_places
@@ -338,14 +338,18 @@ def _borrow(requests: Sequence[TransferRequest]) -> tuple[list[list[Memory]], li
     memories: list[list[Memory]] = []
     sizes: list[int] = []
     for request in requests:
-        buffers, writable = request.buffers, request.op is _READ
-        if len(buffers) == 1:
-            only = as_memory(buffers[0], writable)
-            memories.append([only])
-            sizes.append(only.nbytes)
-        else:
-            memories.append([as_memory(buffer, writable) for buffer in buffers])
-            sizes.append(total_nbytes(memories[-1]))
+        writable, nbytes = request.op is _READ, 0
+        own: list[Memory] = []
+        for buffer in request.buffers:
+            memory: Memory
+            if type(buffer) is memoryview and buffer.format == "B" and buffer.ndim == 1 and buffer.c_contiguous:
+                memory = buffer if not (writable and buffer.readonly) else as_memory(buffer, writable)
+            else:
+                memory = as_memory(buffer, writable)
+            own.append(memory)
+            nbytes += memory.nbytes
+        memories.append(own)
+        sizes.append(nbytes)
     return memories, sizes
 
 

@@ -49,16 +49,15 @@ def read_expecting(
 ) -> dict[int, MoonpoolError]:
     """Read the places; return StaleGeneration for those that did not keep their generation, by position."""
     items: list[tuple[int, Buffer, int]] = []
-    position_of: list[int] = []
-    for position, ((offset, memories), generation) in enumerate(zip(places, generations, strict=True)):
+    for (offset, memories), generation in zip(places, generations, strict=True):
         if generation < 1:
             raise InvalidInput(f"a read expects generation 1 or greater, not {generation}")
         for memory in memories or (_NOTHING,):
             items.append((offset, memory, generation))
-            position_of.append(position)
             offset += memory.nbytes
     refusals: dict[int, MoonpoolError] = {}
     for stale in remote.read_expecting([items], timeout_s=timeout_s):
+        position_of = [at for at, (_, memories) in enumerate(places) for _ in memories or (_NOTHING,)] if stale else []
         for at in stale:
             offset, _, generation = items[at]
             refusals[position_of[at]] = StaleGeneration(
