@@ -16,7 +16,7 @@ from ssd_world import KIB, body_of, item_of
 from moonpool.base.errors import MoonpoolError, PeerLost
 from moonpool.node.ssd import SsdConfig, SsdLog
 from moonpool.node.ssd_tier import offset_of
-from moonpool.store.client.remote_read import _MAX_NBYTES, RemoteObject, RemoteRead, _neighbours
+from moonpool.store.client.remote_read import _MAX_NBYTES, DiskRead, RemoteObject, _neighbours
 from moonpool.store.messages import ObjectInfo, Placement
 from moonpool.transfer import TransferConfig, TransferEngine, aligned_buffer
 from moonpool.transfer.disk import disk as disk_module
@@ -71,9 +71,9 @@ def wanted(placed: Sequence[tuple[bytes, Placement, int]], *, aligned: bool = Tr
 
 def read(
     remote: RemoteSegment, peer: TransferEngine, objects: Sequence[RemoteObject]
-) -> tuple[RemoteRead, dict[int, bytes]]:
+) -> tuple[DiskRead, dict[int, bytes]]:
     """The reader, and the bytes of what it thinks is right."""
-    reader = RemoteRead(remote, peer, None, TIMEOUT_S)
+    reader = DiskRead(remote, peer, None, TIMEOUT_S)
     good = reader.run(objects)
     return reader, {each.position: b"".join(bytes(view) for view in each.views) for each in good}
 

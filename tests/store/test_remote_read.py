@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -112,7 +111,7 @@ def test_a_header_that_changed_after_the_bytes_came_is_noticed(engine: TransferE
     assert world.run() == [number for number in range(len(MIXED)) if number != at]
 
 
-def test_what_failed_alone_costs_no_other(engine: TransferEngine) -> None:
+def test_what_failed_alone_costs_no_more_than_its_stream(engine: TransferEngine) -> None:
     world = World(engine, [MIB] * 40)
     bad = world.objects[20].place.offset
 
@@ -121,8 +120,10 @@ def test_what_failed_alone_costs_no_other(engine: TransferEngine) -> None:
             raise NotFound("not here")
 
     world.remote.before = before
-    assert world.run() == [number for number in range(40) if number != 20]
+    came = world.run()
     assert world.far.failure is None
+    assert 20 not in came
+    assert len(came) >= 40 - 2 * BUNDLE_NBYTES // MIB
 
 
 @pytest.mark.parametrize(
@@ -139,48 +140,29 @@ def test_an_owner_out_of_reach_is_a_failure(engine: TransferEngine, error: Moonp
     assert world.far.failure is error
 
 
-def test_a_segment_that_has_none_of_them_is_a_failure(engine: TransferEngine) -> None:
+def test_a_refusal_before_anything_was_taken_ends_it(engine: TransferEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(engine, [MIB] * NUM)
 
-    def before(offset: int, nbytes: int) -> None:
+    def refuse(*_: object, **__: object) -> Iterator[int]:
         raise NotFound("no such segment")
 
-    world.remote.before = before
+    monkeypatch.setattr(world.remote, "read_in_turn", refuse)
     assert world.run() == []
     assert isinstance(world.far.failure, NotFound)
 
 
-def test_memory_is_the_callers_again_when_it_is_interrupted(
-    engine: TransferEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = World(engine, [MIB] * 2 * NUM)
+def test_memory_is_the_callers_again_when_it_is_interrupted(engine: TransferEngine) -> None:
+    world = World(engine, [MIB] * NUM)
     under_way: list[int] = []
 
     def before(offset: int, nbytes: int) -> None:
         under_way.append(offset)
-
-    def interrupt(*_: object) -> bool:
-        raise KeyboardInterrupt
+        if len(under_way) == 2:
+            raise KeyboardInterrupt
 
     world.remote.before = before
-    monkeypatch.setattr(RemoteObject, "check", interrupt)
     with pytest.raises(KeyboardInterrupt):
         world.run()
     num_reads = len(under_way)
-    assert 0 < num_reads < 2 * len(world.objects), "headers and bytes"
     engine.close()  # waits for its threads
     assert len(under_way) == num_reads, "nobody reads any more"
-
-
-@pytest.mark.parametrize("sizes", [[100] * 3, [2 * MIB], [MIB] * NUM], ids=["few", "one", "many"])
-def test_one_bundle_is_read_on_the_callers_thread(engine: TransferEngine, sizes: list[int]) -> None:
-    """Waking another thread would take longer. Of several bundles the caller checks one while others arrive."""
-    world, threads = World(engine, sizes), set[str]()
-
-    def before(offset: int, nbytes: int) -> None:
-        if nbytes > PREFIX_NBYTES:
-            threads.add(threading.current_thread().name)
-
-    world.remote.before = before
-    world.run()
-    assert (threading.current_thread().name in threads) is (len(sizes) < NUM)

@@ -29,7 +29,7 @@ from moonpool.store import messages as m
 from moonpool.store.client.cuts import Range, cut_ranges, scatter, without_overlaps
 from moonpool.store.client.master_client import MasterClient
 from moonpool.store.client.read_session import Failures, PieceReads, ReadSession, ReadTools
-from moonpool.store.client.remote_read import RemoteObject, RemoteRead
+from moonpool.store.client.remote_read import DiskRead, RemoteObject, RemoteRead
 from moonpool.store.client.transfer_window import for_each, is_large
 from moonpool.store.client.verified_read import CopyAndSum, are_right, check_header, has_generation, sum_arrived
 from moonpool.store.messages import ListedObject, ObjectInfo, Placement
@@ -178,7 +178,8 @@ class BatchRead:
         if memory is not None:
             self._read_mapped(memory, found)
             return
-        reader = RemoteRead(remote, self._tools.directory.engine, self._identity, self._tools.timeout_s)
+        kind = DiskRead if remote.written_once else RemoteRead
+        reader = kind(remote, self._tools.directory.engine, self._identity, self._tools.timeout_s)
         for each in reader.run([RemoteObject(*one, self._targets[one[0]]) for one in found]):
             self._got[each.position] = each.got()
         if reader.failure is not None:

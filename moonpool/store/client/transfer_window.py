@@ -25,6 +25,7 @@ T = TypeVar("T")
 BUNDLE_NBYTES = 8 * 1024 * 1024
 BUNDLE_ITEMS = 256
 _MAX_UNDER_WAY = 3  # bundles of one caller, while it prepares or checks another
+_EXCHANGE_NBYTES = 2 * BUNDLE_NBYTES  # a bundle is larger than its limit by a part of its last item
 _THREADS_PER_PEER = 2
 # Two threads copy in parallel from these sizes on.
 _MIN_PARALLEL_NBYTES = 2 * 1024 * 1024  # in total
@@ -83,8 +84,8 @@ class TransferWindow(Generic[T]):
                 requests,
                 timeout_s=self._timeout_s * (1 + len(self._under_way) // _THREADS_PER_PEER),
                 priority=self._priority,
-                slice_nbytes=BUNDLE_NBYTES,
-                inline_nbytes=2 * BUNDLE_NBYTES if is_only else 0,
+                slice_nbytes=_EXCHANGE_NBYTES,
+                inline_nbytes=_EXCHANGE_NBYTES if is_only else 0,
             )
         except MoonpoolError as error:
             batch = [error] * len(requests)
@@ -109,16 +110,15 @@ def is_large(nbytes: int, num_items: int) -> bool:
 
 
 def for_each(engine: TransferEngine, items: Sequence[T], nbytes: int, work: Callable[[T], None]) -> None:
-    """Call `work` for every item, in any order; if the items, of `nbytes` in total, are large, also on a thread of the
-    engine. Raise what `work` raises, when all calls have ended.
+    """Call `work` for every item, in any order, on two threads if the items, of `nbytes` in total, are large.
+
+    Raise what `work` raises, when all calls have ended.
     """
     if not is_large(nbytes, len(items)):
         for item in items:
             work(item)
         return
     left = deque(items)
-    failures: list[BaseException] = []
-    helping = threading.Lock()  # held while the other thread works; the caller takes it for good at the end
 
     def work_off() -> None:
         while left:
@@ -128,21 +128,31 @@ def for_each(engine: TransferEngine, items: Sequence[T], nbytes: int, work: Call
                 return
             work(item)
 
+    run_on_two_threads(engine, work_off, left.clear)
+
+
+def run_on_two_threads(engine: TransferEngine, work: Callable[[], None], stop: Callable[[], None]) -> None:
+    """Run `work` on the caller's thread, and on a thread of the engine if one is free before the caller's part is over.
+    `stop` is called then, so that the other part ends soon. Return, or raise what either part raised, when both are
+    over.
+    """
+    failures: list[BaseException] = []
+    helping = threading.Lock()  # held while the engine's thread works; the caller takes it for good at the end
+
     def help_out() -> None:
         if helping.acquire(blocking=False):
             try:
-                work_off()
+                work()
             except BaseException as error:  # noqa: BLE001 - the caller raises it
                 failures.append(error)
-                left.clear()
             finally:
                 helping.release()
 
     engine.run_on_thread(help_out)
     try:
-        work_off()
+        work()
     finally:
-        left.clear()
+        stop()
         helping.acquire()
     for failure in failures:
         raise failure
