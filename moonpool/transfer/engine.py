@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
+from typing import TypeVar
 
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import AlreadyExists, InvalidInput, PeerLost, Unavailable
@@ -41,10 +42,11 @@ from moonpool.transfer.topology import Topology, read_topology
 from moonpool.transfer.transports.base import RemoteSegment
 from moonpool.transfer.transports.memory import MemoryFabric
 
+T = TypeVar("T")
 _JOIN_TIMEOUT_S = 5.0
 _CLOSED = "the transfer engine is closed"
 _INLINE_NBYTES = 256 * 1024  # moved in less time than it takes to wake another thread a few times
-_NUM_THREADS = 16  # segments being opened, messages being sent and run_on_thread() at the same time
+_NUM_THREADS = 16  # segments being opened, messages being sent and call_on_thread() at the same time
 
 
 class TransferEngine:
@@ -252,11 +254,11 @@ class TransferEngine:
         batch.start(self._queue, room_timeout_s, threads=self._threads, carry=carry)
         return batch
 
-    def run_on_thread(self, work: Callable[[], None]) -> bool:
-        """Run `work`, which must not raise, on a thread of the engine as soon as one is free. Return False, with
-        nothing queued, after close().
+    def call_on_thread(self, act: Callable[[], T]) -> Pending[T]:
+        """Call `act` on a thread of the engine as soon as one is free, and return its Pending result. An `act` that
+        uses memory of the caller must not be cancelled: cancel() does not wait for its end.
         """
-        return self._threads.run(work)
+        return self._threads.call(act)
 
     def close(self) -> None:
         """Idempotent. Unfinished transfers fail with PeerLost; all threads, sockets and mappings end."""

@@ -64,7 +64,7 @@ def test_without_a_free_thread_the_caller_does_all(engine: TransferEngine) -> No
 
 def test_a_thread_that_is_free_too_late_does_nothing(engine: TransferEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     late: list[Callable[[], None]] = []
-    monkeypatch.setattr(engine, "run_on_thread", late.append)
+    monkeypatch.setattr(engine, "call_on_thread", late.append)
     done: list[int] = []
     for_each(engine, range(100), 100 * MIB, done.append)
     for work in late:

@@ -1,9 +1,9 @@
 """Transfers and large copies of one call, on the threads of the transfer engine.
 
-TransferWindow submits bundles of transfers, a few at once: the caller prepares or checks one bundle while the engine
-moves others. A bundle of some MiB is one exchange with its owner, which keeps a connection busy without a pause; the
-engine's two threads per peer keep two connections busy. At most four bundles are under way, so a call of any size
-queues little, and a more urgent batch waits for one bundle per thread at most.
+TransferWindow has a few bundles of transfers under way: the caller prepares or checks one bundle while the engine's
+threads move others. A bundle of some MiB is one exchange with its owner, which keeps a connection busy without a pause,
+and there are two connections per peer. At most four bundles are under way, so a call of any size queues little, and a
+more urgent batch waits for one bundle per thread at most.
 
 for_each() copies large objects on two threads. Copying and checksumming release Python's lock, so a second processor
 nearly halves the time. Small copies run on the caller's thread: waking another one would take longer.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from moonpool.base.checksum import runs_beside_others
 from moonpool.base.errors import MoonpoolError
@@ -48,11 +48,23 @@ def bundles(
         yield bundle
 
 
+Outcomes: TypeAlias = Sequence[MoonpoolError | None]  # the error of each request, None where it succeeded
+
+
 class FinishedBundle(NamedTuple, Generic[T]):
-    """The caller's tag of a bundle, and the error of each of its requests, None where it succeeded."""
+    """A bundle that is over, by the caller's tag."""
 
     tag: T
-    errors: Sequence[MoonpoolError | None]
+    errors: Outcomes
+
+
+class _Moving(NamedTuple, Generic[T]):
+    """A bundle that is under way. `wait` returns the error of each request, or raises that of all."""
+
+    tag: T
+    num_requests: int
+    wait: Callable[[], Outcomes]
+    batch: Batch | None  # if it was submitted
 
 
 class TransferWindow(Generic[T]):
@@ -61,26 +73,26 @@ class TransferWindow(Generic[T]):
     """
 
     def __init__(self, engine: TransferEngine, *, timeout_s: float, priority: Priority) -> None:
-        """Every bundle has `timeout_s` from the moment at which a thread can be free for it."""
+        """Every bundle of add() has `timeout_s` from the moment at which a thread can be free for it."""
         self._engine, self._timeout_s, self._priority = engine, timeout_s, priority
-        self._under_way: deque[tuple[T, Batch | list[MoonpoolError]]] = deque()
+        self._under_way: deque[_Moving[T]] = deque()
 
     def __enter__(self) -> TransferWindow[T]:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for _tag, batch in self._under_way:
-            if not isinstance(batch, list):
-                batch.cancel()
+        for each in self._under_way:
+            if each.batch is not None:
+                each.batch.cancel()
         for _finished in self.wait_all():
             pass
 
     def add(self, requests: Sequence[TransferRequest], tag: T, *, is_only: bool = False) -> list[FinishedBundle[T]]:
-        """Start a bundle. Wait for the oldest one if too many are under way, and return it. A bundle for one segment
+        """Submit a bundle. Wait for the oldest one if too many are under way, and return it. A bundle for one segment
         that `is_only` is moved on the caller's thread: the caller has nothing else to do.
         """
         try:
-            batch: Batch | list[MoonpoolError] = self._engine.submit(
+            batch = self._engine.submit(
                 requests,
                 timeout_s=self._timeout_s * (1 + len(self._under_way) // _THREADS_PER_PEER),
                 priority=self._priority,
@@ -88,20 +100,33 @@ class TransferWindow(Generic[T]):
                 inline_nbytes=_EXCHANGE_NBYTES if is_only else 0,
             )
         except MoonpoolError as error:
-            batch = [error] * len(requests)
-        self._under_way.append((tag, batch))
-        return [self._wait_first()] if len(self._under_way) > _MAX_UNDER_WAY else []
+            outcomes: Outcomes = [error] * len(requests)
+            return self._append(_Moving(tag, len(requests), lambda: outcomes, None))
+        return self._append(_Moving(tag, len(requests), batch.outcomes, batch))
+
+    def add_call(self, move: Callable[[], Outcomes], num_requests: int, tag: T) -> list[FinishedBundle[T]]:
+        """As add(), for a bundle that `move` moves by a direct call of its remote segment, on a thread of the engine.
+        `move` returns the error of each request, or raises that of all.
+        """
+        return self._append(_Moving(tag, num_requests, self._engine.call_on_thread(move).wait, None))
 
     def wait_all(self) -> Iterator[FinishedBundle[T]]:
         """Wait for the others and yield them in order."""
         while self._under_way:
             yield self._wait_first()
 
+    def _append(self, moving: _Moving[T]) -> list[FinishedBundle[T]]:
+        self._under_way.append(moving)
+        return [self._wait_first()] if len(self._under_way) > _MAX_UNDER_WAY else []
+
     def _wait_first(self) -> FinishedBundle[T]:
-        tag, batch = self._under_way[0]
-        errors = batch if isinstance(batch, list) else batch.outcomes()
+        first = self._under_way[0]
+        try:
+            errors = first.wait()
+        except MoonpoolError as error:
+            errors = [error] * first.num_requests
         self._under_way.popleft()  # after an interrupted wait the bundle stays in the window
-        return FinishedBundle(tag, errors)
+        return FinishedBundle(first.tag, errors)
 
 
 def is_large(nbytes: int, num_items: int) -> bool:
@@ -148,7 +173,7 @@ def run_on_two_threads(engine: TransferEngine, work: Callable[[], None], stop: C
             finally:
                 helping.release()
 
-    engine.run_on_thread(help_out)
+    engine.call_on_thread(help_out)
     try:
         work()
     finally:

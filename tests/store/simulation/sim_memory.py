@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from moonpool.base.clock import Deadline
@@ -106,9 +107,8 @@ class SimEngine:
         """Moves the requests, all of one segment; on a thread of their own if `inline_nbytes` is 0."""
         return SimBatch(requests, timeout_s, self.world.scheduler if inline_nbytes == 0 else None)
 
-    def run_on_thread(self, work: Callable[[], None]) -> bool:
-        """No thread is free to help."""
-        return False
+    def call_on_thread(self, act: Callable[[], Any]) -> Any:
+        return SimpleNamespace(wait=SimFuture(self.world.scheduler, act, ()).result)
 
     def forget(self, descriptor: SegmentDescriptor) -> None:
         self._remotes.pop((descriptor.name, descriptor.incarnation), None)
