@@ -104,11 +104,14 @@ class TransferWindow(Generic[T]):
             return self._append(_Moving(tag, len(requests), lambda: outcomes, None))
         return self._append(_Moving(tag, len(requests), batch.outcomes, batch))
 
-    def add_call(self, move: Callable[[], Outcomes], num_requests: int, tag: T) -> list[FinishedBundle[T]]:
+    def add_call(
+        self, move: Callable[[], Outcomes], num_requests: int, tag: T, *, is_only: bool = False
+    ) -> list[FinishedBundle[T]]:
         """As add(), for a bundle that `move` moves by a direct call of its remote segment, on a thread of the engine.
         `move` returns the error of each request, or raises that of all.
         """
-        return self._append(_Moving(tag, num_requests, self._engine.call_on_thread(move).wait, None))
+        wait = move if is_only else self._engine.call_on_thread(move).wait
+        return self._append(_Moving(tag, num_requests, wait, None))
 
     def wait_all(self) -> Iterator[FinishedBundle[T]]:
         """Wait for the others and yield them in order."""
