@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from moonpool.base.checksum import runs_beside_others
@@ -156,18 +157,19 @@ def for_each(engine: TransferEngine, items: Sequence[T], nbytes: int, work: Call
                 return
             work(item)
 
-    run_on_two_threads(engine, work_off, left.clear)
+    run_parallel(engine, work_off, left.clear)
 
 
-def run_on_two_threads(engine: TransferEngine, work: Callable[[], None], stop: Callable[[], None]) -> None:
-    """Run `work` on the caller's thread, and on a thread of the engine if one is free before the caller's part is over.
-    `stop` is called then, so that the other part ends soon. Return, or raise what either part raised, when both are
-    over.
+def run_parallel(
+    engine: TransferEngine, work: Callable[[], None], stop: Callable[[], None], num_helpers: int = 1
+) -> None:
+    """Run `work` on the caller's thread, and on up to `num_helpers` threads of the engine that are free before the
+    caller's part is over. `stop` is called then, so that the others end soon. Return, or raise what a part has raised,
+    when all are over.
     """
     failures: list[BaseException] = []
-    helping = threading.Lock()  # held while the engine's thread works; the caller takes it for good at the end
 
-    def help_out() -> None:
+    def help_out(helping: threading.Lock) -> None:
         if helping.acquire(blocking=False):
             try:
                 work()
@@ -176,11 +178,15 @@ def run_on_two_threads(engine: TransferEngine, work: Callable[[], None], stop: C
             finally:
                 helping.release()
 
-    engine.call_on_thread(help_out)
+    # Each is held while its thread works. The caller takes them for good at the end: later threads do nothing.
+    locks = [threading.Lock() for _ in range(num_helpers)]
+    for each in locks:
+        engine.call_on_thread(partial(help_out, each))
     try:
         work()
     finally:
         stop()
-        helping.acquire()
+        for each in locks:
+            each.acquire()
     for failure in failures:
         raise failure
