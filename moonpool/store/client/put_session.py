@@ -7,7 +7,7 @@ sessions with one transfer per segment; PieceWriter is one session as a context 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -28,11 +28,10 @@ from moonpool.store.client.counters import ClientCounters
 from moonpool.store.client.put_calls import PutCalls
 from moonpool.store.client.put_request import PutRequest, bundle_puts
 from moonpool.store.client.session_client import SessionClient
-from moonpool.store.client.transfer_window import TransferWindow, bundles
+from moonpool.store.client.transfer_window import bundles
 from moonpool.store.messages import Placement
-from moonpool.transfer import Priority, RemoteSegment, TransferEngine, TransferOp, TransferRequest
+from moonpool.transfer import TransferEngine
 from moonpool.transfer.memory.buffers import Buffer, as_bytes_view
-from moonpool.transfer.transports.mapped import MappedRemote
 
 # Errors of one replica, which leave the others usable.
 REPLICA_ERRORS = (Unavailable, NotFound, StaleGeneration, Unauthorized)
@@ -324,34 +323,19 @@ def _write(writes: Sequence[_Write], tools: PutTools) -> list[MoonpoolError | No
 
 def _write_segment(
     writes: Sequence[_ReplicaWrite], number: int, tools: PutTools
-) -> list[tuple[_ReplicaWrite, MoonpoolError | None]]:
-    """Write to one segment, for puts begun with session `number`. Return the error of each."""
+) -> Iterator[tuple[_ReplicaWrite, MoonpoolError | None]]:
+    """Write to one segment, for puts begun with session `number`. Yield the error of each."""
+    lost: MoonpoolError | None = None
     try:
         remote = tools.sessions.open_for_writing(writes[0].place, number)
-        if isinstance(remote, MappedRemote):  # a copy: no other thread would do it sooner
-            outcomes = remote.write_each([each.item for each in writes], timeout_s=tools.timeout_s)
-            return list(zip(writes, outcomes, strict=True))
     except MoonpoolError as error:
-        return [(each, error) for each in writes]
-    return _write_remote(remote, writes, tools)
-
-
-def _write_remote(
-    remote: RemoteSegment, writes: Sequence[_ReplicaWrite], tools: PutTools
-) -> list[tuple[_ReplicaWrite, MoonpoolError | None]]:
-    done: list[tuple[_ReplicaWrite, MoonpoolError | None]] = []
-    lost: MoonpoolError | None = None
-    wanted = list(bundles(writes, lambda each: each.item[1][0].nbytes))
-    with TransferWindow[list[_ReplicaWrite]](
-        tools.engine, timeout_s=tools.timeout_s, priority=Priority.REPLICATION
-    ) as window:
-        for bundle in wanted:
-            requests = [TransferRequest(TransferOp.WRITE, remote, *each.item) for each in bundle]
-            for finished, errors in window.add(requests, bundle, is_only=len(wanted) == 1):
-                done += zip(finished, errors, strict=True)
-                lost = lost or next((error for error in errors if isinstance(error, Unavailable)), None)
-            if lost is not None:  # the owner is not asked again
-                break
-        for finished, errors in window.wait_all():
-            done += zip(finished, errors, strict=True)
-    return done + [(each, lost) for each in writes[len(done) :]]
+        lost = error
+    for bundle in bundles(writes, lambda each: each.item[1][0].nbytes):
+        outcomes: list[MoonpoolError | None] = [lost] * len(bundle)
+        if lost is None:
+            try:
+                outcomes = remote.write_each([each.item for each in bundle], timeout_s=tools.timeout_s)
+            except MoonpoolError as error:
+                outcomes = [error] * len(bundle)
+                lost = error if isinstance(error, Unavailable) else None  # the owner is not asked again
+        yield from zip(bundle, outcomes, strict=True)
