@@ -31,7 +31,7 @@ from moonpool.store.client.transfer_window import (
     for_each,
 )
 from moonpool.store.messages import GRANULE_NBYTES, Placement, num_granules
-from moonpool.transfer import Priority, RemoteSegment
+from moonpool.transfer import RemoteSegment
 from moonpool.transfer.memory.buffers import as_bytes_view
 from moonpool.transfer.transports.mapped import MappedRemote, MappedWriter
 
@@ -136,9 +136,7 @@ class PutBatches:
             return [error] * len(puts)
         writer = _BundleWriter(granted, bundle.checksums, self._tools, self._calls)
         try:
-            with TransferWindow[_RemoteBundle](
-                self._tools.engine, timeout_s=self._tools.timeout_s, priority=Priority.REPLICATION
-            ) as window:
+            with TransferWindow[_RemoteBundle](self._tools.engine) as window:
                 writer.write(puts, bundle.pieces, window)
         except BaseException:
             granted.unsettled.update(range(len(puts)))  # a write may still arrive
@@ -223,7 +221,7 @@ class _BundleWriter:
         for rest in self._bundles.values():
             # This thread writes a bundle that is alone, unless it has something else to write.
             is_only = not self._num_started and len(self._bundles) == 1 and not mapped and not runs
-            self._collect(window.add_call(rest.write, len(rest.replicas), rest, is_only=is_only))
+            self._collect(window.add(rest.write, len(rest.replicas), rest, is_only=is_only))
         for run in runs.all():
             self._write_run(run)
         for_each(self._tools.engine, mapped, mapped_nbytes, self._write_mapped)
@@ -313,7 +311,7 @@ class _BundleWriter:
         if bundle.add(position, placement, views):
             del self._bundles[placement.segment]
             self._num_started += 1
-            self._collect(window.add_call(bundle.write, len(bundle.replicas), bundle))
+            self._collect(window.add(bundle.write, len(bundle.replicas), bundle))
             self._renew_if_due()
 
     def _finish_mapped(self) -> None:

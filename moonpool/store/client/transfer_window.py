@@ -2,8 +2,7 @@
 
 TransferWindow has a few bundles of transfers under way: the caller prepares or checks one bundle while the engine's
 threads move others. A bundle of some MiB is one exchange with its owner, which keeps a connection busy without a pause,
-and there are two connections per peer. At most four bundles are under way, so a call of any size queues little, and a
-more urgent batch waits for one bundle per thread at most.
+and there are two connections per peer. At most four bundles are under way, so a call of any size queues little.
 
 for_each() copies large objects on two threads. Copying and checksumming release Python's lock, so a second processor
 nearly halves the time. Small copies run on the caller's thread: waking another one would take longer.
@@ -19,15 +18,13 @@ from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from moonpool.base.checksum import runs_beside_others
 from moonpool.base.errors import MoonpoolError
-from moonpool.transfer import Batch, Priority, TransferEngine, TransferRequest
+from moonpool.transfer import TransferEngine
 
 T = TypeVar("T")
 
 BUNDLE_NBYTES = 8 * 1024 * 1024
 BUNDLE_ITEMS = 256
 _MAX_UNDER_WAY = 3  # bundles of one caller, while it prepares or checks another
-_EXCHANGE_NBYTES = 2 * BUNDLE_NBYTES  # a bundle is larger than its limit by a part of its last item
-_THREADS_PER_PEER = 2
 # Two threads copy in parallel from these sizes on.
 _MIN_PARALLEL_NBYTES = 2 * 1024 * 1024  # in total
 _MIN_ITEM_NBYTES = 128 * 1024  # on average: for small items most of the time is Python's, which has one lock
@@ -65,7 +62,6 @@ class _Moving(NamedTuple, Generic[T]):
     tag: T
     num_requests: int
     wait: Callable[[], Outcomes]
-    batch: Batch | None  # if it was submitted
 
 
 class TransferWindow(Generic[T]):
@@ -73,64 +69,45 @@ class TransferWindow(Generic[T]):
     in whichever way, no bundle is under way and all memory is the caller's again.
     """
 
-    def __init__(self, engine: TransferEngine, *, timeout_s: float, priority: Priority) -> None:
-        """Every bundle of add() has `timeout_s` from the moment at which a thread can be free for it."""
-        self._engine, self._timeout_s, self._priority = engine, timeout_s, priority
+    def __init__(self, engine: TransferEngine) -> None:
+        self._engine = engine
         self._under_way: deque[_Moving[T]] = deque()
 
     def __enter__(self) -> TransferWindow[T]:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for each in self._under_way:
-            if each.batch is not None:
-                each.batch.cancel()
         for _finished in self.wait_all():
             pass
 
-    def add(self, requests: Sequence[TransferRequest], tag: T, *, is_only: bool = False) -> list[FinishedBundle[T]]:
-        """Submit a bundle. Wait for the oldest one if too many are under way, and return it. A bundle for one segment
-        that `is_only` is moved on the caller's thread: the caller has nothing else to do.
-        """
-        try:
-            batch = self._engine.submit(
-                requests,
-                timeout_s=self._timeout_s * (1 + len(self._under_way) // _THREADS_PER_PEER),
-                priority=self._priority,
-                slice_nbytes=_EXCHANGE_NBYTES,
-                inline_nbytes=_EXCHANGE_NBYTES if is_only else 0,
-            )
-        except MoonpoolError as error:
-            outcomes: Outcomes = [error] * len(requests)
-            return self._append(_Moving(tag, len(requests), lambda: outcomes, None))
-        return self._append(_Moving(tag, len(requests), batch.outcomes, batch))
-
-    def add_call(
+    def add(
         self, move: Callable[[], Outcomes], num_requests: int, tag: T, *, is_only: bool = False
     ) -> list[FinishedBundle[T]]:
-        """As add(), for a bundle that `move` moves by a direct call of its remote segment, on a thread of the engine.
-        `move` returns the error of each request, or raises that of all.
+        """Start a bundle on a thread of the engine. Wait for the oldest one if too many are under way, and return it.
+        `move` returns the error of each request, or raises that of all. A bundle that `is_only` is moved on the
+        caller's thread and returned: the caller has nothing else to do.
         """
-        wait = move if is_only else self._engine.call_on_thread(move).wait
-        return self._append(_Moving(tag, num_requests, wait, None))
+        if is_only:
+            return [_wait_for(_Moving(tag, num_requests, move))]
+        self._under_way.append(_Moving(tag, num_requests, self._engine.call_on_thread(move).wait))
+        return [self._wait_first()] if len(self._under_way) > _MAX_UNDER_WAY else []
 
     def wait_all(self) -> Iterator[FinishedBundle[T]]:
         """Wait for the others and yield them in order."""
         while self._under_way:
             yield self._wait_first()
 
-    def _append(self, moving: _Moving[T]) -> list[FinishedBundle[T]]:
-        self._under_way.append(moving)
-        return [self._wait_first()] if len(self._under_way) > _MAX_UNDER_WAY else []
-
     def _wait_first(self) -> FinishedBundle[T]:
-        first = self._under_way[0]
-        try:
-            errors = first.wait()
-        except MoonpoolError as error:
-            errors = [error] * first.num_requests
+        finished = _wait_for(self._under_way[0])
         self._under_way.popleft()  # after an interrupted wait the bundle stays in the window
-        return FinishedBundle(first.tag, errors)
+        return finished
+
+
+def _wait_for(moving: _Moving[T]) -> FinishedBundle[T]:
+    try:
+        return FinishedBundle(moving.tag, moving.wait())
+    except MoonpoolError as error:
+        return FinishedBundle(moving.tag, [error] * moving.num_requests)
 
 
 def is_large(nbytes: int, num_items: int) -> bool:
