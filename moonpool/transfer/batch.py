@@ -5,7 +5,7 @@ one run that go to one segment are moved together. When they fail together, and 
 tried alone, so that a request fails only for its own reason; bytes may be moved twice then, always the same ones to the
 same place.
 
-A small batch for one segment with one path needs none of this: run_inline() moves it on the caller's thread.
+A single small request by one path needs none of this: run_inline() moves it on the caller's thread.
 """
 
 from __future__ import annotations
@@ -171,33 +171,21 @@ class Batch(Pending[None]):
 
     # for the engine and its queue
 
-    def is_small(self, max_requests: int, max_nbytes: int) -> bool:
-        """Return whether there is something to move, no more than this, and nothing else to do."""
-        return 0 < len(self._requests) <= max_requests and self._notify is None and sum(self._sizes) <= max_nbytes
+    def is_small(self, max_nbytes: int) -> bool:
+        """Return whether there is one request, of no more than this, and nothing else to do."""
+        return len(self._requests) == 1 and self._notify is None and self._sizes[0] <= max_nbytes
 
-    def run_inline(self, max_requests: int, max_nbytes: int) -> bool:
-        """Move all requests on this thread and return True. Return False, with nothing done, unless is_small() and all
-        of them are for one segment with one path.
+    def run_inline(self, max_nbytes: int) -> bool:
+        """Move the only request on this thread and return True. Return False, with nothing done, unless is_small() and
+        one path leads to its segment.
         """
-        if not self.is_small(max_requests, max_nbytes) or self._requests[0].remote.num_paths > 1:
+        if not self.is_small(max_nbytes) or self._requests[0].remote.num_paths > 1:
             return False
-        if len(self._requests) > 1:
-            return self._run_together()
         error = attempt(_move_request, self._requests[0], self._memories[0], self._timeout_s)
         self._errors[0] = self._first_error = error
         self._nbytes_left[0] = 0
         self._finished.append(0)
         self._end(None, error)
-        return True
-
-    def _run_together(self) -> bool:
-        remote = self._requests[0].remote
-        if any([each.remote is not remote for each in self._requests]):  # noqa: C419 - quicker
-            return False
-        self.deadline_s = time.monotonic() + self._timeout_s
-        slices = [Slice(number, 0, nbytes) for number, nbytes in enumerate(self._sizes)]
-        for outcome in self.run(SliceRun(self, slices, remote.peer)):
-            self.settle(*outcome)
         return True
 
     def start(

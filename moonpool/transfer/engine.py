@@ -33,7 +33,6 @@ from moonpool.transfer.directory import Directory, parse_target
 from moonpool.transfer.memory.buffers import Buffer
 from moonpool.transfer.memory.location import host_id
 from moonpool.transfer.memory.segment import Segment
-from moonpool.transfer.paths.peer_queue import MAX_RUN_SLICES
 from moonpool.transfer.paths.priority import Priority
 from moonpool.transfer.paths.slice_queue import SliceOrder, SliceQueue
 from moonpool.transfer.pending import Pending, ThreadPool
@@ -220,16 +219,12 @@ class TransferEngine:
         priority: Priority = Priority.PREFETCH,
         notify: bytes | None = None,
         room_timeout_s: float | None = None,
-        slice_nbytes: int | None = None,
-        inline_nbytes: int | None = None,
     ) -> Batch:
         """Start the requests under one deadline, and return the batch to wait for. Slices of large requests run in
         parallel on the engine's threads, small ones go together; there is no order between requests.
 
         A single request of at most 256 KiB is moved on the caller's thread before this returns, unless `room_timeout_s`
-        is 0 or an event loop runs in this thread. So is every batch for one segment of at most `inline_nbytes`, if
-        given: for a caller that has nothing else to do. `slice_nbytes` is the largest part that one exchange moves
-        (None: the engine's setting); larger ones waste less of a fast network, and delay more urgent batches longer.
+        is 0 or an event loop runs in this thread. To have several requests under way at once put them into one batch.
 
         The owner of each segment gets `notify` once all requests have succeeded, and before the batch is done; the
         batch fails if that fails. Overloaded, with nothing begun, when the queue of this priority stays full for
@@ -239,18 +234,16 @@ class TransferEngine:
         batch = Batch(
             requests,
             timeout_s=timeout_s,
-            slice_nbytes=self._config.slice_nbytes if slice_nbytes is None else slice_nbytes,
+            slice_nbytes=self._config.slice_nbytes,
             priority=priority,
             notify=notify,
         )
         may_wait = room_timeout_s != 0 and _get_running_loop() is None
-        max_requests, max_nbytes = 1, min(_INLINE_NBYTES, self._config.slice_nbytes)
-        if inline_nbytes is not None:
-            max_requests, max_nbytes = MAX_RUN_SLICES, inline_nbytes
-        if may_wait and not self._closed and batch.run_inline(max_requests, max_nbytes):
+        max_nbytes = min(_INLINE_NBYTES, self._config.slice_nbytes)
+        if may_wait and not self._closed and batch.run_inline(max_nbytes):
             return batch
         room_timeout_s = timeout_s if room_timeout_s is None else min(room_timeout_s, timeout_s)
-        carry = may_wait and batch.is_small(max_requests, max_nbytes)
+        carry = may_wait and batch.is_small(max_nbytes)
         batch.start(self._queue, room_timeout_s, threads=self._threads, carry=carry)
         return batch
 

@@ -186,31 +186,6 @@ def test_a_single_small_request_is_moved_by_the_callers_thread(engine: TransferE
     assert (statuses(refused), [type(error) for error in refused.outcomes()]) == ([FAILED], [NotFound])
 
 
-def test_a_batch_for_one_segment_is_moved_by_the_callers_thread_on_request(engine: TransferEngine) -> None:
-    threads: list[str] = []
-    remote = FakeRemote(MIB, lambda spans: threads.append(threading.current_thread().name))
-    requests = reads(remote, 10, 64)
-    batch = engine.submit(requests, inline_nbytes=640)
-    assert (batch.done(), statuses(batch), len(remote.calls)) == (True, [DONE] * 10, 1)
-    assert sorted(batch.as_completed()) == list(range(10))
-    batch.cancel()
-    for others in (requests, reads(remote, 9, 64) + reads(FakeRemote(), 1, 64), reads(remote, 600, 1)):
-        engine.submit(others, inline_nbytes=639 if others is requests else 640).wait(5)
-    here = threading.current_thread().name
-    assert [name == here for name in threads] == [True] + [False] * (len(threads) - 1)
-    some = engine.submit(reads(refusing(64, error=NotFound("x")), 3, 64), inline_nbytes=KIB)
-    assert [type(error) for error in some.outcomes()] == [type(None), NotFound, type(None)]
-
-
-def test_a_batch_may_have_larger_slices(engine: TransferEngine) -> None:
-    remote = FakeRemote(4 * MIB + 64)
-    engine.submit([TransferRequest(READ, remote, 0, [bytearray(4 * MIB + 64)])], slice_nbytes=2 * MIB).wait(10)
-    assert sorted(remote.calls) == [[(0, 2 * MIB)], [(2 * MIB, 2 * MIB)], [(4 * MIB, 64)]]
-    remote.calls.clear()
-    engine.submit(reads(remote, 4, MIB), slice_nbytes=4 * MIB).wait(10)
-    assert [len(spans) for spans in remote.calls] == [4]
-
-
 def test_requests_are_reported_as_they_end(tmp_path: Path) -> None:
     gate, fast = Gate(), refusing(64, error=NotFound("x"))
     with TransferEngine(config(tmp_path, num_threads=2)) as engine:

@@ -26,7 +26,7 @@ from moonpool.transfer.transports.mapped import MappedRemote
 from .sim_disk import SimOs
 from .sim_loop import SimEvent, SimFuture
 from .sim_net import Link, Side
-from .sim_scheduler import Process, Scheduler
+from .sim_scheduler import Process
 
 
 class SimFolder(Segment):
@@ -101,11 +101,11 @@ class SimEngine:
             return SimMapped(self, descriptor)
         return SimFar(self, descriptor, is_local)
 
-    def submit(
-        self, requests: Sequence[TransferRequest], *, timeout_s: float, inline_nbytes: int | None = None, **_: Any
-    ) -> SimBatch:
-        """Moves the requests, all of one segment; on a thread of their own if `inline_nbytes` is 0."""
-        return SimBatch(requests, timeout_s, self.world.scheduler if inline_nbytes == 0 else None)
+    def submit(self, requests: Sequence[TransferRequest], *, timeout_s: float, **_: Any) -> Batch:
+        """Moves the only request at once, on the caller's thread."""
+        batch = Batch(requests, timeout_s=timeout_s, slice_nbytes=1 << 30)
+        assert batch.run_inline(1 << 60)
+        return batch
 
     def call_on_thread(self, act: Callable[[], Any]) -> Any:
         return SimpleNamespace(wait=SimFuture(self.world.scheduler, act, ()).result)
@@ -123,35 +123,6 @@ class SimEngine:
         if engine is None or not engine.process.is_alive:
             raise PeerLost(f"the owner of segment {descriptor.name!r} is gone")
         return engine
-
-
-class SimBatch:
-    """Of Batch what clients and nodes use, around the production class."""
-
-    def __init__(self, requests: Sequence[TransferRequest], timeout_s: float, scheduler: Scheduler | None) -> None:
-        self._batch = Batch(requests, timeout_s=timeout_s, slice_nbytes=1 << 30)
-        self._future = None if scheduler is None else SimFuture(scheduler, self._run, ())
-        if scheduler is None:
-            self._run()
-
-    def outcomes(self) -> list[MoonpoolError | None]:
-        if self._future is not None:
-            self._future.result()
-        return self._batch.outcomes()
-
-    def wait(self) -> None:
-        for error in self.outcomes():
-            if error is not None:
-                raise error
-
-    def cancel(self) -> None:
-        """It is always too late: a simulated thread is there at once."""
-
-    def _run(self) -> None:
-        if len(self._batch):
-            assert self._batch.run_inline(1 << 30, 1 << 60)
-        else:
-            self._batch.resolve(None)
 
 
 class SimMapped(MappedRemote):
