@@ -56,9 +56,9 @@ def conductor_beside(master_address: str) -> str | None:
     return conductor if is_here else None
 
 
-def live_run_dirs() -> list[Path]:
+def live_run_dirs(base: Path | None = None) -> list[Path]:
     """Return the run directories of this user whose launcher is alive."""
-    return [path for path in own_dirs(base_dir()) if (path / LOCK).exists() and not is_stale(path)]
+    return [path for path in own_dirs(base or base_dir()) if (path / LOCK).exists() and not is_stale(path)]
 
 
 def own_dirs(base: Path) -> list[Path]:
