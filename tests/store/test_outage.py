@@ -150,7 +150,7 @@ def test_what_lies_on_a_dead_node_does_not_exist_until_it_is_back(
     put_all(client)
     wait_until(lambda: all(each.tier & m.Tier.SSD for each in client.objects()))
     node.kill()
-    assert client.exist_many(KEYS) == [True] * len(KEYS), "nobody knows yet"
+    assert client.exist_many(KEYS) == [True] * len(KEYS), "neither master nor client has noticed the loss yet"
     with caplog.at_level("WARNING"):
         buffers = [[bytearray(len(key) * 100)] for key in KEYS]
         wait_until(lambda: isinstance(client.get_many_into(KEYS, buffers)[0], Unavailable))

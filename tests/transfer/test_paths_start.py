@@ -1,4 +1,4 @@
-"""Batches to a peer with several paths that nobody waits for, over paths that fail on purpose."""
+"""Batches to a peer with several paths, which no thread waits for, over paths that fail on purpose."""
 
 from __future__ import annotations
 
