@@ -22,6 +22,8 @@ class KvMemory:
 
     One index serves all layers: a row index is made for layer 0's K, and the view for another layer (or for V) is the
     same memory with a later start.
+
+    On a GPU, steps are computed on `stream`; copies of pages on other streams wait for its events. None on the CPU.
     """
 
     def __init__(self, layout: KvLayout, *, device: Device = "cpu", buffer: memoryview | None = None) -> None:
@@ -35,6 +37,7 @@ class KvMemory:
             assert buffer.nbytes >= layout.total_nbytes, "the buffer is smaller than its pages"
             count = layout.total_nbytes // dtype.itemsize
             self.tensor = torch.frombuffer(buffer, dtype=dtype, count=count).view(layout.shape)
+        self.stream = _compute_stream(self.tensor.device) if self.tensor.is_cuda else None
         self._token_rows = self.tensor.view(-1, layout.head_dim)
         self._page_rows = self.tensor.view(-1, layout.block_tokens * layout.head_dim)
 
@@ -71,6 +74,13 @@ class KvMemory:
 
     def _first_row(self, pages: Rows) -> Rows:
         return pages * (self.layout.num_layers * 2 * self.layout.num_kv_heads)
+
+
+def _compute_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return a stream that starts after what was enqueued so far (the memory was zeroed, the weights are loaded)."""
+    stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]  # before copies and checksums
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return stream
 
 
 def _own_memory(layout: KvLayout, dtype: torch.dtype, device: Device) -> torch.Tensor:

@@ -34,8 +34,12 @@ class Runner:
 
         If it raises, the KV of these chunks from their start on is undefined.
         """
-        self.kv.clear(_first_written(chunks, self.kv.layout.block_tokens))
-        return self.model.forward(self._prepare(chunks), self.kv, hooks).float()
+        with torch.cuda.stream(self.kv.stream):  # no effect on the CPU, where there is no stream
+            self.kv.clear(_first_written(chunks, self.kv.layout.block_tokens))
+            logits = self.model.forward(self._prepare(chunks), self.kv, hooks).float()
+        if self.kv.stream is not None:
+            torch.cuda.current_stream(self.model.device).wait_stream(self.kv.stream)
+        return logits
 
     def _prepare(self, chunks: Sequence[Chunk]) -> Step:
         positions = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks])

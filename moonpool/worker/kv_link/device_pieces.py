@@ -28,6 +28,8 @@ class DevicePieces:
             self._device.shape
         )
         self._stream = torch.cuda.Stream(self._device.device)  # type: ignore[no-untyped-call]
+        assert kv.stream is not None, "pages in device memory"
+        self._compute_stream = kv.stream
         self._lock = threading.Lock()
         status = torch.cuda.cudart().cudaHostRegister(self._host.data_ptr(), self._host.nbytes, 0)  # type: ignore[no-untyped-call]
         if int(status) != 0:
@@ -51,8 +53,8 @@ class DevicePieces:
     def _copy(self, target: torch.Tensor, source: torch.Tensor, places: Sequence[Any]) -> None:
         """Copy these indices of one tensor to the other, with one wait for all."""
         with self._lock, torch.cuda.stream(self._stream):
-            # The model writes pieces on the default stream; that must be done before the copy.
-            self._stream.wait_stream(torch.cuda.default_stream(self._device.device))
+            # The model writes pieces on its own stream; that must be done before the copy.
+            self._stream.wait_stream(self._compute_stream)
             for place in places:
                 target[place].copy_(source[place], non_blocking=True)
             self._stream.synchronize()
