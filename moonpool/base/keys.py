@@ -28,7 +28,8 @@ _SUFFIX = struct.Struct("<HH")
 
 
 class CacheIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """Immutable description of KV bytes. `weights_digest` is hex of the weight files' own bytes."""
+    """Immutable description of KV bytes. `weights_digest` is hex of the weight files' own bytes; for random weights it
+    says "random", with seed and shape."""
 
     model_name: str
     weights_digest: str

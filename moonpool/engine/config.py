@@ -7,6 +7,7 @@ token.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
@@ -14,7 +15,7 @@ from typing import Any, Literal, cast, get_args
 from moonpool.base.errors import ConfigError, ModelError
 
 DType = Literal["float32", "bfloat16", "float16"]
-Device = Literal["cpu", "cuda"]
+Device = str  # "cpu", "cuda:N", or "cuda" for the first GPU
 Shape = tuple[int, ...]
 DTYPE_NBYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -25,6 +26,15 @@ _HF_ARCHITECTURES = {
     "Qwen3ForCausalLM": "qwen3",
 }
 _GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
+_DEVICE = re.compile(r"cpu|cuda(?::(0|[1-9][0-9]{0,2}))?")
+
+
+def gpu_index(device: Device) -> int | None:
+    """Return the number of the GPU; None for the CPU. Raise ConfigError for a text that names no device."""
+    match = _DEVICE.fullmatch(device)
+    if match is None:
+        raise ConfigError(f"{device!r} is not a device; write cpu, cuda or cuda:N, for example cuda:1", param="device")
+    return None if device == "cpu" else int(match[1] or 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +114,31 @@ class ModelConfig:
             raise ModelError(f"the GGUF metadata is incomplete or malformed: {error!r}") from error
 
 
+def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
+    """Return the names and shapes of all tensors in the engine's layout (weights.py)."""
+    hidden, qkv = config.hidden_size, config.query_size + 2 * config.kv_size
+    layer: dict[str, Shape] = {
+        "attention_norm": (hidden,),
+        "qkv": (qkv, hidden),
+        "output": (hidden, config.query_size),
+        "mlp_norm": (hidden,),
+        "gate_up": (2 * config.intermediate_size, hidden),
+        "down": (hidden, config.intermediate_size),
+    }
+    if config.qkv_bias:
+        layer["qkv_bias"] = (qkv,)
+    if config.output_bias:
+        layer["output_bias"] = (hidden,)
+    if config.qk_norm:
+        layer |= {"q_norm": (config.head_dim,), "k_norm": (config.head_dim,)}
+    shapes: dict[str, Shape] = {"embedding": (config.vocab_size, hidden), "norm": (hidden,)}
+    if not config.tied_embeddings:
+        shapes["head"] = (config.vocab_size, hidden)
+    for index in range(config.num_layers):
+        shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
+    return shapes
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """How one engine runs. `num_pages` pages of `block_tokens` tokens hold the KV of all its sequences."""
@@ -123,7 +158,7 @@ class EngineConfig:
         _require(self.max_batch_tokens >= 1, "max_batch_tokens must be at least 1")
         _require(self.max_num_seqs >= 1, "max_num_seqs must be at least 1")
         _require(self.dtype in get_args(DType), f"dtype must be one of {', '.join(get_args(DType))}")
-        _require(self.device in get_args(Device), f"device must be one of {', '.join(get_args(Device))}")
+        gpu_index(self.device)  # raises ConfigError
         _require(self.threads is None or self.threads >= 1, "threads must be at least 1")
 
 

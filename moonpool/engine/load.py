@@ -22,10 +22,10 @@ from moonpool.engine.scheduler import Scheduler, SchedulerConfig
 from moonpool.engine.weights import Progress, load_weights
 
 
-def load_engine(model: str, config: EngineConfig) -> Engine:
-    """Return an engine. `model` is a fetched name, a Hugging Face folder or a .gguf file. Raise ModelError, NoSpace or
-    ConfigError."""
-    files = resolve(model)
+def load_engine(model: str, config: EngineConfig, *, random_weights: bool = False) -> Engine:
+    """Return an engine. `model` is a fetched name, a Hugging Face folder (with `random_weights` it needs no weights) or
+    a .gguf file. Raise ModelError, NoSpace or ConfigError."""
+    files = resolve(model, random_weights=random_weights)
     shape = read_config(files)
     runner = load_runner(files, shape, config)
     return Engine(make_scheduler(shape, config), runner)

@@ -8,16 +8,20 @@ torch.
 A missing, truncated or unsupported file raises ModelError with the file and the reason. This module never uses the
 network; model_fetch.py fetches named models.
 
+A Hugging Face folder may have no weights: with `random_weights` they are generated from a fixed seed, for measuring a
+machine without a download. Without it, the first use of the weights raises ModelError.
+
 The cache identity ties KV to one model. The front end, the conductor and the workers compute the same identity from the
-same files. Digests of weight files are kept in the cache folder by (path, size, modification time), so that the bytes
-are read once and not at every start.
+same files; that of random weights names their seed and the model's shape, so their KV never mixes with other KV.
+Digests of weight files are kept in the cache folder by (path, size, modification time), so that the bytes are read once
+and not at every start.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,27 +30,35 @@ import msgspec
 from moonpool.base.errors import InvalidInput, ModelError, UnknownModel
 from moonpool.base.keys import CacheIdentity
 from moonpool.engine.cache_folder import cache_folder, locked, written_whole
-from moonpool.engine.config import DType, ModelConfig
+from moonpool.engine.config import DType, ModelConfig, tensor_shapes
 from moonpool.engine.gguf_file import GgufFile
 from moonpool.engine.kv_memory import PIECE_LAYOUT
 from moonpool.engine.model_fetch import NAMED_MODELS, fetched_path, file_sha256
 from moonpool.engine.sequence import SamplingDefaults, SamplingParams
 
 _ROPE_DIVISORS = "rope_freqs.weight"
+RANDOM_SEED = 0
+_RANDOM_VERSION = 1  # of how weights.py generates random weights
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A model on disk. `root` is the folder or the .gguf file; `weights` are its weight files, in order."""
+    """A model on disk. `root` is the folder or the .gguf file; `weights` are its weight files, in order, which are not
+    used if it runs with random weights."""
 
     name: str
     kind: Literal["huggingface", "gguf"]
     root: Path
     weights: tuple[Path, ...]
+    random_weights: bool = False
 
 
-def resolve(model: str) -> ModelFiles:
+def resolve(model: str, *, random_weights: bool = False) -> ModelFiles:
     """Return the files of a named model, which must have been fetched, or of a path."""
+    return replace(_find(model), random_weights=random_weights)
+
+
+def _find(model: str) -> ModelFiles:
     if model in NAMED_MODELS:
         path = fetched_path(model)
         if not path.exists():
@@ -110,7 +122,7 @@ def _gguf_config(file: GgufFile) -> ModelConfig:
 
 
 def _folder_weights(folder: Path) -> tuple[Path, ...]:
-    """Return the safetensors files that the index names, or all of the folder."""
+    """Return the safetensors files that the index names, or all of the folder; there may be none."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         weight_map = read_json(index).get("weight_map")
@@ -119,27 +131,39 @@ def _folder_weights(folder: Path) -> tuple[Path, ...]:
         paths = [folder / name for name in sorted({str(name) for name in weight_map.values()})]
     else:
         paths = sorted(folder.glob("*.safetensors"))
-    if not paths:
-        raise ModelError(f"{folder} has no .safetensors files")
     for path in paths:
         if not path.is_file():
             raise ModelError(f"{folder} lacks {path.name}, which its index names")
     return tuple(paths)
 
 
+def require_weights(files: ModelFiles) -> None:
+    """Raise ModelError if the model has no weight files and does not run with random weights."""
+    if not files.weights and not files.random_weights:
+        raise ModelError(f"{files.root} has no .safetensors files; --random-weights serves it with random weights")
+
+
 def weights_digest(files: ModelFiles) -> str:
     """Return the hex sha256 of the weight file's bytes; for several files, the sha256 over their digests in order."""
+    require_weights(files)
     digests = [_cached_digest(path) for path in files.weights]
     if len(digests) == 1:
         return digests[0]
     return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
+def random_digest(config: ModelConfig) -> str:
+    """Return what stands in the cache identity for random weights: their version and seed, and a digest of their
+    shapes. No digest of weight files looks like it."""
+    shapes = hashlib.sha256(json.dumps(tensor_shapes(config)).encode()).hexdigest()
+    return f"random/{_RANDOM_VERSION}/seed={RANDOM_SEED}/{shapes}"
+
+
 def cache_identity(config: ModelConfig, files: ModelFiles, dtype: DType, block_tokens: int) -> CacheIdentity:
     """Return the identity of KV computed from these files in this dtype and block size."""
     return CacheIdentity(
         model_name=files.name,
-        weights_digest=weights_digest(files),
+        weights_digest=random_digest(config) if files.random_weights else weights_digest(files),
         dtype=dtype,
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,

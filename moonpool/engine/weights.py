@@ -9,6 +9,7 @@ is damaged. For a GPU they are copied to the device directly.
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -20,12 +21,16 @@ from safetensors.torch import save_file
 
 from moonpool.base.errors import ModelError, NoSpace
 from moonpool.engine.cache_folder import cache_folder, locked, written_whole
-from moonpool.engine.config import Device, DType, ModelConfig
+from moonpool.engine.config import Device, DType, ModelConfig, Shape, tensor_shapes
 from moonpool.engine.gguf_file import GgufFile
 from moonpool.engine.llama import LayerWeights, LlamaWeights
-from moonpool.engine.model_files import ModelFiles, weights_digest
+from moonpool.engine.model_files import RANDOM_SEED, ModelFiles, require_weights, weights_digest
 
 _LAYOUT_VERSION = 1
+# Random weights (model_files.py puts a version into the cache identity: a change here is a new version).
+_MASK = 2**32 - 1
+_HASH_FACTORS = (0x6F4A7C15, 0x5BD1E995, 0x2545F491)
+_RANDOM_AT_ONCE = 1 << 24
 
 # Each tensor of a layer and its parts, concatenated by rows.
 _LAYER_PARTS: dict[str, tuple[str, ...]] = {
@@ -72,7 +77,11 @@ def load_weights(
     device: Device = "cpu",
     progress: Progress | None = None,
 ) -> LlamaWeights:
-    """Return the weights, mapped (CPU) or on the device. On the CPU the caller must not write to them."""
+    """Return the weights, mapped (CPU) or on the device. On the CPU the caller must not write to them. Random weights
+    are generated on the device."""
+    if files.random_weights:
+        return random_weights(config, dtype=dtype, device=device, seed=RANDOM_SEED, progress=progress)
+    require_weights(files)
     if device == "cpu":
         return _assemble(config, _mapped(files, config, dtype, progress))
     try:
@@ -80,45 +89,50 @@ def load_weights(
             fused = _fused(source, config, dtype, progress)
             return _assemble(config, {name: tensor.to(device) for name, tensor in fused})
     except torch.OutOfMemoryError as error:
-        raise NoSpace(f"the weights of {files.name} do not fit on the device") from error
+        raise NoSpace(f"the weights of {files.name} do not fit on {device}") from error
 
 
-def random_weights(config: ModelConfig, *, dtype: DType, device: Device, seed: int = 0) -> LlamaWeights:
-    """Return random weights of the right shapes and of usual size, for runs where only speed and bytes matter."""
-    generator = torch.Generator(device=device).manual_seed(seed)
+def random_weights(
+    config: ModelConfig, *, dtype: DType, device: Device, seed: int = 0, progress: Progress | None = None
+) -> LlamaWeights:
+    """Return random weights of the right shapes and of usual size, for runs where only speed and bytes matter.
 
-    def tensor(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        if name.endswith("norm"):
-            return torch.ones(shape, dtype=_torch_dtype(dtype), device=device)
-        values = torch.empty(shape, dtype=_torch_dtype(dtype), device=device)
-        return values.normal_(0.0, shape[-1] ** -0.5, generator=generator)
+    They follow from the seed, the shapes and the dtype alone: every device and every machine generates the same ones.
+    """
+    shapes, tensors = tensor_shapes(config), {}
+    try:
+        for done, (name, shape) in enumerate(shapes.items(), start=1):
+            tensors[name] = _random_tensor(name, shape, _torch_dtype(dtype), device, seed)
+            if progress is not None:
+                progress(done, len(shapes))
+    except torch.OutOfMemoryError as error:
+        raise NoSpace(f"the random weights do not fit on {device}") from error
+    return _assemble(config, tensors)
 
-    return _assemble(config, {name: tensor(name, shape) for name, shape in tensor_shapes(config).items()})
+
+def _random_tensor(name: str, shape: Shape, dtype: torch.dtype, device: Device, seed: int) -> torch.Tensor:
+    """Return ones for a norm, else numbers uniformly distributed with the standard deviation 1 / sqrt(columns)."""
+    if name.endswith("norm"):
+        return torch.ones(shape, dtype=dtype, device=device)
+    made = torch.empty(shape, dtype=dtype, device=device)
+    flat, start = made.view(-1), zlib.crc32(f"{seed}/{name}".encode())
+    scale = (3 / shape[-1]) ** 0.5 / 2**31
+    for first in range(0, flat.numel(), _RANDOM_AT_ONCE):
+        part = flat[first : first + _RANDOM_AT_ONCE]
+        part.copy_((_hashed(first, part.numel(), start, device) - 2**31).float() * scale)
+    return made
 
 
-def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the names and shapes of all tensors in the engine's layout."""
-    hidden, qkv = config.hidden_size, config.query_size + 2 * config.kv_size
-    layer: dict[str, tuple[int, ...]] = {
-        "attention_norm": (hidden,),
-        "qkv": (qkv, hidden),
-        "output": (hidden, config.query_size),
-        "mlp_norm": (hidden,),
-        "gate_up": (2 * config.intermediate_size, hidden),
-        "down": (hidden, config.intermediate_size),
-    }
-    if config.qkv_bias:
-        layer["qkv_bias"] = (qkv,)
-    if config.output_bias:
-        layer["output_bias"] = (hidden,)
-    if config.qk_norm:
-        layer |= {"q_norm": (config.head_dim,), "k_norm": (config.head_dim,)}
-    shapes: dict[str, tuple[int, ...]] = {"embedding": (config.vocab_size, hidden), "norm": (hidden,)}
-    if not config.tied_embeddings:
-        shapes["head"] = (config.vocab_size, hidden)
-    for index in range(config.num_layers):
-        shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
-    return shapes
+def _hashed(first: int, count: int, start: int, device: Device) -> torch.Tensor:
+    """Return `count` numbers from 0 to 2**32 - 1, each a hash of its index and `start`.
+
+    Integers, because generators of random numbers give other numbers on other devices. Both factors are below 2**31,
+    so no product exceeds 63 bits.
+    """
+    x = torch.arange(first, first + count, dtype=torch.int64, device=device)
+    for factor, mixed_in in zip(_HASH_FACTORS, (start, 0, 0), strict=True):
+        x.bitwise_xor_(x >> 16).mul_(factor).bitwise_and_(_MASK).bitwise_xor_(mixed_in)
+    return x.bitwise_xor_(x >> 15)
 
 
 def _assemble(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> LlamaWeights:
