@@ -126,7 +126,7 @@ def check_port(host: str, port: int, is_serving: bool) -> Finding:
 
 def check_memory(config: ServeConfig) -> Finding:
     """Check that there is enough memory for `moonpool serve` with its defaults."""
-    pages_nbytes = config.num_workers * config.kv_nbytes
+    pages_nbytes = config.num_workers * config.host_kv_nbytes
     problem = _problem(lambda: require_memory(config.pool_nbytes, pages_nbytes))
     if problem is not None:
         hint = "close other programs, or serve with a smaller --dram and --kv"

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from moonpool.base.errors import ConfigError, ModelError, MoonpoolError, NoSpace
 from moonpool.base.limits import CGROUPS, PROC, address_space_nbytes, control_groups, read_text
 from moonpool.base.units import format_nbytes
+from moonpool.engine.config import Device, gpu_index
 from moonpool.engine.gguf_file import GgufFile
-from moonpool.engine.model_files import ModelFiles, read_config
+from moonpool.engine.model_files import ModelFiles, read_config, require_weights
 from moonpool.transfer.transports.cuda.driver import driver
 
 # Memory of the processes themselves (interpreter, torch, weights), beside the pool and the pages.
 RESERVE_NBYTES = 512 * 1024**2
 # Address space of the largest role, beside the pool and its pages; most of it is never touched.
 ROLE_ADDRESS_NBYTES = 3_500_000_000
+_ASK_GPU_S = 60.0  # a machine with many GPUs may take long to start its driver
 
 
 def choose_port(host: str, port: int) -> int:
@@ -58,18 +62,40 @@ def require_address_space(pool_nbytes: int, kv_nbytes: int) -> None:
         )
 
 
-def require_device(device: str) -> None:
+def require_device(device: Device) -> None:
     """Raise ConfigError if this machine cannot use the device."""
-    if device == "cuda":
-        try:
-            driver()
-        except MoonpoolError as error:
-            raise ConfigError(f"--device cuda cannot be used: {error}; --device cpu always works") from error
+    gpu = gpu_index(device)
+    if gpu is None:
+        return
+    try:
+        driver().device(gpu)
+    except MoonpoolError as error:
+        raise ConfigError(f"--device {device} cannot be used: {error}; --device cpu always works") from error
+
+
+def free_device_nbytes(devices: Iterable[Device]) -> dict[Device, int]:
+    """Return how much memory is free on each GPU among the devices. Raise ConfigError if that cannot be found out.
+
+    A process of its own asks: asking takes memory of the GPU for as long as the process lives.
+    """
+    gpus = {device: index for device in devices if (index := gpu_index(device)) is not None}
+    if not gpus:
+        return {}
+    command = [sys.executable, "-m", __name__, *map(str, gpus.values())]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_GPU_S, check=True)
+        return dict(zip(gpus, map(int, done.stdout.split()), strict=True))
+    except (subprocess.SubprocessError, ValueError) as error:
+        reason = getattr(error, "stderr", None) or error
+        raise ConfigError(f"the free memory of {', '.join(gpus)} cannot be read: {reason}") from error
 
 
 def require_whole_model(files: ModelFiles) -> None:
-    """Raise ModelError for an unknown kind of model or a truncated weight file. Reads headers only."""
+    """Raise ModelError for an unknown kind of model, missing weights or a truncated weight file. Reads headers only."""
     read_config(files)
+    require_weights(files)
+    if files.random_weights:
+        return
     if files.kind == "gguf":
         GgufFile.open(files.root).require_whole()
         return
@@ -119,3 +145,7 @@ def _reclaimable_nbytes(folder: Path) -> int:
         if name == "inactive_file":
             return int(value)
     return 0
+
+
+if __name__ == "__main__":  # free_device_nbytes()
+    print(*(driver().device(int(gpu)).free_nbytes() for gpu in sys.argv[1:]))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from moonpool.base.address import host_port
 from moonpool.base.errors import ConfigError
@@ -15,10 +17,11 @@ from moonpool.base.run_dirs import CONDUCTOR, MASTER, socket_address
 from moonpool.base.units import format_nbytes, parse_nbytes
 from moonpool.conductor.admission.forms import AdmissionForm
 from moonpool.conductor.placement.policy import DEFAULT_POLICY, PolicyConfig
-from moonpool.engine.config import Device, DType
+from moonpool.engine.config import Device, DType, ModelConfig, gpu_index
+from moonpool.engine.device_memory import DeviceNeed, kv_share, require_kv_fits
 from moonpool.engine.model_fetch import DEFAULT_MODEL
 from moonpool.launch.supervisor import ChildSpec
-from moonpool.worker.config import WorkerConfig
+from moonpool.worker.config import HOST_KV_NBYTES, WorkerConfig, step_tokens
 
 NODE, FRONTEND = "node", "frontend"
 # A worker loads torch and the weights and warms up; on two cores four workers may do so at the same time.
@@ -31,20 +34,26 @@ class ServeConfig:
     """The whole service on one machine."""
 
     model: str = DEFAULT_MODEL  # a name from `moonpool model list`, a Hugging Face folder or a .gguf file
+    # generate random weights instead of reading them: to measure a machine; a folder then needs only config.json and a
+    # tokenizer
+    random_weights: bool = WorkerConfig.random_weights
     prefill: int = 1  # number of prefill workers
     decode: int = 1  # number of decode workers
     dram: str = "1GB"  # memory of the pool
     ssd: str | None = None  # folder for blocks evicted from DRAM; they survive a restart
     ssd_size: str = "10GB"  # disk space of the pool; used with --ssd
-    kv: str = "512MB"  # memory for KV pages, per worker
+    # memory for KV pages, per worker; default: 512MB, on a GPU the worker's share of what is free beside the weights
+    kv: str | None = None
     host: str = "127.0.0.1"  # address on which the OpenAI API listens
     port: int = 8000  # 0: any free port
     block_tokens: int = WorkerConfig.block_tokens  # tokens per KV block
-    max_batch_tokens: int = WorkerConfig.max_batch_tokens  # tokens a worker computes per step
+    max_batch_tokens: int | None = None  # tokens a worker computes per step; default: 512, on a GPU 8192
     max_num_seqs: int = WorkerConfig.max_num_seqs  # sequences a worker runs at the same time
     max_model_len: int | None = None  # longest prompt plus answer in tokens; default: the model's limit
     dtype: DType = WorkerConfig.dtype  # type of weights, activations and KV
-    device: Device = WorkerConfig.device  # where the model runs
+    # where the model runs: cpu, cuda, or cuda:N; several, for example cuda:0,cuda:1, are given to the workers in turn,
+    # prefill workers first
+    device: str = WorkerConfig.device
     threads: int | None = None  # CPU threads per worker; default: the machine's cores divided by the number of workers
     policy: str = DEFAULT_POLICY  # how workers are chosen: random, round-robin, least-loaded, local, paper or cost
     # target for the time to first token; a request predicted to miss it is queued or refused; default: no target
@@ -70,8 +79,22 @@ class ServeConfig:
         return 0 if self.ssd is None else parse_nbytes(self.ssd_size)
 
     @property
-    def kv_nbytes(self) -> int:
-        return parse_nbytes(self.kv)
+    def kv_nbytes(self) -> int | None:
+        """Bytes of KV pages per worker; None: the default of its device."""
+        return None if self.kv is None else parse_nbytes(self.kv)
+
+    @property
+    def host_kv_nbytes(self) -> int:
+        """Bytes of KV pages of a worker on the CPU."""
+        return HOST_KV_NBYTES if self.kv_nbytes is None else self.kv_nbytes
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The device of each worker, prefill workers first. Raises ConfigError for an unknown device."""
+        named = [name.strip() for name in self.device.split(",")]
+        gpus = [gpu_index(name) for name in named]
+        chosen = ["cpu" if gpu is None else f"cuda:{gpu}" for gpu in gpus]
+        return tuple(chosen[i % len(chosen)] for i in range(self.num_workers))
 
     @property
     def num_workers(self) -> int:
@@ -83,12 +106,14 @@ class ServeConfig:
             raise ConfigError("there must be at least one prefill and one decode worker", param="prefill")
         if not 0 <= self.port < 65536:
             raise ConfigError(f"{self.port} is not a port", param="port")
-        if self.pool_nbytes <= 0 or self.kv_nbytes <= 0:
+        if self.pool_nbytes <= 0 or self.kv_nbytes == 0:
             raise ConfigError("--dram and --kv must be above 0", param="dram")
         if self.ssd is not None and self.ssd_nbytes < _LEAST_SSD_NBYTES:
             raise ConfigError(f"--ssd-size must be at least {format_nbytes(_LEAST_SSD_NBYTES)}", param="ssd_size")
         if self.log_level.upper() not in logging.getLevelNamesMapping():
             raise ConfigError(f"{self.log_level!r} is not a log level", param="log_level")
+        if len(self.device.split(",")) > len(self.devices):
+            raise ConfigError(f"{self.device} are more devices than the {self.num_workers} workers", param="device")
         if self.threads is not None and self.threads < 1:
             raise ConfigError("--threads must be at least 1", param="threads")
         PolicyConfig(name=self.policy, ttft_slo_s=self.ttft_slo_s, tbt_slo_s=self.tbt_slo_s)  # raises ConfigError
@@ -102,11 +127,58 @@ class Role(ChildSpec):
     options: Mapping[str, object]
 
 
-def plan_roles(config: ServeConfig, run_dir: Path, state_dir: Path, *, num_cores: int) -> list[Role]:
-    """Return all roles, each after those it needs. The workers share `num_cores`."""
-    threads = divide_cores(num_cores, config.num_workers)
-    workers = [_worker(config, run_dir, "prefill", i, threads[i]) for i in range(config.prefill)]
-    workers += [_worker(config, run_dir, "decode", i, threads[config.prefill + i]) for i in range(config.decode)]
+class WorkerShare(NamedTuple):
+    """One worker's share of the machine."""
+
+    role: str
+    number: int
+    device: Device
+    threads: int
+    kv_nbytes: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}-{self.number}"
+
+
+def plan_kv(config: ServeConfig, model: ModelConfig, free_nbytes: Mapping[Device, int]) -> dict[Device, int]:
+    """Return the bytes of KV pages for each worker of each GPU: the configured ones, or an equal share of the memory
+    that is free. Raise NoSpace if the workers of a GPU do not fit."""
+    planned = {}
+    for device, num_workers in Counter(config.devices).items():
+        if gpu_index(device) is None:
+            continue
+        need = DeviceNeed.of(
+            model,
+            dtype=config.dtype,
+            block_tokens=config.block_tokens,
+            max_batch_tokens=step_tokens(config.max_batch_tokens, device),
+            max_num_seqs=config.max_num_seqs,
+        )
+        if config.kv_nbytes is None:
+            planned[device] = kv_share(device, free_nbytes[device], num_workers, need)
+        else:
+            require_kv_fits(device, free_nbytes[device], num_workers, need, config.kv_nbytes)
+            planned[device] = config.kv_nbytes
+    return planned
+
+
+def plan_roles(
+    config: ServeConfig,
+    run_dir: Path,
+    state_dir: Path,
+    *,
+    num_cores: int,
+    gpu_kv_nbytes: Mapping[Device, int] | None = None,
+) -> list[Role]:
+    """Return all roles, each after those it needs. The workers share `num_cores`; `gpu_kv_nbytes` is what plan_kv()
+    returned."""
+    threads, devices = divide_cores(num_cores, config.num_workers), config.devices
+    kv_nbytes = [(gpu_kv_nbytes or {}).get(device, config.host_kv_nbytes) for device in devices]
+    roles = ["prefill"] * config.prefill + ["decode"] * config.decode
+    numbers = [*range(config.prefill), *range(config.decode)]
+    shares = map(WorkerShare, roles, numbers, devices, threads, kv_nbytes)
+    workers = [_worker(config, run_dir, share) for share in shares]
     names = tuple(worker.name for worker in workers)
     pool = [_master(config, run_dir, state_dir), _node(config, run_dir), _conductor(config, run_dir)]
     return [*pool, *workers, _frontend(config, run_dir, state_dir, names)]
@@ -156,24 +228,25 @@ def _conductor(config: ServeConfig, run_dir: Path) -> Role:
     return Role(CONDUCTOR, command="conductor", options=options, first_after=(MASTER,))
 
 
-def _worker(config: ServeConfig, run_dir: Path, role: str, index: int, threads: int) -> Role:
-    name = f"{role}-{index}"
+def _worker(config: ServeConfig, run_dir: Path, share: WorkerShare) -> Role:
+    name = share.name
     options = {
         "name": name,
-        "role": role,
+        "role": share.role,
         "model": config.model,
+        "random_weights": config.random_weights,
         "address": socket_address(run_dir, name),
         "conductor_address": socket_address(run_dir, CONDUCTOR),
         "master_address": socket_address(run_dir, MASTER),
         "run_dir": str(run_dir),
-        "kv_nbytes": config.kv_nbytes,
+        "kv_nbytes": share.kv_nbytes,
         "block_tokens": config.block_tokens,
         "max_batch_tokens": config.max_batch_tokens,
         "max_num_seqs": config.max_num_seqs,
         "max_model_len": config.max_model_len,
         "dtype": config.dtype,
-        "device": config.device,
-        "threads": config.threads or threads,
+        "device": share.device,
+        "threads": config.threads or share.threads,
         "secret_file": config.secret_file,
         "log_level": config.log_level,
     }

@@ -21,17 +21,18 @@ from moonpool.base.log import setup_logging
 from moonpool.base.process import Lifeline
 from moonpool.base.run_dirs import write_url
 from moonpool.base.security import Secret
-from moonpool.engine.model_files import resolve
+from moonpool.engine.model_files import read_config, resolve
 from moonpool.frontend.tenants import load_tenants
 from moonpool.launch.checks import (
     choose_port,
+    free_device_nbytes,
     require_address_space,
     require_device,
     require_memory,
     require_whole_model,
 )
 from moonpool.launch.launcher import Launcher
-from moonpool.launch.plan import ServeConfig, plan_roles
+from moonpool.launch.plan import ServeConfig, plan_kv, plan_roles
 from moonpool.launch.run_dir import RunDir
 
 _HERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # how this machine reaches a front end that listens on all addresses
@@ -45,9 +46,10 @@ def serve(config: ServeConfig, prepare_model: Callable[[str], None]) -> None:
     config.check()
     setup_logging("launcher", config.log_level)
     config = replace(config, port=choose_port(config.host, config.port))
-    require_device(config.device)
-    require_address_space(config.pool_nbytes, config.kv_nbytes)
-    require_memory(config.pool_nbytes, config.num_workers * config.kv_nbytes)
+    for device in config.device.split(","):
+        require_device(device.strip())
+    require_address_space(config.pool_nbytes, config.host_kv_nbytes)
+    require_memory(config.pool_nbytes, config.devices.count("cpu") * config.host_kv_nbytes)
     state_dir = _own_folder(Path(config.state_dir).expanduser() if config.state_dir else default_state_dir())
     log_dir = _own_folder(Path(config.log_dir).expanduser()) if config.log_dir else None
     if config.ssd is not None:
@@ -56,9 +58,11 @@ def serve(config: ServeConfig, prepare_model: Callable[[str], None]) -> None:
         Secret.from_file(config.secret_file)
     load_tenants(state_dir, Path(config.tenants_file) if config.tenants_file else None)
     prepare_model(config.model)
-    require_whole_model(resolve(config.model))
+    files = resolve(config.model, random_weights=config.random_weights)
+    require_whole_model(files)
+    gpu_kv_nbytes = plan_kv(config, read_config(files), free_device_nbytes(config.devices))
     with RunDir() as run_dir, Lifeline() as lifeline:
-        roles = plan_roles(config, run_dir.path, state_dir, num_cores=available_cores())
+        roles = plan_roles(config, run_dir.path, state_dir, num_cores=available_cores(), gpu_kv_nbytes=gpu_kv_nbytes)
         launcher = Launcher(roles, lifeline, lambda seconds: _announce(config, run_dir.path, seconds), log_dir)
         failure = asyncio.run(launcher.run())
     if failure is not None:

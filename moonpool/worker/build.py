@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -22,15 +22,16 @@ from moonpool.base.keys import CacheIdentity
 from moonpool.base.limits import CorePresence, available_cores
 from moonpool.base.units import format_nbytes
 from moonpool.engine.config import ModelConfig
+from moonpool.engine.device_memory import kv_share, require_kv_fits
 from moonpool.engine.kv_memory import KvLayout
 from moonpool.engine.load import kv_layout, load_runner, make_scheduler
-from moonpool.engine.model_files import ModelFiles, cache_identity, read_config, resolve
+from moonpool.engine.model_files import ModelFiles, cache_identity, read_config, require_weights, resolve
 from moonpool.engine.runner import Runner
 from moonpool.engine.scheduler import Scheduler
 from moonpool.engine.sequence import Chunk
 from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.topology import Hardware, read_topology
-from moonpool.worker.config import WorkerConfig
+from moonpool.worker.config import HOST_KV_NBYTES, WorkerConfig
 from moonpool.worker.kv_link.device_pieces import DevicePieces
 from moonpool.worker.kv_link.pieces import HostPieces, PieceMemory
 
@@ -58,7 +59,8 @@ class Built:
 def build(config: WorkerConfig, incarnation: int) -> Built:
     """Load the model and allocate its KV memory. Raise ModelError, NoSpace or ConfigError with text for the user."""
     _require_device(config)
-    files = resolve(config.model)
+    files = resolve(config.model, random_weights=config.random_weights)
+    require_weights(files)
     model = read_config(files)
     engine = config.engine(_num_pages(config, model))
     layout = kv_layout(model, engine)
@@ -70,7 +72,7 @@ def build(config: WorkerConfig, incarnation: int) -> Built:
         incarnation=incarnation,
         numa_node=_numa_node(config),
     )
-    on_host = config.device == "cpu"
+    on_host = config.gpu is None
     buffer = segment.memory if on_host else None
     runner = load_runner(files, model, engine, buffer=buffer, progress=_ProgressLog(f"preparing {files.name}"))
     _warm_up(runner, layout)
@@ -89,26 +91,50 @@ def gpu_numa_node(hardware: Hardware, uuid: str) -> int | None:
 
 def _numa_node(config: WorkerConfig) -> int | None:
     """Return the NUMA node for the KV memory: the configured one, else that of the GPU that copies to and from it."""
-    if config.numa_node is not None or config.device == "cpu":
+    if config.numa_node is not None or config.gpu is None:
         return config.numa_node
-    uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    uuid = str(torch.cuda.get_device_properties(config.gpu).uuid)
     topology_file = Path(config.topology_file) if config.topology_file is not None else None
     return gpu_numa_node(read_topology(topology_file).hardware, uuid)
 
 
 def _require_device(config: WorkerConfig) -> None:
-    if config.device == "cuda" and not torch.cuda.is_available():
+    """Raise ConfigError if torch cannot use the device."""
+    count = torch.cuda.device_count() if config.gpu is not None and torch.cuda.is_available() else 0
+    if config.gpu is None or config.gpu < count:
+        return
+    if count:
+        why = f"sees {count} GPUs, cuda:0 to cuda:{count - 1} (CUDA_VISIBLE_DEVICES may hide others)"
+    else:
         why = "sees no GPU (try nvidia-smi)" if torch.version.cuda else "is built without CUDA"
-        raise ConfigError(f"--device cuda cannot be used: torch {torch.__version__} {why}; --device cpu always works")
+    raise ConfigError(
+        f"--device {config.device} cannot be used: torch {torch.__version__} {why}; --device cpu always works"
+    )
 
 
 def _num_pages(config: WorkerConfig, model: ModelConfig) -> int:
     one_page = KvLayout.of(model, num_pages=1, block_tokens=config.block_tokens, dtype=config.dtype).page_nbytes
-    if config.kv_nbytes < one_page:
-        raise ConfigError(
-            f"{format_nbytes(config.kv_nbytes)} of KV memory (--kv) hold no page of {format_nbytes(one_page)}"
-        )
-    return config.kv_nbytes // one_page
+    kv_nbytes = _kv_nbytes(config, model)
+    if kv_nbytes < one_page:
+        raise ConfigError(f"{format_nbytes(kv_nbytes)} of KV memory (--kv) hold no page of {format_nbytes(one_page)}")
+    return kv_nbytes // one_page
+
+
+def _kv_nbytes(config: WorkerConfig, model: ModelConfig) -> int:
+    """Return the memory for KV pages. Raise NoSpace if a GPU has less free than the worker needs.
+
+    Workers of a GPU that start at the same time do not see each other's need: `moonpool serve` divides the memory
+    before it starts them.
+    """
+    if config.gpu is None:
+        return config.kv_nbytes if config.kv_nbytes is not None else HOST_KV_NBYTES
+    free_nbytes, _ = torch.cuda.mem_get_info(config.gpu)
+    need = config.device_need(model)
+    if config.kv_nbytes is None:
+        return kv_share(config.device, free_nbytes, 1, need)
+    # Only what is certain: a worker that is started again beside others must not fail on an estimate.
+    require_kv_fits(config.device, free_nbytes, 1, replace(need, step_nbytes=0), config.kv_nbytes)
+    return config.kv_nbytes
 
 
 def _warm_up(runner: Runner, layout: KvLayout) -> None:

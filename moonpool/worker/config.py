@@ -5,8 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from moonpool.engine.config import Device, DType, EngineConfig
+from moonpool.engine.config import Device, DType, EngineConfig, ModelConfig, gpu_index
+from moonpool.engine.device_memory import DeviceNeed
 from moonpool.transfer.config import TransferConfig, WireConfig
+
+HOST_KV_NBYTES = 512_000_000  # KV pages of a worker on the CPU, by default
+GPU_BATCH_TOKENS = 8192  # tokens computed per step on a GPU, by default: with fewer, launching kernels takes longer
+GPU_CALIBRATE_S = 4.0  # by default: prompts of 32k tokens take seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,25 +21,29 @@ class WorkerConfig(WireConfig):
     name: str  # unique in the cluster; must stay the same across restarts
     role: Literal["prefill", "decode"]  # what this worker computes
     model: str  # a name from `moonpool model list`, a Hugging Face folder or a .gguf file
+    # generate random weights instead of reading them: to measure a machine; a folder then needs only config.json and a
+    # tokenizer
+    random_weights: bool = False
     address: str  # address to serve, unix:/path or tcp:host:port
     conductor_address: str  # address of the conductor, which sends requests here
     master_address: str  # address of the pool's master
     run_dir: str  # folder for Unix sockets; must be private to this user
-    kv_nbytes: int = 400_000_000  # memory for KV pages
+    # memory for KV pages; default: 512 MB, on a GPU what is free beside the weights
+    kv_nbytes: int | None = None
     block_tokens: int = EngineConfig.block_tokens  # tokens per KV block; the same for all workers of a cluster
-    max_batch_tokens: int = EngineConfig.max_batch_tokens  # tokens computed per step
+    max_batch_tokens: int | None = None  # tokens computed per step; default: 512, on a GPU 8192
     max_num_seqs: int = EngineConfig.max_num_seqs  # sequences in the batch at the same time
     # longest prompt plus answer in tokens; default: the model's limit
     max_model_len: int | None = EngineConfig.max_model_len
     dtype: DType = EngineConfig.dtype  # type of weights, activations and KV
-    device: Device = EngineConfig.device  # where the model runs
+    device: Device = EngineConfig.device  # where the model runs: cpu, cuda, or cuda:N for GPU number N
     threads: int | None = EngineConfig.threads  # CPU threads that compute; default: this worker's share of the cores
     numa_node: int | None = None  # NUMA node for the KV memory; default with a GPU: the node the GPU is attached to
     # also serve the KV memory over TCP on this address, for workers on other machines; auto: on every usable NIC
     tcp_host: str | None = None
     report_interval_s: float = 0.05  # seconds between two load reports to the conductor
-    # most seconds to spend on measuring the compute speed before registering; 0: do not measure
-    calibrate_s: float = 1.0
+    # most seconds to spend on measuring the compute speed before registering; 0: do not measure; default: 1, on a GPU 4
+    calibrate_s: float | None = None
     # seconds after which a pull of KV from the pool is abandoned and the prefix is computed
     pull_timeout_s: float = 10.0
     # abandon a pull that takes longer than this and longer than twice the time computing would take
@@ -42,12 +51,37 @@ class WorkerConfig(WireConfig):
     pool_timeout_s: float = 2.0  # seconds to wait for one reply of the pool's master
     pool_rest_s: float = 10.0  # seconds without the pool after it did not reply
 
+    @property
+    def gpu(self) -> int | None:
+        """The number of its GPU; None on the CPU. Raises ConfigError for an unknown device."""
+        return gpu_index(self.device)
+
+    @property
+    def step_tokens(self) -> int:
+        """`max_batch_tokens`, or its default for the device."""
+        return step_tokens(self.max_batch_tokens, self.device)
+
+    @property
+    def calibration_s(self) -> float:
+        """`calibrate_s`, or its default for the device."""
+        return self.calibrate_s if self.calibrate_s is not None else 1.0 if self.gpu is None else GPU_CALIBRATE_S
+
+    def device_need(self, model: ModelConfig) -> DeviceNeed:
+        """Return what the worker takes of its GPU beside KV pages."""
+        return DeviceNeed.of(
+            model,
+            dtype=self.dtype,
+            block_tokens=self.block_tokens,
+            max_batch_tokens=self.step_tokens,
+            max_num_seqs=self.max_num_seqs,
+        )
+
     def engine(self, num_pages: int) -> EngineConfig:
         """Return the engine's part of this configuration."""
         return EngineConfig(
             num_pages=num_pages,
             block_tokens=self.block_tokens,
-            max_batch_tokens=self.max_batch_tokens,
+            max_batch_tokens=self.step_tokens,
             max_num_seqs=self.max_num_seqs,
             max_model_len=self.max_model_len,
             dtype=self.dtype,
@@ -58,3 +92,10 @@ class WorkerConfig(WireConfig):
     def transfer(self) -> TransferConfig:
         """Return the transfer engine's part of this configuration."""
         return TransferConfig(run_dir=self.run_dir, **self.wires())
+
+
+def step_tokens(max_batch_tokens: int | None, device: Device) -> int:
+    """Return the number of tokens that a worker on that device computes per step."""
+    if max_batch_tokens is not None:
+        return max_batch_tokens
+    return EngineConfig.max_batch_tokens if gpu_index(device) is None else GPU_BATCH_TOKENS

@@ -88,9 +88,9 @@ class Worker:
         self._loop.start()
         reporter = self._make_reporter(built)
         self._tasks.append(asyncio.create_task(reporter.run(), name="reporter"))
-        if isinstance(self._role, PrefillRole) and self.config.calibrate_s > 0:
+        if isinstance(self._role, PrefillRole) and self.config.calibration_s > 0:
             self._tasks.append(asyncio.create_task(self._keep_measuring(self._role), name="pool probe"))
-        if self.config.threads is None and self.config.device == "cpu":
+        if self.config.threads is None and self.config.gpu is None:
             self._tasks.append(asyncio.create_task(follow_share(threads, presence, self._loop.post), name="cores"))
         await reporter.registered.wait()
         return self._address
@@ -161,9 +161,9 @@ class Worker:
                 max_seq_tokens=limits.max_seq_tokens,
             ),
             SystemClock(),
-            self.config.calibrate_s,
+            self.config.calibration_s,
         )
-        if self.config.calibrate_s > 0:
+        if self.config.calibration_s > 0:
             if self.config.role == "prefill":
                 self._samples.prefills.extend(run.prefills())
                 self._samples.pulls.extend(self._probe.measure())
