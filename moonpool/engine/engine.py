@@ -10,6 +10,10 @@ on. A pass that fails as a whole does not show which request caused it, so its r
 batch of one, and the request whose step fails ends with the error. If the model then cannot compute even one token that
 belongs to no request, the engine itself is broken and step() raises.
 
+On a GPU a decode step is launched, and while its tokens are read the step after it is launched already, if every
+sequence takes its most likely token (`Executor.launcher`). What that step computes for a sequence that has ended is
+dropped.
+
 A worker that pulls KV from the pool and streams KV out passes a `StepLink`. It is called on the thread that calls
 step(), and decides which pulled KV is verified; all other pulled KV is computed again.
 """
@@ -22,7 +26,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from moonpool.base.errors import Internal, MoonpoolError, NoSpace
-from moonpool.engine.sampler import SampledToken, SampleRow, sample
+from moonpool.engine.launched import LaunchedStep, StepLauncher
+from moonpool.engine.sampler import SampledToken, SampleRow, sample, unusable_logits
 from moonpool.engine.scheduler import Scheduler
 from moonpool.engine.sequence import AdmittedSequence, Chunk, FinishReason, FullBlock, SamplingParams
 from moonpool.engine.sequence import Sequence as RequestSequence
@@ -39,6 +44,10 @@ LOCAL_ROOT = bytes(32)
 
 class Executor(Protocol):
     """The interface of engine/runner.py that the engine uses."""
+
+    @property
+    def launcher(self) -> StepLauncher | None:
+        """Launches decode steps without waiting for them; None on the CPU."""
 
     def execute(self, chunks: Sequence[Chunk], hooks: LayerHooks | None) -> torch.Tensor:
         """Write the KV of all chunks; return logits [chunks that want them, vocab], in order."""
@@ -88,11 +97,38 @@ class GenerationResult:
     num_cached_tokens: int = 0
 
 
+@dataclass(slots=True)
+class _Computed:
+    """One step's results: of a launched step, and logits of the chunks that were computed one by one."""
+
+    launched: LaunchedStep | None = None
+    chunks: Sequence[Chunk] = ()
+    logits: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class _AheadStep:
+    """A step that was launched before the tokens of the step before it were read; `inputs` are those tokens."""
+
+    step: LaunchedStep
+    inputs: Mapping[str, int] = field(default_factory=dict)
+
+    def holds(self, chunk: Chunk) -> bool:
+        """Return whether the step computes exactly this chunk."""
+        row = self.step.rows.get(chunk.request_id)
+        if row is None:
+            return False
+        own = self.step.chunks[row]
+        same_place = own.start == chunk.start and own.pages[: len(chunk.pages)] == chunk.pages
+        return same_place and chunk.tokens == (self.inputs.get(chunk.request_id),)
+
+
 class Engine:
     def __init__(self, scheduler: Scheduler, runner: Executor, link: StepLink | None = None) -> None:
         self.scheduler = scheduler
         self._runner = runner
         self._link = link
+        self._ahead: _AheadStep | None = None
         self.num_steps = 0  # passes of the model
 
     def add_request(
@@ -106,7 +142,7 @@ class Engine:
         return self.scheduler.cancel(request_id)
 
     def has_work(self) -> bool:
-        return self.scheduler.has_work()
+        return self.scheduler.has_work() or self._ahead is not None
 
     def step(self) -> list[StepOutput | StepFailure]:
         """Run one pass of the model. If nothing can be computed until pages are freed, return [] without a pass.
@@ -116,13 +152,14 @@ class Engine:
         """
         chunks = self.scheduler.schedule()
         if not chunks:
+            self._drop_ahead()
             return []
         self.num_steps += 1
         try:
-            logits = self._execute(chunks)
-            outcomes = self._sample(chunks, logits)
+            outcomes = self._sample(self._execute(chunks))
         except Exception as error:  # noqa: BLE001 - the next steps find the request that caused it
             self.scheduler.abandon_step()
+            self._drop_ahead()
             _LOG.warning("a step of %d requests failed", len(chunks), exc_info=error)
             return self._step_failed(chunks, error)
         except BaseException:
@@ -166,11 +203,11 @@ class Engine:
         self.scheduler.cancel(request_id)
         return StepFailure(request_id, error)
 
-    def _execute(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+    def _execute(self, chunks: Sequence[Chunk]) -> _Computed:
         admitted = self.scheduler.drain_admitted()
         try:
             hooks = self._link.begin_step(chunks, admitted) if self._link is not None else None
-            return self._runner.execute(chunks, hooks)
+            return self._run(chunks, hooks)
         finally:
             # After a failure too: pulls must be over before these pages are used again.
             verified = self._link.end_step() if self._link is not None else {}
@@ -184,8 +221,71 @@ class Engine:
         else:
             self.scheduler.rewind(pull.request_id, num_verified_tokens)
 
-    def _sample(self, chunks: Sequence[Chunk], logits: torch.Tensor) -> dict[str, SampledToken | MoonpoolError]:
-        wanting = [chunk.request_id for chunk in chunks if chunk.wants_logits]
+    def _run(self, chunks: Sequence[Chunk], hooks: LayerHooks | None) -> _Computed:
+        """Compute the step: what was launched ahead is used, the rest is computed now."""
+        launcher, ahead = self._runner.launcher, self._ahead
+        computed = _Computed()
+        rest = chunks
+        if ahead is not None:
+            computed.launched = ahead.step
+            rest = [chunk for chunk in chunks if not ahead.holds(chunk)]
+        elif launcher is not None and hooks is None and launcher.fits(chunks):
+            computed.launched, rest = launcher.launch(chunks), []
+        if rest:
+            computed.chunks, computed.logits = rest, self._runner.execute(rest, hooks)
+        self._ahead = None
+        if computed.launched is not None and not rest:
+            self._launch_ahead(chunks, computed.launched)
+        return computed
+
+    def _launch_ahead(self, chunks: Sequence[Chunk], launched: LaunchedStep) -> None:
+        """Launch the next step behind `launched`, which computes all of `chunks`, unless a token has to be sampled from
+        its logits first."""
+        launcher = self._runner.launcher
+        assert launcher is not None, "a launcher has launched the step"
+        in_flight = [chunk.request_id for chunk in chunks if self.scheduler.is_in_flight(chunk.request_id)]
+        if all(self._row(name).wants_best for name in in_flight):
+            self.scheduler.settle_ahead()
+            following = self.scheduler.look_ahead()
+            if following and launcher.fits(following):
+                self._ahead = _AheadStep(launcher.launch(following, after=launched))
+
+    def _drop_ahead(self) -> None:
+        """Wait for the step that was launched ahead, if there is one; nothing uses it."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            try:
+                ahead.step.tokens()
+            except RuntimeError as error:  # the GPU failed: the next step shows whether it can compute at all
+                _LOG.warning("a step that was launched ahead failed", exc_info=error)
+        self.scheduler.settle_ahead()
+
+    def _sample(self, computed: _Computed) -> dict[str, SampledToken | MoonpoolError]:
+        outcomes: dict[str, SampledToken | MoonpoolError] = {}
+        if computed.launched is not None:
+            outcomes |= self._read_launched(computed.launched)
+        if computed.logits is not None:
+            wanting = [chunk.request_id for chunk in computed.chunks if chunk.wants_logits]
+            outcomes |= self._sample_logits(wanting, computed.logits)
+        return outcomes
+
+    def _read_launched(self, launched: LaunchedStep) -> dict[str, SampledToken | MoonpoolError]:
+        """Return the tokens of a launched step, which may hold requests that are gone."""
+        rows = {name: row for name, row in launched.rows.items() if self.scheduler.is_in_flight(name)}
+        if not all(self._row(name).wants_best for name in rows):
+            self.scheduler.settle_ahead()
+            return self._sample_logits(list(launched.rows), launched.logits)
+        tokens = launched.tokens()
+        if self._ahead is not None:
+            self._ahead.inputs = {name: tokens[row] for name, row in launched.rows.items()}
+        else:
+            self.scheduler.settle_ahead()
+        return {
+            name: SampledToken(tokens[row]) if tokens[row] >= 0 else unusable_logits(self._row(name))
+            for name, row in rows.items()
+        }
+
+    def _sample_logits(self, wanting: Sequence[str], logits: torch.Tensor) -> dict[str, SampledToken | MoonpoolError]:
         # A request may have been cancelled or rewound while the model ran.
         live = [i for i, request_id in enumerate(wanting) if self.scheduler.is_in_flight(request_id)]
         if not live:

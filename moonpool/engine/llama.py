@@ -1,7 +1,7 @@
 """The Llama family: Llama, SmolLM2, Mistral, Qwen2 and Qwen3 are one architecture with a few switches.
 
-Written once for every torch device, as plain functions over weights: the tokens of a step, of all its sequences, are
-rows of one matrix, so each projection is one matrix product. Only attention knows which rows belong to one sequence.
+Written once for every device, over the operations of ops.py: the tokens of a step, of all its sequences, are rows of
+one matrix, so each projection is one matrix product. Only attention knows which rows belong to one sequence.
 Rotary positions turn each pair of dimensions (i, i + half) of a head by an angle that grows with the position.
 """
 
@@ -14,9 +14,8 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from moonpool.engine.attention import AttentionGroup, attend
 from moonpool.engine.config import ModelConfig, RopeScaling
-from moonpool.engine.kv_tensor import KvMemory
+from moonpool.engine.ops import AttentionPlan, LayerOps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,10 +60,10 @@ class Step:
 
     tokens: torch.Tensor  # [rows]
     positions: torch.Tensor  # [rows]
-    write_index: torch.Tensor  # KvMemory.token_index of all rows
-    groups: list[AttentionGroup]
-    wanted: torch.Tensor | None  # rows whose logits are wanted; None: all of them
-    wanted_groups: list[AttentionGroup]  # attention of the wanted rows alone
+    write_index: torch.Tensor  # LayerOps.write_index of all rows
+    attention: AttentionPlan
+    wanted: torch.Tensor | None = None  # rows whose logits are wanted; None: all of them
+    wanted_attention: AttentionPlan | None = None  # of the wanted rows alone
 
 
 class LlamaModel:
@@ -77,64 +76,30 @@ class LlamaModel:
         self.device = weights.embedding.device
         self._frequencies = inverse_frequencies(config, self.device)
 
-    def forward(self, step: Step, kv: KvMemory, hooks: LayerHooks | None = None) -> torch.Tensor:
+    def forward(self, step: Step, ops: LayerOps, hooks: LayerHooks | None = None) -> torch.Tensor:
         """Write the step's KV into its pages; return logits [wanted rows, vocab]."""
         cos_sin = rotation(self._frequencies, step.positions, self.dtype)
         x = F.embedding(step.tokens, self.weights.embedding)  # [rows, hidden]
+        delta: torch.Tensor | None = None  # what the layer before adds to x
         last = self.config.num_layers - 1
         for index, layer in enumerate(self.weights.layers):
-            x = self._layer(x, layer, index, cos_sin, step, kv, hooks, only_wanted=index == last)
-        return F.linear(self._norm(x, self.weights.norm), self.weights.head)
-
-    def _layer(
-        self,
-        x: torch.Tensor,
-        weights: LayerWeights,
-        index: int,
-        cos_sin: tuple[torch.Tensor, torch.Tensor],
-        step: Step,
-        kv: KvMemory,
-        hooks: LayerHooks | None,
-        *,
-        only_wanted: bool,
-    ) -> torch.Tensor:
-        q, k, v = self._project(x, weights, cos_sin)
-        groups = step.groups
-        if only_wanted and step.wanted is not None:
-            # Nothing reads the other rows after the last layer's KV is written.
-            x, q = x.index_select(0, step.wanted), q.index_select(0, step.wanted)
-            groups = step.wanted_groups
-        if hooks is not None:
-            hooks.before_layer(index)
-        kv.write(index, step.write_index, k, v)
-        attended = attend(q, groups, kv, index)
-        if hooks is not None:
-            hooks.after_layer(index)
-        x = x + F.linear(attended, weights.output, weights.output_bias)
-        return x + _mlp(self._norm(x, weights.mlp_norm), weights)
-
-    def _project(
-        self, x: torch.Tensor, weights: LayerWeights, cos_sin: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return queries, keys and values, each [rows, its heads, dim]; the first two normalized and rotated."""
-        config = self.config
-        normed = self._norm(x, weights.attention_norm)
-        qkv = F.linear(normed, weights.qkv, weights.qkv_bias).view(x.shape[0], -1, config.head_dim)
-        num_turned = config.num_heads + config.num_kv_heads
-        qk, v = qkv[:, :num_turned], qkv[:, num_turned:]
-        if weights.q_norm is not None and weights.k_norm is not None:
-            q, k = qk[:, : config.num_heads], qk[:, config.num_heads :]
-            qk = torch.cat((self._norm(q, weights.q_norm), self._norm(k, weights.k_norm)), dim=1)
-        qk = rotate(qk, *cos_sin)
-        return qk[:, : config.num_heads], qk[:, config.num_heads :], v
-
-    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
-
-
-def _mlp(x: torch.Tensor, weights: LayerWeights) -> torch.Tensor:
-    gate, up = F.linear(x, weights.gate_up).chunk(2, dim=-1)
-    return F.linear(F.silu(gate).mul_(up), weights.down)
+            x, normed = ops.add_norm(x, delta, layer.attention_norm)
+            qkv = ops.linear(normed, layer.qkv, layer.qkv_bias)
+            if hooks is not None:
+                hooks.before_layer(index)
+            q, k, v = ops.rotate_and_write(qkv, layer, cos_sin, step.write_index, index)
+            attention = step.attention
+            if index == last and step.wanted is not None and step.wanted_attention is not None:
+                # Nothing reads the other rows after the last layer's KV is written.
+                x, q = x.index_select(0, step.wanted), q.index_select(0, step.wanted)
+                attention = step.wanted_attention
+            attended = attention.attend(q, k, v, index)
+            if hooks is not None:
+                hooks.after_layer(index)
+            x, normed = ops.add_norm(x, ops.linear(attended, layer.output, layer.output_bias), layer.mlp_norm)
+            delta = ops.linear(ops.silu_mul(ops.linear(normed, layer.gate_up)), layer.down)
+        _, normed = ops.add_norm(x, delta, self.weights.norm)
+        return ops.linear(normed, self.weights.head)
 
 
 def inverse_frequencies(config: ModelConfig, device: torch.device) -> torch.Tensor:
@@ -172,13 +137,3 @@ def rotation(
     """Return cosines and sines of a step's tokens, each [tokens, 1, head_dim / 2]; computed once for all layers."""
     angles = positions.float()[:, None] * frequencies
     return angles.cos().to(dtype)[:, None], angles.sin().to(dtype)[:, None]
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return x [tokens, heads, head_dim] rotated, as a new contiguous tensor."""
-    turned = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    half = x.shape[-1] // 2
-    first, second = x[..., :half], x[..., half:]
-    torch.mul(first, cos, out=turned[..., :half]).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=turned[..., half:]).addcmul_(first, sin)
-    return turned

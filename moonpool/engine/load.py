@@ -17,7 +17,7 @@ from moonpool.engine.kv_memory import KvLayout
 from moonpool.engine.kv_tensor import KvMemory
 from moonpool.engine.llama import LlamaModel
 from moonpool.engine.model_files import ModelFiles, read_config, resolve
-from moonpool.engine.runner import Runner
+from moonpool.engine.runner import BatchLimits, Runner
 from moonpool.engine.scheduler import Scheduler, SchedulerConfig
 from moonpool.engine.weights import Progress, load_weights
 
@@ -44,21 +44,23 @@ def load_runner(
         torch.set_num_threads(config.threads)
     weights = load_weights(files, model, dtype=config.dtype, device=config.device, progress=progress)
     kv = KvMemory(kv_layout(model, config), device=config.device, buffer=buffer)
-    return Runner(LlamaModel(model, weights), kv)
+    return Runner(LlamaModel(model, weights), kv, BatchLimits(config.max_num_seqs, max_seq_tokens(model, config)))
 
 
 def make_scheduler(model: ModelConfig, config: EngineConfig) -> Scheduler:
     """Return a scheduler whose sequences never exceed the model, the configuration or the pages, so none gets stuck."""
-    longest = min(
-        config.max_model_len or model.max_position, model.max_position, config.num_pages * config.block_tokens
-    )
     limits = SchedulerConfig(
         max_batch_tokens=config.max_batch_tokens,
         max_num_seqs=config.max_num_seqs,
-        max_seq_tokens=longest,
+        max_seq_tokens=max_seq_tokens(model, config),
         eos_token_ids=frozenset(model.eos_ids),
     )
     return Scheduler(limits, PageManager(config.num_pages, config.block_tokens))
+
+
+def max_seq_tokens(model: ModelConfig, config: EngineConfig) -> int:
+    """Return the most tokens that a sequence may have, prompt and output together."""
+    return min(config.max_model_len or model.max_position, model.max_position, config.num_pages * config.block_tokens)
 
 
 def kv_layout(model: ModelConfig, config: EngineConfig) -> KvLayout:

@@ -1,7 +1,7 @@
 """Runs one step of the model: chunks in, logits out; the step's KV is written to its pages.
 
-The runner builds the step's index tensors once and passes them to the model. Stale bytes never reach attention: a page
-is zeroed before its first token is written.
+The runner builds the step's index tensors once and passes them to the model. Stale bytes never reach attention: where
+attention reads whole pages, a page is zeroed before its first token is written.
 """
 
 from __future__ import annotations
@@ -11,35 +11,63 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from moonpool.engine.attention import AttentionGroup, QuerySpan, plan_attention
+from moonpool.engine.attention import QuerySpan
 from moonpool.engine.kv_tensor import KvMemory
+from moonpool.engine.launched import BatchLimits, StepLauncher
 from moonpool.engine.llama import LayerHooks, LlamaModel, Step
+from moonpool.engine.ops import LayerOps, TorchOps
 from moonpool.engine.sequence import Chunk
 
-__all__ = ["LayerHooks", "Runner"]
+__all__ = ["BatchLimits", "LayerHooks", "Runner"]
 
 
 class Runner:
     """A model and its KV memory. Not thread-safe: one step at a time."""
 
-    def __init__(self, model: LlamaModel, kv: KvMemory) -> None:
+    def __init__(
+        self, model: LlamaModel, kv: KvMemory, limits: BatchLimits | None = None, ops: LayerOps | None = None
+    ) -> None:
+        """With `limits`, a GPU gets decode graphs, which can launch steps ahead. `ops` is for tests."""
         assert model.dtype == kv.tensor.dtype, "KV is kept in the model's dtype"
         assert model.device == kv.tensor.device, "KV lives on the model's device"
         self.model = model
         self.kv = kv
+        self.launcher: StepLauncher | None = None
+        if ops is not None or not kv.tensor.is_cuda:
+            self._ops = ops or TorchOps(model.config, kv)
+            return
+        # Only here: triton is installed where there is a GPU.
+        from moonpool.engine.cuda_ops import CudaOps
+        from moonpool.engine.decode_graphs import DecodeGraphs
+
+        self._ops = cuda = CudaOps(model.config, kv)
+        if limits is not None:
+            self.launcher = DecodeGraphs(model, cuda, limits)
+
+    def warm_up(self) -> None:
+        """Prepare what the first requests would wait for: decode graphs, on a GPU."""
+        if self.launcher is not None:
+            self.launcher.warm_up()
 
     @torch.inference_mode()
     def execute(self, chunks: Sequence[Chunk], hooks: LayerHooks | None = None) -> torch.Tensor:
         """Compute all chunks; return float32 logits [chunks that want them, vocab], in order of the chunks.
 
-        If it raises, the KV of these chunks from their start on is undefined.
+        If it raises, the KV of these chunks from their start on is undefined. On a GPU the work is enqueued when this
+        returns; the caller's stream waits for it.
         """
         with torch.cuda.stream(self.kv.stream):  # no effect on the CPU, where there is no stream
-            self.kv.clear(_first_written(chunks, self.kv.layout.block_tokens))
-            logits = self.model.forward(self._prepare(chunks), self.kv, hooks).float()
+            if self._ops.reads_whole_pages:
+                self.kv.clear(_first_written(chunks, self.kv.layout.block_tokens))
+            logits = self.model.forward(self._prepare(chunks), self._ops, hooks).float()
         if self.kv.stream is not None:
             torch.cuda.current_stream(self.model.device).wait_stream(self.kv.stream)
         return logits
+
+    def synchronize(self) -> None:
+        """Wait until all steps that were executed have been computed."""
+        if self.kv.stream is not None:
+            self.kv.stream.synchronize()
 
     def _prepare(self, chunks: Sequence[Chunk]) -> Step:
         positions = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks])
@@ -48,25 +76,23 @@ class Runner:
         last_tokens = [QuerySpan(row, span.end - 1, 1, span.pages) for row, span in enumerate(wanting)]
         all_wanted = len(wanting) == len(positions)
         last_rows = np.array([span.first_row + span.length - 1 for span in wanting], dtype=np.int64)
-        return Step(
-            tokens=self._index(np.concatenate([np.asarray(chunk.tokens) for chunk in chunks])),
-            positions=self._index(positions),
-            write_index=self._index(self._write_rows(chunks, positions)),
-            groups=self._plan(spans, len(positions)),
-            wanted=None if all_wanted else self._index(last_rows),
-            wanted_groups=[] if all_wanted else self._plan(last_tokens, len(wanting)),
+        all_tokens = np.concatenate([np.asarray(chunk.tokens) for chunk in chunks])
+        tokens, at, write_index, wanted = self._ops.index(
+            all_tokens, positions, self._write_rows(chunks, positions), last_rows
         )
-
-    def _plan(self, spans: Sequence[QuerySpan], num_rows: int) -> list[AttentionGroup]:
-        return plan_attention(spans, self.kv, num_rows=num_rows, dtype=self.model.dtype, device=self.model.device)
+        return Step(
+            tokens=tokens,
+            positions=at,
+            write_index=write_index,
+            attention=self._ops.plan(spans, len(positions)),
+            wanted=None if all_wanted else wanted,
+            wanted_attention=None if all_wanted else self._ops.plan(last_tokens, len(wanting)),
+        )
 
     def _write_rows(self, chunks: Sequence[Chunk], positions: np.ndarray) -> np.ndarray:
         block_tokens = self.kv.layout.block_tokens
         pages = np.concatenate([np.asarray(c.pages)[np.arange(c.start, c.end) // block_tokens] for c in chunks])
-        return self.kv.token_index(pages, positions % block_tokens)
-
-    def _index(self, values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values).to(self.model.device)
+        return self._ops.write_index(pages, positions % block_tokens)
 
 
 def _spans(chunks: Sequence[Chunk]) -> list[QuerySpan]:

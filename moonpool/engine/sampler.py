@@ -45,6 +45,11 @@ class SampleRow:
         return self.params.temperature < _TINY or self.params.top_k == 1
 
     @property
+    def wants_best(self) -> bool:
+        """Whether the outcome is the most likely token and nothing else."""
+        return self.is_greedy and not self.is_adjusted and self.params.logprobs is None
+
+    @property
     def is_adjusted(self) -> bool:
         return bool(self.barred) or self.params.penalizes
 
@@ -93,6 +98,11 @@ def _row_error(logits: torch.Tensor, row: SampleRow) -> MoonpoolError:
     if logits.max().isfinite():
         message = "min_tokens cannot be reached: every token of the vocabulary is a stop token"
         return InvalidInput(message, param="stop_token_ids")
+    return unusable_logits(row)
+
+
+def unusable_logits(row: SampleRow) -> MoonpoolError:
+    """Return the error of a row whose logits have no finite maximum."""
     return Internal(f"the model computed no usable probabilities for token {len(row.tokens)} of this request")
 
 

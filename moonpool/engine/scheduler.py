@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from moonpool.base.errors import ConfigError, Internal, NoSpace, PromptTooLong
 from moonpool.engine.blocks import PageManager
 from moonpool.engine.sequence import (
+    UNKNOWN_TOKEN,
     Accepted,
     AdmittedSequence,
     Chunk,
@@ -64,6 +65,8 @@ class Scheduler:
         self._step_is_open = False
         self._in_flight: dict[str, Chunk] = {}  # chunks whose outcome still counts
         self._deferred_free: list[int] = []  # pages to free when the open step closes
+        self._ahead: set[str] = set()  # requests of a step that was launched ahead
+        self._ahead_free: list[int] = []  # pages to free when that step is over
         self._admitted: list[AdmittedSequence] = []
         self._pulls: dict[str, AdmittedSequence] = {}  # neither confirmed nor rewound yet
 
@@ -124,7 +127,9 @@ class Scheduler:
             self._remove(sequence)
 
     def _remove(self, sequence: Sequence) -> None:
-        if self._step_is_open and sequence.status is SequenceStatus.RUNNING:
+        if sequence.request_id in self._ahead:
+            self._ahead_free += sequence.pages
+        elif self._step_is_open and sequence.status is SequenceStatus.RUNNING:
             self._deferred_free += sequence.pages
         else:
             self.pages.free(sequence.pages)
@@ -295,6 +300,36 @@ class Scheduler:
         """Return whether the open step's outcome still counts for this request."""
         return request_id in self._in_flight
 
+    def look_ahead(self) -> list[Chunk]:
+        """Return the step that will follow the open one, for launching it before the open step's tokens are known.
+
+        It has the decodes of the open step, one token further; its tokens are UNKNOWN_TOKEN. Sequences that reach their
+        last token in the open step are left out; another one may end by a stop token, and is then computed in vain.
+        Empty if the next step may hold anything else, or if there are too few pages.
+
+        Pages of a sequence that ends meanwhile are freed by `settle_ahead`, because the launched step writes to them.
+        """
+        queues, flight = self.queues, self._in_flight
+        may_admit = queues.has_place and bool(queues.waiting or queues.adopted)
+        if queues.alone or may_admit or self._pulls or len(flight) != len(queues.running) or self._ahead:
+            return []
+        if any(len(chunk.tokens) != 1 or not chunk.wants_logits for chunk in flight.values()):
+            return []
+        going_on = [s for s in queues.running if s.num_tokens + 1 < s.limit and not s.prefill_only]
+        missing = [max(0, pages_for(s.num_tokens + 1, self._block_tokens) - len(s.pages)) for s in going_on]
+        if sum(missing) + len(going_on) > self.pages.num_available:
+            return []
+        for sequence, number in zip(going_on, missing, strict=True):
+            sequence.pages += self.pages.allocate(number)
+        self._ahead = {s.request_id for s in going_on}
+        return [Chunk(s.request_id, s.num_tokens, (UNKNOWN_TOKEN,), tuple(s.pages), True) for s in going_on]
+
+    def settle_ahead(self) -> None:
+        """The step that was launched ahead is over, used or not: free the pages of sequences that ended meanwhile."""
+        self._ahead = set()
+        self.pages.free(self._ahead_free)
+        self._ahead_free = []
+
     def complete(self, sampled: Mapping[str, int]) -> StepResult:
         """Close the step. `sampled` has a token for every chunk in flight that wanted logits; tokens of other requests
         (cancelled or rewound) are ignored."""
@@ -386,7 +421,8 @@ class Scheduler:
         """Assert that pages, queues and progress agree; fast enough for a test to call after every event."""
         self.queues.check_integrity()
         sequences = self.queues.sequences.values()
-        self.pages.check_integrity(Counter([page for s in sequences for page in s.pages] + self._deferred_free))
+        leaving = self._deferred_free + self._ahead_free
+        self.pages.check_integrity(Counter([page for s in sequences for page in s.pages] + leaving))
         assert self._in_flight.keys() <= {s.request_id for s in self.queues.running}
         assert self._step_is_open or not (self._in_flight or self._pulls or self._deferred_free)
         for sequence in sequences:

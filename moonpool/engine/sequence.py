@@ -21,6 +21,7 @@ from moonpool.base.errors import InvalidInput
 from moonpool.base.keys import chain_keys, next_key
 
 FinishReason = Literal["stop", "length", "handoff"]
+UNKNOWN_TOKEN = -1  # in a chunk of a step that is launched before the step that samples the token was read
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):

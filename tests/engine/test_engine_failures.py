@@ -23,6 +23,8 @@ GREEDY = SamplingParams(max_tokens=3, temperature=0)
 class CountingRunner:
     """Its next token is the last one plus 1. Raises, or computes NaN, when one of the named requests is in the step."""
 
+    launcher = None
+
     def __init__(self) -> None:
         self.raises: set[str] = set()
         self.spoils: set[str] = set()

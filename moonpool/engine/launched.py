@@ -1,0 +1,56 @@
+"""Decode steps that are launched on a GPU and read later: what the engine needs to know of them. No torch is imported.
+
+While the host reads the tokens of one step, the GPU computes the next one (decode_graphs.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from moonpool.engine.sequence import Chunk
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLimits:
+    """The largest decode step: its sequences, and the tokens of one of them."""
+
+    max_num_seqs: int
+    max_seq_tokens: int
+
+
+class LaunchedStep(Protocol):
+    """A decode step that was enqueued. One row per chunk."""
+
+    @property
+    def chunks(self) -> Sequence[Chunk]: ...
+
+    @property
+    def rows(self) -> dict[str, int]:
+        """The row of each request."""
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """[rows, vocab]; the next launch overwrites them."""
+
+    def tokens(self) -> list[int]:
+        """Wait for the step; return each row's most likely token, or -1 where the logits have no finite maximum."""
+
+
+class StepLauncher(Protocol):
+    """Launches decode steps without waiting for them (decode_graphs.py)."""
+
+    def fits(self, chunks: Sequence[Chunk]) -> bool:
+        """Return whether this is a decode step that can be launched."""
+
+    def launch(self, chunks: Sequence[Chunk], after: LaunchedStep | None = None) -> LaunchedStep:
+        """Enqueue the step. A chunk whose token is UNKNOWN_TOKEN takes it from its row of `after`, the step that was
+        launched last. At most two steps may be under way.
+        """
+
+    def warm_up(self) -> None:
+        """Prepare all batch sizes."""

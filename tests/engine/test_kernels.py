@@ -1,0 +1,190 @@
+"""The Triton kernels against plain torch: on a GPU with `-m gpu`, elsewhere in Triton's interpreter if it is here."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+ON_GPU = torch.cuda.is_available()
+if not ON_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+pytest.importorskip("triton", reason="triton comes with torch's CUDA builds", exc_type=ImportError)
+
+from moonpool.engine.config import ModelConfig  # noqa: E402
+from moonpool.engine.cuda_ops import CudaOps  # noqa: E402
+from moonpool.engine.kernels.attention import Tiles, attend_tiles, join_parts  # noqa: E402
+from moonpool.engine.kernels.gemv import gemv  # noqa: E402
+from moonpool.engine.kernels.pointwise import add_norm, rotate_and_write, silu_mul  # noqa: E402
+from moonpool.engine.kv_memory import KvLayout  # noqa: E402
+from moonpool.engine.kv_tensor import KvMemory  # noqa: E402
+from moonpool.engine.llama import LlamaModel  # noqa: E402
+from moonpool.engine.ops import TorchOps, rotate  # noqa: E402
+from moonpool.engine.runner import Runner  # noqa: E402
+from moonpool.engine.sequence import Chunk  # noqa: E402
+from moonpool.engine.weights import random_weights  # noqa: E402
+
+pytestmark = [pytest.mark.gpu] if ON_GPU else []
+DEVICE = "cuda" if ON_GPU else "cpu"
+
+
+def layout(block_tokens: int = 16, kv_heads: int = 2, dim: int = 32) -> KvLayout:
+    return KvLayout(
+        num_pages=12, num_layers=2, num_kv_heads=kv_heads, block_tokens=block_tokens, head_dim=dim, dtype="float32"
+    )
+
+
+def pages_of(shape: KvLayout) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(shape.shape, generator=generator).to(DEVICE)
+
+
+def int32(values: list[int] | list[list[int]]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def expected(q: torch.Tensor, kv: torch.Tensor, layer: int, pages: list[int], end: int) -> torch.Tensor:
+    """Attention of queries at the last positions before `end`: [tokens, heads, dim]."""
+    tokens, heads, dim = q.shape
+    k, v = (
+        torch.cat([kv[page, layer, which] for page in pages], dim=1)[:, :end].repeat_interleave(heads // kv.shape[3], 0)
+        for which in (0, 1)
+    )
+    scores = torch.einsum("thd,hkd->htk", q, k) * dim**-0.5
+    seen = torch.arange(end, device=DEVICE) <= torch.arange(end - tokens, end, device=DEVICE)[:, None]
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    return torch.einsum("htk,hkd->thd", weights, v)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(
+    ("block_tokens", "heads", "kv_heads", "dim"), [(16, 4, 2, 32), (64, 6, 2, 16), (24, 3, 1, 24), (16, 7, 1, 64)]
+)
+def test_decode_attends_to_each_sequence_up_to_its_end(
+    splits: int, block_tokens: int, heads: int, kv_heads: int, dim: int
+) -> None:
+    shape = layout(block_tokens, kv_heads, dim)
+    kv = pages_of(shape)
+    tables = [[3, 1, 4, 5], [2, 6, 7, 0], [9, 8, 0, 0]]
+    ends = [4 * block_tokens - 3, 1, 0]  # the last one is padding
+    for table, end in zip(tables, ends, strict=True):
+        for block, page in enumerate(table[: -(-end // block_tokens)]):
+            kv[page, :, :, :, max(0, end - block * block_tokens) :] = float("nan")  # stale bytes behind the end
+    q = torch.randn(3, heads, dim, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    tiles = Tiles(int32([0, 1, 2]), int32(ends), int32([1, 1, 1]), int32([0, 1, 2]), int32(tables), 1, splits)
+    found = torch.full_like(q, float("nan"))
+    attend_tiles(q, kv, shape, 1, tiles, found)
+    for row in (0, 1):
+        torch.testing.assert_close(found[row : row + 1], expected(q[row : row + 1], kv, 1, tables[row], ends[row]))
+    assert found[2].abs().max() == 0
+
+
+@pytest.mark.parametrize("splits", [1, 2, 5])
+def test_a_chunk_sees_its_past_and_itself(splits: int) -> None:
+    shape = layout()
+    kv, start, length, tile_tokens = pages_of(shape), 21, 30, 8
+    q = torch.randn(length, 4, 32, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    rows = list(range(0, length, tile_tokens))
+    counts = [min(tile_tokens, length - row) for row in rows]
+    ends = [start + row + count for row, count in zip(rows, counts, strict=True)]
+    tiles = Tiles(
+        int32(rows), int32(ends), int32(counts), int32([0] * len(rows)), int32([[3, 1, 4, 5]]), tile_tokens, splits
+    )
+    found = torch.empty_like(q)
+    attend_tiles(q, kv, shape, 0, tiles, found)
+    torch.testing.assert_close(found, expected(q, kv, 0, [3, 1, 4, 5], start + length))
+
+
+def test_two_parts_join_to_the_whole() -> None:
+    generator = torch.Generator().manual_seed(4)
+    q, k, v = (torch.randn(3, n, 16, generator=generator).to(DEVICE) for n in (5, 11, 11))
+
+    def part(keys: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = q @ k[:, keys].transpose(1, 2)
+        return scores.softmax(-1) @ v[:, keys], scores.logsumexp(-1)
+
+    joined = join_parts(*part(slice(0, 7)), *part(slice(7, 11)))
+    torch.testing.assert_close(joined, part(slice(0, 11))[0].transpose(0, 1))
+
+
+@pytest.mark.parametrize("with_delta", [False, True])
+def test_add_norm(with_delta: bool) -> None:
+    generator = torch.Generator().manual_seed(5)
+    x, delta = (torch.randn(3, 48, generator=generator).to(DEVICE) for _ in range(2))
+    weight = torch.rand(48, generator=generator).to(DEVICE)
+    summed = x + delta if with_delta else x.clone()
+    found = add_norm(x, delta if with_delta else None, weight, 1e-5)
+    torch.testing.assert_close(found, torch.nn.functional.rms_norm(summed, (48,), weight, 1e-5))
+    torch.testing.assert_close(x, summed)
+
+
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_rotate_and_write(with_norm: bool) -> None:
+    shape, heads, rows = layout(kv_heads=3, dim=24), 6, 4
+    kv, generator = pages_of(shape), torch.Generator().manual_seed(6)
+    before = kv.clone()
+    qkv = torch.randn(rows, (heads + 6) * 24, generator=generator).to(DEVICE)
+    angles = torch.randn(rows, 12, generator=generator).to(DEVICE)
+    norms = tuple(torch.rand(24, generator=generator).to(DEVICE) for _ in range(2)) if with_norm else None
+    slots = int32([5 * 16 + 3, 5 * 16 + 4, -1, 0])
+    query, key = rotate_and_write(
+        qkv, norms, (angles.cos(), angles.sin()), kv, shape, 1, slots, num_heads=heads, eps=1e-5, keep_key=True
+    )
+    split = qkv.view(rows, heads + 6, 24)
+    q, k, v = split[:, :heads], split[:, heads : heads + 3], split[:, heads + 3 :]
+    if norms is not None:
+        q, k = (torch.nn.functional.rms_norm(x, (24,), w, 1e-5) for x, w in zip((q, k), norms, strict=True))
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    torch.testing.assert_close(query, rotate(q, cos, sin))
+    torch.testing.assert_close(key, rotate(k, cos, sin))
+    for row, (page, place) in ((0, (5, 3)), (1, (5, 4)), (3, (0, 0))):
+        before[page, 1, 0, :, place] = rotate(k, cos, sin)[row]
+        before[page, 1, 1, :, place] = v[row]
+    torch.testing.assert_close(kv, before)
+
+
+def test_silu_mul() -> None:
+    gate_up = torch.randn(3, 2 * 40, generator=torch.Generator().manual_seed(7)).to(DEVICE)
+    gate, up = gate_up.chunk(2, -1)
+    torch.testing.assert_close(silu_mul(gate_up), torch.nn.functional.silu(gate) * up)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_gemv(biased: bool) -> None:
+    generator = torch.Generator().manual_seed(8)
+    vector, matrix = torch.randn(1, 1100, generator=generator).to(DEVICE), torch.randn(37, 1100, generator=generator)
+    bias = torch.randn(37, generator=generator).to(DEVICE) if biased else None
+    matrix = matrix.to(DEVICE)
+    torch.testing.assert_close(
+        gemv(vector, matrix, bias), torch.nn.functional.linear(vector, matrix, bias), atol=1e-4, rtol=1e-4
+    )
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_steps_of_the_whole_model_equal_those_in_plain_torch(qk_norm: bool) -> None:
+    """Chunks with and without a past, several sequences, decode rows among them."""
+    model = LlamaModel(
+        config := ModelConfig(
+            architecture="llama", vocab_size=96, hidden_size=48, intermediate_size=80, num_layers=2, num_heads=4,
+            num_kv_heads=2, head_dim=16, max_position=256, rms_norm_eps=1e-5, rope_theta=10_000.0, qk_norm=qk_norm,
+            qkv_bias=not qk_norm,
+        ),
+        random_weights(config, dtype="float32", device=DEVICE, seed=3),
+    )  # fmt: skip
+    shape = KvLayout.of(config, num_pages=16, block_tokens=16, dtype="float32")
+    kvs = [KvMemory(shape, device=DEVICE) for _ in range(2)]
+    runners = [Runner(model, kv, ops=ops(config, kv)) for ops, kv in zip((TorchOps, CudaOps), kvs, strict=True)]
+    steps = [
+        [Chunk("a", 0, tuple(range(40)), (3, 1, 4), False), Chunk("b", 0, (7,), (5,), True)],
+        [Chunk("a", 40, tuple(range(8)), (3, 1, 4), True), Chunk("b", 1, (9, 11), (5,), True)],
+        [Chunk("a", 48, (5,), (3, 1, 4, 9), True), Chunk("b", 3, (6,), (5,), True)],
+        [Chunk("b", 4, (6,), (5,), True)],
+    ]
+    for step in steps:
+        plain, ours = (runner.execute(step) for runner in runners)
+        torch.testing.assert_close(ours, plain, atol=2e-4, rtol=2e-4)
+    used = [3, 1, 4, 5]
+    torch.testing.assert_close(
+        kvs[1].tensor[used][:, :, :, :, :3], kvs[0].tensor[used][:, :, :, :, :3], atol=2e-4, rtol=2e-4
+    )
