@@ -23,6 +23,7 @@ from moonpool.engine.kernels.attention import Tiles, attend_tiles, join_parts
 from moonpool.engine.kernels.gemv import gemv
 from moonpool.engine.kernels.pointwise import add_norm, rotate_and_write, silu_mul
 from moonpool.engine.kv_tensor import KvMemory, Rows
+from moonpool.engine.launched import BatchLimits
 from moonpool.engine.ops import AttentionPlan, CosSin
 from moonpool.engine.sequence import pages_for
 
@@ -72,6 +73,23 @@ class CudaOps:
         tiles = [self._tiles(some, tokens) for some, tokens in ((decodes, 1), (chunks, self._chunk_tokens)) if some]
         return PagedAttention(self.kv, tiles, library, [self._past(span) for span in library], num_rows)
 
+    def warm_up(self, limits: BatchLimits) -> None:
+        """Let cuDNN plan the chunks of long prompts, so that no request waits for it."""
+        if not self.has_library:
+            return
+        config, like = self._config, self.kv.tensor
+        longest = min(limits.max_batch_tokens, limits.max_seq_tokens) // _LIBRARY_TOKENS * _LIBRARY_TOKENS
+        for tokens in range(_LIBRARY_TOKENS, longest + 1, _LIBRARY_TOKENS):
+            query, key = (
+                torch.zeros(tokens, heads, config.head_dim, dtype=like.dtype, device=like.device)
+                for heads in (config.num_heads, config.num_kv_heads)
+            )
+            q, k = (x.transpose(0, 1)[None] for x in (query, key))
+            _library_attention(q, k, k, is_causal=True)
+        for past in range(longest, limits.max_seq_tokens - longest, longest) if longest else ():
+            old = torch.zeros(1, config.num_kv_heads, past, config.head_dim, dtype=like.dtype, device=like.device)
+            _library_attention(q, old, old, is_causal=False)
+
     def choose_splits(self, num_tiles: int, max_end: int) -> int:
         """Return into how many parts to divide the keys, a power of 2, so that all multiprocessors have work."""
         wanted = _WAVES * self._num_processors // max(1, num_tiles * self.kv.layout.num_kv_heads)
@@ -107,7 +125,7 @@ class CudaOps:
     @property
     def _chunk_tokens(self) -> int:
         """Tokens of a tile of a chunk: with the heads that share a KV head, as many rows as a program computes well."""
-        rows = 128 if self.kv.tensor.dtype != torch.float32 else 32
+        rows = 64 if self.kv.tensor.dtype != torch.float32 else 32  # 128 rows are slower on an H200
         return max(1, rows // (self._config.num_heads // self._config.num_kv_heads))
 
     def _is_for_library(self, span: QuerySpan) -> bool:

@@ -64,7 +64,7 @@ class DecodeGraphs:
     """The StepLauncher of one model and its KV memory; for the engine's thread only."""
 
     def __init__(self, model: LlamaModel, ops: CudaOps, limits: BatchLimits) -> None:
-        self._model, self._ops = model, ops
+        self._model, self._ops, self._limits = model, ops, limits
         self._device = model.device
         assert ops.kv.stream is not None, "graphs are for a GPU"
         self._stream = ops.kv.stream
@@ -94,6 +94,7 @@ class DecodeGraphs:
     @torch.inference_mode()
     def warm_up(self) -> None:
         with torch.cuda.stream(self._stream):
+            self._ops.warm_up(self._limits)
             for size in reversed(self._sizes):  # the largest first: the others use its memory again
                 self._graph(size)
 

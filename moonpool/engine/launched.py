@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """The largest decode step: its sequences, and the tokens of one of them."""
+    """The largest steps: sequences of a decode step, tokens of one sequence, tokens of all chunks."""
 
     max_num_seqs: int
     max_seq_tokens: int
+    max_batch_tokens: int
 
 
 class LaunchedStep(Protocol):

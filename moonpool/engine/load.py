@@ -44,7 +44,8 @@ def load_runner(
         torch.set_num_threads(config.threads)
     weights = load_weights(files, model, dtype=config.dtype, device=config.device, progress=progress)
     kv = KvMemory(kv_layout(model, config), device=config.device, buffer=buffer)
-    return Runner(LlamaModel(model, weights), kv, BatchLimits(config.max_num_seqs, max_seq_tokens(model, config)))
+    limits = BatchLimits(config.max_num_seqs, max_seq_tokens(model, config), config.max_batch_tokens)
+    return Runner(LlamaModel(model, weights), kv, limits)
 
 
 def make_scheduler(model: ModelConfig, config: EngineConfig) -> Scheduler:

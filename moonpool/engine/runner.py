@@ -45,7 +45,7 @@ class Runner:
             self.launcher = DecodeGraphs(model, cuda, limits)
 
     def warm_up(self) -> None:
-        """Prepare what the first requests would wait for: decode graphs, on a GPU."""
+        """Prepare what the first requests would wait for: on a GPU, compiled kernels and decode graphs."""
         if self.launcher is not None:
             self.launcher.warm_up()
 
