@@ -3,9 +3,9 @@
 A step of one token per sequence is hundreds of small kernels; started one by one from Python they take longer than they
 run. A graph starts all of them at once. A batch is padded to the next size that has a graph.
 
-    launched = graphs.launch(chunks)                     enqueues the step, waits for nothing
-    ahead = graphs.launch(next_chunks, after=launched)   the step behind it, whose tokens are still on the GPU
-    launched.tokens()                                    waits; the most likely token of each row, -1: there is none
+    launched = graphs.launch(chunks, draws)                     enqueues the step, waits for nothing
+    ahead = graphs.launch(next_chunks, draws, after=launched)   the step behind it, whose tokens are still on the GPU
+    launched.tokens()                                           waits; the token of each row, -1: there is none
 
 A row of a step that was launched ahead takes its token from the step before, so the GPU goes on while the host reads
 tokens. At most two steps are under way: tokens() of the first is called before the third is launched.
@@ -22,8 +22,10 @@ import torch
 
 from moonpool.engine.cuda_ops import CudaOps, PagedAttention
 from moonpool.engine.kernels.attention import Tiles
+from moonpool.engine.kernels.sampling import DRAW_FIELDS, draw_tokens
 from moonpool.engine.launched import BatchLimits, LaunchedStep
 from moonpool.engine.llama import LlamaModel, Step
+from moonpool.engine.sampler import Draw
 from moonpool.engine.sequence import UNKNOWN_TOKEN, Chunk, pages_for
 
 _ALIGN = 16
@@ -36,7 +38,7 @@ class Launched:
     chunks: Sequence[Chunk]
     rows: dict[str, int]
     logits: torch.Tensor
-    best: torch.Tensor  # page-locked
+    best: torch.Tensor  # the token of each row, page-locked
     done: torch.cuda.Event
 
     def tokens(self) -> list[int]:
@@ -81,6 +83,8 @@ class DecodeGraphs:
         self._numbers = torch.arange(most, dtype=torch.int32, device=self._device)
         self._ones = torch.ones(most, dtype=torch.int32, device=self._device)
         self._staged = [torch.zeros(self._inputs.shape, dtype=torch.int32, pin_memory=True) for _ in range(2)]
+        self._draws = torch.zeros(most, DRAW_FIELDS, dtype=torch.float64, device=self._device)
+        self._staged_draws = [torch.zeros(self._draws.shape, dtype=torch.float64, pin_memory=True) for _ in range(2)]
         self._outputs = [torch.zeros(most, dtype=torch.int32, pin_memory=True) for _ in range(2)]
         self._known: list[list[tuple[int, ...]]] = [[() for _ in range(most)] for _ in range(2)]
         self._turns = count()
@@ -99,15 +103,17 @@ class DecodeGraphs:
                 self._graph(size)
 
     @torch.inference_mode()
-    def launch(self, chunks: Sequence[Chunk], after: LaunchedStep | None = None) -> Launched:
+    def launch(self, chunks: Sequence[Chunk], draws: Sequence[Draw], after: LaunchedStep | None = None) -> Launched:
         turn = next(self._turns) % 2
         size = next(size for size in self._sizes if size >= len(chunks))
         staged, best = self._staged[turn], self._outputs[turn]
         self._fill(staged.numpy(), self._known[turn], chunks, size, after)
+        self._staged_draws[turn].numpy()[: len(chunks)] = draws
         with torch.cuda.stream(self._stream):
             graph = self._graph(size)
             used = self._most * 3 + size * self._width
             self._inputs[:used].copy_(staged[:used], non_blocking=True)
+            self._draws[:size].copy_(self._staged_draws[turn][:size], non_blocking=True)
             graph.graph.replay()
             best.copy_(self._best, non_blocking=True)
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -179,4 +185,5 @@ class DecodeGraphs:
         best = logits.argmax(dim=-1, keepdim=True)  # the index of a NaN if there is one
         is_sound = logits.gather(-1, best).isfinite()
         self._best[:size] = torch.where(is_sound, best, -1)[:, 0].int()
+        draw_tokens(logits, self._draws, self._best)
         return logits

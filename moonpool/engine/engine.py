@@ -10,9 +10,9 @@ on. A pass that fails as a whole does not show which request caused it, so its r
 batch of one, and the request whose step fails ends with the error. If the model then cannot compute even one token that
 belongs to no request, the engine itself is broken and step() raises.
 
-On a GPU a decode step is launched, and while its tokens are read the step after it is launched already, if every
-sequence takes its most likely token (`Executor.launcher`). What that step computes for a sequence that has ended is
-dropped.
+On a GPU a decode step is launched and draws its tokens there, and before they are read the step after it is launched
+(`Executor.launcher`). What that step computes for a sequence that has ended is dropped. Penalties, barred tokens and
+log-probabilities need the logits of the step before: such a request keeps its batch from being launched ahead.
 
 A worker that pulls KV from the pool and streams KV out passes a `StepLink`. It is called on the thread that calls
 step(), and decides which pulled KV is verified; all other pulled KV is computed again.
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from moonpool.base.errors import Internal, MoonpoolError, NoSpace
 from moonpool.engine.launched import LaunchedStep, StepLauncher
-from moonpool.engine.sampler import SampledToken, SampleRow, sample, unusable_logits
+from moonpool.engine.sampler import Draw, SampledToken, SampleRow, sample, unusable_logits
 from moonpool.engine.scheduler import Scheduler
 from moonpool.engine.sequence import AdmittedSequence, Chunk, FinishReason, FullBlock, SamplingParams
 from moonpool.engine.sequence import Sequence as RequestSequence
@@ -230,7 +230,7 @@ class Engine:
             computed.launched = ahead.step
             rest = [chunk for chunk in chunks if not ahead.holds(chunk)]
         elif launcher is not None and hooks is None and launcher.fits(chunks):
-            computed.launched, rest = launcher.launch(chunks), []
+            computed.launched, rest = launcher.launch(chunks, self._draws(chunks, 0)), []
         if rest:
             computed.chunks, computed.logits = rest, self._runner.execute(rest, hooks)
         self._ahead = None
@@ -244,11 +244,14 @@ class Engine:
         launcher = self._runner.launcher
         assert launcher is not None, "a launcher has launched the step"
         in_flight = [chunk.request_id for chunk in chunks if self.scheduler.is_in_flight(chunk.request_id)]
-        if all(self._row(name).wants_best for name in in_flight):
+        if all(self._row(name).is_simple for name in in_flight):
             self.scheduler.settle_ahead()
             following = self.scheduler.look_ahead()
             if following and launcher.fits(following):
-                self._ahead = _AheadStep(launcher.launch(following, after=launched))
+                self._ahead = _AheadStep(launcher.launch(following, self._draws(following, 1), after=launched))
+
+    def _draws(self, chunks: Sequence[Chunk], num_ahead: int) -> list[Draw]:
+        return [self._row(chunk.request_id).draw(num_ahead) for chunk in chunks]
 
     def _drop_ahead(self) -> None:
         """Wait for the step that was launched ahead, if there is one; nothing uses it."""
@@ -272,7 +275,7 @@ class Engine:
     def _read_launched(self, launched: LaunchedStep) -> dict[str, SampledToken | MoonpoolError]:
         """Return the tokens of a launched step, which may hold requests that are gone."""
         rows = {name: row for name, row in launched.rows.items() if self.scheduler.is_in_flight(name)}
-        if not all(self._row(name).wants_best for name in rows):
+        if not all(self._row(name).is_simple for name in rows):
             self.scheduler.settle_ahead()
             return self._sample_logits(list(launched.rows), launched.logits)
         tokens = launched.tokens()

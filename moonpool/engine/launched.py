@@ -1,4 +1,4 @@
-"""Decode steps that are launched on a GPU and read later: what the engine needs to know of them. No torch is imported.
+"""Decode steps that are launched on a GPU and read later: the interface between engine and GPU.
 
 While the host reads the tokens of one step, the GPU computes the next one (decode_graphs.py).
 """
@@ -13,6 +13,8 @@ from moonpool.engine.sequence import Chunk
 
 if TYPE_CHECKING:
     import torch
+
+    from moonpool.engine.sampler import Draw
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class LaunchedStep(Protocol):
         """[rows, vocab]; the next launch overwrites them."""
 
     def tokens(self) -> list[int]:
-        """Wait for the step; return each row's most likely token, or -1 where the logits have no finite maximum."""
+        """Wait for the step; return each row's token, or -1 where the logits have no finite maximum."""
 
 
 class StepLauncher(Protocol):
@@ -48,9 +50,9 @@ class StepLauncher(Protocol):
     def fits(self, chunks: Sequence[Chunk]) -> bool:
         """Return whether this is a decode step that can be launched."""
 
-    def launch(self, chunks: Sequence[Chunk], after: LaunchedStep | None = None) -> LaunchedStep:
-        """Enqueue the step. A chunk whose token is UNKNOWN_TOKEN takes it from its row of `after`, the step that was
-        launched last. At most two steps may be under way.
+    def launch(self, chunks: Sequence[Chunk], draws: Sequence[Draw], after: LaunchedStep | None = None) -> LaunchedStep:
+        """Enqueue the step, which draws a token for each chunk. A chunk whose token is UNKNOWN_TOKEN takes it from its
+        row of `after`, the step that was launched last. At most two steps may be under way.
         """
 
     def warm_up(self) -> None:

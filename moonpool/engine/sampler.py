@@ -19,6 +19,7 @@ import struct
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -29,6 +30,16 @@ _TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 # Stronger penalties act as this one: they would not change the order of tokens, but may overflow.
 _STRONGEST = 1e30
 _LEAST_LOGPROB = -9999.0  # sent instead of minus infinity, which JSON cannot represent
+
+
+class Draw(NamedTuple):
+    """A draw as numbers, for a sampler on a GPU. Temperature 0 takes the most likely token; top_k 0 means no top_k."""
+
+    uniform: float
+    temperature: float
+    top_k: float
+    top_p: float
+    min_p: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +56,17 @@ class SampleRow:
         return self.params.temperature < _TINY or self.params.top_k == 1
 
     @property
-    def wants_best(self) -> bool:
-        """Whether the outcome is the most likely token and nothing else."""
-        return self.is_greedy and not self.is_adjusted and self.params.logprobs is None
+    def is_simple(self) -> bool:
+        """Whether the outcome is a token drawn from the logits as they are, and nothing else."""
+        return not self.is_adjusted and self.params.logprobs is None
+
+    def draw(self, num_ahead: int) -> Draw:
+        """Return how the token after the next `num_ahead` tokens is drawn."""
+        params = self.params
+        if self.is_greedy:
+            return Draw(0.0, 0.0, 0.0, 1.0, 0.0)
+        u = uniform(params.seed, len(self.tokens) + num_ahead)
+        return Draw(u, min(params.temperature, _HUGE), float(params.top_k or 0), params.top_p, params.min_p)
 
     @property
     def is_adjusted(self) -> bool:

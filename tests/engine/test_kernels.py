@@ -17,12 +17,14 @@ from moonpool.engine.cuda_ops import CudaOps  # noqa: E402
 from moonpool.engine.kernels.attention import Tiles, attend_tiles, join_parts  # noqa: E402
 from moonpool.engine.kernels.gemv import gemv  # noqa: E402
 from moonpool.engine.kernels.pointwise import add_norm, rotate_and_write, silu_mul  # noqa: E402
+from moonpool.engine.kernels.sampling import draw_tokens  # noqa: E402
 from moonpool.engine.kv_memory import KvLayout  # noqa: E402
 from moonpool.engine.kv_tensor import KvMemory  # noqa: E402
 from moonpool.engine.llama import LlamaModel  # noqa: E402
 from moonpool.engine.ops import TorchOps, rotate  # noqa: E402
 from moonpool.engine.runner import Runner  # noqa: E402
-from moonpool.engine.sequence import Chunk  # noqa: E402
+from moonpool.engine.sampler import SampledToken, SampleRow, sample  # noqa: E402
+from moonpool.engine.sequence import Chunk, SamplingParams  # noqa: E402
 from moonpool.engine.weights import random_weights  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if ON_GPU else []
@@ -188,3 +190,44 @@ def test_steps_of_the_whole_model_equal_those_in_plain_torch(qk_norm: bool) -> N
     torch.testing.assert_close(
         kvs[1].tensor[used][:, :, :, :, :3], kvs[0].tensor[used][:, :, :, :, :3], atol=2e-4, rtol=2e-4
     )
+
+
+def drawn(logits: torch.Tensor, params: list[SamplingParams]) -> tuple[list[int], list[int]]:
+    """Tokens drawn by the kernel and by the host's sampler."""
+    rows = [SampleRow(each, tokens=[1] * (3 + at), num_prompt_tokens=1) for at, each in enumerate(params)]
+    on_host = [each.token for each in sample(logits, rows) if isinstance(each, SampledToken)]
+    draws = torch.tensor([row.draw(0) for row in rows], dtype=torch.float64, device=DEVICE)
+    best = logits.argmax(-1).int()
+    draw_tokens(logits, draws, best)
+    return best.tolist(), on_host
+
+
+def test_draws_are_those_of_the_host() -> None:
+    logits = torch.randn(60, 300, generator=torch.Generator().manual_seed(9)).to(DEVICE) * 3
+    choices = [
+        {"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9}, {"top_k": 5}, {"top_k": 1},
+        {"top_k": 20, "top_p": 0.6}, {"min_p": 0.1}, {"top_p": 0.01}, {"temperature": 3.0, "top_k": 299},
+        {"top_k": 900},
+    ]  # fmt: skip
+    params = [SamplingParams(max_tokens=1, seed=at, **choices[at % len(choices)]) for at in range(60)]
+    ours, host = drawn(logits, params)
+    assert ours == host
+
+
+def test_tokens_that_tie_with_the_last_kept_one_are_kept() -> None:
+    logits = torch.tensor([[0.0, 1.0, 1.0, 1.0, -2.0]] * 64, device=DEVICE)
+    for filters in ({"top_k": 2}, {"top_p": 0.3}, {"top_k": 2, "top_p": 0.9}):
+        params = [SamplingParams(max_tokens=1, seed=at, **filters) for at in range(64)]
+        ours, host = drawn(logits, params)
+        assert ours == host
+        assert set(ours) == {1, 2, 3}
+
+
+def test_excluded_tokens_and_unusable_rows_are_never_drawn() -> None:
+    logits = torch.full((40, 70), float("-inf"), device=DEVICE)
+    logits[:, 66] = -4.0
+    logits[39] = float("nan")
+    draws = torch.tensor([[at / 40, 1e30, 0, 1.0, 0.0] for at in range(40)], dtype=torch.float64, device=DEVICE)
+    best = torch.tensor([66] * 39 + [-1], dtype=torch.int32, device=DEVICE)
+    draw_tokens(logits, draws, best)
+    assert best.tolist() == [66] * 39 + [-1]

@@ -17,14 +17,24 @@ from moonpool.base.errors import MoonpoolError
 from moonpool.engine.blocks import PageManager
 from moonpool.engine.engine import Engine, StepFailure
 from moonpool.engine.llama import LayerHooks
+from moonpool.engine.sampler import Draw
 from moonpool.engine.scheduler import Scheduler, SchedulerConfig
 from moonpool.engine.sequence import UNKNOWN_TOKEN, Chunk, SamplingParams
 
 VOCAB, BLOCK_TOKENS, EOS = 50, 4, 7
 
 
-def next_token(token: int, position: int) -> int:
-    return (token * 3 + position * 5 + 1) % VOCAB
+def next_tokens(token: int, position: int) -> list[int]:
+    """The two equally likely tokens after this one, in vocabulary order; the greedy choice is the first."""
+    first = (token * 3 + position * 5 + 1) % VOCAB
+    return sorted([first, (first + 11) % VOCAB])
+
+
+def logits_of(pairs: Sequence[list[int]]) -> torch.Tensor:
+    logits = torch.full((len(pairs), VOCAB), -torch.inf)
+    for row, pair in zip(logits, pairs, strict=True):
+        row[pair] = 1.0
+    return logits
 
 
 @dataclass
@@ -44,25 +54,31 @@ class Memory:
 
 
 class FakeLaunched:
-    def __init__(self, launcher: FakeLauncher, chunks: Sequence[Chunk], after: FakeLaunched | None) -> None:
+    def __init__(
+        self, launcher: FakeLauncher, chunks: Sequence[Chunk], draws: Sequence[Draw], after: FakeLaunched | None
+    ) -> None:
+        self._draws = draws
+        self._pairs: list[list[int]] = []
         self.chunks, self.rows = chunks, {chunk.request_id: row for row, chunk in enumerate(chunks)}
         self._launcher, self._after = launcher, after
         self._best: list[int] | None = None
 
     @property
     def logits(self) -> torch.Tensor:
-        return torch.nn.functional.one_hot(torch.tensor(self.tokens()), VOCAB).float()
+        self.tokens()
+        return logits_of(self._pairs)
 
     def tokens(self) -> list[int]:
         if self._best is None:
             best = []
-            for chunk in self.chunks:
+            for chunk, draw in zip(self.chunks, self._draws, strict=True):
                 (token,) = chunk.tokens
                 if token == UNKNOWN_TOKEN:
                     assert self._after is not None
                     token = self._after.tokens()[self._after.rows[chunk.request_id]]
                 self._launcher.memory.write(chunk, [token])
-                best.append(next_token(token, chunk.start))
+                self._pairs.append(next_tokens(token, chunk.start))
+                best.append(self._pairs[-1][1 if draw.temperature > 0 and draw.uniform >= 0.5 else 0])
             self._best = best
             self._after = None
             self._launcher.num_pending -= 1
@@ -76,11 +92,11 @@ class FakeLauncher:
     def fits(self, chunks: Sequence[Chunk]) -> bool:
         return all(len(chunk.tokens) == 1 and chunk.wants_logits for chunk in chunks)
 
-    def launch(self, chunks: Sequence[Chunk], after: FakeLaunched | None = None) -> FakeLaunched:
+    def launch(self, chunks: Sequence[Chunk], draws: Sequence[Draw], after: FakeLaunched | None = None) -> FakeLaunched:
         self.num_pending += 1
         self.num_ahead += after is not None
         assert self.num_pending <= 2, "at most two steps are under way"
-        return FakeLaunched(self, chunks, after)
+        return FakeLaunched(self, chunks, draws, after)
 
     def warm_up(self) -> None:
         pass
@@ -96,15 +112,15 @@ class Bench:
         self.errors: dict[str, MoonpoolError] = {}
 
     def execute(self, chunks: Sequence[Chunk], hooks: LayerHooks | None) -> torch.Tensor:
-        best = []
+        pairs = []
         for chunk in chunks:
             self.memory.write(chunk, chunk.tokens)
             if chunk.wants_logits:
                 sequence = self.engine.scheduler.get(chunk.request_id)
                 assert sequence is not None
                 self.memory.check(chunk, sequence.tokens[: chunk.end])
-                best.append(next_token(chunk.tokens[-1], chunk.end - 1))
-        return torch.nn.functional.one_hot(torch.tensor(best, dtype=torch.long), VOCAB).float()
+                pairs.append(next_tokens(chunk.tokens[-1], chunk.end - 1))
+        return logits_of(pairs)
 
     def add(self, name: str, prompt: Sequence[int], params: SamplingParams) -> None:
         self.tokens[name] = []
@@ -127,8 +143,15 @@ class Bench:
         assert self.engine.scheduler.pages.num_available == self.engine.scheduler.pages.num_pages
 
 
-def greedy(max_tokens: int, *, logprobs: bool = False, min_tokens: int = 0) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, min_tokens=min_tokens, temperature=0, logprobs=1 if logprobs else None)
+def greedy(max_tokens: int, *, logprobs: bool = False, min_tokens: int = 0, seed: int | None = None) -> SamplingParams:
+    """Greedy, or drawn with a seed."""
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        temperature=0 if seed is None else 1,
+        seed=seed or 0,
+        logprobs=1 if logprobs else None,
+    )
 
 
 def answer(prompt: Sequence[int], params: SamplingParams) -> list[int]:
@@ -169,6 +192,7 @@ request = st.tuples(
     st.integers(1, 18),
     st.booleans(),
     st.integers(0, 3),
+    st.none() | st.integers(0, 1000),
 )
 events = st.lists(st.one_of(request, st.integers(0, 9), st.just("step"), st.just("step")), max_size=40)
 
@@ -181,9 +205,9 @@ def test_tokens_are_those_without_launching_ahead(script: list[object], num_page
     cancelled: set[str] = set()
     for event in script:
         if isinstance(event, tuple):
-            prompt, max_tokens, logprobs, min_tokens = event
+            prompt, max_tokens, logprobs, min_tokens, seed = event
             name = f"r{len(asked)}"
-            params = greedy(max_tokens, logprobs=logprobs, min_tokens=min(min_tokens, max_tokens))
+            params = greedy(max_tokens, logprobs=logprobs, min_tokens=min(min_tokens, max_tokens), seed=seed)
             asked[name] = (prompt, params)
             bench.add(name, prompt, params)
         elif isinstance(event, int):
