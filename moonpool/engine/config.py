@@ -15,9 +15,10 @@ from typing import Any, Literal, cast, get_args
 from moonpool.base.errors import ConfigError, ModelError
 
 DType = Literal["float32", "bfloat16", "float16"]
+KvDType = Literal["float32", "bfloat16", "float16", "float8_e4m3fn"]
 Device = str  # "cpu", "cuda:N", or "cuda" for the first GPU
 Shape = tuple[int, ...]
-DTYPE_NBYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_NBYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 _HF_ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -149,6 +150,7 @@ class EngineConfig:
     max_num_seqs: int = 32
     max_model_len: int | None = None  # prompt and output together; None: the model's maximum
     dtype: DType = "float32"
+    kv_dtype: KvDType | None = None  # of KV pages; None: as dtype
     device: Device = "cpu"
     threads: int | None = None  # None: torch's default
 
@@ -158,8 +160,19 @@ class EngineConfig:
         _require(self.max_batch_tokens >= 1, "max_batch_tokens must be at least 1")
         _require(self.max_num_seqs >= 1, "max_num_seqs must be at least 1")
         _require(self.dtype in get_args(DType), f"dtype must be one of {', '.join(get_args(DType))}")
-        gpu_index(self.device)  # raises ConfigError
+        is_on_gpu = gpu_index(self.device) is not None  # raises ConfigError
+        _require_kv_dtype(self.kv_dtype, self.dtype, is_on_gpu)
         _require(self.threads is None or self.threads >= 1, "threads must be at least 1")
+
+
+def _require_kv_dtype(kv_dtype: KvDType | None, dtype: DType, is_on_gpu: bool) -> None:
+    if kv_dtype in (None, dtype):
+        return
+    _require(kv_dtype == "float8_e4m3fn", f"kv_dtype must be float8_e4m3fn, or that of the weights, {dtype}")
+    _require(
+        is_on_gpu and dtype != "float32",
+        "KV in float8_e4m3fn needs a GPU (--device cuda) and weights in half precision (--dtype bfloat16)",
+    )
 
 
 def _require(holds: bool, message: str) -> None:

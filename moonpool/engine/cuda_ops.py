@@ -43,10 +43,11 @@ class CudaOps:
 
     reads_whole_pages = False
 
-    def __init__(self, config: ModelConfig, kv: KvMemory) -> None:
-        self._config, self.kv = config, kv
+    def __init__(self, config: ModelConfig, kv: KvMemory, dtype: torch.dtype) -> None:
+        """`dtype` is the model's; KV may be kept in a smaller one."""
+        self._config, self.kv, self._dtype = config, kv, dtype
         device = kv.tensor.device
-        self.has_library = kv.tensor.is_cuda and _library_works(config, kv.tensor)
+        self.has_library = kv.tensor.is_cuda and _library_works(config, dtype, device)
         self._num_processors = (
             torch.cuda.get_device_properties(device).multi_processor_count if kv.tensor.is_cuda else 4
         )
@@ -77,17 +78,17 @@ class CudaOps:
         """Let cuDNN plan the chunks of long prompts, so that no request waits for it."""
         if not self.has_library:
             return
-        config, like = self._config, self.kv.tensor
+        config, dtype, device = self._config, self._dtype, self.kv.tensor.device
         longest = min(limits.max_batch_tokens, limits.max_seq_tokens) // _LIBRARY_TOKENS * _LIBRARY_TOKENS
         for tokens in range(_LIBRARY_TOKENS, longest + 1, _LIBRARY_TOKENS):
             query, key = (
-                torch.zeros(tokens, heads, config.head_dim, dtype=like.dtype, device=like.device)
+                torch.zeros(tokens, heads, config.head_dim, dtype=dtype, device=device)
                 for heads in (config.num_heads, config.num_kv_heads)
             )
             q, k = (x.transpose(0, 1)[None] for x in (query, key))
             _library_attention(q, k, k, is_causal=True)
         for past in range(longest, limits.max_seq_tokens - longest, longest) if longest else ():
-            old = torch.zeros(1, config.num_kv_heads, past, config.head_dim, dtype=like.dtype, device=like.device)
+            old = torch.zeros(1, config.num_kv_heads, past, config.head_dim, dtype=dtype, device=device)
             _library_attention(q, old, old, is_causal=False)
 
     def choose_splits(self, num_tiles: int, max_end: int) -> int:
@@ -125,7 +126,7 @@ class CudaOps:
     @property
     def _chunk_tokens(self) -> int:
         """Tokens of a tile of a chunk: with the heads that share a KV head, as many rows as a program computes well."""
-        rows = 64 if self.kv.tensor.dtype != torch.float32 else 32  # 128 rows are slower on an H200
+        rows = 64 if self._dtype != torch.float32 else 32  # 128 rows are slower on an H200
         return max(1, rows // (self._config.num_heads // self._config.num_kv_heads))
 
     def _is_for_library(self, span: QuerySpan) -> bool:
@@ -195,7 +196,7 @@ class PagedAttention:
         chunk, chunk_lse = _library_attention(q, k, v, is_causal=True)
         if past is None:
             return chunk[0].transpose(0, 1)
-        old_k, old_v = self._kv.read(layer, past, 1)
+        old_k, old_v = (each.to(query.dtype) for each in self._kv.read(layer, past, 1))
         old, old_lse = _library_attention(q, old_k, old_v, is_causal=False)
         heads, tokens = query.shape[1], query.shape[0]
         return join_parts(old[0], old_lse.view(heads, tokens), chunk[0], chunk_lse.view(heads, tokens))
@@ -210,14 +211,14 @@ def _library_attention(
     return out, lse
 
 
-def _library_works(config: ModelConfig, like: torch.Tensor) -> bool:
+def _library_works(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether cuDNN computes this model's attention on this GPU."""
     dim = config.head_dim
-    if like.dtype == torch.float32 or dim & (dim - 1):
+    if dtype == torch.float32 or dim & (dim - 1):
         return False
     try:
         query, key = (
-            torch.zeros(1, heads, 128, dim, dtype=like.dtype, device=like.device)
+            torch.zeros(1, heads, 128, dim, dtype=dtype, device=device)
             for heads in (config.num_heads, config.num_kv_heads)
         )
         _library_attention(query, key, key, is_causal=True)

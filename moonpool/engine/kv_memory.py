@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moonpool.engine.config import DTYPE_NBYTES, DType, ModelConfig
+from moonpool.engine.config import DTYPE_NBYTES, KvDType, ModelConfig
 
 PIECE_LAYOUT = "kv,head,token,dim"
 
@@ -24,10 +24,10 @@ class KvLayout:
     num_kv_heads: int
     block_tokens: int
     head_dim: int
-    dtype: DType
+    dtype: KvDType
 
     @classmethod
-    def of(cls, model: ModelConfig, *, num_pages: int, block_tokens: int, dtype: DType) -> KvLayout:
+    def of(cls, model: ModelConfig, *, num_pages: int, block_tokens: int, dtype: KvDType) -> KvLayout:
         return cls(
             num_pages=num_pages,
             num_layers=model.num_layers,

@@ -39,7 +39,7 @@ class KvMemory:
             self.tensor = torch.frombuffer(buffer, dtype=dtype, count=count).view(layout.shape)
         self.stream = _compute_stream(self.tensor.device) if self.tensor.is_cuda else None
         self._token_rows = self.tensor.view(-1, layout.head_dim)
-        self._page_rows = self.tensor.view(-1, layout.block_tokens * layout.head_dim)
+        self._page_rows = _plain(self.tensor).view(-1, layout.block_tokens * layout.head_dim)
 
     def token_index(self, pages: Rows, slots: Rows) -> Rows:
         """Return the rows for K of tokens, for `write`: [tokens * kv heads]."""
@@ -61,13 +61,14 @@ class KvMemory:
     def read(self, layer: int, index: torch.Tensor, num_sequences: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V of `page_index` as new tensors, each [sequences, kv heads, table * block_tokens, dim]."""
         shape = (num_sequences, self.layout.num_kv_heads, -1, self.layout.head_dim)
-        k, v = (self._page_rows[self._plane(layer, which) :].index_select(0, index).view(shape) for which in (0, 1))
+        rows = (self._page_rows[self._plane(layer, which) :].index_select(0, index) for which in (0, 1))
+        k, v = (each.view(self.tensor.dtype).view(shape) for each in rows)
         return k, v
 
     def clear(self, pages: list[int]) -> None:
         """Zero pages, so that bytes of an earlier sequence or of a failed transfer cannot reach attention."""
         for page in pages:
-            self.tensor[page].zero_()
+            _plain(self.tensor[page]).zero_()
 
     def _plane(self, layer: int, which: int) -> int:
         return (layer * 2 + which) * self.layout.num_kv_heads
@@ -83,8 +84,14 @@ def _compute_stream(device: torch.device) -> torch.cuda.Stream:
     return stream
 
 
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor in a type that torch can copy: it has few operations on 8-bit floats."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
 def _own_memory(layout: KvLayout, dtype: torch.dtype, device: Device) -> torch.Tensor:
+    plain = torch.uint8 if dtype.itemsize == 1 else dtype
     try:
-        return torch.zeros(layout.shape, dtype=dtype, device=device)
+        return torch.zeros(layout.shape, dtype=plain, device=device).view(dtype)
     except RuntimeError as error:  # out of memory, on either device
         raise NoSpace(f"no memory for {layout.total_nbytes} bytes of KV: {error}") from error

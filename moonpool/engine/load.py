@@ -65,4 +65,5 @@ def max_seq_tokens(model: ModelConfig, config: EngineConfig) -> int:
 
 
 def kv_layout(model: ModelConfig, config: EngineConfig) -> KvLayout:
-    return KvLayout.of(model, num_pages=config.num_pages, block_tokens=config.block_tokens, dtype=config.dtype)
+    dtype = config.kv_dtype or config.dtype
+    return KvLayout.of(model, num_pages=config.num_pages, block_tokens=config.block_tokens, dtype=dtype)

@@ -30,7 +30,7 @@ import msgspec
 from moonpool.base.errors import InvalidInput, ModelError, UnknownModel
 from moonpool.base.keys import CacheIdentity
 from moonpool.engine.cache_folder import cache_folder, locked, written_whole
-from moonpool.engine.config import DType, ModelConfig, tensor_shapes
+from moonpool.engine.config import DType, KvDType, ModelConfig, tensor_shapes
 from moonpool.engine.gguf_file import GgufFile
 from moonpool.engine.kv_memory import PIECE_LAYOUT
 from moonpool.engine.model_fetch import NAMED_MODELS, fetched_path, file_sha256
@@ -159,12 +159,14 @@ def random_digest(config: ModelConfig) -> str:
     return f"random/{_RANDOM_VERSION}/seed={RANDOM_SEED}/{shapes}"
 
 
-def cache_identity(config: ModelConfig, files: ModelFiles, dtype: DType, block_tokens: int) -> CacheIdentity:
-    """Return the identity of KV computed from these files in this dtype and block size."""
+def cache_identity(
+    config: ModelConfig, files: ModelFiles, dtype: DType, block_tokens: int, kv_dtype: KvDType | None = None
+) -> CacheIdentity:
+    """Return the identity of KV computed from these files in this dtype and block size, and kept in `kv_dtype`."""
     return CacheIdentity(
         model_name=files.name,
         weights_digest=random_digest(config) if files.random_weights else weights_digest(files),
-        dtype=dtype,
+        dtype=dtype if kv_dtype in (None, dtype) else f"{kv_dtype} of {dtype}",
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,

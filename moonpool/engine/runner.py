@@ -28,7 +28,7 @@ class Runner:
         self, model: LlamaModel, kv: KvMemory, limits: BatchLimits | None = None, ops: LayerOps | None = None
     ) -> None:
         """With `limits`, a GPU gets decode graphs, which can launch steps ahead. `ops` is for tests."""
-        assert model.dtype == kv.tensor.dtype, "KV is kept in the model's dtype"
+        assert kv.tensor.dtype in (model.dtype, torch.float8_e4m3fn), "KV is kept in the model's dtype, or in 8 bits"
         assert model.device == kv.tensor.device, "KV lives on the model's device"
         self.model = model
         self.kv = kv
@@ -40,7 +40,7 @@ class Runner:
         from moonpool.engine.cuda_ops import CudaOps
         from moonpool.engine.decode_graphs import DecodeGraphs
 
-        self._ops = cuda = CudaOps(model.config, kv)
+        self._ops = cuda = CudaOps(model.config, kv, model.dtype)
         if limits is not None:
             self.launcher = DecodeGraphs(model, cuda, limits)
 

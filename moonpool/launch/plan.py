@@ -17,7 +17,7 @@ from moonpool.base.run_dirs import CONDUCTOR, MASTER, socket_address
 from moonpool.base.units import format_nbytes, parse_nbytes
 from moonpool.conductor.admission.forms import AdmissionForm
 from moonpool.conductor.placement.policy import DEFAULT_POLICY, PolicyConfig
-from moonpool.engine.config import Device, DType, ModelConfig, gpu_index
+from moonpool.engine.config import Device, DType, KvDType, ModelConfig, gpu_index
 from moonpool.engine.device_memory import DeviceNeed, kv_share, require_kv_fits
 from moonpool.engine.model_fetch import DEFAULT_MODEL
 from moonpool.launch.supervisor import ChildSpec
@@ -50,7 +50,9 @@ class ServeConfig:
     max_batch_tokens: int | None = None  # tokens a worker computes per step; default: 512, on a GPU 8192
     max_num_seqs: int = WorkerConfig.max_num_seqs  # sequences a worker runs at the same time
     max_model_len: int | None = None  # longest prompt plus answer in tokens; default: the model's limit
-    dtype: DType = WorkerConfig.dtype  # type of weights, activations and KV
+    dtype: DType = WorkerConfig.dtype  # type of weights and activations, and of KV if kv_dtype is not given
+    # type of KV pages; float8_e4m3fn halves them, with a small loss of precision (GPU only); default: as dtype
+    kv_dtype: KvDType | None = WorkerConfig.kv_dtype
     # where the model runs: cpu, cuda, or cuda:N; several, for example cuda:0,cuda:1, are given to the workers in turn,
     # prefill workers first
     device: str = WorkerConfig.device
@@ -245,6 +247,7 @@ def _worker(config: ServeConfig, run_dir: Path, share: WorkerShare) -> Role:
         "max_num_seqs": config.max_num_seqs,
         "max_model_len": config.max_model_len,
         "dtype": config.dtype,
+        "kv_dtype": config.kv_dtype,
         "device": share.device,
         "threads": config.threads or share.threads,
         "secret_file": config.secret_file,

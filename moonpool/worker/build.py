@@ -64,7 +64,7 @@ def build(config: WorkerConfig, incarnation: int) -> Built:
     model = read_config(files)
     engine = config.engine(_num_pages(config, model))
     layout = kv_layout(model, engine)
-    identity = cache_identity(model, files, config.dtype, config.block_tokens)
+    identity = cache_identity(model, files, config.dtype, config.block_tokens, config.kv_dtype)
     segment = Segment.allocate(
         f"{config.name}/kv",
         layout.total_nbytes,
@@ -113,7 +113,8 @@ def _require_device(config: WorkerConfig) -> None:
 
 
 def _num_pages(config: WorkerConfig, model: ModelConfig) -> int:
-    one_page = KvLayout.of(model, num_pages=1, block_tokens=config.block_tokens, dtype=config.dtype).page_nbytes
+    dtype = config.kv_dtype or config.dtype
+    one_page = KvLayout.of(model, num_pages=1, block_tokens=config.block_tokens, dtype=dtype).page_nbytes
     kv_nbytes = _kv_nbytes(config, model)
     if kv_nbytes < one_page:
         raise ConfigError(f"{format_nbytes(kv_nbytes)} of KV memory (--kv) hold no page of {format_nbytes(one_page)}")

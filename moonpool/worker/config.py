@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from moonpool.engine.config import Device, DType, EngineConfig, ModelConfig, gpu_index
+from moonpool.engine.config import Device, DType, EngineConfig, KvDType, ModelConfig, gpu_index
 from moonpool.engine.device_memory import DeviceNeed
 from moonpool.transfer.config import TransferConfig, WireConfig
 
@@ -35,7 +35,9 @@ class WorkerConfig(WireConfig):
     max_num_seqs: int = EngineConfig.max_num_seqs  # sequences in the batch at the same time
     # longest prompt plus answer in tokens; default: the model's limit
     max_model_len: int | None = EngineConfig.max_model_len
-    dtype: DType = EngineConfig.dtype  # type of weights, activations and KV
+    dtype: DType = EngineConfig.dtype  # type of weights and activations, and of KV if kv_dtype is not given
+    # type of KV pages; float8_e4m3fn halves them, with a small loss of precision (GPU only); default: as dtype
+    kv_dtype: KvDType | None = EngineConfig.kv_dtype
     device: Device = EngineConfig.device  # where the model runs: cpu, cuda, or cuda:N for GPU number N
     threads: int | None = EngineConfig.threads  # CPU threads that compute; default: this worker's share of the cores
     numa_node: int | None = None  # NUMA node for the KV memory; default with a GPU: the node the GPU is attached to
@@ -85,6 +87,7 @@ class WorkerConfig(WireConfig):
             max_num_seqs=self.max_num_seqs,
             max_model_len=self.max_model_len,
             dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
             device=self.device,
             threads=self.threads,
         )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -176,7 +178,8 @@ def test_steps_of_the_whole_model_equal_those_in_plain_torch(qk_norm: bool) -> N
     )  # fmt: skip
     shape = KvLayout.of(config, num_pages=16, block_tokens=16, dtype="float32")
     kvs = [KvMemory(shape, device=DEVICE) for _ in range(2)]
-    runners = [Runner(model, kv, ops=ops(config, kv)) for ops, kv in zip((TorchOps, CudaOps), kvs, strict=True)]
+    ops = (TorchOps(config, kvs[0]), CudaOps(config, kvs[1], torch.float32))
+    runners = [Runner(model, kv, ops=own) for kv, own in zip(kvs, ops, strict=True)]
     steps = [
         [Chunk("a", 0, tuple(range(40)), (3, 1, 4), False), Chunk("b", 0, (7,), (5,), True)],
         [Chunk("a", 40, tuple(range(8)), (3, 1, 4), True), Chunk("b", 1, (9, 11), (5,), True)],
@@ -231,3 +234,24 @@ def test_excluded_tokens_and_unusable_rows_are_never_drawn() -> None:
     best = torch.tensor([66] * 39 + [-1], dtype=torch.int32, device=DEVICE)
     draw_tokens(logits, draws, best)
     assert best.tolist() == [66] * 39 + [-1]
+
+
+def test_kv_in_8_bits_is_near_to_kv_in_the_models_type() -> None:
+    shapes = [replace(layout(kv_heads=2, dim=32), dtype=dtype) for dtype in ("bfloat16", "float8_e4m3fn")]
+    generator = torch.Generator().manual_seed(10)
+    qkv = torch.randn(40, 8 * 32, generator=generator).to(DEVICE, torch.bfloat16)
+    angles = torch.zeros(40, 16, device=DEVICE)
+    slots = int32([16 * 3 + at for at in range(40)])
+    found = []
+    for shape in shapes:
+        kv = KvMemory(shape, device=DEVICE)
+        query, _ = rotate_and_write(
+            qkv, None, (angles.cos(), angles.sin()), kv.tensor, shape, 1, slots, num_heads=4, eps=1e-5, keep_key=False
+        )
+        tiles = Tiles(int32([39]), int32([40]), int32([1]), int32([0]), int32([[3, 4, 5]]), 1, 1)
+        out = torch.zeros_like(query)
+        attend_tiles(query, kv.tensor, shape, 1, tiles, out)
+        k, _ = kv.read(1, torch.from_numpy(kv.page_index(np.array([[3, 4, 5]]))).to(DEVICE), 1)
+        found.append((out[39].float(), k.float()))
+    torch.testing.assert_close(found[1][1], found[0][1], atol=0.02, rtol=0.07)
+    torch.testing.assert_close(found[1][0], found[0][0], atol=0.1, rtol=0.1)

@@ -58,7 +58,17 @@ def test_clear_zeroes_only_its_pages() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"num_pages": 0}, {"block_tokens": 8}, {"dtype": "int8"}, {"device": "tpu"}, {"threads": 0}]
+    "wrong",
+    [
+        {"num_pages": 0},
+        {"block_tokens": 8},
+        {"dtype": "int8"},
+        {"device": "tpu"},
+        {"threads": 0},
+        {"kv_dtype": "float8_e4m3fn"},
+        {"kv_dtype": "float8_e4m3fn", "device": "cuda"},
+        {"kv_dtype": "bfloat16"},
+    ],
 )
 def test_impossible_engine_settings_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError):

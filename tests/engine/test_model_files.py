@@ -121,6 +121,9 @@ def test_identity_follows_bytes_and_dtype_not_paths(folder: Path, tmp_path: Path
     identity = cache_identity(config, files, "float32", 64)
     assert identity.weights_digest == hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
     assert cache_identity(config, files, "bfloat16", 64).digest() != identity.digest()
+    eight_bits = {cache_identity(config, files, dtype, 64, "float8_e4m3fn").dtype for dtype in ("bfloat16", "float16")}
+    assert eight_bits == {"float8_e4m3fn of bfloat16", "float8_e4m3fn of float16"}
+    assert cache_identity(config, files, "float32", 64, "float32") == identity
     copy = tmp_path / "elsewhere" / "model"
     shutil.copytree(folder, copy)
     assert cache_identity(config, resolve(str(copy)), "float32", 64) == identity
@@ -156,7 +159,7 @@ def test_workers_that_start_together_prepare_once(folder: Path, own_cache: Path)
     workers = [context.Process(target=_load_and_sum, args=(str(folder), results)) for _ in range(2)]
     for worker in workers:
         worker.start()
-    sums = [results.get(timeout=60) for _ in workers]
+    sums = [results.get(timeout=200) for _ in workers]
     for worker in workers:
         worker.join(60)
         assert worker.exitcode == 0

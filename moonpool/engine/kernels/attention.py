@@ -58,8 +58,8 @@ def _attend(
             where = first[:, None] + dim[None, :]
         # Bytes behind the end may be NaN, and 0 * NaN would reach the sums: they are not loaded.
         loaded = key_ok[:, None] & dim_ok[None, :]
-        k = tl.load(kv + where, mask=loaded, other=0.0)
-        v = tl.load(kv + KV_HEADS * BLOCK_TOKENS * DIM + where, mask=loaded, other=0.0)
+        k = tl.load(kv + where, mask=loaded, other=0.0).to(q.dtype)  # pages may be kept in 8 bits
+        v = tl.load(kv + KV_HEADS * BLOCK_TOKENS * DIM + where, mask=loaded, other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         seen = key[None, :] <= position[:, None]
         new_best = tl.maximum(best, tl.max(tl.where(seen, scores, -1.0e30), 1))

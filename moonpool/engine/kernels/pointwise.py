@@ -87,8 +87,8 @@ def _rotate_write(
     to_page = (slot // BLOCK_TOKENS) * page_stride + layer_offset + (slot % BLOCK_TOKENS) * (2 * HALF)
     to_page = kv + to_page + ((which * KV_HEADS + kv_head) * (BLOCK_TOKENS * 2 * HALF))[:, None] + i[None, :]
     written = ((head >= HEADS) & (slot + tl.zeros_like(head) >= 0))[:, None] & ok
-    tl.store(to_page, new1, mask=written)
-    tl.store(to_page + HALF, new2, mask=written)
+    tl.store(to_page, new1.to(kv.dtype.element_ty), mask=written)
+    tl.store(to_page + HALF, new2.to(kv.dtype.element_ty), mask=written)
     if KEEP_KEY:
         to_key = key + (row * KV_HEADS + head - HEADS)[:, None] * (2 * HALF) + i[None, :]
         tl.store(to_key, new1, mask=is_key[:, None] & dim_ok)
