@@ -11,7 +11,6 @@ Nothing here waits for the GPU.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,11 +23,8 @@ from moonpool.engine.kernels.gemv import gemv
 from moonpool.engine.kernels.pointwise import add_norm, rotate_and_write, silu_mul
 from moonpool.engine.kv_tensor import KvMemory, Rows
 from moonpool.engine.launched import BatchLimits
-from moonpool.engine.ops import AttentionPlan, CosSin
+from moonpool.engine.ops import AttentionPlan, CosSin, QkNorms
 from moonpool.engine.sequence import pages_for
-
-if TYPE_CHECKING:
-    from moonpool.engine.llama import LayerWeights
 
 _LIBRARY_TOKENS = 1024
 _DECODE_TOKENS = 4  # spans up to this length are decode-like: tiles of few rows, many parts
@@ -106,12 +102,9 @@ class CudaOps:
         return gemv(x, weight, bias) if x.shape[0] == 1 else F.linear(x, weight, bias)
 
     def rotate_and_write(
-        self, qkv: torch.Tensor, weights: LayerWeights, cos_sin: CosSin, write_index: torch.Tensor, layer: int
+        self, qkv: torch.Tensor, norms: QkNorms | None, cos_sin: CosSin, write_index: torch.Tensor, layer: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         config = self._config
-        norms = None
-        if weights.q_norm is not None and weights.k_norm is not None:
-            norms = (weights.q_norm, weights.k_norm)
         rows = qkv.shape[0]
         query, key = rotate_and_write(
             qkv, norms, cos_sin, self.kv.tensor, self.kv.layout, layer, write_index,

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from moonpool.engine.config import ModelConfig, RopeScaling
-from moonpool.engine.ops import AttentionPlan, LayerOps
+from moonpool.engine.ops import AttentionPlan, LayerOps, QkNorms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +32,10 @@ class LayerWeights:
     output_bias: torch.Tensor | None = None
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
+
+    @property
+    def qk_norms(self) -> QkNorms | None:
+        return None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +91,7 @@ class LlamaModel:
             qkv = ops.linear(normed, layer.qkv, layer.qkv_bias)
             if hooks is not None:
                 hooks.before_layer(index)
-            q, k, v = ops.rotate_and_write(qkv, layer, cos_sin, step.write_index, index)
+            q, k, v = ops.rotate_and_write(qkv, layer.qk_norms, cos_sin, step.write_index, index)
             attention = step.attention
             if index == last and step.wanted is not None and step.wanted_attention is not None:
                 # Nothing reads the other rows after the last layer's KV is written.

@@ -6,7 +6,7 @@ The torch form serves the CPU, and the tests compare the GPU's kernels (cuda_ops
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,10 +16,8 @@ from moonpool.engine.attention import AttentionGroup, QuerySpan, attend, plan_at
 from moonpool.engine.config import ModelConfig
 from moonpool.engine.kv_tensor import KvMemory, Rows
 
-if TYPE_CHECKING:
-    from moonpool.engine.llama import LayerWeights
-
 CosSin = tuple[torch.Tensor, torch.Tensor]
+QkNorms = tuple[torch.Tensor, torch.Tensor]  # weights of the norms of queries and keys
 
 
 class AttentionPlan(Protocol):
@@ -54,7 +52,7 @@ class LayerOps(Protocol):
         """Return x [rows, in] times weight [out, in] transposed, plus bias."""
 
     def rotate_and_write(
-        self, qkv: torch.Tensor, weights: LayerWeights, cos_sin: CosSin, write_index: torch.Tensor, layer: int
+        self, qkv: torch.Tensor, norms: QkNorms | None, cos_sin: CosSin, write_index: torch.Tensor, layer: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Normalize queries and keys if the model does, rotate them, and write keys and values to their pages.
         Return queries, keys and values, each [rows, its heads, dim].
@@ -93,15 +91,15 @@ class TorchOps:
         return F.linear(x, weight, bias)
 
     def rotate_and_write(
-        self, qkv: torch.Tensor, weights: LayerWeights, cos_sin: CosSin, write_index: torch.Tensor, layer: int
+        self, qkv: torch.Tensor, norms: QkNorms | None, cos_sin: CosSin, write_index: torch.Tensor, layer: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         config = self._config
         heads = qkv.view(qkv.shape[0], -1, config.head_dim)
         num_turned = config.num_heads + config.num_kv_heads
         qk, v = heads[:, :num_turned], heads[:, num_turned:]
-        if weights.q_norm is not None and weights.k_norm is not None:
+        if norms is not None:
             q, k = qk[:, : config.num_heads], qk[:, config.num_heads :]
-            qk = torch.cat((self._norm(q, weights.q_norm), self._norm(k, weights.k_norm)), dim=1)
+            qk = torch.cat((self._norm(q, norms[0]), self._norm(k, norms[1])), dim=1)
         qk = rotate(qk, *cos_sin)
         q, k = qk[:, : config.num_heads], qk[:, config.num_heads :]
         self._kv.write(layer, write_index, k, v)
