@@ -39,6 +39,8 @@ from moonpool.transfer.pending import Pending, ThreadPool
 from moonpool.transfer.register import make_segment
 from moonpool.transfer.topology import Topology, read_topology
 from moonpool.transfer.transports.base import RemoteSegment
+from moonpool.transfer.transports.cuda.driver import Device
+from moonpool.transfer.transports.cuda.pinning import Pinning
 from moonpool.transfer.transports.memory import MemoryFabric
 
 T = TypeVar("T")
@@ -74,6 +76,17 @@ class TransferEngine:
         self._closed = False
         self._served: dict[str, SegmentDescriptor] = {}
         self._registered: dict[str, Segment] = {}
+        self.pinning: Pinning | None = None  # see use_gpu()
+
+    def use_gpu(self, device: Device) -> Pinning:
+        """Return what page-locks segments of others for copies of this GPU; made by the first call, and closed with
+        the engine.
+        """
+        with self._lock:
+            if self._closed:
+                raise PeerLost(_CLOSED)
+            self.pinning = self.pinning or Pinning(device)
+            return self.pinning
 
     @cached_property
     def topology(self) -> Topology:
@@ -257,6 +270,8 @@ class TransferEngine:
         """Idempotent. Unfinished transfers fail with PeerLost; all threads, sockets and mappings end."""
         self._withdraw_all()
         self._queue.close()
+        if self.pinning is not None:
+            self.pinning.close()  # while its segments are mapped
         self._remotes.close()
         self._assembly.close()
         self._control.close()

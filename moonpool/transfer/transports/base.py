@@ -37,6 +37,8 @@ class RemoteSegment(ABC):
     checks_generation: bool = False
     # Whether write_each() has all of its items under way at once; elsewhere it is one write_from() after the other.
     pipelines_writes: ClassVar[bool] = False
+    # Whether buffers may be DeviceSpans; elsewhere they are InvalidInput, and the caller copies to main memory first.
+    takes_gpu_memory: ClassVar[bool] = False
     num_paths: int = 1  # that lead to the owner and are used together
     nbytes: int
 

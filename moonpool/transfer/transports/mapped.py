@@ -6,12 +6,17 @@ import mmap
 import weakref
 from abc import abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
-from moonpool.base.errors import PeerLost
-from moonpool.transfer.memory.buffers import Buffer, as_bytes_view, copy_bytes, total_nbytes
+from moonpool.base.clock import Deadline
+from moonpool.base.errors import InvalidInput, MoonpoolError, PeerLost
+from moonpool.transfer.memory.buffers import Buffer, DeviceSpan, as_bytes_view, copy_bytes, total_nbytes
 from moonpool.transfer.memory.fence import merge_spans
 from moonpool.transfer.memory.segment import Borrowed
 from moonpool.transfer.transports.base import RemoteSegment, check_bounds, place_items
+from moonpool.transfer.transports.cuda.copy import mover_of
+from moonpool.transfer.transports.cuda.driver import driver
 
 # Time for the owner to answer where the caller gave none: a connection was lost, and the owner is asked again.
 _VIEW_TIMEOUT_S = 2.0
@@ -20,19 +25,41 @@ _MADV_POPULATE_WRITE = 23  # Python 3.11 and 3.12 do not name it
 _CHUNK_NBYTES = 256 * 1024
 
 
+class CopyGuard(Protocol):
+    """Page-locked memory (cuda/pinning.py): it stays so within the context."""
+
+    def copying(self) -> AbstractContextManager[None]: ...
+
+
 class MappedRemote(RemoteSegment):
     """Needs to know one thing: the segment's memory, as long as its owner lives."""
 
+    takes_gpu_memory = True
+    guard: CopyGuard | None = None  # where the memory is page-locked
     _prefault: Prefault | None = None  # which pages of the memory are known to be mapped in
 
     @abstractmethod
     def _borrow(self, timeout_s: float) -> Borrowed:
         """The memory; raises what base.py lists when the owner is gone or has withdrawn it."""
 
+    def borrow(self, timeout_s: float) -> Borrowed:
+        """Return the mapped memory and its fence; raise what base.py lists when the owner is gone."""
+        return self._borrow(timeout_s)
+
+    def still_maps(self, memory: memoryview) -> bool:
+        """Return whether this is the memory of an owner that lives. A mapping of an owner that is gone is let go."""
+        try:
+            return self._borrow(_VIEW_TIMEOUT_S).memory is memory
+        except MoonpoolError:
+            return False
+
     # A MiB is copied in 70 us, and after it the processor's cache has forgotten this code: every line below is paid
     # for several times over.
 
     def read_into(self, offset: int, buffers: Sequence[Buffer], *, timeout_s: float) -> None:
+        if buffers and type(buffers[0]) is DeviceSpan:
+            self._read_to_gpu(_one_after_the_other(offset, buffers), timeout_s)
+            return
         views = [as_bytes_view(buffer, True) for buffer in buffers]
         check_bounds(offset, total_nbytes(views), self.nbytes)
         memory = self._borrow(timeout_s).memory
@@ -41,6 +68,9 @@ class MappedRemote(RemoteSegment):
             offset += view.nbytes
 
     def write_from(self, offset: int, buffers: Sequence[Buffer], *, generation: int, timeout_s: float) -> None:
+        if buffers and type(buffers[0]) is DeviceSpan:
+            self._write_from_gpu(_one_after_the_other(offset, buffers), generation, timeout_s)
+            return
         writer = self.writer(timeout_s)
         writer.write(offset, [as_bytes_view(buffer, False) for buffer in buffers], generation)
         writer.finish()
@@ -54,12 +84,18 @@ class MappedRemote(RemoteSegment):
         return MappedWriter(self, borrowed, prefault)
 
     def read_many(self, items: Sequence[tuple[int, Buffer]], *, timeout_s: float) -> None:
+        if items and type(items[0][1]) is DeviceSpan:
+            self._read_to_gpu(items, timeout_s)
+            return
         placed = place_items(items, self.nbytes, writable=True)
         memory = self._borrow(timeout_s).memory
         for offset, view in placed:
             copy_bytes(view, memory[offset : offset + view.nbytes])
 
     def write_many(self, items: Sequence[tuple[int, Buffer]], *, generation: int, timeout_s: float) -> None:
+        if items and type(items[0][1]) is DeviceSpan:
+            self._write_from_gpu(items, generation, timeout_s)
+            return
         placed = place_items(items, self.nbytes, writable=False)
         memory, fence = self._borrow(timeout_s)
         spans = merge_spans((offset, view.nbytes) for offset, view in placed) if fence is not None else []
@@ -75,10 +111,56 @@ class MappedRemote(RemoteSegment):
         check_bounds(offset, nbytes, self.nbytes)
         return self._borrow(_VIEW_TIMEOUT_S).memory[offset : offset + nbytes].toreadonly()
 
+    def _read_to_gpu(self, items: Sequence[tuple[int, Buffer]], timeout_s: float) -> None:
+        deadline, spans = Deadline(timeout_s), _place_spans(items, self.nbytes)
+        if spans:
+            memory = self._borrow(timeout_s).memory
+            placed = [(span.address, memory[offset : offset + span.nbytes]) for offset, span in spans]
+            with self._guarded():
+                mover_of(driver().device_of(spans[0][1].address)).write(placed, deadline)
+
+    def _write_from_gpu(self, items: Sequence[tuple[int, Buffer]], generation: int, timeout_s: float) -> None:
+        deadline, spans = Deadline(timeout_s), _place_spans(items, self.nbytes)
+        if not spans:
+            return
+        memory, fence = self._borrow(timeout_s)
+        touched = merge_spans((offset, span.nbytes) for offset, span in spans)
+        if fence is not None:
+            fence.admit_all(touched, generation)
+        placed = [(span.address, memory[offset : offset + span.nbytes]) for offset, span in spans]
+        with self._guarded():
+            mover_of(driver().device_of(spans[0][1].address)).read(placed, deadline)
+        if fence is not None:
+            fence.confirm_all(touched, generation)
+        self.check_owner_stayed(memory)
+
+    def _guarded(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.guard is None else self.guard.copying()
+
     def check_owner_stayed(self, memory: memoryview) -> None:
         """Raise PeerLost when `memory` no longer belongs to the owner, so that writes to it are lost."""
         if self._borrow(_VIEW_TIMEOUT_S).memory is not memory:
             raise PeerLost("the segment's owner left during the write")
+
+
+def _one_after_the_other(offset: int, buffers: Sequence[Buffer]) -> list[tuple[int, Buffer]]:
+    items: list[tuple[int, Buffer]] = []
+    for buffer in buffers:
+        items.append((offset, buffer))
+        offset += buffer.nbytes if isinstance(buffer, DeviceSpan) else 0  # another kind is refused below
+    return items
+
+
+def _place_spans(items: Sequence[tuple[int, Buffer]], segment_nbytes: int) -> list[tuple[int, DeviceSpan]]:
+    """Return each item that is not empty; InvalidInput unless all are GPU memory and inside the segment."""
+    placed: list[tuple[int, DeviceSpan]] = []
+    for offset, span in items:
+        if not isinstance(span, DeviceSpan):
+            raise InvalidInput("main memory and GPU memory cannot be mixed in one call")
+        check_bounds(offset, span.nbytes, segment_nbytes)
+        if span.nbytes:
+            placed.append((offset, span))
+    return placed
 
 
 class MappedWriter:

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
+from itertools import pairwise
 from queue import SimpleQueue
 from typing import NamedTuple, TypeAlias
 
@@ -268,6 +269,17 @@ def mover_of(device: Device) -> Mover:
     return Mover(device)
 
 
+def in_main_memory(memories: Sequence[Memory], timeout_s: float) -> list[memoryview]:
+    """Return the memories, those of a GPU (all of one) copied to main memory: for transports that reach no GPU."""
+    views = [memoryview(bytearray(each.nbytes)) if isinstance(each, DeviceSpan) else each for each in memories]
+    placed: list[Placed] = [
+        (each.address, view) for each, view in zip(memories, views, strict=True) if isinstance(each, DeviceSpan)
+    ]
+    if placed:
+        mover_of(driver().device_of(placed[0][0])).read(placed, Deadline(timeout_s))
+    return views
+
+
 def _sort_out(placed: Sequence[Placed]) -> tuple[list[tuple[int, DeviceSpan | int, int]], list[DevicePiece]]:
     """(address on the GPU, other memory, nbytes) of what can be copied directly, and what goes through slots."""
     direct: list[tuple[int, DeviceSpan | int, int]] = []
@@ -277,10 +289,16 @@ def _sort_out(placed: Sequence[Placed]) -> tuple[list[tuple[int, DeviceSpan | in
             if memory.nbytes:
                 direct.append((address, memory, memory.nbytes))
         elif memory.nbytes >= _MIN_DIRECT_NBYTES and _is_pinned(memory):
-            direct.append((address, address_of(memory), memory.nbytes))
+            direct += _in_one_registration(address, address_of(memory), memory.nbytes)
         else:
             staged.append(DevicePiece(address, memory))
     return direct, staged
+
+
+def _in_one_registration(address: int, other: int, nbytes: int) -> list[tuple[int, DeviceSpan | int, int]]:
+    """Cut a copy where separately page-locked parts of main memory meet (pinning.py)."""
+    edges = [other, *driver().registrations_between(other, other + nbytes), other + nbytes]
+    return [(address + start - other, start, end - start) for start, end in pairwise(edges)]
 
 
 def _is_pinned(view: memoryview) -> bool:

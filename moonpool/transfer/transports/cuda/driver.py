@@ -6,6 +6,7 @@ primary context with torch and every other library of the process, and leaves th
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 import os
 import threading
@@ -16,8 +17,12 @@ from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c
 from functools import cache, cached_property
 from typing import Any, NoReturn
 
+import numpy as np
+from numpy.typing import NDArray
+
 from moonpool.base.errors import InvalidInput, MoonpoolError, NoSpace, Unavailable
 
+Addresses = NDArray[np.uint64]
 IPC_HANDLE_NBYTES = 64
 _UUID_NBYTES = 16
 _LIBRARY = "libcuda.so.1"
@@ -34,12 +39,20 @@ _MISMATCH = frozenset({803, 804})
 _MEMORY_TYPE, _ORDINAL, _IPC_CAPABLE = 2, 9, 10  # pointer attributes
 _TYPE_HOST, _TYPE_DEVICE = 1, 2
 _HOST_PORTABLE, _STREAM_NON_BLOCKING, _EVENT_NO_TIMING, _IPC_LAZY_PEER_ACCESS = 1, 1, 2, 1
+_NOT_READY = 600  # an event whose work is under way
+_IN_STREAM_ORDER = 1  # when a copy reads its source
 
 _loading = threading.Lock()
 
 
 class _IpcHandle(ctypes.Structure):  # by value: an array would be passed as a pointer
     _fields_ = (("bytes", c_ubyte * IPC_HANDLE_NBYTES),)
+
+
+class _CopyAttributes(ctypes.Structure):
+    """CUmemcpyAttributes: when sources are read, two hints for managed memory (type and id), flags."""
+
+    _fields_ = (("order", c_int), ("source_hint", c_int * 2), ("target_hint", c_int * 2), ("flags", c_uint))
 
 
 _Out = c_void_p  # where the driver puts an answer
@@ -60,6 +73,8 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cuMemGetInfo_v2": (_Out, _Out),
     "cuMemGetAddressRange_v2": (_Out, _Out, c_uint64),
     "cuMemHostAlloc": (_Out, c_size_t, c_uint),
+    "cuMemHostRegister_v2": (c_uint64, c_size_t, c_uint),
+    "cuMemHostUnregister": (c_uint64,),
     "cuMemsetD8_v2": (c_uint64, c_ubyte, c_size_t),
     "cuMemcpy": (c_uint64, c_uint64, c_size_t),
     "cuMemcpyAsync": (c_uint64, c_uint64, c_size_t, c_uint64),
@@ -67,13 +82,22 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cuPointerGetAttribute": (_Out, c_int, c_uint64),
     "cuStreamCreate": (_Out, c_uint),
     "cuStreamSynchronize": (c_uint64,),
+    "cuStreamWaitEvent": (c_uint64, c_uint64, c_uint),
     "cuEventCreate": (_Out, c_uint),
     "cuEventRecord": (c_uint64, c_uint64),
     "cuEventSynchronize": (c_uint64,),
+    "cuEventQuery": (c_uint64,),
+    "cuEventDestroy_v2": (c_uint64,),
     "cuIpcGetMemHandle": (_Out, c_uint64),
     "cuIpcOpenMemHandle_v2": (_Out, _IpcHandle, c_uint),
     "cuIpcCloseMemHandle": (c_uint64,),
 }
+# Many copies with one call, the newest form first: CUDA 13 has it without, CUDA 12.8 with the place of a failure.
+_BATCH_ARGUMENTS = (_Out, _Out, _Out, c_size_t, _Out, _Out, c_size_t)
+_BATCH_COPIES: tuple[tuple[str, tuple[Any, ...]], ...] = (
+    ("cuMemcpyBatchAsync_v2", (*_BATCH_ARGUMENTS, c_uint64)),
+    ("cuMemcpyBatchAsync", (*_BATCH_ARGUMENTS, _Out, c_uint64)),
+)
 
 
 def driver() -> CudaDriver:
@@ -96,11 +120,15 @@ class CudaDriver:
         except OSError as error:
             raise Unavailable(f"there is no NVIDIA driver here ({error}); {_HINT}") from error
         self._functions = {name: _bind(self._library, name, types) for name, types in _FUNCTIONS.items()}
+        self._batch_copy = next((each for each in _BATCH_COPIES if hasattr(self._library, each[0])), None)
+        if self._batch_copy is not None:
+            self._functions[self._batch_copy[0]] = _bind(self._library, *self._batch_copy)
         self.call("cuInit", 0)
         count = c_int()
         self.call("cuDeviceGetCount", byref(count))
         if count.value == 0:
             raise Unavailable(f"NVIDIA's driver sees no GPU; {_HINT}, and look at CUDA_VISIBLE_DEVICES")
+        self._registered: list[int] = []  # addresses, sorted
         self.devices = tuple(Device(self, index) for index in range(count.value))
 
     def call(self, name: str, *arguments: Any) -> None:
@@ -138,8 +166,37 @@ class CudaDriver:
         """Return whether the GPU can access this main memory directly (it is pinned). Takes about 1 us."""
         return self._attribute(_MEMORY_TYPE, address) == _TYPE_HOST
 
+    def copy_batch(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> None:
+        """Start a copy for each position of the arrays, in no promised order among them; inside Device.current()."""
+        if self._batch_copy is None or len(targets) == 1:
+            for target, source, nbytes in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
+                self.call("cuMemcpyAsync", target, source, nbytes, stream)
+            return
+        arrays = [np.ascontiguousarray(each, np.uint64) for each in (targets, sources, sizes)]
+        attributes, first = _CopyAttributes(order=_IN_STREAM_ORDER), c_size_t(0)
+        name, types = self._batch_copy
+        failed_at = (byref(c_size_t()),) if len(types) == len(_BATCH_ARGUMENTS) + 2 else ()
+        pointers = (each.ctypes.data for each in arrays)
+        self.call(name, *pointers, len(targets), byref(attributes), byref(first), 1, *failed_at, stream)
+
+    def note_registered(self, address: int, is_registered: bool) -> None:
+        with _loading:
+            others = [each for each in self._registered if each != address]
+            self._registered = sorted([*others, address]) if is_registered else others  # readers have no lock
+
+    def registrations_between(self, start: int, end: int) -> list[int]:
+        """Return the addresses, without the bounds, at which Device.register() has begun."""
+        known = self._registered
+        return known[bisect.bisect_right(known, start) : bisect.bisect_left(known, end)]
+
     def is_exportable(self, address: int) -> bool:
         return bool(self._attribute(_IPC_CAPABLE, address))
+
+    def is_over(self, event: int) -> bool:
+        result = self._functions["cuEventQuery"](event)
+        if result not in (0, _NOT_READY):
+            self._fail("cuEventQuery", result)
+        return bool(result == 0)
 
     def _attribute(self, attribute: int, address: int) -> int | None:
         """None for memory that the driver does not know: plain main memory."""
@@ -245,6 +302,20 @@ class Device:
             address = self._number("cuMemHostAlloc", nbytes, _HOST_PORTABLE)
         return address, memoryview((c_ubyte * nbytes).from_address(address)).cast("B")
 
+    def register(self, address: int, nbytes: int) -> None:
+        """Page-lock main memory of this process, so that every GPU copies from and to it directly. Takes 0.3 s a GiB.
+        NoSpace or Unavailable when the kernel does not allow it.
+        """
+        with self.current():
+            self._cuda.call("cuMemHostRegister_v2", address, nbytes, _HOST_PORTABLE)
+        self._cuda.note_registered(address, True)
+
+    def unregister(self, address: int) -> None:
+        """End register(); no copy may be under way."""
+        with self.current():
+            self._cuda.call("cuMemHostUnregister", address)
+        self._cuda.note_registered(address, False)
+
     def stream(self) -> int:
         """Return a new CUDA stream, which waits for no other stream."""
         with self.current():
@@ -260,6 +331,10 @@ class Device:
         """Start a copy between two memories that this GPU can access directly."""
         self._cuda.call("cuMemcpyAsync", target, source, nbytes, stream)
 
+    def copy_batch(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> None:
+        """As copy(), of many at once."""
+        self._cuda.copy_batch(targets, sources, sizes, stream)
+
     def copy_between(
         self, target: int, target_device: Device, source: int, source_device: Device, nbytes: int, stream: int
     ) -> None:
@@ -272,6 +347,17 @@ class Device:
 
     def wait_event(self, event: int) -> None:
         self._cuda.call("cuEventSynchronize", event)
+
+    def is_over(self, event: int) -> bool:
+        """Return whether all that was started before the event was recorded is done."""
+        return self._cuda.is_over(event)
+
+    def free_event(self, event: int) -> None:
+        self._cuda.call("cuEventDestroy_v2", event)
+
+    def wait_for(self, stream: int, event: int) -> None:
+        """Let what is started on the stream from now on wait for the event; does not block."""
+        self._cuda.call("cuStreamWaitEvent", stream, event, 0)
 
     def wait_stream(self, stream: int) -> None:
         self._cuda.call("cuStreamSynchronize", stream)

@@ -9,14 +9,15 @@ allocation that it lies in, so the control handler should be one that only this 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from moonpool.base.clock import Deadline
 from moonpool.base.descriptor import SegmentDescriptor
-from moonpool.base.errors import InvalidInput, NotFound, PeerLost, Unavailable
+from moonpool.base.errors import InvalidInput, MoonpoolError, NotFound, PeerLost, Unavailable
 from moonpool.transfer.control import (
     Admit,
     Attach,
@@ -37,6 +38,9 @@ from moonpool.transfer.transports.cuda.driver import driver
 from moonpool.transfer.transports.cuda.ipc import Offers, Reach, decode_offer, hello, reach
 from moonpool.transfer.transports.cuda.segment import DeviceSegment, memories_nbytes, place
 
+_WATCH_EVERY_S = 0.5
+_JOIN_TIMEOUT_S = 2.0
+
 
 class CudaTransport(Transport):
     """`control_endpoint` is where others reach `control` ("unix:/path", "tcp:host:port"); with None the transport only
@@ -52,6 +56,9 @@ class CudaTransport(Transport):
         self._desk_endpoint = control_endpoint
         self._line_to = line_to
         self._offers: WeakKeyDictionary[DeviceSegment, Offers] = WeakKeyDictionary()
+        self._remotes: WeakSet[CudaRemote] = WeakSet()
+        self._watch: threading.Thread | None = None
+        self._ended = threading.Event()
         self._lock = threading.Lock()
         self._closed = False
         control.on_attach(self.scheme, self._answer)
@@ -84,12 +91,31 @@ class CudaTransport(Transport):
     def open(self, descriptor: SegmentDescriptor, endpoint: str, *, timeout_s: float) -> CudaRemote:
         if self._closed:
             raise PeerLost("this transport is closed")
-        return CudaRemote(self._line_to(rest_of(endpoint, self.scheme)), descriptor, timeout_s)
+        remote = CudaRemote(self._line_to(rest_of(endpoint, self.scheme)), descriptor, timeout_s)
+        with self._lock:
+            self._remotes.add(remote)
+            if self._watch is None:
+                self._watch = threading.Thread(target=self._watch_owners, name="cuda-owners", daemon=True)
+                self._watch.start()
+        return remote
+
+    def _watch_owners(self) -> None:
+        """Let go of the memory of owners that are gone: as long as it is mapped anywhere, the GPU keeps it."""
+        while not self._ended.wait(_WATCH_EVERY_S):
+            with self._lock:
+                remotes = list(self._remotes)
+            for remote in remotes:
+                remote.check_owner(_WATCH_EVERY_S)
+            del remotes
 
     def close(self) -> None:
+        self._ended.set()
         with self._lock:
             self._closed = True
             self._offers.clear()
+            watch = self._watch
+        if watch is not None:
+            watch.join(_JOIN_TIMEOUT_S)
         self.control.close()
 
     def _answer(self, segment: Segment, asked: bytes) -> bytes:
@@ -104,6 +130,7 @@ class CudaRemote(RemoteSegment):
     """A peer's handle. Buffers may lie in main memory (fastest when pinned) or on a GPU."""
 
     transport = CudaTransport.scheme
+    takes_gpu_memory = True
 
     def __init__(self, line: ControlClient, descriptor: SegmentDescriptor, timeout_s: float) -> None:
         self.nbytes = descriptor.nbytes
@@ -143,6 +170,12 @@ class CudaRemote(RemoteSegment):
         check_message(message)
         self._check_open()
         self._line.ask(Notify(self._name, self._incarnation, message), timeout_s)
+
+    def check_owner(self, timeout_s: float) -> None:
+        """Let go of the owner's memory when the owner is gone; the next transfer asks again."""
+        if self._reached is not None and not self._closed:
+            with contextlib.suppress(MoonpoolError):
+                self._reach(Deadline(timeout_s))
 
     def close(self) -> None:
         with self._lock:
