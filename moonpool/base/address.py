@@ -38,8 +38,20 @@ def bind_private(path: str) -> socket.socket:
 
 def is_own_user(sock: socket.socket) -> bool:
     """Return whether the process at the other end runs as this process's user or as root."""
-    _, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return uid in (os.geteuid(), _ROOT)
+    return _credentials(sock)[1] in (os.geteuid(), _ROOT)
+
+
+def peer_pid(sock: socket.socket) -> int:
+    """Return the number of the process that connected, as this process sees it; 0 if it sees it under none."""
+    return _credentials(sock)[0]
+
+
+def _credentials(sock: socket.socket) -> tuple[int, int, int]:
+    """Return pid, uid and gid of the process at the other end of a Unix socket."""
+    found: tuple[int, int, int] = _CREDENTIALS.unpack(
+        sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    )
+    return found
 
 
 class Address(msgspec.Struct, frozen=True):

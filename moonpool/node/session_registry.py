@@ -2,12 +2,16 @@
 
 A process is alive while its connection is open: a process that is stopped for an hour still maps the memory. So no
 connection is closed for silence here. A session that registered on several connections ends with the last of them.
+
+A GPU writes on while its process dies. The session of a process that uses one ends GPU_GRACE_S after the kernel has
+reported the process's exit, not with the connection.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -20,6 +24,7 @@ from moonpool.store.messages.session_calls import SERVICE, Register
 
 _FOR_EVER = SilenceLimits(silence_limit_s=10 * 365 * 86_400.0)
 _CALL_TIMEOUT_S = 5.0
+GPU_GRACE_S = 1.0  # copies that a dead process had started are over by then
 
 
 class SessionRegistry:
@@ -33,6 +38,9 @@ class SessionRegistry:
         }
         self._server = RpcServer(SERVICE, handlers, name=name, silence_limits=_FOR_EVER)
         self._sessions_of: dict[RpcPeer, set[int]] = {}
+        self._gpu_processes: dict[RpcPeer, int | None] = {}  # pidfds; None: the process cannot be watched
+        self._dying: Counter[int] = Counter()  # sessions whose GPU may still write
+        self._graces: set[asyncio.Task[None]] = set()
         self._gone: set[int] = set()  # ended sessions that the master does not know of yet
         self._session_ended = asyncio.Event()
         self._closing = False
@@ -50,10 +58,13 @@ class SessionRegistry:
         """Stop serving. Registered sessions do not count as ended because of it. Idempotent."""
         self._closing = True
         await self._server.close()
+        for grace in self._graces:
+            grace.cancel()
+        await asyncio.gather(*self._graces, return_exceptions=True)
 
     def sessions(self) -> list[int]:
         """Return the sessions of living processes."""
-        return sorted(set().union(*self._sessions_of.values()))
+        return sorted(set(self._dying).union(*self._sessions_of.values()))
 
     async def report(self, client: AsyncClient) -> None:
         """Report ended sessions to the master, at once, until the connection is lost. Unreported ones are kept."""
@@ -70,9 +81,48 @@ class SessionRegistry:
             self._sessions_of[peer] = set()
             peer.on_close(lambda: self._on_disconnect(peer))
         self._sessions_of[peer].add(call.session)
+        if call.uses_gpu and peer not in self._gpu_processes:
+            self._gpu_processes[peer] = _open_pidfd(peer.pid)
 
     def _on_disconnect(self, peer: RpcPeer) -> None:
         sessions = self._sessions_of.pop(peer)
+        if peer not in self._gpu_processes:
+            self._end(sessions)
+            return
+        self._dying.update(sessions)
+        grace = asyncio.get_running_loop().create_task(self._end_later(sessions, self._gpu_processes.pop(peer)))
+        self._graces.add(grace)
+        grace.add_done_callback(self._graces.discard)
+
+    async def _end_later(self, sessions: set[int], pidfd: int | None) -> None:
+        """End the sessions of a process with a GPU, unless they are registered again by then."""
+        if pidfd is not None:
+            try:
+                await _readable(pidfd)
+            finally:
+                os.close(pidfd)
+        await asyncio.sleep(GPU_GRACE_S)
+        self._dying -= Counter(sessions)
+        self._end(sessions - self._dying.keys())
+
+    def _end(self, sessions: set[int]) -> None:
         if not self._closing:
             self._gone |= sessions.difference(*self._sessions_of.values())
             self._session_ended.set()
+
+
+def _open_pidfd(pid: int) -> int | None:
+    """Return a descriptor that becomes readable when the process exits; None when it has exited, or is unknown here."""
+    try:
+        return os.pidfd_open(pid) if pid else None
+    except OSError:
+        return None
+
+
+async def _readable(fd: int) -> None:
+    loop, exited = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(fd, exited.set)
+    try:
+        await exited.wait()
+    finally:
+        loop.remove_reader(fd)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from moonpool.base.errors import ConfigError, PeerLost
 from moonpool.base.metrics import GetMetrics
 from moonpool.base.rpc import AsyncClient
 from moonpool.node import orders as orders_module
+from moonpool.node import session_registry
 from moonpool.node import ssd_tier as ssd_module
 from moonpool.node.service import Node
 from moonpool.node.ssd import SsdLog
@@ -311,15 +313,15 @@ import sys
 from moonpool.base.rpc import BlockingClient
 from moonpool.store.messages import session_calls as desk
 client = BlockingClient(sys.argv[1], desk.SERVICE)
-client.call(desk.Register(session=int(sys.argv[2])))
+client.call(desk.Register(session=int(sys.argv[2]), uses_gpu=len(sys.argv) > 3))
 print("registered", flush=True)
 sys.stdin.read()
 """
 
 
-def start_holder(node: Node, session: int) -> subprocess.Popen[str]:
+def start_holder(node: Node, session: int, *, uses_gpu: bool = False) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, "-c", _HOLDER, node.config.registry_address, str(session)],
+        [sys.executable, "-c", _HOLDER, node.config.registry_address, str(session), *(["gpu"] if uses_gpu else [])],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -351,6 +353,42 @@ async def test_a_killed_process_is_gone_at_once_and_a_stopped_one_is_not(world: 
         end(victim)
         end(stopped)
     await world.master.until(lambda: world.master.gone == [1, 2])
+
+
+async def test_a_process_with_a_gpu_is_gone_a_while_after_its_exit(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its GPU may still write for a moment. Until then it counts as alive."""
+    monkeypatch.setattr(session_registry, "GPU_GRACE_S", 0.3)
+    node = await world.node(ssd_nbytes=0)
+    victim = await asyncio.to_thread(partial(start_holder, node, 1, uses_gpu=True))
+    registry = node._registry
+    assert registry is not None
+    try:
+        killed_s = time.monotonic()
+        victim.kill()
+        victim.wait()
+        await world.master.until(lambda: not registry._sessions_of)
+        assert registry.sessions() == [1]
+        await world.master.until(lambda: world.master.gone == [1])
+        assert time.monotonic() - killed_s >= 0.3
+        assert registry.sessions() == []
+    finally:
+        end(victim)
+
+
+async def test_a_gpu_session_that_comes_back_lives_on(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that ends without its process's exit ends no session."""
+    monkeypatch.setattr(session_registry, "GPU_GRACE_S", 0.0)
+    node = await world.node(ssd_nbytes=0)
+    first, second = [await AsyncClient.connect(node.config.registry_address, desk.SERVICE) for _ in range(2)]
+    await first.call(desk.Register(session=5, uses_gpu=True))
+    await second.call(desk.Register(session=6))
+    first.close()
+    second.close()
+    await world.master.until(lambda: world.master.gone == [6])
+    assert node._registry is not None
+    assert node._registry.sessions() == [5]
 
 
 async def test_a_session_is_gone_with_its_last_connection(world: World) -> None:

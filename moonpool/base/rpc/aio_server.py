@@ -21,7 +21,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, cast
 
-from moonpool.base.address import Address, bind_private, is_own_user, parse_address
+from moonpool.base.address import Address, bind_private, is_own_user, parse_address, peer_pid
 from moonpool.base.errors import Cancelled, ConfigError, MoonpoolError, Overloaded, ProtocolError
 from moonpool.base.frames import (
     MAX_BODY_NBYTES,
@@ -165,6 +165,12 @@ class RpcPeer(asyncio.Protocol):
             callback()
         else:
             self._on_close.append(callback)
+
+    @property
+    def pid(self) -> int:
+        """Return the number of the peer's process; 0 if it is not known: on another machine, or over TCP."""
+        sock = None if self._transport is None else self._transport.get_extra_info("socket")
+        return peer_pid(sock) if sock is not None and sock.family == socket.AF_UNIX else 0
 
     def tasks(self) -> list[asyncio.Task[None]]:
         return list(self._running.values())

@@ -26,6 +26,7 @@ class ClientConfig:
     retry_s: float = 0.0  # how long calls retry while the master cannot be reached; 0: they fail at once
     transfer_timeout_s: float = 10.0  # of one transfer, per replica
     renew_after_s: float = 10.0  # seconds between renewals of unfinished puts; a third of the master's put_discard_s
+    uses_gpu: bool = False  # a GPU of this process reads and writes nodes' memory (TransferEngine.use_gpu())
     max_view_nbytes: int = 1 << 30  # mapped by views at the same time; above it views are copies
     max_verified_views: int = 65_536  # objects whose checksum is remembered as verified
 

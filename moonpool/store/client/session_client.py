@@ -27,8 +27,9 @@ class SessionClient:
     `number` is the session number, registered or not.
     """
 
-    def __init__(self, directory: SegmentDirectory, *, name: str, timeout_s: float) -> None:
+    def __init__(self, directory: SegmentDirectory, *, name: str, timeout_s: float, uses_gpu: bool = False) -> None:
         self.number = _new_number()
+        self._uses_gpu = uses_gpu
         self._directory = directory
         self._name, self._timeout_s = name, timeout_s
         self._lock = threading.Lock()
@@ -104,7 +105,7 @@ class SessionClient:
         client = self._clients.get(address)
         if client is None:
             client = self._clients[address] = BlockingClient(address, session_calls.SERVICE, name=self._name)
-        call = session_calls.Register(session=self.number)
+        call = session_calls.Register(session=self.number, uses_gpu=self._uses_gpu)
         try:
             client.call(call, timeout_s=self._timeout_s)
         except PeerLost:  # the node was restarted since the last call

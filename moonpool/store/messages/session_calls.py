@@ -13,6 +13,11 @@ SERVICE = "node"
 
 
 class Register(Call[None]):
-    """Register `session` for the process of this connection. May be repeated."""
+    """Register `session` for the process of this connection. May be repeated.
+
+    A GPU may go on for a moment with copies of a process that has died. So with `uses_gpu` the session lasts until the
+    kernel reports the process's exit, and a second longer.
+    """
 
     session: int
+    uses_gpu: bool = False
