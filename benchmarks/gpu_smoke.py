@@ -35,9 +35,9 @@ from moonpool.master.service import Master, MasterConfig
 from moonpool.node.config import NodeConfig
 from moonpool.node.service import Node
 from moonpool.store import Store
+from moonpool.store.client import ClientConfig
 from moonpool.transfer.config import TransferConfig
 from moonpool.transfer.engine import TransferEngine
-from moonpool.transfer.memory.segment import Segment
 from moonpool.worker.kv_link.device_pieces import DevicePieces
 from moonpool.worker.kv_link.pool import PoolWriter
 from moonpool.worker.kv_link.pull import Puller
@@ -66,15 +66,14 @@ def say(case: str, value: float, unit: str, baseline: float | None = None) -> No
 
 
 class Side:
-    """One process's end: KV on the device, a host mirror, and a client of the pool."""
+    """One process's end: KV on the device, and a client of the pool."""
 
     def __init__(self, run_dir: str, master: str, stack: contextlib.ExitStack) -> None:
         self.kv = KvMemory(LAYOUT, device="cuda")
-        segment = stack.enter_context(Segment.allocate("mirror", LAYOUT.total_nbytes, incarnation=1))
-        self.pieces = DevicePieces(segment.memory, self.kv)
-        stack.callback(self.pieces.close)
+        self.pieces = DevicePieces(self.kv)
         transfer = stack.enter_context(TransferEngine(TransferConfig(run_dir=run_dir)))
-        store = Store(master, engine=transfer)
+        transfer.use_gpu(self.pieces.device)
+        store = Store(master, engine=transfer, config=ClientConfig(uses_gpu=True))
         stack.callback(store.close)
         self.writer = PoolWriter(store, self.pieces, IDENTITY)
         self.puller = Puller(store, self.pieces, IDENTITY)
@@ -93,7 +92,7 @@ class Side:
         """Pulls that chain's blocks into the pages; bytes per second. Every piece is verified on the way."""
         keys = chain_keys(root, TOKENS, BLOCK_TOKENS)
         wanted = AdmittedSequence("smoke", 0, tuple(range(len(keys))), tuple(pages), tuple(keys))
-        result = self.puller.start(wanted, lambda layer, count: None, lambda: None).wait_end(60)
+        result = self.puller.start(wanted, lambda *_: None, lambda: None).wait_end(60)
         assert result.failure is None, result.failure
         assert result.num_good == len(pages)
         return result.nbytes / result.seconds

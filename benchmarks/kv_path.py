@@ -129,7 +129,7 @@ class DecodeSide:
         self._pages.free(pages)
 
     def _verify(self, pages: list[int], expected: bytes) -> bool:
-        found = [[crc32c(self._memory.received(page, layer)) for layer in range(30)] for page in pages]
+        found = [[crc32c(self._memory.piece(page, layer)) for layer in range(30)] for page in pages]
         return np.array(found, dtype="<u4").tobytes() == expected
 
 
@@ -256,7 +256,7 @@ class PrefillSide:
         layout, remote = self._pieces.layout, self._engine.open(ticket.segment)
         pages = range(len(ticket.pages) - 1)
         items = [
-            (layout.piece(page, layer)[0], self._pieces.received(48 + page, layer))
+            (layout.piece(page, layer)[0], self._pieces.piece(48 + page, layer))
             for page in pages
             for layer in range(layout.num_layers)
         ]

@@ -31,7 +31,8 @@ from moonpool.store.client.master_client import MasterClient
 from moonpool.store.client.put_batch import PutBatches
 from moonpool.store.client.put_calls import PutCalls
 from moonpool.store.client.put_request import Put, PutRequest, PutSettings, is_new, key_value_pairs, put_fields
-from moonpool.store.client.put_session import PiecePuts, PieceWriter, PutTools
+from moonpool.store.client.put_session import PiecePuts, PieceWriter
+from moonpool.store.client.put_tools import PutTools
 from moonpool.store.client.read_session import ReadTools
 from moonpool.store.client.reads import ClientReads, PieceReader, none_if_missing, read_ranges, report_corrupt
 from moonpool.store.client.session_client import SessionClient
@@ -44,6 +45,7 @@ from moonpool.store.tensor_calls import TensorCalls
 from moonpool.transfer.config import TransferConfig
 from moonpool.transfer.engine import TransferEngine
 from moonpool.transfer.memory.buffers import Buffer, as_bytes_view
+from moonpool.transfer.transports.mapped import MappedRemote
 
 Value = Buffer | Sequence[Buffer]  # several buffers are one value: their bytes follow each other
 _SEVERAL = (list, tuple)  # not `list | tuple`, which would be evaluated for each value
@@ -105,7 +107,9 @@ class Store(TensorCalls):
             retry_s=config.retry_s,
         )
         self.directory = directory = SegmentDirectory(engine, lambda: master.call(m.Segments()))
-        self._sessions = SessionClient(directory, name=config.name, timeout_s=config.connect_timeout_s)
+        self._sessions = SessionClient(
+            directory, name=config.name, timeout_s=config.connect_timeout_s, uses_gpu=config.uses_gpu
+        )
         # Views use another session than puts, because it may be retired (client/views.py).
         self._view_sessions = SessionClient(directory, name=config.name, timeout_s=config.connect_timeout_s)
         self._counters = counters
@@ -137,6 +141,19 @@ class Store(TensorCalls):
         self._puts = PutBatches(put_tools)
         self.piece_puts, self.piece_reads = PiecePuts(put_tools), self._reads.pieces
         self.tasks = PoolTasks(master)
+
+    def page_lock_local(self) -> None:
+        """Begin to page-lock the memory of this machine's nodes, for a GPU (TransferEngine.use_gpu()). It goes on in
+        the background; nodes that cannot be reached now are locked when they are first used.
+        """
+        pinning = self.directory.engine.pinning
+        assert pinning is not None, "use_gpu() comes first"
+        with contextlib.suppress(MoonpoolError):
+            self.directory.refresh()
+            for info in self.directory.local:
+                remote = self.directory.open_segment(info) if info.tier & m.Tier.DRAM else None
+                if isinstance(remote, MappedRemote):
+                    pinning.add(remote, self._config.transfer_timeout_s)
 
     def close(self) -> None:
         """Idempotent. Ends its pins, views and event feeds."""

@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -30,7 +29,7 @@ from moonpool.engine.runner import Runner
 from moonpool.engine.scheduler import Scheduler
 from moonpool.engine.sequence import Chunk
 from moonpool.transfer.memory.segment import Segment
-from moonpool.transfer.topology import Hardware, read_topology
+from moonpool.transfer.transports.cuda.segment import DeviceSegment
 from moonpool.worker.config import HOST_KV_NBYTES, WorkerConfig
 from moonpool.worker.kv_link.device_pieces import DevicePieces
 from moonpool.worker.kv_link.pieces import HostPieces, PieceMemory
@@ -65,37 +64,27 @@ def build(config: WorkerConfig, incarnation: int) -> Built:
     engine = config.engine(_num_pages(config, model))
     layout = kv_layout(model, engine)
     identity = cache_identity(model, files, config.dtype, config.block_tokens, config.kv_dtype)
-    segment = Segment.allocate(
-        f"{config.name}/kv",
-        layout.total_nbytes,
-        granule_nbytes=layout.page_nbytes,
-        incarnation=incarnation,
-        numa_node=_numa_node(config),
-    )
-    on_host = config.gpu is None
-    buffer = segment.memory if on_host else None
-    runner = load_runner(files, model, engine, buffer=buffer, progress=_ProgressLog(f"preparing {files.name}"))
+    progress, name = _ProgressLog(f"preparing {files.name}"), f"{config.name}/kv"
+    segment: Segment
+    pieces: PieceMemory
+    if config.gpu is None:
+        segment = Segment.allocate(
+            name,
+            layout.total_nbytes,
+            granule_nbytes=layout.page_nbytes,
+            incarnation=incarnation,
+            numa_node=config.numa_node,
+        )
+        runner = load_runner(files, model, engine, buffer=segment.memory, progress=progress)
+        pieces = HostPieces(segment.memory, layout)
+    else:
+        runner = load_runner(files, model, engine, buffer=None, progress=progress)
+        segment = DeviceSegment.adopt(
+            name, runner.kv.tensor, granule_nbytes=layout.page_nbytes, incarnation=incarnation
+        )
+        pieces = DevicePieces(runner.kv)
     _warm_up(runner, layout)
-    pieces = HostPieces(segment.memory, layout) if on_host else DevicePieces(segment.memory, runner.kv)
     return Built(files, identity, layout, segment, pieces, runner, make_scheduler(model, engine))
-
-
-def gpu_numa_node(hardware: Hardware, uuid: str) -> int | None:
-    """Return the NUMA node of that GPU. Where UUIDs are unknown (no NVML), return the node that all GPUs share, or
-    None.
-    """
-    own = [gpu for gpu in hardware.gpus if gpu.uuid is not None and gpu.uuid.removeprefix("GPU-") == uuid]
-    nodes = {gpu.place.numa_node for gpu in own or hardware.gpus}
-    return nodes.pop() if len(nodes) == 1 else None
-
-
-def _numa_node(config: WorkerConfig) -> int | None:
-    """Return the NUMA node for the KV memory: the configured one, else that of the GPU that copies to and from it."""
-    if config.numa_node is not None or config.gpu is None:
-        return config.numa_node
-    uuid = str(torch.cuda.get_device_properties(config.gpu).uuid)
-    topology_file = Path(config.topology_file) if config.topology_file is not None else None
-    return gpu_numa_node(read_topology(topology_file).hardware, uuid)
 
 
 def _require_device(config: WorkerConfig) -> None:

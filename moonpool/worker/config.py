@@ -40,7 +40,7 @@ class WorkerConfig(WireConfig):
     kv_dtype: KvDType | None = EngineConfig.kv_dtype
     device: Device = EngineConfig.device  # where the model runs: cpu, cuda, or cuda:N for GPU number N
     threads: int | None = EngineConfig.threads  # CPU threads that compute; default: this worker's share of the cores
-    numa_node: int | None = None  # NUMA node for the KV memory; default with a GPU: the node the GPU is attached to
+    numa_node: int | None = None  # NUMA node for the KV memory; no effect with a GPU
     # also serve the KV memory over TCP on this address, for workers on other machines; auto: on every usable NIC
     tcp_host: str | None = None
     report_interval_s: float = 0.05  # seconds between two load reports to the conductor

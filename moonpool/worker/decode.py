@@ -15,9 +15,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-import numpy as np
-
-from moonpool.base.checksum import crc32c
 from moonpool.base.clock import Clock
 from moonpool.base.cluster import DecodeSample
 from moonpool.base.descriptor import SegmentDescriptor
@@ -27,7 +24,7 @@ from moonpool.engine.runner import LayerHooks
 from moonpool.engine.scheduler import Scheduler
 from moonpool.engine.sequence import AdmittedSequence, Chunk, FullBlock, pages_for
 from moonpool.engine.sequence import Sequence as RequestSequence
-from moonpool.worker.kv_link.pieces import PieceMemory
+from moonpool.worker.kv_link.pieces import PieceMemory, ReadyPoint
 from moonpool.worker.kv_link.pool import PoolWriter
 from moonpool.worker.kv_link.reservations import Incoming, Reservations
 from moonpool.worker.kv_link.send_queue import SendQueue, Urgency
@@ -165,19 +162,18 @@ class DecodeRole:
 
     async def _commit(self, call: CommitHandoff) -> None:
         begin = self._reservations.begin_commit
-        incoming = await self._on_engine(lambda: begin(call.request_id, call.epoch, call.generation))
-        is_good = await asyncio.to_thread(self._verify, incoming, call.checksums)
+        # A step that was launched before these pages were reserved may still write to them: it counts as damage.
+        incoming, ready = await self._on_engine(
+            lambda: (begin(call.request_id, call.epoch, call.generation), self._memory.mark())
+        )
+        is_good = await asyncio.to_thread(self._verify, incoming, call.checksums, ready)
         await self._on_engine(lambda: self._adopt(incoming, call) if is_good else self._refuse(incoming))
 
-    def _verify(self, incoming: Incoming, expected: bytes) -> bool:
-        """Return whether every written piece matches its checksum; if so, the pages hold the pieces now."""
-        written = incoming.pages[incoming.num_present :]
+    def _verify(self, incoming: Incoming, expected: bytes, ready: ReadyPoint | None) -> bool:
+        """Return whether every written piece, as it lies in its page, matches its checksum."""
         layers = range(self._memory.layout.num_layers)
-        found = [[crc32c(self._memory.received(page, layer)) for layer in layers] for page in written]
-        if np.array(found, dtype="<u4").tobytes() != expected:
-            return False
-        self._memory.apply_received(written)
-        return True
+        found = self._memory.checksums(incoming.pages[incoming.num_present :], layers, ready)
+        return found.astype("<u4").tobytes() == expected
 
     async def _on_engine(self, function: Callable[[], T]) -> T:
         assert self.loop is not None
@@ -299,11 +295,11 @@ class DecodeRole:
             owner = f"put:{next(self._put_numbers)}"  # a block may be put again while its first put still waits
             pages.hold(owner, list(blocks))
             self._num_waiting_puts += len(blocks)
-            self._queue.put(Urgency.POOL, partial(self._put, blocks, owner))
+            self._queue.put(Urgency.POOL, partial(self._put, blocks, owner, self._memory.mark()))
 
-    def _put(self, blocks: Mapping[int, FullBlock], owner: str) -> None:
+    def _put(self, blocks: Mapping[int, FullBlock], owner: str, ready: ReadyPoint | None) -> None:
         try:
-            self._pool.put_pages(blocks)
+            self._pool.put_pages(blocks, ready)
         finally:
             assert self.loop is not None
             self.loop.post(lambda: self._put_ended(owner, len(blocks)))

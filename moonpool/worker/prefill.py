@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ from moonpool.engine.sampler import SampledToken
 from moonpool.engine.scheduler import Scheduler
 from moonpool.engine.sequence import AdmittedSequence, Chunk, FullBlock
 from moonpool.engine.sequence import Sequence as RequestSequence
-from moonpool.worker.kv_link.pull import Puller, PullJob
+from moonpool.worker.kv_link.pull import Puller
+from moonpool.worker.kv_link.pull_job import PullJob
 from moonpool.worker.kv_link.push import Push
 from moonpool.worker.loop import EngineLoop
 from moonpool.worker.messages import Prefill, PrefillReply, RequestSpec, Ticket, TokenOut
@@ -216,6 +218,7 @@ class PrefillRole:
         self._chunks, self._jobs = chunks, []
         self._step_began_s, self._stalled_s = self._clock.now_s(), 0.0
         self._pull_deadline = Deadline(self._pull_limit_s(admitted), self._clock)
+        compute_s = (self._token_cost_s() or math.inf) * sum(len(chunk.tokens) for chunk in chunks)
         for entry in admitted:
             prompt, sequence = self._prompts[entry.request_id], self._scheduler.get(entry.request_id)
             assert sequence is not None
@@ -224,34 +227,36 @@ class PrefillRole:
             prompt.pool_tokens = prompt.pool_nbytes = 0
             prompt.push.begin(sequence.pages, entry.num_local_blocks, len(entry.blocks))
             if entry.blocks:
-                self._start_pull(entry, prompt.push)
+                self._start_pull(entry, prompt.push, compute_s)
         return self
 
     def _pull_limit_s(self, admitted: Sequence[AdmittedSequence]) -> float:
         """Return how long the step may wait for its pulls: twice the time to compute the same tokens, and at least the
         grace. The conductor expected the pool to be faster than computing; a pool that is not is given up.
         """
-        token_s = self._token_s if self._token_s is not None else self._calibrated_token_s()
+        token_s = self._token_cost_s()
         if token_s is None:
             return self._pull_timeout_s
         num_tokens = sum(len(entry.blocks) for entry in admitted) * self._block_tokens
         return min(self._pull_timeout_s, max(self._pull_grace_s, _MAX_PULL_RATIO * token_s * num_tokens))
 
-    def _calibrated_token_s(self) -> float | None:
-        if not self._samples.prefills:
-            return None
+    def _token_cost_s(self) -> float | None:
+        """Return the time to compute a token: in the last step, else when it was calibrated; None if unknown."""
+        if self._token_s is not None or not self._samples.prefills:
+            return self._token_s
         last = self._samples.prefills[-1]
         return last.seconds / (last.num_tokens - last.prefix_tokens)
 
-    def _start_pull(self, entry: AdmittedSequence, push: Push) -> None:
+    def _start_pull(self, entry: AdmittedSequence, push: Push, compute_s: float) -> None:
         # Even if the request ends, these pages are not reused while the puller may write to them.
         owner = f"pull:{entry.request_id}"
         self._scheduler.pages.hold(owner, entry.pages)
         self._jobs.append(
             self._puller.start(
                 entry,
-                on_layer=lambda layer, count: push.layer_ready(layer, entry.blocks[:count]),
+                on_layer=lambda layer, count, ready: push.layer_ready(layer, entry.blocks[:count], ready),
                 on_end=lambda: self._release_pages(owner),
+                compute_s=compute_s,
             )
         )
 

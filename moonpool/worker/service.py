@@ -15,10 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import numpy as np
 from prometheus_client import CollectorRegistry
 
-from moonpool.base.checksum import crc32c
 from moonpool.base.clock import SystemClock
 from moonpool.base.cluster import WORKER_SERVICE, ReportWorker, WorkerInfo, WorkerRole
 from moonpool.base.descriptor import SegmentDescriptor
@@ -35,6 +33,7 @@ from moonpool.transfer.engine import TransferEngine
 from moonpool.worker.build import Built, Calibration, Limits, build, choose_threads, follow_share
 from moonpool.worker.config import WorkerConfig
 from moonpool.worker.decode import DecodeRole
+from moonpool.worker.kv_link.device_pieces import DevicePieces
 from moonpool.worker.kv_link.pool import PoolHealth, PoolProbe, PoolWriter
 from moonpool.worker.kv_link.pull import Puller
 from moonpool.worker.kv_link.push import DecodePeers, Push
@@ -120,8 +119,13 @@ class Worker:
             retry_s=0.0,  # a pool that is away is a miss: do not wait for it
             transfer_timeout_s=config.pool_timeout_s,
         )
-        self._store = Store(config.master_address, engine=self._transfer, config=limits)
+        self._store = Store(
+            config.master_address, engine=self._transfer, config=replace(limits, uses_gpu=config.gpu is not None)
+        )
         own.callback(self._store.close)
+        if isinstance(built.pieces, DevicePieces):
+            self._transfer.use_gpu(built.pieces.device)
+            self._store.page_lock_local()
         self._probe = PoolProbe(
             lambda: Store(config.master_address, engine=self._transfer, config=limits),
             built.layout.page_nbytes,
@@ -290,8 +294,8 @@ class Worker:
             page = built.scheduler.pages.page_of(key)
             if page is None:
                 raise NotFound("that block is not in this worker's pages")
-            found = [crc32c(built.pieces.read([page], layer)[0]) for layer in range(built.layout.num_layers)]
-            return np.array(found, dtype="<u4").tobytes()
+            found = built.pieces.checksums([page], range(built.layout.num_layers), built.pieces.mark())
+            return found.astype("<u4").tobytes()
 
         return await asyncio.wrap_future(self._loop.call(read))
 

@@ -115,7 +115,7 @@ class TinyWorker(Worker):
 
     def page_bytes(self, page: int) -> bytes:
         layout = self._built.layout
-        return b"".join(bytes(self.pieces.received(page, layer)) for layer in range(layout.num_layers))
+        return b"".join(bytes(self.pieces.memory(page, range(layer, layer + 1))) for layer in range(layout.num_layers))
 
     def is_handing_off(self) -> bool:
         return self._queue._num_handoffs > 0

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from store_pool import LocalPool
 
-from moonpool.base.errors import Corrupt, DeadlineExceeded, NotFound
+from moonpool.base.errors import Corrupt, DeadlineExceeded, MoonpoolError, NotFound
 from moonpool.base.keys import chain_keys, object_key
 from moonpool.base.object_header import unpack
 from moonpool.engine.kv_memory import KvLayout
@@ -20,7 +20,8 @@ from moonpool.store.client.read_session import PendingPieces
 from moonpool.worker.kv_link import pull as pull_module
 from moonpool.worker.kv_link.pieces import HostPieces
 from moonpool.worker.kv_link.pool import PoolWriter
-from moonpool.worker.kv_link.pull import Puller, PullJob, PullResult
+from moonpool.worker.kv_link.pull import Puller
+from moonpool.worker.kv_link.pull_job import PullJob, PullResult
 
 IDENTITY = bytes(range(32))
 NUM_BLOCKS = 4
@@ -49,10 +50,10 @@ class Bench:
     def pull(self, puller: Puller) -> PullJob:
         pages = tuple(range(8, 8 + NUM_BLOCKS))
         admitted = AdmittedSequence("r", 0, tuple(range(NUM_BLOCKS)), pages, tuple(self.keys))
-        return puller.start(admitted, lambda *layer: self.layers.append(layer), self.ended.set)
+        return puller.start(admitted, lambda layer, count, _: self.layers.append((layer, count)), self.ended.set)
 
     def page(self, page: int) -> bytes:
-        return b"".join(bytes(self.pieces.received(page, layer)) for layer in range(LAYOUT.num_layers))
+        return b"".join(bytes(self.pieces.piece(page, layer)) for layer in range(LAYOUT.num_layers))
 
     def check_pages(self, num_good: int) -> None:
         assert [self.page(8 + n) == self.page(n) for n in range(num_good)] == [True] * num_good
@@ -143,16 +144,24 @@ def test_an_unreachable_pool_is_a_miss(bench: Bench, pool: LocalPool) -> None:
     assert bench.ended.is_set()
 
 
-class SlowPieces(HostPieces):
-    """Stops the pull when it has read a bundle, until that layer is let through."""
+class SlowReads:
+    """Stops a pull when it has read a bundle, until that layer is let through."""
 
-    def __init__(self, memory: memoryview) -> None:
-        super().__init__(memory, LAYOUT)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.steps = [threading.Semaphore(0) for _ in range(LAYOUT.num_layers)]
+        finish = PendingPieces.finish
 
-    def apply_received(self, pages: Sequence[int], layer: int | None = None) -> None:
-        assert layer is not None
-        assert self.steps[layer].acquire(timeout=10)
+        def finish_slowly(reads: PendingPieces) -> list[MoonpoolError | None]:
+            errors = finish(reads)
+            assert self.steps[reads._pieces[0][1].number].acquire(timeout=10)
+            return errors
+
+        monkeypatch.setattr(PendingPieces, "finish", finish_slowly)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> SlowReads:
+    return SlowReads(monkeypatch)
 
 
 @pytest.fixture
@@ -161,9 +170,9 @@ def bundles_per_layer(monkeypatch: pytest.MonkeyPatch) -> int:
     return NUM_BLOCKS // 2
 
 
-def test_waiting_is_for_one_layer_at_a_time(bench: Bench, bundles_per_layer: int) -> None:
-    slow = SlowPieces(bench.memory)
-    puller = Puller(bench.store, slow, IDENTITY)
+def test_waiting_is_for_one_layer_at_a_time(
+    bench: Bench, puller: Puller, slow: SlowReads, bundles_per_layer: int
+) -> None:
     job = bench.pull(puller)
     job.wait_layer(0, 0.01)
     assert bench.layers == []
@@ -179,14 +188,13 @@ def test_waiting_is_for_one_layer_at_a_time(bench: Bench, bundles_per_layer: int
     slow.steps[2].release(bundles_per_layer)
     assert job.wait_end(5).num_good == NUM_BLOCKS
     job.wait_layer(2, 0)
-    puller.close()
 
 
-def test_a_job_that_is_late_is_left_behind(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_is_late_is_left_behind(
+    bench: Bench, puller: Puller, slow: SlowReads, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Afterwards the engine is not told of layers, and the pull stops at its next layer instead of reading on."""
     monkeypatch.setattr(pull_module, "_NUM_UNDER_WAY", 1)
-    slow = SlowPieces(bench.memory)
-    puller = Puller(bench.store, slow, IDENTITY)
     job = bench.pull(puller)
     slow.steps[0].release(1)
     job.wait_layer(0, 5)
@@ -200,28 +208,27 @@ def test_a_job_that_is_late_is_left_behind(bench: Bench, monkeypatch: pytest.Mon
     assert job.wait_end(0) == result, "and nothing makes it good again"
     slow.steps[2].release(100)
     puller.close()
-    assert [bytes(view) for view in slow.read(range(8, 8 + NUM_BLOCKS), 2)] == [bytes(LAYOUT.piece_nbytes)] * NUM_BLOCKS
+    assert [bytes(bench.pieces.piece(8 + n, 2)) for n in range(NUM_BLOCKS)] == [bytes(LAYOUT.piece_nbytes)] * NUM_BLOCKS
 
 
-def test_pieces_under_way_are_given_up_with_the_job(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_under_way_are_given_up_with_the_job(
+    bench: Bench, puller: Puller, slow: SlowReads, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A late job whose next layers are under way ends when none of them can be written to the pages any more."""
     cancelled: list[PendingPieces] = []
     cancel = PendingPieces.cancel
     monkeypatch.setattr(PendingPieces, "cancel", lambda reads: (cancel(reads), cancelled.append(reads)))
-    slow = SlowPieces(bench.memory)
-    puller = Puller(bench.store, slow, IDENTITY)
     job = bench.pull(puller)
     job.wait_end(0.02)
     slow.steps[0].release(1)
     assert bench.ended.wait(5)
     assert len(cancelled) == LAYOUT.num_layers - 1
     assert all(reads._batch.done() for reads in cancelled)
-    puller.close()
 
 
 def test_a_bug_ends_the_job(bench: Bench) -> None:
     class Broken(HostPieces):
-        def apply_received(self, pages: Sequence[int], layer: int | None = None) -> None:
+        def piece(self, page: int, layer: int) -> memoryview:
             raise RuntimeError("oops")
 
     puller = Puller(bench.store, Broken(bench.memory, LAYOUT), IDENTITY)

@@ -50,6 +50,8 @@ class HandQueue:
 class DecodeWorker:
     """The other side: its memory and the calls it got. Plays both the connection and the remote segment."""
 
+    takes_gpu_memory = False
+
     def __init__(self) -> None:
         self.memory = bytearray(REMOTE_PAGES * LAYOUT.page_nbytes)
         self.calls: list[Call[Any]] = []
@@ -103,7 +105,7 @@ class NoPool:
 
     max_pieces = 10
 
-    def write(self, pages: Mapping[PutSession, int], layers: Sequence[int]) -> set[PutSession]:
+    def write(self, pages: Mapping[PutSession, int], layers: range, ready: object = None) -> set[PutSession]:
         assert not pages
         return set()
 
@@ -125,7 +127,7 @@ class SlowPool:
         self.parents = dict(parents)
         return {key: cast(PutSession, object()) for key in keys}
 
-    def write(self, pages: Mapping[PutSession, int], layers: Sequence[int]) -> set[PutSession]:
+    def write(self, pages: Mapping[PutSession, int], layers: range, ready: object = None) -> set[PutSession]:
         return set()
 
     def renew(self, sessions: Sequence[PutSession]) -> None:
@@ -184,7 +186,7 @@ def test_every_page_goes_to_its_place_whatever_the_other_side_s_size() -> None:
     assert bench.decode.said == [OpenHandoff, CommitHandoff]
     sent = bench.decode.calls[-1]
     assert isinstance(sent, CommitHandoff)
-    pieces = [HostPieces(bench.memory, LAYOUT).received(page, layer) for page in (1, 3, 0) for layer in range(2)]
+    pieces = [HostPieces(bench.memory, LAYOUT).piece(page, layer) for page in (1, 3, 0) for layer in range(2)]
     assert sent.checksums == np.array([crc32c(piece) for piece in pieces], dtype="<u4").tobytes()
 
 

@@ -76,8 +76,8 @@ class RememberingPool:
         self._pieces = pieces
         self.puts: list[tuple[bytes, bytes]] = []
 
-    def put_pages(self, blocks: Mapping[int, FullBlock]) -> None:
-        self.puts += [(block.key, bytes(self._pieces.received(page, 0))) for page, block in blocks.items()]
+    def put_pages(self, blocks: Mapping[int, FullBlock], ready: object = None) -> None:
+        self.puts += [(block.key, bytes(self._pieces.piece(page, 0))) for page, block in blocks.items()]
 
 
 class Bench:

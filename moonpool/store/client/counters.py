@@ -10,8 +10,9 @@ from moonpool.base.errors import FewerReplicas, MoonpoolError
 
 
 class ClientCounters:
-    """Names: bytes_read, bytes_written, bytes_viewed, hits, misses, corrupt_replicas, fewer_replicas (objects
-    that were stored on fewer than asked for), and refused_<code> per error.
+    """Names: bytes_read, bytes_written, bytes_viewed, hits, misses, corrupt_replicas, damaged_copies (pieces that a GPU
+    received wrong and that were read again), fewer_replicas (objects that were stored on fewer than asked for), and
+    refused_<code> per error.
     """
 
     def __init__(self) -> None:
@@ -23,6 +24,7 @@ class ClientCounters:
             hits=0,
             misses=0,
             corrupt_replicas=0,
+            damaged_copies=0,
             fewer_replicas=0,
         )
 

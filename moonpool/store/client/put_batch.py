@@ -22,7 +22,7 @@ from moonpool.base.object_header import ObjectKind, header_nbytes, pack_header
 from moonpool.store.client.cuts import gather
 from moonpool.store.client.put_calls import GrantedPuts, PutCalls
 from moonpool.store.client.put_request import MAX_BATCH_NBYTES, Put, bundle_puts
-from moonpool.store.client.put_session import REPLICA_ERRORS, PutTools
+from moonpool.store.client.put_tools import REPLICA_ERRORS, PutTools
 from moonpool.store.client.transfer_window import (
     BUNDLE_ITEMS,
     BUNDLE_NBYTES,

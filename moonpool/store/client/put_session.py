@@ -8,46 +8,25 @@ sessions with one transfer per segment; PieceWriter is one session as a context 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
 from moonpool.base.checksum import crc32c
-from moonpool.base.clock import Clock
 from moonpool.base.errors import (
     FewerReplicas,
     InvalidInput,
     MoonpoolError,
-    NotFound,
     StaleGeneration,
     Unauthorized,
     Unavailable,
 )
 from moonpool.base.object_header import header_nbytes, pack_header
-from moonpool.store.client.counters import ClientCounters
-from moonpool.store.client.put_calls import PutCalls
 from moonpool.store.client.put_request import PutRequest, bundle_puts
-from moonpool.store.client.session_client import SessionClient
+from moonpool.store.client.put_tools import REPLICA_ERRORS, PutTools
 from moonpool.store.client.transfer_window import bundles
+from moonpool.store.client.whole_puts import PendingPuts
 from moonpool.store.messages import Placement
-from moonpool.transfer import TransferEngine
-from moonpool.transfer.memory.buffers import Buffer, as_bytes_view
-
-# Errors of one replica, which leave the others usable.
-REPLICA_ERRORS = (Unavailable, NotFound, StaleGeneration, Unauthorized)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PutTools:
-    """What all puts of a client share."""
-
-    engine: TransferEngine
-    sessions: SessionClient
-    calls: PutCalls
-    counters: ClientCounters
-    clock: Clock
-    timeout_s: float  # of one transfer
-    renew_after_s: float  # an unfinished put is renewed after this time
+from moonpool.transfer.memory.buffers import Buffer, DeviceSpan, as_bytes_view
 
 
 class PutSession:
@@ -100,6 +79,14 @@ class PutSession:
             raise InvalidInput(f"piece {index} has {self.request.piece_nbytes[index]} bytes, not {view.nbytes}")
         self._checksums[index] = crc32c(view) if checksum is None else checksum
         return _Write(self, self._offsets[index], view)
+
+    def _whole(self, memory: DeviceSpan, checksums: Sequence[int]) -> int:
+        """Record the checksums of all pieces; return where in the object they begin. InvalidInput for other sizes."""
+        sizes = self.request.piece_nbytes
+        if memory.nbytes != sum(sizes) or len(checksums) != len(sizes):
+            raise InvalidInput(f"the pieces of {self.key.hex()[:16]} have {sum(sizes)} bytes, not {memory.nbytes}")
+        self._checksums = list(checksums)
+        return self._offsets[0]
 
     def _header(self) -> _Write:
         """Return the write of the header. InvalidInput when a piece was not written."""
@@ -199,6 +186,13 @@ class PiecePuts:
             nbytes += write.view.nbytes if outcome is None else 0
         self.tools.counters.add("bytes_written", nbytes)
         return errors
+
+    def start_whole(self, writes: Sequence[tuple[PutSession, DeviceSpan, Sequence[int]]]) -> PendingPuts:
+        """Start writing all pieces of each session from one span of GPU memory; the numbers are their crc32c. The
+        memory is in use until wait() of the result has returned, which returns what write() would.
+        """
+        late = self._renew_due([session for session, _, _ in writes])
+        return PendingPuts(writes, [late.get(session) for session, _, _ in writes], self.tools)
 
     def finish(self, sessions: Sequence[PutSession]) -> list[MoonpoolError | None]:
         """Write the headers and make the objects visible, with one call. Return the error of each. Puts that fail are

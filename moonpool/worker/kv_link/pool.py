@@ -12,7 +12,7 @@ import contextlib
 import logging
 import math
 import secrets
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from moonpool.base.clock import Clock, SystemClock
@@ -25,10 +25,14 @@ from moonpool.engine.sequence import FullBlock
 from moonpool.store import Store
 from moonpool.store.client.put_request import PutRequest
 from moonpool.store.client.put_session import PutSession
-from moonpool.worker.kv_link.pieces import PieceMemory
+from moonpool.store.client.whole_puts import PendingPuts
+from moonpool.transfer.memory.buffers import DeviceSpan
+from moonpool.worker.kv_link.pieces import PieceMemory, ReadyPoint
 
 _LOG = logging.getLogger(__name__)
 _WRITE_NBYTES = 1024 * 1024
+_GPU_WRITE_NBYTES = 512 * 1024 * 1024  # 10 ms; hand-offs between GPUs take another way
+_NUM_UNDER_WAY = 3  # writes of that size
 _SMALL_NBYTES = 64 * 1024
 _MAX_NBYTES = 8 * 1024**2
 _FAST_S = 0.1  # a larger object is tried only if the one before took less
@@ -77,7 +81,8 @@ class PoolWriter:
         """How many pieces to write at once: many, but hand-offs share the link with them, and each write has to be done
         in the time that the pool has for one answer.
         """
-        return max(1, _WRITE_NBYTES // self._memory.layout.piece_nbytes)
+        write_nbytes = _GPU_WRITE_NBYTES if self._memory.puts_whole else _WRITE_NBYTES
+        return max(1, write_nbytes // self._memory.layout.piece_nbytes)
 
     def begin(self, keys: Sequence[bytes], parents: Mapping[bytes, bytes]) -> dict[bytes, PutSession]:
         """Return sessions for the blocks that the pool does not have and has room for. `parents` maps each
@@ -107,8 +112,9 @@ class PoolWriter:
         self.failures.update(o.code for o in outcomes if isinstance(o, MoonpoolError) and o.code != "already_exists")
         return {key: o for key, o in zip(keys, outcomes, strict=True) if isinstance(o, PutSession)}
 
-    def write(self, pages: Mapping[PutSession, int], layers: Sequence[int]) -> set[PutSession]:
-        """Write these layers of each session's page. Return the sessions that failed; they are counted and aborted.
+    def write(self, pages: Mapping[PutSession, int], layers: range, ready: ReadyPoint | None = None) -> set[PutSession]:
+        """Write these layers of each session's page, as they are once `ready` is reached. Return the sessions that
+        failed; they are counted and aborted.
 
         All fail at once while the pool rests.
         """
@@ -116,13 +122,33 @@ class PoolWriter:
             return set()
         if self._health.is_resting:
             return self._give_up(dict.fromkeys(pages, Unavailable("the pool did not answer in time a moment ago")))
+        if self._memory.puts_whole:
+            return self._end_whole(pages, self._start_whole(pages, ready))
         writes = [
-            (session, layer, view, None)
+            (session, layer, self._memory.memory(page, range(layer, layer + 1)), None)
             for layer in layers
-            for session, view in zip(pages, self._memory.read(list(pages.values()), layer), strict=True)
+            for session, page in pages.items()
         ]
         errors = self._store.piece_puts.write(writes)
-        failed = {write[0]: error for write, error in zip(writes, errors, strict=True) if error is not None}
+        return self._record({write[0]: error for write, error in zip(writes, errors, strict=True) if error is not None})
+
+    def _start_whole(self, pages: Mapping[PutSession, int], ready: ReadyPoint | None) -> PendingPuts:
+        layers = range(self._memory.layout.num_layers)
+        sums = self._memory.checksums(list(pages.values()), layers, ready).tolist()
+        spans = [self._memory.memory(page, layers) for page in pages.values()]
+        return self._store.piece_puts.start_whole(
+            [
+                (session, span, checksums)
+                for session, span, checksums in zip(pages, spans, sums, strict=True)
+                if isinstance(span, DeviceSpan)  # always
+            ]
+        )
+
+    def _end_whole(self, pages: Mapping[PutSession, int], puts: PendingPuts) -> set[PutSession]:
+        errors = puts.wait()
+        return self._record({each: error for each, error in zip(pages, errors, strict=True) if error is not None})
+
+    def _record(self, failed: Mapping[PutSession, MoonpoolError]) -> set[PutSession]:
         for error in failed.values():
             self._health.record_error(error)
         return self._give_up(failed)
@@ -148,10 +174,15 @@ class PoolWriter:
         except MoonpoolError as error:  # the master forgets them by itself after a while
             self.failures[error.code] += len(sessions)
 
-    def put_pages(self, blocks: Mapping[int, FullBlock]) -> None:
-        """Put whole blocks, by the page that each lies in. For blocks that decoding completed."""
+    def put_pages(self, blocks: Mapping[int, FullBlock], ready: ReadyPoint | None = None) -> None:
+        """Put whole blocks, by the page that each lies in, as they are once `ready` is reached. For blocks that
+        decoding completed. When this returns the pages are not read any more.
+        """
         page_of = {block.key: page for page, block in blocks.items()}
         parents = {block.key: block.parent for block in blocks.values() if block.parent is not None}
+        if self._memory.puts_whole:
+            self._put_whole(page_of, parents, ready)
+            return
         sessions = self.begin(list(page_of), parents)
         if not sessions:
             return
@@ -162,6 +193,30 @@ class PoolWriter:
             failed = self.write(pages, layers[first : first + step])
             pages = {session: page for session, page in pages.items() if session not in failed}
         self.finish(list(pages))
+
+    def _put_whole(
+        self, page_of: Mapping[bytes, int], parents: Mapping[bytes, bytes], ready: ReadyPoint | None
+    ) -> None:
+        """Put blocks in groups: while the device copies some, others get their space, or are finished."""
+        keys, number = list(page_of), max(1, self.max_pieces // self._memory.layout.num_layers)
+        under_way: deque[tuple[dict[PutSession, int], PendingPuts]] = deque()
+
+        def end_first() -> None:
+            pages, puts = under_way.popleft()
+            failed = self._end_whole(pages, puts)
+            self.finish([session for session in pages if session not in failed])
+
+        try:
+            for first in range(0, len(keys), number):
+                sessions = self.begin(keys[first : first + number], parents)
+                pages = {session: page_of[key] for key, session in sessions.items()}
+                if pages:
+                    under_way.append((pages, self._start_whole(pages, ready)))
+                if len(under_way) == _NUM_UNDER_WAY:
+                    end_first()
+        finally:
+            while under_way:
+                end_first()
 
     def _give_up(self, errors: Mapping[PutSession, MoonpoolError]) -> set[PutSession]:
         if errors:

@@ -1,4 +1,4 @@
-"""Pool -> pages, layer by layer, while the model computes.
+"""Pool -> pages, layer by layer, while the model computes. On a GPU the device copies and verifies: device_pull.py.
 
 A pull never fails a request and never lets a wrong byte through: the first block that is gone, belongs to another model
 or does not match its checksum ends the good prefix, and the engine computes the rest. A pull that is too late is left
@@ -8,89 +8,28 @@ behind: it may still write to its pages, so they are not reused before it has en
 from __future__ import annotations
 
 import itertools
-import threading
+import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from moonpool.base.clock import Clock, SystemClock
-from moonpool.base.errors import Corrupt, DeadlineExceeded, MoonpoolError, NotFound
+from moonpool.base.errors import DeadlineExceeded, MoonpoolError
 from moonpool.base.keys import object_key
-from moonpool.base.object_header import ObjectHeader, ObjectKind
-from moonpool.engine.kv_memory import KvLayout
 from moonpool.engine.sequence import AdmittedSequence
 from moonpool.store import Store
 from moonpool.store.client.read_session import PendingPieces, ReadSession
-from moonpool.worker.kv_link.pieces import PieceMemory
+from moonpool.worker.kv_link.device_pieces import DevicePieces, PullLane
+from moonpool.worker.kv_link.device_pull import DevicePull, goes_by_layer
+from moonpool.worker.kv_link.pieces import HostPieces, PieceMemory, ReadyPoint
 from moonpool.worker.kv_link.pool import PoolHealth
+from moonpool.worker.kv_link.pull_job import LayerListener, PullJob, PullResult, StoredBlocks
 
 _BUNDLE_NBYTES = 2 * 1024 * 1024  # read together, in the time that the pool has for one answer
 _NUM_UNDER_WAY = 4  # bundles of one job
-
-
-@dataclass(frozen=True, slots=True)
-class PullResult:
-    """The first `num_good` blocks are in their pages, whole and verified. `failure` is why not all are."""
-
-    num_good: int
-    nbytes: int
-    seconds: float
-    failure: MoonpoolError | None = None
-    ssd_nbytes: int = 0  # of `nbytes`, read from disk
-
-
-LayerListener = Callable[[int, int], None]
-"""Called with (layer, number of leading blocks whose piece of that layer is in place)."""
-
-
-class PullJob:
-    """One request's blocks on their way into pages. The engine's thread waits; the puller's threads call the rest."""
-
-    def __init__(self, admitted: AdmittedSequence, on_layer: LayerListener, on_end: Callable[[], None]) -> None:
-        self.admitted = admitted
-        self.result: PullResult | None = None
-        self.left_behind = False  # the engine has stopped waiting for it
-        self.moved_nbytes = self.moved_ssd_nbytes = 0  # so far, as whole pieces
-        self._on_layer = on_layer
-        self._on_end = on_end
-        self._num_layers = 0
-        self._changed = threading.Condition()
-
-    def wait_layer(self, layer: int, timeout_s: float) -> None:
-        """Return when the layer's pieces are in place, the job is over (see `result`), or after `timeout_s`."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._num_layers > layer or self.result is not None, timeout_s)
-
-    def wait_end(self, timeout_s: float) -> PullResult:
-        """Return the outcome. If there is none in time, the job is left behind for good: `on_layer` is not called any
-        more, and the pages stay the puller's until it calls `on_end`.
-        """
-        with self._changed:
-            if not self._changed.wait_for(lambda: self.result is not None, timeout_s):
-                self.left_behind = True
-                self.result = PullResult(0, 0, timeout_s, DeadlineExceeded("the pool did not deliver in time"))
-            assert self.result is not None
-            return self.result
-
-    def moved(self, nbytes: int, from_disk: bool) -> None:
-        """Count a piece, on the job's thread; the engine's thread reads the sums when it gives the job up."""
-        self.moved_nbytes += nbytes
-        self.moved_ssd_nbytes += nbytes if from_disk else 0
-
-    def layer_done(self, layer: int, num_good: int) -> None:
-        with self._changed:
-            self._num_layers = layer + 1
-            self._changed.notify_all()
-            if not self.left_behind:  # under the lock, so that no call follows once wait_end() has given up
-                self._on_layer(layer, num_good)
-
-    def end(self, result: PullResult) -> None:
-        with self._changed:
-            self.result = self.result or result
-            self._changed.notify_all()
-        self._on_end()
+_EXPECTED_NBYTES_PER_S = 40e9  # to a GPU, before the first pull
 
 
 class Puller:
@@ -112,6 +51,8 @@ class Puller:
         self._health = health or PoolHealth()
         self._clock: Clock = clock or SystemClock()
         self._slow = PoolHealth(self._health.rest_s, clock)  # of pulls alone: puts go on
+        self._nbytes_per_s = _EXPECTED_NBYTES_PER_S  # of the last pull
+        self._lanes: list[PullLane] = []  # not in use
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="pull")
 
     @property
@@ -135,25 +76,36 @@ class Puller:
         """Start no pull for a while, because one took too long, even if the conductor asks for it."""
         self._slow.record_error(DeadlineExceeded("a pull took longer than computing would have"))
 
-    def start(self, admitted: AdmittedSequence, on_layer: LayerListener, on_end: Callable[[], None]) -> PullJob:
+    def start(
+        self,
+        admitted: AdmittedSequence,
+        on_layer: LayerListener,
+        on_end: Callable[[], None],
+        compute_s: float = math.inf,
+    ) -> PullJob:
         """Start a pull. `on_end` is called when the puller no longer writes to the pages. Both callbacks run on a
-        thread of the puller.
+        thread of the puller. `compute_s` is about how long the step computes beside the pull.
         """
-        job = PullJob(admitted, on_layer, on_end)
-        self._threads.submit(self._run, job)
+        memory = self._memory
+        job = PullJob(admitted, on_layer, on_end, memory.compute_after if isinstance(memory, DevicePieces) else None)
+        # Earlier steps may still use these pages.
+        self._threads.submit(self._run, job, memory.mark(), compute_s)
         return job
 
     def close(self) -> None:
         """Wait for running jobs. Idempotent."""
         self._threads.shutdown(wait=True, cancel_futures=True)
 
-    def _run(self, job: PullJob) -> None:
+    def _run(self, job: PullJob, after: ReadyPoint | None, compute_s: float) -> None:
         started_s = self._clock.now_s()
         sessions: list[ReadSession] = []
         failure: MoonpoolError | None = None
         try:
-            sessions, failure = self._open(job.admitted)
-            sessions, failure = self._copy(job, sessions, failure)
+            if isinstance(self._memory, DevicePieces):
+                sessions, failure = self._pull_to_device(job, self._memory, after, compute_s)
+            else:
+                assert isinstance(self._memory, HostPieces)
+                sessions, failure = self._pull_to_host(job, self._memory)
         except MoonpoolError as error:
             sessions, failure = [], error
         except BaseException as error:
@@ -162,38 +114,38 @@ class Puller:
         self._health.record_error(failure)
         page_nbytes = self._memory.layout.page_nbytes
         nbytes, ssd_nbytes = len(sessions) * page_nbytes, sum(each.is_on_disk for each in sessions) * page_nbytes
-        job.end(PullResult(len(sessions), nbytes, self._clock.now_s() - started_s, failure, ssd_nbytes))
+        seconds = self._clock.now_s() - started_s
+        if sessions:
+            self._nbytes_per_s = nbytes / max(seconds, 1e-9)
+        job.end(PullResult(len(sessions), nbytes, seconds, failure, ssd_nbytes))
 
-    def _open(self, admitted: AdmittedSequence) -> tuple[list[ReadSession], MoonpoolError | None]:
-        """Look the blocks up again, because the promise may be old; the answer is leased. Return the sessions of the
-        leading blocks that can be read, and why there are no more.
-        """
-        infos = self._store.lookup([object_key(key) for key in admitted.keys], prefix=True)
-        stored = [info for info in infos if info is not None]  # the leading ones
-        sessions: list[ReadSession] = []
-        for session in self._store.piece_reads.open_many(stored, self._identity):
-            if isinstance(session, MoonpoolError):
-                return sessions, session
-            try:
-                _check_block(session.header, self._memory.layout)
-            except MoonpoolError as error:
-                return sessions, error
-            sessions.append(session)
-        return sessions, NotFound("the block has left the pool") if len(stored) < len(infos) else None
-
-    def _copy(
-        self, job: PullJob, sessions: list[ReadSession], failure: MoonpoolError | None
-    ) -> tuple[list[ReadSession], MoonpoolError | None]:
+    def _pull_to_host(self, job: PullJob, memory: HostPieces) -> tuple[list[ReadSession], MoonpoolError | None]:
         """Fill the pages. Return the sessions whose blocks are whole and right, and why not all are."""
-        stream = _PieceStream(job, sessions, self._store, self._memory)
+        blocks = StoredBlocks(self._store, job.admitted.keys, self._identity, memory.layout)
+        sessions = blocks.open(len(blocks))
+        stream = _PieceStream(job, sessions, self._store, memory)
         stream.run()
         if job.left_behind:
-            return [], failure
-        failure, sessions = stream.failure or failure, sessions[: stream.num_good]
-        for index, error in enumerate(self._store.piece_reads.finish(sessions)):
-            if error is not None:
-                return sessions[:index], error
-        return sessions, failure
+            return [], blocks.failure
+        return blocks.finish(sessions[: stream.num_good], stream.failure)
+
+    def _pull_to_device(
+        self, job: PullJob, memory: DevicePieces, after: ReadyPoint | None, compute_s: float
+    ) -> tuple[list[ReadSession], MoonpoolError | None]:
+        blocks = StoredBlocks(self._store, job.admitted.keys, self._identity, memory.layout)
+        pull_s = len(blocks) * memory.layout.page_nbytes / self._nbytes_per_s
+        with self._lane(memory) as lane:
+            pull = DevicePull(job, blocks, self._store, memory, lane, by_layer=goes_by_layer(pull_s, compute_s))
+            return pull.run(after)
+
+    @contextmanager
+    def _lane(self, memory: DevicePieces) -> Iterator[PullLane]:
+        """Streams for one job; there are as many lanes as threads."""
+        lane = self._lanes.pop() if self._lanes else memory.new_lane()
+        try:
+            yield lane
+        finally:
+            self._lanes.append(lane)
 
 
 class _Bundle(NamedTuple):
@@ -210,7 +162,7 @@ class _PieceStream:
     link does not idle.
     """
 
-    def __init__(self, job: PullJob, sessions: Sequence[ReadSession], store: Store, memory: PieceMemory) -> None:
+    def __init__(self, job: PullJob, sessions: Sequence[ReadSession], store: Store, memory: HostPieces) -> None:
         self._job, self._sessions, self._store, self._memory = job, sessions, store, memory
         self._under_way: deque[_Bundle] = deque()
         self.num_good = len(sessions)  # leading blocks of which no piece has failed so far
@@ -239,7 +191,7 @@ class _PieceStream:
 
     def _start(self, layer: int, blocks: range, is_last: bool) -> None:
         pages = self._job.admitted.pages
-        wanted = [(self._sessions[block], layer, self._memory.received(pages[block], layer)) for block in blocks]
+        wanted = [(self._sessions[block], layer, self._memory.piece(pages[block], layer)) for block in blocks]
         reads = self._store.piece_reads.start(wanted, num_ahead=len(self._under_way)) if wanted else None
         self._under_way.append(_Bundle(layer, blocks, is_last, reads))
 
@@ -248,19 +200,9 @@ class _PieceStream:
         errors = reads.finish() if reads is not None else []
         self._under_way.popleft()
         num_right = next((at for at, error in enumerate(errors) if error is not None), len(errors))
-        right = blocks[:num_right]
-        self._memory.apply_received([self._job.admitted.pages[block] for block in right], layer)
-        for block in right:
+        for block in blocks[:num_right]:
             self._job.moved(self._memory.layout.piece_nbytes, self._sessions[block].is_on_disk)
         if num_right < len(errors) and blocks[num_right] < self.num_good:
             self.num_good, self.failure = blocks[num_right], errors[num_right]
         if is_last:
             self._job.layer_done(layer, self.num_good)
-
-
-def _check_block(header: ObjectHeader, layout: KvLayout) -> None:
-    """Raise Corrupt unless the object is one whole block with pieces of this worker's layout."""
-    pieces = [piece.nbytes for piece in header.pieces]
-    is_block = header.kind is ObjectKind.BLOCK and header.valid_tokens == layout.block_tokens
-    if not is_block or pieces != [layout.piece_nbytes] * layout.num_layers:
-        raise Corrupt(f"{header.key.hex()[:16]} is not a whole block of {layout.block_tokens} tokens")

@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moonpool.base.checksum import crc32c
 from moonpool.base.clock import Clock, SystemClock
 from moonpool.base.cluster import WORKER_SERVICE
 from moonpool.base.errors import Cancelled, Internal, MoonpoolError, PeerLost, Unauthorized, Unavailable
@@ -30,7 +29,9 @@ from moonpool.base.log import RateLimitedLog
 from moonpool.base.rpc import BlockingClient, Call
 from moonpool.store.client.put_session import PutSession
 from moonpool.transfer import Pending, Priority, RemoteSegment, TransferEngine, TransferOp, TransferRequest
-from moonpool.worker.kv_link.pieces import PieceMemory
+from moonpool.transfer.memory.buffers import Memory
+from moonpool.transfer.transports.cuda.copy import in_main_memory
+from moonpool.worker.kv_link.pieces import PieceMemory, ReadyPoint
 from moonpool.worker.kv_link.pool import PoolWriter
 from moonpool.worker.kv_link.send_queue import SendQueue, Urgency
 from moonpool.worker.messages import AbortHandoff, CommitHandoff, OpenHandoff, Ticket, TokenOut
@@ -39,6 +40,7 @@ _LOG = logging.getLogger(__name__)
 _HANDOFF_TIMEOUT_S = 10.0  # for one call, and for a batch of pieces beyond what its bytes take
 _SLOWEST_NBYTES_PER_S = 1_000_000  # a hand-off over a slower link fails
 _WINDOW_NBYTES = 8 * 1024 * 1024  # under way at once, unless one batch is larger
+_GPU_WINDOW_NBYTES = 512 * 1024 * 1024
 _RENEW_EVERY_S = 5.0  # well within the time after which the pool discards an unfinished put
 
 
@@ -73,10 +75,10 @@ class DecodePeers:
 
 
 class _SentBatch(NamedTuple):
-    """Pieces of one layer on their way to the decode worker."""
+    """Pieces of some layers on their way to the decode worker."""
 
     transfer: Pending[None]
-    layer: int
+    layers: range
     blocks: frozenset[int]
     nbytes: int
 
@@ -110,6 +112,7 @@ class Push:
         self._sessions: dict[bytes, PutSession] | None = None
         self._clock = clock or SystemClock()
         self._renewed_s = 0.0
+        self._window_nbytes = _WINDOW_NBYTES if memory.layer_run == 1 else _GPU_WINDOW_NBYTES
         self._checksums = np.zeros((len(ticket.pages), memory.layout.num_layers), dtype="<u4")
         self._sent = np.zeros(self._checksums.shape, dtype=bool)
         self._failure: MoonpoolError | None = None
@@ -126,17 +129,23 @@ class Push:
         for layer in range(self._memory.layout.num_layers):
             self.layer_ready(layer, range(num_ready_blocks))
 
-    def layer_ready(self, layer: int, blocks: Sequence[int]) -> None:
-        """These blocks' pieces of one layer hold their final bytes."""
-        pages = self._pages
+    def layer_ready(self, layer: int, blocks: Sequence[int], ready: ReadyPoint | None = None) -> None:
+        """These blocks' pieces of one layer hold their final bytes, on a GPU once `ready` is reached (None: all that
+        was enqueued so far). Layers come in order, so on a GPU, whose copies should be large, several go together.
+        """
+        pages, memory, last = self._pages, self._memory, self._memory.layout.num_layers - 1
         page_of = {block: pages[block] for block in blocks if block < len(pages)}
-        if not page_of:
+        run = range(layer - layer % memory.layer_run, layer + 1)
+        if not page_of or (len(run) < memory.layer_run and layer != last):
             return
-        self._queue.put(Urgency.HANDOFF, lambda: self._send(layer, page_of))
-        step = self._pool.max_pieces
-        for first in range(0, len(page_of), step):
-            some = dict(islice(page_of.items(), first, first + step))
-            self._queue.put(Urgency.POOL, partial(self._put, layer, some))
+        ready = ready or memory.mark()
+        self._queue.put(Urgency.HANDOFF, partial(self._send, run, page_of, ready))
+        put = run if not memory.puts_whole else range(last + 1)
+        if put.stop <= layer + 1:
+            step = max(1, self._pool.max_pieces // len(put))
+            for first in range(0, len(page_of), step):
+                some = dict(islice(page_of.items(), first, first + step))
+                self._queue.put(Urgency.POOL, partial(self._put, put, some, ready))
 
     # called once at the end
 
@@ -166,19 +175,23 @@ class Push:
         except MoonpoolError as error:
             self._failure = self._explain(error)
 
-    def _send(self, layer: int, page_of: dict[int, int]) -> None:
-        """Start writing these blocks' pieces of a layer."""
+    def _send(self, layers: range, page_of: dict[int, int], ready: ReadyPoint | None) -> None:
+        """Start writing these blocks' pieces of some layers."""
         blocks = [block for block in page_of if block >= self._ticket.num_present_blocks]
-        self._wait_for_room(layer, blocks)
+        self._wait_for_room(layers, blocks)
         if not blocks or self._failure is not None:
             return
         assert self._remote is not None
+        pages = [page_of[block] for block in blocks]
+        self._checksums[blocks, layers.start : layers.stop] = self._memory.checksums(pages, layers, ready)
+        memories: Sequence[Memory] = [self._memory.memory(page, layers) for page in pages]
+        if not self._remote.takes_gpu_memory:
+            memories = in_main_memory(memories, _HANDOFF_TIMEOUT_S)
         requests: list[TransferRequest] = []
-        for block, view in zip(blocks, self._memory.read([page_of[block] for block in blocks], layer), strict=True):
-            self._checksums[block, layer] = crc32c(view)
-            offset, _ = self._remote_layout.piece(self._ticket.pages[block], layer)
-            requests.append(TransferRequest(TransferOp.WRITE, self._remote, offset, [view], self._ticket.generation))
-        nbytes = len(blocks) * self._memory.layout.piece_nbytes
+        for block, memory in zip(blocks, memories, strict=True):
+            offset, _ = self._remote_layout.piece(self._ticket.pages[block], layers.start)
+            requests.append(TransferRequest(TransferOp.WRITE, self._remote, offset, [memory], self._ticket.generation))
+        nbytes = len(blocks) * len(layers) * self._memory.layout.piece_nbytes
         ahead_nbytes = nbytes + sum(batch.nbytes for batch in self._under_way)
         try:
             transfer = self._transfer.submit(
@@ -191,15 +204,15 @@ class Push:
             self._failure = self._explain(error)
             return
         self._queue.track(transfer)
-        self._under_way.append(_SentBatch(transfer, layer, frozenset(blocks), nbytes))
-        self._sent[blocks, layer] = True
+        self._under_way.append(_SentBatch(transfer, layers, frozenset(blocks), nbytes))
+        self._sent[blocks, layers.start : layers.stop] = True
         self.sent_nbytes += nbytes
 
-    def _wait_for_room(self, layer: int, blocks: Sequence[int]) -> None:
+    def _wait_for_room(self, layers: range, blocks: Sequence[int]) -> None:
         """Wait until little enough is under way, and no earlier bytes of the same pieces, which could arrive last."""
         nbytes = sum(batch.nbytes for batch in self._under_way)
         for batch in self._under_way:
-            if nbytes > _WINDOW_NBYTES or (batch.layer == layer and not batch.blocks.isdisjoint(blocks)):
+            if nbytes > self._window_nbytes or (batch.layers == layers and not batch.blocks.isdisjoint(blocks)):
                 batch.transfer.done_within(threading.TIMEOUT_MAX)  # its own deadline ends it
                 nbytes -= batch.nbytes
         self._collect()
@@ -275,7 +288,7 @@ class Push:
             self._sessions = self._pool.begin(keys, parents) if keys else {}
             self._renewed_s = self._clock.now_s()
 
-    def _put(self, layer: int, page_of: dict[int, int]) -> None:
+    def _put(self, layers: range, page_of: dict[int, int], ready: ReadyPoint | None) -> None:
         assert self._sessions is not None
         if self._sessions and self._clock.now_s() - self._renewed_s >= _RENEW_EVERY_S:
             self._renewed_s = self._clock.now_s()
@@ -285,7 +298,7 @@ class Push:
             session = self._sessions.get(self._keys[block]) if block < len(self._keys) else None
             if session is not None:
                 pages[session] = page
-        failed = self._pool.write(pages, [layer])
+        failed = self._pool.write(pages, layers, ready)
         if failed:
             self._sessions = {key: session for key, session in self._sessions.items() if session not in failed}
 

@@ -1,0 +1,154 @@
+"""One pull as the engine sees it, and the blocks that it pulls as the store has them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from moonpool.base.errors import Corrupt, DeadlineExceeded, MoonpoolError, NotFound
+from moonpool.base.keys import object_key
+from moonpool.base.object_header import HeaderFields, ObjectKind
+from moonpool.engine.kv_memory import KvLayout
+from moonpool.engine.sequence import AdmittedSequence
+from moonpool.store import Store
+from moonpool.store.client.read_session import ReadSession
+from moonpool.worker.kv_link.pieces import ReadyPoint
+
+
+@dataclass(frozen=True, slots=True)
+class PullResult:
+    """The first `num_good` blocks are in their pages, whole and verified. `failure` is why not all are."""
+
+    num_good: int
+    nbytes: int
+    seconds: float
+    failure: MoonpoolError | None = None
+    ssd_nbytes: int = 0  # of `nbytes`, read from disk
+
+
+LayerListener = Callable[[int, int, ReadyPoint | None], None]
+"""Called with (layer, number of leading blocks whose piece of that layer is in place once the point is reached). On a
+GPU they may turn out to be wrong later: what is made of them counts only if the result says that they are good.
+"""
+
+
+class PullJob:
+    """One request's blocks on their way into pages. The engine's thread waits; the puller's threads call the rest.
+
+    On a GPU, `compute_after` lets the engine's stream wait for a point.
+    """
+
+    def __init__(
+        self,
+        admitted: AdmittedSequence,
+        on_layer: LayerListener,
+        on_end: Callable[[], None],
+        compute_after: Callable[[ReadyPoint], None] | None = None,
+    ) -> None:
+        self.admitted = admitted
+        self._compute_after = compute_after
+        self.result: PullResult | None = None
+        self.left_behind = False  # the engine has stopped waiting for it
+        self.moved_nbytes = self.moved_ssd_nbytes = 0  # so far, as whole pieces
+        self._on_layer = on_layer
+        self._on_end = on_end
+        self._num_layers = 0
+        self._ready: dict[int, ReadyPoint] = {}  # by layer; on a GPU
+        self._changed = threading.Condition()
+
+    def wait_layer(self, layer: int, timeout_s: float) -> None:
+        """Return when the layer's pieces are in place, the job is over (see `result`), or after `timeout_s`. On a GPU
+        this is when their copies are started, and what the engine computes from now on waits for them.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_layers > layer or self.result is not None, timeout_s)
+            ready = self._ready.get(layer)
+        if ready is not None and self._compute_after is not None:
+            self._compute_after(ready)
+
+    def wait_end(self, timeout_s: float) -> PullResult:
+        """Return the outcome. If there is none in time, the job is left behind for good: `on_layer` is not called any
+        more, and the pages stay the puller's until it calls `on_end`.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.result is not None, timeout_s):
+                self.left_behind = True
+                self.result = PullResult(0, 0, timeout_s, DeadlineExceeded("the pool did not deliver in time"))
+            assert self.result is not None
+            return self.result
+
+    def moved(self, nbytes: int, from_disk: bool) -> None:
+        """Count pieces, on the job's thread; the engine's thread reads the sums when it gives the job up."""
+        self.moved_nbytes += nbytes
+        self.moved_ssd_nbytes += nbytes if from_disk else 0
+
+    def layer_done(self, layer: int, num_good: int, ready: ReadyPoint | None = None) -> None:
+        with self._changed:
+            self._num_layers = layer + 1
+            if ready is not None:
+                self._ready[layer] = ready
+            self._changed.notify_all()
+            if not self.left_behind:  # under the lock, so that no call follows once wait_end() has given up
+                self._on_layer(layer, num_good, ready)
+
+    def end(self, result: PullResult) -> None:
+        with self._changed:
+            self.result = self.result or result
+            self._changed.notify_all()
+        self._on_end()
+
+
+class StoredBlocks:
+    """The leading blocks of a prompt that the pool has, opened a few at a time. For one thread.
+
+    The blocks are looked up again, because the promise may be old; the answer is leased. `failure` is why there are no
+    more blocks than those that could be opened.
+    """
+
+    def __init__(self, store: Store, keys: Sequence[bytes], identity: bytes, layout: KvLayout) -> None:
+        self._store, self._identity, self._layout = store, identity, layout
+        infos = store.lookup([object_key(key) for key in keys], prefix=True)
+        self._stored = [info for info in infos if info is not None]  # the leading ones
+        self._num_opened = 0
+        self.failure: MoonpoolError | None = None
+        if len(self._stored) < len(infos):
+            self.failure = NotFound("the block has left the pool")
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def open(self, number: int) -> list[ReadSession]:
+        """Return sessions of the next `number` blocks; fewer when one cannot be read, or none is left."""
+        some = self._stored[self._num_opened : self._num_opened + number]
+        sessions: list[ReadSession] = []
+        for session in self._store.piece_reads.open_many(some, self._identity):
+            try:
+                if isinstance(session, MoonpoolError):
+                    raise session
+                _check_block(session.fields, self._layout)
+            except MoonpoolError as error:
+                self.failure = error
+                self._stored = self._stored[: self._num_opened + len(sessions)]
+                break
+            sessions.append(session)
+        self._num_opened += len(sessions)
+        return sessions
+
+    def finish(
+        self, sessions: list[ReadSession], failure: MoonpoolError | None
+    ) -> tuple[list[ReadSession], MoonpoolError | None]:
+        """Return the leading sessions whose space was not reused meanwhile, and why there are no more of them.
+        `failure` is why these are not all that were opened. Call it when the last byte has arrived.
+        """
+        for index, error in enumerate(self._store.piece_reads.finish(sessions)):
+            if error is not None:
+                return sessions[:index], error
+        return sessions, failure or self.failure
+
+
+def _check_block(header: HeaderFields, layout: KvLayout) -> None:
+    """Raise Corrupt unless the object is one whole block with pieces of this worker's layout."""
+    is_block = header.kind == ObjectKind.BLOCK and header.valid_tokens == layout.block_tokens
+    if not is_block or header.sizes != (layout.piece_nbytes,) * layout.num_layers:
+        raise Corrupt(f"{header.key.hex()[:16]} is not a whole block of {layout.block_tokens} tokens")

@@ -1,0 +1,253 @@
+"""Blocks between a real pool and pages of a GPU in main memory (fake_gpu.py): what is copied, verified and told."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from fake_gpu import FakeDevice, FakeDevicePieces, gpu
+from store_pool import LocalPool
+
+from moonpool.base.errors import Corrupt, NotFound, StaleGeneration
+from moonpool.base.keys import chain_keys, object_key
+from moonpool.base.object_header import unpack
+from moonpool.engine.kv_memory import KvLayout
+from moonpool.engine.sequence import AdmittedSequence, FullBlock
+from moonpool.store import Store
+from moonpool.transfer.memory.segment import Borrowed
+from moonpool.transfer.transports.cuda.pinning import Pinning
+from moonpool.worker.kv_link import device_pull
+from moonpool.worker.kv_link.device_pull import goes_by_layer
+from moonpool.worker.kv_link.pool import PoolWriter
+from moonpool.worker.kv_link.pull import Puller
+from moonpool.worker.kv_link.pull_job import PullJob, PullResult
+
+__all__ = ["gpu"]
+IDENTITY = bytes(range(32))
+NUM_BLOCKS = 6
+LAYOUT = KvLayout(num_pages=16, num_layers=3, num_kv_heads=1, block_tokens=4, head_dim=8, dtype="float32")
+ALONE, BESIDE = 0.0, 1e9  # seconds that the step computes beside the pull
+_ROOTS = itertools.count(1)
+
+
+class Bench:
+    """Pages 0 to 5 hold blocks that are in the pool; they are pulled to pages 8 to 13."""
+
+    def __init__(self, pool: LocalPool, device: FakeDevice) -> None:
+        self.pool, self.device = pool, device
+        self.store: Store = pool.client()
+        self.pieces = FakeDevicePieces(LAYOUT, device)
+        self.pieces.content[:NUM_BLOCKS] = np.random.default_rng(3).integers(
+            0, 256, self.pieces.content[:NUM_BLOCKS].shape
+        )
+        root = next(_ROOTS).to_bytes(32)
+        self.keys = chain_keys(root, range(NUM_BLOCKS * LAYOUT.block_tokens), LAYOUT.block_tokens)
+        self.writer = PoolWriter(self.store, self.pieces, IDENTITY)
+        self.layers: list[tuple[int, int]] = []
+
+    def pin(self) -> None:
+        engine = self.store.directory.engine
+        engine.pinning = Pinning(self.device, chunk_nbytes=1 << 20)
+        self.store.page_lock_local()
+        for _ in range(1000):
+            if sum(self.device.locked.values()) == self.pool.nodes[0].segment.nbytes:
+                return
+            time.sleep(0.005)
+        raise AssertionError("the pool was not page-locked")
+
+    def put(self) -> None:
+        self.writer.put_pages({page: FullBlock("r", page, page, key) for page, key in enumerate(self.keys)})
+        assert self.writer.failures == {}
+
+    def start(self, puller: Puller, compute_s: float) -> PullJob:
+        pages = tuple(range(8, 8 + NUM_BLOCKS))
+        admitted = AdmittedSequence("r", 0, tuple(range(NUM_BLOCKS)), pages, tuple(self.keys))
+        return puller.start(admitted, lambda *told: self.layers.append(told[:2]), lambda: None, compute_s)
+
+    def pull(self, compute_s: float = ALONE) -> PullResult:
+        puller = Puller(self.store, self.pieces, IDENTITY)
+        job = self.start(puller, compute_s)
+        for layer in range(LAYOUT.num_layers):
+            job.wait_layer(layer, 5)
+        result = job.wait_end(5)
+        puller.close()
+        return result
+
+    def check(self, num_good: int) -> None:
+        assert np.array_equal(self.pieces.content[8 : 8 + num_good], self.pieces.content[:num_good])
+
+    def damage_replica(self, block: int, layer: int) -> None:
+        info = self.store.lookup([object_key(self.keys[block])])[0]
+        assert info is not None
+        memory = self.pool.nodes[0].segment.memory[info.replicas[0].offset :]
+        memory[unpack(memory).piece_offset(layer)] ^= 1
+
+    def damage_in_flight(self, block: int, layer: int) -> None:
+        """Let one bit of the piece arrive wrong, once."""
+        (address,) = self.pieces.addresses([8 + block], layer).tolist()
+
+        def flip(target: int, nbytes: int) -> None:
+            if target <= address < target + nbytes:
+                ctypes.c_ubyte.from_address(address).value ^= 4
+                self.device.after_copy = None
+
+        self.device.after_copy = flip
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalPool]:
+    pool = LocalPool(tmp_path_factory.mktemp("p"), dram_nbytes=4 << 20)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def bench(pool: LocalPool, gpu: FakeDevice) -> Iterator[Bench]:
+    made = Bench(pool, gpu)
+    yield made
+    pinning = made.store.directory.engine.pinning
+    if pinning is not None:
+        pinning.close()
+        made.store.directory.engine.pinning = None
+    made.store.close()
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+@pytest.mark.parametrize("compute_s", [ALONE, BESIDE])
+def test_the_bytes_come_back(bench: Bench, pinned: bool, compute_s: float) -> None:
+    if pinned:
+        bench.pin()
+    bench.put()
+    assert bench.device.num_copies == (NUM_BLOCKS if pinned else 0), "whole blocks, straight into the pool"
+    bench.device.num_copies = 0
+    result = bench.pull(compute_s)
+    assert (result.num_good, result.failure, result.nbytes) == (NUM_BLOCKS, None, NUM_BLOCKS * LAYOUT.page_nbytes)
+    assert bench.layers == [(layer, NUM_BLOCKS) for layer in range(LAYOUT.num_layers)]
+    per_block = LAYOUT.num_layers if compute_s else 1
+    assert bench.device.num_copies == (NUM_BLOCKS * per_block if pinned else 0)
+    assert len(bench.pieces.waited_for) == LAYOUT.num_layers
+    bench.check(NUM_BLOCKS)
+    assert bench.store.counters()["bytes_read"] >= NUM_BLOCKS * LAYOUT.page_nbytes
+    assert bench.store.counters()["damaged_copies"] == 0
+
+
+@pytest.mark.parametrize("compute_s", [ALONE, BESIDE])
+@pytest.mark.parametrize("pinned", [True, False])
+@pytest.mark.parametrize(("block", "layer"), [(0, 0), (2, 1), (5, 2)])
+def test_a_damaged_replica_ends_the_prefix_and_is_reported(
+    bench: Bench, pinned: bool, compute_s: float, block: int, layer: int
+) -> None:
+    if pinned:
+        bench.pin()
+    bench.put()
+    bench.damage_replica(block, layer)
+    result = bench.pull(compute_s)
+    assert (result.num_good, type(result.failure)) == (block, Corrupt)
+    bench.check(block)
+    assert bench.store.counters()["corrupt_replicas"] == 1
+    found = bench.store.lookup([object_key(key) for key in bench.keys])
+    assert [info is not None for info in found] == [n != block for n in range(NUM_BLOCKS)], "in quarantine"
+
+
+@pytest.mark.parametrize("compute_s", [ALONE, BESIDE])
+def test_bytes_that_change_on_their_way_are_found_and_never_used(
+    bench: Bench, compute_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine was told of the block already, so it ends the prefix; its replica is not blamed."""
+    bench.pin()
+    bench.put()
+    bench.damage_in_flight(2, 1)
+    result = bench.pull(compute_s)
+    assert (result.num_good, type(result.failure)) == (2, Corrupt)
+    bench.check(2)
+    counters = bench.store.counters()
+    assert (counters["damaged_copies"], counters["corrupt_replicas"]) == (1, 0)
+    again = bench.pull(compute_s)
+    assert (again.num_good, again.failure) == (NUM_BLOCKS, None)
+    bench.check(NUM_BLOCKS)
+
+
+def test_a_block_that_the_engine_has_not_used_is_read_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_pull, "_FIRST_BLOCKS", 1)
+    monkeypatch.setattr(device_pull, "_BUNDLE_BLOCKS", 1)
+    monkeypatch.setattr(device_pull, "_NUM_UNDER_WAY", 1)
+    bench.pin()
+    bench.put()
+    bench.damage_in_flight(2, 1)
+    result = bench.pull()
+    assert (result.num_good, result.failure) == (NUM_BLOCKS, None)
+    bench.check(NUM_BLOCKS)
+    assert bench.store.counters()["damaged_copies"] == 1
+
+
+def test_a_block_that_is_gone_ends_the_prefix(bench: Bench) -> None:
+    bench.pin()
+    bench.put()
+    bench.store.remove_many([object_key(bench.keys[3])], force=True)
+    result = bench.pull()
+    assert (result.num_good, type(result.failure)) == (3, NotFound)
+    bench.check(3)
+
+
+def test_space_that_is_reused_meanwhile_is_not_used(bench: Bench) -> None:
+    """The generation is read again after the copies: what was copied right may be of another object by then."""
+    bench.pin()
+    bench.put()
+    info = bench.store.lookup([object_key(bench.keys[4])])[0]
+    assert info is not None
+    at = info.replicas[0].offset
+    memory = bench.pool.nodes[0].segment.memory
+
+    def give_away(target: int, nbytes: int) -> None:
+        memory[at + 24] ^= 1  # its generation, once all bytes have been copied
+
+    puller = Puller(bench.store, bench.pieces, IDENTITY)
+    lane_end = bench.pieces.addresses([8 + NUM_BLOCKS - 1], 0).tolist()[0]
+    bench.device.after_copy = lambda target, nbytes: give_away(target, nbytes) if target == lane_end else None
+    result = bench.start(puller, ALONE).wait_end(5)
+    puller.close()
+    memory[at + 24] ^= 1
+    assert (result.num_good, type(result.failure)) == (4, StaleGeneration)
+
+
+def test_a_put_that_was_overtaken_fails(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fence is asked again when the copies are over: another owner of the space must not be announced."""
+    bench.pin()
+    segment = bench.pool.nodes[0].segment
+    assert segment.fence is not None
+    starts: list[int] = []
+
+    def overtake(target: int, nbytes: int) -> None:
+        (pinned,) = bench.store.directory.engine.pinning._segments.values()
+        starts.append(target - pinned.address)
+        if len(starts) == 2:
+            segment.fence.stamp(starts[-1], nbytes, 2**40)
+
+    bench.device.after_copy = overtake
+    bench.writer.put_pages({page: FullBlock("r", page, page, key) for page, key in enumerate(bench.keys)})
+    bench.device.after_copy = None
+    assert bench.writer.failures == {"stale_generation": 1}
+    found = bench.store.lookup([object_key(key) for key in bench.keys])
+    assert [info is not None for info in found] == [True, False, True, True, True, True]
+
+
+def test_a_borrowed_segment_is_held_while_it_is_copied(bench: Bench) -> None:
+    bench.pin()
+    bench.put()
+    (pinned,) = bench.store.directory.engine.pinning._segments.values()
+    held: list[int] = []
+    bench.device.after_copy = lambda target, nbytes: held.append(pinned._num_copying)
+    assert bench.pull().num_good == NUM_BLOCKS
+    assert set(held) == {1}
+    assert pinned._num_copying == 0
+    assert isinstance(pinned.begin_copies(), Borrowed)
+    pinned.end_copies()
+
+
+def test_layer_by_layer_only_where_it_pays() -> None:
+    assert goes_by_layer(pull_s=0.1, compute_s=0.2)
+    assert not goes_by_layer(pull_s=0.1, compute_s=0.01)
