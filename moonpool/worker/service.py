@@ -34,6 +34,7 @@ from moonpool.worker.build import Built, Calibration, Limits, build, choose_thre
 from moonpool.worker.config import WorkerConfig
 from moonpool.worker.decode import DecodeRole
 from moonpool.worker.kv_link.device_pieces import DevicePieces
+from moonpool.worker.kv_link.device_probe import DeviceProbe
 from moonpool.worker.kv_link.pool import PoolHealth, PoolProbe, PoolWriter
 from moonpool.worker.kv_link.pull import Puller
 from moonpool.worker.kv_link.push import DecodePeers, Push
@@ -126,11 +127,7 @@ class Worker:
         if isinstance(built.pieces, DevicePieces):
             self._transfer.use_gpu(built.pieces.device)
             self._store.page_lock_local()
-        self._probe = PoolProbe(
-            lambda: Store(config.master_address, engine=self._transfer, config=limits),
-            built.layout.page_nbytes,
-            SystemClock(),
-        )
+        self._probe = self._make_probe(built, limits)
         identity = built.identity.digest()
         self._pool_health = PoolHealth(config.pool_rest_s)
         self._pool = PoolWriter(self._store, built.pieces, identity, self._pool_health)
@@ -152,6 +149,14 @@ class Worker:
         self.registry = CollectorRegistry()
         self.registry.register(WorkerCollector(self.stats))
         self._samples.times.register(self.registry)
+
+    def _make_probe(self, built: Built, limits: ClientConfig) -> PoolProbe:
+        def connect() -> Store:
+            return Store(self.config.master_address, engine=self._transfer, config=limits)
+
+        if isinstance(built.pieces, DevicePieces):
+            return DeviceProbe(connect, built.pieces.scratch(), SystemClock())
+        return PoolProbe(connect, built.layout.page_nbytes, SystemClock())
 
     def _calibrate(self, built: Built) -> None:
         limits, pages = built.scheduler.config, built.scheduler.pages

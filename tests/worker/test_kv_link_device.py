@@ -6,12 +6,14 @@ import ctypes
 import itertools
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from fake_gpu import FakeDevice, FakeDevicePieces, gpu
 from store_pool import LocalPool
 
+from moonpool.base.clock import SystemClock
 from moonpool.base.errors import Corrupt, NotFound, StaleGeneration
 from moonpool.base.keys import chain_keys, object_key
 from moonpool.base.object_header import unpack
@@ -21,6 +23,7 @@ from moonpool.store import Store
 from moonpool.transfer.memory.segment import Borrowed
 from moonpool.transfer.transports.cuda.pinning import Pinning
 from moonpool.worker.kv_link import device_pull
+from moonpool.worker.kv_link.device_probe import DeviceProbe
 from moonpool.worker.kv_link.device_pull import goes_by_layer
 from moonpool.worker.kv_link.pool import PoolWriter
 from moonpool.worker.kv_link.pull import Puller
@@ -246,6 +249,15 @@ def test_a_borrowed_segment_is_held_while_it_is_copied(bench: Bench) -> None:
     assert pinned._num_copying == 0
     assert isinstance(pinned.begin_copies(), Borrowed)
     pinned.end_copies()
+
+
+def test_the_probe_measures_small_and_large_pulls_and_leaves_nothing(bench: Bench) -> None:
+    bench.pin()
+    scratch = FakeDevicePieces(replace(LAYOUT, num_pages=1), bench.device)
+    before = set(bench.store.keys())
+    samples = DeviceProbe(lambda: bench.pool.client(), scratch, SystemClock()).measure()
+    assert [sample.nbytes for sample in samples] == [LAYOUT.page_nbytes, 32 * LAYOUT.page_nbytes]
+    assert set(bench.store.keys()) == before
 
 
 def test_layer_by_layer_only_where_it_pays() -> None:

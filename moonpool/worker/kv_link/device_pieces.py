@@ -7,6 +7,7 @@ hold up a step from the host.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -98,6 +99,10 @@ class DevicePieces:
             (self.memory(page, layers).address, view) for page, view in zip(pages, views, strict=True)
         ]
         mover_of(self.device).write(placed, Deadline(timeout_s))
+
+    def scratch(self) -> DevicePieces:
+        """Return one page of memory of its own, on the same GPU."""
+        return DevicePieces(KvMemory(replace(self.layout, num_pages=1), device=str(self.torch_device)))
 
     def new_lane(self) -> PullLane:
         return PullLane(self)
