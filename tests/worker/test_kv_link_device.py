@@ -5,21 +5,25 @@ from __future__ import annotations
 import ctypes
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
-from fake_gpu import FakeDevice, FakeDevicePieces, gpu
+from fake_gpu import FakeDevice, FakeDevicePieces, FakeReady, gpu
 from store_pool import LocalPool
 
 from moonpool.base.clock import SystemClock
+from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import Corrupt, NotFound, StaleGeneration
 from moonpool.base.keys import chain_keys, object_key
 from moonpool.base.object_header import unpack
 from moonpool.engine.kv_memory import KvLayout
 from moonpool.engine.sequence import AdmittedSequence, FullBlock
 from moonpool.store import Store
+from moonpool.transfer import Pending, TransferRequest
+from moonpool.transfer.memory.buffers import DeviceSpan
 from moonpool.transfer.memory.segment import Borrowed
 from moonpool.transfer.transports.cuda.pinning import Pinning
 from moonpool.worker.kv_link import device_pull
@@ -28,6 +32,9 @@ from moonpool.worker.kv_link.device_pull import goes_by_layer
 from moonpool.worker.kv_link.pool import PoolWriter
 from moonpool.worker.kv_link.pull import Puller
 from moonpool.worker.kv_link.pull_job import PullJob, PullResult
+from moonpool.worker.kv_link.push import Push
+from moonpool.worker.kv_link.send_queue import SendQueue
+from moonpool.worker.messages import CommitHandoff, Ticket, TokenOut
 
 __all__ = ["gpu"]
 IDENTITY = bytes(range(32))
@@ -258,6 +265,78 @@ def test_the_probe_measures_small_and_large_pulls_and_leaves_nothing(bench: Benc
     samples = DeviceProbe(lambda: bench.pool.client(), scratch, SystemClock()).measure()
     assert [sample.nbytes for sample in samples] == [LAYOUT.page_nbytes, 32 * LAYOUT.page_nbytes]
     assert set(bench.store.keys()) == before
+
+
+class Peer:
+    """A decode worker's segment that takes GPU memory, its connection and the transfer engine, all in one."""
+
+    takes_gpu_memory = True
+
+    def __init__(self) -> None:
+        self.memory = np.zeros(LAYOUT.total_nbytes, np.uint8)
+        self.sizes: list[int] = []
+        self.commits: list[CommitHandoff] = []
+
+    def reach(self, address: str, call: object) -> None: ...
+
+    def get(self, address: str) -> Peer:
+        return self
+
+    def call(self, call: object, timeout_s: float) -> None:
+        if isinstance(call, CommitHandoff):
+            self.commits.append(call)
+
+    def open(self, descriptor: SegmentDescriptor) -> Peer:
+        return self
+
+    def submit(self, requests: Sequence[TransferRequest], **_: object) -> Pending[None]:
+        for request in requests:
+            (span,) = request.buffers
+            assert isinstance(span, DeviceSpan)
+            ctypes.memmove(self.memory.ctypes.data + request.offset, span.address, span.nbytes)
+            self.sizes.append(span.nbytes)
+        done: Pending[None] = Pending()
+        done.resolve(None)
+        return done
+
+
+class PutLog:
+    max_pieces = 100
+
+    def __init__(self) -> None:
+        self.writes: list[tuple[range, int]] = []
+
+    def begin(self, keys: Sequence[bytes], parents: object) -> dict[bytes, object]:
+        return {key: key for key in keys}
+
+    def write(self, pages: dict[object, int], layers: range, ready: object) -> set[object]:
+        self.writes.append((layers, len(pages)))
+        return set()
+
+    def finish(self, sessions: object) -> None: ...
+
+
+def test_a_hand_off_sends_layers_together_and_puts_whole_blocks(bench: Bench) -> None:
+    pieces, peer, puts, queue = bench.pieces, Peer(), PutLog(), SendQueue()
+    pieces.layer_run = 2
+    segment = SegmentDescriptor(name="d/kv", nbytes=LAYOUT.total_nbytes, incarnation=1, host="", endpoints=())
+    ticket = Ticket(
+        request_id="r", epoch=1, address="", segment=segment, pages=[9, 3, 5], num_present_blocks=0, generation=1
+    )
+    parts: dict[str, Any] = {"queue": queue, "memory": pieces, "pool": puts, "peers": peer, "transfer": peer}
+    push, outcomes = Push(ticket, bench.keys[:2], **parts), list[object]()
+    push.begin([0, 1, 2], 0, 0)
+    for layer in range(LAYOUT.num_layers):
+        push.layer_ready(layer, range(3), FakeReady())
+    push.commit(TokenOut(1), 12, outcomes.append)
+    push.finish_puts(complete=True, on_done=lambda: None)
+    queue.close(10)
+    assert outcomes == [None]
+    assert peer.sizes == [2 * LAYOUT.piece_nbytes] * 3 + [LAYOUT.piece_nbytes] * 3
+    received = peer.memory.reshape(pieces.content.shape)
+    assert np.array_equal(received[[9, 3, 5]], pieces.content[[0, 1, 2]])
+    assert peer.commits[0].checksums == pieces.checksums([0, 1, 2], range(3)).astype("<u4").tobytes()
+    assert puts.writes == [(range(3), 2)], "once, when the last layer is computed, and full blocks only"
 
 
 def test_layer_by_layer_only_where_it_pays() -> None:

@@ -89,7 +89,7 @@ class ReadSession:
 
     @property
     def fields(self) -> HeaderFields:
-        """The header as plain values: a thousandth of a second less for a hundred objects."""
+        """The header as plain values, which take less time to make than `header`."""
         return self._open_fields
 
     @property

@@ -40,7 +40,7 @@ _LOG = logging.getLogger(__name__)
 _HANDOFF_TIMEOUT_S = 10.0  # for one call, and for a batch of pieces beyond what its bytes take
 _SLOWEST_NBYTES_PER_S = 1_000_000  # a hand-off over a slower link fails
 _WINDOW_NBYTES = 8 * 1024 * 1024  # under way at once, unless one batch is larger
-_GPU_WINDOW_NBYTES = 512 * 1024 * 1024
+_GPU_WINDOW_NBYTES = 512 * 1024 * 1024  # between GPUs, where nothing is copied to main memory
 _RENEW_EVERY_S = 5.0  # well within the time after which the pool discards an unfinished put
 
 
@@ -112,7 +112,6 @@ class Push:
         self._sessions: dict[bytes, PutSession] | None = None
         self._clock = clock or SystemClock()
         self._renewed_s = 0.0
-        self._window_nbytes = _WINDOW_NBYTES if memory.layer_run == 1 else _GPU_WINDOW_NBYTES
         self._checksums = np.zeros((len(ticket.pages), memory.layout.num_layers), dtype="<u4")
         self._sent = np.zeros(self._checksums.shape, dtype=bool)
         self._failure: MoonpoolError | None = None
@@ -211,8 +210,10 @@ class Push:
     def _wait_for_room(self, layers: range, blocks: Sequence[int]) -> None:
         """Wait until little enough is under way, and no earlier bytes of the same pieces, which could arrive last."""
         nbytes = sum(batch.nbytes for batch in self._under_way)
+        direct = self._remote is not None and self._remote.takes_gpu_memory and self._memory.layer_run > 1
+        window_nbytes = _GPU_WINDOW_NBYTES if direct else _WINDOW_NBYTES
         for batch in self._under_way:
-            if nbytes > self._window_nbytes or (batch.layers == layers and not batch.blocks.isdisjoint(blocks)):
+            if nbytes > window_nbytes or (batch.layers == layers and not batch.blocks.isdisjoint(blocks)):
                 batch.transfer.done_within(threading.TIMEOUT_MAX)  # its own deadline ends it
                 nbytes -= batch.nbytes
         self._collect()
