@@ -4,7 +4,7 @@ A process is alive while its connection is open: a process that is stopped for a
 connection is closed for silence here. A session that registered on several connections ends with the last of them.
 
 A GPU writes on while its process dies. The session of a process that uses one ends GPU_GRACE_S after the kernel has
-reported the process's exit, not with the connection.
+reported the process's exit, not with the connection, unless the process has said that its copies are over.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moonpool.base.errors import ConfigError
 from moonpool.base.metrics import GetMetrics, MetricFamily
 from moonpool.base.rpc import AsyncClient, Call, RpcPeer, RpcServer, SilenceLimits
 from moonpool.store.messages import SessionsGone
-from moonpool.store.messages.session_calls import SERVICE, Register
+from moonpool.store.messages.session_calls import SERVICE, EndSessions, Register
 
 _FOR_EVER = SilenceLimits(silence_limit_s=10 * 365 * 86_400.0)
 _CALL_TIMEOUT_S = 5.0
@@ -34,6 +34,7 @@ class SessionRegistry:
         self.address = address
         handlers: dict[type[Call[Any]], Callable[[Any, RpcPeer], Any]] = {
             Register: self._register,
+            EndSessions: lambda call, peer: self._forget_gpu(peer),
             GetMetrics: lambda call, peer: metrics(),
         }
         self._server = RpcServer(SERVICE, handlers, name=name, silence_limits=_FOR_EVER)
@@ -58,6 +59,8 @@ class SessionRegistry:
         """Stop serving. Registered sessions do not count as ended because of it. Idempotent."""
         self._closing = True
         await self._server.close()
+        for peer in list(self._gpu_processes):
+            self._forget_gpu(peer)
         for grace in self._graces:
             grace.cancel()
         await asyncio.gather(*self._graces, return_exceptions=True)
@@ -83,6 +86,11 @@ class SessionRegistry:
         self._sessions_of[peer].add(call.session)
         if call.uses_gpu and peer not in self._gpu_processes:
             self._gpu_processes[peer] = _open_pidfd(peer.pid)
+
+    def _forget_gpu(self, peer: RpcPeer) -> None:
+        pidfd = self._gpu_processes.pop(peer, None)
+        if pidfd is not None:
+            os.close(pidfd)
 
     def _on_disconnect(self, peer: RpcPeer) -> None:
         sessions = self._sessions_of.pop(peer)

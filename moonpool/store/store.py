@@ -163,6 +163,8 @@ class Store(TensorCalls):
         self.master.close()
         self.directory.close()
         self._view_sessions.close()
+        with contextlib.suppress(MoonpoolError):  # a GPU that is lost copies nothing any more
+            self.piece_puts.tools.drain()
         self._sessions.close()  # last: until here, writes to mapped memory may be running
         self._stack.close()
 

@@ -119,14 +119,12 @@ class Worker:
             rpc_timeout_s=config.pool_timeout_s,
             retry_s=0.0,  # a pool that is away is a miss: do not wait for it
             transfer_timeout_s=config.pool_timeout_s,
+            uses_gpu=config.gpu is not None,
         )
-        self._store = Store(
-            config.master_address, engine=self._transfer, config=replace(limits, uses_gpu=config.gpu is not None)
-        )
+        self._store = Store(config.master_address, engine=self._transfer, config=limits)
         own.callback(self._store.close)
         if isinstance(built.pieces, DevicePieces):
             self._transfer.use_gpu(built.pieces.device)
-            self._store.page_lock_local()
         self._probe = self._make_probe(built, limits)
         identity = built.identity.digest()
         self._pool_health = PoolHealth(config.pool_rest_s)
@@ -159,6 +157,8 @@ class Worker:
         return PoolProbe(connect, built.layout.page_nbytes, SystemClock())
 
     def _calibrate(self, built: Built) -> None:
+        if isinstance(built.pieces, DevicePieces):
+            self._store.page_lock_local()
         limits, pages = built.scheduler.config, built.scheduler.pages
         run = Calibration(
             lambda chunks: float(built.runner.execute(chunks, None).sum()),  # waits for the device

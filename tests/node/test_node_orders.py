@@ -391,6 +391,15 @@ async def test_a_gpu_session_that_comes_back_lives_on(world: World, monkeypatch:
     assert node._registry.sessions() == [5]
 
 
+async def test_a_gpu_session_whose_copies_are_over_ends_with_its_connection(world: World) -> None:
+    node = await world.node(ssd_nbytes=0)
+    client = await AsyncClient.connect(node.config.registry_address, desk.SERVICE)
+    await client.call(desk.Register(session=5, uses_gpu=True))
+    await client.call(desk.EndSessions())
+    client.close()
+    await world.master.until(lambda: world.master.gone == [5])
+
+
 async def test_a_session_is_gone_with_its_last_connection(world: World) -> None:
     node = await world.node(ssd_nbytes=0)
     first, second = [await AsyncClient.connect(node.config.registry_address, desk.SERVICE) for _ in range(2)]

@@ -30,6 +30,13 @@ class PutTools:
     _streams: dict[int, CopyStream] = field(default_factory=dict)  # by GPU
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
+    def drain(self) -> None:
+        """Return when no copy from a GPU's memory is under way."""
+        with self._lock:
+            streams = list(self._streams.values())
+        for stream in streams:
+            stream.drain()
+
     def copies_of(self, device: Device) -> CopyStream:
         """Return the stream for copies from this GPU's memory."""
         with self._lock:

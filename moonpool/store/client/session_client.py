@@ -7,6 +7,7 @@ copy, for any time, still owns the space when it goes on, and a process that die
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import threading
 
@@ -72,11 +73,14 @@ class SessionClient:
         raise PeerLost(f"the node of segment {placement.segment!r} does not know of this process")
 
     def close(self) -> None:
-        """Idempotent. The nodes see the session end."""
+        """Idempotent. The nodes see the session end. No copy of a GPU may be under way."""
         with self._lock:
             clients, self._clients = list(self._clients.values()), {}
             self._registered = frozenset()
         for client in clients:
+            if self._uses_gpu:
+                with contextlib.suppress(MoonpoolError):  # then it ends with the process
+                    client.call(session_calls.EndSessions(), timeout_s=self._timeout_s)
             client.close()
 
     def _register_everywhere(self) -> None:

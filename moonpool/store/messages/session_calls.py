@@ -21,3 +21,7 @@ class Register(Call[None]):
 
     session: int
     uses_gpu: bool = False
+
+
+class EndSessions(Call[None]):
+    """The copies of this connection's sessions are over: they end with the connection, even if a GPU was used."""
