@@ -7,8 +7,9 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,51 @@ def test_another_replica_is_read_and_counts(tmp_path: Path) -> None:
         pool.close()
 
 
+class StolenTime:
+    """Tells outages of a master that ran from those of a virtual machine whose host ran something else: then a
+    processor stands still, with the master on it, and the clients on the other one do not. The kernel counts that time.
+    """
+
+    def __init__(self, clients: Sequence[Store]) -> None:
+        self._clients = clients
+        self._stolen: deque[tuple[float, float]] = deque(maxlen=500)  # (when, seconds of one processor)
+        self._num_seen = 0
+        self.num_excused = 0
+        self.unexplained: list[str] = []
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    def __enter__(self) -> StolenTime:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        before = self._read()
+        while not self._is_over.wait(0.02):
+            now_s, after = time.monotonic(), self._read()
+            self._stolen.append((now_s, max(new - old for old, new in zip(before, after, strict=True))))
+            before = after
+            num_outages = sum(client.counters()["master_outages"] for client in self._clients)
+            if num_outages > self._num_seen:
+                recent_s = sum(seconds for when_s, seconds in self._stolen if now_s - when_s < 1.0)
+                if recent_s >= 0.1:
+                    self.num_excused += num_outages - self._num_seen
+                else:
+                    self.unexplained.append(f"{num_outages - self._num_seen} outages with {recent_s:.2f} s stolen")
+                self._num_seen = num_outages
+
+    @staticmethod
+    def _read() -> list[float]:
+        """Return the seconds stolen from each processor since the start."""
+        lines = Path("/proc/stat").read_text().splitlines()
+        per_second = os.sysconf("SC_CLK_TCK")
+        return [int(line.split()[8]) / per_second for line in lines if line.startswith("cpu") and line[3].isdigit()]
+
+
 @pytest.mark.parametrize("seconds", [3.0, pytest.param(3600.0, marks=[pytest.mark.soak, pytest.mark.timeout(4000)])])
 def test_a_loaded_master_without_faults_never_counts_as_away(pool: Pool, seconds: float) -> None:
     """Two threads put and evict all the time, and this one asks."""
@@ -207,15 +253,18 @@ def test_a_loaded_master_without_faults_never_counts_as_away(pool: Pool, seconds
         thread.start()
     num_calls = 0
     try:
-        while time.monotonic() < until_s:
-            client.exist_many([rng.randbytes(8) for _ in range(100)])
-            num_calls += 1
+        with StolenTime([client, *writers]) as stolen:
+            while time.monotonic() < until_s and not stolen.unexplained:
+                with suppress(BreakerOpen):  # `stolen` sees it, too
+                    client.exist_many([rng.randbytes(8) for _ in range(100)])
+                num_calls += 1
     finally:
         is_over.set()
         for thread in threads:
             thread.join(60)
+    print(f"{num_calls} calls; {stolen.num_excused} outages while the host had taken a processor away")
     assert num_calls > 10
-    assert [each.counters()["master_outages"] for each in (client, *writers)] == [0, 0, 0]
+    assert not stolen.unexplained
 
 
 def _put(rng: random.Random) -> Any:
