@@ -36,6 +36,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: Positive
     page_nbytes: Whole
     num_layers: Positive = 1  # that are loaded one by one while others are computed; 1: loading comes first
+    step_tokens: Whole = 0  # computed in one step, the only one that loading overlaps with; 0: the whole prompt
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):

@@ -102,7 +102,7 @@ def examine_machine(topology: Topology) -> DoctorReport:
         version=__version__,
         checks=checks,
         transports=transport_findings({check.name: check for check in checks}, topology.hardware),
-        crossover=check_crossover(),
+        crossover=check_crossover(has_gpu=bool(topology.hardware.gpus)),
         topology=topology,
     )
 

@@ -11,6 +11,7 @@ the shortest prefix whose transfer takes less time than its prefill.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from moonpool.conductor.costs import CostModels
@@ -35,6 +36,21 @@ def break_even_bandwidth(
     return flops * 2 * width * element_nbytes / work
 
 
+def break_even_tokens(
+    flops: float,
+    nbytes_s: float,
+    *,
+    width: int,
+    gqa: float,
+    element_nbytes: int = 2,
+    attention_ops: float = ATTENTION_OPS,
+    dense_ops: float = DENSE_OPS,
+) -> int:
+    """Return the prefix length from which on fetching at `nbytes_s` is faster than computing at `flops`; 0: always."""
+    work = flops * 2 * width * element_nbytes / (gqa * nbytes_s)  # operations per token and layer at the break-even
+    return max(0, math.ceil((work - dense_ops * width**2) / (attention_ops * width)))
+
+
 def crossover(
     costs: CostModels, token_nbytes: float, *, at_tokens: int = 8192, max_tokens: int = 1 << 20
 ) -> FetchOrCompute:
@@ -45,9 +61,12 @@ def crossover(
         return costs.transfer_s(tokens * token_nbytes) < _saved_s(costs, tokens)
 
     fixed_s, per_byte_s = costs.transfer.terms
-    spare_s = _saved_s(costs, at_tokens) - fixed_s
+    saved_s = _saved_s(costs, at_tokens)
+    spare_s = saved_s - fixed_s
     return FetchOrCompute(
         min_tokens=_first(saves, max_tokens),
+        computed_tokens_s=at_tokens / saved_s if saved_s > 0 else float("inf"),
+        pulled_tokens_s=at_tokens / costs.transfer_s(at_tokens * token_nbytes),
         break_even_nbytes_s=at_tokens * token_nbytes / spare_s if spare_s > 0 else float("inf"),
         measured_nbytes_s=1 / per_byte_s if per_byte_s > 0 else float("inf"),
         at_tokens=at_tokens,

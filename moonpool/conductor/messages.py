@@ -130,6 +130,8 @@ class FetchOrCompute(msgspec.Struct, frozen=True, kw_only=True):
 
     min_tokens: int | None  # the shortest prefix worth fetching; None: no prefix is
     at_tokens: int
+    computed_tokens_s: float = 0.0  # tokens per second that a worker computes of a prefix of `at_tokens`
+    pulled_tokens_s: float = 0.0  # tokens per second of the same prefix that a worker pulls from the pool
     break_even_nbytes_s: float  # for a prefix of `at_tokens`; infinite: no bandwidth suffices
     measured_nbytes_s: float
     num_prefills: int  # samples of the prefill model

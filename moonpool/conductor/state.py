@@ -72,6 +72,7 @@ class ConductorState:
         self._request_errors = {name: ErrorWindow(name) for name in ("ttft", "tbt")}
         self._max_tokens = 0  # the tokens that the largest worker can hold
         self._block_shape = (1, 0, 1)  # tokens, bytes and layers of a block; the same on all workers
+        self._step_tokens = 0  # of the prefill worker that registered last
         self._workers: dict[str, Registration] = {}
         self._decode_now: dict[str, DecodeNow] = {}  # each decode worker's batch, for admission
         self._open: dict[str, OpenRequest] = {}
@@ -134,6 +135,8 @@ class ConductorState:
             self.unregister(earlier)
         worker = self._workers[info.name] = self._add_worker(info)
         self._block_shape = info.block_tokens, info.page_nbytes, info.num_layers
+        if worker.is_prefill:
+            self._step_tokens = info.step_tokens
         self._update_max_tokens()
         self.counters["registered"] += 1
         return worker
@@ -313,7 +316,7 @@ class ConductorState:
             else:
                 excluded.append(worker.slot)
         leading = self.index.leading(prints, among)
-        request = PlacementRequest(call.num_tokens, call.max_tokens, *self._block_shape)
+        request = PlacementRequest(call.num_tokens, call.max_tokens, *self._block_shape, self._step_tokens)
         prices = Pricing(request, leading, self.costs, self.traffic)
         inputs = PlacementInput(request, leading, queue_s, self.prefills, prices, self.traffic)
         return inputs, self._chooser.choose(inputs, self.decodes, excluded, self.costs)

@@ -1,4 +1,4 @@
-"""The start of a worker's engine: model files, weights, KV memory, scheduler, CPU threads, and a few measured runs.
+"""The start of a worker's engine: model files, weights, KV memory, scheduler and CPU threads.
 
 A step that takes seconds logs its progress, so that a first start, which prepares the weights, does not look hung.
 """
@@ -8,14 +8,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
-from moonpool.base.clock import Clock, SystemClock
-from moonpool.base.cluster import DecodeSample, PrefillSample
+from moonpool.base.clock import SystemClock
 from moonpool.base.errors import ConfigError
 from moonpool.base.keys import CacheIdentity
 from moonpool.base.limits import CorePresence, available_cores
@@ -37,9 +35,6 @@ from moonpool.worker.kv_link.pieces import HostPieces, PieceMemory
 _LOG = logging.getLogger(__name__)
 _LOG_EVERY_S = 1.0
 _COUNT_EVERY_S = 2.0
-# Runs of a calibration: (tokens, of which prefix) of a prompt, (sequences, tokens of each) of a decode step.
-_PREFILLS = ((32, 0), (128, 0), (256, 128), (256, 0), (512, 384), (512, 0), (1024, 768), (1024, 0), (2048, 0))
-_DECODES = ((1, 32), (1, 512), (4, 128), (8, 128), (8, 512), (16, 256), (32, 512))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +123,11 @@ def _kv_nbytes(config: WorkerConfig, model: ModelConfig) -> int:
 
 
 def _warm_up(runner: Runner, layout: KvLayout) -> None:
-    """Run one small batch, so that the first request does not wait for the first access to the weights."""
+    """Run small steps of each kind (a prompt, a chunk behind it, one token), so that no request waits for the first
+    access to the weights or for a kernel to be compiled."""
     started_s = time.monotonic()
-    runner.execute([Chunk("warm-up", 0, tuple(range(8)), (0,), True)], None)
+    for start, end in ((0, 8), (8, 12), (12, 13)):
+        runner.execute([Chunk("warm-up", start, tuple(range(start, end)), (0,), True)], None)
     runner.kv.clear([0])
     _LOG.info(
         "warmed up in %.1f s, %d pages of %d tokens",
@@ -151,84 +148,6 @@ class _ProgressLog:
         if self._clock.now_s() >= self._next_s:
             self._next_s = self._clock.now_s() + _LOG_EVERY_S
             _LOG.info("%s: %d of %d tensors", self._what, done, total)
-
-
-class Compute(Protocol):
-    """Runs the chunks and returns when they are computed."""
-
-    def __call__(self, chunks: list[Chunk], /) -> object: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    num_pages: int
-    block_tokens: int
-    max_batch_tokens: int
-    max_num_seqs: int
-    max_seq_tokens: int
-
-
-class Calibration:
-    """Times prefills or decode steps before the conductor knows this worker: its first predictions use these samples.
-
-    The runs use pages that hold nothing yet, the first `num_pages_used`; the caller clears them afterwards. A run is
-    left out if all together would take longer than `budget_s`, at the time per token of the run before.
-    """
-
-    def __init__(self, compute: Compute, limits: Limits, clock: Clock, budget_s: float) -> None:
-        self._compute, self._limits, self._clock = compute, limits, clock
-        self._ends_s = clock.now_s() + budget_s
-        self._per_token_s = 0.0
-        self.num_pages_used = 0  # the first ones
-
-    def prefills(self) -> Iterator[PrefillSample]:
-        limits = self._limits
-        for tokens, prefix in _PREFILLS:
-            if tokens > min(limits.max_seq_tokens, limits.num_pages * limits.block_tokens):
-                return
-            seconds = self._measure(self._prompt(tokens, prefix), tokens - prefix)
-            if seconds is None:
-                return
-            yield PrefillSample(tokens, prefix, seconds)
-
-    def decodes(self) -> Iterator[DecodeSample]:
-        limits = self._limits
-        for num_seqs, tokens in _DECODES:
-            pages_each = -(-tokens // limits.block_tokens)
-            if num_seqs > limits.max_num_seqs or tokens > limits.max_seq_tokens:
-                continue
-            if num_seqs * pages_each > limits.num_pages:
-                continue
-            steps = [
-                Chunk(f"calibrate-{i}", tokens - 1, (0,), tuple(range(i * pages_each, (i + 1) * pages_each)), True)
-                for i in range(num_seqs)
-            ]
-            seconds = self._measure([steps], num_seqs)
-            if seconds is None:
-                return
-            yield DecodeSample(num_seqs, num_seqs * tokens, seconds)
-
-    def _prompt(self, tokens: int, prefix: int) -> list[list[Chunk]]:
-        """Return the prompt's steps, each of at most one batch, as the engine would compute them."""
-        pages = tuple(range(-(-tokens // self._limits.block_tokens)))
-        starts = range(prefix, tokens, self._limits.max_batch_tokens)
-        ends = [min(start + self._limits.max_batch_tokens, tokens) for start in starts]
-        return [
-            [Chunk("calibrate", start, (0,) * (end - start), pages, end == tokens)]
-            for start, end in zip(starts, ends, strict=True)
-        ]
-
-    def _measure(self, steps: Iterable[list[Chunk]], num_tokens: int) -> float | None:
-        """Return the seconds that the steps took; None, with nothing run, when the time left is too short."""
-        started_s = self._clock.now_s()
-        if started_s + self._per_token_s * num_tokens > self._ends_s:
-            return None
-        for chunks in steps:
-            self.num_pages_used = max(self.num_pages_used, *(max(chunk.pages) + 1 for chunk in chunks))
-            self._compute(chunks)
-        seconds = self._clock.now_s() - started_s
-        self._per_token_s = seconds / num_tokens
-        return max(seconds, 1e-9)
 
 
 def choose_threads(configured: int | None, presence: CorePresence) -> int:

@@ -30,7 +30,8 @@ from moonpool.store import Store
 from moonpool.store.client import ClientConfig
 from moonpool.transfer.config import check_numa_node, describe_segment, warn_if_open
 from moonpool.transfer.engine import TransferEngine
-from moonpool.worker.build import Built, Calibration, Limits, build, choose_threads, follow_share
+from moonpool.worker.build import Built, build, choose_threads, follow_share
+from moonpool.worker.calibration import Calibration, Limits
 from moonpool.worker.config import WorkerConfig
 from moonpool.worker.decode import DecodeRole
 from moonpool.worker.kv_link.device_pieces import DevicePieces
@@ -171,6 +172,7 @@ class Worker:
             ),
             SystemClock(),
             self.config.calibration_s,
+            repeats=1 if self.config.gpu is None else 2,
         )
         if self.config.calibration_s > 0:
             if self.config.role == "prefill":
@@ -245,6 +247,7 @@ class Worker:
             max_num_seqs=config.max_num_seqs,
             page_nbytes=built.layout.page_nbytes,
             num_layers=built.layout.num_layers,
+            step_tokens=config.step_tokens,
         )
         collector = ReportCollector(info, built.scheduler, self._samples)
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.conductor.costs import CostModels, LearnedCost
-from moonpool.conductor.crossover import break_even_bandwidth, crossover
+from moonpool.conductor.crossover import break_even_bandwidth, break_even_tokens, crossover
 
 LLAMA3_70B = {"width": 8192, "gqa": 8}
 TOKEN_NBYTES = 327_680
@@ -26,6 +26,14 @@ def test_the_papers_bandwidth_for_eight_h800() -> None:
     assert break_even_bandwidth(8 * 989.5e12, 8192, **LLAMA3_70B) / 1e9 == pytest.approx(18.6, abs=0.05)
 
 
+@given(st.floats(1e12, 1e16), st.floats(1e8, 1e12))
+def test_the_break_even_length_is_where_the_bandwidth_breaks_even(flops: float, nbytes_s: float) -> None:
+    tokens = break_even_tokens(flops, nbytes_s, **LLAMA3_70B)
+    assert break_even_bandwidth(flops, tokens, **LLAMA3_70B) <= nbytes_s * (1 + 1e-9)
+    if tokens:
+        assert break_even_bandwidth(flops, tokens - 1, **LLAMA3_70B) >= nbytes_s * (1 - 1e-9)
+
+
 def measured(bandwidth: float, latency_s: float = 1e-3) -> CostModels:
     """paper.md D's fit of measured prefills, per token."""
     prefill = LearnedCost((0.068, 0.1123 / 1024, 7.79e-4 / 1024**2, 2.63e-3 / 1024))
@@ -36,6 +44,8 @@ def test_with_measured_prefills_less_bandwidth_will_do() -> None:
     found = crossover(measured(86e9), TOKEN_NBYTES, at_tokens=8192)
     assert found.break_even_nbytes_s / 1e9 == pytest.approx(2.7, abs=0.3)  # paper.md D: 2.7 GB/s at 8k
     assert found.measured_nbytes_s == pytest.approx(86e9)
+    assert found.pulled_tokens_s == pytest.approx(8192 / (1e-3 + 8192 * TOKEN_NBYTES / 86e9))
+    assert found.computed_tokens_s == pytest.approx(8700, rel=0.1)
     assert found.min_tokens is not None
     assert found.min_tokens < 50
     far = crossover(measured(86e9), TOKEN_NBYTES, at_tokens=131072)

@@ -63,7 +63,7 @@ IDLE = (Decode(),)
 class World:
     """Workers p0, p1, ... and d0, d1, ... and one prompt."""
 
-    def __init__(self, prefills, decodes=IDLE, *, pool=0, on_ssd=(), num_blocks=20, costs=COSTS, layers=1):
+    def __init__(self, prefills, decodes=IDLE, *, pool=0, on_ssd=(), num_blocks=20, costs=COSTS, layers=1, step=0):
         self.table, self.decodes = PrefillTable(), DecodeTable()
         groups: dict[int, int] = {}
         for slot, one in enumerate(prefills):
@@ -78,7 +78,7 @@ class World:
             self.decodes.update(slot, one.num_seqs, one.kv_tokens, one.free_pages)
         self.traffic = Traffic()
         self.costs = costs
-        demand = PlacementRequest(num_blocks * BLOCK, 16, BLOCK, 1 << 20, layers)
+        demand = PlacementRequest(num_blocks * BLOCK, 16, BLOCK, 1 << 20, layers, step)
         leading = Leading(pool, tuple(on_ssd), tuple(sorted(groups.items())))
         prices = Pricing(demand, leading, costs, self.traffic)
         self.inputs = PlacementInput(demand, leading, self.table.wait_s(0.0), self.table, prices, self.traffic)
@@ -141,9 +141,10 @@ RATE = st.floats(1e-11, 1e-6)
     st.integers(0, 20),
     st.integers(0, 20),
     st.integers(1, 64),
+    st.sampled_from([0, 100, 512, 5000]),
 )
-def test_cost_pulls_the_best_number_of_blocks(prefill, transfer, local, pool, layers) -> None:
-    world = World([Prefill(local)], pool=pool, costs=costs(prefill, transfer), layers=layers)
+def test_cost_pulls_the_best_number_of_blocks(prefill, transfer, local, pool, layers, step) -> None:
+    world = World([Prefill(local)], pool=pool, costs=costs(prefill, transfer), layers=layers, step=step)
     found = world.choose(name="cost").prefill
     each = [
         world.inputs.prices.plan(local, pulled, None, layers).service_s for pulled in range(max(0, pool - local) + 1)
@@ -230,6 +231,18 @@ def test_loading_while_computing_shortens_both_to_the_longer_one() -> None:
     plan = World([Prefill()], pool=19, layers=30).inputs.prices.plan(0, 19, None, 30)
     longer, shorter = max(plan.transfer_s, plan.prefill_s), min(plan.transfer_s, plan.prefill_s)
     assert plan.service_s == pytest.approx(longer + shorter / 30)
+
+
+def test_loading_overlaps_with_the_first_step_only() -> None:
+    """All blocks are needed in the first step; what later steps compute hides nothing."""
+    linear = costs(prefill=(0.0, 1e-3, 0.0, 0.0), transfer=(0.0, 0.5 / (1 << 20)))  # 0.5 s to load a block
+    whole, steps = (World([Prefill()], pool=4, layers=1000, costs=linear, step=step) for step in (0, 256))
+    assert whole.inputs.prices.plan(0, 2, None, 1000).service_s == pytest.approx(18 * BLOCK * 1e-3, rel=0.01)
+    first_s, later_s = 0.256, 18 * BLOCK * 1e-3 - 0.256
+    plan = steps.inputs.prices.plan(0, 2, None, 1000)
+    assert plan.service_s == pytest.approx(max(first_s, 1.0) + later_s, rel=0.01)
+    assert whole.choose().prefill.pulled_blocks == 2
+    assert steps.choose().prefill.pulled_blocks == 0  # pulling two blocks would take 1.9 s, computing takes 1.28 s
 
 
 def test_a_full_hit_on_an_idle_worker_wins() -> None:

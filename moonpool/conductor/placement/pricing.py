@@ -23,6 +23,7 @@ class PlacementRequest(NamedTuple):
     block_tokens: int
     block_nbytes: int
     num_layers: int = 1  # loaded one by one while others are computed; 1: loading ends before computing begins
+    step_tokens: int = 0  # computed in one step, the only one that loading overlaps with; 0: the whole prompt
 
     @property
     def num_pages(self) -> int:
@@ -64,13 +65,24 @@ def replicated(leading: Leading, plan: PricedPlacement) -> Replicated:
 class Pricing:
     """The prices of one request. `slot` is the worker's; None stands for a worker that receives no pulls now."""
 
-    __slots__ = ("_is_known", "_leading", "_most", "_prefill", "_ssd", "_traffic", "_transfer", "request")
+    __slots__ = (
+        "_is_known",
+        "_last_split",
+        "_leading",
+        "_most",
+        "_prefill",
+        "_ssd",
+        "_step",
+        "_traffic",
+        "_transfer",
+        "request",
+    )
 
     def __init__(self, request: PlacementRequest, leading: Leading, costs: CostModels, traffic: Traffic) -> None:
         self.request = request
         self._leading = leading
         self._traffic = traffic
-        tokens, _, block_tokens, block_nbytes, _ = request
+        tokens, _, block_tokens, block_nbytes, _, step_tokens = request
         fixed_s, per_token_s, per_pair_s, per_prefix_s = costs.prefill.terms
         whole_s = fixed_s + tokens * (per_token_s + per_pair_s * tokens)
         # In blocks: a prefix of k blocks saves k (linear + square k).
@@ -78,6 +90,9 @@ class Pricing:
         square_s = per_pair_s * block_tokens * block_tokens
         self._prefill = whole_s, linear_s, square_s
         self._most = (tokens - 1) / block_tokens
+        # In blocks: a step, and the longest prefix behind which more than one step is computed.
+        self._step = step_tokens / block_tokens
+        self._last_split = (tokens - step_tokens) / block_tokens if step_tokens else 0.0
         fixed_s, per_byte_s = costs.transfer.terms
         self._transfer = fixed_s, per_byte_s * block_nbytes, per_byte_s
         self._ssd = costs.ssd_terms
@@ -89,6 +104,13 @@ class Pricing:
         if prefix_blocks > self._most:
             prefix_blocks = self._most
         return whole_s - prefix_blocks * (linear_s + square_s * prefix_blocks)
+
+    def first_step_s(self, prefix_blocks: float) -> float:
+        """Return the time to compute the first step behind a prefix: the worker needs all pulled blocks in it, so later
+        steps do not overlap with loading."""
+        if prefix_blocks >= self._last_split:
+            return self.prefill_s(prefix_blocks)
+        return self.prefill_s(prefix_blocks) - self.prefill_s(prefix_blocks + self._step)
 
     def transfer_s(self, local: int, pulled: int, slot: int | None) -> tuple[float, float, int]:
         """Return (all seconds, the part that other pulls cause (traffic.py), blocks from SSD)."""
@@ -119,13 +141,13 @@ class Pricing:
     def plan(self, local: int, pulled: int, slot: int | None, num_layers: int = 1) -> PricedPlacement:
         """Price a placement that pulls `pulled` blocks behind the local ones and loads them layer by layer.
 
-        With L layers of equal size the longer of loading and computing hides all but 1/L of the shorter.
+        With L layers of equal size the longer of loading and computing the first step hides all but 1/L of the shorter.
         """
         prefill_s = self.prefill_s(local + pulled)
         if not pulled:
             return PricedPlacement(local, 0, 0, 0.0, 0.0, prefill_s, 0.0, prefill_s)
         transfer_s, congestion_s, ssd = self.transfer_s(local, pulled, slot)
-        overlap_s = min(transfer_s, prefill_s) * (1 - 1 / num_layers)
+        overlap_s = min(transfer_s, self.first_step_s(local + pulled)) * (1 - 1 / num_layers)
         service_s = transfer_s + prefill_s - overlap_s
         return PricedPlacement(local, pulled, ssd, transfer_s, congestion_s, prefill_s, overlap_s, service_s)
 
@@ -134,8 +156,8 @@ class Pricing:
         fewest blocks.
 
         The time to compute is concave in the number of pulled blocks, the time to load is linear. So the minimum is
-        at an end, where the two cross, or where the next block is on a slower tier. `_known_end` leaves out blocks of
-        a tier that no pull has measured.
+        at an end, where loading and the first step cross, where the rest becomes one step, or where the next block is
+        on a slower tier. `_known_end` leaves out blocks of a tier that no pull has measured.
         """
         missing, layers, on_ssd = self._known_end(local) - local, self.request.num_layers, self._leading.on_ssd
         if missing <= 0:
@@ -150,15 +172,15 @@ class Pricing:
         tries = [missing]
         if layers > 1:
             tries += self._crossing(local, missing, load_s)
+            split = int(self._last_split) - local
+            tries += [at for at in (split, split + 1) if 0 < at < missing]
         if on_ssd:
             tries += [at - local for at in on_ssd if local < at < local + missing][:_MAX_EDGES]
         best, best_s = 0, self.prefill_s(local)
         for pulled in tries:
-            longer_s, shorter_s = load_s(pulled), self.prefill_s(local + pulled)
-            if longer_s < shorter_s:
-                longer_s, shorter_s = shorter_s, longer_s
-            if longer_s + shorter_s / layers < best_s:
-                best, best_s = pulled, longer_s + shorter_s / layers
+            seconds = self._both_s(load_s(pulled), local + pulled)
+            if seconds < best_s:
+                best, best_s = pulled, seconds
         return self.plan(local, best, slot, layers)
 
     def _known_end(self, local: int) -> int:
@@ -178,19 +200,22 @@ class Pricing:
         it, else the blocks of the plan.
         """
         whole = int(self._most)
-        if whole and self._is_known[0]:
-            load_s, rest_s = self.transfer_s(0, whole, None)[0], self.prefill_s(whole)
-            if max(load_s, rest_s) + min(load_s, rest_s) / self.request.num_layers < self.prefill_s(0):
-                return None
+        is_known = whole > 0 and self._is_known[0]
+        if is_known and self._both_s(self.transfer_s(0, whole, None)[0], whole) < self.prefill_s(0):
+            return None
         return plan.local + plan.pulled if plan.pulled else 0
 
+    def _both_s(self, load_s: float, prefix_blocks: float) -> float:
+        """Return the time to load a prefix in `load_s` and to compute the rest, which overlap in the first step."""
+        hidden_s = min(load_s, self.first_step_s(prefix_blocks)) * (1 - 1 / self.request.num_layers)
+        return load_s + self.prefill_s(prefix_blocks) - hidden_s
+
     def _crossing(self, local: int, missing: int, load_s: Callable[[int], float]) -> tuple[int, ...]:
-        """Return the last number of blocks that load faster than the rest computes, and the next; () if all do."""
-        whole_s, linear_s, square_s = self._prefill
+        """Return the last number of blocks that load faster than the first step is computed, and the next; () if all
+        do."""
         low, high, middle = -1, missing + 1, missing
         while high - low > 1:
-            blocks = min(local + middle, self._most)
-            if load_s(middle) > whole_s - blocks * (linear_s + square_s * blocks):
+            if load_s(middle) > self.first_step_s(local + middle):
                 high = middle
             else:
                 low = middle
