@@ -126,6 +126,7 @@ def _warm_up(runner: Runner, layout: KvLayout) -> None:
     """Run small steps of each kind (a prompt, a chunk behind it, one token), so that no request waits for the first
     access to the weights or for a kernel to be compiled."""
     started_s = time.monotonic()
+    runner.warm_up()
     for start, end in ((0, 8), (8, 12), (12, 13)):
         runner.execute([Chunk("warm-up", start, tuple(range(start, end)), (0,), True)], None)
     runner.kv.clear([0])

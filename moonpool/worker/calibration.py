@@ -8,6 +8,7 @@ from typing import Protocol
 
 from moonpool.base.clock import Clock
 from moonpool.base.cluster import DecodeSample, PrefillSample
+from moonpool.engine.runner import Runner
 from moonpool.engine.sequence import Chunk
 
 # Runs of a calibration: (tokens, of which prefix) of a prompt, (sequences, tokens of each) of a decode step. A CPU has
@@ -26,6 +27,15 @@ class Compute(Protocol):
     """Runs the chunks and returns when the device has computed them."""
 
     def __call__(self, chunks: list[Chunk], /) -> object: ...
+
+
+def compute(runner: Runner, chunks: list[Chunk]) -> None:
+    """Run the chunks as the engine would, and wait for the device."""
+    if runner.launcher is not None and runner.launcher.fits(chunks):
+        runner.launcher.launch(chunks).tokens()
+    else:
+        runner.execute(chunks, None)
+        runner.synchronize()
 
 
 @dataclass(frozen=True, slots=True)

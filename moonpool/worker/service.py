@@ -31,7 +31,7 @@ from moonpool.store.client import ClientConfig
 from moonpool.transfer.config import check_numa_node, describe_segment, warn_if_open
 from moonpool.transfer.engine import TransferEngine
 from moonpool.worker.build import Built, build, choose_threads, follow_share
-from moonpool.worker.calibration import Calibration, Limits
+from moonpool.worker.calibration import Calibration, Limits, compute
 from moonpool.worker.config import WorkerConfig
 from moonpool.worker.decode import DecodeRole
 from moonpool.worker.kv_link.device_pieces import DevicePieces
@@ -162,7 +162,7 @@ class Worker:
             self._store.page_lock_local()
         limits, pages = built.scheduler.config, built.scheduler.pages
         run = Calibration(
-            lambda chunks: float(built.runner.execute(chunks, None).sum()),  # waits for the device
+            lambda chunks: compute(built.runner, chunks),
             Limits(
                 num_pages=pages.num_pages,
                 block_tokens=pages.block_tokens,
