@@ -3,8 +3,8 @@
     python benchmarks/_random_model.py 8b /tmp/llama-8b
     moonpool serve --model /tmp/llama-8b --random-weights --device cuda --dtype bfloat16
 
-Every token id has a text, so that answers of random tokens are streamed like any others. A text becomes one token per
-byte.
+Every token id has a text ("t4711;"), so that answers of random tokens are streamed like any others, and their ids can
+be read from the text. A text becomes one token per byte.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def write_model(folder: Path, shape: str) -> Path:
 
 
 def _tokenizer(vocab_size: int) -> Tokenizer:
-    """Return a byte-level tokenizer: 256 bytes, the special tokens, and one made-up word for every other id."""
+    """Return a byte-level tokenizer: 256 bytes, the special tokens, and for every other id a word with the id in it."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = (f"Ġt{i}" for i in range(len(alphabet) + len(_SPECIAL), vocab_size))
+    words = (f"Ġt{i};" for i in range(len(alphabet) + len(_SPECIAL), vocab_size))
     vocabulary = {text: i for i, text in enumerate([*alphabet, *_SPECIAL, *words])}
     made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

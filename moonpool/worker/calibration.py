@@ -9,6 +9,7 @@ from typing import Protocol
 from moonpool.base.clock import Clock
 from moonpool.base.cluster import DecodeSample, PrefillSample
 from moonpool.engine.runner import Runner
+from moonpool.engine.sampler import Draw
 from moonpool.engine.sequence import Chunk
 
 # Runs of a calibration: (tokens, of which prefix) of a prompt, (sequences, tokens of each) of a decode step. A CPU has
@@ -23,6 +24,9 @@ _DECODES = (
 )
 
 
+_MOST_LIKELY = Draw(uniform=0.0, temperature=0.0, top_k=0.0, top_p=1.0, min_p=0.0)
+
+
 class Compute(Protocol):
     """Runs the chunks and returns when the device has computed them."""
 
@@ -32,7 +36,7 @@ class Compute(Protocol):
 def compute(runner: Runner, chunks: list[Chunk]) -> None:
     """Run the chunks as the engine would, and wait for the device."""
     if runner.launcher is not None and runner.launcher.fits(chunks):
-        runner.launcher.launch(chunks).tokens()
+        runner.launcher.launch(chunks, [_MOST_LIKELY] * len(chunks)).tokens()
     else:
         runner.execute(chunks, None)
         runner.synchronize()
