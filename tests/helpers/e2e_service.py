@@ -211,10 +211,10 @@ async def _generate(connections: Connections, prompt: list[int], params: Samplin
 
 
 @contextlib.contextmanager
-def running(state_dir: Path, *options: str) -> Iterator[Service]:
+def running(state_dir: Path, *options: str, ready_s: float = 120.0) -> Iterator[Service]:
     service = Service(state_dir, *options)
     try:
-        service.wait_ready()
+        service.wait_ready(ready_s)
         yield service
     finally:
         service.stop()
