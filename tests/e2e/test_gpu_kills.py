@@ -1,7 +1,7 @@
 """On a GPU, `pytest -m gpu`: workers are killed in the middle of transfers. Nothing stays behind on the GPU or in the
 shared memory of the machine, and the next request is answered as before.
 
-The short form kills three times; `-m soak` twenty times.
+Twenty times, for `-m soak`; the short form is in test_serve_gpu.py.
 """
 
 from __future__ import annotations
@@ -77,10 +77,6 @@ def kill_rounds(tmp_path: Path, rounds: int) -> None:
         assert settled_free_nbytes(running_free - SLACK_NBYTES) >= running_free - SLACK_NBYTES
     assert settled_free_nbytes(before - SLACK_NBYTES) >= before - SLACK_NBYTES
     assert psutil.virtual_memory().shared <= shared + SLACK_NBYTES
-
-
-def test_three_kills(tmp_path: Path) -> None:
-    kill_rounds(tmp_path, 3)
 
 
 @pytest.mark.soak
