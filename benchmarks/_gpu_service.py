@@ -61,7 +61,7 @@ class Service:
         env = {**os.environ, "XDG_RUNTIME_DIR": str(folder), "MOONPOOL_STATE": str(folder / "state")}
         with self.log_path.open("w") as log:
             self._process = subprocess.Popen(
-                command, env=env, stdout=log, stderr=subprocess.STDOUT, preexec_fn=_end_with_parent
+                command, env=env, stdout=log, stderr=subprocess.STDOUT, preexec_fn=end_with_parent
             )
         self.url = ""
 
@@ -131,16 +131,18 @@ class Service:
                 written, since_s = now, time.monotonic()
             time.sleep(0.1)
 
-    def restart(self, worker: str, settle_s: float = 8.0) -> None:
-        """kill -9; return when the conductor knows its successor, which then has `settle_s` to page-lock the pool."""
-        before = self.call(worker, GetStats())
-        os.kill(before.pid, signal.SIGKILL)
+    def restart(self, *workers: str, settle_s: float = 8.0) -> None:
+        """kill -9; return when the conductor knows their successors, which then have `settle_s` to page-lock the
+        pool."""
+        before = {worker: self.call(worker, GetStats()) for worker in workers}
+        for stats in before.values():
+            os.kill(stats.pid, signal.SIGKILL)
         began_s = time.monotonic()
-        while self._incarnation(worker) in (None, before.incarnation):
+        while any(self._incarnation(worker) in (None, stats.incarnation) for worker, stats in before.items()):
             if time.monotonic() - began_s > _START_S:
-                raise RuntimeError(f"{worker} did not come back:\n{self.log()[-6000:]}")
+                raise RuntimeError(f"{', '.join(workers)} did not come back:\n{self.log()[-6000:]}")
             time.sleep(0.1)
-        print(f"gpu: {worker} back after {time.monotonic() - began_s:.1f} s", file=sys.stderr, flush=True)
+        print(f"gpu: {', '.join(workers)} back after {time.monotonic() - began_s:.1f} s", file=sys.stderr, flush=True)
         time.sleep(settle_s)
 
     def _incarnation(self, worker: str) -> int | None:
@@ -191,6 +193,6 @@ def serving(*options: str, shape: str = "8b") -> Iterator[Service]:
             service.close()
 
 
-def _end_with_parent() -> None:
-    """If the benchmark is killed, the kernel stops the launcher, which stops its roles."""
+def end_with_parent() -> None:
+    """If the benchmark is killed, the kernel stops this child; a launcher stops its roles."""
     ctypes.CDLL(None).prctl(_PARENT_DEATH, signal.SIGTERM)

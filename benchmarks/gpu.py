@@ -171,13 +171,13 @@ def exposed_s(running: Service) -> float:
 
 
 def from_pool(running: Service) -> tuple[list[Answer], list[Answer]]:
-    """Return answers to prompts of 32k tokens whose blocks are in the pool, in a prefill worker that never saw them,
-    and to prompts that are new."""
+    """Return answers to prompts of 32k tokens whose blocks are in the pool, in workers that never saw them, and to
+    prompts that are new."""
     prompts = [prompt(LONG_TOKENS, 100 + seed) for seed in range(3)]
     for one in prompts:
         running.ask(one)
     running.settle()
-    running.restart("prefill-0")
+    running.restart("prefill-0", "decode-0")
     pulled = [running.ask(one) for one in prompts]
     return pulled, [running.ask(prompt(LONG_TOKENS, 200 + seed)) for seed in range(2)]
 

@@ -23,7 +23,7 @@ from typing import Any
 import httpx
 import torch
 from _gpu_lab import Report, prompt
-from _gpu_service import Answer, Service, serving, stream
+from _gpu_service import Answer, Service, end_with_parent, serving, stream
 
 _TRANSFORMERS_S = 300.0
 
@@ -100,7 +100,7 @@ def transformers_tokens_s(workload: Workload, report: Report) -> float:
     }  # fmt: skip
     done = subprocess.run(
         [sys.executable, str(script)], input=json.dumps(given), stdout=subprocess.PIPE, text=True, check=True,
-        timeout=_TRANSFORMERS_S,
+        timeout=_TRANSFORMERS_S, preexec_fn=end_with_parent,
     )  # fmt: skip
     found = json.loads(done.stdout.splitlines()[-1])
     report.say("transformers generate_batch", found["tokens_s"], "tokens/s", seconds=round(found["seconds"], 2))
