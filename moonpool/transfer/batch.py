@@ -113,7 +113,8 @@ class Batch(Pending[None]):
         self.priority = priority
         self._requests = list(requests)
         self._timeout_s = timeout_s
-        self.run_nbytes = slice_nbytes  # of the largest slice, and of slices that are moved together
+        # Of the largest slice, and of slices that are moved together.
+        self.run_nbytes = max(slice_nbytes, *[request.remote.run_nbytes for request in requests], 0)
         self._notify = notify
         self._stop_at_error = stop_at_error
         self._memories, self._sizes = _borrow(requests)

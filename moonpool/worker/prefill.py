@@ -254,7 +254,7 @@ class PrefillRole:
         self._jobs.append(
             self._puller.start(
                 entry,
-                on_layer=lambda layer, count, ready: push.layer_ready(layer, entry.blocks[:count], ready),
+                on_layer=lambda layers, count, ready: push.layers_ready(layers, entry.blocks[:count], ready),
                 on_end=lambda: self._release_pages(owner),
                 compute_s=compute_s,
             )

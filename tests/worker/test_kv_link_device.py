@@ -57,7 +57,7 @@ class Bench:
         root = next(_ROOTS).to_bytes(32)
         self.keys = chain_keys(root, range(NUM_BLOCKS * LAYOUT.block_tokens), LAYOUT.block_tokens)
         self.writer = PoolWriter(self.store, self.pieces, IDENTITY)
-        self.layers: list[tuple[int, int]] = []
+        self.layers: list[tuple[range, int]] = []
 
     def pin(self) -> None:
         engine = self.store.directory.engine
@@ -136,8 +136,11 @@ def test_the_bytes_come_back(bench: Bench, pinned: bool, compute_s: float) -> No
     bench.device.num_copies = 0
     result = bench.pull(compute_s)
     assert (result.num_good, result.failure, result.nbytes) == (NUM_BLOCKS, None, NUM_BLOCKS * LAYOUT.page_nbytes)
-    assert bench.layers == [(layer, NUM_BLOCKS) for layer in range(LAYOUT.num_layers)]
     per_block = LAYOUT.num_layers if compute_s else 1
+    together = LAYOUT.num_layers // per_block
+    assert bench.layers == [
+        (range(first, first + together), NUM_BLOCKS) for first in range(0, LAYOUT.num_layers, together)
+    ]
     assert bench.device.num_copies == (NUM_BLOCKS * per_block if pinned else 0)
     assert len(bench.pieces.waited_for) == LAYOUT.num_layers
     bench.check(NUM_BLOCKS)
@@ -337,6 +340,26 @@ def test_a_hand_off_sends_layers_together_and_puts_whole_blocks(bench: Bench) ->
     assert np.array_equal(received[[9, 3, 5]], pieces.content[[0, 1, 2]])
     assert peer.commits[0].checksums == pieces.checksums([0, 1, 2], range(3)).astype("<u4").tobytes()
     assert puts.writes == [(range(3), 2)], "once, when the last layer is computed, and full blocks only"
+
+
+def test_blocks_that_are_whole_are_sent_whole(bench: Bench) -> None:
+    """Those that were here before, and those that a pull brought at once."""
+    pieces, peer, puts, queue = bench.pieces, Peer(), PutLog(), SendQueue()
+    pieces.layer_run = 2
+    segment = SegmentDescriptor(name="d/kv", nbytes=LAYOUT.total_nbytes, incarnation=1, host="", endpoints=())
+    ticket = Ticket(
+        request_id="r", epoch=1, address="", segment=segment, pages=[9, 3, 5], num_present_blocks=0, generation=1
+    )
+    parts: dict[str, Any] = {"queue": queue, "memory": pieces, "pool": puts, "peers": peer, "transfer": peer}
+    push, outcomes = Push(ticket, bench.keys[:3], **parts), list[object]()
+    push.begin([0, 1, 2], 1, 2)
+    push.layers_ready(range(LAYOUT.num_layers), range(1, 3), FakeReady())
+    push.commit(TokenOut(1), 12, outcomes.append)
+    push.finish_puts(complete=True, on_done=lambda: None)
+    queue.close(10)
+    assert outcomes == [None]
+    assert peer.sizes == [LAYOUT.page_nbytes] * 3
+    assert np.array_equal(peer.memory.reshape(pieces.content.shape)[[9, 3, 5]], pieces.content[[0, 1, 2]])
 
 
 def test_layer_by_layer_only_where_it_pays() -> None:

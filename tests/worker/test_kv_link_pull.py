@@ -50,7 +50,11 @@ class Bench:
     def pull(self, puller: Puller) -> PullJob:
         pages = tuple(range(8, 8 + NUM_BLOCKS))
         admitted = AdmittedSequence("r", 0, tuple(range(NUM_BLOCKS)), pages, tuple(self.keys))
-        return puller.start(admitted, lambda layer, count, _: self.layers.append((layer, count)), self.ended.set)
+
+        def on_layer(layers: range, count: int, _: object) -> None:
+            self.layers += [(layer, count) for layer in layers]
+
+        return puller.start(admitted, on_layer, self.ended.set)
 
     def page(self, page: int) -> bytes:
         return b"".join(bytes(self.pieces.piece(page, layer)) for layer in range(LAYOUT.num_layers))

@@ -39,6 +39,7 @@ class RemoteSegment(ABC):
     pipelines_writes: ClassVar[bool] = False
     # Whether buffers may be DeviceSpans; elsewhere they are InvalidInput, and the caller copies to main memory first.
     takes_gpu_memory: ClassVar[bool] = False
+    run_nbytes: ClassVar[int] = 0  # worth moving with one call, where a call costs much; 0: as the engine is configured
     num_paths: int = 1  # that lead to the owner and are used together
     nbytes: int
 

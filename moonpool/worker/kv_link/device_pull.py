@@ -116,8 +116,7 @@ class DevicePull:
             number = min(2 * number, _BUNDLE_BLOCKS)
         self._num_good = min(self._num_good, len(self._sessions))
         ready, self._num_announced = self._lane.mark(), len(layers)
-        for layer in layers:
-            self._job.layer_done(layer, self._num_good, ready)
+        self._job.layers_done(layers, self._num_good, ready)
 
     def _pull_layers(self) -> None:
         self._sessions = self._blocks.open(len(self._blocks))
@@ -127,7 +126,7 @@ class DevicePull:
                 self._start(range(self._num_good), range(layer, layer + 1))
                 self._make_room()
             self._num_announced = layer + 1
-            self._job.layer_done(layer, self._num_good, self._lane.mark())
+            self._job.layers_done(range(layer, layer + 1), self._num_good, self._lane.mark())
 
     def _start(self, blocks: range, layers: range) -> None:
         """Start the copies of these layers of the blocks, and the checksums behind them."""

@@ -205,4 +205,4 @@ class _PieceStream:
         if num_right < len(errors) and blocks[num_right] < self.num_good:
             self.num_good, self.failure = blocks[num_right], errors[num_right]
         if is_last:
-            self._job.layer_done(layer, self.num_good)
+            self._job.layers_done(range(layer, layer + 1), self.num_good)

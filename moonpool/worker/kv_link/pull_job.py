@@ -27,8 +27,8 @@ class PullResult:
     ssd_nbytes: int = 0  # of `nbytes`, read from disk
 
 
-LayerListener = Callable[[int, int, ReadyPoint | None], None]
-"""Called with (layer, number of leading blocks whose piece of that layer is in place once the point is reached). On a
+LayerListener = Callable[[range, int, ReadyPoint | None], None]
+"""Called with (layers, number of leading blocks whose pieces of them are in place once the point is reached). On a
 GPU they may turn out to be wrong later: what is made of them counts only if the result says that they are good.
 """
 
@@ -83,14 +83,14 @@ class PullJob:
         self.moved_nbytes += nbytes
         self.moved_ssd_nbytes += nbytes if from_disk else 0
 
-    def layer_done(self, layer: int, num_good: int, ready: ReadyPoint | None = None) -> None:
+    def layers_done(self, layers: range, num_good: int, ready: ReadyPoint | None = None) -> None:
         with self._changed:
-            self._num_layers = layer + 1
+            self._num_layers = layers.stop
             if ready is not None:
-                self._ready[layer] = ready
+                self._ready |= dict.fromkeys(layers, ready)
             self._changed.notify_all()
             if not self.left_behind:  # under the lock, so that no call follows once wait_end() has given up
-                self._on_layer(layer, num_good, ready)
+                self._on_layer(layers, num_good, ready)
 
     def end(self, result: PullResult) -> None:
         with self._changed:

@@ -125,26 +125,40 @@ class Push:
         wanted = self._keys[:num_ready_blocks] + self._keys[num_ready_blocks + num_pulled_blocks :]
         self._queue.put(Urgency.HANDOFF, self._open)
         self._queue.put(Urgency.POOL, lambda: self._begin_puts(wanted))
-        for layer in range(self._memory.layout.num_layers):
-            self.layer_ready(layer, range(num_ready_blocks))
+        self.layers_ready(range(self._memory.layout.num_layers), range(num_ready_blocks))
+
+    def layers_ready(self, layers: range, blocks: Sequence[int], ready: ReadyPoint | None = None) -> None:
+        """These blocks' pieces of these layers hold their final bytes, on a GPU once `ready` is reached (None: all that
+        was enqueued so far). On a GPU, whose copies should be large, all layers at once go together.
+        """
+        if len(layers) == self._memory.layout.num_layers and self._memory.puts_whole:
+            self._queue_pieces(layers, layers, blocks, ready)
+        else:
+            for layer in layers:
+                self.layer_ready(layer, blocks, ready)
 
     def layer_ready(self, layer: int, blocks: Sequence[int], ready: ReadyPoint | None = None) -> None:
-        """These blocks' pieces of one layer hold their final bytes, on a GPU once `ready` is reached (None: all that
-        was enqueued so far). Layers come in order, so on a GPU, whose copies should be large, several go together.
+        """As layers_ready(), for the layers of a step in order: on a GPU a few of them go together, and whole blocks to
+        the pool with the last one.
         """
-        pages, memory, last = self._pages, self._memory, self._memory.layout.num_layers - 1
-        page_of = {block: pages[block] for block in blocks if block < len(pages)}
+        memory, last = self._memory, self._memory.layout.num_layers - 1
         run = range(layer - layer % memory.layer_run, layer + 1)
-        if not page_of or (len(run) < memory.layer_run and layer != last):
+        if len(run) == memory.layer_run or layer == last:
+            put = range(last + 1) if memory.puts_whole else run
+            self._queue_pieces(run, put if put.stop <= layer + 1 else range(0), blocks, ready)
+
+    def _queue_pieces(self, sent: range, put: range, blocks: Sequence[int], ready: ReadyPoint | None) -> None:
+        """Queue layers of these blocks for the decode worker, and layers for the pool."""
+        pages = self._pages
+        page_of = {block: pages[block] for block in blocks if block < len(pages)}
+        if not page_of:
             return
-        ready = ready or memory.mark()
-        self._queue.put(Urgency.HANDOFF, partial(self._send, run, page_of, ready))
-        put = run if not memory.puts_whole else range(last + 1)
-        if put.stop <= layer + 1:
-            step = max(1, self._pool.max_pieces // len(put))
-            for first in range(0, len(page_of), step):
-                some = dict(islice(page_of.items(), first, first + step))
-                self._queue.put(Urgency.POOL, partial(self._put, put, some, ready))
+        ready = ready or self._memory.mark()
+        self._queue.put(Urgency.HANDOFF, partial(self._send, sent, page_of, ready))
+        step = max(1, self._pool.max_pieces // len(put)) if put else len(page_of)
+        for first in range(0, len(page_of), step) if put else ():
+            some = dict(islice(page_of.items(), first, first + step))
+            self._queue.put(Urgency.POOL, partial(self._put, put, some, ready))
 
     # called once at the end
 

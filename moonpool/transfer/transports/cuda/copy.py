@@ -20,6 +20,8 @@ from itertools import pairwise
 from queue import SimpleQueue
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
+
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import DeadlineExceeded, Internal, MoonpoolError
 from moonpool.transfer.memory.buffers import DeviceSpan, Memory, address_of, copy_bytes
@@ -100,6 +102,7 @@ _MIN_DIRECT_NBYTES = 32 * 1024  # below, the slot costs less than asking the dri
 MAX_LANES = 4
 
 Placed: TypeAlias = tuple[int, Memory]  # address on the GPU, and the other memory
+_Direct: TypeAlias = tuple[int, DeviceSpan | int, int]  # address on the GPU, other memory or its address, nbytes
 
 
 class _Slot(NamedTuple):
@@ -136,6 +139,28 @@ class _Lane:
             self._device.copy(address, source, nbytes, self._stream)
         else:
             self._between(address, self._device, source.address, driver().device_of(source.address), nbytes)
+
+    def start_batch(self, direct: Sequence[_Direct], *, is_read: bool) -> list[_Direct]:
+        """Start copies between this GPU and main memory, or within the GPU, with one call. Return the others."""
+        is_here: dict[int, bool] = {}  # by the owner of the memory
+        near: list[tuple[int, int, int]] = []
+        rest: list[_Direct] = []
+        for each in direct:
+            address, other, nbytes = each
+            if isinstance(other, int):
+                near.append((address, other, nbytes))
+                continue
+            known = is_here.get(id(other.owner)) if other.owner is not None else None
+            if known is None:
+                known = is_here[id(other.owner)] = driver().device_of(other.address).index == self._device.index
+            if known:
+                near.append((address, other.address, nbytes))
+            else:
+                rest.append(each)
+        if near:
+            here, there, sizes = np.array(near, np.uint64).T
+            self._device.copy_batch(*((there, here) if is_read else (here, there)), sizes, self._stream)
+        return rest
 
     def read(self, pieces: Sequence[DevicePiece], deadline: Deadline) -> None:
         full: tuple[_Slot, SlotLoad] | None = None
@@ -229,7 +254,7 @@ class Mover:
     def _carry_own(
         self,
         share: Sequence[DevicePiece],
-        direct: Sequence[tuple[int, DeviceSpan | int, int]],
+        direct: Sequence[_Direct],
         deadline: Deadline,
         stage: _Stage,
         start: _Start,
@@ -237,7 +262,8 @@ class Mover:
         if not share and not direct:
             return
         with self._lane(deadline) as lane:
-            for address, other, nbytes in direct:
+            rest = lane.start_batch(direct, is_read=start is _Lane.start_read) if len(direct) > 1 else direct
+            for address, other, nbytes in rest:
                 start(lane, address, other, nbytes)
             stage(lane, share, deadline)
 
@@ -280,9 +306,9 @@ def in_main_memory(memories: Sequence[Memory], timeout_s: float) -> list[memoryv
     return views
 
 
-def _sort_out(placed: Sequence[Placed]) -> tuple[list[tuple[int, DeviceSpan | int, int]], list[DevicePiece]]:
+def _sort_out(placed: Sequence[Placed]) -> tuple[list[_Direct], list[DevicePiece]]:
     """(address on the GPU, other memory, nbytes) of what can be copied directly, and what goes through slots."""
-    direct: list[tuple[int, DeviceSpan | int, int]] = []
+    direct: list[_Direct] = []
     staged: list[DevicePiece] = []
     for address, memory in placed:
         if isinstance(memory, DeviceSpan):
