@@ -89,6 +89,9 @@ def pool_rates(report: Report) -> None:
     """Pull and put of 512 blocks, and decode steps of 32 sequences beside both."""
     from gpu_kv import KvSide, PoolProcess, fill_pages, keys_of, layout_of, measure
 
+    from moonpool.worker.build import switch_threads_often
+
+    switch_threads_often()  # as a worker does
     release()
     layout, engine = layout_of(2 * NUM_BLOCKS), make_engine(32 * 40, max_num_seqs=32)
     targets = {"put from the GPU": 35.0, "pull, whole blocks": 45.0}

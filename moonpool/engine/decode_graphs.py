@@ -96,10 +96,10 @@ class DecodeGraphs:
         )
 
     @torch.inference_mode()
-    def warm_up(self) -> None:
+    def warm_up(self, *, decodes: bool) -> None:
         with torch.cuda.stream(self._stream):
             self._ops.warm_up(self._limits)
-            for size in reversed(self._sizes):  # the largest first: the others use its memory again
+            for size in reversed(self._sizes) if decodes else ():  # the largest first: others use its memory again
                 self._graph(size)
 
     @torch.inference_mode()

@@ -55,5 +55,5 @@ class StepLauncher(Protocol):
         row of `after`, the step that was launched last. At most two steps may be under way.
         """
 
-    def warm_up(self) -> None:
-        """Prepare all batch sizes."""
+    def warm_up(self, *, decodes: bool) -> None:
+        """Prepare the kernels of long prompts and, with `decodes`, all batch sizes."""

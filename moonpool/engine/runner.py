@@ -44,10 +44,12 @@ class Runner:
         if limits is not None:
             self.launcher = DecodeGraphs(model, cuda, limits)
 
-    def warm_up(self) -> None:
-        """Prepare what the first requests would wait for: on a GPU, compiled kernels and decode graphs."""
+    def warm_up(self, *, decodes: bool = True) -> None:
+        """Prepare what the first requests would wait for: on a GPU, compiled kernels and, unless nothing `decodes`,
+        decode graphs.
+        """
         if self.launcher is not None:
-            self.launcher.warm_up()
+            self.launcher.warm_up(decodes=decodes)
 
     @torch.inference_mode()
     def execute(self, chunks: Sequence[Chunk], hooks: LayerHooks | None = None) -> torch.Tensor:

@@ -98,7 +98,7 @@ class FakeLauncher:
         assert self.num_pending <= 2, "at most two steps are under way"
         return FakeLaunched(self, chunks, draws, after)
 
-    def warm_up(self) -> None:
+    def warm_up(self, *, decodes: bool) -> None:
         pass
 
 
