@@ -61,12 +61,12 @@ def crossover(
         return costs.transfer_s(tokens * token_nbytes) < _saved_s(costs, tokens)
 
     fixed_s, per_byte_s = costs.transfer.terms
-    saved_s = _saved_s(costs, at_tokens)
+    saved_s, pull_s = _saved_s(costs, at_tokens), costs.transfer_s(at_tokens * token_nbytes)
     spare_s = saved_s - fixed_s
     return FetchOrCompute(
         min_tokens=_first(saves, max_tokens),
         computed_tokens_s=at_tokens / saved_s if saved_s > 0 else float("inf"),
-        pulled_tokens_s=at_tokens / costs.transfer_s(at_tokens * token_nbytes),
+        pulled_tokens_s=at_tokens / pull_s if pull_s > 0 else float("inf"),
         break_even_nbytes_s=at_tokens * token_nbytes / spare_s if spare_s > 0 else float("inf"),
         measured_nbytes_s=1 / per_byte_s if per_byte_s > 0 else float("inf"),
         at_tokens=at_tokens,

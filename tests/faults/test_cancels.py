@@ -56,7 +56,7 @@ async def in_the_third_chunk(cluster: TinyCluster, patch: pytest.MonkeyPatch, ga
 async def while_pieces_go_out(cluster: TinyCluster, patch: pytest.MonkeyPatch, gate: Gate) -> None:
     gate.at = 5
     pieces = cluster.prefill0.pieces
-    patch.setattr(pieces, "read", gate.around(pieces.read))
+    patch.setattr(pieces, "checksums", gate.around(pieces.checksums))
 
 
 async def while_the_commit_is_checked(cluster: TinyCluster, patch: pytest.MonkeyPatch, gate: Gate) -> None:
