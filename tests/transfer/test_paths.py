@@ -158,7 +158,7 @@ def test_dead_and_dumb_addresses_are_done_without(
             buffer = bytearray(NBYTES)
             remote.read_into(0, [buffer], timeout_s=10)
             assert buffer == bytes(segment.memory)
-        assert time.monotonic() - started_s < 3
+        assert time.monotonic() - started_s < 6
         with pytest.raises(PeerLost):
             peer.open(msgspec.structs.replace(good, name="x", endpoints=(others[1], others[1])))
 
