@@ -171,7 +171,7 @@ def equal_pages(kv: KvMemory, first: list[int], second: list[int]) -> bool:
 
 
 def plain_copies_s(side: KvSide, pages: list[int], to_device: bool) -> float:
-    """Return the seconds that the driver takes to copy so many blocks between page-locked memory and the pages. Copies
+    """Return the seconds that the driver takes to copy the blocks between page-locked memory and the pages. Copies
     to the pool are for a pool that is empty.
     """
     copies, (segment,) = CopyStream(side.pieces.device), side.pinned()

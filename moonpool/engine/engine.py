@@ -266,15 +266,18 @@ class Engine:
     def _sample(self, computed: _Computed) -> dict[str, SampledToken | MoonpoolError]:
         outcomes: dict[str, SampledToken | MoonpoolError] = {}
         if computed.launched is not None:
-            outcomes |= self._read_launched(computed.launched)
+            computed_now = {chunk.request_id for chunk in computed.chunks}
+            outcomes |= self._read_launched(computed.launched, without=computed_now)
         if computed.logits is not None:
             wanting = [chunk.request_id for chunk in computed.chunks if chunk.wants_logits]
             outcomes |= self._sample_logits(wanting, computed.logits)
         return outcomes
 
-    def _read_launched(self, launched: LaunchedStep) -> dict[str, SampledToken | MoonpoolError]:
-        """Return the tokens of a launched step, which may hold requests that are gone."""
-        rows = {name: row for name, row in launched.rows.items() if self.scheduler.is_in_flight(name)}
+    def _read_launched(self, launched: LaunchedStep, without: set[str]) -> dict[str, SampledToken | MoonpoolError]:
+        """Return the tokens of a launched step. It may hold requests that have ended, and those in `without`: they were
+        preempted meanwhile, and this step computes other chunks of them."""
+        live = launched.rows.keys() - without
+        rows = {name: launched.rows[name] for name in live if self.scheduler.is_in_flight(name)}
         if not all(self._row(name).is_simple for name in rows):
             self.scheduler.settle_ahead()
             return self._sample_logits(list(launched.rows), launched.logits)

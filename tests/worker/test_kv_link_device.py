@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -319,22 +319,31 @@ class PutLog:
     def finish(self, sessions: object) -> None: ...
 
 
-def test_a_hand_off_sends_layers_together_and_puts_whole_blocks(bench: Bench) -> None:
-    pieces, peer, puts, queue = bench.pieces, Peer(), PutLog(), SendQueue()
-    pieces.layer_run = 2
+def hand_off(bench: Bench, num_keys: int, send: Callable[[Push], None]) -> tuple[Peer, PutLog]:
+    """Hand pages 0 to 2 over to pages 9, 3 and 5 of a peer: `send` says what is ready, then all is committed."""
+    peer, puts, queue = Peer(), PutLog(), SendQueue()
+    bench.pieces.layer_run = 2
     segment = SegmentDescriptor(name="d/kv", nbytes=LAYOUT.total_nbytes, incarnation=1, host="", endpoints=())
     ticket = Ticket(
         request_id="r", epoch=1, address="", segment=segment, pages=[9, 3, 5], num_present_blocks=0, generation=1
     )
-    parts: dict[str, Any] = {"queue": queue, "memory": pieces, "pool": puts, "peers": peer, "transfer": peer}
-    push, outcomes = Push(ticket, bench.keys[:2], **parts), list[object]()
-    push.begin([0, 1, 2], 0, 0)
-    for layer in range(LAYOUT.num_layers):
-        push.layer_ready(layer, range(3), FakeReady())
+    parts: dict[str, Any] = {"queue": queue, "memory": bench.pieces, "pool": puts, "peers": peer, "transfer": peer}
+    push, outcomes = Push(ticket, bench.keys[:num_keys], **parts), list[object]()
+    send(push)
     push.commit(TokenOut(1), 12, outcomes.append)
     push.finish_puts(complete=True, on_done=lambda: None)
     queue.close(10)
     assert outcomes == [None]
+    return peer, puts
+
+
+def test_a_hand_off_sends_layers_together_and_puts_whole_blocks(bench: Bench) -> None:
+    def send(push: Push) -> None:
+        push.begin([0, 1, 2], 0, 0)
+        for layer in range(LAYOUT.num_layers):
+            push.layer_ready(layer, range(3), FakeReady())
+
+    pieces, (peer, puts) = bench.pieces, hand_off(bench, 2, send)
     assert peer.sizes == [2 * LAYOUT.piece_nbytes] * 3 + [LAYOUT.piece_nbytes] * 3
     received = peer.memory.reshape(pieces.content.shape)
     assert np.array_equal(received[[9, 3, 5]], pieces.content[[0, 1, 2]])
@@ -344,20 +353,12 @@ def test_a_hand_off_sends_layers_together_and_puts_whole_blocks(bench: Bench) ->
 
 def test_blocks_that_are_whole_are_sent_whole(bench: Bench) -> None:
     """Those that were here before, and those that a pull brought at once."""
-    pieces, peer, puts, queue = bench.pieces, Peer(), PutLog(), SendQueue()
-    pieces.layer_run = 2
-    segment = SegmentDescriptor(name="d/kv", nbytes=LAYOUT.total_nbytes, incarnation=1, host="", endpoints=())
-    ticket = Ticket(
-        request_id="r", epoch=1, address="", segment=segment, pages=[9, 3, 5], num_present_blocks=0, generation=1
-    )
-    parts: dict[str, Any] = {"queue": queue, "memory": pieces, "pool": puts, "peers": peer, "transfer": peer}
-    push, outcomes = Push(ticket, bench.keys[:3], **parts), list[object]()
-    push.begin([0, 1, 2], 1, 2)
-    push.layers_ready(range(LAYOUT.num_layers), range(1, 3), FakeReady())
-    push.commit(TokenOut(1), 12, outcomes.append)
-    push.finish_puts(complete=True, on_done=lambda: None)
-    queue.close(10)
-    assert outcomes == [None]
+
+    def send(push: Push) -> None:
+        push.begin([0, 1, 2], 1, 2)
+        push.layers_ready(range(LAYOUT.num_layers), range(1, 3), FakeReady())
+
+    pieces, (peer, _) = bench.pieces, hand_off(bench, 3, send)
     assert peer.sizes == [LAYOUT.page_nbytes] * 3
     assert np.array_equal(peer.memory.reshape(pieces.content.shape)[[9, 3, 5]], pieces.content[[0, 1, 2]])
 

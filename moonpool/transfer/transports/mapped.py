@@ -47,7 +47,7 @@ class MappedRemote(RemoteSegment):
         return self._borrow(timeout_s)
 
     def still_maps(self, memory: memoryview) -> bool:
-        """Return whether this is the memory of an owner that lives. A mapping of an owner that is gone is let go."""
+        """Return whether this is the memory of a living owner. Unmap the memory of an owner that has ended."""
         try:
             return self._borrow(_VIEW_TIMEOUT_S).memory is memory
         except MoonpoolError:

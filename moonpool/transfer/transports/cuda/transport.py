@@ -100,7 +100,7 @@ class CudaTransport(Transport):
         return remote
 
     def _watch_owners(self) -> None:
-        """Let go of the memory of owners that are gone: as long as it is mapped anywhere, the GPU keeps it."""
+        """Unmap the memory of owners that have ended: the GPU keeps memory as long as a process maps it."""
         while not self._ended.wait(_WATCH_EVERY_S):
             with self._lock:
                 remotes = list(self._remotes)
@@ -173,7 +173,7 @@ class CudaRemote(RemoteSegment):
         self._line.ask(Notify(self._name, self._incarnation, message), timeout_s)
 
     def check_owner(self, timeout_s: float) -> None:
-        """Let go of the owner's memory when the owner is gone; the next transfer asks again."""
+        """Unmap the owner's memory if the owner has ended. The next transfer asks the owner again."""
         if self._reached is not None and not self._closed:
             with contextlib.suppress(MoonpoolError):
                 self._reach(Deadline(timeout_s))
