@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
 from typing import NamedTuple
@@ -113,21 +112,35 @@ _SENTENCES = {
 
 
 class RemovalLog:
-    """The reasons of the last `limit` removals, by key."""
+    """The reasons of the last `limit` removals, by key.
+
+    A ring of keys, so that a snapshot can read it in bounded steps while it changes.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._reasons: OrderedDict[bytes, tuple[RemovalReason, float]] = OrderedDict()
+        self._reasons: dict[bytes, tuple[int, RemovalReason, float]] = {}  # with the number of the removal
+        self._ring: list[bytes] = []  # removal n is at n % limit
+        self.num_recorded = 0
 
     def __len__(self) -> int:
         return len(self._reasons)
 
     def record(self, key: bytes, reason: RemovalReason, now_s: float) -> None:
-        reasons = self._reasons
-        reasons.pop(key, None)
-        reasons[key] = (reason, now_s)
-        if len(reasons) > self._limit:
-            reasons.popitem(last=False)
+        number, ring = self.num_recorded, self._ring
+        self.num_recorded = number + 1
+        if number < self._limit:
+            ring.append(key)
+        else:
+            at = number % self._limit
+            self._drop_oldest(ring[at], number - self._limit)
+            ring[at] = key
+        self._reasons[key] = (number, reason, now_s)
+
+    def _drop_oldest(self, key: bytes, number: int) -> None:
+        found = self._reasons.get(key)
+        if found is not None and found[0] == number:  # otherwise it was removed again, or stored, since
+            del self._reasons[key]
 
     def forget(self, key: bytes) -> None:
         self._reasons.pop(key, None)
@@ -138,15 +151,31 @@ class RemovalLog:
             for key in keys:
                 reasons.pop(key, None)
 
-    def items(self) -> Iterator[tuple[bytes, RemovalReason, float]]:
-        """Yield key, reason and time, oldest first."""
-        for key, (reason, at_s) in self._reasons.items():
-            yield key, reason, at_s
+    def parts(self, num_keys: int) -> Iterator[list[tuple[bytes, RemovalReason, float]]]:
+        """Yield key, reason and time, oldest first, in parts of at most `num_keys`. Removals that are recorded after
+        the first part may be missing.
+        """
+        end = self.num_recorded
+        start = max(0, end - self._limit)
+        while start < end:
+            part = []
+            for number in range(start, min(start + num_keys, end)):
+                key = self._ring[number % self._limit]
+                found = self._reasons.get(key)
+                if found is not None and found[0] == number:
+                    part.append((key, found[1], found[2]))
+            yield part
+            start += num_keys
+
+    def reason(self, key: bytes) -> RemovalReason | None:
+        found = self._reasons.get(key)
+        return None if found is None else found[1]
 
     def explain(self, key: bytes, now_s: float) -> str:
         """Return a sentence about a key that is not stored."""
-        if key not in self._reasons:
+        found = self._reasons.get(key)
+        if found is None:
             forgotten = f" (or that was longer ago than the last {self._limit} endings)"
-            return NEVER_STORED + (forgotten if len(self._reasons) >= self._limit else "")
-        reason, at_s = self._reasons[key]
+            return NEVER_STORED + (forgotten if self.num_recorded > self._limit else "")
+        _, reason, at_s = found
         return f"this object {reason.sentence}, {now_s - at_s:.1f} s ago"

@@ -1,8 +1,8 @@
 """Snapshots of the state, written in steps while the state goes on changing. Pure.
 
-The first step writes everything that is small, at the moment at which the new journal begins. The objects follow by
-slots. Changes made meanwhile are in the journal too, and records are absolute, so replaying the snapshot and then the
-journal gives the present state.
+The first step writes everything that is small, at the moment at which the new journal begins. The reasons of removals
+and the objects follow in bounded steps: callers wait while one is taken. Changes made meanwhile are in the journal too,
+and records are absolute, so replaying the snapshot and then the journal gives the present state.
 """
 
 from __future__ import annotations
@@ -79,9 +79,7 @@ def _small(state: PoolState, now_s: float) -> Iterator[r.Record]:
 
 
 def _reasons(index: ObjectIndex, now_s: float) -> Iterator[r.Fated]:
-    every = list(index.removals.items())
-    for start in range(0, len(every), STEP_SLOTS):
-        part = every[start : start + STEP_SLOTS]
+    for part in index.removals.parts(STEP_SLOTS):
         yield r.Fated(
             [key for key, _, _ in part], [int(reason) for _, reason, _ in part], [now_s - at for _, _, at in part]
         )

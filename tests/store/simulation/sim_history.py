@@ -15,7 +15,8 @@ from moonpool.master.state.changes import RemovalReason
 
 NEVER_S = float("inf")
 _EVICTED = (RemovalReason.EVICTED_WATERMARK, RemovalReason.EVICTED_FOR_PUT, RemovalReason.SSD_EVICTED)
-_LOST = (RemovalReason.NODE_GONE, RemovalReason.NOT_RECOVERED)
+# The last one: a node that lost power finds the part of its log damaged that was not on disk yet.
+_LOST = (RemovalReason.NODE_GONE, RemovalReason.NOT_RECOVERED, RemovalReason.LOG_DAMAGED)
 
 
 class Write:
