@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import struct
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -285,6 +287,26 @@ def test_bytes_that_openssl_holds_count_as_readable(pair: Pair) -> None:
     assert is_quiet(right)
     with pytest.raises(TimeoutError):
         wait_readable(right, Deadline(0.05))
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda sock, tls: tcp_tls.wrap_client(sock, tls, "127.0.0.1"), tcp_tls.wrap_server],
+    ids=["client", "server"],
+)
+def test_a_connection_that_was_reset_before_tls_began_is_closed(certs: Certificates, wrap: Callable[..., Any]) -> None:
+    """wrap_socket() raises then, after it has taken the descriptor over."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        left = socket.create_connection(listener.getsockname())
+        right, _ = listener.accept()
+    right.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    right.close()
+    fd = left.fileno()
+    identity = certs.good.load()
+    with pytest.raises(ConnectionResetError):
+        wrap(left, identity)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
 
 
 def test_nothing_here_is_not_the_end(pair: Pair) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import socket
 import ssl
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from moonpool.base.clock import Deadline
 from moonpool.base.security import TlsIdentity
@@ -17,14 +19,34 @@ _RECORD_NBYTES = 16 * 1024
 
 
 def wrap_client(sock: socket.socket, tls: TlsIdentity, host: str) -> ssl.SSLSocket:
-    """Takes the connection over; call handshake() next."""
+    """Take the connection over; call handshake() next. OSError when the other side has left: then it is closed."""
     name = host if tls.check_host else None
-    return tls.client.wrap_socket(sock, server_hostname=name, do_handshake_on_connect=False)
+    with _closed_on_error(sock):
+        return tls.client.wrap_socket(sock, server_hostname=name, do_handshake_on_connect=False)
 
 
 def wrap_server(sock: socket.socket, tls: TlsIdentity) -> ssl.SSLSocket:
-    """Takes the connection over; call handshake() next."""
-    return tls.server.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+    """As wrap_client, for the side that accepted."""
+    with _closed_on_error(sock):
+        return tls.server.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+
+
+@contextmanager
+def _closed_on_error(sock: socket.socket) -> Iterator[None]:
+    """Close the connection if wrap_socket() raises.
+
+    By then its descriptor may belong to an SSLSocket that wrap_socket() made and does not return (it does so when the
+    other side has reset the connection). Only the traceback still refers to that one.
+    """
+    try:
+        yield
+    except BaseException as error:
+        sock.close()
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            unreturned = frame.f_locals.get("self")
+            if isinstance(unreturned, ssl.SSLSocket):
+                unreturned.close()
+        raise
 
 
 def handshake(sock: ssl.SSLSocket, deadline: Deadline) -> None:
