@@ -226,7 +226,7 @@ def _objects(pool: LivePool) -> dict[type[Call[Any]], Handler]:
         return cache.once(c.errand, len(c.keys), lambda: state.remove(c.keys, c.force, now()))
 
     def remove_matching(c: m.RemoveMatching, _: RpcPeer) -> m.RemovedCount:
-        return cache.once(c.errand, 1, lambda: state.remove_matching(c.pattern, c.force, c.cursor, now()))
+        return cache.once(c.errand, 1, lambda: state.remove_matching(c.pattern, c.force, c.cursor, now(), c.prefix))
 
     def lookup(c: m.Lookup, _: RpcPeer) -> list[m.ObjectInfo | None]:
         return state.lookup(c.keys, now(), prefix=c.prefix, lease=c.lease, session=c.session, reads=c.reads)

@@ -229,6 +229,11 @@ class Store(TensorCalls):
         got = self._reads.read(names, [None] * len(names), identity)
         return cast("list[bytes | None]", [none_if_missing(each) for each in got])
 
+    def get_each(self, keys: Iterable[Key]) -> list[bytes | MoonpoolError]:
+        """get() of each. Return by position the value, or the error: NotFound for a miss, else as get_many_into()."""
+        names = keys_bytes(keys)
+        return cast("list[bytes | MoonpoolError]", self._reads.read(names, [None] * len(names), None))
+
     def get_into(self, key: Key, into: Value) -> int | None:
         """As get(), into the caller's memory. Return how many bytes. InvalidInput when they do not fit."""
         target = [as_bytes_view(buffer, True) for buffer in _buffers(into)]
@@ -327,20 +332,25 @@ class Store(TensorCalls):
     def remove_many(self, keys: Iterable[Key], *, force: bool = False) -> list[bool]:
         return self.master.call(m.Remove(keys=keys_bytes(keys), force=force, errand=_idempotency_key()))
 
-    def remove_matching(self, pattern: str, *, force: bool = False) -> tuple[int, int]:
-        """Remove the objects whose key's bytes match the regular expression. Return how many were removed and how many
+    def remove_matching(
+        self, pattern: str | None, *, prefix: Key | None = None, force: bool = False
+    ) -> tuple[int, int]:
+        """Remove the objects whose key's bytes match the regular expression (None: any key). With `prefix`, only keys
+        that begin with it, and the expression is searched for in the rest. Return how many were removed and how many
         stayed.
         """
-        return self._remove_matching(pattern, force)
+        return self._remove_matching(pattern, force, b"" if prefix is None else key_bytes(prefix))
 
     def remove_all(self, *, force: bool = False) -> tuple[int, int]:
         return self._remove_matching(None, force)
 
-    def _remove_matching(self, pattern: str | None, force: bool) -> tuple[int, int]:
+    def _remove_matching(self, pattern: str | None, force: bool, prefix: bytes = b"") -> tuple[int, int]:
         num_removed, num_kept = 0, 0
         cursor: int | None = 0
         while cursor is not None:
-            call = m.RemoveMatching(pattern=pattern, force=force, cursor=cursor, errand=_idempotency_key())
+            call = m.RemoveMatching(
+                pattern=pattern, force=force, cursor=cursor, errand=_idempotency_key(), prefix=prefix
+            )
             step = self.master.call(call)
             num_removed, num_kept, cursor = num_removed + step.num_removed, num_kept + step.num_kept, step.cursor
         return num_removed, num_kept

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -11,43 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from mooncake_arena import Arena, value_of
 from store_pool import MIB, LocalPool, wait_until
 
 from moonpool.integrations.mooncake import MooncakeDistributedStore, ReplicateConfig, SoftPinAction, shadow_path
 
 MakeStore = Callable[..., MooncakeDistributedStore]
 INVALID, NOT_FOUND, LEASED, NO_SPACE, CHECKSUM = -600, -704, -706, -200, -801
-
-
-class Arena:
-    """Registered memory, with pointers into it."""
-
-    def __init__(self, store: MooncakeDistributedStore, nbytes: int = 256 * 1024) -> None:
-        self.bytes = np.zeros(nbytes, dtype=np.uint8)
-        self.address = int(self.bytes.ctypes.data)
-        assert store.register_buffer(self.address, nbytes) == 0
-
-    def pointers(self, sizes: Sequence[int], at: int = 0) -> list[int]:
-        """Consecutive buffers of these sizes, with a gap of 7 bytes behind each."""
-        starts = [at]
-        for size in sizes[:-1]:
-            starts.append(starts[-1] + size + 7)
-        return [self.address + start for start in starts]
-
-    def write(self, pointers: Sequence[int], sizes: Sequence[int], value: bytes) -> None:
-        at = 0
-        for pointer, size in zip(pointers, sizes, strict=True):
-            start = pointer - self.address
-            self.bytes[start : start + size] = np.frombuffer(value[at : at + size], np.uint8)
-            at += size
-
-    def read(self, pointers: Sequence[int], sizes: Sequence[int]) -> bytes:
-        starts = [pointer - self.address for pointer in pointers]
-        return b"".join(self.bytes[start : start + size].tobytes() for start, size in zip(starts, sizes, strict=True))
-
-
-def value_of(nbytes: int, seed: int = 1) -> bytes:
-    return random.Random(seed).randbytes(nbytes)
 
 
 def put_parts(store: MooncakeDistributedStore, arena: Arena, key: str, value: bytes, sizes: Sequence[int]) -> int:
@@ -273,15 +242,18 @@ def test_setup_refuses_wrong_settings(tmp_path: Path, change: dict[str, object])
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ("10.0.0.1", "10.0.0.1:PID"),
+        ("10.0.0.1", "10.0.0.1:PORT"),
         ("10.0.0.1:5", "10.0.0.1:5"),
-        ("::1", "[::1]:PID"),
-        ("[::1]", "[::1]:PID"),
+        ("::1", "[::1]:PORT"),
+        ("[::1]", "[::1]:PORT"),
         ("[::1]:5", "[::1]:5"),
     ],
 )
-def test_a_client_is_named_by_host_and_number(make_store: MakeStore, given: str, expected: str) -> None:
-    assert make_store(local_hostname=given).get_hostname() == expected.replace("PID", str(os.getpid()))
+def test_a_client_is_named_by_host_and_port(make_store: MakeStore, given: str, expected: str) -> None:
+    named = make_store(local_hostname=given).get_hostname()
+    port = named.rpartition(":")[2]
+    assert named == expected.replace("PORT", port)
+    assert given == expected or 12300 <= int(port) <= 14300
 
 
 def test_setup_without_a_master_fails_soon(tmp_path: Path) -> None:
@@ -308,12 +280,12 @@ def test_a_store_offers_memory_until_it_is_closed(make_store: MakeStore, pool: L
     owner, user = make_store(global_segment_size="2MB"), make_store()
     config = ReplicateConfig()
     config.preferred_segment = owner.get_hostname()
-    assert owner.get_hostname() == f"127.0.0.1:{os.getpid()}"
+    assert owner.get_hostname() != user.get_hostname()
     value = value_of(100_000)
     assert owner.put("k", value, config) == 0
     (replica,) = user.get_replica_desc("k")
     assert replica.is_memory_replica()
-    assert "mooncake-127.0.0.1" in replica.get_memory_descriptor().buffer_descriptor.transport_endpoint
+    assert replica.get_memory_descriptor().buffer_descriptor.transport_endpoint == owner.get_hostname()
     assert user.get("k") == owner.get("k") == value
     assert owner.close() == 0
     assert user.get("k") == b""

@@ -99,7 +99,7 @@ class StoreBase:
     def get_hostname(self) -> str:
         """Return `host:number`. As a preferred_segment it means the memory that this store offers."""
         session = self._session
-        return "" if session is None else session.config.hostname
+        return "" if session is None else session.hostname
 
     def counters(self) -> dict[str, int]:
         """Return Moonpool's own numbers: bytes_read, bytes_written, hits, misses, corrupt_replicas, refused_<code>."""
@@ -137,8 +137,17 @@ class StoreBase:
             self._log_error(what, error)
             return on_error(code_of(error))
 
-    def _put(self, keys: Sequence[str], values: Sequence[list[memoryview]], config: ReplicateConfig) -> list[int]:
-        """Put all values with one call. Return the results by position; empty keys and values are refused."""
+    def _put(
+        self,
+        keys: Sequence[str],
+        values: Sequence[list[memoryview]],
+        config: ReplicateConfig,
+        *,
+        replace: bool = False,
+    ) -> list[int]:
+        """Put all values with one call; with `replace`, over older ones. Return the results by position; empty keys and
+        values are refused.
+        """
         refusal = config.check(len(keys))
         if refusal is not ErrorCode.OK:
             return [refusal] * len(keys)
@@ -146,7 +155,7 @@ class StoreBase:
         usable = [at for at, value in enumerate(values) if value and keys[at]]
 
         def put(client: Store) -> list[MoonpoolError | None]:
-            options = config.options(self._segment_of(config.preferred))
+            options = config.options(self._segments_of(config.preferred), replace)
             return client.put_objects(
                 [
                     Put(key=self._key(keys[at]), buffers=values[at], options=options, group=self._group(config, at))
@@ -188,12 +197,18 @@ class StoreBase:
     def _group(self, config: ReplicateConfig, at: int) -> bytes:
         return b"" if config.group_ids is None else self._key(config.group_ids[at])
 
-    def _segment_of(self, preferred: str | None) -> str | None:
-        """Return the pool's name of a preferred segment. Upstream names a segment by its client's hostname."""
+    def _segments_of(self, preferred: Sequence[str]) -> tuple[str, ...]:
+        """Return the pool's names of preferred segments, by default of the memory that this store offers. Upstream
+        names a segment by its client's hostname.
+        """
         session = self._session
-        if session is not None and preferred == session.config.hostname:
-            return session.segment_name
-        return preferred
+        if session is None:
+            return ()
+        own = () if session.segment_name is None else (session.segment_name,)
+        found: list[str] = []
+        for name in preferred:
+            found += own if own and name == session.hostname else session.names.resolve(name)
+        return tuple(found) if preferred else own
 
     def _views(
         self, what: str, keys: Sequence[str], pointers: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]

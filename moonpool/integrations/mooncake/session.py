@@ -17,12 +17,14 @@ from contextlib import ExitStack
 from typing import Any
 
 from moonpool.base.errors import BreakerOpen, DeadlineExceeded, Unavailable
+from moonpool.integrations.mooncake.segment_names import SegmentNames, node_name, reserve_port
 from moonpool.integrations.mooncake.setup_config import SetupConfig
 from moonpool.node.config import NodeConfig
 from moonpool.node.service import Node
 from moonpool.store import Store
 from moonpool.store.client import ClientConfig
 from moonpool.store.client.config import credentials
+from moonpool.store.messages import Segments
 from moonpool.transfer.config import TransferConfig
 from moonpool.transfer.engine import TransferEngine
 
@@ -30,7 +32,6 @@ _START_TIMEOUT_S = 60.0  # it takes all of its memory at once
 _CLOSE_TIMEOUT_S = 10.0
 _LEAVE_TIMEOUT_S = 2.0  # a process that wants to end is not kept for long
 _START_WAIT_S = 1.0  # a master that starts at the same time may be a moment later; calls never wait for one
-_HOST_CHARS = 40  # of it in a name, which is part of a socket's path, which has 107
 _NUMBERS = itertools.count(1)  # a process may set up several stores
 
 
@@ -86,12 +87,17 @@ class MooncakeSession:
 
     def __init__(self, config: SetupConfig) -> None:
         self.config = config
-        self.name = f"mooncake-{config.host[:_HOST_CHARS]}-{os.getpid()}-{next(_NUMBERS)}"
         self._node: EmbeddedNode | None = None
         with ExitStack() as stack:
+            port = config.port
+            if port is None:
+                port = stack.enter_context(reserve_port()).getsockname()[1]
+            self.hostname = config.hostname(port)
+            self.name = node_name(self.hostname, os.getpid(), next(_NUMBERS))
             self._run_dir = tempfile.TemporaryDirectory(prefix="mp-mc-")
             run_dir = stack.enter_context(self._run_dir)
-            self.client = self._connect(stack, run_dir)
+            self.client = client = self._connect(stack, run_dir)
+            self.names = SegmentNames(lambda: client.master.call(Segments()))
             self._greet_master()
             if config.offered_nbytes:
                 self._node = EmbeddedNode(self._node_config(run_dir))

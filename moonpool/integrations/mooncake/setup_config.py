@@ -7,7 +7,6 @@ counterpart: the master knows all locations, and bytes move directly between the
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -70,10 +69,13 @@ class SetupConfig:
         return _split_host(self.local_hostname)[0]
 
     @property
-    def hostname(self) -> str:
-        """`host:number`, as upstream names a client; without a port given, the number is the process's."""
-        host, port = _split_host(self.local_hostname)
-        return host_port(host, os.getpid() if port is None else port)
+    def port(self) -> int | None:
+        """The port of local_hostname, if it has one."""
+        return _split_host(self.local_hostname)[1]
+
+    def hostname(self, port: int) -> str:
+        """Return `host:port`, as upstream names a client."""
+        return host_port(self.host, port)
 
     @property
     def namespace(self) -> bytes:

@@ -8,9 +8,10 @@ close() calls return -600, {} or b"".
 
 from __future__ import annotations
 
+from moonpool.integrations.mooncake.pointers import PointerCalls
 from moonpool.integrations.mooncake.tasks import TaskCalls
 from moonpool.integrations.mooncake.values import ValueCalls
 
 
-class MooncakeDistributedStore(ValueCalls, TaskCalls):
+class MooncakeDistributedStore(ValueCalls, PointerCalls, TaskCalls):
     """A client of the pool from setup() to close()."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from moonpool.integrations.mooncake.base_store import StoreBase
+from moonpool.integrations.mooncake.segment_names import endpoint_of
 from moonpool.integrations.mooncake.types import Descriptor, DiskDescriptor, MemoryDescriptor, ReplicaDescriptor
 from moonpool.store import Store
 from moonpool.store.messages import ObjectInfo, Placement, Tier
@@ -35,4 +36,4 @@ def _describe(info: ObjectInfo, tiers: Mapping[str, Tier]) -> list[ReplicaDescri
 def _placed(nbytes: int, replica: Placement, tiers: Mapping[str, Tier]) -> MemoryDescriptor | DiskDescriptor:
     if tiers.get(replica.segment) is Tier.SSD:
         return DiskDescriptor(replica.segment, nbytes)
-    return MemoryDescriptor(Descriptor(nbytes, replica.offset, replica.segment))
+    return MemoryDescriptor(Descriptor(nbytes, replica.offset, endpoint_of(replica.segment)))

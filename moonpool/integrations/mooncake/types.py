@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -29,7 +30,7 @@ class Descriptor:
 
     size: int
     buffer_address: int
-    transport_endpoint: str  # the segment's name
+    transport_endpoint: str  # host:port of the client that offers the memory, or the segment's name
 
 
 @dataclass(frozen=True)
@@ -116,9 +117,9 @@ class ReplicateConfig:
         object.__setattr__(self, name, value)
 
     @property
-    def preferred(self) -> str | None:
-        """The segment to try first; the older of the two settings counts more, as upstream has it."""
-        return self.preferred_segment or next(iter(self.preferred_segments), None)
+    def preferred(self) -> Sequence[str]:
+        """The segments to try first; the older of the two settings counts more, as upstream has it."""
+        return [self.preferred_segment] if self.preferred_segment else self.preferred_segments
 
     def check(self, num_keys: int) -> ErrorCode:
         """OK, or why no put may be made with it."""
@@ -134,13 +135,14 @@ class ReplicateConfig:
             return ErrorCode.INVALID_PARAMS
         return ErrorCode.OK
 
-    def options(self, segment: str | None) -> PutOptions:
-        """The same in the store's words; `segment` is the preferred one by the name it has there."""
+    def options(self, segments: tuple[str, ...], replace: bool = False) -> PutOptions:
+        """The same in the store's words; `segments` are the preferred ones by the names they have there."""
         ttl_ms = _SOFT_PIN_TTL_MS if self.soft_pin_ttl_ms is None else self.soft_pin_ttl_ms
         soft_pin_ms = min(ttl_ms, _MAX_SOFT_PIN_TTL_MS) if self.soft_pin_action is SoftPinAction.ENABLE else 0
         return PutOptions(
             num_replicas=self.replica_num,
-            preferred=() if segment is None else (segment,),
+            preferred=segments,
             hard_pin=self.with_hard_pin,
             soft_pin_s=soft_pin_ms / 1000,
+            replace=replace,
         )

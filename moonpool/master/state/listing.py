@@ -70,9 +70,10 @@ class ObjectListing:
         found, at = self._matching(pattern, cursor, min(limit, MAX_PAGE))
         return ObjectPage([self._describe(slot, key, now_s) for slot, key in found], at)
 
-    def remove(self, pattern: str | None, force: bool, cursor: int, now_s: float) -> RemovedCount:
+    def remove(self, pattern: str | None, force: bool, cursor: int, now_s: float, prefix: bytes = b"") -> RemovedCount:
+        """Remove objects from slot `cursor` on, whose keys begin with `prefix` and match in the rest."""
         num_removed = num_kept = 0
-        found, at = self._matching(pattern, cursor, STEP_REMOVALS)
+        found, at = self._matching(pattern, cursor, STEP_REMOVALS, prefix)
         for slot, _ in found:
             if remove(self._index, slot, force, now_s):
                 num_removed += 1
@@ -80,7 +81,9 @@ class ObjectListing:
                 num_kept += 1
         return RemovedCount(num_removed, num_kept, at)
 
-    def _matching(self, pattern: str | None, cursor: int, limit: int) -> tuple[list[tuple[int, bytes]], int | None]:
+    def _matching(
+        self, pattern: str | None, cursor: int, limit: int, prefix: bytes = b""
+    ) -> tuple[list[tuple[int, bytes]], int | None]:
         """Return up to `limit` slots and keys from slot `cursor` on, and the slot to continue at,
         None after the last.
         """
@@ -92,12 +95,12 @@ class ObjectListing:
         for key in self._index.table.keys[cursor : cursor + STEP_SLOTS]:
             if len(found) >= limit or work_left <= 0:
                 return found, at
-            if key is not None:
+            if key is not None and key.startswith(prefix):
                 if compiled is None:
                     found.append((at, key))
                 else:
                     work_left -= _WORK_PER_SEARCH + compiled.work * len(key)
-                    if compiled.search(key):
+                    if compiled.search(key[len(prefix) :]):
                         found.append((at, key))
             at += 1
         return found, at if at < self._index.table.end else None

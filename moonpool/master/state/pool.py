@@ -151,8 +151,10 @@ class PoolState:
         found = (self.index.find_any(key, now_s) for key in keys)
         return [slot is None or remove(self.index, slot, force, now_s) for slot in found]
 
-    def remove_matching(self, pattern: str | None, force: bool, cursor: int, now_s: float) -> m.RemovedCount:
-        return self._listing.remove(pattern, force, cursor, now_s)
+    def remove_matching(
+        self, pattern: str | None, force: bool, cursor: int, now_s: float, prefix: bytes = b""
+    ) -> m.RemovedCount:
+        return self._listing.remove(pattern, force, cursor, now_s, prefix)
 
     def list_objects(self, pattern: str | None, cursor: int, limit: int, now_s: float) -> m.ObjectPage:
         return self._listing.page(pattern, cursor, limit, now_s)

@@ -110,13 +110,15 @@ class Remove(Call[list[bool]]):
 class RemoveMatching(Call[RemovedCount]):
     """Remove the objects whose key matches the regular expression (None: all), in steps: call again with the cursor.
 
-    Each step has its own `errand`, as in Remove.
+    Only keys that begin with `prefix` count. The pattern is searched for in the rest of the key, so its ^ matches after
+    the prefix. Each step has its own `errand`, as in Remove.
     """
 
     pattern: str | None = None
     force: bool = False
     cursor: Whole = 0
     errand: Whole = 0
+    prefix: bytes = b""
 
 
 class ListObjects(Call[ObjectPage]):

@@ -1,6 +1,7 @@
 """`mooncake.store`, served by Moonpool's pool."""
 
 from moonpool.integrations.mooncake import (
+    BufferHandle,
     Descriptor,
     DiskDescriptor,
     MemoryDescriptor,
@@ -13,6 +14,7 @@ from moonpool.integrations.mooncake import (
 )
 
 __all__ = [
+    "BufferHandle",
     "Descriptor",
     "DiskDescriptor",
     "MemoryDescriptor",

@@ -1,0 +1,139 @@
+"""`PointerCalls`: values in the caller's registered memory, by address.
+
+Lists that differ in length, and memory that is not registered, are -600 by key; the other keys of a batch are not
+affected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moonpool.integrations.mooncake.base_store import StoreBase
+from moonpool.integrations.mooncake.codes import ErrorCode
+from moonpool.integrations.mooncake.types import ReplicateConfig
+
+
+class PointerCalls(StoreBase):
+    # one buffer per value
+
+    def put_from(self, key: str, buffer_ptr: int, size: int, config: ReplicateConfig | None = None) -> int:
+        """Put `size` bytes at the address. Return 0 also when the key is taken, and when there are no bytes: nothing is
+        stored then.
+        """
+        return self._put_one(key, [buffer_ptr], [size], config, replace=False)
+
+    def put_from_with_metadata(
+        self,
+        key: str,
+        buffer_ptr: int,
+        metadata_buffer_ptr: int,
+        size: int,
+        metadata_size: int,
+        config: ReplicateConfig | None = None,
+    ) -> int:
+        """Put one value: the metadata, then the `size` bytes at `buffer_ptr`. Without such bytes nothing is stored."""
+        if size == 0:
+            return self._put_one(key, [buffer_ptr], [0], config, replace=False)
+        return self._put_one(key, [metadata_buffer_ptr, buffer_ptr], [metadata_size, size], config, replace=False)
+
+    def upsert_from(self, key: str, buffer_ptr: int, size: int, config: ReplicateConfig | None = None) -> int:
+        """put_from(), replacing an older value."""
+        return self._put_one(key, [buffer_ptr], [size], config, replace=True)
+
+    def get_into(self, key: str, buffer_ptr: int, size: int) -> int:
+        """Read the value to the address. Return how many bytes; -600 when the value is larger than `size`."""
+        return self.batch_get_into([key], [buffer_ptr], [size])[0]
+
+    def batch_put_from(
+        self,
+        keys: Sequence[str],
+        buffer_ptrs: Sequence[int],
+        sizes: Sequence[int],
+        config: ReplicateConfig | None = None,
+    ) -> list[int]:
+        """put_from() of each; empty values are -600 here."""
+        return self._put_each(keys, buffer_ptrs, sizes, config, replace=False)
+
+    def batch_upsert_from(
+        self,
+        keys: Sequence[str],
+        buffer_ptrs: Sequence[int],
+        sizes: Sequence[int],
+        config: ReplicateConfig | None = None,
+    ) -> list[int]:
+        """upsert_from() of each; empty values are -600 here."""
+        return self._put_each(keys, buffer_ptrs, sizes, config, replace=True)
+
+    def batch_get_into(self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]) -> list[int]:
+        """get_into() of each."""
+        return self.batch_get_into_multi_buffers(keys, [[each] for each in buffer_ptrs], [[each] for each in sizes])
+
+    # several buffers per value
+
+    def batch_put_from_multi_buffers(
+        self,
+        keys: Sequence[str],
+        all_buffer_ptrs: Sequence[Sequence[int]],
+        all_sizes: Sequence[Sequence[int]],
+        config: ReplicateConfig | None = None,
+    ) -> list[int]:
+        """Put values that are gathered from registered buffers, in their order; each buffer has its own checksum."""
+        values = self._views("put", keys, all_buffer_ptrs, all_sizes)
+        return self._put(keys, values, config or ReplicateConfig())
+
+    def batch_get_into_multi_buffers(
+        self,
+        keys: Sequence[str],
+        all_buffer_ptrs: Sequence[Sequence[int]],
+        all_sizes: Sequence[Sequence[int]],
+        prefer_alloc_in_same_node: bool = False,
+    ) -> list[int]:
+        """Read values into registered buffers, which are filled in their order. Return the bytes read per key.
+
+        The buffers of a key must together be as large as its value (-600 otherwise); their sizes may differ from those
+        it was put from. After an error the bytes in the buffers mean nothing. A replica on this machine is always
+        preferred, whatever `prefer_alloc_in_same_node` says.
+        """
+        targets = self._views("get", keys, all_buffer_ptrs, all_sizes)
+        results: list[int] = [ErrorCode.INVALID_PARAMS] * len(keys)
+        usable = [at for at, target in enumerate(targets) if target]
+        outcomes = self._ask(
+            "get",
+            lambda client: client.get_many_into([self._key(keys[at]) for at in usable], [targets[at] for at in usable]),
+            lambda code: code,
+        )
+        for number, at in enumerate(usable):
+            outcome = outcomes if isinstance(outcomes, int) else outcomes[number]
+            results[at] = self._code("get", keys[at], outcome)
+        return results
+
+    def _put_one(
+        self,
+        key: str,
+        pointers: Sequence[int],
+        sizes: Sequence[int],
+        config: ReplicateConfig | None,
+        *,
+        replace: bool,
+    ) -> int:
+        config = config or ReplicateConfig()
+        if self._session is None or config.prefer_alloc_in_same_node:
+            return ErrorCode.INVALID_PARAMS
+        if not any(sizes):
+            return ErrorCode.OK
+        return self._put([key], [self._view("put", key, pointers, sizes)], config, replace=replace)[0]
+
+    def _put_each(
+        self,
+        keys: Sequence[str],
+        pointers: Sequence[int],
+        sizes: Sequence[int],
+        config: ReplicateConfig | None,
+        *,
+        replace: bool,
+    ) -> list[int]:
+        config = config or ReplicateConfig()
+        if config.prefer_alloc_in_same_node:
+            return [ErrorCode.INVALID_PARAMS] * len(keys)
+        values = self._views("put", keys, [[each] for each in pointers], [[each] for each in sizes])
+        return self._put(keys, values, config, replace=replace)
