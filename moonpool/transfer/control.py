@@ -12,6 +12,7 @@ never drops any.
 
 from __future__ import annotations
 
+import heapq
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -31,6 +32,7 @@ from moonpool.transfer.topology import Topology
 from moonpool.transfer.transports.base import ServedSegments, check_bounds
 
 R = TypeVar("R")
+_SEGMENTS_PER_PAGE = 512  # about 150 KiB; an answer has at most 1 MiB
 _SPANS_PER_CALL = 2000  # about 40 KiB; a call has at most 64
 MAX_MESSAGE_NBYTES = 32 * 1024
 _MAX_MESSAGES = 4096
@@ -49,6 +51,15 @@ class Describe(Call[SegmentDescriptor]):
     """Ask for the descriptor of a segment by its name."""
 
     name: str
+
+
+class ListSegments(Call[list[SegmentDescriptor]]):
+    """Ask for the segments whose names begin with `prefix`: a page of them, sorted by name, that follow the name
+    `after`. An empty page is the end.
+    """
+
+    prefix: str
+    after: str = ""
 
 
 class Introduce(Call[PeerInfo]):
@@ -90,7 +101,7 @@ class Attach(Call[bytes]):
     hello: bytes = b""
 
 
-CALLS: tuple[type[Call[Any]], ...] = (Describe, Introduce, Notify, Admit, Confirm, Attach)
+CALLS: tuple[type[Call[Any]], ...] = (Describe, ListSegments, Introduce, Notify, Admit, Confirm, Attach)
 _DECODER = CallDecoder(CALLS)
 
 
@@ -145,6 +156,8 @@ class ControlHandler:
         match call:
             case Describe(name):
                 return self._describe(name)
+            case ListSegments(prefix, after):
+                return self._page(prefix, after)
             case Introduce():
                 return PeerInfo(host=host_id(), incarnation=self._incarnation, topology=self._topology())
             case Notify(name, incarnation, message):
@@ -171,6 +184,11 @@ class ControlHandler:
         if descriptor is None:
             raise NotFound(f"no segment {name!r} is served here")
         return descriptor
+
+    def _page(self, prefix: str, after: str) -> list[SegmentDescriptor]:
+        with self._lock:
+            names = [name for name in self._descriptors if name > after and name.startswith(prefix)]
+            return [self._descriptors[name] for name in heapq.nsmallest(_SEGMENTS_PER_PAGE, names)]
 
     def _fence(self, name: str, incarnation: int, spans: Spans) -> Fence | None:
         segment = self.segments.find(name, incarnation)

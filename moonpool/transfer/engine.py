@@ -28,7 +28,7 @@ from moonpool.base.errors import AlreadyExists, InvalidInput, PeerLost, Unavaila
 from moonpool.transfer.assembly import Assembly, Endpoints, Remotes
 from moonpool.transfer.batch import Batch, TransferRequest
 from moonpool.transfer.config import AUTO, TransferConfig
-from moonpool.transfer.control import ControlHandler, Describe, Introduce, Notification, PeerInfo
+from moonpool.transfer.control import ControlHandler, Describe, Introduce, ListSegments, Notification, PeerInfo
 from moonpool.transfer.directory import Directory, parse_target
 from moonpool.transfer.memory.buffers import Buffer
 from moonpool.transfer.memory.location import host_id
@@ -202,6 +202,18 @@ class TransferEngine:
         if self._directory is None:
             raise InvalidInput(f"without a directory {name!r} cannot be found; write {name}@host:port")
         return self._directory.find(name)
+
+    def list_segments(self, peer: str, prefix: str = "") -> list[SegmentDescriptor]:
+        """Ask the engine at `host:port` for the segments whose names begin with `prefix`, sorted by name. Segments that
+        it serves or withdraws meanwhile may be missing or listed.
+        """
+        client, found = self._assembly.control_client(f"tcp:{peer}"), list[SegmentDescriptor]()
+        while True:
+            after = found[-1].name if found else ""
+            page = client.ask(ListSegments(prefix, after), self._config.timeout_s)
+            if not page:
+                return found
+            found += page
 
     def open(self, target: SegmentDescriptor | str) -> RemoteSegment:
         """Return a handle by the fastest transport that works, the same one each time for a descriptor. Several tcp

@@ -29,6 +29,7 @@ from moonpool.transfer.control import (
     ControlHandler,
     Describe,
     Introduce,
+    ListSegments,
     LocalControlClient,
     Mailbox,
     Notification,
@@ -171,3 +172,19 @@ def test_a_mailbox_is_bounded() -> None:
         box.put(Notification("s", b""))
     assert len(box.take_all()) == 2
     box.put(Notification("s", b"1234567890"))
+
+
+def test_segments_are_listed_in_pages() -> None:
+    handler, names = ControlHandler(), [f"x-{number:04}" for number in range(1200)]
+    for name in ("a", "z", *reversed(names)):
+        handler.publish(
+            SegmentDescriptor(name=name, nbytes=1, incarnation=1, host="h", endpoints=("tcp:h:1",), secondary=())
+        )
+    found: list[str] = []
+    while page := handler.answer(ListSegments("x-", found[-1] if found else "")):
+        assert isinstance(page, list)
+        found += [each.name for each in page]
+    assert found == names
+    handler.withdraw("x-0001")
+    (first, second, *_) = handler.answer(ListSegments("x-"))  # type: ignore[misc]
+    assert (first.name, second.name) == ("x-0000", "x-0002")

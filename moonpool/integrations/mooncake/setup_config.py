@@ -66,12 +66,12 @@ class SetupConfig:
     @property
     def host(self) -> str:
         """local_hostname without its port, and without brackets."""
-        return _split_host(self.local_hostname)[0]
+        return split_host(self.local_hostname)[0]
 
     @property
     def port(self) -> int | None:
         """The port of local_hostname, if it has one."""
-        return _split_host(self.local_hostname)[1]
+        return split_host(self.local_hostname)[1]
 
     def hostname(self, port: int) -> str:
         """Return `host:port`, as upstream names a client."""
@@ -93,7 +93,7 @@ class SetupConfig:
                 _LOG.warning("%s is not for this client to do; the pool's nodes have their own settings", name)
 
 
-def _split_host(text: str) -> tuple[str, int | None]:
+def split_host(text: str) -> tuple[str, int | None]:
     """Return the host and its port, if it has one. Colons without brackets are those of an IPv6 address."""
     host, _, port = text.rpartition(":")
     has_port = port.isascii() and port.isdigit() and (text.count(":") == 1 or host.endswith("]"))
