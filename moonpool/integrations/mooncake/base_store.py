@@ -101,6 +101,11 @@ class StoreBase:
         session = self._session
         return "" if session is None else session.hostname
 
+    def local_buffer_nbytes(self) -> int:
+        """Return the local_buffer_size of setup() in bytes, the default size of a BufferPool; -600 before setup()."""
+        session = self._session
+        return ErrorCode.INVALID_PARAMS if session is None else session.config.local_buffer_nbytes
+
     def counters(self) -> dict[str, int]:
         """Return Moonpool's own numbers: bytes_read, bytes_written, hits, misses, corrupt_replicas, refused_<code>."""
         session = self._session

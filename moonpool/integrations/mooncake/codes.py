@@ -42,6 +42,7 @@ class ErrorCode(IntEnum):
     RPC_FAIL = -900
     RPC_TIMEOUT = -901
     NOT_SUPPORTED = -1012
+    FILE_NOT_FOUND = -1100
 
 
 # The first class that fits decides, so the special ones stand before the general ones.

@@ -64,6 +64,11 @@ class SetupConfig:
         return _binary_nbytes(self.global_segment_size)
 
     @property
+    def local_buffer_nbytes(self) -> int:
+        """What BufferPool takes for its size; nothing else is staged in a buffer here."""
+        return _binary_nbytes(self.local_buffer_size)
+
+    @property
     def host(self) -> str:
         """local_hostname without its port, and without brackets."""
         return split_host(self.local_hostname)[0]

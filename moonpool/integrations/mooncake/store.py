@@ -8,10 +8,12 @@ close() calls return -600, {} or b"".
 
 from __future__ import annotations
 
+from moonpool.integrations.mooncake.parallel_tensors import ParallelTensorCalls
 from moonpool.integrations.mooncake.pointers import PointerCalls
+from moonpool.integrations.mooncake.safetensors_files import SafetensorsCalls
 from moonpool.integrations.mooncake.tasks import TaskCalls
 from moonpool.integrations.mooncake.values import ValueCalls
 
 
-class MooncakeDistributedStore(ValueCalls, PointerCalls, TaskCalls):
+class MooncakeDistributedStore(ParallelTensorCalls, SafetensorsCalls, ValueCalls, PointerCalls, TaskCalls):
     """A client of the pool from setup() to close()."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def describe(tensor: Any) -> TensorHeader:
     """Return the header of a whole tensor. InvalidInput when it is no tensor, or one that the format cannot hold."""
-    if "Tensor" not in type(tensor).__name__ or not hasattr(tensor, "element_size"):
+    if not hasattr(tensor, "data_ptr") or not str(getattr(tensor, "dtype", "")).startswith("torch."):
         raise InvalidInput(f"{type(tensor).__name__} is no torch tensor")
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in ELEMENT_NUMBERS:
