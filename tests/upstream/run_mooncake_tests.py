@@ -32,12 +32,15 @@ START_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class TestFile:
-    """`path` is inside the checkout. `partner` is a program that must run beside the tests; `select` is pytest's -k."""
+    """`path` is inside the checkout. `partner` is a program that must run beside the tests; `select` is pytest's -k;
+    `port` is the master's where the tests have it written in them.
+    """
 
     path: str
     needs_master: bool = True
     partner: str | None = None
     select: str | None = None
+    port: int | None = None
 
 
 FILES = (
@@ -48,7 +51,7 @@ FILES = (
     TestFile("mooncake-wheel/tests/test_batch_replica_clear.py"),
     TestFile("mooncake-wheel/tests/test_put_get_tensor.py"),
     TestFile("mooncake-wheel/tests/test_safetensor_functions.py"),
-    TestFile("mooncake-wheel/tests/test_buffer_pool_native.py"),
+    TestFile("mooncake-wheel/tests/test_buffer_pool_native.py", port=50051),
     TestFile("mooncake-wheel/tests/test_structured_object_store.py"),
     TestFile("mooncake-wheel/tests/test_http_metadata_server.py", needs_master=False),
     TestFile(
@@ -151,7 +154,7 @@ def services(file: TestFile, options: argparse.Namespace, folder: Path) -> Itera
     running: list[subprocess.Popen[bytes]] = []
     try:
         if file.needs_master:
-            address = f"127.0.0.1:{free_port()}"
+            address = f"127.0.0.1:{file.port or free_port()}"
             running.append(start_master(address, options.python, env, folder))
             env["MASTER_SERVER"] = env["MOONCAKE_MASTER"] = address
             env["MC_METADATA_SERVER"] = "P2PHANDSHAKE"
