@@ -22,6 +22,9 @@ class SystemClock:
         return time.monotonic()
 
 
+_SYSTEM_CLOCK = SystemClock()
+
+
 class VirtualClock:
     """A clock that moves only by advance()."""
 
@@ -74,7 +77,7 @@ class Deadline:
     __slots__ = ("_at_s", "_clock")
 
     def __init__(self, timeout_s: float, clock: Clock | None = None) -> None:
-        self._clock: Clock = clock or SystemClock()
+        self._clock: Clock = clock or _SYSTEM_CLOCK
         self._at_s = self._clock.now_s() + timeout_s
 
     def remaining_s(self) -> float:

@@ -357,8 +357,7 @@ def _move_request(request: TransferRequest, memories: list[Memory], timeout_s: f
     elif expected is None:
         remote.read_into(request.offset, memories, timeout_s=timeout_s)
     else:
-        for refusal in read_expecting(remote, [(request.offset, memories)], [expected], timeout_s=timeout_s).values():
-            raise refusal
+        remote.read_unchanged(request.offset, memories, generation=expected, timeout_s=timeout_s)
 
 
 def _move_group(group: _Group, remote: RemoteSegment, timeout_s: float) -> dict[int, MoonpoolError]:

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from moonpool.base.errors import MoonpoolError, NotFound, Unauthorized, Unavailable
+from moonpool.base.errors import MoonpoolError, NotFound, StaleGeneration, Unauthorized, Unavailable
 from moonpool.base.object_header import ALIGN_NBYTES
 from moonpool.store.client.cuts import scatter
 from moonpool.store.client.transfer_window import BUNDLE_ITEMS, BUNDLE_NBYTES, run_parallel
@@ -131,11 +131,14 @@ class RemoteRead:
             return []
 
     def _read_one(self, only: RemoteObject) -> list[RemoteObject]:
+        memory, offset, generation = [only.header, *only.views], only.place.offset, only.place.generation
         if self._remote.checks_generation:
-            self._rest.extend(_bundles([only]))
-            self._read_expecting()
-            return [only] if only.is_right and only.is_unchanged else []
-        self._remote.read_into(only.place.offset, [only.header, *only.views], timeout_s=self._timeout_s)
+            try:
+                self._remote.read_unchanged(offset, memory, generation=generation, timeout_s=self._timeout_s)
+            except StaleGeneration:  # a ReadSession finds out whether the object was moved
+                return []
+            return [only] if only.check(self._identity) else []
+        self._remote.read_into(offset, memory, timeout_s=self._timeout_s)
         return self._unchanged([only]) if only.check(self._identity) else []
 
     def _stream(self, objects: Sequence[RemoteObject]) -> list[RemoteObject]:

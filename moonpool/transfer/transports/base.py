@@ -20,7 +20,7 @@ from typing import ClassVar, TypeVar
 from moonpool.base.clock import Deadline
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import AlreadyExists, InvalidInput, MoonpoolError, NotFound, StaleGeneration, Unauthorized
-from moonpool.transfer.memory.buffers import Buffer, as_bytes_view
+from moonpool.transfer.memory.buffers import Buffer, as_bytes_view, as_bytes_views
 from moonpool.transfer.memory.segment import Segment
 
 T = TypeVar("T")
@@ -101,6 +101,23 @@ class RemoteSegment(ABC):
         expected, or lost it before the last byte was taken, so that what lies in their buffers must not be used.
         """
         raise InvalidInput(f"a segment reached by {self.transport} is read without generations")
+
+    def read_unchanged(self, offset: int, buffers: Sequence[Buffer], *, generation: int, timeout_s: float) -> None:
+        """As read_into(), of space that carries `generation` (1 or more); for remotes with `checks_generation`.
+        StaleGeneration when it does not, or lost it before the last byte was taken: the buffers must not be used then.
+        """
+        if generation < 1:
+            raise InvalidInput(f"a read expects generation 1 or greater, not {generation}")
+        items: list[tuple[int, Buffer, int]] = []
+        at = offset
+        for view in as_bytes_views(buffers, writable=True):
+            items.append((at, view, generation))
+            at += view.nbytes
+        for stale in self.read_expecting([items], timeout_s=timeout_s):
+            if stale:
+                raise StaleGeneration(
+                    f"space at offset {offset} does not carry generation {generation}, or lost it while it was read"
+                )
 
     def write_each(
         self, items: Sequence[tuple[int, Sequence[Buffer], int]], *, timeout_s: float

@@ -36,6 +36,7 @@ from moonpool.transfer.transports.tcp.frames import (
     FrameOp,
     ReadVerdict,
     Request,
+    RequestReader,
     check_body,
     check_start,
     pack_answer,
@@ -44,7 +45,7 @@ from moonpool.transfer.transports.tcp.frames import (
     pack_verdict,
     unpack_request,
 )
-from moonpool.transfer.transports.tcp.streams import INBOX_NBYTES, PART_NBYTES, Inbox, ResponseQueue
+from moonpool.transfer.transports.tcp.streams import DIRECT_NBYTES, INBOX_NBYTES, PART_NBYTES, Inbox, ResponseQueue
 
 _PART_NBYTES = 1024 * 1024
 _MAX_PARTS = 16
@@ -101,6 +102,8 @@ class TcpConnection:
         self._left = 0  # bytes of the WRITE under way that are still on the wire
         self._inbox = Inbox(sock, INBOX_NBYTES)
         self._outbox = ResponseQueue(sock, stall_timeout_s)
+        self._reader = RequestReader()
+        self._is_alone = False  # nothing else was here when the last request came
         self._answers = {FrameOp.READ: self._read, FrameOp.WRITE: self._write, FrameOp.ASK: self._ask}
 
     def serve(self, first_request_s: float | None = None, on_first: Callable[[], None] = lambda: None) -> str:
@@ -122,7 +125,9 @@ class TcpConnection:
                 self._outbox.add(pack_refusal(0, error))
                 self._outbox.flush()
                 return error.code
-            self._inbox.expect(request.nbytes if request.op is FrameOp.WRITE else 0)
+            nbytes = request.nbytes if request.op is FrameOp.WRITE else 0
+            self._inbox.expect(nbytes)
+            self._is_alone = self._is_alone and not self._inbox.nbytes and nbytes < DIRECT_NBYTES
 
     def idle_s(self) -> float:
         """For how long the next request has been waited for."""
@@ -132,10 +137,17 @@ class TcpConnection:
     def _next(self, wait_s: float) -> Request | None:
         """Answers wait while more requests are here, and go before this side waits. None when nothing came in time."""
         inbox = self._inbox
-        if inbox.nbytes < REQUEST_NBYTES and not inbox.receive_present():
+        if self._is_alone or (inbox.nbytes < REQUEST_NBYTES and not inbox.receive_present()):
             self._outbox.flush()
             if not self._wait(wait_s):
                 return None
+            self._is_alone = True
+        else:
+            self._is_alone = False
+        found = self._reader.read(inbox.all())
+        if found is not None:
+            inbox.take(found[1])
+            return found[0]
         if inbox.nbytes < REQUEST_NBYTES:
             self._outbox.flush()
             deadline = self._stall_deadline()
@@ -146,7 +158,9 @@ class TcpConnection:
         if inbox.nbytes < head.name_nbytes:
             self._outbox.flush()
             inbox.receive(head.name_nbytes, self._stall_deadline())
-        return head.with_name(inbox.take(head.name_nbytes))
+        request = head.with_name(inbox.take(head.name_nbytes))
+        self._reader.remember(request)
+        return request
 
     def _wait(self, wait_s: float) -> bool:
         """Whether a request has begun within that time."""

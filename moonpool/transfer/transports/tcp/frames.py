@@ -37,6 +37,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable
 from enum import IntEnum
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import google_crc32c
@@ -83,6 +84,7 @@ class ReadVerdict(IntEnum):
 
 # Calling an enum for its member takes longer than the rest of a frame.
 _OPS = {member.value: member for member in FrameOp}
+_NAMED_OPS = {FrameOp.READ.value, FrameOp.WRITE.value}
 _STATUSES = {member.value: member for member in FrameStatus}
 _VERDICTS = {member.value: member for member in ReadVerdict}
 
@@ -139,20 +141,33 @@ def pack_request(request: Request) -> bytes:
 
 def pack_requests(op: FrameOp, name: str, incarnation: int, orders: Iterable[tuple[int, int, int, int]]) -> list[bytes]:
     """As pack_request(), for each (request_id, offset, nbytes, generation)."""
-    text = name.encode()
-    if not 0 < len(text) <= MAX_NAME_NBYTES:
-        raise InvalidInput(f"a segment's name has 1 to {MAX_NAME_NBYTES} bytes, not {len(text)}")
-    heads: list[bytes] = []
-    pack, pack_crc, crc, name_crc = _REQUEST.pack, _CRC.pack, _crc, _crc(text)
-    try:
-        for request_id, offset, nbytes, generation in orders:
-            if nbytes > MAX_DATA_NBYTES:
-                raise InvalidInput(f"one request carries at most {MAX_DATA_NBYTES} bytes, not {nbytes}")
-            head = pack(MAGIC, VERSION, op, len(text), request_id, incarnation, offset, nbytes, generation, name_crc)
-            heads.append(head + pack_crc(crc(head)) + text)
-    except struct.error as error:
-        raise InvalidInput(f"the request does not fit the frame: {error}") from error
-    return heads
+    pack = RequestPacker(name, incarnation).pack
+    return [pack(op, *order) for order in orders]
+
+
+class RequestPacker:
+    """Packs requests about one segment one at a time, with what does not change between them prepared."""
+
+    def __init__(self, name: str, incarnation: int) -> None:
+        """InvalidInput when the name cannot be sent."""
+        self._text = name.encode()
+        if not 0 < len(self._text) <= MAX_NAME_NBYTES:
+            raise InvalidInput(f"a segment's name has 1 to {MAX_NAME_NBYTES} bytes, not {len(self._text)}")
+        self._name_crc = _crc(self._text)
+        self._incarnation = incarnation
+
+    def pack(self, op: FrameOp, request_id: int, offset: int, nbytes: int, generation: int) -> bytes:
+        """As pack_request()."""
+        text = self._text
+        if nbytes > MAX_DATA_NBYTES:
+            raise InvalidInput(f"one request carries at most {MAX_DATA_NBYTES} bytes, not {nbytes}")
+        try:
+            head = _REQUEST.pack(
+                MAGIC, VERSION, op, len(text), request_id, self._incarnation, offset, nbytes, generation, self._name_crc
+            )
+        except struct.error as error:
+            raise InvalidInput(f"the request does not fit the frame: {error}") from error
+        return head + _CRC.pack(_crc(head)) + text
 
 
 def pack_ask(request_id: int, body: bytes) -> bytes:
@@ -188,6 +203,41 @@ def unpack_request(frame: bytes | bytearray | memoryview) -> RequestHead:
     return RequestHead(known_op, name_nbytes, request_id, incarnation, offset, nbytes, generation, checksum)
 
 
+class RequestReader:
+    """Takes the requests of one connection apart. They mostly are about one segment: its name is checked once."""
+
+    def __init__(self) -> None:
+        self._name = b""  # of the last request
+        self._name_crc = 0
+        self._text = ""
+
+    def read(self, frame: memoryview) -> tuple[Request, int] | None:
+        """Return the request at the start of `frame`, and the size of its head and name. None when it is not whole, or
+        anything about it is unusual: unpack_request() then tells what.
+        """
+        end = REQUEST_NBYTES + len(self._name)
+        raw = bytes(frame[:end])
+        if not self._name or len(raw) < end or raw[REQUEST_NBYTES:] != self._name or not raw.startswith(_STARTED):
+            return None
+        _, _, op, name_nbytes, request_id, incarnation, offset, nbytes, generation, checksum = _REQUEST.unpack_from(raw)
+        if (
+            name_nbytes != len(self._name)
+            or checksum != self._name_crc
+            or _crc(raw[: _REQUEST.size]) != _CRC.unpack_from(raw, _REQUEST.size)[0]
+            or op not in _NAMED_OPS
+            or nbytes > MAX_DATA_NBYTES
+            or offset + nbytes >= _U64
+        ):
+            return None
+        return Request(_OPS[op], request_id, self._text, incarnation, offset, nbytes, generation, checksum), end
+
+    def remember(self, request: Request) -> None:
+        """Call it with each request that was taken apart by other means."""
+        if request.op in _NAMED_OPS:
+            self._text, self._name, self._name_crc = request.name, request.name.encode(), request.checksum
+
+
+@lru_cache(maxsize=4096)  # the requests of a connection are numbered from 1 on, again and again
 def pack_response(request_id: int, nbytes: int) -> bytes:
     """A success of a READ or WRITE; `nbytes` of data follow."""
     head = _RESPONSE.pack(MAGIC, VERSION, 0, 0, request_id, nbytes, 0)
@@ -216,6 +266,7 @@ def unpack_response(frame: bytes | bytearray | memoryview) -> Response:
     return Response(known_status, request_id, nbytes, checksum)
 
 
+@lru_cache(maxsize=4096)
 def pack_verdict(request_id: int, verdict: ReadVerdict) -> bytes:
     """What follows the data of a READ that expects a generation."""
     return _sealed(_VERDICT.pack(verdict, request_id))

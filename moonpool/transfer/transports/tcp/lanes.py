@@ -16,7 +16,15 @@ from moonpool.base.address import host_port
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import InvalidInput, MoonpoolError, PeerLost, Unauthorized
 from moonpool.base.security import Secret, explain_tls
-from moonpool.transfer.transports.sockets import abandon, hang_up, is_quiet, receive_exactly, send_all, tune
+from moonpool.transfer.transports.sockets import (
+    TimedSocket,
+    abandon,
+    hang_up,
+    is_quiet,
+    receive_exactly,
+    send_all,
+    tune,
+)
 from moonpool.transfer.transports.tcp import tls as tcp_tls
 from moonpool.transfer.transports.tcp.frames import (
     MAGIC,
@@ -39,7 +47,9 @@ class LanePool:
         self._address = (host, port)
         self._size = size
         self._guard = guard
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # a collected generator may give its lane back in the middle of anything
+        self._changed = threading.Condition(self._lock)
+        self._num_waiting = 0
         self._idle: list[tuple[socket.socket, float]] = []  # with the time since when
         self._busy: set[socket.socket] = set()
         self._greeting: set[socket.socket] = set()  # connected, not yet let in
@@ -49,20 +59,13 @@ class LanePool:
     def __str__(self) -> str:
         return f"tcp:{host_port(*self._address)}"
 
-    @contextmanager
-    def lane(self, deadline: Deadline) -> Iterator[socket.socket]:
-        """A connection of one's own. TimeoutError or OSError when there is none in time, Unauthorized when the two
-        ends do not accept each other, PeerLost after close().
+    def lane(self, deadline: Deadline) -> LaneInUse:
+        """A connection of one's own, for the time of a `with` block. Entering it raises TimeoutError or OSError when
+        there is none in time, Unauthorized when the two ends do not accept each other, PeerLost after close().
 
         It goes back to the pool when the block ends well; any exception drops it.
         """
-        sock = self._take(deadline)
-        healthy = False
-        try:
-            yield sock
-            healthy = True
-        finally:
-            self._give_back(sock, healthy)
+        return LaneInUse(self, deadline)
 
     def close(self) -> None:
         """Close idle lanes and cut busy ones; their users get a lost connection. Idempotent."""
@@ -75,8 +78,9 @@ class LanePool:
         for sock, _ in idle:
             sock.close()
 
-    def _take(self, deadline: Deadline) -> socket.socket:
-        with self._changed:
+    def take(self, deadline: Deadline) -> socket.socket:
+        """For LaneInUse."""
+        with self._lock:
             while not self._closed:
                 sock = self._quiet_idle()
                 if sock is not None:
@@ -85,8 +89,12 @@ class LanePool:
                 if len(self._busy) + self._connecting < self._size:
                     self._connecting += 1
                     break
-                if not self._changed.wait(deadline.remaining_s()):
-                    raise TimeoutError("all lanes stayed busy")
+                self._num_waiting += 1
+                try:
+                    if not self._changed.wait(deadline.remaining_s()):
+                        raise TimeoutError("all lanes stayed busy")
+                finally:
+                    self._num_waiting -= 1
             else:
                 raise PeerLost(f"{self} was closed on this side")
         return self._connect(deadline)
@@ -119,7 +127,7 @@ class LanePool:
 
     def _dial(self, deadline: Deadline) -> socket.socket:
         try:
-            sock = socket.create_connection(self._address, max(deadline.remaining_s(), 0.001))
+            sock = TimedSocket.over(socket.create_connection(self._address, max(deadline.remaining_s(), 0.001)))
         except UnicodeError as error:
             raise InvalidInput(f"{self._address[0]!r} is not the name of a host") from error
         try:
@@ -162,15 +170,33 @@ class LanePool:
         except MoonpoolError as error:
             raise type(error)(f"{self}: {error}") from error
 
-    def _give_back(self, sock: socket.socket, healthy: bool) -> None:
-        with self._changed:
+    def give_back(self, sock: socket.socket, healthy: bool) -> None:
+        """For LaneInUse."""
+        with self._lock:
             self._busy.discard(sock)
             keep = healthy and not self._closed
             if keep:
                 self._idle.append((sock, time.monotonic()))
-            self._changed.notify()
+            if self._num_waiting:
+                self._changed.notify()
         if not keep:
             abandon(sock)
+
+
+class LaneInUse:
+    """What LanePool.lane() returns. A class: a generator would take longer than a look at the socket."""
+
+    __slots__ = ("_deadline", "_pool", "_sock")
+
+    def __init__(self, pool: LanePool, deadline: Deadline) -> None:
+        self._pool, self._deadline = pool, deadline
+
+    def __enter__(self) -> socket.socket:
+        sock = self._sock = self._pool.take(self._deadline)
+        return sock
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._pool.give_back(self._sock, kind is None)
 
 
 def _prove(sock: socket.socket, secret: Secret | None, deadline: Deadline) -> None:

@@ -24,6 +24,7 @@ from moonpool.base.log import RateLimitedLog
 from moonpool.base.security import explain_tls
 from moonpool.transfer.control import ControlHandler
 from moonpool.transfer.transports.sockets import (
+    TimedSocket,
     hang_up,
     is_quiet,
     part_ways,
@@ -165,6 +166,7 @@ class TcpServer:
                 if not self._closed.wait(_ACCEPT_PAUSE_S):
                     _log.warning("tcp: could not accept a connection: %s", error)
                 continue
+            sock = TimedSocket.over(sock)
             if not self._start(_Caller(sock, str(address[0]))):
                 self.ended["refused"] += 1
                 self._refuse(sock)

@@ -69,6 +69,10 @@ class Inbox:
         assert self._start + nbytes <= self._end
         return self._buffer[self._start : self._start + nbytes]
 
+    def all(self) -> memoryview:
+        """What is here; it stays here."""
+        return self._buffer[self._start : self._end]
+
     def fill(self, views: list[memoryview], next_nbytes: int, deadline: Deadline) -> None:
         """Fills the views with what is here, then with what comes: a little by way of the inbox, together with what
         follows it; much straight from the socket, together with the `next_nbytes` (at most 4 KiB) known to follow.

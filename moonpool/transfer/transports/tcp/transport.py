@@ -27,12 +27,14 @@ from moonpool.transfer.control import ControlClient, ControlHandler, Notify, che
 from moonpool.transfer.memory.buffers import Buffer, as_bytes_views, total_nbytes
 from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.transports.base import RemoteSegment, Transport, check_bounds, place_items
-from moonpool.transfer.transports.sockets import PeerErrors, receive_exactly, send_all
+from moonpool.transfer.transports.sockets import PeerErrors, TimedSocket, receive_exactly, send_all
+from moonpool.transfer.transports.tcp import single
 from moonpool.transfer.transports.tcp.frames import (
     MAX_ANSWER_NBYTES,
     RESPONSE_NBYTES,
     FrameOp,
     FrameStatus,
+    RequestPacker,
     check_body,
     pack_ask,
     unpack_error,
@@ -197,6 +199,7 @@ class TcpRemote(RemoteSegment):
         self._pool = pool
         self._descriptor = descriptor
         self._target = PipelineTarget(descriptor.name, descriptor.incarnation)
+        self._packer = RequestPacker(descriptor.name, descriptor.incarnation)
         self._closed = False
 
     @property
@@ -205,15 +208,13 @@ class TcpRemote(RemoteSegment):
 
     def probe(self, timeout_s: float) -> None:
         """Raises what a read would; the last byte's address is checked, so a smaller segment is found out."""
-        self._exchange(FrameOp.READ, [PipelinedRequest(self.nbytes, 0, [])], timeout_s)
+        self._one(FrameOp.READ, PipelinedRequest(self.nbytes, 0, []), timeout_s)
 
     def read_into(self, offset: int, buffers: Sequence[Buffer], *, timeout_s: float) -> None:
-        self._exchange(FrameOp.READ, [self._order(offset, as_bytes_views(buffers, writable=True))], timeout_s)
+        self._one(FrameOp.READ, self._order(offset, as_bytes_views(buffers, writable=True)), timeout_s)
 
     def write_from(self, offset: int, buffers: Sequence[Buffer], *, generation: int, timeout_s: float) -> None:
-        self._exchange(
-            FrameOp.WRITE, [self._order(offset, as_bytes_views(buffers, writable=False), generation)], timeout_s
-        )
+        self._one(FrameOp.WRITE, self._order(offset, as_bytes_views(buffers, writable=False), generation), timeout_s)
 
     def read_many(self, items: Sequence[tuple[int, Buffer]], *, timeout_s: float) -> None:
         self._exchange(FrameOp.READ, merge_neighbours(place_items(items, self.nbytes, writable=True)), timeout_s)
@@ -258,6 +259,11 @@ class TcpRemote(RemoteSegment):
                 num_done += len(of_batch)
                 yield _stale_items(of_batch, refused)
 
+    def read_unchanged(self, offset: int, buffers: Sequence[Buffer], *, generation: int, timeout_s: float) -> None:
+        if generation < 1:
+            raise InvalidInput(f"a read expects generation 1 or greater, not {generation}")
+        self._one(FrameOp.READ, self._order(offset, as_bytes_views(buffers, writable=True), generation), timeout_s)
+
     def write_each(
         self, items: Sequence[tuple[int, Sequence[Buffer], int]], *, timeout_s: float
     ) -> list[MoonpoolError | None]:
@@ -284,6 +290,11 @@ class TcpRemote(RemoteSegment):
         check_bounds(offset, nbytes, self.nbytes)
         return PipelinedRequest(offset, nbytes, views, generation)
 
+    def _one(self, op: FrameOp, order: PipelinedRequest, timeout_s: float) -> None:
+        """Raises the refusal."""
+        for refusal in self._carry_out(op, [order], timeout_s).values():
+            raise refusal
+
     def _exchange(self, op: FrameOp, orders: list[PipelinedRequest], timeout_s: float) -> None:
         """Raises the first refusal once all are answered."""
         for refusal in self._carry_out(op, orders, timeout_s).values():
@@ -296,6 +307,10 @@ class TcpRemote(RemoteSegment):
             return {}
         deadline = Deadline(timeout_s)
         with PeerErrors(self._pool, timeout_s), self._pool.lane(deadline) as sock:
+            if len(orders) == 1 and len(orders[0].views) <= single.MAX_VIEWS and type(sock) is TimedSocket:
+                act = single.read_one if op is FrameOp.READ else single.write_one
+                refusal = act(sock, self._packer, *orders[0], deadline)
+                return {} if refusal is None else {0: refusal}
             pipeline = Pipeline(sock, op, self._target, deadline)
             pipeline.run(orders)
         return pipeline.refusals
