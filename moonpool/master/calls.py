@@ -207,8 +207,8 @@ def _questions(pool: LivePool) -> dict[type[Call[Any]], Handler]:
         m.Retract: lambda c, _: board.retract(c.name, c.incarnation),
         m.FindSegment: lambda c, _: pool.find_segment(c.name),
         m.ListObjects: lambda c, _: state.list_objects(c.pattern, c.cursor, c.limit, now()),
-        m.QueryTask: lambda c, _: state.task(c.task_id),
-        m.ListTasks: lambda c, _: state.tasks(c.finished),
+        m.QueryTask: lambda c, _: state.task(c.task_id, now()),
+        m.ListTasks: lambda c, _: state.tasks(now(), c.finished),
         m.Why: lambda c, _: state.why(c.key, now(), c.identity),
         m.Stats: lambda c, _: state.stats(),
         GetMetrics: lambda c, _: [*pool_metrics(state.stats(), pool.journal.health()), *process_metrics()],
@@ -225,6 +225,9 @@ def _objects(pool: LivePool) -> dict[type[Call[Any]], Handler]:
     def remove(c: m.Remove, _: RpcPeer) -> list[bool]:
         return cache.once(c.errand, len(c.keys), lambda: state.remove(c.keys, c.force, now()))
 
+    def remove_replicas(c: m.RemoveReplicas, _: RpcPeer) -> list[bool]:
+        return cache.once(c.errand, len(c.keys), lambda: state.remove_replicas(c.keys, c.segments, now()))
+
     def remove_matching(c: m.RemoveMatching, _: RpcPeer) -> m.RemovedCount:
         return cache.once(c.errand, 1, lambda: state.remove_matching(c.pattern, c.force, c.cursor, now(), c.prefix))
 
@@ -237,6 +240,7 @@ def _objects(pool: LivePool) -> dict[type[Call[Any]], Handler]:
         m.PutRevoke: lambda c, _: state.put_revoke(c.keys, c.generations, c.settled, now()),
         m.Lookup: lookup,
         m.Remove: remove,
+        m.RemoveReplicas: remove_replicas,
         m.RemoveMatching: remove_matching,
         m.Pin: lambda c, peer: state.pin(c.session or pool.connection(peer), c.keys, now()),
         m.Unpin: lambda c, peer: state.unpin(c.session or pool.connection(peer), c.keys, now()),
@@ -276,10 +280,10 @@ def _segments(pool: LivePool) -> dict[type[Call[Any]], Handler]:
 def _tasks(pool: LivePool) -> dict[type[Call[Any]], Handler]:
     state, now = pool.state, pool.clock.now_s
     return {
-        m.CopyObject: lambda c, _: state.copy(c.key, c.targets, now()),
+        m.CopyObject: lambda c, _: state.copy(c.key, c.targets, now(), c.missing_only),
         m.MoveObject: lambda c, _: state.move(c.key, c.source, c.target, now()),
         m.DrainSegment: lambda c, _: state.drain(c.segment, now()),
-        m.CancelTask: lambda c, _: state.cancel_task(c.task_id),
+        m.CancelTask: lambda c, _: state.cancel_task(c.task_id, now()),
     }
 
 

@@ -24,12 +24,14 @@ class PoolTasks:
     def __init__(self, master: MasterClient) -> None:
         self._master = master
 
-    def copy(self, key: Key, targets: Sequence[str]) -> int:
-        """Make one more replica on each of these segments. Return the task's number.
+    def copy(self, key: Key, targets: Sequence[str], *, missing_only: bool = False) -> int:
+        """Make one more replica on each of these segments; with `missing_only`, on those that have none. Return the
+        task's number.
 
         NotFound: no such object. InvalidInput: a target has one already or is not mounted. NoSpace.
         """
-        return self._master.call_once(m.CopyObject(key=key_bytes(key), targets=tuple(targets)))
+        call = m.CopyObject(key=key_bytes(key), targets=tuple(targets), missing_only=missing_only)
+        return self._master.call_once(call)
 
     def move(self, key: Key, source: str, target: str) -> int:
         """Move the replica on `source` to `target`. Return the task's number; raise as copy()."""

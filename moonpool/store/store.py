@@ -332,6 +332,13 @@ class Store(TensorCalls):
     def remove_many(self, keys: Iterable[Key], *, force: bool = False) -> list[bool]:
         return self.master.call(m.Remove(keys=keys_bytes(keys), force=force, errand=_idempotency_key()))
 
+    def remove_replicas(self, keys: Iterable[Key], segments: Sequence[str]) -> list[bool]:
+        """Remove the objects' replicas in memory of these segments; an object without another one is gone then. Leased
+        and pinned objects keep all of theirs. Return for each key whether a replica was removed.
+        """
+        call = m.RemoveReplicas(keys=keys_bytes(keys), segments=tuple(segments), errand=_idempotency_key())
+        return self.master.call(call)
+
     def remove_matching(
         self, pattern: str | None, *, prefix: Key | None = None, force: bool = False
     ) -> tuple[int, int]:

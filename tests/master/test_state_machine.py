@@ -243,7 +243,7 @@ class PoolMachine(NodeEvents):
             elif verb == "drain":
                 self.state.drain(f"{one}.dram", self.now_s)
             else:
-                self.state.cancel_task(self.state.drain(f"{one}.dram", self.now_s))
+                self.state.cancel_task(self.state.drain(f"{one}.dram", self.now_s), self.now_s)
         except (NotFound, InvalidInput, NoSpace):
             pass
 

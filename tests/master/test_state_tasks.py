@@ -10,7 +10,7 @@ from moonpool.store import messages as m
 
 
 def info(pool: Pool, task_id: int) -> m.TaskInfo:
-    found = pool.state.task(task_id)
+    found = pool.state.task(task_id, pool.now_s)
     assert found is not None
     return found
 
@@ -28,7 +28,7 @@ def test_a_copy_goes_to_one_target_after_the_other() -> None:
 
 def test_tasks_are_listed() -> None:
     pool = Pool("a", "b", "c")
-    assert pool.state.tasks() == []
+    assert pool.state.tasks(pool.now_s) == []
     for key in (b"1", b"2", b"3"):
         pool.put(key, preferred=("a.dram",))
     done = pool.state.copy(b"1", ["b.dram"], 0.0)
@@ -36,13 +36,13 @@ def test_tasks_are_listed() -> None:
     copy = pool.state.copy(b"2", ["b.dram", "c.dram"], 0.0)
     move = pool.state.move(b"3", "a.dram", "c.dram", 0.0)
     drain = pool.state.drain("a.dram", 0.0)
-    assert pool.state.tasks() == [info(pool, task) for task in (copy, move, drain)]
-    assert [(task.kind, task.state, task.segment) for task in pool.state.tasks()] == [
+    assert pool.state.tasks(pool.now_s) == [info(pool, task) for task in (copy, move, drain)]
+    assert [(task.kind, task.state, task.segment) for task in pool.state.tasks(pool.now_s)] == [
         ("copy", "running", "b.dram, c.dram"),
         ("move", "running", "c.dram"),
         ("drain", "running", "a.dram"),
     ]
-    assert [task.task_id for task in pool.state.tasks(finished=True)] == [done, copy, move, drain]
+    assert [task.task_id for task in pool.state.tasks(pool.now_s, finished=True)] == [done, copy, move, drain]
 
 
 @pytest.mark.parametrize("targets", [(), ("a.dram",), ("?",), ("b.ssd",), ("b.dram", "b.dram")])
@@ -53,7 +53,7 @@ def test_targets_that_make_no_sense(targets: tuple[str, ...]) -> None:
         pool.state.copy(b"k", targets, 0.0)
     with pytest.raises(NotFound):
         pool.state.copy(b"?", ["b.dram"], 0.0)
-    assert pool.state.task(5) is None
+    assert pool.state.task(5, pool.now_s) is None
 
 
 def test_a_copy_that_finds_no_room_is_refused() -> None:
@@ -120,9 +120,9 @@ def test_cancelling() -> None:
     pool = Pool("a", "b", "c")
     pool.put(b"k", preferred=("a.dram",))
     task = pool.state.copy(b"k", ["b.dram", "c.dram"], 0.0)
-    assert pool.state.cancel_task(task)
-    assert not pool.state.cancel_task(task)
-    assert not pool.state.cancel_task(99)
+    assert pool.state.cancel_task(task, pool.now_s)
+    assert not pool.state.cancel_task(task, pool.now_s)
+    assert not pool.state.cancel_task(99, pool.now_s)
     pool.carry_out("b", "c")
     assert info(pool, task).state == "cancelled"
     assert pool.places(b"k") == ["a.dram", "b.dram"], "what was under way ended well"
@@ -183,7 +183,7 @@ def test_a_drain_that_is_cancelled_or_loses_its_segment() -> None:
     pool.put(b"1", preferred=("a.dram",))
     pool.put(b"2", preferred=("b.dram",))
     cancelled, lost = pool.state.drain("a.dram", 0.0), pool.state.drain("b.dram", 0.0)
-    assert pool.state.cancel_task(cancelled)
+    assert pool.state.cancel_task(cancelled, pool.now_s)
     pool.unmount("b.dram")
     pool.tick()
     assert info(pool, lost).state == "failed"

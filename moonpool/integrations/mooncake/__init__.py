@@ -16,10 +16,13 @@ from moonpool.integrations.mooncake.types import (
     DiskDescriptor,
     MemoryDescriptor,
     ObjectDataType,
+    QueryTaskResponse,
     ReplicaDescriptor,
     ReplicaStatus,
     ReplicateConfig,
     SoftPinAction,
+    TaskStatus,
+    TaskType,
 )
 
 __all__ = [
@@ -30,10 +33,13 @@ __all__ = [
     "MemoryDescriptor",
     "MooncakeDistributedStore",
     "ObjectDataType",
+    "QueryTaskResponse",
     "ReplicaDescriptor",
     "ReplicaStatus",
     "ReplicateConfig",
     "SoftPinAction",
+    "TaskStatus",
+    "TaskType",
     "shadow_path",
 ]
 

@@ -43,6 +43,7 @@ class ErrorCode(IntEnum):
     RPC_TIMEOUT = -901
     NOT_SUPPORTED = -1012
     FILE_NOT_FOUND = -1100
+    TASK_NOT_FOUND = -1400
 
 
 # The first class that fits decides, so the special ones stand before the general ones.

@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from moonpool.base.errors import BreakerOpen, DeadlineExceeded, Unavailable
+from moonpool.integrations.mooncake.range_sessions import OpenPuts, OpenReads
 from moonpool.integrations.mooncake.segment_names import SegmentNames, node_name, reserve_port
 from moonpool.integrations.mooncake.setup_config import SetupConfig
 from moonpool.node.config import NodeConfig
@@ -97,6 +98,7 @@ class MooncakeSession:
             self._run_dir = tempfile.TemporaryDirectory(prefix="mp-mc-")
             run_dir = stack.enter_context(self._run_dir)
             self.client = client = self._connect(stack, run_dir)
+            self.open_puts, self.open_reads = OpenPuts(client), OpenReads(client)
             self.names = SegmentNames(lambda: client.master.call(Segments()))
             self._greet_master()
             if config.offered_nbytes:
@@ -111,6 +113,7 @@ class MooncakeSession:
 
     def close(self) -> None:
         """Idempotent."""
+        self.open_puts.close()
         self._stack.close()
 
     def leave(self) -> None:

@@ -28,9 +28,9 @@ class ReplicaStatus(IntEnum):
 class Descriptor:
     """`size` is as stored, header included; the address counts from the segment's start."""
 
-    size: int
-    buffer_address: int
-    transport_endpoint: str  # host:port of the client that offers the memory, or the segment's name
+    size: int = 0
+    buffer_address: int = 0
+    transport_endpoint: str = ""  # host:port of the client that offers the memory, or the segment's name
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,31 @@ class ReplicaDescriptor:
         if not isinstance(self.placed, DiskDescriptor):
             raise ValueError("this replica is not on disk")
         return self.placed
+
+
+class TaskType(IntEnum):
+    REPLICA_COPY = 0
+    REPLICA_MOVE = 1
+
+
+class TaskStatus(IntEnum):
+    PENDING = 0
+    PROCESSING = 1
+    SUCCESS = 2
+    FAILED = 3
+
+
+@dataclass(frozen=True)
+class QueryTaskResponse:
+    """A copy or move. `assigned_client` is always (0, 0): nodes of the pool do the work, not clients."""
+
+    id: tuple[int, int] = (0, 0)
+    type: TaskType = TaskType.REPLICA_COPY
+    status: TaskStatus = TaskStatus.PENDING
+    created_at_ms_epoch: int = 0
+    last_updated_at_ms_epoch: int = 0
+    assigned_client: tuple[int, int] = (0, 0)
+    message: str = ""
 
 
 class SoftPinAction(IntEnum):

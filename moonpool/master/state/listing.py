@@ -7,6 +7,7 @@ serves other calls between two steps.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import lru_cache
 
 import re2
@@ -119,13 +120,33 @@ class ObjectListing:
 
 def remove(index: ObjectIndex, slot: int, force: bool, now_s: float) -> bool:
     """Remove an object. Return False if it is leased or pinned and not `force`."""
-    table = index.table
-    kept = table.flags[slot] & (Flag.PINNED | Flag.HARD_PIN) or table.lease_until_s[slot] > now_s
-    if kept and not force:
+    if not force and _is_kept(index, slot, now_s):
         return False
     index.counters["removed"] += 1
     index.drop(slot, RemovalReason.REMOVED, now_s)
     return True
+
+
+def remove_replicas(index: ObjectIndex, slot: int, numbers: Collection[int], now_s: float) -> bool:
+    """Remove the object's replicas in memory of these segments, and the object if it has no other. Return False if
+    there is none, or the object is leased or pinned.
+    """
+    table = index.table
+    replicas = table.dram_replicas(slot)
+    gone = [each for each in replicas if each.segment in numbers]
+    if not gone:
+        return False
+    if len(gone) == len(replicas) and not table.ssd_segment[slot]:
+        return remove(index, slot, False, now_s)
+    if _is_kept(index, slot, now_s):
+        return False
+    index.drop_replicas(slot, gone, now_s)
+    return True
+
+
+def _is_kept(index: ObjectIndex, slot: int, now_s: float) -> bool:
+    table = index.table
+    return bool(table.flags[slot] & (Flag.PINNED | Flag.HARD_PIN)) or table.lease_until_s[slot] > now_s
 
 
 @lru_cache(maxsize=_MAX_CACHED_PATTERNS)

@@ -24,7 +24,7 @@ from moonpool.master.state.changes import Changes
 from moonpool.master.state.evictor import Evictor
 from moonpool.master.state.index import ObjectIndex
 from moonpool.master.state.integrity import check_pool, object_spans
-from moonpool.master.state.listing import ObjectListing, remove
+from moonpool.master.state.listing import ObjectListing, remove, remove_replicas
 from moonpool.master.state.members import Members
 from moonpool.master.state.objects import FIRST_SESSION
 from moonpool.master.state.orders import Copies, OrderBook
@@ -151,6 +151,15 @@ class PoolState:
         found = (self.index.find_any(key, now_s) for key in keys)
         return [slot is None or remove(self.index, slot, force, now_s) for slot in found]
 
+    def remove_replicas(self, keys: Sequence[bytes], segments: Sequence[str], now_s: float) -> list[bool]:
+        """Remove the replicas in memory of these segments, unless the object is leased or pinned. Return for each key
+        whether a replica was removed.
+        """
+        known = (self.table_of_segments.get(name) for name in segments)
+        numbers = {each.number for each in known if each is not None}
+        found = (self.index.find(key, now_s) for key in keys)
+        return [slot is not None and remove_replicas(self.index, slot, numbers, now_s) for slot in found]
+
     def remove_matching(
         self, pattern: str | None, force: bool, cursor: int, now_s: float, prefix: bytes = b""
     ) -> m.RemovedCount:
@@ -219,8 +228,8 @@ class PoolState:
         self.orders.on_results(results, now_s)
         self.ssd.start_offloads(now_s)
 
-    def copy(self, key: bytes, targets: Sequence[str], now_s: float) -> int:
-        return self._tasks.copy(key, targets, now_s)
+    def copy(self, key: bytes, targets: Sequence[str], now_s: float, missing_only: bool = False) -> int:
+        return self._tasks.copy(key, targets, now_s, missing_only)
 
     def move(self, key: bytes, source: str, target: str, now_s: float) -> int:
         return self._tasks.move(key, source, target, now_s)
@@ -228,15 +237,15 @@ class PoolState:
     def drain(self, segment: str, now_s: float) -> int:
         return self._tasks.drain(segment, now_s)
 
-    def task(self, task_id: int) -> m.TaskInfo | None:
-        return self._tasks.query(task_id)
+    def task(self, task_id: int, now_s: float) -> m.TaskInfo | None:
+        return self._tasks.query(task_id, now_s)
 
-    def tasks(self, finished: bool = False) -> list[m.TaskInfo]:
+    def tasks(self, now_s: float, finished: bool = False) -> list[m.TaskInfo]:
         """Return the running tasks; with `finished` also the latest finished ones."""
-        return self._tasks.listed(finished)
+        return self._tasks.listed(finished, now_s)
 
-    def cancel_task(self, task_id: int) -> bool:
-        return self._tasks.cancel(task_id)
+    def cancel_task(self, task_id: int, now_s: float) -> bool:
+        return self._tasks.cancel(task_id, now_s)
 
     # time
 

@@ -22,6 +22,7 @@ _SCAN_SLOTS = 65_536
 
 class Task:
     __slots__ = (
+        "changed_s",
         "in_flight",
         "kind",
         "message",
@@ -30,11 +31,12 @@ class Task:
         "num_total",
         "number",
         "segment",
+        "started_s",
         "state",
         "task_id",
     )
 
-    def __init__(self, task_id: int, kind: str, num_total: int, segment: str, number: int = 0) -> None:
+    def __init__(self, task_id: int, kind: str, num_total: int, segment: str, now_s: float, number: int = 0) -> None:
         self.task_id = task_id
         self.kind = kind
         self.state = "running"
@@ -45,14 +47,22 @@ class Task:
         self.in_flight = 0
         self.segment = segment
         self.number = number  # of the segment that is drained
+        self.started_s = self.changed_s = now_s
 
-    def info(self) -> TaskInfo:
+    def info(self, now_s: float) -> TaskInfo:
         progress = (self.num_done, self.num_total, self.nbytes_moved)
-        return TaskInfo(self.task_id, self.kind, self.state, self.message, *progress, self.segment)
+        ages = (now_s - self.started_s, now_s - self.changed_s)
+        return TaskInfo(self.task_id, self.kind, self.state, self.message, *progress, self.segment, *ages)
 
-    def end(self, state: str, message: str = "") -> None:
+    def advance(self, nbytes: int, now_s: float) -> None:
+        """Count one object that is done."""
+        self.num_done += 1
+        self.nbytes_moved += nbytes
+        self.changed_s = now_s
+
+    def end(self, state: str, now_s: float, message: str = "") -> None:
         if self.state == "running":
-            self.state, self.message = state, message
+            self.state, self.message, self.changed_s = state, message, now_s
 
 
 class _Drain:
@@ -78,15 +88,15 @@ class Tasks:
         self._tasks: dict[int, Task] = {}
         self._drains: dict[int, _Drain] = {}  # by segment number
 
-    def query(self, task_id: int) -> TaskInfo | None:
+    def query(self, task_id: int, now_s: float) -> TaskInfo | None:
         task = self._tasks.get(task_id)
-        return None if task is None else task.info()
+        return None if task is None else task.info(now_s)
 
-    def listed(self, finished: bool) -> list[TaskInfo]:
+    def listed(self, finished: bool, now_s: float) -> list[TaskInfo]:
         """Return the running tasks, the oldest first; with `finished` also the latest finished ones."""
-        return [task.info() for task in self._tasks.values() if finished or task.state == "running"]
+        return [task.info(now_s) for task in self._tasks.values() if finished or task.state == "running"]
 
-    def cancel(self, task_id: int) -> bool:
+    def cancel(self, task_id: int, now_s: float) -> bool:
         """Cancel a task. Copies under way still end; a drained segment takes new objects again. Return False if the
         task was not running.
         """
@@ -96,11 +106,12 @@ class Tasks:
         if task.number:
             self._set_draining(task.number, False)
             self._drains.pop(task.number, None)
-        task.end("cancelled", "cancelled by a caller")
+        task.end("cancelled", now_s, "cancelled by a caller")
         return True
 
-    def copy(self, key: bytes, targets: Sequence[str], now_s: float) -> int:
-        """Start to copy the object to each target. Return the task's id.
+    def copy(self, key: bytes, targets: Sequence[str], now_s: float, missing_only: bool = False) -> int:
+        """Start to copy the object to each target; with `missing_only`, to those that have no replica of it. Return the
+        task's id.
 
         Raise NotFound, InvalidInput (a target has a replica already or is not mounted) or NoSpace.
         """
@@ -108,11 +119,16 @@ class Tasks:
         held = {each.segment for each in self._index.placements(slot)}
         if not targets:
             raise InvalidInput("a copy has at least one target", param="targets")
+        if missing_only:
+            targets = [name for name in targets if name not in held]
         for name in targets:
             self._target(name, held)
             held.add(name)
-        task = self._new("copy", len(targets), ", ".join(targets))
-        self._copy_next(task, slot, list(targets), now_s)
+        task = self._new("copy", len(targets), ", ".join(targets), now_s)
+        if targets:
+            self._copy_next(task, slot, list(targets), now_s)
+        else:
+            task.end("done", now_s, "the object has a replica on each target already")
         return task.task_id
 
     def move(self, key: bytes, source: str, target: str, now_s: float) -> int:
@@ -122,12 +138,12 @@ class Tasks:
         if source not in held or segment is None or segment.tier is not Tier.DRAM:
             raise InvalidInput(f"the object has no replica in memory on segment {source!r}", param="source")
         self._target(target, held)
-        task = self._new("move", 1, target)
+        task = self._new("move", 1, target, now_s)
         version = self._index.table.version[slot]
 
         def on_copied(key: bytes, refusal: Refusal | None, now_s: float) -> None:
             self._moved(task, key, version, source, refusal, now_s)
-            task.end("done" if refusal is None else "failed", "" if refusal is None else refusal.message)
+            task.end("done" if refusal is None else "failed", now_s, "" if refusal is None else refusal.message)
 
         self._start_copy(task, slot, target, on_copied, now_s)
         return task.task_id
@@ -141,7 +157,7 @@ class Tasks:
             raise InvalidInput("only memory can be drained: an SSD's objects are read from where they are")
         if segment.number in self._drains:
             return self._drains[segment.number].task.task_id
-        task = self._new("drain", segment.num_replicas, name, segment.number)
+        task = self._new("drain", segment.num_replicas, name, now_s, segment.number)
         self._set_draining(segment.number, True)
         self._drains[segment.number] = _Drain(task, now_s)
         return task.task_id
@@ -156,12 +172,12 @@ class Tasks:
     def _step(self, number: int, drain: _Drain, now_s: float, limit: int) -> bool:
         segment, task = self._segments.by_number.get(number), drain.task
         if segment is None:
-            return self._end(number, "failed", "the segment is gone")
+            return self._end(number, "failed", "the segment is gone", now_s)
         if not segment.num_replicas:
-            return self._end(number, "done", "")
+            return self._end(number, "done", "", now_s)
         if now_s > drain.moved_s + _STUCK_S:
             left = f"{segment.num_replicas} objects stay: there is no room for them, or they are being written"
-            return self._end(number, "failed", left)
+            return self._end(number, "failed", left, now_s)
         started = 0
         for slot in self._slots_on(number, drain):
             if task.in_flight >= self._rules.task_moves_in_flight or started >= limit:
@@ -180,7 +196,7 @@ class Tasks:
             return 0
         if len(replicas) > len(here):
             self._index.drop_replicas(slot, here, now_s)
-            task.num_done += 1
+            task.advance(0, now_s)
             drain.moved_s = now_s
             return 1
 
@@ -207,11 +223,11 @@ class Tasks:
             drain.cursor = end
         return found
 
-    def _end(self, number: int, state: str, message: str) -> bool:
+    def _end(self, number: int, state: str, message: str, now_s: float) -> bool:
         """End a drain. If it failed, the segment takes new objects again."""
         if state == "failed":
             self._set_draining(number, False)
-        self._drains.pop(number).task.end(state, message)
+        self._drains.pop(number).task.end(state, now_s, message)
         return False
 
     # one object
@@ -222,20 +238,19 @@ class Tasks:
 
         def on_copied(key: bytes, refusal: Refusal | None, now_s: float) -> None:
             if refusal is not None:
-                task.end("failed", refusal.message)
+                task.end("failed", now_s, refusal.message)
                 return
-            task.num_done += 1
-            task.nbytes_moved += nbytes
+            task.advance(nbytes, now_s)
             following = self._index.find(key, now_s)
             if not targets:
-                task.end("done")
+                task.end("done", now_s)
             elif following is None:
-                task.end("failed", "the object was removed meanwhile")
+                task.end("failed", now_s, "the object was removed meanwhile")
             elif task.state == "running":
                 try:
                     self._copy_next(task, following, targets, now_s)
                 except NoSpace as error:
-                    task.end("failed", str(error))
+                    task.end("failed", now_s, str(error))
 
         self._start_copy(task, slot, targets.pop(0), on_copied, now_s)
 
@@ -250,7 +265,7 @@ class Tasks:
         drams = list(self._segments.of_tier(Tier.DRAM))
         others = {each.node for each in drams} - {each.node for each in drams if each.name == target}
         if not self._copies.start(slot, now_s, preferred=(target,), avoid_nodes=sorted(others), on_copied=on_copied):
-            task.end("failed", "no space")
+            task.end("failed", now_s, "no space")
             raise NoSpace(f"segment {target!r} has no space for the object, or it is being copied already")
 
     def _moved(self, task: Task, key: bytes, version: int, source: str, refusal: Refusal | None, now_s: float) -> None:
@@ -265,8 +280,7 @@ class Tasks:
         old = [each for each in replicas if self._segments.by_number[each.segment].name == source]
         if old and len(replicas) > len(old):
             self._index.drop_replicas(slot, old, now_s)
-        task.num_done += 1
-        task.nbytes_moved += table.nbytes[slot]
+        task.advance(table.nbytes[slot], now_s)
 
     def _slot(self, key: bytes, now_s: float) -> int:
         slot = self._index.find(key, now_s)
@@ -287,10 +301,10 @@ class Tasks:
             segment.draining = on
             self._index.outcomes.add(Draining(number, on))
 
-    def _new(self, kind: str, num_total: int, segment: str, number: int = 0) -> Task:
+    def _new(self, kind: str, num_total: int, segment: str, now_s: float, number: int = 0) -> Task:
         finished = [each.task_id for each in self._tasks.values() if each.state != "running"]
         for task_id in finished[: max(0, len(finished) - _MAX_FINISHED)]:
             del self._tasks[task_id]
-        task = self._tasks[self._next_id] = Task(self._next_id, kind, num_total, segment, number)
+        task = self._tasks[self._next_id] = Task(self._next_id, kind, num_total, segment, now_s, number)
         self._next_id += 1
         return task

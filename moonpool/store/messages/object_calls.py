@@ -107,6 +107,16 @@ class Remove(Call[list[bool]]):
     errand: Whole = 0
 
 
+class RemoveReplicas(Call[list[bool]]):
+    """Remove the replicas in memory of the segments, and objects that have no other replica. True where a replica was
+    removed; leased and pinned objects keep all of theirs. `errand` as in Remove.
+    """
+
+    keys: list[bytes]
+    segments: tuple[str, ...]
+    errand: Whole = 0
+
+
 class RemoveMatching(Call[RemovedCount]):
     """Remove the objects whose key matches the regular expression (None: all), in steps: call again with the cursor.
 

@@ -136,10 +136,13 @@ class FindSegment(Call[SegmentDescriptor | None]):
 
 
 class CopyObject(Call[int]):
-    """Make one more replica on each target segment. Return the task's number."""
+    """Make one more replica on each target segment. Return the task's number. With `missing_only`, targets that have a
+    replica already are left out instead of refused.
+    """
 
     key: bytes
     targets: tuple[str, ...]
+    missing_only: bool = False
 
 
 class MoveObject(Call[int]):

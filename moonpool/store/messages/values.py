@@ -219,6 +219,8 @@ class TaskInfo(msgspec.Struct, frozen=True):
     num_total: int
     nbytes_moved: int
     segment: str = ""  # the segment that is drained, or the target of the copies
+    age_s: float = 0.0  # since it was requested
+    idle_s: float = 0.0  # since its last object was done, or its end
 
 
 class ListedObject(msgspec.Struct, frozen=True, array_like=True):
