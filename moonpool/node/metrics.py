@@ -28,11 +28,17 @@ def node_metrics(
     ssd: SsdStats | None,
     connections: tuple[int, Mapping[str, int]] = (0, {}),
     num_restamped: int = 0,
+    *,
+    mapped_nbytes: int = 0,
 ) -> list[MetricFamily]:
     """`orders` counts by kind and outcome ("done" or an error's code); `ssd` is None where there is no disk;
-    `connections` are those to the memory's tcp port, open and ended by reason.
+    `connections` are those to the memory's tcp port, open and ended by reason; `mapped_nbytes` of the memory were
+    mapped in since the start.
     """
-    tiers = [({"tier": "dram", "state": "offered"}, dram_nbytes)]
+    tiers = [
+        ({"tier": "dram", "state": "offered"}, dram_nbytes),
+        ({"tier": "dram", "state": "mapped"}, mapped_nbytes),
+    ]
     if ssd is not None:
         nbytes = {"live": ssd.live_nbytes, "dead": ssd.dead_nbytes, "free": ssd.free_nbytes}
         tiers += [({"tier": "ssd", "state": state}, value) for state, value in nbytes.items()]

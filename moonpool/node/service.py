@@ -39,6 +39,7 @@ from moonpool.transfer.memory.segment import Segment
 _LOG = logging.getLogger(__name__)
 _MAX_LOG_ORDERS = 512  # in one go
 _DISK_RETRY_S = 5.0
+_POPULATE_WAIT_S = 1.0
 
 
 class Node:
@@ -125,20 +126,28 @@ class Node:
         sessions = [] if self._registry is None else self._registry.sessions()
         connections = (0, Counter[str]()) if self._engine is None else self._engine.connections()
         num_restamped = 0 if self._work is None else self._work.dram.num_restamped
-        own = node_metrics(self.config.dram_nbytes, len(sessions), orders, ssd, connections, num_restamped)
+        population = None if self._segment is None else self._segment.population
+        mapped_nbytes = 0 if population is None else population.done_nbytes
+        own = node_metrics(
+            self.config.dram_nbytes, len(sessions), orders, ssd, connections, num_restamped, mapped_nbytes=mapped_nbytes
+        )
         return [*own, *process_metrics()]
 
     def _transfer_config(self) -> TransferConfig:
         return TransferConfig(run_dir=self.config.run_dir, **self.config.wires())
 
     def _allocate(self) -> Segment:
-        return Segment.allocate(
+        """Return the memory, mapped in if that takes no more than a second; what takes longer goes on meanwhile."""
+        segment = Segment.allocate(
             self.segment_name,
             self.config.dram_nbytes,
             granule_nbytes=GRANULE_NBYTES,
             incarnation=0,
             numa_node=self.config.numa_node,
         )
+        if not segment.populate().wait(_POPULATE_WAIT_S):
+            _LOG.info("%s: its memory is mapped in while it is used already", self.segment_name)
+        return segment
 
     async def _open_disk(self) -> None:
         """Open the log. A disk that fails is tried again later."""

@@ -13,6 +13,7 @@ the process instead, and slow memory is better than none.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -28,6 +29,7 @@ from moonpool.base.units import format_nbytes
 from moonpool.transfer.memory.buffers import Buffer, as_bytes_view
 from moonpool.transfer.memory.fence import GENERATION_NBYTES, Fence, make_fence, num_granules
 from moonpool.transfer.memory.location import Location, available_memory_nbytes, parse_location
+from moonpool.transfer.memory.population import PagePopulation, advise_huge_pages
 from moonpool.transfer.topology.discover import Sysfs, numa_nodes
 
 MAX_NAME_NBYTES = 255
@@ -66,6 +68,7 @@ class Segment:
         self.fd = fd
         self.location = location  # see location.py
         self._memory: memoryview | None = memory
+        self.population: PagePopulation | None = None  # see populate()
         self._granule_nbytes = None if fence is None else fence.granule_nbytes
 
     @classmethod
@@ -93,9 +96,10 @@ class Segment:
             )
         fd = os.memfd_create(f"moonpool-{name}"[:60], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
+            os.ftruncate(fd, total)
             if numa_node is not None:
-                os.ftruncate(fd, total)
                 bind_file_to_node(fd, total, numa_node)
+            advise_huge_pages(fd, total)
             _take_pages(fd, total, name)
             made = cls.from_fd(name, fd, nbytes, granule_nbytes=granule_nbytes, incarnation=incarnation)
             made.location = str(Location("cpu", numa_node))
@@ -114,7 +118,10 @@ class Segment:
         if os.fstat(fd).st_size < total:
             # Touching pages beyond the file's end would kill the process.
             raise ProtocolError(f"the memory passed for segment {name!r} is smaller than {total} bytes")
-        whole = memoryview(mmap.mmap(fd, total, mmap.MAP_SHARED))
+        mapping = mmap.mmap(fd, total, mmap.MAP_SHARED)
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        whole = memoryview(mapping)
         fence = None
         if granule_nbytes is not None:
             start, count = fence_offset(nbytes), num_granules(nbytes, granule_nbytes)
@@ -152,12 +159,20 @@ class Segment:
         fence = self.fence  # before `memory`: close() clears them in the other order
         return Borrowed(self.memory, fence)
 
+    def populate(self) -> PagePopulation:
+        """Begin to map all pages in, so that the first use of each takes no longer than later ones; the result tells
+        how far it is. For segments made by allocate(). Memory that renew() takes later is mapped in, too.
+        """
+        self.population = self.population or PagePopulation(self.memory, self.name)
+        return self.population
+
     def renew(self) -> None:
         """Replace the memory by new memory of the same size, zeroed, with all generations 0. Processes that have mapped
         the old memory keep it. For segments made by allocate(), while they are neither served nor borrowed here.
 
         NoSpace when the machine has not enough left; then the segment has no memory until a later call succeeds.
         """
+        is_populated = self.population is not None
         self.close()  # first: there may be no room for both
         made = Segment.allocate(
             self.name,
@@ -167,9 +182,14 @@ class Segment:
             numa_node=parse_location(self.location).index,
         )
         self.fence, self.fd, self._memory = made.fence, made.fd, made._memory
+        if is_populated:
+            self.populate()
 
     def close(self) -> None:
         """Idempotent. See the module's docstring for what lives on."""
+        population, self.population = self.population, None
+        if population is not None:
+            population.close()
         # Not released: every view keeps the mapping, and the end of the last view unmaps it.
         self._memory = None
         self.fence = None
