@@ -38,6 +38,7 @@ COMMANDS = {
     "plan": ("moonpool.cli.plan", "Size a cluster and its pool for a trace; without one, show a model's KV sizes."),
     "replay": ("moonpool.cli.replay", "Replay a trace on simulated machines and compare systems."),
     "bench": ("moonpool.cli.bench", "Measure transfers and the pool on this machine."),
+    "mooncake": ("moonpool.cli.mooncake", "Run programs written for Mooncake on Moonpool, and its master and client."),
     "doctor": ("moonpool.cli.doctor", "Check this machine: what works, what is missing, how to fix it."),
 }
 
