@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -51,6 +52,7 @@ class StoreBase:
         self._memory = RegisteredMemory()
         self._lifecycle = threading.Lock()
         self._rare_log = RateLimitedLog(_LOG)
+        self._forgotten: weakref.finalize[..., StoreBase] | None = None
 
     # from setup() to close()
 
@@ -72,7 +74,11 @@ class StoreBase:
             except MoonpoolError as error:
                 _LOG.error("setup: %s", error)
                 return code_of(error)
-            atexit.register(self._leave)  # an engine that exits without close() still takes its memory out of the pool
+            # A program that exits without close() still takes its memory out of the pool; and a store that nobody
+            # refers to any more is closed.
+            atexit.register(self._session.leave_quietly)
+            self._forgotten = weakref.finalize(self, self._session.close_soon)
+            self._forgotten.atexit = False
             return ErrorCode.OK
 
     def close(self) -> int:
@@ -81,7 +87,9 @@ class StoreBase:
             session, self._session = self._session, None
             if session is None:
                 return ErrorCode.OK
-            atexit.unregister(self._leave)
+            atexit.unregister(session.leave_quietly)
+            if self._forgotten is not None:
+                self._forgotten.detach()
             self._memory.clear()
             try:
                 session.close()
@@ -119,17 +127,6 @@ class StoreBase:
 
     def unregister_buffer(self, buffer_ptr: int) -> int:
         return self._on_memory(lambda: self._memory.unregister(buffer_ptr))
-
-    def _leave(self) -> None:
-        """Take the offered memory out of the pool when the process exits without close(). close() would fail then: the
-        interpreter starts no more threads.
-        """
-        session, self._session = self._session, None
-        if session is not None:
-            try:
-                session.leave()
-            except MoonpoolError as error:
-                _LOG.warning("this process ends without close(), and its memory stays in the pool for now: %s", error)
 
     def _ask(self, what: str, action: Callable[[Store], R], on_error: Callable[[int], E]) -> R | E:
         """Return the result of `action`, or of `on_error` with the error code when `action` raises."""

@@ -8,15 +8,24 @@ close() calls return -600, {} or b"".
 
 from __future__ import annotations
 
+from moonpool.integrations.mooncake.client_kinds import ClientKindCalls
 from moonpool.integrations.mooncake.parallel_tensors import ParallelTensorCalls
 from moonpool.integrations.mooncake.pointers import PointerCalls
 from moonpool.integrations.mooncake.safetensors_files import SafetensorsCalls
+from moonpool.integrations.mooncake.segments_api import SegmentCalls
 from moonpool.integrations.mooncake.sessions_api import SessionCalls
 from moonpool.integrations.mooncake.tasks import TaskCalls
 from moonpool.integrations.mooncake.values import ValueCalls
 
 
 class MooncakeDistributedStore(
-    ParallelTensorCalls, SafetensorsCalls, ValueCalls, PointerCalls, SessionCalls, TaskCalls
+    ParallelTensorCalls,
+    SafetensorsCalls,
+    ValueCalls,
+    PointerCalls,
+    SessionCalls,
+    TaskCalls,
+    SegmentCalls,
+    ClientKindCalls,
 ):
     """A client of the pool from setup() to close()."""

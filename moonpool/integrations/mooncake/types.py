@@ -81,8 +81,8 @@ class TaskType(IntEnum):
 class TaskStatus(IntEnum):
     PENDING = 0
     PROCESSING = 1
-    SUCCESS = 2
-    FAILED = 3
+    FAILED = 2
+    SUCCESS = 3
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from moonpool.base.errors import FewerReplicas, MoonpoolError
 
 class ClientCounters:
     """Names: bytes_read, bytes_written, bytes_viewed, hits, misses, corrupt_replicas, damaged_copies (pieces that a GPU
-    received wrong and that were read again), fewer_replicas (objects that were stored on fewer than asked for), and
-    refused_<code> per error.
+    received wrong and that were read again), fewer_replicas (objects that were stored on fewer than asked for),
+    disk_reads (whole objects read from SSDs, once there was one), and refused_<code> per error.
     """
 
     def __init__(self) -> None:

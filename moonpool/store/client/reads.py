@@ -178,6 +178,8 @@ class BatchRead:
         if memory is not None:
             self._read_mapped(memory, found)
             return
+        if remote.written_once:
+            self._tools.counters.add("disk_reads", len(found))
         kind = DiskRead if remote.written_once else RemoteRead
         reader = kind(remote, self._tools.directory.engine, self._identity, self._tools.timeout_s)
         for each in reader.run([RemoteObject(*one, self._targets[one[0]]) for one in found]):
