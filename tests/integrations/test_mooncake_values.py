@@ -12,7 +12,7 @@ import pytest
 from mooncake_arena import value_of
 from store_pool import MIB, LocalPool
 
-from moonpool.integrations.mooncake import BufferHandle, MooncakeDistributedStore, ReplicateConfig
+from moonpool.integrations.mooncake import BufferHandle, MooncakeDistributedStore, ReplicateConfig, SoftPinAction
 
 MakeStore = Callable[..., MooncakeDistributedStore]
 INVALID, NOT_FOUND, LEASED, PREEMPTED, NO_SPACE = -600, -704, -706, -707, -200
@@ -51,6 +51,15 @@ def test_an_upsert_replaces_and_a_put_does_not(store: MooncakeDistributedStore) 
     assert store.upsert("k", b"") == INVALID
     assert store.upsert_batch(["k"], []) == INVALID
     assert store.get("k") == b"fourth"
+
+
+def test_an_upsert_keeps_the_pins_of_the_old_value(store: MooncakeDistributedStore, pool: LocalPool) -> None:
+    assert store.put("k", b"old", ReplicateConfig(with_hard_pin=True)) == 0
+    assert store.upsert("k", b"new") == 0
+    pool.advance(60)
+    assert store.remove("k") == LEASED
+    assert store.upsert("k", b"newer", ReplicateConfig(soft_pin_action=SoftPinAction.DISABLE)) == 0
+    assert store.remove("k") == 0
 
 
 def test_a_buffer_has_bytes_and_an_address(store: MooncakeDistributedStore) -> None:

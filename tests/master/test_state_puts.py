@@ -8,6 +8,7 @@ from state_pool import SESSION, G, Grant, Pool
 from moonpool.base.errors import ConfigError, InvalidInput
 from moonpool.master.rules import PoolRules
 from moonpool.master.state import PoolState
+from moonpool.master.state.table import Flag
 from moonpool.store import messages as m
 
 
@@ -223,6 +224,25 @@ def test_an_upsert_of_a_new_key_is_a_put() -> None:
     pool = Pool("a")
     pool.put(b"k", replace=True)
     assert pool.has(b"k")
+
+
+def test_an_upsert_takes_over_pins_and_group_if_asked_to() -> None:
+    pool = Pool("a")
+    pool.put(b"k", hard_pin=True, soft_pin_s=100)
+    pool.put(b"k", 2, replace=True, keep_pins=True)
+    table = pool.state.index.table
+    slot = table.find(b"k")
+    assert slot is not None
+    assert table.flags[slot] & Flag.HARD_PIN
+    assert table.soft_pins[slot] == 100
+    pool.put(b"k", replace=True)
+    slot = table.find(b"k")
+    assert slot is not None
+    assert not table.flags[slot] & (Flag.HARD_PIN | Flag.SOFT_PIN)
+    reply = pool.state.put_start([b"g"], [G], m.PutOptions(), 0.0, groups=[b"group"])
+    assert pool.state.put_end([b"g"], reply.generations, {}, 0.0) == {}
+    pool.put(b"g", replace=True, keep_pins=True)
+    assert table.groups == {b"group": {table.find(b"g")}}
 
 
 def test_an_upsert_replaces_what_is_pinned_and_leaves_its_space_to_the_pins() -> None:

@@ -170,4 +170,5 @@ class ReplicateConfig:
             hard_pin=self.with_hard_pin,
             soft_pin_s=soft_pin_ms / 1000,
             replace=replace,
+            keep_pins=replace and self.soft_pin_action is not SoftPinAction.DISABLE,
         )

@@ -16,6 +16,7 @@ from moonpool.master.state.space import Generations, PoolSpace
 from moonpool.master.state.table import Flag, Replica
 from moonpool.master.state.unfinished_puts import (
     DISCARDED,
+    KEEP_PINS,
     LOST,
     MAX_KEY_NBYTES,
     RECOUNTING,
@@ -73,7 +74,7 @@ class Puts(UnfinishedPuts):
             raise InvalidInput(f"a put has 1 to {MAX_REPLICAS} replicas", param="num_replicas")
         if session and session < FIRST_SESSION:
             raise InvalidInput(f"a session is 0 or at least {FIRST_SESSION}", param="session")
-        flags = Flag.HARD_PIN if options.hard_pin else 0
+        flags = (Flag.HARD_PIN if options.hard_pin else 0) | (KEEP_PINS if options.keep_pins else 0)
         identity = self._identities.number_of(options.identity)
         terms = PutTerms(session, flags, identity, options.soft_pin_s, options.replace)
         if len(keys) == 1 and groups is None:
@@ -373,17 +374,22 @@ class Puts(UnfinishedPuts):
     def store(self, put: PendingPut, now_s: float) -> int:
         """Make the object of a finished put, in place of the object that its key had. Return its slot."""
         index, table, terms = self._index, self._index.table, put.terms
+        flags, group, soft_pin_until_s = terms.flags & ~KEEP_PINS, put.group, now_s + terms.soft_pin_s
         old = table.find(put.key)
         if old is not None:
+            if terms.flags & KEEP_PINS:
+                flags |= table.flags[old] & Flag.HARD_PIN
+                group = group or table.group_of.get(old, b"")
+                soft_pin_until_s = max(soft_pin_until_s, table.soft_pins.get(old, now_s))
             index.drop(old, RemovalReason.REPLACED, now_s)
         parent = table.find(put.parent) if put.parent else None
         dram = [Replica(number, offset, put.generation) for number, offset in put.places]
-        slot = index.insert(put.key, put.nbytes, dram, put.generation, terms.flags, terms.identity, parent)
-        if terms.soft_pin_s > 0:
-            table.soft_pins[slot] = now_s + terms.soft_pin_s
+        slot = index.insert(put.key, put.nbytes, dram, put.generation, flags, terms.identity, parent)
+        if soft_pin_until_s > now_s:
+            table.soft_pins[slot] = soft_pin_until_s
             table.flags[slot] |= Flag.SOFT_PIN
-        if put.group:
-            table.join_group(slot, put.group)
+        if group:
+            table.join_group(slot, group)
         return slot
 
 

@@ -80,6 +80,10 @@ class Identities:
 
 
 # Structs of msgspec rather than classes: a batch makes a thousand of them, in a third of the time.
+# Of PutTerms.flags, beside those of the object (table.Flag): the new value takes over pins and group of the old one.
+KEEP_PINS = 1 << 16
+
+
 class PutTerms(msgspec.Struct, eq=False, gc=False):
     """What the puts of one batch have in common."""
 

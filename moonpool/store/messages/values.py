@@ -66,6 +66,7 @@ class PutOptions(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     replace: bool = False  # an upsert: the old value stays readable until the new one is complete
     all_replicas: bool = False  # refuse the put instead of storing fewer replicas
     identity: bytes = b""  # digest of model, dtype and layout, for `why`
+    keep_pins: bool = False  # an upsert takes over the pins and the group of the old value, where it asks for none
 
 
 class Refusal(msgspec.Struct, frozen=True, array_like=True):
