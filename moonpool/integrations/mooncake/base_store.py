@@ -23,6 +23,7 @@ from moonpool.base.errors import (
 )
 from moonpool.base.log import RateLimitedLog
 from moonpool.integrations.mooncake.codes import ErrorCode, code_of, transfer_code_of
+from moonpool.integrations.mooncake.engine_types import InnerTransferEngine
 from moonpool.integrations.mooncake.registered_memory import RegisteredMemory
 from moonpool.integrations.mooncake.session import MooncakeSession
 from moonpool.integrations.mooncake.setup_config import SetupConfig
@@ -252,6 +253,6 @@ def _setup_config(
     if len(settings) > len(_BY_POSITION):
         raise ConfigError(f"setup takes {len(_BY_POSITION) + 1} settings by position")
     values = {"local_hostname": local_hostname, **dict(zip(_BY_POSITION, settings, strict=False)), **named}
-    if values.pop("engine", None) is not None:
-        raise ConfigError("Moonpool cannot use a transfer engine of Mooncake's", param="engine")
+    if not isinstance(values.pop("engine", None), InnerTransferEngine | None):
+        raise ConfigError("the engine is none of mooncake.engine's get_engine()", param="engine")
     return SetupConfig.from_mapping(values)

@@ -6,18 +6,18 @@ import os
 
 from moonpool.base.address import host_port
 from moonpool.base.errors import ConfigError
-from moonpool.integrations.mooncake.flags import Flag, FlagTable, ParsedFlags
+from moonpool.integrations.mooncake.flags import FlagTable, ParsedFlags, ProgramFlag
 from moonpool.integrations.mooncake.segment_names import node_name
 from moonpool.integrations.mooncake.setup_config import SetupConfig
 from moonpool.node.config import NodeConfig
 from moonpool.store.client.config import credentials
 
 _FLAGS = {
-    "master_server_address": Flag("127.0.0.1:50051", "address of the master"),
-    "host": Flag("127.0.0.1", "address of this machine at which others reach the memory"),
-    "port": Flag(50052, "tcp port of the memory; the segment is named host:port"),
-    "global_segment_size": Flag("4 GB", "memory to offer, for example 16GB"),
-    "log_level": Flag("INFO", "Moonpool's own: DEBUG, INFO, WARNING or ERROR"),
+    "master_server_address": ProgramFlag("127.0.0.1:50051", "address of the master"),
+    "host": ProgramFlag("127.0.0.1", "address of this machine at which others reach the memory"),
+    "port": ProgramFlag(50052, "tcp port of the memory; the segment is named host:port"),
+    "global_segment_size": ProgramFlag("4 GB", "memory to offer, for example 16GB"),
+    "log_level": ProgramFlag("INFO", "Moonpool's own: DEBUG, INFO, WARNING or ERROR"),
 }
 _IGNORED = {
     "bytes move directly between the memory of callers and the pool; nothing is staged": ["local_buffer_size"],

@@ -30,6 +30,12 @@ class TransferNotify:
     msg: str = ""
 
 
+class InnerTransferEngine:
+    """What get_engine() returns: upstream's C++ engine, which its store can share. Ours shares nothing: the store of
+    Moonpool takes it and uses an engine of its own.
+    """
+
+
 class EngineCode(IntEnum):
     """Those of upstream's codes that can happen here."""
 

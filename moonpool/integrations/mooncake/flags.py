@@ -19,7 +19,7 @@ _HELP = ("help", "h", "helpfull", "helpshort")
 _DURATIONS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
-class Flag(NamedTuple):
+class ProgramFlag(NamedTuple):
     """A flag with a meaning. Its values have the type of the default."""
 
     default: FlagValue
@@ -31,7 +31,7 @@ class FlagTable(NamedTuple):
     flag, which is a switch or a text, to the reason why it cannot be set.
     """
 
-    flags: Mapping[str, Flag]
+    flags: Mapping[str, ProgramFlag]
     ignored: Mapping[str, Sequence[str]]
     refused: Mapping[str, str]
 

@@ -11,37 +11,43 @@ import msgspec
 
 from moonpool.base.address import host_port
 from moonpool.base.errors import ConfigError
-from moonpool.integrations.mooncake.flags import Flag, FlagTable, ParsedFlags, parse_duration_s
+from moonpool.integrations.mooncake.flags import FlagTable, ParsedFlags, ProgramFlag, parse_duration_s
 from moonpool.master.rules import PoolRules
 from moonpool.master.service import MasterConfig
 
 LOOPBACK = "127.0.0.1"
 _FLAGS = {
-    "rpc_address": Flag(LOOPBACK, "address at which clients and nodes reach the master; 0.0.0.0 for all interfaces"),
-    "rpc_port": Flag(50051, "port of the master"),
-    "port": Flag(0, "the older name of rpc_port, used when rpc_port is not given"),
-    "metrics_host": Flag(LOOPBACK, "address of the admin HTTP server; everybody who reaches it can remove objects"),
-    "metrics_port": Flag(
+    "rpc_address": ProgramFlag(
+        LOOPBACK, "address at which clients and nodes reach the master; 0.0.0.0 for all interfaces"
+    ),
+    "rpc_port": ProgramFlag(50051, "port of the master"),
+    "port": ProgramFlag(0, "the older name of rpc_port, used when rpc_port is not given"),
+    "metrics_host": ProgramFlag(
+        LOOPBACK, "address of the admin HTTP server; everybody who reaches it can remove objects"
+    ),
+    "metrics_port": ProgramFlag(
         9003, "port of the admin HTTP server: /metrics, /get_all_segments, /query_key, drain jobs, ..."
     ),
-    "enable_http_metadata_server": Flag(False, "also run the HTTP metadata server, for mooncake.engine"),
-    "http_metadata_server_host": Flag(LOOPBACK, "address of the HTTP metadata server"),
-    "http_metadata_server_port": Flag(8080, "port of the HTTP metadata server"),
-    "default_kv_lease_ttl": Flag("10000", "how long a look-up protects an object: milliseconds, or 10s, 1m"),
-    "eviction_high_watermark_ratio": Flag(0.9, "start to evict when this part of the pool's bytes is used"),
-    "eviction_ratio": Flag(0.05, "evict until this part of the pool's bytes is free below the high watermark"),
-    "client_ttl": Flag(10, "seconds without a report after which a client's memory counts as lost"),
-    "put_start_discard_timeout_sec": Flag(30, "seconds after which an unfinished put is dropped"),
-    "put_start_release_timeout_sec": Flag(600, "seconds after which the space of a dropped put is reused"),
-    "dynamic_replication_mode": Flag("off", "more replicas for hot keys: off or enforce"),
-    "dynamic_replication_admission_qps_threshold": Flag(0.8, "look-ups per second that make a key hot"),
-    "dynamic_replication_heat_window_seconds": Flag(10, "seconds over which these look-ups are counted"),
-    "dynamic_replication_max_memory_replicas": Flag(2, "replicas of a hot key in memory, including the first"),
-    "promotion_on_hit": Flag(True, "copy objects that are only on SSD back to memory when they are asked for"),
-    "promotion_admission_threshold": Flag(2, "look-ups before that happens"),
-    "config_path": Flag("", "JSON file with values of these flags; the command line counts more"),
-    "data_dir": Flag("", "Moonpool's own: folder of a journal, from which a restarted master knows its objects again"),
-    "log_level": Flag("INFO", "Moonpool's own: DEBUG, INFO, WARNING or ERROR"),
+    "enable_http_metadata_server": ProgramFlag(False, "also run the HTTP metadata server, for mooncake.engine"),
+    "http_metadata_server_host": ProgramFlag(LOOPBACK, "address of the HTTP metadata server"),
+    "http_metadata_server_port": ProgramFlag(8080, "port of the HTTP metadata server"),
+    "default_kv_lease_ttl": ProgramFlag("10000", "how long a look-up protects an object: milliseconds, or 10s, 1m"),
+    "eviction_high_watermark_ratio": ProgramFlag(0.9, "start to evict when this part of the pool's bytes is used"),
+    "eviction_ratio": ProgramFlag(0.05, "evict until this part of the pool's bytes is free below the high watermark"),
+    "client_ttl": ProgramFlag(10, "seconds without a report after which a client's memory counts as lost"),
+    "put_start_discard_timeout_sec": ProgramFlag(30, "seconds after which an unfinished put is dropped"),
+    "put_start_release_timeout_sec": ProgramFlag(600, "seconds after which the space of a dropped put is reused"),
+    "dynamic_replication_mode": ProgramFlag("off", "more replicas for hot keys: off or enforce"),
+    "dynamic_replication_admission_qps_threshold": ProgramFlag(0.8, "look-ups per second that make a key hot"),
+    "dynamic_replication_heat_window_seconds": ProgramFlag(10, "seconds over which these look-ups are counted"),
+    "dynamic_replication_max_memory_replicas": ProgramFlag(2, "replicas of a hot key in memory, including the first"),
+    "promotion_on_hit": ProgramFlag(True, "copy objects that are only on SSD back to memory when they are asked for"),
+    "promotion_admission_threshold": ProgramFlag(2, "look-ups before that happens"),
+    "config_path": ProgramFlag("", "JSON file with values of these flags; the command line counts more"),
+    "data_dir": ProgramFlag(
+        "", "Moonpool's own: folder of a journal, from which a restarted master knows its objects again"
+    ),
+    "log_level": ProgramFlag("INFO", "Moonpool's own: DEBUG, INFO, WARNING or ERROR"),
 }
 _IGNORED = {
     "the master is one event loop, and always sets TCP_NODELAY": (

@@ -25,6 +25,7 @@ from moonpool.integrations.mooncake.engine_types import (
     CHECK_FAILED,
     CHECK_PENDING,
     EngineCode,
+    InnerTransferEngine,
     TransferNotify,
     check_code_of,
     engine_code_of,
@@ -42,12 +43,6 @@ _LOG = logging.getLogger(__name__)
 _NO_BATCH = 0
 _COPY_TIMEOUT_S = 30.0
 _OPS = {Opcode.Read: TransferOp.READ, Opcode.Write: TransferOp.WRITE}
-
-
-class InnerTransferEngine:
-    """What get_engine() returns: upstream's C++ engine, which its store can share. Ours shares nothing: the store of
-    Moonpool takes it and uses an engine of its own.
-    """
 
 
 class MooncakeTransferEngine(CudaCalls):

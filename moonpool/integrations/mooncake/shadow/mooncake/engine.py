@@ -1,8 +1,7 @@
 """`mooncake.engine`, served by Moonpool's transfer engine."""
 
 from moonpool.integrations.mooncake.engine_cuda import has_cuda
-from moonpool.integrations.mooncake.engine_types import TransferNotify, TransferOpcode
-from moonpool.integrations.mooncake.transfer_engine import InnerTransferEngine
+from moonpool.integrations.mooncake.engine_types import InnerTransferEngine, TransferNotify, TransferOpcode
 from moonpool.integrations.mooncake.transfer_engine import MooncakeTransferEngine as TransferEngine
 
 Read, Write = TransferOpcode.Read, TransferOpcode.Write
