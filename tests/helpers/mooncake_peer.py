@@ -17,7 +17,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 class EnginePeer:
-    """`memory` is the address of `nbytes` of registered memory: plain memory, or a managed buffer."""
+    """`memory` is the address of `nbytes` of registered memory: plain memory, a managed buffer, or a GPU's."""
 
     def __init__(
         self,
@@ -25,11 +25,11 @@ class EnginePeer:
         *,
         host: str = "127.0.0.1",
         metadata: str = "P2PHANDSHAKE",
-        managed: bool = False,
+        kind: str = "plain",
         env: dict[str, str] | None = None,
     ) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, __file__, host, metadata, str(nbytes), "managed" if managed else "plain"],
+            [sys.executable, __file__, host, metadata, str(nbytes), kind],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": str(_ROOT)} | (env or {}),
@@ -77,6 +77,12 @@ def _main(host: str, metadata: str, nbytes: str, kind: str) -> None:
         address = engine.allocate_managed_buffer(int(nbytes))
     else:
         address = int(plain.ctypes.data)
+        if kind == "gpu":
+            import torch
+
+            tensor = torch.zeros(int(nbytes), dtype=torch.uint8, device="cuda")
+            torch.cuda.synchronize()
+            address = tensor.data_ptr()
         assert engine.register_memory(address, int(nbytes)) == 0
     print(json.dumps([address, engine.get_rpc_port()]), flush=True)
     for line in sys.stdin:

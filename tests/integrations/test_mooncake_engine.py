@@ -54,11 +54,11 @@ def address_of(array: Bytes) -> int:
     return int(array.ctypes.data)
 
 
-@pytest.mark.parametrize("managed", [False, True], ids=["plain", "managed"])
+@pytest.mark.parametrize("kind", ["plain", "managed"])
 def test_writes_and_reads_what_another_process_registered(
-    engine: TransferEngine, make_peer: MakePeer, managed: bool
+    engine: TransferEngine, make_peer: MakePeer, kind: str
 ) -> None:
-    peer, source, target = make_peer(managed=managed), pattern(3 * MIB), np.zeros(3 * MIB, np.uint8)
+    peer, source, target = make_peer(kind=kind), pattern(3 * MIB), np.zeros(3 * MIB, np.uint8)
     assert engine.register_memory(address_of(source), source.nbytes) == 0
     assert engine.transfer_sync_write(peer.name, address_of(source), peer.memory + 100, source.nbytes) == 0
     assert peer.ask("read_bytes_from_buffer", peer.memory + 100, 64) == source[:64].tobytes().hex()
@@ -197,9 +197,9 @@ def test_managed_buffers(engine: TransferEngine) -> None:
     assert engine.allocate_managed_buffer(2**62) == 0
 
 
-@pytest.mark.parametrize("managed", [False, True], ids=["plain", "managed"])
-def test_a_peer_killed_during_transfers_is_an_error(engine: TransferEngine, make_peer: MakePeer, managed: bool) -> None:
-    peer, data = make_peer(64 * MIB, managed=managed), pattern(64 * MIB)
+@pytest.mark.parametrize("kind", ["plain", "managed"])
+def test_a_peer_killed_during_transfers_is_an_error(engine: TransferEngine, make_peer: MakePeer, kind: str) -> None:
+    peer, data = make_peer(64 * MIB, kind=kind), pattern(64 * MIB)
     moved = threading.Event()
 
     def write_until_it_fails() -> int:
@@ -269,7 +269,7 @@ def test_a_secret_keeps_others_out(
     secret, data = tmp_path / "secret", pattern(64)
     secret.write_text("a secret of more than 16 bytes")
     secret.chmod(0o600)
-    peer = make_peer(MIB, managed=True, env={"MOONPOOL_SECRET_FILE": str(secret)})
+    peer = make_peer(MIB, kind="managed", env={"MOONPOOL_SECRET_FILE": str(secret)})
     assert engine.send_probe(peer.name) == -104
     assert engine.get_first_buffer_address(peer.name) == 0
     assert engine.transfer_sync_write(peer.name, address_of(data), peer.memory, 64) == -1

@@ -65,7 +65,8 @@ class MooncakeTransferEngine(CudaCalls):
         """Start the engine. Return 0, or -1 when it cannot start; the log says why.
 
         `metadata_server` is "P2PHANDSHAKE" or "http://host:port/metadata". Which transport is used is decided per peer
-        (shared memory, CUDA or tcp), so `protocol` and `device_name` are not needed; MC_FORCE_TCP=1 leaves tcp only.
+        (shared memory, CUDA or tcp), so `protocol` and `device_name` are not needed; MC_FORCE_TCP=1 switches shared
+        memory off.
         """
         return self.initialize_ext(local_hostname, metadata_server, protocol, device_name, "etcd")
 
