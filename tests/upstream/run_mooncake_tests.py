@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -116,8 +117,12 @@ def run_file(file: TestFile, options: argparse.Namespace) -> Outcome:
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mp-upstream-") as folder, services(file, options, Path(folder)) as env:
         report = Path(folder) / "report.xml"
+        # A copy: some files put upstream's own sources, which lie beside them, before ours on the path.
+        copy = Path(folder) / "copy" / "tests" / path.name
+        copy.parent.mkdir(parents=True)
+        shutil.copy(path, copy)
         command = [options.python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--noconftest", "--tb=short"]
-        command += [f"--junitxml={report}", "-c", os.devnull, f"--rootdir={path.parent}", str(path)]
+        command += [f"--junitxml={report}", "-c", os.devnull, f"--rootdir={copy.parent}", str(copy)]
         command += ["-k", file.select] if file.select else []
         shown = None if options.verbose else subprocess.DEVNULL
         try:
@@ -160,9 +165,13 @@ def services(file: TestFile, options: argparse.Namespace, folder: Path) -> Itera
             env["MC_METADATA_SERVER"] = "P2PHANDSHAKE"
             env["MOONCAKE_GLOBAL_SEGMENT_SIZE"] = str(SEGMENT_NBYTES)
         if file.partner is not None:
-            env["MC_METADATA_SERVER"] = "P2PHANDSHAKE"
-            partner = [options.python, str(options.checkout / file.partner)]
-            running.append(subprocess.Popen(partner, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+            port = free_port()
+            metadata = [options.python, "-m", "mooncake.http_metadata_server", "--port", str(port)]
+            running.append(start(metadata, f"127.0.0.1:{port}", env, folder / "metadata.log"))
+            env["MC_METADATA_SERVER"] = f"http://127.0.0.1:{port}/metadata"
+            env["TARGET_SERVER_NAME"] = f"127.0.0.1:{free_port()}"
+            env["INITIATOR_SERVER_NAME"] = f"127.0.0.1:{free_port()}"
+            running.append(start_partner([options.python, "-u", str(options.checkout / file.partner)], env))
         yield env
     finally:
         for process in running:
@@ -174,8 +183,22 @@ def services(file: TestFile, options: argparse.Namespace, folder: Path) -> Itera
 def start_master(address: str, python: str, env: dict[str, str], folder: Path) -> subprocess.Popen[bytes]:
     command = [python, "-m", "moonpool", "master", "--listen", f"tcp:{address}", "--no-journal"]
     command += ["--data-dir", str(folder / "master"), "--lease-s", str(LEASE_MS / 1000)]
-    log = (folder / "master.log").open("wb")
-    with log:
+    return start(command, address, env, folder / "master.log")
+
+
+def start_partner(command: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
+    """Start the program, and wait for its line that says that it is ready."""
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if b"ready" in line:
+            break
+    return process
+
+
+def start(command: list[str], address: str, env: dict[str, str], log_path: Path) -> subprocess.Popen[bytes]:
+    """Start a server, and wait until it takes connections."""
+    with log_path.open("wb") as log:
         process = subprocess.Popen(command, env=env, stdout=log, stderr=log)
     host, _, port = address.partition(":")
     deadline = time.monotonic() + START_TIMEOUT_S
@@ -184,7 +207,7 @@ def start_master(address: str, python: str, env: dict[str, str], folder: Path) -
             socket.create_connection((host, int(port)), timeout=1).close()
         except OSError:
             if process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"the master did not start: {(folder / 'master.log').read_text()}") from None
+                raise SystemExit(f"{' '.join(command)} did not start: {log_path.read_text()}") from None
             time.sleep(0.05)
         else:
             return process
