@@ -50,13 +50,16 @@ class Leaf:
 
 @dataclass
 class Node:
-    """A dict (`children` are its keys) or a list (its indices). `row_mask` says which rows have it."""
+    """A dict (`children` are its keys) or a list (its indices). `row_mask` says which rows have it; the others are None
+    there, or MISSING in the rows `absent`.
+    """
 
     path: str
     node_type: str
     children: list[Any]
     lengths: list[int] | None = None
     row_mask: list[bool] | None = None
+    absent: list[int] = field(default_factory=list)
 
 
 def choose_leaf_codec(values: Sequence[Any]) -> CodecDecision:
@@ -77,14 +80,14 @@ def infer_structure(path: str, values: Sequence[Any], leaves: list[Leaf], nodes:
         raise ValueError(f"{path!r} is nested deeper than {MAX_DEPTH}")
     keys, num_items = _dict_keys(values), _num_items(values)
     if keys is not None:
-        nodes.append(Node(path, "dict", keys, row_mask=[isinstance(value, dict) for value in values]))
+        nodes.append(Node(path, "dict", keys, None, [isinstance(value, dict) for value in values], _absent(values)))
         for key in keys:
             column = [value.get(key, MISSING) if isinstance(value, dict) else None for value in values]
             infer_structure(child_path(path, "dict", key), column, leaves, nodes, depth=depth + 1)
     elif num_items is not None:
         mask = [isinstance(value, list | tuple) for value in values]
         lengths = [len(value) if has else 0 for value, has in zip(values, mask, strict=True)]
-        nodes.append(Node(path, "list", list(range(num_items)), lengths, mask))
+        nodes.append(Node(path, "list", list(range(num_items)), lengths, mask, _absent(values)))
         for index in range(num_items):
             column = [_item(value, index) if has else None for value, has in zip(values, mask, strict=True)]
             infer_structure(child_path(path, "list", index), column, leaves, nodes, depth=depth + 1)
@@ -104,15 +107,19 @@ def rebuild_rows(
         for child in node.children
     ]
     mask = node.row_mask or [True] * num_rows
+    without = dict.fromkeys(node.absent, MISSING)
     if node.node_type == "dict":
         return [
             {key: column[row] for key, column in children if not isinstance(column[row], Missing)}
             if mask[row]
-            else None
+            else without.get(row)
             for row in range(num_rows)
         ]
     lengths = node.lengths or [0] * num_rows
-    return [[column[row] for _, column in children[: lengths[row]]] if mask[row] else None for row in range(num_rows)]
+    return [
+        [column[row] for _, column in children[: lengths[row]]] if mask[row] else without.get(row)
+        for row in range(num_rows)
+    ]
 
 
 def child_path(path: str, node_type: str, child: Any) -> str:
@@ -215,6 +222,10 @@ def _num_items(values: Sequence[Any]) -> int | None:
     longest = max(len(value) for value in present)
     nested = all(item is None or isinstance(item, dict | list | tuple) for value in present for item in value)
     return longest if longest <= MAX_ITEMS and nested else None
+
+
+def _absent(values: Sequence[Any]) -> list[int]:
+    return [row for row, value in enumerate(values) if isinstance(value, Missing)]
 
 
 def _present(values: Sequence[Any]) -> list[Any]:
