@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar, TypeVar
 
 from moonpool.base.clock import Deadline
-from moonpool.base.errors import InvalidInput, MoonpoolError, NotFound, Refused
+from moonpool.base.errors import InvalidInput, MoonpoolError, NotFound, Refused, Unavailable
+from moonpool.base.log import RateLimitedLog
 from moonpool.integrations.mooncake.engine_cuda import CudaCalls
 from moonpool.integrations.mooncake.engine_memory import ANYWHERE
 from moonpool.integrations.mooncake.engine_session import EngineSession, Spans
@@ -57,6 +58,7 @@ class MooncakeTransferEngine(CudaCalls):
         self._session: EngineSession | None = None
         self._end: weakref.finalize[..., MooncakeTransferEngine] | None = None
         self._numbers = itertools.count(1)
+        self._rare_log = RateLimitedLog(_LOG)
         self._batches: dict[int, Pending[None]] = {}
 
     # start and end
@@ -385,7 +387,9 @@ class MooncakeTransferEngine(CudaCalls):
                 raise Refused("the transfer engine is not initialized, or it was closed")
             return action(session)
         except MoonpoolError as error:
-            _LOG.warning("%s: %s", what, error)
+            # A peer that is away may be asked thousands of times.
+            log = self._rare_log if isinstance(error, Unavailable) else _LOG
+            log.warning("%s: %s", what, error)
             return on_error(error)
 
 
