@@ -74,3 +74,20 @@ def test_gives_out_exactly_what_is_registered(spans: list[tuple[int, int]], aske
         else:
             assert inside
             assert view.tobytes() == block[start : start + nbytes].tobytes()
+
+
+def test_many_views_are_those_of_each_alone() -> None:
+    memory, one, other = RegisteredMemory(), np.arange(100, dtype=np.uint8), np.arange(100, 150, dtype=np.uint8)
+    first, second = int(one.ctypes.data), int(other.ctypes.data)
+    memory.register(first, one.nbytes)
+    memory.register(second, other.nbytes)
+    wanted = [(first, 10), (first + 90, 10), (second, 50), (first + 5, 0), (second + 49, 1), (first, 100)]
+    views = memory.views([address for address, _ in wanted], [nbytes for _, nbytes in wanted])
+    assert [bytes(view) for view in views] == [bytes(memory.view(*each)) for each in wanted]
+    assert bytes(views[1]) == bytes(range(90, 100))
+    for address, nbytes in ((first + 90, 11), (first - 1, 1), (first, -1), (second, 51), (second + 51, 0)):
+        with pytest.raises(InvalidInput):
+            memory.views([first, address], [10, nbytes])
+    memory.unregister(second)
+    with pytest.raises(InvalidInput):
+        memory.views([first, second], [1, 1])

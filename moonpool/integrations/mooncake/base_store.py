@@ -9,7 +9,7 @@ import atexit
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from moonpool.base.errors import (
@@ -191,6 +191,14 @@ class StoreBase:
         elif not isinstance(error, NotFound):
             _LOG.warning("%s: %s (%d)", what, error, code_of(error))
 
+    def _keys(self, keys: Iterable[str]) -> list[bytes]:
+        """_key() of each."""
+        session = self._session
+        if session is None:
+            raise InvalidInput("this store was closed")
+        namespace = session.config.namespace
+        return [namespace + key.encode() for key in keys]
+
     def _key(self, key: str) -> bytes:
         session = self._session
         if session is None:
@@ -222,11 +230,22 @@ class StoreBase:
             return [[] for _ in keys]
         return [self._view(what, *each) for each in zip(keys, pointers, sizes, strict=True)]
 
+    def _views_of_one(
+        self, what: str, keys: Sequence[str], pointers: Sequence[int], sizes: Sequence[int]
+    ) -> list[list[memoryview]]:
+        """_views() of keys with one buffer each, without a list for each."""
+        if len(keys) == len(pointers) == len(sizes):
+            try:
+                return [[view] if view.nbytes else [] for view in self._memory.views(pointers, sizes)]
+            except InvalidInput:  # the others are not affected: look at each of them
+                pass
+        return self._views(what, keys, [[each] for each in pointers], [[each] for each in sizes])
+
     def _view(self, what: str, key: str, pointers: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
         try:
             if len(pointers) != len(sizes):
                 raise InvalidInput(f"{len(pointers)} buffers, {len(sizes)} sizes")
-            views = [self._memory.view(*each) for each in zip(pointers, sizes, strict=True)]
+            views = self._memory.views(pointers, sizes)
         except InvalidInput as error:
             _LOG.warning("%s %s: %s", what, key, error)
             return []

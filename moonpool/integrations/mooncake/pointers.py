@@ -66,7 +66,7 @@ class PointerCalls(StoreBase):
 
     def batch_get_into(self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]) -> list[int]:
         """get_into() of each."""
-        return self.batch_get_into_multi_buffers(keys, [[each] for each in buffer_ptrs], [[each] for each in sizes])
+        return self._get_into(keys, self._views_of_one("get", keys, buffer_ptrs, sizes))
 
     # several buffers per value
 
@@ -94,12 +94,17 @@ class PointerCalls(StoreBase):
         it was put from. After an error the bytes in the buffers mean nothing. A replica on this machine is always
         preferred, whatever `prefer_alloc_in_same_node` says.
         """
-        targets = self._views("get", keys, all_buffer_ptrs, all_sizes)
+        return self._get_into(keys, self._views("get", keys, all_buffer_ptrs, all_sizes))
+
+    def _get_into(self, keys: Sequence[str], targets: Sequence[list[memoryview]]) -> list[int]:
+        """Read values into their memory; those without memory are -600."""
         results: list[int] = [ErrorCode.INVALID_PARAMS] * len(keys)
         usable = [at for at, target in enumerate(targets) if target]
         outcomes = self._ask(
             "get",
-            lambda client: client.get_many_into([self._key(keys[at]) for at in usable], [targets[at] for at in usable]),
+            lambda client: client.get_many_into(
+                self._keys([keys[at] for at in usable]), [targets[at] for at in usable]
+            ),
             lambda code: code,
         )
         for number, at in enumerate(usable):
@@ -135,5 +140,5 @@ class PointerCalls(StoreBase):
         config = config or ReplicateConfig()
         if config.prefer_alloc_in_same_node:
             return [ErrorCode.INVALID_PARAMS] * len(keys)
-        values = self._views("put", keys, [[each] for each in pointers], [[each] for each in sizes])
+        values = self._views_of_one("put", keys, pointers, sizes)
         return self._put(keys, values, config, replace=replace)

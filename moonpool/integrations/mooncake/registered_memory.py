@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right, insort
+from collections.abc import Sequence
 from pathlib import Path
 
 from moonpool.base.errors import InvalidInput
 from moonpool.transfer.memory.buffers import RawMemory, as_bytes_view
 
 _MAPS = Path("/proc/self/maps")
+_NOTHING = memoryview(b"")
 
 
 class RegisteredMemory:
@@ -47,13 +49,29 @@ class RegisteredMemory:
 
     def view(self, address: int, nbytes: int) -> memoryview:
         """Return the bytes. InvalidInput unless they are inside one registered range."""
+        return self.views((address,), (nbytes,))[0]
+
+    def views(self, addresses: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
+        """view() of each, of as many sizes as addresses. Batches of a thousand are made here: most of their memory is
+        in one range, which is looked up once.
+        """
+        found: list[memoryview] = []
+        whole, start, end = _NOTHING, 0, -1
+        for address, nbytes in zip(addresses, sizes, strict=True):
+            if not (start <= address and nbytes >= 0 and address + nbytes <= end):
+                whole, start, end = self._range_of(address, nbytes)
+            found.append(whole[address - start : address - start + nbytes])
+        return found
+
+    def _range_of(self, address: int, nbytes: int) -> tuple[memoryview, int, int]:
+        """Return the registered range that the bytes are in, with its start and end."""
         with self._lock:
             at = bisect_right(self._starts, address)
             start = self._starts[at - 1] if at else 0
             whole = self._views.get(start)
         if whole is None or nbytes < 0 or address + nbytes > start + whole.nbytes:
             raise InvalidInput(f"{nbytes} bytes at {address:#x} are not registered")
-        return whole[address - start : address - start + nbytes]
+        return whole, start, start + whole.nbytes
 
     def clear(self) -> None:
         with self._lock:

@@ -86,7 +86,7 @@ class ValueCalls(StoreBase):
         """
 
         def exist(client: Store) -> list[int]:
-            return [int(found) for found in client.exist_many([self._key(key) for key in keys])]
+            return [int(found) for found in client.exist_many(self._keys(keys))]
 
         return self._ask("exist", exist, lambda code: [code] * len(keys))
 
@@ -168,9 +168,7 @@ class ValueCalls(StoreBase):
 
     def _get_each(self, keys: Sequence[str]) -> list[bytes | None]:
         """Return the values by position; None where there is none or it cannot be read."""
-        found = self._ask(
-            "get", lambda client: client.get_each([self._key(key) for key in keys]), lambda _: [NotFound()] * len(keys)
-        )
+        found = self._ask("get", lambda client: client.get_each(self._keys(keys)), lambda _: [NotFound()] * len(keys))
         return [self._value(key, outcome) for key, outcome in zip(keys, found, strict=True)]
 
     def _value(self, key: str, outcome: bytes | MoonpoolError) -> bytes | None:
