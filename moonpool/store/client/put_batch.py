@@ -196,6 +196,7 @@ class _BundleWriter:
         self._bundles: dict[str, _RemoteBundle] = {}  # by segment: not submitted yet
         self._bundle_nbytes = _FIRST_BUNDLE_NBYTES
         self._num_started = 0  # remote bundles
+        self._is_alone = False  # there is one put, with one replica: a thread of the engine would have nothing to gain
         self._remotes: dict[str, RemoteSegment | MappedWriter | MoonpoolError] = {}
         self._renew_at_s = tools.clock.now_s() + tools.renew_after_s
 
@@ -207,7 +208,9 @@ class _BundleWriter:
         mapped: list[int] = []
         runs = ObjectRuns()
         nbytes = mapped_nbytes = 0
-        for position in self._granted.open():
+        positions = self._granted.open()
+        self._is_alone = len(positions) == 1 and len(self._granted.replicas[positions[0]]) == 1
+        for position in positions:
             parts, places = pieces[position], self._granted.replicas[position]
             data_nbytes = parts[0].nbytes if len(parts) == 1 else sum([part.nbytes for part in parts])
             nbytes += data_nbytes
@@ -308,7 +311,7 @@ class _BundleWriter:
                 remote, self._tools.timeout_s, self._bundle_nbytes
             )
             self._bundle_nbytes = min(2 * self._bundle_nbytes, BUNDLE_NBYTES)
-        if bundle.add(position, placement, views):
+        if bundle.add(position, placement, views) and not self._is_alone:
             del self._bundles[placement.segment]
             self._num_started += 1
             self._collect(window.add(bundle.write, len(bundle.replicas), bundle))
