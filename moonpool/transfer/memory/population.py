@@ -21,7 +21,7 @@ from moonpool.transfer.memory.buffers import address_of
 
 _LOG = logging.getLogger(__name__)
 _MADV_POPULATE_WRITE = 23  # Python 3.11 and 3.12 do not name it
-_STEP_NBYTES = 64 * 1024 * 1024  # mapped in by one call, in some 10 ms
+_STEP_NBYTES = 16 * 1024 * 1024  # mapped in by one call, in a few ms
 _REPORT_EVERY_S = 10.0
 _HUGE_SHARED_MEMORY = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
