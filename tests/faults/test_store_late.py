@@ -87,7 +87,7 @@ def gone_and_reused(fleet: Fleet, client: Store, force: bool = True) -> list[byt
 SHM_POINTS = ["moonpool.store.client.reads:_copy", "moonpool.store.client.reads:are_right"]
 TCP_POINTS = [
     "moonpool.store.client.remote_read:RemoteRead._read_one",
-    "moonpool.transfer.transports.tcp.transport:TcpRemote.read_expecting",
+    "moonpool.transfer.transports.tcp.transport:TcpRemote.read_unchanged",
 ]
 COPIES = [(True, where) for where in SHM_POINTS] + [(False, where) for where in TCP_POINTS]
 
