@@ -54,6 +54,7 @@ FILES = (
     TestFile("mooncake-wheel/tests/test_safetensor_functions.py"),
     TestFile("mooncake-wheel/tests/test_buffer_pool_native.py", port=50051),
     TestFile("mooncake-wheel/tests/test_structured_object_store.py"),
+    TestFile("mooncake-wheel/tests/test_dataproto_catalog.py", needs_master=False),
     TestFile("mooncake-wheel/tests/test_http_metadata_server.py", needs_master=False),
     TestFile(
         "mooncake-wheel/tests/transfer_engine_initiator_test.py",
