@@ -19,9 +19,9 @@ import numpy as np
 
 from moonpool.integrations.mooncake.column_structure import (
     MISSING,
+    ColumnNode,
     Leaf,
     Missing,
-    Node,
     infer_structure,
     is_image,
     rebuild_rows,
@@ -35,7 +35,7 @@ _VALUE, _NONE, _MISSING = 0, 1, 2
 def encode_column(name: str, values: Sequence[Any]) -> tuple[dict[str, Any], Buffers]:
     """Return what decode_column() needs, JSON and buffers. TypeError when a value cannot be stored."""
     leaves: list[Leaf] = []
-    nodes: list[Node] = []
+    nodes: list[ColumnNode] = []
     infer_structure(name, values, leaves, nodes)
     buffers: Buffers = {}
     described = []
@@ -52,7 +52,7 @@ def decode_column(name: str, described: Mapping[str, Any], read: Callable[[str],
     for number, leaf in enumerate(described["leaves"]):
         parts = {part: read(f"{number}.{part}") for part in leaf["parts"]}
         columns[leaf["path"]] = _decode_leaf(leaf["codec"], leaf["details"], parts)
-    nodes = {each["path"]: Node(**each) for each in described["nodes"]}
+    nodes = {each["path"]: ColumnNode(**each) for each in described["nodes"]}
     return rebuild_rows(name, described["rows"], columns, nodes)
 
 

@@ -49,7 +49,7 @@ class Leaf:
 
 
 @dataclass
-class Node:
+class ColumnNode:
     """A dict (`children` are its keys) or a list (its indices). `row_mask` says which rows have it; the others are None
     there, or MISSING in the rows `absent`.
     """
@@ -74,20 +74,24 @@ def choose_leaf_codec(values: Sequence[Any]) -> CodecDecision:
     return CodecDecision(False, "msgpack_ragged", "no codec holds values of these types", "python object")
 
 
-def infer_structure(path: str, values: Sequence[Any], leaves: list[Leaf], nodes: list[Node], *, depth: int = 0) -> None:
+def infer_structure(
+    path: str, values: Sequence[Any], leaves: list[Leaf], nodes: list[ColumnNode], *, depth: int = 0
+) -> None:
     """Append the leaves and nodes of a column to the two lists. ValueError when it is nested deeper than MAX_DEPTH."""
     if depth > MAX_DEPTH:
         raise ValueError(f"{path!r} is nested deeper than {MAX_DEPTH}")
     keys, num_items = _dict_keys(values), _num_items(values)
     if keys is not None:
-        nodes.append(Node(path, "dict", keys, None, [isinstance(value, dict) for value in values], _absent(values)))
+        nodes.append(
+            ColumnNode(path, "dict", keys, None, [isinstance(value, dict) for value in values], _absent(values))
+        )
         for key in keys:
             column = [value.get(key, MISSING) if isinstance(value, dict) else None for value in values]
             infer_structure(child_path(path, "dict", key), column, leaves, nodes, depth=depth + 1)
     elif num_items is not None:
         mask = [isinstance(value, list | tuple) for value in values]
         lengths = [len(value) if has else 0 for value, has in zip(values, mask, strict=True)]
-        nodes.append(Node(path, "list", list(range(num_items)), lengths, mask, _absent(values)))
+        nodes.append(ColumnNode(path, "list", list(range(num_items)), lengths, mask, _absent(values)))
         for index in range(num_items):
             column = [_item(value, index) if has else None for value, has in zip(values, mask, strict=True)]
             infer_structure(child_path(path, "list", index), column, leaves, nodes, depth=depth + 1)
@@ -96,7 +100,7 @@ def infer_structure(path: str, values: Sequence[Any], leaves: list[Leaf], nodes:
 
 
 def rebuild_rows(
-    path: str, num_rows: int, columns: Mapping[str, Sequence[Any]], nodes: Mapping[str, Node]
+    path: str, num_rows: int, columns: Mapping[str, Sequence[Any]], nodes: Mapping[str, ColumnNode]
 ) -> list[Any]:
     """Return the rows below `path` from the columns of its leaves."""
     node = nodes.get(path)

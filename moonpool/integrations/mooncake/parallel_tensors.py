@@ -34,7 +34,7 @@ from moonpool.integrations.mooncake.tensor_format import (
 )
 from moonpool.integrations.mooncake.tensor_memory import new_tensor, tensor_of, tensor_parts
 from moonpool.integrations.mooncake.tensor_slicing import Cut, Parts
-from moonpool.integrations.mooncake.tensors import TensorCalls
+from moonpool.integrations.mooncake.tensors import WholeTensorCalls
 from moonpool.integrations.mooncake.types import ReplicateConfig
 from moonpool.transfer.memory.buffers import as_bytes_view, copy_bytes
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Assembly:
+class TensorAssembly:
     """A tensor that was found: its header, and the parts its elements come from. Without a cut, one part has all."""
 
     header: TensorHeader
@@ -58,7 +58,7 @@ class Assembly:
             copy_bytes(target, self.parts[0][1])
 
 
-class ParallelTensorCalls(TensorCalls):
+class ParallelTensorCalls(WholeTensorCalls):
     """Tensors by key and request. Results of a batch are by position."""
 
     # writes
@@ -277,7 +277,7 @@ class ParallelTensorCalls(TensorCalls):
 
     # reading
 
-    def _find(self, key: str, target: Any) -> Assembly | None:
+    def _find(self, key: str, target: Any) -> TensorAssembly | None:
         """Fetch what a ReadTarget asks for. None when it is not there; InvalidInput when it does not fit."""
         mode, layout = parse_target(target)
         if layout is None:
@@ -288,7 +288,7 @@ class ParallelTensorCalls(TensorCalls):
             raise InvalidInput("a read of a whole object takes no axes")
         return self._find_shard(key, layout) if mode == "shard" else self._find_full(key, layout)
 
-    def _find_shard(self, key: str, layout: Layout) -> Assembly | None:
+    def _find_shard(self, key: str, layout: Layout) -> TensorAssembly | None:
         tp = layout.tp
         names = [layout.key(key), manifest_key(key)]
         if layout.is_plain_tp and tp is not None and tp.split_dim is not None:
@@ -308,7 +308,7 @@ class ParallelTensorCalls(TensorCalls):
         target = replace(header, local_shape=wanted.part_shape, is_shard=True, axes=layout.stored(wanted.part_shape))
         return self._join(target, cut, wanted.span(tp.rank), lambda rank: self._place(key, layout, rank, cut.count))
 
-    def _find_full(self, key: str, layout: Layout) -> Assembly | None:
+    def _find_full(self, key: str, layout: Layout) -> TensorAssembly | None:
         if layout.tp is None:
             raise InvalidInput("only the parts of a TP axis can be joined")
         source = self._cut_of(key, layout, self.get_batch([manifest_key(key)])[0])
@@ -318,7 +318,7 @@ class ParallelTensorCalls(TensorCalls):
         whole = range(cut.shape[cut.dim])
         return self._join(header, cut, whole, lambda rank: self._place(key, layout, rank, cut.count))
 
-    def _join_writers(self, key: str) -> Assembly | None:
+    def _join_writers(self, key: str) -> TensorAssembly | None:
         """Return the tensor that several writers stored; None when there is no such tensor."""
         value = self.get_batch([writer_manifest_key(key)])[0]
         if not value:
@@ -355,7 +355,7 @@ class ParallelTensorCalls(TensorCalls):
 
     def _join(
         self, header: TensorHeader, cut: Cut, span: range, place: Callable[[int], tuple[str, Layout]]
-    ) -> Assembly | None:
+    ) -> TensorAssembly | None:
         """Fetch the parts that hold `span`. None when one is missing; InvalidInput when one is another tensor's."""
         ranks = cut.overlapping(span)
         places = [place(rank) for rank in ranks]
@@ -370,19 +370,19 @@ class ParallelTensorCalls(TensorCalls):
             if not layout.is_of(part) or (part.element_type, part.local_shape) != (header.element_type, cut.part_shape):
                 raise InvalidInput(f"{name} is not part {rank} of {cut.count} of the tensor")
             parts.append((rank, found.parts[0][1]))
-        return Assembly(header, parts, cut, span)
+        return TensorAssembly(header, parts, cut, span)
 
     def _place(self, key: str, layout: Layout, rank: int, count: int) -> tuple[str, Layout]:
         part = layout.of_rank(rank, count)
         return part.key(key), part
 
-    def _whole(self, value: bytes) -> Assembly | None:
+    def _whole(self, value: bytes) -> TensorAssembly | None:
         """Return a stored object as it is; None for a miss. InvalidInput when the object holds no tensor."""
         if not value:
             return None
         header = unpack_header(value)
         data = memoryview(value)[header.data_offset :]
-        return Assembly(replace(header, data_offset=HEADER_NBYTES), [(0, data)])
+        return TensorAssembly(replace(header, data_offset=HEADER_NBYTES), [(0, data)])
 
     def _unmarked_part(self, key: str, target: Any) -> torch.Tensor | None:
         """Return the object under the key of a TP part, whatever its header says."""

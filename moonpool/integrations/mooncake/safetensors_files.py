@@ -10,7 +10,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from moonpool.integrations.mooncake.codes import ErrorCode
-from moonpool.integrations.mooncake.tensors import TensorCalls
+from moonpool.integrations.mooncake.tensors import WholeTensorCalls
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 
 
-class SafetensorsCalls(TensorCalls):
+class SafetensorsCalls(WholeTensorCalls):
     """One tensor and one file per call."""
 
     def save_tensor_to_safetensor(self, key: str, file_name: str | None = None) -> int:

@@ -1,4 +1,4 @@
-"""`TensorCalls`: whole torch tensors and equal parts of them, under upstream's names.
+"""`WholeTensorCalls`: whole torch tensors and equal parts of them, under upstream's names.
 
 A tensor is an object of the pool: upstream's header (tensor_format.py) and the elements. The `_with_tp` calls store
 each part of a tensor under `KEY_tp_RANK`. Reads return None for what is missing or no tensor; writes return 0 or an
@@ -35,7 +35,7 @@ _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class TensorCalls(ValueCalls, PointerCalls):
+class WholeTensorCalls(ValueCalls, PointerCalls):
     """Tensors by key. Results of a batch are by position."""
 
     # whole tensors
