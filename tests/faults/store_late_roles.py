@@ -25,7 +25,7 @@ from moonpool.transfer.config import TransferConfig
 from moonpool.transfer.engine import TransferEngine
 from moonpool.transfer.memory.buffers import copy_bytes
 from moonpool.transfer.transports import mapped, sockets
-from moonpool.transfer.transports.tcp import pipeline
+from moonpool.transfer.transports.tcp import single
 
 FIRST_VERSION = 1
 _LARGE_NBYTES = 8192  # what is smaller is a header
@@ -106,7 +106,7 @@ def put_late(address: str, run_dir: str, key: str, number: int, nbytes: int, shm
     if shm:
         mapped.copy_bytes = _copy_in_halves  # type: ignore[attr-defined]
     else:
-        pipeline.send_all = _send_in_halves  # type: ignore[attr-defined]
+        single.send_all = _send_in_halves  # type: ignore[attr-defined]
     with _client(address, run_dir, shm) as client:
         client.stats()
         print("asking")
