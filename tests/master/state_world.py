@@ -175,7 +175,7 @@ class World(RuleBasedStateMachine):
             bad = all((each.segment, each.generation) in stored.maybe_bad for each in living)
             if slot is None:
                 fate = self.state.index.removals.reason(key)
-                assert fate is not None, f"nobody knows why {key!r} is gone"
+                assert fate is not None, f"the log has no reason for the removal of {key!r}"
                 assert fate in EVICTED or bad, f"{key!r} was on {living} and is gone: {fate.name}"
                 assert fate not in EVICTED or not self._is_kept(key, stored), "evicted though it was kept"
                 assert fate in (*EVICTED, RemovalReason.CORRUPT) or not self._is_unreported(key, stored), (

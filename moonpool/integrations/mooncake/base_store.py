@@ -75,8 +75,8 @@ class StoreBase:
             except MoonpoolError as error:
                 _LOG.error("setup: %s", error)
                 return code_of(error)
-            # A program that exits without close() still takes its memory out of the pool; and a store that nobody
-            # refers to any more is closed.
+            # At exit without close(), the session takes its memory out of the pool. When the last reference to the
+            # store is gone, the session is closed.
             atexit.register(self._session.leave_quietly)
             self._forgotten = weakref.finalize(self, self._session.close_soon)
             self._forgotten.atexit = False

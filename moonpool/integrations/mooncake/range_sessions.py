@@ -122,7 +122,7 @@ class OpenPuts:
         self.revoke(keys)
 
     def _seal(self, keys: Sequence[bytes]) -> list[_OpenPut | None]:
-        """Take the puts out, and wait until nobody writes them. Return None for unknown keys."""
+        """Remove the puts, and wait for the calls that are writing them. Return None for unknown keys."""
         with self._changed:
             found = [self._puts.pop(key, None) for key in keys]
             puts = [put for put in found if put is not None]

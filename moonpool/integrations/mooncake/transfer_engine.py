@@ -305,7 +305,7 @@ class MooncakeTransferEngine(CudaCalls):
         return [] if session is None else session.notifies()
 
     def send_probe(self, peer_server_name: str) -> int:
-        """Return 0 when the peer answers, -101 for a name that cannot be one, -102 when nobody answers, -104 when the
+        """Return 0 when the peer answers, -101 for a name that cannot be one, -102 when no peer answers, -104 when the
         peer asks for another secret or certificate, -200 when the metadata server does not know the name.
         """
 
