@@ -192,22 +192,10 @@ class MooncakeBundleTransfer(StructuredObjects):
         merged = {**ref.meta_info, **info}
         if not places:
             return replace(ref, meta_info=merged)
-        metadata = {
-            "layout": "dataproto_stage",
-            "dataproto": {
-                "version": 1,
-                "namespace": ref.namespace,
-                "partition": ref.partition,
-                "stage": stage,
-                "batch_size": num_rows,
-            },
-        }
         members, columns = _encode_fields(batch, others, schemas)
-        if columns:
-            metadata[COLUMNS_KEY] = columns
         older = ref.stage_refs.get(stage)
         stored = self._put_object(
-            StructuredObjectPayload(metadata, members),
+            StructuredObjectPayload(_describe_stage(ref, stage, num_rows, columns), members),
             ref.partition,
             chunk_nbytes,
             checked_policy(policy, None),
@@ -217,18 +205,13 @@ class MooncakeBundleTransfer(StructuredObjects):
         if overwrite and older is not None:
             self.remove_bundle(older)
         encoded = {name: each for name, each in ref.encoded_non_tensor.items() if name not in places}
-        encoded |= {
-            name: {"codec": _codec(columns[f"non_tensor_batch.{name}"]), "rows": num_rows}
-            for name in others
-            if f"non_tensor_batch.{name}" in columns
-        }
         return replace(
             ref,
             batch_size=num_rows,
             stage_refs={**ref.stage_refs, stage: stored},
             field_index={**ref.field_index, **places},
             meta_info=merged,
-            encoded_non_tensor=encoded,
+            encoded_non_tensor=encoded | _describe_columns(others, columns, num_rows),
         )
 
     def _read_column(
@@ -261,6 +244,24 @@ def _encode_fields(
         for part, buffer in buffers.items():
             members[f"{member}.{part}"] = buffer
     return members, columns
+
+
+def _describe_stage(ref: MooncakeDataProtoRef, stage: str, num_rows: int, columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metadata of a stage's object."""
+    owner = {"version": 1, "namespace": ref.namespace, "partition": ref.partition, "stage": stage}
+    metadata = {"layout": "dataproto_stage", "dataproto": {**owner, "batch_size": num_rows}}
+    return {**metadata, COLUMNS_KEY: columns} if columns else metadata
+
+
+def _describe_columns(
+    others: Mapping[str, Any], columns: Mapping[str, Any], num_rows: int
+) -> dict[str, dict[str, Any]]:
+    """Return what a reference says of the fields that are columns, by field."""
+    return {
+        name: {"codec": _codec(columns[f"non_tensor_batch.{name}"]), "rows": num_rows}
+        for name in others
+        if f"non_tensor_batch.{name}" in columns
+    }
 
 
 def _codec(described: Mapping[str, Any]) -> str:
