@@ -18,7 +18,8 @@ from moonpool.transfer.control import ControlHandler
 from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.register import make_segment
 from moonpool.transfer.transports.cuda.copy import DevicePiece, cut_loads, share_out
-from moonpool.transfer.transports.cuda.driver import cuda_error, driver
+from moonpool.transfer.transports.cuda.driver import driver
+from moonpool.transfer.transports.cuda.driver_api import cuda_error
 from moonpool.transfer.transports.cuda.ipc import Offer, decode_offer, hello
 from moonpool.transfer.transports.cuda.transport import CudaTransport
 from moonpool.transfer.transports.tcp.transport import TcpTransport

@@ -1,7 +1,7 @@
-"""NVIDIA's driver (libcuda.so.1) by ctypes: as much of it as moves bytes. No toolkit, no torch.
+"""The GPUs of this process and their memory, by NVIDIA's driver (driver_api.py). No toolkit, no torch.
 
-The one place where the driver's codes become our errors. Nothing is loaded before the first use. It shares the GPU's
-primary context with torch and every other library of the process, and leaves the thread's current context as it was.
+Nothing is loaded before the first use. It shares the GPU's primary context with torch and every other library of the
+process, and leaves the thread's current context as it was.
 """
 
 from __future__ import annotations
@@ -13,91 +13,31 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
+from ctypes import byref, c_int, c_size_t, c_ubyte, c_uint64
 from functools import cache, cached_property
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moonpool.base.errors import InvalidInput, MoonpoolError, NoSpace, Unavailable
+from moonpool.base.errors import InvalidInput, MoonpoolError, Unavailable
+from moonpool.transfer.transports.cuda.driver_api import (
+    DRIVER_HINT,
+    INVALID_VALUE,
+    IPC_HANDLE_NBYTES,
+    NOT_READY,
+    CudaLibrary,
+    IpcHandle,
+)
 
 Addresses = NDArray[np.uint64]
-IPC_HANDLE_NBYTES = 64
 _UUID_NBYTES = 16
-_LIBRARY = "libcuda.so.1"
-_HINT = "install NVIDIA's driver, or start the container with --gpus all"
-
-_INVALID_VALUE = 1
-_OUT_OF_MEMORY = 2
-_NOT_INITIALIZED = 3
-_NO_DEVICE = 100
-_WRONG = frozenset({_INVALID_VALUE, 101})  # an argument, a device's number
-_BROKEN = frozenset({700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 720})  # a kernel crashed: the context is lost
-_MISMATCH = frozenset({803, 804})
 
 _MEMORY_TYPE, _ORDINAL, _IPC_CAPABLE = 2, 9, 10  # pointer attributes
 _TYPE_HOST, _TYPE_DEVICE = 1, 2
 _HOST_PORTABLE, _STREAM_NON_BLOCKING, _EVENT_NO_TIMING, _IPC_LAZY_PEER_ACCESS = 1, 1, 2, 1
-_NOT_READY = 600  # an event whose work is under way
-_IN_STREAM_ORDER = 1  # when a copy reads its source
 
 _loading = threading.Lock()
-
-
-class _IpcHandle(ctypes.Structure):  # by value: an array would be passed as a pointer
-    _fields_ = (("bytes", c_ubyte * IPC_HANDLE_NBYTES),)
-
-
-class _CopyAttributes(ctypes.Structure):
-    """CUmemcpyAttributes: when sources are read, two hints for managed memory (type and id), flags."""
-
-    _fields_ = (("order", c_int), ("source_hint", c_int * 2), ("target_hint", c_int * 2), ("flags", c_uint))
-
-
-_Out = c_void_p  # where the driver puts an answer
-_FUNCTIONS: dict[str, tuple[Any, ...]] = {
-    "cuInit": (c_uint,),
-    "cuGetErrorName": (c_int, POINTER(c_char_p)),
-    "cuGetErrorString": (c_int, POINTER(c_char_p)),
-    "cuDriverGetVersion": (_Out,),
-    "cuDeviceGetCount": (_Out,),
-    "cuDeviceGet": (_Out, c_int),
-    "cuDeviceGetName": (c_char_p, c_int, c_int),
-    "cuDeviceGetUuid_v2": (_Out, c_int),
-    "cuDevicePrimaryCtxRetain": (_Out, c_int),
-    "cuCtxPushCurrent_v2": (c_uint64,),
-    "cuCtxPopCurrent_v2": (_Out,),
-    "cuMemAlloc_v2": (_Out, c_size_t),
-    "cuMemFree_v2": (c_uint64,),
-    "cuMemGetInfo_v2": (_Out, _Out),
-    "cuMemGetAddressRange_v2": (_Out, _Out, c_uint64),
-    "cuMemHostAlloc": (_Out, c_size_t, c_uint),
-    "cuMemHostRegister_v2": (c_uint64, c_size_t, c_uint),
-    "cuMemHostUnregister": (c_uint64,),
-    "cuMemsetD8_v2": (c_uint64, c_ubyte, c_size_t),
-    "cuMemcpy": (c_uint64, c_uint64, c_size_t),
-    "cuMemcpyAsync": (c_uint64, c_uint64, c_size_t, c_uint64),
-    "cuMemcpyPeerAsync": (c_uint64, c_uint64, c_uint64, c_uint64, c_size_t, c_uint64),
-    "cuPointerGetAttribute": (_Out, c_int, c_uint64),
-    "cuStreamCreate": (_Out, c_uint),
-    "cuStreamSynchronize": (c_uint64,),
-    "cuStreamWaitEvent": (c_uint64, c_uint64, c_uint),
-    "cuEventCreate": (_Out, c_uint),
-    "cuEventRecord": (c_uint64, c_uint64),
-    "cuEventSynchronize": (c_uint64,),
-    "cuEventQuery": (c_uint64,),
-    "cuEventDestroy_v2": (c_uint64,),
-    "cuIpcGetMemHandle": (_Out, c_uint64),
-    "cuIpcOpenMemHandle_v2": (_Out, _IpcHandle, c_uint),
-    "cuIpcCloseMemHandle": (c_uint64,),
-}
-# Many copies with one call, the newest form first: CUDA 13 has it without, CUDA 12.8 with the place of a failure.
-_BATCH_ARGUMENTS = (_Out, _Out, _Out, c_size_t, _Out, _Out, c_size_t)
-_BATCH_COPIES: tuple[tuple[str, tuple[Any, ...]], ...] = (
-    ("cuMemcpyBatchAsync_v2", (*_BATCH_ARGUMENTS, c_uint64)),
-    ("cuMemcpyBatchAsync", (*_BATCH_ARGUMENTS, _Out, c_uint64)),
-)
 
 
 def driver() -> CudaDriver:
@@ -111,30 +51,18 @@ def _driver_of(pid: int) -> CudaDriver:  # a forked child has none of its parent
     return CudaDriver()
 
 
-class CudaDriver:
+class CudaDriver(CudaLibrary):
     """Use driver(). Thread-safe."""
 
     def __init__(self) -> None:
-        try:
-            self._library = ctypes.CDLL(_LIBRARY)
-        except OSError as error:
-            raise Unavailable(f"there is no NVIDIA driver here ({error}); {_HINT}") from error
-        self._functions = {name: _bind(self._library, name, types) for name, types in _FUNCTIONS.items()}
-        self._batch_copy = next((each for each in _BATCH_COPIES if hasattr(self._library, each[0])), None)
-        if self._batch_copy is not None:
-            self._functions[self._batch_copy[0]] = _bind(self._library, *self._batch_copy)
+        super().__init__()
         self.call("cuInit", 0)
         count = c_int()
         self.call("cuDeviceGetCount", byref(count))
         if count.value == 0:
-            raise Unavailable(f"NVIDIA's driver sees no GPU; {_HINT}, and look at CUDA_VISIBLE_DEVICES")
+            raise Unavailable(f"NVIDIA's driver sees no GPU; {DRIVER_HINT}, and look at CUDA_VISIBLE_DEVICES")
         self._registered: list[int] = []  # addresses, sorted
         self.devices = tuple(Device(self, index) for index in range(count.value))
-
-    def call(self, name: str, *arguments: Any) -> None:
-        result = self._functions[name](*arguments)
-        if result:
-            self._fail(name, result)
 
     @property
     def version(self) -> str:
@@ -166,19 +94,6 @@ class CudaDriver:
         """Return whether the GPU can access this main memory directly (it is pinned). Takes about 1 us."""
         return self._attribute(_MEMORY_TYPE, address) == _TYPE_HOST
 
-    def copy_batch(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> None:
-        """Start a copy for each position of the arrays, in no promised order among them; inside Device.current()."""
-        if self._batch_copy is None or len(targets) == 1:
-            for target, source, nbytes in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
-                self.call("cuMemcpyAsync", target, source, nbytes, stream)
-            return
-        arrays = [np.ascontiguousarray(each, np.uint64) for each in (targets, sources, sizes)]
-        attributes, first = _CopyAttributes(order=_IN_STREAM_ORDER), c_size_t(0)
-        name, types = self._batch_copy
-        failed_at = (byref(c_size_t()),) if len(types) == len(_BATCH_ARGUMENTS) + 2 else ()
-        pointers = (each.ctypes.data for each in arrays)
-        self.call(name, *pointers, len(targets), byref(attributes), byref(first), 1, *failed_at, stream)
-
     def note_registered(self, address: int, is_registered: bool) -> None:
         with _loading:
             others = [each for each in self._registered if each != address]
@@ -193,30 +108,13 @@ class CudaDriver:
         return bool(self._attribute(_IPC_CAPABLE, address))
 
     def is_over(self, event: int) -> bool:
-        result = self._functions["cuEventQuery"](event)
-        if result not in (0, _NOT_READY):
-            self._fail("cuEventQuery", result)
-        return bool(result == 0)
+        return self.call_unless(NOT_READY, "cuEventQuery", event)
 
     def _attribute(self, attribute: int, address: int) -> int | None:
         """None for memory that the driver does not know: plain main memory."""
         found = c_int()
-        result = self._functions["cuPointerGetAttribute"](byref(found), attribute, address)
-        if result == _INVALID_VALUE:
-            return None
-        if result:
-            self._fail("cuPointerGetAttribute", result)
-        return found.value
-
-    def _fail(self, name: str, result: int) -> NoReturn:
-        raise cuda_error(
-            name, result, f"{self._text('cuGetErrorName', result)}, {self._text('cuGetErrorString', result)}"
-        )
-
-    def _text(self, function: str, result: int) -> str:
-        text = c_char_p()
-        self._functions[function](result, byref(text))
-        return (text.value or b"unknown").decode()
+        is_known = self.call_unless(INVALID_VALUE, "cuPointerGetAttribute", byref(found), attribute, address)
+        return found.value if is_known else None
 
 
 class Device:
@@ -288,7 +186,7 @@ class Device:
 
     def open_export(self, handle: bytes, nbytes: int) -> DeviceMemory:
         """Another process's allocation, mapped here until the last reference goes."""
-        raw = _IpcHandle.from_buffer_copy(handle)
+        raw = IpcHandle.from_buffer_copy(handle)
         with self.current():
             try:
                 address = self._number("cuIpcOpenMemHandle_v2", raw, _IPC_LAZY_PEER_ACCESS)
@@ -385,30 +283,3 @@ class DeviceMemory:
 def _give_back(device: Device, end: str, address: int) -> None:
     with device.current():
         device._cuda.call(end, address)
-
-
-def cuda_error(function: str, result: int, text: str) -> MoonpoolError:
-    """Ours for a code of the driver's."""
-    says = f"CUDA: {text} ({function}, code {result})"
-    if result == _OUT_OF_MEMORY:
-        return NoSpace(f"{says}; the GPU has not that much memory left")
-    if result in _WRONG:
-        return InvalidInput(says)
-    if result == _NOT_INITIALIZED:
-        return Unavailable(f"{says}; a process that was forked after CUDA was used cannot use it: start a new process")
-    if result == _NO_DEVICE:
-        return Unavailable(f"{says}; {_HINT}, and look at CUDA_VISIBLE_DEVICES")
-    if result in _BROKEN:
-        return Unavailable(f"{says}; the GPU's context is lost, this process must be restarted")
-    if result in _MISMATCH:
-        return Unavailable(f"{says}; the driver's library and its kernel module are of different versions")
-    return Unavailable(says)
-
-
-def _bind(library: ctypes.CDLL, name: str, types: tuple[Any, ...]) -> Any:
-    try:
-        function = getattr(library, name)
-    except AttributeError as error:
-        raise Unavailable(f"NVIDIA's driver is too old, it has no {name}; CUDA 11.4 or newer is needed") from error
-    function.argtypes, function.restype = types, c_int
-    return function

@@ -20,7 +20,8 @@ import msgspec
 from moonpool.base.errors import InvalidInput, NotFound, ProtocolError, Unavailable
 from moonpool.transfer.memory.buffers import DeviceSpan
 from moonpool.transfer.transports.base import check_bounds
-from moonpool.transfer.transports.cuda.driver import IPC_HANDLE_NBYTES, Device, DeviceMemory, driver
+from moonpool.transfer.transports.cuda.driver import Device, DeviceMemory, driver
+from moonpool.transfer.transports.cuda.driver_api import IPC_HANDLE_NBYTES
 from moonpool.transfer.transports.cuda.segment import DeviceSegment
 
 T = TypeVar("T")
