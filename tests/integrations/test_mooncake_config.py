@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from store_pool import LocalPool
 
-from moonpool.integrations.mooncake.async_store import MooncakeDistributedStoreAsync
 from moonpool.integrations.mooncake.mooncake_config import MooncakeConfig, _parse_segment_size
+from moonpool.integrations.mooncake.store import MooncakeDistributedStoreAsync
 
 REQUIRED = {"local_hostname": "h", "metadata_server": "P2PHANDSHAKE", "master_server_address": "m:1"}
 

@@ -8,10 +8,10 @@ below zero; no call raises because of the pool.
 
 from pathlib import Path
 
-from moonpool.integrations.mooncake.buffer_handle import BufferHandle
 from moonpool.integrations.mooncake.codes import ErrorCode
 from moonpool.integrations.mooncake.store import MooncakeDistributedStore
 from moonpool.integrations.mooncake.types import (
+    BufferHandle,
     Descriptor,
     DiskDescriptor,
     MemoryDescriptor,

@@ -1,7 +1,10 @@
-"""Upstream's types: `ReplicateConfig`, the options of a put, and `ReplicaDescriptor`, where a replica is."""
+"""Upstream's types: `ReplicateConfig`, the options of a put; `ReplicaDescriptor`, where a replica is; `BufferHandle`, a
+value that was read.
+"""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -172,3 +175,16 @@ class ReplicateConfig:
             replace=replace,
             keep_pins=replace and self.soft_pin_action is not SoftPinAction.DISABLE,
         )
+
+
+class BufferHandle(bytearray):
+    """The bytes of one value, writable and owned by this object. It offers the buffer protocol; keep the object for as
+    long as its address is used.
+    """
+
+    def ptr(self) -> int:
+        """Return the address of the first byte; 0 when there is none."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self)) if self else 0
+
+    def size(self) -> int:
+        return len(self)

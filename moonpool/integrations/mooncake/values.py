@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from moonpool.base.errors import InvalidInput, MoonpoolError, NotFound
 from moonpool.integrations.mooncake.base_store import StoreBase
-from moonpool.integrations.mooncake.buffer_handle import BufferHandle
 from moonpool.integrations.mooncake.codes import ErrorCode
-from moonpool.integrations.mooncake.types import ReplicateConfig
+from moonpool.integrations.mooncake.types import BufferHandle, ReplicateConfig
 from moonpool.store import Store
 from moonpool.store.messages import Lookup
 from moonpool.transfer.memory.buffers import as_bytes_view

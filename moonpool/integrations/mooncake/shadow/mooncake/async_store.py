@@ -1,5 +1,5 @@
 """`mooncake.async_store`, served by Moonpool's pool."""
 
-from moonpool.integrations.mooncake.async_store import MooncakeDistributedStoreAsync
+from moonpool.integrations.mooncake.store import MooncakeDistributedStoreAsync
 
 __all__ = ["MooncakeDistributedStoreAsync"]
