@@ -42,7 +42,7 @@ def is_own_user(sock: socket.socket) -> bool:
 
 
 def peer_pid(sock: socket.socket) -> int:
-    """Return the number of the process that connected, as this process sees it; 0 if it sees it under none."""
+    """Return the pid of the process that connected; 0 if that process has no pid in the namespace of this one."""
     return _credentials(sock)[0]
 
 

@@ -197,8 +197,9 @@ class Batch(Pending[None]):
         threads: ThreadPool | None = None,
         carry: bool = False,
     ) -> None:
-        """Queue all requests. Overloaded, with nothing begun, when there is no room in time (None: past the bound).
-        `threads` send `notify`. With `carry` this thread moves slices, too, if several paths lead to the segment.
+        """Queue all requests. Raise Overloaded, with nothing begun, when the queue has no room within `room_timeout_s`;
+        with None the queue takes them although it is full. `threads` send `notify`. With `carry` this thread moves
+        slices, too, if several paths lead to the segment.
         """
         if not self._requests:
             self.resolve(None)

@@ -38,7 +38,7 @@ class SlabAllocator:
         return address
 
     def free(self, address: int) -> bool:
-        """Return the buffer. Return False when no buffer in use begins there."""
+        """Free the buffer at `address`. Return False when no buffer in use begins there."""
         size = self._used.pop(address, None)
         if size is None:
             return False

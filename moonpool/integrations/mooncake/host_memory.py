@@ -27,7 +27,7 @@ class MooncakeHostMemAllocator:
         self._mapped: dict[int, mmap.mmap] = {}
 
     def alloc(self, size: int) -> int:
-        """Return the address of `size` bytes; 0 when there are none to have."""
+        """Return the address of `size` bytes; 0 when no memory is left."""
         try:
             mapped = mmap.mmap(-1, size)
         except (ValueError, OverflowError, OSError) as error:

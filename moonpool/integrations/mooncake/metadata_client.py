@@ -49,7 +49,7 @@ class EngineNames(Protocol):
 
 
 def engine_names(metadata_server: str, kind: str) -> EngineNames:
-    """Return the names behind upstream's metadata connection string; ConfigError for stores that are not spoken."""
+    """Return the names behind upstream's metadata connection string. ConfigError for an unsupported kind of server."""
     if metadata_server == P2P:
         return PeerNames()
     url = metadata_server if "://" in metadata_server else f"{kind}://{metadata_server}"
@@ -59,7 +59,7 @@ def engine_names(metadata_server: str, kind: str) -> EngineNames:
 
 
 class PeerNames:
-    """Names are addresses."""
+    """Without a server: a name is an address, so there is nothing to publish or to withdraw."""
 
     def publish(self, name: str, entry: EngineEntry, is_alive: Callable[[str], bool]) -> None:
         pass

@@ -44,14 +44,14 @@ class EmbeddedNode:
         return self._node.segment_name
 
     def close(self) -> None:
-        """Takes the memory back from the pool. Call it once."""
+        """Take the memory back from the pool. Call it once."""
         try:
             self._run(self._node.close(), _CLOSE_TIMEOUT_S)
         finally:
             self._stop_loop()
 
     def leave(self) -> None:
-        """Takes the memory out of the pool in a process that is ending: no thread can be started there any more."""
+        """Take the memory out of the pool in a process that is ending, which cannot start threads any more."""
         self._run(self._node.leave(), _LEAVE_TIMEOUT_S)
 
     def _run(self, coroutine: Coroutine[Any, Any, None], timeout_s: float) -> None:

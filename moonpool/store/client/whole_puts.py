@@ -57,7 +57,7 @@ class _Started(NamedTuple):
 
 
 class PendingPuts:
-    """Use PiecePuts.start_whole(). wait() must be called."""
+    """What PiecePuts.start_whole() returns. The caller must call wait()."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class PendingPuts:
         late: Sequence[MoonpoolError | None],
         tools: PutTools,
     ) -> None:
-        """`late` has the error of each session that is discarded already."""
+        """`late` has the error of each session that the master has discarded, None for the others."""
         self._tools = tools
         self._writes = writes
         self._errors = list(late)

@@ -87,8 +87,8 @@ def wants_advice(setting: str) -> bool:
 
 
 def advise_huge_pages(fd: int, nbytes: int) -> None:
-    """Take the pages of a new memfd as huge pages, where the system allows that by advice. Others are left to be taken
-    in the usual way, which never takes huge ones by advice: it does not know of the mapping.
+    """Allocate the pages of a new memfd as huge pages, where the system's setting is "advise". Pages that this does not
+    reach are allocated later as small ones: fallocate() does not see the advice, which belongs to the mapping.
     """
     try:
         setting = _HUGE_SHARED_MEMORY.read_text()

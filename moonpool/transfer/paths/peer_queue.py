@@ -64,7 +64,7 @@ class QueuedBatch(Protocol):
         ...
 
     def settle(self, slices: Sequence[Slice], error: MoonpoolError | None, /) -> None:
-        """These slices have ended, and nothing touches their buffers any more."""
+        """Record that these slices have ended. Nothing touches their buffers any more."""
         ...
 
 
@@ -177,12 +177,12 @@ class PeerQueue(Generic[W]):
         self._put_piece(work, WaitingSlices(slices, now_s))
 
     def take(self, peer: Hashable, priority: Priority, now_s: float) -> SliceRun[W] | None:
-        """Return the next run of this priority, which has something waiting; None if all of it has to wait on."""
+        """Return the next run of this priority, of which something waits; None if nothing of it may start now."""
         work, pieces = next(iter(self.waiting[priority].items()))
         return SliceRun(work, self._take_run(work, pieces, work.run_nbytes), peer)
 
     def finished(self, run: SliceRun[W], outcomes: Sequence[SliceOutcome], now_s: float) -> list[Ended[W]]:
-        """The run is over. Return the slices that ended with it."""
+        """Record the end of a run. Return the slices that ended with it."""
         self.num_runs -= 1
         return [self._end(run.work, outcome) for outcome in outcomes]
 
@@ -244,10 +244,10 @@ class PeerQueue(Generic[W]):
         self.num_slices[work.priority] += count_slices(slices, work.run_nbytes)
 
     def _removed(self, work: W, slices: Sequence[Slice]) -> None:
-        """These wait no more, and not because they are in a run."""
+        """Record that these slices left the queue without being part of a run."""
         self.num_slices[work.priority] -= count_slices(slices, work.run_nbytes)
 
 
 def count_slices(slices: Sequence[Slice], max_nbytes: int) -> int:
-    """Return how many there will be when those over `max_nbytes` are cut."""
+    """Return how many slices there are after those over `max_nbytes` are cut."""
     return len(slices) + sum([(nbytes - 1) // max_nbytes for _, _, nbytes in slices if nbytes > max_nbytes])

@@ -179,8 +179,9 @@ class SliceQueue(Generic[W]):
         self._closed = False
 
     def put(self, work: W, room_timeout_s: float | None, *, carry: bool = False) -> None:
-        """Queue the batch, waiting for room (None: past the bound). Overloaded when there is none in time, PeerLost
-        after close(). With `carry` this thread moves slices of the batch, too, as long as one may start.
+        """Queue the batch. Wait `room_timeout_s` for room (None: queue it although the queue is full). Raise Overloaded
+        when there is no room in time, PeerLost after close(). With `carry` this thread moves slices of the batch, too,
+        as long as one may start.
         """
         run = self._change(partial(self._add, work, room_timeout_s), lambda run: carry and run.work is work)
         while run is not None:

@@ -51,12 +51,12 @@ class RemoteSegment(ABC):
         return self.transport
 
     def on_path(self, path: int | None, act: Callable[[RemoteSegment, float], T], timeout_s: float) -> T:
-        """Return act(handle, timeout_s) with the handle by which bytes take this path: this one, where there is one."""
+        """Return what `act` returns for the handle of this path. A segment with one path has one handle."""
         return act(self, timeout_s)
 
     @abstractmethod
     def read_into(self, offset: int, buffers: Sequence[Buffer], *, timeout_s: float) -> None:
-        """Fills the buffers, one after the other, with the bytes from `offset` on. They are the caller's again
+        """Fill the buffers, one after the other, with the bytes from `offset` on. They are the caller's again
         when this returns or raises.
         """
 

@@ -26,13 +26,13 @@ _CHUNK_NBYTES = 256 * 1024
 
 
 class CopyGuard(Protocol):
-    """Page-locked memory (cuda/pinning.py): it stays so within the context."""
+    """Keeps memory page-locked within its context (cuda/pinning.py)."""
 
     def copying(self) -> AbstractContextManager[None]: ...
 
 
 class MappedRemote(RemoteSegment):
-    """Needs to know one thing: the segment's memory, as long as its owner lives."""
+    """Reads and writes the mapped memory of a segment. A subclass says where that memory is (_borrow)."""
 
     takes_gpu_memory = True
     guard: CopyGuard | None = None  # where the memory is page-locked
@@ -40,7 +40,7 @@ class MappedRemote(RemoteSegment):
 
     @abstractmethod
     def _borrow(self, timeout_s: float) -> Borrowed:
-        """The memory; raises what base.py lists when the owner is gone or has withdrawn it."""
+        """Return the memory. Raise what base.py lists when the owner is gone or has withdrawn it."""
 
     def borrow(self, timeout_s: float) -> Borrowed:
         """Return the mapped memory and its fence; raise what base.py lists when the owner is gone."""

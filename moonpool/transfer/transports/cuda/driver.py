@@ -41,13 +41,13 @@ _loading = threading.Lock()
 
 
 def driver() -> CudaDriver:
-    """This process's; Unavailable, saying what is missing, when there is no driver or no GPU."""
+    """Return the driver of this process. Raise Unavailable, saying what is missing, without a driver or a GPU."""
     with _loading:
         return _driver_of(os.getpid())
 
 
 @cache
-def _driver_of(pid: int) -> CudaDriver:  # a forked child has none of its parent's contexts and must be told so
+def _driver_of(pid: int) -> CudaDriver:  # by pid: a forked child cannot use its parent's contexts
     return CudaDriver()
 
 
@@ -66,7 +66,7 @@ class CudaDriver(CudaLibrary):
 
     @property
     def version(self) -> str:
-        """The newest CUDA it speaks."""
+        """The newest version of CUDA that the driver supports."""
         found = c_int()
         self.call("cuDriverGetVersion", byref(found))
         return f"{found.value // 1000}.{found.value % 1000 // 10}"
@@ -83,7 +83,7 @@ class CudaDriver(CudaLibrary):
         raise Unavailable("the GPU of that memory is not visible to this process (CUDA_VISIBLE_DEVICES)")
 
     def device_of(self, address: int) -> Device:
-        """The GPU whose memory this is; InvalidInput when it is none's."""
+        """Return the GPU whose memory this is. Raise InvalidInput when it is not memory of a GPU."""
         if self._attribute(_MEMORY_TYPE, address) != _TYPE_DEVICE:
             raise InvalidInput(f"address {address:#x} is not memory of a GPU")
         ordinal = self._attribute(_ORDINAL, address)
@@ -111,7 +111,7 @@ class CudaDriver(CudaLibrary):
         return self.call_unless(NOT_READY, "cuEventQuery", event)
 
     def _attribute(self, attribute: int, address: int) -> int | None:
-        """None for memory that the driver does not know: plain main memory."""
+        """Return an attribute of the memory; None when the driver does not know it: plain main memory."""
         found = c_int()
         is_known = self.call_unless(INVALID_VALUE, "cuPointerGetAttribute", byref(found), attribute, address)
         return found.value if is_known else None
@@ -150,7 +150,7 @@ class Device:
             self._cuda.call("cuCtxPopCurrent_v2", byref(c_uint64()))
 
     def allocate(self, nbytes: int) -> DeviceMemory:
-        """Zeroed memory; NoSpace when the GPU has not that much left."""
+        """Return zeroed memory. Raise NoSpace when the GPU has not that much left."""
         with self.current():
             made = DeviceMemory(self, self._number("cuMemAlloc_v2", nbytes), nbytes, "cuMemFree_v2")
             self._cuda.call("cuMemsetD8_v2", made.address, 0, nbytes)
@@ -164,15 +164,15 @@ class Device:
         return free.value
 
     def allocation_of(self, address: int) -> tuple[int, int]:
-        """Start and size of the allocation that `address` lies in: allocators like torch's hand out parts of one."""
+        """Return start and size of the allocation that holds `address`: torch's allocator hands out parts of one."""
         start, nbytes = c_uint64(), c_size_t()
         with self.current():
             self._cuda.call("cuMemGetAddressRange_v2", byref(start), byref(nbytes), address)
         return start.value, nbytes.value
 
     def export(self, address: int) -> bytes:
-        """A handle of the whole allocation, for other processes of this machine. Unavailable for memory made in a way
-        that has none.
+        """Return a handle of the whole allocation, for other processes of this machine. Raise Unavailable for memory
+        that was allocated in a way without handles.
         """
         if not self._cuda.is_exportable(address):
             raise Unavailable(
@@ -185,7 +185,7 @@ class Device:
         return bytes(handle)
 
     def open_export(self, handle: bytes, nbytes: int) -> DeviceMemory:
-        """Another process's allocation, mapped here until the last reference goes."""
+        """Map an allocation of another process, until the last reference to the result is gone."""
         raw = IpcHandle.from_buffer_copy(handle)
         with self.current():
             try:
@@ -236,7 +236,7 @@ class Device:
     def copy_between(
         self, target: int, target_device: Device, source: int, source_device: Device, nbytes: int, stream: int
     ) -> None:
-        """Starts a copy between two GPUs, by NVLink or PCIe where they reach each other, else by main memory."""
+        """Start a copy between two GPUs, by NVLink or PCIe where they reach each other, else by main memory."""
         contexts = target_device.context, source_device.context
         self._cuda.call("cuMemcpyPeerAsync", target, contexts[0], source, contexts[1], nbytes, stream)
 
@@ -261,7 +261,7 @@ class Device:
         self._cuda.call("cuStreamSynchronize", stream)
 
     def _number(self, function: str, *arguments: Any) -> int:
-        """What the driver answers in its first argument."""
+        """Call the function and return the number that it writes to its first argument."""
         found = c_uint64()
         self._cuda.call(function, byref(found), *arguments)
         return found.value

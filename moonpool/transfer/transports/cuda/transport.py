@@ -1,10 +1,10 @@
 """GPU memory between processes of one machine, by CUDA IPC: the owner says where its memory lies, the other maps it and
 copies between it and its own memory, main or GPU's. The owner does nothing for a transfer.
 
-What the owner must be asked (where the memory is, whether it is still served, the fence's leave) goes by its control.
-Before each transfer the offer is asked for again: an owner that is gone, or has put other memory under the name, is
-found out before a byte moves, and the old mapping is let go. A peer that maps a segment could reach the whole
-allocation that it lies in, so the control handler should be one that only this user's processes reach (a Unix socket).
+The control handler of the owner says where the memory is, whether it is still served, and whether the fence allows a
+write. It is asked before each transfer: an owner that has ended, or serves other memory under the name, is noticed
+before a byte moves, and the old mapping is dropped. A peer that maps a segment can reach the whole allocation around
+it, so the control handler should be one that only this user's processes reach (a Unix socket).
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """Between machines through NIXL and UCX: RDMA, RoCE, EFA or NVLink where there is one of them, plain TCP elsewhere.
 
-The bytes do not pass the owner's control handler; it is asked for the way to a segment, for the fence's leave before a
-write and its word after it, and after every transfer whether the segment is still served. Only bytes for which it says
-so count.
+The bytes do not pass the owner's control handler. It says how to reach a segment, asks the fence before and after a
+write, and says after every transfer whether the segment is still served. Only bytes that it confirms count.
 
-An owner has one agent per served segment. It costs a thread, some sockets and 40 ms; but an agent can be closed, and
-that is the one way NIXL has to take back what peers were given: when unserve() returns, none of them reaches the memory
-any more, whatever it had in the air.
+An owner has one agent per served segment. It costs a thread, some sockets and 40 ms; but closing an agent is the only
+way that NIXL has to revoke access: when unserve() returns, no peer reaches the memory any more, not even with a
+transfer that was under way.
 
 A write that ended with DeadlineExceeded or PeerLost may still land, as long as owner and writer live and are connected.
 """

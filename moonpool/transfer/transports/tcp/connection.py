@@ -103,7 +103,7 @@ class TcpConnection:
         self._inbox = Inbox(sock, INBOX_NBYTES)
         self._outbox = ResponseQueue(sock, stall_timeout_s)
         self._reader = RequestReader()
-        self._is_alone = False  # nothing else was here when the last request came
+        self._is_alone = False  # no other bytes had been received with the last request
         self._answers = {FrameOp.READ: self._read, FrameOp.WRITE: self._write, FrameOp.ASK: self._ask}
 
     def serve(self, first_request_s: float | None = None, on_first: Callable[[], None] = lambda: None) -> str:

@@ -232,7 +232,7 @@ class RequestReader:
         return Request(_OPS[op], request_id, self._text, incarnation, offset, nbytes, generation, checksum), end
 
     def remember(self, request: Request) -> None:
-        """Call it with each request that was taken apart by other means."""
+        """Remember the name of a request that unpack_request() has parsed."""
         if request.op in _NAMED_OPS:
             self._text, self._name, self._name_crc = request.name, request.name.encode(), request.checksum
 

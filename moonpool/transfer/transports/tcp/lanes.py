@@ -47,12 +47,12 @@ class LanePool:
         self._address = (host, port)
         self._size = size
         self._guard = guard
-        self._lock = threading.RLock()  # a collected generator may give its lane back in the middle of anything
+        self._lock = threading.RLock()  # the garbage collector may give a lane back while this thread holds the lock
         self._changed = threading.Condition(self._lock)
         self._num_waiting = 0
-        self._idle: list[tuple[socket.socket, float]] = []  # with the time since when
+        self._idle: list[tuple[socket.socket, float]] = []  # and since when it is idle
         self._busy: set[socket.socket] = set()
-        self._greeting: set[socket.socket] = set()  # connected, not yet let in
+        self._greeting: set[socket.socket] = set()  # connected, the handshake is not over
         self._connecting = 0
         self._closed = False
 
@@ -60,10 +60,10 @@ class LanePool:
         return f"tcp:{host_port(*self._address)}"
 
     def lane(self, deadline: Deadline) -> LaneInUse:
-        """A connection of one's own, for the time of a `with` block. Entering it raises TimeoutError or OSError when
-        there is none in time, Unauthorized when the two ends do not accept each other, PeerLost after close().
+        """Lend a connection for the time of a `with` block. Entering the block raises TimeoutError or OSError when no
+        connection is free or made in time, Unauthorized when an end does not accept the other, PeerLost after close().
 
-        It goes back to the pool when the block ends well; any exception drops it.
+        The connection goes back to the pool when the block ends; an exception closes it.
         """
         return LaneInUse(self, deadline)
 
@@ -79,7 +79,7 @@ class LanePool:
             sock.close()
 
     def take(self, deadline: Deadline) -> socket.socket:
-        """For LaneInUse."""
+        """Return a connection until give_back(). Only LaneInUse calls this."""
         with self._lock:
             while not self._closed:
                 sock = self._quiet_idle()
@@ -171,7 +171,7 @@ class LanePool:
             raise type(error)(f"{self}: {error}") from error
 
     def give_back(self, sock: socket.socket, healthy: bool) -> None:
-        """For LaneInUse."""
+        """End the use of a connection; close it unless it is `healthy`. Only LaneInUse calls this."""
         with self._lock:
             self._busy.discard(sock)
             keep = healthy and not self._closed
@@ -184,7 +184,7 @@ class LanePool:
 
 
 class LaneInUse:
-    """What LanePool.lane() returns. A class: a generator would take longer than a look at the socket."""
+    """What LanePool.lane() returns. A class, because entering a generator takes longer than checking the socket."""
 
     __slots__ = ("_deadline", "_pool", "_sock")
 

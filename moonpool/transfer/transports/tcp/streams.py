@@ -59,18 +59,18 @@ class Inbox:
         return count > 0
 
     def take(self, nbytes: int) -> memoryview:
-        """The next `nbytes`, all of them here; valid until the next receive()."""
+        """Return the next `nbytes`, which must have been received; valid until the next receive()."""
         start, self._start = self._start, self._start + nbytes
         assert self._start <= self._end
         return self._buffer[start : self._start]
 
     def peek(self, nbytes: int) -> memoryview:
-        """As take(), but they stay here."""
+        """Return what take() would, and leave it in the buffer."""
         assert self._start + nbytes <= self._end
         return self._buffer[self._start : self._start + nbytes]
 
     def all(self) -> memoryview:
-        """What is here; it stays here."""
+        """Return everything received so far, and leave it in the buffer."""
         return self._buffer[self._start : self._end]
 
     def fill(self, views: list[memoryview], next_nbytes: int, deadline: Deadline) -> None:

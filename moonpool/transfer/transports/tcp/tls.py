@@ -35,8 +35,8 @@ def wrap_server(sock: socket.socket, tls: TlsIdentity) -> ssl.SSLSocket:
 def _closed_on_error(sock: socket.socket) -> Iterator[None]:
     """Close the connection if wrap_socket() raises.
 
-    By then its descriptor may belong to an SSLSocket that wrap_socket() made and does not return (it does so when the
-    other side has reset the connection). Only the traceback still refers to that one.
+    When the other side has reset the connection, wrap_socket() raises after it has moved the descriptor to a new
+    SSLSocket, to which only the traceback refers.
     """
     try:
         yield

@@ -135,7 +135,7 @@ class TcpTransport(Transport):
 
     @property
     def endpoint(self) -> str | None:
-        """Where others reach this one's segments and control; None when it does not listen."""
+        """The address at which peers reach the segments and the control handler; None without a server."""
         if self._server is None or self._advertise_host is None:
             return None
         return f"{self.scheme}:{host_port(self._advertise_host, self._server.port)}"
@@ -291,12 +291,12 @@ class TcpRemote(RemoteSegment):
         return PipelinedRequest(offset, nbytes, views, generation)
 
     def _one(self, op: FrameOp, order: PipelinedRequest, timeout_s: float) -> None:
-        """Raises the refusal."""
+        """Carry out one request. Raise the owner's refusal."""
         for refusal in self._carry_out(op, [order], timeout_s).values():
             raise refusal
 
     def _exchange(self, op: FrameOp, orders: list[PipelinedRequest], timeout_s: float) -> None:
-        """Raises the first refusal once all are answered."""
+        """Carry out the requests. Raise the first refusal when all are answered."""
         for refusal in self._carry_out(op, orders, timeout_s).values():
             raise refusal
 
