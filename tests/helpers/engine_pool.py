@@ -1,0 +1,178 @@
+"""Real engines of other projects on a pool of real processes: what the tests of LMCache and SGLang share."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from store_pool import MIB, RoleProcess, wait_until
+
+from moonpool.store import Store
+from moonpool.store.client import ClientConfig
+
+_TESTS = Path(__file__).parents[1]
+NUM_PROMPT_TOKENS = 900
+NODE_NBYTES = 256 * MIB
+
+
+def prompt_of(seed: int, vocab: int = 512) -> list[int]:
+    """Return a prompt of which no two blocks are alike, nor any block of two seeds."""
+    rng = random.Random(seed)
+    return [rng.randrange(3, vocab) for _ in range(NUM_PROMPT_TOKENS)]
+
+
+class LinedProcess:
+    """A process in a group of its own that answers lines with lines. close() ends the group, its children included."""
+
+    def __init__(self, command: list[str], log: Path, env: dict[str, str] | None = None) -> None:
+        self._log = log
+        with open(log, "a") as errors:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=env,
+                start_new_session=True,
+            )
+
+    def tell(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def answer(self, mark: str) -> str:
+        """Return the rest of the next line that begins with `mark`. Other lines are skipped."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith(mark):
+                return line.removeprefix(mark).strip()
+        raise AssertionError(f"{mark} never came; the log ends with:\n{self._log.read_text()[-6000:]}")
+
+    def finish(self, timeout_s: float = 90.0) -> None:
+        """End its input and wait until it has ended by itself."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(timeout_s)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Idempotent."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout):
+            assert stream is not None
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
+
+
+@dataclass(frozen=True)
+class EngineAnswer:
+    tokens: list[int]
+    cached: int  # prompt tokens that were not computed, by the engine's own count
+    elapsed_s: float = 0.0
+
+
+class EngineDriver(LinedProcess):
+    """One engine. Its driver script says `READY`, and answers a prompt with `RESULT {"tokens": ..., "cached": ...}`."""
+
+    def wait_ready(self) -> None:
+        self.answer("READY")
+
+    def generate(self, prompt: list[int]) -> EngineAnswer:
+        begun_s = time.monotonic()
+        self.tell(json.dumps(prompt))
+        result = json.loads(self.answer("RESULT"))
+        return EngineAnswer(**result, elapsed_s=time.monotonic() - begun_s)
+
+
+class EnginePool:
+    """A master and a node as processes that a test may stop, kill and start again, and a Store to look inside."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self.address = f"unix:{folder}/m.sock"
+        self._stack = ExitStack()
+        self._num_nodes = 0
+        self.master = self._start_master()
+        self.node = self._start_node()
+        self._stack.callback(lambda: self.node.close())
+        self._stack.callback(lambda: self._close_master())
+        patient = ClientConfig(name="test", retry_s=10.0)
+        self.store = self._stack.enter_context(Store(self.address, config=patient))
+
+    def close(self) -> None:
+        for process in (self.master.process, self.node.process):
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)  # a test that failed may have left it stopped
+        self._stack.close()
+
+    def kill_master(self) -> None:
+        self.master.kill()
+
+    def kill_node(self) -> None:
+        self.node.process.kill()
+        self.node.process.wait()
+
+    def restart_master(self) -> None:
+        self.master = self._start_master()
+
+    def restart_node(self) -> None:
+        self.node.close()
+        self.node = self._start_node()
+
+    def zero(self, key: bytes) -> None:
+        """Overwrite the last bytes of the stored object in the node's memory, behind everybody's back."""
+        (info,) = self.store.lookup([key])
+        assert info is not None
+        nbytes = min(1000, info.nbytes // 2)
+        self.node.tell(json.dumps([info.replicas[0].offset + info.nbytes - nbytes, nbytes]))
+        self.node.answer("zeroed")
+
+    def values(self) -> dict[bytes, bytes]:
+        """Return all that is stored, for a test that loses it on purpose."""
+        found = {key: self.store.get(key) for key in list(self.store.keys())}
+        return {key: value for key, value in found.items() if value is not None}
+
+    def put_back(self, values: dict[bytes, bytes]) -> None:
+        """Store again what a killed node had, so that other tests do not depend on the one that killed it."""
+
+        def is_stored() -> bool:
+            self.store.put_many(values)
+            return all(self.store.exist_many(values))
+
+        wait_until(is_stored, 60)
+
+    def _start_master(self) -> RoleProcess:
+        return RoleProcess("master", data_dir=str(self._folder / "master"), listen=self.address)
+
+    def _close_master(self) -> None:
+        self.master.close()
+
+    def _start_node(self) -> LinedProcess:
+        self._num_nodes += 1
+        config: dict[str, Any] = {
+            "name": f"n{self._num_nodes}",
+            "master_address": self.address,
+            "dram_nbytes": NODE_NBYTES,
+            "run_dir": str(self._folder / f"run{self._num_nodes}"),
+        }
+        script = _TESTS / "vllm" / "spoiled_node.py"
+        node = LinedProcess([sys.executable, str(script), json.dumps(config)], self._folder / "node.log")
+        node.answer("mounted")
+        return node
