@@ -23,6 +23,7 @@ from moonpool.base.errors import (
 )
 from moonpool.base.log import RateLimitedLog
 from moonpool.integrations.mooncake.codes import ErrorCode, code_of, transfer_code_of
+from moonpool.integrations.mooncake.device_memory import MemoryStage, RegisteredDeviceMemory
 from moonpool.integrations.mooncake.engine_types import InnerTransferEngine
 from moonpool.integrations.mooncake.registered_memory import RegisteredMemory
 from moonpool.integrations.mooncake.session import MooncakeSession
@@ -51,6 +52,7 @@ class StoreBase:
     def __init__(self) -> None:
         self._session: MooncakeSession | None = None
         self._memory = RegisteredMemory()
+        self._gpu_memory = RegisteredDeviceMemory()
         self._lifecycle = threading.Lock()
         self._rare_log = RateLimitedLog(_LOG)
         self._forgotten: weakref.finalize[..., StoreBase] | None = None
@@ -92,6 +94,7 @@ class StoreBase:
             if self._forgotten is not None:
                 self._forgotten.detach()
             self._memory.clear()
+            self._gpu_memory.clear()
             try:
                 session.close()
             except MoonpoolError as error:
@@ -123,11 +126,20 @@ class StoreBase:
     # the caller's own memory
 
     def register_buffer(self, buffer_ptr: int, size: int) -> int:
-        """Register main memory of this process. It must stay mapped until unregister_buffer() or close()."""
-        return self._on_memory(lambda: self._memory.register(buffer_ptr, size))
+        """Register main memory of this process, or a GPU's. It must stay until unregister_buffer() or close()."""
+
+        def register() -> None:
+            if not self._gpu_memory.register(buffer_ptr, size):
+                self._memory.register(buffer_ptr, size)
+
+        return self._on_memory(register)
 
     def unregister_buffer(self, buffer_ptr: int) -> int:
-        return self._on_memory(lambda: self._memory.unregister(buffer_ptr))
+        def unregister() -> None:
+            if not self._gpu_memory.unregister(buffer_ptr):
+                self._memory.unregister(buffer_ptr)
+
+        return self._on_memory(unregister)
 
     def _ask(self, what: str, action: Callable[[Store], R], on_error: Callable[[int], E]) -> R | E:
         """Return the result of `action`, or of `on_error` with the error code when `action` raises."""
@@ -221,31 +233,53 @@ class StoreBase:
             found += own if own and name == session.hostname else session.names.resolve(name)
         return tuple(found) if preferred else own
 
+    def _stage(self) -> MemoryStage | None:
+        """Return what stands for the GPU memory in one call; None when no GPU memory is registered."""
+        return None if self._gpu_memory.is_empty else MemoryStage(self._memory, self._gpu_memory)
+
     def _views(
-        self, what: str, keys: Sequence[str], pointers: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]
+        self,
+        what: str,
+        keys: Sequence[str],
+        pointers: Sequence[Sequence[int]],
+        sizes: Sequence[Sequence[int]],
+        stage: MemoryStage | None = None,
     ) -> list[list[memoryview]]:
         """Return the memory of each key; [] where the lists differ in length or the memory is not registered."""
         if not len(keys) == len(pointers) == len(sizes):
             _LOG.warning("%s: %d keys, %d lists of buffers, %d of sizes", what, len(keys), len(pointers), len(sizes))
             return [[] for _ in keys]
-        return [self._view(what, *each) for each in zip(keys, pointers, sizes, strict=True)]
+        return [self._view(what, *each, stage) for each in zip(keys, pointers, sizes, strict=True)]
 
     def _views_of_one(
-        self, what: str, keys: Sequence[str], pointers: Sequence[int], sizes: Sequence[int]
+        self,
+        what: str,
+        keys: Sequence[str],
+        pointers: Sequence[int],
+        sizes: Sequence[int],
+        stage: MemoryStage | None = None,
     ) -> list[list[memoryview]]:
         """_views() of keys with one buffer each, without a list for each."""
-        if len(keys) == len(pointers) == len(sizes):
+        if stage is None and len(keys) == len(pointers) == len(sizes):
             try:
                 return [[view] if view.nbytes else [] for view in self._memory.views(pointers, sizes)]
             except InvalidInput:  # the others are not affected: look at each of them
                 pass
-        return self._views(what, keys, [[each] for each in pointers], [[each] for each in sizes])
+        return self._views(what, keys, [[each] for each in pointers], [[each] for each in sizes], stage)
 
-    def _view(self, what: str, key: str, pointers: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
+    def _view(
+        self,
+        what: str,
+        key: str,
+        pointers: Sequence[int],
+        sizes: Sequence[int],
+        stage: MemoryStage | None = None,
+    ) -> list[memoryview]:
+        if len(pointers) != len(sizes):
+            _LOG.warning("%s %s: %d buffers, %d sizes", what, key, len(pointers), len(sizes))
+            pointers = sizes = ()  # not left out: a stage counts the keys
         try:
-            if len(pointers) != len(sizes):
-                raise InvalidInput(f"{len(pointers)} buffers, {len(sizes)} sizes")
-            views = self._memory.views(pointers, sizes)
+            views = (stage or self._memory).views(pointers, sizes)
         except InvalidInput as error:
             _LOG.warning("%s %s: %s", what, key, error)
             return []

@@ -19,7 +19,7 @@ from moonpool.transfer.engine import TransferEngine
 from moonpool.transfer.memory.buffers import DeviceSpan, Memory, RawMemory, address_of, as_memory
 from moonpool.transfer.memory.location import parse_location
 from moonpool.transfer.memory.segment import Segment
-from moonpool.transfer.transports.cuda.driver import driver
+from moonpool.transfer.transports.cuda.driver import Device, driver
 
 RANGE_PREFIX = "mooncake-"
 ANYWHERE = "*"  # upstream's location of memory that its caller says nothing about
@@ -155,9 +155,9 @@ def find_memory(address: int, nbytes: int, location: str) -> RawMemory:
     upstream's ("*", "cpu:0", "cuda:1"). InvalidInput when there is no such memory.
     """
     claim = "cpu" if location in ("", ANYWHERE) else str(parse_location(location))
-    on_gpu = _gpu_of(address)
-    if on_gpu is not None:
-        return RawMemory(address, nbytes, on_gpu)
+    device = gpu_of(address)
+    if device is not None:
+        return RawMemory(address, nbytes, f"cuda:{device.index}")
     if claim.startswith("cuda"):
         raise InvalidInput(f"{address:#x} is not memory of a GPU, although {location} is stated")
     memory = RawMemory(address, nbytes, claim)
@@ -165,17 +165,16 @@ def find_memory(address: int, nbytes: int, location: str) -> RawMemory:
     return memory
 
 
-def _gpu_of(address: int) -> str | None:
-    """Return "cuda:N" for memory of a GPU; None for other memory, and where there is no GPU."""
+def gpu_of(address: int) -> Device | None:
+    """Return the GPU whose memory this is; None for other memory, and where there is no GPU."""
     try:
-        return f"cuda:{driver().device_of(address).index}" if address > 0 else None
+        return driver().device_of(address) if address > 0 else None
     except (InvalidInput, Unavailable):
         return None
 
 
 def _mapped(address: int, nbytes: int, maps: str) -> Memory:
-    on_gpu = _gpu_of(address)
-    if on_gpu is not None:
+    if gpu_of(address) is not None:
         return DeviceSpan(address, nbytes)
     _check_mapped(address, nbytes, maps)
     return as_memory(RawMemory(address, nbytes), writable=True)

@@ -33,7 +33,7 @@ from moonpool.transfer.transports.cuda.driver import driver
 
 _LOG = logging.getLogger(__name__)
 _BIND = "MC_TCP_BIND_ADDRESS"
-_FORCE_TCP = "MC_FORCE_TCP"
+FORCE_TCP = "MC_FORCE_TCP"
 _LEGACY_PORT = "MC_LEGACY_RPC_PORT_BINDING"
 _TIMEOUT = "MC_TRANSFER_TIMEOUT"
 _TIMEOUT_S, _MIN_TIMEOUT_S = 30.0, 5.0
@@ -220,6 +220,6 @@ def engine_config(local_hostname: str, run_dir: str, *, is_p2p: bool) -> Transfe
         tcp_host=bound,
         tcp_advertise_host=host if is_p2p and bound != host else None,
         tcp_port=port or 0 if _LEGACY_PORT in os.environ and not is_p2p else 0,
-        shm=_FORCE_TCP not in os.environ,
+        shm=FORCE_TCP not in os.environ,
         **credentials(),
     )

@@ -1,4 +1,4 @@
-"""`PointerCalls`: values in the caller's registered memory, by address.
+"""`PointerCalls`: values in the caller's registered memory, by address; main memory, or a GPU's.
 
 Lists that differ in length, and memory that is not registered, are -600 by key; the other keys of a batch are not
 affected.
@@ -6,10 +6,12 @@ affected.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from moonpool.base.errors import MoonpoolError
 from moonpool.integrations.mooncake.base_store import StoreBase
-from moonpool.integrations.mooncake.codes import ErrorCode
+from moonpool.integrations.mooncake.codes import ErrorCode, transfer_code_of
+from moonpool.integrations.mooncake.device_memory import MemoryStage
 from moonpool.integrations.mooncake.types import ReplicateConfig
 
 
@@ -66,7 +68,8 @@ class PointerCalls(StoreBase):
 
     def batch_get_into(self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]) -> list[int]:
         """get_into() of each."""
-        return self._get_into(keys, self._views_of_one("get", keys, buffer_ptrs, sizes))
+        stage = self._stage()
+        return self._get_into(keys, self._views_of_one("get", keys, buffer_ptrs, sizes, stage), stage)
 
     # several buffers per value
 
@@ -78,8 +81,9 @@ class PointerCalls(StoreBase):
         config: ReplicateConfig | None = None,
     ) -> list[int]:
         """Put values that are gathered from registered buffers, in their order; each buffer has its own checksum."""
-        values = self._views("put", keys, all_buffer_ptrs, all_sizes)
-        return self._put(keys, values, config or ReplicateConfig())
+        stage = self._stage()
+        values = self._views("put", keys, all_buffer_ptrs, all_sizes, stage)
+        return self._put_staged(keys, values, config or ReplicateConfig(), stage, replace=False)
 
     def batch_get_into_multi_buffers(
         self,
@@ -94,9 +98,12 @@ class PointerCalls(StoreBase):
         it was put from. After an error the bytes in the buffers mean nothing. A replica on this machine is always
         preferred, whatever `prefer_alloc_in_same_node` says.
         """
-        return self._get_into(keys, self._views("get", keys, all_buffer_ptrs, all_sizes))
+        stage = self._stage()
+        return self._get_into(keys, self._views("get", keys, all_buffer_ptrs, all_sizes, stage), stage)
 
-    def _get_into(self, keys: Sequence[str], targets: Sequence[list[memoryview]]) -> list[int]:
+    def _get_into(
+        self, keys: Sequence[str], targets: Sequence[list[memoryview]], stage: MemoryStage | None
+    ) -> list[int]:
         """Read values into their memory; those without memory are -600."""
         results: list[int] = [ErrorCode.INVALID_PARAMS] * len(keys)
         usable = [at for at, target in enumerate(targets) if target]
@@ -110,7 +117,8 @@ class PointerCalls(StoreBase):
         for number, at in enumerate(usable):
             outcome = outcomes if isinstance(outcomes, int) else outcomes[number]
             results[at] = self._code("get", keys[at], outcome)
-        return results
+        code = self._copy("get", stage, lambda used: used.write_back(results))
+        return results if code == ErrorCode.OK else [code if result >= 0 else result for result in results]
 
     def _put_one(
         self,
@@ -126,7 +134,9 @@ class PointerCalls(StoreBase):
             return ErrorCode.INVALID_PARAMS
         if not any(sizes):
             return ErrorCode.OK
-        return self._put([key], [self._view("put", key, pointers, sizes)], config, replace=replace)[0]
+        stage = self._stage()
+        values = [self._view("put", key, pointers, sizes, stage)]
+        return self._put_staged([key], values, config, stage, replace=replace)[0]
 
     def _put_each(
         self,
@@ -140,5 +150,29 @@ class PointerCalls(StoreBase):
         config = config or ReplicateConfig()
         if config.prefer_alloc_in_same_node:
             return [ErrorCode.INVALID_PARAMS] * len(keys)
-        values = self._views_of_one("put", keys, pointers, sizes)
-        return self._put(keys, values, config, replace=replace)
+        stage = self._stage()
+        values = self._views_of_one("put", keys, pointers, sizes, stage)
+        return self._put_staged(keys, values, config, stage, replace=replace)
+
+    def _put_staged(
+        self,
+        keys: Sequence[str],
+        values: Sequence[list[memoryview]],
+        config: ReplicateConfig,
+        stage: MemoryStage | None,
+        *,
+        replace: bool,
+    ) -> list[int]:
+        code = self._copy("put", stage, MemoryStage.fill)
+        return self._put(keys, values, config, replace=replace) if code == ErrorCode.OK else [code] * len(keys)
+
+    def _copy(self, what: str, stage: MemoryStage | None, copy: Callable[[MemoryStage], None]) -> int:
+        """Copy between a GPU's memory and the stage. Return 0, or the error when the GPU could not."""
+        if stage is None:
+            return ErrorCode.OK
+        try:
+            copy(stage)
+        except MoonpoolError as error:
+            self._log_error(what, error)
+            return transfer_code_of(error)
+        return ErrorCode.OK

@@ -1,8 +1,8 @@
-"""The memory that the caller registered, by address. No other memory of the caller is read or written.
+"""The main memory that the caller registered, by address. No other memory of the caller is read or written.
 
 A pointer is an int here, so nothing keeps the memory alive or describes it. register() therefore checks that the
-process has it mapped for reading and writing (GPU memory is not: it is refused instead of crashing the process), and
-view() returns only memory inside one registered range. The caller promises that it stays mapped until unregister().
+process has it mapped for reading and writing (GPU memory is not: device_memory.py is for that), and view() returns only
+memory inside one registered range. The caller promises that it stays mapped until unregister().
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import threading
 from contextlib import ExitStack, suppress
 
 from moonpool.base.errors import BreakerOpen, MoonpoolError
+from moonpool.integrations.mooncake.engine_session import FORCE_TCP
 from moonpool.integrations.mooncake.offered_memory import OfferedMemory
 from moonpool.integrations.mooncake.range_sessions import OpenPuts, OpenReads
 from moonpool.integrations.mooncake.segment_names import SegmentNames, node_name, reserve_port
@@ -87,7 +88,9 @@ class MooncakeSession:
             self.client.exist_many([])
 
     def _connect(self, stack: ExitStack, run_dir: str) -> Store:
-        wires = TransferConfig(run_dir=run_dir, tcp_host=None, num_threads=1, **credentials())
+        wires = TransferConfig(
+            run_dir=run_dir, tcp_host=None, num_threads=1, shm=FORCE_TCP not in os.environ, **credentials()
+        )
         engine = stack.enter_context(TransferEngine(wires))
         settings = ClientConfig(name=self._new_name())  # retry_s 0: an engine that waits computes nothing meanwhile
         return stack.enter_context(Store(self.config.master_address, engine=engine, config=settings))
