@@ -13,7 +13,6 @@ Every call has a deadline. While the master is away, calls raise BreakerOpen at 
 from __future__ import annotations
 
 import contextlib
-import secrets
 import tempfile
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -41,6 +40,7 @@ from moonpool.store.event_feed import EventFeed
 from moonpool.store.keys_text import Key, key_bytes, keys_bytes
 from moonpool.store.messages import ListedObject, ObjectInfo, StoreStats
 from moonpool.store.pool_tasks import PoolTasks
+from moonpool.store.removal_calls import RemovalCalls
 from moonpool.store.tensor_calls import TensorCalls
 from moonpool.transfer.config import TransferConfig
 from moonpool.transfer.engine import TransferEngine
@@ -51,7 +51,7 @@ Value = Buffer | Sequence[Buffer]  # several buffers are one value: their bytes 
 _SEVERAL = (list, tuple)  # not `list | tuple`, which would be evaluated for each value
 
 
-class Store(TensorCalls):
+class Store(TensorCalls, RemovalCalls):
     """Owns its transfer engine (unless given one), its connections, its pins and its views until close().
 
     Three groups of calls are attributes: `tasks` (copies, moves and drains of objects), `piece_puts` and `piece_reads`
@@ -289,7 +289,7 @@ class Store(TensorCalls):
         """
         return self._views.view(keys_bytes(keys), identity, verify == "always")
 
-    # asking and removing
+    # asking
 
     def lookup(self, keys: Iterable[Key], *, prefix: bool = False, reads: bool = True) -> list[ObjectInfo | None]:
         """Return where the objects are, each leased for info.lease_s. With `prefix`, all after the first miss is None.
@@ -322,45 +322,6 @@ class Store(TensorCalls):
             else:
                 sizes.append(None if session is None else session.nbytes)
         return sizes
-
-    def remove(self, key: Key, *, force: bool = False) -> bool:
-        """Remove the object. Return True when no object is under the key now. Leased and pinned objects stay unless
-        `force`.
-        """
-        return self.remove_many([key], force=force)[0]
-
-    def remove_many(self, keys: Iterable[Key], *, force: bool = False) -> list[bool]:
-        return self.master.call(m.Remove(keys=keys_bytes(keys), force=force, errand=_idempotency_key()))
-
-    def remove_replicas(self, keys: Iterable[Key], segments: Sequence[str]) -> list[bool]:
-        """Remove the objects' replicas in memory of these segments; an object without another one is gone then. Leased
-        and pinned objects keep all of theirs. Return for each key whether a replica was removed.
-        """
-        call = m.RemoveReplicas(keys=keys_bytes(keys), segments=tuple(segments), errand=_idempotency_key())
-        return self.master.call(call)
-
-    def remove_matching(
-        self, pattern: str | None, *, prefix: Key | None = None, force: bool = False
-    ) -> tuple[int, int]:
-        """Remove the objects whose key's bytes match the regular expression (None: any key). With `prefix`, only keys
-        that begin with it, and the expression is searched for in the rest. Return how many were removed and how many
-        stayed.
-        """
-        return self._remove_matching(pattern, force, b"" if prefix is None else key_bytes(prefix))
-
-    def remove_all(self, *, force: bool = False) -> tuple[int, int]:
-        return self._remove_matching(None, force)
-
-    def _remove_matching(self, pattern: str | None, force: bool, prefix: bytes = b"") -> tuple[int, int]:
-        num_removed, num_kept = 0, 0
-        cursor: int | None = 0
-        while cursor is not None:
-            call = m.RemoveMatching(
-                pattern=pattern, force=force, cursor=cursor, errand=_idempotency_key(), prefix=prefix
-            )
-            step = self.master.call(call)
-            num_removed, num_kept, cursor = num_removed + step.num_removed, num_kept + step.num_kept, step.cursor
-        return num_removed, num_kept
 
     def keys(self, pattern: str | None = None) -> Iterator[bytes]:
         """Yield the keys that match the regular expression (None: all), in no order, page by page."""
@@ -426,8 +387,3 @@ def _engine(stack: contextlib.ExitStack, run_dir: str | None, shm: bool, files: 
 
 def _buffers(value: Value) -> Sequence[Buffer]:
     return value if isinstance(value, _SEVERAL) else [value]  # type: ignore[list-item]
-
-
-def _idempotency_key() -> int:
-    """Return a number that no other call has. It is random: counters of two clients would give the same."""
-    return 1 + secrets.randbelow((1 << 63) - 1)
