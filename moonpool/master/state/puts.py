@@ -26,6 +26,7 @@ from moonpool.master.state.unfinished_puts import (
     PendingPut,
     PutTerms,
     UnfinishedPuts,
+    are_plain,
     refusal,
 )
 from moonpool.store.messages import Placement, PutOptions, PutReply, Refusal
@@ -327,7 +328,7 @@ class Puts(UnfinishedPuts):
             len(puts) == len(keys) == len(set(keys))
             and [put.generation for put in puts] == generations
             and min([put.renewed_s for put in puts]) > too_old_s
-            and _are_plain(puts)
+            and are_plain(puts)
             and {put.places[0][0] for put in puts} <= by_number.keys()
         )
 
@@ -358,7 +359,7 @@ class Puts(UnfinishedPuts):
 
     def _store_all(self, done: Sequence[PendingPut], all_plain: bool, now_s: float) -> list[int]:
         index, keys = self._index, [put.key for put in done]
-        if not all_plain and (len(done) < _LEAST_BULK or not _are_plain(done)):
+        if not all_plain and (len(done) < _LEAST_BULK or not are_plain(done)):
             return [self.store(put, now_s) for put in done]
         if (index.table.slots_of.find_many(keys) >= 0).any():
             return [self.store(put, now_s) for put in done]
@@ -391,16 +392,3 @@ class Puts(UnfinishedPuts):
         if group:
             table.join_group(slot, group)
         return slot
-
-
-def _are_plain(puts: Sequence[PendingPut]) -> bool:
-    """Return whether all have one replica, no pin and no group, as most objects do."""
-    last = None
-    for put in puts:
-        terms = put.terms
-        if terms is not last and (terms.flags or terms.soft_pin_s):
-            return False
-        if put.group or len(put.places) != 1:
-            return False
-        last = terms
-    return True

@@ -107,6 +107,19 @@ class PendingPut(msgspec.Struct, eq=False, gc=False):
     group: bytes = b""
 
 
+def are_plain(puts: Sequence[PendingPut]) -> bool:
+    """Return whether all have one replica, no pin and no group, as most objects do."""
+    last = None
+    for put in puts:
+        terms = put.terms
+        if terms is not last and (terms.flags or terms.soft_pin_s):
+            return False
+        if put.group or len(put.places) != 1:
+            return False
+        last = terms
+    return True
+
+
 class UnfinishedPuts:
     def __init__(self, rules: PoolRules, index: ObjectIndex, space: PoolSpace) -> None:
         self._rules = rules
