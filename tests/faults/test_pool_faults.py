@@ -214,9 +214,9 @@ async def test_a_master_that_hangs_costs_no_request_its_timeout(
 
         await cluster.start_pool()
         await until_found(cluster)
-        await ask(cluster, oracle, prompt_of(80, seed=9))
+        prompt = await until_stored(cluster, oracle)
         await cluster.forget_pages()
-        assert (await ask(cluster, oracle, prompt_of(80, seed=9))).prefills[0].pool_tokens == 64
+        assert (await ask(cluster, oracle, prompt)).prefills[0].pool_tokens == 64
 
 
 class Waits:
