@@ -76,26 +76,22 @@ class ReadSession:
         self._prefix: bytes
         self._fields: HeaderFields | None = None
         self._open_next(NotFound(f"{info.key.hex()[:16]} has no replica"))
-        self._offsets = list(accumulate(self._open_fields.sizes, initial=self._open_fields.nbytes))
-
-    @property
-    def _open_fields(self) -> HeaderFields:
-        assert self._fields is not None, "an open session has a header"
-        return self._fields
+        self._offsets = list(accumulate(self.fields.sizes, initial=self.fields.nbytes))
 
     @cached_property
     def header(self) -> ObjectHeader:
-        return self._open_fields.header()
+        return self.fields.header()
 
     @property
     def fields(self) -> HeaderFields:
         """The header as plain values, which take less time to make than `header`."""
-        return self._open_fields
+        assert self._fields is not None, "an open session has a header"
+        return self._fields
 
     @property
     def checksums(self) -> tuple[int, ...] | None:
         """The crc32c of each piece, as the verified header states them; None when the object was put without."""
-        return self._open_fields.checksums if self._open_fields.checksum_kind else None
+        return self.fields.checksums if self.fields.checksum_kind else None
 
     def place(self) -> tuple[RemoteSegment, int]:
         """Return the segment of the replica that is read now, and where in it the first piece lies: for callers that
@@ -128,7 +124,7 @@ class ReadSession:
         self._read(index, views, None)
 
     def _check_size(self, index: int, nbytes: int) -> None:
-        piece_nbytes = self._open_fields.sizes[index]
+        piece_nbytes = self.fields.sizes[index]
         if nbytes != piece_nbytes:
             raise InvalidInput(f"piece {index} has {piece_nbytes} bytes, the buffer {nbytes}")
 
@@ -140,13 +136,13 @@ class ReadSession:
                     raise failure
                 at = self._placement.offset + self._offsets[index]
                 self._remote.read_into(at, views, timeout_s=self._tools.timeout_s)
-                check_piece(self._open_fields, index, views)
+                check_piece(self.fields, index, views)
             except (Unavailable, NotFound, Unauthorized, Corrupt) as error:
                 self._drop_replica(error)
                 self._open_next(error)
                 failure = None
             else:
-                self._tools.counters.add("bytes_read", self._open_fields.sizes[index])
+                self._tools.counters.add("bytes_read", self.fields.sizes[index])
                 return
 
     def finish(self) -> None:
@@ -216,7 +212,7 @@ class _Piece(NamedTuple):
 
     def check(self) -> MoonpoolError | None:
         try:
-            check_piece(self.session._open_fields, self.number, [self.view])
+            check_piece(self.session.fields, self.number, [self.view])
         except Corrupt as error:
             return error
         return None
@@ -347,28 +343,35 @@ class PieceReads:
         for position, session in enumerate(sessions):
             by_remote.setdefault(session._remote, []).append(position)
         for remote, positions in by_remote.items():
-            prefixes = [bytearray(PREFIX_NBYTES) for _ in positions]
-            offsets = [sessions[position]._placement.offset for position in positions]
-            lost: MoonpoolError | None = None
-            is_read = True
+            wanted = [(sessions[position]._placement.offset, bytearray(PREFIX_NBYTES)) for position in positions]
             try:
-                remote.read_many(list(zip(offsets, prefixes, strict=True)), timeout_s=self._tools.timeout_s)
+                are_read = _read_together(remote, wanted, self._tools)
             except _CANNOT_READ as error:
-                lost = error
-            except MoonpoolError:  # one of them is at fault
-                is_read = False
-            for position, prefix in zip(positions, prefixes, strict=True):
-                session = sessions[position]
+                for position in positions:
+                    errors[position] = error
+                continue
+            for position, (_, prefix) in zip(positions, wanted, strict=True):
                 try:
-                    if lost is not None:
-                        raise lost
-                    if is_read:
-                        session._check_unchanged(prefix)
+                    if are_read:
+                        sessions[position]._check_unchanged(prefix)
                     else:
-                        session.finish()
+                        sessions[position].finish()
                 except MoonpoolError as error:
                     errors[position] = error
         return errors
+
+
+def _read_together(remote: RemoteSegment, wanted: Sequence[tuple[int, bytearray]], tools: ReadTools) -> bool:
+    """Fill the buffers with one transfer. Return False when one of the items is at fault, so that each has to be read
+    alone. Raise Unavailable or Unauthorized when the segment cannot be read.
+    """
+    try:
+        remote.read_many(wanted, timeout_s=tools.timeout_s)
+    except _CANNOT_READ:
+        raise
+    except MoonpoolError:
+        return False
+    return True
 
 
 def _fetch_headers(
@@ -388,20 +391,11 @@ def _fetch_headers(
     for key, wanted in by_segment.items():
         first = wanted[0][1]
         try:
-            remote = directory.open(first)
+            if _read_together(directory.open(first), [(place.offset, raw) for _, place, raw in wanted], tools):
+                fetched.update((position, (place, raw)) for position, place, raw in wanted)
         except (NotFound, *_CANNOT_READ) as error:
             failures[key] = error
             directory.unreadable.add(first, error)
-            continue
-        try:
-            remote.read_many([(place.offset, raw) for _, place, raw in wanted], timeout_s=tools.timeout_s)
-        except _CANNOT_READ as error:
-            failures[key] = error
-            directory.unreadable.add(first, error)
-        except MoonpoolError:  # one of the objects is at fault: each session reads its own header
-            continue
-        else:
-            fetched.update((position, (place, raw)) for position, place, raw in wanted)
     return fetched, failures
 
 
