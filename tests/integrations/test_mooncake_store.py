@@ -59,6 +59,13 @@ def test_a_full_pool_is_the_code_for_back_pressure(store: MooncakeDistributedSto
     assert store.put("large", bytes(5 * MIB)) == NO_SPACE
 
 
+def test_a_full_pool_is_logged_once_in_a_while(
+    store: MooncakeDistributedStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert [store.put(key, bytes(5 * MIB)) for key in ("a", "b", "c")] == [NO_SPACE] * 3
+    assert len([record for record in caplog.records if "the pool is full" in record.getMessage()]) == 1
+
+
 def test_nothing_works_before_setup_or_after_close(make_store: MakeStore) -> None:
     closed = make_store()
     assert closed.close() == 0

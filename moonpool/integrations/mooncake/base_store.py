@@ -18,6 +18,7 @@ from moonpool.base.errors import (
     ConfigError,
     InvalidInput,
     MoonpoolError,
+    NoSpace,
     NotFound,
     Unavailable,
 )
@@ -193,13 +194,15 @@ class StoreBase:
         return transfer_code_of(outcome)
 
     def _log_error(self, what: str, error: MoonpoolError) -> None:
-        """Log the error, unless it is a miss. An outage lasts for thousands of calls; the client itself logs one line
-        about a master that is away and about memory that cannot be read.
+        """Log the error, unless it is a miss. An outage or a full pool lasts for thousands of calls; the client itself
+        logs one line about a master that is away and about memory that cannot be read.
         """
         if isinstance(error, BreakerOpen) or (isinstance(error, Unavailable) and what.startswith("get")):
             _LOG.debug("%s: %s", what, error)
         elif isinstance(error, Unavailable):
             self._rare_log.warning("the pool, or a part of it, cannot be reached: %s", error)
+        elif isinstance(error, NoSpace):
+            self._rare_log.warning("the pool is full: %s", error)
         elif not isinstance(error, NotFound):
             _LOG.warning("%s: %s (%d)", what, error, code_of(error))
 
