@@ -1,4 +1,4 @@
-"""A pool of real processes, a tiny model, and the tokens that a vLLM without any pool computes."""
+"""A pool of real processes, a tiny model, and the answers of a vLLM without any pool."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tiny_llama import save_tiny_llama
 from vllm_pool import Pool, prompt_of
-from vllm_process import PYTHON_VARIABLE, Answer, NodeProcess, VllmProcess
+from vllm_process import PYTHON_VARIABLE, Answer, Connector, NodeProcess, VllmProcess
 
+SEEDS = (1, 2, 3)
 StartVllm = Callable[..., VllmProcess]
 
 
@@ -30,17 +30,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def right_tokens(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[int]]:
+def right_answers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Answer]:
     """By the prompt's seed, from a vLLM without a connector."""
     engine = VllmProcess(tmp_path_factory.mktemp("alone") / "engine", model)
     try:
         engine.wait_ready()
-        answers: dict[int, Answer] = {seed: engine.generate(prompt_of(seed)) for seed in (1, 2, 3)}
+        answers = {seed: engine.generate(prompt_of(seed)) for seed in SEEDS}
         engine.finish()
     finally:
         engine.close()
     assert all(answer.cached == 0 for answer in answers.values())
-    return {seed: answer.tokens for seed, answer in answers.items()}
+    return answers
 
 
 @pytest.fixture
@@ -63,11 +63,11 @@ def pool(bare_pool: Pool, node: NodeProcess) -> Pool:
 
 @pytest.fixture
 def start_vllm(tmp_path: Path, model: Path) -> Iterator[StartVllm]:
-    """`start_vllm(name, settings)`; it may still be loading when this returns."""
+    """`start_vllm(name, connector)`; it may still be loading when this returns."""
     with ExitStack() as stack:
 
-        def start(name: str, settings: dict[str, Any]) -> VllmProcess:
-            engine = VllmProcess(tmp_path / name, model, settings)
+        def start(name: str, connector: Connector) -> VllmProcess:
+            engine = VllmProcess(tmp_path / name, model, connector)
             stack.callback(engine.close)
             return engine
 

@@ -5,6 +5,7 @@ zeros; it ends when its input does.
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import json
 import sys
 
@@ -28,4 +29,5 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
+    faulthandler.enable()
     asyncio.run(main())

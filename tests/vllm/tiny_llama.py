@@ -1,4 +1,4 @@
-"""A Llama of four layers with random weights, written as a model folder that vLLM reads. No network, no tokenizer."""
+"""A Llama of four layers with random weights, written as a model folder that vLLM reads. No network."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 VOCAB = 512
 _HIDDEN, _LAYERS, _HEADS, _KV_HEADS, _HEAD_DIM, _MLP = 256, 4, 4, 2, 64, 512
@@ -60,3 +62,6 @@ def save_tiny_llama(folder: Path, seed: int = 7) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(_CONFIG))
+    words = Tokenizer(WordLevel({f"t{token}": token for token in range(VOCAB)}, unk_token="t0"))
+    words.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))

@@ -5,15 +5,16 @@ from __future__ import annotations
 import random
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from store_pool import MIB, RoleProcess
 from tiny_llama import VOCAB
-from vllm_process import NodeProcess
+from vllm_process import Connector, NodeProcess
 
 from moonpool.integrations.mooncake import MooncakeDistributedStore
 
 NUM_PROMPT_TOKENS = 2000
+FEWEST_LOADED = NUM_PROMPT_TOKENS * 9 // 10
+NUM_BLOCKS = NUM_PROMPT_TOKENS // 128  # full ones; 128 tokens are vLLM's default on a CPU
 
 
 def prompt_of(seed: int) -> list[int]:
@@ -28,30 +29,46 @@ class Pool:
         self.address = f"unix:{folder}/m.sock"
         self._folder = folder
         self._stack = stack
-        master = RoleProcess("master", data_dir=str(folder / "master"), listen=self.address)
-        stack.callback(master.close)
+        self.master = self.start_master()
         self.store = MooncakeDistributedStore()
         stack.callback(self.store.close)
         assert self.store.setup("127.0.0.1", "", 0, 1, "tcp", "", self.address) == 0
 
-    def add_node(self) -> NodeProcess:
+    def start_master(self) -> RoleProcess:
+        """Also after the last one was killed: it reads that one's journal."""
+        self.master = RoleProcess("master", data_dir=str(self._folder / "master"), listen=self.address)
+        self._stack.callback(self.master.close)
+        return self.master
+
+    def add_node(self, name: str = "n0") -> NodeProcess:
         node = NodeProcess(
-            self._folder / "node.log",
-            name="n0",
+            self._folder / f"{name}.log",
+            name=name,
             master_address=self.address,
             dram_nbytes=64 * MIB,
             run_dir=str(self._folder / "run"),
+            tcp_host="127.0.0.1",
         )
         self._stack.callback(node.close)
         return node
 
-    def settings(self, offered_nbytes: int = 0) -> dict[str, Any]:
-        """Upstream's configuration file for the connector."""
-        return {
-            "mode": "embedded" if offered_nbytes else "standalone-store",
-            "metadata_server": "P2PHANDSHAKE",
-            "master_server_address": self.address,
-            "protocol": "tcp",
-            "global_segment_size": offered_nbytes,
-            "local_buffer_size": 1,
-        }
+    def connector(self, *, offered_nbytes: int = 0, force_tcp: bool = False, policy: str = "recompute") -> Connector:
+        """vLLM's settings, and upstream's configuration file. With `force_tcp` the engine reads and writes the nodes'
+        memory as from another machine.
+        """
+        return Connector(
+            config={
+                "kv_connector": "MooncakeStoreConnector",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": policy,
+            },
+            mooncake={
+                "mode": "embedded" if offered_nbytes else "standalone-store",
+                "metadata_server": "P2PHANDSHAKE",
+                "master_server_address": self.address,
+                "protocol": "tcp",
+                "global_segment_size": offered_nbytes,
+                "local_buffer_size": 1,
+            },
+            env={"MC_FORCE_TCP": "1"} if force_tcp else {},
+        )

@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 from store_pool import MIB, wait_until
-from vllm_pool import NUM_PROMPT_TOKENS, Pool, prompt_of
-from vllm_process import NodeProcess, VllmProcess
+from vllm_pool import FEWEST_LOADED, NUM_BLOCKS, Pool, prompt_of
+from vllm_process import Answer, NodeProcess, VllmProcess, assert_same_text
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 StartVllm = Callable[..., VllmProcess]
 CHECKSUM_MISMATCH = -801
-BLOCK_TOKENS = 128  # vLLM's own default on a CPU
-FEWEST_LOADED = NUM_PROMPT_TOKENS * 9 // 10
 
 
 def hashes(rows: list[dict[str, Any]]) -> dict[str, str]:
@@ -32,31 +30,31 @@ def object_nbytes(pool: Pool, keys: list[str]) -> int:
     return sum(sizes)
 
 
-def store_prompt(start_vllm: StartVllm, pool: Pool, right: list[int], seed: int = 1) -> VllmProcess:
+def store_prompt(start_vllm: StartVllm, pool: Pool, right: Answer, seed: int = 1) -> VllmProcess:
     """An engine that computed and stored a prompt, and has ended."""
-    engine = start_vllm("first", pool.settings())
+    engine = start_vllm("first", pool.connector())
     engine.wait_ready()
     answer = engine.generate(prompt_of(seed))
     engine.finish()
-    assert answer.tokens == right
+    assert_same_text(answer, right)
     assert answer.cached == answer.external_hits == 0
     return engine
 
 
 def test_the_second_engine_loads_what_the_first_stored(
-    start_vllm: StartVllm, pool: Pool, right_tokens: dict[int, list[int]]
+    start_vllm: StartVllm, pool: Pool, right_answers: dict[int, Answer]
 ) -> None:
-    first = store_prompt(start_vllm, pool, right_tokens[1])
+    first = store_prompt(start_vllm, pool, right_answers[1])
     put = first.records("put")
     assert {row["code"] for row in put} == {0}
     stored_nbytes = object_nbytes(pool, [row["key"] for row in put])
     assert counters(first)["bytes_written"] == stored_nbytes
 
-    second = start_vllm("second", pool.settings())
+    second = start_vllm("second", pool.connector())
     second.wait_ready()
     answer = second.generate(prompt_of(1))
     second.finish()
-    assert answer.tokens == right_tokens[1]
+    assert_same_text(answer, right_answers[1])
     assert FEWEST_LOADED <= answer.external_hits == answer.cached  # vLLM's count
     loaded = second.records("get")
     assert sum(row["code"] for row in loaded) == counters(second)["bytes_read"] == stored_nbytes  # the pool's count
@@ -66,19 +64,19 @@ def test_the_second_engine_loads_what_the_first_stored(
 
 
 def test_wrong_bytes_are_computed_anew(
-    start_vllm: StartVllm, pool: Pool, node: NodeProcess, right_tokens: dict[int, list[int]]
+    start_vllm: StartVllm, pool: Pool, node: NodeProcess, right_answers: dict[int, Answer]
 ) -> None:
-    put = store_prompt(start_vllm, pool, right_tokens[1]).records("put")
+    put = store_prompt(start_vllm, pool, right_answers[1]).records("put")
     spoiled = put[len(put) // 2]["key"]
     replica = pool.store.get_replica_desc(spoiled)[0].get_memory_descriptor().buffer_descriptor
     nbytes = pool.store.get_size(spoiled)
     node.zero(replica.buffer_address + replica.size - nbytes, nbytes)  # all of it but the header
 
-    second = start_vllm("second", pool.settings())
+    second = start_vllm("second", pool.connector())
     second.wait_ready()
     answer = second.generate(prompt_of(1))
     second.finish()
-    assert answer.tokens == right_tokens[1]
+    assert_same_text(answer, right_answers[1])
     codes = {row["key"]: row["code"] for row in second.records("get")}
     assert codes.pop(spoiled) == CHECKSUM_MISMATCH
     assert min(codes.values()) > 0
@@ -88,23 +86,22 @@ def test_wrong_bytes_are_computed_anew(
 
 
 def test_two_engines_at_once_share_memory_that_one_of_them_offers(
-    start_vllm: StartVllm, bare_pool: Pool, right_tokens: dict[int, list[int]]
+    start_vllm: StartVllm, bare_pool: Pool, right_answers: dict[int, Answer]
 ) -> None:
-    owner = start_vllm("owner", bare_pool.settings(offered_nbytes=64 * MIB))
-    other = start_vllm("other", bare_pool.settings())
+    owner = start_vllm("owner", bare_pool.connector(offered_nbytes=64 * MIB))
+    other = start_vllm("other", bare_pool.connector())
     owner.wait_ready()
     other.wait_ready()
-    assert owner.generate(prompt_of(2)).tokens == right_tokens[2]
-    wait_until(lambda: len(owner.records("put")) == NUM_PROMPT_TOKENS // BLOCK_TOKENS)
+    assert_same_text(owner.generate(prompt_of(2)), right_answers[2])
+    wait_until(lambda: len(owner.records("put")) == NUM_BLOCKS)
     answer = other.generate(prompt_of(2))
-    assert answer.tokens == right_tokens[2]
+    assert_same_text(answer, right_answers[2])
     assert answer.external_hits >= FEWEST_LOADED
     assert hashes(other.records("get")) == hashes(owner.records("put"))
 
-    for engine in (owner, other):
-        engine.begin(prompt_of(3))
-    for engine in (owner, other):
-        assert engine.result().tokens == right_tokens[3]
+    numbers = [engine.begin(prompt_of(3)) for engine in (owner, other)]
+    for engine, number in zip((owner, other), numbers, strict=True):
+        assert_same_text(engine.result(number), right_answers[3])
     for engine in (other, owner):  # the memory goes last
         engine.finish()
     assert {row["code"] for engine in (owner, other) for row in engine.records("put")} == {0}
