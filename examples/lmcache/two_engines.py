@@ -1,9 +1,10 @@
 """Two vLLM engines with LMCache, one after the other: the second one loads the prompt that the first one computed.
 
-    python examples/lmcache/two_engines.py MODEL
+    python examples/lmcache/two_engines.py MODEL [OPTIONS]
 
-Run it with the Python of an environment that has vLLM, LMCache and Moonpool (docs/lmcache.md). Each engine has an
-LMCache server of its own that starts empty, so what the second one does not compute came through the pool.
+OPTIONS is JSON for vLLM's LLM class, for example '{"dtype": "float32", "enforce_eager": true}' on a CPU. Run it with
+the Python of an environment that has vLLM, LMCache and Moonpool (docs/lmcache.md). Each engine has an LMCache server of
+its own that starts empty, so what the second one does not compute came through the pool.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 NUM_PROMPT_TOKENS = 900
 
 
-def main(model: str) -> None:
+def main(model: str, options: str) -> None:
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mp-"))
         master = f"unix:{folder}/master.sock"
@@ -32,20 +33,19 @@ def main(model: str) -> None:
         stack.enter_context(
             role("node", "--name", "here", "--master", master, "--dram", "1GB", "--run-dir", f"{folder}/run")
         )
-        results = [run_engine(model, master, Path(folder, name)) for name in ("first", "second")]
+        results = [run_engine(model, options, master, Path(folder, name)) for name in ("first", "second")]
     for name, result in zip(("first", "second"), results, strict=True):
         print(f"{name} engine: {result['loaded']} of {NUM_PROMPT_TOKENS} tokens loaded, {result['seconds']:.2f} s")
     print("the answers are equal" if results[0]["tokens"] == results[1]["tokens"] else "THE ANSWERS DIFFER")
 
 
-def run_engine(model: str, master: str, folder: Path) -> dict[str, Any]:
+def run_engine(model: str, options: str, master: str, folder: Path) -> dict[str, Any]:
     """Start an LMCache server and an engine, compute the prompt, end both. Return what the engine reported."""
     folder.mkdir()
     port, counters = free_port(), folder / "counters.json"
     with running(lmcache_command(port, master, counters), folder / "lmcache.log"):
-        engine = subprocess.run(
-            [sys.executable, __file__, model, str(port)], stdout=subprocess.PIPE, text=True, check=True
-        )
+        command = [sys.executable, __file__, model, options, str(port)]
+        engine = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         result: dict[str, Any] = json.loads(engine.stdout.splitlines()[-1])
         if not result["loaded"]:
             wait_stored(counters)
@@ -67,16 +67,17 @@ def lmcache_command(port: int, master: str, counters: Path) -> list[str]:
     ]
 
 
-def engine_main(model: str, port: int) -> None:
+def engine_main(model: str, options: str, port: int) -> None:
     """The engine's process. The last line that it prints is its result."""
     from vllm import LLM, SamplingParams
 
     connector = {
         "kv_connector": "LMCacheMPConnector",
         "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",  # vLLM's default, "fail", fails requests whose KV cannot be loaded
         "kv_connector_extra_config": {"lmcache.mp.host": "tcp://localhost", "lmcache.mp.port": port},
     }
-    llm = LLM(model, dtype="float32", enforce_eager=True, disable_log_stats=False, kv_transfer_config=connector)
+    llm = LLM(model, disable_log_stats=False, kv_transfer_config=connector, **json.loads(options))
     rng = random.Random(1)
     prompt = [rng.randrange(3, 500) for _ in range(NUM_PROMPT_TOKENS)]
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
@@ -131,7 +132,7 @@ def free_port() -> int:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 3:
-        engine_main(sys.argv[1], int(sys.argv[2]))
+    if len(sys.argv) == 4:
+        engine_main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
     else:
-        main(sys.argv[1])
+        main(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else "{}")

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,6 +101,12 @@ class EngineDriver(LinedProcess):
         return EngineAnswer(**result, elapsed_s=time.monotonic() - begun_s)
 
 
+@dataclass(frozen=True)
+class SavedObjects:
+    values: dict[bytes, bytes]
+    segments: set[tuple[str, int]]  # where they were
+
+
 class EnginePool:
     """A master and a node as processes that a test may stop, kill and start again, and a Store to look inside."""
 
@@ -144,19 +151,26 @@ class EnginePool:
         self.node.tell(json.dumps([info.replicas[0].offset + info.nbytes - nbytes, nbytes]))
         self.node.answer("zeroed")
 
-    def values(self) -> dict[bytes, bytes]:
+    def saved(self) -> SavedObjects:
         """Return all that is stored, for a test that loses it on purpose."""
         found = {key: self.store.get(key) for key in list(self.store.keys())}
-        return {key: value for key, value in found.items() if value is not None}
+        values = {key: value for key, value in found.items() if value is not None}
+        return SavedObjects(values, self._segments(values))
 
-    def put_back(self, values: dict[bytes, bytes]) -> None:
-        """Store again what a killed node had, so that other tests do not depend on the one that killed it."""
+    def put_back(self, saved: SavedObjects) -> None:
+        """Store again what was lost, so that other tests do not depend on the one that lost it."""
+        wait_until(lambda: not saved.segments & self._segments(saved.values), 60)  # the master has given them up
 
         def is_stored() -> bool:
-            self.store.put_many(values)
-            return all(self.store.exist_many(values))
+            self.store.put_many(saved.values)
+            return all(self.store.exist_many(saved.values))
 
         wait_until(is_stored, 60)
+
+    def _segments(self, keys: Iterable[bytes]) -> set[tuple[str, int]]:
+        """Return the segments that have these objects, each with its incarnation."""
+        infos = [info for info in self.store.lookup(list(keys)) if info is not None]
+        return {(place.segment, place.incarnation) for info in infos for place in info.replicas}
 
     def _start_master(self) -> RoleProcess:
         return RoleProcess("master", data_dir=str(self._folder / "master"), listen=self.address)

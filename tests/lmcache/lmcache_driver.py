@@ -17,6 +17,7 @@ def make_engine(model: str, port: int) -> LLM:
     connector = {
         "kv_connector": "LMCacheMPConnector",
         "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"lmcache.mp.host": "tcp://localhost", "lmcache.mp.port": port},
     }
     return LLM(

@@ -18,7 +18,7 @@ PYTHON_VARIABLE = "MOONPOOL_LMCACHE_PYTHON"  # of the environment that has LMCac
 CHUNK_TOKENS = 128
 CHUNKS = NUM_PROMPT_TOKENS // CHUNK_TOKENS  # of each prompt
 _HERE = Path(__file__).parent
-_QUIET = {
+QUIET = {
     "HF_HUB_OFFLINE": "1",
     "LMCACHE_TRACK_USAGE": "false",
     "VLLM_NO_USAGE_STATS": "1",
@@ -45,7 +45,7 @@ class LmcacheEngine:
         self.counters_file, self._record_file = folder / "counters.json", folder / "record.jsonl"
         self._sockets = tempfile.mkdtemp(prefix="lm-")  # short: a socket's path has 107 characters
         python, path = os.environ[PYTHON_VARIABLE], os.pathsep.join([str(_HERE), os.environ.get("PYTHONPATH", "")])
-        env = {**os.environ, **_QUIET, "VLLM_RPC_BASE_PATH": self._sockets, "PYTHONPATH": path.rstrip(os.pathsep)}
+        env = {**os.environ, **QUIET, "VLLM_RPC_BASE_PATH": self._sockets, "PYTHONPATH": path.rstrip(os.pathsep)}
         port = _free_port()
         plugin = {
             "type": "native_plugin",

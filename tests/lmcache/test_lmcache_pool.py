@@ -89,7 +89,7 @@ def test_a_killed_master_holds_nothing_up(engine: LmcacheEngine, stored: Stored,
 
 def test_a_stopped_node_holds_nothing_up(engine: LmcacheEngine, stored: Stored, pool: EnginePool) -> None:
     """Stopped for longer than the master waits for a node: it comes back empty."""
-    values = pool.values()
+    saved = pool.saved()
     stopped_s = time.monotonic()
     pool.node.process.send_signal(signal.SIGSTOP)
     with outage(engine):
@@ -97,17 +97,17 @@ def test_a_stopped_node_holds_nothing_up(engine: LmcacheEngine, stored: Stored, 
             assert engine.generate(prompt_of(seed)).tokens == stored.answers[seed].tokens
     time.sleep(max(0.0, STOPPED_S - (time.monotonic() - stopped_s)))
     pool.node.process.send_signal(signal.SIGCONT)
-    pool.put_back(values)
+    pool.put_back(saved)
     wait_for_pool(engine, stored, 10)
 
 
 def test_a_killed_node_holds_nothing_up(engine: LmcacheEngine, stored: Stored, pool: EnginePool) -> None:
-    values = pool.values()
+    saved = pool.saved()
     pool.kill_node()
     with outage(engine):
         assert engine.generate(prompt_of(11)).tokens == stored.answers[11].tokens
     pool.restart_node()
-    pool.put_back(values)
+    pool.put_back(saved)
     wait_for_pool(engine, stored, 12)
 
 

@@ -140,10 +140,13 @@ class PoolCalls:
 
     def _noted(self, call: str, errors: Sequence[MoonpoolError | None]) -> MoonpoolError | None:
         """Count each error by its kind. Return the first."""
-        failures = [each for each in errors if each is not None]
-        for each in failures:
-            self._note(call, 1, each)
-        return failures[0] if failures else None
+        failures: dict[str, list[MoonpoolError]] = {}
+        for each in errors:
+            if each is not None:
+                failures.setdefault(each.code, []).append(each)
+        for alike in failures.values():
+            self._note(call, len(alike), alike[0])
+        return next((alike[0] for alike in failures.values()), None)
 
     def _guarded(self, call: str, num_keys: int, act: Callable[[], PoolResult]) -> PoolResult:
         try:
