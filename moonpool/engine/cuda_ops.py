@@ -10,6 +10,7 @@ Nothing here waits for the GPU.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,6 +21,7 @@ from moonpool.engine.attention import QuerySpan
 from moonpool.engine.config import ModelConfig
 from moonpool.engine.kernels.attention import Tiles, attend_tiles, join_parts
 from moonpool.engine.kernels.gemv import gemv
+from moonpool.engine.kernels.host_memory import fetch
 from moonpool.engine.kernels.pointwise import add_norm, rotate_and_write, silu_mul
 from moonpool.engine.kv_tensor import KvMemory, Rows
 from moonpool.engine.launched import BatchLimits
@@ -44,21 +46,35 @@ class CudaOps:
         self._config, self.kv, self._dtype = config, kv, dtype
         device = kv.tensor.device
         self.has_library = kv.tensor.is_cuda and _library_works(config, dtype, device)
+        # Page-locked memory that a kernel has not read yet, oldest first: torch would use it again.
+        self._unread: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()
         self._num_processors = (
             torch.cuda.get_device_properties(device).multi_processor_count if kv.tensor.is_cuda else 4
         )
 
     def index(self, *values: np.ndarray) -> list[torch.Tensor]:
-        """One copy from page-locked memory carries all of them."""
+        """One kernel reads all of them from page-locked memory."""
         starts = np.cumsum([0] + [-(-each.size // _ALIGN) * _ALIGN for each in values])
         packed = torch.empty(int(starts[-1]), dtype=torch.int32, pin_memory=self.kv.tensor.is_cuda)
         flat = packed.numpy()
         for start, each in zip(starts, values, strict=False):
             flat[start : start + each.size] = each.reshape(-1)
-        on_device = packed.to(self.kv.tensor.device, non_blocking=True)
+        on_device = self._on_device(packed)
         return [
             on_device[start : start + each.size].view(each.shape) for start, each in zip(starts, values, strict=False)
         ]
+
+    def _on_device(self, packed: torch.Tensor) -> torch.Tensor:
+        if not packed.is_pinned():
+            return packed
+        while self._unread and self._unread[0][0].query():  # type: ignore[no-untyped-call]
+            self._unread.popleft()
+        on_device = torch.empty(packed.shape, dtype=packed.dtype, device=self.kv.tensor.device)
+        fetch(packed, on_device)
+        read = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        read.record()
+        self._unread.append((read, packed))
+        return on_device
 
     def write_index(self, pages: Rows, slots: Rows) -> np.ndarray:
         return pages * self.kv.layout.block_tokens + slots
@@ -71,7 +87,10 @@ class CudaOps:
         return PagedAttention(self.kv, tiles, library, [self._past(span) for span in library], num_rows)
 
     def warm_up(self, limits: BatchLimits) -> None:
-        """Let cuDNN plan the chunks of long prompts, so that no request waits for it."""
+        """Compile the paged kernel for every number of parts, and let cuDNN plan the chunks of long prompts, so that no
+        request waits for it.
+        """
+        self._warm_up_tiles()
         if not self.has_library:
             return
         config, dtype, device = self._config, self._dtype, self.kv.tensor.device
@@ -86,6 +105,16 @@ class CudaOps:
         for past in range(longest, limits.max_seq_tokens - longest, longest) if longest else ():
             old = torch.zeros(1, config.num_kv_heads, past, config.head_dim, dtype=dtype, device=device)
             _library_attention(q, old, old, is_causal=False)
+
+    def _warm_up_tiles(self) -> None:
+        config, device = self._config, self.kv.tensor.device
+        query = torch.zeros(self._chunk_tokens, config.num_heads, config.head_dim, dtype=self._dtype, device=device)
+        tables = torch.zeros(1, _ALIGN, dtype=torch.int32, device=device)
+        padding = torch.zeros(1, dtype=torch.int32, device=device)
+        for tile_tokens in (1, self._chunk_tokens):
+            for power in range(_MAX_SPLITS.bit_length()):
+                tiles = Tiles(padding, padding, padding, padding, tables, tile_tokens, 1 << power)
+                attend_tiles(query, self.kv.tensor, self.kv.layout, 0, tiles, torch.empty_like(query))
 
     def choose_splits(self, num_tiles: int, max_end: int) -> int:
         """Return into how many parts to divide the keys, a power of 2, so that all multiprocessors have work."""

@@ -22,6 +22,7 @@ import torch
 
 from moonpool.engine.cuda_ops import CudaOps, PagedAttention
 from moonpool.engine.kernels.attention import Tiles
+from moonpool.engine.kernels.host_memory import deliver, fetch
 from moonpool.engine.kernels.sampling import DRAW_FIELDS, draw_tokens
 from moonpool.engine.launched import BatchLimits, LaunchedStep
 from moonpool.engine.llama import LlamaModel, Step
@@ -112,10 +113,10 @@ class DecodeGraphs:
         with torch.cuda.stream(self._stream):
             graph = self._graph(size)
             used = self._most * 3 + size * self._width
-            self._inputs[:used].copy_(staged[:used], non_blocking=True)
-            self._draws[:size].copy_(self._staged_draws[turn][:size], non_blocking=True)
+            fetch(staged[:used], self._inputs[:used])
+            fetch(self._staged_draws[turn][:size], self._draws[:size])
             graph.graph.replay()
-            best.copy_(self._best, non_blocking=True)
+            deliver(self._best, best)
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
         # What samples from the logits runs on the caller's stream.

@@ -18,6 +18,7 @@ from moonpool.engine.config import ModelConfig  # noqa: E402
 from moonpool.engine.cuda_ops import CudaOps  # noqa: E402
 from moonpool.engine.kernels.attention import Tiles, attend_tiles, join_parts  # noqa: E402
 from moonpool.engine.kernels.gemv import gemv  # noqa: E402
+from moonpool.engine.kernels.host_memory import deliver, fetch  # noqa: E402
 from moonpool.engine.kernels.pointwise import add_norm, rotate_and_write, silu_mul  # noqa: E402
 from moonpool.engine.kernels.sampling import draw_tokens  # noqa: E402
 from moonpool.engine.kv_memory import KvLayout  # noqa: E402
@@ -255,3 +256,13 @@ def test_kv_in_8_bits_is_near_to_kv_in_the_models_type() -> None:
         found.append((out[39].float(), k.float()))
     torch.testing.assert_close(found[1][1], found[0][1], atol=0.02, rtol=0.07)
     torch.testing.assert_close(found[1][0], found[0][0], atol=0.1, rtol=0.1)
+
+
+def test_words_go_to_the_gpu_and_back_without_a_copy_engine() -> None:
+    here = torch.arange(2500, dtype=torch.int32, pin_memory=ON_GPU)
+    there, back = torch.zeros(2500, dtype=torch.int32, device=DEVICE), torch.zeros_like(here, pin_memory=ON_GPU)
+    fetch(here, there)
+    deliver(there, back)
+    if ON_GPU:
+        torch.cuda.synchronize()
+    assert back.tolist() == there.tolist() == here.tolist()
