@@ -142,9 +142,9 @@ class Store(TensorCalls, RemovalCalls):
         self.piece_puts, self.piece_reads = PiecePuts(put_tools), self._reads.pieces
         self.tasks = PoolTasks(master)
 
-    def page_lock_local(self) -> None:
-        """Begin to page-lock the memory of this machine's nodes, for a GPU (TransferEngine.use_gpu()). It goes on in
-        the background; nodes that cannot be reached now are locked when they are first used.
+    def page_lock_local(self, timeout_s: float = 0.0) -> None:
+        """Page-lock the memory of this machine's nodes, for a GPU (TransferEngine.use_gpu()). What takes longer than
+        `timeout_s` goes on in the background; nodes that cannot be reached now are locked when they are first used.
         """
         pinning = self.directory.engine.pinning
         assert pinning is not None, "use_gpu() comes first"
@@ -154,6 +154,7 @@ class Store(TensorCalls, RemovalCalls):
                 remote = self.directory.open_segment(info) if info.tier & m.Tier.DRAM else None
                 if isinstance(remote, MappedRemote):
                     pinning.add(remote, self._config.transfer_timeout_s)
+        pinning.hurry(timeout_s)
 
     def close(self) -> None:
         """Idempotent. Ends its pins, views and event feeds."""

@@ -72,7 +72,7 @@ class PrefillRole:
         self._samples = samples
         self._pull_timeout_s, self._pull_grace_s = pull_timeout_s, pull_grace_s
         self._clock = clock
-        self._token_s: float | None = None  # to compute one token, in the last step
+        self._token_s: float | None = None  # to compute one token; None: unknown
         self.last_pull_s: float | None = None
         self._prompts: dict[str, Prompt] = {}
         self._chunks: Sequence[Chunk] = ()
@@ -80,6 +80,10 @@ class PrefillRole:
         self._step_began_s = self._stalled_s = 0.0  # of the current step: its begin, and its waits for pulls
         self._pull_deadline = Deadline(0, clock)  # one for all pulls of a step: each delays the whole step
         self.loop: EngineLoop | None = None  # set once, before the loop starts
+
+    def calibrate(self, sample: PrefillSample) -> None:
+        """Take the time to compute a token from this sample, until a step shows it. Before the loop starts."""
+        self._token_s = sample.seconds / (sample.num_tokens - sample.prefix_tokens)
 
     # -- RPC handlers, on the event loop ---------------------------------------------------------------------
 
@@ -163,7 +167,7 @@ class PrefillRole:
         """
         computing_s = self._clock.now_s() - self._step_began_s - self._stalled_s
         num_tokens = sum(len(chunk.tokens) for chunk in self._chunks)
-        if num_tokens:
+        if num_tokens and not self._jobs:  # threads that pull take the interpreter from a step
             self._token_s = computing_s / num_tokens
         for chunk in self._chunks:
             prompt = self._prompts.get(chunk.request_id)
@@ -218,7 +222,7 @@ class PrefillRole:
         self._chunks, self._jobs = chunks, []
         self._step_began_s, self._stalled_s = self._clock.now_s(), 0.0
         self._pull_deadline = Deadline(self._pull_limit_s(admitted), self._clock)
-        compute_s = (self._token_cost_s() or math.inf) * sum(len(chunk.tokens) for chunk in chunks)
+        compute_s = (self._token_s or math.inf) * sum(len(chunk.tokens) for chunk in chunks)
         for entry in admitted:
             prompt, sequence = self._prompts[entry.request_id], self._scheduler.get(entry.request_id)
             assert sequence is not None
@@ -234,18 +238,10 @@ class PrefillRole:
         """Return how long the step may wait for its pulls: twice the time to compute the same tokens, and at least the
         grace. The conductor expected the pool to be faster than computing; a pool that is not is given up.
         """
-        token_s = self._token_cost_s()
-        if token_s is None:
+        if self._token_s is None:
             return self._pull_timeout_s
         num_tokens = sum(len(entry.blocks) for entry in admitted) * self._block_tokens
-        return min(self._pull_timeout_s, max(self._pull_grace_s, _MAX_PULL_RATIO * token_s * num_tokens))
-
-    def _token_cost_s(self) -> float | None:
-        """Return the time to compute a token: in the last step, else when it was calibrated; None if unknown."""
-        if self._token_s is not None or not self._samples.prefills:
-            return self._token_s
-        last = self._samples.prefills[-1]
-        return last.seconds / (last.num_tokens - last.prefix_tokens)
+        return min(self._pull_timeout_s, max(self._pull_grace_s, _MAX_PULL_RATIO * self._token_s * num_tokens))
 
     def _start_pull(self, entry: AdmittedSequence, push: Push, compute_s: float) -> None:
         # Even if the request ends, these pages are not reused while the puller may write to them.
@@ -254,7 +250,9 @@ class PrefillRole:
         self._jobs.append(
             self._puller.start(
                 entry,
-                on_layer=lambda layers, count, ready: push.layers_ready(layers, entry.blocks[:count], ready),
+                on_pieces=lambda layers, some, ready: push.layers_ready(
+                    layers, entry.blocks[some.start : some.stop], ready
+                ),
                 on_end=lambda: self._release_pages(owner),
                 compute_s=compute_s,
             )

@@ -58,6 +58,7 @@ from moonpool.worker.prefill import PrefillRole
 from moonpool.worker.reporter import ReportCollector, WorkerReporter
 
 _LOG = logging.getLogger(__name__)
+_PAGE_LOCK_S = 10.0  # of a GPU worker's start, for the pool's memory; about 40 GB
 _C = TypeVar("_C", Prefill, Decode)
 
 
@@ -158,8 +159,6 @@ class Worker:
         return PoolProbe(connect, built.layout.page_nbytes, SystemClock())
 
     def _calibrate(self, built: Built) -> None:
-        if isinstance(built.pieces, DevicePieces):
-            self._store.page_lock_local()
         limits, pages = built.scheduler.config, built.scheduler.pages
         run = Calibration(
             lambda chunks: compute(built.runner, chunks),
@@ -175,12 +174,18 @@ class Worker:
             repeats=1 if self.config.gpu is None else 2,
         )
         if self.config.calibration_s > 0:
-            if self.config.role == "prefill":
+            if isinstance(self._role, PrefillRole):
                 self._samples.prefills.extend(run.prefills())
-                self._samples.pulls.extend(self._probe.measure())
+                if self._samples.prefills:  # the last run is the longest; the samples go to the conductor
+                    self._role.calibrate(self._samples.prefills[-1])
             else:
                 self._samples.decodes.extend(run.decodes())
             built.runner.kv.clear(list(range(run.num_pages_used)))
+        if isinstance(built.pieces, DevicePieces):  # after the runs: meanwhile every call of the driver is slow
+            self._store.page_lock_local(_PAGE_LOCK_S)
+        if self.config.calibration_s > 0:
+            if self.config.role == "prefill":
+                self._samples.pulls.extend(self._probe.measure())
             _LOG.info("calibrated with %d runs", len(self._samples.prefills) + len(self._samples.decodes))
 
     async def _keep_measuring(self, role: PrefillRole) -> None:

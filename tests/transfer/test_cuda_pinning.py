@@ -139,3 +139,11 @@ def test_no_copy_crosses_a_chunk_and_every_byte_is_copied_once(places: list[tupl
     assert all(
         int(o) // chunk == (int(o) + int(n) - 1) // chunk for o, n in zip(cut.offsets, cut.sizes, strict=True) if n
     )
+
+
+def test_locking_in_a_hurry_returns_when_all_is_locked_or_refused(bench: Bench) -> None:
+    bench.pinning.hurry(60)  # nothing is there
+    segment = bench.pinning.add(bench.remote, 1)
+    bench.pinning.hurry(60)
+    assert segment.pinned_nbytes == NBYTES
+    bench.pinning.hurry(60)

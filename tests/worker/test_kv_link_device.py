@@ -57,7 +57,7 @@ class Bench:
         root = next(_ROOTS).to_bytes(32)
         self.keys = chain_keys(root, range(NUM_BLOCKS * LAYOUT.block_tokens), LAYOUT.block_tokens)
         self.writer = PoolWriter(self.store, self.pieces, IDENTITY)
-        self.layers: list[tuple[range, int]] = []
+        self.layers: list[tuple[range, range]] = []
 
     def pin(self) -> None:
         engine = self.store.directory.engine
@@ -139,7 +139,7 @@ def test_the_bytes_come_back(bench: Bench, pinned: bool, compute_s: float) -> No
     per_block = LAYOUT.num_layers if compute_s else 1
     together = LAYOUT.num_layers // per_block
     assert bench.layers == [
-        (range(first, first + together), NUM_BLOCKS) for first in range(0, LAYOUT.num_layers, together)
+        (range(first, first + together), range(NUM_BLOCKS)) for first in range(0, LAYOUT.num_layers, together)
     ]
     assert bench.device.num_copies == (NUM_BLOCKS * per_block if pinned else 0)
     assert len(bench.pieces.waited_for) == LAYOUT.num_layers

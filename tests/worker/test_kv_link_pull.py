@@ -51,10 +51,10 @@ class Bench:
         pages = tuple(range(8, 8 + NUM_BLOCKS))
         admitted = AdmittedSequence("r", 0, tuple(range(NUM_BLOCKS)), pages, tuple(self.keys))
 
-        def on_layer(layers: range, count: int, _: object) -> None:
-            self.layers += [(layer, count) for layer in layers]
+        def on_pieces(layers: range, blocks: range, _: object) -> None:
+            self.layers += [(layer, len(blocks)) for layer in layers]
 
-        return puller.start(admitted, on_layer, self.ended.set)
+        return puller.start(admitted, on_pieces, self.ended.set)
 
     def page(self, page: int) -> bytes:
         return b"".join(bytes(self.pieces.piece(page, layer)) for layer in range(LAYOUT.num_layers))

@@ -56,7 +56,8 @@ def test_the_first_run_of_a_shape_does_not_count_where_runs_are_repeated() -> No
         seen.add(num_tokens)
         machine(chunks)
 
-    samples = list(Calibration(compute, LIMITS, machine.clock, 60.0, repeats=2).prefills())
+    samples = list(Calibration(compute, LIMITS, machine.clock, 4.0, repeats=2).prefills())
+    assert samples[-1].num_tokens == 8192  # preparing took nothing of the time for measuring
     assert [one.seconds for one in samples] == pytest.approx(
         [1e-4 * (one.num_tokens - one.prefix_tokens) for one in samples]
     )
@@ -81,7 +82,8 @@ def test_within_its_limits_and_its_time(limits: Limits, per_token_s: float, budg
         run = machine.calibration(budget_s, repeats)
         samples = list(getattr(run, kind)())
         assert run.num_pages_used <= limits.num_pages
-        # Only the first run cannot know how long it takes.
+        # Only the first run cannot know how long it takes; where runs are repeated, it is taken for preparing.
         first_s = 32 * per_token_s
-        assert machine.clock.now_s() <= max(budget_s, first_s) + 1e-6
+        prepared_s = first_s if repeats > 1 else 0.0
+        assert machine.clock.now_s() <= max(budget_s, first_s) + prepared_s + 1e-6
         assert all(one.seconds > 0 for one in samples)

@@ -16,7 +16,7 @@ from moonpool.worker.kv_link.device_pieces import DevicePieces
 from moonpool.worker.kv_link.pool import PoolProbe, PoolWriter
 from moonpool.worker.kv_link.pull import Puller
 
-_NUM_BLOCKS = (1, 1, 32)  # of each pull; the first one is not counted
+_NUM_BLOCKS = (1, 1, 32, 128)  # of each pull; the first one is not counted
 _TIMEOUT_S = 5.0
 
 

@@ -3,13 +3,14 @@
 Blocks come straight from page-locked memory of a node (transfer/transports/cuda/pinning.py), each with one copy where
 all layers are wanted at once, layer by layer where the step computes meanwhile. What is not page-locked yet goes
 through pinned slots; what is not in memory of this machine is read into main memory, verified there, and then copied.
-Behind the copies of a bundle the
-device takes the checksums of what lies in the pages now, and the host compares them with the headers. A block that is
-wrong there is read once more, by way of main memory, where a bad replica is found and reported. If the engine was told
-of it before, the step may have used it, and the good prefix ends with the block before it.
+Behind the copies of a bundle the device takes the checksums of what lies in the pages now, and the host compares them
+with the headers. A block that is wrong there is read once more, by way of main memory, where a bad replica is found and
+reported. If the engine was told of it before, the step may have used it, and the good prefix ends with the block before
+it.
 
 The host starts copies and never waits for one before it has started the next few; a layer's event tells the engine's
-stream when its pieces are there.
+stream when its pieces are there. Whole blocks are passed on, to be handed over, bundle by bundle as they are verified,
+while later ones still come; layers when their copies are started, because a step computes with them.
 """
 
 from __future__ import annotations
@@ -49,10 +50,13 @@ def goes_by_layer(pull_s: float, compute_s: float) -> bool:
 
 
 class _Bundle(NamedTuple):
-    """Pieces under way: these layers of these blocks. `held` are the segments that they are copied from."""
+    """Pieces under way: these layers of these blocks, in place once `ready` is reached. `held` are the segments that
+    they are copied from.
+    """
 
     blocks: range
     layers: range
+    ready: ReadyPoint
     sums: PendingSums
     held: list[PinnedSegment]
 
@@ -116,7 +120,7 @@ class DevicePull:
             number = min(2 * number, _BUNDLE_BLOCKS)
         self._num_good = min(self._num_good, len(self._sessions))
         ready, self._num_announced = self._lane.mark(), len(layers)
-        self._job.layers_done(layers, self._num_good, ready)
+        self._job.layers_done(layers, ready)
 
     def _pull_layers(self) -> None:
         self._sessions = self._blocks.open(len(self._blocks))
@@ -125,20 +129,22 @@ class DevicePull:
             if self._num_good and not self._job.left_behind:
                 self._start(range(self._num_good), range(layer, layer + 1))
                 self._make_room()
-            self._num_announced = layer + 1
-            self._job.layers_done(range(layer, layer + 1), self._num_good, self._lane.mark())
+            self._num_announced, ready = layer + 1, self._lane.mark()
+            self._job.pass_on(range(layer, layer + 1), range(self._num_good), ready)
+            self._job.layers_done(range(layer, layer + 1), ready)
 
     def _start(self, blocks: range, layers: range) -> None:
         """Start the copies of these layers of the blocks, and the checksums behind them."""
         held: list[PinnedSegment] = []
         try:
             self._copy_staged(self._start_direct(blocks, layers, held), layers)
+            ready = self._lane.mark()
             sums = self._lane.start_checksums(blocks.start, blocks.stop, layers)
         except BaseException:
             self._lane.copies.drain()
             _release(held)
             raise
-        self._under_way.append(_Bundle(blocks, layers, sums, held))
+        self._under_way.append(_Bundle(blocks, layers, ready, sums, held))
 
     def _start_direct(self, blocks: range, layers: range, held: list[PinnedSegment]) -> list[int]:
         """Start copies of the blocks that lie in memory of this machine. Return the others."""
@@ -237,7 +243,7 @@ class DevicePull:
 
     def _finish_first(self) -> None:
         """Wait for the oldest bundle and compare its checksums with the headers."""
-        blocks, layers, sums, held = self._under_way[0]
+        blocks, layers, ready, sums, held = self._under_way[0]
         found = sums.wait()
         self._under_way.popleft()
         _release(held)
@@ -245,7 +251,10 @@ class DevicePull:
         if wrong:
             self._store.piece_reads.count(damaged=len(wrong))
             self._read_again(wrong, layers)
-        self._count(range(blocks.start, min(blocks.stop, self._num_good)), layers)
+        good = range(blocks.start, min(blocks.stop, self._num_good))
+        self._count(good, layers)
+        if not self._by_layer:
+            self._job.pass_on(layers, good, ready)
 
     def _wrong_blocks(self, blocks: range, layers: range, found: Checksums) -> list[int]:
         """Return the blocks of which a piece does not have the checksum that its header states."""

@@ -25,7 +25,7 @@ from moonpool.worker.kv_link.device_pieces import DevicePieces, PullLane
 from moonpool.worker.kv_link.device_pull import DevicePull, goes_by_layer
 from moonpool.worker.kv_link.pieces import HostPieces, PieceMemory, ReadyPoint
 from moonpool.worker.kv_link.pool import PoolHealth
-from moonpool.worker.kv_link.pull_job import LayerListener, PullJob, PullResult, StoredBlocks
+from moonpool.worker.kv_link.pull_job import PieceListener, PullJob, PullResult, StoredBlocks
 
 _BUNDLE_NBYTES = 2 * 1024 * 1024  # read together, in the time that the pool has for one answer
 _NUM_UNDER_WAY = 4  # bundles of one job
@@ -79,7 +79,7 @@ class Puller:
     def start(
         self,
         admitted: AdmittedSequence,
-        on_layer: LayerListener,
+        on_pieces: PieceListener,
         on_end: Callable[[], None],
         compute_s: float = math.inf,
     ) -> PullJob:
@@ -87,7 +87,7 @@ class Puller:
         thread of the puller. `compute_s` is about how long the step computes beside the pull.
         """
         memory = self._memory
-        job = PullJob(admitted, on_layer, on_end, memory.compute_after if isinstance(memory, DevicePieces) else None)
+        job = PullJob(admitted, on_pieces, on_end, memory.compute_after if isinstance(memory, DevicePieces) else None)
         # Earlier steps may still use these pages.
         self._threads.submit(self._run, job, memory.mark(), compute_s)
         return job
@@ -205,4 +205,5 @@ class _PieceStream:
         if num_right < len(errors) and blocks[num_right] < self.num_good:
             self.num_good, self.failure = blocks[num_right], errors[num_right]
         if is_last:
-            self._job.layers_done(range(layer, layer + 1), self.num_good)
+            self._job.pass_on(range(layer, layer + 1), range(self.num_good))
+            self._job.layers_done(range(layer, layer + 1))

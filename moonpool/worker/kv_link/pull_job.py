@@ -27,9 +27,10 @@ class PullResult:
     ssd_nbytes: int = 0  # of `nbytes`, read from disk
 
 
-LayerListener = Callable[[range, int, ReadyPoint | None], None]
-"""Called with (layers, number of leading blocks whose pieces of them are in place once the point is reached). On a
-GPU they may turn out to be wrong later: what is made of them counts only if the result says that they are good.
+PieceListener = Callable[[range, range, ReadyPoint | None], None]
+"""Called with (layers, blocks) whose pieces are in place once the point is reached; blocks count from the first one of
+the job. On a GPU they may turn out to be wrong later: what is made of them counts only if the result says that they
+are good.
 """
 
 
@@ -42,7 +43,7 @@ class PullJob:
     def __init__(
         self,
         admitted: AdmittedSequence,
-        on_layer: LayerListener,
+        on_pieces: PieceListener,
         on_end: Callable[[], None],
         compute_after: Callable[[ReadyPoint], None] | None = None,
     ) -> None:
@@ -51,7 +52,7 @@ class PullJob:
         self.result: PullResult | None = None
         self.left_behind = False  # the engine has stopped waiting for it
         self.moved_nbytes = self.moved_ssd_nbytes = 0  # so far, as whole pieces
-        self._on_layer = on_layer
+        self._on_pieces = on_pieces
         self._on_end = on_end
         self._num_layers = 0
         self._ready: dict[int, ReadyPoint] = {}  # by layer; on a GPU
@@ -68,7 +69,7 @@ class PullJob:
             self._compute_after(ready)
 
     def wait_end(self, timeout_s: float) -> PullResult:
-        """Return the outcome. If there is none in time, the job is left behind for good: `on_layer` is not called any
+        """Return the outcome. If there is none in time, the job is left behind for good: `on_pieces` is not called any
         more, and the pages stay the puller's until it calls `on_end`.
         """
         with self._changed:
@@ -83,14 +84,19 @@ class PullJob:
         self.moved_nbytes += nbytes
         self.moved_ssd_nbytes += nbytes if from_disk else 0
 
-    def layers_done(self, layers: range, num_good: int, ready: ReadyPoint | None = None) -> None:
+    def pass_on(self, layers: range, blocks: range, ready: ReadyPoint | None = None) -> None:
+        """Tell the listener that these pieces are in place once `ready` is reached."""
+        with self._changed:
+            if not self.left_behind:  # under the lock, so that no call follows once wait_end() has given up
+                self._on_pieces(layers, blocks, ready)
+
+    def layers_done(self, layers: range, ready: ReadyPoint | None = None) -> None:
+        """Let the engine use these layers; on a GPU its computing waits for `ready`."""
         with self._changed:
             self._num_layers = layers.stop
             if ready is not None:
                 self._ready |= dict.fromkeys(layers, ready)
             self._changed.notify_all()
-            if not self.left_behind:  # under the lock, so that no call follows once wait_end() has given up
-                self._on_layer(layers, num_good, ready)
 
     def end(self, result: PullResult) -> None:
         with self._changed:

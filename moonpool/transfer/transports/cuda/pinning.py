@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
@@ -27,6 +28,7 @@ from moonpool.transfer.transports.mapped import MappedRemote
 
 _LOG = logging.getLogger(__name__)
 CHUNK_NBYTES = 64 * 1024 * 1024  # 17 ms, during which other calls of the driver may have to wait
+_PAUSE_RATIO = 2.0  # of the time that a chunk takes, behind each chunk: steps launch their kernels meanwhile
 _WATCH_EVERY_S = 0.2
 _JOIN_TIMEOUT_S = 5.0
 
@@ -142,6 +144,8 @@ class Pinning:
         self._segments: dict[MappedRemote, PinnedSegment] = {}
         self._ending: list[PinnedSegment] = []
         self._woken = threading.Event()
+        self._all_locked = threading.Event()
+        self._pauses = True
         self._closed = False
         self._thread: threading.Thread | None = None
 
@@ -166,6 +170,17 @@ class Pinning:
         self._woken.set()
         return made
 
+    def hurry(self, timeout_s: float) -> None:
+        """Lock without pauses; return when all is locked, or after `timeout_s`."""
+        with self._lock:
+            if not self._segments:
+                return
+            self._pauses = False
+            self._all_locked.clear()
+            self._woken.set()
+        self._all_locked.wait(timeout_s)
+        self._pauses = True
+
     def close(self) -> None:
         """Unlock everything, after the copies that are under way. Idempotent."""
         with self._lock:
@@ -178,11 +193,20 @@ class Pinning:
         while not self._closed:
             self._woken.clear()
             self._retire()
+            started_s = time.monotonic()
             has_grown = [each.grow() for each in self._now()]
             if not any(has_grown):
+                self._tell_all_locked()
                 self._woken.wait(_WATCH_EVERY_S)
+            elif self._pauses:
+                self._woken.wait(_PAUSE_RATIO * (time.monotonic() - started_s))
         for each in [*self._now(), *self._ending]:
             each.release(_JOIN_TIMEOUT_S)
+
+    def _tell_all_locked(self) -> None:
+        with self._lock:
+            if not self._woken.is_set():  # else there may be something to lock since
+                self._all_locked.set()
 
     def _now(self) -> list[PinnedSegment]:
         with self._lock:
