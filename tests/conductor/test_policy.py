@@ -149,7 +149,9 @@ def test_cost_pulls_the_best_number_of_blocks(prefill, transfer, local, pool, la
     each = [
         world.inputs.prices.plan(local, pulled, None, layers).service_s for pulled in range(max(0, pool - local) + 1)
     ]
-    assert found.service_s == pytest.approx(min(each), rel=1e-9)
+    # To pull a part only must save a tenth of what pulling everything takes.
+    takes_all = each[-1] < each[0] and min(each) >= 0.9 * each[-1]
+    assert found.service_s == pytest.approx(each[-1] if takes_all else min(each), rel=1e-9)
 
 
 def test_cost_leaves_what_is_on_a_slow_disk() -> None:

@@ -13,6 +13,7 @@ from moonpool.conductor.placement.prefix_index import Leading
 from moonpool.conductor.placement.traffic import Traffic
 
 _MAX_EDGES = 8
+_MIN_GAIN = 0.1
 
 
 class PlacementRequest(NamedTuple):
@@ -153,7 +154,8 @@ class Pricing:
 
     def best_plan(self, local: int, slot: int | None) -> PricedPlacement:
         """Return the placement with the number of pulled blocks that makes it shortest, 0 included; of equals the
-        fewest blocks.
+        fewest blocks. To pull only some of the blocks must save _MIN_GAIN of the time: such a plan relies on loading
+        and computing at once, and what it computes, others wait for.
 
         The time to compute is concave in the number of pulled blocks, the time to load is linear. So the minimum is
         at an end, where loading and the first step cross, where the rest becomes one step, or where the next block is
@@ -179,7 +181,7 @@ class Pricing:
         best, best_s = 0, self.prefill_s(local)
         for pulled in tries:
             seconds = self._both_s(load_s(pulled), local + pulled)
-            if seconds < best_s:
+            if seconds < best_s * (1 - _MIN_GAIN if best == missing else 1):
                 best, best_s = pulled, seconds
         return self.plan(local, best, slot, layers)
 
