@@ -93,7 +93,7 @@ def pool_rates(report: Report) -> None:
 
     switch_threads_often()  # as a worker does
     release()
-    layout, engine = layout_of(2 * NUM_BLOCKS), make_engine(32 * 40, max_num_seqs=32)
+    layout, engine = layout_of(2 * NUM_BLOCKS), make_engine(32 * 50, max_num_seqs=32)
     targets = {"put from the GPU": 35.0, "pull, whole blocks": 45.0}
     dram_nbytes = int(2.3 * NUM_BLOCKS * layout.page_nbytes)
     with tempfile.TemporaryDirectory(prefix="mp-") as run_dir, PoolProcess(run_dir, dram_nbytes) as pool:

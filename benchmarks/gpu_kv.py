@@ -119,17 +119,14 @@ class KvSide:
     def page_lock(self) -> float:
         """Page-lock the node's memory; return the seconds that it takes."""
         started_s = time.perf_counter()
-        self.store.page_lock_local()
-        while any(each.pinned_nbytes < each.remote.nbytes for each in self.pinned()):
-            time.sleep(0.01)
+        self.store.page_lock_local(timeout_s=120.0)
         return time.perf_counter() - started_s
 
     def pinned(self) -> list[PinnedSegment]:
         return self.pinning._now()
 
     def put(self, keys: list[bytes], pages: list[int]) -> float:
-        """Put the pages under the keys; return the seconds."""
-        torch.cuda.synchronize()
+        """Put the pages under the keys; return the seconds. The pages are final."""
         started_s = time.perf_counter()
         self.writer.put_pages({page: FullBlock("bench", n, page, keys[n]) for n, page in enumerate(pages)})
         seconds = time.perf_counter() - started_s
@@ -142,7 +139,6 @@ class KvSide:
 
     def pull(self, keys: list[bytes], pages: list[int], compute_s: float = ALONE) -> float:
         """Pull the blocks into the pages; return the seconds until all are verified."""
-        torch.cuda.synchronize()
         started_s = time.perf_counter()
         result = self.start_pull(keys, pages, compute_s).wait_end(60)
         seconds = time.perf_counter() - started_s
@@ -208,6 +204,7 @@ def measure(side: KvSide, num_blocks: int, rounds: int) -> Iterator[tuple[str, f
     yield "put from the GPU", nbytes / min(put_s[1:]) / 1e9, "GB/s", from_gpu
     for case, compute_s in (("pull, whole blocks", ALONE), ("pull, layer by layer", BESIDE)):
         side.kv.clear(theirs)
+        torch.cuda.synchronize()
         pull_s = [side.pull(keys, theirs, compute_s) for _ in range(rounds + 1)]
         yield case, nbytes / min(pull_s[1:]) / 1e9, "GB/s", to_gpu
         yield f"{case}: bytes equal", float(equal_pages(side.kv, ours, theirs)), "1 = yes", None
