@@ -25,6 +25,13 @@ class SystemClock:
 _SYSTEM_CLOCK = SystemClock()
 
 
+class BootClock:
+    """As SystemClock, and it goes on while the machine is suspended: for promises that others keep for a time."""
+
+    def now_s(self) -> float:
+        return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 class VirtualClock:
     """A clock that moves only by advance()."""
 

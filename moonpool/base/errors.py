@@ -23,6 +23,7 @@
         DeadlineExceeded      it did not answer in time
           PeerSilent          it sent nothing for so long that it counts as away
         Cancelled             the caller gave up
+        NotSettled            it is being done: ask again until readers cannot find the old value any more
       ProtocolError           the other side breaks the protocol or speaks another version
       ModelError              the model file is missing, truncated or not supported
       FatalRequest            workers crash on this request; it is not retried
@@ -147,6 +148,10 @@ class PeerSilent(DeadlineExceeded):
 class Cancelled(Unavailable):
     code = "cancelled"
     http_status = 499
+
+
+class NotSettled(Unavailable):
+    code = "not_settled"
 
 
 class ProtocolError(MoonpoolError):

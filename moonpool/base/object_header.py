@@ -9,6 +9,9 @@ The header is padded to a multiple of 4 KiB, so that the pieces behind it start 
 another without gaps. A reader checks magic, version, its own crc, key, identity and generation before it
 touches a piece, and each piece's checksum before it uses it.
 
+The last 8 bytes of the header's first page are the void mark: 0, or the replica's generation once it has left its
+object. Only a reader that has not asked the master looks at it.
+
 Thousands of small objects are read and written per call, so one struct per number of pieces and length of the key
 reads or writes all fields of a header at once.
 """
@@ -41,6 +44,9 @@ _SIZES = struct.Struct("<II40xH")  # header_nbytes, num_pieces, key_nbytes
 _SIZES_AT = 16
 
 _extend = google_crc32c.extend  # takes bytes as they are
+
+
+VOID_AT = ALIGN_NBYTES - GENERATION.size
 
 
 class ObjectKind(IntEnum):
@@ -222,6 +228,23 @@ def read_fields(memory: bytes | bytearray | memoryview, offset: int = 0) -> Head
     else:
         sizes, checksums = tuple(pieces[:-1:2]), tuple(pieces[1:-1:2])
     return HeaderFields(check, kind, tokens, size, generation, identity, key, sizes, checksums)
+
+
+def has_void_mark(key_nbytes: int, num_pieces: int) -> bool:
+    """Return whether headers of this kind have room for the void mark: all but those of hundreds of pieces."""
+    return _AROUND_NBYTES + key_nbytes + num_pieces * _PIECE_NBYTES <= VOID_AT
+
+
+def is_void(memory: bytes | bytearray | memoryview, offset: int, generation: int) -> bool:
+    """Return whether the replica of that generation, whose header is at `offset`, has left its object."""
+    return bool(GENERATION.unpack_from(memory, offset + VOID_AT)[0] == generation)
+
+
+def void(memory: memoryview, offset: int, generation: int) -> None:
+    """Set the void mark of the replica whose header is at `offset`, if it has one."""
+    _, num_pieces, key_nbytes = _SIZES.unpack_from(memory, offset + _SIZES_AT)
+    if has_void_mark(key_nbytes, num_pieces):
+        GENERATION.pack_into(memory, offset + VOID_AT, generation)
 
 
 def unpack(buffer: bytes | bytearray | memoryview) -> ObjectHeader:

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from moonpool.base.clock import Clock
 from moonpool.base.descriptor import SegmentDescriptor
-from moonpool.base.errors import MoonpoolError
+from moonpool.base.errors import MoonpoolError, NotSettled
 from moonpool.base.metrics import (
     GetMetrics,
     GetReportedMetrics,
@@ -202,6 +202,7 @@ def _questions(pool: LivePool) -> dict[type[Call[Any]], Handler]:
     state, now, board, reported = pool.state, pool.clock.now_s, pool.board, ReportedMetrics()
     return {
         m.Exist: lambda c, _: state.exist(c.keys, now(), c.without),
+        m.Locate: lambda c, _: state.locate(c.keys, now()),
         m.Segments: lambda c, _: state.segments(),
         m.Announce: lambda c, _: board.announce(c.descriptor, c.ttl_s, now()),
         m.Retract: lambda c, _: board.retract(c.name, c.incarnation),
@@ -220,25 +221,42 @@ def _questions(pool: LivePool) -> dict[type[Call[Any]], Handler]:
 
 
 def _objects(pool: LivePool) -> dict[type[Call[Any]], Handler]:
-    state, now, cache = pool.state, pool.clock.now_s, IdempotencyCache()
+    state, now = pool.state, pool.clock.now_s
+    removals, replica_removals, pattern_removals = IdempotencyCache(), IdempotencyCache(), IdempotencyCache()
+
+    def put_end(c: m.PutEnd, _: RpcPeer) -> dict[int, m.Refusal]:
+        state.check_can_end(c.keys, c.generations, now())
+        return state.put_end(c.keys, c.generations, c.failed, now())
 
     def remove(c: m.Remove, _: RpcPeer) -> list[bool]:
-        return cache.once(c.errand, len(c.keys), lambda: state.remove(c.keys, c.force, now()))
+        def remove_all() -> tuple[list[bool], int]:
+            return state.remove(c.keys, c.force, now()), state.voids.last_number
+
+        removed, number = removals.once(c.errand, len(c.keys), remove_all)
+        state.check_settled(c.keys, now(), number)
+        return removed
 
     def remove_replicas(c: m.RemoveReplicas, _: RpcPeer) -> list[bool]:
-        return cache.once(c.errand, len(c.keys), lambda: state.remove_replicas(c.keys, c.segments, now()))
+        return replica_removals.once(c.errand, len(c.keys), lambda: state.remove_replicas(c.keys, c.segments, now()))
 
     def remove_matching(c: m.RemoveMatching, _: RpcPeer) -> m.RemovedCount:
-        return cache.once(c.errand, 1, lambda: state.remove_matching(c.pattern, c.force, c.cursor, now(), c.prefix))
+        def remove_step() -> tuple[m.RemovedCount, int]:
+            return state.remove_matching(c.pattern, c.force, c.cursor, now(), c.prefix), state.voids.last_number
+
+        removed, number = pattern_removals.once(c.errand, 1, remove_step)
+        if not state.voids.settled_up_to(number, now()):
+            raise NotSettled("a reader may still find an object that was removed; ask again")
+        return removed
 
     def lookup(c: m.Lookup, _: RpcPeer) -> list[m.ObjectInfo | None]:
         return state.lookup(c.keys, now(), prefix=c.prefix, lease=c.lease, session=c.session, reads=c.reads)
 
     return {
-        m.PutEnd: lambda c, _: state.put_end(c.keys, c.generations, c.failed, now()),
+        m.PutEnd: put_end,
         m.PutRenew: lambda c, _: state.put_renew(c.keys, c.generations, now()),
         m.PutRevoke: lambda c, _: state.put_revoke(c.keys, c.generations, c.settled, now()),
         m.Lookup: lookup,
+        m.RenewLeases: lambda c, _: state.renew_leases(c.keys, c.generations, now()),
         m.Remove: remove,
         m.RemoveReplicas: remove_replicas,
         m.RemoveMatching: remove_matching,

@@ -85,6 +85,7 @@ class Mount(ABC):
 
     async def leave(self, client: AsyncClient) -> None:
         """Unmount the segment, if the master still answers."""
+        self._engine.unserve(self.segment.name)  # first: the master forgets what readers may remember
         call = UnmountSegment(segment=self.segment.name, incarnation=self.segment.incarnation)
         try:
             await client.call(call, timeout_s=_GOODBYE_TIMEOUT_S)

@@ -179,7 +179,7 @@ class OrderRunner:
     def _enqueue(self, orders: Sequence[Order]) -> None:
         for order in orders:
             self._lanes[order.kind].add(order)
-        for lane in {self._lanes[order.kind] for order in orders}:
+        for lane in dict.fromkeys(self._lanes[order.kind] for order in orders):  # in the order of their first orders
             self._start(lane)
 
     def _start(self, lane: OrderLane) -> None:

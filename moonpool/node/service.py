@@ -30,6 +30,7 @@ from moonpool.node.offloading import LogThread
 from moonpool.node.orders import OrderLane, OrderRunner
 from moonpool.node.session_registry import SessionRegistry
 from moonpool.node.ssd_tier import LogMaintenance, NodeSsd, SsdMount
+from moonpool.node.voiding import Voider
 from moonpool.store.client.directory import SegmentDirectory
 from moonpool.store.messages import GRANULE_NBYTES, SERVICE, OrderKind, Placement, SegmentInfo, Segments
 from moonpool.transfer.config import TransferConfig, check_numa_node, warn_if_open
@@ -38,6 +39,7 @@ from moonpool.transfer.memory.segment import Segment
 
 _LOG = logging.getLogger(__name__)
 _MAX_LOG_ORDERS = 512  # in one go
+_MAX_VOIDS = 1000  # 8 bytes are written for each
 _DISK_RETRY_S = 5.0
 _POPULATE_WAIT_S = 1.0
 
@@ -209,7 +211,12 @@ class _Work:
         self._log_lane = OrderLane(self._log_thread.execute, max_orders=_MAX_LOG_ORDERS)
         self.orders = OrderRunner(
             config.name,
-            {OrderKind.COPY: copies, OrderKind.OFFLOAD: self._log_lane, OrderKind.DROP: self._log_lane},
+            {
+                OrderKind.COPY: copies,
+                OrderKind.OFFLOAD: self._log_lane,
+                OrderKind.DROP: self._log_lane,
+                OrderKind.VOID: OrderLane(Voider(node.segment).execute, max_orders=_MAX_VOIDS),
+            },
         )
         self.dram = DramMount(
             config.name,

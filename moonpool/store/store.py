@@ -27,13 +27,15 @@ from moonpool.store.client.config import ClientConfig, credentials, find_master
 from moonpool.store.client.counters import ClientCounters
 from moonpool.store.client.directory import SegmentDirectory
 from moonpool.store.client.master_client import MasterClient
+from moonpool.store.client.piece_reader import PieceReader
 from moonpool.store.client.put_batch import PutBatches
 from moonpool.store.client.put_calls import PutCalls
 from moonpool.store.client.put_request import Put, PutRequest, PutSettings, is_new, key_value_pairs, put_fields
 from moonpool.store.client.put_session import PiecePuts, PieceWriter
 from moonpool.store.client.put_tools import PutTools
 from moonpool.store.client.read_session import ReadTools
-from moonpool.store.client.reads import ClientReads, PieceReader, none_if_missing, read_ranges, report_corrupt
+from moonpool.store.client.reads import ClientReads, report_corrupt
+from moonpool.store.client.recovery import none_if_missing, read_ranges
 from moonpool.store.client.session_client import SessionClient
 from moonpool.store.client.views import ClientViews, ObjectView
 from moonpool.store.event_feed import EventFeed
@@ -161,6 +163,7 @@ class Store(TensorCalls, RemovalCalls):
         for feed in list(self._feeds):
             feed.close()
         self._views.close()
+        self._reads.close()
         self.master.close()
         self.directory.close()
         self._view_sessions.close()

@@ -15,9 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moonpool.base.errors import FewerReplicas, InvalidInput, MoonpoolError, NotFound, Refused, from_wire
+from moonpool.store.client.piece_reader import PieceReader
 from moonpool.store.client.put_batch import PutBatches
 from moonpool.store.client.put_request import Put, PutSettings, is_new, key_value_pairs, put_fields
-from moonpool.store.client.reads import ClientReads, Got, PieceReader, none_if_missing
+from moonpool.store.client.reads import ClientReads
+from moonpool.store.client.recovery import Got, none_if_missing
 from moonpool.store.client.views import ClientViews
 from moonpool.store.keys_text import Key, key_bytes, keys_bytes, show_key
 from moonpool.store.safetensors_files import checked_names, in_steps, make_index, map_file, read_index, whole_file

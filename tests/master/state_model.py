@@ -66,6 +66,7 @@ class FakeNode:
     inbox: list[m.Order] = field(default_factory=list)
     answers: list[m.OrderResult] = field(default_factory=list)
     end_of_log: int = 0
+    void_generations: set[int] = field(default_factory=set)  # of replicas whose header is void
 
     def die(self) -> None:
         self.alive, self.dram, self.ssd, self.epoch = False, 0, 0, 0
@@ -85,6 +86,10 @@ class FakeNode:
             self.stamps[offset] = place.generation
             self.memory.pop((self.dram, offset), None)
         self.memory[self.dram, place.offset] = (key, place.generation)
+
+    def void(self, key: bytes, place: m.Placement) -> None:
+        if self.holds(key, place):
+            self.void_generations.add(place.generation)
 
     def spans_above(self, generation: int) -> list[tuple[int, int]]:
         return [(offset, G) for offset, stamp in sorted(self.stamps.items()) if stamp > generation]

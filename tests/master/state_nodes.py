@@ -148,6 +148,9 @@ class NodeEvents(World):
         if order.kind is m.OrderKind.DROP:
             node.log.pop((order.key, order.source.generation), None)
             return m.OrderResult(order.order_id)
+        if order.kind is m.OrderKind.VOID:
+            node.void(order.key, order.source)
+            return m.OrderResult(order.order_id)
         source = self.nodes[order.source.segment.split(".")[0]]
         if not source.alive or not source.holds(order.key, order.source):
             return _refused(order, StaleGeneration.code)

@@ -55,6 +55,8 @@ class World(RuleBasedStateMachine):
         self.open: list[OpenPut] = []
         self.stored: dict[bytes, Stored] = {}
         self.claims: list[Claim] = []
+        # key, place, version and until when: what readers may read without asking
+        self.remembered: list[tuple[bytes, m.Placement, int, float]] = []
         self.sessions = [2**32 + 1, 2**32 + 2]
         self.next_session = 2**32 + 3
         self.num_pins = 0
@@ -193,6 +195,18 @@ class World(RuleBasedStateMachine):
         records = {(node.name, *record) for node in self.nodes.values() for record in node.log if record[0] == key}
         good = [record for record in records if (f"{record[0]}.dram", record[2]) not in stored.maybe_bad]
         return any(record in self.unreported and record[2] in stored.generations for record in good)
+
+    @invariant()
+    def readers_remember_no_value_that_a_settled_key_has_not(self) -> None:
+        self.remembered = [each for each in self.remembered if each[3] > self.now_s]
+        for key, place, version, _ in self.remembered:
+            node = self.nodes[place.segment.split(".")[0]]
+            is_there = node.alive and place.incarnation == node.dram and node.holds(key, place)
+            is_there = is_there and place.generation not in node.void_generations
+            if is_there and self.state.voids.are_settled([key], self.now_s):
+                slot = self.state.index.table.find(key)
+                assert slot is not None, f"{key!r} is gone, and a reader finds it at {place}"
+                assert self.state.index.table.version[slot] == version, f"a reader finds an older {key!r} at {place}"
 
     @invariant()
     def nothing_comes_back(self) -> None:

@@ -152,6 +152,8 @@ class PoolMachine(NodeEvents):
             self.claims += claims_on(
                 found.replicas, found.nbytes, until_s, ("lease", found.key, self.stored[found.key].generation)
             )
+            version, remembered_s = self.stored[found.key].generation, self.now_s + found.remember_s
+            self.remembered += [(found.key, place, version, remembered_s) for place in found.replicas]
             if holder:
                 self.claims += claims_on(found.replicas, found.nbytes, FOREVER, self._pin_of(holder, found.key))
 

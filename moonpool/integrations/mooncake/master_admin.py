@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from enum import IntEnum
@@ -17,7 +18,8 @@ from typing import Any
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 
-from moonpool.base.errors import InvalidInput, NotFound
+from moonpool.base.backoff import Backoff
+from moonpool.base.errors import InvalidInput, NotFound, NotSettled
 from moonpool.base.metrics import GetMetrics, GetReportedMetrics, MergedCollector, RoleMetrics
 from moonpool.base.rpc import Call
 from moonpool.base.units import format_nbytes
@@ -41,6 +43,8 @@ from moonpool.integrations.mooncake.codes import ErrorCode
 from moonpool.integrations.mooncake.http_service import METRICS, TEXT, HttpRequest, HttpResponse, HttpService
 from moonpool.integrations.mooncake.segment_names import endpoint_of, segments_of
 from moonpool.store import messages as m
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.05  # between two questions whether a removal is settled
 
 
 class JobStatus(IntEnum):
@@ -176,11 +180,24 @@ class MasterAdmin:
         force, count = request.query.get("force", "") in ("true", "1"), 0
         cursor: int | None = 0
         while cursor is not None:
-            removed: m.RemovedCount = self._ask(m.RemoveMatching(force=force, cursor=cursor, prefix=prefix))
+            errand = secrets.randbits(63) | 1
+            call = m.RemoveMatching(force=force, cursor=cursor, prefix=prefix, errand=errand)
+            removed = await self._ask_until_settled(call)
             count += removed.num_removed
             cursor = removed.cursor
             await asyncio.sleep(0)
         return json_reply({"success": True, "removed_count": count})
+
+    async def _ask_until_settled(self, call: m.RemoveMatching) -> m.RemovedCount:
+        """Return the answer when no reader finds the removed objects any more: at the latest when their leases end."""
+        backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+        while True:
+            try:
+                removed: m.RemovedCount = self._ask(call)
+            except NotSettled:
+                await asyncio.sleep(backoff.next_s())
+            else:
+                return removed
 
     # segments
 

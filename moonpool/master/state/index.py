@@ -138,8 +138,10 @@ class Losses:
         replicas = table.dram_replicas(slot)
         left = [each for each in replicas if each.segment in by_number]
         if len(left) < len(replicas):
+            lost = [each for each in replicas if each not in left]
             if not table.ssd_segment[slot]:
-                self._expect_on_ssd(slot, [each for each in replicas if each not in left])
+                self._expect_on_ssd(slot, lost)
+            self._objects.void(slot, lost, now_s)
             self._objects.set_dram(slot, left)
         if left or self._objects.tier(slot):
             self._objects.mark_readable(slot)

@@ -35,6 +35,8 @@ class PoolObjects:
         self.outcomes = outcomes
         self.counters = dict.fromkeys(("stored", "removed", "evicted", "evicted_ssd", "corrupt_replicas", "lost"), 0)
         self.on_record_unwanted: Callable[[bytes, int, Replica, float], None] = lambda key, nbytes, replica, now_s: None
+        # Called with key, size, DRAM replicas that left the object, and until when a reader may remember them.
+        self.on_replicas_left: Callable[[bytes, int, Sequence[Replica], float, float], None] = lambda *_: None
         self.all_were_ordered = True  # every object has been in the eviction order: the policy may be given any slot
         self._segments = segments
         self._space = space
@@ -165,15 +167,18 @@ class PoolObjects:
         self.counters["stored"] += len(keys)
         return slots
 
-    def drop(self, slot: int, reason: RemovalReason, now_s: float) -> None:
-        """Remove the object, and free its space when its leases and pins end."""
+    def drop(self, slot: int, reason: RemovalReason, now_s: float, *, is_void: bool = False) -> None:
+        """Remove the object, and free its space when its leases and pins end. `is_void`: its replicas are void."""
         table = self.table
         key, nbytes, flags = table.keys[slot], table.nbytes[slot], table.flags[slot]
         assert key is not None
         if table.dram_segment[slot]:
             if not flags & KEPT:
                 self.policy.remove(slot)
-            places = [(each.segment, each.offset) for each in table.dram_replicas(slot)]
+            replicas = table.dram_replicas(slot)
+            places = [(each.segment, each.offset) for each in replicas]
+            if not is_void:
+                self.void(slot, replicas, now_s)
         else:
             places = []
         if table.ssd_segment[slot]:
@@ -199,9 +204,16 @@ class PoolObjects:
             self.outcomes.add(Viewed(table.key(slot), places, table.nbytes[slot], ended=False))
         else:
             self._space.free_at(table.lease_until_s[slot], places, table.nbytes[slot], now_s)
+        self.void(slot, gone, now_s)
         self.set_dram(slot, [each for each in table.dram_replicas(slot) if each not in gone])
         if not self.tier(slot):
             self.mark_dormant(slot)
+
+    def void(self, slot: int, gone: Sequence[Replica], now_s: float) -> None:
+        """Report replicas that leave the object while a reader may remember them."""
+        until_s = self.table.lease_until_s[slot]
+        if until_s > now_s:
+            self.on_replicas_left(self.table.key(slot), self.table.nbytes[slot], gone, until_s, now_s)
 
     def lose_replicas(
         self, slot: int, lost: Sequence[Replica], reason: RemovalReason, until_s: float, now_s: float

@@ -13,10 +13,10 @@ positional: a bad item does not fail the others. What it promises:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from moonpool.base.descriptor import SegmentDescriptor
-from moonpool.base.errors import InvalidInput
+from moonpool.base.errors import InvalidInput, NotSettled
 from moonpool.master.policies import make_policy
 from moonpool.master.policies.base import EvictionPolicy
 from moonpool.master.rules import PoolRules
@@ -37,6 +37,7 @@ from moonpool.master.state.ssd_tier import SsdTier
 from moonpool.master.state.table import Flag
 from moonpool.master.state.tasks import Tasks
 from moonpool.master.state.unfinished_puts import Identities, check_pairs
+from moonpool.master.state.voids import Voids
 from moonpool.store import messages as m
 
 
@@ -63,7 +64,9 @@ class PoolState:
         self.copies = Copies(rules, index, segments, self.space, self.orders)
         self.ssd = SsdTier(rules, index, segments, self.orders, self.copies)
         self._hot = HotKeys(rules, index, segments, self.copies)
-        self._reads = ReadState(rules, index, self.ssd, self._hot)
+        self.voids = Voids(rules, segments, self.orders, self.outcomes, self.puts.pending)
+        index.on_replicas_left = self.voids.on_replicas_left
+        self._reads = ReadState(rules, index, self.ssd, self._hot, self.voids)
         self._listing = ObjectListing(index)
         self._tasks = Tasks(rules, first_id, index, segments, self.copies)
         self.members = Members(
@@ -88,13 +91,18 @@ class PoolState:
         if session:
             self.members.check_session(session)
             self.puts.on_session_stopped(keys, session, settled_up_to, now_s)
-        return self.puts.start(keys, sizes, options, session, parents, groups, now_s)
+        reply = self.puts.start(keys, sizes, options, session, parents, groups, now_s)
+        if options.replace:
+            self._begin_upserts(
+                [key for key, generation in zip(keys, reply.generations, strict=True) if generation], now_s
+            )
+        return reply
 
     def put_end(
         self, keys: Sequence[bytes], generations: Sequence[int], failed: Mapping[int, tuple[str, ...]], now_s: float
     ) -> dict[int, m.Refusal]:
         """Make the objects visible. Return refusals by position. A repeated call is no error; a late one is
-        StaleGeneration.
+        StaleGeneration. Call it when check_can_end() passes.
         """
         check_pairs(keys, generations)
         refusals, slots = self.puts.end(keys, generations, failed, now_s)
@@ -102,6 +110,32 @@ class PoolState:
             self.ssd.on_stored(slots)
             self.ssd.start_offloads(now_s)
         return refusals
+
+    def check_can_end(self, keys: Sequence[bytes], generations: Sequence[int], now_s: float) -> None:
+        """Raise NotSettled while a reader that has not asked may find the values that these puts replace, or older
+        ones: put_end has to wait.
+        """
+        pending = self.puts.pending
+        found = [(pending.get(key), generation) for key, generation in zip(keys, generations, strict=False)]
+        upserts = [put for put, generation in found if put and put.terms.replace and put.generation == generation]
+        self._begin_upserts([put.key for put in upserts if put.voiding is None], now_s)
+        if any(put.voiding is not None and not put.voiding.is_over(now_s) for put in upserts):
+            raise NotSettled("a reader may still find the old value of this key; ask again")
+        self.check_settled(keys, now_s)
+
+    def _begin_upserts(self, keys: Sequence[bytes], now_s: float) -> None:
+        """Order the nodes to void what the unfinished puts of these keys replace."""
+        table = self.index.table
+        for key in keys:
+            slot, put = table.find(key), self.puts.pending[key]
+            if slot is not None and table.dram_segment[slot]:
+                replicas, until_s = table.dram_replicas(slot), table.lease_until_s[slot]
+                self.voids.begin_upsert(put, table.nbytes[slot], replicas, until_s, now_s)
+
+    def check_settled(self, keys: Iterable[bytes], now_s: float, up_to: int | None = None) -> None:
+        """Raise NotSettled while a reader may find an older value of one of these keys; see Voids.are_settled."""
+        if not self.voids.are_settled(keys, now_s, up_to):
+            raise NotSettled("a reader may still find an older value of this key; ask again")
 
     def put_renew(self, keys: Sequence[bytes], generations: Sequence[int], now_s: float) -> list[bool]:
         """Restart the time of unfinished puts. Return for each whether it is still unfinished."""
@@ -138,13 +172,20 @@ class PoolState:
         """Return which keys have an object, and lease these. `without` are segments that the caller cannot read."""
         return self._reads.exist_outside(keys, without, now_s) if without else self._reads.exist(keys, now_s)
 
+    def locate(self, keys: Sequence[bytes], now_s: float) -> list[m.ObjectInfo | None]:
+        return self._reads.locate(keys, now_s)
+
+    def renew_leases(self, keys: Sequence[bytes], generations: Sequence[int], now_s: float) -> m.RenewedLeases:
+        check_pairs(keys, generations)
+        return self._reads.renew(keys, generations, now_s)
+
     def report_corrupt(self, key: bytes, generation: int, segment: str, offset: int, now_s: float) -> bool:
         """Remove one corrupt replica. Return False if it is gone, replaced or moved: then the reader was only late."""
         return self.copies.quarantine(key, generation, segment, offset, now_s)
 
     def remove(self, keys: Sequence[bytes], force: bool, now_s: float) -> list[bool]:
         """Remove objects. Return for each key whether it has no object now. Leased and pinned objects stay unless
-        `force`.
+        `force`. The removal is done when check_settled() passes.
 
         Objects on an SSD that is away are removed too, and do not come back with it.
         """
@@ -208,7 +249,11 @@ class PoolState:
         """Mount a segment, empty; it is used after its first heartbeat. Raise AlreadyExists if another one has the
         name.
         """
-        return self.members.mount(node, descriptor, tier, desk, capacity_nbytes, now_s)
+        before = self.table_of_segments.get(descriptor.name)
+        reply = self.members.mount(node, descriptor, tier, desk, capacity_nbytes, now_s)
+        if before is not None and before is not self.table_of_segments.get(descriptor.name):
+            self.voids.on_taken_over(before, now_s)
+        return reply
 
     def unmount(self, segment: str, incarnation: int, now_s: float) -> None:
         self.members.unmount(segment, incarnation, now_s)
@@ -253,6 +298,7 @@ class PoolState:
         """Do one bounded step of all that depends on time. Return whether there is more to do soon."""
         limit = self.rules.step_objects
         self.members.expire(now_s)
+        self.voids.expire(now_s)
         late = self.puts.discard_late(now_s, limit)
         freeing = self.space.free_due(now_s, limit)
         late = self.orders.expire(now_s, limit) or late

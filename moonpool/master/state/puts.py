@@ -382,7 +382,8 @@ class Puts(UnfinishedPuts):
                 flags |= table.flags[old] & Flag.HARD_PIN
                 group = group or table.group_of.get(old, b"")
                 soft_pin_until_s = max(soft_pin_until_s, table.soft_pins.get(old, now_s))
-            index.drop(old, RemovalReason.REPLACED, now_s)
+            is_void = put.voiding is not None and put.voiding.is_over(now_s)
+            index.drop(old, RemovalReason.REPLACED, now_s, is_void=is_void)
         parent = table.find(put.parent) if put.parent else None
         dram = [Replica(number, offset, put.generation) for number, offset in put.places]
         slot = index.insert(put.key, put.nbytes, dram, put.generation, flags, terms.identity, parent)

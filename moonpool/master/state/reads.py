@@ -14,7 +14,9 @@ from moonpool.master.state.key_index import Slots
 from moonpool.master.state.orders import Copies
 from moonpool.master.state.segments import SegmentTable
 from moonpool.master.state.ssd_tier import SsdTier
-from moonpool.store.messages import ObjectInfo
+from moonpool.master.state.table import Replica
+from moonpool.master.state.voids import Voids
+from moonpool.store.messages import ObjectInfo, RenewedLeases
 
 _MAX_TRACKED = 50_000
 # Above this part of the pool's bytes, no second replica is made.
@@ -65,9 +67,10 @@ class HotKeys:
 
 
 class ReadState:
-    def __init__(self, rules: PoolRules, index: ObjectIndex, ssd: SsdTier, hot: HotKeys) -> None:
+    def __init__(self, rules: PoolRules, index: ObjectIndex, ssd: SsdTier, hot: HotKeys, voids: Voids) -> None:
         self._lease_s = rules.lease_s
         self._index = index
+        self._voids = voids
         self._ssd = ssd
         self._hot = hot
         self.counters = dict.fromkeys(("hits", "misses"), 0)
@@ -94,11 +97,45 @@ class ReadState:
         if session:
             for slot in found:
                 self._index.pin(session, slot)
-        nbytes, placements, lease_s = self._index.table.nbytes, self._index.placements, self._lease_s if lease else 0.0
+        return self._infos(keys, slots, lease, now_s)
+
+    def _infos(
+        self, keys: Sequence[bytes], slots: Sequence[int | None], leased: bool, now_s: float
+    ) -> list[ObjectInfo | None]:
+        nbytes, placements = self._index.table.nbytes, self._index.placements
+        lease_s, remember_s = (self._lease_s, self._voids.remember_s(now_s)) if leased else (0.0, 0.0)
+        may_remember = self._voids.may_remember
         return [
-            None if slot is None else ObjectInfo(key, nbytes[slot], placements(slot), lease_s)
+            None
+            if slot is None
+            else ObjectInfo(key, nbytes[slot], placements(slot), lease_s, remember_s if may_remember(key) else 0.0)
             for key, slot in zip(keys, slots, strict=True)
         ]
+
+    def locate(self, keys: Sequence[bytes], now_s: float) -> list[ObjectInfo | None]:
+        """As exist, and return where the objects are."""
+        slots = self._index.find_many(keys, now_s)
+        self._lease([slot for slot in slots if slot is not None], now_s)
+        return self._infos(keys, slots, True, now_s)
+
+    def renew(self, keys: Sequence[bytes], generations: Sequence[int], now_s: float) -> RenewedLeases:
+        """Count uses of objects that were read where they were remembered, and lease those that are still there.
+        An object that is about to be replaced does not count as there: nobody may remember it longer.
+        """
+        slots = self._index.find_many(keys, now_s)
+        is_there = [
+            slot is not None and self._has_replica(slot, generation) and self._voids.may_remember(key)
+            for key, slot, generation in zip(keys, slots, generations, strict=True)
+        ]
+        found = [slot for slot, is_same in zip(slots, is_there, strict=True) if slot is not None and is_same]
+        self._lease(found, now_s)
+        self._count_uses(found, now_s)
+        self.counters["hits"] += len(keys)  # those that left since were hits, too
+        return RenewedLeases(is_there, self._voids.remember_s(now_s))
+
+    def _has_replica(self, slot: int, generation: int) -> bool:
+        replicas: Sequence[Replica] = self._index.table.dram_replicas(slot)
+        return any(each.generation == generation for each in replicas)
 
     def exist(self, keys: Sequence[bytes], now_s: float) -> list[bool]:
         """Return which keys have an object, and lease these. No use is counted: a reader calls lookup next."""

@@ -226,6 +226,12 @@ class Fated(Record):
     ages_s: list[float]
 
 
+class Unsettled(Record):
+    """Replicas of these keys left their objects while readers could remember them, and may not be void yet."""
+
+    keys: list[bytes]
+
+
 AnyRecord = (
     Began
     | Mounted
@@ -247,6 +253,7 @@ AnyRecord = (
     | HeldPut
     | Viewed
     | Fated
+    | Unsettled
 )
 
 _ENCODER = msgspec.msgpack.Encoder()

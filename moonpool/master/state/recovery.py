@@ -59,6 +59,7 @@ class _Recovery:
         self._pins = RecoveredPins()
         self._order = RecoveredOrder(state.index)
         self._last_generation = 0
+        self._unsettled: dict[bytes, None] = {}
         self._handlers: dict[type[r.Record], Callable[[Any], None]] = {
             r.Began: self._began,
             r.Mounted: self._mounted,
@@ -80,6 +81,7 @@ class _Recovery:
             r.SessionsEnded: self._sessions_ended,
             r.HeldPut: self._held_put,
             r.Fated: self._fated,
+            r.Unsettled: lambda record: self._unsettled.update(dict.fromkeys(record.keys)),
         }
 
     def apply(self, record: r.Record) -> None:
@@ -244,6 +246,7 @@ class _Recovery:
         used = (table.dram_segments[: table.end] != 0) | (table.ssd_segments[: table.end] != 0)
         state.table_of_segments.count_totals()
         table.leases[: table.end][used] = self._now_s + state.rules.lease_s
+        state.voids.wait_for(self._unsettled, self._now_s + state.rules.lease_s)
         state.ssd.restore()
         self._start_sweep()
         state.members.unseen_sessions = self._pins.sessions() | state.puts.sessions()

@@ -75,6 +75,8 @@ def _small(state: PoolState, now_s: float) -> Iterator[r.Record]:
         )
     for generation, (places, nbytes, session) in state.space.of_puts.items():
         yield r.HeldPut(generation, session, list(places), nbytes)
+    if unsettled := state.voids.unsettled(now_s):
+        yield r.Unsettled(unsettled)
     yield from _pins(index)
 
 

@@ -17,7 +17,7 @@ from moonpool.master.state.objects import FIRST_SESSION
 from moonpool.master.state.records import Identified, Outcomes, PutsAbandoned
 from moonpool.master.state.segments import Place
 from moonpool.master.state.space import PoolSpace
-from moonpool.store.messages import Refusal
+from moonpool.store.messages import Placement, Refusal
 
 MAX_KEY_NBYTES = 1024
 MAX_IDENTITIES = 2**16 - 1
@@ -94,6 +94,21 @@ class PutTerms(msgspec.Struct, eq=False, gc=False):
     replace: bool
 
 
+class Voiding:
+    """Replicas that nodes were ordered to void (voids.py), of one key."""
+
+    __slots__ = ("number", "replicas", "until_s")
+
+    def __init__(self) -> None:
+        self.number = 0  # of the key's latest replicas, among all that left
+        self.until_s = 0.0  # until when a reader may remember them
+        self.replicas: set[Placement | None] = set()  # that are not known to be void; None: of unknown ones
+
+    def is_over(self, now_s: float) -> bool:
+        """Return whether no reader takes them for an object any more without asking."""
+        return not self.replicas or self.until_s <= now_s
+
+
 class PendingPut(msgspec.Struct, eq=False, gc=False):
     """Space that was granted and is being written. Not visible, not evictable."""
 
@@ -105,6 +120,7 @@ class PendingPut(msgspec.Struct, eq=False, gc=False):
     renewed_s: float
     parent: bytes | None = None
     group: bytes = b""
+    voiding: Voiding | None = None  # of the object that an upsert replaces
 
 
 def are_plain(puts: Sequence[PendingPut]) -> bool:

@@ -24,7 +24,8 @@ from moonpool.base.errors import MoonpoolError
 from moonpool.store.client.cuts import scatter
 from moonpool.store.client.master_client import MasterClient
 from moonpool.store.client.read_session import ReadTools
-from moonpool.store.client.reads import ClientReads, Got, Targets
+from moonpool.store.client.reads import ClientReads
+from moonpool.store.client.recovery import Got, Targets
 from moonpool.store.messages import ObjectInfo
 from moonpool.transfer.memory.location import host_id
 from moonpool.transfer.transports.mapped import MappedRemote
@@ -128,7 +129,8 @@ class CachedReads(ClientReads):
     """ClientReads whose read() uses the cache."""
 
     def __init__(self, master: MasterClient, tools: ReadTools, cache: ObjectCache) -> None:
-        super().__init__(master, tools)
+        # A value is cached with the generations that look-ups around its read found, so the read itself must be as new.
+        super().__init__(master, tools, max_remembered=0)
         self._cache = cache
         self._here = RecentKeys(WINDOW_KEYS)  # keys found in this machine's memory: not looked up again for a while
 

@@ -152,6 +152,13 @@ class SegmentDirectory:
         info = self._known.get(placement.segment)
         return info is not None and not info.tier & Tier.DRAM
 
+    def is_memory(self, placement: Placement) -> bool:
+        """Return whether the segment is mounted memory. Ask the master if the segment is not known."""
+        try:
+            return bool(self.info(placement).tier & Tier.DRAM)
+        except MoonpoolError:
+            return False
+
     def open(self, placement: Placement) -> RemoteSegment:
         """Return a handle. Raise NotFound when that incarnation is no longer mounted, PeerLost when its owner is gone,
         Unauthorized when the owner requires another secret or certificate than this process has. A segment that could

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from moonpool.base.backoff import Backoff
 from moonpool.base.clock import Deadline
-from moonpool.base.errors import BreakerOpen, PeerLost, PeerSilent
+from moonpool.base.errors import BreakerOpen, NotSettled, PeerLost, PeerSilent
 from moonpool.base.rpc import BlockingClient, Call
 from moonpool.base.rpc.breaker import BreakerLimits, ProbedBreaker
 from moonpool.store.messages import SERVICE
@@ -22,6 +22,8 @@ R = TypeVar("R")
 FIRST_PAUSE_S = 0.02
 LONGEST_PAUSE_S = 0.5
 _PROBE_TIMEOUT_S = 2.0
+_FIRST_UNSETTLED_PAUSE_S = 0.0005  # a node voids a header in less than a millisecond
+_LONGEST_UNSETTLED_PAUSE_S = 0.05
 
 
 class MasterClient:
@@ -49,9 +51,23 @@ class MasterClient:
 
     def call(self, call: Call[R], meanwhile: Callable[[], bool] | None = None) -> R:
         """Return the answer to a call that may be sent twice. Raise BreakerOpen when the master is away,
-        DeadlineExceeded when other calls of this connection take too long. `meanwhile` as in BlockingClient.call.
+        DeadlineExceeded when other calls of this connection take too long, NotSettled when that is the answer until the
+        call's time is over. `meanwhile` as in BlockingClient.call.
         """
-        return self.call_noting_repeats(call, meanwhile)[0]
+        try:
+            return self.call_noting_repeats(call, meanwhile)[0]
+        except NotSettled:
+            return self._call_until_settled(call)
+
+    def _call_until_settled(self, call: Call[R]) -> R:
+        deadline, backoff = Deadline(self._timeout_s), Backoff(_FIRST_UNSETTLED_PAUSE_S, _LONGEST_UNSETTLED_PAUSE_S)
+        while True:
+            self._closed.wait(backoff.next_s())
+            try:
+                return self.call_noting_repeats(call)[0]
+            except NotSettled:
+                if deadline.expired() or self._closed.is_set():
+                    raise
 
     def call_noting_repeats(self, call: Call[R], meanwhile: Callable[[], bool] | None = None) -> tuple[R, bool]:
         """As call(). Return the answer, and whether the call was sent more than once: the master may have done it

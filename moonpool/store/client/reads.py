@@ -1,133 +1,51 @@
-"""Reads of a client by key: look-ups, whole objects, and single objects piece by piece (PieceReader).
+"""Reads of a client by key: look-ups and whole objects.
 
 BatchRead reads many whole objects and is fast when nothing is wrong: it copies objects from mapped memory and
-checksums each while its bytes are in the processor's cache; remote_read.py reads the others. Recovery reads what failed
-a check again with a ReadSession, which reports the replica, tries the others and raises what is wrong. All reads pass
-the checks of verified_read.py.
+checksums each while its bytes are in the processor's cache; remote_read.py reads the others, and recovery.py once more
+what failed a check. All reads pass the checks of verified_read.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias, cast
 
 import numpy as np
 
 from moonpool.base.checksum import crc32c_of_array
-from moonpool.base.clock import Clock, SystemClock
 from moonpool.base.errors import (
     InvalidInput,
     MoonpoolError,
     NotFound,
     Refused,
-    StaleGeneration,
     Unauthorized,
     Unavailable,
 )
 from moonpool.base.object_header import HeaderFields
 from moonpool.store import messages as m
-from moonpool.store.client.cuts import Range, cut_ranges, scatter, without_overlaps
+from moonpool.store.client.cuts import scatter
 from moonpool.store.client.master_client import MasterClient
-from moonpool.store.client.read_session import Failures, PieceReads, ReadSession, ReadTools
+from moonpool.store.client.read_session import PieceReads, ReadSession, ReadTools
+from moonpool.store.client.recovery import Got, Recovery, Targets, missing, read_whole
+from moonpool.store.client.remembered import MAX_OBJECTS, RememberedPlaces
 from moonpool.store.client.remote_read import DiskRead, RemoteObject, RemoteRead
 from moonpool.store.client.transfer_window import for_each, is_large
-from moonpool.store.client.verified_read import CopyAndSum, are_right, check_header, has_generation, sum_arrived
+from moonpool.store.client.verified_read import (
+    CopyAndSum,
+    are_right,
+    check_header,
+    has_generation,
+    may_be_remembered,
+    sum_arrived,
+)
 from moonpool.store.messages import ListedObject, ObjectInfo, Placement
-from moonpool.transfer.memory.buffers import Buffer
 from moonpool.transfer.transports.base import RemoteSegment
 
-T = TypeVar("T")
-Targets: TypeAlias = Sequence[memoryview] | None  # the memory for an object's bytes; None: new bytes
-Got: TypeAlias = int | bytes | MoonpoolError  # the number of bytes, or the bytes themselves, or the error
 BATCH_OBJECTS = 1000  # looked up and read in one round, so that leases do not expire
+LOCATED_KEYS = 64  # an exist of more keys asks for no places: it would take several times as long
 SMALL_NBYTES = 16 * 1024  # a slice copies these faster than an array
 _BYTE = np.uint8
 _bytes_of = np.frombuffer
-LookAgain = Callable[[bytes], ObjectInfo | None]
-
-
-class Recovery:
-    """Reads objects one by one from any replica; looks an object up again if it was moved or replaced meanwhile.
-
-    `failures` are the segments that could not be reached: the next object does not wait for them again.
-    """
-
-    def __init__(self, tools: ReadTools, look_again: LookAgain, identity: bytes | None) -> None:
-        self._tools, self._look_again, self._identity = tools, look_again, identity
-        self.failures: Failures = {}
-
-    def read(self, info: ObjectInfo, read: Callable[[ReadSession], T]) -> T:
-        """Return what `read` returns for the open object. Raise NotFound when the object is gone, and what ReadSession
-        raises.
-        """
-        try:
-            return self._read_once(info, read)
-        except (StaleGeneration, Unavailable, NotFound):
-            fresh = self._look_again(info.key)
-        if fresh is None:
-            raise missing(info.key)
-        return self._read_once(fresh, read)
-
-    def _read_once(self, info: ObjectInfo, read: Callable[[ReadSession], T]) -> T:
-        try:
-            session = ReadSession(info, self._identity, self._tools, self.failures)
-            got = read(session)
-            session.finish()
-        except MoonpoolError as error:
-            self._tools.counters.add_refusal(error)
-            raise
-        return got
-
-
-def none_if_missing(got: Got) -> int | bytes | None:
-    """Return None for a miss. Raise other errors."""
-    if not isinstance(got, MoonpoolError):
-        return got
-    if isinstance(got, Refused | NotFound):
-        return None
-    raise got
-
-
-def missing(key: bytes) -> NotFound:
-    return NotFound(f"{key.hex()[:16]} is not in the pool")
-
-
-def read_whole(session: ReadSession, targets: Targets) -> int | bytes:
-    """Read all pieces into the targets, and return how many bytes; or return new bytes. InvalidInput when the targets
-    are too small.
-    """
-    room = [np.empty(session.nbytes, np.uint8).data] if targets is None else targets
-    for index, views in enumerate(scatter(_sizes(session), room)):
-        session.read_parts(index, [(view.nbytes, view) for view in views])
-    return session.nbytes if targets is not None else bytes(room[0])
-
-
-def read_ranges(session: ReadSession, ranges: Sequence[Range]) -> int:
-    """Read every piece that a range touches, whole, and verify it. Return how many bytes the ranges have; InvalidInput
-    for a range outside the object.
-    """
-    for offset, _ in ranges:
-        if offset < 0:
-            raise InvalidInput(f"a range cannot begin at {offset}")
-    for some in without_overlaps(ranges):
-        for index, parts in cut_ranges(_sizes(session), some):
-            session.read_parts(index, parts)
-    return sum(view.nbytes for _, view in ranges)
-
-
-def copy_pieces(session: ReadSession) -> tuple[memoryview, ...]:
-    """Return a private copy of each piece."""
-    copy = np.empty(session.nbytes, np.uint8)
-    copy_view, pieces, at = copy.data, list[memoryview](), 0
-    for index, nbytes in enumerate(_sizes(session)):
-        pieces.append(copy_view[at : at + nbytes])
-        session.read_piece(index, pieces[-1])
-        at += nbytes
-    return tuple(piece.toreadonly() for piece in pieces)
-
-
-def _sizes(session: ReadSession) -> list[int]:
-    return [piece.nbytes for piece in session.header.pieces]
 
 
 class BatchRead:
@@ -141,8 +59,9 @@ class BatchRead:
         identity: bytes | None,
         *,
         tools: ReadTools,
-        recovery: Recovery,
+        recovery: Recovery | None,
     ) -> None:
+        """`recovery` None: the places are remembered. Use read() then."""
         self._keys, self._infos, self._targets = keys, infos, targets
         self._identity = identity
         self._tools, self._recovery = tools, recovery
@@ -150,15 +69,21 @@ class BatchRead:
 
     def run(self) -> list[Got]:
         """Read the objects and return the outcome of each; NotFound for a miss."""
+        self.read()
+        self.count()
+        return [self._recover(position) if got is None else got for position, got in enumerate(self._got)]
+
+    def read(self) -> list[Got | None]:
+        """Read the objects. Return the outcome of each; None where a check failed."""
         for found in self._by_segment().values():
             place = found[0][2]
             try:
                 self._read_segment(self._tools.directory.open(place), found)
             except (Unavailable, NotFound, Unauthorized) as error:
-                self._recovery.failures[place.segment, place.incarnation] = error
+                if self._recovery is not None:
+                    self._recovery.failures[place.segment, place.incarnation] = error
                 self._tools.directory.unreadable.add(place, error)
-        self._count()
-        return [self._recover(position) if got is None else got for position, got in enumerate(self._got)]
+        return self._got
 
     def _by_segment(self) -> dict[tuple[str, int], list[_Found]]:
         """Group the objects that were found by the segment that is best to read from."""
@@ -182,7 +107,7 @@ class BatchRead:
             self._tools.counters.add("disk_reads", len(found))
         kind = DiskRead if remote.written_once else RemoteRead
         reader = kind(remote, self._tools.directory.engine, self._identity, self._tools.timeout_s)
-        for each in reader.run([RemoteObject(*one, self._targets[one[0]]) for one in found]):
+        for each in reader.run([RemoteObject(*one, self._targets[one[0]], self._recovery is None) for one in found]):
             self._got[each.position] = each.got()
         if reader.failure is not None:
             raise reader.failure
@@ -214,6 +139,8 @@ class BatchRead:
         for position, info, place in found:
             try:
                 header = check_header(memory, place.offset, info, place, identity)
+                if self._recovery is None and not may_be_remembered(memory, place.offset, header):
+                    continue
                 into = targets[position]
                 plans.append((position, place, header, None if into is None else scatter(header.sizes, into)))
             except InvalidInput as error:
@@ -222,7 +149,8 @@ class BatchRead:
                 continue
         return plans
 
-    def _count(self) -> None:
+    def count(self) -> None:
+        """Count hits, misses and bytes."""
         nbytes = 0
         for got in self._got:
             if isinstance(got, int):
@@ -235,6 +163,7 @@ class BatchRead:
     def _recover(self, position: int) -> Got:
         info, targets = self._infos[position], self._targets[position]
         assert info is not None, "only objects that were found can be recovered"
+        assert self._recovery is not None, "only objects that were looked up can be recovered"
         try:
             return self._recovery.read(info, lambda session: read_whole(session, targets))
         except MoonpoolError as error:
@@ -281,15 +210,26 @@ def _copy(
 class ClientReads:
     """All reads of one client. Thread-safe. `pieces` reads many objects piece by piece."""
 
-    def __init__(self, master: MasterClient, tools: ReadTools) -> None:
+    def __init__(self, master: MasterClient, tools: ReadTools, *, max_remembered: int = MAX_OBJECTS) -> None:
         self.tools, self.pieces = tools, PieceReads(tools)
         self._master = master
+        self._remembered = RememberedPlaces(master, tools.directory.is_memory, max_objects=max_remembered)
+
+    def close(self) -> None:
+        """Report the last uses of remembered objects. Idempotent; an absent master is no error."""
+        self._remembered.close()
 
     def exist(self, keys: list[bytes]) -> list[bool]:
         """Return which objects exist, and lease them. Counts neither hits nor misses. Objects that are only on segments
         that this client could not read are misses, until the segments can be read again.
         """
-        return self._master.call(m.Exist(keys=keys, without=self.tools.directory.unreadable.listed))
+        without = self.tools.directory.unreadable.listed
+        if without or len(keys) > LOCATED_KEYS or not self._remembered.max_objects:
+            return self._master.call(m.Exist(keys=keys, without=without))
+        asked_s = self._remembered.now_s()
+        infos = self._master.call(m.Locate(keys=keys))
+        self._remembered.add(infos, asked_s)
+        return [info is not None for info in infos]
 
     def find(self, keys: list[bytes]) -> list[ObjectInfo | None]:
         """Return where the objects are, leased, without counting hits and misses."""
@@ -315,20 +255,56 @@ class ClientReads:
 
     def read(self, keys: Sequence[bytes], targets: Sequence[Targets], identity: bytes | None) -> list[Got]:
         """Read whole objects into their targets or into new bytes."""
-        got: list[Got] = []
+        known = self._read_remembered(keys, targets, identity)
+        unknown = [position for position, got in enumerate(known) if got is None]
         recovery = self.recovery(identity)
-        for start in range(0, len(keys), BATCH_OBJECTS):
-            some = list(keys[start : start + BATCH_OBJECTS])
-            infos = self._master.call(m.Lookup(keys=some))
-            got += BatchRead(
-                some,
-                infos,
-                targets[start : start + BATCH_OBJECTS],
-                identity,
-                tools=self.tools,
-                recovery=recovery,
-            ).run()
-        return got
+        for start in range(0, len(unknown), BATCH_OBJECTS):
+            some = unknown[start : start + BATCH_OBJECTS]
+            wanted, into = [keys[position] for position in some], [targets[position] for position in some]
+            asked_s = self._remembered.now_s()
+            infos = self._master.call(m.Lookup(keys=wanted))
+            self._remembered.add(infos, asked_s)
+            got = BatchRead(wanted, infos, into, identity, tools=self.tools, recovery=recovery).run()
+            for position, each in zip(some, got, strict=True):
+                known[position] = each
+        return cast("list[Got]", known)
+
+    def _read_remembered(
+        self, keys: Sequence[bytes], targets: Sequence[Targets], identity: bytes | None
+    ) -> list[Got | None]:
+        """Read the objects whose places are remembered. None where nothing is, or the object may have left its place:
+        then it is not remembered any more.
+        """
+        remembered = self._remembered
+        infos = remembered.find(keys, remembered.now_s())
+        known = [position for position, info in enumerate(infos) if info is not None]
+        result: list[Got | None] = [None] * len(keys)
+        if not known:
+            return result
+        found = [infos[position] for position in known]
+        into = [targets[position] for position in known]
+        read = BatchRead(
+            [keys[position] for position in known],
+            found,
+            into,
+            identity,
+            tools=self.tools,
+            recovery=None,
+        )
+        got, now_s = read.read(), remembered.now_s()
+        used, nbytes = list[ObjectInfo](), 0
+        for position, info, each in zip(known, found, got, strict=True):
+            assert info is not None, "these are known"
+            if not isinstance(each, int | bytes) or not remembered.is_valid(info, now_s):
+                remembered.forget(info.key)
+                continue
+            result[position] = each
+            used.append(info)
+            nbytes += each if isinstance(each, int) else len(each)
+        if used:
+            self.tools.counters.add_reads(len(used), 0, nbytes)
+            remembered.used(used)
+        return result
 
     def read_one(self, key: bytes, read: Callable[[ReadSession], int]) -> int | None:
         """Return what `read` returns for the open object; None for a miss. Raise what ReadSession raises."""
@@ -340,64 +316,6 @@ class ClientReads:
 
     def recovery(self, identity: bytes | None) -> Recovery:
         return Recovery(self.tools, lambda key: self.find([key])[0], identity)
-
-
-class PieceReader:
-    """Reads one object, from one thread at a time. Reading renews its lease.
-
-    Every piece is verified as it is read. Leaving the `with` block raises StaleGeneration unless the object was the
-    same from the first to the last piece.
-    """
-
-    def __init__(self, reads: ClientReads, key: bytes, identity: bytes | None, clock: Clock | None = None) -> None:
-        """Raise NotFound for a miss, else as PieceReads.open()."""
-        self._reads, self._key = reads, key
-        self._clock = clock or SystemClock()
-        self._leased_s = self._clock.now_s()
-        self._session = self._open(identity)
-
-    @property
-    def piece_sizes(self) -> tuple[int, ...]:
-        return tuple(_sizes(self._session))
-
-    @property
-    def nbytes(self) -> int:
-        return self._session.nbytes
-
-    def read_into(self, index: int, buffer: Buffer) -> None:
-        """Copy piece `index` into the buffer, which must have its size, and verify the copy."""
-        self._renew_lease_if_due()
-        self._session.read_piece(index, buffer)
-
-    def finish(self) -> None:
-        """Raise StaleGeneration unless the object was the same from the first to the last piece."""
-        self._session.finish()
-
-    def __enter__(self) -> PieceReader:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.finish()
-
-    def _open(self, identity: bytes | None) -> ReadSession:
-        info = self._lookup()
-        try:
-            return self._reads.pieces.open(info, identity)
-        except (StaleGeneration, Unavailable, NotFound):  # replaced or moved between the look-up and the first byte
-            return self._reads.pieces.open(self._lookup(), identity)
-
-    def _lookup(self) -> ObjectInfo:
-        (info,) = self._reads.lookup([self._key])
-        if info is None:
-            raise missing(self._key)
-        self._renew_after_s = info.lease_s / 2
-        return info
-
-    def _renew_lease_if_due(self) -> None:
-        if self._clock.now_s() - self._leased_s > self._renew_after_s:
-            self._leased_s = self._clock.now_s()
-            self._reads.exist([self._key])
 
 
 def report_corrupt(master: MasterClient, info: ObjectInfo, place: Placement) -> bool:

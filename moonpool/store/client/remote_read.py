@@ -28,7 +28,14 @@ from moonpool.base.errors import MoonpoolError, NotFound, StaleGeneration, Unaut
 from moonpool.base.object_header import ALIGN_NBYTES
 from moonpool.store.client.cuts import scatter
 from moonpool.store.client.transfer_window import BUNDLE_ITEMS, BUNDLE_NBYTES, run_parallel
-from moonpool.store.client.verified_read import PREFIX_NBYTES, are_right, check_header, is_unchanged, sum_arrived
+from moonpool.store.client.verified_read import (
+    PREFIX_NBYTES,
+    are_right,
+    check_header,
+    is_unchanged,
+    may_be_remembered,
+    sum_arrived,
+)
 from moonpool.store.messages import ObjectInfo, Placement
 from moonpool.transfer import TransferEngine
 from moonpool.transfer.memory.buffers import aligned_buffer, cut
@@ -44,11 +51,19 @@ class RemoteObject:
     """One object to read: memory for its header, and for its bytes (`targets` None: new memory)."""
 
     __slots__ = (
-        "_targets", "header", "info", "is_right", "is_unchanged", "num_arrived", "num_bundles", "place", "position",
-        "views",
+        "_is_remembered", "_targets", "header", "info", "is_right", "is_unchanged", "num_arrived", "num_bundles",
+        "place", "position", "views",
     )  # fmt: skip
 
-    def __init__(self, position: int, info: ObjectInfo, place: Placement, targets: Sequence[memoryview] | None) -> None:
+    def __init__(
+        self,
+        position: int,
+        info: ObjectInfo,
+        place: Placement,
+        targets: Sequence[memoryview] | None,
+        is_remembered: bool = False,
+    ) -> None:
+        self._is_remembered = is_remembered  # its place is, and the master was not asked
         self.position, self.info, self.place, self._targets = position, info, place, targets
         self.num_bundles = self.num_arrived = 0  # bundles that hold parts of it, and those that have arrived
         self.is_right = False  # all of it has arrived and passed the checks
@@ -71,6 +86,8 @@ class RemoteObject:
         try:
             header = check_header(self.header, 0, self.info, self.place, identity)
         except MoonpoolError:
+            return False
+        if self._is_remembered and not may_be_remembered(self.header, 0, header):
             return False
         return are_right(header, scatter(header.sizes, self.views), sum_arrived)
 

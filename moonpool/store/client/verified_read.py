@@ -21,7 +21,14 @@ import numpy as np
 
 from moonpool.base.checksum import crc32c_of_array
 from moonpool.base.errors import Corrupt
-from moonpool.base.object_header import GENERATION, GENERATION_AT, HeaderFields, read_fields
+from moonpool.base.object_header import (
+    GENERATION,
+    GENERATION_AT,
+    HeaderFields,
+    has_void_mark,
+    is_void,
+    read_fields,
+)
 from moonpool.store.messages import ObjectInfo, Placement
 
 PREFIX_NBYTES = 64  # enough of the header to see whose it is: magic to identity
@@ -87,6 +94,11 @@ def check_piece(header: HeaderFields, index: int, views: Sequence[memoryview]) -
         found = sum_arrived(0, view, found)
     if found != header.checksums[index] and header.checksum_kind:
         raise Corrupt(f"checksum of piece {index} of {header.key.hex()[:16]} does not match")
+
+
+def may_be_remembered(memory: bytes | bytearray | memoryview, offset: int, header: HeaderFields) -> bool:
+    """Return whether a reader that has not asked the master may use the object whose header is at `offset`."""
+    return has_void_mark(len(header.key), len(header.sizes)) and not is_void(memory, offset, header.generation)
 
 
 def has_generation(memory: memoryview, offset: int, generation: int) -> bool:

@@ -23,7 +23,8 @@ from moonpool.base.errors import MoonpoolError, StaleGeneration
 from moonpool.store import messages as m
 from moonpool.store.client.cuts import scatter
 from moonpool.store.client.master_client import MasterClient
-from moonpool.store.client.reads import ClientReads, Recovery, copy_pieces, missing
+from moonpool.store.client.reads import ClientReads
+from moonpool.store.client.recovery import Recovery, copy_pieces, missing
 from moonpool.store.client.session_client import SessionClient
 from moonpool.store.client.verified_read import are_right, check_header, sum_arrived
 from moonpool.store.messages import ObjectInfo, Placement

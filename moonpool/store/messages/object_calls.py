@@ -14,6 +14,7 @@ from moonpool.store.messages.values import (
     PutReply,
     Refusal,
     RemovedCount,
+    RenewedLeases,
     StoreStats,
 )
 
@@ -39,7 +40,8 @@ class PutStart(Call[PutReply]):
 
 
 class PutEnd(Call[dict[int, Refusal]]):
-    """Make the objects visible. A put whose space was taken back meanwhile is refused as stale_generation.
+    """Make the objects visible. A put whose space was taken back meanwhile is refused as stale_generation. Raise
+    NotSettled, and end nothing, while a reader may still read an older value where it remembers it to be: call again.
 
     `failed` lists, by position, the segments whose replicas could not be written; the objects become visible without
     these replicas.
@@ -95,8 +97,25 @@ class Exist(Call[list[bool]]):
     without: tuple[tuple[str, Whole], ...] = ()
 
 
+class Locate(Call[list[ObjectInfo | None]]):
+    """As Exist, and return where the objects are."""
+
+    keys: list[bytes]
+
+
+class RenewLeases(Call[RenewedLeases]):
+    """The caller has read these objects where it remembered them to be: in memory, with these generations. Count these
+    uses, and lease the objects that are still there.
+    """
+
+    keys: list[bytes]
+    generations: list[Whole]
+
+
 class Remove(Call[list[bool]]):
     """Remove objects. True where no object is under the key now; leased or pinned ones stay unless `force`.
+
+    Raise NotSettled while a reader may still read a removed object where it remembers it to be: call again.
 
     `errand` is an idempotency key (0: none). A repeated call with the same one gets the first answer and removes
     nothing: a late copy of the call must not remove what was stored since.

@@ -45,13 +45,22 @@ class Placement(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class ObjectInfo(msgspec.Struct, frozen=True, array_like=True):
     """A readable object. `nbytes` is the size of header and pieces; the lease ends `lease_s` after the answer.
 
-    Replicas in memory come before those on disk.
+    Replicas in memory come before those on disk. For `remember_s` after the question was sent, a reader may read the
+    replicas in memory again without asking (client/remembered.py).
     """
 
     key: bytes
     nbytes: int
     replicas: tuple[Placement, ...]
     lease_s: float
+    remember_s: float = 0.0
+
+
+class RenewedLeases(msgspec.Struct, frozen=True, array_like=True):
+    """By position whether the object is still where the reader found it; those are leased again."""
+
+    is_there: list[bool]
+    remember_s: float
 
 
 class PutOptions(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -170,6 +179,7 @@ class OrderKind(IntEnum):
     COPY = 1  # read `source`, write `target` in this node's DRAM with the target's generation, verify every piece
     OFFLOAD = 2  # append `source`, in this node's DRAM, to its SSD log; the result has the offset
     DROP = 3  # remove the record of `source` from this node's SSD log
+    VOID = 4  # set the void mark of `source`, a replica in this node's DRAM that left its object
 
 
 class Order(msgspec.Struct, frozen=True, array_like=True):

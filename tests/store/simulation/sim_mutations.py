@@ -10,6 +10,7 @@ import moonpool.master.state.members
 import moonpool.node.copying
 import moonpool.node.mount
 import moonpool.node.session_registry
+import moonpool.node.voiding
 import moonpool.store.client.reads
 import moonpool.store.client.remote_read
 import moonpool.store.client.views
@@ -21,6 +22,8 @@ from moonpool.master.state.reads import ReadState
 from moonpool.master.state.records import Outcomes, PutsEnded
 from moonpool.master.state.space import PoolSpace
 from moonpool.master.state.ssd_tier import SsdTier
+from moonpool.master.state.unfinished_puts import PendingPut, Voiding
+from moonpool.master.state.voids import Voids
 from moonpool.transfer.memory.fence import Fence
 
 Change = tuple[Any, str, Any]
@@ -40,6 +43,21 @@ def _sessions_hold_nothing() -> list[Change]:
 
 def _removals_are_not_journalled() -> list[Change]:
     return [(Outcomes, "dropped", lambda self, key, fate: None)]
+
+
+def _replicas_are_not_voided() -> list[Change]:
+    return [(moonpool.node.voiding.Voider, "_void", lambda self, order: None)]
+
+
+def _upserts_void_nothing() -> list[Change]:
+    def begin(self: Voids, put: PendingPut, *_: object) -> None:
+        put.voiding = Voiding()
+
+    return [(Voids, "begin_upsert", begin)]
+
+
+def _places_are_remembered_too_long() -> list[Change]:
+    return [(Voids, "remember_s", lambda self, now_s: 30.0)]
 
 
 def _puts_are_not_journalled() -> list[Change]:
@@ -130,6 +148,9 @@ MUTATIONS: dict[str, Callable[[], list[Change]]] = {
     "discard frees at once": _discard_frees_at_once,
     "sessions hold nothing": _sessions_hold_nothing,
     "removals are not journalled": _removals_are_not_journalled,
+    "replicas are not voided": _replicas_are_not_voided,
+    "upserts void nothing": _upserts_void_nothing,
+    "places are remembered too long": _places_are_remembered_too_long,
     "puts are not journalled": _puts_are_not_journalled,
     "moves are not journalled": _moves_are_not_journalled,
     "removed records are adopted": _removed_records_are_adopted,

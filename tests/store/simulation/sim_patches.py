@@ -40,6 +40,7 @@ import moonpool.node.ssd_tier
 import moonpool.store.client.directory
 import moonpool.store.client.master_client
 import moonpool.store.client.reads
+import moonpool.store.client.remembered
 import moonpool.store.client.session_client
 import moonpool.store.client.views
 import moonpool.store.store
@@ -116,6 +117,8 @@ def _time() -> Any:
         time=lambda: _world().scheduler.now_s,
         time_ns=lambda: _world().incarnation(),
         sleep=lambda seconds: _world().scheduler.sleep(seconds),
+        clock_gettime=lambda clock: _world().scheduler.now_s,
+        CLOCK_BOOTTIME=None,
     )
 
 
@@ -219,6 +222,7 @@ def _patches() -> list[tuple[Any, str, Any]]:
                 moonpool.store.client.session_client,
                 moonpool.store.client.master_client,
                 moonpool.store.client.directory,
+                moonpool.store.client.remembered,
                 moonpool.store.client.views,
             )
         ],
