@@ -21,7 +21,7 @@ from moonpool.engine.config import Device, DType, KvDType, ModelConfig, gpu_inde
 from moonpool.engine.device_memory import DeviceNeed, kv_share, require_kv_fits
 from moonpool.engine.model_fetch import DEFAULT_MODEL
 from moonpool.launch.supervisor import ChildSpec
-from moonpool.worker.config import HOST_KV_NBYTES, WorkerConfig, step_tokens
+from moonpool.worker.config import HOST_KV_NBYTES, WorkerConfig, step_tokens, weights_dtype
 
 NODE, FRONTEND = "node", "frontend"
 # A worker loads torch and the weights and warms up; on two cores four workers may do so at the same time.
@@ -50,7 +50,8 @@ class ServeConfig:
     max_batch_tokens: int | None = None  # tokens a worker computes per step; default: 512, on a GPU 8192
     max_num_seqs: int = WorkerConfig.max_num_seqs  # sequences a worker runs at the same time
     max_model_len: int | None = None  # longest prompt plus answer in tokens; default: the model's limit
-    dtype: DType = WorkerConfig.dtype  # type of weights and activations, and of KV if kv_dtype is not given
+    # type of weights and activations, and of KV if kv_dtype is not given; default: float32, with a GPU bfloat16
+    dtype: DType | None = WorkerConfig.dtype
     # type of KV pages; float8_e4m3fn halves them, with a small loss of precision (GPU only); default: as dtype
     kv_dtype: KvDType | None = WorkerConfig.kv_dtype
     # where the model runs: cpu, cuda, or cuda:N; several, for example cuda:0,cuda:1, are given to the workers in turn,
@@ -97,6 +98,11 @@ class ServeConfig:
         gpus = [gpu_index(name) for name in named]
         chosen = ["cpu" if gpu is None else f"cuda:{gpu}" for gpu in gpus]
         return tuple(chosen[i % len(chosen)] for i in range(self.num_workers))
+
+    @property
+    def weights_dtype(self) -> DType:
+        """`dtype`, or its default: the same for all workers, because they hand KV to each other."""
+        return weights_dtype(self.dtype, on_gpu=any(device != "cpu" for device in self.devices))
 
     @property
     def num_workers(self) -> int:
@@ -152,7 +158,7 @@ def plan_kv(config: ServeConfig, model: ModelConfig, free_nbytes: Mapping[Device
             continue
         need = DeviceNeed.of(
             model,
-            dtype=config.dtype,
+            dtype=config.weights_dtype,
             block_tokens=config.block_tokens,
             max_batch_tokens=step_tokens(config.max_batch_tokens, device),
             max_num_seqs=config.max_num_seqs,
@@ -246,7 +252,7 @@ def _worker(config: ServeConfig, run_dir: Path, share: WorkerShare) -> Role:
         "max_batch_tokens": config.max_batch_tokens,
         "max_num_seqs": config.max_num_seqs,
         "max_model_len": config.max_model_len,
-        "dtype": config.dtype,
+        "dtype": config.weights_dtype,
         "kv_dtype": config.kv_dtype,
         "device": share.device,
         "threads": config.threads or share.threads,

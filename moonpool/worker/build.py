@@ -60,7 +60,7 @@ def build(config: WorkerConfig, incarnation: int) -> Built:
     model = read_config(files)
     engine = config.engine(_num_pages(config, model))
     layout = kv_layout(model, engine)
-    identity = cache_identity(model, files, config.dtype, config.block_tokens, config.kv_dtype)
+    identity = cache_identity(model, files, config.weights_dtype, config.block_tokens, config.kv_dtype)
     progress, name = _ProgressLog(f"preparing {files.name}"), f"{config.name}/kv"
     segment: Segment
     pieces: PieceMemory
@@ -101,7 +101,7 @@ def _require_device(config: WorkerConfig) -> None:
 
 
 def _num_pages(config: WorkerConfig, model: ModelConfig) -> int:
-    dtype = config.kv_dtype or config.dtype
+    dtype = config.kv_dtype or config.weights_dtype
     one_page = KvLayout.of(model, num_pages=1, block_tokens=config.block_tokens, dtype=dtype).page_nbytes
     kv_nbytes = _kv_nbytes(config, model)
     if kv_nbytes < one_page:

@@ -11,6 +11,7 @@ from moonpool.transfer.config import TransferConfig, WireConfig
 
 HOST_KV_NBYTES = 512_000_000  # KV pages of a worker on the CPU, by default
 GPU_BATCH_TOKENS = 8192  # tokens computed per step on a GPU, by default: with fewer, launching kernels takes longer
+GPU_DTYPE: DType = "bfloat16"  # by default: what models are trained in
 GPU_CALIBRATE_S = 4.0  # by default: prompts of 32k tokens take seconds
 
 
@@ -35,7 +36,8 @@ class WorkerConfig(WireConfig):
     max_num_seqs: int = EngineConfig.max_num_seqs  # sequences in the batch at the same time
     # longest prompt plus answer in tokens; default: the model's limit
     max_model_len: int | None = EngineConfig.max_model_len
-    dtype: DType = EngineConfig.dtype  # type of weights and activations, and of KV if kv_dtype is not given
+    # type of weights and activations, and of KV if kv_dtype is not given; default: float32, on a GPU bfloat16
+    dtype: DType | None = None
     # type of KV pages; float8_e4m3fn halves them, with a small loss of precision (GPU only); default: as dtype
     kv_dtype: KvDType | None = EngineConfig.kv_dtype
     device: Device = EngineConfig.device  # where the model runs: cpu, cuda, or cuda:N for GPU number N
@@ -59,6 +61,11 @@ class WorkerConfig(WireConfig):
         return gpu_index(self.device)
 
     @property
+    def weights_dtype(self) -> DType:
+        """`dtype`, or its default for the device."""
+        return weights_dtype(self.dtype, on_gpu=self.gpu is not None)
+
+    @property
     def step_tokens(self) -> int:
         """`max_batch_tokens`, or its default for the device."""
         return step_tokens(self.max_batch_tokens, self.device)
@@ -72,7 +79,7 @@ class WorkerConfig(WireConfig):
         """Return what the worker takes of its GPU beside KV pages."""
         return DeviceNeed.of(
             model,
-            dtype=self.dtype,
+            dtype=self.weights_dtype,
             block_tokens=self.block_tokens,
             max_batch_tokens=self.step_tokens,
             max_num_seqs=self.max_num_seqs,
@@ -86,7 +93,7 @@ class WorkerConfig(WireConfig):
             max_batch_tokens=self.step_tokens,
             max_num_seqs=self.max_num_seqs,
             max_model_len=self.max_model_len,
-            dtype=self.dtype,
+            dtype=self.weights_dtype,
             kv_dtype=self.kv_dtype,
             device=self.device,
             threads=self.threads,
@@ -95,6 +102,11 @@ class WorkerConfig(WireConfig):
     def transfer(self) -> TransferConfig:
         """Return the transfer engine's part of this configuration."""
         return TransferConfig(run_dir=self.run_dir, **self.wires())
+
+
+def weights_dtype(dtype: DType | None, *, on_gpu: bool) -> DType:
+    """Return the type in which a worker on such a device computes."""
+    return dtype if dtype is not None else GPU_DTYPE if on_gpu else EngineConfig.dtype
 
 
 def step_tokens(max_batch_tokens: int | None, device: Device) -> int:

@@ -25,7 +25,7 @@ NUM_KILLS = 4
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("gpu")
     options = ("--model", str(small_model(folder / "small")), "--random-weights", "--device", "cuda", "--prefill", "2")
-    with running(folder, *options, "--kv", "64MB", "--dram", "256MB") as service:
+    with running(folder, *options, "--dtype", "float32", "--kv", "64MB", "--dram", "256MB") as service:
         yield service
 
 

@@ -41,6 +41,22 @@ def test_devices_are_given_out_in_turn(device: str, devices: tuple[str, ...]) ->
     assert config.devices == devices
 
 
+@pytest.mark.parametrize(
+    ("device", "dtype", "found"),
+    [
+        ("cpu", None, "float32"),
+        ("cuda", None, "bfloat16"),
+        ("cuda:0,cpu", None, "bfloat16"),
+        ("cuda", "float32", "float32"),
+        ("cpu", "bfloat16", "bfloat16"),
+    ],
+)
+def test_all_workers_compute_in_one_type(device: str, dtype: Any, found: str) -> None:
+    config = ServeConfig(device=device, dtype=dtype)
+    roles = plan_roles(config, Path("/run"), Path("/state"), num_cores=4, gpu_kv_nbytes={"cuda:0": GB})
+    assert [role.options["dtype"] for role in roles if role.command == "worker"] == [found, found]
+
+
 @pytest.mark.parametrize("device", ["gpu", "cuda:0,", "cuda:0,cuda:1,cuda:2"])
 def test_unknown_and_too_many_devices(device: str) -> None:
     with pytest.raises(ConfigError):
