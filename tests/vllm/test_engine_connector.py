@@ -18,6 +18,7 @@ from call_recording import SPAN_NBYTES
 from store_pool import wait_until
 from vllm_pool import FEWEST_LOADED, prompt_of
 from vllm_process import Answer, Connector, VllmProcess, assert_same_text
+from wall_time import crowding
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 StartVllm = Callable[..., VllmProcess]
@@ -87,7 +88,7 @@ def free_port() -> int:
 def assert_not_held_up(engine: VllmProcess) -> None:
     times = engine.step_times()
     print(f"held up {times.sum_s:.3f} s in {times.count} steps, {times.longest_s:.3f} s at most in one")
-    assert times.sum_s <= MOST_HELD_UP_S
+    assert times.sum_s <= MOST_HELD_UP_S * crowding()
 
 
 def test_one_engine_computes_and_another_answers(start_vllm: StartVllm, right_answers: Answers) -> None:

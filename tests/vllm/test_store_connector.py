@@ -41,6 +41,13 @@ def store_prompt(start_vllm: StartVllm, pool: Pool, right: Answer, seed: int = 1
     return engine
 
 
+def spoil(pool: Pool, node: NodeProcess, key: str) -> None:
+    """Overwrite an object's bytes with zeros, all but its header."""
+    replica = pool.store.get_replica_desc(key)[0].get_memory_descriptor().buffer_descriptor
+    nbytes = pool.store.get_size(key)
+    node.zero(replica.buffer_address + replica.size - nbytes, nbytes)
+
+
 def test_the_second_engine_loads_what_the_first_stored(
     start_vllm: StartVllm, pool: Pool, right_answers: dict[int, Answer]
 ) -> None:
@@ -68,9 +75,7 @@ def test_wrong_bytes_are_computed_anew(
 ) -> None:
     put = store_prompt(start_vllm, pool, right_answers[1]).records("put")
     spoiled = put[len(put) // 2]["key"]
-    replica = pool.store.get_replica_desc(spoiled)[0].get_memory_descriptor().buffer_descriptor
-    nbytes = pool.store.get_size(spoiled)
-    node.zero(replica.buffer_address + replica.size - nbytes, nbytes)  # all of it but the header
+    spoil(pool, node, spoiled)
 
     second = start_vllm("second", pool.connector())
     second.wait_ready()
@@ -83,6 +88,18 @@ def test_wrong_bytes_are_computed_anew(
     assert counters(second)["corrupt_replicas"] == 1
     assert hashes(second.records("put"))[spoiled] != ""  # stored again, from what was computed
     assert pool.store.is_exist(spoiled) == 1
+
+
+def test_without_the_policy_vllm_fails_the_request(start_vllm: StartVllm, pool: Pool, node: NodeProcess) -> None:
+    """What docs/vllm.md warns of."""
+    engine = start_vllm("engine", pool.connector(policy=None))
+    engine.wait_ready()
+    assert engine.generate(prompt_of(1)).finish_reason == "length"
+    wait_until(lambda: len(engine.records("put")) == NUM_BLOCKS, 60.0)
+    engine.forget()
+    spoil(pool, node, engine.records("put")[0]["key"])
+    assert engine.generate(prompt_of(1)).finish_reason == "error"
+    engine.finish()
 
 
 def test_two_engines_at_once_share_memory_that_one_of_them_offers(

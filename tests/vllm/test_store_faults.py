@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -9,10 +11,12 @@ import pytest
 from store_pool import wait_until
 from vllm_pool import FEWEST_LOADED, NUM_BLOCKS, Pool, prompt_of
 from vllm_process import Answer, NodeProcess, VllmProcess, assert_same_text
+from wall_time import crowding
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 StartVllm = Callable[..., VllmProcess]
 Answers = dict[int, Answer]
+OUTAGE_S = 12.0
 MOST_HELD_UP_S = 0.25  # of the engine's thread, in all its steps of one outage
 
 
@@ -30,19 +34,20 @@ def start_and_store(start_vllm: StartVllm, pool: Pool, right: Answers, *, force_
 @contextmanager
 def in_the_middle_of_a_load(engine: VllmProcess, right: Answers) -> Iterator[None]:
     """The block runs after the pool said that it has a prompt, and before the engine loads that prompt. Then the engine
-    answers it and another one, and is held up no longer than it may be.
+    looks another one up, answers both, and is held up no longer than it may be.
     """
     engine.ask("hold_loads")
     number = engine.begin(prompt_of(1))
     wait_until(lambda: bool(engine.ask("loads_held")["count"]), 60.0)
     engine.step_times()
     yield
+    other = engine.begin(prompt_of(2))
     engine.ask("release_loads")
     assert_same_text(engine.result(number), right[1])
-    assert_same_text(engine.generate(prompt_of(2)), right[2])
+    assert_same_text(engine.result(other), right[2])
     times = engine.step_times()
     print(f"held up {times.sum_s:.3f} s in {times.count} steps, {times.longest_s:.3f} s at most in one")
-    assert times.sum_s <= MOST_HELD_UP_S
+    assert times.sum_s <= MOST_HELD_UP_S * crowding()
 
 
 def assert_is_used_again(engine: VllmProcess, right: Answers, seed: int) -> None:
@@ -68,10 +73,32 @@ def test_node_killed(start_vllm: StartVllm, pool: Pool, node: NodeProcess, right
     engine.finish()
 
 
+def test_node_stopped(start_vllm: StartVllm, pool: Pool, node: NodeProcess, right_answers: Answers) -> None:
+    engine = start_and_store(start_vllm, pool, right_answers, force_tcp=True)
+    with in_the_middle_of_a_load(engine, right_answers):
+        node.lines.signal(signal.SIGSTOP)
+        began = time.monotonic()
+    time.sleep(max(0.0, began + OUTAGE_S - time.monotonic()))
+    node.lines.signal(signal.SIGCONT)
+    assert_is_used_again(engine, right_answers, 3)
+    engine.finish()
+
+
 def test_master_killed(start_vllm: StartVllm, pool: Pool, right_answers: Answers) -> None:
     engine = start_and_store(start_vllm, pool, right_answers, force_tcp=False)
     with in_the_middle_of_a_load(engine, right_answers):
         pool.master.kill()
     pool.start_master()
+    assert_is_used_again(engine, right_answers, 3)
+    engine.finish()
+
+
+def test_master_stopped(start_vllm: StartVllm, pool: Pool, right_answers: Answers) -> None:
+    engine = start_and_store(start_vllm, pool, right_answers, force_tcp=False)
+    with in_the_middle_of_a_load(engine, right_answers):
+        pool.master.process.send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+    time.sleep(max(0.0, began + OUTAGE_S - time.monotonic()))
+    pool.master.process.send_signal(signal.SIGCONT)
     assert_is_used_again(engine, right_answers, 3)
     engine.finish()

@@ -52,15 +52,17 @@ class Pool:
         self._stack.callback(node.close)
         return node
 
-    def connector(self, *, offered_nbytes: int = 0, force_tcp: bool = False, policy: str = "recompute") -> Connector:
+    def connector(
+        self, *, offered_nbytes: int = 0, force_tcp: bool = False, policy: str | None = "recompute"
+    ) -> Connector:
         """vLLM's settings, and upstream's configuration file. With `force_tcp` the engine reads and writes the nodes'
-        memory as from another machine.
+        memory as from another machine. `policy` None is vLLM's default.
         """
         return Connector(
             config={
                 "kv_connector": "MooncakeStoreConnector",
                 "kv_role": "kv_both",
-                "kv_load_failure_policy": policy,
+                **({} if policy is None else {"kv_load_failure_policy": policy}),
             },
             mooncake={
                 "mode": "embedded" if offered_nbytes else "standalone-store",
