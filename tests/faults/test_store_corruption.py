@@ -118,8 +118,8 @@ class Victims:
     def _read_pieces(self, info: ObjectInfo, place: Placement) -> None:
         alone = ObjectInfo(info.key, info.nbytes, (place,), info.lease_s)
         session = self.client.piece_reads.open(alone, None)
-        for index, piece in enumerate(session.header.pieces):
-            session.read_piece(index, bytearray(piece.nbytes))
+        for index, nbytes in enumerate(session.fields.sizes):
+            session.read_piece(index, bytearray(nbytes))
         session.finish()
 
 

@@ -198,7 +198,7 @@ class OpenReads:
         """Read whole pieces with one transfer, as ranges of layers mostly are; others one by one."""
         if any(offset < 0 for offset, _ in ranges):
             raise InvalidInput("a range cannot begin below 0")
-        sizes = [piece.nbytes for piece in session.header.pieces]
+        sizes = session.fields.sizes
         for some in without_overlaps(ranges):
             whole: list[tuple[ReadSession, int, memoryview]] = []
             for index, parts in cut_ranges(sizes, some):

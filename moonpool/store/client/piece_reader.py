@@ -27,7 +27,7 @@ class PieceReader:
 
     @property
     def piece_sizes(self) -> tuple[int, ...]:
-        return tuple([piece.nbytes for piece in self._session.header.pieces])
+        return self._session.fields.sizes
 
     @property
     def nbytes(self) -> int:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
@@ -25,7 +24,7 @@ from moonpool.base.errors import (
     Unauthorized,
     Unavailable,
 )
-from moonpool.base.object_header import ALIGN_NBYTES, HeaderFields, ObjectHeader, announced_nbytes
+from moonpool.base.object_header import ALIGN_NBYTES, HeaderFields, announced_nbytes
 from moonpool.store.client.counters import ClientCounters
 from moonpool.store.client.cuts import Part
 from moonpool.store.client.directory import SegmentDirectory
@@ -51,7 +50,7 @@ class ReadTools:
 
 
 class ReadSession:
-    """An object open for reading, by one thread. `header` describes its pieces.
+    """An object open for reading, by one thread. `fields` describes its pieces.
 
     Segments in `failures` are not tried again; those that cannot be reached are added. `fetched` is the start of the
     object at one of its replicas, if the caller has read it already.
@@ -78,13 +77,9 @@ class ReadSession:
         self._open_next(NotFound(f"{info.key.hex()[:16]} has no replica"))
         self._offsets = list(accumulate(self.fields.sizes, initial=self.fields.nbytes))
 
-    @cached_property
-    def header(self) -> ObjectHeader:
-        return self.fields.header()
-
     @property
     def fields(self) -> HeaderFields:
-        """The header as plain values, which take less time to make than `header`."""
+        """The verified header of the object."""
         assert self._fields is not None, "an open session has a header"
         return self._fields
 

@@ -73,7 +73,7 @@ def read_whole(session: ReadSession, targets: Targets) -> int | bytes:
     are too small.
     """
     room = [np.empty(session.nbytes, np.uint8).data] if targets is None else targets
-    for index, views in enumerate(scatter(_sizes(session), room)):
+    for index, views in enumerate(scatter(session.fields.sizes, room)):
         session.read_parts(index, [(view.nbytes, view) for view in views])
     return session.nbytes if targets is not None else bytes(room[0])
 
@@ -86,7 +86,7 @@ def read_ranges(session: ReadSession, ranges: Sequence[Range]) -> int:
         if offset < 0:
             raise InvalidInput(f"a range cannot begin at {offset}")
     for some in without_overlaps(ranges):
-        for index, parts in cut_ranges(_sizes(session), some):
+        for index, parts in cut_ranges(session.fields.sizes, some):
             session.read_parts(index, parts)
     return sum(view.nbytes for _, view in ranges)
 
@@ -95,12 +95,8 @@ def copy_pieces(session: ReadSession) -> tuple[memoryview, ...]:
     """Return a private copy of each piece."""
     copy = np.empty(session.nbytes, np.uint8)
     copy_view, pieces, at = copy.data, list[memoryview](), 0
-    for index, nbytes in enumerate(_sizes(session)):
+    for index, nbytes in enumerate(session.fields.sizes):
         pieces.append(copy_view[at : at + nbytes])
         session.read_piece(index, pieces[-1])
         at += nbytes
     return tuple(piece.toreadonly() for piece in pieces)
-
-
-def _sizes(session: ReadSession) -> list[int]:
-    return [piece.nbytes for piece in session.header.pieces]
