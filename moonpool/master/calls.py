@@ -232,18 +232,20 @@ def _objects(pool: LivePool) -> dict[type[Call[Any]], Handler]:
         def remove_all() -> tuple[list[bool], int]:
             return state.remove(c.keys, c.force, now()), state.voids.last_number
 
-        removed, number = removals.once(c.errand, len(c.keys), remove_all)
+        removed, number = removals.once(c.idempotency_key, len(c.keys), remove_all)
         state.check_settled(c.keys, now(), number)
         return removed
 
     def remove_replicas(c: m.RemoveReplicas, _: RpcPeer) -> list[bool]:
-        return replica_removals.once(c.errand, len(c.keys), lambda: state.remove_replicas(c.keys, c.segments, now()))
+        return replica_removals.once(
+            c.idempotency_key, len(c.keys), lambda: state.remove_replicas(c.keys, c.segments, now())
+        )
 
     def remove_matching(c: m.RemoveMatching, _: RpcPeer) -> m.RemovedCount:
         def remove_step() -> tuple[m.RemovedCount, int]:
             return state.remove_matching(c.pattern, c.force, c.cursor, now(), c.prefix), state.voids.last_number
 
-        removed, number = pattern_removals.once(c.errand, 1, remove_step)
+        removed, number = pattern_removals.once(c.idempotency_key, 1, remove_step)
         if not state.voids.settled_up_to(number, now()):
             raise NotSettled("a reader may still find an object that was removed; ask again")
         return removed
@@ -270,7 +272,14 @@ def _segments(pool: LivePool) -> dict[type[Call[Any]], Handler]:
     state, members, now = pool.state, pool.state.members, pool.clock.now_s
 
     def mount(c: m.MountSegment, peer: RpcPeer) -> m.MountReply:
-        reply = state.mount(c.node, c.descriptor, now(), tier=c.tier, desk=c.desk, capacity_nbytes=c.capacity_nbytes)
+        reply = state.mount(
+            c.node,
+            c.descriptor,
+            now(),
+            tier=c.tier,
+            registry_address=c.registry_address,
+            capacity_nbytes=c.capacity_nbytes,
+        )
         pool.remember_node(peer, c.descriptor.name, c.descriptor.incarnation)
         return reply
 

@@ -50,7 +50,7 @@ class NodeConfig(WireConfig):
     @property
     def registry_address(self) -> str:
         """The address of the session registry: processes that map this node's memory register there."""
-        return f"unix:{self.run_dir}/{self.name}.desk"
+        return f"unix:{self.run_dir}/{self.name}.sess"
 
     def ssd_log(self) -> SsdConfig:
         """ConfigError when the sizes make no log."""

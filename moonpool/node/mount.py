@@ -222,7 +222,9 @@ class DramMount(Mount):
         return True
 
     def _mount_call(self, descriptor: SegmentDescriptor) -> MountSegment:
-        return MountSegment(node=self._node, descriptor=descriptor, tier=self.tier, desk=self._registry_address)
+        return MountSegment(
+            node=self._node, descriptor=descriptor, tier=self.tier, registry_address=self._registry_address
+        )
 
     async def _fence_off(self, reply: MountReply) -> None:
         self._may_be_held = True

@@ -26,13 +26,13 @@ class RemovalCalls:
         return self.remove_many([key], force=force)[0]
 
     def remove_many(self, keys: Iterable[Key], *, force: bool = False) -> list[bool]:
-        return self.master.call(m.Remove(keys=keys_bytes(keys), force=force, errand=_idempotency_key()))
+        return self.master.call(m.Remove(keys=keys_bytes(keys), force=force, idempotency_key=new_idempotency_key()))
 
     def remove_replicas(self, keys: Iterable[Key], segments: Sequence[str]) -> list[bool]:
         """Remove the objects' replicas in memory of these segments; an object without another one is gone then. Leased
         and pinned objects keep all of theirs. Return for each key whether a replica was removed.
         """
-        call = m.RemoveReplicas(keys=keys_bytes(keys), segments=tuple(segments), errand=_idempotency_key())
+        call = m.RemoveReplicas(keys=keys_bytes(keys), segments=tuple(segments), idempotency_key=new_idempotency_key())
         return self.master.call(call)
 
     def remove_matching(
@@ -52,13 +52,13 @@ class RemovalCalls:
         cursor: int | None = 0
         while cursor is not None:
             call = m.RemoveMatching(
-                pattern=pattern, force=force, cursor=cursor, errand=_idempotency_key(), prefix=prefix
+                pattern=pattern, force=force, cursor=cursor, idempotency_key=new_idempotency_key(), prefix=prefix
             )
             step = self.master.call(call)
             num_removed, num_kept, cursor = num_removed + step.num_removed, num_kept + step.num_kept, step.cursor
         return num_removed, num_kept
 
 
-def _idempotency_key() -> int:
+def new_idempotency_key() -> int:
     """Return a number that no other call has. It is random: counters of two clients would give the same."""
     return 1 + secrets.randbelow((1 << 63) - 1)

@@ -333,7 +333,7 @@ def test_a_client_without_file_handles(nursery: Nursery) -> None:
 
 @pytest.mark.parametrize("where", ["here", "elsewhere"])
 def test_a_second_node_of_one_name(nursery: Nursery, where: str) -> None:
-    """On one machine its desk is taken; on another the master refuses it while the first one lives."""
+    """On one machine its session registry is taken; on another the master refuses it while the first one lives."""
     with open_fleet(nursery) as fleet:
         fleet.start_node("n0")
         client = fleet.client()

@@ -64,8 +64,8 @@ def targets_of(service: Service, tcp: str, ports: tuple[str, ...]) -> Targets:
     """The addresses behind the names in `ports`."""
     run_dir = service.run_dir()
     known = {f"{name}.sock" for name in ("master", "conductor", "prefill-0", "decode-0")} | {
-        "node.desk",
-        "node-tcp.desk",
+        "node.sess",
+        "node-tcp.sess",
     }
     shm = [str(path) for path in run_dir.iterdir() if path.is_socket() and path.name not in known]
     assert shm, "the sockets that hand out memory"
@@ -74,7 +74,7 @@ def targets_of(service: Service, tcp: str, ports: tuple[str, ...]) -> Targets:
         "store": {"store": [str(run_dir / "master.sock")]},
         "conductor": {"conductor": [str(run_dir / "conductor.sock")]},
         "worker": {"worker": [str(run_dir / f"{name}.sock") for name in ("prefill-0", "decode-0")]},
-        "memory": {"shm": shm, "node": [str(run_dir / "node.desk")], "tcp": [tcp]},
+        "memory": {"shm": shm, "node": [str(run_dir / "node.sess")], "tcp": [tcp]},
     }
     return Targets(**{field: value for port in ports for field, value in every[port].items()})
 

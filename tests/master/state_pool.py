@@ -36,7 +36,7 @@ class Grant(NamedTuple):
 class Pool:
     """`now_s` is moved by tests. Nodes do nothing by themselves; `carry_out` answers their orders well.
 
-    Every desk knows the processes that were heard of (`sessions`), until they are gone.
+    Every session registry knows the processes that were heard of (`sessions`), until they are gone.
     """
 
     def __init__(self, *nodes: str, granules: int = 10, ssd_granules: int = 0, **rules: Any) -> None:
@@ -63,7 +63,9 @@ class Pool:
     def mount(self, node: str, granules: int = 10) -> m.MountReply:
         name = f"{node}.dram"
         incarnation = self.incarnations[name] = self.incarnations.get(name, 0) + 1
-        reply = self.state.mount(node, descriptor(name, granules, incarnation), self.now_s, desk=f"unix:/{node}")
+        reply = self.state.mount(
+            node, descriptor(name, granules, incarnation), self.now_s, registry_address=f"unix:/{node}"
+        )
         if self.state.heartbeat(name, incarnation, self.now_s).recount_above is not None:
             self.recount(name)
         self.check()

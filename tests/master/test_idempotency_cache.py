@@ -45,7 +45,9 @@ def test_no_more_is_remembered_than_is_stated(num_answers: int, num_kept: int) -
     assert cache.once(last - num_kept, num_answers, lambda: "again") == "again"
 
 
-@pytest.mark.parametrize("call", [Remove(keys=[b"key"], force=True, errand=5), RemoveMatching(force=True, errand=5)])
+@pytest.mark.parametrize(
+    "call", [Remove(keys=[b"key"], force=True, idempotency_key=5), RemoveMatching(force=True, idempotency_key=5)]
+)
 def test_a_late_copy_does_not_take_what_was_stored_since(tmp_path: Path, call: Remove | RemoveMatching) -> None:
     pool = LocalPool(tmp_path, MIB)
     try:

@@ -198,7 +198,7 @@ class PoolMachine(NodeEvents):
             self.state.sessions_gone([gone], self.now_s)
 
     def _begins_anew(self, pick: int) -> None:
-        """The master took a living process for gone: no desk was left that knew it, and no memory that it holds."""
+        """The master took a living process for gone: no registry knew it any more, and none of its memory was left."""
         gone = self.sessions[pick]
         held = [claim for claim in self.claims if claim.session == gone]
         mounted = {(each.name, each.incarnation) for each in self.state.table_of_segments.all()}

@@ -210,7 +210,7 @@ def test_processes_of_a_node_that_is_gone_are_asked_for() -> None:
     pool.unmount("b.dram")
     assert pool.beat("a")["a.dram"].recount_above is not None
     pool.put(b"new", preferred=("a.dram",))
-    pool.sessions.discard(OTHER)  # its desk was b's, and it is dead
+    pool.sessions.discard(OTHER)  # its session registry was b's, and it is dead
     pool.answer_recounts("a")
     pool.tick(5)
     assert not pool.remove(b"k")

@@ -172,7 +172,7 @@ def test_stats_tell_of_every_tier() -> None:
     ssd = next(each for each in stats.segments if each.tier is m.Tier.SSD)
     assert (ssd.capacity_nbytes, ssd.used_nbytes, ssd.num_objects) == (50 * G, 3 * G, 1)
     info = next(each for each in pool.state.segments() if each.tier is m.Tier.DRAM)
-    assert (info.node, info.desk) == ("a", "unix:/a")
+    assert (info.node, info.registry_address) == ("a", "unix:/a")
 
 
 def test_a_lost_segment_gives_nothing_back_to_the_next_one() -> None:

@@ -142,7 +142,9 @@ class ScriptedMaster:
             self._open_orders.pop(result.order_id, None)
 
     def _segments(self, call: m.Segments, _: RpcPeer) -> list[m.SegmentInfo]:
-        return [m.SegmentInfo(each.descriptor, each.node, each.tier, each.desk) for each in self.mounts.values()]
+        return [
+            m.SegmentInfo(each.descriptor, each.node, each.tier, each.registry_address) for each in self.mounts.values()
+        ]
 
 
 def node_of(order: m.Order) -> str:

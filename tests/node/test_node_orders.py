@@ -26,8 +26,7 @@ from moonpool.node import session_registry
 from moonpool.node import ssd_tier as ssd_module
 from moonpool.node.service import Node
 from moonpool.node.ssd import SsdLog
-from moonpool.store.messages import Order, OrderKind, Placement, ReportCorrupt, Tier
-from moonpool.store.messages import session_calls as desk
+from moonpool.store.messages import Order, OrderKind, Placement, ReportCorrupt, Tier, session_calls
 from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.transports.file.folder import file_name
 
@@ -90,8 +89,8 @@ def contents(segment: Segment, at: int, nbytes: int) -> bytes:
 async def test_both_tiers_are_mounted(world: World) -> None:
     node = await world.node()
     dram, ssd = world.master.mounts["n0.dram"], world.master.mounts["n0.ssd"]
-    assert (dram.tier, dram.node, dram.desk) == (Tier.DRAM, "n0", node.config.registry_address)
-    assert (ssd.tier, ssd.desk) == (Tier.SSD, None)
+    assert (dram.tier, dram.node, dram.registry_address) == (Tier.DRAM, "n0", node.config.registry_address)
+    assert (ssd.tier, ssd.registry_address) == (Tier.SSD, None)
     assert ssd.capacity_nbytes is not None
     assert 0.6 * node.config.ssd_nbytes < ssd.capacity_nbytes < 0.8 * node.config.ssd_nbytes
     assert node.segment.fence is not None
@@ -104,8 +103,8 @@ async def test_a_master_that_comes_back_gets_a_recount_and_nothing_is_void(world
     store(node.segment, 3 * SPACE, b"new", FLOOR + 7, (4096,))
     store(node.segment, 3 * SPACE + 8192, b"neighbour", FLOOR + 8, (10,))
     incarnation = node.segment.incarnation
-    client = await AsyncClient.connect(node.config.registry_address, desk.SERVICE)
-    await client.call(desk.Register(session=2**40))
+    client = await AsyncClient.connect(node.config.registry_address, session_calls.SERVICE)
+    await client.call(session_calls.Register(session=2**40))
     await world.master.close()
     world.master.recount_above = FLOOR + 5
     await world.master.start()
@@ -153,7 +152,7 @@ async def test_a_restarted_node_waits_until_its_predecessor_is_forgotten(world: 
 
 async def test_twins_on_one_machine_are_refused_at_once(world: World) -> None:
     await world.node()
-    with pytest.raises(ConfigError, match=r"n0\.desk"):
+    with pytest.raises(ConfigError, match=r"n0\.sess"):
         await world.node(start_timeout_s=5)
 
 
@@ -290,12 +289,12 @@ async def test_a_bug_is_an_answer_too(world: World, monkeypatch: pytest.MonkeyPa
     assert refusal_of(result) is None
 
 
-async def test_metrics_at_the_desk(world: World) -> None:
+async def test_metrics_of_the_session_registry(world: World) -> None:
     node = await world.node()
     corrupt = offload(node, 1)
     node.segment.memory[SPACE + 9000] ^= 1
     await world.master.execute(offload(node, 0), corrupt)
-    client = await AsyncClient.connect(node.config.registry_address, desk.SERVICE)
+    client = await AsyncClient.connect(node.config.registry_address, session_calls.SERVICE)
     families = {family.name: family for family in await client.call(GetMetrics())}
     client.close()
     counts = {tuple(s.labels.values()): s.value for s in families["moonpool_node_orders"].samples}
@@ -306,14 +305,14 @@ async def test_metrics_at_the_desk(world: World) -> None:
     assert families["moonpool_node_ssd_log"].samples
 
 
-# --- the desk ---------------------------------------------------------------------------------------------------------
+# --- the session registry ---------------------------------------------------------------------------------------------
 
 _HOLDER = """
 import sys
 from moonpool.base.rpc import BlockingClient
-from moonpool.store.messages import session_calls as desk
-client = BlockingClient(sys.argv[1], desk.SERVICE)
-client.call(desk.Register(session=int(sys.argv[2]), uses_gpu=len(sys.argv) > 3))
+from moonpool.store.messages import session_calls
+client = BlockingClient(sys.argv[1], session_calls.SERVICE)
+client.call(session_calls.Register(session=int(sys.argv[2]), uses_gpu=len(sys.argv) > 3))
 print("registered", flush=True)
 sys.stdin.read()
 """
@@ -381,9 +380,9 @@ async def test_a_gpu_session_that_comes_back_lives_on(world: World, monkeypatch:
     """A connection that ends without its process's exit ends no session."""
     monkeypatch.setattr(session_registry, "GPU_GRACE_S", 0.0)
     node = await world.node(ssd_nbytes=0)
-    first, second = [await AsyncClient.connect(node.config.registry_address, desk.SERVICE) for _ in range(2)]
-    await first.call(desk.Register(session=5, uses_gpu=True))
-    await second.call(desk.Register(session=6))
+    first, second = [await AsyncClient.connect(node.config.registry_address, session_calls.SERVICE) for _ in range(2)]
+    await first.call(session_calls.Register(session=5, uses_gpu=True))
+    await second.call(session_calls.Register(session=6))
     first.close()
     second.close()
     await world.master.until(lambda: world.master.gone == [6])
@@ -393,19 +392,19 @@ async def test_a_gpu_session_that_comes_back_lives_on(world: World, monkeypatch:
 
 async def test_a_gpu_session_whose_copies_are_over_ends_with_its_connection(world: World) -> None:
     node = await world.node(ssd_nbytes=0)
-    client = await AsyncClient.connect(node.config.registry_address, desk.SERVICE)
-    await client.call(desk.Register(session=5, uses_gpu=True))
-    await client.call(desk.EndSessions())
+    client = await AsyncClient.connect(node.config.registry_address, session_calls.SERVICE)
+    await client.call(session_calls.Register(session=5, uses_gpu=True))
+    await client.call(session_calls.EndSessions())
     client.close()
     await world.master.until(lambda: world.master.gone == [5])
 
 
 async def test_a_session_is_gone_with_its_last_connection(world: World) -> None:
     node = await world.node(ssd_nbytes=0)
-    first, second = [await AsyncClient.connect(node.config.registry_address, desk.SERVICE) for _ in range(2)]
+    first, second = [await AsyncClient.connect(node.config.registry_address, session_calls.SERVICE) for _ in range(2)]
     for client in (first, first, second):
-        await client.call(desk.Register(session=5))
-    await first.call(desk.Register(session=6))
+        await client.call(session_calls.Register(session=5))
+    await first.call(session_calls.Register(session=6))
     first.close()
     await world.master.until(lambda: world.master.gone)
     assert world.master.gone == [6]
@@ -415,8 +414,8 @@ async def test_a_session_is_gone_with_its_last_connection(world: World) -> None:
 
 async def test_who_leaves_during_an_outage_is_reported_after_it(world: World) -> None:
     node = await world.node(ssd_nbytes=0)
-    client = await AsyncClient.connect(node.config.registry_address, desk.SERVICE)
-    await client.call(desk.Register(session=5))
+    client = await AsyncClient.connect(node.config.registry_address, session_calls.SERVICE)
+    await client.call(session_calls.Register(session=5))
     await world.master.close()
     client.close()
     await world.master.start()
@@ -425,8 +424,8 @@ async def test_who_leaves_during_an_outage_is_reported_after_it(world: World) ->
 
 async def test_a_node_that_closes_declares_nobody_gone(world: World) -> None:
     node = await world.node(ssd_nbytes=0)
-    client = await AsyncClient.connect(node.config.registry_address, desk.SERVICE)
-    await client.call(desk.Register(session=5))
+    client = await AsyncClient.connect(node.config.registry_address, session_calls.SERVICE)
+    await client.call(session_calls.Register(session=5))
     await node.close()
     await client.closed.wait()
     assert world.master.gone == []

@@ -240,7 +240,7 @@ def check_margins(whole: bytearray, views: list[memoryview]) -> None:
 
 
 @scale
-def test_callers_of_the_desk_and_of_the_guard_fed_nonsense(times: int) -> None:
+def test_callers_of_the_control_handler_and_of_the_guard_fed_nonsense(times: int) -> None:
     info = ControlHandler(incarnation=5).answer_body(b"\x91\xa9Introduce")
 
     def run(hostile: Hostile) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from enum import IntEnum
@@ -43,6 +42,7 @@ from moonpool.integrations.mooncake.codes import ErrorCode
 from moonpool.integrations.mooncake.http_service import METRICS, TEXT, HttpRequest, HttpResponse, HttpService
 from moonpool.integrations.mooncake.segment_names import endpoint_of, segments_of
 from moonpool.store import messages as m
+from moonpool.store.removal_calls import new_idempotency_key
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.05  # between two questions whether a removal is settled
 
@@ -180,8 +180,7 @@ class MasterAdmin:
         force, count = request.query.get("force", "") in ("true", "1"), 0
         cursor: int | None = 0
         while cursor is not None:
-            errand = secrets.randbits(63) | 1
-            call = m.RemoveMatching(force=force, cursor=cursor, prefix=prefix, errand=errand)
+            call = m.RemoveMatching(force=force, cursor=cursor, prefix=prefix, idempotency_key=new_idempotency_key())
             removed = await self._ask_until_settled(call)
             count += removed.num_removed
             cursor = removed.cursor

@@ -67,7 +67,7 @@ class Members:
         node: str,
         descriptor: SegmentDescriptor,
         tier: Tier,
-        desk: str | None,
+        registry_address: str | None,
         capacity_nbytes: int | None,
         now_s: float,
     ) -> MountReply:
@@ -80,10 +80,10 @@ class Members:
             raise InvalidInput("an SSD segment needs its capacity in bytes", param="capacity_nbytes")
         segments.check_mount(descriptor, tier, heartbeat_s, now_s)
         before = segments.get(descriptor.name)
-        made = segments.mount(node, descriptor, tier, desk, capacity_nbytes or 0)
+        made = segments.mount(node, descriptor, tier, registry_address, capacity_nbytes or 0)
         made.floor, made.heard_s = self._generations.last, now_s
         capacity, floor = made.capacity_nbytes, made.floor
-        self._index.outcomes.add(Mounted(made.number, node, descriptor, tier, desk, capacity, floor))
+        self._index.outcomes.add(Mounted(made.number, node, descriptor, tier, registry_address, capacity, floor))
         if before is not None and before.tier is Tier.DRAM:
             self._end([before], now_s)
         elif before is not None:

@@ -243,14 +243,14 @@ class PoolState:
         now_s: float,
         *,
         tier: m.Tier = m.Tier.DRAM,
-        desk: str | None = None,
+        registry_address: str | None = None,
         capacity_nbytes: int | None = None,
     ) -> m.MountReply:
         """Mount a segment, empty; it is used after its first heartbeat. Raise AlreadyExists if another one has the
         name.
         """
         before = self.table_of_segments.get(descriptor.name)
-        reply = self.members.mount(node, descriptor, tier, desk, capacity_nbytes, now_s)
+        reply = self.members.mount(node, descriptor, tier, registry_address, capacity_nbytes, now_s)
         if before is not None and before is not self.table_of_segments.get(descriptor.name):
             self.voids.on_taken_over(before, now_s)
         return reply

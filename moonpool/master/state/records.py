@@ -44,17 +44,17 @@ class Mounted(Record):
     node: str
     descriptor: SegmentDescriptor
     tier: Tier
-    desk: str | None
+    registry_address: str | None
     capacity_nbytes: int
     floor: int
     draining: bool = False
 
 
 class SegmentsEnded(Record):
-    """`heirs` are the SSD segments that may have the objects of these segments, 0 for none."""
+    """`successors` are the SSD segments that may have the objects of these segments, 0 for none."""
 
     numbers: list[int]
-    heirs: list[int]
+    successors: list[int]
 
 
 class SegmentsAway(Record):

@@ -99,14 +99,14 @@ class _Recovery:
     def _mounted(self, record: r.Mounted) -> None:
         segments = self._state.table_of_segments
         made = segments.mount(
-            record.node, record.descriptor, record.tier, record.desk, record.capacity_nbytes, record.number
+            record.node, record.descriptor, record.tier, record.registry_address, record.capacity_nbytes, record.number
         )
         made.allocator, made.heard_s, made.draining = None, self._now_s, record.draining
         made.floor = record.floor
 
     def _ended(self, record: r.SegmentsEnded) -> None:
         segments = self._state.table_of_segments
-        for number, ssd in zip(record.numbers, record.heirs, strict=True):
+        for number, ssd in zip(record.numbers, record.successors, strict=True):
             if ssd:
                 self._index.losses.backing_ssds[number] = ssd
             segment = segments.by_number.get(number)

@@ -34,7 +34,6 @@ class MountedSegment:
         "allocator",
         "capacity_nbytes",
         "descriptor",
-        "desk",
         "draining",
         "floor",
         "gone_since_s",
@@ -45,18 +44,25 @@ class MountedSegment:
         "num_replicas",
         "number",
         "recount_above",
+        "registry_address",
         "ssd_used_nbytes",
         "tier",
     )
 
     def __init__(
-        self, number: int, node: str, descriptor: SegmentDescriptor, tier: Tier, desk: str | None, capacity_nbytes: int
+        self,
+        number: int,
+        node: str,
+        descriptor: SegmentDescriptor,
+        tier: Tier,
+        registry_address: str | None,
+        capacity_nbytes: int,
     ) -> None:
         self.number = number
         self.node = node
         self.descriptor = descriptor
         self.tier = tier
-        self.desk = desk
+        self.registry_address = registry_address
         self.allocator: OffsetAllocator | None = OffsetAllocator(descriptor.nbytes) if tier is Tier.DRAM else None
         self.capacity_nbytes = capacity_nbytes if self.allocator is None else self.allocator.capacity_nbytes
         self.ssd_used_nbytes = 0
@@ -110,7 +116,7 @@ class MountedSegment:
         return "ok"
 
     def info(self) -> SegmentInfo:
-        return SegmentInfo(self.descriptor, self.node, self.tier, self.desk)
+        return SegmentInfo(self.descriptor, self.node, self.tier, self.registry_address)
 
     def stats(self) -> SegmentStats:
         return SegmentStats(
@@ -186,14 +192,14 @@ class SegmentTable:
         node: str,
         descriptor: SegmentDescriptor,
         tier: Tier,
-        desk: str | None,
+        registry_address: str | None,
         capacity_nbytes: int,
         number: int | None = None,
     ) -> MountedSegment:
         """Add a segment under its name. The segment that had the name keeps its number; the caller ends it."""
         number = self.last_number + 1 if number is None else number
         self.last_number = max(self.last_number, number)
-        made = MountedSegment(number, node, descriptor, tier, desk, capacity_nbytes)
+        made = MountedSegment(number, node, descriptor, tier, registry_address, capacity_nbytes)
         self.by_number[number] = self._by_name[descriptor.name] = made
         self.count_totals()
         return made

@@ -50,7 +50,9 @@ def _small(state: PoolState, now_s: float) -> Iterator[r.Record]:
     members = state.members
     yield r.Began(state.epoch, segments.last_number, state.generations.last, members.adopts, sorted(members.listed))
     for number, at in segments.by_number.items():
-        yield r.Mounted(number, at.node, at.descriptor, at.tier, at.desk, at.capacity_nbytes, at.floor, at.draining)
+        yield r.Mounted(
+            number, at.node, at.descriptor, at.tier, at.registry_address, at.capacity_nbytes, at.floor, at.draining
+        )
     yield r.SessionsEnded(list(members.ended_sessions))
     yield r.SegmentsAway([number for number, each in segments.by_number.items() if each.is_away])
     yield r.SegmentsEnded(list(index.losses.backing_ssds), list(index.losses.backing_ssds.values()))

@@ -58,7 +58,7 @@ class SessionClient:
 
     def is_registered_at(self, info: SegmentInfo) -> bool:
         """Return whether this client is registered at the segment's node, which notices the end of this process."""
-        return (info.desk or "", info.descriptor.incarnation) in self._registered
+        return (info.registry_address or "", info.descriptor.incarnation) in self._registered
 
     def open_for_writing(self, placement: Placement, session: int) -> RemoteSegment:
         """Return the handle for writing, for a put begun with `session`. Raise as SegmentDirectory.open, and PeerLost
@@ -66,7 +66,11 @@ class SessionClient:
         """
         info = self._directory.info(placement)
         remote = self._directory.open_segment(info)
-        if info.desk is None or not isinstance(remote, MappedRemote) or (session and self.is_registered_at(info)):
+        if (
+            info.registry_address is None
+            or not isinstance(remote, MappedRemote)
+            or (session and self.is_registered_at(info))
+        ):
             return remote
         if session and self.session() and self.is_registered_at(info):  # a node that was started since
             return remote
@@ -86,9 +90,9 @@ class SessionClient:
     def _register_everywhere(self) -> None:
         with self._lock:
             local = self._directory.local
-            current = {(info.desk or "", info.descriptor.incarnation) for info in local}
+            current = {(info.registry_address or "", info.descriptor.incarnation) for info in local}
             self._registered = self._registered & current
-            missing = [info for info in local if info.desk is not None and not self.is_registered_at(info)]
+            missing = [info for info in local if info.registry_address is not None and not self.is_registered_at(info)]
             reached = [self._register(info) for info in missing]
             self._seen = local if all(reached) else None  # None: the next session() tries again
 
@@ -96,11 +100,11 @@ class SessionClient:
         """Register at the segment's node. Return False when it cannot be reached. Memory that is not mapped here needs
         no registration.
         """
-        assert info.desk is not None
+        assert info.registry_address is not None
         try:
             if isinstance(self._directory.open_segment(info), MappedRemote):
-                self._call(info.desk)
-                self._registered = self._registered | {(info.desk, info.descriptor.incarnation)}
+                self._call(info.registry_address)
+                self._registered = self._registered | {(info.registry_address, info.descriptor.incarnation)}
         except MoonpoolError:
             return False
         return True

@@ -117,36 +117,36 @@ class Remove(Call[list[bool]]):
 
     Raise NotSettled while a reader may still read a removed object where it remembers it to be: call again.
 
-    `errand` is an idempotency key (0: none). A repeated call with the same one gets the first answer and removes
-    nothing: a late copy of the call must not remove what was stored since.
+    A repeated call with the same `idempotency_key` (0: none) gets the first answer and removes nothing: a late copy of
+    the call must not remove what was stored since.
     """
 
     keys: list[bytes]
     force: bool = False
-    errand: Whole = 0
+    idempotency_key: Whole = 0
 
 
 class RemoveReplicas(Call[list[bool]]):
     """Remove the replicas in memory of the segments, and objects that have no other replica. True where a replica was
-    removed; leased and pinned objects keep all of theirs. `errand` as in Remove.
+    removed; leased and pinned objects keep all of theirs. `idempotency_key` as in Remove.
     """
 
     keys: list[bytes]
     segments: tuple[str, ...]
-    errand: Whole = 0
+    idempotency_key: Whole = 0
 
 
 class RemoveMatching(Call[RemovedCount]):
     """Remove the objects whose key matches the regular expression (None: all), in steps: call again with the cursor.
 
     Only keys that begin with `prefix` count. The pattern is searched for in the rest of the key, so its ^ matches after
-    the prefix. Each step has its own `errand`, as in Remove.
+    the prefix. Each step has its own `idempotency_key`, as in Remove.
     """
 
     pattern: str | None = None
     force: bool = False
     cursor: Whole = 0
-    errand: Whole = 0
+    idempotency_key: Whole = 0
     prefix: bytes = b""
 
 

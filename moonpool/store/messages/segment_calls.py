@@ -28,7 +28,7 @@ class MountSegment(Call[MountReply]):
     node: str
     descriptor: SegmentDescriptor
     tier: Tier = Tier.DRAM
-    desk: str | None = None
+    registry_address: str | None = None
     capacity_nbytes: Whole | None = None  # of an SSD segment: the size in its descriptor is that of its address space
 
 

@@ -1,4 +1,4 @@
-"""Calls to a node's session registry. The service is called "node"; SegmentInfo.desk is its address.
+"""Calls to a node's session registry. The service is called "node"; SegmentInfo.registry_address is its address.
 
 A process that maps a node's memory registers here and keeps the connection open as long as it lives. When the
 connection ends, the process is gone, and the node tells the master. Only then the master frees what that process had in

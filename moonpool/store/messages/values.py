@@ -128,12 +128,12 @@ class HeartbeatReply(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SegmentInfo(msgspec.Struct, frozen=True, array_like=True):
-    """A mounted segment. `desk` is the address of its node's session registry (session_calls.py)."""
+    """A mounted segment. `registry_address` is the address of its node's session registry (session_calls.py)."""
 
     descriptor: SegmentDescriptor
     node: str
     tier: Tier
-    desk: str | None
+    registry_address: str | None
 
 
 class EventBatch(msgspec.Struct, frozen=True):

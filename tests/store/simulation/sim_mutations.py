@@ -128,7 +128,7 @@ def _memory_is_mounted_again_as_it_is() -> list[Change]:
     return [(moonpool.node.mount.DramMount, "_prepare", make_ready)]
 
 
-def _lost_desks_are_not_missed() -> list[Change]:
+def _lost_registries_are_not_missed() -> list[Change]:
     return [(Members, "_ask_nodes_about", lambda self, sessions: None)]
 
 
@@ -162,7 +162,7 @@ MUTATIONS: dict[str, Callable[[], list[Change]]] = {
     "unwritten replicas count": _unwritten_replicas_count,
     "ends of processes are not told": _ends_are_not_told,
     "memory is mounted again as it is": _memory_is_mounted_again_as_it_is,
-    "lost desks are not missed": _lost_desks_are_not_missed,
+    "lost registries are not missed": _lost_registries_are_not_missed,
     "recounts are ignored": _recounts_are_ignored,
 }
 
