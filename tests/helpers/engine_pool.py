@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from moonpool.store import Store
 from moonpool.store.client import ClientConfig
 
 _TESTS = Path(__file__).parents[1]
+HELPERS = str(Path(__file__).parent)  # for the PYTHONPATH of engines whose calls are recorded
 NUM_PROMPT_TOKENS = 900
 NODE_NBYTES = 256 * MIB
 
@@ -99,6 +100,24 @@ class EngineDriver(LinedProcess):
         self.tell(json.dumps(prompt))
         result = json.loads(self.answer("RESULT"))
         return EngineAnswer(**result, elapsed_s=time.monotonic() - begun_s)
+
+
+def stop(process: subprocess.Popen[str]) -> None:
+    """SIGSTOP, and wait until no thread of it runs: the signal itself is only a request."""
+    process.send_signal(signal.SIGSTOP)
+    threads = Path(f"/proc/{process.pid}/task")
+    wait_until(lambda: {stat.read_text().rpartition(")")[2].split()[0] for stat in threads.glob("*/stat")} == {"T"})
+
+
+def resume_after(role: LinedProcess | RoleProcess, stopped_s: float) -> Callable[[], None]:
+    """Return a call that lets a process go on that was stopped now, when it has been stopped for so long."""
+    end_s = time.monotonic() + stopped_s
+
+    def resume() -> None:
+        time.sleep(max(0.0, end_s - time.monotonic()))  # the outage's length, not a wait for something
+        role.process.send_signal(signal.SIGCONT)
+
+    return resume
 
 
 @dataclass(frozen=True)

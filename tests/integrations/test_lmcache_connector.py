@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_pool import stop
 from store_pool import MIB, LocalPool, RoleProcess, wait_until
 
 from moonpool.base.errors import ConfigError
@@ -200,8 +201,10 @@ def test_a_node_that_does_not_answer_is_a_miss(
         wait_until(lambda: answer(connector, connector.submit_batch_set(KEYS[:2], [chunk(0), chunk(1)]))[0])
         rooms = [room(), room()]
         assert answer(connector, connector.submit_batch_get(KEYS[:2], rooms))[2] == [True, True]
-        node.process.send_signal(signal_number)
-        if signal_number == signal.SIGKILL:
+        if signal_number == signal.SIGSTOP:
+            stop(node.process)
+        else:
+            node.process.kill()
             node.process.wait()
         assert answer(connector, connector.submit_batch_get(KEYS[:2], rooms))[::2] == (False, [False, False])
         assert answer(connector, connector.submit_batch_exists(KEYS[:2]))[2] == [False, False]

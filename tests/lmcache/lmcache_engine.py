@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine_pool import NUM_PROMPT_TOKENS, EngineAnswer, EngineDriver, LinedProcess
+from engine_pool import HELPERS, NUM_PROMPT_TOKENS, EngineAnswer, EngineDriver, LinedProcess
 from store_pool import wait_until
 
 PYTHON_VARIABLE = "MOONPOOL_LMCACHE_PYTHON"  # of the environment that has LMCache and vLLM; set by make test-lmcache
@@ -44,7 +44,10 @@ class LmcacheEngine:
         folder.mkdir(parents=True)
         self.counters_file, self._record_file = folder / "counters.json", folder / "record.jsonl"
         self._sockets = tempfile.mkdtemp(prefix="lm-")  # short: a socket's path has 107 characters
-        python, path = os.environ[PYTHON_VARIABLE], os.pathsep.join([str(_HERE), os.environ.get("PYTHONPATH", "")])
+        python, path = (
+            os.environ[PYTHON_VARIABLE],
+            os.pathsep.join([str(_HERE), HELPERS, os.environ.get("PYTHONPATH", "")]),
+        )
         env = {**os.environ, **QUIET, "VLLM_RPC_BASE_PATH": self._sockets, "PYTHONPATH": path.rstrip(os.pathsep)}
         port = _free_port()
         plugin = {

@@ -1,5 +1,5 @@
 """The plug-in, writing down what LMCache asked and got: one JSON line per request, with the hash of every chunk as it
-lay in LMCache's memory and the time from the submission to the completion.
+lay in LMCache's memory; and one per look-up and load with the time for which the pool held up its thread.
 """
 
 from __future__ import annotations
@@ -8,8 +8,10 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from thread_times import HeldUp
 
 from moonpool.integrations.lmcache import LmcacheConnector
 from moonpool.integrations.lmcache.connector import Completion
@@ -19,6 +21,8 @@ class RecordedConnector(LmcacheConnector):
     def __init__(self, record_file: str, **settings: Any) -> None:
         super().__init__(**settings)
         self._record_file = record_file
+        for name in ("look_up", "load"):
+            setattr(self._calls, name, self._timed(name, getattr(self._calls, name)))
         self._recording = threading.Lock()
         self._open: dict[int, tuple[str, list[str], list[memoryview], list[str], float]] = {}
 
@@ -55,6 +59,18 @@ class RecordedConnector(LmcacheConnector):
         if op == "load":
             hashes = [_sha256(view) if is_loaded else "" for view, is_loaded in zip(views, done, strict=True)]
         row = {"op": op, "keys": keys, "sha256": hashes, "done": done, "error": error, "wait_s": wait_s}
+        self._append(row)
+
+    def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any) -> Any:
+            held = HeldUp()
+            result = call(*arguments)
+            self._append({"op": "held", "call": name, "held_s": held.seconds()})
+            return result
+
+        return timed
+
+    def _append(self, row: dict[str, Any]) -> None:
         with open(self._record_file, "a") as file:
             file.write(json.dumps(row) + "\n")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine_pool import NUM_PROMPT_TOKENS, EngineAnswer, EngineDriver
+from engine_pool import HELPERS, NUM_PROMPT_TOKENS, EngineAnswer, EngineDriver
 from sglang_driver import PAGE_TOKENS
 from store_pool import wait_until
 
@@ -38,7 +38,7 @@ class SglangEngine:
     def __init__(self, folder: Path, model: Path, master: str, **env: str) -> None:
         folder.mkdir(parents=True)
         self._record_file = folder / "record.jsonl"
-        path = [STAND_INS, str(_HERE / "recording"), os.environ.get("PYTHONPATH", "")]
+        path = [STAND_INS, str(_HERE / "recording"), HELPERS, os.environ.get("PYTHONPATH", "")]
         environment = {
             **os.environ,
             **QUIET,

@@ -7,20 +7,18 @@ threads and its storage backend are SGLang's.
 
 from __future__ import annotations
 
-import signal
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
-from engine_pool import NUM_PROMPT_TOKENS, EnginePool, prompt_of
+from engine_pool import NUM_PROMPT_TOKENS, EnginePool, prompt_of, resume_after, stop
 from sglang_engine import OBJECTS, SglangEngine, Stored, object_hashes
 from store_pool import wait_until
 from wall_time import crowding
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 FEWEST_LOADED = NUM_PROMPT_TOKENS * 9 // 10
-LONGEST_WAIT_S = 0.25  # beyond what computing again takes, per outage
+LONGEST_HELD_UP_S = 0.25  # beyond what computing again takes, per outage
 STOPPED_S = 12.0
 CHECKSUM_MISMATCH = -801
 CALLS = ("exist", "get")
@@ -37,12 +35,16 @@ def num_records(engine: SglangEngine) -> dict[str, int]:
 
 
 @contextmanager
-def outage(engine: SglangEngine) -> Iterator[None]:
-    """All requests within together wait for the pool at most once, and briefly."""
+def outage(engine: SglangEngine, end: Callable[[], None]) -> Iterator[None]:
+    """All look-ups and loads within together are held up by the pool once, and briefly. `end` ends the outage."""
     before, crowded = num_records(engine), crowding()
-    yield
-    waits_s = sum(row["wait_s"] for op, number in before.items() for row in engine.records(op, number))
-    assert waits_s <= LONGEST_WAIT_S * max(crowded, crowding())
+    try:
+        yield
+    finally:
+        end()
+    held_s = [row["held_s"] for op, number in before.items() for row in engine.records(op, number)]
+    print(f"held up {sum(held_s):.3f} s in {len(held_s)} calls")
+    assert sum(held_s) <= LONGEST_HELD_UP_S * max(crowded, crowding())
 
 
 def test_the_second_engine_loads_what_the_first_stored(engine: SglangEngine, stored: Stored) -> None:
@@ -69,34 +71,27 @@ def test_wrong_bytes_are_computed_again(engine: SglangEngine, stored: Stored, po
 
 
 def test_a_stopped_master_holds_nothing_up(engine: SglangEngine, stored: Stored, pool: EnginePool) -> None:
-    stopped_s = time.monotonic()
-    pool.master.process.send_signal(signal.SIGSTOP)
-    with outage(engine):
+    stop(pool.master.process)
+    with outage(engine, resume_after(pool.master, STOPPED_S)):
         for seed in (3, 4):
             assert engine.generate(prompt_of(seed)).tokens == stored.answers[seed].tokens
-    time.sleep(max(0.0, STOPPED_S - (time.monotonic() - stopped_s)))  # the outage's length, not a wait for something
-    pool.master.process.send_signal(signal.SIGCONT)
     wait_for_pool(engine, stored, 5)
 
 
 def test_a_killed_master_holds_nothing_up(engine: SglangEngine, stored: Stored, pool: EnginePool) -> None:
     pool.kill_master()
-    with outage(engine):
+    with outage(engine, pool.restart_master):
         assert engine.generate(prompt_of(6)).tokens == stored.answers[6].tokens
-    pool.restart_master()
     wait_for_pool(engine, stored, 7)
 
 
 def test_a_stopped_node_holds_nothing_up(engine: SglangEngine, stored: Stored, pool: EnginePool) -> None:
     """Stopped for longer than the master waits for a node: it comes back empty."""
     saved = pool.saved()
-    stopped_s = time.monotonic()
-    pool.node.process.send_signal(signal.SIGSTOP)
-    with outage(engine):
+    stop(pool.node.process)
+    with outage(engine, resume_after(pool.node, STOPPED_S)):
         for seed in (8, 9):
             assert engine.generate(prompt_of(seed)).tokens == stored.answers[seed].tokens
-    time.sleep(max(0.0, STOPPED_S - (time.monotonic() - stopped_s)))
-    pool.node.process.send_signal(signal.SIGCONT)
     pool.put_back(saved)
     wait_for_pool(engine, stored, 10)
 
@@ -104,9 +99,8 @@ def test_a_stopped_node_holds_nothing_up(engine: SglangEngine, stored: Stored, p
 def test_a_killed_node_holds_nothing_up(engine: SglangEngine, stored: Stored, pool: EnginePool) -> None:
     saved = pool.saved()
     pool.kill_node()
-    with outage(engine):
+    with outage(engine, pool.restart_node):
         assert engine.generate(prompt_of(11)).tokens == stored.answers[11].tokens
-    pool.restart_node()
     pool.put_back(saved)
     wait_for_pool(engine, stored, 12)
 

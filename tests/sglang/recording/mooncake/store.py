@@ -1,5 +1,5 @@
-"""Appends one JSON line per call to $MOONPOOL_RECORD: keys, results, how long the call took, the store's counters, and
-the hash of the bytes at the engine's own pointers, as put and as loaded.
+"""Appends one JSON line per call to $MOONPOOL_RECORD: keys, results, how long the call was held up, the store's
+counters, and the hash of the bytes at the engine's own pointers, as put and as loaded.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ import ctypes
 import hashlib
 import json
 import os
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from thread_times import HeldUp
 
 from moonpool.integrations.mooncake import MooncakeDistributedStore as _Store
 from moonpool.integrations.mooncake import ReplicateConfig
@@ -36,12 +37,12 @@ class MooncakeDistributedStore(_Store):
     def _recorded(
         self, op: str, keys: Sequence[str], call: Callable[[], list[int]], hashes: Callable[[], list[str]]
     ) -> list[int]:
-        begun_s = time.monotonic()
+        held = HeldUp()
         codes = call()
-        wait_s = time.monotonic() - begun_s
+        held_s = held.seconds()
         row = {"op": op, "keys": list(keys), "codes": [int(code) for code in codes], "sha256": hashes()}
         with open(os.environ["MOONPOOL_RECORD"], "a") as file:
-            file.write(json.dumps({**row, "wait_s": wait_s, "counters": self.counters()}) + "\n")
+            file.write(json.dumps({**row, "held_s": held_s, "counters": self.counters()}) + "\n")
         return codes
 
 
