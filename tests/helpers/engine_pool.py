@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -80,6 +81,34 @@ class LinedProcess:
             assert stream is not None
             with contextlib.suppress(BrokenPipeError):
                 stream.close()
+
+
+def run_example(script: Path, arguments: list[str], python: str, env: dict[str, str]) -> str:
+    """Return what the example printed. Whatever it started has ended when this returns."""
+    process = subprocess.Popen(
+        [python, str(script), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **env},
+        start_new_session=True,
+    )
+    try:
+        printed, errors = process.communicate(timeout=540)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert process.returncode == 0, errors[-4000:]
+    return printed
+
+
+def check_example(printed: str) -> None:
+    """The second engine loaded at least 90 % of the prompt, the first nothing, and they agree."""
+    loaded = dict(re.findall(rf"(\w+) engine: (\d+) of {NUM_PROMPT_TOKENS} tokens loaded", printed))
+    assert int(loaded["first"]) == 0
+    assert int(loaded["second"]) >= NUM_PROMPT_TOKENS * 9 // 10
+    assert "the answers are equal" in printed
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import subprocess
 from pathlib import Path
 
 import pytest
+from engine_pool import check_example, run_example
 from lmcache_engine import PYTHON_VARIABLE, QUIET
 
 pytestmark = [pytest.mark.lmcache, pytest.mark.timeout(600)]
@@ -24,15 +23,5 @@ _OPTIONS = {
 
 def test_the_example_loads_what_it_stored(model: Path) -> None:
     script = _ROOT / "examples" / "lmcache" / "two_engines.py"
-    done = subprocess.run(
-        [os.environ[PYTHON_VARIABLE], str(script), str(model), json.dumps(_OPTIONS)],
-        env={**os.environ, **QUIET, "PYTHONPATH": str(_ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=540,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    loaded = dict(re.findall(r"(\w+) engine: (\d+) of 900 tokens loaded", done.stdout))
-    assert int(loaded["first"]) == 0
-    assert int(loaded["second"]) >= 810
-    assert "the answers are equal" in done.stdout
+    env = {**QUIET, "PYTHONPATH": str(_ROOT)}
+    check_example(run_example(script, [str(model), json.dumps(_OPTIONS)], os.environ[PYTHON_VARIABLE], env))
