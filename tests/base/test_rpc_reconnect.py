@@ -46,6 +46,11 @@ class Owner:
                 raise NotFound("no such thing")
             case "bug":
                 raise ValueError("a bug")
+            case "lose":
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    raise PeerLost("lost meanwhile")
         await asyncio.Event().wait()
 
     async def wait(self, client: AsyncClient) -> None:
@@ -121,3 +126,15 @@ async def test_a_bug_ends_it(server: tuple[RpcServer, str]) -> None:
         await asyncio.wait([task], timeout=10)
         with pytest.raises(ValueError, match="a bug"):
             task.result()
+
+
+async def test_ends_when_the_connection_is_lost_while_it_is_cancelled(server: tuple[RpcServer, str]) -> None:
+    """A node that was stopped and then told to end lost its connection at the same time, and never ended."""
+    owner = Owner(server[1])
+    owner.todo = ["lose"]
+    task = asyncio.create_task(owner.link.run())
+    await owner.connected()
+    task.cancel()
+    done, _ = await asyncio.wait([task], timeout=10)
+    assert done
+    assert task.cancelled()

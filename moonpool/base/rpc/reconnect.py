@@ -51,15 +51,18 @@ class ReconnectingClient:
 
     async def run(self) -> NoReturn:
         """Run until cancelled. The owner may still use the connection then, and closes it with close()."""
-        self._loop = asyncio.get_running_loop()
+        self._loop, task = asyncio.get_running_loop(), asyncio.current_task()
         while True:
             self._client = None
             try:
                 self._client = await AsyncClient.connect(
                     self._address, self._service, name=self._name, incarnation=self._incarnation
                 )
-                await self._run_duties(self._client)
+                # In a task of its own: a task group cancels its task, and `task` is cancelled by its owner only.
+                await asyncio.create_task(self._run_duties(self._client))
             except MoonpoolError as error:
+                if task is not None and task.cancelling():  # a duty failed while it was being cancelled
+                    raise asyncio.CancelledError from error
                 self._on_lost(error, self._client is not None)
             self.close()
             await asyncio.sleep(self.backoff.next_s())
