@@ -38,97 +38,101 @@ def fence() -> Fence:
 
 
 @pytest.fixture
-def desk(pages: PageManager, fence: Fence) -> Reservations:
+def reservations(pages: PageManager, fence: Fence) -> Reservations:
     return Reservations(pages, fence.stamp)
 
 
 def test_a_commit_hands_the_pages_over_and_shuts_the_writer_out(
-    desk: Reservations, pages: PageManager, fence: Fence
+    reservations: Reservations, pages: PageManager, fence: Fence
 ) -> None:
-    made = desk.reserve("r", 0, 3, [])
-    desk.open("r", 0, made.generation, writer="p0")
+    made = reservations.reserve("r", 0, 3, [])
+    reservations.open("r", 0, made.generation, writer="p0")
     assert fence.admits(made.pages, made.generation)
-    assert desk.adopt(desk.begin_commit("r", 0, made.generation)) == made.pages
+    assert reservations.adopt(reservations.begin_commit("r", 0, made.generation)) == made.pages
     assert not fence.admits(made.pages, made.generation)
     pages.check_integrity(Counter(made.pages))
     pages.free(made.pages)
     assert pages.num_available == 8
-    assert desk.num_pages == 0
+    assert reservations.num_pages == 0
 
 
-def test_present_blocks_are_shared_and_never_stamped(desk: Reservations, pages: PageManager, fence: Fence) -> None:
+def test_present_blocks_are_shared_and_never_stamped(
+    reservations: Reservations, pages: PageManager, fence: Fence
+) -> None:
     [page] = pages.allocate(1)
     pages.publish([page], [b"k0"])
     pages.free([page])
-    made = desk.reserve("r", 0, 2, [b"k0", b"k1"])
+    made = reservations.reserve("r", 0, 2, [b"k0", b"k1"])
     assert made.pages[0] == page
     assert made.num_present == 1
     assert fence.generations[page] == 0
-    desk.leave("r", 0)
+    reservations.leave("r", 0)
     assert fence.generations[page] == 0
     pages.check_integrity({})
     assert pages.num_cached == 1
 
 
-def test_pages_in_a_writers_hands_outlive_the_reader(desk: Reservations, pages: PageManager, fence: Fence) -> None:
-    made = desk.reserve("r", 0, 8, [])
-    desk.open("r", 0, made.generation, writer="p0")
-    desk.leave("r", 0)
+def test_pages_in_a_writers_hands_outlive_the_reader(
+    reservations: Reservations, pages: PageManager, fence: Fence
+) -> None:
+    made = reservations.reserve("r", 0, 8, [])
+    reservations.open("r", 0, made.generation, writer="p0")
+    reservations.leave("r", 0)
     assert pages.num_available == 0
     with pytest.raises(StaleGeneration):
-        desk.begin_commit("r", 0, made.generation)
-    desk.abort("r", 0, made.generation)
+        reservations.begin_commit("r", 0, made.generation)
+    reservations.abort("r", 0, made.generation)
     assert pages.num_available == 8
     assert not fence.admits(made.pages, made.generation)
 
 
-def test_an_unopened_reservation_ends_with_its_reader(desk: Reservations, pages: PageManager) -> None:
-    made = desk.reserve("r", 0, 8, [])
-    desk.leave("r", 0)
+def test_an_unopened_reservation_ends_with_its_reader(reservations: Reservations, pages: PageManager) -> None:
+    made = reservations.reserve("r", 0, 8, [])
+    reservations.leave("r", 0)
     assert pages.num_available == 8
     with pytest.raises(StaleGeneration):
-        desk.open("r", 0, made.generation, writer="p0")
+        reservations.open("r", 0, made.generation, writer="p0")
 
 
-def test_a_dead_writer_lets_go_of_all_it_held(desk: Reservations, pages: PageManager) -> None:
+def test_a_dead_writer_lets_go_of_all_it_held(reservations: Reservations, pages: PageManager) -> None:
     for name in ("a", "b"):
-        desk.open(name, 0, desk.reserve(name, 0, 2, []).generation, writer="p0")
-    desk.open("c", 0, desk.reserve("c", 0, 2, []).generation, writer="p1")
-    desk.leave("a", 0)
-    desk.writer_gone("p0")
-    assert desk.num_pages == 2
+        reservations.open(name, 0, reservations.reserve(name, 0, 2, []).generation, writer="p0")
+    reservations.open("c", 0, reservations.reserve("c", 0, 2, []).generation, writer="p1")
+    reservations.leave("a", 0)
+    reservations.writer_gone("p0")
+    assert reservations.num_pages == 2
     assert pages.num_available == 6
 
 
-def test_a_newer_attempt_replaces_an_older_one(desk: Reservations, pages: PageManager) -> None:
-    old = desk.reserve("r", 0, 2, [])
-    desk.open("r", 0, old.generation, writer="p0")
-    new = desk.reserve("r", 1, 2, [])
+def test_a_newer_attempt_replaces_an_older_one(reservations: Reservations, pages: PageManager) -> None:
+    old = reservations.reserve("r", 0, 2, [])
+    reservations.open("r", 0, old.generation, writer="p0")
+    new = reservations.reserve("r", 1, 2, [])
     with pytest.raises(AlreadyExists):
-        desk.reserve("r", 1, 2, [])
+        reservations.reserve("r", 1, 2, [])
     assert not set(old.pages) & set(new.pages)
     with pytest.raises(StaleGeneration):
-        desk.begin_commit("r", 0, old.generation)
-    desk.abort("r", 0, old.generation)
-    assert desk.num_pages == 2
+        reservations.begin_commit("r", 0, old.generation)
+    reservations.abort("r", 0, old.generation)
+    assert reservations.num_pages == 2
 
 
-def test_no_space_changes_nothing(desk: Reservations, pages: PageManager) -> None:
-    desk.reserve("a", 0, 6, [])
+def test_no_space_changes_nothing(reservations: Reservations, pages: PageManager) -> None:
+    reservations.reserve("a", 0, 6, [])
     with pytest.raises(NoSpace):
-        desk.reserve("b", 0, 3, [])
-    assert desk.num_pages == 6
+        reservations.reserve("b", 0, 3, [])
+    assert reservations.num_pages == 6
     assert pages.num_available == 2
 
 
-def test_a_reader_that_leaves_while_the_pieces_are_verified(desk: Reservations, pages: PageManager) -> None:
-    made = desk.reserve("r", 0, 2, [])
-    desk.open("r", 0, made.generation, writer="p0")
-    committing = desk.begin_commit("r", 0, made.generation)
-    desk.leave("r", 0)
-    desk.writer_gone("p0")
+def test_a_reader_that_leaves_while_the_pieces_are_verified(reservations: Reservations, pages: PageManager) -> None:
+    made = reservations.reserve("r", 0, 2, [])
+    reservations.open("r", 0, made.generation, writer="p0")
+    committing = reservations.begin_commit("r", 0, made.generation)
+    reservations.leave("r", 0)
+    reservations.writer_gone("p0")
     assert pages.num_available == 6, "the verifier still reads them"
-    assert desk.adopt(committing) is None
+    assert reservations.adopt(committing) is None
     assert pages.num_available == 8
 
 
@@ -139,7 +143,7 @@ class Desk(RuleBasedStateMachine):
         super().__init__()
         self.pages = PageManager(num_pages=6, block_tokens=4)
         self.fence = Fence(6)
-        self.desk = Reservations(self.pages, self.fence.stamp)
+        self.reservations = Reservations(self.pages, self.fence.stamp)
         self.made: list[Incoming] = []
         self.epoch = 0
         self.writing: dict[int, Incoming] = {}  # generation -> open, not yet let go
@@ -149,7 +153,7 @@ class Desk(RuleBasedStateMachine):
     def reserve(self, name: str, num_blocks: int) -> None:
         self.epoch += 1
         try:
-            self.made.append(self.desk.reserve(name, self.epoch, num_blocks, []))
+            self.made.append(self.reservations.reserve(name, self.epoch, num_blocks, []))
         except NoSpace:
             assert num_blocks > self.pages.num_available
 
@@ -158,7 +162,7 @@ class Desk(RuleBasedStateMachine):
         if self.made:
             chosen = self.made[pick % len(self.made)]
             try:
-                self.desk.open(chosen.request_id, chosen.epoch, chosen.generation, writer)
+                self.reservations.open(chosen.request_id, chosen.epoch, chosen.generation, writer)
                 self.writing[chosen.generation] = chosen
             except StaleGeneration:
                 pass
@@ -167,18 +171,18 @@ class Desk(RuleBasedStateMachine):
     def leave(self, pick: int) -> None:
         if self.made:
             chosen = self.made[pick % len(self.made)]
-            self.desk.leave(chosen.request_id, chosen.epoch)
+            self.reservations.leave(chosen.request_id, chosen.epoch)
 
     @rule(pick=st.integers(0, 99))
     def abort(self, pick: int) -> None:
         if self.writing:
             chosen = list(self.writing.values())[pick % len(self.writing)]
-            self.desk.abort(chosen.request_id, chosen.epoch, chosen.generation)
+            self.reservations.abort(chosen.request_id, chosen.epoch, chosen.generation)
             del self.writing[chosen.generation]
 
     @rule(writer=st.sampled_from("pq"))
     def writer_dies(self, writer: str) -> None:
-        self.desk.writer_gone(writer)
+        self.reservations.writer_gone(writer)
         self.writing = {g: r for g, r in self.writing.items() if r.writer != writer}
 
     @rule(pick=st.integers(0, 99), good=st.booleans())
@@ -186,14 +190,14 @@ class Desk(RuleBasedStateMachine):
         if self.writing:
             chosen = list(self.writing.values())[pick % len(self.writing)]
             try:
-                committing = self.desk.begin_commit(chosen.request_id, chosen.epoch, chosen.generation)
+                committing = self.reservations.begin_commit(chosen.request_id, chosen.epoch, chosen.generation)
             except StaleGeneration:
                 return
             del self.writing[chosen.generation]
             if good:
-                self.adopted += self.desk.adopt(committing) or []
+                self.adopted += self.reservations.adopt(committing) or []
             else:
-                self.desk.void(committing)
+                self.reservations.void(committing)
 
     @rule()
     def finish_adopted(self) -> None:
