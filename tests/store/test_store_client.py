@@ -183,8 +183,8 @@ def test_another_identity_gets_no_bytes(client: Store) -> None:
     assert isinstance(view, IdentityMismatch)
     info = client.lookup([b"k"])[0]
     assert info is not None
-    header = client.piece_reads.open(info, b"i" * 32).header
-    assert (header.kind, header.valid_tokens, [piece.nbytes for piece in header.pieces]) == (1, 16, [100, 50])
+    header = client.piece_reads.open(info, b"i" * 32).fields
+    assert (header.kind, header.valid_tokens, header.sizes) == (1, 16, (100, 50))
 
 
 def test_views(client: Store, near: Store) -> None:

@@ -102,7 +102,7 @@ def test_pieces_one_by_one(pool: LocalPool) -> None:
     assert client.piece_puts.finish([session]) == [None]
 
     read = client.piece_reads.open(info_of(client, b"block"), identity)
-    assert (read.header.valid_tokens, read.header.kind, read.nbytes) == (64, ObjectKind.BLOCK, 300)
+    assert (read.fields.valid_tokens, read.fields.kind, read.nbytes) == (64, ObjectKind.BLOCK, 300)
     into = bytearray(200)
     read.read_piece(1, into)
     assert into == b"b" * 200
