@@ -42,7 +42,7 @@ def test_nothing_but_the_api_listens_on_tcp(one_each: Service) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_reaches_no_socket_and_no_memory(one_each: Service) -> None:
-    command = [sys.executable, "-I", "-c", INTRUDER, str(one_each.run_dir())]
+    command = [sys.executable, "-I", "-c", INTRUDER, str(one_each.run_dir)]
     command += [str(process.pid) for process in one_each.family()]
     done = subprocess.run(command, cwd="/", capture_output=True, text=True, check=True)
     assert done.stdout == ""

@@ -65,7 +65,7 @@ def test_pages_are_equal_in_all_workers_and_after_the_pool(service: Service, mon
 
 
 def test_workers_killed_in_mid_transfer_leave_nothing(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    rng, run_dir = random.Random(5), service.run_dir()
+    rng, run_dir = random.Random(5), service.run_dir
     monkeypatch.setattr(service, "run_dir", lambda: run_dir)  # while decode-0 is away
     gpu = driver().device(0)
     gpu.free_nbytes()  # makes this process's own context

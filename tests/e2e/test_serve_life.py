@@ -61,7 +61,7 @@ def resident_nbytes(service: Service) -> int:
 
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     with running(tmp_path) as service:
-        run_dir, family = service.run_dir(), service.family()
+        run_dir, family = service.run_dir, service.family()
         assert len(family) >= 6
         os.kill(service.process.pid, signal.SIGINT)
         service.process.wait(5)

@@ -47,7 +47,7 @@ def tcp_node(service: Service, tmp_path_factory: pytest.TempPathFactory) -> Iter
     secret.write_text("s" * 32)
     secret.chmod(0o600)
     log_path = folder / "log"
-    options = ("--name", "node-tcp", "--run-dir", str(service.run_dir()), "--master", service.address("master"),
+    options = ("--name", "node-tcp", "--run-dir", str(service.run_dir), "--master", service.address("master"),
                "--dram", "16MB", "--tcp-host", "127.0.0.1", "--secret-file", str(secret))  # fmt: skip
     with log_path.open("w") as log:
         process = subprocess.Popen([sys.executable, "-m", "moonpool", "node", *options], stdout=log, stderr=log)
@@ -62,7 +62,7 @@ def tcp_node(service: Service, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 def targets_of(service: Service, tcp: str, ports: tuple[str, ...]) -> Targets:
     """The addresses behind the names in `ports`."""
-    run_dir = service.run_dir()
+    run_dir = service.run_dir
     known = {f"{name}.sock" for name in ("master", "conductor", "prefill-0", "decode-0")} | {
         "node.sess",
         "node-tcp.sess",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -122,12 +123,14 @@ class Service:
                     return process
         raise AssertionError(f"no process is {name}")
 
+    @functools.cached_property
     def run_dir(self) -> Path:
+        """The folder of its sockets; it stays the same when a role is killed and started again."""
         words = self.role("decode-0").cmdline()
         return Path(words[words.index("--run-dir") + 1])
 
     def address(self, name: str) -> str:
-        return f"unix:{self.run_dir() / name}.sock"
+        return f"unix:{self.run_dir / name}.sock"
 
     def kill_and_wait_back(self, name: str, timeout_s: float = 60.0) -> None:
         """kill -9, then wait until the conductor knows its successor."""
