@@ -16,7 +16,7 @@ from moonpool.base.rpc import Call
 from moonpool.engine.kv_memory import KvLayout
 from moonpool.store.client.put_session import PutSession
 from moonpool.transfer import Pending, Priority, TransferEngine, TransferRequest
-from moonpool.worker.kv_link.pieces import HostPieces
+from moonpool.worker.kv_link.pieces import HostPieces, ReadyPoint
 from moonpool.worker.kv_link.pool import PoolWriter
 from moonpool.worker.kv_link.push import DecodePeers, Push
 from moonpool.worker.kv_link.send_queue import SendQueue, Urgency
@@ -163,9 +163,12 @@ class Bench:
         )
         self.outcomes: list[MoonpoolError | None] = []
 
-    def compute(self, blocks: Sequence[int] = (0, 1, 2)) -> None:
+    def compute(self, blocks: Sequence[int] = (0, 1, 2), *, slowly: bool = False) -> None:
+        """Compute all layers; slowly: each is sent before the next one is ready."""
         for layer in range(LAYOUT.num_layers):
             self.push.layer_ready(layer, blocks)
+            if slowly:
+                self.queue.run()
 
     def commit(self) -> MoonpoolError | None:
         self.push.commit(FIRST, 11, self.outcomes.append)
@@ -208,7 +211,7 @@ def test_puts_of_a_prompt_that_takes_long_are_kept_alive() -> None:
 def test_what_is_present_is_not_sent() -> None:
     bench = Bench(num_present=2)
     bench.push.begin([1, 3, 0], 2, 0)
-    bench.compute([2])
+    bench.compute([2], slowly=True)
     assert bench.commit() is None
     assert bench.decode.page(30) == bench.decode.page(2) == bytes(LAYOUT.page_nbytes)
     assert bench.decode.num_writes == 2
@@ -254,7 +257,7 @@ def test_layers_go_out_one_after_the_other_without_waiting() -> None:
     bench = Bench()
     bench.decode.is_slow = True
     bench.push.begin([1, 3, 0], 0, 0)
-    bench.compute()
+    bench.compute(slowly=True)
     bench.push.commit(FIRST, 11, bench.outcomes.append)
     bench.queue.run()
     assert bench.decode.num_writes == LAYOUT.num_layers
@@ -270,7 +273,7 @@ def test_an_abort_is_told_when_nothing_is_under_way_any_more() -> None:
     bench = Bench()
     bench.decode.is_slow = True
     bench.push.begin([1, 3, 0], 0, 0)
-    bench.compute()
+    bench.compute(slowly=True)
     bench.push.commit(FIRST, 11, bench.outcomes.append)
     bench.push.abort()
     bench.queue.run()
@@ -282,6 +285,42 @@ def test_an_abort_is_told_when_nothing_is_under_way_any_more() -> None:
     bench.queue.run()
     assert bench.decode.said == [OpenHandoff, AbortHandoff]
     assert [type(outcome) for outcome in bench.outcomes] == [Cancelled]
+
+
+def test_layers_that_wait_go_together() -> None:
+    bench = Bench()
+    bench.push.begin([1, 3, 0], 0, 0)
+    bench.compute([0, 1])
+    bench.compute([2])
+    assert bench.commit() is None
+    assert bench.decode.num_writes == 2, "one batch per set of pages"
+    for ours, theirs in ((1, 30), (3, 2), (0, 17)):
+        assert bench.decode.page(theirs) == bench.page(ours)
+    sent = bench.decode.calls[-1]
+    assert isinstance(sent, CommitHandoff)
+    pieces = [HostPieces(bench.memory, LAYOUT).piece(page, layer) for page in (1, 3, 0) for layer in range(2)]
+    assert sent.checksums == np.array([crc32c(piece) for piece in pieces], dtype="<u4").tobytes()
+
+
+def test_layers_that_wait_go_together_as_far_as_the_window_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moonpool.worker.kv_link.push._WINDOW_NBYTES", 2 * LAYOUT.piece_nbytes)
+    bench = Bench()
+    bench.push.begin([1, 3, 0], 0, 0)
+    bench.compute([0])
+    bench.compute([1, 2])
+    assert bench.commit() is None
+    assert bench.decode.num_writes == 1 + LAYOUT.num_layers, "two pieces of one page fit, four of two pages do not"
+
+
+def test_layers_of_a_pull_are_not_merged_with_those_of_a_step() -> None:
+    """They are ready at points of different streams, of which none covers the other."""
+    bench, point = Bench(), cast(ReadyPoint, object())
+    bench.push.begin([1, 3, 0], 0, 0)
+    bench.push.layer_ready(0, [0], point)
+    bench.push.layer_ready(1, [0])
+    bench.compute([1, 2])
+    assert bench.commit() is None
+    assert bench.decode.num_writes == 3
 
 
 def test_a_reservation_that_is_gone_ends_the_attempt_before_the_first_write() -> None:

@@ -5,7 +5,8 @@ forgotten, while a failed hand-off fails the request's attempt. Pieces may be se
 or rewound computes them again): the last bytes and the last checksum count.
 
 All pieces of a layer that are ready go to the decode worker as one batch of the transfer engine, and several batches
-are under way at once, so that the link does not idle between layers.
+are under way at once, so that the link does not idle between layers. Layers that became ready while others were being
+sent go together: a batch costs several round trips whatever its size, and with many prompts at once they add up.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import contextlib
 import logging
 import math
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -74,6 +76,21 @@ class DecodePeers:
             client.close()
 
 
+class _ReadyPieces(NamedTuple):
+    """Pieces that wait for their turn on the hand-off thread."""
+
+    layers: range
+    page_of: dict[int, int]  # by block
+    ready: ReadyPoint | None
+    by_step: bool  # `ready` is a point of the engine's stream, where a later one comes after an earlier one
+
+    def continued_by(self, other: _ReadyPieces) -> bool:
+        """Return whether `other` holds the next layers of the same pages, ready at a later point."""
+        return (
+            self.by_step and other.by_step and other.layers.start == self.layers.stop and other.page_of == self.page_of
+        )
+
+
 class _SentBatch(NamedTuple):
     """Pieces of some layers on their way to the decode worker."""
 
@@ -108,6 +125,7 @@ class Push:
         self._pages: Sequence[int] = ()
         self._remote: RemoteSegment | None = None
         self._opened = False
+        self._unsent: deque[_ReadyPieces] = deque()
         self._under_way: list[_SentBatch] = []
         self._sessions: dict[bytes, PutSession] | None = None
         self._clock = clock or SystemClock()
@@ -153,8 +171,10 @@ class Push:
         page_of = {block: pages[block] for block in blocks if block < len(pages)}
         if not page_of:
             return
+        by_step = ready is None
         ready = ready or self._memory.mark()
-        self._queue.put(Urgency.HANDOFF, partial(self._send, sent, page_of, ready))
+        self._unsent.append(_ReadyPieces(sent, page_of, ready, by_step))
+        self._queue.put(Urgency.HANDOFF, self._send_next)
         step = max(1, self._pool.max_pieces // len(put)) if put else len(page_of)
         for first in range(0, len(page_of), step) if put else ():
             some = dict(islice(page_of.items(), first, first + step))
@@ -187,6 +207,19 @@ class Push:
             self._remote = self._transfer.open(ticket.segment)
         except MoonpoolError as error:
             self._failure = self._explain(error)
+
+    def _send_next(self) -> None:
+        """Send the pieces that wait longest, and with them all following layers of theirs that fit the window."""
+        if not self._unsent:
+            return  # sent with earlier ones
+        pieces = self._unsent.popleft()
+        layer_nbytes = len(pieces.page_of) * self._memory.layout.piece_nbytes
+        while self._unsent and pieces.continued_by(self._unsent[0]):
+            layers = range(pieces.layers.start, self._unsent[0].layers.stop)
+            if len(layers) * layer_nbytes > self._window_nbytes:
+                break
+            pieces = self._unsent.popleft()._replace(layers=layers)
+        self._send(pieces.layers, pieces.page_of, pieces.ready)
 
     def _send(self, layers: range, page_of: dict[int, int], ready: ReadyPoint | None) -> None:
         """Start writing these blocks' pieces of some layers."""
@@ -224,13 +257,17 @@ class Push:
     def _wait_for_room(self, layers: range, blocks: Sequence[int]) -> None:
         """Wait until little enough is under way, and no earlier bytes of the same pieces, which could arrive last."""
         nbytes = sum(batch.nbytes for batch in self._under_way)
-        direct = self._remote is not None and self._remote.takes_gpu_memory and self._memory.layer_run > 1
-        window_nbytes = _GPU_WINDOW_NBYTES if direct else _WINDOW_NBYTES
         for batch in self._under_way:
-            if nbytes > window_nbytes or (batch.layers == layers and not batch.blocks.isdisjoint(blocks)):
+            same_layers = batch.layers.start < layers.stop and layers.start < batch.layers.stop
+            if nbytes > self._window_nbytes or (same_layers and not batch.blocks.isdisjoint(blocks)):
                 batch.transfer.done_within(threading.TIMEOUT_MAX)  # its own deadline ends it
                 nbytes -= batch.nbytes
         self._collect()
+
+    @property
+    def _window_nbytes(self) -> int:
+        direct = self._remote is not None and self._remote.takes_gpu_memory and self._memory.layer_run > 1
+        return _GPU_WINDOW_NBYTES if direct else _WINDOW_NBYTES
 
     def _collect(self) -> None:
         """Forget the batches that have ended, and record the first failure."""
