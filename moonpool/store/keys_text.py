@@ -37,6 +37,8 @@ def keys_bytes(keys: Iterable[Key]) -> list[bytes]:
     if isinstance(keys, _KEY_TYPES):
         raise InvalidInput("here it takes a list of keys, not one key")
     found = list(keys)
+    if len(found) == 1:
+        return [key_bytes(found[0])]
     if set(map(type, found)) == {bytes}:  # the fast way for many keys: three loops in C instead of 1000 calls
         sizes = set(map(len, found))
         if min(sizes) > 0 and max(sizes) <= MAX_KEY_NBYTES:

@@ -44,7 +44,15 @@ class PointerCalls(StoreBase):
 
     def get_into(self, key: str, buffer_ptr: int, size: int) -> int:
         """Read the value to the address. Return how many bytes; -600 when the value is larger than `size`."""
-        return self.batch_get_into([key], [buffer_ptr], [size])[0]
+        if not self._gpu_memory.is_empty:
+            return self.batch_get_into([key], [buffer_ptr], [size])[0]
+        target = self._view("get", key, (buffer_ptr,), (size,))
+        if not target:
+            return ErrorCode.INVALID_PARAMS
+        outcome = self._ask(
+            "get", lambda client: client.get_many_into((self._key(key),), (target,))[0], lambda code: code
+        )
+        return outcome if type(outcome) is int else self._code("get", key, outcome)
 
     def batch_put_from(
         self,

@@ -29,6 +29,7 @@ from moonpool.store.client.read_session import PieceReads, ReadSession, ReadTool
 from moonpool.store.client.recovery import Got, Recovery, Targets, missing, read_whole
 from moonpool.store.client.remembered import MAX_OBJECTS, RememberedPlaces
 from moonpool.store.client.remote_read import DiskRead, RemoteObject, RemoteRead
+from moonpool.store.client.small_read import SmallReads, copy_small, has_room
 from moonpool.store.client.transfer_window import for_each, is_large
 from moonpool.store.client.verified_read import (
     CopyAndSum,
@@ -113,9 +114,26 @@ class BatchRead:
             raise reader.failure
 
     def _read_mapped(self, memory: memoryview, found: list[_Found]) -> None:
-        for position, place, got in self._copy_all(memory, self._plan(memory, found)):
+        others = self._read_small(memory, found)
+        for position, place, got in self._copy_all(memory, self._plan(memory, others)):
             if got is not None and has_generation(memory, place.offset, place.generation):
                 self._got[position] = got
+
+    def _read_small(self, memory: memoryview, found: list[_Found]) -> list[_Found]:
+        """Read the small objects. Return the others."""
+        targets, identity, is_remembered, others = self._targets, self._identity, self._recovery is None, list[_Found]()
+        for each in found:
+            position, info, place = each
+            into = targets[position]
+            if not has_room(info, into, SMALL_NBYTES):
+                others.append(each)
+                continue
+            try:
+                view = None if into is None else into[0]
+                self._got[position] = copy_small(memory, info, place, identity, view, is_remembered)
+            except MoonpoolError:  # a ReadSession finds out what is wrong
+                continue
+        return others
 
     def _copy_all(self, memory: memoryview, plans: list[_Plan]) -> list[_Copied]:
         # New bytes are made under Python's lock, so a second thread would not help.
@@ -214,6 +232,7 @@ class ClientReads:
         self.tools, self.pieces = tools, PieceReads(tools)
         self._master = master
         self._remembered = RememberedPlaces(master, tools.directory.is_memory, max_objects=max_remembered)
+        self._small = SmallReads(tools, self._remembered)
 
     def close(self) -> None:
         """Report the last uses of remembered objects. Idempotent; an absent master is no error."""
@@ -255,6 +274,10 @@ class ClientReads:
 
     def read(self, keys: Sequence[bytes], targets: Sequence[Targets], identity: bytes | None) -> list[Got]:
         """Read whole objects into their targets or into new bytes."""
+        if len(keys) == 1:
+            got = self._small.read(keys[0], targets[0], identity)
+            if got is not None:
+                return [got]
         known = self._read_remembered(keys, targets, identity)
         unknown = [position for position, got in enumerate(known) if got is None]
         recovery = self.recovery(identity)
@@ -264,8 +287,8 @@ class ClientReads:
             asked_s = self._remembered.now_s()
             infos = self._master.call(m.Lookup(keys=wanted))
             self._remembered.add(infos, asked_s)
-            got = BatchRead(wanted, infos, into, identity, tools=self.tools, recovery=recovery).run()
-            for position, each in zip(some, got, strict=True):
+            outcomes = BatchRead(wanted, infos, into, identity, tools=self.tools, recovery=recovery).run()
+            for position, each in zip(some, outcomes, strict=True):
                 known[position] = each
         return cast("list[Got]", known)
 

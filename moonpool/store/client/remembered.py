@@ -82,6 +82,11 @@ class RememberedPlaces:
         found = [self._objects.get(key) for key in keys]
         return [None if each is None or each.until_s <= now_s else each.info for each in found]
 
+    def find_one(self, key: bytes, now_s: float) -> ObjectInfo | None:
+        """find() of one key."""
+        found = self._objects.get(key)
+        return None if found is None or found.until_s <= now_s else found.info
+
     def is_valid(self, info: ObjectInfo, now_s: float) -> bool:
         """Return whether these places were still remembered when their bytes were here: call it after the read."""
         found = self._objects.get(info.key)

@@ -4,7 +4,8 @@ A reader uses an object's bytes only after these checks, in this order:
 
 1. check_header(): the header in front of the bytes has the right checksum; it states the key, the identity and the
    generation that the reader asked for, and pieces that fill the object's space exactly.
-2. are_right(): every piece, as it lies in the reader's own memory, has the checksum that the header states.
+2. are_right() or are_whole(): every piece, as it lies in the reader's own memory, has the checksum that the header
+   states.
 3. has_generation() or is_unchanged(), after the last byte was read: the header still stands there, so the space was
    not given to another object meanwhile. Two kinds of remote segments do not need it: one whose owner checks the
    generation of what it sends (`checks_generation`), and one whose bytes are written once (`written_once`).
@@ -84,6 +85,21 @@ def are_right(header: HeaderFields, pieces: Iterable[Sequence[M]], copy_and_sum:
             at += view.nbytes
         if found != checksum and header.checksum_kind:
             return False
+    return True
+
+
+def are_whole(header: HeaderFields, data: bytes | memoryview) -> bool:
+    """are_right() for all pieces in one memory, one behind the other."""
+    array = _bytes_of(data, _BYTE)
+    if not header.checksum_kind:
+        return True
+    if len(header.sizes) == 1:  # mostly
+        return crc32c_of_array(array) == header.checksums[0]
+    at = 0
+    for nbytes, checksum in zip(header.sizes, header.checksums, strict=True):
+        if crc32c_of_array(array[at : at + nbytes]) != checksum:
+            return False
+        at += nbytes
     return True
 
 

@@ -42,6 +42,7 @@ import moonpool.store.client.master_client
 import moonpool.store.client.reads
 import moonpool.store.client.remembered
 import moonpool.store.client.session_client
+import moonpool.store.client.small_read
 import moonpool.store.client.views
 import moonpool.store.store
 import moonpool.transfer.disk.disk
@@ -229,7 +230,10 @@ def _patches() -> list[tuple[Any, str, Any]]:
         (moonpool.store.client.views, "SimpleQueue", lambda: SimQueue(_world().scheduler)),
         *[(module, "secrets", secrets) for module in (moonpool.store.client.session_client, moonpool.store.store)],
         (moonpool.store.client.directory, "host_id", lambda: _world().scheduler.current.host),
-        (moonpool.store.client.reads, "check_header", _with_pauses(moonpool.store.client.reads.check_header)),
+        *[
+            (module, "check_header", _with_pauses(module.check_header))
+            for module in (moonpool.store.client.reads, moonpool.store.client.small_read)
+        ],
         *[
             (moonpool.node.ssd.log.SsdLog, name, _with_pauses(getattr(moonpool.node.ssd.log.SsdLog, name)))
             for name in ("append_many", "sync", "remove")
