@@ -258,7 +258,7 @@ def _objects(pool: LivePool) -> dict[type[Call[Any]], Handler]:
         m.PutRenew: lambda c, _: state.put_renew(c.keys, c.generations, now()),
         m.PutRevoke: lambda c, _: state.put_revoke(c.keys, c.generations, c.settled, now()),
         m.Lookup: lookup,
-        m.RenewLeases: lambda c, _: state.renew_leases(c.keys, c.generations, now()),
+        m.RenewLeases: lambda c, _: state.renew_leases(c.keys, c.generations, now(), c.num_replicas),
         m.Remove: remove,
         m.RemoveReplicas: remove_replicas,
         m.RemoveMatching: remove_matching,

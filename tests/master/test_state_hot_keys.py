@@ -76,3 +76,16 @@ def test_one_request_counts_once_however_often_it_asks() -> None:
     pool.use(b"k")
     pool.carry_out("b")
     assert pool.counters["hot_replicas"] == 1
+
+
+def test_who_remembers_fewer_replicas_looks_the_key_up_again() -> None:
+    pool = Pool("a", "b", hot_hits=1, hot_max_part=0.5)
+    pool.put(b"k", preferred=("a.dram",))
+    (info,) = pool.state.lookup([b"k"], pool.now_s)
+    assert info is not None
+    generation = info.replicas[0].generation
+    assert pool.state.renew_leases([b"k"], [generation], pool.now_s, [1]).is_there == [True], "the copy is under way"
+    pool.carry_out("b")
+    assert pool.state.renew_leases([b"k"], [generation], pool.now_s, [1]).is_there == [False]
+    assert pool.state.renew_leases([b"k"], [generation], pool.now_s, [2]).is_there == [True]
+    assert pool.state.renew_leases([b"k"], [generation], pool.now_s).is_there == [True]

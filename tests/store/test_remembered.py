@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 from facade_pool import FacadePool, facade_pool
+from store_pool import wait_until
 
 from moonpool.base.clock import VirtualClock
 from moonpool.base.errors import BreakerOpen
@@ -70,6 +71,32 @@ def test_uses_are_reported_and_lease_the_objects_again(
         assert reader.get("k") == b"v"
     assert asked.kinds == ["RenewLeases"] * 10
     assert reader.stats().counters["hits"] == hits + 11
+
+
+def test_who_remembers_a_hot_object_finds_its_new_replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moonpool.store.client.remembered._REPORTED_USES", 1)
+    pool = FacadePool(tmp_path, num_nodes=2, hot_hits=4)
+    try:
+        pool.store().put("k", b"v")
+        reader = pool.store()
+        assert reader.get("k") == b"v"
+        asked = Calls(reader, monkeypatch)
+        for _ in range(3):
+            assert reader.get("k") == b"v"
+
+        def is_copied() -> bool:
+            (info,) = pool.on_loop(lambda: pool.master.state.locate([b"k"], pool.clock.now_s()))
+            return info is not None and len(info.replicas) == 2
+
+        wait_until(is_copied)
+        assert asked.kinds == ["RenewLeases"] * 3
+        for _ in range(3):
+            assert reader.get("k") == b"v"
+        assert asked.kinds[3:] == ["RenewLeases", "Lookup", "RenewLeases"], (
+            "it learns that there is more, and looks once"
+        )
+    finally:
+        pool.close()
 
 
 @pytest.mark.parametrize("how", ["remove", "upsert", "remove and put", "remove matching"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from moonpool.base.errors import (
     NoSpace,
     NotFound,
     StaleGeneration,
+    Unavailable,
 )
 from moonpool.base.object_header import ALIGN_NBYTES, ObjectKind
 from moonpool.store import Store
@@ -339,8 +341,28 @@ def test_memory_before_disks_and_here_before_there(tmp_path: Path) -> None:
         directory = SegmentDirectory(engine, lambda: found)
         assert directory.local_segment() == "near.dram"
         names = [each.descriptor.name for each in found]
-        order = directory.best_first(Placement(name, 0, 1, 1) for name in ["unknown", *names])
+        order = directory.best_first([Placement(name, 0, 1, 1) for name in ["unknown", *names]])
         assert [place.segment for place in order] == ["near.dram", "far.dram", "near.ssd", "far.ssd", "unknown"]
+
+
+def test_equally_good_replicas_and_local_nodes_take_turns(tmp_path: Path) -> None:
+    """So a hot prefix is read over the links of all nodes that have it, and new blocks are spread over nodes."""
+    names = ["a.dram", "b.dram"]
+    found = [
+        SegmentInfo(
+            SegmentDescriptor(name=name, nbytes=1, incarnation=1, host=host_id(), endpoints=()), "n", Tier.DRAM, None
+        )
+        for name in names
+    ]
+    with TransferEngine(TransferConfig(run_dir=str(tmp_path), shm=False, tcp_host=None)) as engine:
+        directory = SegmentDirectory(engine, lambda: found)
+        assert Counter(directory.local_segment() for _ in range(10)) == {"a.dram": 5, "b.dram": 5}
+        prefix = [[Placement(name, 0, 1, number) for name in names] for number in range(64)]
+        first = [directory.best_first(replicas)[0].segment for replicas in prefix]
+        assert Counter(first) == {"a.dram": 32, "b.dram": 32}
+        assert [directory.best_first(replicas)[0].segment for replicas in prefix] == first, "always the same"
+        directory.unreadable.add(prefix[0][0], Unavailable("it is away"))
+        assert {directory.best_first(replicas)[0].segment for replicas in prefix} == {"b.dram"}
 
 
 def test_large_objects_by_tcp_spread_over_bundles(pool: LocalPool) -> None:

@@ -128,7 +128,7 @@ def right(keys: Sequence[bytes] = KEYS) -> dict[bytes, list[bytes]]:
 def damage(pool: LocalPool, client: Store, key: bytes, at: int) -> None:
     """One byte of the object's first replica."""
     (info,) = look_up(client, [key])
-    place = info.replicas[0]
+    place = client.directory.best_first(info.replicas)[0]  # the one that it reads
     node = next(each for each in pool.nodes if each.segment_name == place.segment)
     node.segment.memory[place.offset + at] ^= 0x10
 

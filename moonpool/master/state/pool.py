@@ -175,9 +175,13 @@ class PoolState:
     def locate(self, keys: Sequence[bytes], now_s: float) -> list[m.ObjectInfo | None]:
         return self._reads.locate(keys, now_s)
 
-    def renew_leases(self, keys: Sequence[bytes], generations: Sequence[int], now_s: float) -> m.RenewedLeases:
+    def renew_leases(
+        self, keys: Sequence[bytes], generations: Sequence[int], now_s: float, num_replicas: Sequence[int] = ()
+    ) -> m.RenewedLeases:
         check_pairs(keys, generations)
-        return self._reads.renew(keys, generations, now_s)
+        if num_replicas:
+            check_pairs(keys, num_replicas)
+        return self._reads.renew(keys, generations, now_s, num_replicas)
 
     def report_corrupt(self, key: bytes, generation: int, segment: str, offset: int, now_s: float) -> bool:
         """Remove one corrupt replica. Return False if it is gone, replaced or moved: then the reader was only late."""

@@ -17,6 +17,7 @@ from moonpool.master.state.ssd_tier import SsdTier
 from moonpool.master.state.table import Replica
 from moonpool.master.state.voids import Voids
 from moonpool.store.messages import ObjectInfo, RenewedLeases
+from moonpool.store.messages.values import MAX_REPLICAS
 
 _MAX_TRACKED = 50_000
 # Above this part of the pool's bytes, no second replica is made.
@@ -118,14 +119,19 @@ class ReadState:
         self._lease([slot for slot in slots if slot is not None], now_s)
         return self._infos(keys, slots, True, now_s)
 
-    def renew(self, keys: Sequence[bytes], generations: Sequence[int], now_s: float) -> RenewedLeases:
+    def renew(
+        self, keys: Sequence[bytes], generations: Sequence[int], now_s: float, num_replicas: Sequence[int] = ()
+    ) -> RenewedLeases:
         """Count uses of objects that were read where they were remembered, and lease those that are still there.
-        An object that is about to be replaced does not count as there: nobody may remember it longer.
+        An object that is about to be replaced does not count as there: nobody may remember it longer. Nor does one
+        that has more replicas in memory than `num_replicas` says (empty: as many as there are), so that readers of a
+        hot key find the new ones.
         """
         slots = self._index.find_many(keys, now_s)
+        counts = num_replicas or [MAX_REPLICAS] * len(keys)
         is_there = [
-            slot is not None and self._has_replica(slot, generation) and self._voids.may_remember(key)
-            for key, slot, generation in zip(keys, slots, generations, strict=True)
+            slot is not None and self._has_replica(slot, generation, count) and self._voids.may_remember(key)
+            for key, slot, generation, count in zip(keys, slots, generations, counts, strict=True)
         ]
         found = [slot for slot, is_same in zip(slots, is_there, strict=True) if slot is not None and is_same]
         self._lease(found, now_s)
@@ -133,9 +139,10 @@ class ReadState:
         self.counters["hits"] += len(keys)  # those that left since were hits, too
         return RenewedLeases(is_there, self._voids.remember_s(now_s))
 
-    def _has_replica(self, slot: int, generation: int) -> bool:
+    def _has_replica(self, slot: int, generation: int, max_replicas: int) -> bool:
+        """Return whether a replica in memory has this generation, and there are no more than that many."""
         replicas: Sequence[Replica] = self._index.table.dram_replicas(slot)
-        return any(each.generation == generation for each in replicas)
+        return len(replicas) <= max_replicas and any(each.generation == generation for each in replicas)
 
     def exist(self, keys: Sequence[bytes], now_s: float) -> list[bool]:
         """Return which keys have an object, and lease these. No use is counted: a reader calls lookup next."""

@@ -7,9 +7,11 @@ such segments, soon at first and then every few seconds. An incarnation that the
 
 from __future__ import annotations
 
+import itertools
 import logging
+import secrets
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from moonpool.base.backoff import Backoff
@@ -133,6 +135,9 @@ class SegmentDirectory:
         self._known: dict[str, SegmentInfo] = {}
         self._ranks: dict[str, int] = {}  # by segment; the lowest is read first
         self._refusals: dict[str, _Refusal] = {}  # by segment
+        self._turn = secrets.randbelow(2**32)  # which of equally good replicas this client reads
+        self._local_memory: tuple[str, ...] = ()  # names of the memory segments on this machine
+        self._puts = itertools.count(self._turn)
         self._handles: dict[tuple[str, int], RemoteSegment] = {}  # by segment and incarnation; owned by the engine
         self.unreadable = UnreadableSegments(self._is_resolved)
         self.local: tuple[SegmentInfo, ...] = ()  # on this machine; a new tuple after each change
@@ -183,8 +188,16 @@ class SegmentDirectory:
                     self._handles[descriptor.name, descriptor.incarnation] = handle
         return handle
 
-    def best_first(self, placements: Iterable[Placement]) -> list[Placement]:
-        """Sort the replicas: this machine's memory, others' memory, this machine's disks, other disks."""
+    def best_first(self, placements: Sequence[Placement]) -> list[Placement]:
+        """Sort the replicas: this machine's memory, others' memory, this machine's disks, other disks.
+
+        Equally good replicas take turns, by object and by client, so that the readers of a hot prefix use the links of
+        all nodes that have it. The order of one object's replicas stays the same.
+        """
+        if len(placements) < 2:
+            return list(placements)
+        first = (placements[0].generation + self._turn) % len(placements)
+        placements = (*placements[first:], *placements[:first])
         ranks, unreadable = self._ranks, self.unreadable.listed
         if not unreadable:
             return sorted(placements, key=lambda each: ranks.get(each.segment, _UNKNOWN_RANK))
@@ -196,10 +209,13 @@ class SegmentDirectory:
         return sorted(placements, key=rank)
 
     def local_segment(self) -> str | None:
-        """Return a memory segment on this machine, to prefer for new objects; None when there is none."""
+        """Return a memory segment on this machine, to prefer for new objects; None when there is none. Several take
+        turns, so that the loss of one costs only its share of the blocks.
+        """
         if not self._known:
             self.refresh()
-        return next((each.descriptor.name for each in self.local if each.tier & Tier.DRAM), None)
+        names = self._local_memory
+        return names[next(self._puts) % len(names)] if names else None
 
     def refresh(self) -> None:
         fresh = {each.descriptor.name: each for each in self._list_segments()}
@@ -211,6 +227,7 @@ class SegmentDirectory:
             self._handles.clear()
             if local != self.local:
                 self.local = local
+                self._local_memory = tuple(each.descriptor.name for each in local if each.tier & Tier.DRAM)
         for name, info in old.items():
             if name not in fresh or fresh[name].descriptor != info.descriptor:
                 self.engine.forget(info.descriptor)

@@ -51,7 +51,7 @@ class RememberedPlaces:
         self._clock: Clock = clock or BootClock()
         self._lock = threading.Lock()
         self._objects: dict[bytes, _Remembered] = {}  # oldest first
-        self._uses: dict[bytes, int] = {}  # not reported yet: the generation that was read
+        self._uses: dict[bytes, ObjectInfo] = {}  # not reported yet
         self._report_at_s = 0.0  # when there are uses
 
     def now_s(self) -> float:
@@ -103,7 +103,7 @@ class RememberedPlaces:
             for info in infos:
                 if not self._uses:
                     self._report_at_s = now_s + _REPORT_AFTER * info.remember_s
-                self._uses[info.key] = info.replicas[0].generation
+                self._uses[info.key] = info
             if len(self._uses) < _REPORTED_USES and now_s < self._report_at_s:
                 return
             uses, self._uses = self._uses, {}
@@ -116,17 +116,19 @@ class RememberedPlaces:
         if uses:
             self._report(uses)
 
-    def _report(self, uses: dict[bytes, int]) -> None:
+    def _report(self, uses: dict[bytes, ObjectInfo]) -> None:
         asked_s = self._clock.now_s()
+        generations = [info.replicas[0].generation for info in uses.values()]
+        counts = tuple([len(info.replicas) for info in uses.values()])
         try:
-            renewed = self._master.call(RenewLeases(list(uses), list(uses.values())))
+            renewed = self._master.call(RenewLeases(list(uses), generations, counts))
         except MoonpoolError:  # the reads have succeeded; what is remembered is not renewed
             return
         until_s = asked_s + renewed.remember_s * _CLOCKS_AGREE
         with self._lock:
-            for (key, generation), is_there in zip(uses.items(), renewed.is_there, strict=True):
+            for (key, used), is_there in zip(uses.items(), renewed.is_there, strict=True):
                 found = self._objects.get(key)
-                if found is None or found.info.replicas[0].generation != generation:
+                if found is None or found.info.replicas != used.replicas:
                     continue
                 if not is_there:
                     del self._objects[key]

@@ -106,10 +106,14 @@ class Locate(Call[list[ObjectInfo | None]]):
 class RenewLeases(Call[RenewedLeases]):
     """The caller has read these objects where it remembered them to be: in memory, with these generations. Count these
     uses, and lease the objects that are still there.
+
+    `num_replicas` is how many replicas in memory the caller remembers of each. An object that has more since, because
+    it is hot, counts as not there: the caller looks it up again and finds them. Empty: do not compare.
     """
 
     keys: list[bytes]
     generations: list[Whole]
+    num_replicas: tuple[Whole, ...] = ()
 
 
 class Remove(Call[list[bool]]):

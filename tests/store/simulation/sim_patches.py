@@ -228,7 +228,14 @@ def _patches() -> list[tuple[Any, str, Any]]:
             )
         ],
         (moonpool.store.client.views, "SimpleQueue", lambda: SimQueue(_world().scheduler)),
-        *[(module, "secrets", secrets) for module in (moonpool.store.client.session_client, moonpool.store.store)],
+        *[
+            (module, "secrets", secrets)
+            for module in (
+                moonpool.store.client.directory,
+                moonpool.store.client.session_client,
+                moonpool.store.store,
+            )
+        ],
         (moonpool.store.client.directory, "host_id", lambda: _world().scheduler.current.host),
         *[
             (module, "check_header", _with_pauses(module.check_header))
