@@ -15,6 +15,7 @@ from moonpool.base.rpc import Call
 
 CONDUCTOR_SERVICE = "conductor"
 WORKER_SERVICE = "worker"
+FRONTEND_SERVICE = "frontend"  # asked by the other front ends of its port
 
 
 class WorkerRole(StrEnum):

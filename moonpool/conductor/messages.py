@@ -156,8 +156,11 @@ class Status(Call[ConductorStatus]):
 class ClaimSharedMetrics(Call[bool]):
     """Whether the metrics page of this front end includes the roles that all front ends share.
 
-    True for the first front end that asks, until it disconnects or has not asked for a while.
+    True for the first front end that asks, until it disconnects or has not asked for a while. Front ends that share a
+    port give the same `group` and count as one: a reader of the port cannot choose between them.
     """
+
+    group: str = ""
 
 
 class DecisionRecord(msgspec.Struct, kw_only=True):

@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from prometheus_client import CollectorRegistry
@@ -61,6 +61,14 @@ class ConductorConfig:
     policy: PolicyConfig = field(default_factory=PolicyConfig)
 
 
+class _MetricsClaim(NamedTuple):
+    """Which front end, of which group, shows the shared roles, and when it last renewed its claim."""
+
+    peer: RpcPeer
+    group: str
+    claimed_s: float
+
+
 class Conductor:
     """Serves from `await start()` until `await close()`."""
 
@@ -81,7 +89,7 @@ class Conductor:
         self._queue = RequestQueueService(queue, self._clock)
         self._keeper = RecordKeeper(self._state, self._feed)
         self._front_ends: set[RpcPeer] = set()
-        self._shared_metrics: tuple[RpcPeer, float] | None = None  # the claimant, and when it last renewed the claim
+        self._shared_metrics: _MetricsClaim | None = None
         self._server = self._make_server(silence_limits or SilenceLimits())
         self.registry.register(ConductorCollector(self._state, queue, lambda: self.pool_connected))
 
@@ -190,12 +198,12 @@ class Conductor:
     def _claim_shared_metrics(self, call: ClaimSharedMetrics, peer: RpcPeer) -> bool:
         """A claim is renewed each time the page is read; another front end gets it if it was not renewed for a
         while."""
-        now_s, claimant = self._clock.now_s(), self._shared_metrics
-        if claimant is None or claimant[0].closed or now_s - claimant[1] > _SHARED_METRICS_S:
-            claimant = (peer, now_s)
-        if claimant[0] is peer:
-            self._shared_metrics = (peer, now_s)
-        return claimant[0] is peer
+        now_s, claim = self._clock.now_s(), self._shared_metrics
+        is_free = claim is None or claim.peer.closed or now_s - claim.claimed_s > _SHARED_METRICS_S
+        is_own = claim is not None and (claim.peer is peer or (call.group != "" and call.group == claim.group))
+        if is_free or is_own:
+            self._shared_metrics = _MetricsClaim(peer, call.group, now_s)
+        return is_free or is_own
 
 
 class RequestQueueService:

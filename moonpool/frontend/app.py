@@ -1,13 +1,14 @@
 """The routes of the HTTP API: OpenAI's endpoints, health, metrics and decision records. /docs describes them.
 
 GET /health says which roles are missing, and whether requests can be served without them. Requests need the conductor
-and one worker of each role. The pool (master and node) and further workers only make requests faster: without these
-the service is "degraded" and still answers 200.
+and one worker of each role. The pool (master and nodes), further workers and further front ends only make requests
+faster: without these the service is "degraded" and still answers 200.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any, cast
 
@@ -33,7 +34,7 @@ from moonpool.frontend.replies import ChatCompletion, Completion, ErrorReply, Mo
 from moonpool.frontend.request_handler import RequestHandler
 from moonpool.frontend.schema import ChatBody, CompletionBody
 from moonpool.frontend.workers import Connections, missing_roles
-from moonpool.store.messages import Segments
+from moonpool.store.messages import Segments, Tier
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorReply} for status in (400, 401, 404, 413, 429, 500, 503)
@@ -179,15 +180,33 @@ async def _check_health(handler: RequestHandler) -> tuple[int, dict[str, Any]]:
         present = {worker.info.name for worker in workers}
         absent = [name for name in handler.expected_workers if name not in present]
         reasons += [f"worker {name} is not registered" for name in absent]
-    pool, pool_reasons = await _missing_of_pool(handler.connections)
-    missing = [*vital, *absent, *pool]
+    (pool, pool_reasons), siblings = await asyncio.gather(
+        _missing_of_pool(handler.connections, handler.expected_nodes), _missing_siblings(handler.connections)
+    )
+    missing = [*vital, *absent, *pool, *siblings]
+    reasons += [f"front end {name} does not answer" for name in siblings]
     body: dict[str, Any] = {"status": "unavailable" if vital else "degraded" if missing else "ok", "missing": missing}
     if missing:
         body["reason"] = "; ".join(reasons + pool_reasons)
     return 503 if vital else 200, body
 
 
-async def _missing_of_pool(connections: Connections) -> tuple[list[str], list[str]]:
+async def _missing_siblings(connections: Connections) -> list[str]:
+    """Return the names of the front ends of this port that do not answer."""
+
+    async def answers(name: str) -> bool:
+        try:
+            async with asyncio.timeout(_POOL_TIMEOUT_S):
+                await connections.sibling(name)
+        except (MoonpoolError, TimeoutError):
+            return False
+        return True
+
+    found = await asyncio.gather(*map(answers, connections.siblings))
+    return [name for name, is_there in zip(connections.siblings, found, strict=True) if not is_there]
+
+
+async def _missing_of_pool(connections: Connections, expected: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the missing roles of the pool, and the reasons; two empty lists if this front end has no pool."""
     try:
         master = await connections.master()
@@ -197,8 +216,10 @@ async def _missing_of_pool(connections: Connections) -> tuple[list[str], list[st
     except MoonpoolError as error:
         return ["master"], [f"requests run without the pool: its master does not answer: {public_text(error)}"]
     if not segments:
-        return ["node"], ["requests run without the pool: no node has mounted memory"]
-    return [], []
+        return list(expected) or ["node"], ["requests run without the pool: no node has mounted memory"]
+    present = {segment.node for segment in segments if segment.tier & Tier.DRAM}
+    absent = [name for name in expected if name not in present]
+    return absent, [f"blocks that only {name} has are computed again: it has mounted no memory" for name in absent]
 
 
 def _request_body(model: type[BaseModel]) -> dict[str, Any]:

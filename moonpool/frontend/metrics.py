@@ -15,6 +15,7 @@ from moonpool.base.metrics import (
     GetMetrics,
     GetReportedMetrics,
     MergedCollector,
+    MetricFamily,
     RoleMetrics,
     process_metrics,
     snapshot,
@@ -59,6 +60,10 @@ class FrontendMetrics:
         self.pool_nbytes = Counter("moonpool_pool_bytes", "KV bytes that prefill pulled from the pool", registry=own)
         self.unanswered = Counter("moonpool_scrapes_unanswered", "Roles that gave no metrics in time", registry=own)
 
+    def families(self) -> list[MetricFamily]:
+        """Return the metrics of this front end and of its process."""
+        return [*snapshot(self.registry), *process_metrics()]
+
     def count_prefill(self, num_prompt_tokens: int, reply: PrefillReply, ttft_s: float | None) -> None:
         self.prompt_tokens.inc(num_prompt_tokens)
         self.cached_tokens.labels("local").inc(reply.local_tokens)
@@ -83,25 +88,43 @@ async def metrics_page(
     """Return the Prometheus text of all roles that answer within SCRAPE_TIMEOUT_S; the others are counted.
 
     With several front ends and `roles` AUTO, the shared roles are on the page of one front end only, so that no series
-    is collected twice.
+    is collected twice. Front ends that share a port count as one: whichever answers shows all of them.
     """
     comment, parts = b"", list[RoleMetrics]()
-    if roles is Roles.ALL or (roles is Roles.AUTO and await _claims_shared(own, connections)):
-        parts = await _scrape_all(own, connections, cluster)
+    if roles is not Roles.OWN:
+        parts = await _scrape_siblings(own, connections)
+    if roles is Roles.ALL or (roles is Roles.AUTO and await _claims_shared(connections)):
+        parts += await _scrape_all(own, connections, cluster)
     elif roles is Roles.AUTO:
         comment = b"# The other roles are on the page of another front end; /metrics?roles=all shows them here too.\n"
     registry = CollectorRegistry()
-    itself = RoleMetrics("frontend", name, [*snapshot(own.registry), *process_metrics()])
+    itself = RoleMetrics("frontend", name, own.families())
     registry.register(MergedCollector([itself, *parts]))
     return comment + generate_latest(registry)
 
 
-async def _claims_shared(own: FrontendMetrics, connections: Connections) -> bool:
+async def _claims_shared(connections: Connections) -> bool:
     """Return whether this page shows the shared roles. True without a conductor: the scrape then counts it."""
     try:
-        return await (await connections.conductor()).call(ClaimSharedMetrics(), timeout_s=SCRAPE_TIMEOUT_S)
+        conductor = await connections.conductor()
+        return await conductor.call(ClaimSharedMetrics(group=connections.group), timeout_s=SCRAPE_TIMEOUT_S)
     except MoonpoolError:
         return True
+
+
+async def _scrape_siblings(own: FrontendMetrics, connections: Connections) -> list[RoleMetrics]:
+    answers = await asyncio.gather(*(_ask_sibling(connections, name) for name in connections.siblings))
+    own.unanswered.inc(sum(parts is None for parts in answers))
+    return [part for parts in answers for part in parts or ()]
+
+
+async def _ask_sibling(connections: Connections, name: str) -> list[RoleMetrics] | None:
+    try:
+        async with asyncio.timeout(SCRAPE_TIMEOUT_S):
+            client = await connections.sibling(name)
+    except (MoonpoolError, TimeoutError):
+        return None
+    return await _ask(client, "frontend", name)
 
 
 async def _scrape_all(own: FrontendMetrics, connections: Connections, cluster: ClusterDirectory) -> list[RoleMetrics]:

@@ -92,6 +92,7 @@ class RequestHandler:
         policy: RetryPolicy,
         request_timeout_s: float,
         expected_workers: tuple[str, ...] = (),
+        expected_nodes: tuple[str, ...] = (),
     ) -> None:
         self.model = model
         self.tenants = tenants
@@ -100,6 +101,7 @@ class RequestHandler:
         self.cluster = ClusterDirectory(connections)
         self.metrics = FrontendMetrics()
         self.expected_workers = expected_workers
+        self.expected_nodes = expected_nodes
         self._policy = policy
         self._request_timeout_s = request_timeout_s
 

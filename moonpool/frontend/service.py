@@ -8,18 +8,24 @@ import functools
 import math
 import resource
 import socket
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
 from moonpool.base.address import Address, parse_address
+from moonpool.base.cluster import FRONTEND_SERVICE
 from moonpool.base.errors import ConfigError, Internal
+from moonpool.base.metrics import GetMetrics
+from moonpool.base.rpc import Call, RpcPeer, RpcServer
 from moonpool.conductor.retries import RetryPolicy
 from moonpool.engine.model_fetch import DEFAULT_MODEL
 from moonpool.frontend.app import make_app
 from moonpool.frontend.connection import ConnectionLimits
+from moonpool.frontend.metrics import FrontendMetrics
 from moonpool.frontend.preparing import Preparer, load_call
 from moonpool.frontend.prompts import ServedModel, load_model
 from moonpool.frontend.protocol import GuardedProtocol
@@ -46,6 +52,10 @@ class FrontendConfig:
     port: int | None = field(default=None, metadata={"hidden": True})
     name: str = "frontend"  # name in logs and metrics; unique if there are several front ends
     expected_workers: tuple[str, ...] = ()  # worker that /health reports when it is missing; may be repeated
+    expected_nodes: tuple[str, ...] = ()  # node that /health reports when it is missing; may be repeated
+    # NAME=ADDRESS of each front end that listens at the same port, this one included; ADDRESS is where the others ask
+    # for its metrics; may be repeated; default: this one has the port alone
+    siblings: tuple[str, ...] = ()
     tenants_file: str | None = None  # JSON file of tenants and their API keys; default: one tenant, no API key needed
     max_model_len: int | None = None  # longest prompt plus answer in tokens; default: the model's limit
     request_timeout_s: float = 600.0  # seconds after which a request fails
@@ -57,6 +67,8 @@ class FrontendConfig:
     access_log: bool = False  # log one line per request
 
     def __post_init__(self) -> None:
+        if self.siblings and self.name not in self.sibling_addresses:
+            raise ConfigError(f"--siblings must name this front end too: {self.name}=ADDRESS", param="siblings")
         if not 0 <= self.http_address.port < 65536:
             raise ConfigError(f"{self.port} is not a port", param="port")
         if self.http_address.scheme != "tcp":
@@ -65,6 +77,16 @@ class FrontendConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} must be above 0", param=name)
+
+    @property
+    def sibling_addresses(self) -> dict[str, str]:
+        """The addresses in `siblings` by name. Raises ConfigError for one without a name or a valid address."""
+        pairs = [each.partition("=") for each in self.siblings]
+        for name, _, address in pairs:
+            if not name or not address:
+                raise ConfigError("a sibling is written NAME=ADDRESS", param="siblings")
+            parse_address(address)
+        return {name: address for name, _, address in pairs}
 
     @property
     def http_address(self) -> Address:
@@ -92,18 +114,22 @@ class Frontend:
         self._socket: socket.socket | None = None
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
+        self._for_siblings: RpcServer | None = None
 
     async def start(self) -> str:
         """Return the URL. Raise ConfigError if the port is taken, ModelError if the model's files cannot be used."""
         config = self.config
-        self._socket = bind(config.http_address.host, config.http_address.port)
+        self._socket = bind(config.http_address.host, config.http_address.port, shared=bool(config.siblings))
         model = await asyncio.to_thread(self._load, config)
         tenants_file = None if config.tenants_file is None else Path(config.tenants_file)
         tenants = await asyncio.to_thread(load_tenants, Path(config.state_dir), tenants_file)
         call = load_call(self._load, config.model, config.model_name, config.max_model_len)
         self._preparer = Preparer(model, call if config.prompt_process else None)
         self._preparer.start()
-        self._connections = Connections(config.conductor_address, config.master_address)
+        siblings = config.sibling_addresses
+        group = " ".join(sorted(siblings.values()))
+        own_address = siblings.pop(config.name, None)
+        self._connections = Connections(config.conductor_address, config.master_address, siblings, group)
         self._handler = RequestHandler(
             model,
             tenants,
@@ -112,7 +138,11 @@ class Frontend:
             policy=RetryPolicy(max_attempts=config.max_attempts, worker_wait_s=config.worker_wait_s),
             request_timeout_s=config.request_timeout_s,
             expected_workers=config.expected_workers,
+            expected_nodes=config.expected_nodes,
         )
+        if own_address is not None:
+            self._for_siblings = _sibling_server(config.name, self._handler.metrics)
+            await self._for_siblings.listen(own_address)
         await self._serve(self._handler, self._socket)
         return url_of(self._socket)
 
@@ -141,6 +171,8 @@ class Frontend:
         if self._server is not None and self._serving is not None:
             self._server.should_exit = True
             await asyncio.wait((self._serving,), timeout=GRACE_S)
+        if self._for_siblings is not None:
+            await self._for_siblings.close()
         if self._connections is not None:
             await self._connections.close()
         if self._serving is not None:
@@ -182,8 +214,21 @@ class _Server(uvicorn.Server):
             raise Internal("the HTTP server ended as soon as it started") from serving.exception()
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Return a bound and listening socket. Raise ConfigError, before anything has started, if the port is taken."""
+def _sibling_server(name: str, metrics: FrontendMetrics) -> RpcServer:
+    """Return the server that the other front ends of this port ask."""
+    handlers: dict[type[Call[Any]], Callable[[Any, RpcPeer], Any]] = {
+        GetMetrics: lambda _call, _peer: metrics.families()
+    }
+    return RpcServer(FRONTEND_SERVICE, handlers, name=name, incarnation=time.time_ns())
+
+
+def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """Return a bound and listening socket. Raise ConfigError, before anything has started, if the port is taken.
+
+    A port may be `shared` with other processes of this user that share it, too: the kernel gives each connection to one
+    of those that listen. The socket does not listen yet then, because a front end that is starting would keep the
+    connections that the others could serve.
+    """
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, proto)
@@ -191,8 +236,11 @@ def bind(host: str, port: int) -> socket.socket:
         raise ConfigError(f"cannot serve at {host!r}: {error.strerror or error}", param="host") from error
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         sock.bind(address)
-        sock.listen(_BACKLOG)  # with SO_REUSEADDR, bind alone does not notice another bound socket
+        if not shared:
+            sock.listen(_BACKLOG)  # with SO_REUSEADDR, bind alone does not notice another bound socket
     except OSError as error:
         sock.close()
         raise ConfigError(f"cannot serve at {host}:{port}: {error.strerror or error}", param="port") from error

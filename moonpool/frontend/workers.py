@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from moonpool.base.clock import Clock, SystemClock
-from moonpool.base.cluster import CONDUCTOR_SERVICE, WORKER_SERVICE, WorkerRole
+from moonpool.base.cluster import CONDUCTOR_SERVICE, FRONTEND_SERVICE, WORKER_SERVICE, WorkerRole
 from moonpool.base.errors import MoonpoolError, PeerLost, Unavailable
 from moonpool.base.rpc import AsyncClient, Call
 from moonpool.conductor.messages import ConductorStatus, Status, WorkerRef, WorkerStatus
@@ -26,9 +27,18 @@ _Key = tuple[str, str, int]
 
 
 class Connections:
-    """Owns the clients; `close` closes all of them."""
+    """Owns the clients; `close` closes all of them. `siblings` are the addresses of the other front ends that share
+    this one's port, by their names; `group` is the same for all of them, and empty if there are no others."""
 
-    def __init__(self, conductor_address: str, master_address: str | None = None) -> None:
+    def __init__(
+        self,
+        conductor_address: str,
+        master_address: str | None = None,
+        siblings: Mapping[str, str] | None = None,
+        group: str = "",
+    ) -> None:
+        self.siblings = dict(siblings or {})
+        self.group = group
         self._conductor_address = conductor_address
         self._master_address = master_address
         self._clients: dict[_Key, asyncio.Task[AsyncClient]] = {}
@@ -51,6 +61,10 @@ class Connections:
             client.close()
             raise PeerLost(f"worker {ref.name} was restarted")
         return client
+
+    async def sibling(self, name: str) -> AsyncClient:
+        """Return a client of another front end of this port."""
+        return await self._get((FRONTEND_SERVICE, self.siblings[name], 0))
 
     def notify_conductor(self, call: Call[None]) -> None:
         """Send the call in the background. Ignore failures: a conductor that is gone has lost the request's state."""
