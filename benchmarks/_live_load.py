@@ -19,7 +19,8 @@ import httpx
 
 from moonpool.base.limits import available_cores
 from moonpool.launch.child import to_arguments
-from moonpool.launch.plan import CONDUCTOR, FRONTEND, Role, ServeConfig, plan_roles
+from moonpool.launch.machine import FRONTEND
+from moonpool.launch.plan import CONDUCTOR, Role, ServeConfig, plan_machine, plan_roles
 
 VOCAB = 2000
 START_S = 120.0
@@ -65,7 +66,8 @@ class Service:
         self.config = ServeConfig(
             model=str(model), threads=1, host="127.0.0.1", port=_free_port(), log_level="ERROR", **options
         )
-        self._roles = {role.name: role for role in plan_roles(self.config, folder, folder, num_cores=available_cores())}
+        machine = plan_machine(self.config, num_cores=available_cores())
+        self._roles = {role.name: role for role in plan_roles(self.config, machine, folder, folder)}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self.url = f"http://127.0.0.1:{self.config.port}"
 

@@ -47,7 +47,7 @@ def require_memory(pool_nbytes: int, pages_nbytes: int) -> None:
     need, have = pool_nbytes + pages_nbytes + RESERVE_NBYTES, available_nbytes()
     if need > have:
         raise NoSpace(
-            f"not enough memory: the pool needs {format_nbytes(pool_nbytes)} (--dram) and the workers' pages "
+            f"not enough memory: the pool needs {format_nbytes(pool_nbytes)} (--dram per node) and the workers' pages "
             f"{format_nbytes(pages_nbytes)} (--kv per worker), but only {format_nbytes(have)} are available"
         )
 

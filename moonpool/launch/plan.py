@@ -1,4 +1,5 @@
-"""The configuration of `moonpool serve`, and the roles it starts, with their options and their order. Pure."""
+"""The configuration of `moonpool serve`, what it runs on this machine (machine.py), and the roles: processes with their
+options and their order. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +8,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from moonpool.base.address import host_port
 from moonpool.base.errors import ConfigError
@@ -20,13 +20,14 @@ from moonpool.conductor.placement.policy import DEFAULT_POLICY, PolicyConfig
 from moonpool.engine.config import Device, DType, KvDType, ModelConfig, gpu_index
 from moonpool.engine.device_memory import DeviceNeed, kv_share, require_kv_fits
 from moonpool.engine.model_fetch import DEFAULT_MODEL
+from moonpool.launch.machine import FRONTEND, FrontendPart, MachinePlan, NodePart, WorkerPart, node_parts, numbered
 from moonpool.launch.supervisor import ChildSpec
 from moonpool.worker.config import HOST_KV_NBYTES, WorkerConfig, step_tokens, weights_dtype
 
-NODE, FRONTEND = "node", "frontend"
 # A worker loads torch and the weights and warms up; on two cores four workers may do so at the same time.
 _WORKER_START_S = 300.0
 _LEAST_SSD_NBYTES = 64 * 1024**2
+_MOST_OF_A_KIND = 64  # nodes, and front ends, on one machine; more is a mistake
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +40,12 @@ class ServeConfig:
     random_weights: bool = WorkerConfig.random_weights
     prefill: int = 1  # number of prefill workers
     decode: int = 1  # number of decode workers
-    dram: str = "1GB"  # memory of the pool
-    ssd: str | None = None  # folder for blocks evicted from DRAM; they survive a restart
-    ssd_size: str = "10GB"  # disk space of the pool; used with --ssd
+    nodes: int = 1  # number of nodes that hold the pool; a block is lost only if all nodes that have it die
+    frontends: int = 1  # number of front ends; they share --port, and the others serve when one dies
+    dram: str = "1GB"  # memory of the pool, per node
+    # folder for blocks evicted from DRAM; they survive a restart; with --nodes, further nodes use DIR/node-1, ...
+    ssd: str | None = None
+    ssd_size: str = "10GB"  # disk space of the pool, per node; used with --ssd
     # memory for KV pages, per worker; default: 512MB, on a GPU the worker's share of what is free beside the weights
     kv: str | None = None
     host: str = "127.0.0.1"  # address on which the OpenAI API listens
@@ -74,11 +78,18 @@ class ServeConfig:
     log_level: str = ProcessConfig.log_level  # DEBUG, INFO, WARNING or ERROR
 
     @property
-    def pool_nbytes(self) -> int:
+    def node_nbytes(self) -> int:
+        """Bytes of memory of one node."""
         return parse_nbytes(self.dram)
 
     @property
+    def pool_nbytes(self) -> int:
+        """Bytes of memory of all nodes together."""
+        return self.nodes * self.node_nbytes
+
+    @property
     def ssd_nbytes(self) -> int:
+        """Bytes of disk space of one node; 0 without a disk."""
         return 0 if self.ssd is None else parse_nbytes(self.ssd_size)
 
     @property
@@ -112,9 +123,12 @@ class ServeConfig:
         """Raise ConfigError for a bad value. Does not look at the machine."""
         if self.prefill < 1 or self.decode < 1:
             raise ConfigError("there must be at least one prefill and one decode worker", param="prefill")
+        for name, count in (("nodes", self.nodes), ("frontends", self.frontends)):
+            if not 1 <= count <= _MOST_OF_A_KIND:
+                raise ConfigError(f"--{name} must be 1 to {_MOST_OF_A_KIND}, not {count}", param=name)
         if not 0 <= self.port < 65536:
             raise ConfigError(f"{self.port} is not a port", param="port")
-        if self.pool_nbytes <= 0 or self.kv_nbytes == 0:
+        if self.node_nbytes <= 0 or self.kv_nbytes == 0:
             raise ConfigError("--dram and --kv must be above 0", param="dram")
         if self.ssd is not None and self.ssd_nbytes < _LEAST_SSD_NBYTES:
             raise ConfigError(f"--ssd-size must be at least {format_nbytes(_LEAST_SSD_NBYTES)}", param="ssd_size")
@@ -133,20 +147,6 @@ class Role(ChildSpec):
 
     command: str
     options: Mapping[str, object]
-
-
-class WorkerShare(NamedTuple):
-    """One worker's share of the machine."""
-
-    role: str
-    number: int
-    device: Device
-    threads: int
-    kv_nbytes: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.role}-{self.number}"
 
 
 def plan_kv(config: ServeConfig, model: ModelConfig, free_nbytes: Mapping[Device, int]) -> dict[Device, int]:
@@ -171,25 +171,32 @@ def plan_kv(config: ServeConfig, model: ModelConfig, free_nbytes: Mapping[Device
     return planned
 
 
-def plan_roles(
-    config: ServeConfig,
-    run_dir: Path,
-    state_dir: Path,
-    *,
-    num_cores: int,
-    gpu_kv_nbytes: Mapping[Device, int] | None = None,
-) -> list[Role]:
-    """Return all roles, each after those it needs. The workers share `num_cores`; `gpu_kv_nbytes` is what plan_kv()
-    returned."""
+def plan_machine(
+    config: ServeConfig, *, num_cores: int, gpu_kv_nbytes: Mapping[Device, int] | None = None
+) -> MachinePlan:
+    """Return what runs on this machine. The workers share `num_cores`; `gpu_kv_nbytes` is what plan_kv() returned."""
     threads, devices = divide_cores(num_cores, config.num_workers), config.devices
+    if config.threads is not None:
+        threads = [config.threads] * config.num_workers
     kv_nbytes = [(gpu_kv_nbytes or {}).get(device, config.host_kv_nbytes) for device in devices]
     roles = ["prefill"] * config.prefill + ["decode"] * config.decode
     numbers = [*range(config.prefill), *range(config.decode)]
-    shares = map(WorkerShare, roles, numbers, devices, threads, kv_nbytes)
-    workers = [_worker(config, run_dir, share) for share in shares]
-    names = tuple(worker.name for worker in workers)
-    pool = [_master(config, run_dir, state_dir), _node(config, run_dir), _conductor(config, run_dir)]
-    return [*pool, *workers, _frontend(config, run_dir, state_dir, names)]
+    return MachinePlan(
+        nodes=node_parts(config.nodes, dram_nbytes=config.node_nbytes, ssd=config.ssd, ssd_nbytes=config.ssd_nbytes),
+        workers=tuple(map(WorkerPart, roles, numbers, devices, threads, kv_nbytes)),
+        frontends=tuple(map(FrontendPart, numbered(FRONTEND, config.frontends))),
+    )
+
+
+def plan_roles(config: ServeConfig, machine: MachinePlan, run_dir: Path, state_dir: Path) -> list[Role]:
+    """Return all roles, each after those it needs."""
+    return [
+        _master(config, run_dir, state_dir),
+        *(_node(config, run_dir, part) for part in machine.nodes),
+        _conductor(config, run_dir),
+        *(_worker(config, machine, run_dir, part) for part in machine.workers),
+        *(_frontend(config, machine, run_dir, state_dir, part) for part in machine.frontends),
+    ]
 
 
 def _master(config: ServeConfig, run_dir: Path, state_dir: Path) -> Role:
@@ -201,19 +208,19 @@ def _master(config: ServeConfig, run_dir: Path, state_dir: Path) -> Role:
     return Role(MASTER, command="master", options=options)
 
 
-def _node(config: ServeConfig, run_dir: Path) -> Role:
+def _node(config: ServeConfig, run_dir: Path, part: NodePart) -> Role:
     options = {
-        "name": NODE,
+        "name": part.name,
         "master_address": socket_address(run_dir, MASTER),
         "run_dir": str(run_dir),
-        "dram_nbytes": config.pool_nbytes,
-        "ssd_dir": config.ssd,
-        "ssd_nbytes": config.ssd_nbytes,
+        "dram_nbytes": part.dram_nbytes,
+        "ssd_dir": part.ssd_dir,
+        "ssd_nbytes": part.ssd_nbytes,
         "tcp_host": _node_tcp_host(config),
         "secret_file": config.secret_file,
         "log_level": config.log_level,
     }
-    return Role(NODE, command="node", options=options, after=(MASTER,))
+    return Role(part.name, command="node", options=options, after=(MASTER,))
 
 
 def _node_tcp_host(config: ServeConfig) -> str | None:
@@ -236,26 +243,26 @@ def _conductor(config: ServeConfig, run_dir: Path) -> Role:
     return Role(CONDUCTOR, command="conductor", options=options, first_after=(MASTER,))
 
 
-def _worker(config: ServeConfig, run_dir: Path, share: WorkerShare) -> Role:
-    name = share.name
+def _worker(config: ServeConfig, machine: MachinePlan, run_dir: Path, part: WorkerPart) -> Role:
+    name = part.name
     options = {
         "name": name,
-        "role": share.role,
+        "role": part.role,
         "model": config.model,
         "random_weights": config.random_weights,
         "address": socket_address(run_dir, name),
         "conductor_address": socket_address(run_dir, CONDUCTOR),
         "master_address": socket_address(run_dir, MASTER),
         "run_dir": str(run_dir),
-        "kv_nbytes": share.kv_nbytes,
+        "kv_nbytes": part.kv_nbytes,
         "block_tokens": config.block_tokens,
         "max_batch_tokens": config.max_batch_tokens,
         "max_num_seqs": config.max_num_seqs,
         "max_model_len": config.max_model_len,
         "dtype": config.weights_dtype,
         "kv_dtype": config.kv_dtype,
-        "device": share.device,
-        "threads": config.threads or share.threads,
+        "device": part.device,
+        "threads": part.threads,
         "secret_file": config.secret_file,
         "log_level": config.log_level,
     }
@@ -264,22 +271,28 @@ def _worker(config: ServeConfig, run_dir: Path, share: WorkerShare) -> Role:
         name,
         command="worker",
         options=options,
-        first_after=(CONDUCTOR, NODE),
+        first_after=(CONDUCTOR, *(node.name for node in machine.nodes)),
         start_timeout_s=_WORKER_START_S,
     )
 
 
-def _frontend(config: ServeConfig, run_dir: Path, state_dir: Path, workers: tuple[str, ...]) -> Role:
-    options = {
+def _frontend(config: ServeConfig, machine: MachinePlan, run_dir: Path, state_dir: Path, part: FrontendPart) -> Role:
+    workers = tuple(worker.name for worker in machine.workers)
+    options: dict[str, object] = {
+        "name": part.name,
         "listen": f"tcp:{host_port(config.host, config.port)}",
         "model": config.model,
         "conductor_address": socket_address(run_dir, CONDUCTOR),
         "master_address": socket_address(run_dir, MASTER),
         "expected_workers": workers,
+        "expected_nodes": tuple(node.name for node in machine.nodes),
         "max_model_len": config.max_model_len,
         "tenants_file": config.tenants_file,
         "state_dir": str(state_dir),
         "log_level": config.log_level,
     }
+    if len(machine.frontends) > 1:
+        names = [each.name for each in machine.frontends]
+        options["siblings"] = tuple(f"{name}={socket_address(run_dir, name)}" for name in names)
     # A restarted front end does not wait for the conductor: /health reports what is missing.
-    return Role(FRONTEND, command="frontend", options=options, first_after=(CONDUCTOR,), uses=workers)
+    return Role(part.name, command="frontend", options=options, first_after=(CONDUCTOR,), uses=workers)

@@ -32,7 +32,8 @@ from moonpool.launch.checks import (
     require_whole_model,
 )
 from moonpool.launch.launcher import Launcher
-from moonpool.launch.plan import ServeConfig, plan_kv, plan_roles
+from moonpool.launch.machine import MachinePlan
+from moonpool.launch.plan import ServeConfig, plan_kv, plan_machine, plan_roles
 from moonpool.launch.run_dir import RunDir
 
 _HERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # how this machine reaches a front end that listens on all addresses
@@ -61,9 +62,12 @@ def serve(config: ServeConfig, prepare_model: Callable[[str], None]) -> None:
     files = resolve(config.model, random_weights=config.random_weights)
     require_whole_model(files)
     gpu_kv_nbytes = plan_kv(config, read_config(files), free_device_nbytes(config.devices))
+    machine = plan_machine(config, num_cores=available_cores(), gpu_kv_nbytes=gpu_kv_nbytes)
+    for folder in machine.ssd_dirs:
+        _own_folder(Path(folder))
     with RunDir() as run_dir, Lifeline() as lifeline:
-        roles = plan_roles(config, run_dir.path, state_dir, num_cores=available_cores(), gpu_kv_nbytes=gpu_kv_nbytes)
-        launcher = Launcher(roles, lifeline, lambda seconds: _announce(config, run_dir.path, seconds), log_dir)
+        roles = plan_roles(config, machine, run_dir.path, state_dir)
+        launcher = Launcher(roles, lifeline, lambda seconds: _announce(config, machine, run_dir.path, seconds), log_dir)
         failure = asyncio.run(launcher.run())
     if failure is not None:
         raise Unavailable(failure)
@@ -85,7 +89,7 @@ def _own_folder(path: Path) -> Path:
     return path.resolve()
 
 
-def _announce(config: ServeConfig, run_dir: Path, seconds: float) -> None:
+def _announce(config: ServeConfig, machine: MachinePlan, run_dir: Path, seconds: float) -> None:
     """Print the URL for the user, and write it where `moonpool chat` finds it."""
     host = _HERE.get(config.host, config.host)
     write_url(run_dir, f"http://{host_port(host, config.port)}")
@@ -96,7 +100,8 @@ def _announce(config: ServeConfig, run_dir: Path, seconds: float) -> None:
     }
     key = "-H 'Authorization: Bearer YOUR_KEY' " if config.tenants_file else ""
     print(
-        f"\nMoonpool serves {body['model']} at {url} (ready after {seconds:.1f} s)\n\n"
+        f"\nMoonpool serves {body['model']} at {url} (ready after {seconds:.1f} s)\n"
+        f"{machine.describe()}\n\n"
         f"  curl {url}/chat/completions {key}-H 'Content-Type: application/json' \\\n"
         f"    -d '{json.dumps(body)}'\n\n"
         "  moonpool chat\n\n"

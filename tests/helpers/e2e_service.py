@@ -118,8 +118,8 @@ class Service:
         for process in self.family():
             with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
                 words = process.cmdline()
-                pairs = list(itertools.pairwise(words))
-                if ("--name", name) in pairs or ("moonpool", name) in pairs:
+                is_named = "--name" in words
+                if (("--name", name) if is_named else ("moonpool", name)) in itertools.pairwise(words):
                     return process
         raise AssertionError(f"no process is {name}")
 

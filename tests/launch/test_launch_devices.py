@@ -10,7 +10,7 @@ import pytest
 
 from moonpool.base.errors import ConfigError, NoSpace
 from moonpool.engine.config import ModelConfig
-from moonpool.launch.plan import ServeConfig, plan_kv, plan_roles
+from moonpool.launch.plan import ServeConfig, plan_kv, plan_machine, plan_roles
 from moonpool.worker.config import HOST_KV_NBYTES
 
 GB = 1_000_000_000
@@ -21,7 +21,8 @@ SMALL = ModelConfig(
 
 
 def worker_options(config: ServeConfig, gpu_kv_nbytes: dict[str, int]) -> list[tuple[Any, Any]]:
-    roles = plan_roles(config, Path("/run"), Path("/state"), num_cores=4, gpu_kv_nbytes=gpu_kv_nbytes)
+    machine = plan_machine(config, num_cores=4, gpu_kv_nbytes=gpu_kv_nbytes)
+    roles = plan_roles(config, machine, Path("/run"), Path("/state"))
     return [(role.options["device"], role.options["kv_nbytes"]) for role in roles if role.command == "worker"]
 
 
@@ -53,7 +54,8 @@ def test_devices_are_given_out_in_turn(device: str, devices: tuple[str, ...]) ->
 )
 def test_all_workers_compute_in_one_type(device: str, dtype: Any, found: str) -> None:
     config = ServeConfig(device=device, dtype=dtype)
-    roles = plan_roles(config, Path("/run"), Path("/state"), num_cores=4, gpu_kv_nbytes={"cuda:0": GB})
+    machine = plan_machine(config, num_cores=4, gpu_kv_nbytes={"cuda:0": GB})
+    roles = plan_roles(config, machine, Path("/run"), Path("/state"))
     assert [role.options["dtype"] for role in roles if role.command == "worker"] == [found, found]
 
 

@@ -15,7 +15,7 @@ from moonpool.conductor.placement.policy import PolicyConfig
 from moonpool.conductor.service import ConductorConfig
 from moonpool.frontend.service import FrontendConfig
 from moonpool.launch.child import to_arguments
-from moonpool.launch.plan import Role, ServeConfig, plan_roles
+from moonpool.launch.plan import Role, ServeConfig, plan_machine, plan_roles
 from moonpool.launch.supervisor import ChildSpec, Supervisor
 from moonpool.master.service import MasterConfig
 from moonpool.node.config import NodeConfig
@@ -32,7 +32,8 @@ RUN, STATE = Path("/run/mp"), Path("/state")
 
 
 def plan(num_cores: int = 4, **settings: Any) -> dict[str, Role]:
-    return {role.name: role for role in plan_roles(ServeConfig(**settings), RUN, STATE, num_cores=num_cores)}
+    config = ServeConfig(**settings)
+    return {role.name: role for role in plan_roles(config, plan_machine(config, num_cores=num_cores), RUN, STATE)}
 
 
 def test_two_and_two() -> None:
@@ -40,9 +41,44 @@ def test_two_and_two() -> None:
     assert list(plan(prefill=2, decode=2)) == names
 
 
-@pytest.mark.parametrize("name", ["master", "node", "conductor", "prefill-0", "decode-0", "frontend"])
+def test_several_nodes_and_front_ends() -> None:
+    """The first of each keeps the name that it has alone."""
+    roles = plan(nodes=3, frontends=2)
+    names = ["master", "node", "node-1", "node-2", "conductor", "prefill-0", "decode-0", "frontend", "frontend-1"]
+    assert list(roles) == names
+    assert [roles[name].after for name in ("node", "node-1", "node-2")] == [("master",)] * 3, "each restarts on its own"
+    assert roles["prefill-0"].first_after == ("conductor", "node", "node-1", "node-2")
+
+
+def test_sizes_are_those_of_each_node_and_folders_are_apart() -> None:
+    config = ServeConfig(nodes=2, dram="3GB", ssd="/ssd", ssd_size="5GB")
+    config.check()
+    machine = plan_machine(config, num_cores=2)
+    assert config.pool_nbytes == machine.pool_nbytes == 6_000_000_000
+    assert [part.dram_nbytes for part in machine.nodes] == [3_000_000_000] * 2
+    assert [(part.ssd_dir, part.ssd_nbytes) for part in machine.nodes] == [
+        ("/ssd", 5_000_000_000),
+        ("/ssd/node-1", 5_000_000_000),
+    ]
+    assert machine.describe() == (
+        "pool: 6 GB of memory and 10 GB of SSD in 2 nodes of 3 GB and 5 GB each (node, node-1); 1 front end"
+    )
+
+
+def test_front_ends_share_the_port_and_know_each_other() -> None:
+    roles = plan(frontends=2, nodes=2)
+    both = ("frontend=unix:/run/mp/frontend.sock", "frontend-1=unix:/run/mp/frontend-1.sock")
+    for name in ("frontend", "frontend-1"):
+        options = roles[name].options
+        assert (options["name"], options["siblings"]) == (name, both)
+        assert options["listen"] == "tcp:127.0.0.1:8000"
+        assert options["expected_nodes"] == ("node", "node-1")
+    assert "siblings" not in plan()["frontend"].options, "one front end has the port alone"
+
+
+@pytest.mark.parametrize("name", ["master", "node", "node-1", "conductor", "prefill-0", "decode-0", "frontend-1"])
 def test_every_option_is_known_to_its_role(name: str) -> None:
-    role = plan(max_model_len=512, threads=2, tenants_file="/t.json", secret_file="/s")[name]
+    role = plan(max_model_len=512, threads=2, tenants_file="/t.json", secret_file="/s", nodes=2, frontends=2)[name]
     config, process = CONFIGS[role.command], {field.name for field in fields(ProcessConfig)}
     own = {field.name for field in fields(config)}
     options = {key: value for key, value in role.options.items() if not key.startswith("policy_")}
@@ -90,7 +126,7 @@ def test_the_pool_has_a_tcp_port_only_behind_a_secret() -> None:
 
 
 def test_the_plan_can_be_supervised() -> None:
-    roles = plan(prefill=2, decode=3).values()
+    roles = plan(prefill=2, decode=3, nodes=2, frontends=2).values()
     Supervisor([ChildSpec(role.name, role.after, role.first_after, role.uses) for role in roles])
 
 
@@ -99,6 +135,9 @@ def test_the_plan_can_be_supervised() -> None:
     [
         {"prefill": 0},
         {"decode": -1},
+        {"nodes": 0},
+        {"nodes": 1000},
+        {"frontends": 0},
         {"port": 70000},
         {"dram": "0"},
         {"kv": "much"},
@@ -118,9 +157,9 @@ def test_options_become_arguments() -> None:
     assert to_arguments(options) == ["--run-dir", "/x", "--num", "3", "--verify", "--no-shm"]
 
 
-def test_restarted_workers_and_front_end_wait_for_nobody(tmp_path: Path) -> None:
+def test_restarted_workers_and_front_end_wait_for_nobody() -> None:
     """The pool and the conductor may be away for long; what is left of the service serves and says what is missing."""
-    roles = {role.name: role for role in plan_roles(ServeConfig(), tmp_path, tmp_path, num_cores=2)}
+    roles = plan()
     for name in ("prefill-0", "decode-0", "frontend", "conductor"):
         assert roles[name].after == ()
     assert roles["frontend"].options["expected_workers"] == ("prefill-0", "decode-0")

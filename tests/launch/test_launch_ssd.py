@@ -9,15 +9,16 @@ import pytest
 
 from moonpool.base.config import from_mapping
 from moonpool.base.errors import ConfigError
-from moonpool.launch.plan import NODE, ServeConfig, plan_roles
+from moonpool.launch.machine import NODE
+from moonpool.launch.plan import ServeConfig, plan_machine, plan_roles
 from moonpool.node.config import NodeConfig
 
 
-def node_config(**settings: Any) -> NodeConfig:
-    roles = {
-        role.name: role for role in plan_roles(ServeConfig(**settings), Path("/run/mp"), Path("/state"), num_cores=2)
-    }
-    options = {key: value for key, value in roles[NODE].options.items() if key != "log_level"}
+def node_config(name: str = NODE, **settings: Any) -> NodeConfig:
+    config = ServeConfig(**settings)
+    planned = plan_roles(config, plan_machine(config, num_cores=2), Path("/run/mp"), Path("/state"))
+    roles = {role.name: role for role in planned}
+    options = {key: value for key, value in roles[name].options.items() if key != "log_level"}
     return from_mapping(NodeConfig, options)
 
 
