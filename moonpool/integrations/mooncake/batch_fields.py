@@ -51,6 +51,14 @@ def split_flat(data: Mapping[str, Any], schemas: Mapping[str, FieldSchema]) -> d
     return result
 
 
+def check_schemas(sections: Mapping[str, Mapping[str, Any]], schemas: Mapping[str, FieldSchema]) -> None:
+    """ValueError when a field is not in the section that its schema declares."""
+    for name, schema in schemas.items():
+        found = [section for section, fields in sections.items() if name in fields]
+        if schema.section is not None and found and schema.section not in found:
+            raise ValueError(f"the schema of {name!r} declares section {schema.section!r}, but it is in {found}")
+
+
 def join_flat(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return one dict of all fields. ValueError when two sections have a field of one name."""
     flat: dict[str, Any] = {}
@@ -95,7 +103,7 @@ def select_rows(rows: Any, num_rows: int) -> Rows:
         rows = slice(rows.start, rows.end, rows.step)
     if isinstance(rows, slice):
         if rows.step is not None and rows.step <= 0:
-            raise ValueError("the step of a row selection must be positive")
+            raise ValueError("the selection's step must be positive")
         return slice(*rows.indices(num_rows))
     if not isinstance(rows, Sequence) or isinstance(rows, str | bytes | bytearray):
         raise TypeError("rows are a slice or a sequence of indices")

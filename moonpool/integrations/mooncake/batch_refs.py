@@ -33,6 +33,20 @@ class FieldSchema:
             raise ValueError(f"there is no section {section!r}")
         return section
 
+    @property
+    def dtype(self) -> np.dtype[Any] | None:
+        """The element type that the schema names. ValueError when it is none of numbers."""
+        name = self.metadata.get("dtype")
+        if name is None:
+            return None
+        try:
+            dtype: np.dtype[Any] = np.dtype(name)
+        except TypeError as error:
+            raise ValueError(f"the schema names no element type: {name!r}") from error
+        if dtype.kind not in "biufc":
+            raise ValueError(f"the element type of a schema is one of numbers, not {dtype}")
+        return dtype
+
 
 @dataclass(frozen=True)
 class StructuredFieldLocation:

@@ -1,7 +1,11 @@
-"""Columns of Python values as buffers, and back: one value per row, of any shape that column_structure.py knows.
+"""Codecs of columns: values of one kind, a row each, as a few buffers and JSON, in upstream's form, and back.
 
-Each leaf of a column becomes a few buffers: the values one after the other (`data`), where each row ends (`offsets`),
-and which rows have no value (`states`: 0 a value, 1 None, 2 missing). What else is needed to decode is in JSON.
+    ndarray            numbers: data, nulls
+    typed_ragged, ragged_tensor, ragged_tensor_dict: ragged_codecs.py
+    bytes_ragged, utf8_ragged, msgpack_ragged, json_ragged, media_bytes: data, offsets (in bytes), nulls
+    media_list_ragged  lists of files or images: data, byte_offsets per item, row_offsets per row, nulls
+
+A codec that cannot hold a value exactly raises TypeError or ValueError, and another one is taken.
 """
 
 from __future__ import annotations
@@ -9,210 +13,118 @@ from __future__ import annotations
 import importlib
 import io
 import itertools
-import math
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from moonpool.integrations.mooncake.column_structure import (
-    MISSING,
-    ColumnNode,
-    Leaf,
-    Missing,
-    infer_structure,
-    is_image,
-    rebuild_rows,
+from moonpool.integrations.mooncake.bundle_payloads import GatheredPayload
+from moonpool.integrations.mooncake.column_structure import is_image
+from moonpool.integrations.mooncake.ragged_codecs import (
+    Encoded,
+    check_rows,
+    decode_arrays,
+    decode_tensor_dicts,
+    decode_tensors,
+    encode_arrays,
+    encode_tensors,
 )
-from moonpool.integrations.mooncake.tensor_memory import in_main_memory, tensor_bytes, torch_module
 
-Buffers = dict[str, Any]  # by name
-_VALUE, _NONE, _MISSING = 0, 1, 2
+_PALETTE_MODES = ("P", "PA")  # their colours are not in the pixels
 
 
-def encode_column(name: str, values: Sequence[Any]) -> tuple[dict[str, Any], Buffers]:
-    """Return what decode_column() needs, JSON and buffers. TypeError when a value cannot be stored."""
-    leaves: list[Leaf] = []
-    nodes: list[ColumnNode] = []
-    infer_structure(name, values, leaves, nodes)
-    buffers: Buffers = {}
-    described = []
-    for number, leaf in enumerate(leaves):
-        codec, details, parts = _encode_leaf(leaf)
-        described.append({"path": leaf.path, "codec": codec, "details": details, "parts": sorted(parts)})
-        buffers.update({f"{number}.{part}": value for part, value in parts.items()})
-    return {"rows": len(values), "leaves": described, "nodes": [asdict(node) for node in nodes]}, buffers
+def encode_leaf(codec: str, values: Sequence[Any]) -> Encoded:
+    """Return the buffers and the JSON of a column of values and None."""
+    if codec not in _ENCODERS:
+        raise ValueError(f"unsupported schema codec: {codec!r}")
+    return _ENCODERS[codec](values)
 
 
-def decode_column(name: str, described: Mapping[str, Any], read: Callable[[str], memoryview]) -> list[Any]:
-    """Return the rows. `read` returns a buffer by its name."""
-    columns = {}
-    for number, leaf in enumerate(described["leaves"]):
-        parts = {part: read(f"{number}.{part}") for part in leaf["parts"]}
-        columns[leaf["path"]] = _decode_leaf(leaf["codec"], leaf["details"], parts)
-    nodes = {each["path"]: ColumnNode(**each) for each in described["nodes"]}
-    return rebuild_rows(name, described["rows"], columns, nodes)
-
-
-def _encode_leaf(leaf: Leaf) -> tuple[str, dict[str, Any], Buffers]:
-    states = np.array([_state(value) for value in leaf.values], np.uint8)
-    present = [value for value in leaf.values if _state(value) == _VALUE]
-    codec = leaf.decision.codec if leaf.decision.accepted else "msgpack_ragged"
-    try:
-        details, parts = _ENCODERS[codec](present)
-    except (TypeError, ValueError, OverflowError) as error:
-        if codec == "msgpack_ragged":
-            raise TypeError(f"unsupported values in {leaf.path}: {error}") from error
-        codec = "msgpack_ragged"
-        details, parts = _ENCODERS[codec](present)
-    return codec, details, {"states": states, **parts}
-
-
-def _decode_leaf(codec: str, details: Mapping[str, Any], parts: Mapping[str, memoryview]) -> list[Any]:
-    present = iter(_DECODERS[codec](details, parts))
-    states = np.frombuffer(parts["states"], np.uint8).tolist() if parts["states"].nbytes else []
-    return [next(present) if state == _VALUE else (None if state == _NONE else MISSING) for state in states]
-
-
-def _state(value: Any) -> int:
-    return _MISSING if isinstance(value, Missing) else (_NONE if value is None else _VALUE)
+def decode_leaf(codec: str, parts: Mapping[str, Any], num_rows: int, metadata: Mapping[str, Any] | None) -> list[Any]:
+    """Return the rows of a column."""
+    if codec not in _DECODERS:
+        raise ValueError(f"unknown structured non-tensor codec: {codec!r}")
+    return _DECODERS[codec](parts, num_rows, metadata or {})
 
 
 # numbers, and arrays of numbers
 
 
-def _encode_numbers(values: Sequence[Any]) -> tuple[dict[str, Any], Buffers]:
-    array = np.array(values)
-    if array.dtype.kind not in "biufc" or array.tolist() != list(values):
-        raise TypeError("numbers that an array does not hold exactly")
-    kinds = "".join(
-        "b" if isinstance(each, bool | np.bool_) else "i" if isinstance(each, int) else "f" for each in values
-    )
-    return {"dtype": array.dtype.str, "kinds": _short(kinds)}, {"data": array}
+def encode_numbers(values: Sequence[Any], dtype: Any) -> Encoded:
+    data = np.array([0 if value is None else value for value in values], dtype)
+    return {"data": data, "nulls": _nulls(values)}, {"dtype": str(data.dtype), "shape": list(data.shape)}
 
 
-def _decode_numbers(details: Mapping[str, Any], parts: Mapping[str, memoryview]) -> list[Any]:
-    values = _array(parts["data"], details["dtype"]).tolist()
-    types: dict[str, type] = {"b": bool, "i": int, "f": float}
-    return [types[kind](value) for kind, value in zip(_long(details["kinds"], len(values)), values, strict=True)]
+def _encode_exact_numbers(values: Sequence[Any]) -> Encoded:
+    present = [value for value in values if value is not None]
+    kinds = {np.asarray(value).dtype.kind.replace("u", "i") for value in present}
+    if len(kinds) != 1 or not kinds <= set("bifc"):
+        raise TypeError("numbers of several types, or too large ones")
+    dtype = np.array(present).dtype
+    if kinds == {"i"} and (dtype.kind not in "iu" or np.array(present).tolist() != present):
+        raise TypeError("integers that no type of 64 bits holds together")
+    return encode_numbers(values, dtype)
 
 
-def _encode_arrays(values: Sequence[Any]) -> tuple[dict[str, Any], Buffers]:
-    arrays = [np.asarray(value) for value in values]
-    dtype = np.result_type(*[array.dtype for array in arrays]) if arrays else np.dtype(np.int64)
+def _decode_numbers(parts: Mapping[str, Any], num_rows: int, metadata: Mapping[str, Any]) -> list[Any]:
+    rows = parts["data"].tolist()
+    return [None if is_null else row for row, is_null in zip(rows, parts["nulls"].tolist(), strict=True)]
+
+
+def _encode_exact_arrays(values: Sequence[Any]) -> Encoded:
+    """Lists are refused when they would come back changed, as [1, 2.5] and [1, True] would."""
+    parts, metadata = encode_arrays(values)
+    dtype = np.dtype(metadata["dtype"])
     if dtype.kind not in "biufc":
         raise TypeError("rows that are no arrays of numbers")
-    if any(not isinstance(value, np.ndarray) and np.asarray(value, dtype).tolist() != list(value) for value in values):
-        raise TypeError("rows that an array does not hold exactly")
-    flat = [array.astype(dtype, copy=False).reshape(-1) for array in arrays]
-    kinds = "".join(
-        "a" if isinstance(value, np.ndarray) else "t" if isinstance(value, tuple) else "l" for value in values
-    )
-    data = np.concatenate(flat) if flat else np.zeros(0, dtype)
-    return {"dtype": dtype.str, "kinds": _short(kinds)}, {"data": data, **_shapes(arrays)}
-
-
-def _decode_arrays(details: Mapping[str, Any], parts: Mapping[str, memoryview]) -> list[Any]:
-    flat = _array(parts["data"], details["dtype"])
-    rows: list[Any] = []
-    at = 0
-    shapes = _read_shapes(parts)
-    for shape, kind in zip(shapes, _long(details["kinds"], len(shapes)), strict=True):
-        size = math.prod(shape)
-        row = flat[at : at + size].reshape(shape)
-        rows.append(row if kind == "a" else tuple(row.tolist()) if kind == "t" else row.tolist())
-        at += size
-    return rows
-
-
-def _encode_tensors(values: Sequence[Any]) -> tuple[dict[str, Any], Buffers]:
-    parts = [bytes(tensor_bytes(in_main_memory(value))) for value in values]
-    return {"dtype": str(values[0].dtype).removeprefix("torch.")}, {"data": b"".join(parts), **_shapes(values)}
-
-
-def _decode_tensors(details: Mapping[str, Any], parts: Mapping[str, memoryview]) -> list[Any]:
-    torch = torch_module()
-    dtype = getattr(torch, details["dtype"])
-    data = np.frombuffer(bytearray(parts["data"]), np.uint8) if parts["data"].nbytes else np.zeros(0, np.uint8)
-    rows, at = [], 0
-    for shape in _read_shapes(parts):
-        size = math.prod(shape) * dtype.itemsize
-        row = torch.from_numpy(data[at : at + size]) if size else torch.empty(0, dtype=torch.uint8)
-        rows.append(row.view(dtype).reshape(shape))
-        at += size
-    return rows
-
-
-def _shapes(rows: Sequence[Any]) -> Buffers:
-    shapes = [tuple(row.shape) for row in rows]
-    return {
-        "ndims": np.array([len(shape) for shape in shapes], "<i8"),
-        "shapes": np.array([size for shape in shapes for size in shape], "<i8"),
-    }
-
-
-def _read_shapes(parts: Mapping[str, memoryview]) -> list[tuple[int, ...]]:
-    sizes = iter(_array(parts["shapes"], "<i8").tolist())
-    return [tuple(next(sizes) for _ in range(ndim)) for ndim in _array(parts["ndims"], "<i8").tolist()]
-
-
-def _short(kinds: str) -> str:
-    """One letter per row, or one letter when all rows have the same."""
-    return kinds if len(set(kinds)) > 1 else kinds[:1]
-
-
-def _long(kinds: str, num_rows: int) -> str:
-    return kinds * num_rows if len(kinds) == 1 else kinds
+    for value in values:
+        if value is None or isinstance(value, np.ndarray):
+            continue
+        if repr(np.asarray(value, dtype).tolist()) != repr(list(value)):  # 1 and 1.0 are equal but not the same
+            raise TypeError("rows that an array does not hold exactly")
+    return parts, metadata
 
 
 # rows of bytes
 
 
-def _ragged(rows: Sequence[bytes | bytearray | memoryview]) -> Buffers:
-    return {"data": b"".join(rows), "offsets": np.cumsum([0, *[len(row) for row in rows]], dtype="<i8")}
+def _ragged(rows: Sequence[Any]) -> dict[str, Any]:
+    parts = [b"" if row is None else row for row in rows]
+    buffers = tuple(memoryview(part) for part in parts if len(part))
+    ends = np.cumsum([0, *[len(part) for part in parts]], dtype=np.int64)
+    return {"data": GatheredPayload(buffers, tuple(parts)), "offsets": ends, "nulls": _nulls(rows)}
 
 
-def _rows(parts: Mapping[str, memoryview]) -> list[bytes]:
-    ends = _array(parts["offsets"], "<i8").tolist()
-    data = parts["data"]
-    return [bytes(data[start:end]) for start, end in itertools.pairwise(ends)]
+def _rows(codec: str, parts: Mapping[str, Any], num_rows: int) -> list[Any]:
+    check_rows(codec, parts["offsets"], parts["nulls"], num_rows)
+    data, ends = memoryview(parts["data"]), parts["offsets"].tolist()
+    pieces = itertools.pairwise(ends)
+    nulls = parts["nulls"].tolist()
+    return [None if is_null else bytes(data[start:end]) for (start, end), is_null in zip(pieces, nulls, strict=True)]
 
 
-def _encode_bytes(values: Sequence[Any]) -> tuple[dict[str, Any], Buffers]:
-    return {}, _ragged([bytes(value) for value in values])
+def _by_row(encode: Callable[[Any], bytes]) -> Callable[[Sequence[Any]], Encoded]:
+    return lambda values: (_ragged([None if value is None else encode(value) for value in values]), {})
 
 
-def _encode_text(values: Sequence[str]) -> tuple[dict[str, Any], Buffers]:
-    return {}, _ragged([value.encode() for value in values])
+def _from_row(codec: str, decode: Callable[[bytes], Any]) -> _Decoder:
+    return lambda parts, num_rows, metadata: [
+        None if row is None else decode(row) for row in _rows(codec, parts, num_rows)
+    ]
 
 
-def _encode_msgpack(values: Sequence[Any]) -> tuple[dict[str, Any], Buffers]:
-    return {}, _ragged([msgspec.msgpack.encode(value, enc_hook=_plain) for value in values])
+def encode_msgpack(path: str, values: Sequence[Any]) -> Encoded:
+    """encode_leaf() with msgpack. ValueError that names the column when a value cannot be stored."""
+    try:
+        return encode_leaf("msgpack_ragged", values)
+    except TypeError as error:
+        raise ValueError(f"unsupported structured non-tensor field {path}: {error}") from error
 
 
-def _encode_media(values: Sequence[Any]) -> tuple[dict[str, Any], Buffers]:
-    """Images become PNG files; each item says whether it was one."""
-    rows = [value if isinstance(value, list | tuple) else [value] for value in values]
-    return {}, _ragged([msgspec.msgpack.encode([[is_image(item), _file_of(item)] for item in row]) for row in rows])
-
-
-def _decode_media_lists(details: Mapping[str, Any], parts: Mapping[str, memoryview]) -> list[Any]:
-    rows = [msgspec.msgpack.decode(row) for row in _rows(parts)]
-    return [[_open_image(data) if was_image else data for was_image, data in row] for row in rows]
-
-
-def _file_of(item: Any) -> bytes:
-    if not is_image(item):
-        return bytes(item)
-    file = io.BytesIO()
-    item.save(file, format="PNG")
-    return file.getvalue()
-
-
-def _open_image(data: bytes) -> Any:
-    return importlib.import_module("PIL.Image").open(io.BytesIO(data))
+def decode_msgpack(parts: Mapping[str, Any], num_rows: int) -> list[Any]:
+    return decode_leaf("msgpack_ragged", parts, num_rows, None)
 
 
 def _plain(value: Any) -> Any:
@@ -221,29 +133,106 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"objects of type {type(value).__name__} cannot be stored")
 
 
-def _array(data: memoryview, dtype: str) -> np.ndarray[Any, Any]:
-    return np.frombuffer(data, np.dtype(dtype)) if data.nbytes else np.zeros(0, np.dtype(dtype))
+def _to_json(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
 
 
-_Encoder = Callable[[Sequence[Any]], tuple[dict[str, Any], Buffers]]
-_Decoder = Callable[[Mapping[str, Any], Mapping[str, memoryview]], list[Any]]
-_ENCODERS: dict[str, _Encoder] = {
-    "ndarray": _encode_numbers,
-    "typed_ragged": _encode_arrays,
-    "ragged_tensor": _encode_tensors,
-    "bytes_ragged": _encode_bytes,
-    "utf8_ragged": _encode_text,
-    "msgpack_ragged": _encode_msgpack,
+# files and images
+
+
+def _encode_media(values: Sequence[Any]) -> Encoded:
+    items = [_file_of(value) for value in values]
+    details = [detail for _, detail in items]
+    parts = _ragged([None if value is None else data for value, (data, _) in zip(values, items, strict=True)])
+    is_plain = all(detail["kind"] in ("bytes", "null") for detail in details)
+    return parts, {} if is_plain else {**_media_types(details), "media_encodings": details}
+
+
+def _decode_media(parts: Mapping[str, Any], num_rows: int, metadata: Mapping[str, Any]) -> list[Any]:
+    rows = _rows("media_bytes", parts, num_rows)
+    details = metadata.get("media_encodings") or [{}] * num_rows
+    return [None if row is None else _open(row, detail) for row, detail in zip(rows, details, strict=True)]
+
+
+def _encode_media_lists(values: Sequence[Any]) -> Encoded:
+    items = [_file_of(item) for value in values for item in value or ()]
+    data = _ragged([each for each, _ in items])
+    ends = np.cumsum([0, *[len(value or ()) for value in values]], dtype=np.int64)
+    parts = {"data": data["data"], "byte_offsets": data["offsets"], "row_offsets": ends, "nulls": _nulls(values)}
+    details = [detail for _, detail in items]
+    return parts, {**_media_types(details), "media_encodings": details}
+
+
+def _decode_media_lists(parts: Mapping[str, Any], num_rows: int, metadata: Mapping[str, Any]) -> list[Any]:
+    check_rows("media_list_ragged", parts["row_offsets"], parts["nulls"], num_rows)
+    data, ends = memoryview(parts["data"]), parts["byte_offsets"].tolist()
+    details = metadata.get("media_encodings") or [{}] * (len(ends) - 1)
+    files = [
+        _open(bytes(data[start:end]), detail)
+        for (start, end), detail in zip(itertools.pairwise(ends), details, strict=True)
+    ]
+    rows = itertools.pairwise(parts["row_offsets"].tolist())
+    nulls = parts["nulls"].tolist()
+    return [None if is_null else files[start:end] for (start, end), is_null in zip(rows, nulls, strict=True)]
+
+
+def _file_of(item: Any) -> tuple[bytes, dict[str, Any]]:
+    """Return the bytes of an item, and how to open them: images are raw pixels, or PNG where these are not enough."""
+    if item is None:
+        return b"", {"kind": "null"}
+    if not is_image(item):
+        return bytes(item), {"kind": "bytes"}
+    if item.mode in _PALETTE_MODES:
+        file = io.BytesIO()
+        item.save(file, format="PNG")
+        return file.getvalue(), {"kind": "png"}
+    kind = {"kind": "pil_raw", "mode": item.mode, "size": list(item.size), "format": getattr(item, "format", None)}
+    return item.tobytes(), kind
+
+
+def _open(data: bytes, detail: Mapping[str, Any]) -> Any:
+    kind = detail.get("kind")
+    if kind not in ("pil_raw", "png"):
+        return data
+    pil = importlib.import_module("PIL.Image")
+    if kind == "png":
+        return pil.open(io.BytesIO(data))
+    image = pil.frombytes(detail["mode"], tuple(detail["size"]), data)
+    image.format = detail.get("format")
+    return image
+
+
+def _media_types(details: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    types = {"pil_raw": "image/raw", "png": "image/png"}
+    found = sorted({types[detail["kind"]] for detail in details if detail["kind"] in types})
+    return {"encode_source": "raw_pixels_from_object", **({"media_types": found} if found else {})}
+
+
+def _nulls(values: Sequence[Any]) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    return np.array([value is None for value in values], np.bool_)
+
+
+_Decoder = Callable[[Mapping[str, Any], int, Mapping[str, Any]], list[Any]]
+_ENCODERS: dict[str, Callable[[Sequence[Any]], Encoded]] = {
+    "ndarray": _encode_exact_numbers,
+    "typed_ragged": _encode_exact_arrays,
+    "ragged_tensor": encode_tensors,
+    "bytes_ragged": _by_row(bytes),
+    "utf8_ragged": _by_row(lambda value: value.encode()),
+    "msgpack_ragged": _by_row(lambda value: msgspec.msgpack.encode(value, enc_hook=_plain)),
+    "json_ragged": _by_row(_to_json),
     "media_bytes": _encode_media,
-    "media_list_ragged": _encode_media,
+    "media_list_ragged": _encode_media_lists,
 }
 _DECODERS: dict[str, _Decoder] = {
     "ndarray": _decode_numbers,
-    "typed_ragged": _decode_arrays,
-    "ragged_tensor": _decode_tensors,
-    "bytes_ragged": lambda details, parts: list(_rows(parts)),
-    "utf8_ragged": lambda details, parts: [row.decode() for row in _rows(parts)],
-    "msgpack_ragged": lambda details, parts: [msgspec.msgpack.decode(row) for row in _rows(parts)],
-    "media_bytes": lambda details, parts: [row[0] for row in _decode_media_lists(details, parts)],
+    "typed_ragged": decode_arrays,
+    "ragged_tensor": decode_tensors,
+    "ragged_tensor_dict": decode_tensor_dicts,
+    "bytes_ragged": lambda parts, num_rows, metadata: _rows("bytes_ragged", parts, num_rows),
+    "utf8_ragged": _from_row("utf8_ragged", bytes.decode),
+    "msgpack_ragged": _from_row("msgpack_ragged", msgspec.msgpack.decode),
+    "json_ragged": _from_row("json_ragged", json.loads),
+    "media_bytes": _decode_media,
     "media_list_ragged": _decode_media_lists,
 }

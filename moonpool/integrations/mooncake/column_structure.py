@@ -149,7 +149,7 @@ def _tensors(values: Sequence[Any]) -> CodecDecision | None:
         return None
     dtypes = sorted({str(value.dtype) for value in values})
     if len(dtypes) > 1:
-        return CodecDecision(False, "ragged_tensor", f"tensors of {', '.join(dtypes)}", "torch.Tensor")
+        return CodecDecision(False, "ragged_tensor", f"mixed tensor dtypes: {', '.join(dtypes)}", "torch.Tensor")
     return CodecDecision(True, "ragged_tensor", "all are tensors", "torch.Tensor", {"dtype": dtypes[0]})
 
 

@@ -1,102 +1,78 @@
 """Members of a structured object: arrays, tensors and bytes as buffers of a bundle, read whole or by rows.
 
-A field spec in the bundle's metadata says how to read a member: `ndarray` (dtype, shape), `torch_tensor` (dtype, shape;
-the buffer begins with the header of tensor_format.py) or `bytes`. A slice of rows reads only those rows, and a
-destination receives them in the caller's memory. Wrong slices and destinations are ValueErrors.
+A field spec in the bundle's metadata says how to read a member: `ndarray` (dtype, shape), `torch_tensor` (a tensor
+object, or a nested tensor) or `bytes`. A selection of rows reads only those rows, and a destination receives them in
+the caller's memory. Wrong selections and destinations are ValueErrors.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from moonpool.base.errors import InvalidInput
-from moonpool.integrations.mooncake.bundles import Bundles
+from moonpool.integrations.mooncake.bundle_payloads import (
+    GatheredPayload,
+    RawDestination,
+    TensorObjectBuffer,
+    TensorPayload,
+    memory_at,
+)
 from moonpool.integrations.mooncake.column_structure import is_tensor
-from moonpool.integrations.mooncake.registered_memory import is_mapped
+from moonpool.integrations.mooncake.nested_tensors import decode_nested, encode_nested, load_saved, take_rows
+from moonpool.integrations.mooncake.payload_reads import PayloadReader
 from moonpool.integrations.mooncake.tensor_format import HEADER_NBYTES, TensorHeader, unpack_header
-from moonpool.integrations.mooncake.tensor_memory import describe, in_main_memory, new_tensor, tensor_bytes, tensor_in
-from moonpool.transfer.memory.buffers import RawMemory, as_bytes_view
+from moonpool.integrations.mooncake.tensor_memory import describe, deserialize_tensor, new_tensor, tensor_in
+from moonpool.transfer.memory.buffers import as_bytes_view
 
 Rows = slice | Sequence[int] | None  # None: all
 
 
-@dataclass(frozen=True)
-class TensorObjectBuffer:
-    """Memory that holds, or is to hold, a tensor object: header and elements. `owner` keeps the memory alive."""
-
-    ptr: int
-    size: int
-    owner: Any = None
-    batch_size: int | None = None
-
-    def __len__(self) -> int:
-        """Number of rows."""
-        if self.batch_size is None:
-            raise TypeError("a tensor object buffer needs a batch_size to be a field of a batch")
-        return self.batch_size
-
-
-@dataclass(frozen=True)
-class RawDestination:
-    """Memory for a member that is read: elements of an array, or a tensor object."""
-
-    ptr: int
-    size: int
-    owner: Any = None
-    pre_registered: bool = False
-
-
-def tensor_object_buffer(ptr: int, size: int, owner: Any = None, batch_size: int | None = None) -> TensorObjectBuffer:
-    """Name a tensor object in memory, to store it or to read one into it."""
-    return TensorObjectBuffer(int(ptr), int(size), owner, batch_size)
-
-
-def raw_destination(ptr: int, size: int, owner: Any = None, *, pre_registered: bool = False) -> RawDestination:
-    """Name memory to read a member into."""
-    return RawDestination(int(ptr), int(size), owner, pre_registered)
-
-
-def encode_member(name: str, value: Any) -> tuple[dict[str, Any], list[Any]]:
-    """Return the field spec and the buffer, in parts. TypeError when the value cannot be a member."""
+def encode_member(name: str, value: Any) -> tuple[dict[str, Any], Any]:
+    """Return the field spec and the buffer. TypeError when the value cannot be a member."""
     if isinstance(value, TensorObjectBuffer):
-        memory = _memory(value)
-        try:
-            return _tensor_spec(unpack_header(memory)), [memory]
-        except InvalidInput as error:
-            raise ValueError(f"{name}: {error}") from error
+        return {"encoding": "torch_tensor"}, value
+    if isinstance(value, TensorPayload):
+        value = value.tensor
     if is_tensor(value):
-        try:
-            header = describe(value)
-        except InvalidInput as error:
-            raise TypeError(f"{name}: {error}") from error
-        return _tensor_spec(header), [header.pack(), tensor_bytes(in_main_memory(value))]
+        return _encode_tensor(name, value)
+    if isinstance(value, GatheredPayload) and value.dtype is not None and value.shape is not None:
+        return {"encoding": "ndarray", "dtype": value.dtype, "shape": list(value.shape)}, value
     if isinstance(value, np.ndarray):
         if value.dtype.hasobject:
             raise TypeError(f"{name} is an array of Python objects, which is no member; put it as a column of a batch")
-        array = np.ascontiguousarray(value).reshape(value.shape)
-        return {"encoding": "ndarray", "dtype": array.dtype.str, "shape": list(array.shape)}, [array]
-    if isinstance(value, bytes | bytearray | memoryview):
-        return {"encoding": "bytes"}, [value]
+        return {"encoding": "ndarray", "dtype": value.dtype.str, "shape": list(value.shape)}, value
+    if isinstance(value, bytes | bytearray | memoryview | GatheredPayload):
+        return {"encoding": "bytes"}, value
     raise TypeError(f"{name} is {type(value).__name__}; members are arrays, tensors and bytes")
+
+
+def _encode_tensor(name: str, tensor: Any) -> tuple[dict[str, Any], Any]:
+    if tensor.is_nested:
+        return encode_nested(tensor)
+    try:
+        header = describe(tensor)
+    except InvalidInput as error:
+        raise TypeError(f"{name}: {error}") from error
+    spec = {"dtype": str(tensor.dtype), "shape": list(tensor.shape), "element_size": header.item_nbytes}
+    return {"encoding": "torch_tensor", **spec}, TensorPayload(tensor)
 
 
 class MemberReader:
     """Reads members of bundles."""
 
-    def __init__(self, bundles: Bundles) -> None:
-        self._bundles = bundles
+    def __init__(self, reader: PayloadReader) -> None:
+        self._reader = reader
 
     def read(
         self, name: str, spec: Mapping[str, Any], payload: Mapping[str, Any], rows: Rows, destination: Any = None
     ) -> Any:
         """Return a member, or some rows of it, in `destination` if there is one."""
-        encoding = spec.get("encoding")
+        encoding = spec.get("encoding", "bytes")
         if encoding == "ndarray":
             return self._array(name, spec, payload, rows, destination)
         if encoding == "torch_tensor":
@@ -105,55 +81,91 @@ class MemberReader:
             raise ValueError(f"unsupported structured field encoding {encoding!r} of {name}")
         if rows is not None:
             raise ValueError(f"{name} holds bytes and does not support slicing")
-        if destination is not None:
-            raise ValueError(f"{name} holds bytes and does not support destinations")
-        return bytes(self._bundles.read(payload))
+        _refuse_destination(name, "bytes", destination)
+        in_pool = self._reader.read_array(payload, np.dtype(np.uint8), (payload["bytes"],), 0)
+        return bytes(self._reader.read(payload)) if in_pool is None else in_pool
 
     def _array(
         self, name: str, spec: Mapping[str, Any], payload: Mapping[str, Any], rows: Rows, destination: Any
     ) -> Any:
+        if not isinstance(spec.get("dtype"), str) or not isinstance(spec.get("shape"), list):
+            raise ValueError(f"{name}: the spec of an array has dtype and shape")
         dtype, shape = np.dtype(spec["dtype"]), tuple(spec["shape"])
         taken, result_shape = _take(name, shape, rows)
+        row_nbytes = math.prod(shape[1:]) * dtype.itemsize
+        ranges = _ranges(taken, row_nbytes, 0)
+        if destination is None and len(ranges) == 1:
+            in_pool = self._reader.read_array(payload, dtype, result_shape, ranges[0][0])
+            if in_pool is not None:
+                return in_pool
         if destination is None:
             array = np.empty(result_shape, dtype)
         elif isinstance(destination, RawDestination):
             nbytes = math.prod(result_shape) * dtype.itemsize
-            if nbytes > destination.size:
-                raise ValueError(f"{name}: the destination has {destination.size} bytes, {nbytes} are needed")
-            array = np.frombuffer(_memory(destination)[:nbytes], dtype).reshape(result_shape)
+            room = _room(name, destination, nbytes)
+            array = np.frombuffer(room, dtype).reshape(result_shape) if nbytes else np.empty(result_shape, dtype)
         else:
             array = _checked_array(name, destination, dtype, result_shape)
         if array.nbytes:
-            row_nbytes = math.prod(shape[1:]) * dtype.itemsize
-            ranges = _ranges(taken, row_nbytes, 0) if shape else [(0, 0, array.nbytes)]
-            self._bundles.read_ranges(payload, ranges, as_bytes_view(array, writable=True))
+            self._read_into(payload, ranges, array.reshape(-1).view(np.uint8).data, destination)
         return array
 
     def _tensor(
         self, name: str, spec: Mapping[str, Any], payload: Mapping[str, Any], rows: Rows, destination: Any
     ) -> Any:
-        stored = TensorHeader(spec["element_type"], tuple(spec["shape"]), tuple(spec["shape"]))
-        taken, result_shape = _take(name, stored.local_shape, rows)
-        header = replace(stored, global_shape=result_shape, local_shape=result_shape)
+        if spec.get("nested"):
+            _refuse_destination(name, "a nested tensor", destination)
+            nested = decode_nested(spec, memoryview(self._reader.read(payload)))
+            return nested if rows is None else take_rows(nested, _take(name, (len(nested),), rows)[0])
+        if payload.get("format") == "torch_save":
+            _refuse_destination(name, "a tensor that torch saved", destination)
+            saved = load_saved(memoryview(self._reader.read(payload)))
+            return saved if rows is None else saved[list(_take(name, tuple(saved.shape), rows)[0])]
+        if rows is not None:
+            return self._tensor_rows(name, payload, rows, destination)
+        if destination is None:
+            if payload.get("kind") == "tensor":
+                return self._reader.read_tensor(payload)
+            return deserialize_tensor(bytes(self._reader.read(payload)))
+        memory = _room(name, destination, payload["bytes"], is_tensor_object=True)
+        self._read_into(payload, [(0, 0, memory.nbytes)], memory, destination)
+        return tensor_in(memory) if "dtype" in spec else destination
+
+    def _tensor_rows(self, name: str, payload: Mapping[str, Any], rows: Rows, destination: Any) -> Any:
+        """Return rows of a tensor object. What its header says counts, not what the spec says."""
+        stored = self._header(name, payload)
+        taken, shape = _take(name, stored.local_shape, rows)
+        header = replace(stored, global_shape=shape, local_shape=shape, data_offset=HEADER_NBYTES)
         if destination is None:
             tensor = new_tensor(header)
-            memory = as_bytes_view(tensor, writable=True)
-        elif isinstance(destination, TensorObjectBuffer | RawDestination):
-            if header.nbytes > destination.size:
-                raise ValueError(f"{name}: the destination has {destination.size} bytes, {header.nbytes} are needed")
-            whole = _memory(destination)[: header.nbytes]
-            whole[:HEADER_NBYTES] = header.pack()
-            memory = whole[HEADER_NBYTES:]
+            target = as_bytes_view(tensor, writable=True)
         else:
-            raise ValueError(f"{name} is a tensor and does not support destinations other than raw memory")
+            whole = _room(name, destination, header.nbytes, is_tensor_object=True)
+            whole[:HEADER_NBYTES] = header.pack()
+            target = whole[HEADER_NBYTES:]
         if header.data_nbytes:
-            shape = stored.local_shape
             row_nbytes = math.prod(shape[1:]) * stored.item_nbytes
-            ranges = _ranges(taken, row_nbytes, HEADER_NBYTES) if shape else [(HEADER_NBYTES, 0, header.data_nbytes)]
-            self._bundles.read_ranges(payload, ranges, memory)
-        if destination is None:
-            return tensor
-        return tensor_in(whole) if isinstance(destination, TensorObjectBuffer) else destination
+            self._read_into(payload, _ranges(taken, row_nbytes, stored.data_offset), target, destination)
+        return tensor if destination is None else destination
+
+    def _header(self, name: str, payload: Mapping[str, Any]) -> TensorHeader:
+        header = bytearray(min(HEADER_NBYTES, payload["bytes"]))
+        self._reader.read_ranges(payload, [(0, 0, len(header))], memoryview(header))
+        try:
+            return unpack_header(memoryview(header), payload["bytes"])
+        except InvalidInput as error:
+            raise ValueError(f"{name}: {error}") from error
+
+    def _read_into(
+        self,
+        payload: Mapping[str, Any],
+        ranges: Sequence[tuple[int, int, int]],
+        target: memoryview,
+        destination: Any,
+    ) -> None:
+        is_registered = isinstance(destination, RawDestination) and destination.pre_registered
+        is_part = isinstance(destination, TensorObjectBuffer)
+        self._reader.read_ranges(payload, ranges, target, is_registered=is_registered, is_part=is_part)
 
 
 def _take(name: str, shape: tuple[int, ...], rows: Rows) -> tuple[Sequence[int], tuple[int, ...]]:
@@ -186,27 +198,25 @@ def _ranges(rows: Sequence[int], row_nbytes: int, offset: int) -> list[tuple[int
 def _checked_array(name: str, destination: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
     if not isinstance(destination, np.ndarray):
         raise ValueError(f"{name}: the destination is {type(destination).__name__}, no array")
-    if destination.dtype != dtype or destination.shape != shape:
-        raise ValueError(
-            f"{name}: destination dtype or shape mismatch, {destination.dtype} {destination.shape} for {dtype} {shape}"
-        )
+    if destination.dtype != dtype:
+        raise ValueError(f"{name}: destination dtype mismatch, {destination.dtype} for {dtype}")
+    if destination.shape != shape:
+        raise ValueError(f"{name}: destination shape mismatch, {destination.shape} for {shape}")
     if not destination.flags.writeable or not destination.flags.c_contiguous:
         raise ValueError(f"{name}: the destination must be writeable and contiguous")
     return destination
 
 
-def _memory(place: TensorObjectBuffer | RawDestination) -> memoryview:
-    """Return memory that the caller names by a pointer. ValueError when this process does not have it."""
-    if not is_mapped(place.ptr, place.size, Path("/proc/self/maps").read_text()):
-        raise ValueError(f"{place.size} bytes at {place.ptr:#x} are no main memory that this process can write")
-    return as_bytes_view(RawMemory(place.ptr, place.size, owner=place.owner), writable=True)
+def _refuse_destination(name: str, what: str, destination: Any) -> None:
+    if destination is not None:
+        raise ValueError(f"{name} is {what} and does not support destinations")
 
 
-def _tensor_spec(header: TensorHeader) -> dict[str, Any]:
-    shape = list(header.local_shape)
-    return {
-        "encoding": "torch_tensor",
-        "dtype": f"torch.{header.type_name}",
-        "element_type": header.element_type,
-        "shape": shape,
-    }
+def _room(name: str, destination: Any, nbytes: int, *, is_tensor_object: bool = False) -> memoryview:
+    """Return the first bytes of memory that the caller names. ValueError when it has fewer, or none is named."""
+    kinds = (RawDestination, TensorObjectBuffer) if is_tensor_object else (RawDestination,)
+    if not isinstance(destination, kinds):
+        raise ValueError(f"{name} is a tensor and does not support destinations other than raw memory")
+    if nbytes > destination.size:
+        raise ValueError(f"{name}: the destination has {destination.size} bytes, {nbytes} are needed")
+    return memory_at(destination)[:nbytes]

@@ -1,8 +1,7 @@
 """`StructuredObjects`: JSON metadata and named members in a store, read whole, by member or by row.
 
 A structured object is a bundle (bundles.py) whose metadata says how each member is stored (structured_members.py).
-Members are arrays, tensors and bytes. Bundles have a format of their own: those that upstream's wheel stored cannot be
-read here.
+Members are arrays, tensors and bytes. The form is upstream's: its module reads what this one stored, and the reverse.
 """
 
 from __future__ import annotations
@@ -14,18 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from moonpool.integrations.mooncake.bundles import (
-    DEFAULT_CHUNK_NBYTES,
-    BundleRef,
-    Bundles,
-    BundleStore,
-    BundleTransferPolicy,
-    RemoteBundleRef,
-)
+from moonpool.integrations.mooncake.bundles import BundleRef, Bundles, RemoteBundleRef
+from moonpool.integrations.mooncake.payload_writes import DEFAULT_CHUNK_NBYTES, BundleStore, BundleTransferPolicy
 from moonpool.integrations.mooncake.structured_members import MemberReader, Rows, encode_member
 
 FIELDS_KEY = "__mooncake_structured_fields__"
-COLUMNS_KEY = "columns"
 _WRAPPED_KEY = "__mooncake_wrapped_object__"
 
 
@@ -60,7 +52,7 @@ class StructuredMemberSlice:
         if self.axis != 0:
             raise ValueError("members are sliced along axis=0 only")
         if self.step <= 0:
-            raise ValueError("the slice step must be positive")
+            raise ValueError("the slice's step must be positive")
         return slice(self.start, self.end, self.step)
 
 
@@ -88,7 +80,8 @@ class StructuredObjectReadSpec:
 class StructuredObjects:
     """Structured objects in `store`, under keys that begin with `key_prefix`.
 
-    `buffer_pool` is accepted for compatibility: values are read and written in the caller's own memory.
+    With a `buffer_pool`, chunks are written from its memory, and members are read into it: arrays, and bytes as arrays,
+    that hold a lease until release_result(), or until they are gone.
     """
 
     def __init__(
@@ -99,10 +92,11 @@ class StructuredObjects:
         buffer_pool: Any = None,
     ) -> None:
         self.store = store
-        self.key_prefix = key_prefix
         self.default_chunk_bytes = default_chunk_bytes
-        self._bundles = Bundles(store, key_prefix, default_chunk_bytes)
-        self._members = MemberReader(self._bundles)
+        self._bundle_store = Bundles(store, key_prefix, default_chunk_bytes, buffer_pool)
+        self._transport = self._bundle_store.writer
+        self._members = MemberReader(self._bundle_store.reader)
+        self.key_prefix = self._bundle_store.prefix
 
     def put_bundle(
         self,
@@ -116,11 +110,11 @@ class StructuredObjects:
     ) -> RemoteBundleRef:
         """Store metadata of any form and named buffers."""
         used = checked_policy(policy, max_inflight_put)
-        return self._bundles.put(meta, buffers, partition, chunk_bytes, used, config)
+        return self._bundle_store.put_bundle(meta, buffers, partition, chunk_bytes, used, config)
 
     def remove_bundle(self, ref: BundleRef) -> None:
         """Remove a bundle or structured object, also while it is read. RuntimeError when something of it stays."""
-        self._bundles.remove(ref)
+        self._bundle_store.remove(ref)
 
     def put_structured_object(
         self,
@@ -197,35 +191,34 @@ class StructuredObjects:
         specs, buffers = {}, {}
         for name, value in (payload.buffers or {}).items():
             specs[name], buffers[name] = encode_member(name, value)
-        manifest = None
+        carried = None
         if older is not None:
-            manifest, known = self._open(older)
+            carried, known = self._open(older)
             specs = {**known.get(FIELDS_KEY, {}), **specs}
-            columns = {**known.get(COLUMNS_KEY, {}), **metadata.get(COLUMNS_KEY, {})}
-            metadata = {**known, **metadata, **({COLUMNS_KEY: columns} if columns else {})}
+            metadata = {**known, **metadata}
         if specs:
             metadata[FIELDS_KEY] = specs
         meta = json.dumps(metadata, separators=(",", ":")).encode()
-        return self._bundles.put(meta, buffers, partition, chunk_nbytes, policy, config, manifest)
+        return self._bundle_store.put_bundle(meta, buffers, partition, chunk_nbytes, policy, config, carried=carried)
 
     def _open(self, ref: BundleRef) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return manifest and metadata of a structured object."""
-        manifest = self._bundles.manifest(ref)
+        manifest = self._bundle_store.manifest(ref)
         try:
-            metadata = json.loads(bytes(self._bundles.read(manifest["meta"])))
+            metadata = json.loads(bytes(self._bundle_store.reader.read(manifest["meta"])))
         except ValueError as error:
             raise ValueError(f"the bundle is no structured object: {error}") from error
-        if not isinstance(metadata, dict) or "layout" not in metadata:
+        if not isinstance(metadata, dict) or not isinstance(metadata.get(FIELDS_KEY, {}), dict):
             raise ValueError("the bundle is no structured object")
         return manifest, metadata
 
     def _read_member(
         self, manifest: Mapping[str, Any], metadata: Mapping[str, Any], name: str, rows: Rows, destination: Any
     ) -> Any:
-        specs = metadata.get(FIELDS_KEY, {})
-        if name not in manifest["buffers"] or name not in specs:
+        if name not in manifest["buffers"]:
             raise KeyError(f"the object has no member {name!r}")
-        return self._members.read(name, specs[name], manifest["buffers"][name], rows, destination)
+        spec = metadata.get(FIELDS_KEY, {}).get(name, {})
+        return self._members.read(name, spec, manifest["buffers"][name], rows, destination)
 
 
 def _checked_metadata(metadata: Any) -> dict[str, Any]:
@@ -237,6 +230,8 @@ def _checked_metadata(metadata: Any) -> dict[str, Any]:
         json.dumps(dict(metadata))
     except (TypeError, ValueError) as error:
         raise TypeError(f"the metadata of a structured object must be JSON-serializable: {error}") from error
+    if not isinstance(metadata.get("layout", ""), str):
+        raise ValueError("the layout of a structured object's metadata is text")
     return {"layout": "structured", **metadata}
 
 

@@ -2,7 +2,8 @@
 
 A batch has one structured object (structured_objects.py) per stage of the program that made it. A stage adds fields to
 the batch without touching what is stored. A field whose values are Python objects is stored as a column
-(column_codecs.py). All objects of a batch are in one group: they are evicted together.
+(column_encoding.py); the reference to the batch says how. All objects of a batch are in one group: they are evicted
+together.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 from moonpool.integrations.mooncake.batch_fields import (
     as_column,
     build,
+    check_schemas,
     count_rows,
     join_flat,
     select_fields,
@@ -30,17 +32,17 @@ from moonpool.integrations.mooncake.batch_refs import (
     StructuredFieldLocation,
     resolve_ref,
 )
-from moonpool.integrations.mooncake.bundles import BundleTransferPolicy, group_of, with_group
-from moonpool.integrations.mooncake.column_codecs import decode_column, encode_column
+from moonpool.integrations.mooncake.column_encoding import EncodedColumn, decode_column, encode_column
+from moonpool.integrations.mooncake.payload_writes import BundleTransferPolicy
 from moonpool.integrations.mooncake.structured_members import Rows
 from moonpool.integrations.mooncake.structured_objects import (
-    COLUMNS_KEY,
     FIELDS_KEY,
     StructuredObjectPayload,
     StructuredObjects,
     checked_policy,
 )
 from moonpool.integrations.mooncake.types import ReplicateConfig
+from moonpool.integrations.mooncake.write_groups import declines_group, group_of, with_group
 
 Kind = Literal["dataproto", "dict"]
 
@@ -113,7 +115,9 @@ class MooncakeBundleTransfer(StructuredObjects):
         known = resolve_ref(ref)
         names = select_fields(known, fields, batch_fields, non_tensor_fields)
         taken = select_rows(rows, known.batch_size)
-        info = known.meta_info if meta_info_keys is None else {key: known.meta_info[key] for key in meta_info_keys}
+        info = known.meta_info
+        if meta_info_keys is not None:
+            info = {key: info[key] for key in meta_info_keys if key in info}
         sections: dict[str, dict[str, Any]] = {"batch": {}, "non_tensor_batch": {}, "meta_info": dict(info)}
         opened = {
             stage: self._open(known.stage_refs[stage]) for stage in {known.field_index[each].stage for each in names}
@@ -122,7 +126,7 @@ class MooncakeBundleTransfer(StructuredObjects):
             place = known.field_index[name]
             manifest, metadata = opened[place.stage]
             if name in known.encoded_non_tensor:
-                values = self._read_column(manifest, metadata, place.member, taken)
+                values = self._read_column(manifest, metadata, known.encoded_non_tensor[name], taken)
                 value = values if type == "dict" else as_column(values)
             else:
                 value = self._read_member(manifest, metadata, place.member, taken, (destinations or {}).get(name))
@@ -145,11 +149,12 @@ class MooncakeBundleTransfer(StructuredObjects):
         opened = {stage: self._open(each)[1] for stage, each in known.stage_refs.items()}
         fields: dict[str, dict[str, Any]] = {"batch": {}, "non_tensor_batch": {}}
         for name, place in known.field_index.items():
-            metadata = opened[place.stage]
+            specs = opened[place.stage].get(FIELDS_KEY, {})
+            spec = specs.get(place.member, {"encoding": "bytes"})
             if name in known.encoded_non_tensor:
-                spec = {"encoding": "structured_non_tensor", **metadata[COLUMNS_KEY][place.member]}
-            else:
-                spec = metadata[FIELDS_KEY][place.member]
+                column = known.encoded_non_tensor[name]
+                parts = {part: specs.get(member) for part, member in column["payload_members"].items()}
+                spec = {"encoding": "structured_non_tensor", **column, "payload_specs": parts}
             fields[place.section][name] = {
                 "section": place.section,
                 "stage": place.stage,
@@ -183,6 +188,7 @@ class MooncakeBundleTransfer(StructuredObjects):
         is_new: bool = False,
     ) -> MooncakeDataProtoRef:
         batch, others, info = split_sections(data)
+        check_schemas({"batch": batch, "non_tensor_batch": others, "meta_info": info}, schemas)
         num_rows = count_rows(batch, others)
         places = {name: StructuredFieldLocation(stage, f"batch.{name}", "batch") for name in batch}
         places |= {
@@ -195,7 +201,7 @@ class MooncakeBundleTransfer(StructuredObjects):
         members, columns = _encode_fields(batch, others, schemas)
         older = ref.stage_refs.get(stage)
         stored = self._put_object(
-            StructuredObjectPayload(_describe_stage(ref, stage, num_rows, columns), members),
+            StructuredObjectPayload(_describe_stage(ref, stage, num_rows), members),
             ref.partition,
             chunk_nbytes,
             checked_policy(policy, None),
@@ -211,18 +217,17 @@ class MooncakeBundleTransfer(StructuredObjects):
             stage_refs={**ref.stage_refs, stage: stored},
             field_index={**ref.field_index, **places},
             meta_info=merged,
-            encoded_non_tensor=encoded | _describe_columns(others, columns, num_rows),
+            encoded_non_tensor=encoded | columns,
         )
 
     def _read_column(
-        self, manifest: Mapping[str, Any], metadata: Mapping[str, Any], name: str, rows: Rows
+        self, manifest: Mapping[str, Any], metadata: Mapping[str, Any], described: Mapping[str, Any], rows: Rows
     ) -> list[Any]:
-        described = metadata[COLUMNS_KEY][name]
-
-        def read(part: str) -> memoryview:
-            return memoryview(self._bundles.read(manifest["buffers"][f"{name}.{part}"]))
-
-        values = decode_column(name, described, read)
+        parts = {
+            part: self._read_member(manifest, metadata, member, None, None)
+            for part, member in described["payload_members"].items()
+        }
+        values = decode_column(described, parts)
         if rows is None:
             return values
         return values[rows] if isinstance(rows, slice) else [values[row] for row in rows]
@@ -231,54 +236,41 @@ class MooncakeBundleTransfer(StructuredObjects):
 def _encode_fields(
     batch: Mapping[str, Any], others: Mapping[str, Any], schemas: Mapping[str, FieldSchema]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the members of a stage, and what must be known to decode those that are columns."""
+    """Return the members of a stage, and what the reference says of the fields that are columns."""
     members = {f"batch.{name}": value for name, value in batch.items()}
     columns = {}
     for name, value in others.items():
         member = f"non_tensor_batch.{name}"
-        values = _apply_schema(name, value, schemas.get(name))
-        if isinstance(values, np.ndarray) and not values.dtype.hasobject and values.dtype.kind in "biufc":
-            members[member] = values
+        column = _encode_field(name, value, schemas.get(name))
+        if column is None:
+            members[member] = value
             continue
-        columns[member], buffers = encode_column(member, list(values))
-        for part, buffer in buffers.items():
-            members[f"{member}.{part}"] = buffer
+        names = {part: f"{member}.{part}" for part in column.payload}
+        columns[name] = column.described(names)
+        members.update({names[part]: buffer for part, buffer in column.payload.items()})
     return members, columns
 
 
-def _describe_stage(ref: MooncakeDataProtoRef, stage: str, num_rows: int, columns: Mapping[str, Any]) -> dict[str, Any]:
+def _encode_field(name: str, value: Any, schema: FieldSchema | None) -> EncodedColumn | None:
+    """Return the column of a field; None for an array that is a member as it is."""
+    path = f"non_tensor_batch.{name}"
+    used = schema if schema is not None and schema.section in (None, "non_tensor_batch") else None
+    is_array = isinstance(value, np.ndarray) and not value.dtype.hasobject
+    if is_array and (used is None or used.codec == "auto"):
+        return None
+    if used is None:
+        return encode_column(path, value)
+    try:
+        return encode_column(path, value, used)
+    except (TypeError, ValueError, AttributeError) as error:
+        text = f"failed to encode field {name!r} with the schema's codec {used.codec!r}: {error}"
+        raise type(error)(text) from error
+
+
+def _describe_stage(ref: MooncakeDataProtoRef, stage: str, num_rows: int) -> dict[str, Any]:
     """Return the metadata of a stage's object."""
     owner = {"version": 1, "namespace": ref.namespace, "partition": ref.partition, "stage": stage}
-    metadata = {"layout": "dataproto_stage", "dataproto": {**owner, "batch_size": num_rows}}
-    return {**metadata, COLUMNS_KEY: columns} if columns else metadata
-
-
-def _describe_columns(
-    others: Mapping[str, Any], columns: Mapping[str, Any], num_rows: int
-) -> dict[str, dict[str, Any]]:
-    """Return what a reference says of the fields that are columns, by field."""
-    return {
-        name: {"codec": _codec(columns[f"non_tensor_batch.{name}"]), "rows": num_rows}
-        for name in others
-        if f"non_tensor_batch.{name}" in columns
-    }
-
-
-def _codec(described: Mapping[str, Any]) -> str:
-    """Return a name for how a column is stored, for people who look at a handle."""
-    leaves = described["leaves"]
-    return str(leaves[0]["codec"]) if len(leaves) == 1 and not described["nodes"] else "structured_recursive"
-
-
-def _apply_schema(name: str, value: Any, schema: FieldSchema | None) -> Any:
-    if schema is None:
-        return value
-    if not schema.nullable and any(each is None for each in value):
-        raise ValueError(f"field {name!r} has None, which its schema does not allow")
-    dtype = schema.metadata.get("dtype")
-    if schema.codec == "typed_ragged" and dtype is not None:
-        return as_column([None if each is None else np.asarray(each, dtype) for each in value])
-    return value
+    return {"layout": "dataproto_stage", "dataproto": {**owner, "batch_size": num_rows}}
 
 
 def _check_fields(
@@ -305,11 +297,8 @@ def _check_kind(kind: str) -> None:
 
 
 def _new_group(config: Any) -> str | None:
-    """Return the group of a new batch: the config's, none if the config says so by "", else a new one."""
-    groups = getattr(config, "group_ids", None)
-    if groups is not None and (groups == "" or (not isinstance(groups, str) and list(groups) == [""])):
-        return None
-    return group_of(config) or f"structured-{uuid.uuid4().hex}"
+    """Return the group of a new batch: the config's, none if the config declines one, else a new one."""
+    return None if declines_group(config) else group_of(config) or f"structured-{uuid.uuid4().hex}"
 
 
 def _grouped(config: Any, group: str | None) -> Any:
