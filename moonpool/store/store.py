@@ -33,7 +33,7 @@ from moonpool.store.client.put_calls import PutCalls
 from moonpool.store.client.put_request import Put, PutRequest, PutSettings, is_new, key_value_pairs, put_fields
 from moonpool.store.client.put_session import PiecePuts, PieceWriter
 from moonpool.store.client.put_tools import PutTools
-from moonpool.store.client.read_session import ReadTools
+from moonpool.store.client.read_tools import ReadTools
 from moonpool.store.client.reads import ClientReads, report_corrupt
 from moonpool.store.client.recovery import none_if_missing, read_ranges
 from moonpool.store.client.session_client import SessionClient
@@ -108,7 +108,10 @@ class Store(TensorCalls, RemovalCalls):
             timeout_s=config.rpc_timeout_s,
             retry_s=config.retry_s,
         )
-        self.directory = directory = SegmentDirectory(engine, lambda: master.call(m.Segments()))
+        read_timeout_s = min(config.read_timeout_s, config.transfer_timeout_s)
+        self.directory = directory = SegmentDirectory(
+            engine, lambda: master.call(m.Segments()), open_timeout_s=read_timeout_s
+        )
         self._sessions = SessionClient(
             directory, name=config.name, timeout_s=config.connect_timeout_s, uses_gpu=config.uses_gpu
         )
@@ -128,6 +131,7 @@ class Store(TensorCalls, RemovalCalls):
             directory=directory,
             counters=counters,
             timeout_s=config.transfer_timeout_s,
+            read_timeout_s=read_timeout_s,
             report_corrupt=lambda info, place: report_corrupt(master, info, place),
         )
         self._reads = ClientReads(master, read_tools)

@@ -177,9 +177,10 @@ class Remotes:
         with self._lock:
             return self._remotes.get(descriptor)
 
-    def open(self, descriptor: SegmentDescriptor) -> RemoteSegment:
+    def open(self, descriptor: SegmentDescriptor, timeout_s: float | None = None) -> RemoteSegment:
         """Return a handle by the fastest transport that works, the same one each time for a descriptor."""
-        return self.find(descriptor) or self._keep(descriptor, self._connect(descriptor))
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        return self.find(descriptor) or self._keep(descriptor, self._connect(descriptor, timeout_s))
 
     def forget(self, descriptor: SegmentDescriptor) -> None:
         with self._lock:
@@ -205,32 +206,37 @@ class Remotes:
             raise PeerLost("the transfer engine is closed")
         return kept
 
-    def _connect(self, descriptor: SegmentDescriptor) -> RemoteSegment:
+    def _connect(self, descriptor: SegmentDescriptor, timeout_s: float) -> RemoteSegment:
         failure: Unavailable | None = None
         for transport, endpoints in self._endpoints_of(descriptor):
             try:
                 secondary = descriptor.secondary if transport.scheme == TcpTransport.scheme else ()
                 if transport.scheme == TcpTransport.scheme and len(endpoints) + len(secondary) > 1:
-                    return self._connect_paths(transport, descriptor, endpoints, secondary)
-                return self._connect_first(transport, descriptor, endpoints)
+                    return self._connect_paths(transport, descriptor, endpoints, secondary, timeout_s)
+                return self._connect_first(transport, descriptor, endpoints, timeout_s)
             except Unavailable as error:
                 failure = error
         raise failure or NotFound(f"segment {descriptor.name!r} has no endpoint that can be reached from here")
 
     def _connect_first(
-        self, transport: Transport, descriptor: SegmentDescriptor, endpoints: Sequence[str]
+        self, transport: Transport, descriptor: SegmentDescriptor, endpoints: Sequence[str], timeout_s: float
     ) -> RemoteSegment:
         failure: Unavailable | None = None
         for endpoint in endpoints:
             try:
-                return transport.open(descriptor, endpoint, timeout_s=self._timeout_s)
+                return transport.open(descriptor, endpoint, timeout_s=timeout_s)
             except Unavailable as error:
                 failure = error
         assert failure is not None
         raise failure
 
     def _connect_paths(
-        self, transport: Transport, descriptor: SegmentDescriptor, preferred: Sequence[str], secondary: Sequence[str]
+        self,
+        transport: Transport,
+        descriptor: SegmentDescriptor,
+        preferred: Sequence[str],
+        secondary: Sequence[str],
+        timeout_s: float,
     ) -> MultiPathRemote:
         openers = [
             partial(_open_for, transport, descriptor, endpoint)  # takes the timeout
@@ -238,7 +244,7 @@ class Remotes:
         ]
         paths = self._paths_to(tuple(preferred), tuple(secondary))
         remote = MultiPathRemote(self._queue, paths, descriptor.nbytes, openers)
-        remote.connect(self._timeout_s)
+        remote.connect(timeout_s)
         return remote
 
     def _paths_to(self, preferred: tuple[str, ...], secondary: tuple[str, ...]) -> PeerPaths[Batch]:

@@ -215,13 +215,14 @@ class TransferEngine:
                 return found
             found += page
 
-    def open(self, target: SegmentDescriptor | str) -> RemoteSegment:
+    def open(self, target: SegmentDescriptor | str, *, timeout_s: float | None = None) -> RemoteSegment:
         """Return a handle by the fastest transport that works, the same one each time for a descriptor. Several tcp
-        endpoints are used together. A text is looked up by find() each time, so a restarted owner is found again.
+        endpoints are used together. A text is looked up by find() each time, so a restarted owner is found again. Each
+        transport that is tried has `timeout_s` (None: the engine's own) to reach the owner.
 
         The engine owns the handle: close it only if nothing else uses it.
         """
-        return self._remotes.open(self.find(target) if isinstance(target, str) else target)
+        return self._remotes.open(self.find(target) if isinstance(target, str) else target, timeout_s)
 
     def opening(self, target: SegmentDescriptor | str) -> Pending[RemoteSegment]:
         """As open(), without waiting: return a Pending of the handle."""

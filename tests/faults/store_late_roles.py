@@ -39,7 +39,9 @@ def _stop() -> None:
 def _client(address: str, run_dir: str, shm: bool) -> Iterator[Store]:
     with (
         TransferEngine(TransferConfig(run_dir=run_dir, shm=shm, tcp_host=None)) as engine,
-        Store(address, engine=engine, config=ClientConfig(retry_s=10.0, transfer_timeout_s=60.0)) as client,
+        Store(
+            address, engine=engine, config=ClientConfig(retry_s=10.0, transfer_timeout_s=60.0, read_timeout_s=60.0)
+        ) as client,
     ):
         yield client
 

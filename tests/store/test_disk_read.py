@@ -73,7 +73,7 @@ def read(
     remote: RemoteSegment, peer: TransferEngine, objects: Sequence[RemoteObject]
 ) -> tuple[DiskRead, dict[int, bytes]]:
     """The reader, and the bytes of what it thinks is right."""
-    reader = DiskRead(remote, peer, None, TIMEOUT_S)
+    reader = DiskRead(remote, peer, None, lambda nbytes: TIMEOUT_S)
     good = reader.run(objects)
     return reader, {each.position: b"".join(bytes(view) for view in each.views) for each in good}
 

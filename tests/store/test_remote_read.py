@@ -61,7 +61,7 @@ class World:
             info = ObjectInfo(key=b"k%d" % number, nbytes=len(header) + len(value), replicas=(place,), lease_s=10.0)
             self.objects.append(RemoteObject(number, info, place, None))
             at += info.nbytes
-        self.far = RemoteRead(self.remote, engine, None, 5.0)
+        self.far = RemoteRead(self.remote, engine, None, lambda nbytes: 5.0)
 
     def run(self) -> list[int]:
         """Which came; each is what was put."""

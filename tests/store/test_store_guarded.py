@@ -117,7 +117,7 @@ class ClosedEngine:
     def __init__(self) -> None:
         self.num_asked = 0
 
-    def open(self, descriptor: SegmentDescriptor) -> None:
+    def open(self, descriptor: SegmentDescriptor, *, timeout_s: float | None = None) -> None:
         self.num_asked += 1
         raise Unauthorized("set secret_file")
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import socket
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 
 import pytest
 
@@ -31,7 +34,7 @@ def test_what_a_failed_lane_had_not_sent_is_never_delivered(listener: socket.soc
 
 
 def write(pool: LanePool, data: bytearray) -> None:
-    with pool.lane(Deadline(5)) as lane:
+    with pool.lane(5) as lane:
         send_all(lane, [memoryview(data)], Deadline(0.2))
 
 
@@ -43,8 +46,51 @@ def read_to_the_end(peer: socket.socket) -> None:
 
 def test_a_healthy_lane_is_used_again(listener: socket.socket) -> None:
     pool = LanePool("127.0.0.1", listener.getsockname()[1], 2)
-    with pool.lane(Deadline(5)) as first:
+    with pool.lane(5) as first:
         pass
-    with pool.lane(Deadline(5)) as second:
+    with pool.lane(5) as second:
         assert second is first
     pool.close()
+
+
+def test_a_caller_waits_for_busy_lanes_longer_than_for_a_silent_peer(listener: socket.socket) -> None:
+    pool = LanePool("127.0.0.1", listener.getsockname()[1], 1)
+    with ThreadPoolExecutor() as threads:
+        with pool.lane(5) as first:
+            waiting = threads.submit(use, pool)
+            wait_for_waiting(pool, 1)
+            time.sleep(3 * SHORT_S)
+        assert waiting.result() is first
+    pool.close()
+
+
+def test_a_caller_waits_no_longer_than_for_a_silent_peer_when_a_lane_has_failed(listener: socket.socket) -> None:
+    pool, done = LanePool("127.0.0.1", listener.getsockname()[1], 2), threading.Event()
+    with ThreadPoolExecutor() as threads, pool.lane(5):
+        failing = pool.take(5)
+        waiting = [threads.submit(hold, pool, done) for _ in range(2)]
+        wait_for_waiting(pool, 2)
+        pool.give_back(failing, healthy=False)
+        over, other = wait(waiting, return_when=FIRST_COMPLETED)
+        done.set()
+        assert type(over.pop().exception()) is TimeoutError
+        assert other.pop().exception() is None, "it has connected again"
+    pool.close()
+
+
+SHORT_S = 0.1
+
+
+def use(pool: LanePool) -> socket.socket:
+    with pool.lane(SHORT_S) as lane:
+        return lane
+
+
+def hold(pool: LanePool, done: threading.Event) -> None:
+    with pool.lane(SHORT_S):
+        done.wait()
+
+
+def wait_for_waiting(pool: LanePool, count: int) -> None:
+    while pool._num_waiting < count:
+        time.sleep(0.001)

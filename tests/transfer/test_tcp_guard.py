@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 import pytest
 from guarded_port import Port, many_ports, resealed
 
-from moonpool.base.clock import Deadline
 from moonpool.base.errors import (
     DeadlineExceeded,
     InvalidInput,
@@ -199,7 +198,7 @@ def num_serving(port: Port) -> int:
 def test_a_full_port_says_so_to_those_who_proved_themselves(ports: Callable[..., Port]) -> None:
     port = ports(GUARD, max_connections=1)
     first = port.pool(GUARD)
-    with first.lane(Deadline(5)):
+    with first.lane(5):
         with pytest.raises(Overloaded, match="too many connections"):
             port.remote(GUARD).probe(5)
     first.close()
@@ -250,7 +249,7 @@ def false_owner(serve: Callable[[socket.socket], None]) -> Iterator[LanePool]:
 
 
 def take_lane(pool: LanePool, timeout_s: float) -> None:
-    with pool.lane(Deadline(timeout_s)):
+    with pool.lane(timeout_s):
         pass
 
 

@@ -211,7 +211,7 @@ def test_a_silent_owner_costs_the_deadline(certs: Certificates) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         pool = LanePool("127.0.0.1", listener.getsockname()[1], 1, guard(certs.good))
         started = time.monotonic()
-        with pytest.raises(TimeoutError), pool.lane(Deadline(0.3)):
+        with pytest.raises(TimeoutError), pool.lane(0.3):
             pass
         assert time.monotonic() - started < 2
         pool.close()

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from moonpool.base.errors import MoonpoolError
 from moonpool.store.client.cuts import scatter
 from moonpool.store.client.master_client import MasterClient
-from moonpool.store.client.read_session import ReadTools
+from moonpool.store.client.read_tools import ReadTools
 from moonpool.store.client.reads import ClientReads
 from moonpool.store.client.recovery import Got, Targets
 from moonpool.store.messages import ObjectInfo

@@ -24,7 +24,9 @@ class ClientConfig:
     connect_timeout_s: float = 2.0  # to reach the master
     rpc_timeout_s: float = 10.0  # of one call to the master
     retry_s: float = 0.0  # how long calls retry while the master cannot be reached; 0: they fail at once
-    transfer_timeout_s: float = 10.0  # of one transfer, per replica
+    transfer_timeout_s: float = 10.0  # of one transfer, per replica: the longest that reads and writes take
+    # of one read of a node's memory, with 1 s more for each 8 MiB: then the next replica is read, or it is a miss
+    read_timeout_s: float = 1.5
     renew_after_s: float = 10.0  # seconds between renewals of unfinished puts; a third of the master's put_discard_s
     uses_gpu: bool = False  # a GPU of this process reads and writes nodes' memory (TransferEngine.use_gpu())
     max_view_nbytes: int = 1 << 30  # mapped by views at the same time; above it views are copies

@@ -127,9 +127,12 @@ class SegmentDirectory:
         engine: TransferEngine,
         list_segments: Callable[[], list[SegmentInfo]],
         clock: Clock | None = None,
+        open_timeout_s: float | None = None,
     ) -> None:
+        """`open_timeout_s` is for reaching a segment's owner the first time; None: the engine's own."""
         self.engine = engine
         self._list_segments = list_segments
+        self._open_timeout_s = open_timeout_s
         self._clock: Clock = clock or SystemClock()
         self._lock = threading.Lock()
         self._known: dict[str, SegmentInfo] = {}
@@ -240,7 +243,7 @@ class SegmentDirectory:
         """Return whether an unreadable segment can be read again, or this incarnation of it is gone."""
         try:
             descriptor = self.info(place).descriptor
-            remote = self.engine.open(descriptor)
+            remote = self.engine.open(descriptor, timeout_s=_PROBE_TIMEOUT_S)
             remote.read_into(place.offset, [bytearray(1)], timeout_s=_PROBE_TIMEOUT_S)
         except (Unavailable, Unauthorized):
             return self._is_gone(place)
@@ -263,7 +266,7 @@ class SegmentDirectory:
         if refusal is not None and refusal.holds(descriptor.incarnation, self._clock.now_s()):
             raise Unauthorized(refusal.message)
         try:
-            return self.engine.open(descriptor)
+            return self.engine.open(descriptor, timeout_s=self._open_timeout_s)
         except Unauthorized as error:
             message = f"no access to segment {descriptor.name!r}: {error}"
             refusal = _Refusal(descriptor.incarnation, self._clock.now_s() + REFUSED_FOR_S, message)

@@ -10,8 +10,7 @@ its check, the sessions concerned go on one by one, so that an error concerns it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
@@ -25,9 +24,8 @@ from moonpool.base.errors import (
     Unavailable,
 )
 from moonpool.base.object_header import ALIGN_NBYTES, HeaderFields, announced_nbytes
-from moonpool.store.client.counters import ClientCounters
 from moonpool.store.client.cuts import Part
-from moonpool.store.client.directory import SegmentDirectory
+from moonpool.store.client.read_tools import ReadTools
 from moonpool.store.client.verified_read import PREFIX_NBYTES, check_header, check_piece, is_unchanged
 from moonpool.store.messages import ObjectInfo, Placement
 from moonpool.transfer import TransferOp, TransferRequest
@@ -35,18 +33,7 @@ from moonpool.transfer.memory.buffers import Buffer, as_bytes_view
 from moonpool.transfer.transports.base import RemoteSegment
 
 Failures: TypeAlias = dict[tuple[str, int], MoonpoolError]  # by segment and incarnation: why it cannot be read
-ReportCorrupt = Callable[[ObjectInfo, Placement], bool]
 _CANNOT_READ = (Unavailable, Unauthorized)  # an error of the whole segment, not of one object in it
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReadTools:
-    """What all reads of a client share."""
-
-    directory: SegmentDirectory
-    counters: ClientCounters
-    timeout_s: float  # of one transfer
-    report_corrupt: ReportCorrupt  # tells the master of wrong bytes; False: the object no longer has this replica
 
 
 class ReadSession:
@@ -130,7 +117,7 @@ class ReadSession:
                 if failure is not None:
                     raise failure
                 at = self._placement.offset + self._offsets[index]
-                self._remote.read_into(at, views, timeout_s=self._tools.timeout_s)
+                self._remote.read_into(at, views, timeout_s=self._tools.time_for(self.fields.sizes[index]))
                 check_piece(self.fields, index, views)
             except (Unavailable, NotFound, Unauthorized, Corrupt) as error:
                 self._drop_replica(error)
@@ -192,7 +179,7 @@ class ReadSession:
 
     def _read_start(self, nbytes: int) -> bytearray:
         raw = bytearray(nbytes)
-        self._remote.read_into(self._placement.offset, [raw], timeout_s=self._tools.timeout_s)
+        self._remote.read_into(self._placement.offset, [raw], timeout_s=self._tools.time_for(nbytes))
         return raw
 
 
@@ -361,7 +348,7 @@ def _read_together(remote: RemoteSegment, wanted: Sequence[tuple[int, bytearray]
     alone. Raise Unavailable or Unauthorized when the segment cannot be read.
     """
     try:
-        remote.read_many(wanted, timeout_s=tools.timeout_s)
+        remote.read_many(wanted, timeout_s=tools.time_for(sum([len(raw) for _, raw in wanted])))
     except _CANNOT_READ:
         raise
     except MoonpoolError:

@@ -25,7 +25,8 @@ from moonpool.base.object_header import HeaderFields
 from moonpool.store import messages as m
 from moonpool.store.client.cuts import scatter
 from moonpool.store.client.master_client import MasterClient
-from moonpool.store.client.read_session import PieceReads, ReadSession, ReadTools
+from moonpool.store.client.read_session import PieceReads, ReadSession
+from moonpool.store.client.read_tools import ReadTools
 from moonpool.store.client.recovery import Got, Recovery, Targets, missing, read_whole
 from moonpool.store.client.remembered import MAX_OBJECTS, RememberedPlaces
 from moonpool.store.client.remote_read import DiskRead, RemoteObject, RemoteRead
@@ -107,11 +108,16 @@ class BatchRead:
         if remote.written_once:
             self._tools.counters.add("disk_reads", len(found))
         kind = DiskRead if remote.written_once else RemoteRead
-        reader = kind(remote, self._tools.directory.engine, self._identity, self._tools.timeout_s)
+        time_for = self._time_for_disk if remote.written_once else self._tools.time_for
+        reader = kind(remote, self._tools.directory.engine, self._identity, time_for)
         for each in reader.run([RemoteObject(*one, self._targets[one[0]], self._recovery is None) for one in found]):
             self._got[each.position] = each.got()
         if reader.failure is not None:
             raise reader.failure
+
+    def _time_for_disk(self, _nbytes: int) -> float:
+        """A disk of this machine is never silent, but may be slow."""
+        return self._tools.timeout_s
 
     def _read_mapped(self, memory: memoryview, found: list[_Found]) -> None:
         others = self._read_small(memory, found)

@@ -13,7 +13,8 @@ import numpy as np
 
 from moonpool.base.errors import InvalidInput, MoonpoolError, NotFound, Refused, StaleGeneration, Unavailable
 from moonpool.store.client.cuts import Range, cut_ranges, scatter, without_overlaps
-from moonpool.store.client.read_session import Failures, ReadSession, ReadTools
+from moonpool.store.client.read_session import Failures, ReadSession
+from moonpool.store.client.read_tools import ReadTools
 from moonpool.store.messages import ObjectInfo
 
 T = TypeVar("T")

@@ -21,12 +21,14 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 import numpy as np
 
 from moonpool.base.errors import MoonpoolError, NotFound, StaleGeneration, Unauthorized, Unavailable
 from moonpool.base.object_header import ALIGN_NBYTES
 from moonpool.store.client.cuts import scatter
+from moonpool.store.client.read_tools import TimeFor
 from moonpool.store.client.transfer_window import BUNDLE_ITEMS, BUNDLE_NBYTES, run_parallel
 from moonpool.store.client.verified_read import (
     PREFIX_NBYTES,
@@ -44,6 +46,7 @@ from moonpool.transfer.transports.base import RemoteSegment
 _MIN_NBYTES, _MAX_NBYTES = 1024 * 1024, 4 * 1024 * 1024 + 64 * 1024  # of neighbours read by one request
 _SHARE = 4  # one request reads at most this part of what is left
 _NUM_HELPERS = 2
+_BUNDLES_UNDER_WAY = 4  # on two streams
 DIRECT_NBYTES = 2 * 1024 * 1024  # a single object up to this size is read by the caller's thread
 
 
@@ -129,9 +132,12 @@ class _Bundle:
 class RemoteRead:
     """Reads one segment's objects. `failure` is set when its owner cannot be reached."""
 
-    def __init__(self, remote: RemoteSegment, engine: TransferEngine, identity: bytes | None, timeout_s: float) -> None:
+    def __init__(
+        self, remote: RemoteSegment, engine: TransferEngine, identity: bytes | None, time_for: TimeFor
+    ) -> None:
         self._remote, self._engine = remote, engine
-        self._identity, self._timeout_s = identity, timeout_s
+        self._identity, self._time_for = identity, time_for
+        self._bundle_timeout_s = time_for(0)
         self._rest: deque[_Bundle] = deque()
         self._lock = threading.Lock()
         self.failure: MoonpoolError | None = None
@@ -149,18 +155,22 @@ class RemoteRead:
 
     def _read_one(self, only: RemoteObject) -> list[RemoteObject]:
         memory, offset, generation = [only.header, *only.views], only.place.offset, only.place.generation
+        timeout_s = self._time_for(only.nbytes)
         if self._remote.checks_generation:
             try:
-                self._remote.read_unchanged(offset, memory, generation=generation, timeout_s=self._timeout_s)
+                self._remote.read_unchanged(offset, memory, generation=generation, timeout_s=timeout_s)
             except StaleGeneration:  # a ReadSession finds out whether the object was moved
                 return []
             return [only] if only.check(self._identity) else []
-        self._remote.read_into(offset, memory, timeout_s=self._timeout_s)
+        self._remote.read_into(offset, memory, timeout_s=timeout_s)
         return self._unchanged([only]) if only.check(self._identity) else []
 
     def _stream(self, objects: Sequence[RemoteObject]) -> list[RemoteObject]:
         """Read on two threads. Each has its own stream and checks one bundle while the next arrives."""
         self._rest.extend(_bundles(objects))
+        # A bundle shares the link with others that are under way.
+        nbytes = sum([bundle.nbytes for bundle in islice(self._rest, _BUNDLES_UNDER_WAY)])
+        self._bundle_timeout_s = self._time_for(nbytes)
         if len(self._rest) > 1:
             run_parallel(self._engine, self._work, self._rest.clear)
         else:
@@ -192,7 +202,7 @@ class RemoteRead:
                     taken.append(self._rest.popleft())
                     yield taken[-1].expecting()
 
-        with contextlib.closing(self._remote.read_expecting(batches(), timeout_s=self._timeout_s)) as arrivals:
+        with contextlib.closing(self._remote.read_expecting(batches(), timeout_s=self._bundle_timeout_s)) as arrivals:
             for number, stale in enumerate(arrivals):
                 for at in stale:
                     taken[number].owners[at].is_unchanged = False
@@ -214,7 +224,7 @@ class RemoteRead:
             prefixes.extend(_prefixes(again))
             yield [(each.place.offset, prefix) for each, prefix in zip(again, prefixes, strict=True)]
 
-        with contextlib.closing(self._remote.read_in_turn(batches(), timeout_s=self._timeout_s)) as arrivals:
+        with contextlib.closing(self._remote.read_in_turn(batches(), timeout_s=self._bundle_timeout_s)) as arrivals:
             for number in arrivals:
                 if number < len(taken):
                     self._check(taken[number])
@@ -235,7 +245,7 @@ class RemoteRead:
         """Read the headers again. Return the objects whose header is the same as before."""
         prefixes = _prefixes(good)
         items = [(each.place.offset, prefix) for each, prefix in zip(good, prefixes, strict=True)]
-        self._remote.read_many(items, timeout_s=self._timeout_s)
+        self._remote.read_many(items, timeout_s=self._time_for(len(items) * PREFIX_NBYTES))
         return [each for each, prefix in zip(good, prefixes, strict=True) if each.has_prefix(prefix)]
 
 
@@ -264,10 +274,12 @@ def _bundles(objects: Iterable[RemoteObject]) -> Iterator[_Bundle]:
 class DiskRead:
     """Reads one segment's objects, as RemoteRead. `failure` is set when the segment cannot be read."""
 
-    def __init__(self, remote: RemoteSegment, engine: TransferEngine, identity: bytes | None, timeout_s: float) -> None:
+    def __init__(
+        self, remote: RemoteSegment, engine: TransferEngine, identity: bytes | None, time_for: TimeFor
+    ) -> None:
         assert remote.written_once, "other segments need a second look at the headers"
         self._remote, self._engine = remote, engine
-        self._identity, self._timeout_s = identity, timeout_s
+        self._identity, self._time_for = identity, time_for
         self._rest: deque[list[RemoteObject]] = deque()
         self._good: list[RemoteObject] = []
         self.failure: MoonpoolError | None = None
@@ -299,7 +311,8 @@ class DiskRead:
 
     def _fetch(self, group: Sequence[RemoteObject]) -> None:
         views = [view for each in group for view in (each.header, *each.views)]
-        self._remote.read_into(group[0].place.offset, views, timeout_s=self._timeout_s)
+        timeout_s = self._time_for(sum([view.nbytes for view in views]))
+        self._remote.read_into(group[0].place.offset, views, timeout_s=timeout_s)
 
 
 def _align_headers(objects: Sequence[RemoteObject]) -> None:

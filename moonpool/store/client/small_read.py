@@ -11,7 +11,7 @@ import numpy as np
 
 from moonpool.base.errors import MoonpoolError, NotFound, StaleGeneration, Unauthorized, Unavailable
 from moonpool.base.object_header import ALIGN_NBYTES
-from moonpool.store.client.read_session import ReadTools
+from moonpool.store.client.read_tools import ReadTools
 from moonpool.store.client.recovery import Targets
 from moonpool.store.client.remembered import RememberedPlaces
 from moonpool.store.client.verified_read import are_whole, check_header, has_generation, may_be_remembered
@@ -104,7 +104,7 @@ class SmallReads:
         view = np.empty(nbytes, _BYTE).data if targets is None else targets[0][:nbytes]
         try:
             remote.read_unchanged(
-                place.offset, (head, view), generation=place.generation, timeout_s=self._tools.timeout_s
+                place.offset, (head, view), generation=place.generation, timeout_s=self._tools.time_for(nbytes)
             )
         except StaleGeneration:
             return None

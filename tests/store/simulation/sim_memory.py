@@ -88,7 +88,7 @@ class SimEngine:
             raise NotFound(f"incarnation {incarnation} of segment {name!r} is not served any more")
         return segment
 
-    def open(self, descriptor: SegmentDescriptor) -> RemoteSegment:
+    def open(self, descriptor: SegmentDescriptor, *, timeout_s: float | None = None) -> RemoteSegment:
         known = self._remotes.get((descriptor.name, descriptor.incarnation))
         if known is None:
             known = self._open(descriptor)

@@ -38,6 +38,7 @@ from moonpool.transfer.transports.tcp.guard import FRAME_NBYTES, CallerSide, Gua
 
 IDLE_S = 120.0  # a lane that was not used for longer is not used again: its owner may be about to close it
 DEFAULT_LANES = 2  # connections per peer and path
+_BUSY_TIMEOUT_S = 10.0  # callers wait at least so long for lanes on which others move much data
 
 
 class LanePool:
@@ -50,6 +51,7 @@ class LanePool:
         self._lock = threading.RLock()  # the garbage collector may give a lane back while this thread holds the lock
         self._changed = threading.Condition(self._lock)
         self._num_waiting = 0
+        self._num_broken = 0  # lanes that were given back as unusable
         self._idle: list[tuple[socket.socket, float]] = []  # and since when it is idle
         self._busy: set[socket.socket] = set()
         self._greeting: set[socket.socket] = set()  # connected, the handshake is not over
@@ -59,13 +61,15 @@ class LanePool:
     def __str__(self) -> str:
         return f"tcp:{host_port(*self._address)}"
 
-    def lane(self, deadline: Deadline) -> LaneInUse:
+    def lane(self, timeout_s: float) -> LaneInUse:
         """Lend a connection for the time of a `with` block. Entering the block raises TimeoutError or OSError when no
         connection is free or made in time, Unauthorized when an end does not accept the other, PeerLost after close().
+        A new connection has `timeout_s`. Waiting for one that others use may take longer, as long as none of theirs
+        breaks: a peer that is busy for others is not silent.
 
         The connection goes back to the pool when the block ends; an exception closes it.
         """
-        return LaneInUse(self, deadline)
+        return LaneInUse(self, timeout_s)
 
     def close(self) -> None:
         """Close idle lanes and cut busy ones; their users get a lost connection. Idempotent."""
@@ -78,8 +82,9 @@ class LanePool:
         for sock, _ in idle:
             sock.close()
 
-    def take(self, deadline: Deadline) -> socket.socket:
+    def take(self, timeout_s: float) -> socket.socket:
         """Return a connection until give_back(). Only LaneInUse calls this."""
+        patience: _Patience | None = None
         with self._lock:
             while not self._closed:
                 sock = self._quiet_idle()
@@ -89,15 +94,15 @@ class LanePool:
                 if len(self._busy) + self._connecting < self._size:
                     self._connecting += 1
                     break
+                patience = patience or _Patience(timeout_s, self._num_broken)
                 self._num_waiting += 1
                 try:
-                    if not self._changed.wait(deadline.remaining_s()):
-                        raise TimeoutError("all lanes stayed busy")
+                    self._changed.wait(patience.remaining_s(self._num_broken))
                 finally:
                     self._num_waiting -= 1
             else:
                 raise PeerLost(f"{self} was closed on this side")
-        return self._connect(deadline)
+        return self._connect(Deadline(timeout_s))
 
     def _quiet_idle(self) -> socket.socket | None:
         """An idle lane whose peer has not hung up meanwhile, nor is about to; others are closed on the way."""
@@ -177,22 +182,41 @@ class LanePool:
             keep = healthy and not self._closed
             if keep:
                 self._idle.append((sock, time.monotonic()))
+            else:
+                self._num_broken += 1
+                self._changed.notify_all()  # all who wait have less time now
             if self._num_waiting:
                 self._changed.notify()
         if not keep:
             abandon(sock)
 
 
+class _Patience:
+    """How long a caller waits for a lane: its timeout, or longer while no lane breaks."""
+
+    def __init__(self, timeout_s: float, num_broken: int) -> None:
+        self._own, self._longest = Deadline(timeout_s), Deadline(max(timeout_s, _BUSY_TIMEOUT_S))
+        self._num_broken = num_broken
+
+    def remaining_s(self, num_broken: int) -> float:
+        """Return the seconds left. Raise TimeoutError when there are none."""
+        limit = self._longest if num_broken == self._num_broken else self._own
+        remaining_s = limit.remaining_s()
+        if not remaining_s:
+            raise TimeoutError("all lanes stayed busy")
+        return remaining_s
+
+
 class LaneInUse:
     """What LanePool.lane() returns. A class, because entering a generator takes longer than checking the socket."""
 
-    __slots__ = ("_deadline", "_pool", "_sock")
+    __slots__ = ("_pool", "_sock", "_timeout_s")
 
-    def __init__(self, pool: LanePool, deadline: Deadline) -> None:
-        self._pool, self._deadline = pool, deadline
+    def __init__(self, pool: LanePool, timeout_s: float) -> None:
+        self._pool, self._timeout_s = pool, timeout_s
 
     def __enter__(self) -> socket.socket:
-        sock = self._sock = self._pool.take(self._deadline)
+        sock = self._sock = self._pool.take(self._timeout_s)
         return sock
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -62,8 +62,9 @@ class TcpControlClient:
         self._pool = pool
 
     def ask(self, call: Call[R], timeout_s: float) -> R:
-        frame, deadline = pack_ask(_REQUEST_ID, msgspec.msgpack.encode(call)), Deadline(timeout_s)
-        with PeerErrors(self._pool, timeout_s), self._pool.lane(deadline) as sock:
+        frame = pack_ask(_REQUEST_ID, msgspec.msgpack.encode(call))
+        with PeerErrors(self._pool, timeout_s), self._pool.lane(timeout_s) as sock:
+            deadline = Deadline(timeout_s)
             send_all(sock, [frame], deadline)
             answer = _receive_answer(sock, deadline)
         if isinstance(answer, MoonpoolError):
@@ -228,9 +229,8 @@ class TcpRemote(RemoteSegment):
     ) -> Generator[int, None, None]:
         self._check_open()
         orders = (merge_neighbours(place_items(items, self.nbytes, writable=True)) for items in batches)
-        deadline = Deadline(timeout_s)
-        with PeerErrors(self._pool, timeout_s), self._pool.lane(deadline) as sock:
-            pipeline = Pipeline(sock, FrameOp.READ, self._target, deadline)
+        with PeerErrors(self._pool, timeout_s), self._pool.lane(timeout_s) as sock:
+            pipeline = Pipeline(sock, FrameOp.READ, self._target, Deadline(timeout_s))
             for number, _ in enumerate(pipeline.in_turn(orders, timeout_s)):
                 for refusal in pipeline.refusals.values():
                     raise refusal  # drop the lane: unread answers are on it
@@ -240,7 +240,6 @@ class TcpRemote(RemoteSegment):
         self, batches: Iterable[Sequence[tuple[int, Buffer, int]]], *, timeout_s: float
     ) -> Generator[set[int], None, None]:
         self._check_open()
-        deadline = Deadline(timeout_s)
         sizes: deque[list[int]] = deque()  # per batch under way, how many items each order has
 
         def orders() -> Iterator[list[PipelinedRequest]]:
@@ -250,8 +249,8 @@ class TcpRemote(RemoteSegment):
                 sizes.append([len(order.views) for order in made])
                 yield made
 
-        with PeerErrors(self._pool, timeout_s), self._pool.lane(deadline) as sock:
-            pipeline = Pipeline(sock, FrameOp.READ, self._target, deadline)
+        with PeerErrors(self._pool, timeout_s), self._pool.lane(timeout_s) as sock:
+            pipeline = Pipeline(sock, FrameOp.READ, self._target, Deadline(timeout_s))
             num_done = 0
             for _ in pipeline.in_turn(orders(), timeout_s):
                 of_batch = sizes.popleft()
@@ -305,8 +304,8 @@ class TcpRemote(RemoteSegment):
         self._check_open()
         if not orders:
             return {}
-        deadline = Deadline(timeout_s)
-        with PeerErrors(self._pool, timeout_s), self._pool.lane(deadline) as sock:
+        with PeerErrors(self._pool, timeout_s), self._pool.lane(timeout_s) as sock:
+            deadline = Deadline(timeout_s)
             if len(orders) == 1 and len(orders[0].views) <= single.MAX_VIEWS and type(sock) is TimedSocket:
                 act = single.read_one if op is FrameOp.READ else single.write_one
                 refusal = act(sock, self._packer, *orders[0], deadline)
