@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moonpool.integrations.mooncake.payload_writes import REGISTRATION, BundleStore, check_codes, has, registered
+from moonpool.integrations.mooncake.payload_writes import REGISTRATION, BundleStore, check_codes, has, lend, registered
 from moonpool.transfer.memory.buffers import RawMemory, address_of, as_bytes_view
 
 Ranges = Sequence[tuple[int, int, int]]  # each: start in the buffer, start in the target, size
@@ -72,9 +72,8 @@ class PayloadReader:
         nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         if self._pool is None or not nbytes or not has(self._store, "get_into_ranges"):
             return None
-        try:
-            lease = self._pool.acquire(nbytes)
-        except RuntimeError:
+        lease = lend(self._pool, nbytes)
+        if lease is None:
             return None
         owner = PoolOwner(lease)
         memory = as_bytes_view(RawMemory(lease.ptr, nbytes, owner=owner), writable=True)

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
+from moonpool.integrations.mooncake.buffer_pool import BufferPool
 from moonpool.integrations.mooncake.bundle_payloads import (
     StoredChunk,
     TensorObjectBuffer,
@@ -124,7 +125,10 @@ class PayloadWriter:
         check_status("put", chunk.key, self._store.put(chunk.key, _joined(chunk.parts), **options(config, 1)))
 
     def _put_through_pool(self, chunk: StoredChunk, config: Any) -> None:
-        lease = self._pool.acquire(chunk.nbytes)
+        lease = lend(self._pool, chunk.nbytes)
+        if lease is None:
+            self._put_plain(chunk, config)
+            return
         try:
             at = 0
             with as_bytes_view(lease.buffer, writable=True) as target:  # a lease with a view cannot be released
@@ -166,6 +170,16 @@ class PayloadWriter:
         is_much = sum(len(part) for group in groups for part in group) >= PARALLEL_MIN_NBYTES
         is_worth_it = policy.max_inflight_put > 1 and len(groups) >= PARALLEL_MIN_CHUNKS and is_much
         return "parallel" if is_worth_it else "batch"
+
+
+def lend(pool: Any, nbytes: int) -> Any:
+    """Return a lease; None when the pool has nothing left. It is not waited for: what the caller read lies in the pool
+    too, and only the caller can give it back.
+    """
+    try:
+        return pool.acquire(nbytes, block=False) if isinstance(pool, BufferPool) else pool.acquire(nbytes)
+    except RuntimeError:
+        return None
 
 
 REGISTRATION = ("register_buffer", "unregister_buffer")
