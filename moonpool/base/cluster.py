@@ -27,7 +27,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Who a worker is and how to reach it."""
 
     name: str
-    role: WorkerRole
+    role: WorkerRole  # its current one: which requests it gets
     address: str
     incarnation: Whole
     identity: bytes  # digest of its CacheIdentity
@@ -38,6 +38,14 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     page_nbytes: Whole
     num_layers: Positive = 1  # that are loaded one by one while others are computed; 1: loading comes first
     step_tokens: Whole = 0  # computed in one step, the only one that loading overlaps with; 0: the whole prompt
+    fixed: bool = True  # only a person changes its role; False: the conductor may, as the load moves
+
+
+class AssignedRole(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker should be from now on. It ends what it has begun in its old role."""
+
+    role: WorkerRole
+    fixed: bool
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,9 +89,10 @@ class RegisterWorker(Call[None]):
     info: WorkerInfo
 
 
-class ReportWorker(Call[None]):
+class ReportWorker(Call[AssignedRole | None]):
     """A key is in at most one of `cached` and `dropped`: what it is after all changes since the last report.
 
+    Returns the role that the worker should take: it then registers again with that role. None: nothing changes.
     NotFound when this incarnation is not registered or a report is missing: register again and report all.
     """
 

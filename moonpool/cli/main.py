@@ -33,6 +33,7 @@ COMMANDS = {
     "ls": ("moonpool.cli.ls", "List the objects of the pool."),
     "rm": ("moonpool.cli.rm", "Remove objects from the pool."),
     "stat": ("moonpool.cli.stat", "Show the state of the pool: usage, hit rate, tasks, workers."),
+    "role": ("moonpool.cli.role", "Change what a running worker computes: prefill, decode, or as the load needs."),
     "why": ("moonpool.cli.why", "Explain what happened to a request, or to a key of the pool."),
     "trace": ("moonpool.cli.trace", "Describe, generate and change request traces."),
     "plan": ("moonpool.cli.plan", "Size a cluster and its pool for a trace; without one, show a model's KV sizes."),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from moonpool.base.cluster import WorkerInfo, WorkerLoad
+from moonpool.base.cluster import WorkerInfo, WorkerLoad, WorkerRole
 from moonpool.base.ranges import ChainKey, Count, Positive, Seconds, Signed, Tokens
 from moonpool.base.rpc import Call, StreamCall
 
@@ -151,6 +151,17 @@ class ConductorStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 class Status(Call[ConductorStatus]):
     pass
+
+
+class SetRole(Call[None]):
+    """Ask a worker to take a role and keep it; None: the elastic rule may change its role from now on.
+
+    The worker follows with its next report, within about a second; Status shows it. It ends what it has begun in its
+    old role. NotFound for an unknown worker, InvalidInput for the last worker of a role.
+    """
+
+    worker: str
+    role: WorkerRole | None
 
 
 class ClaimSharedMetrics(Call[bool]):

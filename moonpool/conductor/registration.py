@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from moonpool.base.cluster import WorkerInfo, WorkerLoad, WorkerRole
 from moonpool.base.errors import IdentityMismatch
 from moonpool.conductor.admission.forms import DecodeNow
-from moonpool.conductor.messages import WorkerRef
+from moonpool.conductor.messages import WorkerRef, WorkerStatus
 from moonpool.conductor.placement.tables import Backlog
+
+
+class DecodeLoad(NamedTuple):
+    """A decode worker's batch, including requests that are still at their prefill worker."""
+
+    num_seqs: int
+    kv_tokens: int
+    free_pages: int
 
 
 @dataclass(eq=False, slots=True)
@@ -42,6 +51,20 @@ class Registration:
         restart the conductor knows fewer requests."""
         load = self.load
         return DecodeNow(max(self.num_joined, load.num_running), max(self.joined_tokens, load.running_tokens))
+
+    @property
+    def decode_load(self) -> DecodeLoad:
+        """The larger of what was sent to the worker and what it reports: reports lag, and the worker may have requests
+        that this conductor does not know."""
+        load = self.load
+        return DecodeLoad(
+            num_seqs=max(self.num_decoding, load.num_running + load.num_waiting),
+            kv_tokens=max(self.decoding_tokens, load.running_tokens),
+            free_pages=min(load.free_pages, self.info.num_pages - self.decoding_pages),
+        )
+
+    def status(self, indexed_blocks: int) -> WorkerStatus:
+        return WorkerStatus(info=self.info, load=self.load, indexed_blocks=indexed_blocks, assigned=self.assigned)
 
     def count_decoding(self, sign: int, num_tokens: int, pages: int) -> None:
         """Count one more (+1) or one less (-1) request that was sent to this decode worker."""

@@ -6,7 +6,6 @@ Its state lives as long as its process: after a restart, workers register again 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from moonpool.base.clock import Clock, SystemClock
-from moonpool.base.cluster import CONDUCTOR_SERVICE, RegisterWorker, ReportWorker
+from moonpool.base.cluster import CONDUCTOR_SERVICE, AssignedRole, RegisterWorker, ReportWorker
 from moonpool.base.errors import Cancelled
 from moonpool.base.keys import object_key
 from moonpool.base.metrics import GetMetrics, MetricFamily, process_metrics, snapshot
@@ -34,6 +33,7 @@ from moonpool.conductor.messages import (
     Records,
     RequestEnded,
     Route,
+    SetRole,
     Status,
 )
 from moonpool.conductor.metrics import ConductorCollector
@@ -48,6 +48,7 @@ from moonpool.conductor.request_queue import QueueAnswer, RequestQueue
 from moonpool.conductor.state import ConductorState
 
 _CHUNK_NBYTES = 1 << 16
+_REBALANCE_S = 0.5  # between two looks at the elastic rule
 _SHARED_METRICS_S = 150.0  # more than two of Prometheus' usual intervals
 
 
@@ -84,7 +85,7 @@ class Conductor:
             if config.store_address
             else None
         )
-        self._feeding: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         queue = RequestQueue(self._state, config.policy)
         self._queue = RequestQueueService(queue, self._clock)
         self._keeper = RecordKeeper(self._state, self._feed)
@@ -102,17 +103,22 @@ class Conductor:
         address is in use."""
         address = await self._server.listen(self.config.address)
         if self._feed is not None:
-            self._feeding = asyncio.create_task(self._feed.run(), name="pool feed")
+            self._tasks.append(asyncio.create_task(self._feed.run(), name="pool feed"))
+        self._tasks.append(asyncio.create_task(self._keep_balance(), name="roles"))
         return address
+
+    async def _keep_balance(self) -> None:
+        while True:
+            await asyncio.sleep(_REBALANCE_S)
+            self._state.rebalance(self._clock.now_s())
 
     async def close(self) -> None:
         """Idempotent."""
         self._queue.close()
-        feeding, self._feeding = self._feeding, None
-        if feeding is not None:
-            feeding.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await feeding
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._server.close()
 
     def _make_server(self, silence_limits: SilenceLimits) -> RpcServer:
@@ -124,6 +130,7 @@ class Conductor:
             BeforeDecode: self._before_decode,
             RequestEnded: self._request_ended,
             Status: self._status,
+            SetRole: self._set_role,
             Records: self._keeper.find,
             ExplainRequest: self._keeper.explain,
             ExportTrace: self._keeper.export,
@@ -149,9 +156,13 @@ class Conductor:
         self._state.unregister(worker)
         self._queue.changed()
 
-    def _report(self, call: ReportWorker, peer: RpcPeer) -> None:
-        self._state.report(call)
+    def _report(self, call: ReportWorker, peer: RpcPeer) -> AssignedRole | None:
+        assigned = self._state.report(call)
         self._queue.changed()
+        return assigned
+
+    def _set_role(self, call: SetRole, peer: RpcPeer) -> None:
+        self._state.roles.assign(call.worker, call.role, self._state.workers)
 
     def _route(self, call: Route, peer: RpcPeer) -> Decision | Awaitable[Decision]:
         if peer not in self._front_ends:

@@ -11,12 +11,13 @@ from collections import Counter
 from collections.abc import Hashable
 from typing import NamedTuple
 
-from moonpool.base.cluster import ReportWorker, WorkerInfo, WorkerLoad, WorkerRole
+from moonpool.base.cluster import AssignedRole, ReportWorker, WorkerInfo, WorkerLoad, WorkerRole
 from moonpool.base.errors import IdentityMismatch, InvalidInput, MoonpoolError, NotFound, PromptTooLong
 from moonpool.conductor.admission.controller import AdmissionController
 from moonpool.conductor.admission.forms import Cause, DecodeNow, RefusedRequest, Verdict
 from moonpool.conductor.costs import CostModels, ErrorWindow
 from moonpool.conductor.crossover import crossover
+from moonpool.conductor.elastic import ElasticRule
 from moonpool.conductor.messages import (
     Decision,
     DecisionRecord,
@@ -41,6 +42,7 @@ from moonpool.conductor.records.store import (
     record_refusal,
 )
 from moonpool.conductor.registration import OpenRequest, Registration, check_parity
+from moonpool.conductor.roles import RoleAssignments
 
 
 class WeighedRequest(NamedTuple):
@@ -63,6 +65,7 @@ class ConductorState:
         self.counters: Counter[str] = Counter()
         self.refused: Counter[Cause] = Counter()
         self.traffic = Traffic()
+        self.roles = RoleAssignments(ElasticRule(policy.targets, self.costs.decode_step_s))
         self.prefills, self.decodes = PrefillTable(), DecodeTable()
         self._chooser = Chooser(make_policy(policy, random.Random(policy.seed)))
         self._admission = AdmissionController(policy.targets, self.costs.decode_step_s)
@@ -87,6 +90,10 @@ class ConductorState:
         return len(self._open)
 
     @property
+    def workers(self) -> list[WorkerInfo]:
+        return [worker.info for worker in self._workers.values()]
+
+    @property
     def block_tokens(self) -> int:
         return self._block_shape[0]
 
@@ -96,12 +103,7 @@ class ConductorState:
 
     def status(self) -> tuple[WorkerStatus, ...]:
         return tuple(
-            WorkerStatus(
-                info=one.info,
-                load=one.load,
-                indexed_blocks=self.index.worker_blocks(one.info.name) if one.is_prefill else 0,
-                assigned=one.assigned,
-            )
+            one.status(self.index.worker_blocks(one.info.name) if one.is_prefill else 0)
             for one in sorted(self._workers.values(), key=lambda one: one.info.name)
         )
 
@@ -126,7 +128,7 @@ class ConductorState:
         """Add a worker. An earlier registration of that name is removed first, and its requests leave its queues. Raise
         IdentityMismatch if its KV differs from that of the other workers."""
         try:
-            check_parity(info, [one.info for one in self._workers.values()])
+            check_parity(info, self.workers)
         except IdentityMismatch:
             self.counters["refused_identity"] += 1
             raise
@@ -142,8 +144,7 @@ class ConductorState:
         return worker
 
     def _update_max_tokens(self) -> None:
-        infos = [worker.info for worker in self._workers.values()]
-        self._max_tokens = max((info.num_pages * info.block_tokens for info in infos), default=0)
+        self._max_tokens = max((info.num_pages * info.block_tokens for info in self.workers), default=0)
 
     def _add_worker(self, info: WorkerInfo) -> Registration:
         is_prefill = info.role is WorkerRole.PREFILL
@@ -177,9 +178,12 @@ class ConductorState:
                     request.prefill = None
         self.counters["unregistered"] += 1
 
-    def report(self, call: ReportWorker) -> None:
-        """Apply a worker's report. Load and samples always count; raise NotFound if the worker is not registered, or if
-        a report before this one is missing, so that the content of its pages is unknown."""
+    def report(self, call: ReportWorker) -> AssignedRole | None:
+        """Apply a worker's report; return the role that it should take, None: it has it.
+
+        Load and samples always count; raise NotFound if the worker is not registered, or if a report before this one is
+        missing, so that the content of its pages is unknown.
+        """
         worker = self._workers.get(call.name)
         if worker is None or worker.info.incarnation != call.incarnation:
             raise NotFound(f"worker {call.name} is not registered with this incarnation")
@@ -187,10 +191,14 @@ class ConductorState:
         self.costs.learn(call.prefills, call.decodes, call.pulls)
         if not worker.is_prefill:
             self._update_decode(worker)
-            return
-        if not self.index.report(call.name, call.sequence, call.cached, call.dropped):
+        elif not self.index.report(call.name, call.sequence, call.cached, call.dropped):
             self.counters["report_gaps"] += 1
             raise NotFound(f"reports of {call.name} before {call.sequence} are missing; register again")
+        return self.roles.answer(worker.info)
+
+    def rebalance(self, now_s: float) -> None:
+        """Ask one worker to change its role, if the elastic rule says so."""
+        self.roles.rebalance(self._workers.values(), now_s)
 
     # requests
 
@@ -388,13 +396,5 @@ class ConductorState:
             self._decode_now[worker.info.name] = worker.decode_now
 
     def _update_decode(self, worker: Registration) -> None:
-        """Use the larger of what was sent to the worker and what it reports: reports lag, and the worker may have
-        requests that this conductor does not know."""
-        info, load = worker.info, worker.load
-        self._decode_now[info.name] = worker.decode_now
-        self.decodes.update(
-            worker.slot,
-            num_seqs=max(worker.num_decoding, load.num_running + load.num_waiting),
-            kv_tokens=max(worker.decoding_tokens, load.running_tokens),
-            free_pages=min(load.free_pages, info.num_pages - worker.decoding_pages),
-        )
+        self._decode_now[worker.info.name] = worker.decode_now
+        self.decodes.update(worker.slot, *worker.decode_load)

@@ -82,7 +82,7 @@ def build(config: WorkerConfig, incarnation: int) -> Built:
         pieces = DevicePieces(runner.kv)
     if config.gpu is not None:
         switch_threads_often()
-    _warm_up(runner, layout, decodes=config.role == "decode")
+    _warm_up(runner, layout, decodes=config.role == "decode" or config.elastic)
     return Built(files, identity, layout, segment, pieces, runner, make_scheduler(model, engine))
 
 

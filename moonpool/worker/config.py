@@ -20,7 +20,8 @@ class WorkerConfig(WireConfig):
     """All defaults of a worker are defined here."""
 
     name: str  # unique in the cluster; must stay the same across restarts
-    role: Literal["prefill", "decode"]  # what this worker computes
+    role: Literal["prefill", "decode"]  # what this worker computes at first; `moonpool role` changes it
+    elastic: bool = False  # let the conductor change the role as the load moves
     model: str  # a name from `moonpool model list`, a Hugging Face folder or a .gguf file
     # generate random weights instead of reading them: to measure a machine; a folder then needs only config.json and a
     # tokenizer

@@ -18,11 +18,10 @@ from typing import TypeVar
 from moonpool.base.clock import Clock
 from moonpool.base.cluster import DecodeSample
 from moonpool.base.descriptor import SegmentDescriptor
-from moonpool.base.errors import Corrupt, DeadlineExceeded, MoonpoolError, NoSpace, NotFound, PromptTooLong
+from moonpool.base.errors import Corrupt, DeadlineExceeded, MoonpoolError, NoSpace, NotFound, PromptTooLong, Unavailable
 from moonpool.engine.engine import StepFailure, StepOutput
-from moonpool.engine.runner import LayerHooks
 from moonpool.engine.scheduler import Scheduler
-from moonpool.engine.sequence import AdmittedSequence, Chunk, FullBlock, pages_for
+from moonpool.engine.sequence import Chunk, FullBlock, pages_for
 from moonpool.engine.sequence import Sequence as RequestSequence
 from moonpool.worker.kv_link.pieces import PieceMemory, ReadyPoint
 from moonpool.worker.kv_link.pool import PoolWriter
@@ -42,6 +41,8 @@ from moonpool.worker.messages import (
 from moonpool.worker.metrics import Samples
 from moonpool.worker.prefill import engine_name, token_out
 
+# Nothing was computed for so long although sequences wait for pages: reserved pages have to help.
+_STALL_S = 2.0
 # Blocks waiting to be put. Further ones are counted instead of put, so that a slow pool does not hold all pages.
 _MAX_WAITING_PUTS = 1024
 
@@ -96,6 +97,7 @@ class DecodeRole:
         self._put_numbers = itertools.count()
         self._num_waiting_puts = 0  # blocks
         self._step_started_s = 0.0
+        self._stalled_since_s: float | None = None
         self._step_chunks: Sequence[Chunk] = ()
         self.loop: EngineLoop | None = None  # set once, before the loop starts
 
@@ -199,10 +201,28 @@ class DecodeRole:
                     stream.reserved.set_result(self._reserve(stream.spec))
                     self._samples.times.queue.observe(self._clock.now_s() - stream.entered_s)
                 except NoSpace:
-                    return
+                    break
                 except Exception as error:  # noqa: BLE001 - it concerns this request alone
                     stream.reserved.set_exception(error)
             self._waiting.popleft()
+        self._end_stall()
+
+    def _end_stall(self) -> None:
+        """Give up the newest reservation that no prefill worker writes to, when sequences have waited for its pages and
+        nothing was computed meanwhile: two workers that change their roles could wait for each other for ever. Its
+        request is tried again elsewhere.
+        """
+        now_s = self._clock.now_s()
+        if not self._scheduler.queues.waiting:
+            self._stalled_since_s = None
+        elif self._stalled_since_s is None:
+            self._stalled_since_s = now_s
+        elif now_s - self._stalled_since_s >= _STALL_S:
+            self._stalled_since_s = now_s
+            idle = self._reservations.newest_without_writer()
+            stream = self._streams.get(f"{idle.request_id}/{idle.epoch}") if idle is not None else None
+            if stream is not None:
+                stream.send(Unavailable("its pages are needed by requests that wait here"))
 
     def _reserve(self, spec: RequestSpec) -> Incoming:
         sequence = self._sequence(spec, None)
@@ -272,14 +292,12 @@ class DecodeRole:
                 self._samples.decodes.append(DecodeSample(len(self._step_chunks), kv_tokens, seconds))
             self._step_chunks = ()
 
-    # -- around a step (StepLink), on the engine's thread -------------------------------------------------------
+    # -- around a step (roles.py), on the engine's thread ---------------------------------------------------------
 
-    def begin_step(self, chunks: Sequence[Chunk], admitted: Sequence[AdmittedSequence]) -> LayerHooks | None:
+    def begin_step(self, chunks: Sequence[Chunk]) -> None:
+        """`chunks` are those of a step of answers alone, empty for another one."""
         self._step_chunks, self._step_started_s = chunks, self._clock.now_s()
-        return None
-
-    def end_step(self) -> Mapping[str, int]:
-        return {}
+        self._stalled_since_s = None
 
     def completed(self, full_blocks: Sequence[FullBlock]) -> None:
         pages, blocks = self._scheduler.pages, dict[int, FullBlock]()

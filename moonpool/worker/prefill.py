@@ -20,7 +20,7 @@ from moonpool.engine.engine import StepFailure, StepOutput
 from moonpool.engine.runner import LayerHooks
 from moonpool.engine.sampler import SampledToken
 from moonpool.engine.scheduler import Scheduler
-from moonpool.engine.sequence import AdmittedSequence, Chunk, FullBlock
+from moonpool.engine.sequence import AdmittedSequence, Chunk
 from moonpool.engine.sequence import Sequence as RequestSequence
 from moonpool.worker.kv_link.pull import Puller
 from moonpool.worker.kv_link.pull_job import PullJob
@@ -142,8 +142,9 @@ class PrefillRole:
         prompt.push.finish_puts(complete=False, on_done=lambda: None)
         prompt.done(error)
 
-    def at_boundary(self) -> None:
-        """Do nothing between steps."""
+    def has(self, name: str) -> bool:
+        """Return whether this engine request is a prompt of this role."""
+        return name in self._prompts
 
     def on_step(self, outputs: Sequence[StepOutput | StepFailure]) -> None:
         self._attribute_step_time()
@@ -216,7 +217,7 @@ class PrefillRole:
             compute_s=compute_s,
         )
 
-    # -- around and inside a step (StepLink and LayerHooks), on the engine's thread -----------------------------
+    # -- around and inside a step (roles.py and LayerHooks), on the engine's thread -----------------------------
 
     def begin_step(self, chunks: Sequence[Chunk], admitted: Sequence[AdmittedSequence]) -> LayerHooks:
         self._chunks, self._jobs = chunks, []
@@ -307,9 +308,6 @@ class PrefillRole:
         """Compute the prompt in other pages and without the pool: the puller may still write to its current pages."""
         self._scheduler.cancel(name)
         self._scheduler.add(self._sequence(prompt.spec))
-
-    def completed(self, full_blocks: Sequence[FullBlock]) -> None:
-        """Do nothing: after_layer() has sent the blocks already."""
 
 
 def engine_name(spec: RequestSpec) -> str:

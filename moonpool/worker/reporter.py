@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from moonpool.base.backoff import Backoff
-from moonpool.base.cluster import CONDUCTOR_SERVICE, RegisterWorker, ReportWorker, WorkerInfo, WorkerLoad
+from moonpool.base.cluster import CONDUCTOR_SERVICE, AssignedRole, RegisterWorker, ReportWorker, WorkerInfo, WorkerLoad
 from moonpool.base.errors import MoonpoolError
 from moonpool.base.rpc import AsyncClient
 from moonpool.base.rpc.reconnect import ReconnectingClient
@@ -30,8 +30,9 @@ _HEARTBEAT_S = 1.0
 class ReportCollector:
     """Collects the changes for one report. Every call is on the engine's thread."""
 
-    def __init__(self, info: WorkerInfo, scheduler: Scheduler, samples: Samples) -> None:
-        self._info, self._scheduler, self._samples = info, scheduler, samples
+    def __init__(self, name: str, incarnation: int, scheduler: Scheduler, samples: Samples) -> None:
+        self._name, self._incarnation = name, incarnation
+        self._scheduler, self._samples = scheduler, samples
         self._events_lost = 0
 
     def report(self, sequence: int) -> ReportWorker:
@@ -46,8 +47,8 @@ class ReportCollector:
             cached = tuple(key for key, added in events.items() if added)
             dropped = tuple(key for key, added in events.items() if not added)
         return ReportWorker(
-            name=self._info.name,
-            incarnation=self._info.incarnation,
+            name=self._name,
+            incarnation=self._incarnation,
             sequence=sequence,
             load=self.load(),
             cached=cached,
@@ -72,18 +73,20 @@ def _drain(samples: deque[T]) -> tuple[T, ...]:
 
 
 class WorkerReporter:
-    """`collect` makes report number `sequence` on the engine's thread."""
+    """`collect` makes report number `sequence` on the engine's thread; `info` tells who the worker is now, and
+    `on_assigned` gets the role that the conductor wants it to take."""
 
     def __init__(
         self,
         address: str,
-        info: WorkerInfo,
+        info: Callable[[], WorkerInfo],
         collect: Callable[[int], Awaitable[ReportWorker]],
         must_start_over: Callable[[], bool],
         interval_s: float,
+        on_assigned: Callable[[AssignedRole], None],
     ) -> None:
         self._address, self._info, self._collect = address, info, collect
-        self._must_start_over = must_start_over
+        self._must_start_over, self._on_assigned = must_start_over, on_assigned
         self._interval_s = interval_s
         self.registered = asyncio.Event()
 
@@ -93,8 +96,8 @@ class WorkerReporter:
             self._address,
             CONDUCTOR_SERVICE,
             [self._report],
-            name=self._info.name,
-            incarnation=self._info.incarnation,
+            name=self._info().name,
+            incarnation=self._info().incarnation,
             backoff=Backoff(_RECONNECT_S, _RECONNECT_S),
             on_lost=self._on_lost,
         )
@@ -107,15 +110,19 @@ class WorkerReporter:
         self.registered.clear()
 
     async def _report(self, client: AsyncClient) -> None:
-        """Register and send reports. Return when events were dropped: then a new registration has to list all keys."""
-        await client.call(RegisterWorker(info=self._info))
+        """Register and send reports. Return when a new registration is needed: events were dropped, so all keys have to
+        be listed, or the role has changed."""
+        info = self._info()
+        await client.call(RegisterWorker(info=info))
         sequence, silent_s = 1, 0.0
         load: WorkerLoad | None = None
-        while sequence == 1 or not self._must_start_over():
+        while sequence == 1 or not (self._must_start_over() or self._info() != info):
             report = await self._collect(sequence)
             silent_s += self._interval_s
             if _has_news(report) or report.load != load or silent_s >= _HEARTBEAT_S:
-                await client.call(report)
+                assigned = await client.call(report)
+                if assigned is not None:
+                    self._on_assigned(assigned)
                 sequence, silent_s, load = sequence + 1, 0.0, report.load
                 self.registered.set()
             await asyncio.sleep(self._interval_s)

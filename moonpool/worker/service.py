@@ -1,6 +1,7 @@
 """A worker process: builds the engine, serves worker/messages.py, reports to the conductor.
 
-Both roles use the same parts; the role decides which calls are answered and what happens around a step.
+Every worker can do both roles (roles.py). The one it has is state: it decides which requests the conductor sends, and
+the conductor may ask for the other one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, TypeVar
 from prometheus_client import CollectorRegistry
 
 from moonpool.base.clock import SystemClock
-from moonpool.base.cluster import WORKER_SERVICE, ReportWorker, WorkerInfo, WorkerRole
+from moonpool.base.cluster import WORKER_SERVICE, AssignedRole, ReportWorker, WorkerInfo, WorkerRole
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import InvalidInput, NotFound
 from moonpool.base.limits import CorePresence
@@ -56,6 +57,7 @@ from moonpool.worker.messages import (
 from moonpool.worker.metrics import Samples, WorkerCollector
 from moonpool.worker.prefill import PrefillRole
 from moonpool.worker.reporter import ReportCollector, WorkerReporter
+from moonpool.worker.roles import BothRoles
 
 _LOG = logging.getLogger(__name__)
 _PAGE_LOCK_S = 10.0  # of a GPU worker's start, for the pool's memory; about 40 GB
@@ -73,6 +75,7 @@ class Worker:
         self._server: RpcServer | None = None
         self._address = ""
         self._writers: set[RpcPeer] = set()
+        self._assigned = AssignedRole(role=WorkerRole(config.role), fixed=not config.elastic)
 
     async def start(self) -> str:
         """Load the model and serve; return the address once the conductor knows this worker."""
@@ -90,8 +93,8 @@ class Worker:
         self._loop.start()
         reporter = self._make_reporter(built)
         self._tasks.append(asyncio.create_task(reporter.run(), name="reporter"))
-        if isinstance(self._role, PrefillRole) and self.config.calibration_s > 0:
-            self._tasks.append(asyncio.create_task(self._keep_measuring(self._role), name="pool probe"))
+        if self._is_prefill_at_first and self.config.calibration_s > 0:
+            self._tasks.append(asyncio.create_task(self._keep_measuring(), name="pool probe"))
         if self.config.threads is None and self.config.gpu is None:
             self._tasks.append(asyncio.create_task(follow_share(threads, presence, self._loop.post), name="cores"))
         await reporter.registered.wait()
@@ -137,14 +140,15 @@ class Worker:
         own.callback(self._queue.close)
         self._samples = Samples()
         self._reservations = Reservations(built.scheduler.pages, self._stamp)
-        self._role = self._make_prefill(built, identity) if config.role == "prefill" else self._make_decode(built)
+        self._prefill, self._decode = self._make_prefill(built, identity), self._make_decode(built)
+        roles = BothRoles(self._prefill, self._decode)
         self._loop = EngineLoop(
-            Engine(built.scheduler, built.runner, self._role),
-            on_step=self._role.on_step,
-            at_boundary=self._role.at_boundary,
+            Engine(built.scheduler, built.runner, roles),
+            on_step=roles.on_step,
+            at_boundary=roles.at_boundary,
             on_fatal=lambda error: os._exit(EXIT_BUG),  # the launcher restarts the process
         )
-        self._role.loop = self._loop
+        self._prefill.loop = self._decode.loop = self._loop
         own.callback(self._loop.close)
         self.registry = CollectorRegistry()
         self.registry.register(WorkerCollector(self.stats))
@@ -174,24 +178,29 @@ class Worker:
             repeats=1 if self.config.gpu is None else 2,
         )
         if self.config.calibration_s > 0:
-            if isinstance(self._role, PrefillRole):
+            if self._is_prefill_at_first:
                 self._samples.prefills.extend(run.prefills())
                 if self._samples.prefills:  # the last run is the longest; the samples go to the conductor
-                    self._role.calibrate(self._samples.prefills[-1])
+                    self._prefill.calibrate(self._samples.prefills[-1])
             else:
                 self._samples.decodes.extend(run.decodes())
             built.runner.kv.clear(list(range(run.num_pages_used)))
         if isinstance(built.pieces, DevicePieces):  # after the runs: meanwhile every call of the driver is slow
             self._store.page_lock_local(_PAGE_LOCK_S)
         if self.config.calibration_s > 0:
-            if self.config.role == "prefill":
+            if self._is_prefill_at_first:
                 self._samples.pulls.extend(self._probe.measure())
             _LOG.info("calibrated with %d runs", len(self._samples.prefills) + len(self._samples.decodes))
 
-    async def _keep_measuring(self, role: PrefillRole) -> None:
+    @property
+    def _is_prefill_at_first(self) -> bool:
+        """Workers measure what their first role needs; the conductor's cost models are the same for all workers."""
+        return self.config.role == "prefill"
+
+    async def _keep_measuring(self) -> None:
         pulls = self._samples.pulls
         await self._probe.keep_measuring(
-            lambda found: self._loop.post(lambda: pulls.extend(found)), lambda: role.last_pull_s
+            lambda found: self._loop.post(lambda: pulls.extend(found)), lambda: self._prefill.last_pull_s
         )
 
     def _make_prefill(self, built: Built, identity: bytes) -> PrefillRole:
@@ -238,11 +247,11 @@ class Worker:
             fence.stamp(*layout.page(page), generation)
         fence.limit = generation  # generations rise, so no greater one was granted
 
-    def _make_reporter(self, built: Built) -> WorkerReporter:
+    def _info(self, built: Built) -> WorkerInfo:
         config = self.config
-        info = WorkerInfo(
+        return WorkerInfo(
             name=config.name,
-            role=WorkerRole(config.role),
+            role=self._assigned.role,
             address=self._address,
             incarnation=self.incarnation,
             identity=built.identity.digest(),
@@ -253,33 +262,44 @@ class Worker:
             page_nbytes=built.layout.page_nbytes,
             num_layers=built.layout.num_layers,
             step_tokens=config.step_tokens,
+            fixed=self._assigned.fixed,
         )
-        collector = ReportCollector(info, built.scheduler, self._samples)
+
+    def _make_reporter(self, built: Built) -> WorkerReporter:
+        config = self.config
+        collector = ReportCollector(config.name, self.incarnation, built.scheduler, self._samples)
 
         async def collect(sequence: int) -> ReportWorker:
             return await asyncio.wrap_future(self._loop.call(lambda: collector.report(sequence)))
 
         return WorkerReporter(
-            config.conductor_address, info, collect, collector.must_start_over, config.report_interval_s
+            config.conductor_address,
+            lambda: self._info(built),
+            collect,
+            collector.must_start_over,
+            config.report_interval_s,
+            self._take_role,
         )
+
+    def _take_role(self, assigned: AssignedRole) -> None:
+        """Take the role that the conductor asks for. What was begun in the old one goes on to its end."""
+        if assigned.role is not self._assigned.role:
+            _LOG.info("is a %s worker from now on", assigned.role)
+        self._assigned = assigned
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
     def _handlers(self) -> dict[type[Call[Any]], Callable[[Any, RpcPeer], Any]]:
-        handlers: dict[type[Call[Any]], Callable[[Any, RpcPeer], Any]] = {
+        return {
             GetStats: lambda call, peer: self._ask_stats(),
             PieceChecksums: lambda call, peer: self._piece_checksums(call.key),
             GetMetrics: lambda call, peer: [*snapshot(self.registry), *process_metrics()],
+            Prefill: lambda call, peer: self._prefill.prefill(self._checked(call)),
+            Decode: lambda call, peer: self._decode.decode(self._checked(call).spec),
+            OpenHandoff: self._open_handoff,
+            CommitHandoff: lambda call, peer: self._decode.commit_handoff(call),
+            AbortHandoff: lambda call, peer: self._decode.abort_handoff(call),
         }
-        role = self._role
-        if isinstance(role, PrefillRole):
-            handlers[Prefill] = lambda call, peer: role.prefill(self._checked(call))
-        else:
-            handlers[Decode] = lambda call, peer: role.decode(self._checked(call).spec)
-            handlers[OpenHandoff] = self._open_handoff
-            handlers[CommitHandoff] = lambda call, peer: role.commit_handoff(call)
-            handlers[AbortHandoff] = lambda call, peer: role.abort_handoff(call)
-        return handlers
 
     def _checked(self, call: _C) -> _C:
         """Return the call. Raise InvalidInput for token ids that the model does not have: they would crash a GPU."""
@@ -289,16 +309,14 @@ class Worker:
         return call
 
     async def _open_handoff(self, call: OpenHandoff, peer: RpcPeer) -> None:
-        role = self._role
-        assert isinstance(role, DecodeRole)
         if peer not in self._writers:
             self._writers.add(peer)
-            peer.on_close(lambda: self._writer_gone(role, peer))
-        await role.open_handoff(call, peer)
+            peer.on_close(lambda: self._writer_gone(peer))
+        await self._decode.open_handoff(call, peer)
 
-    def _writer_gone(self, role: DecodeRole, peer: RpcPeer) -> None:
+    def _writer_gone(self, peer: RpcPeer) -> None:
         self._writers.discard(peer)
-        role.writer_gone(peer)
+        self._decode.writer_gone(peer)
 
     async def _piece_checksums(self, key: bytes) -> bytes:
         built = self._built
@@ -320,7 +338,7 @@ class Worker:
         scheduler, counters = self._built.scheduler, self._store.counters()
         return WorkerStats(
             name=self.config.name,
-            role=self.config.role,
+            role=self._assigned.role,
             incarnation=self.incarnation,
             pid=os.getpid(),
             num_pages=scheduler.pages.num_pages,

@@ -92,7 +92,8 @@ class TinyWorker(Worker):
 
     @property
     def role(self) -> Any:
-        return self._role
+        """The one that it started with."""
+        return self._prefill if self.config.role == "prefill" else self._decode
 
     @property
     def pages(self) -> PageManager:
@@ -121,8 +122,8 @@ class TinyWorker(Worker):
         return self._queue._num_handoffs > 0
 
     def is_idle(self) -> bool:
-        stats, role = self.stats(), self.role
-        nothing_left = not (getattr(role, "_prompts", None) or getattr(role, "_streams", None))
+        stats = self.stats()
+        nothing_left = not (self._prefill._prompts or self._decode._streams)
         is_quiet = (stats.reserved_pages, stats.num_waiting, stats.num_running) == (0, 0, 0)
         return nothing_left and is_quiet and stats.free_pages == stats.num_pages and not len(self._queue)
 

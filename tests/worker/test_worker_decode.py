@@ -11,7 +11,7 @@ import pytest
 
 from moonpool.base.clock import VirtualClock
 from moonpool.base.descriptor import SegmentDescriptor
-from moonpool.base.errors import MoonpoolError
+from moonpool.base.errors import MoonpoolError, Unavailable
 from moonpool.engine.blocks import PageManager
 from moonpool.engine.kv_memory import KvLayout
 from moonpool.engine.scheduler import Scheduler, SchedulerConfig
@@ -80,8 +80,21 @@ class RememberingPool:
         self.puts += [(block.key, bytes(self._pieces.piece(page, 0))) for page, block in blocks.items()]
 
 
+def spec_of(name: str, num_tokens: int, timeout_s: float = 5.0) -> RequestSpec:
+    return RequestSpec(
+        request_id=name,
+        epoch=1,
+        tokens=list(range(num_tokens)),
+        num_prompt_tokens=num_tokens,
+        root=bytes(32),
+        params=SamplingParams(max_tokens=4),
+        timeout_s=timeout_s,
+    )
+
+
 class Bench:
     def __init__(self) -> None:
+        self.clock = VirtualClock()
         self.pages = PageManager(LAYOUT.num_pages, LAYOUT.block_tokens)
         self.scheduler = Scheduler(SchedulerConfig(64, 8, 32), self.pages)
         self.memory = memoryview(bytearray(LAYOUT.total_nbytes))
@@ -97,27 +110,30 @@ class Bench:
             queue=cast(SendQueue, self.queue),
             samples=Samples(),
             describe=lambda: ("unix:/d", segment),
-            clock=VirtualClock(),
+            clock=self.clock,
         )
         self.role.loop = cast(EngineLoop, self.loop)
+        self.failures: dict[str, MoonpoolError] = {}  # of follow(), by request
 
     def ask(self, name: str, num_tokens: int = 8, timeout_s: float = 5.0) -> asyncio.Task[DecodeItem]:
-        spec = RequestSpec(
-            request_id=name,
-            epoch=1,
-            tokens=list(range(num_tokens)),
-            num_prompt_tokens=num_tokens,
-            root=bytes(32),
-            params=SamplingParams(max_tokens=4),
-            timeout_s=timeout_s,
-        )
-
         async def first() -> DecodeItem:
-            async for item in self.role.decode(spec):
+            async for item in self.role.decode(spec_of(name, num_tokens, timeout_s)):
                 return item
             raise AssertionError("a stream begins with its ticket")
 
         return asyncio.create_task(first())
+
+    def follow(self, name: str, num_tokens: int) -> asyncio.Task[None]:
+        """Keep the stream open; its error goes to `failures`."""
+
+        async def read() -> None:
+            try:
+                async for _ in self.role.decode(spec_of(name, num_tokens)):
+                    pass
+            except MoonpoolError as error:
+                self.failures[name] = error
+
+        return asyncio.create_task(read())
 
     async def settle(self) -> None:
         """Lets the event loop do all it can."""
@@ -188,6 +204,38 @@ async def test_a_preempted_request_gets_its_pages_before_new_ones(bench: Bench) 
     assert (await asking).ticket is not None
     bench.loop.run_posted()
     bench.scheduler.check_integrity()
+
+
+async def test_reserved_pages_are_given_up_when_waiting_requests_cannot_go_on_without_them(bench: Bench) -> None:
+    """Else two workers that change their roles may wait for each other's pages for ever."""
+    streams = [bench.follow("old", 8), bench.follow("new", 8), bench.follow("written", 12)]
+    await bench.settle()
+    bench.loop.run_posted()
+    await bench.settle()
+    bench.reservations.open("written", 1, 3, "a prefill worker")
+    prompt = RequestSequence("prompt/1", list(range(8)), SamplingParams(max_tokens=1), root=bytes(32), block_tokens=4)
+    bench.scheduler.add(prompt)
+    assert bench.scheduler.schedule() == [], "one page is free"
+    bench.role.at_boundary()
+    bench.clock.advance(1.9)
+    bench.role.at_boundary()
+    await bench.settle()
+    assert bench.failures == {}, "not at once: a prefill may be about to begin"
+    bench.clock.advance(0.2)
+    bench.role.at_boundary()
+    await bench.settle()
+    assert list(bench.failures) == ["new"], "one at a time, the newest first"
+    assert isinstance(bench.failures["new"], Unavailable), "the front end tries another worker"
+    bench.loop.run_posted()
+    assert [chunk.request_id for chunk in bench.scheduler.schedule()] == ["prompt/1"]
+    bench.role.begin_step([])
+    bench.clock.advance(9)
+    bench.role.at_boundary()
+    await bench.settle()
+    assert list(bench.failures) == ["new"], "it goes on"
+    for stream in streams:
+        stream.cancel()
+    await asyncio.wait(streams)
 
 
 async def test_a_block_put_twice_is_held_until_the_second_put_is_done(bench: Bench) -> None:

@@ -46,6 +46,11 @@ class Backlog:
             return 0.0, 0.0, 0.0
         return self._total_s, next(iter(self._work_s.values())), self._head_since_s
 
+    def wait_s(self, now_s: float) -> float:
+        """Return the work ahead of a new request; a head that takes longer than predicted counts as about to end."""
+        total_s, head_s, since_s = self.terms
+        return max(0.0, total_s - min(now_s - since_s, head_s))
+
 
 class Slots:
     """Allocates slots, the lowest free one first.

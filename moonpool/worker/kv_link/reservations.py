@@ -117,6 +117,11 @@ class Reservations:
             if found.writer == writer and not found.committing:
                 self._release(found)
 
+    def newest_without_writer(self) -> Incoming | None:
+        """Return the newest reservation that no writer has opened; None if all have one."""
+        idle = [found for found in self._open.values() if found.writer is None and not found.committing]
+        return max(idle, key=lambda found: found.generation, default=None)
+
     def _find(self, request_id: str, epoch: int, generation: int) -> Incoming:
         found = self._open.get(request_id)
         if found is None or (found.epoch, found.generation) != (epoch, generation) or found.committing:

@@ -1,0 +1,109 @@
+"""When a worker changes its role: the elastic rule. Pure.
+
+The load of each role is its pressure: 1 means that its target is just met. Of prefill workers it is the work that waits
+for each, relative to the target of the time to first token; of decode workers the predicted time between tokens
+relative to its target, or the share of places or pages in use if that is more. A worker moves when that lowers the
+higher of the two pressures by a fifth or more, the rule has said so for `HOLD_S`, and the last move is `REST_S` ago:
+loads that swing faster than roles can follow move nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from moonpool.base.cluster import WorkerRole
+from moonpool.conductor.admission.forms import AdmissionConfig
+from moonpool.conductor.registration import Registration
+
+HOLD_S = 2.0
+REST_S = 5.0
+_BUSY = 0.7  # with a lower pressure nothing moves: admission keeps pressures from rising much above 1
+_GAIN = 0.8  # of the higher pressure, that a move must leave at most
+_TTFT_S = 2.0  # the target if there is none
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterLoad:
+    """What all workers of both roles have to do, each sum independent of how many workers there are."""
+
+    num_prefill: int = 0
+    num_decode: int = 0
+    work_s: float = 0.0  # predicted, of prompts that wait or are computed
+    num_seqs: int = 0  # that decode, or will after their prefill
+    kv_tokens: int = 0
+    used_pages: int = 0
+    max_num_seqs: int = 1  # of one worker
+    num_pages: int = 1  # of one worker
+
+    @classmethod
+    def of(cls, workers: Iterable[Registration], now_s: float) -> ClusterLoad:
+        everyone = list(workers)
+        prefills = [worker for worker in everyone if worker.is_prefill]
+        decodes = [worker for worker in everyone if not worker.is_prefill]
+        loads = [worker.decode_load for worker in decodes]
+        return cls(
+            num_prefill=len(prefills),
+            num_decode=len(decodes),
+            work_s=sum(worker.backlog.wait_s(now_s) for worker in prefills),
+            num_seqs=sum(load.num_seqs for load in loads),
+            kv_tokens=sum(load.kv_tokens for load in loads),
+            used_pages=sum(
+                worker.info.num_pages - load.free_pages for worker, load in zip(decodes, loads, strict=True)
+            ),
+            max_num_seqs=max((worker.info.max_num_seqs for worker in decodes), default=1),
+            num_pages=max((worker.info.num_pages for worker in decodes), default=1),
+        )
+
+
+class ElasticRule:
+    """`step_s` predicts the time between tokens of a batch from its sequences and its KV tokens."""
+
+    def __init__(self, targets: AdmissionConfig, step_s: Callable[[float, float], float]) -> None:
+        self._ttft_s, self._tbt_s = targets.ttft_slo_s or _TTFT_S, targets.tbt_slo_s
+        self._step_s = step_s
+        self._wanted: WorkerRole | None = None
+        self._since_s = 0.0  # how long it is wanted
+        self._moved_s: float | None = None
+
+    def pressure(self, load: ClusterLoad, role: WorkerRole, num_workers: int) -> float:
+        """Return the pressure of a role if that many workers had to do its work."""
+        if role is WorkerRole.PREFILL:
+            return load.work_s / num_workers / self._ttft_s
+        per_worker = load.num_seqs / num_workers
+        used = max(per_worker / load.max_num_seqs, load.used_pages / num_workers / load.num_pages)
+        if self._tbt_s is None or not load.num_seqs:
+            return used
+        return max(used, self._step_s(per_worker, load.kv_tokens / num_workers) / self._tbt_s)
+
+    def decide(self, load: ClusterLoad, now_s: float) -> WorkerRole | None:
+        """Return the role that one worker of the other role should take now; None: nothing moves."""
+        wanted = self._best(load)
+        if wanted is not self._wanted:
+            self._wanted, self._since_s = wanted, now_s
+        rested = self._moved_s is None or now_s - self._moved_s >= REST_S
+        if wanted is None or now_s - self._since_s < HOLD_S or not rested:
+            return None
+        self._wanted, self._moved_s = None, now_s
+        return wanted
+
+    def _best(self, load: ClusterLoad) -> WorkerRole | None:
+        """Return the role whose gain of a worker lowers the higher pressure enough; None if neither does."""
+        numbers = {WorkerRole.PREFILL: load.num_prefill, WorkerRole.DECODE: load.num_decode}
+        if not all(numbers.values()):
+            return None
+        now = {role: self.pressure(load, role, number) for role, number in numbers.items()}
+        gaining = max(now, key=lambda role: now[role])
+        losing = WorkerRole.DECODE if gaining is WorkerRole.PREFILL else WorkerRole.PREFILL
+        if numbers[losing] < 2 or now[gaining] < _BUSY:
+            return None
+        after = max(
+            self.pressure(load, gaining, numbers[gaining] + 1), self.pressure(load, losing, numbers[losing] - 1)
+        )
+        return gaining if after <= _GAIN * now[gaining] else None
+
+
+def least_busy(workers: Iterable[Registration], role: WorkerRole, now_s: float) -> Registration | None:
+    """Return the worker of the role that may change it and has the least to end before; None if all are fixed."""
+    movable = [worker for worker in workers if worker.info.role is role and not worker.info.fixed]
+    return min(movable, key=lambda worker: (worker.backlog.wait_s(now_s), worker.decode_load.kv_tokens), default=None)

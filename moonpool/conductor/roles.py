@@ -1,0 +1,70 @@
+"""Which role each worker should have: what a person has said, and what the elastic rule has decided. Pure.
+
+A worker keeps its role itself and registers with it, so a conductor that starts again learns it from the workers. The
+conductor asks for a change in its answer to a worker's report; the worker then registers again in the new role.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+
+from moonpool.base.cluster import AssignedRole, WorkerInfo, WorkerRole
+from moonpool.base.errors import InvalidInput, NotFound
+from moonpool.conductor.elastic import ClusterLoad, ElasticRule, least_busy
+from moonpool.conductor.registration import Registration
+
+_LOG = logging.getLogger(__name__)
+
+
+class RoleAssignments:
+    """The last assignment of each worker, by its name: a worker that is started again gets it again."""
+
+    def __init__(self, rule: ElasticRule) -> None:
+        self._rule = rule
+        self._assigned: dict[str, AssignedRole] = {}
+        self.num_moved = 0  # by the rule
+
+    def assign(self, name: str, role: WorkerRole | None, workers: Collection[WorkerInfo]) -> None:
+        """Ask a worker to take this role and keep it; None: keep its current role, and let the rule change it.
+
+        Raise NotFound for an unknown worker, InvalidInput if no other worker would have its current role.
+        """
+        info = next((one for one in workers if one.name == name), None)
+        if info is None:
+            names = ", ".join(sorted(one.name for one in workers)) or "none"
+            raise NotFound(f"no worker {name!r} is registered; there are: {names}")
+        current = self._role_of(info)
+        if role is not None and role is not current:
+            others = [one for one in workers if one.name != name and self._role_of(one) is current]
+            if not others:
+                raise InvalidInput(
+                    f"{name} is the only {current} worker: start another one, or give another worker that role first"
+                )
+        self._assigned[name] = AssignedRole(role=role or current, fixed=role is not None)
+
+    def rebalance(self, workers: Collection[Registration], now_s: float) -> None:
+        """Ask one worker to change its role, if the rule says so. Nothing moves while a change is under way."""
+        if all(worker.info.fixed for worker in workers) or any(self.answer(worker.info) for worker in workers):
+            return
+        gaining = self._rule.decide(ClusterLoad.of(workers, now_s), now_s)
+        if gaining is None:
+            return
+        losing = WorkerRole.DECODE if gaining is WorkerRole.PREFILL else WorkerRole.PREFILL
+        worker = least_busy(workers, losing, now_s)
+        if worker is not None:
+            _LOG.info("%s becomes a %s worker", worker.info.name, gaining)
+            self._assigned[worker.info.name] = AssignedRole(role=gaining, fixed=False)
+            self.num_moved += 1
+
+    def answer(self, info: WorkerInfo) -> AssignedRole | None:
+        """Return what the worker has to change; None: nothing."""
+        assigned = self._assigned.get(info.name)
+        if assigned is None or (assigned.role, assigned.fixed) == (info.role, info.fixed):
+            return None
+        return assigned
+
+    def _role_of(self, info: WorkerInfo) -> WorkerRole:
+        """Return the role that the worker has, or is about to have."""
+        assigned = self._assigned.get(info.name)
+        return assigned.role if assigned is not None else info.role

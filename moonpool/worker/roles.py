@@ -1,0 +1,47 @@
+"""Both roles of a worker around one engine: prompts and answers share its steps, its pages and its queue.
+
+Which role a worker has says what the conductor sends it. A worker that changes its role ends what it has begun in the
+old one, so a step may hold prompts and answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from moonpool.engine.engine import StepFailure, StepOutput
+from moonpool.engine.runner import LayerHooks
+from moonpool.engine.sequence import AdmittedSequence, Chunk, FullBlock
+from moonpool.worker.decode import DecodeRole
+from moonpool.worker.prefill import PrefillRole
+
+
+class BothRoles:
+    """The engine's StepLink: gives each role its part of a step. On the engine's thread."""
+
+    def __init__(self, prefill: PrefillRole, decode: DecodeRole) -> None:
+        self._prefill, self._decode = prefill, decode
+        self._has_prompts = False  # the current step
+
+    def at_boundary(self) -> None:
+        self._decode.at_boundary()
+
+    def begin_step(self, chunks: Sequence[Chunk], admitted: Sequence[AdmittedSequence]) -> LayerHooks | None:
+        """Without a prompt in the step there are no hooks, so that a GPU can launch it as a whole."""
+        self._has_prompts = any(self._prefill.has(chunk.request_id) for chunk in chunks)
+        self._decode.begin_step(() if self._has_prompts else chunks)
+        if not self._has_prompts:
+            return None
+        return self._prefill.begin_step(chunks, [entry for entry in admitted if self._prefill.has(entry.request_id)])
+
+    def end_step(self) -> Mapping[str, int]:
+        return self._prefill.end_step() if self._has_prompts else {}
+
+    def completed(self, full_blocks: Sequence[FullBlock]) -> None:
+        """Put the blocks of answers to the pool; those of prompts are on their way already."""
+        self._decode.completed([block for block in full_blocks if not self._prefill.has(block.request_id)])
+
+    def on_step(self, outputs: Sequence[StepOutput | StepFailure]) -> None:
+        answers = [out for out in outputs if not self._prefill.has(out.request_id)]
+        if self._has_prompts:
+            self._prefill.on_step([out for out in outputs if self._prefill.has(out.request_id)])
+        self._decode.on_step(answers)

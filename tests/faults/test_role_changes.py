@@ -1,0 +1,116 @@
+"""Workers change their roles under load: no request is lost, repeated or different, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+from tiny_cluster import Oracle, TinyCluster, greedy, prompt_of, tiny_cluster
+
+from moonpool.base.cluster import CONDUCTOR_SERVICE, WorkerRole
+from moonpool.base.errors import InvalidInput, NotFound
+from moonpool.base.rpc import AsyncClient
+from moonpool.conductor.messages import SetRole
+
+PARAMS = greedy(12)
+NUM_CLIENTS = 6
+
+
+def roles(cluster: TinyCluster) -> dict[str, WorkerRole]:
+    return {info.name: info.role for info in cluster.conductor._state.workers}
+
+
+async def set_role(cluster: TinyCluster, worker: str, role: WorkerRole | None) -> None:
+    client = await AsyncClient.connect(cluster._at("c.sock"), CONDUCTOR_SERVICE, name="test")
+    try:
+        await client.call(SetRole(worker=worker, role=role))
+    finally:
+        client.close()
+
+
+async def change(cluster: TinyCluster, worker: str, role: WorkerRole) -> None:
+    await set_role(cluster, worker, role)
+    await cluster.until(lambda: roles(cluster).get(worker) is role, f"{worker} is {role}")
+
+
+def pick(current: dict[str, WorkerRole], rng: random.Random) -> tuple[str, WorkerRole]:
+    """A worker and its other role, so that each role keeps a worker."""
+    common = [role for role in WorkerRole if list(current.values()).count(role) > 1]
+    name = rng.choice(sorted(name for name, role in current.items() if role in common))
+    return name, WorkerRole.DECODE if current[name] is WorkerRole.PREFILL else WorkerRole.PREFILL
+
+
+async def client(cluster: TinyCluster, oracle: Oracle, number: int, done: asyncio.Event) -> int:
+    """Sends requests until it is told to stop, each with a prefix that others share; returns how many."""
+    rng, count = random.Random(number), 0
+    while not done.is_set():
+        prompt = prompt_of(32, rng.randrange(3)) + prompt_of(rng.randrange(1, 60), 100 * number + count)
+        answer = await cluster.generate(prompt, PARAMS)
+        assert answer.tokens == oracle(prompt, PARAMS)
+        assert answer.num_attempts == 1, "a change of roles is no failure"
+        count += 1
+    return count
+
+
+@pytest.mark.parametrize("num_pages", [48, 20])
+async def test_twenty_changes_under_load(tiny_model: str, oracle: Oracle, num_pages: int) -> None:
+    """With few pages, sequences are preempted while roles change."""
+    rng, done = random.Random(num_pages), asyncio.Event()
+    async with tiny_cluster(
+        tiny_model, num_prefill=2, num_decode=2, prefill_pages=num_pages, decode_pages=num_pages
+    ) as cluster:
+        async with asyncio.TaskGroup() as group:
+            clients = [group.create_task(client(cluster, oracle, number, done)) for number in range(NUM_CLIENTS)]
+            for _ in range(20):
+                await change(cluster, *pick(roles(cluster), rng))
+                await asyncio.sleep(rng.uniform(0.0, 0.1))
+            done.set()
+        assert sum(one.result() for one in clients) >= NUM_CLIENTS
+        served = {name: worker._samples.handoff_nbytes for name, worker in cluster.workers.items()}
+        assert all(nbytes > 0 for nbytes in served.values()), f"every worker has computed prompts: {served}"
+
+
+async def test_a_worker_keeps_its_pages_through_a_change(tiny_model: str, oracle: Oracle) -> None:
+    """Blocks of its time as a decode worker are found when it computes prompts, and not computed again."""
+    prompt = prompt_of(70)
+    async with tiny_cluster(tiny_model, num_prefill=2, num_decode=2) as cluster:
+        await change(cluster, "decode1", WorkerRole.PREFILL)  # one decode worker is left: it gets the request
+        await cluster.generate(prompt, PARAMS)
+        await change(cluster, "decode1", WorkerRole.DECODE)
+        await change(cluster, "decode0", WorkerRole.PREFILL)
+        await cluster.check_idle()
+        for name in ("prefill0", "prefill1", "decode1"):
+            await cluster.workers[name].on_engine(cluster.workers[name].pages.drop_cached)
+        state = cluster.conductor._state
+        await cluster.until(lambda: state.index.worker_blocks("decode0") > 0, "its blocks are known")
+        await cluster.until(lambda: not state.index.worker_blocks("prefill0"), "others' are gone")
+        answer = await cluster.generate(prompt, PARAMS)
+        assert answer.tokens == oracle(prompt, PARAMS)
+        assert answer.prefills[0].local_tokens == 64
+        assert answer.prefills[0].pool_tokens == 0
+
+
+async def test_a_conductor_that_starts_again_learns_the_roles(tiny_model: str) -> None:
+    async with tiny_cluster(tiny_model, num_prefill=2, num_decode=1) as cluster:
+        await change(cluster, "prefill1", WorkerRole.DECODE)
+        await cluster.connections.close()
+        await cluster.conductor.close()
+        await cluster.start_conductor()
+        await cluster.until(lambda: len(roles(cluster)) == 3, "all register again")
+        assert roles(cluster)["prefill1"] is WorkerRole.DECODE
+
+
+async def test_what_cannot_be(tiny_model: str) -> None:
+    async with tiny_cluster(tiny_model) as cluster:
+        with pytest.raises(NotFound, match="decode0, prefill0"):
+            await set_role(cluster, "nobody", WorkerRole.DECODE)
+        with pytest.raises(InvalidInput, match="only prefill worker"):
+            await set_role(cluster, "prefill0", WorkerRole.DECODE)
+        await set_role(cluster, "prefill0", None)
+
+        def is_elastic() -> bool:
+            return any(not info.fixed for info in cluster.conductor._state.workers)
+
+        await cluster.until(is_elastic, "the rule may change it")
+        assert roles(cluster)["prefill0"] is WorkerRole.PREFILL
