@@ -117,7 +117,8 @@ def _worker_lines(workers: Sequence[WorkerStatus] | None) -> list[str]:
     for each in workers:
         info, load = each.info, each.load
         pages = f"{load.free_pages:,} of {info.num_pages:,} KV pages free"
-        lines.append(f"  {info.name}  {info.role}, {load.num_running} running, {load.num_waiting} waiting, {pages}")
+        role = info.role if info.fixed else f"{info.role} (elastic)"
+        lines.append(f"  {info.name}  {role}, {load.num_running} running, {load.num_waiting} waiting, {pages}")
     return lines
 
 

@@ -28,6 +28,8 @@ class ConductorCollector(Collector):
         for worker in state.status():
             workers.add_metric([worker.info.name], worker.assigned)
         yield workers
+        moved = "Changes of a worker's role by the elastic rule"
+        yield CounterMetricFamily("moonpool_conductor_role_changes", moved, state.roles.num_moved)
         yield from self._gauges()
         yield from self._admission()
         yield from self._prediction_errors()

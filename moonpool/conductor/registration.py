@@ -13,7 +13,7 @@ from moonpool.conductor.messages import WorkerRef, WorkerStatus
 from moonpool.conductor.placement.tables import Backlog
 
 
-class DecodeLoad(NamedTuple):
+class DecodeBatch(NamedTuple):
     """A decode worker's batch, including requests that are still at their prefill worker."""
 
     num_seqs: int
@@ -53,11 +53,11 @@ class Registration:
         return DecodeNow(max(self.num_joined, load.num_running), max(self.joined_tokens, load.running_tokens))
 
     @property
-    def decode_load(self) -> DecodeLoad:
+    def decode_load(self) -> DecodeBatch:
         """The larger of what was sent to the worker and what it reports: reports lag, and the worker may have requests
         that this conductor does not know."""
         load = self.load
-        return DecodeLoad(
+        return DecodeBatch(
             num_seqs=max(self.num_decoding, load.num_running + load.num_waiting),
             kv_tokens=max(self.decoding_tokens, load.running_tokens),
             free_pages=min(load.free_pages, self.info.num_pages - self.decoding_pages),

@@ -53,6 +53,8 @@ class ServeConfig:
     block_tokens: int = WorkerConfig.block_tokens  # tokens per KV block
     max_batch_tokens: int | None = None  # tokens a worker computes per step; default: 512, on a GPU 8192
     max_num_seqs: int = WorkerConfig.max_num_seqs  # sequences a worker runs at the same time
+    # let workers change between prefill and decode as the load moves; --prefill and --decode say how they start
+    elastic: bool = WorkerConfig.elastic
     max_model_len: int | None = None  # longest prompt plus answer in tokens; default: the model's limit
     # type of weights and activations, and of KV if kv_dtype is not given; default: float32, with a GPU bfloat16
     dtype: DType | None = WorkerConfig.dtype
@@ -258,6 +260,7 @@ def _worker(config: ServeConfig, machine: MachinePlan, run_dir: Path, part: Work
         "block_tokens": config.block_tokens,
         "max_batch_tokens": config.max_batch_tokens,
         "max_num_seqs": config.max_num_seqs,
+        "elastic": config.elastic,
         "max_model_len": config.max_model_len,
         "dtype": config.weights_dtype,
         "kv_dtype": config.kv_dtype,
