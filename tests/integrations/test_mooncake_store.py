@@ -390,6 +390,21 @@ def test_what_cannot_be_read_does_not_exist_so_that_an_engine_does_not_ask_again
     assert len(caplog.records) == 1, "one line per outage"
 
 
+def test_a_put_whose_node_cannot_be_reached_or_is_gone_is_a_failed_transfer(
+    make_store: MakeStore, pool: LocalPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make_store()
+    assert store._session is not None
+    directory = store._session.client.directory
+    with monkeypatch.context() as gone:  # the master forgets the node between allotting its memory and the write
+        gone.setattr(directory, "_known", {})
+        gone.setattr(directory, "_list_segments", list)
+        assert [store.put("k", b"v"), store.upsert("u", b"v")] == [-800, -800]
+    assert store.put("k", b"v") == 0
+    pool.nodes[0]._engine.close()  # type: ignore[union-attr]  # as if it had died, before the master knows
+    assert [store.put("l", b"v"), store.put("m", bytes(300_000)), store.put_batch(["n"], [b"v"])] == [-800] * 3
+
+
 def test_an_outage_of_the_master_fails_calls_at_once_and_is_logged_once(
     make_store: MakeStore, pool: LocalPool, caplog: pytest.LogCaptureFixture
 ) -> None:

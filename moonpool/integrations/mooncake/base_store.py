@@ -191,6 +191,8 @@ class StoreBase:
         if not isinstance(outcome, MoonpoolError):
             return outcome or ErrorCode.OK
         self._log_error(f"{what} {key}", outcome)
+        if what == "put" and isinstance(outcome, NotFound):
+            return ErrorCode.TRANSFER_FAIL  # what was not found is the memory, which went away after it was allotted
         return transfer_code_of(outcome)
 
     def _log_error(self, what: str, error: MoonpoolError) -> None:
