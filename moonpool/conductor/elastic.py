@@ -20,6 +20,7 @@ HOLD_S = 2.0
 REST_S = 5.0
 _BUSY = 0.7  # with a lower pressure nothing moves: admission keeps pressures from rising much above 1
 _GAIN = 0.8  # of the higher pressure, that a move must leave at most
+_MOST = 4  # times the present workers, that are wanted at most
 _TTFT_S = 2.0  # the target if there is none
 
 
@@ -75,6 +76,13 @@ class ElasticRule:
         if self._tbt_s is None or not load.num_seqs:
             return used
         return max(used, self._step_s(per_worker, load.kv_tokens / num_workers) / self._tbt_s)
+
+    def wanted(self, load: ClusterLoad, role: WorkerRole) -> int:
+        """Return the number of workers that would bring the role's pressure down to that of a role that is not busy, at
+        most `_MOST` times as many as there are: for autoscalers."""
+        present = load.num_prefill if role is WorkerRole.PREFILL else load.num_decode
+        most = max(1, _MOST * present)
+        return next((number for number in range(1, most) if self.pressure(load, role, number) < _BUSY), most)
 
     def decide(self, load: ClusterLoad, now_s: float) -> WorkerRole | None:
         """Return the role that one worker of the other role should take now; None: nothing moves."""

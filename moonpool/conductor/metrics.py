@@ -7,15 +7,17 @@ from collections.abc import Callable, Iterator
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from moonpool.base.clock import Clock
 from moonpool.conductor.admission.forms import Cause
 from moonpool.conductor.request_queue import RequestQueue
 from moonpool.conductor.state import ConductorState
 
 
 class ConductorCollector(Collector):
-    def __init__(self, state: ConductorState, queue: RequestQueue, pool_connected: Callable[[], bool]) -> None:
-        self._state = state
-        self._queue = queue
+    def __init__(
+        self, state: ConductorState, queue: RequestQueue, clock: Clock, pool_connected: Callable[[], bool]
+    ) -> None:
+        self._state, self._queue, self._clock = state, queue, clock
         self._pool_connected = pool_connected
 
     def collect(self) -> Iterator[Metric]:
@@ -30,9 +32,25 @@ class ConductorCollector(Collector):
         yield workers
         moved = "Changes of a worker's role by the elastic rule"
         yield CounterMetricFamily("moonpool_conductor_role_changes", moved, state.roles.num_moved)
+        yield from self._scaling()
         yield from self._gauges()
         yield from self._admission()
         yield from self._prediction_errors()
+
+    def _scaling(self) -> Iterator[Metric]:
+        """For autoscalers: each role's load and how many workers it wants."""
+        texts = {
+            "workers": "Workers of a role",
+            "wanted_workers": "Workers of a role that would meet its target with some room",
+            "pressure": "Load of a role relative to its target; 1: the target is just met",
+        }
+        families = [
+            GaugeMetricFamily(f"moonpool_conductor_{name}", text, labels=["role"]) for name, text in texts.items()
+        ]
+        for role, scaling in self._state.roles.scaling(self._state.workers, self._clock.now_s()).items():
+            for family, value in zip(families, scaling, strict=True):
+                family.add_metric([role.value], value)
+        yield from families
 
     def _gauges(self) -> Iterator[Metric]:
         index, traffic = self._state.index, self._state.traffic

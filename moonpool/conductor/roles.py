@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
+from typing import NamedTuple
 
 from moonpool.base.cluster import AssignedRole, WorkerInfo, WorkerRole
 from moonpool.base.errors import InvalidInput, NotFound
@@ -15,6 +16,12 @@ from moonpool.conductor.elastic import ClusterLoad, ElasticRule, least_busy
 from moonpool.conductor.registration import Registration
 
 _LOG = logging.getLogger(__name__)
+
+
+class RoleScaling(NamedTuple):
+    num_workers: int
+    num_wanted: int
+    pressure: float  # 1: its target is just met
 
 
 class RoleAssignments:
@@ -25,18 +32,19 @@ class RoleAssignments:
         self._assigned: dict[str, AssignedRole] = {}
         self.num_moved = 0  # by the rule
 
-    def assign(self, name: str, role: WorkerRole | None, workers: Collection[WorkerInfo]) -> None:
+    def assign(self, name: str, role: WorkerRole | None, workers: Collection[Registration]) -> None:
         """Ask a worker to take this role and keep it; None: keep its current role, and let the rule change it.
 
         Raise NotFound for an unknown worker, InvalidInput if no other worker would have its current role.
         """
-        info = next((one for one in workers if one.name == name), None)
+        infos = [worker.info for worker in workers]
+        info = next((one for one in infos if one.name == name), None)
         if info is None:
-            names = ", ".join(sorted(one.name for one in workers)) or "none"
+            names = ", ".join(sorted(one.name for one in infos)) or "none"
             raise NotFound(f"no worker {name!r} is registered; there are: {names}")
         current = self._role_of(info)
         if role is not None and role is not current:
-            others = [one for one in workers if one.name != name and self._role_of(one) is current]
+            others = [one for one in infos if one.name != name and self._role_of(one) is current]
             if not others:
                 raise InvalidInput(
                     f"{name} is the only {current} worker: start another one, or give another worker that role first"
@@ -56,6 +64,15 @@ class RoleAssignments:
             _LOG.info("%s becomes a %s worker", worker.info.name, gaining)
             self._assigned[worker.info.name] = AssignedRole(role=gaining, fixed=False)
             self.num_moved += 1
+
+    def scaling(self, workers: Collection[Registration], now_s: float) -> dict[WorkerRole, RoleScaling]:
+        """Return what an autoscaler reads of each role."""
+        load = ClusterLoad.of(workers, now_s)
+        present = {WorkerRole.PREFILL: load.num_prefill, WorkerRole.DECODE: load.num_decode}
+        return {
+            role: RoleScaling(number, self._rule.wanted(load, role), self._rule.pressure(load, role, max(1, number)))
+            for role, number in present.items()
+        }
 
     def answer(self, info: WorkerInfo) -> AssignedRole | None:
         """Return what the worker has to change; None: nothing."""

@@ -92,7 +92,7 @@ class Conductor:
         self._front_ends: set[RpcPeer] = set()
         self._shared_metrics: _MetricsClaim | None = None
         self._server = self._make_server(silence_limits or SilenceLimits())
-        self.registry.register(ConductorCollector(self._state, queue, lambda: self.pool_connected))
+        self.registry.register(ConductorCollector(self._state, queue, self._clock, lambda: self.pool_connected))
 
     @property
     def pool_connected(self) -> bool:
@@ -110,7 +110,7 @@ class Conductor:
     async def _keep_balance(self) -> None:
         while True:
             await asyncio.sleep(_REBALANCE_S)
-            self._state.rebalance(self._clock.now_s())
+            self._state.roles.rebalance(self._state.workers, self._clock.now_s())
 
     async def close(self) -> None:
         """Idempotent."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from typing import NamedTuple
 
 from moonpool.base.cluster import AssignedRole, ReportWorker, WorkerInfo, WorkerLoad, WorkerRole
@@ -90,10 +90,6 @@ class ConductorState:
         return len(self._open)
 
     @property
-    def workers(self) -> list[WorkerInfo]:
-        return [worker.info for worker in self._workers.values()]
-
-    @property
     def block_tokens(self) -> int:
         return self._block_shape[0]
 
@@ -128,7 +124,7 @@ class ConductorState:
         """Add a worker. An earlier registration of that name is removed first, and its requests leave its queues. Raise
         IdentityMismatch if its KV differs from that of the other workers."""
         try:
-            check_parity(info, self.workers)
+            check_parity(info, [one.info for one in self._workers.values()])
         except IdentityMismatch:
             self.counters["refused_identity"] += 1
             raise
@@ -144,7 +140,8 @@ class ConductorState:
         return worker
 
     def _update_max_tokens(self) -> None:
-        self._max_tokens = max((info.num_pages * info.block_tokens for info in self.workers), default=0)
+        infos = [worker.info for worker in self._workers.values()]
+        self._max_tokens = max((info.num_pages * info.block_tokens for info in infos), default=0)
 
     def _add_worker(self, info: WorkerInfo) -> Registration:
         is_prefill = info.role is WorkerRole.PREFILL
@@ -196,9 +193,9 @@ class ConductorState:
             raise NotFound(f"reports of {call.name} before {call.sequence} are missing; register again")
         return self.roles.answer(worker.info)
 
-    def rebalance(self, now_s: float) -> None:
-        """Ask one worker to change its role, if the elastic rule says so."""
-        self.roles.rebalance(self._workers.values(), now_s)
+    @property
+    def workers(self) -> Collection[Registration]:
+        return self._workers.values()
 
     # requests
 

@@ -76,6 +76,15 @@ def test_without_targets_places_and_pages_count() -> None:
     assert rule.pressure(replace(QUIET, num_seqs=8, used_pages=180), DECODE, 2) == 0.9
 
 
+@pytest.mark.parametrize(
+    ("load", "prefill", "decode"),
+    [(QUIET, 1, 1), (LONG_PROMPTS, 6, 1), (LONG_ANSWERS, 1, 3), (replace(QUIET, work_s=999.0), 8, 1)],
+)
+def test_wanted_workers_are_as_many_as_bring_the_pressure_down(load: ClusterLoad, prefill: int, decode: int) -> None:
+    rule = make_rule()
+    assert (rule.wanted(load, PREFILL), rule.wanted(load, DECODE)) == (prefill, decode)
+
+
 loads = st.builds(
     ClusterLoad,
     num_prefill=st.integers(1, 6),
@@ -139,22 +148,22 @@ def test_fixed_workers_stay() -> None:
 
 
 def test_a_worker_that_starts_again_gets_its_role_again() -> None:
-    infos = [registered(name, PREFILL, fixed=True).info for name in ("a", "b")]
+    workers = [registered(name, PREFILL, fixed=True) for name in ("a", "b")]
     assignments = RoleAssignments(make_rule())
-    assignments.assign("a", DECODE, infos)
-    assigned = assignments.answer(infos[0])
+    assignments.assign("a", DECODE, workers)
+    assigned = assignments.answer(workers[0].info)
     assert assigned is not None
     assert (assigned.role, assigned.fixed) == (DECODE, True)
     moved = registered("a", DECODE, fixed=True).info
     assert assignments.answer(moved) is None
-    assert assignments.answer(infos[0]) == assigned
+    assert assignments.answer(workers[0].info) == assigned
 
 
 def test_the_last_worker_of_a_role_keeps_it() -> None:
-    infos = [registered("a", PREFILL).info, registered("b", PREFILL).info, registered("c", DECODE).info]
+    workers = [registered("a", PREFILL), registered("b", PREFILL), registered("c", DECODE)]
     assignments = RoleAssignments(make_rule())
-    assignments.assign("a", DECODE, infos)
+    assignments.assign("a", DECODE, workers)
     with pytest.raises(InvalidInput, match="b is the only prefill worker"):
-        assignments.assign("b", DECODE, infos)
+        assignments.assign("b", DECODE, workers)
     with pytest.raises(NotFound, match="a, b, c"):
-        assignments.assign("d", DECODE, infos)
+        assignments.assign("d", DECODE, workers)

@@ -18,7 +18,7 @@ NUM_CLIENTS = 6
 
 
 def roles(cluster: TinyCluster) -> dict[str, WorkerRole]:
-    return {info.name: info.role for info in cluster.conductor._state.workers}
+    return {worker.info.name: worker.info.role for worker in cluster.conductor._state.workers}
 
 
 async def set_role(cluster: TinyCluster, worker: str, role: WorkerRole | None) -> None:
@@ -71,6 +71,38 @@ async def test_twenty_changes_under_load(tiny_model: str, oracle: Oracle, num_pa
         assert all(nbytes > 0 for nbytes in served.values()), f"every worker has computed prompts: {served}"
 
 
+async def test_the_rule_moves_workers_to_the_role_that_is_short(
+    tiny_model: str, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts wait at the only prefill worker, while three decode workers have little to do."""
+    monkeypatch.setattr("moonpool.conductor.elastic._TTFT_S", 0.002)  # so small a model computes a prompt in that time
+    monkeypatch.setattr("moonpool.conductor.elastic.HOLD_S", 0.2)
+    monkeypatch.setattr("moonpool.conductor.elastic.REST_S", 0.5)
+    monkeypatch.setattr("moonpool.conductor.service._REBALANCE_S", 0.05)
+    async with tiny_cluster(tiny_model, num_prefill=1, num_decode=3, elastic=True) as cluster:
+        done = asyncio.Event()
+
+        async def send(number: int) -> None:
+            count = 0
+            while not done.is_set():
+                prompt = prompt_of(150, 1000 * number + count)
+                answer = await cluster.generate(prompt, greedy(2))
+                assert answer.tokens == oracle(prompt, greedy(2))
+                assert answer.num_attempts == 1
+                count += 1
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(8):
+                group.create_task(send(number))
+
+            def has_moved() -> bool:
+                return list(roles(cluster).values()).count(WorkerRole.PREFILL) >= 2
+
+            await cluster.until(has_moved, "a decode worker computes prompts", timeout_s=60)
+            done.set()
+        assert cluster.conductor._state.roles.num_moved >= 1
+
+
 async def test_a_worker_keeps_its_pages_through_a_change(tiny_model: str, oracle: Oracle) -> None:
     """Blocks of its time as a decode worker are found when it computes prompts, and not computed again."""
     prompt = prompt_of(70)
@@ -110,7 +142,7 @@ async def test_what_cannot_be(tiny_model: str) -> None:
         await set_role(cluster, "prefill0", None)
 
         def is_elastic() -> bool:
-            return any(not info.fixed for info in cluster.conductor._state.workers)
+            return any(not worker.info.fixed for worker in cluster.conductor._state.workers)
 
         await cluster.until(is_elastic, "the rule may change it")
         assert roles(cluster)["prefill0"] is WorkerRole.PREFILL
