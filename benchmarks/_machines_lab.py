@@ -1,9 +1,12 @@
 """Machines on one kernel: each a network namespace with an address, a kernel of its own by name (what host_id() reads)
 and folders of its own, all joined by one virtual switch. Roles are real processes, started as typed. Needs root.
 
-    with MachinesLab(tmp, 2) as (a, b):
+    with MachinesLab(2) as (a, b):
         a.start("master", "master", "--listen", f"tcp:{a.address}:7700", ...)
         b.http("http://10.88.0.1:8000/health")
+
+MachinesLab(3, rates_mbit={0: 1000}) shapes what the first machine sends and receives. Used by live.py and by
+tests/e2e/test_two_machines.py.
 """
 
 from __future__ import annotations
@@ -101,7 +104,7 @@ class Machine:
         log_path = self.folder / f"{name}.log"
         with log_path.open("ab") as log:
             process = subprocess.Popen(
-                self._here(*MOONPOOL, command, *arguments, "--ready-fd", str(write_fd)),
+                self.inside(*MOONPOOL, command, *arguments, "--ready-fd", str(write_fd)),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -114,19 +117,26 @@ class Machine:
 
     def moonpool(self, *arguments: str, env: Mapping[str, str] = {}) -> subprocess.CompletedProcess[str]:
         """A command by hand."""
-        command = self._here(*MOONPOOL, *arguments)
+        command = self.inside(*MOONPOOL, *arguments)
         return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=60)
 
     def http(self, url: str, body: Mapping[str, object] | None = None) -> HttpReply:
         """Asked from this machine."""
-        command = self._here(sys.executable, "-c", _HTTP, url, json.dumps(body) if body is not None else "")
+        command = self.inside(sys.executable, "-c", _HTTP, url, json.dumps(body) if body is not None else "")
         ran = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=90)
         return HttpReply(*json.loads(ran.stdout))
 
     def received_nbytes(self) -> int:
         """By its network card, from other machines."""
+        return self._counted("rx")
+
+    def sent_nbytes(self) -> int:
+        """By its network card, to other machines."""
+        return self._counted("tx")
+
+    def _counted(self, direction: str) -> int:
         shown = _run("ip", "-n", self.namespace, "-s", "-j", "link", "show", "eth0")
-        return int(json.loads(shown)[0]["stats64"]["rx"]["bytes"])
+        return int(json.loads(shown)[0]["stats64"][direction]["bytes"])
 
     def close(self) -> None:
         """The last one started first."""
@@ -134,7 +144,8 @@ class Machine:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 role.stop()
 
-    def _here(self, *command: str) -> list[str]:
+    def inside(self, *command: str) -> list[str]:
+        """Return the command that runs `command` on this machine."""
         # `ip netns exec` also gives the process its own view of mounts.
         return ["ip", "netns", "exec", self.namespace, "sh", "-c", _AS_ANOTHER_KERNEL, str(self._boot_id), *command]
 
@@ -142,7 +153,8 @@ class Machine:
 class MachinesLab:
     """Names are this process's own; everything is removed on exit."""
 
-    def __init__(self, num_machines: int) -> None:
+    def __init__(self, num_machines: int, *, rates_mbit: Mapping[int, int] = {}) -> None:
+        self._rates_mbit = rates_mbit  # by the machine's position; the others are not shaped
         self._names = [f"mpm{os.getpid()}x{next(_numbers)}" for _ in range(num_machines)]
         self._undo = contextlib.ExitStack()
 
@@ -161,6 +173,9 @@ class MachinesLab:
                 self._add_namespace(undo, name)
                 address = f"10.88.0.{number}"
                 _plug_in(name, switch, f"port{number}", address)
+                if number - 1 in self._rates_mbit:
+                    for place, link in ((name, "eth0"), (switch, f"port{number}")):
+                        _shape(place, link, self._rates_mbit[number - 1])
                 (folder / str(number)).mkdir()
                 machines.append(Machine(name, address, folder / str(number), lifeline))
                 undo.callback(machines[-1].close)
@@ -183,7 +198,7 @@ def missing() -> str | None:
         return "several machines need ip: apt-get install -y iproute2"
     try:
         with MachinesLab(1) as [machine]:
-            subprocess.run(machine._here("true"), check=True, capture_output=True, text=True)
+            subprocess.run(machine.inside("true"), check=True, capture_output=True, text=True)
     except subprocess.CalledProcessError as error:
         return f"several machines: {' '.join(error.cmd)}: {error.stderr.strip()}"
     return None
@@ -195,6 +210,11 @@ def _plug_in(namespace: str, switch: str, port: str, address: str) -> None:
     _run("ip", "-n", namespace, "addr", "add", f"{address}/24", "dev", "eth0")
     for link in ("lo", "eth0"):
         _run("ip", "-n", namespace, "link", "set", link, "up")
+
+
+def _shape(namespace: str, link: str, rate_mbit: int) -> None:
+    shape = ("tbf", "rate", f"{rate_mbit}mbit", "burst", "256kb", "latency", "20ms")
+    _run("tc", "-n", namespace, "qdisc", "add", "dev", link, "root", *shape)
 
 
 def _sweep() -> None:
