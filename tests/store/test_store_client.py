@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,6 +34,7 @@ from moonpool.store.client import OPAQUE_PIECE_NBYTES, ClientConfig, ObjectView,
 from moonpool.store.client.directory import SegmentDirectory
 from moonpool.store.client.put_request import PutRequest
 from moonpool.store.client.put_session import PutSession
+from moonpool.store.client.reads import BatchRead
 from moonpool.store.messages import Placement, SegmentInfo, Tier
 from moonpool.transfer.config import TransferConfig
 from moonpool.transfer.engine import TransferEngine
@@ -363,6 +366,32 @@ def test_equally_good_replicas_and_local_nodes_take_turns(tmp_path: Path) -> Non
         assert [directory.best_first(replicas)[0].segment for replicas in prefix] == first, "always the same"
         directory.unreadable.add(prefix[0][0], Unavailable("it is away"))
         assert {directory.best_first(replicas)[0].segment for replicas in prefix} == {"b.dram"}
+
+
+def test_objects_of_several_nodes_are_read_at_the_same_time(tmp_path: Path) -> None:
+    """By tcp. Two nodes answer in turns only if both are asked before one has answered."""
+    pool = LocalPool(tmp_path, 16 * MIB, num_nodes=2)
+    try:
+        client, values = pool.client(shm=False), {b"%d" % n: random.Random(n).randbytes(MIB) for n in range(8)}
+        for number, (key, value) in enumerate(values.items()):
+            client.put(key, value, preferred=(f"n{number % 2}.dram",))
+        both, read_segment = threading.Barrier(2), BatchRead._read_segment
+
+        def meet(self: BatchRead, *arguments: Any) -> None:
+            both.wait(30)
+            read_segment(self, *arguments)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(BatchRead, "_read_segment", meet)
+            assert client.get_many(values) == list(values.values())
+        pool.nodes[1]._engine.close()  # type: ignore[union-attr]  # as if it had died, before the master knows
+        buffers = [bytearray(MIB) for _ in values]
+        outcomes = client.get_many_into(values, buffers)
+        assert outcomes[::2] == [MIB] * 4
+        assert buffers[::2] == list(values.values())[::2]
+        assert all(isinstance(each, Unavailable | NotFound) for each in outcomes[1::2])
+    finally:
+        pool.close()
 
 
 def test_large_objects_by_tcp_spread_over_bundles(pool: LocalPool) -> None:

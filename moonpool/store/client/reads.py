@@ -7,6 +7,7 @@ what failed a check. All reads pass the checks of verified_read.py.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias, cast
 
@@ -31,7 +32,7 @@ from moonpool.store.client.recovery import Got, Recovery, Targets, missing, read
 from moonpool.store.client.remembered import MAX_OBJECTS, RememberedPlaces
 from moonpool.store.client.remote_read import DiskRead, RemoteObject, RemoteRead
 from moonpool.store.client.small_read import SmallReads, copy_small, has_room
-from moonpool.store.client.transfer_window import for_each, is_large
+from moonpool.store.client.transfer_window import MIN_PARALLEL_NBYTES, for_each, is_large, run_parallel
 from moonpool.store.client.verified_read import (
     CopyAndSum,
     are_right,
@@ -77,15 +78,48 @@ class BatchRead:
 
     def read(self) -> list[Got | None]:
         """Read the objects. Return the outcome of each; None where a check failed."""
+        unmapped: deque[tuple[RemoteSegment, list[_Found]]] = deque()
         for found in self._by_segment().values():
             place = found[0][2]
             try:
-                self._read_segment(self._tools.directory.open(place), found)
+                remote = self._tools.directory.open(place)
+                memory = remote.view(0, remote.nbytes)
+                if memory is None:
+                    unmapped.append((remote, found))
+                else:
+                    self._read_mapped(memory, found)
             except (Unavailable, NotFound, Unauthorized) as error:
-                if self._recovery is not None:
-                    self._recovery.failures[place.segment, place.incarnation] = error
-                self._tools.directory.unreadable.add(place, error)
+                self._add_failure(place, error)
+        if unmapped:
+            self._read_unmapped(unmapped)
         return self._got
+
+    def _add_failure(self, place: Placement, error: MoonpoolError) -> None:
+        if self._recovery is not None:
+            self._recovery.failures[place.segment, place.incarnation] = error
+        self._tools.directory.unreadable.add(place, error)
+
+    def _read_unmapped(self, segments: deque[tuple[RemoteSegment, list[_Found]]]) -> None:
+        """Read much data from several segments at the same time: each node has a link of its own, and readers that all
+        went from one node to the next would wait for one link while the others idle.
+        """
+
+        def work_off() -> None:
+            while segments:
+                try:
+                    remote, found = segments.popleft()
+                except IndexError:  # another thread took the last one
+                    return
+                try:
+                    self._read_segment(remote, found)
+                except (Unavailable, NotFound, Unauthorized) as error:
+                    self._add_failure(found[0][2], error)
+
+        num_helpers = len(segments) - 1
+        if num_helpers and sum([info.nbytes for _, found in segments for _, info, _ in found]) >= MIN_PARALLEL_NBYTES:
+            run_parallel(self._tools.directory.engine, work_off, segments.clear, num_helpers)
+        else:
+            work_off()
 
     def _by_segment(self) -> dict[tuple[str, int], list[_Found]]:
         """Group the objects that were found by the segment that is best to read from."""
@@ -101,10 +135,7 @@ class BatchRead:
         return by_segment
 
     def _read_segment(self, remote: RemoteSegment, found: list[_Found]) -> None:
-        memory = remote.view(0, remote.nbytes)
-        if memory is not None:
-            self._read_mapped(memory, found)
-            return
+        """Read objects of one segment that is not mapped here."""
         if remote.written_once:
             self._tools.counters.add("disk_reads", len(found))
         kind = DiskRead if remote.written_once else RemoteRead

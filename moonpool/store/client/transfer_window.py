@@ -26,7 +26,7 @@ BUNDLE_NBYTES = 8 * 1024 * 1024
 BUNDLE_ITEMS = 256
 _MAX_UNDER_WAY = 3  # bundles of one caller, while it prepares or checks another
 # Two threads copy in parallel from these sizes on.
-_MIN_PARALLEL_NBYTES = 2 * 1024 * 1024  # in total
+MIN_PARALLEL_NBYTES = 2 * 1024 * 1024  # in total
 _MIN_ITEM_NBYTES = 128 * 1024  # on average: for small items most of the time is Python's, which has one lock
 
 
@@ -112,7 +112,7 @@ def _wait_for(moving: _Moving[T]) -> FinishedBundle[T]:
 
 def is_large(nbytes: int, num_items: int) -> bool:
     """Return whether a second thread makes copying these items faster."""
-    return num_items > 1 and nbytes >= max(_MIN_PARALLEL_NBYTES, _MIN_ITEM_NBYTES * num_items) and runs_beside_others()
+    return num_items > 1 and nbytes >= max(MIN_PARALLEL_NBYTES, _MIN_ITEM_NBYTES * num_items) and runs_beside_others()
 
 
 def for_each(engine: TransferEngine, items: Sequence[T], nbytes: int, work: Callable[[T], None]) -> None:
