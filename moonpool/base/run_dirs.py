@@ -39,13 +39,15 @@ def write_url(run_dir: Path, url: str) -> None:
 
 def live_urls() -> list[str]:
     """Return the front ends of the services of this user that run here and are ready."""
-    found = []
-    for run_dir in live_run_dirs():
-        try:
-            found.append((run_dir / _URL).read_text().strip())
-        except FileNotFoundError:
-            continue  # it is starting or stopping
-    return found
+    return [url for run_dir in live_run_dirs() if (url := read_url(run_dir)) is not None]
+
+
+def read_url(run_dir: Path) -> str | None:
+    """Return the front end of the service; None while it is starting or stopping."""
+    try:
+        return (run_dir / _URL).read_text().strip()
+    except FileNotFoundError:
+        return None
 
 
 def conductor_beside(master_address: str) -> str | None:

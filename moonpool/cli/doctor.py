@@ -25,6 +25,7 @@ from moonpool.base.errors import MoonpoolError
 from moonpool.base.run_dirs import base_dir, live_run_dirs
 from moonpool.base.units import format_nbytes
 from moonpool.cli.doctor_crossover import check_crossover
+from moonpool.cli.doctor_services import check_services
 from moonpool.engine.cache_folder import cache_folder
 from moonpool.engine.model_fetch import NAMED_MODELS, fetched_path
 from moonpool.launch.checks import RESERVE_NBYTES, available_nbytes, choose_port, require_memory
@@ -74,6 +75,7 @@ class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     checks: list[Finding]
     transports: list[Finding]
+    services: list[Finding]  # that run here, with their nodes
     crossover: list[Finding]  # whether KV is worth fetching
     topology: Topology
 
@@ -102,6 +104,7 @@ def examine_machine(topology: Topology) -> DoctorReport:
         version=__version__,
         checks=checks,
         transports=transport_findings({check.name: check for check in checks}, topology.hardware),
+        services=check_services(),
         crossover=check_crossover(has_gpu=bool(topology.hardware.gpus)),
         topology=topology,
     )
@@ -252,6 +255,7 @@ def format_report(report: DoctorReport) -> str:
         f"moonpool {report.version}",
         *_titled("Checks", _findings(report.checks)),
         *_titled("Transports, fastest first", _findings(report.transports)),
+        *_titled("Services that run here", _findings(report.services)),
         *_titled("Fetching KV or computing it", _findings(report.crossover)),
         *_format_machine(report.topology),
         *_titled("NICs for tcp, by memory", _matrix(report.topology.net)),

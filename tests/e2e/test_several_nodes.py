@@ -22,6 +22,7 @@ from random_model import small_model, token_prompt
 
 from moonpool.base.cluster import FRONTEND_SERVICE
 from moonpool.base.metrics import GetMetrics
+from moonpool.cli.doctor_services import check_services
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -92,6 +93,8 @@ def test_all_are_named_and_counted(service: Service, expected: Sequence[str], tm
     assert {each["name"] for each in shown["segments"]} == {
         f"{node}.{kind}" for node in nodes for kind in ("dram", "ssd")
     }
+    (found,) = check_services([service.run_dir])
+    assert (found.status, found.says) == ("ok", f"{service.url}: pool of node, node-1")
     words = service.role("node-1").cmdline()
     assert words[words.index("--ssd") + 1].endswith("/ssd/node-1")
 

@@ -155,6 +155,46 @@ async def test_metrics_without_a_conductor(cluster, http):
     assert 'moonpool_scrapes_unanswered_total{moonpool_name="frontend",moonpool_role="frontend"} 1.0' in page
 
 
+async def test_front_ends_of_one_port_show_each_other(cluster, tmp_path):
+    """The kernel chooses who answers, so every page has both, and the shared roles once."""
+    with bind("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    siblings = tuple(f"{name}=unix:{tmp_path / name}.sock" for name in ("one", "two"))
+    shared = {"port": port, "siblings": siblings}
+    one, two = (
+        Frontend(replace(cluster.frontend.config, name=name, state_dir=str(tmp_path / name), **shared), load_toy)
+        for name in ("one", "two")
+    )
+    assert await one.start() == await two.start() == f"http://127.0.0.1:{port}"
+
+    async def read(path):
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:  # a connection of its own
+            return await client.get(path)
+
+    try:
+        for _ in range(8):
+            page = (await read("/metrics")).text
+            assert page.count("moonpool_requests_running{") == 2
+            assert page.count("moonpool_conductor_open_requests{") == 1
+            own = (await read("/metrics?roles=own")).text
+            assert own.count("moonpool_requests_running{") == 1
+        assert (await read("/health")).json()["missing"] == []
+        await two.close()
+        for _ in range(8):
+            reply = await read("/health")
+            assert (reply.status_code, reply.json()["missing"]) == (200, ["two"]), "the other has the port"
+        assert (await read("/metrics")).text.count("moonpool_requests_running{") == 1
+    finally:
+        await one.close()
+        await two.close()
+
+
+@pytest.mark.parametrize("siblings", [("other=unix:/o",), ("frontend",), ("=unix:/o",), ("frontend=nowhere",)])
+def test_siblings_are_named_and_this_one_is_among_them(siblings):
+    with pytest.raises(ConfigError):
+        FrontendConfig(conductor_address="unix:/c", state_dir="/s", siblings=siblings)
+
+
 async def test_with_two_front_ends_the_shared_roles_are_on_one_page(cluster, http, tmp_path):
     """Prometheus reads both pages and must not collect a series twice."""
     config = replace(cluster.frontend.config, state_dir=str(tmp_path / "other"), name="other")
