@@ -40,6 +40,7 @@ from moonpool.store import messages as m
 
 _GAUGES = {
     "puts_in_progress": "puts begun and not ended",
+    "ahead_nbytes": "bytes that clients hold for puts to come",
     "orders_in_progress": "copies, offloads and drops that nodes were asked for",
     "objects_away": "objects on SSDs of nodes that are away",
 }
@@ -160,7 +161,7 @@ def handlers(pool: LivePool) -> dict[type[Call[Any]], Handler]:
     """
     changing = {**_objects(pool), **_segments(pool), **_tasks(pool)}
     recorded = {call: _recorded(pool, handle) for call, handle in changing.items()}
-    return {**_questions(pool), **recorded, m.PutStart: _put_start(pool)}
+    return {**_questions(pool), **recorded, m.PutStart: _put_start(pool), m.GrantAhead: _grant_ahead(pool)}
 
 
 def _recorded(pool: LivePool, handle: Handler) -> Handler:
@@ -187,15 +188,36 @@ def _put_start(pool: LivePool) -> Callable[[m.PutStart, RpcPeer], m.PutReply]:
             generations = reply.generations
             return reply
         finally:
-            try:
-                pool.after_event()
-            except MoonpoolError:
-                state.put_revoke(c.keys[: len(generations)], generations, True, now())
-                with contextlib.suppress(MoonpoolError):  # otherwise the next call would raise it
-                    pool.after_event()
-                raise
+            _record_grants(pool, c.keys[: len(generations)], generations)
 
     return start_and_record
+
+
+def _grant_ahead(pool: LivePool) -> Callable[[m.GrantAhead, RpcPeer], m.PutReply]:
+    """Return the handler of GrantAhead. If the journal cannot be written, the space is freed as by _put_start()."""
+    state, now = pool.state, pool.clock.now_s
+
+    def grant_and_record(c: m.GrantAhead, _: RpcPeer) -> m.PutReply:
+        generations: list[int] = []
+        try:
+            reply = state.grant_ahead(c, now())
+            generations = reply.generations
+            return reply
+        finally:
+            _record_grants(pool, [m.ahead_key(each) for each in generations], generations)
+
+    return grant_and_record
+
+
+def _record_grants(pool: LivePool, keys: list[bytes], generations: list[int]) -> None:
+    """Call after_event() after space was granted; free the space again if that fails."""
+    try:
+        pool.after_event()
+    except MoonpoolError:
+        pool.state.put_revoke(keys, generations, True, pool.clock.now_s())
+        with contextlib.suppress(MoonpoolError):  # otherwise the next call would raise it
+            pool.after_event()
+        raise
 
 
 def _questions(pool: LivePool) -> dict[type[Call[Any]], Handler]:
@@ -255,6 +277,7 @@ def _objects(pool: LivePool) -> dict[type[Call[Any]], Handler]:
 
     return {
         m.PutEnd: put_end,
+        m.PutAt: lambda c, _: state.put_at(c, now()),
         m.PutRenew: lambda c, _: state.put_renew(c.keys, c.generations, now()),
         m.PutRevoke: lambda c, _: state.put_revoke(c.keys, c.generations, c.settled, now()),
         m.Lookup: lookup,

@@ -121,7 +121,7 @@ class Store(TensorCalls, RemovalCalls):
         put_tools = PutTools(
             engine=engine,
             sessions=self._sessions,
-            calls=PutCalls(master, directory, self._sessions, counters),
+            calls=PutCalls(master, directory, self._sessions, counters, config),
             counters=counters,
             clock=clock,
             timeout_s=config.transfer_timeout_s,
@@ -168,6 +168,7 @@ class Store(TensorCalls, RemovalCalls):
             feed.close()
         self._views.close()
         self._reads.close()
+        self.piece_puts.tools.calls.ahead.close()
         self.master.close()
         self.directory.close()
         self._view_sessions.close()

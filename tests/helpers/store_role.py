@@ -60,6 +60,18 @@ def begin_and_hang(address: str, run_dir: str, key: str) -> None:
         signal.pause()
 
 
+def put_and_hang(address: str, run_dir: str, num_puts: int) -> None:
+    """Puts small objects one by one, and waits to be killed with space that was granted ahead."""
+    with (
+        TransferEngine(TransferConfig(run_dir=run_dir, tcp_host=None)) as engine,
+        Store(address, engine=engine, config=ClientConfig(retry_s=10.0)) as client,
+    ):
+        for number in range(num_puts):
+            client.put(b"hung-%d" % number, b"v")
+        say("put")
+        signal.pause()
+
+
 def value_of(number: int) -> bytes:
     return random.Random(number).randbytes(1000 + 37 * number)
 
@@ -96,6 +108,8 @@ def main() -> None:
         asyncio.run(run_node(config))
     elif role == "hang":
         begin_and_hang(**config)
+    elif role == "put_and_hang":
+        put_and_hang(**config)
     else:
         put_and_get(**config)
 

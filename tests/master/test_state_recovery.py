@@ -373,6 +373,25 @@ def test_spans_that_the_journal_does_not_know_rest() -> None:
     pool.put(b"more")
 
 
+@pytest.mark.parametrize("memory", ["journal", "snapshot"])
+def test_spans_that_the_journal_does_not_know_rest_after_another_restart(memory: str) -> None:
+    pool = Pool("a", granules=10)
+    pool.check()
+    kept = list(pool.journal)
+    lost = pool.start(b"lost", 3)
+    pool.journal = kept
+    pool.crash(kept)
+    pool.recount("a.dram", spans=[(lost.replicas[0].offset, 3 * G)])
+    come_back(pool, memory)
+    assert pool.used == 3
+    assert pool.refused(b"new", 8) == "no_space"
+    pool.tick(600)
+    assert pool.used == 0
+    pool.put(b"new", 8)
+    come_back(pool, memory)
+    assert pool.used == 8
+
+
 def test_objects_that_were_written_over_are_gone() -> None:
     """The journal lost that they were evicted, and who got their space."""
     pool = Pool("a", "b", granules=4, lease_s=10, put_release_s=600)

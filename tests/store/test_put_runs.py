@@ -11,7 +11,7 @@ from store_pool import LocalPool
 
 from moonpool.base.errors import InvalidInput, StaleGeneration, Unavailable
 from moonpool.store.client import Put
-from moonpool.store.client.put_batch import ObjectRuns
+from moonpool.store.client.object_runs import ObjectRuns
 from moonpool.store.messages import GRANULE_NBYTES, Placement
 from moonpool.transfer.transports.mapped import MappedWriter
 

@@ -75,6 +75,7 @@ def test_what_is_put_is_got(pool: LocalPool, shm: bool, nbytes: int) -> None:
     client, data = pool.client(shm=shm), random.Random(nbytes).randbytes(nbytes)
     assert client.get(b"k") is None
     assert client.put(b"k", data)
+    assert client.counters()["bytes_written"] == nbytes
     assert not client.put(b"k", b"other"), "the old value stays"
     assert client.get(b"k") == data
     into = bytearray(nbytes + 3)
@@ -82,7 +83,7 @@ def test_what_is_put_is_got(pool: LocalPool, shm: bool, nbytes: int) -> None:
     assert into[:nbytes] == data
     assert client.exist_many([b"k", b"l"]) == [True, False]
     counters = client.counters()
-    assert (counters["bytes_written"], counters["bytes_read"]) == (nbytes, 2 * nbytes)
+    assert counters["bytes_read"] == 2 * nbytes
     assert (counters["hits"], counters["misses"], counters["refused_already_exists"]) == (2, 1, 1)
     if nbytes:
         with pytest.raises(InvalidInput):

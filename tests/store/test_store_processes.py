@@ -97,6 +97,33 @@ def test_a_client_killed_mid_put_blocks_its_key_only_for_a_while(tmp_path: Path,
     wait_until(lambda: client.stats().used_nbytes == 2 * 4096)
 
 
+def test_space_held_by_a_killed_client_is_free_again(tmp_path: Path, start: Start, client: Store) -> None:
+    start("master", **master_config(tmp_path))
+    start("node", **node_config(tmp_path, "n0"))
+    writer = start("put_and_hang", address=address(tmp_path), run_dir=str(tmp_path), num_puts=3)
+    assert client.stats().counters["ahead_nbytes"] > 0
+    writer.kill()
+    wait_until(lambda: client.stats().counters["ahead_nbytes"] == 0)
+    assert client.stats().used_nbytes == 3 * 2 * 4096
+    assert client.get(b"hung-2") == b"v"
+
+
+def test_space_held_outlives_a_killed_master(tmp_path: Path, start: Start, client: Store) -> None:
+    master = start("master", **master_config(tmp_path))
+    start("node", **node_config(tmp_path, "n0"))
+    for number in range(3):
+        assert client.put(b"before-%d" % number, b"v")
+    held = client.stats().counters["ahead_nbytes"]
+    assert held > 0
+    master.kill()
+    start("master", **master_config(tmp_path))
+    assert client.put(b"after", b"new")
+    assert not client.put(b"before-0", b"new")
+    assert client.get(b"after") == b"new"
+    assert client.get(b"before-0") == b"v"
+    assert client.stats().counters["ahead_nbytes"] < held, "one of these places was used"
+
+
 def test_a_killed_node_leaves_the_other_replica(tmp_path: Path, start: Start, client: Store) -> None:
     start("master", **master_config(tmp_path, segment_ttl_s=1.0))
     nodes = {f"n{number}.dram": start("node", **node_config(tmp_path, f"n{number}")) for number in range(2)}

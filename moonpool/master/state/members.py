@@ -119,7 +119,7 @@ class Members:
             new = reserve_unknown(segment, spans, self._index, free_s, now_s)
             self._segments.count_totals()
             for offset, nbytes in new:
-                self._space.free_at(free_s, [(segment.number, offset)], nbytes, now_s)
+                self._space.keep_unknown(free_s, [(segment.number, offset)], nbytes)
         segment.recount_above = None
         segment.acknowledged = segment.tier is Tier.DRAM
         known = set(sessions)

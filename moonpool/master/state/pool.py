@@ -20,6 +20,7 @@ from moonpool.base.errors import InvalidInput, NotSettled
 from moonpool.master.policies import make_policy
 from moonpool.master.policies.base import EvictionPolicy
 from moonpool.master.rules import PoolRules
+from moonpool.master.state.ahead import SpaceAhead
 from moonpool.master.state.changes import Changes
 from moonpool.master.state.evictor import Evictor
 from moonpool.master.state.index import ObjectIndex
@@ -61,6 +62,7 @@ class PoolState:
         segments, index = self.table_of_segments, self.index
         self._evictor = Evictor(rules, index, segments)
         self.puts = Puts(rules, index, segments, self.space, self._evictor, self.generations, self.identities)
+        self.ahead = SpaceAhead(rules, index, segments, self.space, self.puts, self.generations, self.identities)
         self.copies = Copies(rules, index, segments, self.space, self.orders)
         self.ssd = SsdTier(rules, index, segments, self.orders, self.copies)
         self._hot = HotKeys(rules, index, segments, self.copies)
@@ -111,6 +113,21 @@ class PoolState:
             self.ssd.start_offloads(now_s)
         return refusals
 
+    def grant_ahead(self, wanted: m.GrantAhead, now_s: float) -> m.PutReply:
+        """Grant space for puts to come; see SpaceAhead.grant."""
+        if wanted.session:
+            self.members.check_session(wanted.session)
+        return self.ahead.grant(wanted, now_s)
+
+    def put_at(self, put: m.PutAt, now_s: float) -> m.PutAtReply:
+        """Make the object visible that was written to space granted ahead. Raise NotSettled as check_settled()."""
+        self.check_settled([put.key], now_s)
+        reply = self.ahead.put_at(put, now_s)
+        if self.ssd.queues and reply.refusal is None:
+            self.ssd.on_stored([slot for slot in [self.index.table.find(put.key)] if slot is not None])
+            self.ssd.start_offloads(now_s)
+        return reply
+
     def check_can_end(self, keys: Sequence[bytes], generations: Sequence[int], now_s: float) -> None:
         """Raise NotSettled while a reader that has not asked may find the values that these puts replace, or older
         ones: put_end has to wait.
@@ -138,9 +155,9 @@ class PoolState:
             raise NotSettled("a reader may still find an older value of this key; ask again")
 
     def put_renew(self, keys: Sequence[bytes], generations: Sequence[int], now_s: float) -> list[bool]:
-        """Restart the time of unfinished puts. Return for each whether it is still unfinished."""
+        """Restart the time of unfinished puts. Return for each whether it is still unfinished; see SpaceAhead.renew."""
         check_pairs(keys, generations)
-        return self.puts.renew(keys, generations, now_s)
+        return self.ahead.renew(keys, generations, now_s)
 
     def put_revoke(self, keys: Sequence[bytes], generations: Sequence[int], settled: bool, now_s: float) -> None:
         """End unfinished puts. Free their space now if no write can still be under way (`settled`), otherwise later."""
@@ -352,6 +369,7 @@ class PoolState:
             **self._hot.counters,
             **self.orders.counters,
             "puts_in_progress": len(self.puts.pending),
+            "ahead_nbytes": self.puts.ahead_nbytes,
             "orders_in_progress": len(self.orders),
             "objects_away": self.index.table.num_dormant,
         }

@@ -15,6 +15,7 @@ from moonpool.master.state.segments import Place, SegmentTable
 from moonpool.master.state.space import Generations, PoolSpace
 from moonpool.master.state.table import Flag, Replica
 from moonpool.master.state.unfinished_puts import (
+    AHEAD,
     DISCARDED,
     KEEP_PINS,
     LOST,
@@ -123,7 +124,7 @@ class Puts(UnfinishedPuts):
         if parents is not None:
             put.parent = parents[0]
         if index.outcomes.enabled:
-            self._record_grants(keys, sizes, [generation], terms, parents, None, [places])
+            self.record_grants(keys, sizes, [generation], terms, parents, None, [places])
         return PutReply([generation], [placements], {}, generation)
 
     def _grant(
@@ -158,7 +159,7 @@ class Puts(UnfinishedPuts):
                 put.group = group
         self.pending.update(zip(keys, puts, strict=True))
         if puts and self._index.outcomes.enabled:
-            self._record_grants(keys, sizes, granted, terms, parents, groups, places)
+            self.record_grants(keys, sizes, granted, terms, parents, groups, places)
         if len(positions) == num_keys:
             return granted, placements
         generations: list[int] = [0] * num_keys
@@ -167,7 +168,7 @@ class Puts(UnfinishedPuts):
             generations[at], replicas[at] = generation, placed
         return generations, replicas
 
-    def _record_grants(
+    def record_grants(
         self,
         keys: Sequence[bytes],
         sizes: Sequence[int],
@@ -236,10 +237,10 @@ class Puts(UnfinishedPuts):
 
     def _make_way(self, put: PendingPut, replace: bool, now_s: float) -> bool:
         """End an unfinished put for a new one of the same key, if the new one replaces or the old one is too late."""
-        if replace:
-            self._abandon([put], RemovalReason.PUT_REVOKED, False, now_s)
+        if replace and not put.terms.flags & AHEAD:
+            self.abandon([put], RemovalReason.PUT_REVOKED, False, now_s)
             return True
-        return self._discard_if_late(put, now_s)
+        return self.discard_if_late(put, now_s)
 
     def _place(self, sizes: list[int], options: PutOptions, now_s: float) -> list[list[Place]]:
         """Allocate places for each size, evicting objects if need be; an empty list where there is no space."""
@@ -264,16 +265,16 @@ class Puts(UnfinishedPuts):
 
     def _room_in_table(self, wanted: int, now_s: float) -> int:
         """Return how many more objects the table can hold; evict objects if these are fewer than `wanted`."""
-        missing = self._num_objects() + wanted - self._rules.max_objects
+        missing = self.num_objects() + wanted - self._rules.max_objects
         if missing > 0:
             self._evictor.make_slots(missing, now_s)
-        return max(0, self._rules.max_objects - self._num_objects())
+        return max(0, self._rules.max_objects - self.num_objects())
 
-    def _num_objects(self) -> int:
+    def num_objects(self) -> int:
         return len(self._index.table) + len(self.pending)
 
     def _no_space(self, nbytes: int) -> Refusal:
-        if self._num_objects() >= self._rules.max_objects:
+        if self.num_objects() >= self._rules.max_objects:
             return refusal(NoSpace(f"the master's table is full: {self._rules.max_objects} objects (max_objects)"))
         if self._segments.is_recounting(nbytes):
             return RECOUNTING
@@ -301,10 +302,11 @@ class Puts(UnfinishedPuts):
             keys = ()
         for at, key in enumerate(keys):
             put = pending.get(key)
-            if put is None or put.generation != generations[at] or put.renewed_s <= too_old_s:
+            is_late = put is None or put.renewed_s <= too_old_s or put.terms.flags & AHEAD  # that is ended by put_at()
+            if put is None or is_late or put.generation != generations[at]:
                 if put is not None and put.generation == generations[at]:
-                    self._abandon([put], RemovalReason.PUT_ABANDONED, False, now_s)
-                late = self._end_again(key, generations[at], now_s)
+                    self.abandon([put], RemovalReason.PUT_ABANDONED, False, now_s)
+                late = self.end_again(key, generations[at], now_s)
                 if late is not None:
                     refusals[at] = late
                 continue
@@ -332,11 +334,13 @@ class Puts(UnfinishedPuts):
             and {put.places[0][0] for put in puts} <= by_number.keys()
         )
 
-    def _end_again(self, key: bytes, generation: int, now_s: float) -> Refusal | None:
+    def end_again(self, key: bytes, generation: int, now_s: float) -> Refusal | None:
         """Handle a PutEnd of a put that is not unfinished. Return None if this put is already stored (a repeated call),
-        otherwise the refusal. In both cases the client has stopped writing, so its space can be reused.
+        otherwise the refusal. In both cases the client has stopped writing, so its space can be reused. Space granted
+        ahead may be in use for another object by now: its client gives it back itself.
         """
-        self._space.free_puts([generation])
+        if not self._space.is_ahead(generation):
+            self._space.free_puts([generation])
         slot = self._index.find(key, now_s)
         if slot is not None and self._index.table.version[slot] == generation:
             return None
@@ -349,7 +353,7 @@ class Puts(UnfinishedPuts):
         by_number = self._segments.by_number
         left = [place for place in put.places if place[0] in by_number and by_number[place[0]].name not in failed]
         if not left:
-            self._abandon([put], RemovalReason.PUT_ABANDONED, False, now_s)
+            self.abandon([put], RemovalReason.PUT_ABANDONED, False, now_s)
             return False
         lost = [place for place in put.places if place not in left]
         put.places = left

@@ -198,12 +198,13 @@ class SessionsEnded(Record):
 
 
 class HeldPut(Record):
-    """In snapshots: space of an abandoned put that is not free yet."""
+    """Space of an abandoned put that is not free yet; with session 0 it is freed after a while."""
 
     generation: int
     session: int
     places: list[Place]
     nbytes: int
+    ahead: bool = False
 
 
 class Viewed(Record):
@@ -224,6 +225,17 @@ class Fated(Record):
     keys: list[bytes]
     fates: list[int]
     ages_s: list[float]
+
+
+class Named(Record):
+    """Space that was granted ahead, under this generation, is an unfinished put of this key now."""
+
+    generation: int
+    key: bytes
+    nbytes: int
+    flags: int
+    identity: int
+    soft_pin_s: float
 
 
 class Unsettled(Record):
@@ -254,6 +266,7 @@ AnyRecord = (
     | Viewed
     | Fated
     | Unsettled
+    | Named
 )
 
 _ENCODER = msgspec.msgpack.Encoder()

@@ -22,8 +22,8 @@ from moonpool.master.state.pool import PoolState
 from moonpool.master.state.replay import RecoveredOrder, RecoveredPins
 from moonpool.master.state.segments import MountedSegment, Place
 from moonpool.master.state.table import UNKNOWN_OFFSET, Flag
-from moonpool.master.state.unfinished_puts import PendingPut, PutTerms
-from moonpool.store.messages import GRANULE_NBYTES, Tier
+from moonpool.master.state.unfinished_puts import AHEAD, PendingPut, PutTerms
+from moonpool.store.messages import GRANULE_NBYTES, Tier, ahead_key
 
 
 def restore(state: PoolState, entries: Iterable[bytes], now_s: float) -> int:
@@ -81,6 +81,7 @@ class _Recovery:
             r.SessionsEnded: self._sessions_ended,
             r.HeldPut: self._held_put,
             r.Fated: self._fated,
+            r.Named: self._named,
             r.Unsettled: lambda record: self._unsettled.update(dict.fromkeys(record.keys)),
         }
 
@@ -137,8 +138,15 @@ class _Recovery:
                 put.parent = parents[at]
             self._state.puts.pending.pop(key, None)
             self._state.puts.pending[key] = put
+            self._state.puts.ahead_nbytes += put.nbytes if terms.flags & AHEAD else 0
             self._last_generation = max(self._last_generation, put.generation)
         self._session_stopped(record.session, record.let_go)
+
+    def _named(self, record: r.Named) -> None:
+        held = self._state.puts.pending.get(ahead_key(record.generation))
+        if held is not None and held.generation == record.generation:
+            terms = PutTerms(held.terms.session, record.flags, record.identity, record.soft_pin_s, False)
+            self._state.ahead.name(held, record.key, record.nbytes, terms)
 
     def _puts_ended(self, record: r.PutsEnded) -> None:
         for at, key in enumerate(record.keys):
@@ -153,8 +161,12 @@ class _Recovery:
             if put is None:
                 continue
             if record.kept[at]:
-                self._state.puts.keep_space(put, self._now_s, self._now_s)
-            self._index.removals.record(key, RemovalReason(record.fates[at]), self._now_s)
+                reason = RemovalReason(record.fates[at])
+                self._state.puts.keep_space(put, self._now_s, self._now_s, reason)
+            if put.terms.flags & AHEAD:
+                self._state.puts.ahead_nbytes -= put.nbytes
+            else:
+                self._index.removals.record(key, RemovalReason(record.fates[at]), self._now_s)
 
     def _take_put(self, key: bytes, generation: int) -> PendingPut | None:
         put = self._state.puts.pending.get(key)
@@ -171,7 +183,7 @@ class _Recovery:
 
     def _held_put(self, record: r.HeldPut) -> None:
         if record.session:
-            self._state.space.hold_put(record.generation, record.places, record.nbytes, record.session)
+            self._state.space.hold_put(record.generation, record.places, record.nbytes, record.session, record.ahead)
         else:
             free_s = self._now_s + self._state.rules.put_release_s
             self._state.space.free_put_at(free_s, record.generation, record.places, record.nbytes)

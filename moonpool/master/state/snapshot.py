@@ -76,7 +76,7 @@ def _small(state: PoolState, now_s: float) -> Iterator[r.Record]:
             [put.parent] if put.parent else None,
         )
     for generation, (places, nbytes, session) in state.space.of_puts.items():
-        yield r.HeldPut(generation, session, list(places), nbytes)
+        yield r.HeldPut(generation, session, list(places), nbytes, state.space.is_ahead(generation))
     if unsettled := state.voids.unsettled(now_s):
         yield r.Unsettled(unsettled)
     yield from _pins(index)

@@ -8,9 +8,9 @@ report later that it has stopped, and because the journal records when that spac
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 
-from moonpool.master.state.records import Freed, LetGo, Outcomes
+from moonpool.master.state.records import Freed, HeldPut, LetGo, Outcomes
 from moonpool.master.state.segments import Place, SegmentTable
 from moonpool.store.messages import Placement
 
@@ -58,6 +58,7 @@ class PoolSpace:
         # Of ended puts, by generation: places, size and session. With session 0 the space is in _resting too.
         self.of_puts: dict[int, tuple[Sequence[Place], int, int]] = {}
         self._held: dict[int, dict[int, None]] = {}  # session -> generations of its ended puts
+        self._ahead: set[int] = set()  # those of _held that were granted ahead: what a session stops does not free them
         self._stopped_up_to: dict[int, int] = {}  # session -> the highest generation that it no longer writes in place
 
     # granting
@@ -120,15 +121,45 @@ class PoolSpace:
 
     def free_put_at(self, until_s: float, generation: int, places: Sequence[Place], nbytes: int) -> None:
         """Free the space of an ended put at `until_s`, or earlier if its writer reports that it has stopped."""
+        self._remove_held(generation)
         self.of_puts[generation] = (places, nbytes, 0)
         self._push(until_s, places, nbytes, generation)
 
-    def hold_put(self, generation: int, places: Sequence[Place], nbytes: int, session: int) -> None:
+    def hold_put(
+        self, generation: int, places: Sequence[Place], nbytes: int, session: int, ahead: bool = False
+    ) -> None:
         """Keep the space of an ended put that its process may still write in place, until the process reports that it
-        has stopped, or has ended.
+        has stopped, or has ended. With `ahead` only a report about this very space counts.
         """
         self.of_puts[generation] = (places, nbytes, session)
         self._held.setdefault(session, {})[generation] = None
+        if ahead:
+            self._ahead.add(generation)
+
+    def keep_unknown(self, until_s: float, places: Sequence[Place], nbytes: int) -> None:
+        """Keep space that was granted by a journal which is lost, and free it at `until_s`. It is recorded under a
+        generation of its own: another restart must not forget that its writer may still be at work.
+        """
+        generation = self._generations.issue()
+        self.free_put_at(until_s, generation, places, nbytes)
+        self._outcomes.add(HeldPut(generation, 0, list(places), nbytes))
+
+    def free_unknown(self, session: int, known: Container[int], up_to: int) -> None:
+        """Free what is held of space granted ahead, up to that generation, that its process does not know of: the
+        answer to its call was lost, so nobody has written there.
+        """
+        held = self._held.get(session)
+        if held and self._ahead:
+            self.free_puts([each for each in held if each in self._ahead and each <= up_to and each not in known])
+
+    def stop_put(self, generation: int, until_s: float) -> None:
+        """The process no longer writes this space, granted ahead, in place. Data that it sent over a network may still
+        arrive, so it is freed at `until_s`.
+        """
+        if generation in self._ahead:
+            places, nbytes, _ = self.of_puts[generation]
+            self.free_put_at(until_s, generation, places, nbytes)
+            self._outcomes.add(HeldPut(generation, 0, list(places), nbytes))
 
     def free_puts(self, generations: Iterable[int]) -> None:
         """Free and record the space of these ended puts, whose writers have stopped. Skip those that have none."""
@@ -147,10 +178,9 @@ class PoolSpace:
         """
         if up_to > self._stopped_up_to.get(session, 0):
             self._stopped_up_to[session] = up_to
-        found = [each for each in self._held.get(session, ()) if each <= up_to]
+        found = [each for each in self._held.get(session, ()) if each <= up_to and each not in self._ahead]
         for generation in found:
             places, nbytes, _ = self.of_puts[generation]
-            self._remove_held(session, generation)
             self.free_put_at(until_s, generation, places, nbytes)
         if found:
             self._outcomes.add(LetGo(session, up_to))
@@ -192,21 +222,26 @@ class PoolSpace:
             for place in places:
                 yield place, nbytes
 
+    def is_ahead(self, generation: int) -> bool:
+        """Return whether this is held space that was granted ahead."""
+        return generation in self._ahead
+
     def _free_put(self, generation: int) -> bool:
+        self._remove_held(generation)
         kept = self.of_puts.pop(generation, None)
         if kept is None:
             return False
-        places, nbytes, session = kept
-        if session:
-            self._remove_held(session, generation)
-        self.free(places, nbytes)
+        self.free(*kept[:2])
         return True
 
-    def _remove_held(self, session: int, generation: int) -> None:
-        held = self._held[session]
-        del held[generation]
-        if not held:
-            del self._held[session]
+    def _remove_held(self, generation: int) -> None:
+        session = self.of_puts[generation][2] if generation in self.of_puts else 0
+        if session:
+            held = self._held[session]
+            del held[generation]
+            self._ahead.discard(generation)
+            if not held:
+                del self._held[session]
 
     def _push(self, until_s: float, places: Sequence[Place], nbytes: int, generation: int) -> None:
         self._count += 1

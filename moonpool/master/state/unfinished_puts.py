@@ -82,6 +82,7 @@ class Identities:
 # Structs of msgspec rather than classes: a batch makes a thousand of them, in a third of the time.
 # Of PutTerms.flags, beside those of the object (table.Flag): the new value takes over pins and group of the old one.
 KEEP_PINS = 1 << 16
+AHEAD = 1 << 17  # space that was granted ahead (ahead.py)
 
 
 class PutTerms(msgspec.Struct, eq=False, gc=False):
@@ -121,6 +122,7 @@ class PendingPut(msgspec.Struct, eq=False, gc=False):
     parent: bytes | None = None
     group: bytes = b""
     voiding: Voiding | None = None  # of the object that an upsert replaces
+    turn: int = 0  # of space granted ahead: copies of calls for earlier turns do nothing (PutAt.turn)
 
 
 def are_plain(puts: Sequence[PendingPut]) -> bool:
@@ -143,6 +145,7 @@ class UnfinishedPuts:
         self._space = space
         self.pending: dict[bytes, PendingPut] = {}  # the put that is discarded first comes first
         index.table.promised = self.pending
+        self.ahead_nbytes = 0  # of the unfinished puts that are AHEAD
         self.counters = dict.fromkeys(("refused", "discarded"), 0)
 
     def renew(self, keys: Sequence[bytes], generations: Sequence[int], now_s: float) -> list[bool]:
@@ -150,7 +153,7 @@ class UnfinishedPuts:
         renewed = []
         for key, generation in zip(keys, generations, strict=True):
             put = self.pending.get(key)
-            alive = put is not None and put.generation == generation and not self._discard_if_late(put, now_s)
+            alive = put is not None and put.generation == generation and not self.discard_if_late(put, now_s)
             if alive and put is not None:
                 put.renewed_s = now_s
                 self.pending[key] = self.pending.pop(key)  # to the end of the dict
@@ -167,9 +170,12 @@ class UnfinishedPuts:
             else:
                 earlier.append(generation)
         if revoked:
-            self._abandon(revoked, RemovalReason.PUT_REVOKED, settled, now_s)
+            self.abandon(revoked, RemovalReason.PUT_REVOKED, settled, now_s)
         if settled:
             self._space.free_puts(earlier)
+        else:
+            for generation in earlier:
+                self._space.stop_put(generation, now_s + self._rules.put_release_s)
 
     def on_session_stopped(self, keys: Iterable[bytes], session: int, up_to: int, now_s: float) -> None:
         """The session works on none of its puts up to that generation any more. End its puts of `keys` now; the others
@@ -178,7 +184,7 @@ class UnfinishedPuts:
         found = [self.pending[key] for key in dict.fromkeys(keys) if key in self.pending] if self.pending else []
         lost = [put for put in found if put.terms.session == session and put.generation <= up_to]
         if lost:
-            self._abandon(lost, RemovalReason.PUT_REVOKED, False, now_s)
+            self.abandon(lost, RemovalReason.PUT_REVOKED, False, now_s)
         self._space.on_session_stopped(session, up_to, now_s + self._rules.put_release_s)
 
     def discard_late(self, now_s: float, limit: int) -> bool:
@@ -189,14 +195,14 @@ class UnfinishedPuts:
                 break
             late.append(put)
         if late:
-            self._abandon(late, RemovalReason.PUT_ABANDONED, False, now_s)
+            self.abandon(late, RemovalReason.PUT_ABANDONED, False, now_s)
         return len(late) == limit
 
     def on_session_gone(self, session: int, now_s: float) -> None:
         """End the unfinished puts of a process that has ended, and free all space it could have written."""
         mine = [put for put in self.pending.values() if put.terms.session == session]
         if mine:
-            self._abandon(mine, RemovalReason.PUT_ABANDONED, True, now_s)
+            self.abandon(mine, RemovalReason.PUT_ABANDONED, True, now_s)
         self._space.on_session_gone(session)
 
     def sessions(self) -> set[int]:
@@ -209,20 +215,23 @@ class UnfinishedPuts:
             for place in put.places:
                 yield place, put.nbytes
 
-    def _discard_if_late(self, put: PendingPut, now_s: float) -> bool:
+    def discard_if_late(self, put: PendingPut, now_s: float) -> bool:
         if now_s < put.renewed_s + self._rules.put_discard_s:
             return False
-        self._abandon([put], RemovalReason.PUT_ABANDONED, False, now_s)
+        self.abandon([put], RemovalReason.PUT_ABANDONED, False, now_s)
         return True
 
-    def _abandon(self, puts: Sequence[PendingPut], reason: RemovalReason, settled: bool, now_s: float) -> None:
+    def abandon(self, puts: Sequence[PendingPut], reason: RemovalReason, settled: bool, now_s: float) -> None:
         for put in puts:
             del self.pending[put.key]
+            if put.terms.flags & AHEAD:
+                self.ahead_nbytes -= put.nbytes
             if settled:
                 self._space.free(put.places, put.nbytes)
             else:
-                self.keep_space(put, put.renewed_s, now_s)
-            self._index.removals.record(put.key, reason, now_s)
+                self.keep_space(put, put.renewed_s, now_s, reason)
+            if not put.terms.flags & AHEAD:
+                self._index.removals.record(put.key, reason, now_s)
         self.counters["discarded"] += len(puts)
         self._index.outcomes.add(
             PutsAbandoned(
@@ -233,12 +242,16 @@ class UnfinishedPuts:
             )
         )
 
-    def keep_space(self, put: PendingPut, renewed_s: float, now_s: float) -> None:
-        """Keep the space of an ended put whose writer has not reported that it stopped."""
+    def keep_space(self, put: PendingPut, renewed_s: float, now_s: float, reason: RemovalReason) -> None:
+        """Keep the space of an ended put whose writer has not reported that it stopped. What was granted ahead is
+        revoked only by its client, which then no longer writes it in place.
+        """
         session, release_s = put.terms.session, self._rules.put_release_s
+        ahead = bool(put.terms.flags & AHEAD)
+        stopped = reason is RemovalReason.PUT_REVOKED if ahead else put.generation <= self._space.stopped_up_to(session)
         if session < FIRST_SESSION:
             self._space.free_put_at(renewed_s + release_s, put.generation, put.places, put.nbytes)
-        elif put.generation <= self._space.stopped_up_to(session):
+        elif stopped:
             self._space.free_put_at(now_s + release_s, put.generation, put.places, put.nbytes)
         else:
-            self._space.hold_put(put.generation, put.places, put.nbytes, session)
+            self._space.hold_put(put.generation, put.places, put.nbytes, session, ahead)

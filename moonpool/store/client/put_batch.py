@@ -5,21 +5,22 @@ pieces together. Other segments are written on threads of the transfer engine wh
 checksums of the next objects. These are direct calls: with TransferEngine.submit() a batch over loopback tcp took 5 to
 10 % longer (64 objects of 1 MiB, or 1,000 of 4 KiB; two quiet cores).
 
-The master places a batch in one run of space where it can, so most small objects are neighbours; ObjectRuns finds them,
-and one copy writes them all.
+Most small objects of a batch are neighbours (object_runs.py), and one copy writes them all. A single small object goes
+to space that was granted ahead (ahead.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from moonpool.base.checksum import crc32c_of_array
-from moonpool.base.errors import MoonpoolError, Unauthorized, Unavailable
+from moonpool.base.errors import MoonpoolError, StaleGeneration, Unauthorized, Unavailable
 from moonpool.base.object_header import ObjectKind, header_nbytes, pack_header
 from moonpool.store.client.cuts import gather
+from moonpool.store.client.object_runs import ObjectRun, ObjectRuns
 from moonpool.store.client.put_calls import GrantedPuts, PutCalls
 from moonpool.store.client.put_request import MAX_BATCH_NBYTES, Put, bundle_puts
 from moonpool.store.client.put_tools import REPLICA_ERRORS, PutTools
@@ -30,52 +31,12 @@ from moonpool.store.client.transfer_window import (
     TransferWindow,
     for_each,
 )
-from moonpool.store.messages import GRANULE_NBYTES, Placement, num_granules
+from moonpool.store.messages import GRANULE_NBYTES, Placement, PutReply, num_granules
 from moonpool.transfer import RemoteSegment
 from moonpool.transfer.memory.buffers import as_bytes_view
 from moonpool.transfer.transports.mapped import MappedRemote, MappedWriter
 
 SMALL_NBYTES = 32 * 1024  # larger objects gain nothing: the copy itself takes longer than the work around it
-_MAX_RUN_GRANULES = 256
-
-
-class ObjectRun:
-    """Positions of objects that follow each other in the segment from `offset` on."""
-
-    __slots__ = ("end", "offset", "positions", "segment")
-
-    def __init__(self, segment: str, offset: int) -> None:
-        self.segment, self.offset, self.end = segment, offset, offset
-        self.positions: list[int] = []
-
-
-class ObjectRuns:
-    """Finds small objects of a batch that are neighbours in their segment. Pure."""
-
-    def __init__(self) -> None:
-        self._runs: list[ObjectRun] = []
-
-    def add(self, position: int, place: Placement, nbytes: int) -> None:
-        """Add the next object of the batch. `nbytes` is the size of header and pieces."""
-        run = self._runs[-1] if self._runs else None
-        if (
-            run is None
-            or run.end != place.offset
-            or run.segment != place.segment
-            or run.end - run.offset >= _MAX_RUN_GRANULES * GRANULE_NBYTES
-        ):
-            run = ObjectRun(place.segment, place.offset)
-            self._runs.append(run)
-        run.positions.append(position)
-        run.end += num_granules(nbytes) * GRANULE_NBYTES
-
-    def all(self) -> Iterator[ObjectRun]:
-        return iter(self._runs)
-
-    def __bool__(self) -> bool:
-        return bool(self._runs)
-
-
 OPAQUE_PIECE_NBYTES = 1024 * 1024
 _FIRST_BUNDLE_NBYTES = 1024 * 1024  # the first remote bundle is small, so that the network has work early
 _MAPPED_BATCH_NBYTES = 64 * 1024 * 1024
@@ -128,8 +89,36 @@ class PutBatches:
         except MoonpoolError:  # each bundle will fail with that error
             return MAX_BATCH_NBYTES
 
+    def _put_ahead(self, bundle: _Bundle) -> list[MoonpoolError | None] | None:
+        """Put a single object with one call. Return None if it has to be put in the ordinary way."""
+        put, nbytes = bundle.puts[0], bundle.sizes[0]
+        held = self._calls.take_ahead(put, nbytes)
+        if held is None:
+            return None
+        granted = GrantedPuts([put.key], held.session, PutReply([held.generation], [(held.place,)], {}))
+        writer = _BundleWriter(granted, bundle.checksums, self._tools, self._calls)
+        try:
+            with TransferWindow[_RemoteBundle](self._tools.engine) as window:
+                writer.write(bundle.puts, bundle.pieces, window)
+        except BaseException:
+            self._calls.ahead.drop(held, settled=False)  # a write may still arrive
+            raise
+        if granted.errors[0] is not None:
+            self._calls.ahead.drop(held, settled=not granted.unsettled)
+            return None
+        error = self._calls.put_at(put, nbytes, held)
+        if isinstance(error, StaleGeneration):
+            return None
+        if error is not None:
+            self._tools.counters.add_refusal(error)
+        return [error]
+
     def _put_bundle(self, bundle: _Bundle, meanwhile: Callable[[], bool] | None) -> list[MoonpoolError | None]:
         puts = bundle.puts
+        if len(puts) == 1 and meanwhile is None:
+            done = self._put_ahead(bundle)
+            if done is not None:
+                return done
         try:
             granted = self._calls.start(puts, bundle.sizes, bundle.checksums.compute_some)
         except MoonpoolError as error:
@@ -256,6 +245,9 @@ class _BundleWriter:
 
     def _write_run(self, run: ObjectRun) -> None:
         """Write neighbouring small objects with one copy."""
+        if len(run.positions) == 1:
+            self._write_mapped(run.positions[0])
+            return
         remote = self._remotes[run.segment]
         assert isinstance(remote, MappedWriter), "only objects in mapped segments come here"
         parts: list[bytes | memoryview] = []
@@ -268,7 +260,7 @@ class _BundleWriter:
             if granules * GRANULE_NBYTES > nbytes:
                 parts.append(bytes(granules * GRANULE_NBYTES - nbytes))
             stamps.append((self._granted.generations[position], granules))
-        if len(stamps) == 1 or not remote.write_run(run.offset, parts, stamps):
+        if not remote.write_run(run.offset, parts, stamps):
             for position in run.positions:
                 self._write_mapped(position)
 

@@ -11,12 +11,25 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
-from moonpool.base.errors import AlreadyExists, MoonpoolError, NotFound, StaleGeneration, Unavailable, from_wire
+import msgspec
+
+from moonpool.base.errors import (
+    AlreadyExists,
+    MoonpoolError,
+    NotFound,
+    NotSettled,
+    StaleGeneration,
+    Unavailable,
+    from_wire,
+)
+from moonpool.base.object_header import NO_IDENTITY
 from moonpool.store import messages as m
+from moonpool.store.client.ahead import HeldPlace, HeldSpace
+from moonpool.store.client.config import ClientConfig
 from moonpool.store.client.counters import ClientCounters
 from moonpool.store.client.directory import SegmentDirectory
 from moonpool.store.client.master_client import MasterClient
-from moonpool.store.client.put_request import W, put_start
+from moonpool.store.client.put_request import Put, W, put_start
 from moonpool.store.client.session_client import SessionClient
 from moonpool.store.messages import Placement
 
@@ -98,10 +111,51 @@ class PutCalls:
     """Thread-safe."""
 
     def __init__(
-        self, master: MasterClient, directory: SegmentDirectory, sessions: SessionClient, counters: ClientCounters
+        self,
+        master: MasterClient,
+        directory: SegmentDirectory,
+        sessions: SessionClient,
+        counters: ClientCounters,
+        config: ClientConfig,
     ) -> None:
         self._master, self._directory, self._sessions, self._counters = master, directory, sessions, counters
         self._grants = Grants()
+        self.ahead = HeldSpace(master, sessions.session, directory.local_segment, config)
+
+    def take_ahead(self, put: Put, nbytes: int) -> HeldPlace | None:
+        """Return space for this put that was granted ahead; None: it is put in the ordinary way."""
+        options = put.options
+        if options.replace or options.num_replicas != 1 or options.preferred or put.parent or put.group:
+            return None
+        return self.ahead.take(nbytes)
+
+    def put_at(self, put: Put, nbytes: int, held: HeldPlace) -> MoonpoolError | None:
+        """Make the object visible that was written to this place. Return the error: AlreadyExists if the key is taken,
+        StaleGeneration if the place is lost; then the object can be put in the ordinary way.
+        """
+        identity = b"" if put.identity == NO_IDENTITY else put.identity
+        options = msgspec.structs.replace(put.options, identity=put.options.identity or identity)
+        call = m.PutAt(put.key, held.generation, nbytes, options, held.turn)
+        try:
+            try:
+                reply, is_repeated = self._master.call_noting_repeats(call)
+            except NotSettled:
+                reply, is_repeated = self._master.call(call), True
+        except MoonpoolError as lost:  # nobody knows whether it is stored; giving back what it is not does no harm
+            self.ahead.drop(held)
+            return lost
+        error = None if reply.refusal is None else from_wire(reply.refusal.code, reply.refusal.message)
+        if error is None:
+            self.ahead.use_up(held)
+        elif isinstance(error, AlreadyExists):
+            self.ahead.put_back(held)
+        else:
+            self.ahead.drop(held)
+        if not reply.may_hold or isinstance(error, StaleGeneration):
+            self.ahead.give_back_all()
+        if isinstance(error, StaleGeneration) and is_repeated:  # the first call may have stored it: then it was removed
+            return Unavailable("the master was lost while it ended this put; nobody knows whether it was stored")
+        return error
 
     def start(
         self, requests: Sequence[W], sizes: Sequence[int], meanwhile: Callable[[], bool] | None = None

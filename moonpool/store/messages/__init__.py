@@ -6,10 +6,12 @@ columns (keys, sizes, generations), which keeps ten thousand items cheap.
 
 from moonpool.store.messages.object_calls import (
     Exist,
+    GrantAhead,
     ListObjects,
     Locate,
     Lookup,
     Pin,
+    PutAt,
     PutEnd,
     PutRenew,
     PutRevoke,
@@ -62,6 +64,7 @@ from moonpool.store.messages.values import (
     OrderKind,
     OrderResult,
     Placement,
+    PutAtReply,
     PutOptions,
     PutReply,
     Refusal,
@@ -72,6 +75,7 @@ from moonpool.store.messages.values import (
     StoreStats,
     TaskInfo,
     Tier,
+    ahead_key,
     num_granules,
 )
 
@@ -91,6 +95,7 @@ __all__ = [
     "Exist",
     "FenceAhead",
     "FindSegment",
+    "GrantAhead",
     "Heartbeat",
     "HeartbeatReply",
     "HeldItem",
@@ -112,6 +117,8 @@ __all__ = [
     "OrdersDone",
     "Pin",
     "Placement",
+    "PutAt",
+    "PutAtReply",
     "PutEnd",
     "PutOptions",
     "PutRenew",
@@ -142,5 +149,6 @@ __all__ = [
     "UnmountSegment",
     "Unpin",
     "Why",
+    "ahead_key",
     "num_granules",
 ]

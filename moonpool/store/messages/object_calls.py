@@ -10,6 +10,7 @@ from moonpool.store.messages.values import (
     EventBatch,
     ObjectInfo,
     ObjectPage,
+    PutAtReply,
     PutOptions,
     PutReply,
     Refusal,
@@ -37,6 +38,36 @@ class PutStart(Call[PutReply]):
     parents: list[bytes] | None = None
     groups: list[bytes] | None = None
     settled_up_to: Whole = 0
+
+
+class GrantAhead(Call[PutReply]):
+    """Ask for space for up to `count` puts to come, of objects with as many granules as `nbytes`. The reply has as many
+    as the pool can spare. PutRenew and PutRevoke take such space under its ahead_key(); PutRenew answers False where
+    the space has to be given back.
+
+    `known` is all space granted ahead that this session has, up to generation `known_up_to`: what else the master holds
+    for it was granted by calls whose answers were lost, and is free.
+    """
+
+    nbytes: Positive
+    count: Whole
+    preferred: tuple[str, ...] = ()
+    session: Whole = 0
+    known: tuple[Whole, ...] = ()
+    known_up_to: Whole = 0
+
+
+class PutAt(Call[PutAtReply]):
+    """Make the object visible that was written to space granted ahead: PutStart and PutEnd in one. Raise NotSettled as
+    PutEnd. If the key is taken, the caller keeps the space and uses it with the next `turn`, so that a copy of this
+    call on a broken connection does nothing when it arrives late.
+    """
+
+    key: bytes
+    generation: Whole
+    nbytes: Positive
+    options: PutOptions
+    turn: Whole = 0
 
 
 class PutEnd(Call[dict[int, Refusal]]):

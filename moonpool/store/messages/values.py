@@ -85,6 +85,22 @@ class Refusal(msgspec.Struct, frozen=True, array_like=True):
     message: str
 
 
+MAX_AHEAD = 64  # places in one GrantAhead
+MAX_AHEAD_NBYTES = 256 * 1024 + GRANULE_NBYTES  # a larger object takes longer to write than a call
+
+
+def ahead_key(generation: int) -> bytes:
+    """Return the key under which space granted ahead is an unfinished put."""
+    return b"\0ahead" + generation.to_bytes(8, "big")
+
+
+class PutAtReply(msgspec.Struct, frozen=True, array_like=True):
+    """`refusal` as in PutReply. With `may_hold` False the caller gives the space back that it holds."""
+
+    refusal: Refusal | None
+    may_hold: bool = True
+
+
 class PutReply(msgspec.Struct, frozen=True, array_like=True):
     """By position the generation, which every write and the PutEnd carry, and the replicas; 0 and () where refused."""
 

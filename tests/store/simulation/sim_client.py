@@ -47,6 +47,7 @@ class Program:
         self._client: Store | None = None
         self._calls: list[tuple[int, Callable[[], None]]] = [
             (24, self._put),
+            (12, self._put_one_by_one),
             (6, self._put_in_pieces),
             (24, self._get),
             (5, self._get_into),
@@ -123,6 +124,16 @@ class Program:
         ]
         for write, error in zip(writes, self.client.put_objects(puts), strict=True):
             self._ended(write, error)
+
+    def _put_one_by_one(self) -> None:
+        """Small objects of one size: the client holds space for them."""
+        nbytes, options = self._rng.choice(SIZES), PutOptions(hard_pin=self._rng.random() < 0.04)
+        for number, key in enumerate(self._rng.sample(self._keys, self._rng.randint(2, 4))):
+            write = self._world.history.put_begins(key, nbytes, options.hard_pin)
+            put = Put(key, [content(write.number, nbytes)], options=options)
+            if number:
+                self._world.before_small_put(self._member)
+            self._ended(write, self.client.put_objects([put])[0])
 
     def _put_in_pieces(self) -> None:
         options = self._options()

@@ -35,6 +35,8 @@ class Faults:
         chosen = self._rng.sample(sorted(kinds), count)
         self.kinds = {name: kinds[name] for name in chosen}
         world.flips = "flip" in self.kinds
+        if "stop client" in self.kinds:
+            world.before_small_put = self._stop_in_small_put
 
     def plan(self, duration_s: float) -> None:
         """Troubles from now on, for so long."""
@@ -110,6 +112,12 @@ class Faults:
         if self._rng.random() < 0.3:
             self._stop(member, most_s)
         elif member.process is not None and member.is_alive:
+            self._world.stop_in_copy[member.process] = lambda: self._stop(member, most_s)
+
+    def _stop_in_small_put(self, member: Member) -> None:
+        """A client in the middle of writing an object to space that it held before, now and then."""
+        if member.process is not None and not self.is_over and self._rng.random() < 0.1:
+            most_s = self._rng.choice((2.0, 15.0, 60.0))
             self._world.stop_in_copy[member.process] = lambda: self._stop(member, most_s)
 
     def _stop_node(self) -> None:

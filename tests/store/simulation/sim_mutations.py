@@ -11,10 +11,12 @@ import moonpool.node.copying
 import moonpool.node.mount
 import moonpool.node.session_registry
 import moonpool.node.voiding
+import moonpool.store.client.ahead
 import moonpool.store.client.reads
 import moonpool.store.client.remote_read
 import moonpool.store.client.small_read
 import moonpool.store.client.views
+from moonpool.master.state.ahead import SpaceAhead
 from moonpool.master.state.members import Members
 from moonpool.master.state.orders import Copies
 from moonpool.master.state.pins import PinTable
@@ -23,7 +25,7 @@ from moonpool.master.state.reads import ReadState
 from moonpool.master.state.records import Outcomes, PutsEnded
 from moonpool.master.state.space import PoolSpace
 from moonpool.master.state.ssd_tier import SsdTier
-from moonpool.master.state.unfinished_puts import PendingPut, Voiding
+from moonpool.master.state.unfinished_puts import AHEAD, PendingPut, UnfinishedPuts, Voiding
 from moonpool.master.state.voids import Voids
 from moonpool.transfer.memory.fence import Fence
 
@@ -31,8 +33,8 @@ Change = tuple[Any, str, Any]
 
 
 def _discard_frees_at_once() -> list[Change]:
-    original = Puts._abandon
-    return [(Puts, "_abandon", lambda self, puts, fate, settled, now_s: original(self, puts, fate, True, now_s))]
+    original = Puts.abandon
+    return [(Puts, "abandon", lambda self, puts, fate, settled, now_s: original(self, puts, fate, True, now_s))]
 
 
 def _sessions_hold_nothing() -> list[Change]:
@@ -55,6 +57,21 @@ def _upserts_void_nothing() -> list[Change]:
         put.voiding = Voiding()
 
     return [(Voids, "begin_upsert", begin)]
+
+
+def _held_places_are_used_after_they_were_discarded() -> list[Change]:
+    def keep_space(self: UnfinishedPuts, put: PendingPut, *args: Any) -> None:
+        if put.terms.flags & AHEAD:
+            self._space.free(put.places, put.nbytes)
+        else:
+            original(self, put, *args)
+
+    original = UnfinishedPuts.keep_space
+    return [(UnfinishedPuts, "keep_space", keep_space), (moonpool.store.client.ahead, "_USABLE", 1e9)]
+
+
+def _taken_keys_are_replaced() -> list[Change]:
+    return [(SpaceAhead, "_check", lambda self, put, held, now_s: None)]
 
 
 def _places_are_remembered_too_long() -> list[Change]:
@@ -152,6 +169,8 @@ MUTATIONS: dict[str, Callable[[], list[Change]]] = {
     "removals are not journalled": _removals_are_not_journalled,
     "replicas are not voided": _replicas_are_not_voided,
     "upserts void nothing": _upserts_void_nothing,
+    "space held is free when it is discarded": _held_places_are_used_after_they_were_discarded,
+    "taken keys are replaced": _taken_keys_are_replaced,
     "places are remembered too long": _places_are_remembered_too_long,
     "puts are not journalled": _puts_are_not_journalled,
     "moves are not journalled": _moves_are_not_journalled,

@@ -23,6 +23,7 @@ import moonpool.base.rpc.intake
 import moonpool.base.rpc.reconnect
 import moonpool.base.rpc.silence
 import moonpool.master.service
+import moonpool.master.state.ahead
 import moonpool.master.state.changes
 import moonpool.master.state.orders
 import moonpool.master.state.segments
@@ -37,6 +38,7 @@ import moonpool.node.ssd.folder
 import moonpool.node.ssd.log
 import moonpool.node.ssd.recovery
 import moonpool.node.ssd_tier
+import moonpool.store.client.ahead
 import moonpool.store.client.directory
 import moonpool.store.client.master_client
 import moonpool.store.client.reads
@@ -223,6 +225,7 @@ def _patches() -> list[tuple[Any, str, Any]]:
                 moonpool.store.client.session_client,
                 moonpool.store.client.master_client,
                 moonpool.store.client.directory,
+                moonpool.store.client.ahead,
                 moonpool.store.client.remembered,
                 moonpool.store.client.views,
             )
@@ -248,6 +251,7 @@ def _patches() -> list[tuple[Any, str, Any]]:
         (moonpool.master.service, "Journal", SimpleNamespace(open=lambda *args: _world().open_journal())),
         (moonpool.master.service, "gc", SimpleNamespace(freeze=nothing)),
         (moonpool.master.state.snapshot, "STEP_SLOTS", _SNAPSHOT_SLOTS),
+        (moonpool.master.state.ahead, "MAX_PART", 1 / 3),  # of few granules, else clients would hold one or two
         (moonpool.node.ssd_tier, "_COMPACT_EVERY_S", 2.0),
         (
             moonpool.master.state.changes.RemovalLog,

@@ -119,6 +119,7 @@ class World:
         self.stall = 0.0  # how often a pause is a long one
         self.think_s = 0.3  # between two calls of a client
         self.stop_in_copy: dict[Process, Callable[[], None]] = {}
+        self.before_small_put: Callable[[Member], None] = lambda member: None
         self.flips = False  # bits are flipped in this world
         self.disk_nodes: set[str] = set()
         self.dram_nbytes: dict[str, int] = {}

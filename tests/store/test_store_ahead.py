@@ -1,0 +1,138 @@
+"""Puts in one round trip: space is granted ahead, used for one put each, and given back."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from facade_pool import FacadePool, facade_pool
+from store_pool import MIB, wait_until
+
+from moonpool.store import Store
+from moonpool.store.client import ahead
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[FacadePool]:
+    yield from facade_pool(tmp_path, dram_nbytes=64 * MIB)
+
+
+@pytest.fixture(params=["mapped", "tcp"])
+def writer(pool: FacadePool, request: pytest.FixtureRequest) -> Store:
+    return pool.store(shm=request.param == "mapped")
+
+
+class Calls:
+    """Counts what a client asks the master."""
+
+    def __init__(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.kinds: Counter[str] = Counter()
+        original = store.master.call_noting_repeats
+
+        def call(call: Any, meanwhile: Any = None) -> Any:
+            self.kinds[type(call).__name__] += 1
+            return original(call, meanwhile)
+
+        monkeypatch.setattr(store.master, "call_noting_repeats", call)
+
+
+def ahead_nbytes(store: Store) -> int:
+    return store.stats().counters["ahead_nbytes"]
+
+
+def test_a_put_is_one_call(pool: FacadePool, writer: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = pool.store()
+    writer.put("first", bytes(1000))
+    asked = Calls(writer, monkeypatch)
+    for number in range(40):
+        assert writer.put(f"k{number}", b"%04d" % number * 250)
+    assert asked.kinds == {"PutAt": 40, "GrantAhead": 3}
+    for number in range(40):
+        assert reader.get(f"k{number}") == b"%04d" % number * 250
+
+
+def test_a_taken_key_keeps_its_value_and_the_place_is_used_again(
+    pool: FacadePool, writer: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer.put("k", b"old")
+    writer.put("l", b"l")
+    asked = Calls(writer, monkeypatch)
+    held = ahead_nbytes(pool.store())
+    for _ in range(20):
+        assert not writer.put("k", b"new")
+    assert ahead_nbytes(pool.store()) == held
+    assert writer.put("m", b"m")
+    assert asked.kinds["GrantAhead"] == 0
+    assert [writer.get(key) for key in ("k", "l", "m")] == [b"old", b"l", b"m"]
+
+
+def test_other_puts_go_the_ordinary_way(writer: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Calls(writer, monkeypatch)
+    for turn in range(4):
+        writer.put(f"large{turn}", bytes(300 * 1024))
+        writer.upsert("k", b"%d" % turn)
+        writer.put_many({f"{turn}.{number}": b"v" for number in range(3)})
+        writer.put(f"g{turn}", b"v", group="g")
+    assert asked.kinds["PutAt"] == 0
+    assert writer.get("k") == b"3"
+
+
+def test_what_is_not_used_is_given_back(pool: FacadePool, writer: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "_IDLE_S", 0.1)
+    monkeypatch.setattr(ahead, "_LOOK_S", 0.02)
+    monkeypatch.setattr(ahead, "_RENEW", 0.0)
+    for number in range(3):
+        writer.put(f"k{number}", b"v")
+    wait_until(lambda: ahead_nbytes(writer) == 0)
+    wait_until(lambda: not any(each.name == "store-ahead" for each in threading.enumerate()))
+    for number in range(3):
+        assert writer.put(f"l{number}", b"v")
+    assert ahead_nbytes(writer) > 0
+
+
+def test_a_closed_client_holds_nothing(pool: FacadePool, writer: Store) -> None:
+    for number in range(3):
+        writer.put(f"k{number}", b"v")
+    other = pool.store()
+    assert ahead_nbytes(other) > 0
+    writer.close()
+    assert ahead_nbytes(other) == 0
+    assert [other.get(f"k{number}") for number in range(3)] == [b"v"] * 3
+
+
+def test_a_full_pool_takes_it_back(tmp_path: Path) -> None:
+    for pool in facade_pool(tmp_path, dram_nbytes=MIB):
+        writer, filler = pool.store(), pool.store()
+        for number in range(3):
+            writer.put(f"k{number}", b"v")
+        assert ahead_nbytes(filler) > 0
+        for number in range(300):
+            filler.put_many({f"f{number}": bytes(8192)}, pinned=True)
+            if filler.stats().used_nbytes > 0.98 * MIB:
+                break
+        writer.put("last", b"v")
+        assert ahead_nbytes(filler) == 0
+
+
+def test_threads_put_at_once(pool: FacadePool, writer: Store) -> None:
+    new: list[int] = []
+
+    def put(thread: int) -> None:
+        for number in range(100):
+            key = number if number % 2 else thread * 1000 + number  # half of the keys are everybody's
+            if writer.put(f"k{key}", b"%06d" % key * 100):
+                new.append(key)
+
+    threads = [threading.Thread(target=put, args=(number,)) for number in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(new) == sorted(set(new)), "one put of a key is the first"
+    assert len(new) == 4 * 50 + 50
+    for key in new:
+        assert writer.get(f"k{key}") == b"%06d" % key * 100
