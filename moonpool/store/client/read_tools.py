@@ -26,3 +26,7 @@ class ReadTools:
     def time_for(self, nbytes: int) -> float:
         """Return the timeout of a read of so many bytes: a node that is silent is given up soon, a slow one is not."""
         return min(self.timeout_s, self.read_timeout_s + nbytes / _SLOWEST_NBYTES_PER_S)
+
+    def time_for_disk(self, _nbytes: int) -> float:
+        """time_for() of a disk of this machine, which is never silent but may be slow."""
+        return self.timeout_s

@@ -31,7 +31,7 @@ from moonpool.store.client.read_tools import ReadTools
 from moonpool.store.client.recovery import Got, Recovery, Targets, missing, read_whole
 from moonpool.store.client.remembered import MAX_OBJECTS, RememberedPlaces
 from moonpool.store.client.remote_read import DiskRead, RemoteObject, RemoteRead
-from moonpool.store.client.small_read import SmallReads, copy_small, has_room
+from moonpool.store.client.small_read import FoundObject, SmallReads, copy_small, fetch_small, has_room
 from moonpool.store.client.transfer_window import MIN_PARALLEL_NBYTES, for_each, is_large, run_parallel
 from moonpool.store.client.verified_read import (
     CopyAndSum,
@@ -47,6 +47,7 @@ from moonpool.transfer.transports.base import RemoteSegment
 BATCH_OBJECTS = 1000  # looked up and read in one round, so that leases do not expire
 LOCATED_KEYS = 64  # an exist of more keys asks for no places: it would take several times as long
 SMALL_NBYTES = 16 * 1024  # a slice copies these faster than an array
+_CANNOT_READ = (Unavailable, NotFound, Unauthorized)  # errors of a whole segment
 _BYTE = np.uint8
 _bytes_of = np.frombuffer
 
@@ -78,7 +79,7 @@ class BatchRead:
 
     def read(self) -> list[Got | None]:
         """Read the objects. Return the outcome of each; None where a check failed."""
-        unmapped: deque[tuple[RemoteSegment, list[_Found]]] = deque()
+        unmapped: deque[tuple[RemoteSegment, list[FoundObject]]] = deque()
         for found in self._by_segment().values():
             place = found[0][2]
             try:
@@ -88,7 +89,7 @@ class BatchRead:
                     unmapped.append((remote, found))
                 else:
                     self._read_mapped(memory, found)
-            except (Unavailable, NotFound, Unauthorized) as error:
+            except _CANNOT_READ as error:
                 self._add_failure(place, error)
         if unmapped:
             self._read_unmapped(unmapped)
@@ -99,7 +100,7 @@ class BatchRead:
             self._recovery.failures[place.segment, place.incarnation] = error
         self._tools.directory.unreadable.add(place, error)
 
-    def _read_unmapped(self, segments: deque[tuple[RemoteSegment, list[_Found]]]) -> None:
+    def _read_unmapped(self, segments: deque[tuple[RemoteSegment, list[FoundObject]]]) -> None:
         """Read much data from several segments at the same time: each node has a link of its own, and readers that all
         went from one node to the next would wait for one link while the others idle.
         """
@@ -112,7 +113,7 @@ class BatchRead:
                     return
                 try:
                     self._read_segment(remote, found)
-                except (Unavailable, NotFound, Unauthorized) as error:
+                except _CANNOT_READ as error:
                     self._add_failure(found[0][2], error)
 
         num_helpers = len(segments) - 1
@@ -121,9 +122,9 @@ class BatchRead:
         else:
             work_off()
 
-    def _by_segment(self) -> dict[tuple[str, int], list[_Found]]:
+    def _by_segment(self) -> dict[tuple[str, int], list[FoundObject]]:
         """Group the objects that were found by the segment that is best to read from."""
-        by_segment: dict[tuple[str, int], list[_Found]] = {}
+        by_segment: dict[tuple[str, int], list[FoundObject]] = {}
         best_first = self._tools.directory.best_first
         for position, info in enumerate(self._infos):
             if info is None:
@@ -134,31 +135,47 @@ class BatchRead:
                 by_segment.setdefault((place.segment, place.incarnation), []).append((position, info, place))
         return by_segment
 
-    def _read_segment(self, remote: RemoteSegment, found: list[_Found]) -> None:
+    def _read_segment(self, remote: RemoteSegment, found: list[FoundObject]) -> None:
         """Read objects of one segment that is not mapped here."""
         if remote.written_once:
             self._tools.counters.add("disk_reads", len(found))
+        elif remote.checks_generation and len(found) > 1:
+            found = self._fetch_small(remote, found)
         kind = DiskRead if remote.written_once else RemoteRead
-        time_for = self._time_for_disk if remote.written_once else self._tools.time_for
+        time_for = self._tools.time_for_disk if remote.written_once else self._tools.time_for
         reader = kind(remote, self._tools.directory.engine, self._identity, time_for)
         for each in reader.run([RemoteObject(*one, self._targets[one[0]], self._recovery is None) for one in found]):
             self._got[each.position] = each.got()
         if reader.failure is not None:
             raise reader.failure
 
-    def _time_for_disk(self, _nbytes: int) -> float:
-        """A disk of this machine is never silent, but may be slow."""
-        return self._tools.timeout_s
+    def _fetch_small(self, remote: RemoteSegment, found: list[FoundObject]) -> list[FoundObject]:
+        """Read the small objects of a segment that is not mapped. Return the others."""
+        small, others = list[FoundObject](), list[FoundObject]()
+        for each in found:
+            (small if has_room(each[1], self._targets[each[0]], SMALL_NBYTES) else others).append(each)
+        is_remembered, time_for = self._recovery is None, self._tools.time_for
+        try:
+            for position, got in fetch_small(
+                remote, small, self._targets, self._identity, is_remembered=is_remembered, time_for=time_for
+            ):
+                self._got[position] = got
+        except _CANNOT_READ:
+            raise
+        except MoonpoolError:  # a ReadSession finds out which object is at fault
+            pass
+        return others
 
-    def _read_mapped(self, memory: memoryview, found: list[_Found]) -> None:
+    def _read_mapped(self, memory: memoryview, found: list[FoundObject]) -> None:
         others = self._read_small(memory, found)
         for position, place, got in self._copy_all(memory, self._plan(memory, others)):
             if got is not None and has_generation(memory, place.offset, place.generation):
                 self._got[position] = got
 
-    def _read_small(self, memory: memoryview, found: list[_Found]) -> list[_Found]:
+    def _read_small(self, memory: memoryview, found: list[FoundObject]) -> list[FoundObject]:
         """Read the small objects. Return the others."""
-        targets, identity, is_remembered, others = self._targets, self._identity, self._recovery is None, list[_Found]()
+        targets, identity, is_remembered = self._targets, self._identity, self._recovery is None
+        others: list[FoundObject] = []
         for each in found:
             position, info, place = each
             into = targets[position]
@@ -167,7 +184,7 @@ class BatchRead:
                 continue
             try:
                 view = None if into is None else into[0]
-                self._got[position] = copy_small(memory, info, place, identity, view, is_remembered)
+                self._got[position] = copy_small(memory, place.offset, info, place, identity, view, is_remembered)
             except MoonpoolError:  # a ReadSession finds out what is wrong
                 continue
         return others
@@ -187,7 +204,7 @@ class BatchRead:
         for_each(self._tools.directory.engine, plans, nbytes, copy)
         return copied
 
-    def _plan(self, memory: memoryview, found: list[_Found]) -> list[_Plan]:
+    def _plan(self, memory: memoryview, found: list[FoundObject]) -> list[_Plan]:
         """Check all headers before the first copy: a large copy pushes the code that reads them out of the cache."""
         targets, identity = self._targets, self._identity
         plans: list[_Plan] = []
@@ -225,7 +242,6 @@ class BatchRead:
             return error
 
 
-_Found: TypeAlias = tuple[int, ObjectInfo, Placement]  # position, object, the replica to read
 # position, the replica, its header, and the memory for each of its pieces (None: new bytes)
 _Plan: TypeAlias = tuple[int, Placement, HeaderFields, list[list[memoryview]] | None]
 # position, the replica, its bytes or their number (None: a check failed)

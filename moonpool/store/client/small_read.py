@@ -1,17 +1,23 @@
 """Small objects, read with as few calls as possible: for a few KiB the calls take longer than the bytes.
 
-copy_small() reads one from mapped memory. SmallReads is the whole of a single get whose place is remembered: no message
-on one machine, one round trip over tcp, and nothing made for batches. Both use the checks of verified_read.py; what
-fails one is read again in the general way (reads.py), which finds out what is wrong.
+copy_small() reads one from mapped memory, fetch_small() many of a batch from another machine. SmallReads is the whole
+of a single get whose place is remembered: no message on one machine, one round trip over tcp, and nothing made for
+batches. All use the checks of verified_read.py; what fails one is read again in the general way (reads.py), which finds
+out what is wrong.
 """
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import TypeAlias
 
 import numpy as np
 
 from moonpool.base.errors import MoonpoolError, NotFound, StaleGeneration, Unauthorized, Unavailable
 from moonpool.base.object_header import ALIGN_NBYTES
-from moonpool.store.client.read_tools import ReadTools
+from moonpool.store.client.read_tools import ReadTools, TimeFor
 from moonpool.store.client.recovery import Targets
 from moonpool.store.client.remembered import RememberedPlaces
 from moonpool.store.client.verified_read import are_whole, check_header, has_generation, may_be_remembered
@@ -19,6 +25,8 @@ from moonpool.store.messages import ObjectInfo, Placement
 from moonpool.transfer.transports.base import RemoteSegment
 
 SMALL_NBYTES = 256 * 1024
+FoundObject: TypeAlias = tuple[int, ObjectInfo, Placement]  # position, object, the replica to read
+_BATCH_OBJECTS = 64
 _SLICED_NBYTES = 16 * 1024  # a slice copies these faster than an array
 _BYTE = np.uint8
 _bytes_of = np.frombuffer
@@ -32,16 +40,16 @@ def has_room(info: ObjectInfo, targets: Targets, max_nbytes: int = SMALL_NBYTES)
 
 def copy_small(
     memory: memoryview,
+    offset: int,
     info: ObjectInfo,
     place: Placement,
     identity: bytes | None,
     view: memoryview | None,
     is_remembered: bool,
 ) -> int | bytes | None:
-    """Copy an object that has_room() from mapped memory to `view`, or to new bytes. Return the bytes or their number;
-    None when a check failed. Raise what check_header() raises.
+    """Copy an object that has_room() from `offset` of the memory to `view`, or to new bytes. Return the bytes or their
+    number; None when a check failed. Raise what check_header() raises.
     """
-    offset = place.offset
     header = check_header(memory, offset, info, place, identity)
     if is_remembered and not may_be_remembered(memory, offset, header):
         return None
@@ -58,6 +66,49 @@ def copy_small(
     if not are_whole(header, found) or not has_generation(memory, offset, place.generation):
         return None
     return found if view is None else nbytes  # type: ignore[return-value]  # new memory is bytes
+
+
+def fetch_small(
+    remote: RemoteSegment,
+    found: Sequence[FoundObject],
+    targets: Sequence[Targets],
+    identity: bytes | None,
+    *,
+    is_remembered: bool,
+    time_for: TimeFor,
+) -> Iterator[tuple[int, int | bytes]]:
+    """Read objects that has_room() from a segment whose owner checks generations. Yield the position of each that
+    passed the checks, with its bytes or their number. Raise what the transfer raises.
+
+    Each is received whole, in one piece of memory that is used again and again, and copied from there as if the segment
+    were mapped: the copy takes a tenth of the time that two pieces of memory for each object take.
+    """
+    if not found:
+        return
+    batches = [found[at : at + _BATCH_OBJECTS] for at in range(0, len(found), _BATCH_OBJECTS)]
+    room = memoryview(bytearray(max([sum([info.nbytes for _, info, _ in batch]) for batch in batches])))
+
+    def orders() -> Iterator[list[tuple[int, memoryview, int]]]:
+        for batch in batches:
+            ends = list(accumulate([info.nbytes for _, info, _ in batch], initial=0))
+            yield [
+                (place.offset, room[start:end], place.generation)
+                for (_, _, place), start, end in zip(batch, ends, ends[1:], strict=False)
+            ]
+
+    timeout_s = time_for(2 * room.nbytes)  # one batch is received while the next is under way
+    with contextlib.closing(remote.read_expecting(orders(), timeout_s=timeout_s)) as arrivals:
+        for batch, stale in zip(batches, arrivals, strict=False):
+            at = 0
+            for number, (position, info, place) in enumerate(batch):
+                into, start, at = targets[position], at, at + info.nbytes
+                try:
+                    view = None if into is None else into[0]
+                    got = copy_small(room, start, info, place, identity, view, is_remembered)
+                except MoonpoolError:  # a ReadSession finds out what is wrong
+                    continue
+                if got is not None and number not in stale:
+                    yield position, got
 
 
 class SmallReads:
@@ -80,7 +131,9 @@ class SmallReads:
             remote = directory.open(place)
             memory = remote.view(0, remote.nbytes)
             if memory is not None:
-                got = copy_small(memory, info, place, identity, None if targets is None else targets[0], True)
+                got = copy_small(
+                    memory, place.offset, info, place, identity, None if targets is None else targets[0], True
+                )
             elif remote.checks_generation:
                 got = self._fetch(remote, info, place, identity, targets)
             else:
