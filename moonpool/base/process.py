@@ -38,6 +38,7 @@ LIFELINE_FD = "MOONPOOL_LIFELINE_FD"
 GRACE_S = 1.0
 EXIT_ORPHANED = 75
 CLOSE_TIMEOUT_S = 3.0
+DRAIN_S = 30.0  # after SIGTERM, for a role that was started by hand; what Kubernetes waits by default
 EXIT_FAILED = 1
 EXIT_BUG = 70
 _MAX_REASON = 2000  # characters
@@ -115,12 +116,30 @@ class Watched(Protocol):
         ...
 
 
+@runtime_checkable
+class Drained(Protocol):
+    """A service that can end what it has begun and take nothing new meanwhile."""
+
+    async def drain(self) -> None:
+        """Return when nothing is left to do. May be cancelled."""
+        ...
+
+
 @dataclass(frozen=True)
 class ProcessConfig:
     """What every role's process takes besides its own configuration."""
 
     log_level: str = "INFO"  # DEBUG, INFO, WARNING or ERROR
     ready_fd: int | None = None  # inherited file descriptor to which readiness is reported
+    # most seconds that a worker goes on after SIGTERM to end its requests, without taking new ones; another signal ends
+    # it at once; default: 30, and 0 for a child of `moonpool serve`
+    drain_s: float | None = None
+
+    @property
+    def drain_timeout_s(self) -> float:
+        if self.drain_s is not None:
+            return self.drain_s
+        return DRAIN_S if self.ready_fd is None else 0.0
 
 
 class ReadyReport(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -151,7 +170,7 @@ def _run(role: str, make: Callable[[], Service], config: ProcessConfig, what: st
         print(f"moonpool {role}: {error}", file=sys.stderr)
         return EXIT_FAILED
     try:
-        uvloop.run(_serve(make, ready, what))
+        uvloop.run(_serve(make, ready, what, config.drain_timeout_s))
     except Exception as error:  # noqa: BLE001 - a bug too must reach the process that waits for this one
         reason = str(error) if isinstance(error, MoonpoolError) else memory_shortage(error)
         if reason is None:
@@ -164,12 +183,25 @@ def _run(role: str, make: Callable[[], Service], config: ProcessConfig, what: st
     return 0
 
 
-async def _serve(make: Callable[[], Service], ready: _ReadyPipe, what: str) -> None:
+class _StopSignals:
+    """`stop` is set by the first SIGTERM or SIGINT, `at_once` by SIGINT or by any second one."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.stop, self.at_once = asyncio.Event(), asyncio.Event()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, self._on_signal, signum)
+
+    def _on_signal(self, signum: signal.Signals) -> None:
+        if signum == signal.SIGINT or self.stop.is_set():
+            self.at_once.set()
+        self.stop.set()
+
+
+async def _serve(make: Callable[[], Service], ready: _ReadyPipe, what: str, drain_s: float) -> None:
     service = make()  # may import for seconds; until the handlers below are set, a signal ends the process at once
-    stop, loop = asyncio.Event(), asyncio.get_running_loop()
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, stop.set)
-    stopping = loop.create_task(stop.wait())
+    loop = asyncio.get_running_loop()
+    signals = _StopSignals(loop)
+    stopping = loop.create_task(signals.stop.wait())
     try:
         address = await _started(service, stopping)
         if not stopping.done():
@@ -177,6 +209,8 @@ async def _serve(make: Callable[[], Service], ready: _ReadyPipe, what: str) -> N
                 at = f" at {address}" if address else ""
                 _LOG.info("moonpool %s: %s serves%s (process %d)", __version__, what, at, os.getpid())
             await _run_until(service, stopping)
+            if isinstance(service, Drained) and drain_s > 0:
+                await _drain(service, signals.at_once, drain_s)
     finally:
         stopping.cancel()
         _end_by_force_after(CLOSE_TIMEOUT_S)
@@ -205,6 +239,22 @@ async def _run_until(service: Service, stopping: asyncio.Task[bool]) -> None:
         waiting.result()
         raise Internal("the service ended by itself")
     waiting.cancel()
+
+
+async def _drain(service: Drained, at_once: asyncio.Event, timeout_s: float) -> None:
+    """Let the service end what it has begun, until the time is up or a signal says to stop at once."""
+    if at_once.is_set():
+        return
+    _LOG.info("ending what was begun, for at most %g s; another signal ends it at once", timeout_s)
+    draining, stopping = asyncio.ensure_future(service.drain()), asyncio.ensure_future(at_once.wait())
+    await asyncio.wait((draining, stopping), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    if draining.done():
+        draining.result()
+    elif not at_once.is_set():
+        _LOG.warning("requests are left after %g s (--drain-s)", timeout_s)
+    draining.cancel()
+    stopping.cancel()
+    await asyncio.gather(draining, stopping, return_exceptions=True)
 
 
 def _end_by_force_after(timeout_s: float) -> None:

@@ -192,6 +192,10 @@ class DecodeRole:
         self._waiting.append(stream)
         self.at_boundary()
 
+    @property
+    def num_streams(self) -> int:
+        return len(self._streams)
+
     def at_boundary(self) -> None:
         """Reserve pages for waiting streams in order of arrival; preempted requests are served before them."""
         while self._waiting and not self._scheduler.queues.waiting:

@@ -142,6 +142,10 @@ class PrefillRole:
         prompt.push.finish_puts(complete=False, on_done=lambda: None)
         prompt.done(error)
 
+    @property
+    def num_prompts(self) -> int:
+        return len(self._prompts)
+
     def has(self, name: str) -> bool:
         """Return whether this engine request is a prompt of this role."""
         return name in self._prompts

@@ -60,6 +60,7 @@ from moonpool.worker.reporter import ReportCollector, WorkerReporter
 from moonpool.worker.roles import BothRoles
 
 _LOG = logging.getLogger(__name__)
+_ON_THEIR_WAY_S = 1.0  # requests that were sent here before the conductor knew that this worker leaves arrive by then
 _PAGE_LOCK_S = 10.0  # of a GPU worker's start, for the pool's memory; about 40 GB
 _C = TypeVar("_C", Prefill, Decode)
 
@@ -99,6 +100,22 @@ class Worker:
             self._tasks.append(asyncio.create_task(follow_share(threads, presence, self._loop.post), name="cores"))
         await reporter.registered.wait()
         return self._address
+
+    async def drain(self) -> None:
+        """Leave the conductor, so that no new request comes, and return when all that were sent here have ended."""
+        reporters = [task for task in self._tasks if task.get_name() == "reporter"]
+        for task in reporters:
+            task.cancel()
+        await asyncio.gather(*reporters, return_exceptions=True)
+        idle, wait_s = False, _ON_THEIR_WAY_S
+        while not idle:
+            await asyncio.sleep(wait_s)
+            idle, wait_s = await asyncio.wrap_future(self._loop.call(self._is_idle)), self.config.report_interval_s
+
+    def _is_idle(self) -> bool:
+        queues = self._built.scheduler.queues
+        has_requests = self._prefill.num_prompts or self._decode.num_streams or self._reservations.num_pages
+        return not (has_requests or queues.num_waiting or queues.num_running or len(self._queue))
 
     async def close(self) -> None:
         """Stop serving and release everything. Idempotent."""

@@ -35,6 +35,10 @@ class Service:
     async def wait(self):
         await asyncio.sleep(0 if self.kind == "breaks" else 60)
         raise NoSpace("the disk is full")
+    async def drain(self):
+        print("drains", flush=True)
+        await asyncio.sleep(60 if self.kind == "busy" else 0)
+        print("drained", flush=True)
     async def close(self):
         print("closed", flush=True)
         if self.kind == "hangs": time.sleep(60)
@@ -144,6 +148,46 @@ def test_lack_of_memory_is_a_reason_and_no_traceback() -> None:
         assert (process.returncode, err) == (1, "")
 
 
+@contextlib.contextmanager
+def by_hand(kind: str) -> Iterator[subprocess.Popen[str]]:
+    """A role that serves, without a launcher."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, kind], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stderr is not None
+        assert "serves at" in process.stderr.readline()
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_sigterm_drains_a_role_that_was_started_by_hand() -> None:
+    with by_hand("good") as process:
+        process.terminate()
+        out, _ = process.communicate(timeout=10)
+        assert (process.returncode, out) == (0, "drains\ndrained\nclosed\n")
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_the_draining(second: signal.Signals) -> None:
+    with by_hand("busy") as process:
+        process.terminate()
+        assert process.stdout is not None
+        assert process.stdout.readline() == "drains\n"
+        process.send_signal(second)
+        out, _ = process.communicate(timeout=10)
+        assert (process.returncode, out) == (0, "closed\n")
+
+
+def test_sigint_does_not_drain() -> None:
+    with by_hand("busy") as process:
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=10)
+        assert (process.returncode, out) == (0, "closed\n")
+
+
 def test_a_role_started_by_hand_logs_what_it_is_and_where() -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, "good"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -153,4 +197,4 @@ def test_a_role_started_by_hand_logs_what_it_is_and_where() -> None:
     process.terminate()
     _, rest = process.communicate(timeout=10)
     assert f"moonpool {__version__}: test serves at unix:/somewhere (process {process.pid})" in line
-    assert rest == ""
+    assert "ending what was begun, for at most 30 s" in rest

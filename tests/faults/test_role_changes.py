@@ -14,7 +14,7 @@ from moonpool.base.rpc import AsyncClient
 from moonpool.conductor.messages import SetRole
 
 PARAMS = greedy(12)
-NUM_CLIENTS = 6
+NUM_CLIENTS = 4
 
 
 def roles(cluster: TinyCluster) -> dict[str, WorkerRole]:
@@ -131,6 +131,23 @@ async def test_a_conductor_that_starts_again_learns_the_roles(tiny_model: str) -
         await cluster.start_conductor()
         await cluster.until(lambda: len(roles(cluster)) == 3, "all register again")
         assert roles(cluster)["prefill1"] is WorkerRole.DECODE
+
+
+async def test_a_worker_that_drains_ends_its_requests_and_gets_no_new_ones(tiny_model: str, oracle: Oracle) -> None:
+    async with tiny_cluster(tiny_model, num_prefill=2, num_decode=2) as cluster:
+        begun, drained = asyncio.Event(), asyncio.Event()
+        long, params = prompt_of(40, 1), greedy(200)
+        running = asyncio.create_task(cluster.generate(long, params, on_tokens=lambda _: begun.set()))
+        await begun.wait()
+        name = next(name for name in ("decode0", "decode1") if cluster.stats(name).num_running)
+        draining = asyncio.create_task(cluster.workers[name].drain())
+        draining.add_done_callback(lambda _: drained.set())
+        await cluster.until(lambda: name not in roles(cluster), "it has left")
+        answers = await asyncio.gather(*(cluster.generate(prompt_of(30, seed), PARAMS) for seed in range(4)))
+        assert [answer.num_attempts for answer in answers] == [1] * 4
+        answer = await running
+        assert (answer.tokens, answer.num_attempts) == (oracle(long, params), 1)
+        await asyncio.wait_for(drained.wait(), 20)
 
 
 async def test_what_cannot_be(tiny_model: str) -> None:
