@@ -21,6 +21,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -89,14 +90,42 @@ class RoleProcess:
             self._ready.close()
 
 
+class LauncherProcess:
+    """`moonpool up` on a machine, with its roles as children. Its log is a file."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log_path: Path) -> None:
+        self._process, self._log_path = process, log_path
+
+    def ready(self, timeout_s: float = 120.0) -> LauncherProcess:
+        deadline_s = time.monotonic() + timeout_s
+        while "ready after" not in self.log():
+            assert self._process.poll() is None, f"it ended with {self._process.returncode}:\n{self.log()}"
+            assert time.monotonic() < deadline_s, f"not ready within {timeout_s:g} s:\n{self.log()}"
+            time.sleep(0.05)
+        return self
+
+    def log(self) -> str:
+        return self._log_path.read_text()
+
+    def stop(self) -> None:
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(20)
+        finally:
+            self._process.kill()
+            self._process.wait()
+
+
 class Machine:
-    def __init__(self, namespace: str, address: str, folder: Path, lifeline: Lifeline) -> None:
+    def __init__(self, namespace: str, address: str, folder: Path, lifeline: Lifeline, plug: tuple[str, str]) -> None:
         self.namespace, self.address, self.folder = namespace, address, folder
+        self._plug = plug  # of the switch: its namespace and the port of this machine
         self.run_dir = folder / "run"
         self._lifeline = lifeline
         self._boot_id = folder / "boot_id"
         self._boot_id.write_text(f"{uuid.uuid4()}\n")
-        self._roles: list[RoleProcess] = []
+        self._roles: list[RoleProcess | LauncherProcess] = []
 
     def start(self, name: str, command: str, *arguments: str, env: Mapping[str, str] = {}) -> RoleProcess:
         """`moonpool COMMAND ARGUMENTS...`, not yet ready."""
@@ -112,8 +141,33 @@ class Machine:
                 env={**os.environ, **self._lifeline.environment, **env},
             )
         os.close(write_fd)
-        self._roles.append(RoleProcess(process, read_fd, log_path))
-        return self._roles[-1]
+        role = RoleProcess(process, read_fd, log_path)
+        self._roles.append(role)
+        return role
+
+    def up(self, file: Path, name: str, env: Mapping[str, str] = {}) -> LauncherProcess:
+        """`moonpool up FILE --machine NAME`, not yet ready. A second one has a log of its own."""
+        own = {"MOONPOOL_STATE": str(self.folder / "state"), "XDG_RUNTIME_DIR": str(self.folder)}
+        log_path = self.folder / f"up-{next(_numbers)}.log"
+        with log_path.open("ab") as log:
+            process = subprocess.Popen(
+                self.inside(*MOONPOOL, "up", str(file), "--machine", name),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(self._lifeline.fd,),
+                env={**os.environ, **self._lifeline.environment, **own, **env},
+            )
+        launcher = LauncherProcess(process, log_path)
+        self._roles.append(launcher)
+        return launcher
+
+    def cut_link(self) -> None:
+        """Nothing reaches the other machines any more, and nothing of theirs comes here, without a word to anybody."""
+        _run("ip", "-n", self._plug[0], "link", "set", self._plug[1], "down")
+
+    def join_link(self) -> None:
+        _run("ip", "-n", self._plug[0], "link", "set", self._plug[1], "up")
 
     def moonpool(self, *arguments: str, env: Mapping[str, str] = {}) -> subprocess.CompletedProcess[str]:
         """A command by hand."""
@@ -177,7 +231,8 @@ class MachinesLab:
                     for place, link in ((name, "eth0"), (switch, f"port{number}")):
                         _shape(place, link, self._rates_mbit[number - 1])
                 (folder / str(number)).mkdir()
-                machines.append(Machine(name, address, folder / str(number), lifeline))
+                plug = (switch, f"port{number}")
+                machines.append(Machine(name, address, folder / str(number), lifeline, plug))
                 undo.callback(machines[-1].close)
             self._undo = undo.pop_all()
         return machines

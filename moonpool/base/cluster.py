@@ -11,8 +11,11 @@ from enum import StrEnum
 import msgspec
 
 from moonpool.base.ranges import ChainKey, Count, Positive, Seconds, Whole
-from moonpool.base.rpc import Call
+from moonpool.base.rpc import Call, SilenceLimits
 
+# Of connections that a request waits for, so that a machine that is cut off delays it by 3 s and not by 10. The
+# conductor's clients all ping at this interval.
+REQUEST_LIMITS = SilenceLimits(ping_interval_s=1.0, silence_limit_s=3.0)
 CONDUCTOR_SERVICE = "conductor"
 WORKER_SERVICE = "worker"
 FRONTEND_SERVICE = "frontend"  # asked by the other front ends of its port

@@ -21,6 +21,7 @@ from moonpool.cli.options import CONTEXT_SETTINGS
 # name: (module with `command`, or module:function that returns the command; what `moonpool --help` says)
 COMMANDS = {
     "serve": ("moonpool.cli.roles:serve", "Start everything on this machine and serve the OpenAI API."),
+    "up": ("moonpool.cli.up", "Start this machine's part of a cluster that a file describes."),
     "chat": ("moonpool.cli.chat", "Talk to a running server in the terminal."),
     "model": ("moonpool.cli.model", "Fetch and list models."),
     "master": ("moonpool.cli.roles:master", "Run the pool's master: it knows where objects are."),

@@ -15,7 +15,7 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from moonpool.base.clock import Clock, SystemClock
-from moonpool.base.cluster import CONDUCTOR_SERVICE, AssignedRole, RegisterWorker, ReportWorker
+from moonpool.base.cluster import CONDUCTOR_SERVICE, REQUEST_LIMITS, AssignedRole, RegisterWorker, ReportWorker
 from moonpool.base.errors import Cancelled
 from moonpool.base.keys import object_key
 from moonpool.base.metrics import GetMetrics, MetricFamily, process_metrics, snapshot
@@ -91,7 +91,7 @@ class Conductor:
         self._keeper = RecordKeeper(self._state, self._feed)
         self._front_ends: set[RpcPeer] = set()
         self._shared_metrics: _MetricsClaim | None = None
-        self._server = self._make_server(silence_limits or SilenceLimits())
+        self._server = self._make_server(silence_limits or REQUEST_LIMITS)
         self.registry.register(ConductorCollector(self._state, queue, self._clock, lambda: self.pool_connected))
 
     @property

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moonpool.base.clock import Clock, SystemClock
-from moonpool.base.cluster import CONDUCTOR_SERVICE, FRONTEND_SERVICE, WORKER_SERVICE, WorkerRole
+from moonpool.base.cluster import CONDUCTOR_SERVICE, FRONTEND_SERVICE, REQUEST_LIMITS, WORKER_SERVICE, WorkerRole
 from moonpool.base.errors import MoonpoolError, PeerLost, Unavailable
 from moonpool.base.rpc import AsyncClient, Call
 from moonpool.conductor.messages import ConductorStatus, Status, WorkerRef, WorkerStatus
@@ -21,6 +21,7 @@ from moonpool.store.messages import SERVICE as STORE_SERVICE
 
 STATUS_TIMEOUT_S = 5.0
 _SEND_TIMEOUT_S = 5.0
+_CONNECT_TIMEOUT_S = 2.0
 CLOSE_TIMEOUT_S = 0.2
 _LOG = logging.getLogger(__name__)
 _Key = tuple[str, str, int]
@@ -99,7 +100,10 @@ class Connections:
         task = self._clients.get(key)
         if task is None:
             service, address, _ = key
-            task = self._clients[key] = asyncio.create_task(AsyncClient.connect(address, service, name="frontend"))
+            connect = AsyncClient.connect(
+                address, service, name="frontend", timeout_s=_CONNECT_TIMEOUT_S, silence_limits=REQUEST_LIMITS
+            )
+            task = self._clients[key] = asyncio.create_task(connect)
         # Shielded: a request that is cancelled must not cancel the connect that other requests wait for.
         return await asyncio.shield(task)
 

@@ -1,7 +1,7 @@
 """What runs on one machine: its nodes, workers and front ends, with what each may use. Pure.
 
-A MachinePlan is made from the options of `moonpool serve` (plan.py). plan.py turns it into processes. Whatever else
-describes a machine, such as a file for a whole cluster, only has to make a MachinePlan.
+A MachinePlan is made from the options of `moonpool serve`, or from those of one machine in a cluster file. plan.py
+turns it into processes; a Wiring says where they find those of other machines.
 
 The first node and the first front end have the plain names `node` and `frontend`, those after them `node-1`, `node-2`,
 ... So a service that gets more of them keeps the names, and the folders, of those that it had.
@@ -30,8 +30,9 @@ class NodePart:
 
 @dataclass(frozen=True, slots=True)
 class WorkerPart:
-    """One worker. `role` is prefill or decode."""
+    """One worker. `role` is prefill or decode; in a cluster its name begins with that of its machine."""
 
+    prefix: str
     role: str
     number: int
     device: Device
@@ -40,7 +41,7 @@ class WorkerPart:
 
     @property
     def name(self) -> str:
-        return f"{self.role}-{self.number}"
+        return f"{self.prefix}{self.role}-{self.number}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +76,23 @@ class MachinePlan:
             each += f" and {format_nbytes(first.ssd_nbytes)}" if first.ssd_nbytes else ""
             names = ", ".join(node.name for node in self.nodes)
             pool += f" in {len(self.nodes)} nodes of {each} each ({names})"
-        front = "1 front end"
+        front = "1 front end" if self.frontends else "no front end"
         if len(self.frontends) > 1:
             names = ", ".join(frontend.name for frontend in self.frontends)
             front = f"{len(self.frontends)} front ends at one port ({names})"
         return f"pool: {pool}; {front}"
+
+
+@dataclass(frozen=True, slots=True)
+class Wiring:
+    """How the roles of a machine reach those that may be on another one."""
+
+    master: str  # address
+    conductor: str  # address
+    is_master: bool  # both of them run here
+    host: str | None = None  # where nodes and workers serve other machines; None: there are no other machines
+    workers: tuple[str, ...] = ()  # of the whole cluster, by name
+    nodes: tuple[str, ...] = ()  # of the whole cluster, by name
 
 
 def numbered(name: str, count: int) -> list[str]:
@@ -87,11 +100,13 @@ def numbered(name: str, count: int) -> list[str]:
     return [name if number == 0 else f"{name}-{number}" for number in range(count)]
 
 
-def node_parts(count: int, *, dram_nbytes: int, ssd: str | None, ssd_nbytes: int) -> tuple[NodePart, ...]:
+def node_parts(
+    count: int, *, dram_nbytes: int, ssd: str | None, ssd_nbytes: int, prefix: str = ""
+) -> tuple[NodePart, ...]:
     """Return nodes of these sizes each. The first has its SSD log in the folder `ssd`, as a single node does; each of
     the others in a folder of its name inside it."""
     parts = []
     for name in numbered(NODE, count):
         folder = ssd if ssd is None or name == NODE else str(PurePath(ssd, name))
-        parts.append(NodePart(name, dram_nbytes, folder, ssd_nbytes))
+        parts.append(NodePart(prefix + name, dram_nbytes, folder, ssd_nbytes))
     return tuple(parts)

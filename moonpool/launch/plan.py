@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from moonpool.base.address import host_port
@@ -20,7 +21,16 @@ from moonpool.conductor.placement.policy import DEFAULT_POLICY, PolicyConfig
 from moonpool.engine.config import Device, DType, KvDType, ModelConfig, gpu_index
 from moonpool.engine.device_memory import DeviceNeed, kv_share, require_kv_fits
 from moonpool.engine.model_fetch import DEFAULT_MODEL
-from moonpool.launch.machine import FRONTEND, FrontendPart, MachinePlan, NodePart, WorkerPart, node_parts, numbered
+from moonpool.launch.machine import (
+    FRONTEND,
+    FrontendPart,
+    MachinePlan,
+    NodePart,
+    Wiring,
+    WorkerPart,
+    node_parts,
+    numbered,
+)
 from moonpool.launch.supervisor import ChildSpec
 from moonpool.worker.config import HOST_KV_NBYTES, WorkerConfig, step_tokens, weights_dtype
 
@@ -122,12 +132,19 @@ class ServeConfig:
         return self.prefill + self.decode
 
     def check(self) -> None:
-        """Raise ConfigError for a bad value. Does not look at the machine."""
+        """Raise ConfigError for a bad value, or if a whole service lacks a role. Does not look at the machine."""
         if self.prefill < 1 or self.decode < 1:
             raise ConfigError("there must be at least one prefill and one decode worker", param="prefill")
         for name, count in (("nodes", self.nodes), ("frontends", self.frontends)):
             if not 1 <= count <= _MOST_OF_A_KIND:
                 raise ConfigError(f"--{name} must be 1 to {_MOST_OF_A_KIND}, not {count}", param=name)
+        self.check_values()
+
+    def check_values(self) -> None:
+        """Raise ConfigError for a bad value; a machine of a cluster may lack roles."""
+        for name in ("prefill", "decode", "nodes", "frontends"):
+            if not 0 <= getattr(self, name) <= _MOST_OF_A_KIND:
+                raise ConfigError(f"{name} must be 0 to {_MOST_OF_A_KIND}", param=name)
         if not 0 <= self.port < 65536:
             raise ConfigError(f"{self.port} is not a port", param="port")
         if self.node_nbytes <= 0 or self.kv_nbytes == 0:
@@ -136,7 +153,7 @@ class ServeConfig:
             raise ConfigError(f"--ssd-size must be at least {format_nbytes(_LEAST_SSD_NBYTES)}", param="ssd_size")
         if self.log_level.upper() not in logging.getLevelNamesMapping():
             raise ConfigError(f"{self.log_level!r} is not a log level", param="log_level")
-        if len(self.device.split(",")) > len(self.devices):
+        if self.num_workers and len(self.device.split(",")) > len(self.devices):
             raise ConfigError(f"{self.device} are more devices than the {self.num_workers} workers", param="device")
         if self.threads is not None and self.threads < 1:
             raise ConfigError("--threads must be at least 1", param="threads")
@@ -174,55 +191,77 @@ def plan_kv(config: ServeConfig, model: ModelConfig, free_nbytes: Mapping[Device
 
 
 def plan_machine(
-    config: ServeConfig, *, num_cores: int, gpu_kv_nbytes: Mapping[Device, int] | None = None
+    config: ServeConfig, *, num_cores: int, gpu_kv_nbytes: Mapping[Device, int] | None = None, prefix: str = ""
 ) -> MachinePlan:
-    """Return what runs on this machine. The workers share `num_cores`; `gpu_kv_nbytes` is what plan_kv() returned."""
-    threads, devices = divide_cores(num_cores, config.num_workers), config.devices
+    """Return what runs on this machine. The workers share `num_cores`; `gpu_kv_nbytes` is what plan_kv() returned.
+    `prefix` makes the names of nodes and workers unique in a cluster."""
+    threads, devices = divide_cores(num_cores, config.num_workers) if config.num_workers else [], config.devices
     if config.threads is not None:
         threads = [config.threads] * config.num_workers
     kv_nbytes = [(gpu_kv_nbytes or {}).get(device, config.host_kv_nbytes) for device in devices]
     roles = ["prefill"] * config.prefill + ["decode"] * config.decode
     numbers = [*range(config.prefill), *range(config.decode)]
     return MachinePlan(
-        nodes=node_parts(config.nodes, dram_nbytes=config.node_nbytes, ssd=config.ssd, ssd_nbytes=config.ssd_nbytes),
-        workers=tuple(map(WorkerPart, roles, numbers, devices, threads, kv_nbytes)),
+        nodes=node_parts(
+            config.nodes, dram_nbytes=config.node_nbytes, ssd=config.ssd, ssd_nbytes=config.ssd_nbytes, prefix=prefix
+        ),
+        workers=tuple(map(partial(WorkerPart, prefix), roles, numbers, devices, threads, kv_nbytes)),
         frontends=tuple(map(FrontendPart, numbered(FRONTEND, config.frontends))),
     )
 
 
-def plan_roles(config: ServeConfig, machine: MachinePlan, run_dir: Path, state_dir: Path) -> list[Role]:
-    """Return all roles, each after those it needs."""
+def one_machine(machine: MachinePlan, run_dir: Path) -> Wiring:
+    """Return the wiring of a service that is on this machine alone: Unix sockets in `run_dir`."""
+    return Wiring(
+        socket_address(run_dir, MASTER),
+        socket_address(run_dir, CONDUCTOR),
+        is_master=True,
+        workers=tuple(worker.name for worker in machine.workers),
+        nodes=tuple(node.name for node in machine.nodes),
+    )
+
+
+def plan_roles(
+    config: ServeConfig, machine: MachinePlan, run_dir: Path, state_dir: Path, wiring: Wiring | None = None
+) -> list[Role]:
+    """Return all roles of this machine, each after those it needs; without a `wiring` there is no other machine."""
+    wiring = wiring or one_machine(machine, run_dir)
     return [
-        _master(config, run_dir, state_dir),
-        *(_node(config, run_dir, part) for part in machine.nodes),
-        _conductor(config, run_dir),
-        *(_worker(config, machine, run_dir, part) for part in machine.workers),
-        *(_frontend(config, machine, run_dir, state_dir, part) for part in machine.frontends),
+        *((_master(config, wiring, state_dir),) if wiring.is_master else ()),
+        *(_node(config, wiring, run_dir, part) for part in machine.nodes),
+        *((_conductor(config, wiring),) if wiring.is_master else ()),
+        *(_worker(config, machine, wiring, run_dir, part) for part in machine.workers),
+        *(_frontend(config, machine, wiring, run_dir, state_dir, part) for part in machine.frontends),
     ]
 
 
-def _master(config: ServeConfig, run_dir: Path, state_dir: Path) -> Role:
+def _if_here(wiring: Wiring, *names: str) -> tuple[str, ...]:
+    """Return those of the names that wait for a role of this machine: one of another machine may come at any time."""
+    return names if wiring.is_master else tuple(name for name in names if name not in (MASTER, CONDUCTOR))
+
+
+def _master(config: ServeConfig, wiring: Wiring, state_dir: Path) -> Role:
     options = {
-        "listen": socket_address(run_dir, MASTER),
+        "listen": wiring.master,
         "data_dir": str(state_dir / MASTER),
         "log_level": config.log_level,
     }
     return Role(MASTER, command="master", options=options)
 
 
-def _node(config: ServeConfig, run_dir: Path, part: NodePart) -> Role:
+def _node(config: ServeConfig, wiring: Wiring, run_dir: Path, part: NodePart) -> Role:
     options = {
         "name": part.name,
-        "master_address": socket_address(run_dir, MASTER),
+        "master_address": wiring.master,
         "run_dir": str(run_dir),
         "dram_nbytes": part.dram_nbytes,
         "ssd_dir": part.ssd_dir,
         "ssd_nbytes": part.ssd_nbytes,
-        "tcp_host": _node_tcp_host(config),
+        "tcp_host": wiring.host or _node_tcp_host(config),
         "secret_file": config.secret_file,
         "log_level": config.log_level,
     }
-    return Role(part.name, command="node", options=options, after=(MASTER,))
+    return Role(part.name, command="node", options=options, after=_if_here(wiring, MASTER))
 
 
 def _node_tcp_host(config: ServeConfig) -> str | None:
@@ -232,10 +271,10 @@ def _node_tcp_host(config: ServeConfig) -> str | None:
     return "none" if config.secret_file is None else None
 
 
-def _conductor(config: ServeConfig, run_dir: Path) -> Role:
+def _conductor(config: ServeConfig, wiring: Wiring) -> Role:
     options = {
-        "address": socket_address(run_dir, CONDUCTOR),
-        "store_address": socket_address(run_dir, MASTER),
+        "address": wiring.conductor,
+        "store_address": wiring.master,
         "policy_name": config.policy,
         "policy_ttft_slo_s": config.ttft_slo_s,
         "policy_tbt_slo_s": config.tbt_slo_s,
@@ -245,16 +284,16 @@ def _conductor(config: ServeConfig, run_dir: Path) -> Role:
     return Role(CONDUCTOR, command="conductor", options=options, first_after=(MASTER,))
 
 
-def _worker(config: ServeConfig, machine: MachinePlan, run_dir: Path, part: WorkerPart) -> Role:
+def _worker(config: ServeConfig, machine: MachinePlan, wiring: Wiring, run_dir: Path, part: WorkerPart) -> Role:
     name = part.name
     options = {
         "name": name,
         "role": part.role,
         "model": config.model,
         "random_weights": config.random_weights,
-        "address": socket_address(run_dir, name),
-        "conductor_address": socket_address(run_dir, CONDUCTOR),
-        "master_address": socket_address(run_dir, MASTER),
+        "address": f"tcp:{host_port(wiring.host, 0)}" if wiring.host else socket_address(run_dir, name),
+        "conductor_address": wiring.conductor,
+        "master_address": wiring.master,
         "run_dir": str(run_dir),
         "kv_nbytes": part.kv_nbytes,
         "block_tokens": config.block_tokens,
@@ -269,26 +308,30 @@ def _worker(config: ServeConfig, machine: MachinePlan, run_dir: Path, part: Work
         "secret_file": config.secret_file,
         "log_level": config.log_level,
     }
+    if wiring.host is not None:
+        options["tcp_host"] = wiring.host
     # A restarted worker waits for no role: it serves without the pool, and registers when the conductor is back.
     return Role(
         name,
         command="worker",
         options=options,
-        first_after=(CONDUCTOR, *(node.name for node in machine.nodes)),
+        first_after=_if_here(wiring, CONDUCTOR, *(node.name for node in machine.nodes)),
         start_timeout_s=_WORKER_START_S,
     )
 
 
-def _frontend(config: ServeConfig, machine: MachinePlan, run_dir: Path, state_dir: Path, part: FrontendPart) -> Role:
+def _frontend(
+    config: ServeConfig, machine: MachinePlan, wiring: Wiring, run_dir: Path, state_dir: Path, part: FrontendPart
+) -> Role:
     workers = tuple(worker.name for worker in machine.workers)
     options: dict[str, object] = {
         "name": part.name,
         "listen": f"tcp:{host_port(config.host, config.port)}",
         "model": config.model,
-        "conductor_address": socket_address(run_dir, CONDUCTOR),
-        "master_address": socket_address(run_dir, MASTER),
-        "expected_workers": workers,
-        "expected_nodes": tuple(node.name for node in machine.nodes),
+        "conductor_address": wiring.conductor,
+        "master_address": wiring.master,
+        "expected_workers": wiring.workers,
+        "expected_nodes": wiring.nodes,
         "max_model_len": config.max_model_len,
         "tenants_file": config.tenants_file,
         "state_dir": str(state_dir),
@@ -298,4 +341,4 @@ def _frontend(config: ServeConfig, machine: MachinePlan, run_dir: Path, state_di
         names = [each.name for each in machine.frontends]
         options["siblings"] = tuple(f"{name}={socket_address(run_dir, name)}" for name in names)
     # A restarted front end does not wait for the conductor: /health reports what is missing.
-    return Role(part.name, command="frontend", options=options, first_after=(CONDUCTOR,), uses=workers)
+    return Role(part.name, command="frontend", options=options, first_after=_if_here(wiring, CONDUCTOR), uses=workers)

@@ -21,6 +21,7 @@ from moonpool.base.log import setup_logging
 from moonpool.base.process import Lifeline
 from moonpool.base.run_dirs import write_url
 from moonpool.base.security import Secret
+from moonpool.engine.config import Device
 from moonpool.engine.model_files import read_config, resolve
 from moonpool.frontend.tenants import load_tenants
 from moonpool.launch.checks import (
@@ -31,6 +32,7 @@ from moonpool.launch.checks import (
     require_memory,
     require_whole_model,
 )
+from moonpool.launch.cluster_file import ClusterFile, ClusterMachine
 from moonpool.launch.launcher import Launcher
 from moonpool.launch.machine import MachinePlan
 from moonpool.launch.plan import ServeConfig, plan_kv, plan_machine, plan_roles
@@ -45,8 +47,24 @@ def serve(config: ServeConfig, prepare_model: Callable[[str], None]) -> None:
     `prepare_model` may download the model; it is called after all cheaper checks.
     """
     config.check()
+    _run(config, prepare_model)
+
+
+def up(cluster: ClusterFile, machine_name: str, prepare_model: Callable[[str], None]) -> None:
+    """Run one machine's part of a cluster, as serve() does. Raise ConfigError if the file has no such machine, or if
+    this is not it."""
+    machine = cluster.machine(machine_name)
+    _run(machine.serve, prepare_model, cluster, machine)
+
+
+def _run(
+    config: ServeConfig,
+    prepare_model: Callable[[str], None],
+    cluster: ClusterFile | None = None,
+    place: ClusterMachine | None = None,
+) -> None:
     setup_logging("launcher", config.log_level)
-    config = replace(config, port=choose_port(config.host, config.port))
+    config = replace(config, port=choose_port(config.host, config.port if config.frontends else 0))
     for device in config.device.split(","):
         require_device(device.strip())
     require_address_space(config.pool_nbytes, config.host_kv_nbytes)
@@ -58,15 +76,19 @@ def serve(config: ServeConfig, prepare_model: Callable[[str], None]) -> None:
     if config.secret_file is not None:
         Secret.from_file(config.secret_file)
     load_tenants(state_dir, Path(config.tenants_file) if config.tenants_file else None)
-    prepare_model(config.model)
-    files = resolve(config.model, random_weights=config.random_weights)
-    require_whole_model(files)
-    gpu_kv_nbytes = plan_kv(config, read_config(files), free_device_nbytes(config.devices))
-    machine = plan_machine(config, num_cores=available_cores(), gpu_kv_nbytes=gpu_kv_nbytes)
+    gpu_kv_nbytes: dict[Device, int] = {}
+    if config.num_workers or config.frontends:
+        prepare_model(config.model)
+        files = resolve(config.model, random_weights=config.random_weights)
+        require_whole_model(files)
+        gpu_kv_nbytes = plan_kv(config, read_config(files), free_device_nbytes(config.devices))
+    prefix = place.prefix if place is not None else ""
+    machine = plan_machine(config, num_cores=available_cores(), gpu_kv_nbytes=gpu_kv_nbytes, prefix=prefix)
     for folder in machine.ssd_dirs:
         _own_folder(Path(folder))
+    wiring = cluster.wiring(place) if cluster is not None and place is not None else None
     with RunDir() as run_dir, Lifeline() as lifeline:
-        roles = plan_roles(config, machine, run_dir.path, state_dir)
+        roles = plan_roles(config, machine, run_dir.path, state_dir, wiring)
         launcher = Launcher(roles, lifeline, lambda seconds: _announce(config, machine, run_dir.path, seconds), log_dir)
         failure = asyncio.run(launcher.run())
     if failure is not None:
@@ -91,6 +113,9 @@ def _own_folder(path: Path) -> Path:
 
 def _announce(config: ServeConfig, machine: MachinePlan, run_dir: Path, seconds: float) -> None:
     """Print the URL for the user, and write it where `moonpool chat` finds it."""
+    if not machine.frontends:
+        print(f"\nMoonpool runs this machine's part (ready after {seconds:.1f} s)\n{machine.describe()}", flush=True)
+        return
     host = _HERE.get(config.host, config.host)
     write_url(run_dir, f"http://{host_port(host, config.port)}")
     url = f"http://{host_port(host, config.port)}/v1"

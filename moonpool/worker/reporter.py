@@ -13,7 +13,15 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from moonpool.base.backoff import Backoff
-from moonpool.base.cluster import CONDUCTOR_SERVICE, AssignedRole, RegisterWorker, ReportWorker, WorkerInfo, WorkerLoad
+from moonpool.base.cluster import (
+    CONDUCTOR_SERVICE,
+    REQUEST_LIMITS,
+    AssignedRole,
+    RegisterWorker,
+    ReportWorker,
+    WorkerInfo,
+    WorkerLoad,
+)
 from moonpool.base.errors import MoonpoolError
 from moonpool.base.rpc import AsyncClient
 from moonpool.base.rpc.reconnect import ReconnectingClient
@@ -100,6 +108,7 @@ class WorkerReporter:
             incarnation=self._info().incarnation,
             backoff=Backoff(_RECONNECT_S, _RECONNECT_S),
             on_lost=self._on_lost,
+            silence_limits=REQUEST_LIMITS,
         )
         with contextlib.closing(conductor):
             await conductor.run()

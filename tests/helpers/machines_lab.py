@@ -6,6 +6,6 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from _machines_lab import Machine, MachinesLab, RoleProcess, missing
+from _machines_lab import LauncherProcess, Machine, MachinesLab, RoleProcess, missing
 
-__all__ = ["Machine", "MachinesLab", "RoleProcess", "missing"]
+__all__ = ["LauncherProcess", "Machine", "MachinesLab", "RoleProcess", "missing"]

@@ -10,6 +10,7 @@ from moonpool.base.backoff import Backoff
 from moonpool.base.errors import DeadlineExceeded, MoonpoolError, PeerLost, Unavailable
 from moonpool.base.rpc.aio_client import AsyncClient
 from moonpool.base.rpc.protocol import Call
+from moonpool.base.rpc.silence import DEFAULT_SILENCE_LIMITS, SilenceLimits
 
 _GRACE_S = 1.0
 
@@ -35,8 +36,10 @@ class ReconnectingClient:
         incarnation: int = 0,
         backoff: Backoff,
         on_lost: Callable[[MoonpoolError, bool], None],
+        silence_limits: SilenceLimits = DEFAULT_SILENCE_LIMITS,
     ) -> None:
         self.backoff = backoff
+        self._silence_limits = silence_limits
         self._address, self._service = address, service
         self._name, self._incarnation = name, incarnation
         self._duties = duties
@@ -56,7 +59,11 @@ class ReconnectingClient:
             self._client = None
             try:
                 self._client = await AsyncClient.connect(
-                    self._address, self._service, name=self._name, incarnation=self._incarnation
+                    self._address,
+                    self._service,
+                    name=self._name,
+                    incarnation=self._incarnation,
+                    silence_limits=self._silence_limits,
                 )
                 # In a task of its own: a task group cancels its task, and `task` is cancelled by its owner only.
                 await asyncio.create_task(self._run_duties(self._client))
