@@ -45,7 +45,8 @@ class ConductorCollector(Collector):
             "pressure": "Load of a role relative to its target; 1: the target is just met",
         }
         families = [
-            GaugeMetricFamily(f"moonpool_conductor_{name}", text, labels=["role"]) for name, text in texts.items()
+            GaugeMetricFamily(f"moonpool_conductor_{name}", text, labels=["worker_role"])
+            for name, text in texts.items()
         ]
         for role, scaling in self._state.roles.scaling(self._state.workers, self._clock.now_s()).items():
             for family, value in zip(families, scaling, strict=True):

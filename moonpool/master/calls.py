@@ -40,7 +40,7 @@ from moonpool.store import messages as m
 
 _GAUGES = {
     "puts_in_progress": "puts begun and not ended",
-    "ahead_nbytes": "bytes that clients hold for puts to come",
+    "ahead_bytes": "bytes that clients hold for puts to come",
     "orders_in_progress": "copies, offloads and drops that nodes were asked for",
     "objects_away": "objects on SSDs of nodes that are away",
 }

@@ -374,7 +374,7 @@ def test_space_that_was_granted_to_nobodys_knowledge_comes_back(nursery: Nursery
     """The master stands still, the client gives up, and the put is begun all the same."""
     with open_fleet(nursery, put_discard_s=0.4, put_release_s=0.5) as fleet:
         fleet.start_node("n0")
-        client = fleet.client(rpc_timeout_s=0.3)
+        client = fleet.client(rpc_timeout_s=0.3, renew_after_s=0.13)
         assert put(client, 1)
         assert fleet.master is not None
         fleet.master.stop()

@@ -41,7 +41,7 @@ class Calls:
 
 
 def ahead_nbytes(store: Store) -> int:
-    return store.stats().counters["ahead_nbytes"]
+    return store.stats().counters["ahead_bytes"]
 
 
 def test_a_put_is_one_call(pool: FacadePool, writer: Store, monkeypatch: pytest.MonkeyPatch) -> None:

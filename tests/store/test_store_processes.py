@@ -101,9 +101,9 @@ def test_space_held_by_a_killed_client_is_free_again(tmp_path: Path, start: Star
     start("master", **master_config(tmp_path))
     start("node", **node_config(tmp_path, "n0"))
     writer = start("put_and_hang", address=address(tmp_path), run_dir=str(tmp_path), num_puts=3)
-    assert client.stats().counters["ahead_nbytes"] > 0
+    assert client.stats().counters["ahead_bytes"] > 0
     writer.kill()
-    wait_until(lambda: client.stats().counters["ahead_nbytes"] == 0)
+    wait_until(lambda: client.stats().counters["ahead_bytes"] == 0)
     assert client.stats().used_nbytes == 3 * 2 * 4096
     assert client.get(b"hung-2") == b"v"
 
@@ -113,7 +113,7 @@ def test_space_held_outlives_a_killed_master(tmp_path: Path, start: Start, clien
     start("node", **node_config(tmp_path, "n0"))
     for number in range(3):
         assert client.put(b"before-%d" % number, b"v")
-    held = client.stats().counters["ahead_nbytes"]
+    held = client.stats().counters["ahead_bytes"]
     assert held > 0
     master.kill()
     start("master", **master_config(tmp_path))
@@ -121,7 +121,7 @@ def test_space_held_outlives_a_killed_master(tmp_path: Path, start: Start, clien
     assert not client.put(b"before-0", b"new")
     assert client.get(b"after") == b"new"
     assert client.get(b"before-0") == b"v"
-    assert client.stats().counters["ahead_nbytes"] < held, "one of these places was used"
+    assert client.stats().counters["ahead_bytes"] < held, "one of these places was used"
 
 
 def test_a_killed_node_leaves_the_other_replica(tmp_path: Path, start: Start, client: Store) -> None:

@@ -369,7 +369,7 @@ class PoolState:
             **self._hot.counters,
             **self.orders.counters,
             "puts_in_progress": len(self.puts.pending),
-            "ahead_nbytes": self.puts.ahead_nbytes,
+            "ahead_bytes": self.puts.ahead_nbytes,
             "orders_in_progress": len(self.orders),
             "objects_away": self.index.table.num_dormant,
         }

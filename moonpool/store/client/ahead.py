@@ -70,7 +70,8 @@ class HeldSpace:
         self._known: set[int] = set()  # all generations that were granted, and not given back or used up
         self._known_up_to = 0
         self._pause_until_s = 0.0
-        self._lost_s: float | None = None  # when the answer to a GrantAhead was lost
+        self._lost_s: float | None = None  # when the answer to a GrantAhead was lost, or the master was asked about it
+        self._knows_lost = False  # the master has told since then how far its generations had got
         self._unreturned: list[tuple[int, bool]] = []  # generations that are to be given back, and whether settled
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
@@ -180,10 +181,10 @@ class HeldSpace:
             call = GrantAhead(nbytes, count, () if local is None else (local,), session, known, known_up_to)
             reply, is_repeated = self._master.call_noting_repeats(call)
         except MoonpoolError:  # the ordinary way says what is wrong
-            self._lost_s = self._clock.now_s()
+            self._lost_s, self._knows_lost = self._clock.now_s(), False
             return []
         if is_repeated:
-            self._lost_s = self._clock.now_s()
+            self._lost_s, self._knows_lost = self._clock.now_s(), False
         with self._lock:
             self._known.update(reply.generations)
             self._known_up_to = max(self._known_up_to, reply.last_generation)
@@ -227,13 +228,22 @@ class HeldSpace:
         self._return(held)
 
     def _free_lost(self) -> None:
-        """Tell the master what this client knows, once it has discarded what was granted by an answer that was lost."""
+        """Tell the master what this client knows, once it has discarded what was granted by an answer that was lost.
+
+        That takes two calls. The first one's answer says up to which generation the master had granted; the master may
+        have stood still until then. The second one, when that much is discarded, says that none of it is known here.
+        """
         lost_s = self._lost_s
-        if lost_s is not None and self._clock.now_s() - lost_s > _DISCARDED * self._renew_after_s:
-            with self._asking:
-                self._lost_s = None
-                with contextlib.suppress(MoonpoolError):
-                    self._grants(1, 0, self._session())
+        if lost_s is None or self._clock.now_s() - lost_s <= _DISCARDED * self._renew_after_s:
+            return
+        with self._asking:
+            is_second, self._lost_s, self._knows_lost = self._knows_lost, None, False
+            try:
+                self._grants(1, 0, self._session())
+            except MoonpoolError:  # no session: once more
+                self._lost_s = self._clock.now_s()
+            if self._lost_s is None and not is_second:
+                self._lost_s, self._knows_lost = self._clock.now_s(), True
 
     def _renew(self) -> None:
         asked_s = self._clock.now_s()
