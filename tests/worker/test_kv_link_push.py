@@ -33,10 +33,10 @@ class HandQueue:
     def __init__(self) -> None:
         self.tasks: list[tuple[Urgency, Callable[[], None]]] = []
 
-    def put(self, urgency: Urgency, task: Callable[[], None]) -> None:
+    def put(self, urgency: Urgency, task: Callable[[], None], lane: str = "") -> None:
         self.tasks.append((urgency, task))
 
-    def put_after(self, transfer: Pending[None], task: Callable[[], None]) -> None:
+    def put_after(self, transfer: Pending[None], task: Callable[[], None], lane: str = "") -> None:
         transfer.add_done_callback(lambda _: self.put(Urgency.HANDOFF, task))
 
     def track(self, transfer: Pending[None]) -> None: ...

@@ -99,3 +99,28 @@ def test_the_pool_waits_for_hand_offs_on_the_wire(queue: SendQueue) -> None:
     second.resolve(None)
     assert done.wait(5)
     assert order == ["after", "pool"]
+
+
+def test_a_decode_worker_that_does_not_answer_delays_no_hand_off_to_another(queue: SendQueue) -> None:
+    gate, done, order = threading.Event(), threading.Event(), list[str]()
+    queue.put(Urgency.HANDOFF, lambda: gate.wait(5) and None, "silent")
+    queue.put(Urgency.HANDOFF, lambda: order.append("silent"), "silent")
+    queue.put(Urgency.HANDOFF, done.set, "other")
+    assert done.wait(5)
+    assert order == [], "its own hand-offs keep their order"
+    gate.set()
+
+
+def test_a_lane_that_is_idle_ends_its_thread_and_comes_back() -> None:
+    queue, done = SendQueue(idle_s=0.01), threading.Event()
+    try:
+        for _ in range(2):
+            done.clear()
+            queue.put(Urgency.HANDOFF, done.set, "worker")
+            assert done.wait(5)
+            end_s = time.monotonic() + 5
+            while len(queue.threads) > 1:
+                assert time.monotonic() < end_s, "its thread has ended"
+                time.sleep(0.001)
+    finally:
+        queue.close()

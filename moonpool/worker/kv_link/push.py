@@ -47,7 +47,7 @@ _RENEW_EVERY_S = 5.0  # well within the time after which the pool discards an un
 
 
 class DecodePeers:
-    """Connections to decode workers, one each, for the hand-off thread alone; any thread may close them."""
+    """Connections to decode workers, one each, for the hand-off thread of that worker; any thread may close them."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -141,7 +141,7 @@ class Push:
         """The sequence has its pages; the first `num_ready_blocks` are complete, the next ones are being pulled."""
         self._pages = tuple(pages[: len(self._ticket.pages)])
         wanted = self._keys[:num_ready_blocks] + self._keys[num_ready_blocks + num_pulled_blocks :]
-        self._queue.put(Urgency.HANDOFF, self._open)
+        self._put_handoff(self._open)
         self._queue.put(Urgency.POOL, lambda: self._begin_puts(wanted))
         self.layers_ready(range(self._memory.layout.num_layers), range(num_ready_blocks))
 
@@ -174,27 +174,30 @@ class Push:
         by_step = ready is None
         ready = ready or self._memory.mark()
         self._unsent.append(_ReadyPieces(sent, page_of, ready, by_step))
-        self._queue.put(Urgency.HANDOFF, self._send_next)
+        self._put_handoff(self._send_next)
         step = max(1, self._pool.max_pieces // len(put)) if put else len(page_of)
         for first in range(0, len(page_of), step) if put else ():
             some = dict(islice(page_of.items(), first, first + step))
             self._queue.put(Urgency.POOL, partial(self._put, put, some, ready))
 
+    def _put_handoff(self, task: Callable[[], None]) -> None:
+        self._queue.put(Urgency.HANDOFF, task, self._ticket.address)
+
     # called once at the end
 
     def commit(self, first: TokenOut, num_tokens: int, on_done: Callable[[MoonpoolError | None], None]) -> None:
         """Hand the request over; `on_done` gets the outcome, on the hand-off thread."""
-        self._queue.put(Urgency.HANDOFF, lambda: self._after_writes(lambda: on_done(self._commit(first, num_tokens))))
+        self._put_handoff(lambda: self._after_writes(lambda: on_done(self._commit(first, num_tokens))))
 
     def abort(self) -> None:
         """End the hand-off: nothing is written from now on, and the decode worker is told."""
-        self._queue.put(Urgency.HANDOFF, self._abort)
+        self._put_handoff(self._abort)
 
     def finish_puts(self, *, complete: bool, on_done: Callable[[], None]) -> None:
         """Make the blocks visible in the pool, or give their space back; afterwards the pages are not read."""
         self._queue.put(Urgency.POOL, lambda: self._finish_puts(complete, on_done))
 
-    # on the hand-off thread
+    # on the hand-off thread of the decode worker
 
     def _open(self) -> None:
         if self._opened or self._failure is not None:
@@ -280,7 +283,8 @@ class Push:
         """Run the task when nothing of this hand-off is under way any more. Does not wait: other hand-offs go on."""
         self._collect()
         if self._under_way:
-            self._queue.put_after(self._under_way[-1].transfer, lambda: self._after_writes(task))
+            last = self._under_way[-1].transfer
+            self._queue.put_after(last, lambda: self._after_writes(task), self._ticket.address)
         else:
             task()
 
