@@ -138,8 +138,16 @@ async def test_a_worker_that_drains_ends_its_requests_and_gets_no_new_ones(tiny_
         begun, drained = asyncio.Event(), asyncio.Event()
         long, params = prompt_of(40, 1), greedy(200)
         running = asyncio.create_task(cluster.generate(long, params, on_tokens=lambda _: begun.set()))
-        await begun.wait()
-        name = next(name for name in ("decode0", "decode1") if cluster.stats(name).num_running)
+        await begun.wait()  # the first token: the decode worker may not have begun
+
+        busy: list[str] = []
+
+        def is_decoding() -> bool:
+            busy[:] = [name for name in ("decode0", "decode1") if cluster.stats(name).num_running]
+            return bool(busy)
+
+        await cluster.until(is_decoding, "it decodes")
+        [name] = busy
         draining = asyncio.create_task(cluster.workers[name].drain())
         draining.add_done_callback(lambda _: drained.set())
         await cluster.until(lambda: name not in roles(cluster), "it has left")

@@ -41,7 +41,7 @@ def test_a_pool_that_refuses_is_logged_and_does_not_rest(caplog: pytest.LogCaptu
 
 
 class AtOnce:
-    def put(self, urgency: Urgency, task: Callable[[], None]) -> None:
+    def put(self, urgency: Urgency, task: Callable[[], None], lane: str = "") -> None:
         task()
 
 
