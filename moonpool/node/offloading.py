@@ -15,12 +15,14 @@ from functools import partial
 from itertools import groupby
 from typing import TypeAlias
 
+import msgspec
+
 from moonpool.base.errors import Corrupt, MoonpoolError, NotFound, Unavailable
 from moonpool.base.log import RateLimitedLog
 from moonpool.node.copying import check_here
 from moonpool.node.orders import refused
 from moonpool.node.ssd import LogItem, LogLocation, SsdConfig
-from moonpool.node.ssd.reading import check_object
+from moonpool.node.ssd.reading import check_header, check_object
 from moonpool.node.ssd_tier import NodeSsd, offset_of
 from moonpool.store.messages import Order, OrderKind, OrderResult
 from moonpool.transfer.memory.segment import Segment
@@ -76,7 +78,7 @@ class LogThread:
             ssd.log.sync()
         except MoonpoolError as error:
             done = [order for order, each in zip(orders, found, strict=True) if isinstance(each, LogLocation)]
-            ssd.log.remove([(order.key, order.source.generation) for order in done])
+            ssd.log.remove([(order.key, _record_generation(order)) for order in done])
             found = [each if isinstance(each, MoonpoolError) else error for each in found]
         return [self._answer(order, each) for order, each in zip(orders, found, strict=True)]
 
@@ -90,14 +92,20 @@ class LogThread:
             check_here(order.source, self._memory, order.nbytes)
             if order.target is not None and order.target.incarnation != ssd.segment.incarnation:
                 raise NotFound("the disk was mounted again")
-            there = ssd.log.find(order.key, order.source.generation)
+            generation = _record_generation(order)
+            there = ssd.log.find(order.key, generation)
             if there is not None:
                 return there
             view = self._memory.memory[order.source.offset : order.source.offset + order.nbytes]
             self._check(order, view)
+            parts = [view]
+            if generation != order.source.generation:
+                header = check_header([view], order.key, order.source.generation)
+                renamed = msgspec.structs.replace(header, generation=generation).pack()
+                parts = [memoryview(renamed), view[header.nbytes :]]
         except MoonpoolError as error:
             return error
-        return LogItem(order.key, order.source.generation, [view])
+        return LogItem(order.key, generation, parts)
 
     def _check(self, order: Order, view: memoryview) -> None:
         try:
@@ -113,7 +121,7 @@ class LogThread:
         try:
             self._check_fence(order)
         except MoonpoolError as error:
-            ssd.log.remove([(order.key, order.source.generation)])
+            ssd.log.remove([(order.key, _record_generation(order))])
             return error
         return found
 
@@ -129,6 +137,13 @@ class LogThread:
                 self._rare_log.warning("objects are not offloaded: %s", found)
             return refused(order, found)
         return OrderResult(order.order_id, offset=offset_of(found))
+
+
+def _record_generation(order: Order) -> int:
+    """Return the generation of the record that an OFFLOAD writes. The master gives it another one than the object has
+    in memory when the log knows an older object of the key under a higher generation.
+    """
+    return order.source.generation if order.target is None else order.target.generation
 
 
 def _batches(orders: Sequence[Order]) -> Iterator[Sequence[Order]]:

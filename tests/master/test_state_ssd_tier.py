@@ -80,12 +80,33 @@ def test_what_cannot_be_read_is_not_tried_again() -> None:
     pool = Pool("a", ssd_granules=100)
     for key, error in ((b"stale", StaleGeneration("gone")), (b"bad", Corrupt("wrong bytes"))):
         pool.put(key)
-        (order,) = pool.orders("a")
-        pool.answer(order, error)
+        for _ in range(2):  # a stale one once more, under another generation
+            for order in pool.orders("a"):
+                pool.answer(order, error)
         pool.tick(5)
         assert pool.orders("a") == []
     assert pool.places(b"stale") == ["a.dram"]
     assert not pool.has(b"bad"), "a corrupt source is quarantined"
+
+
+def test_an_object_older_than_a_record_of_its_key_is_written_under_a_new_generation() -> None:
+    """Space that was granted ahead may be used after space with a higher generation."""
+    pool = Pool("a", ssd_granules=100)
+    pool.put(b"k")
+    (order,) = pool.orders("a")
+    pool.answer(order, StaleGeneration("the log knows a newer one"))
+    (again,) = pool.orders("a")
+    assert (again.kind, again.source) == (order.kind, order.source)
+    assert again.target is not None
+    assert again.target.generation > order.source.generation
+    pool.answer(again)
+    found = pool.find(b"k")
+    assert found is not None
+    assert [each.generation for each in found.replicas] == [order.source.generation, again.target.generation]
+    assert pool.counters["offload_failures"] == 0
+    pool.remove(b"k")
+    (drop,) = pool.orders("a")
+    assert drop.source.generation == again.target.generation
 
 
 def test_a_record_of_what_was_removed_meanwhile_is_dropped() -> None:

@@ -167,6 +167,24 @@ def test_asked_again_it_says_where_it_is(memory: Segment, ssd: NodeSsd, log_thre
     assert [result.offset for result in first] == [result.offset for result in again]
 
 
+def test_a_record_under_another_generation(memory: Segment, ssd: NodeSsd, log_thread: LogThread) -> None:
+    """The log has an older object of the key, which was dropped, under a higher generation."""
+    nbytes = store(memory, SPACE, b"key-0", 9, SIZES)
+    newer = order(OrderKind.OFFLOAD, b"key-0", nbytes, place(memory, SPACE, 9))
+    (offload,) = offloads(memory, 1)
+    assert codes(log_thread.execute([newer, drop(newer), offload])) == [None, None, "stale_generation"]
+    target = Placement("n0.ssd", 0, ssd.segment.incarnation, 12)
+    again = order(OrderKind.OFFLOAD, offload.key, offload.nbytes, offload.source, target)
+    first, second = log_thread.execute([again]), log_thread.execute([again])
+    assert codes(first) == [None]
+    assert first[0].offset is not None
+    assert second[0].offset == first[0].offset
+    found = bytearray(again.nbytes)
+    ssd.segment.read_into(first[0].offset, [found], timeout_s=5)
+    assert found == object_of(b"key-0", 12, SIZES)
+    assert bytes(memory.memory[: again.nbytes]) == object_of(b"key-0", 7, SIZES), "memory stays as it was"
+
+
 def test_in_their_order(memory: Segment, ssd: NodeSsd, log_thread: LogThread) -> None:
     (offload,) = offloads(memory, 1)
     results = log_thread.execute([offload, drop(offload), offload, drop(offload), offload])

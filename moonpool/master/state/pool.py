@@ -64,7 +64,7 @@ class PoolState:
         self.puts = Puts(rules, index, segments, self.space, self._evictor, self.generations, self.identities)
         self.ahead = SpaceAhead(rules, index, segments, self.space, self.puts, self.generations, self.identities)
         self.copies = Copies(rules, index, segments, self.space, self.orders)
-        self.ssd = SsdTier(rules, index, segments, self.orders, self.copies)
+        self.ssd = SsdTier(rules, index, segments, self.orders, self.copies, self.generations)
         self._hot = HotKeys(rules, index, segments, self.copies)
         self.voids = Voids(rules, segments, self.orders, self.outcomes, self.puts.pending)
         index.on_replicas_left = self.voids.on_replicas_left

@@ -13,12 +13,13 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from moonpool.base.errors import Corrupt, DeadlineExceeded, NoSpace, Overloaded, Unavailable
+from moonpool.base.errors import Corrupt, DeadlineExceeded, NoSpace, Overloaded, StaleGeneration, Unavailable
 from moonpool.master.rules import PoolRules
 from moonpool.master.state.changes import RemovalReason
 from moonpool.master.state.index import ObjectIndex
 from moonpool.master.state.orders import Copies, OpenOrder, OrderBook
 from moonpool.master.state.segments import MountedSegment, SegmentTable
+from moonpool.master.state.space import Generations
 from moonpool.master.state.table import UNKNOWN_OFFSET, Flag, Replica
 from moonpool.store.messages import (
     GRANULE_NBYTES,
@@ -51,13 +52,20 @@ class _SsdQueue:
 
 class SsdTier:
     def __init__(
-        self, rules: PoolRules, index: ObjectIndex, segments: SegmentTable, orders: OrderBook, copies: Copies
+        self,
+        rules: PoolRules,
+        index: ObjectIndex,
+        segments: SegmentTable,
+        orders: OrderBook,
+        copies: Copies,
+        generations: Generations,
     ) -> None:
         self._rules = rules
         self._index = index
         self._segments = segments
         self._orders = orders
         self._copies = copies
+        self._generations = generations
         self.queues: dict[int, _SsdQueue] = {}  # by segment number; empty if the pool has no SSD
         self._queue_of_node: dict[str, int] = {}
         self._hits: dict[int, int] = {}  # look-ups by the object's version, of objects on SSD alone
@@ -148,12 +156,18 @@ class SsdTier:
         if not mine:
             self.on_stored([slot])  # it moved to another node
             return
+        source = self._index.placement(mine[0])
+        self._order_offload(segment, queue, slot, source, source.generation, now_s)
+
+    def _order_offload(
+        self, segment: MountedSegment, queue: _SsdQueue, slot: int, source: Placement, generation: int, now_s: float
+    ) -> None:
+        table = self._index.table
         table.flags[slot] |= Flag.WAITING
         queue.in_flight += 1
-        source = self._index.placement(mine[0])
-        target = Placement(segment.name, 0, segment.incarnation, source.generation)
-        kind, on_done = OrderKind.OFFLOAD, self._on_offloaded
-        self._orders.add(segment.node, kind, key, nbytes, version, source, target, on_done, now_s)
+        target = Placement(segment.name, 0, segment.incarnation, generation)
+        kind, key, nbytes, version = OrderKind.OFFLOAD, table.key(slot), table.nbytes[slot], table.version[slot]
+        self._orders.add(segment.node, kind, key, nbytes, version, source, target, self._on_offloaded, now_s)
 
     def _on_offloaded(self, opened: OpenOrder, result: OrderResult, now_s: float) -> None:
         order, index = opened.order, self._index
@@ -167,9 +181,12 @@ class SsdTier:
         waits = slot is not None and self._is_waiting(slot, opened.version)
         if result.refusal is not None or result.offset is None:
             code = "" if result.refusal is None else result.refusal.code
-            self._not_offloaded(queue, order, code, slot if waits else None, now_s)
+            if slot is not None and waits and self._is_beaten(slot, order, code):
+                self._order_offload(segment, queue, slot, order.source, self._generations.issue(), now_s)
+            else:
+                self._not_offloaded(queue, order, code, slot if waits else None, now_s)
             return
-        record = Replica(segment.number, result.offset, order.source.generation)
+        record = Replica(segment.number, result.offset, order.target.generation)
         if slot is not None and waits:
             self.counters["offloaded"] += 1
             self._attach(slot, record)
@@ -177,6 +194,14 @@ class SsdTier:
             index.move_ssd(slot, record.offset)  # the node has carried the order out twice
         else:
             self._on_record_unwanted(order.key, order.nbytes, record, now_s)
+
+    def _is_beaten(self, slot: int, order: Order, code: str) -> bool:
+        """Return whether the log has an older object of this key under a higher generation: the client used space that
+        was granted before that object's. Then the record needs a generation of its own.
+        """
+        assert order.target is not None
+        is_first = order.target.generation == order.source.generation
+        return code == StaleGeneration.code and is_first and order.source in self._index.placements(slot)
 
     def _not_offloaded(self, queue: _SsdQueue, order: Order, code: str, slot: int | None, now_s: float) -> None:
         """Handle a failed offload. `slot` is the object's if it still waits."""
