@@ -6,7 +6,8 @@ given back as any unfinished put. put_at() gives it the key of an object and end
 - Space that was discarded is held until its process gives it back, states that it does not know of it (free_unknown),
   or ends. The generation up to which a process has no open put does not count: what it only holds is not open.
 - All that is held is bounded by MAX_PART of the pool. While the pool has less than half of the room above the high
-  watermark, nothing is granted, and put_at() and renewals ask clients to give back what they hold.
+  watermark, nothing is granted, and put_at() and renewals ask clients to give back what they hold; so they do for space
+  on a segment that is drained.
 """
 
 from __future__ import annotations
@@ -101,14 +102,18 @@ class SpaceAhead:
         return PutReply(generations, placements, {}, self._generations.last)
 
     def renew(self, keys: Sequence[bytes], generations: Sequence[int], now_s: float) -> list[bool]:
-        """Renew unfinished puts. Return False where the put was discarded, and for all space granted ahead while the
-        pool is short of space: its client gives it back.
+        """Renew unfinished puts. Return False where the put was discarded, and for space granted ahead that its client
+        has to give back: the pool is short of space, or the space is on a segment that is drained.
         """
         renewed, pending = self._puts.renew(keys, generations, now_s), self._puts.pending
-        if self._puts.ahead_nbytes and self.is_short():
-            pairs = zip(keys, renewed, strict=True)
-            return [is_kept and not pending[key].terms.flags & AHEAD for key, is_kept in pairs]
-        return renewed
+        if not self._puts.ahead_nbytes:
+            return renewed
+        is_short, pairs = self.is_short(), zip(keys, renewed, strict=True)
+        return [is_kept and not self._is_taken_back(pending[key], is_short) for key, is_kept in pairs]
+
+    def _is_taken_back(self, put: PendingPut, is_short: bool) -> bool:
+        segment = self._segments.by_number.get(put.places[0][0]) if put.terms.flags & AHEAD else None
+        return segment is not None and (is_short or segment.draining)
 
     def put_at(self, put: PutAt, now_s: float) -> PutAtReply:
         """Make the object visible that was written to this space. If the key is taken, the client keeps the space, for

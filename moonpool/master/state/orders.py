@@ -157,6 +157,9 @@ class Copies:
         self._orders.add(node, OrderKind.COPY, key, nbytes, version, sources[0], target, self._on_done, now_s)
         return True
 
+    def is_copying(self, key: bytes) -> bool:
+        return key in self._busy
+
     def spans(self) -> Iterator[tuple[Place, int]]:
         """Yield the space granted to copies that are under way."""
         for place, nbytes, _ in self._targets.values():

@@ -12,7 +12,7 @@ from moonpool.master.state.index import ObjectIndex
 from moonpool.master.state.orders import Copies
 from moonpool.master.state.records import Draining
 from moonpool.master.state.segments import MountedSegment, SegmentTable
-from moonpool.master.state.table import Flag
+from moonpool.master.state.table import Flag, Replica
 from moonpool.store.messages import Refusal, TaskInfo, Tier
 
 _MAX_FINISHED = 1000
@@ -149,7 +149,8 @@ class Tasks:
         return task.task_id
 
     def drain(self, name: str, now_s: float) -> int:
-        """Place nothing new on the segment, and move its objects to others. Return the task's id."""
+        """Place nothing new on the segment, and move its objects to others; those for which no other memory has room
+        stay on SSD, if they are there. Return the task's id."""
         segment = self._segments.get(name)
         if segment is None:
             raise NotFound(f"no segment {name!r} is mounted")
@@ -195,10 +196,7 @@ class Tasks:
         if not here or key is None:
             return 0
         if len(replicas) > len(here):
-            self._index.drop_replicas(slot, here, now_s)
-            task.advance(0, now_s)
-            drain.moved_s = now_s
-            return 1
+            return self._drop_here(drain, slot, here, now_s)
 
         def on_copied(key: bytes, refusal: Refusal | None, now_s: float) -> None:
             task.in_flight -= 1
@@ -206,9 +204,17 @@ class Tasks:
                 drain.moved_s = now_s
             self._moved(task, key, version, segment.name, refusal, now_s)
 
-        if not self._copies.start(slot, now_s, on_copied=on_copied):
-            return 0
-        task.in_flight += 1
+        if self._copies.start(slot, now_s, on_copied=on_copied):
+            task.in_flight += 1
+            return 1
+        if self._index.has_record(slot) and not self._copies.is_copying(key):  # no memory has room: it stays on SSD
+            return self._drop_here(drain, slot, here, now_s)
+        return 0
+
+    def _drop_here(self, drain: _Drain, slot: int, here: list[Replica], now_s: float) -> int:
+        self._index.drop_replicas(slot, here, now_s)
+        drain.task.advance(0, now_s)
+        drain.moved_s = now_s
         return 1
 
     def _slots_on(self, number: int, drain: _Drain) -> list[int]:
