@@ -45,10 +45,14 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AssignedRole(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker should be from now on. It ends what it has begun in its old role."""
+    """What a worker should be from now on. It ends what it has begun in its old role.
+
+    With `leaves` it ends what it has begun, takes nothing new, and then its process ends.
+    """
 
     role: WorkerRole
     fixed: bool
+    leaves: bool = False
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,6 +94,13 @@ class RegisterWorker(Call[None]):
     model, weights, dtype, layout or block size: their KV could not be shared."""
 
     info: WorkerInfo
+
+
+class WorkerLeft(Call[None]):
+    """The worker was drained and its process ends for good: nobody has to miss it."""
+
+    name: str
+    incarnation: Whole
 
 
 class ReportWorker(Call[AssignedRole | None]):

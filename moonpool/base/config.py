@@ -10,8 +10,9 @@ another name, so that one thing has one name at every role: `--listen` is where 
 
 from __future__ import annotations
 
+import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar, get_args, get_type_hints
 
@@ -40,6 +41,12 @@ OPTION_NAMES = {
 def option_name(field_name: str) -> str:
     """Return the command-line option of the field, without its dashes in front."""
     return OPTION_NAMES.get(field_name, field_name.replace("_", "-"))
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return the end of a message about an unknown name: the known one that is most like it, or nothing."""
+    found = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {found[0]!r}?" if found else ""
 
 
 def from_mapping(cls: type[T], values: Mapping[str, Any]) -> T:

@@ -3,7 +3,8 @@
 A role tells its parent one JSON line on an inherited descriptor (`--ready-fd`): {"ready": address} once it serves,
 or {"error": message} when it cannot. SIGTERM and SIGINT close it gracefully; a close that takes longer than
 CLOSE_TIMEOUT_S is cut short. Exit codes: 0 stopped as asked, 1 it could not start or lacked memory (a reason was
-given), 70 a bug. A role that was started by hand, without such a descriptor, logs one line when it is ready.
+given), 3 a child of a launcher was drained and must not be started again, 70 a bug. A role that was started by hand,
+without such a descriptor, logs one line when it is ready.
 
 Lifeline: children end when the process that started them is gone, even after `kill -9`. The parent keeps the write end
 of a pipe that no other process gets; every child inherits the read end, and a small thread of the child waits on it.
@@ -40,6 +41,7 @@ EXIT_ORPHANED = 75
 CLOSE_TIMEOUT_S = 3.0
 DRAIN_S = 30.0  # after SIGTERM, for a role that was started by hand; what Kubernetes waits by default
 EXIT_FAILED = 1
+EXIT_DRAINED = 3
 EXIT_BUG = 70
 _MAX_REASON = 2000  # characters
 _LOG = logging.getLogger(__name__)
@@ -125,6 +127,15 @@ class Drained(Protocol):
         ...
 
 
+@runtime_checkable
+class Leaving(Protocol):
+    """A service that can be told by a call to end for good."""
+
+    async def left(self) -> None:
+        """Return when the service was told to leave and has nothing left to do: its process ends then."""
+        ...
+
+
 @dataclass(frozen=True)
 class ProcessConfig:
     """What every role's process takes besides its own configuration."""
@@ -170,7 +181,7 @@ def _run(role: str, make: Callable[[], Service], config: ProcessConfig, what: st
         print(f"moonpool {role}: {error}", file=sys.stderr)
         return EXIT_FAILED
     try:
-        uvloop.run(_serve(make, ready, what, config.drain_timeout_s))
+        has_left = uvloop.run(_serve(make, ready, what, config.drain_timeout_s))
     except Exception as error:  # noqa: BLE001 - a bug too must reach the process that waits for this one
         reason = str(error) if isinstance(error, MoonpoolError) else memory_shortage(error)
         if reason is None:
@@ -180,7 +191,7 @@ def _run(role: str, make: Callable[[], Service], config: ProcessConfig, what: st
         if not ready.send(ReadyReport(error=reason[:_MAX_REASON])):
             print(f"moonpool {role}: {reason}", file=sys.stderr)
         return EXIT_FAILED
-    return 0
+    return EXIT_DRAINED if has_left and config.ready_fd is not None else 0
 
 
 class _StopSignals:
@@ -197,8 +208,10 @@ class _StopSignals:
         self.stop.set()
 
 
-async def _serve(make: Callable[[], Service], ready: _ReadyPipe, what: str, drain_s: float) -> None:
-    service = make()  # may import for seconds; until the handlers below are set, a signal ends the process at once
+async def _serve(make: Callable[[], Service], ready: _ReadyPipe, what: str, drain_s: float) -> bool:
+    """Run the service until it is told to stop, by a signal or by a call. Return whether a call told it to leave."""
+    # May import for seconds; until the handlers below are set, a signal ends the process at once.
+    service, has_left = make(), False
     loop = asyncio.get_running_loop()
     signals = _StopSignals(loop)
     stopping = loop.create_task(signals.stop.wait())
@@ -208,13 +221,14 @@ async def _serve(make: Callable[[], Service], ready: _ReadyPipe, what: str, drai
             if not ready.send(ReadyReport(ready=address or "")):
                 at = f" at {address}" if address else ""
                 _LOG.info("moonpool %s: %s serves%s (process %d)", __version__, what, at, os.getpid())
-            await _run_until(service, stopping)
-            if isinstance(service, Drained) and drain_s > 0:
+            has_left = await _run_until(service, stopping)
+            if isinstance(service, Drained) and drain_s > 0 and not has_left:
                 await _drain(service, signals.at_once, drain_s)
     finally:
         stopping.cancel()
         _end_by_force_after(CLOSE_TIMEOUT_S)
         await service.close()
+    return has_left
 
 
 async def _started(service: Service, stopping: asyncio.Task[bool]) -> str | None:
@@ -228,17 +242,23 @@ async def _started(service: Service, stopping: asyncio.Task[bool]) -> str | None
     return None
 
 
-async def _run_until(service: Service, stopping: asyncio.Task[bool]) -> None:
-    """Wait until told to stop. Raise the error that ended the service if that comes first."""
-    if not isinstance(service, Watched):
-        await stopping
-        return
-    waiting = asyncio.ensure_future(service.wait())
-    await asyncio.wait((waiting, stopping), return_when=asyncio.FIRST_COMPLETED)
-    if waiting.done() and not stopping.done():
-        waiting.result()
-        raise Internal("the service ended by itself")
-    waiting.cancel()
+async def _run_until(service: Service, stopping: asyncio.Task[bool]) -> bool:
+    """Wait until told to stop, or until the service has left; return whether it has. Raise the error that ended the
+    service if that comes first."""
+    waiting = asyncio.ensure_future(service.wait()) if isinstance(service, Watched) else None
+    leaving = asyncio.ensure_future(service.left()) if isinstance(service, Leaving) else None
+    others = [task for task in (waiting, leaving) if task is not None]
+    await asyncio.wait([stopping, *others], return_when=asyncio.FIRST_COMPLETED)
+    try:
+        if stopping.done():
+            return False
+        if waiting is not None and waiting.done():
+            waiting.result()
+            raise Internal("the service ended by itself")
+        return True
+    finally:
+        for task in others:
+            task.cancel()
 
 
 async def _drain(service: Drained, at_once: asyncio.Event, timeout_s: float) -> None:

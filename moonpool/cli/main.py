@@ -35,6 +35,8 @@ COMMANDS = {
     "rm": ("moonpool.cli.rm", "Remove objects from the pool."),
     "stat": ("moonpool.cli.stat", "Show the state of the pool: usage, hit rate, tasks, workers."),
     "role": ("moonpool.cli.role", "Change what a running worker computes: prefill, decode, or as the load needs."),
+    "scale": ("moonpool.cli.scale", "Change how many prefill and decode workers a running service has here."),
+    "drain": ("moonpool.cli.drain", "Empty a worker or a node, so that it can be stopped without loss."),
     "why": ("moonpool.cli.why", "Explain what happened to a request, or to a key of the pool."),
     "trace": ("moonpool.cli.trace", "Describe, generate and change request traces."),
     "plan": ("moonpool.cli.plan", "Size a cluster and its pool for a trace; without one, show a model's KV sizes."),

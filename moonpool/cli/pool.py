@@ -15,6 +15,7 @@ import typer
 from moonpool.base.cluster import CONDUCTOR_SERVICE
 from moonpool.base.errors import Unauthorized
 from moonpool.base.rpc import BlockingClient, Call
+from moonpool.base.run_dirs import conductor_beside
 from moonpool.store import Store
 from moonpool.store.client import ClientConfig
 from moonpool.store.client.config import CREDENTIAL_VARIABLES, find_master
@@ -34,6 +35,11 @@ HexOption = Annotated[bool, typer.Option("--hex", help="read and print keys in h
 def master_address(given: str | None) -> str:
     """Return `given`, or else the master that the environment names or that runs on this machine. Raise ConfigError."""
     return given or find_master("state the pool with --master ADDRESS")
+
+
+def conductor_address(given: str | None, master: str) -> str | None:
+    """Return `given`, or else the conductor that was started with that master; None if there is none here."""
+    return given or conductor_beside(master)
 
 
 def ask_conductor(address: str, call: Call[_R], timeout_s: float = 2.0) -> _R:

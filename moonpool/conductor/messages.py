@@ -147,6 +147,7 @@ class ConductorStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_waiting: int = 0  # requests in the queue
     predictions: tuple[PredictionError, ...] = ()
     fetch_or_compute: FetchOrCompute | None = None  # None without workers
+    left: tuple[str, ...] = ()  # workers that were drained and have ended: nobody has to miss them
 
 
 class Status(Call[ConductorStatus]):
@@ -162,6 +163,17 @@ class SetRole(Call[None]):
 
     worker: str
     role: WorkerRole | None
+
+
+class DrainWorker(Call[None]):
+    """Tell a worker to leave: it takes no new requests, ends those that it has, and then its process ends. A launcher
+    does not start it again.
+
+    NotFound for an unknown worker; InvalidInput, without `force`, for the last worker of a role.
+    """
+
+    worker: str
+    force: bool = False
 
 
 class ClaimSharedMetrics(Call[bool]):

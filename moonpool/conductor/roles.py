@@ -10,7 +10,8 @@ import logging
 from collections.abc import Collection
 from typing import NamedTuple
 
-from moonpool.base.cluster import AssignedRole, WorkerInfo, WorkerRole
+from moonpool.base.cluster import AssignedRole, WorkerInfo, WorkerLeft, WorkerRole
+from moonpool.base.config import nearest
 from moonpool.base.errors import InvalidInput, NotFound
 from moonpool.conductor.elastic import ClusterLoad, ElasticRule, least_busy
 from moonpool.conductor.registration import Registration
@@ -30,6 +31,8 @@ class RoleAssignments:
     def __init__(self, rule: ElasticRule) -> None:
         self._rule = rule
         self._assigned: dict[str, AssignedRole] = {}
+        self._leaving: dict[str, int] = {}  # workers that were told to leave, with the incarnation that was told
+        self.left: set[str] = set()  # workers that were drained and have ended
         self.num_moved = 0  # by the rule
 
     def assign(self, name: str, role: WorkerRole | None, workers: Collection[Registration]) -> None:
@@ -38,18 +41,34 @@ class RoleAssignments:
         Raise NotFound for an unknown worker, InvalidInput if no other worker would have its current role.
         """
         infos = [worker.info for worker in workers]
-        info = next((one for one in infos if one.name == name), None)
-        if info is None:
-            names = ", ".join(sorted(one.name for one in infos)) or "none"
-            raise NotFound(f"no worker {name!r} is registered; there are: {names}")
+        info = _find(name, infos)
         current = self._role_of(info)
         if role is not None and role is not current:
-            others = [one for one in infos if one.name != name and self._role_of(one) is current]
-            if not others:
-                raise InvalidInput(
-                    f"{name} is the only {current} worker: start another one, or give another worker that role first"
-                )
+            self._require_another(info, infos)
         self._assigned[name] = AssignedRole(role=role or current, fixed=role is not None)
+
+    def drain(self, name: str, workers: Collection[Registration], *, force: bool = False) -> None:
+        """Tell a worker to end what it has begun and to leave.
+
+        Raise NotFound for an unknown worker; InvalidInput, without `force`, if no other worker would have its role.
+        """
+        infos = [worker.info for worker in workers]
+        info = _find(name, infos)
+        if not force:
+            self._require_another(info, infos)
+        self._leaving[name] = info.incarnation
+
+    def worker_left(self, call: WorkerLeft, workers: Collection[Registration]) -> None:
+        """Record that a drained worker has ended; do nothing if another process of its name is there."""
+        others = [one.info for one in workers if one.info.name == call.name]
+        if all(other.incarnation == call.incarnation for other in others):
+            self.left.add(call.name)
+            self._leaving.pop(call.name, None)
+            self._assigned.pop(call.name, None)
+
+    def worker_came(self, info: WorkerInfo) -> None:
+        """Record that a worker is there: an earlier process of its name may have left."""
+        self.left.discard(info.name)
 
     def rebalance(self, workers: Collection[Registration], now_s: float) -> None:
         """Ask one worker to change its role, if the rule says so. Nothing moves while a change is under way."""
@@ -76,12 +95,35 @@ class RoleAssignments:
 
     def answer(self, info: WorkerInfo) -> AssignedRole | None:
         """Return what the worker has to change; None: nothing."""
+        if self._leaves(info):
+            return AssignedRole(role=info.role, fixed=info.fixed, leaves=True)
         assigned = self._assigned.get(info.name)
         if assigned is None or (assigned.role, assigned.fixed) == (info.role, info.fixed):
             return None
         return assigned
 
+    def _leaves(self, info: WorkerInfo) -> bool:
+        return self._leaving.get(info.name) == info.incarnation
+
     def _role_of(self, info: WorkerInfo) -> WorkerRole:
         """Return the role that the worker has, or is about to have."""
         assigned = self._assigned.get(info.name)
         return assigned.role if assigned is not None else info.role
+
+    def _require_another(self, info: WorkerInfo, infos: Collection[WorkerInfo]) -> None:
+        """Raise InvalidInput if no other worker, of those that stay, has the worker's role."""
+        current = self._role_of(info)
+        others = [one for one in infos if one.name != info.name and not self._leaves(one)]
+        if not any(self._role_of(one) is current for one in others):
+            raise InvalidInput(
+                f"{info.name} is the only {current} worker: start another one, or give another worker that role first"
+            )
+
+
+def _find(name: str, infos: Collection[WorkerInfo]) -> WorkerInfo:
+    """Return the worker of that name. Raise NotFound, which names the nearest ones."""
+    by_name = {info.name: info for info in infos}
+    if name not in by_name:
+        names = ", ".join(sorted(by_name)) or "none"
+        raise NotFound(f"no worker {name!r} is registered; there are: {names}{nearest(name, by_name)}")
+    return by_name[name]

@@ -15,7 +15,14 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from moonpool.base.clock import Clock, SystemClock
-from moonpool.base.cluster import CONDUCTOR_SERVICE, REQUEST_LIMITS, AssignedRole, RegisterWorker, ReportWorker
+from moonpool.base.cluster import (
+    CONDUCTOR_SERVICE,
+    REQUEST_LIMITS,
+    AssignedRole,
+    RegisterWorker,
+    ReportWorker,
+    WorkerLeft,
+)
 from moonpool.base.errors import Cancelled
 from moonpool.base.keys import object_key
 from moonpool.base.metrics import GetMetrics, MetricFamily, process_metrics, snapshot
@@ -26,6 +33,7 @@ from moonpool.conductor.messages import (
     ConductorStatus,
     Decision,
     DecisionRecord,
+    DrainWorker,
     ExplainedRecord,
     ExplainRequest,
     ExportTrace,
@@ -131,6 +139,8 @@ class Conductor:
             RequestEnded: self._request_ended,
             Status: self._status,
             SetRole: self._set_role,
+            DrainWorker: self._drain_worker,
+            WorkerLeft: self._worker_left,
             Records: self._keeper.find,
             ExplainRequest: self._keeper.explain,
             ExportTrace: self._keeper.export,
@@ -149,6 +159,7 @@ class Conductor:
 
     def _register(self, call: RegisterWorker, peer: RpcPeer) -> None:
         worker = self._state.register(call.info)
+        self._state.roles.worker_came(call.info)
         peer.on_close(lambda: self._unregister(worker))
         self._queue.changed()
 
@@ -163,6 +174,12 @@ class Conductor:
 
     def _set_role(self, call: SetRole, peer: RpcPeer) -> None:
         self._state.roles.assign(call.worker, call.role, self._state.workers)
+
+    def _drain_worker(self, call: DrainWorker, peer: RpcPeer) -> None:
+        self._state.roles.drain(call.worker, self._state.workers, force=call.force)
+
+    def _worker_left(self, call: WorkerLeft, peer: RpcPeer) -> None:
+        self._state.roles.worker_left(call, self._state.workers)
 
     def _route(self, call: Route, peer: RpcPeer) -> Decision | Awaitable[Decision]:
         if peer not in self._front_ends:
@@ -201,6 +218,7 @@ class Conductor:
             num_waiting=self._queue.num_waiting,
             predictions=self._state.predictions(),
             fetch_or_compute=self._state.fetch_or_compute(),
+            left=tuple(sorted(self._state.roles.left)),
         )
 
     def _metrics(self, call: GetMetrics, peer: RpcPeer) -> list[MetricFamily]:

@@ -171,13 +171,13 @@ async def _check_health(handler: RequestHandler) -> tuple[int, dict[str, Any]]:
     reasons: list[str] = []
     absent: list[str] = []
     try:
-        workers = (await handler.cluster.status()).workers
+        status = await handler.cluster.status()
     except MoonpoolError as error:
         vital, reasons = ["conductor"], [f"the conductor does not answer: {public_text(error)}"]
     else:
-        vital = missing_roles(workers)
+        vital = missing_roles(status.workers)
         reasons = [f"no {role} worker is registered" for role in vital]
-        present = {worker.info.name for worker in workers}
+        present = {worker.info.name for worker in status.workers} | set(status.left)
         absent = [name for name in handler.expected_workers if name not in present]
         reasons += [f"worker {name} is not registered" for name in absent]
     (pool, pool_reasons), siblings = await asyncio.gather(

@@ -18,7 +18,7 @@ from typing import IO
 import msgspec
 
 from moonpool.base.config import option_name
-from moonpool.base.process import Lifeline, ReadyReport
+from moonpool.base.process import EXIT_DRAINED, Lifeline, ReadyReport
 
 _MAX_REPORT_NBYTES = 64 * 1024
 
@@ -76,6 +76,11 @@ class Child:
         """Wait for the end of the child; return a description of how it ended."""
         code = await self._process.wait()
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the child has ended because it was drained."""
+        return self._process.returncode == EXIT_DRAINED
 
     def terminate(self) -> None:
         self._signal(signal.SIGTERM)

@@ -23,7 +23,6 @@ of a machine overrides that of the cluster. Everything is checked before anythin
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -33,6 +32,7 @@ from typing import Any
 import msgspec
 
 from moonpool.base.address import host_port
+from moonpool.base.config import nearest
 from moonpool.base.errors import ConfigError
 from moonpool.launch.machine import NODE, Wiring, numbered
 from moonpool.launch.plan import ServeConfig
@@ -101,7 +101,7 @@ class ClusterFile:
     def machine(self, name: str) -> ClusterMachine:
         """Raise ConfigError if the file has no such machine."""
         if name not in self.machines:
-            raise ConfigError(f"the cluster has no machine {name!r}{_nearest(name, self.machines)}", param="machine")
+            raise ConfigError(f"the cluster has no machine {name!r}{nearest(name, self.machines)}", param="machine")
         return self.machines[name]
 
 
@@ -193,9 +193,4 @@ def _refuse_unknown(where: str, given: Iterable[str], known: Iterable[str]) -> N
     known = set(known)
     unknown = next((name for name in given if name not in known), None)
     if unknown is not None:
-        raise ConfigError(f"{where}{unknown!r} is unknown{_nearest(unknown, known)}")
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    found = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {found[0]!r}?" if found else ""
+        raise ConfigError(f"{where}{unknown!r} is unknown{nearest(unknown, known)}")

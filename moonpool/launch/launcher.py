@@ -12,6 +12,7 @@ import logging
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from moonpool.base.clock import AttendedClock, Clock
@@ -20,6 +21,7 @@ from moonpool.launch.child import Child
 from moonpool.launch.plan import Role
 from moonpool.launch.supervisor import (
     Action,
+    Added,
     Complete,
     Event,
     Exited,
@@ -27,7 +29,9 @@ from moonpool.launch.supervisor import (
     Kill,
     Ready,
     Restarting,
+    Retired,
     Start,
+    State,
     StopRequested,
     Supervisor,
     Terminate,
@@ -106,6 +110,47 @@ class Launcher:
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._children: dict[str, Child] = {}
         self._watchers: set[asyncio.Task[None]] = set()
+        self._changes: dict[str, bool] = {}  # added (True) and retired roles of which the supervisor hears next
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether the service was complete once and is not being stopped."""
+        return self._supervisor.complete and not self._supervisor.stopping
+
+    def known(self, command: str) -> list[str]:
+        """Return the names of all roles of that command that run or have run."""
+        return [name for name, role in self._roles.items() if role.command == command]
+
+    def roles(self, command: str) -> list[Role]:
+        """Return the roles of that command that are meant to run."""
+        return [role for role in self._roles.values() if role.command == command and self._is_meant(role.name)]
+
+    def _is_meant(self, name: str) -> bool:
+        return self._changes.get(name, not self._supervisor.is_retired(name))
+
+    def state_of(self, name: str) -> State:
+        return State.WAITING if self._changes.get(name) else self._supervisor.state_of(name)
+
+    def last_end_of(self, name: str) -> str:
+        """Return why the role's process ended last; empty if it never did."""
+        return self._supervisor.last_end_of(name)
+
+    def add(self, role: Role) -> None:
+        """Start one more role, soon. No role of its name may run."""
+        assert self.state_of(role.name) is State.GONE, f"{role.name} runs"
+        self._roles[role.name] = role
+        self._changes[role.name] = True
+        self._events.put_nowait(Added(role))
+
+    def retire(self, name: str, *, at_once: bool) -> None:
+        """Do not start the role again after its end. With `at_once` it ends now; otherwise it was told to drain."""
+        self._changes[name] = False
+        self._events.put_nowait(Retired(name, at_once))
+
+    def change_options(self, command: str, **options: object) -> None:
+        """Give these options to the roles of that command when they are started again."""
+        for role in self.roles(command):
+            self._roles[role.name] = replace(role, options={**role.options, **options})
 
     async def run(self) -> str | None:
         """Return when no child is left: None after a stop signal, otherwise the reason of the failure."""
@@ -126,6 +171,10 @@ class Launcher:
         event: Event = Tick()
         while True:
             was_stopping = self._supervisor.stopping
+            if isinstance(event, Added):
+                self._changes.pop(event.spec.name, None)
+            elif isinstance(event, Retired):
+                self._changes.pop(event.name, None)
             for action in self._supervisor.handle(event, self._clock.now_s()):
                 if isinstance(action, Finish):
                     await asyncio.gather(*self._watchers)
@@ -181,4 +230,6 @@ class Launcher:
         status = await child.wait()
         self._progress.ended(name)
         _LOG.debug("%s: %s", name, status)
-        self._events.put_nowait(Exited(name, status, report.error if report is not None else None))
+        if child.has_left:
+            say(f"{name} was drained and has ended")
+        self._events.put_nowait(Exited(name, status, report.error if report is not None else None, child.has_left))

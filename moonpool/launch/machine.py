@@ -36,7 +36,7 @@ class WorkerPart:
     role: str
     number: int
     device: Device
-    threads: int
+    threads: int | None  # None: its share of the machine's cores, as workers come and go
     kv_nbytes: int
 
     @property

@@ -37,7 +37,7 @@ from moonpool.worker.config import HOST_KV_NBYTES, WorkerConfig, step_tokens, we
 # A worker loads torch and the weights and warms up; on two cores four workers may do so at the same time.
 _WORKER_START_S = 300.0
 _LEAST_SSD_NBYTES = 64 * 1024**2
-_MOST_OF_A_KIND = 64  # nodes, and front ends, on one machine; more is a mistake
+MOST_OF_A_KIND = 64  # nodes, and front ends, on one machine; more is a mistake
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,15 +136,15 @@ class ServeConfig:
         if self.prefill < 1 or self.decode < 1:
             raise ConfigError("there must be at least one prefill and one decode worker", param="prefill")
         for name, count in (("nodes", self.nodes), ("frontends", self.frontends)):
-            if not 1 <= count <= _MOST_OF_A_KIND:
-                raise ConfigError(f"--{name} must be 1 to {_MOST_OF_A_KIND}, not {count}", param=name)
+            if not 1 <= count <= MOST_OF_A_KIND:
+                raise ConfigError(f"--{name} must be 1 to {MOST_OF_A_KIND}, not {count}", param=name)
         self.check_values()
 
     def check_values(self) -> None:
         """Raise ConfigError for a bad value; a machine of a cluster may lack roles."""
         for name in ("prefill", "decode", "nodes", "frontends"):
-            if not 0 <= getattr(self, name) <= _MOST_OF_A_KIND:
-                raise ConfigError(f"{name} must be 0 to {_MOST_OF_A_KIND}", param=name)
+            if not 0 <= getattr(self, name) <= MOST_OF_A_KIND:
+                raise ConfigError(f"{name} must be 0 to {MOST_OF_A_KIND}", param=name)
         if not 0 <= self.port < 65536:
             raise ConfigError(f"{self.port} is not a port", param="port")
         if self.node_nbytes <= 0 or self.kv_nbytes == 0:
@@ -230,7 +230,7 @@ def plan_roles(
         *((_master(config, wiring, state_dir),) if wiring.is_master else ()),
         *(_node(config, wiring, run_dir, part) for part in machine.nodes),
         *((_conductor(config, wiring),) if wiring.is_master else ()),
-        *(_worker(config, machine, wiring, run_dir, part) for part in machine.workers),
+        *(plan_worker(config, machine, wiring, run_dir, part) for part in machine.workers),
         *(_frontend(config, machine, wiring, run_dir, state_dir, part) for part in machine.frontends),
     ]
 
@@ -284,7 +284,8 @@ def _conductor(config: ServeConfig, wiring: Wiring) -> Role:
     return Role(CONDUCTOR, command="conductor", options=options, first_after=(MASTER,))
 
 
-def _worker(config: ServeConfig, machine: MachinePlan, wiring: Wiring, run_dir: Path, part: WorkerPart) -> Role:
+def plan_worker(config: ServeConfig, machine: MachinePlan, wiring: Wiring, run_dir: Path, part: WorkerPart) -> Role:
+    """Return the process of one worker."""
     name = part.name
     options = {
         "name": name,

@@ -33,9 +33,10 @@ from moonpool.launch.checks import (
     require_whole_model,
 )
 from moonpool.launch.cluster_file import ClusterFile, ClusterMachine
+from moonpool.launch.control import ControlServer, WorkerMaker
 from moonpool.launch.launcher import Launcher
 from moonpool.launch.machine import MachinePlan
-from moonpool.launch.plan import ServeConfig, plan_kv, plan_machine, plan_roles
+from moonpool.launch.plan import ServeConfig, one_machine, plan_kv, plan_machine, plan_roles
 from moonpool.launch.run_dir import RunDir
 
 _HERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # how this machine reaches a front end that listens on all addresses
@@ -90,9 +91,20 @@ def _run(
     with RunDir() as run_dir, Lifeline() as lifeline:
         roles = plan_roles(config, machine, run_dir.path, state_dir, wiring)
         launcher = Launcher(roles, lifeline, lambda seconds: _announce(config, machine, run_dir.path, seconds), log_dir)
-        failure = asyncio.run(launcher.run())
+        maker = WorkerMaker(config, machine, wiring or one_machine(machine, run_dir.path), run_dir.path, prefix)
+        failure = asyncio.run(_supervise(launcher, maker))
     if failure is not None:
         raise Unavailable(failure)
+
+
+async def _supervise(launcher: Launcher, maker: WorkerMaker) -> str | None:
+    """Run the launcher and take orders for it. Return the reason of a failure; None after a stop signal."""
+    control = ControlServer(launcher, maker)
+    await control.start()
+    try:
+        return await launcher.run()
+    finally:
+        await control.close()
 
 
 def default_state_dir() -> Path:

@@ -7,7 +7,8 @@ with every crash up to BACKOFF_MAX_S, and is short again after the child has sta
 child crashes, the others go on. Only before the service was complete for the first time can a child stop everything: by
 reporting a reason (a bad model, a port that is taken), or by ending MAX_EARLY_CRASHES times.
 
-A stop terminates children before those they use, and kills the rest when time is up.
+A child may be added at any time, and retired: its end, however it comes, is then its last. So is the end of a child
+that says it was drained. A stop terminates children before those they use, and kills the rest when time is up.
 """
 
 from __future__ import annotations
@@ -56,11 +57,27 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Exited:
-    """`reason` is the child's own report, `status` how the process ended."""
+    """`reason` is the child's own report, `status` how the process ended; with `left` it was drained."""
 
     name: str
     status: str
     reason: str | None = None
+    left: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """A new child, which needs none that come later. Its name is free."""
+
+    spec: ChildSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Retired:
+    """The child is not started again after its end. With `at_once` it is told to end; otherwise it has been told."""
+
+    name: str
+    at_once: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +85,7 @@ class StopRequested:
     """The second one kills all children at once."""
 
 
-Event = Tick | Ready | Exited | StopRequested
+Event = Tick | Ready | Exited | StopRequested | Added | Retired
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +148,8 @@ class _Child:
     started_s: float = 0.0
     ready_s: float = 0.0
     killed_for: str | None = None  # the supervisor's reason, if it killed the child
+    retired: bool = False
+    last_end: str = ""  # why its process ended last
     num_crashes: int = 0  # since it last stayed ready for STAYS_S
 
     @property
@@ -157,8 +176,21 @@ class Supervisor:
     def stopping(self) -> bool:
         return self._stop_since_s is not None
 
+    @property
+    def complete(self) -> bool:
+        """Whether all children have been ready at the same time."""
+        return self._complete
+
     def state_of(self, name: str) -> State:
-        return self._children[name].state
+        """Return the state; GONE for a child that is not there, or not any more."""
+        return self._children[name].state if name in self._children else State.GONE
+
+    def is_retired(self, name: str) -> bool:
+        return name not in self._children or self._children[name].retired
+
+    def last_end_of(self, name: str) -> str:
+        """Return why the child's process ended last; empty if it never did."""
+        return self._children[name].last_end if name in self._children else ""
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
         """Return the actions to carry out now. There are none after Finish."""
@@ -166,6 +198,12 @@ class Supervisor:
         match event:
             case Ready(name):
                 self._on_ready(self._children[name], now_s)
+            case Added(spec):
+                assert spec.name not in self._children, f"there is a {spec.name} already"
+                if not self.stopping:
+                    self._children[spec.name] = _Child(spec)
+            case Retired(name, at_once):
+                actions += self._on_retired(self._children.get(name), at_once)
             case Exited():
                 actions += self._on_exit(self._children[event.name], event, now_s)
             case StopRequested() if self.stopping:
@@ -196,12 +234,26 @@ class Supervisor:
         if self.stopping:
             child.state = State.GONE
             return []
-        why = event.reason or child.killed_for or event.status
+        why = child.last_end = event.reason or child.killed_for or event.status
+        if event.left or child.retired:
+            del self._children[child.spec.name]
+            return []
         if event.reason is not None and not self._complete:
             child.state = State.GONE
             self._begin_stop(now_s, f"{child.spec.name}: {why}")
             return []
         return self._on_crash(child, why, now_s)
+
+    def _on_retired(self, child: _Child | None, at_once: bool) -> list[Action]:
+        if child is None or self.stopping:
+            return []
+        child.retired = True
+        if child.state is State.WAITING:
+            del self._children[child.spec.name]
+        elif child.state is State.STARTING or (at_once and child.state is State.READY):
+            child.state = State.TERMINATING
+            return [Terminate(child.spec.name)]
+        return []
 
     def _on_crash(self, child: _Child, why: str, now_s: float) -> list[Action]:
         if child.state is State.READY and now_s >= child.ready_s + STAYS_S:
@@ -236,7 +288,9 @@ class Supervisor:
         return actions
 
     def _needs_met(self, child: _Child) -> bool:
-        return all(self._children[name].state is State.READY for name in child.needs)
+        """A need that was retired holds nobody up."""
+        needs = [self._children[name] for name in child.needs if name in self._children]
+        return all(need.state is State.READY for need in needs)
 
     # stopping
 

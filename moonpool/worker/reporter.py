@@ -23,7 +23,7 @@ from moonpool.base.cluster import (
     WorkerLoad,
 )
 from moonpool.base.errors import MoonpoolError
-from moonpool.base.rpc import AsyncClient
+from moonpool.base.rpc import AsyncClient, Call
 from moonpool.base.rpc.reconnect import ReconnectingClient
 from moonpool.engine.scheduler import Scheduler
 from moonpool.worker.metrics import Samples
@@ -33,6 +33,7 @@ _LOG = logging.getLogger(__name__)
 _RECONNECT_S = 0.2
 # A report without news is sent this often.
 _HEARTBEAT_S = 1.0
+_TELL_TIMEOUT_S = 1.0
 
 
 class ReportCollector:
@@ -136,6 +137,18 @@ class WorkerReporter:
                 self.registered.set()
             await asyncio.sleep(self._interval_s)
         self.registered.clear()
+
+
+async def tell_all(address: str, call: Call[None]) -> None:
+    """Send the call to the conductor. One that does not answer is left out."""
+    try:
+        client = await AsyncClient.connect(
+            address, CONDUCTOR_SERVICE, name="worker", timeout_s=_TELL_TIMEOUT_S, silence_limits=REQUEST_LIMITS
+        )
+        with contextlib.closing(client):
+            await client.call(call, timeout_s=_TELL_TIMEOUT_S)
+    except MoonpoolError as error:
+        _LOG.info("%s did not get %s: %s", address, type(call).__name__, error)
 
 
 def _has_news(report: ReportWorker) -> bool:

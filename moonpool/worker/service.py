@@ -19,7 +19,14 @@ from typing import Any, TypeVar
 from prometheus_client import CollectorRegistry
 
 from moonpool.base.clock import SystemClock
-from moonpool.base.cluster import WORKER_SERVICE, AssignedRole, ReportWorker, WorkerInfo, WorkerRole
+from moonpool.base.cluster import (
+    WORKER_SERVICE,
+    AssignedRole,
+    ReportWorker,
+    WorkerInfo,
+    WorkerLeft,
+    WorkerRole,
+)
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import InvalidInput, NotFound
 from moonpool.base.limits import CorePresence
@@ -56,7 +63,7 @@ from moonpool.worker.messages import (
 )
 from moonpool.worker.metrics import Samples, WorkerCollector
 from moonpool.worker.prefill import PrefillRole
-from moonpool.worker.reporter import ReportCollector, WorkerReporter
+from moonpool.worker.reporter import ReportCollector, WorkerReporter, tell_all
 from moonpool.worker.roles import BothRoles
 
 _LOG = logging.getLogger(__name__)
@@ -77,6 +84,7 @@ class Worker:
         self._address = ""
         self._writers: set[RpcPeer] = set()
         self._assigned = AssignedRole(role=WorkerRole(config.role), fixed=not config.elastic)
+        self._has_left = asyncio.Event()
 
     async def start(self) -> str:
         """Load the model and serve; return the address once the conductor knows this worker."""
@@ -111,6 +119,16 @@ class Worker:
         while not idle:
             await asyncio.sleep(wait_s)
             idle, wait_s = await asyncio.wrap_future(self._loop.call(self._is_idle)), self.config.report_interval_s
+
+    async def left(self) -> None:
+        """Return when the conductor has told this worker to leave, and nothing is left to do."""
+        await self._has_left.wait()
+
+    async def _leave(self) -> None:
+        _LOG.info("leaves: ends what was begun and takes nothing new")
+        await self.drain()
+        await tell_all(self.config.conductor_address, WorkerLeft(name=self.config.name, incarnation=self.incarnation))
+        self._has_left.set()
 
     def _is_idle(self) -> bool:
         queues = self._built.scheduler.queues
@@ -300,6 +318,10 @@ class Worker:
 
     def _take_role(self, assigned: AssignedRole) -> None:
         """Take the role that the conductor asks for. What was begun in the old one goes on to its end."""
+        if assigned.leaves:
+            if not any(task.get_name() == "leave" for task in self._tasks):
+                self._tasks.append(asyncio.create_task(self._leave(), name="leave"))
+            return
         if assigned.role is not self._assigned.role:
             _LOG.info("is a %s worker from now on", assigned.role)
         self._assigned = assigned

@@ -13,6 +13,7 @@ from moonpool.launch.supervisor import (
     STAYS_S,
     STOP_ALL_AFTER_S,
     Action,
+    Added,
     ChildSpec,
     Complete,
     Exited,
@@ -20,6 +21,7 @@ from moonpool.launch.supervisor import (
     Kill,
     Ready,
     Restarting,
+    Retired,
     Start,
     State,
     StopRequested,
@@ -194,6 +196,48 @@ def test_needs_must_come_earlier() -> None:
         Supervisor([ChildSpec("a", after=("b",)), ChildSpec("b")])
 
 
+def test_a_child_that_was_drained_is_not_started_again() -> None:
+    supervisor = serving()
+    assert supervisor.handle(Exited("worker", "exit code 3", left=True), 1) == []
+    assert supervisor.handle(Tick(), 100) == []
+    assert supervisor.state_of("worker") is State.GONE
+    assert supervisor.handle(Added(SPECS[2]), 101) == [Start("worker")], "its name is free again"
+
+
+def test_a_child_is_added_to_a_running_service() -> None:
+    supervisor = serving()
+    assert supervisor.handle(Added(ChildSpec("worker-1", after=("node",))), 1) == [Start("worker-1")]
+    supervisor.handle(Ready("worker-1"), 2)
+    assert supervisor.handle(Exited("worker-1", "killed by SIGKILL"), 3) == [
+        Restarting("worker-1", "killed by SIGKILL", 0.2)
+    ]
+    assert supervisor.last_end_of("worker-1") == "killed by SIGKILL"
+
+
+def test_a_retired_child_ends_for_good_however_it_ends() -> None:
+    supervisor = serving()
+    assert supervisor.handle(Retired("worker"), 1) == [], "somebody else has told it to drain"
+    assert supervisor.is_retired("worker")
+    assert supervisor.state_of("worker") is State.READY
+    assert supervisor.handle(Exited("worker", "killed by SIGKILL"), 2) == []
+    assert supervisor.handle(Tick(), 100) == []
+    assert supervisor.handle(Retired("worker"), 101) == [], "it is gone already"
+
+
+def test_a_retired_child_that_nobody_uses_yet_ends_at_once() -> None:
+    supervisor = serving()
+    assert supervisor.handle(Retired("worker", at_once=True), 1) == [Terminate("worker")]
+    assert supervisor.handle(Exited("worker", "exit code 0"), 2) == []
+    supervisor.handle(Added(SPECS[2]), 3)
+    assert supervisor.handle(Retired("worker"), 4) == [Terminate("worker")], "it is starting"
+    supervisor.handle(Exited("worker", "exit code 0"), 5)
+    supervisor.handle(Exited("node", "killed by SIGKILL"), 6)
+    supervisor.handle(Added(SPECS[2]), 6)
+    assert supervisor.state_of("worker") is State.WAITING, "for the node"
+    assert supervisor.handle(Retired("worker"), 6) == []
+    assert supervisor.state_of("worker") is State.GONE
+
+
 class World:
     """Processes as the shell would see them: obeys actions, dies at random."""
 
@@ -217,6 +261,13 @@ class World:
                 case _:
                     pass
 
+    def change(self, name: str) -> None:
+        """Adds the child, or retires it if it is there."""
+        if self.supervisor.state_of(name) is State.GONE:
+            self.apply(self.supervisor.handle(Added(ChildSpec(name, after=("node",))), self.now_s))
+        else:
+            self.apply(self.supervisor.handle(Retired(name, at_once=bool(int(self.now_s) % 2)), self.now_s))
+
     def step(self, choice: int, advance_s: float) -> None:
         self.now_s += advance_s
         names = sorted(self.running)
@@ -224,13 +275,15 @@ class World:
             self.apply(self.supervisor.handle(Tick(), self.now_s))
         elif choice < 8 and names:
             self.apply(self.supervisor.handle(Ready(names[choice % len(names)]), self.now_s))
+        elif choice >= 12:
+            self.change("worker" if choice == 12 else "extra")
         elif names:
             name = names[choice % len(names)]
             self.running.discard(name)
             self.apply(self.supervisor.handle(Exited(name, "exit code 9"), self.now_s))
 
 
-@given(st.lists(st.tuples(st.integers(0, 11), st.floats(0, 20)), max_size=60))
+@given(st.lists(st.tuples(st.integers(0, 13), st.floats(0, 20)), max_size=60))
 def test_whatever_happens_a_stop_ends_with_nothing_running(steps: list[tuple[int, float]]) -> None:
     world = World()
     for choice, advance_s in steps:

@@ -1,0 +1,162 @@
+"""`moonpool scale` and `moonpool drain` on a running service: workers come and go, a node is emptied, and no request is
+lost or different."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from e2e_service import Service, running, wait_until
+from random_model import small_model, token_prompt
+
+from moonpool.base.cluster import WorkerRole
+from moonpool.store import Store
+
+pytestmark = pytest.mark.timeout(240)
+
+OPTIONS = ("--nodes", "2", "--decode", "2", "--random-weights", "--kv", "64MB", "--dram", "64MB", "--threads", "1")
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    folder = tmp_path_factory.mktemp("scaled")
+    with running(folder, "--model", str(small_model(folder / "small")), *OPTIONS) as started:
+        yield started
+
+
+def moonpool(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "moonpool", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def scale(service: Service, *counts: str) -> subprocess.CompletedProcess[str]:
+    return moonpool("scale", *counts, "--run-dir", str(service.run_dir))
+
+
+def drain(service: Service, *words: str) -> subprocess.CompletedProcess[str]:
+    return moonpool("drain", *words, "--master", service.address("master"))
+
+
+def roles(service: Service) -> dict[str, WorkerRole]:
+    return {one.info.name: one.info.role for one in service.status().workers}
+
+
+def health(service: Service) -> dict[str, Any]:
+    return dict(httpx.get(f"{service.url}/health", timeout=10).json())
+
+
+def is_running(service: Service, name: str) -> bool:
+    try:
+        return bool(service.role(name).is_running())
+    except (AssertionError, psutil.NoSuchProcess):
+        return False
+
+
+def test_the_service_grows_and_shrinks(service: Service) -> None:
+    prompt = token_prompt(300, 1)
+    expected = service.generate(prompt).tokens
+    done = scale(service, "prefill=2", "decode=1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["starting prefill-1", "draining decode-1", "done"]
+    assert roles(service) == {
+        "prefill-0": WorkerRole.PREFILL,
+        "prefill-1": WorkerRole.PREFILL,
+        "decode-0": WorkerRole.DECODE,
+    }
+    assert not is_running(service, "decode-1"), "the launcher does not start it again"
+    assert health(service) == {"status": "ok", "missing": []}, "nobody misses a worker that was drained"
+    before = service.stats("prefill-1").handoff_nbytes
+    answers = service.generate_all([prompt, *(token_prompt(300, seed) for seed in range(2, 8))])
+    assert answers[0].tokens == expected
+    assert [answer.num_attempts for answer in answers] == [1] * len(answers)
+    wait_until(lambda: service.stats("prefill-1").handoff_nbytes > before, 10, "the new worker computes prompts")
+    again = scale(service, "prefill=2", "decode=1")
+    assert again.stdout == "nothing changes: the service has that many workers\n"
+    none = scale(service, "decode=0")
+    assert none.returncode == 1
+    assert "no decode worker would be left" in none.stderr
+
+
+def test_a_worker_is_drained_while_it_answers(service: Service) -> None:
+    """Two decode workers answer; one of them is told to leave, and each answer comes whole from where it began."""
+    assert scale(service, "prefill=1", "decode=2").returncode == 0
+    body = {"model": "small", "prompt": token_prompt(40, 3), "max_tokens": 300, "temperature": 0, "ignore_eos": True}
+    expected = "".join(event["choices"][0]["text"] for event in service.stream("/v1/completions", body))
+    begun, texts = threading.Barrier(5), list[str]()
+
+    def ask() -> None:
+        events = service.stream("/v1/completions", body)
+        text = next(events)["choices"][0]["text"]
+        begun.wait(60)
+        texts.append(text + "".join(event["choices"][0]["text"] for event in events))
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    begun.wait(60)
+    done = drain(service, "decode-1")
+    for thread in threads:
+        thread.join(120)
+    assert (done.returncode, done.stdout) == (0, "decode-1 is drained and has ended\n"), done.stderr
+    assert texts == [expected] * 4
+    assert not is_running(service, "decode-1")
+    assert health(service)["status"] == "ok"
+
+
+def test_what_is_refused(service: Service) -> None:
+    unknown = drain(service, "decode0")
+    assert unknown.returncode == 1
+    assert "no worker and no node is called 'decode0'" in unknown.stderr
+    assert "did you mean 'decode-0'?" in unknown.stderr
+    last = drain(service, "decode-0")
+    assert last.returncode == 1
+    assert "decode-0 is the only decode worker" in last.stderr
+    assert roles(service)["decode-0"] is WorkerRole.DECODE
+
+
+def test_a_node_is_drained_and_stopped_without_loss(service: Service) -> None:
+    values = {f"kept-{number}": bytes([number]) * 50_000 for number in range(40)}
+    with Store(service.address("master")) as store:
+        for key, value in values.items():
+            store.put(key, value)
+
+        def on(node: str) -> int:
+            return sum(each.num_objects for each in store.stats().segments if each.node == node)
+
+        assert on("node-1") > 0
+        done = drain(service, "node-1")
+        assert done.returncode == 0, done.stderr
+        assert re.fullmatch(r"node-1 is drained: \S+ \S+ moved to node; it can be stopped\n", done.stdout)
+        assert on("node-1") == 0
+        last = drain(service, "node")
+        assert last.returncode == 1
+        assert "node is the only node that takes objects" in last.stderr
+        before = service.role("node-1").pid
+        service.role("node-1").kill()
+        wait_until(lambda: is_running(service, "node-1") and service.role("node-1").pid != before, 30, "it is back")
+        assert {key: store.get(key) for key in values} == values
+        wait_until(lambda: all(each.status == "ok" for each in store.stats().segments), 30, "it takes objects again")
+
+
+def test_a_killed_worker_that_was_to_leave_does_not_come_back(service: Service, tmp_path: Path) -> None:
+    assert scale(service, "decode=2").returncode == 0
+    body = {"model": "small", "prompt": token_prompt(40, 4), "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+    expected = "".join(event["choices"][0]["text"] for event in service.stream("/v1/completions", body))
+    streams = [service.stream("/v1/completions", body) for _ in range(4)]
+    firsts = [next(stream)["choices"][0]["text"] for stream in streams]
+    victim = service.role("decode-1")
+    done = moonpool("scale", "decode=1", "--no-wait", "--run-dir", str(service.run_dir))
+    assert done.stdout == "draining decode-1\n", done.stderr
+    victim.kill()
+    for first, stream in zip(firsts, streams, strict=True):
+        assert first + "".join(event["choices"][0]["text"] for event in stream) == expected
+    wait_until(lambda: roles(service).keys() == {"prefill-0", "decode-0"}, 10, "decode-1 has left")
+    assert not is_running(service, "decode-1")
