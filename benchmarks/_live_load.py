@@ -64,7 +64,7 @@ class Service:
         model = folder / "model"
         save_model(model, shape)
         self.config = ServeConfig(
-            model=str(model), threads=1, host="127.0.0.1", port=_free_port(), log_level="ERROR", **options
+            model=str(model), threads=1, host="127.0.0.1", port=free_port(), log_level="ERROR", **options
         )
         machine = plan_machine(self.config, num_cores=available_cores())
         self._roles = {role.name: role for role in plan_roles(self.config, machine, folder, folder)}
@@ -90,11 +90,11 @@ class Service:
             page = httpx.get(f"{self.url}/metrics", timeout=10).text
             return page.count("moonpool_conductor_assigned{") >= self.config.num_workers
 
-        _wait(all_there, "the workers to register")
+        wait(all_there, "the workers to register")
 
     def cpu_s(self) -> float:
         """Processor time that all its processes have had so far."""
-        return sum(_cpu_s(process.pid) for process in self._processes.values())
+        return sum(process_cpu_s(process.pid) for process in self._processes.values())
 
     def close(self) -> None:
         for name in (FRONTEND, *self._roles):
@@ -107,7 +107,7 @@ class Service:
             process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         self._processes[role.name] = process
         if role.name in (CONDUCTOR, "master", "node"):
-            _wait(lambda: _listens(role), f"{role.name} to start")
+            wait(lambda: _listens(role), f"{role.name} to start")
 
     def _stop(self, name: str) -> None:
         process = self._processes.pop(name, None)
@@ -142,7 +142,7 @@ class Quiet:
         return (user + system) / _TICKS_PER_S - self._service.cpu_s() - time.process_time()
 
 
-def _cpu_s(pid: int) -> float:
+def process_cpu_s(pid: int) -> float:
     user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
     return (int(user) + int(system)) / _TICKS_PER_S
 
@@ -152,13 +152,13 @@ def _listens(role: Role) -> bool:
     return not address or Path(address.removeprefix("unix:")).exists()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])
 
 
-def _wait(holds: Callable[[], bool], what: str) -> None:
+def wait(holds: Callable[[], bool], what: str) -> None:
     ends_s = time.monotonic() + START_S
     while time.monotonic() < ends_s:
         try:

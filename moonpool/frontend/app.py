@@ -24,13 +24,11 @@ import moonpool
 from moonpool.base.errors import InvalidInput, MoonpoolError, NotFound
 from moonpool.conductor.messages import DEFAULT_RECORDS, ExplainRequest, ExportTrace, Records
 from moonpool.frontend import bare_id, http_errors
-from moonpool.frontend.answer import answer, read_body
-from moonpool.frontend.answer_formats import ChatFormat, CompletionFormat
+from moonpool.frontend.completions import PREFIX, REF, Completions
 from moonpool.frontend.gate import Gate
 from moonpool.frontend.http_errors import public_text
 from moonpool.frontend.metrics import Roles, metrics_page
-from moonpool.frontend.prompts import CHAT, COMPLETION
-from moonpool.frontend.replies import ChatCompletion, Completion, ErrorReply, Model, ModelList
+from moonpool.frontend.replies import ErrorReply, Model, ModelList
 from moonpool.frontend.request_handler import RequestHandler
 from moonpool.frontend.schema import ChatBody, CompletionBody
 from moonpool.frontend.workers import Connections, missing_roles
@@ -39,7 +37,6 @@ from moonpool.store.messages import Segments, Tier
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorReply} for status in (400, 401, 404, 413, 429, 500, 503)
 }
-_REF = "#/components/schemas/{model}"
 _MAX_RECORDS = 10_000
 _MAX_BLOCK_TOKENS = 65_536
 _POOL_TIMEOUT_S = 1.0
@@ -53,35 +50,16 @@ def make_app(handler: RequestHandler, *, max_body_nbytes: int, name: str) -> ASG
     async def find_tenant(request: Request) -> None:
         request.state.tenant = handler.tenants.find(request.headers.get("authorization"))
 
-    private = APIRouter(prefix="/v1", dependencies=[Depends(find_tenant)])
-    _add_completions(private, handler)
+    completions = Completions(app, handler)
+    private = APIRouter(prefix=PREFIX, dependencies=[Depends(find_tenant)])
+    completions.describe(private)
     _add_models(private, handler)
     _add_records(private, handler)
     app.include_router(private)
     _add_operations(app, handler, name)
     _add_bodies(app, ChatBody, CompletionBody)
     # Around the whole app, not as a middleware: FastAPI answers bugs (500) outside of its middlewares.
-    return Gate(app, handler.metrics, max_body_nbytes)
-
-
-def _add_completions(router: APIRouter, handler: RequestHandler) -> None:
-    @router.post("/chat/completions", response_model=ChatCompletion, openapi_extra=_request_body(ChatBody))
-    async def create_chat_completion(request: Request) -> Response:
-        """An answer to a conversation, whole or as server-sent events."""
-        raw = await read_body(request)
-        client_request, body = await handler.prepare_request(request.state.request_id, request.state.tenant, CHAT, raw)
-        form = ChatFormat(client_request, body, handler.model.codec.token_text)
-        return await answer(request, client_request, form, stream=bool(body.stream))
-
-    @router.post("/completions", response_model=Completion, openapi_extra=_request_body(CompletionBody))
-    async def create_completion(request: Request) -> Response:
-        """Text that continues each prompt, whole or as server-sent events."""
-        raw = await read_body(request)
-        client_request, body = await handler.prepare_request(
-            request.state.request_id, request.state.tenant, COMPLETION, raw
-        )
-        form = CompletionFormat(client_request, body, handler.model.codec.token_text)
-        return await answer(request, client_request, form, stream=bool(body.stream))
+    return Gate(completions, handler.metrics, max_body_nbytes)
 
 
 def _add_models(router: APIRouter, handler: RequestHandler) -> None:
@@ -222,18 +200,9 @@ async def _missing_of_pool(connections: Connections, expected: Sequence[str]) ->
     return absent, [f"blocks that only {name} has are computed again: it has mounted no memory" for name in absent]
 
 
-def _request_body(model: type[BaseModel]) -> dict[str, Any]:
-    """Return a route's `openapi_extra` that refers to the type of its body.
-
-    The endpoints read their bodies themselves (prompts.py), so FastAPI does not know these types.
-    """
-    schema = {"$ref": _REF.format(model=model.__name__)}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-
-
 def _add_bodies(app: FastAPI, *models: type[BaseModel]) -> None:
-    """Add the types that `_request_body` refers to."""
-    _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=_REF)
+    """Add the types of bodies that completions.py refers to."""
+    _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=REF)
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:

@@ -32,6 +32,7 @@ from moonpool.worker.messages import PrefillReply, RequestSpec, TokenOut
 
 _LOG = logging.getLogger(__name__)
 _ASK_S = 5.0
+_FEW_TOKENS = 1024  # whose keys are computed in about 0.1 ms
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class ChoiceRunner:
         self._retries.begin()
         request = self._request
         tokens = [*request.prompt, *self._output]
-        keys = await asyncio.to_thread(chain_keys, request.root, tokens, request.block_tokens)
+        keys = await self._keys(tokens)
         decision = await self._route(keys, len(tokens))
         spec = RequestSpec(
             request_id=request.request_id,
@@ -113,6 +114,13 @@ class ChoiceRunner:
             alone=self._retries.alone,
         )
         return Attempt(self._connections, decision, spec, self._deadline)
+
+    async def _keys(self, tokens: list[int]) -> list[bytes]:
+        """Hash the blocks; many of them in a thread, so that they do not delay other streams."""
+        request = self._request
+        if len(tokens) <= _FEW_TOKENS:
+            return chain_keys(request.root, tokens, request.block_tokens)
+        return await asyncio.to_thread(chain_keys, request.root, tokens, request.block_tokens)
 
     async def _route(self, keys: list[bytes], num_tokens: int) -> Decision:
         """Return the conductor's decision; wait for it while workers or the conductor are away. A request that already

@@ -55,15 +55,23 @@ def error_response(error: MoonpoolError) -> Response:
     return _response(error.http_status, error_reply(error), headers)
 
 
-def install(app: FastAPI) -> None:
-    """Install handlers, so that the app sends errors in this format only."""
-
-    @app.exception_handler(MoonpoolError)
-    async def on_moonpool_error(request: Request, error: MoonpoolError) -> Response:
+def response_for(request: Request, error: Exception) -> tuple[Response, bool]:
+    """Return the answer to a request that failed with `error`, and whether the failure is a bug."""
+    if isinstance(error, MoonpoolError):
         if error.http_status >= 500:
             _LOG.warning("%s %s failed: %s: %s", request.method, request.url.path, error.code, error)
         request.state.outcome = error.code
-        return error_response(error)
+        return error_response(error), False
+    if isinstance(error, HTTPException):
+        code = _CODES.get(error.status_code)
+        reply = _reply(error.status_code, str(error.detail), None, code)
+        return _response(error.status_code, reply, dict(error.headers or {})), False
+    # The text of an unexpected exception may contain anything, so only the log gets it.
+    return _response(500, _reply(500, f"a bug in the front end: {type(error).__name__}", None, "internal")), True
+
+
+def install(app: FastAPI) -> None:
+    """Install handlers, so that the app sends errors in this format only."""
 
     @app.exception_handler(RequestValidationError)
     async def on_invalid_query(request: Request, error: RequestValidationError) -> Response:
@@ -72,16 +80,11 @@ def install(app: FastAPI) -> None:
         request.state.outcome = InvalidInput.code
         return _response(400, _reply(400, message, param, InvalidInput.code))
 
+    @app.exception_handler(MoonpoolError)
     @app.exception_handler(HTTPException)
-    async def on_http_error(request: Request, error: HTTPException) -> Response:
-        code = _CODES.get(error.status_code)
-        reply = _reply(error.status_code, str(error.detail), None, code)
-        return _response(error.status_code, reply, dict(error.headers or {}))
-
     @app.exception_handler(Exception)
-    async def on_bug(request: Request, error: Exception) -> Response:
-        # The text of an unexpected exception may contain anything, so only the log gets it.
-        return _response(500, _reply(500, f"a bug in the front end: {type(error).__name__}", None, "internal"))
+    async def on_error(request: Request, error: Exception) -> Response:
+        return response_for(request, error)[0]
 
 
 def _reply(status: int, message: str, param: str | None, code: str | None) -> ErrorReply:

@@ -1,9 +1,10 @@
-"""Prepares request bodies outside the event loop: short ones in a thread, long ones in a separate process.
+"""Prepares request bodies: tiny ones at once, short ones in a thread, long ones in a separate process.
 
-A thread is faster to reach, but holds Python's interpreter lock: SHORT_NBYTES is what a thread prepares within a few
-milliseconds, whatever the body contains. Longer bodies go to prompt_process.py, where they delay only each other
-(benchmarks/long_prompts.py). If the process dies or takes too long, the present request gets a 503, and the next long
-body starts a new process.
+TINY_NBYTES is what is prepared within a millisecond, whatever the body contains; a thread would take as long to reach.
+A thread is faster to reach than a process, but holds Python's interpreter lock: SHORT_NBYTES is what a thread prepares
+within a few milliseconds, whatever the body contains. Longer bodies go to prompt_process.py, where they delay only each
+other (benchmarks/long_prompts.py). If the process dies or takes too long, the present request gets a 503, and the next
+long body starts a new process.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from moonpool.frontend.prompt_process import (
 from moonpool.frontend.prompts import Endpoint, Prepared, ServedModel, prepare
 from moonpool.frontend.schema import SamplingBody
 
+TINY_NBYTES = 4 * 1024
 SHORT_NBYTES = 64 * 1024
 MAX_WAITING = 16  # long bodies that wait for the process
 ANSWER_S = 60.0  # to start the process and prepare one body
@@ -55,6 +57,8 @@ class Preparer:
 
     async def prepare(self, endpoint: Endpoint[_B], raw: bytes) -> Prepared[_B]:
         """Do what prompts.prepare does; also raise Overloaded or Unavailable if the process cannot do it."""
+        if len(raw) <= TINY_NBYTES:
+            return prepare(self._model, endpoint, raw)
         if self._process is None or len(raw) <= SHORT_NBYTES:
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._threads, prepare, self._model, endpoint, raw)
