@@ -35,9 +35,10 @@ from moonpool.sim.systems import (
     system,
     with_failures,
     with_pipelines,
+    with_roles,
     without,
 )
-from moonpool.sim.world.config import Failure, parse_failure
+from moonpool.sim.world.config import Failure, RoleChange, parse_failure, parse_role_change
 from moonpool.sim.world.results import HIT_PLACES
 from moonpool.traces.changes import scale_load, slice_time
 from moonpool.traces.columns import Trace
@@ -72,6 +73,15 @@ FailOption: TypeAlias = Annotated[
     ),
 ]
 
+RoleChangeOption: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--role",
+        help="NODE@SECOND:prefill or NODE@SECOND:decode: NODE takes that role at SECOND and ends what it has begun in"
+        " its old role; may be repeated",
+    ),
+]
+
 
 def command(
     context: typer.Context,
@@ -89,6 +99,10 @@ def command(
     nodes: cluster.NodesOption = NUM_NODES,
     prefill: Annotated[int | None, typer.Option(help="number of prefill nodes; default: half of the nodes")] = None,
     pipeline_nodes: Annotated[int, typer.Option(min=1, help="prefill nodes per worker, as a pipeline")] = 1,
+    elastic: Annotated[
+        bool, typer.Option("--elastic", help="nodes change their roles as the load moves, as with `serve --elastic`")
+    ] = False,
+    roles: RoleChangeOption = None,
     fails: FailOption = None,
     dram: cluster.DramOption = cluster.DRAM,
     ssd: cluster.SsdOption = cluster.SSD,
@@ -103,8 +117,10 @@ def command(
     if report is not None:
         _refuse_unwritable(report, force)
     failures = tuple(parse_failure(each) for each in fails or [])
-    names = systems or _default_systems(features_off or [], pipeline_nodes, failures)
-    chosen = [_with(each, pipeline_nodes, failures) for each in _chosen(names, features_off or [])]
+    changes = tuple(parse_role_change(each) for each in roles or [])
+    has_changes = bool(features_off or failures or elastic or changes or pipeline_nodes > 1)
+    names = systems or ([FULL] if has_changes else [FULL, BASELINE])  # the baseline cannot have these
+    chosen = [_with(each, pipeline_nodes, failures, elastic, changes) for each in _chosen(names, features_off or [])]
     goals = Goals(_target(ttft, "--ttft"), _target(tbt, "--tbt"), seed, admission)
     fleet = make_fleet(
         model=model,
@@ -139,14 +155,10 @@ def _chosen(names: list[str], features_off: list[str]) -> list[System]:
     return list({each.name: each for each in [*found, *(without(each) for each in features_off)]}.values())
 
 
-def _default_systems(features_off: list[str], pipeline_nodes: int, failures: tuple[Failure, ...]) -> list[str]:
-    """Return the full system and, unless the user compares it with something else or asks for a feature that the
-    baseline cannot have, the baseline."""
-    alone = features_off or pipeline_nodes > 1 or failures
-    return [FULL] if alone else [FULL, BASELINE]
-
-
-def _with(chosen: System, pipeline_nodes: int, failures: tuple[Failure, ...]) -> System:
+def _with(
+    chosen: System, pipeline_nodes: int, failures: tuple[Failure, ...], elastic: bool, changes: tuple[RoleChange, ...]
+) -> System:
+    chosen = with_roles(chosen, elastic, changes) if elastic or changes else chosen
     chosen = with_pipelines(chosen, pipeline_nodes) if pipeline_nodes > 1 else chosen
     return with_failures(chosen, failures) if failures else chosen
 
@@ -257,6 +269,7 @@ def _rows(first: Outcome) -> Iterator[tuple[str, Cell]]:
     yield "refused", _number("num_refused", ".0f")
     yield "lost with workers", _number("num_lost", ".0f")
     yield "tried again", _number("num_retries", ".0f")
+    yield "changes of roles", _number("num_role_changes", ".0f")
     yield "never done", _number("num_unfinished", ".0f")
     for name in ("mean", "p50", "p90", "p99"):
         yield f"TTFT {name}, s", _number(f"ttft_s_{name}", ".2f")

@@ -16,6 +16,7 @@ from moonpool.base.cluster import WorkerRole
 from moonpool.conductor.admission.forms import AdmissionConfig
 from moonpool.conductor.registration import Registration
 
+REBALANCE_S = 0.5  # between two looks at the rule
 HOLD_S = 2.0
 REST_S = 5.0
 _BUSY = 0.7  # with a lower pressure nothing moves: admission keeps pressures from rising much above 1

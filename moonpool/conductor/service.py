@@ -27,6 +27,7 @@ from moonpool.base.errors import Cancelled
 from moonpool.base.keys import object_key
 from moonpool.base.metrics import GetMetrics, MetricFamily, process_metrics, snapshot
 from moonpool.base.rpc import Call, RpcPeer, RpcServer, SilenceLimits
+from moonpool.conductor.elastic import REBALANCE_S
 from moonpool.conductor.messages import (
     BeforeDecode,
     ClaimSharedMetrics,
@@ -56,7 +57,6 @@ from moonpool.conductor.request_queue import QueueAnswer, RequestQueue
 from moonpool.conductor.state import ConductorState
 
 _CHUNK_NBYTES = 1 << 16
-_REBALANCE_S = 0.5  # between two looks at the elastic rule
 _SHARED_METRICS_S = 150.0  # more than two of Prometheus' usual intervals
 
 
@@ -117,7 +117,7 @@ class Conductor:
 
     async def _keep_balance(self) -> None:
         while True:
-            await asyncio.sleep(_REBALANCE_S)
+            await asyncio.sleep(REBALANCE_S)
             self._state.roles.rebalance(self._state.workers, self._clock.now_s())
 
     async def close(self) -> None:

@@ -12,6 +12,7 @@ from moonpool.base.errors import InvalidInput
 from moonpool.sim.fleet import Fleet
 from moonpool.sim.physics.roofline import kv_capacity_tokens
 from moonpool.sim.systems import Goals, System
+from moonpool.sim.world.cluster import SimCluster
 from moonpool.sim.world.recorder import Columns, WorldRecorder
 from moonpool.sim.world.results import Results
 from moonpool.traces.columns import Trace
@@ -71,6 +72,8 @@ def replay(
     world = system.make(trace.replace(num_output=np.maximum(trace.num_output, 1)), fleet, goals)
     recorder = WorldRecorder(world)
     results = Results.of(world.run(progress))
+    numbers = _numbers(results, fleet, goals)
+    numbers["num_role_changes"] = world.roles.num_changes if isinstance(world, SimCluster) else 0
     bucket_s, rates = recorder.links()
     return Outcome(
         system=system.name,
@@ -80,7 +83,7 @@ def replay(
         ttft_target_s=goals.ttft_s,
         tbt_target_s=goals.tbt_s,
         machine=fleet.facts(),
-        numbers={name: _rounded(value) for name, value in _numbers(results, fleet, goals).items()},
+        numbers={name: _rounded(value) for name, value in numbers.items()},
         refusals=dict(sorted(results.refusals.items(), key=lambda each: (-each[1], each[0]))),
         links=_link_use(bucket_s, rates, fleet, world.clock.now_s),
         quantiles={"ttft_s": _quantiles(results, results.ttft_s), "tbt_s": _quantiles(results, results.tbt_s)},

@@ -15,7 +15,7 @@ from moonpool.conductor.admission.forms import AdmissionForm
 from moonpool.conductor.placement.policy import DEFAULT_POLICY, PolicyConfig
 from moonpool.sim.fleet import Fleet
 from moonpool.sim.world.cluster import SimCluster
-from moonpool.sim.world.config import ClusterConfig, Failure
+from moonpool.sim.world.config import ClusterConfig, Failure, RoleChange
 from moonpool.sim.world.coupled import CoupledCluster, CoupledConfig
 from moonpool.sim.world.pool import sim_pool_rules
 from moonpool.traces.columns import Trace
@@ -163,6 +163,12 @@ def with_pipelines(chosen: System, num_nodes: int) -> System:
 def with_failures(chosen: System, failures: tuple[Failure, ...]) -> System:
     """Return the system with these failures. Raise InvalidInput for a coupled system."""
     return _changed(chosen, f"failing: {', '.join(map(str, failures))}", failures=failures)
+
+
+def with_roles(chosen: System, elastic: bool, changes: tuple[RoleChange, ...]) -> System:
+    """Return the system with nodes that change their roles. Raise InvalidInput for a coupled system."""
+    how = [*(["elastic roles"] if elastic else []), *map(str, changes)]
+    return _changed(chosen, f"roles that change: {', '.join(how)}", elastic=elastic, role_changes=changes)
 
 
 def _changed(chosen: System, how: str, **changes: Any) -> System:

@@ -21,6 +21,7 @@ _NAMES = {
     "num_refused": "requests refused",
     "num_lost": "requests lost with workers",
     "num_retries": "requests tried again",
+    "num_role_changes": "changes of nodes' roles",
     "num_unfinished": "requests never done",
     "num_wasted_prefills": "prefills whose request was refused afterwards",
     "prefill_gpu_s": "prefill time of a node's GPUs, s",

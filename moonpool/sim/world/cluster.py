@@ -16,6 +16,7 @@ from moonpool.sim.world.decode import AttemptOutput, DecodeWorker
 from moonpool.sim.world.job import DONE, LOST, REFUSED, Job, schedule_arrivals
 from moonpool.sim.world.outages import Outages, PoolMembers
 from moonpool.sim.world.retries import RequestRetries
+from moonpool.sim.world.roles import SimRoles
 from moonpool.sim.world.sequence import block_keys
 from moonpool.traces.columns import Trace, TraceRequest
 
@@ -66,6 +67,11 @@ class SimFrontend:
             self._jobs[job.request_id] = job
             self._settle()  # the queue may have refused another request in favour of this one
 
+    @property
+    def num_waiting(self) -> int:
+        """Jobs in the queue."""
+        return len(self._jobs)
+
     def capacity_changed(self) -> None:
         """Try queued jobs again: a request has ended, or a worker has registered."""
         if self._jobs:
@@ -100,6 +106,7 @@ class SimCluster:
         self._frontend = SimFrontend(
             self.clock, self.conductor, config.policy, config.asked_tokens, self._sent, self._refused
         )
+        self.roles = SimRoles(config, components, self._is_busy, self._frontend.capacity_changed)
         self._retries: RequestRetries | None = None  # only if nodes fail
         if config.failures:
             self._retries = RequestRetries(config.retry, trace.block_tokens)
@@ -109,6 +116,9 @@ class SimCluster:
         schedule_arrivals(self.clock, self.trace, self._arrived)
         self.clock.run(progress)
         return self.jobs
+
+    def _is_busy(self) -> bool:
+        return len(self.jobs) < len(self.trace) or self.conductor.num_open > 0 or self._frontend.num_waiting > 0
 
     # --- a request from arrival to end ---
 
@@ -175,6 +185,8 @@ class SimCluster:
         self._frontend.capacity_changed()
 
     def _handed_over(self, job: Job) -> None:
+        if self.config.changes_roles:  # the pages that the prompt had are free for answers now
+            self.decodes[job.prefill].grant_waiting()
         job.prefill, decode = "", self.decodes[job.decode]
         if job.num_output > 1 and not job.is_wasted:
             self._hand_off(job, decode)
@@ -211,6 +223,8 @@ class SimCluster:
 
     def _ended(self, job: Job) -> None:
         job.outcome = DONE
+        if self.config.changes_roles:  # the pages that the answer had are free for prompts now
+            self.prefills[job.decode].resume()
         if self._retries is not None:
             self._retries.ended(job, self.decodes[job.decode].gaps(job))
         self._report_end(job, job.num_output, "done")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from moonpool.base.cluster import DecodeSample, PrefillSample, PullSample, WorkerInfo, WorkerRole
+from moonpool.base.cluster import AssignedRole, DecodeSample, PrefillSample, PullSample, WorkerInfo, WorkerRole
 from moonpool.conductor.placement.prefix_index import PrefixIndex
 from moonpool.conductor.registration import Registration
 from moonpool.conductor.state import ConductorState
@@ -22,6 +22,7 @@ from moonpool.sim.world.job import Job
 from moonpool.sim.world.pool import BlockRuns, SimPool
 from moonpool.sim.world.prefill import PrefillWorker, Stages
 from moonpool.sim.world.reporter import INCARNATION, SimReporter
+from moonpool.sim.world.turns import EngineTurns
 from moonpool.traces.columns import Trace
 
 _MODEL = "simulated"
@@ -30,7 +31,11 @@ OnJob = Callable[[Job], None]
 
 
 class ClusterComponents:
-    """A worker has the name of its (first) node; `worker_of` maps each node to its worker."""
+    """A worker has the name of its (first) node; `worker_of` maps each node to its worker.
+
+    Where roles change, every node has a prefill and a decode worker with the same pages and one engine; `roles` has the
+    role in which each is registered.
+    """
 
     def __init__(
         self, config: ClusterConfig, trace: Trace, on_first_token: OnJob, on_handed_over: OnJob, on_done: OnJob
@@ -45,71 +50,117 @@ class ClusterComponents:
         self.worker_of |= {node: node for node in config.decode_nodes}
         self._incarnations = dict.fromkeys([*self._groups, *config.decode_nodes], INCARNATION)
         self._registrations: dict[str, Registration] = {}
+        self.roles = dict.fromkeys(self._groups, WorkerRole.PREFILL)
+        self.roles |= dict.fromkeys(config.decode_nodes, WorkerRole.DECODE)
+        self._fixed = dict.fromkeys(self.roles, not config.elastic)
+        if config.changes_roles:
+            self._groups |= {node: (node,) for node in config.decode_nodes}
         self.pools = self._make_pools()
-        self.prefills = {name: self._make_prefill(name, on_first_token, on_handed_over) for name in self._groups}
-        self.decodes = {node: self._make_decode(node, on_done) for node in config.decode_nodes}
+        self.prefills: dict[str, PrefillWorker] = {}
+        self.decodes: dict[str, DecodeWorker] = {}
+        self.reporters: dict[str, SimReporter] = {}
+        for name in self.roles:
+            self._add_worker(name, on_first_token, on_handed_over, on_done)
         self._calibrate()
 
     # --- workers ---
 
     def register(self, name: str) -> None:
-        is_prefill = name in self._groups
         shape, block_tokens = self._config.shape, self._trace.block_tokens
         info = WorkerInfo(
             name=name,
-            role=WorkerRole.PREFILL if is_prefill else WorkerRole.DECODE,
+            role=self.roles[name],
             address=name,
             incarnation=self._incarnations[name],
             identity=b"",
             model=_MODEL,
             block_tokens=block_tokens,
             num_pages=self._num_pages(name),
-            max_num_seqs=self._max_num_seqs(name),
+            max_num_seqs=self._max_num_seqs(self.roles[name]),
             page_nbytes=block_tokens * shape.kv_nbytes_per_token,
             num_layers=shape.num_layers if self._config.layer_wise else 1,
+            fixed=self._fixed[name],
         )
         self._registrations[name] = self.conductor.register(info)
 
     def unregister(self, name: str) -> None:
         self.conductor.unregister(self._registrations.pop(name))
 
+    def take_role(self, name: str, assigned: AssignedRole) -> None:
+        """Register the worker again in this role. It goes on with what it has begun in its old role."""
+        self.roles[name], self._fixed[name] = assigned.role, assigned.fixed
+        self.register(name)
+        self.reporters[name].start_over(self.clock.now_s)
+
     def restart(self, name: str) -> None:
         """Reset a crashed worker to a new process without state. The caller registers it when it is back."""
         self._incarnations[name] += 1
-        scheduler, reporter = self._make_scheduler(name)
+        schedulers, reporter = self._make_schedulers(name)
         if name in self.decodes:
-            self.decodes[name].restart(scheduler, reporter)
+            self.decodes[name].restart(schedulers[WorkerRole.DECODE], reporter)
         else:
             self._make_own_pool(name, reporter)
-            self.prefills[name].restart(scheduler, self.pools[name], reporter)
+            self.prefills[name].restart(schedulers[WorkerRole.PREFILL], self.pools[name], reporter)
 
-    def _make_scheduler(self, name: str) -> tuple[JumpingScheduler, SimReporter]:
-        config, block_tokens = self._config, self._trace.block_tokens
-        limits = SchedulerConfig(
-            max_batch_tokens=config.max_batch_tokens if name in self._groups else config.max_num_seqs,
-            max_num_seqs=self._max_num_seqs(name),
+    def _add_worker(self, name: str, on_first_token: OnJob, on_handed_over: OnJob, on_done: OnJob) -> None:
+        """Make the worker, for one role or for both, and register it."""
+        self.register(name)
+        schedulers, reporter = self._make_schedulers(name)
+        self.reporters[name] = reporter
+        turns = EngineTurns()
+        if WorkerRole.PREFILL in schedulers:
+            self._make_own_pool(name, reporter)
+            scheduler = schedulers[WorkerRole.PREFILL]
+            self.prefills[name] = self._make_prefill(name, scheduler, reporter, on_first_token, on_handed_over, turns)
+        if WorkerRole.DECODE in schedulers:
+            self.decodes[name] = DecodeWorker(
+                self.clock, name, schedulers[WorkerRole.DECODE], self._config.cost, reporter, on_done, turns
+            )
+
+    def _make_schedulers(self, name: str) -> tuple[dict[WorkerRole, JumpingScheduler], SimReporter]:
+        """Return a scheduler for each role that the worker can have; both have the same pages."""
+        config = self._config
+        roles = list(WorkerRole) if config.changes_roles else [self.roles[name]]
+        # The conductor does not use the cached blocks of decode workers.
+        max_events = MAX_EVENTS if WorkerRole.PREFILL in roles else 0
+        pages = PageManager(self._num_pages(name), self._trace.block_tokens, max_events)
+        schedulers = {role: JumpingScheduler(self._limits(role), pages) for role in roles}
+        reporter = SimReporter(
+            name,
+            self._incarnations[name],
+            tuple(schedulers.values()),
+            self.conductor,
+            config.report_every_s,
+            self.runs,
+        )
+        return schedulers, reporter
+
+    def _limits(self, role: WorkerRole) -> SchedulerConfig:
+        config = self._config
+        return SchedulerConfig(
+            max_batch_tokens=config.max_batch_tokens if role is WorkerRole.PREFILL else config.max_num_seqs,
+            max_num_seqs=self._max_num_seqs(role),
             max_seq_tokens=_MAX_SEQ_TOKENS,
         )
-        # The conductor does not use the cached blocks of decode workers.
-        pages = PageManager(self._num_pages(name), block_tokens, MAX_EVENTS if name in self._groups else 0)
-        scheduler = JumpingScheduler(limits, pages)
-        reporter = SimReporter(
-            name, self._incarnations[name], scheduler, self.conductor, config.report_every_s, self.runs
-        )
-        return scheduler, reporter
 
     def _num_pages(self, name: str) -> int:
         return self._config.num_pages(self._trace.block_tokens, len(self._groups.get(name, (name,))))
 
-    def _max_num_seqs(self, name: str) -> int:
+    def _max_num_seqs(self, role: WorkerRole) -> int:
         config = self._config
-        return min(config.max_num_seqs, config.max_batch_tokens) if name in self._groups else config.max_num_seqs
+        is_prefill = role is WorkerRole.PREFILL
+        return min(config.max_num_seqs, config.max_batch_tokens) if is_prefill else config.max_num_seqs
 
-    def _make_prefill(self, name: str, on_first_token: OnJob, on_handed_over: OnJob) -> PrefillWorker:
+    def _make_prefill(
+        self,
+        name: str,
+        scheduler: JumpingScheduler,
+        reporter: SimReporter,
+        on_first_token: OnJob,
+        on_handed_over: OnJob,
+        turns: EngineTurns,
+    ) -> PrefillWorker:
         config, shape = self._config, self._config.shape
-        self.register(name)
-        scheduler, reporter = self._make_scheduler(name)
-        self._make_own_pool(name, reporter)
         stages = Stages(self._groups[name], shape.hidden_size * shape.dtype_nbytes, config.node.network_bandwidth)
         return PrefillWorker(
             self.clock,
@@ -122,19 +173,16 @@ class ClusterComponents:
             shape.num_layers if config.layer_wise else 1,
             on_first_token,
             on_handed_over,
+            turns,
         )
-
-    def _make_decode(self, node: str, on_done: OnJob) -> DecodeWorker:
-        self.register(node)
-        scheduler, reporter = self._make_scheduler(node)
-        return DecodeWorker(self.clock, node, scheduler, self._config.cost, reporter, on_done)
 
     # --- pools ---
 
     def _make_pools(self) -> dict[str, SimPool | None]:
         config = self._config
         if config.pool == "shared":
-            nodes = config.prefill_nodes + (config.decode_nodes if config.decode_nodes_hold_blocks else [])
+            everywhere = config.decode_nodes_hold_blocks or config.changes_roles
+            nodes = config.prefill_nodes + (config.decode_nodes if everywhere else [])
             self.conductor.set_pool_nodes(len(nodes))
             return dict.fromkeys(self._groups, self._make_pool(nodes, self._pool_changed))
         return dict.fromkeys(self._groups)

@@ -6,6 +6,10 @@ p3@600+120          node p3 crashes at 600 s and is back, empty, 120 s later
 p3@600              it never comes back
 d0@600+120:slow=4   its network has a quarter of its bandwidth for 120 s
 d0@600+120:frozen   it carries nothing for 120 s; data in transit waits
+
+Changes of roles that a person orders, too:
+
+p1@600:decode       node p1 becomes a decode worker at 600 s
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal
 
+from moonpool.base.cluster import WorkerRole
 from moonpool.base.errors import ConfigError, InvalidInput
 from moonpool.conductor.placement.policy import PolicyConfig
 from moonpool.conductor.retries import RetryPolicy
@@ -102,6 +107,29 @@ def _listed(nodes: Sequence[str]) -> str:
     return ", ".join(nodes) if len(nodes) <= 8 else f"{nodes[0]} to {nodes[-1]}"
 
 
+_CHANGE = re.compile(rf"(?P<node>[a-z]+\d+)@(?P<at>{_NUMBER}):(?P<role>prefill|decode)")
+
+
+@dataclass(frozen=True)
+class RoleChange:
+    """As `moonpool role NODE ROLE`, at that time."""
+
+    at_s: float
+    node: str
+    role: WorkerRole
+
+    def __str__(self) -> str:
+        return f"{self.node}@{self.at_s:g}:{self.role}"
+
+
+def parse_role_change(text: str) -> RoleChange:
+    """Parse the text form. Raise InvalidInput with the form."""
+    found = _CHANGE.fullmatch(text)
+    if found is None:
+        raise InvalidInput(f"{text!r} is no change of a role; write p1@600:decode or d0@600:prefill")
+    return RoleChange(float(found["at"]), found["node"], WorkerRole(found["role"]))
+
+
 PoolKind = Literal["shared", "local", "none"]
 
 
@@ -127,6 +155,8 @@ class ClusterConfig:
     max_num_seqs: int = 256
     report_every_s: float = 1.0
     asked_tokens: int = 1024  # max_tokens of a request, or the length of its answer if that is more
+    elastic: bool = False  # nodes change their roles by the conductor's rule (conductor/elastic.py)
+    role_changes: tuple[RoleChange, ...] = ()  # in the order of their times
     failures: tuple[Failure, ...] = ()
     retry: RetryPolicy = field(default_factory=RetryPolicy)  # of requests that lost a worker
 
@@ -137,7 +167,18 @@ class ClusterConfig:
             raise ConfigError(f"{self.num_prefill} prefill nodes are no pipelines of {self.pipeline_nodes}")
         if self.pipeline_nodes > self.shape.num_layers:
             raise ConfigError(f"{self.shape.name} has {self.shape.num_layers} layers for {self.pipeline_nodes} stages")
-        check_schedule(self.failures, [*self.prefill_nodes, *self.decode_nodes])
+        nodes = [*self.prefill_nodes, *self.decode_nodes]
+        check_schedule(self.failures, nodes)
+        unknown = [change.node for change in self.role_changes if change.node not in nodes]
+        if unknown:
+            raise InvalidInput(f"there is no node {unknown[0]!r}; there are {_listed(nodes)}")
+        if self.changes_roles and (self.failures or self.pipeline_nodes > 1 or self.pool == "local"):
+            raise ConfigError("nodes that change their roles cannot fail, be pipelines, or cache each alone")
+
+    @property
+    def changes_roles(self) -> bool:
+        """Whether a node may have another role later than at the start; all nodes then hold blocks of the pool."""
+        return self.elastic or bool(self.role_changes)
 
     @property
     def prefill_nodes(self) -> list[str]:

@@ -17,6 +17,7 @@ from moonpool.sim.world.job import Job
 from moonpool.sim.world.reporter import SimReporter
 from moonpool.sim.world.sequence import SimSequence
 from moonpool.sim.world.stepper import Stepper
+from moonpool.sim.world.turns import EngineTurns
 
 
 class AttemptOutput(NamedTuple):
@@ -38,11 +39,12 @@ class DecodeWorker:
         cost: EngineCost,
         reporter: SimReporter,
         on_done: Callable[[Job], None],
+        turns: EngineTurns | None = None,
     ) -> None:
         self._clock, self.node, self.scheduler = clock, node, scheduler
         self._reporter, self._on_done = reporter, on_done
         self._block_tokens = scheduler.pages.block_tokens
-        self._stepper = Stepper(clock, scheduler, cost, self._stepped)
+        self._stepper = Stepper(clock, scheduler, cost, self._stepped, turns)
         self._jobs: dict[str, Job] = {}
         self._waiting: deque[tuple[Job, Callable[[int], None]]] = deque()  # jobs that wait for pages
         self._last_s = 0.0  # time of its last token, once it has stopped

@@ -25,6 +25,7 @@ from moonpool.sim.world.job import Job
 from moonpool.sim.world.pool import PoolHit, Run, SimPool
 from moonpool.sim.world.reporter import SimReporter
 from moonpool.sim.world.sequence import TOKEN, SimSequence
+from moonpool.sim.world.turns import EngineTurns
 
 
 class Stages(NamedTuple):
@@ -54,8 +55,8 @@ class _PipelinedStep:
 class PrefillWorker:
     """With `num_layers` 1 nothing overlaps: loading comes before computing, and sending after it.
 
-    Its name is that of its first node. Calls `on_first_token` with each job whose prompt is computed, and
-    `on_handed_over` when the decode worker has all of the job's KV.
+    Its name is that of its first node. Without `turns` it has the engine alone. Calls `on_first_token` with each job
+    whose prompt is computed, and `on_handed_over` when the decode worker has all of the job's KV.
     """
 
     def __init__(
@@ -70,7 +71,9 @@ class PrefillWorker:
         num_layers: int,
         on_first_token: Callable[[Job], None],
         on_handed_over: Callable[[Job], None],
+        turns: EngineTurns | None = None,
     ) -> None:
+        self._turns = turns or EngineTurns()
         self._clock, self.node, self._stages, self._cost = clock, stages.nodes[0], stages, cost
         self._token_nbytes, self._num_layers = kv_nbytes_per_token, num_layers
         self._num_stages = len(stages.nodes)
@@ -135,6 +138,13 @@ class PrefillWorker:
         """Continue after `cancel`."""
         self._begin_step()
 
+    def resume_steps(self) -> None:
+        """Have the turn that the other role has just ended."""
+        self._begin_step()
+
+    def yield_soon(self) -> None:
+        """Do nothing: the step under way is the last one already."""
+
     def restart(self, scheduler: JumpingScheduler, pool: SimPool | None, reporter: SimReporter) -> None:
         """Crash, and start again as a new process without state."""
         if self._computing is not None:
@@ -152,10 +162,11 @@ class PrefillWorker:
 
     def _begin_step(self) -> None:
         """Start a step, unless one is under way or there is nothing to compute."""
-        if self._chunks:
+        if self._chunks or not self._turns.begin(self):
             return
         self._chunks = chunks = self.scheduler.schedule()
         if not chunks:
+            self._turns.end(self)
             return
         now_s = self._step_began_s = self._clock.now_s
         self._admitted = self.scheduler.drain_admitted()
@@ -289,6 +300,7 @@ class PrefillWorker:
         else:
             self._leave_first_stage(chunks, accepted)
         self._chunks = []  # only now, so that the calls above do not start another step
+        self._turns.end(self)
         self._begin_step()
 
     def _rewind(self, request_id: str) -> None:

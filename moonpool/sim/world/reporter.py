@@ -1,8 +1,13 @@
-"""Reports of a simulated worker to the conductor: load, cached blocks and measured times, as a real worker sends."""
+"""Reports of a simulated worker to the conductor: load, cached blocks and measured times, as a real worker sends.
+
+A worker that can have both roles has a scheduler for each and one reporter, because a real one has one engine.
+"""
 
 from __future__ import annotations
 
-from moonpool.base.cluster import DecodeSample, PrefillSample, PullSample, ReportWorker
+from collections.abc import Sequence
+
+from moonpool.base.cluster import DecodeSample, PrefillSample, PullSample, ReportWorker, WorkerLoad
 from moonpool.conductor.state import ConductorState
 from moonpool.engine.jumping import JumpingScheduler
 from moonpool.master.state.changes import Changes
@@ -19,32 +24,42 @@ class SimReporter:
         self,
         name: str,
         incarnation: int,
-        scheduler: JumpingScheduler,
+        schedulers: Sequence[JumpingScheduler],
         conductor: ConductorState,
         every_s: float,
         runs: BlockRuns,
     ) -> None:
         self._incarnation, self._runs = incarnation, runs
-        self._name, self._scheduler, self._conductor, self._every_s = name, scheduler, conductor, every_s
+        self._name, self._schedulers, self._conductor, self._every_s = name, schedulers, conductor, every_s
+        self._pages = schedulers[0].pages
         self._sequence = 0
-        self._next_s = 0.0
+        self.next_s = 0.0  # when the next report may be sent
         self._events: dict[bytes, bool] | None = None  # changes of the node's own pool, if it has one: key -> stored
         self.prefills: list[PrefillSample] = []
         self.decodes: list[DecodeSample] = []
         self.pulls: list[PullSample] = []
 
     def after_step(self, now_s: float) -> None:
-        if now_s < self._next_s:
-            return
-        self._next_s = now_s + self._every_s
+        if now_s >= self.next_s:
+            self.report(now_s)
+
+    def start_over(self, now_s: float) -> None:
+        """Send the first report after a new registration: with all cached blocks."""
+        self._pages.drain_events()
+        self._sequence = 0
+        self.report(now_s, dict.fromkeys(self._pages.published_keys(), True))
+
+    def report(self, now_s: float, events: dict[bytes, bool] | None = None) -> None:
+        """Send a report now. `events` are the blocks that came (True) or went; by default since the last report."""
+        self.next_s = now_s + self._every_s
         self._sequence += 1
-        events = self._drain_events()
+        events = self._drain_events() if events is None else events
         self._conductor.report(
             ReportWorker(
                 name=self._name,
                 incarnation=self._incarnation,
                 sequence=self._sequence,
-                load=self._scheduler.queues.load(self._scheduler.pages.num_available),
+                load=self._load(),
                 cached=tuple([key for key, added in events.items() if added]),
                 dropped=tuple([key for key, added in events.items() if not added]),
                 prefills=tuple(self.prefills),
@@ -54,6 +69,18 @@ class SimReporter:
         )
         self.prefills, self.decodes, self.pulls = [], [], []
 
+    def _load(self) -> WorkerLoad:
+        first, *others = [each.queues.load(self._pages.num_available) for each in self._schedulers]
+        for load in others:
+            first = WorkerLoad(
+                num_waiting=first.num_waiting + load.num_waiting,
+                num_running=first.num_running + load.num_running,
+                waiting_tokens=first.waiting_tokens + load.waiting_tokens,
+                running_tokens=first.running_tokens + load.running_tokens,
+                free_pages=first.free_pages,
+            )
+        return first
+
     def own_pool_changed(self, changes: Changes) -> None:
         """Record changes of the node's own pool. They are reported in place of the worker's pages."""
         events = {} if self._events is None else self._events
@@ -62,7 +89,7 @@ class SimReporter:
         self._events = events
 
     def _drain_events(self) -> dict[bytes, bool]:
-        events = self._scheduler.pages.drain_events()
+        events = self._pages.drain_events()
         if self._events is not None:
             events, self._events = self._events, {}
         return events

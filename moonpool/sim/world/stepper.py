@@ -14,6 +14,7 @@ from moonpool.engine.sequence import Chunk, Sequence, SequenceStatus, StepResult
 from moonpool.sim.physics.cost import EngineCost
 from moonpool.sim.world.clock import Handle, SimClock
 from moonpool.sim.world.sequence import TOKEN
+from moonpool.sim.world.turns import EngineTurns
 
 _LONGEST_PART = 10  # the longest tenth of the gaps counts
 
@@ -62,7 +63,8 @@ def mean_of_longest_s(gaps: list[tuple[float, int]]) -> float:
 
 
 class Stepper:
-    """Calls `on_steps` with the result of the steps that ended, their number and the seconds that they took."""
+    """Calls `on_steps` with the result of the steps that ended, their number and the seconds that they took. Without
+    `turns` it has the engine alone."""
 
     def __init__(
         self,
@@ -70,8 +72,10 @@ class Stepper:
         scheduler: JumpingScheduler,
         cost: EngineCost,
         on_steps: Callable[[StepResult, int, float], None],
+        turns: EngineTurns | None = None,
     ) -> None:
         self._clock, self._scheduler, self._cost, self._on_steps = clock, scheduler, cost, on_steps
+        self._turns = turns or EngineTurns()
         self._end: Handle | None = None
         self._num_steps = 0  # of the group of equal steps under way
         self._open_chunks: list[Chunk] = []  # chunks of the single step under way; empty for a group of equal steps
@@ -99,12 +103,24 @@ class Stepper:
             self._shorten()
 
     def call_between_steps(self, callback: Callable[[], None]) -> None:
-        """Call `callback` between the step under way and the next; at once if no step is under way."""
+        """Call `callback` between the step under way, of either role, and the next; at once if none is under way."""
         if self._end is None and not self._is_between_steps:
-            callback()
+            if self._turns.is_free(self):
+                callback()
+            else:
+                self._callbacks.append(callback)
+                self._turns.begin(self)
             return
         self._callbacks.append(callback)
         if not self._open_chunks and not self._is_between_steps:
+            self._shorten()
+
+    def resume_steps(self) -> None:
+        """Have the turn that the other role has just ended."""
+        self._run_waiting()
+
+    def yield_soon(self) -> None:
+        if not self._open_chunks:
             self._shorten()
 
     def shorten_for_pages(self) -> bool:
@@ -156,12 +172,13 @@ class Stepper:
         adopted = list(scheduler.queues.adopted)
         steps = scheduler.steps_until_change()
         self._end = None
-        if steps is None:
+        if steps is None or not self._turns.begin(self):
             return
-        if steps == 1 or self._callbacks:
+        if steps == 1 or self._callbacks or self._turns.is_wanted:
             steps = 1
             self._open_chunks = scheduler.schedule()
             if not self._open_chunks:
+                self._turns.end(self)
                 return
             lasts_s = self._step_s(self._open_chunks)
         else:
@@ -190,11 +207,20 @@ class Stepper:
             result = self._scheduler.advance(steps, TOKEN)
         self._write_log(steps, took_s)
         self._on_steps(result, steps, took_s)
+        self._end = None
+        self._turns.end(self)
+        if self._turns.is_free(self):
+            self._run_waiting()
+        else:
+            self._turns.begin(self)
+
+    def _run_waiting(self) -> None:
+        """Run what waits for the end of a step, and begin the next step."""
         if self._callbacks:
             self._run_callbacks()
         self._begin()
-        while self._end is None and self._callbacks:  # no step began, so the callbacks need not wait
-            self._run_callbacks()
+        while self._end is None and self._callbacks and self._turns.is_free(self):
+            self._run_callbacks()  # no step began, so the callbacks need not wait
             self._begin()
 
     def _run_callbacks(self) -> None:
