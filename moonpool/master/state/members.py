@@ -80,6 +80,7 @@ class Members:
             raise InvalidInput("an SSD segment needs its capacity in bytes", param="capacity_nbytes")
         segments.check_mount(descriptor, tier, heartbeat_s, now_s)
         before = segments.get(descriptor.name)
+        segments.ramp.advance(now_s)
         made = segments.mount(node, descriptor, tier, registry_address, capacity_nbytes or 0)
         made.floor, made.heard_s = self._generations.last, now_s
         capacity, floor = made.capacity_nbytes, made.floor

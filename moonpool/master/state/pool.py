@@ -318,6 +318,7 @@ class PoolState:
     def tick(self, now_s: float) -> bool:
         """Do one bounded step of all that depends on time. Return whether there is more to do soon."""
         limit = self.rules.step_objects
+        self.table_of_segments.ramp.advance(now_s)
         self.members.expire(now_s)
         self.voids.expire(now_s)
         late = self.puts.discard_late(now_s, limit)

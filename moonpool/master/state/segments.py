@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import AlreadyExists, InvalidInput
 from moonpool.master.state.allocator import OffsetAllocator
+from moonpool.master.state.ramp import PlacementRamp
 from moonpool.store.messages import GRANULE_NBYTES, SegmentInfo, SegmentStats, Tier, num_granules
 
 # Missed heartbeats after which another process may mount the name, even if the old connection is still open.
@@ -140,6 +141,7 @@ class SegmentTable:
         self.used_nbytes = 0
         self.num_dram_nodes = 0
         self._ssd_of_node: dict[str, MountedSegment] = {}
+        self.ramp = PlacementRamp()
 
     def get(self, name: str) -> MountedSegment | None:
         return self._by_name.get(name)
@@ -201,12 +203,15 @@ class SegmentTable:
         self.last_number = max(self.last_number, number)
         made = MountedSegment(number, node, descriptor, tier, registry_address, capacity_nbytes)
         self.by_number[number] = self._by_name[descriptor.name] = made
+        if tier is Tier.DRAM:
+            self.ramp.mounted(number)
         self.count_totals()
         return made
 
     def end(self, segment: MountedSegment) -> None:
         """Remove the segment for good."""
         self.by_number.pop(segment.number, None)
+        self.ramp.ended(segment.number)
         if self._by_name.get(segment.name) is segment:
             del self._by_name[segment.name]
         self.count_totals()
@@ -337,11 +342,21 @@ class SegmentTable:
                 asked.append(segment)
                 yield segment
         others = [each for each in self._by_name.values() if self._is_usable(each, avoid_nodes) and each not in asked]
-        if others:
+        if self.ramp:
+            yield from self._ramped(others)
+        elif others:
             emptiest = min(others, key=_emptiness)
             yield emptiest
             others.remove(emptiest)
             yield from sorted(others, key=_emptiness)
+
+    def _ramped(self, segments: Sequence[MountedSegment]) -> Iterator[MountedSegment]:
+        """Yield the emptiest segments first, and at the end those that have joined lately and had their share."""
+        held = self.ramp.held_back([each.number for each in segments])
+        for segment in sorted(segments, key=lambda each: (each.number in held, _emptiness(each))):
+            if segment.number not in held:
+                self.ramp.placed(segment.number)
+            yield segment
 
     def _is_usable(self, segment: MountedSegment, avoid_nodes: set[str]) -> bool:
         return segment.tier is Tier.DRAM and segment.takes_new and segment.node not in avoid_nodes
