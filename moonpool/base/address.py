@@ -24,6 +24,16 @@ _ROOT = 0
 UNIX_PATH_NBYTES = 108
 
 
+def split_addresses(text: str) -> tuple[str, ...]:
+    """Return the addresses of a list that is separated by commas. Raise ConfigError for a bad one, or for none."""
+    found = tuple(each.strip() for each in text.split(",") if each.strip())
+    if not found:
+        raise ConfigError("an address is missing")
+    for each in found:
+        parse_address(each)
+    return found
+
+
 def bind_private(path: str) -> socket.socket:
     """Return a socket bound to `path` with mode 0600 that does not listen yet. OSError when it cannot be bound."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -42,17 +42,21 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_layers: Positive = 1  # that are loaded one by one while others are computed; 1: loading comes first
     step_tokens: Whole = 0  # computed in one step, the only one that loading overlaps with; 0: the whole prompt
     fixed: bool = True  # only a person changes its role; False: the conductor may, as the load moves
+    lease: Whole = 0  # of the conductor that last changed its role
+    num_conductors: Positive = 1  # that it reports to
 
 
 class AssignedRole(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker should be from now on. It ends what it has begun in its old role.
 
-    With `leaves` it ends what it has begun, takes nothing new, and then its process ends.
+    With `leaves` it ends what it has begun, takes nothing new, and then its process ends. `lease` is the number of the
+    lease by which the conductor may change roles: a worker refuses a lower number than it has seen.
     """
 
     role: WorkerRole
     fixed: bool
     leaves: bool = False
+    lease: Whole = 0
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,6 +21,11 @@ _URL = "url"  # a file with the address of the service's HTTP front end
 _YOUNG_S = 60.0
 
 
+def numbered_name(name: str, number: int) -> str:
+    """Return the name of one of several roles of a kind: the first has the plain name."""
+    return name if number == 0 else f"{name}-{number}"
+
+
 def base_dir() -> Path:
     """Return the parent of run directories: the user's runtime directory, else the directory for temporary files."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
@@ -51,11 +56,20 @@ def read_url(run_dir: Path) -> str | None:
 
 
 def conductor_beside(master_address: str) -> str | None:
-    """Return the conductor's address in the run directory of that master; None if that master has no run directory."""
+    """Return the conductor's address in the run directory of that master, of several those of all of them, separated by
+    commas; None if that master has no run directory."""
     path = Path(master_address.removeprefix("unix:"))
-    conductor = socket_address(path.parent, CONDUCTOR)
-    is_here = master_address == socket_address(path.parent, MASTER) and Path(conductor.removeprefix("unix:")).exists()
-    return conductor if is_here else None
+    if master_address != socket_address(path.parent, MASTER):
+        return None
+    return conductors_in(path.parent) or None
+
+
+def conductors_in(run_dir: Path) -> str:
+    """Return the addresses of the conductors in the run directory, separated by commas."""
+    found = [
+        run_dir / f"{numbered_name(CONDUCTOR, number)}.sock" for number in range(len(list(run_dir.glob("*.sock"))))
+    ]
+    return ",".join(f"unix:{path}" for path in found if path.exists())
 
 
 def live_run_dirs(base: Path | None = None) -> list[Path]:

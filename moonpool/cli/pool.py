@@ -12,8 +12,9 @@ from typing import Annotated, TypeVar
 
 import typer
 
+from moonpool.base.address import split_addresses
 from moonpool.base.cluster import CONDUCTOR_SERVICE
-from moonpool.base.errors import Unauthorized
+from moonpool.base.errors import Unauthorized, Unavailable
 from moonpool.base.rpc import BlockingClient, Call
 from moonpool.base.run_dirs import conductor_beside
 from moonpool.store import Store
@@ -43,10 +44,18 @@ def conductor_address(given: str | None, master: str) -> str | None:
 
 
 def ask_conductor(address: str, call: Call[_R], timeout_s: float = 2.0) -> _R:
-    """Return the conductor's reply. Raise Unavailable if it does not reply."""
-    connect = BlockingClient(address, CONDUCTOR_SERVICE, name="moonpool cli", connect_timeout_s=timeout_s)
-    with closing(connect) as client:
-        return client.call(call, timeout_s=timeout_s)
+    """Return the reply of the first conductor in `address`, a list with commas, that does what is asked. Raise
+    Unavailable if none does: they do not reply, or may not change workers."""
+    addresses = split_addresses(address)
+    for number, each in enumerate(addresses, start=1):
+        try:
+            connect = BlockingClient(each, CONDUCTOR_SERVICE, name="moonpool cli", connect_timeout_s=timeout_s)
+            with closing(connect) as client:
+                return client.call(call, timeout_s=timeout_s)
+        except Unavailable:
+            if number == len(addresses):
+                raise
+    raise AssertionError("there is at least one address")
 
 
 @contextmanager

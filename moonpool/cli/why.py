@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from moonpool.base.errors import NotFound, Unavailable
-from moonpool.base.run_dirs import CONDUCTOR, live_run_dirs, socket_address
+from moonpool.base.run_dirs import conductors_in, live_run_dirs
 from moonpool.cli.pool import HexOption, MasterOption, ask_conductor, pool
 from moonpool.conductor.messages import ExplainedRecord, ExplainRequest
 from moonpool.frontend import bare_id
@@ -45,9 +45,9 @@ def _find_request(request_id: str, address: str | None) -> list[ExplainedRecord]
     may be stopping, and are skipped."""
     if address is not None:
         return _ask(address, request_id)
-    for run_dir in live_run_dirs():
+    for each in (each for run_dir in live_run_dirs() for each in conductors_in(run_dir).split(",") if each):
         try:
-            found = _ask(socket_address(run_dir, CONDUCTOR), request_id)
+            found = _ask(each, request_id)
         except Unavailable:
             continue
         if found:

@@ -78,6 +78,16 @@ class ElasticRule:
             return used
         return max(used, self._step_s(per_worker, load.kv_tokens / num_workers) / self._tbt_s)
 
+    def slack_s(self, load: ClusterLoad, role: WorkerRole, num_workers: int) -> float | None:
+        """Return the role's target less what is predicted: of the time to first token for prefill, of the time between
+        tokens for decode; None if it has no target."""
+        if role is WorkerRole.PREFILL:
+            return self._ttft_s - load.work_s / num_workers
+        if self._tbt_s is None:
+            return None
+        step_s = self._step_s(load.num_seqs / num_workers, load.kv_tokens / num_workers) if load.num_seqs else 0.0
+        return self._tbt_s - step_s
+
     def wanted(self, load: ClusterLoad, role: WorkerRole) -> int:
         """Return the number of workers that would bring the role's pressure down to that of a role that is not busy, at
         most `_MOST` times as many as there are: for autoscalers."""

@@ -43,6 +43,7 @@ class ConductorCollector(Collector):
             "workers": "Workers of a role",
             "wanted_workers": "Workers of a role that would meet its target with some room",
             "pressure": "Load of a role relative to its target; 1: the target is just met",
+            "slack_seconds": "Target of a role less what is predicted; below 0: requests are late",
         }
         families = [
             GaugeMetricFamily(f"moonpool_conductor_{name}", text, labels=["worker_role"])
@@ -50,7 +51,8 @@ class ConductorCollector(Collector):
         ]
         for role, scaling in self._state.roles.scaling(self._state.workers, self._clock.now_s()).items():
             for family, value in zip(families, scaling, strict=True):
-                family.add_metric([role.value], value)
+                if value is not None:
+                    family.add_metric([role.value], value)
         yield from families
 
     def _gauges(self) -> Iterator[Metric]:

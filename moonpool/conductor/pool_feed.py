@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from moonpool.base.backoff import Backoff
 from moonpool.base.errors import MoonpoolError, ProtocolError
 from moonpool.base.rpc import AsyncClient
-from moonpool.base.rpc.reconnect import ReconnectingClient
+from moonpool.base.rpc.reconnect import Duty, ReconnectingClient
 from moonpool.conductor.placement.prefix_index import PrefixIndex
 from moonpool.store.messages import SERVICE, EventBatch, Segments, Subscribe, Tier, Why
 
@@ -28,6 +28,7 @@ class PoolFeed:
     """`run` is a task that is cancelled to stop. `connected` is true from a snapshot until the stream breaks.
 
     `on_nodes` is called with the number of nodes that hold blocks in memory, at the start and every few seconds.
+    `duties` run on the same connection.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class PoolFeed:
         on_nodes: Callable[[int], None],
         *,
         name: str,
+        duties: Sequence[Duty] = (),
     ) -> None:
         self.connected = False
         self._index = index
@@ -44,7 +46,7 @@ class PoolFeed:
         self._store = ReconnectingClient(
             store_address,
             SERVICE,
-            [self._follow, self._count_nodes],
+            [self._follow, self._count_nodes, *duties],
             name=name,
             backoff=Backoff(_MIN_RETRY_S, _MAX_RETRY_S),
             on_lost=self._on_lost,

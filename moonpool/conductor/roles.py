@@ -7,12 +7,12 @@ conductor asks for a change in its answer to a worker's report; the worker then 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from moonpool.base.cluster import AssignedRole, WorkerInfo, WorkerLeft, WorkerRole
 from moonpool.base.config import nearest
-from moonpool.base.errors import InvalidInput, NotFound
+from moonpool.base.errors import InvalidInput, NotFound, Unavailable
 from moonpool.conductor.elastic import ClusterLoad, ElasticRule, least_busy
 from moonpool.conductor.registration import Registration
 
@@ -23,6 +23,7 @@ class RoleScaling(NamedTuple):
     num_workers: int
     num_wanted: int
     pressure: float  # 1: its target is just met
+    slack_s: float | None  # the target less what is predicted; None without a target
 
 
 class RoleAssignments:
@@ -30,6 +31,9 @@ class RoleAssignments:
 
     def __init__(self, rule: ElasticRule) -> None:
         self._rule = rule
+        # Returns the number of the lease by which this conductor may change roles, None if it may not; without a master
+        # there is no other conductor.
+        self.lease: Callable[[], int | None] = lambda: 0
         self._assigned: dict[str, AssignedRole] = {}
         self._leaving: dict[str, int] = {}  # workers that were told to leave, with the incarnation that was told
         self.left: set[str] = set()  # workers that were drained and have ended
@@ -38,20 +42,24 @@ class RoleAssignments:
     def assign(self, name: str, role: WorkerRole | None, workers: Collection[Registration]) -> None:
         """Ask a worker to take this role and keep it; None: keep its current role, and let the rule change it.
 
-        Raise NotFound for an unknown worker, InvalidInput if no other worker would have its current role.
+        Raise NotFound for an unknown worker, InvalidInput if no other worker would have its current role,
+        Unavailable if this conductor may not change roles.
         """
+        lease = self._require_lease()
         infos = [worker.info for worker in workers]
         info = _find(name, infos)
         current = self._role_of(info)
         if role is not None and role is not current:
             self._require_another(info, infos)
-        self._assigned[name] = AssignedRole(role=role or current, fixed=role is not None)
+        self._assigned[name] = AssignedRole(role=role or current, fixed=role is not None, lease=lease)
 
     def drain(self, name: str, workers: Collection[Registration], *, force: bool = False) -> None:
         """Tell a worker to end what it has begun and to leave.
 
-        Raise NotFound for an unknown worker; InvalidInput, without `force`, if no other worker would have its role.
+        Raise NotFound for an unknown worker; InvalidInput, without `force`, if no other worker would have its role;
+        Unavailable if this conductor may not change roles.
         """
+        self._require_lease()
         infos = [worker.info for worker in workers]
         info = _find(name, infos)
         if not force:
@@ -67,12 +75,19 @@ class RoleAssignments:
             self._assigned.pop(call.name, None)
 
     def worker_came(self, info: WorkerInfo) -> None:
-        """Record that a worker is there: an earlier process of its name may have left."""
+        """Record that a worker is there: an earlier process of its name may have left. A role that another conductor
+        has given it is known from now on, in case that conductor dies and the worker is started again."""
         self.left.discard(info.name)
+        known = self._assigned.get(info.name)
+        if info.lease > (0 if known is None else known.lease):
+            self._assigned[info.name] = AssignedRole(role=info.role, fixed=info.fixed, lease=info.lease)
 
     def rebalance(self, workers: Collection[Registration], now_s: float) -> None:
         """Ask one worker to change its role, if the rule says so. Nothing moves while a change is under way."""
-        if all(worker.info.fixed for worker in workers) or any(self.answer(worker.info) for worker in workers):
+        lease = self.lease()
+        if lease is None or all(worker.info.fixed for worker in workers):
+            return
+        if any(self.answer(worker.info) for worker in workers):
             return
         gaining = self._rule.decide(ClusterLoad.of(workers, now_s), now_s)
         if gaining is None:
@@ -81,26 +96,40 @@ class RoleAssignments:
         worker = least_busy(workers, losing, now_s)
         if worker is not None:
             _LOG.info("%s becomes a %s worker", worker.info.name, gaining)
-            self._assigned[worker.info.name] = AssignedRole(role=gaining, fixed=False)
+            self._assigned[worker.info.name] = AssignedRole(role=gaining, fixed=False, lease=lease)
             self.num_moved += 1
 
     def scaling(self, workers: Collection[Registration], now_s: float) -> dict[WorkerRole, RoleScaling]:
         """Return what an autoscaler reads of each role."""
         load = ClusterLoad.of(workers, now_s)
         present = {WorkerRole.PREFILL: load.num_prefill, WorkerRole.DECODE: load.num_decode}
-        return {
-            role: RoleScaling(number, self._rule.wanted(load, role), self._rule.pressure(load, role, max(1, number)))
-            for role, number in present.items()
-        }
+        return {role: self._scaling(load, role, number) for role, number in present.items()}
+
+    def _scaling(self, load: ClusterLoad, role: WorkerRole, number: int) -> RoleScaling:
+        rule, among = self._rule, max(1, number)
+        return RoleScaling(
+            number, rule.wanted(load, role), rule.pressure(load, role, among), rule.slack_s(load, role, among)
+        )
 
     def answer(self, info: WorkerInfo) -> AssignedRole | None:
-        """Return what the worker has to change; None: nothing."""
+        """Return what the worker has to change; None: nothing, or this conductor may not change roles."""
+        lease = self.lease()
+        if lease is None:
+            return None
         if self._leaves(info):
-            return AssignedRole(role=info.role, fixed=info.fixed, leaves=True)
+            return AssignedRole(role=info.role, fixed=info.fixed, leaves=True, lease=lease)
         assigned = self._assigned.get(info.name)
         if assigned is None or (assigned.role, assigned.fixed) == (info.role, info.fixed):
             return None
-        return assigned
+        return AssignedRole(role=assigned.role, fixed=assigned.fixed, lease=lease)
+
+    def _require_lease(self) -> int:
+        lease = self.lease()
+        if lease is None:
+            raise Unavailable(
+                "this conductor may not change workers now: another one has the right to, or the master does not answer"
+            )
+        return lease
 
     def _leaves(self, info: WorkerInfo) -> bool:
         return self._leaving.get(info.name) == info.incarnation

@@ -54,6 +54,7 @@ from moonpool.conductor.records.export import ExportConfig, TraceExport
 from moonpool.conductor.records.store import KeptRecord, RecordFilter
 from moonpool.conductor.registration import Registration
 from moonpool.conductor.request_queue import QueueAnswer, RequestQueue
+from moonpool.conductor.role_lease import RoleLease
 from moonpool.conductor.state import ConductorState
 
 _CHUNK_NBYTES = 1 << 16
@@ -88,11 +89,8 @@ class Conductor:
         self._state = ConductorState(
             config.policy, PrefixIndex(max_pool_blocks=config.max_pool_blocks), config.num_records
         )
-        self._feed = (
-            PoolFeed(config.store_address, self._state.index, self._state.set_pool_nodes, name=config.name)
-            if config.store_address
-            else None
-        )
+        self._lease = RoleLease(f"{config.name}-{time.time_ns()}", self._clock)
+        self._feed = self._make_feed(config.store_address) if config.store_address else None
         self._tasks: list[asyncio.Task[None]] = []
         queue = RequestQueue(self._state, config.policy)
         self._queue = RequestQueueService(queue, self._clock)
@@ -101,6 +99,11 @@ class Conductor:
         self._shared_metrics: _MetricsClaim | None = None
         self._server = self._make_server(silence_limits or REQUEST_LIMITS)
         self.registry.register(ConductorCollector(self._state, queue, self._clock, lambda: self.pool_connected))
+
+    def _make_feed(self, master: str) -> PoolFeed:
+        self._state.roles.lease = self._lease.number
+        state, duties = self._state, [self._lease.keep]
+        return PoolFeed(master, state.index, state.set_pool_nodes, name=self.config.name, duties=duties)
 
     @property
     def pool_connected(self) -> bool:
@@ -168,7 +171,7 @@ class Conductor:
         self._queue.changed()
 
     def _report(self, call: ReportWorker, peer: RpcPeer) -> AssignedRole | None:
-        assigned = self._state.report(call)
+        assigned = self._state.report(call, self._clock.now_s())
         self._queue.changed()
         return assigned
 

@@ -175,10 +175,9 @@ class ConductorState:
                     request.prefill = None
         self.counters["unregistered"] += 1
 
-    def report(self, call: ReportWorker) -> AssignedRole | None:
-        """Apply a worker's report; return the role that it should take, None: it has it.
-
-        Load and samples always count; raise NotFound if the worker is not registered, or if a report before this one is
+    def report(self, call: ReportWorker, now_s: float = 0.0) -> AssignedRole | None:
+        """Apply a worker's report; return the role that it should take, None: it has it. Load and samples always count;
+        raise NotFound if the worker is not registered, or if a report before this one is
         missing, so that the content of its pages is unknown.
         """
         worker = self._workers.get(call.name)
@@ -191,6 +190,10 @@ class ConductorState:
         elif not self.index.report(call.name, call.sequence, call.cached, call.dropped):
             self.counters["report_gaps"] += 1
             raise NotFound(f"reports of {call.name} before {call.sequence} are missing; register again")
+        elif worker.info.num_conductors > 1:
+            tokens = call.load.waiting_tokens
+            worker.backlog.set_reported(self.costs.prefill_s(tokens, 0) if tokens else 0.0, now_s)
+            self.prefills.update(worker.slot, worker.backlog)
         return self.roles.answer(worker.info)
 
     @property

@@ -21,8 +21,9 @@ from pydantic.json_schema import models_json_schema
 from starlette.types import ASGIApp
 
 import moonpool
-from moonpool.base.errors import InvalidInput, MoonpoolError, NotFound
-from moonpool.conductor.messages import DEFAULT_RECORDS, ExplainRequest, ExportTrace, Records
+from moonpool.base.errors import InvalidInput, MoonpoolError, NotFound, Unavailable
+from moonpool.base.run_dirs import CONDUCTOR, numbered_name
+from moonpool.conductor.messages import DEFAULT_RECORDS, ExplainRequest, ExportTrace, Records, Status
 from moonpool.frontend import bare_id, http_errors
 from moonpool.frontend.completions import PREFIX, REF, Completions
 from moonpool.frontend.gate import Gate
@@ -31,7 +32,7 @@ from moonpool.frontend.metrics import Roles, metrics_page
 from moonpool.frontend.replies import ErrorReply, Model, ModelList
 from moonpool.frontend.request_handler import RequestHandler
 from moonpool.frontend.schema import ChatBody, CompletionBody
-from moonpool.frontend.workers import Connections, missing_roles
+from moonpool.frontend.workers import STATUS_TIMEOUT_S, Connections, missing_roles
 from moonpool.store.messages import Segments, Tier
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -99,9 +100,11 @@ def _add_records(router: APIRouter, handler: RequestHandler) -> None:
     ) -> Response:
         """The newest decision records, newest last: what was decided, predicted and measured."""
         call = Records(limit=limit, outcome=outcome, tenant=_own(request, tenant))
-        conductor = await handler.connections.conductor()
-        found = await conductor.call(call)
-        return _json({"object": "list", "data": found})
+        answers = await handler.connections.ask_conductors(call, STATUS_TIMEOUT_S)
+        if all(answer is None for answer in answers):
+            raise Unavailable("no conductor answers")
+        found = sorted((each for answer in answers for each in answer or ()), key=lambda each: each.routed_at_s)
+        return _json({"object": "list", "data": found[-limit:]})
 
     @router.get("/records/trace")
     async def export_trace(
@@ -118,8 +121,11 @@ def _add_records(router: APIRouter, handler: RequestHandler) -> None:
     @router.get("/records/{request_id}")
     async def explain_record(request: Request, request_id: str) -> Response:
         """What happened to a request, and why. The id is the one in its answer or its x-request-id header."""
-        conductor = await handler.connections.conductor()
-        found = await conductor.call(ExplainRequest(request_id=bare_id(request_id), tenant=_own(request, None)))
+        call = ExplainRequest(request_id=bare_id(request_id), tenant=_own(request, None))
+        answers = await handler.connections.ask_conductors(call, STATUS_TIMEOUT_S)
+        found = [each for answer in answers for each in answer or ()]
+        if not found and None in answers:
+            raise Unavailable(f"a conductor does not answer, and no other one has a record of request {request_id!r}")
         if not found:
             raise NotFound(f"there is no record of request {request_id!r}: it is unknown, or too old")
         return _json({"object": "list", "data": found})
@@ -158,15 +164,27 @@ async def _check_health(handler: RequestHandler) -> tuple[int, dict[str, Any]]:
         present = {worker.info.name for worker in status.workers} | set(status.left)
         absent = [name for name in handler.expected_workers if name not in present]
         reasons += [f"worker {name} is not registered" for name in absent]
-    (pool, pool_reasons), siblings = await asyncio.gather(
-        _missing_of_pool(handler.connections, handler.expected_nodes), _missing_siblings(handler.connections)
+    (pool, pool_reasons), siblings, conductors = await asyncio.gather(
+        _missing_of_pool(handler.connections, handler.expected_nodes),
+        _missing_siblings(handler.connections),
+        _missing_conductors(handler.connections),
     )
-    missing = [*vital, *absent, *pool, *siblings]
+    conductors = [] if CONDUCTOR in vital else conductors  # then none answers
+    missing = [*vital, *absent, *pool, *siblings, *conductors]
+    reasons += [f"{name} does not answer" for name in conductors]
     reasons += [f"front end {name} does not answer" for name in siblings]
     body: dict[str, Any] = {"status": "unavailable" if vital else "degraded" if missing else "ok", "missing": missing}
     if missing:
         body["reason"] = "; ".join(reasons + pool_reasons)
     return 503 if vital else 200, body
+
+
+async def _missing_conductors(connections: Connections) -> list[str]:
+    """Return the names of the conductors that do not answer, if there are several."""
+    if connections.num_conductors == 1:
+        return []
+    answers = await connections.ask_conductors(Status(), _POOL_TIMEOUT_S)
+    return [numbered_name(CONDUCTOR, number) for number, answer in enumerate(answers) if answer is None]
 
 
 async def _missing_siblings(connections: Connections) -> list[str]:

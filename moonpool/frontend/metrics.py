@@ -9,7 +9,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from moonpool.base.errors import MoonpoolError
+from moonpool.base.errors import MoonpoolError, Unavailable
 from moonpool.base.metrics import (
     TIME_BUCKETS_S,
     GetMetrics,
@@ -21,6 +21,7 @@ from moonpool.base.metrics import (
     snapshot,
 )
 from moonpool.base.rpc import AsyncClient
+from moonpool.base.run_dirs import CONDUCTOR, numbered_name
 from moonpool.conductor.messages import ClaimSharedMetrics, WorkerRef, WorkerStatus
 from moonpool.frontend.workers import ClusterDirectory, Connections
 from moonpool.worker.messages import PrefillReply
@@ -106,10 +107,15 @@ async def metrics_page(
 async def _claims_shared(connections: Connections) -> bool:
     """Return whether this page shows the shared roles. True without a conductor: the scrape then counts it."""
     try:
-        conductor = await connections.conductor()
-        return await conductor.call(ClaimSharedMetrics(group=connections.group), timeout_s=SCRAPE_TIMEOUT_S)
+        for number in range(connections.num_conductors):  # all front ends ask the first one that answers
+            try:
+                conductor = await connections.conductor_at(number)
+                return await conductor.call(ClaimSharedMetrics(group=connections.group), timeout_s=SCRAPE_TIMEOUT_S)
+            except Unavailable:
+                continue
     except MoonpoolError:
         return True
+    return True
 
 
 async def _scrape_siblings(own: FrontendMetrics, connections: Connections) -> list[RoleMetrics]:
@@ -131,9 +137,9 @@ async def _scrape_all(own: FrontendMetrics, connections: Connections, cluster: C
     master = asyncio.create_task(_ask_master(connections))  # it answers even without a conductor
     asked: list[Coroutine[Any, Any, list[RoleMetrics] | None]] = []
     try:
-        conductor = await connections.conductor()
         workers = (await cluster.status(SCRAPE_TIMEOUT_S)).workers
-        asked = [_ask(conductor, "conductor", "conductor"), *(_ask_worker(connections, each) for each in workers)]
+        asked = [_ask_conductor(connections, number) for number in range(connections.num_conductors)]
+        asked += [_ask_worker(connections, each) for each in workers]
     except MoonpoolError:
         own.unanswered.inc()
     answers = await asyncio.gather(master, *asked)
@@ -153,6 +159,15 @@ async def _ask_master(connections: Connections) -> list[RoleMetrics] | None:
         return None
     master = await _ask(client, "master", "master")
     return None if master is None else [*master, *nodes]
+
+
+async def _ask_conductor(connections: Connections, number: int) -> list[RoleMetrics] | None:
+    try:
+        async with asyncio.timeout(SCRAPE_TIMEOUT_S):
+            client = await connections.conductor_at(number)
+    except (MoonpoolError, TimeoutError):
+        return None
+    return await _ask(client, CONDUCTOR, numbered_name(CONDUCTOR, number))
 
 
 async def _ask_worker(connections: Connections, worker: WorkerStatus) -> list[RoleMetrics] | None:

@@ -42,7 +42,7 @@ _SPARE_FILES = 128  # descriptors for everything that is not a client's connecti
 
 @dataclass(frozen=True)
 class FrontendConfig:
-    conductor_address: str  # address of the conductor
+    conductor_address: str  # address of the conductor; of several, separated by commas: the next one if one is away
     state_dir: str  # folder for secrets and other files that must survive a restart
     master_address: str | None = None  # address of the pool's master, to show its metrics; default: not shown
     model: str = DEFAULT_MODEL  # a name from `moonpool model list`, a Hugging Face folder or a .gguf file
@@ -96,6 +96,12 @@ class FrontendConfig:
         return Address(address.scheme, address.path, host, address.port if self.port is None else self.port)
 
 
+def _number_of(config: FrontendConfig) -> int:
+    """Return this front end's number among those of its port, so that they begin with different conductors."""
+    names = sorted(config.sibling_addresses)
+    return names.index(config.name) if names else 0
+
+
 class Frontend:
     """A base.process.Service. `start` returns the URL."""
 
@@ -129,7 +135,9 @@ class Frontend:
         siblings = config.sibling_addresses
         group = " ".join(sorted(siblings.values()))
         own_address = siblings.pop(config.name, None)
-        self._connections = Connections(config.conductor_address, config.master_address, siblings, group)
+        self._connections = Connections(
+            config.conductor_address, config.master_address, siblings, group, first_conductor=_number_of(config)
+        )
         self._handler = RequestHandler(
             model,
             tenants,

@@ -10,8 +10,9 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+from moonpool.base.address import split_addresses
 from moonpool.base.clock import Clock, SystemClock
 from moonpool.base.cluster import CONDUCTOR_SERVICE, FRONTEND_SERVICE, REQUEST_LIMITS, WORKER_SERVICE, WorkerRole
 from moonpool.base.errors import MoonpoolError, PeerLost, Unavailable
@@ -25,11 +26,16 @@ _CONNECT_TIMEOUT_S = 2.0
 CLOSE_TIMEOUT_S = 0.2
 _LOG = logging.getLogger(__name__)
 _Key = tuple[str, str, int]
+_R = TypeVar("_R")
 
 
 class Connections:
     """Owns the clients; `close` closes all of them. `siblings` are the addresses of the other front ends that share
-    this one's port, by their names; `group` is the same for all of them, and empty if there are no others."""
+    this one's port, by their names; `group` is the same for all of them, and empty if there are no others.
+
+    With several conductors one is in use, `first_conductor` at first, until its connection is lost. Requests that it
+    routed are forgotten by it then, so reports about a request go to the one in use.
+    """
 
     def __init__(
         self,
@@ -37,17 +43,50 @@ class Connections:
         master_address: str | None = None,
         siblings: Mapping[str, str] | None = None,
         group: str = "",
+        first_conductor: int = 0,
     ) -> None:
         self.siblings = dict(siblings or {})
         self.group = group
-        self._conductor_address = conductor_address
+        self._conductors = split_addresses(conductor_address)
+        self._conductor = first_conductor % len(self._conductors)  # the one in use
         self._master_address = master_address
         self._clients: dict[_Key, asyncio.Task[AsyncClient]] = {}
         self._background: set[asyncio.Task[None]] = set()
         self.closed = False
 
     async def conductor(self) -> AsyncClient:
-        return await self._get((CONDUCTOR_SERVICE, self._conductor_address, 0))
+        """Return a client of the conductor in use; if it is away, of the next one that answers. Raise Unavailable if
+        none does."""
+        for tries_left in reversed(range(len(self._conductors))):
+            number = self._conductor
+            try:
+                return await self.conductor_at(number)
+            except Unavailable:
+                if self._conductor == number:  # another request may have gone on to the next one meanwhile
+                    self._conductor = (number + 1) % len(self._conductors)
+                if not tries_left or self.closed:
+                    raise
+        raise AssertionError("there is at least one conductor")
+
+    @property
+    def num_conductors(self) -> int:
+        return len(self._conductors)
+
+    async def conductor_at(self, number: int) -> AsyncClient:
+        """Return a client of that conductor."""
+        return await self._get((CONDUCTOR_SERVICE, self._conductors[number], 0))
+
+    async def ask_conductors(self, call: Call[_R], timeout_s: float) -> list[_R | None]:
+        """Return the answer of each conductor; None of those that gave none."""
+
+        async def ask(number: int) -> _R | None:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    return await (await self.conductor_at(number)).call(call, timeout_s=timeout_s)
+            except (Unavailable, TimeoutError):
+                return None
+
+        return list(await asyncio.gather(*map(ask, range(self.num_conductors))))
 
     async def master(self) -> AsyncClient | None:
         """Return a client of the pool's master, for its metrics; None if no master is configured."""

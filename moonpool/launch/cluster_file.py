@@ -7,7 +7,7 @@
 
     [machines.a]                       # one table per machine; `moonpool up cluster.toml --machine a` starts its part
     host = "10.0.0.1"                  # how the other machines reach it
-    master = true                      # the master and the conductor run here
+    master = true                      # the master runs here, and a conductor unless `conductors = 0`
     prefill = 2
     frontends = 1
     dram = "64GB"
@@ -34,11 +34,12 @@ import msgspec
 from moonpool.base.address import host_port
 from moonpool.base.config import nearest
 from moonpool.base.errors import ConfigError
+from moonpool.base.run_dirs import CONDUCTOR
 from moonpool.launch.machine import NODE, Wiring, numbered
 from moonpool.launch.plan import ServeConfig
 
 DEFAULT_MASTER_PORT, DEFAULT_CONDUCTOR_PORT = 7700, 7800
-_OF_A_MACHINE = {"prefill", "decode", "nodes", "frontends", "host"}  # never for the whole cluster
+_OF_A_MACHINE = {"prefill", "decode", "nodes", "frontends", "conductors", "host"}  # never for the whole cluster
 _OF_THE_CLUSTER = {"model", "random_weights", "block_tokens", "max_model_len", "dtype", "kv_dtype", "policy", "elastic"}
 _OF_THE_CLUSTER |= {"ttft_slo_s", "tbt_slo_s", "admission", "secret_file", "tenants_file"}
 _OPTIONS = {field.name for field in fields(ServeConfig)}
@@ -84,7 +85,14 @@ class ClusterFile:
 
     @property
     def conductor_address(self) -> str:
-        return f"tcp:{host_port(self.master.host, self.conductor_port)}"
+        """The addresses of all conductors, separated by commas."""
+        everyone = [pair for machine in self.machines.values() for pair in self.conductors_of(machine)]
+        return ",".join(address for _, address in everyone)
+
+    def conductors_of(self, machine: ClusterMachine) -> tuple[tuple[str, str], ...]:
+        """Return the names and addresses of that machine's conductors; their ports follow each other."""
+        names = enumerate(numbered(CONDUCTOR, machine.serve.conductors))
+        return tuple((name, f"tcp:{host_port(machine.host, self.conductor_port + n)}") for n, name in names)
 
     def wiring(self, machine: ClusterMachine) -> Wiring:
         """Return how that machine's roles reach the others."""
@@ -93,6 +101,7 @@ class ClusterFile:
             self.master_address,
             self.conductor_address,
             is_master=machine.is_master,
+            conductors=self.conductors_of(machine),
             host=machine.host,
             workers=tuple(name for each in everyone for name in each.worker_names),
             nodes=tuple(name for each in everyone for name in each.node_names),
@@ -151,6 +160,7 @@ def _machine(name: str, table: Mapping[str, Any], common: Mapping[str, Any]) -> 
     if not isinstance(is_master, bool):
         raise ConfigError(f"{where}master must be true or false")
     counts = {"prefill": 0, "decode": 0, "frontends": 0, "nodes": 1 if "dram" in own else 0}
+    counts["conductors"] = 1 if is_master else 0
     try:
         serve = msgspec.convert({**common, **counts, **own, "host": host}, ServeConfig)
     except msgspec.ValidationError as error:
@@ -169,7 +179,7 @@ def _check(cluster: ClusterFile) -> None:
     if len(masters) != 1:
         found = f"{' and '.join(masters)} have" if masters else "none has"
         raise ConfigError(f"one machine must have master = true; {found} it")
-    for kind in ("prefill", "decode", "nodes", "frontends"):
+    for kind in ("prefill", "decode", "nodes", "frontends", "conductors"):
         if not any(getattr(machine.serve, kind) for machine in machines):
             raise ConfigError(f"no machine has {kind}: the cluster could not answer")
     hosts = [machine.host for machine in machines]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from moonpool.base.address import split_addresses
 from moonpool.base.cluster import CONDUCTOR_SERVICE, REQUEST_LIMITS, WorkerRole
 from moonpool.base.errors import ConfigError, InvalidInput, Unavailable
 from moonpool.base.rpc import AsyncClient, Call, RpcPeer, RpcServer
@@ -124,15 +125,19 @@ class ControlServer:
             self._launcher.change_options(_FRONTEND, expected_workers=names)
 
     async def _ask(self, call: Call[_R]) -> _R:
-        client = await AsyncClient.connect(
-            self._maker.wiring.conductor,
-            CONDUCTOR_SERVICE,
-            name=LAUNCHER,
-            timeout_s=_ASK_S,
-            silence_limits=REQUEST_LIMITS,
-        )
-        with closing(client):
-            return await client.call(call, timeout_s=_ASK_S)
+        """Return the answer of the first conductor that does what is asked. Raise Unavailable if none does."""
+        addresses = split_addresses(self._maker.wiring.conductor)
+        for number, address in enumerate(addresses, start=1):
+            try:
+                client = await AsyncClient.connect(
+                    address, CONDUCTOR_SERVICE, name=LAUNCHER, timeout_s=_ASK_S, silence_limits=REQUEST_LIMITS
+                )
+                with closing(client):
+                    return await client.call(call, timeout_s=_ASK_S)
+            except Unavailable:
+                if number == len(addresses):
+                    raise
+        raise AssertionError("there is at least one address")
 
 
 def _host_nbytes(role: Role) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import PurePath
 
+from moonpool.base.run_dirs import numbered_name
 from moonpool.base.units import format_nbytes
 from moonpool.engine.config import Device
 
@@ -88,8 +89,9 @@ class Wiring:
     """How the roles of a machine reach those that may be on another one."""
 
     master: str  # address
-    conductor: str  # address
-    is_master: bool  # both of them run here
+    conductor: str  # address; of several, separated by commas
+    is_master: bool  # it runs here
+    conductors: tuple[tuple[str, str], ...] = ()  # that run here: name and address
     host: str | None = None  # where nodes and workers serve other machines; None: there are no other machines
     workers: tuple[str, ...] = ()  # of the whole cluster, by name
     nodes: tuple[str, ...] = ()  # of the whole cluster, by name
@@ -97,7 +99,7 @@ class Wiring:
 
 def numbered(name: str, count: int) -> list[str]:
     """Return the names of `count` roles of one kind: the first has the plain name."""
-    return [name if number == 0 else f"{name}-{number}" for number in range(count)]
+    return [numbered_name(name, number) for number in range(count)]
 
 
 def node_parts(

@@ -52,6 +52,7 @@ class ServeConfig:
     decode: int = 1  # number of decode workers
     nodes: int = 1  # number of nodes that hold the pool; a block is lost only if all nodes that have it die
     frontends: int = 1  # number of front ends; they share --port, and the others serve when one dies
+    conductors: int = 1  # number of conductors; front ends go on with another one when theirs dies
     dram: str = "1GB"  # memory of the pool, per node
     # folder for blocks evicted from DRAM; they survive a restart; with --nodes, further nodes use DIR/node-1, ...
     ssd: str | None = None
@@ -135,14 +136,14 @@ class ServeConfig:
         """Raise ConfigError for a bad value, or if a whole service lacks a role. Does not look at the machine."""
         if self.prefill < 1 or self.decode < 1:
             raise ConfigError("there must be at least one prefill and one decode worker", param="prefill")
-        for name, count in (("nodes", self.nodes), ("frontends", self.frontends)):
+        for name, count in (("nodes", self.nodes), ("frontends", self.frontends), ("conductors", self.conductors)):
             if not 1 <= count <= MOST_OF_A_KIND:
                 raise ConfigError(f"--{name} must be 1 to {MOST_OF_A_KIND}, not {count}", param=name)
         self.check_values()
 
     def check_values(self) -> None:
         """Raise ConfigError for a bad value; a machine of a cluster may lack roles."""
-        for name in ("prefill", "decode", "nodes", "frontends"):
+        for name in ("prefill", "decode", "nodes", "frontends", "conductors"):
             if not 0 <= getattr(self, name) <= MOST_OF_A_KIND:
                 raise ConfigError(f"{name} must be 0 to {MOST_OF_A_KIND}", param=name)
         if not 0 <= self.port < 65536:
@@ -210,12 +211,14 @@ def plan_machine(
     )
 
 
-def one_machine(machine: MachinePlan, run_dir: Path) -> Wiring:
+def one_machine(machine: MachinePlan, run_dir: Path, num_conductors: int = 1) -> Wiring:
     """Return the wiring of a service that is on this machine alone: Unix sockets in `run_dir`."""
+    conductors = tuple((name, socket_address(run_dir, name)) for name in numbered(CONDUCTOR, num_conductors))
     return Wiring(
         socket_address(run_dir, MASTER),
-        socket_address(run_dir, CONDUCTOR),
+        ",".join(address for _, address in conductors),
         is_master=True,
+        conductors=conductors,
         workers=tuple(worker.name for worker in machine.workers),
         nodes=tuple(node.name for node in machine.nodes),
     )
@@ -225,11 +228,11 @@ def plan_roles(
     config: ServeConfig, machine: MachinePlan, run_dir: Path, state_dir: Path, wiring: Wiring | None = None
 ) -> list[Role]:
     """Return all roles of this machine, each after those it needs; without a `wiring` there is no other machine."""
-    wiring = wiring or one_machine(machine, run_dir)
+    wiring = wiring or one_machine(machine, run_dir, config.conductors)
     return [
         *((_master(config, wiring, state_dir),) if wiring.is_master else ()),
         *(_node(config, wiring, run_dir, part) for part in machine.nodes),
-        *((_conductor(config, wiring),) if wiring.is_master else ()),
+        *(_conductor(config, wiring, name, address) for name, address in wiring.conductors),
         *(plan_worker(config, machine, wiring, run_dir, part) for part in machine.workers),
         *(_frontend(config, machine, wiring, run_dir, state_dir, part) for part in machine.frontends),
     ]
@@ -237,7 +240,7 @@ def plan_roles(
 
 def _if_here(wiring: Wiring, *names: str) -> tuple[str, ...]:
     """Return those of the names that wait for a role of this machine: one of another machine may come at any time."""
-    return names if wiring.is_master else tuple(name for name in names if name not in (MASTER, CONDUCTOR))
+    return names if wiring.is_master else tuple(name for name in names if name != MASTER)
 
 
 def _master(config: ServeConfig, wiring: Wiring, state_dir: Path) -> Role:
@@ -271,9 +274,10 @@ def _node_tcp_host(config: ServeConfig) -> str | None:
     return "none" if config.secret_file is None else None
 
 
-def _conductor(config: ServeConfig, wiring: Wiring) -> Role:
+def _conductor(config: ServeConfig, wiring: Wiring, name: str, address: str) -> Role:
     options = {
-        "address": wiring.conductor,
+        "name": name,
+        "address": address,
         "store_address": wiring.master,
         "policy_name": config.policy,
         "policy_ttft_slo_s": config.ttft_slo_s,
@@ -281,7 +285,7 @@ def _conductor(config: ServeConfig, wiring: Wiring) -> Role:
         "policy_admission": config.admission,
         "log_level": config.log_level,
     }
-    return Role(CONDUCTOR, command="conductor", options=options, first_after=(MASTER,))
+    return Role(name, command="conductor", options=options, first_after=_if_here(wiring, MASTER))
 
 
 def plan_worker(config: ServeConfig, machine: MachinePlan, wiring: Wiring, run_dir: Path, part: WorkerPart) -> Role:
@@ -316,7 +320,7 @@ def plan_worker(config: ServeConfig, machine: MachinePlan, wiring: Wiring, run_d
         name,
         command="worker",
         options=options,
-        first_after=_if_here(wiring, CONDUCTOR, *(node.name for node in machine.nodes)),
+        first_after=(*(name for name, _ in wiring.conductors), *(node.name for node in machine.nodes)),
         start_timeout_s=_WORKER_START_S,
     )
 
@@ -342,4 +346,5 @@ def _frontend(
         names = [each.name for each in machine.frontends]
         options["siblings"] = tuple(f"{name}={socket_address(run_dir, name)}" for name in names)
     # A restarted front end does not wait for the conductor: /health reports what is missing.
-    return Role(part.name, command="frontend", options=options, first_after=_if_here(wiring, CONDUCTOR), uses=workers)
+    conductors = tuple(name for name, _ in wiring.conductors)
+    return Role(part.name, command="frontend", options=options, first_after=conductors, uses=workers)

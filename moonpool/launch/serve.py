@@ -91,7 +91,8 @@ def _run(
     with RunDir() as run_dir, Lifeline() as lifeline:
         roles = plan_roles(config, machine, run_dir.path, state_dir, wiring)
         launcher = Launcher(roles, lifeline, lambda seconds: _announce(config, machine, run_dir.path, seconds), log_dir)
-        maker = WorkerMaker(config, machine, wiring or one_machine(machine, run_dir.path), run_dir.path, prefix)
+        here = one_machine(machine, run_dir.path, config.conductors)
+        maker = WorkerMaker(config, machine, wiring or here, run_dir.path, prefix)
         failure = asyncio.run(_supervise(launcher, maker))
     if failure is not None:
         raise Unavailable(failure)

@@ -34,6 +34,7 @@ from moonpool.base.rpc import Call, RpcPeer
 from moonpool.master.board import ReportedMetrics, SegmentBoard
 from moonpool.master.journal import Journal, JournalHealth
 from moonpool.master.state import PoolState
+from moonpool.master.state.role_leases import RoleLeases
 from moonpool.master.state.snapshot import snapshot_keys
 from moonpool.master.streams import ChangeFeed, OrderStreams
 from moonpool.store import messages as m
@@ -329,7 +330,9 @@ def _segments(pool: LivePool) -> dict[type[Call[Any]], Handler]:
 
 def _tasks(pool: LivePool) -> dict[type[Call[Any]], Handler]:
     state, now = pool.state, pool.clock.now_s
+    leases = RoleLeases(state.generations)
     return {
+        m.AcquireLease: lambda c, _: leases.acquire(c.name, c.holder, c.ttl_s, now()),
         m.CopyObject: lambda c, _: state.copy(c.key, c.targets, now(), c.missing_only),
         m.MoveObject: lambda c, _: state.move(c.key, c.source, c.target, now()),
         m.DrainSegment: lambda c, _: state.drain(c.segment, now()),

@@ -27,7 +27,7 @@ class WorkerConfig(WireConfig):
     # tokenizer
     random_weights: bool = False
     address: str  # address to serve, unix:/path or tcp:host:port
-    conductor_address: str  # address of the conductor, which sends requests here
+    conductor_address: str  # address of the conductor, which sends requests here; of several, separated by commas
     master_address: str  # address of the pool's master
     run_dir: str  # folder for Unix sockets; must be private to this user
     # memory for KV pages; default: 512 MB, on a GPU what is free beside the weights

@@ -1,4 +1,4 @@
-"""Reports this worker's cached blocks, load and samples to the conductor, and registers again after a lost connection.
+"""Reports this worker's cached blocks, load and samples to each conductor, and registers again after a lost connection.
 
 Reports are numbered from 1 after each registration; the first one lists all cached blocks.
 """
@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
 from moonpool.base.backoff import Backoff
@@ -34,24 +34,56 @@ _RECONNECT_S = 0.2
 # A report without news is sent this often.
 _HEARTBEAT_S = 1.0
 _TELL_TIMEOUT_S = 1.0
+_MAX_EVENTS = 65_536  # that wait for a conductor
+
+
+class ReportSource:
+    """Gives every change of the pages and every sample to all collectors. On the engine's thread."""
+
+    def __init__(self, scheduler: Scheduler, samples: Samples) -> None:
+        self.scheduler = scheduler
+        self._samples = samples
+        self.collectors: list[ReportCollector] = []
+
+    def share(self) -> None:
+        """Hand out what is new."""
+        events, taken = self.scheduler.pages.drain_events(), self._samples
+        prefills, decodes, pulls = _drain(taken.prefills), _drain(taken.decodes), _drain(taken.pulls)
+        for each in self.collectors:
+            each.add(events)
+            each.samples.prefills.extend(prefills)
+            each.samples.decodes.extend(decodes)
+            each.samples.pulls.extend(pulls)
 
 
 class ReportCollector:
-    """Collects the changes for one report. Every call is on the engine's thread."""
+    """Collects the changes for the next report to one conductor. Every call is on the engine's thread, but
+    must_start_over()."""
 
-    def __init__(self, name: str, incarnation: int, scheduler: Scheduler, samples: Samples) -> None:
+    def __init__(self, name: str, incarnation: int, source: ReportSource) -> None:
         self._name, self._incarnation = name, incarnation
-        self._scheduler, self._samples = scheduler, samples
+        self._source = source
+        self._pages = source.scheduler.pages
+        self.samples = Samples()  # that this conductor has not got yet
+        self._events: dict[bytes, bool] = {}
         self._events_lost = 0
+        self._is_behind = False  # too many events wait: a full list is shorter
+        source.collectors.append(self)
+
+    def add(self, events: Mapping[bytes, bool]) -> None:
+        """Keep these events for the next report."""
+        self._events.update(events)
+        if len(self._events) > _MAX_EVENTS:
+            self._events, self._is_behind = {}, True
 
     def report(self, sequence: int) -> ReportWorker:
         """Return the changes since the last report; all cached blocks when `sequence` is 1."""
-        pages, samples = self._scheduler.pages, self._samples
-        events = pages.drain_events()
+        self._source.share()
+        events, self._events = self._events, {}
         if sequence == 1:
-            cached: tuple[bytes, ...] = tuple(pages.published_keys())
+            cached: tuple[bytes, ...] = tuple(self._pages.published_keys())
             dropped: tuple[bytes, ...] = ()
-            self._events_lost = pages.num_events_lost
+            self._events_lost, self._is_behind = self._pages.num_events_lost, False
         else:
             cached = tuple(key for key, added in events.items() if added)
             dropped = tuple(key for key, added in events.items() if not added)
@@ -59,20 +91,17 @@ class ReportCollector:
             name=self._name,
             incarnation=self._incarnation,
             sequence=sequence,
-            load=self.load(),
+            load=self._source.scheduler.queues.load(self._pages.num_available),
             cached=cached,
             dropped=dropped,
-            prefills=_drain(samples.prefills),
-            decodes=_drain(samples.decodes),
-            pulls=_drain(samples.pulls),
+            prefills=_drain(self.samples.prefills),
+            decodes=_drain(self.samples.decodes),
+            pulls=_drain(self.samples.pulls),
         )
 
     def must_start_over(self) -> bool:
         """Return whether events were lost, so that a full list is needed."""
-        return self._scheduler.pages.num_events_lost != self._events_lost
-
-    def load(self) -> WorkerLoad:
-        return self._scheduler.queues.load(self._scheduler.pages.num_available)
+        return self._is_behind or self._pages.num_events_lost != self._events_lost
 
 
 def _drain(samples: deque[T]) -> tuple[T, ...]:
@@ -139,8 +168,43 @@ class WorkerReporter:
         self.registered.clear()
 
 
-async def tell_all(address: str, call: Call[None]) -> None:
-    """Send the call to the conductor. One that does not answer is left out."""
+def make_reporters(
+    addresses: Sequence[str],
+    info: Callable[[], WorkerInfo],
+    source: ReportSource,
+    on_engine: Callable[[Callable[[], ReportWorker]], Awaitable[ReportWorker]],
+    interval_s: float,
+    on_assigned: Callable[[AssignedRole], None],
+) -> list[WorkerReporter]:
+    """Return a reporter for each conductor. `on_engine` runs a function on the engine's thread."""
+
+    def make(address: str) -> WorkerReporter:
+        collector = ReportCollector(info().name, info().incarnation, source)
+
+        async def collect(sequence: int) -> ReportWorker:
+            return await on_engine(lambda: collector.report(sequence))
+
+        return WorkerReporter(address, info, collect, collector.must_start_over, interval_s, on_assigned)
+
+    return [make(address) for address in addresses]
+
+
+async def any_registered(reporters: Sequence[WorkerReporter]) -> None:
+    """Return when one of the conductors knows the worker."""
+    waiting = [asyncio.create_task(each.registered.wait()) for each in reporters]
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in waiting:
+            task.cancel()
+
+
+async def tell_all(addresses: Sequence[str], call: Call[None]) -> None:
+    """Send the call to all conductors. Those that do not answer are left out."""
+    await asyncio.gather(*(_tell(address, call) for address in addresses))
+
+
+async def _tell(address: str, call: Call[None]) -> None:
     try:
         client = await AsyncClient.connect(
             address, CONDUCTOR_SERVICE, name="worker", timeout_s=_TELL_TIMEOUT_S, silence_limits=REQUEST_LIMITS

@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry
 
+from moonpool.base.address import split_addresses
 from moonpool.base.clock import SystemClock
 from moonpool.base.cluster import (
     WORKER_SERVICE,
     AssignedRole,
-    ReportWorker,
     WorkerInfo,
     WorkerLeft,
     WorkerRole,
@@ -63,7 +63,7 @@ from moonpool.worker.messages import (
 )
 from moonpool.worker.metrics import Samples, WorkerCollector
 from moonpool.worker.prefill import PrefillRole
-from moonpool.worker.reporter import ReportCollector, WorkerReporter, tell_all
+from moonpool.worker.reporter import ReportSource, WorkerReporter, any_registered, make_reporters, tell_all
 from moonpool.worker.roles import BothRoles
 
 _LOG = logging.getLogger(__name__)
@@ -85,9 +85,10 @@ class Worker:
         self._writers: set[RpcPeer] = set()
         self._assigned = AssignedRole(role=WorkerRole(config.role), fixed=not config.elastic)
         self._has_left = asyncio.Event()
+        self._conductors = split_addresses(config.conductor_address)
 
     async def start(self) -> str:
-        """Load the model and serve; return the address once the conductor knows this worker."""
+        """Load the model and serve; return the address once a conductor knows this worker."""
         check_numa_node(self.config.numa_node)
         self.config.transfer().guard()  # report a missing file before the model is loaded
         presence = self._closers.enter_context(CorePresence())
@@ -100,13 +101,13 @@ class Worker:
         self._server = RpcServer(WORKER_SERVICE, self._handlers(), name=self.config.name, incarnation=self.incarnation)
         self._address = await self._server.listen(self.config.address)
         self._loop.start()
-        reporter = self._make_reporter(built)
-        self._tasks.append(asyncio.create_task(reporter.run(), name="reporter"))
+        reporters = self._make_reporters(built)
+        self._tasks += [asyncio.create_task(each.run(), name="reporter") for each in reporters]
         if self._is_prefill_at_first and self.config.calibration_s > 0:
             self._tasks.append(asyncio.create_task(self._keep_measuring(), name="pool probe"))
         if self.config.threads is None and self.config.gpu is None:
             self._tasks.append(asyncio.create_task(follow_share(threads, presence, self._loop.post), name="cores"))
-        await reporter.registered.wait()
+        await any_registered(reporters)
         return self._address
 
     async def drain(self) -> None:
@@ -127,7 +128,8 @@ class Worker:
     async def _leave(self) -> None:
         _LOG.info("leaves: ends what was begun and takes nothing new")
         await self.drain()
-        await tell_all(self.config.conductor_address, WorkerLeft(name=self.config.name, incarnation=self.incarnation))
+        left = WorkerLeft(name=self.config.name, incarnation=self.incarnation)
+        await tell_all(self._conductors, left)
         self._has_left.set()
 
     def _is_idle(self) -> bool:
@@ -298,26 +300,25 @@ class Worker:
             num_layers=built.layout.num_layers,
             step_tokens=config.step_tokens,
             fixed=self._assigned.fixed,
+            lease=self._assigned.lease,
+            num_conductors=len(self._conductors),
         )
 
-    def _make_reporter(self, built: Built) -> WorkerReporter:
-        config = self.config
-        collector = ReportCollector(config.name, self.incarnation, built.scheduler, self._samples)
-
-        async def collect(sequence: int) -> ReportWorker:
-            return await asyncio.wrap_future(self._loop.call(lambda: collector.report(sequence)))
-
-        return WorkerReporter(
-            config.conductor_address,
+    def _make_reporters(self, built: Built) -> list[WorkerReporter]:
+        return make_reporters(
+            self._conductors,
             lambda: self._info(built),
-            collect,
-            collector.must_start_over,
-            config.report_interval_s,
+            ReportSource(built.scheduler, self._samples),
+            lambda make: asyncio.wrap_future(self._loop.call(make)),
+            self.config.report_interval_s,
             self._take_role,
         )
 
     def _take_role(self, assigned: AssignedRole) -> None:
         """Take the role that the conductor asks for. What was begun in the old one goes on to its end."""
+        if assigned.lease < self._assigned.lease:
+            _LOG.warning("refuses to be a %s worker: lease %d has ended", assigned.role, assigned.lease)
+            return
         if assigned.leaves:
             if not any(task.get_name() == "leave" for task in self._tasks):
                 self._tasks.append(asyncio.create_task(self._leave(), name="leave"))

@@ -85,6 +85,20 @@ def test_the_roles_of_a_machine_find_those_of_the_others(tmp_path: Path) -> None
     }
 
 
+def test_conductors_may_be_on_several_machines(tmp_path: Path) -> None:
+    cluster = parse_cluster(given(machines__a__conductors=2, machines__b__conductors=1))
+    everyone = "tcp:10.0.0.1:7800,tcp:10.0.0.1:7801,tcp:10.0.0.2:7800"
+    assert cluster.conductor_address == everyone
+    for name, expected in (("a", ["conductor", "conductor-1"]), ("b", ["conductor"])):
+        machine = cluster.machine(name)
+        plan = plan_machine(machine.serve, num_cores=4, prefix=machine.prefix)
+        roles = plan_roles(machine.serve, plan, tmp_path, tmp_path, cluster.wiring(machine))
+        assert [role.name for role in roles if role.command == "conductor"] == expected
+        assert {role.options["conductor_address"] for role in roles if role.command == "worker"} == {everyone}
+    with pytest.raises(ConfigError, match="no machine has conductors"):
+        parse_cluster(given(machines__a__conductors=0))
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

@@ -228,6 +228,15 @@ def test_space_at_which_a_write_may_still_arrive_rests(pool: Pool, discarded: bo
     assert generation not in pool.state.space.of_puts
 
 
+def test_space_on_a_drained_segment_is_asked_back_at_renewals() -> None:
+    pool = Pool("a", "b", granules=GRANULES)
+    (generation, place), *_ = grant(pool)
+    keys = [ahead_key(generation)]
+    assert pool.state.put_renew(keys, [generation], pool.now_s) == [True]
+    pool.state.drain(place.segment, pool.now_s)
+    assert pool.state.put_renew(keys, [generation], pool.now_s) == [False]
+
+
 def test_a_pool_that_is_short_of_space_asks_for_it_at_renewals(pool: Pool) -> None:
     (held, *_) = grant(pool, 2)
     begun = pool.start(b"x")

@@ -178,6 +178,19 @@ def test_a_drain_that_finds_no_room_fails_and_the_segment_goes_on() -> None:
     assert pool.places(b"3") == ["a.dram"]
 
 
+def test_a_drain_that_finds_no_room_leaves_what_is_on_ssd_there() -> None:
+    pool = Pool("a", "b", granules=4, ssd_granules=20, high_watermark=1.0)
+    pool.put(b"1", 4, preferred=("a.dram",))
+    pool.put(b"2", 4, preferred=("b.dram",))
+    pool.carry_out("a", "b")
+    assert pool.places(b"1") == ["a.dram", "a.ssd"]
+    task = pool.state.drain("a.dram", 0.0)
+    for _ in range(3):
+        pool.tick(0.1)
+    assert info(pool, task).state == "done"
+    assert pool.places(b"1") == ["a.ssd"]
+
+
 def test_a_drain_that_is_cancelled_or_loses_its_segment() -> None:
     pool = Pool("a", "b", "c")
     pool.put(b"1", preferred=("a.dram",))

@@ -20,6 +20,7 @@ class Backlog:
         self._work_s: dict[str, float] = {}
         self._total_s = 0.0
         self._head_since_s = 0.0
+        self._others_s = 0.0
 
     def __len__(self) -> int:
         return len(self._work_s)
@@ -39,12 +40,17 @@ class Backlog:
             self._head_since_s = now_s
         self._total_s -= self._work_s.pop(request_id)
 
+    def set_reported(self, work_s: float, now_s: float) -> None:
+        """Count the work that the worker reports beyond that of the requests known here: other conductors sent it."""
+        self._others_s = 0.0
+        self._others_s = max(0.0, work_s - self.wait_s(now_s))
+
     @property
     def terms(self) -> tuple[float, float, float]:
         """Return (all predicted work, the head's work, when the head became the first), in seconds."""
         if not self._work_s:
-            return 0.0, 0.0, 0.0
-        return self._total_s, next(iter(self._work_s.values())), self._head_since_s
+            return self._others_s, 0.0, 0.0
+        return self._total_s + self._others_s, next(iter(self._work_s.values())), self._head_since_s
 
     def wait_s(self, now_s: float) -> float:
         """Return the work ahead of a new request; a head that takes longer than predicted counts as about to end."""

@@ -27,6 +27,7 @@ from moonpool.store.messages.object_calls import (
     Why,
 )
 from moonpool.store.messages.segment_calls import (
+    AcquireLease,
     Announce,
     CancelTask,
     CopyObject,
@@ -86,6 +87,7 @@ __all__ = [
     "MAX_GENERATION",
     "SERVICE",
     "SESSIONS_ALONE",
+    "AcquireLease",
     "Announce",
     "CancelTask",
     "CopyObject",

@@ -135,6 +135,17 @@ class FindSegment(Call[SegmentDescriptor | None]):
     name: str
 
 
+class AcquireLease(Call[int]):
+    """Get the right of that name, or renew it, for `ttl_s` seconds. Return the lease's number: the same while it is
+    renewed in time, otherwise higher than every number before, also across a restart of the master. Return 0 while
+    another holder has the right.
+    """
+
+    name: str
+    holder: str
+    ttl_s: Seconds
+
+
 class CopyObject(Call[int]):
     """Make one more replica on each target segment. Return the task's number. With `missing_only`, targets that have a
     replica already are left out instead of refused.
