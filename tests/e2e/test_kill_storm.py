@@ -1,0 +1,94 @@
+"""kill -9 of random roles of a service that has two of everything but the master, while clients stream: every stream
+ends with exactly the undisturbed tokens, unless its own front end was killed, and nothing is left behind."""
+
+from __future__ import annotations
+
+import functools
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from e2e_service import Service, running, wait_until
+from kill_storm import Tally, answers, is_whole, storm
+from random_model import small_model, token_prompt
+
+pytestmark = pytest.mark.timeout(600)
+
+OPTIONS = (
+    "--nodes",
+    "2",
+    "--conductors",
+    "2",
+    "--frontends",
+    "2",
+    "--random-weights",
+    "--kv",
+    "64MB",
+    "--dram",
+    "64MB",
+)
+SINGLE = ["master", "node", "node-1", "conductor", "conductor-1", "frontend", "frontend-1"]
+
+
+def body_of(number: int, max_tokens: int) -> dict[str, Any]:
+    """Half of the prompts share their first blocks."""
+    prompt = token_prompt(128, seed=0) * (number % 2) + token_prompt(60 + 17 * (number % 9), seed=number)
+    return {"model": "small", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+
+
+def check(service: Service, tally: Tally) -> None:
+    print(tally)
+    assert not tally.wrong, tally.wrong
+    assert not tally.failed, tally
+    assert tally.done, tally
+    wait_until(lambda: is_whole(service), 90, "every role is back")
+    for one in service.status().workers:
+        name = one.info.name
+        wait_until(lambda name=name: _is_idle(service, name), 20, f"{name} holds nothing")  # type: ignore[misc]
+
+
+def _is_idle(service: Service, name: str) -> bool:
+    stats = service.stats(name)
+    return not (stats.num_running or stats.num_waiting or stats.reserved_pages)
+
+
+def test_any_role_is_killed_while_clients_stream(tmp_path: Path) -> None:
+    make_body = functools.partial(body_of, max_tokens=48)
+    model = small_model(tmp_path / "small")
+    with running(tmp_path, "--model", str(model), "--prefill", "2", "--decode", "2", *OPTIONS) as service:
+        expected = answers(service, 4, make_body)
+        victims = ["conductor", "decode-1", "node-1", "frontend"]
+        check(service, storm(service, victims, None, expected, make_body, num_clients=3))
+        assert answers(service, 1, make_body) == expected[:1]
+        run_dir = service.run_dir
+    assert not run_dir.exists()
+
+
+@pytest.mark.soak
+def test_a_kill_every_5_s_for_60_s(tmp_path: Path) -> None:
+    """4P4D and 50 streams; afterwards the throughput is what it was, within 5 s."""
+    rng, make_body = random.Random(4), functools.partial(body_of, max_tokens=64)
+    model = small_model(tmp_path / "small")
+    roles = [*SINGLE, *(f"{role}-{number}" for role in ("prefill", "decode") for number in range(4))]
+    with running(tmp_path, "--model", str(model), "--prefill", "4", "--decode", "4", *OPTIONS, ready_s=300) as service:
+        expected = answers(service, 16, make_body)
+        before = storm(service, [], 10.0, expected, make_body, num_clients=50)
+        rate = before.done / 10.0
+        recovered_s: list[float] = []
+
+        def recover(tally: Tally) -> None:
+            wait_until(lambda: is_whole(service), 120, "every role is back")
+            started_s = time.monotonic()
+            while time.monotonic() < started_s + 30 and not recovered_s:
+                done, since_s = tally.done, time.monotonic()
+                time.sleep(2.5)
+                if (tally.done - done) / (time.monotonic() - since_s) >= 0.7 * rate:
+                    recovered_s.append(time.monotonic() - started_s)
+
+        victims = [rng.choice(roles) for _ in range(12)]
+        check(service, storm(service, victims, 5.0, expected, make_body, num_clients=50, on_last=recover))
+        print(f"{rate:.1f} answers/s before; back after {recovered_s} s")
+        assert recovered_s
+        assert recovered_s[0] <= 5.5
