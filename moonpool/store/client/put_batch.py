@@ -6,7 +6,7 @@ checksums of the next objects. These are direct calls: with TransferEngine.submi
 10 % longer (64 objects of 1 MiB, or 1,000 of 4 KiB; two quiet cores).
 
 Most small objects of a batch are neighbours (object_runs.py), and one copy writes them all. A single small object goes
-to space that was granted ahead (ahead.py).
+to space that was granted ahead (small_put.py).
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from moonpool.base.checksum import crc32c_of_array
-from moonpool.base.errors import MoonpoolError, StaleGeneration, Unauthorized, Unavailable
+from moonpool.base.errors import MoonpoolError, Unauthorized, Unavailable
 from moonpool.base.object_header import ObjectKind, header_nbytes, pack_header
 from moonpool.store.client.cuts import gather
 from moonpool.store.client.object_runs import ObjectRun, ObjectRuns
 from moonpool.store.client.put_calls import GrantedPuts, PutCalls
 from moonpool.store.client.put_request import MAX_BATCH_NBYTES, Put, bundle_puts
 from moonpool.store.client.put_tools import REPLICA_ERRORS, PutTools
+from moonpool.store.client.small_put import SmallPuts
 from moonpool.store.client.transfer_window import (
     BUNDLE_ITEMS,
     BUNDLE_NBYTES,
@@ -31,7 +32,7 @@ from moonpool.store.client.transfer_window import (
     TransferWindow,
     for_each,
 )
-from moonpool.store.messages import GRANULE_NBYTES, Placement, PutReply, num_granules
+from moonpool.store.messages import GRANULE_NBYTES, Placement, num_granules
 from moonpool.transfer import RemoteSegment
 from moonpool.transfer.memory.buffers import as_bytes_view
 from moonpool.transfer.transports.mapped import MappedRemote, MappedWriter
@@ -50,6 +51,7 @@ class PutBatches:
 
     def __init__(self, tools: PutTools) -> None:
         self._calls, self._tools = tools.calls, tools
+        self._small = SmallPuts(tools)
 
     def put_many(self, puts: Sequence[Put]) -> list[MoonpoolError | None]:
         outcomes: list[MoonpoolError | None] = [None] * len(puts)
@@ -63,6 +65,10 @@ class PutBatches:
             pieces.append(parts)
             data_nbytes = parts[0].nbytes if len(parts) == 1 else sum([part.nbytes for part in parts])
             sizes.append(header_nbytes(len(put.key), len(parts)) + data_nbytes)
+        if len(puts) == 1 and outcomes[0] is None:
+            stored = self._small.put(puts[0], pieces[0], sizes[0])
+            if stored is not None:
+                return [*stored]
         wanted = [position for position, error in enumerate(outcomes) if error is None]
         bundles = [
             _Bundle(
@@ -89,36 +95,8 @@ class PutBatches:
         except MoonpoolError:  # each bundle will fail with that error
             return MAX_BATCH_NBYTES
 
-    def _put_ahead(self, bundle: _Bundle) -> list[MoonpoolError | None] | None:
-        """Put a single object with one call. Return None if it has to be put in the ordinary way."""
-        put, nbytes = bundle.puts[0], bundle.sizes[0]
-        held = self._calls.take_ahead(put, nbytes)
-        if held is None:
-            return None
-        granted = GrantedPuts([put.key], held.session, PutReply([held.generation], [(held.place,)], {}))
-        writer = _BundleWriter(granted, bundle.checksums, self._tools, self._calls)
-        try:
-            with TransferWindow[_RemoteBundle](self._tools.engine) as window:
-                writer.write(bundle.puts, bundle.pieces, window)
-        except BaseException:
-            self._calls.ahead.drop(held, settled=False)  # a write may still arrive
-            raise
-        if granted.errors[0] is not None:
-            self._calls.ahead.drop(held, settled=not granted.unsettled)
-            return None
-        error = self._calls.put_at(put, nbytes, held)
-        if isinstance(error, StaleGeneration):
-            return None
-        if error is not None:
-            self._tools.counters.add_refusal(error)
-        return [error]
-
     def _put_bundle(self, bundle: _Bundle, meanwhile: Callable[[], bool] | None) -> list[MoonpoolError | None]:
         puts = bundle.puts
-        if len(puts) == 1 and meanwhile is None:
-            done = self._put_ahead(bundle)
-            if done is not None:
-                return done
         try:
             granted = self._calls.start(puts, bundle.sizes, bundle.checksums.compute_some)
         except MoonpoolError as error:

@@ -1,0 +1,74 @@
+"""A single small put to space that was granted ahead: write it, then tell the master, with nothing made for batches.
+
+The write is one copy on one machine, and one round trip over tcp on the caller's thread. What fails before the master
+was told is put again in the ordinary way (put_batch.py), which finds out what is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from moonpool.base.checksum import crc32c_of_array
+from moonpool.base.errors import MoonpoolError, StaleGeneration, Unauthorized, Unavailable
+from moonpool.base.object_header import pack_header
+from moonpool.store.client.ahead import HeldPlace
+from moonpool.store.client.put_request import Put
+from moonpool.store.client.put_tools import REPLICA_ERRORS, PutTools
+from moonpool.transfer.transports.mapped import MappedRemote
+
+_BYTE = np.uint8  # looking an attribute up takes longer than using it
+_bytes_of = np.frombuffer
+
+
+class SmallPuts:
+    """Thread-safe."""
+
+    def __init__(self, tools: PutTools) -> None:
+        self._tools = tools
+
+    def put(self, put: Put, parts: Sequence[memoryview], nbytes: int) -> tuple[MoonpoolError | None] | None:
+        """Store the object of `nbytes`, whose pieces are `parts`. Return its error, or None in its place; return None
+        instead if it has to be put in the ordinary way.
+        """
+        calls = self._tools.calls
+        held = calls.take_ahead(put, nbytes)
+        if held is None:
+            return None
+        try:
+            self._write(put, parts, held)
+        except REPLICA_ERRORS as failure:
+            calls.ahead.drop(held, settled=not isinstance(failure, Unavailable))  # a write may still arrive
+            if isinstance(failure, Unauthorized):
+                self._tools.counters.add_refusal(failure)
+            return None
+        except BaseException:
+            calls.ahead.drop(held, settled=False)
+            raise
+        self._tools.counters.add("bytes_written", sum([part.nbytes for part in parts]))
+        error = calls.put_at(put, nbytes, held)
+        if isinstance(error, StaleGeneration):
+            return None
+        if error is not None:
+            self._tools.counters.add_refusal(error)
+        return (error,)
+
+    def _write(self, put: Put, parts: Sequence[memoryview], held: HeldPlace) -> None:
+        header = pack_header(
+            put.key,
+            held.generation,
+            [part.nbytes for part in parts],
+            [crc32c_of_array(_bytes_of(part, _BYTE)) for part in parts],
+            kind=put.kind,
+            identity=put.identity,
+            valid_tokens=put.valid_tokens,
+        )
+        views, place, timeout_s = [memoryview(header), *parts], held.place, self._tools.timeout_s
+        remote = self._tools.sessions.open_for_writing(place, held.session)
+        if isinstance(remote, MappedRemote):
+            writer = remote.writer(timeout_s)
+            writer.write(place.offset, views, held.generation)
+            writer.finish()
+        else:
+            remote.write_from(place.offset, views, generation=held.generation, timeout_s=timeout_s)
