@@ -1,7 +1,8 @@
 """Knows which processes map the node's memory, and tells the master when one has ended.
 
 A process is alive while its connection is open: a process that is stopped for an hour still maps the memory. So no
-connection is closed for silence here. A session that registered on several connections ends with the last of them.
+connection is closed for silence here. A session that registered on several connections, of one process or of several,
+ends with the last of them.
 
 A GPU writes on while its process dies. The session of a process that uses one ends GPU_GRACE_S after the kernel has
 reported the process's exit, not with the connection, unless the process has said that its copies are over.
@@ -16,11 +17,11 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from moonpool.base.address import parse_address
-from moonpool.base.errors import ConfigError
+from moonpool.base.errors import ConfigError, StaleGeneration
 from moonpool.base.metrics import GetMetrics, MetricFamily
 from moonpool.base.rpc import AsyncClient, Call, RpcPeer, RpcServer, SilenceLimits
 from moonpool.store.messages import SessionsGone
-from moonpool.store.messages.session_calls import SERVICE, EndSessions, Register
+from moonpool.store.messages.session_calls import SERVICE, EndSessions, Join, Leave, Register
 
 _FOR_EVER = SilenceLimits(silence_limit_s=10 * 365 * 86_400.0)
 _CALL_TIMEOUT_S = 5.0
@@ -34,6 +35,8 @@ class SessionRegistry:
         self.address = address
         handlers: dict[type[Call[Any]], Callable[[Any, RpcPeer], Any]] = {
             Register: self._register,
+            Join: self._join,
+            Leave: self._leave,
             EndSessions: lambda call, peer: self._forget_gpu(peer),
             GetMetrics: lambda call, peer: metrics(),
         }
@@ -86,6 +89,15 @@ class SessionRegistry:
         self._sessions_of[peer].add(call.session)
         if call.uses_gpu and peer not in self._gpu_processes:
             self._gpu_processes[peer] = _open_pidfd(peer.pid)
+
+    def _join(self, call: Join, peer: RpcPeer) -> None:
+        if not any(call.session in sessions for sessions in self._sessions_of.values()):
+            raise StaleGeneration("that session is over")
+        self._register(Register(session=call.session), peer)
+
+    def _leave(self, call: Leave, peer: RpcPeer) -> None:
+        self._sessions_of.get(peer, set()).discard(call.session)
+        self._end({call.session})
 
     def _forget_gpu(self, peer: RpcPeer) -> None:
         pidfd = self._gpu_processes.pop(peer, None)

@@ -221,6 +221,14 @@ class PutCalls:
                 self._grants.set_lost()
         return GrantedPuts(call.keys, session, reply, repeated)
 
+    def start_shared(self, requests: Sequence[W], sizes: Sequence[int], session: int) -> GrantedPuts:
+        """Ask for space that several processes write, in a session of their own: what an answer that is lost had
+        granted is freed when they have left it.
+        """
+        local = self._directory.local_segment()
+        call = put_start(requests, sizes, session, local, 0)
+        return GrantedPuts(call.keys, session, self._master.call(call))
+
     def end(self, granted: GrantedPuts, meanwhile: Callable[[], bool] | None = None) -> None:
         """Make the written puts visible and give the space of the others back. `errors` has the outcome of each.
 

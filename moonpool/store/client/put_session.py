@@ -72,6 +72,25 @@ class PutSession:
         if error is not None:
             raise error
 
+    @property
+    def replicas(self) -> tuple[Placement, ...]:
+        """Where the object is written, without replicas that failed."""
+        return tuple(self._replicas)
+
+    def checksums(self, pieces: range) -> tuple[int, ...] | None:
+        """Return the crc32c of these pieces; None if one was not written."""
+        found = tuple(each for each in self._checksums[pieces.start : pieces.stop] if each is not None)
+        return found if len(found) == len(pieces) else None
+
+    def add_written(self, pieces: range, checksums: Sequence[int], failed: Sequence[str]) -> None:
+        """Another process has written these pieces, but not to the segments in `failed` (shared_puts.py)."""
+        if len(checksums) != len(pieces):
+            raise InvalidInput(f"{len(checksums)} checksums for {len(pieces)} pieces")
+        self._checksums[pieces.start : pieces.stop] = checksums
+        for placement in [each for each in self._replicas if each.segment in failed]:
+            self._replicas.remove(placement)
+            self._failed.append(placement.segment)
+
     def _piece(self, index: int, buffer: Buffer, checksum: int | None) -> _Write:
         """Record the piece's checksum and return its write. InvalidInput when the buffer has another size."""
         view = as_bytes_view(buffer, writable=False)

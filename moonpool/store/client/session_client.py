@@ -12,12 +12,13 @@ import secrets
 import threading
 
 from moonpool.base.errors import MoonpoolError, PeerLost
-from moonpool.base.rpc import BlockingClient
+from moonpool.base.rpc import BlockingClient, Call
 from moonpool.store.client.directory import SegmentDirectory
 from moonpool.store.messages import Placement, SegmentInfo, session_calls
 from moonpool.transfer.transports.base import RemoteSegment
 from moonpool.transfer.transports.mapped import MappedRemote
 
+_Registry = tuple[str, int]  # its address, the incarnation of its segment
 _MIN_SESSION = 2**32 + 1
 _MAX_SESSION = 2**63
 
@@ -36,7 +37,8 @@ class SessionClient:
         self._lock = threading.Lock()
         self._seen: tuple[SegmentInfo, ...] | None = None
         self._clients: dict[str, BlockingClient] = {}
-        self._registered: frozenset[tuple[str, int]] = frozenset()  # address of the session registry, incarnation
+        self._registered: frozenset[_Registry] = frozenset()
+        self._shared: dict[int, frozenset[_Registry]] = {}  # sessions that this client shares with other processes
 
     def session(self) -> int:
         """Return this client's session number, registering with the local nodes first. Return 0 if this machine has no
@@ -58,7 +60,40 @@ class SessionClient:
 
     def is_registered_at(self, info: SegmentInfo) -> bool:
         """Return whether this client is registered at the segment's node, which notices the end of this process."""
-        return (info.registry_address or "", info.descriptor.incarnation) in self._registered
+        return _registry(info) in self._registered
+
+    def share(self) -> int:
+        """Begin a session for puts that several processes write; return its number, 0 if this machine has no node. End
+        it with leave().
+        """
+        number = _new_number() if self.session() else 0
+        if number:
+            self._enter(number, session_calls.Register(session=number, uses_gpu=self._uses_gpu))
+        return number
+
+    def join(self, number: int) -> None:
+        """Take part in a session that another process began, at the nodes of this machine at which it is known. End it
+        with leave().
+        """
+        self.session()
+        self._enter(number, session_calls.Join(session=number))
+
+    def leave(self, number: int) -> None:
+        """End this process's part of a shared session. Idempotent."""
+        with self._lock:
+            for address, _ in self._shared.pop(number, ()):
+                with contextlib.suppress(MoonpoolError):  # the connection is lost then, which says the same
+                    self._call(address, session_calls.Leave(session=number))
+
+    def _enter(self, number: int, call: session_calls.Register | session_calls.Join) -> None:
+        entered = set()
+        with self._lock:
+            for info in self._directory.local:
+                with contextlib.suppress(MoonpoolError):  # nothing is written there then
+                    if self.is_registered_at(info) and info.registry_address is not None:
+                        self._call(info.registry_address, call)
+                        entered.add(_registry(info))
+        self._shared[number] = frozenset(entered)
 
     def open_for_writing(self, placement: Placement, session: int) -> RemoteSegment:
         """Return the handle for writing, for a put begun with `session`. Raise as SegmentDirectory.open, and PeerLost
@@ -66,6 +101,9 @@ class SessionClient:
         """
         info = self._directory.info(placement)
         remote = self._directory.open_segment(info)
+        shared = self._shared.get(session)
+        if shared is not None and _registry(info) not in shared and isinstance(remote, MappedRemote):
+            raise PeerLost(f"the node of segment {placement.segment!r} does not know who writes there together")
         if (
             info.registry_address is None
             or not isinstance(remote, MappedRemote)
@@ -90,7 +128,7 @@ class SessionClient:
     def _register_everywhere(self) -> None:
         with self._lock:
             local = self._directory.local
-            current = {(info.registry_address or "", info.descriptor.incarnation) for info in local}
+            current = {_registry(info) for info in local}
             self._registered = self._registered & current
             missing = [info for info in local if info.registry_address is not None and not self.is_registered_at(info)]
             reached = [self._register(info) for info in missing]
@@ -103,21 +141,25 @@ class SessionClient:
         assert info.registry_address is not None
         try:
             if isinstance(self._directory.open_segment(info), MappedRemote):
-                self._call(info.registry_address)
-                self._registered = self._registered | {(info.registry_address, info.descriptor.incarnation)}
+                call = session_calls.Register(session=self.number, uses_gpu=self._uses_gpu)
+                self._call(info.registry_address, call)
+                self._registered = self._registered | {_registry(info)}
         except MoonpoolError:
             return False
         return True
 
-    def _call(self, address: str) -> None:
+    def _call(self, address: str, call: Call[None]) -> None:
         client = self._clients.get(address)
         if client is None:
             client = self._clients[address] = BlockingClient(address, session_calls.SERVICE, name=self._name)
-        call = session_calls.Register(session=self.number, uses_gpu=self._uses_gpu)
         try:
             client.call(call, timeout_s=self._timeout_s)
         except PeerLost:  # the node was restarted since the last call
             client.call(call, timeout_s=self._timeout_s)
+
+
+def _registry(info: SegmentInfo) -> _Registry:
+    return info.registry_address or "", info.descriptor.incarnation
 
 
 def _new_number() -> int:

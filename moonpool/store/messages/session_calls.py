@@ -2,7 +2,7 @@
 
 A process that maps a node's memory registers here and keeps the connection open as long as it lives. When the
 connection ends, the process is gone, and the node tells the master. Only then the master frees what that process had in
-use.
+use. Processes that write one object together share a session, which ends with the last of them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,20 @@ class Register(Call[None]):
 
     session: int
     uses_gpu: bool = False
+
+
+class Join(Call[None]):
+    """Take part in a session that another process of this machine has begun: it lasts until the last process that takes
+    part has left it or ended. StaleGeneration when nobody takes part in it: it is over.
+    """
+
+    session: int
+
+
+class Leave(Call[None]):
+    """The process of this connection no longer reads or writes with this session, and has no copy under way."""
+
+    session: int
 
 
 class EndSessions(Call[None]):
