@@ -318,7 +318,7 @@ class Engine:
             params=sequence.params,
             tokens=sequence.tokens,
             num_prompt_tokens=sequence.num_prompt_tokens,
-            barred=self.scheduler.barred_tokens(request_id),
+            barred=self.scheduler.barred_tokens(sequence),
         )
 
     def generate(

@@ -82,11 +82,38 @@ class LlamaModel:
 
     def forward(self, step: Step, ops: LayerOps, hooks: LayerHooks | None = None) -> torch.Tensor:
         """Write the step's KV into its pages; return logits [wanted rows, vocab]."""
+        return self._logits(ops, *self._compute(step, ops, hooks, range(self.config.num_layers), self._embed(step)))
+
+    def forward_span(
+        self, step: Step, ops: LayerOps, layers: range, hidden: torch.Tensor | None, hooks: LayerHooks | None = None
+    ) -> torch.Tensor:
+        """Compute some layers of a step, and write their KV: one stage of a pipeline.
+
+        `hidden` is what the layers before them returned; None: `layers` begin with the first. Return the hidden states
+        [rows, hidden], after the last layer the logits. The logits are exactly those of forward(): a stage adds what
+        its last layer adds, as the next layer would.
+        """
+        x, delta = self._compute(step, ops, hooks, layers, self._embed(step) if hidden is None else hidden)
+        if layers.stop == self.config.num_layers:
+            return self._logits(ops, x, delta)
+        return x if delta is None else x + delta
+
+    def _embed(self, step: Step) -> torch.Tensor:
+        return F.embedding(step.tokens, self.weights.embedding)  # [rows, hidden]
+
+    def _logits(self, ops: LayerOps, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+        _, normed = ops.add_norm(x, delta, self.weights.norm)
+        return ops.linear(normed, self.weights.head)
+
+    def _compute(
+        self, step: Step, ops: LayerOps, hooks: LayerHooks | None, layers: range, x: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return x after these layers, and what the last of them still has to add to it."""
         cos_sin = rotation(self._frequencies, step.positions, self.dtype)
-        x = F.embedding(step.tokens, self.weights.embedding)  # [rows, hidden]
         delta: torch.Tensor | None = None  # what the layer before adds to x
         last = self.config.num_layers - 1
-        for index, layer in enumerate(self.weights.layers):
+        for index in layers:
+            layer = self.weights.layers[index]
             x, normed = ops.add_norm(x, delta, layer.attention_norm)
             qkv = ops.linear(normed, layer.qkv, layer.qkv_bias)
             if hooks is not None:
@@ -102,8 +129,7 @@ class LlamaModel:
                 hooks.after_layer(index)
             x, normed = ops.add_norm(x, ops.linear(attended, layer.output, layer.output_bias), layer.mlp_norm)
             delta = ops.linear(ops.silu_mul(ops.linear(normed, layer.gate_up)), layer.down)
-        _, normed = ops.add_norm(x, delta, self.weights.norm)
-        return ops.linear(normed, self.weights.head)
+        return x, delta
 
 
 def inverse_frequencies(config: ModelConfig, device: torch.device) -> torch.Tensor:

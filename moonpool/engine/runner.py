@@ -59,12 +59,30 @@ class Runner:
         returns; the caller's stream waits for it.
         """
         with torch.cuda.stream(self.kv.stream):  # no effect on the CPU, where there is no stream
-            if self._ops.reads_whole_pages:
-                self.kv.clear(_first_written(chunks, self.kv.layout.block_tokens))
-            logits = self.model.forward(self._prepare(chunks), self._ops, hooks).float()
+            logits = self.model.forward(self._step(chunks), self._ops, hooks).float()
         if self.kv.stream is not None:
             torch.cuda.current_stream(self.model.device).wait_stream(self.kv.stream)
         return logits
+
+    @torch.inference_mode()
+    def execute_span(
+        self, chunk: Chunk, layers: range, hidden: torch.Tensor | None, hooks: LayerHooks | None = None
+    ) -> torch.Tensor:
+        """Compute some layers of a chunk, as LlamaModel.forward_span; `hidden` may lie in main memory. Return float32
+        logits after the last layer, otherwise hidden states in main memory.
+        """
+        with torch.cuda.stream(self.kv.stream):
+            given = None if hidden is None else hidden.to(self.model.device)
+            found = self.model.forward_span(self._step([chunk]), self._ops, layers, given, hooks)
+            found = found.float() if layers.stop == self.model.config.num_layers else found.cpu()
+        if self.kv.stream is not None:
+            torch.cuda.current_stream(self.model.device).wait_stream(self.kv.stream)
+        return found
+
+    def _step(self, chunks: Sequence[Chunk]) -> Step:
+        if self._ops.reads_whole_pages:
+            self.kv.clear(_first_written(chunks, self.kv.layout.block_tokens))
+        return self._prepare(chunks)
 
     def synchronize(self) -> None:
         """Wait until all steps that were executed have been computed."""

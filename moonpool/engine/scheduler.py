@@ -74,7 +74,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. Raise PromptTooLong or NoSpace if it could never run, AlreadyExists if its id is here."""
-        self._check_fits(sequence)
+        self.check_fits(sequence)
         self.queues.add(sequence)
 
     def adopt(self, sequence: Sequence) -> None:
@@ -83,14 +83,15 @@ class Scheduler:
         The scheduler becomes the owner of the references to `sequence.pages`; if it raises, as `add` does, the caller
         keeps them. The sequence waits with its pages until there is a place in the batch.
         """
-        self._check_fits(sequence)
+        self.check_fits(sequence)
         computed, num_pages = sequence.num_computed_tokens, len(sequence.pages)
         if not 0 <= computed <= min(num_pages * self._block_tokens, sequence.num_tokens - 1):
             raise Internal(f"{sequence.request_id}: KV of {computed} tokens cannot be in {num_pages} pages")
         self.queues.add(sequence, with_pages=True)
         self._seal(sequence)
 
-    def _check_fits(self, sequence: Sequence) -> None:
+    def check_fits(self, sequence: Sequence) -> None:
+        """Set the sequence's limit. Raise as `add` does if it could never run."""
         sequence.limit = min(sequence.num_prompt_tokens + sequence.params.max_tokens, self.config.max_seq_tokens)
         if sequence.block_tokens != self._block_tokens:
             raise Internal(f"blocks of {sequence.block_tokens} tokens in pages of {self._block_tokens}")
@@ -375,18 +376,19 @@ class Scheduler:
         result.full_blocks.extend(full_blocks(sequence, indices))
 
     def _accept(self, sequence: Sequence, token: int) -> Accepted:
-        is_last = self._ends(sequence, token)
+        reason = self.end_reason(sequence, token)
         sequence.append(token)
-        reason: FinishReason | None = None
-        if is_last:
-            reason = "stop"
-        elif sequence.num_tokens >= sequence.limit:
-            reason = "length"
-        elif sequence.prefill_only:
-            reason = "handoff"
         if reason is not None:
             self._finish(sequence)
         return Accepted(sequence.request_id, token, reason, sequence.num_cached_tokens)
+
+    def end_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
+        """Return why the sequence ends with this token as its next one; None: it goes on."""
+        if self._ends(sequence, token):
+            return "stop"
+        if sequence.num_tokens + 1 >= sequence.limit:
+            return "length"
+        return "handoff" if sequence.prefill_only else None
 
     def _finish(self, sequence: Sequence) -> None:
         if sequence.hold_pages:
@@ -400,9 +402,8 @@ class Scheduler:
             return False
         return token in params.stop_token_ids or (not params.ignore_eos and token in self.config.eos_token_ids)
 
-    def barred_tokens(self, request_id: str) -> frozenset[int]:
+    def barred_tokens(self, sequence: Sequence) -> frozenset[int]:
         """Return the tokens that must not be sampled next: those that would end the sequence before its min_tokens."""
-        sequence = self.queues.sequences[request_id]
         if sequence.num_output_tokens >= sequence.params.min_tokens:
             return frozenset()
         own = frozenset(sequence.params.stop_token_ids)

@@ -63,7 +63,7 @@ def test_finish_reasons() -> None:
     }.items():
         sched.add(sequence(name, 3, **how))
     chunks = sched.schedule()
-    assert sched.barred_tokens("barred") == {first} | CONFIG.eos_token_ids
+    assert sched.barred_tokens(sched.queues.sequences["barred"]) == {first} | CONFIG.eos_token_ids
     result = sched.complete(sampled(sched, chunks))
     assert finished(result) == {"length": "length", "stop": "stop"}
 
