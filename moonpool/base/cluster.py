@@ -41,6 +41,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     page_nbytes: Whole
     num_layers: Positive = 1  # that are loaded one by one while others are computed; 1: loading comes first
     step_tokens: Whole = 0  # computed in one step, the only one that loading overlaps with; 0: the whole prompt
+    pipeline: Positive = 1  # workers that compute a long prompt together, this one included; 1: it is computed alone
     fixed: bool = True  # only a person changes its role; False: the conductor may, as the load moves
     lease: Whole = 0  # of the conductor that last changed its role
     num_conductors: Positive = 1  # that it reports to

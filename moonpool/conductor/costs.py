@@ -16,7 +16,7 @@ from itertools import combinations
 from operator import mul
 
 from moonpool.base.cluster import DecodeSample, PrefillSample, PullSample
-from moonpool.conductor.messages import PredictionError
+from moonpool.conductor.messages import DecisionRecord, PredictionError
 
 _WINDOW = 256
 _MAX_ERROR = 100.0  # no single error counts for more
@@ -56,6 +56,22 @@ class ErrorWindow:
             p90=sizes[len(sizes) * 9 // 10],
             bias=sum(self._errors) / len(self._errors),
         )
+
+
+class RequestErrors:
+    """The errors of predictions for whole requests."""
+
+    def __init__(self) -> None:
+        self.windows = {name: ErrorWindow(name) for name in ("ttft", "tbt")}
+
+    def add(self, record: DecisionRecord) -> None:
+        """Measure the predictions of a request that went as planned; one that was routed again is left out."""
+        if record.outcome != "done" or record.attempt > 1:
+            return
+        if record.predicted_ttft_s is not None and record.measured_ttft_s is not None:
+            self.windows["ttft"].add(record.predicted_ttft_s, record.measured_ttft_s)
+        if record.predicted_tbt_s is not None and record.measured_tbt_s is not None:
+            self.windows["tbt"].add(record.predicted_tbt_s, record.measured_tbt_s)
 
 
 def nonnegative_minimum(gram: Sequence[Sequence[float]], moment: Sequence[float]) -> list[float]:

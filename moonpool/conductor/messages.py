@@ -31,6 +31,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     ssd_blocks: int = 0  # pulled blocks that are on SSD only
     congestion_s: float = 0.0
     overlap_s: float = 0.0
+    stages: tuple[str, ...] = ()  # workers that compute the first layers, before `worker`, which computes the last ones
+    chunk_tokens: int = 0  # of a prompt that passes `stages`
 
     @property
     def service_s(self) -> float:
@@ -59,6 +61,9 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     max_pool_blocks: int | None = None
     waited_s: float = 0.0  # in the conductor's queue; part of ttft_s
     asks_before_decode: bool = False  # the front end calls BeforeDecode instead of PrefillEnded
+    # prefill workers that compute the first layers, chunk by chunk, before `prefill`, which computes the last ones
+    stages: tuple[WorkerRef, ...] = ()
+    chunk_tokens: int = 0
 
 
 class Route(Call[Decision]):

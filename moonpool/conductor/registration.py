@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from moonpool.base.cluster import WorkerInfo, WorkerLoad, WorkerRole
 from moonpool.base.errors import IdentityMismatch
-from moonpool.conductor.admission.forms import DecodeNow
+from moonpool.conductor.admission.forms import DecodeNow, Verdict
 from moonpool.conductor.messages import WorkerRef, WorkerStatus
+from moonpool.conductor.placement.policy import PlacementChoice, PlacementInput
 from moonpool.conductor.placement.tables import Backlog
 
 
@@ -80,7 +81,8 @@ class Registration:
 
 @dataclass(eq=False, slots=True)
 class OpenRequest:
-    """A request that was sent to workers. `prefill` is None once that worker was lost."""
+    """A request that was sent to workers. `prefill` is None once that worker was lost; `stages` are the other workers
+    of its pipeline."""
 
     request_id: str
     owner: Hashable
@@ -90,7 +92,17 @@ class OpenRequest:
     pages: int
     prefill: Registration | None
     decode: Registration
+    stages: Sequence[Registration] = ()
     has_joined: bool = False
+
+
+class WeighedRequest(NamedTuple):
+    """A request with the workers chosen for it and the verdict of admission."""
+
+    prints: list[int]
+    inputs: PlacementInput
+    choice: PlacementChoice
+    verdict: Verdict
 
 
 def check_parity(info: WorkerInfo, registered: Sequence[WorkerInfo]) -> None:

@@ -24,7 +24,8 @@ from moonpool.conductor.admission.forms import Cause, RefusedRequest
 from moonpool.conductor.admission.queue import AdmissionQueue, QueueConfig, QueueRefusal, WaitingRequest
 from moonpool.conductor.messages import Decision, Route
 from moonpool.conductor.placement.policy import PolicyConfig
-from moonpool.conductor.state import ConductorState, WeighedRequest
+from moonpool.conductor.registration import WeighedRequest
+from moonpool.conductor.state import ConductorState
 
 _BACKLOG_SHARE = 0.25  # of the TTFT target: enough to fill a worker's batches; most of the order is decided here
 

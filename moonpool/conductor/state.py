@@ -9,18 +9,16 @@ import math
 import random
 from collections import Counter
 from collections.abc import Collection, Hashable
-from typing import NamedTuple
 
 from moonpool.base.cluster import AssignedRole, ReportWorker, WorkerInfo, WorkerLoad, WorkerRole
 from moonpool.base.errors import IdentityMismatch, InvalidInput, MoonpoolError, NotFound, PromptTooLong
 from moonpool.conductor.admission.controller import AdmissionController
-from moonpool.conductor.admission.forms import Cause, DecodeNow, RefusedRequest, Verdict
-from moonpool.conductor.costs import CostModels, ErrorWindow
+from moonpool.conductor.admission.forms import Cause, DecodeNow, RefusedRequest
+from moonpool.conductor.costs import CostModels, RequestErrors
 from moonpool.conductor.crossover import crossover
 from moonpool.conductor.elastic import ElasticRule
 from moonpool.conductor.messages import (
     Decision,
-    DecisionRecord,
     FetchOrCompute,
     PredictionError,
     RequestEnded,
@@ -28,6 +26,7 @@ from moonpool.conductor.messages import (
     WorkerRef,
     WorkerStatus,
 )
+from moonpool.conductor.placement.pipelines import choose_pipeline
 from moonpool.conductor.placement.policy import Chooser, PlacementChoice, PlacementInput, PolicyConfig, make_policy
 from moonpool.conductor.placement.prefix_index import PrefixIndex, fingerprints
 from moonpool.conductor.placement.pricing import PlacementRequest, Pricing, replicated
@@ -41,17 +40,8 @@ from moonpool.conductor.records.store import (
     record_end,
     record_refusal,
 )
-from moonpool.conductor.registration import OpenRequest, Registration, check_parity
+from moonpool.conductor.registration import OpenRequest, Registration, WeighedRequest, check_parity
 from moonpool.conductor.roles import RoleAssignments
-
-
-class WeighedRequest(NamedTuple):
-    """A request with the workers chosen for it and the verdict of admission."""
-
-    prints: list[int]
-    inputs: PlacementInput
-    choice: PlacementChoice
-    verdict: Verdict
 
 
 class ConductorState:
@@ -72,7 +62,7 @@ class ConductorState:
         self._pool_sources = policy.pool_sources
         self.set_pool_nodes(1)
         self._decode_slots = Slots()
-        self._request_errors = {name: ErrorWindow(name) for name in ("ttft", "tbt")}
+        self._request_errors = RequestErrors()
         self._max_tokens = 0  # the tokens that the largest worker can hold
         self._block_shape = (1, 0, 1)  # tokens, bytes and layers of a block; the same on all workers
         self._step_tokens = 0  # of the prefill worker that registered last
@@ -109,7 +99,7 @@ class ConductorState:
 
     def predictions(self) -> tuple[PredictionError, ...]:
         """Return the errors of each cost model, of whole requests, and of the forecast."""
-        windows = (*self.costs.errors.values(), *self._request_errors.values(), self._admission.errors)
+        windows = (*self.costs.errors.values(), *self._request_errors.windows.values(), self._admission.errors)
         return tuple(window.summary() for window in windows)
 
     def fetch_or_compute(self) -> FetchOrCompute | None:
@@ -263,8 +253,7 @@ class ConductorState:
         request = self._open.get(request_id)
         if request is None:
             return
-        if request.prefill is not None:
-            self._leave_backlog(request_id, request.prefill, now_s)
+        self._leave_backlogs(request, now_s)
         if not request.has_joined:
             self._admission.joined(request_id, self._num_joined, now_s)
             request.has_joined = True
@@ -288,18 +277,9 @@ class ConductorState:
         if kept is None:
             return
         record_end(kept.record, call)
-        self._measure_errors(kept.record)
+        self._request_errors.add(kept.record)
         if request is not None:
             kept.missed = first_missed(request.keys, request.num_tokens, call.cached_tokens, self.block_tokens)
-
-    def _measure_errors(self, record: DecisionRecord) -> None:
-        """Measure the predictions of requests that went as planned; a request that was routed again is left out."""
-        if record.outcome != "done" or record.attempt > 1:
-            return
-        if record.predicted_ttft_s is not None and record.measured_ttft_s is not None:
-            self._request_errors["ttft"].add(record.predicted_ttft_s, record.measured_ttft_s)
-        if record.predicted_tbt_s is not None and record.measured_tbt_s is not None:
-            self._request_errors["tbt"].add(record.predicted_tbt_s, record.measured_tbt_s)
 
     def owner_gone(self, owner: Hashable, now_s: float) -> None:
         """Remove all requests of a front end that has disconnected."""
@@ -327,7 +307,10 @@ class ConductorState:
         request = PlacementRequest(call.num_tokens, call.max_tokens, *self._block_shape, self._step_tokens)
         prices = Pricing(request, leading, self.costs, self.traffic)
         inputs = PlacementInput(request, leading, queue_s, self.prefills, prices, self.traffic)
-        return inputs, self._chooser.choose(inputs, self.decodes, excluded, self.costs)
+        choice = self._chooser.choose(inputs, self.decodes, excluded, self.costs)
+        if self.records.num_attempts(call.request_id) <= 1:  # a second one depends on one worker alone
+            choice = choose_pipeline(choice, call.num_tokens, self._workers.values(), queue_s, self.costs)
+        return inputs, choice
 
     def _dispatch(
         self, call: Route, owner: Hashable, weighed: WeighedRequest, now_s: float, waited_s: float
@@ -336,19 +319,19 @@ class ConductorState:
         best = choice.prefill
         prefill = self._workers[best.worker]
         decode = self._workers[self.decodes.names[choice.decode_slot]]
-        prefill.backlog.add(call.request_id, best.service_s, now_s)
-        self.prefills.update(prefill.slot, prefill.backlog)
-        copied = replicated(inputs.leading, choice.plan)
-        if copied.pulled or copied.computed:
-            self.counters["replicated_by_pulling"] += copied.pulled
-            self.counters["replicated_by_computing"] += copied.computed
-        self.index.expect(best.worker, prints)
+        stages = [self._workers[name] for name in best.stages]
+        for worker in (prefill, *stages):
+            worker.backlog.add(call.request_id, best.service_s, now_s)
+            self.prefills.update(worker.slot, worker.backlog)
+        if stages:
+            self.counters["pipelined"] += 1  # its blocks go to the pool, and stay in no worker's pages
+        else:
+            self._expect_blocks(choice, inputs, prints)
         if best.pulled_blocks:
             start_s, nbytes = now_s + best.queue_s, best.pulled_blocks * inputs.request.block_nbytes
             self.traffic.expect(call.request_id, prefill.slot, nbytes, start_s, start_s + best.transfer_s)
-        request = OpenRequest(
-            call.request_id, owner, call.keys, prints, call.num_tokens, inputs.request.num_pages, prefill, decode
-        )
+        tokens, pages = call.num_tokens, inputs.request.num_pages
+        request = OpenRequest(call.request_id, owner, call.keys, prints, tokens, pages, prefill, decode, stages)
         self._open[call.request_id] = request
         self._count_decoding(request, 1)
         return Decision(
@@ -362,25 +345,37 @@ class ConductorState:
             max_pool_blocks=choice.max_pool_blocks,
             waited_s=waited_s,
             asks_before_decode=self._admission.asks_before_decode,
+            stages=tuple(worker.ref for worker in stages),
+            chunk_tokens=best.chunk_tokens,
         )
+
+    def _expect_blocks(self, choice: PlacementChoice, inputs: PlacementInput, prints: list[int]) -> None:
+        copied = replicated(inputs.leading, choice.plan)
+        if copied.pulled or copied.computed:
+            self.counters["replicated_by_pulling"] += copied.pulled
+            self.counters["replicated_by_computing"] += copied.computed
+        self.index.expect(choice.prefill.worker, prints)
 
     def _remove(self, request_id: str, now_s: float, output_tokens: int = 0) -> OpenRequest | None:
         request = self._open.pop(request_id, None)
         if request is None:
             return None
         self._admission.ended(request_id, now_s, output_tokens)
-        if request.prefill is not None:
-            self._leave_backlog(request_id, request.prefill, now_s)
+        self._leave_backlogs(request, now_s)
+        if request.prefill is not None and not request.stages:
             self.index.unexpect(request.prefill.info.name, request.prints)
         if request.has_joined:
             self._count_joined(request, -1)
         self._count_decoding(request, -1)
         return request
 
-    def _leave_backlog(self, request_id: str, worker: Registration, now_s: float) -> None:
-        worker.backlog.remove(request_id, now_s)
-        self.prefills.update(worker.slot, worker.backlog)
-        self.traffic.end(request_id)
+    def _leave_backlogs(self, request: OpenRequest, now_s: float) -> None:
+        """The request's prefill workers have ended with it; those that are gone have left already."""
+        for worker in (request.prefill, *request.stages):
+            if worker is not None and self._workers.get(worker.info.name) is worker:
+                worker.backlog.remove(request.request_id, now_s)
+                self.prefills.update(worker.slot, worker.backlog)
+        self.traffic.end(request.request_id)
 
     def _count_decoding(self, request: OpenRequest, sign: int) -> None:
         worker = request.decode

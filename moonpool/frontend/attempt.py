@@ -65,6 +65,7 @@ class Attempt:
         self.loss = Loss.ABSENT
         self._is_prefilled = False
         self._num_decoded = 0  # tokens from the decode worker
+        self._stages: dict[str, AsyncClient] = {}  # the other workers of a pipeline, to see which one died
 
     @property
     def survived(self) -> bool:
@@ -74,6 +75,7 @@ class Attempt:
     async def batches(self) -> AsyncGenerator[TokenBatch, None]:
         """Yield the tokens. The first one comes from the prefill worker, all others from the decode worker."""
         prefill = await self._connect(self.decision.prefill)
+        self._stages = {stage.name: await self._connect(stage) for stage in self.decision.stages}
         decode = await self._connect(self.decision.decode)
         stream = decode.stream(Decode(spec=self._spec), timeout_s=self._deadline.remaining_s())
         async with _closing(stream) as items:
@@ -118,7 +120,14 @@ class Attempt:
     async def _prefill(
         self, prefill: AsyncClient, decode: AsyncClient, ticket: Ticket, second: asyncio.Task[DecodeItem]
     ) -> PrefillReply:
-        call = Prefill(spec=self._spec, ticket=ticket, max_pool_blocks=self.decision.max_pool_blocks)
+        decision = self.decision
+        call = Prefill(
+            spec=self._spec,
+            ticket=ticket,
+            max_pool_blocks=decision.max_pool_blocks,
+            stages=tuple(stage.address for stage in decision.stages),
+            chunk_tokens=decision.chunk_tokens,
+        )
         async with _running(prefill.call(call, timeout_s=self._deadline.remaining_s())) as prefilling:
             await asyncio.wait((prefilling, second), return_when=asyncio.FIRST_COMPLETED)
             if second.done():
@@ -130,9 +139,14 @@ class Attempt:
                 raise
 
     async def _record_prefill_failure(self, prefill: AsyncClient, decode: AsyncClient) -> None:
-        """Record which worker failed the prefill: it also fails if the decode worker cannot be reached."""
-        await _wait_closed(prefill, decode)
-        if prefill.closed.is_set():
+        """Record which worker failed the prefill: it also fails if the decode worker cannot be reached, or if another
+        stage of a pipeline dies."""
+        await _wait_closed(prefill, decode, *self._stages.values())
+        dead = [name for name, stage in self._stages.items() if stage.closed.is_set()]
+        if dead:
+            self.failed.update(dead)
+            self.loss = Loss.DIED
+        elif prefill.closed.is_set():
             self.failed.add(self.decision.prefill.name)
             self.loss = Loss.DIED
         elif decode.closed.is_set():

@@ -66,6 +66,9 @@ class ServeConfig:
     max_num_seqs: int = WorkerConfig.max_num_seqs  # sequences a worker runs at the same time
     # let workers change between prefill and decode as the load moves; --prefill and --decode say how they start
     elastic: bool = WorkerConfig.elastic
+    # prefill workers that compute a long prompt together, each some of the layers; the conductor decides from which
+    # length on this is faster; 1: every prompt is computed by one worker
+    pipeline: int = WorkerConfig.pipeline
     max_model_len: int | None = None  # longest prompt plus answer in tokens; default: the model's limit
     # type of weights and activations, and of KV if kv_dtype is not given; default: float32, with a GPU bfloat16
     dtype: DType | None = WorkerConfig.dtype
@@ -136,6 +139,10 @@ class ServeConfig:
         """Raise ConfigError for a bad value, or if a whole service lacks a role. Does not look at the machine."""
         if self.prefill < 1 or self.decode < 1:
             raise ConfigError("there must be at least one prefill and one decode worker", param="prefill")
+        if not 1 <= self.pipeline <= self.prefill:
+            raise ConfigError(
+                f"--pipeline {self.pipeline} needs as many prefill workers, not {self.prefill}", param="pipeline"
+            )
         for name, count in (("nodes", self.nodes), ("frontends", self.frontends), ("conductors", self.conductors)):
             if not 1 <= count <= MOST_OF_A_KIND:
                 raise ConfigError(f"--{name} must be 1 to {MOST_OF_A_KIND}, not {count}", param=name)
@@ -305,6 +312,7 @@ def plan_worker(config: ServeConfig, machine: MachinePlan, wiring: Wiring, run_d
         "max_batch_tokens": config.max_batch_tokens,
         "max_num_seqs": config.max_num_seqs,
         "elastic": config.elastic,
+        "pipeline": config.pipeline,
         "max_model_len": config.max_model_len,
         "dtype": config.weights_dtype,
         "kv_dtype": config.kv_dtype,

@@ -6,11 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from moonpool.base.clock import Clock
+from moonpool.base.clock import Clock, SystemClock
 from moonpool.base.cluster import DecodeSample, PrefillSample
 from moonpool.engine.runner import Runner
 from moonpool.engine.sampler import Draw
 from moonpool.engine.sequence import Chunk
+from moonpool.worker.build import Built
+from moonpool.worker.config import WorkerConfig
+from moonpool.worker.metrics import Samples
 
 # Runs of a calibration: (tokens, of which prefix) of a prompt, (sequences, tokens of each) of a decode step. A CPU has
 # no time for the last ones.
@@ -121,3 +124,27 @@ class Calibration:
             fastest_s = seconds if fastest_s is None else min(fastest_s, seconds)
             self._per_token_s = fastest_s / num_tokens
         return fastest_s
+
+
+def calibrate(built: Built, config: WorkerConfig, samples: Samples) -> None:
+    """Measure what the worker's first role needs: the conductor's cost models are the same for all workers. The pages
+    that it used are cleared."""
+    limits, pages = built.scheduler.config, built.scheduler.pages
+    run = Calibration(
+        lambda chunks: compute(built.runner, chunks),
+        Limits(
+            num_pages=pages.num_pages,
+            block_tokens=pages.block_tokens,
+            max_batch_tokens=limits.max_batch_tokens,
+            max_num_seqs=limits.max_num_seqs,
+            max_seq_tokens=limits.max_seq_tokens,
+        ),
+        SystemClock(),
+        config.calibration_s,
+        repeats=1 if config.gpu is None else 2,
+    )
+    if config.role == "prefill":
+        samples.prefills.extend(run.prefills())
+    else:
+        samples.decodes.extend(run.decodes())
+    built.runner.kv.clear(list(range(run.num_pages_used)))

@@ -22,6 +22,7 @@ class WorkerConfig(WireConfig):
     name: str  # unique in the cluster; must stay the same across restarts
     role: Literal["prefill", "decode"]  # what this worker computes at first; `moonpool role` changes it
     elastic: bool = False  # let the conductor change the role as the load moves
+    pipeline: int = 1  # compute long prompts together with other prefill workers, this many in all; 1: alone
     model: str  # a name from `moonpool model list`, a Hugging Face folder or a .gguf file
     # generate random weights instead of reading them: to measure a machine; a folder then needs only config.json and a
     # tokenizer

@@ -33,6 +33,7 @@ from moonpool.worker.messages import (
     AbortHandoff,
     CommitHandoff,
     DecodeItem,
+    EndWrites,
     OpenHandoff,
     RequestSpec,
     Ticket,
@@ -142,8 +143,13 @@ class DecodeRole:
     async def open_handoff(self, call: OpenHandoff, writer: object) -> None:
         await self._on_engine(lambda: self._reservations.open(call.request_id, call.epoch, call.generation, id(writer)))
 
-    async def abort_handoff(self, call: AbortHandoff) -> None:
-        await self._on_engine(lambda: self._reservations.abort(call.request_id, call.epoch, call.generation))
+    async def end_writes(self, call: EndWrites, writer: object) -> None:
+        end = self._reservations.end_writes
+        await self._on_engine(lambda: end(call.request_id, call.epoch, call.generation, id(writer)))
+
+    async def abort_handoff(self, call: AbortHandoff, writer: object) -> None:
+        abort = self._reservations.abort
+        await self._on_engine(lambda: abort(call.request_id, call.epoch, call.generation, id(writer)))
 
     def writer_gone(self, writer: object) -> None:
         name = id(writer)

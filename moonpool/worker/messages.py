@@ -13,6 +13,7 @@ import msgspec
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.rpc import Call, StreamCall
 from moonpool.engine.sequence import SamplingParams
+from moonpool.store.messages.shared_space import SharedSpace, WrittenPieces
 
 # A request under which a worker died continues from the last token that reached the front end. A few tokens after it
 # may be lost, so the step that ended the worker is repeated within this many steps.
@@ -84,12 +85,68 @@ class Decode(StreamCall[DecodeItem]):
 class Prefill(Call[PrefillReply]):
     """Compute the prompt's KV and the first token, and hand them to the ticket's owner.
 
-    No more than the first `max_pool_blocks` blocks come from the pool; None: all that it has.
+    No more than the first `max_pool_blocks` blocks come from the pool; None: all that it has. With `stages`, the
+    addresses of other prefill workers, these compute the first layers and this one the last ones, chunk by chunk.
     """
 
     spec: RequestSpec
     ticket: Ticket
     max_pool_blocks: int | None = None
+    stages: tuple[str, ...] = ()
+    chunk_tokens: int = 0
+
+
+class StageInbox(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a stage takes hidden states: chunk i at offset `i % num_slots * slot_nbytes`, once it has computed with
+    chunk `i - num_slots`."""
+
+    address: str  # of the stage's worker
+    segment: SegmentDescriptor
+    num_slots: int
+    slot_nbytes: int
+
+
+class StageItem(msgspec.Struct, frozen=True, kw_only=True):
+    """Element of a RunStage stream: that the stage is ready, and its inbox unless it is the first one; then the
+    checksums of its part of the hand-off, as in CommitHandoff, when all of it is written."""
+
+    inbox: StageInbox | None = None
+    checksums: bytes | None = None
+
+
+class RunStage(StreamCall[StageItem]):
+    """From the last stage of a pipeline to another one: compute these layers of the prompt, chunk by chunk, send hidden
+    states to `next`, and hand the KV of the layers to the ticket's owner. NoSpace when pages are short now.
+
+    The stage keeps its pages until the stream is closed, for PutSpan.
+    """
+
+    spec: RequestSpec
+    ticket: Ticket
+    first_layer: int
+    num_layers: int
+    chunk_tokens: int
+    next: StageInbox
+
+
+class ChunkReady(Call[None]):
+    """From stage to stage: the hidden states of a chunk are in the inbox. Answered once the chunk is computed, and its
+    place in the inbox is free."""
+
+    request_id: str
+    epoch: int
+    number: int
+
+
+class PutSpan(Call[list[WrittenPieces | None]]):
+    """From the last stage to another one: write the pieces of your layers of these blocks to the pool. Returns for each
+    what was written, None if it could not be."""
+
+    request_id: str
+    epoch: int
+    session: int
+    blocks: list[int]
+    spaces: list[SharedSpace]
 
 
 class OpenHandoff(Call[None]):
@@ -119,8 +176,17 @@ class CommitHandoff(Call[None]):
     checksums: bytes
 
 
+class EndWrites(Call[None]):
+    """From a stage of a pipeline to the decode worker: its part is written, and another stage commits."""
+
+    request_id: str
+    epoch: int
+    generation: int
+
+
 class AbortHandoff(Call[None]):
-    """From prefill to decode worker: nothing more will be written. Only now may the pages be used again."""
+    """From prefill to decode worker: nothing more will be written by this one. When no other prefill worker writes
+    either, the pages may be used again. Nobody can commit any more."""
 
     request_id: str
     epoch: int

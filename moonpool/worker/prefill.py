@@ -90,7 +90,7 @@ class PrefillRole:
     async def prefill(self, call: Prefill) -> PrefillReply:
         spec, name = call.spec, engine_name(call.spec)
         loop = asyncio.get_running_loop()
-        sequence = self._sequence(spec)
+        sequence = self.sequence(spec)
         reusable = sequence.keys[: sequence.num_reusable_blocks][: call.max_pool_blocks]
         sequence.num_pool_blocks = await asyncio.to_thread(self._puller.count_stored, reusable) if reusable else 0
         reply: asyncio.Future[PrefillReply] = loop.create_future()
@@ -111,7 +111,8 @@ class PrefillRole:
             reply.cancel()
             self.loop.post(lambda: self._drop(name, prompt))
 
-    def _sequence(self, spec: RequestSpec) -> RequestSequence:
+    def sequence(self, spec: RequestSpec) -> RequestSequence:
+        """Return the sequence of a prompt, whose KV is handed over."""
         return RequestSequence(
             engine_name(spec),
             spec.tokens[: spec.num_prompt_tokens],
@@ -279,7 +280,7 @@ class PrefillRole:
         for chunk in self._chunks:
             prompt = self._prompts.get(chunk.request_id)
             if prompt is not None:
-                prompt.push.layer_ready(layer, completed_blocks(chunk, self._block_tokens))
+                prompt.push.layer_ready(layer, completed_blocks(chunk, self._block_tokens, is_end=chunk.wants_logits))
 
     def end_step(self) -> Mapping[str, int]:
         return {job.admitted.request_id: self._settle_pull(job) for job in self._jobs}
@@ -311,7 +312,7 @@ class PrefillRole:
     def _start_over(self, name: str, prompt: Prompt) -> None:
         """Compute the prompt in other pages and without the pool: the puller may still write to its current pages."""
         self._scheduler.cancel(name)
-        self._scheduler.add(self._sequence(prompt.spec))
+        self._scheduler.add(self.sequence(prompt.spec))
 
 
 def engine_name(spec: RequestSpec) -> str:
@@ -324,10 +325,10 @@ def token_out(sampled: SampledToken) -> TokenOut:
     return TokenOut(sampled.token, sampled.logprob, sampled.top_logprobs)
 
 
-def completed_blocks(chunk: Chunk, block_tokens: int) -> range:
-    """Return the blocks whose KV is final after this chunk: full ones, and the partial last one of the prompt."""
+def completed_blocks(chunk: Chunk, block_tokens: int, *, is_end: bool) -> range:
+    """Return the blocks whose KV is final after this chunk: full ones, and at the prompt's end the partial last one."""
     end = chunk.end // block_tokens
-    if chunk.wants_logits and chunk.end % block_tokens:
+    if is_end and chunk.end % block_tokens:
         end += 1
     return range(chunk.start // block_tokens, end)
 

@@ -1,7 +1,7 @@
 """Both roles of a worker around one engine: prompts and answers share its steps, its pages and its queue.
 
 Which role a worker has says what the conductor sends it. A worker that changes its role ends what it has begun in the
-old one, so a step may hold prompts and answers.
+old one, so a step may hold prompts and answers. Chunks of prompts that pass a pipeline are computed between steps.
 """
 
 from __future__ import annotations
@@ -12,18 +12,20 @@ from moonpool.engine.engine import StepFailure, StepOutput
 from moonpool.engine.runner import LayerHooks
 from moonpool.engine.sequence import AdmittedSequence, Chunk, FullBlock
 from moonpool.worker.decode import DecodeRole
+from moonpool.worker.pipeline.stage_runner import StageRunner
 from moonpool.worker.prefill import PrefillRole
 
 
 class BothRoles:
     """The engine's StepLink: gives each role its part of a step. On the engine's thread."""
 
-    def __init__(self, prefill: PrefillRole, decode: DecodeRole) -> None:
-        self._prefill, self._decode = prefill, decode
+    def __init__(self, prefill: PrefillRole, decode: DecodeRole, stages: StageRunner) -> None:
+        self._prefill, self._decode, self._stages = prefill, decode, stages
         self._has_prompts = False  # the current step
 
     def at_boundary(self) -> None:
         self._decode.at_boundary()
+        self._stages.at_boundary()
 
     def begin_step(self, chunks: Sequence[Chunk], admitted: Sequence[AdmittedSequence]) -> LayerHooks | None:
         """Without a prompt in the step there are no hooks, so that a GPU can launch it as a whole."""

@@ -39,29 +39,35 @@ from moonpool.store.client import ClientConfig
 from moonpool.transfer.config import check_numa_node, describe_segment, warn_if_open
 from moonpool.transfer.engine import TransferEngine
 from moonpool.worker.build import Built, build, choose_threads, follow_share
-from moonpool.worker.calibration import Calibration, Limits, compute
+from moonpool.worker.calibration import calibrate
 from moonpool.worker.config import WorkerConfig
 from moonpool.worker.decode import DecodeRole
+from moonpool.worker.kv_link.decode_peers import DecodePeers
 from moonpool.worker.kv_link.device_pieces import DevicePieces
 from moonpool.worker.kv_link.device_probe import DeviceProbe
 from moonpool.worker.kv_link.pool import PoolHealth, PoolProbe, PoolWriter
 from moonpool.worker.kv_link.pull import Puller
-from moonpool.worker.kv_link.push import DecodePeers, Push
+from moonpool.worker.kv_link.push_tools import PushTools
 from moonpool.worker.kv_link.reservations import Reservations
 from moonpool.worker.kv_link.send_queue import SendQueue
 from moonpool.worker.loop import EngineLoop
 from moonpool.worker.messages import (
     AbortHandoff,
+    ChunkReady,
     CommitHandoff,
     Decode,
+    EndWrites,
     GetStats,
     OpenHandoff,
     PieceChecksums,
     Prefill,
-    Ticket,
+    PutSpan,
+    RunStage,
     WorkerStats,
 )
 from moonpool.worker.metrics import Samples, WorkerCollector
+from moonpool.worker.pipeline.stage_runner import StageRunner
+from moonpool.worker.pipeline.wiring import connect_stages
 from moonpool.worker.prefill import PrefillRole
 from moonpool.worker.reporter import ReportSource, WorkerReporter, any_registered, make_reporters, tell_all
 from moonpool.worker.roles import BothRoles
@@ -69,7 +75,7 @@ from moonpool.worker.roles import BothRoles
 _LOG = logging.getLogger(__name__)
 _ON_THEIR_WAY_S = 1.0  # requests that were sent here before the conductor knew that this worker leaves arrive by then
 _PAGE_LOCK_S = 10.0  # of a GPU worker's start, for the pool's memory; about 40 GB
-_C = TypeVar("_C", Prefill, Decode)
+_C = TypeVar("_C", Prefill, Decode, RunStage)
 
 
 class Worker:
@@ -99,7 +105,7 @@ class Worker:
         self._connect(built)
         await asyncio.to_thread(self._calibrate, built)
         self._server = RpcServer(WORKER_SERVICE, self._handlers(), name=self.config.name, incarnation=self.incarnation)
-        self._address = await self._server.listen(self.config.address)
+        self._address = self._stages.address = await self._server.listen(self.config.address)
         self._loop.start()
         reporters = self._make_reporters(built)
         self._tasks += [asyncio.create_task(each.run(), name="reporter") for each in reporters]
@@ -135,7 +141,8 @@ class Worker:
     def _is_idle(self) -> bool:
         queues = self._built.scheduler.queues
         has_requests = self._prefill.num_prompts or self._decode.num_streams or self._reservations.num_pages
-        return not (has_requests or queues.num_waiting or queues.num_running or len(self._queue))
+        has_stages = self._stages.num_stages or self._leader.num_putting
+        return not (has_requests or has_stages or queues.num_waiting or queues.num_running or len(self._queue))
 
     async def close(self) -> None:
         """Stop serving and release everything. Idempotent."""
@@ -145,6 +152,7 @@ class Worker:
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._server is not None:
             await self._server.close()
+            await self._leader.close()
         await asyncio.to_thread(self._closers.close)
 
     # -- construction ------------------------------------------------------------------------------------------
@@ -175,18 +183,25 @@ class Worker:
         own.callback(self._peers.close)
         self._queue = SendQueue()
         own.callback(self._queue.close)
+        self._pushes = PushTools(
+            queue=self._queue, memory=built.pieces, pool=self._pool, peers=self._peers, transfer=self._transfer
+        )
         self._samples = Samples()
         self._reservations = Reservations(built.scheduler.pages, self._stamp)
         self._prefill, self._decode = self._make_prefill(built, identity), self._make_decode(built)
-        roles = BothRoles(self._prefill, self._decode)
+        stages = StageRunner(built.runner, built.scheduler.pages)
+        roles = BothRoles(self._prefill, self._decode, stages)
         self._loop = EngineLoop(
             Engine(built.scheduler, built.runner, roles),
             on_step=roles.on_step,
             at_boundary=roles.at_boundary,
             on_fatal=lambda error: os._exit(EXIT_BUG),  # the launcher restarts the process
         )
-        self._prefill.loop = self._decode.loop = self._loop
+        self._prefill.loop = self._decode.loop = stages.loop = self._loop
         own.callback(self._loop.close)
+        self._stages, self._leader = connect_stages(
+            config.name, built, stages, self._prefill, self._loop, self._store, self._pushes, self._samples
+        )
         self.registry = CollectorRegistry()
         self.registry.register(WorkerCollector(self.stats))
         self._samples.times.register(self.registry)
@@ -200,28 +215,10 @@ class Worker:
         return PoolProbe(connect, built.layout.page_nbytes, SystemClock())
 
     def _calibrate(self, built: Built) -> None:
-        limits, pages = built.scheduler.config, built.scheduler.pages
-        run = Calibration(
-            lambda chunks: compute(built.runner, chunks),
-            Limits(
-                num_pages=pages.num_pages,
-                block_tokens=pages.block_tokens,
-                max_batch_tokens=limits.max_batch_tokens,
-                max_num_seqs=limits.max_num_seqs,
-                max_seq_tokens=limits.max_seq_tokens,
-            ),
-            SystemClock(),
-            self.config.calibration_s,
-            repeats=1 if self.config.gpu is None else 2,
-        )
         if self.config.calibration_s > 0:
-            if self._is_prefill_at_first:
-                self._samples.prefills.extend(run.prefills())
-                if self._samples.prefills:  # the last run is the longest; the samples go to the conductor
-                    self._prefill.calibrate(self._samples.prefills[-1])
-            else:
-                self._samples.decodes.extend(run.decodes())
-            built.runner.kv.clear(list(range(run.num_pages_used)))
+            calibrate(built, self.config, self._samples)
+            if self._samples.prefills:  # the last run is the longest; the samples go to the conductor
+                self._prefill.calibrate(self._samples.prefills[-1])
         if isinstance(built.pieces, DevicePieces):  # after the runs: meanwhile every call of the driver is slow
             self._store.page_lock_local(_PAGE_LOCK_S)
         if self.config.calibration_s > 0:
@@ -244,21 +241,10 @@ class Worker:
         puller = Puller(self._store, built.pieces, identity, health=self._pool_health)
         self._closers.callback(puller.close)
 
-        def make_push(ticket: Ticket, keys: Sequence[bytes]) -> Push:
-            return Push(
-                ticket,
-                keys,
-                queue=self._queue,
-                memory=built.pieces,
-                pool=self._pool,
-                peers=self._peers,
-                transfer=self._transfer,
-            )
-
         return PrefillRole(
             scheduler=built.scheduler,
             puller=puller,
-            make_push=make_push,
+            make_push=self._pushes.push,
             samples=self._samples,
             pull_timeout_s=self.config.pull_timeout_s,
             pull_grace_s=self.config.pull_grace_s,
@@ -302,6 +288,7 @@ class Worker:
             fixed=self._assigned.fixed,
             lease=self._assigned.lease,
             num_conductors=len(self._conductors),
+            pipeline=config.pipeline,
         )
 
     def _make_reporters(self, built: Built) -> list[WorkerReporter]:
@@ -334,11 +321,15 @@ class Worker:
             GetStats: lambda call, peer: self._ask_stats(),
             PieceChecksums: lambda call, peer: self._piece_checksums(call.key),
             GetMetrics: lambda call, peer: [*snapshot(self.registry), *process_metrics()],
-            Prefill: lambda call, peer: self._prefill.prefill(self._checked(call)),
+            Prefill: lambda call, peer: (self._leader if call.stages else self._prefill).prefill(self._checked(call)),
+            RunStage: lambda call, peer: self._stages.run(self._checked(call)),
+            ChunkReady: lambda call, peer: self._stages.chunk_ready(call),
+            PutSpan: lambda call, peer: self._stages.put_span(call),
             Decode: lambda call, peer: self._decode.decode(self._checked(call).spec),
             OpenHandoff: self._open_handoff,
             CommitHandoff: lambda call, peer: self._decode.commit_handoff(call),
-            AbortHandoff: lambda call, peer: self._decode.abort_handoff(call),
+            EndWrites: self._decode.end_writes,
+            AbortHandoff: self._decode.abort_handoff,
         }
 
     def _checked(self, call: _C) -> _C:

@@ -34,10 +34,11 @@ from moonpool.transfer.config import TransferConfig
 from moonpool.transfer.engine import TransferEngine
 from moonpool.transfer.transports.cuda.copy_stream import CopyStream
 from moonpool.transfer.transports.cuda.driver import driver
+from moonpool.worker.kv_link.decode_peers import DecodePeers
 from moonpool.worker.kv_link.device_pieces import DevicePieces
 from moonpool.worker.kv_link.pieces import Checksums
 from moonpool.worker.kv_link.pool import PoolWriter
-from moonpool.worker.kv_link.push import DecodePeers, Push
+from moonpool.worker.kv_link.push import Push
 from moonpool.worker.kv_link.send_queue import SendQueue
 from moonpool.worker.messages import CommitHandoff, Ticket, TokenOut
 

@@ -16,9 +16,10 @@ from moonpool.base.rpc import Call
 from moonpool.engine.kv_memory import KvLayout
 from moonpool.store.client.put_session import PutSession
 from moonpool.transfer import Pending, Priority, TransferEngine, TransferRequest
+from moonpool.worker.kv_link.decode_peers import DecodePeers
 from moonpool.worker.kv_link.pieces import HostPieces, ReadyPoint
 from moonpool.worker.kv_link.pool import PoolWriter
-from moonpool.worker.kv_link.push import DecodePeers, Push
+from moonpool.worker.kv_link.push import Push
 from moonpool.worker.kv_link.send_queue import SendQueue, Urgency
 from moonpool.worker.messages import AbortHandoff, CommitHandoff, OpenHandoff, Ticket, TokenOut
 

@@ -12,9 +12,10 @@ from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import MoonpoolError, PeerLost, Unauthorized, Unavailable
 from moonpool.engine.kv_memory import KvLayout
 from moonpool.transfer.engine import TransferEngine
+from moonpool.worker.kv_link.decode_peers import DecodePeers
 from moonpool.worker.kv_link.pieces import HostPieces
 from moonpool.worker.kv_link.pool import PoolHealth, PoolWriter
-from moonpool.worker.kv_link.push import DecodePeers, Push
+from moonpool.worker.kv_link.push import Push
 from moonpool.worker.kv_link.send_queue import SendQueue, Urgency
 from moonpool.worker.messages import Ticket, TokenOut
 

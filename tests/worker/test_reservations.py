@@ -81,7 +81,7 @@ def test_pages_in_a_writers_hands_outlive_the_reader(
     assert pages.num_available == 0
     with pytest.raises(StaleGeneration):
         reservations.begin_commit("r", 0, made.generation)
-    reservations.abort("r", 0, made.generation)
+    reservations.abort("r", 0, made.generation, "p0")
     assert pages.num_available == 8
     assert not fence.admits(made.pages, made.generation)
 
@@ -113,8 +113,45 @@ def test_a_newer_attempt_replaces_an_older_one(reservations: Reservations, pages
     assert not set(old.pages) & set(new.pages)
     with pytest.raises(StaleGeneration):
         reservations.begin_commit("r", 0, old.generation)
-    reservations.abort("r", 0, old.generation)
+    reservations.abort("r", 0, old.generation, "p0")
     assert reservations.num_pages == 2
+
+
+def test_all_stages_of_a_pipeline_have_written_before_one_commits(
+    reservations: Reservations, pages: PageManager, fence: Fence
+) -> None:
+    made = reservations.reserve("r", 0, 3, [])
+    for stage in ("p0", "p1"):
+        reservations.open("r", 0, made.generation, writer=stage)
+    with pytest.raises(StaleGeneration, match="another worker"):
+        reservations.begin_commit("r", 0, made.generation)
+    reservations.end_writes("r", 0, made.generation, "p0")
+    assert reservations.adopt(reservations.begin_commit("r", 0, made.generation)) == made.pages
+    assert not fence.admits(made.pages, made.generation)
+    pages.free(made.pages)
+    assert pages.num_available == 8
+
+
+@pytest.mark.parametrize("first", ["p0", "p1"])
+def test_pages_of_a_broken_pipeline_are_free_after_its_last_writer(
+    reservations: Reservations, pages: PageManager, fence: Fence, first: str
+) -> None:
+    made = reservations.reserve("r", 0, 3, [])
+    for stage in ("p0", "p1"):
+        reservations.open("r", 0, made.generation, writer=stage)
+    reservations.writer_gone(first)
+    other = "p1" if first == "p0" else "p0"
+    for refused in (
+        lambda: reservations.begin_commit("r", 0, made.generation),
+        lambda: reservations.end_writes("r", 0, made.generation, other),
+        lambda: reservations.open("r", 0, made.generation, writer="p2"),
+    ):
+        with pytest.raises(StaleGeneration):
+            refused()
+    assert pages.num_available == 5, "the other stage may still write"
+    reservations.abort("r", 0, made.generation, other)
+    assert pages.num_available == 8
+    assert not fence.admits(made.pages, made.generation)
 
 
 def test_no_space_changes_nothing(reservations: Reservations, pages: PageManager) -> None:
@@ -146,7 +183,7 @@ class Desk(RuleBasedStateMachine):
         self.reservations = Reservations(self.pages, self.fence.stamp)
         self.made: list[Incoming] = []
         self.epoch = 0
-        self.writing: dict[int, Incoming] = {}  # generation -> open, not yet let go
+        self.writing: dict[tuple[int, str], Incoming] = {}  # by generation and writer; open, not yet let go
         self.adopted: list[int] = []
 
     @rule(name=st.sampled_from("abc"), num_blocks=st.integers(1, 4))
@@ -163,7 +200,7 @@ class Desk(RuleBasedStateMachine):
             chosen = self.made[pick % len(self.made)]
             try:
                 self.reservations.open(chosen.request_id, chosen.epoch, chosen.generation, writer)
-                self.writing[chosen.generation] = chosen
+                self.writing[chosen.generation, writer] = chosen
             except StaleGeneration:
                 pass
 
@@ -173,27 +210,42 @@ class Desk(RuleBasedStateMachine):
             chosen = self.made[pick % len(self.made)]
             self.reservations.leave(chosen.request_id, chosen.epoch)
 
+    def _pick(self, pick: int) -> tuple[Incoming, str]:
+        (_, writer), chosen = list(self.writing.items())[pick % len(self.writing)]
+        return chosen, writer
+
     @rule(pick=st.integers(0, 99))
     def abort(self, pick: int) -> None:
         if self.writing:
-            chosen = list(self.writing.values())[pick % len(self.writing)]
-            self.reservations.abort(chosen.request_id, chosen.epoch, chosen.generation)
-            del self.writing[chosen.generation]
+            chosen, writer = self._pick(pick)
+            self.reservations.abort(chosen.request_id, chosen.epoch, chosen.generation, writer)
+            del self.writing[chosen.generation, writer]
+
+    @rule(pick=st.integers(0, 99))
+    def end_writes(self, pick: int) -> None:
+        if self.writing:
+            chosen, writer = self._pick(pick)
+            try:
+                self.reservations.end_writes(chosen.request_id, chosen.epoch, chosen.generation, writer)
+            except StaleGeneration:
+                return
+            del self.writing[chosen.generation, writer]
 
     @rule(writer=st.sampled_from("pq"))
     def writer_dies(self, writer: str) -> None:
         self.reservations.writer_gone(writer)
-        self.writing = {g: r for g, r in self.writing.items() if r.writer != writer}
+        self.writing = {key: each for key, each in self.writing.items() if key[1] != writer}
 
     @rule(pick=st.integers(0, 99), good=st.booleans())
     def commit(self, pick: int, good: bool) -> None:
         if self.writing:
-            chosen = list(self.writing.values())[pick % len(self.writing)]
+            chosen, writer = self._pick(pick)
             try:
                 committing = self.reservations.begin_commit(chosen.request_id, chosen.epoch, chosen.generation)
             except StaleGeneration:
                 return
-            del self.writing[chosen.generation]
+            del self.writing[chosen.generation, writer]
+            assert chosen not in self.writing.values(), "another stage still writes"
             if good:
                 self.adopted += self.reservations.adopt(committing) or []
             else:
@@ -208,9 +260,8 @@ class Desk(RuleBasedStateMachine):
     def books_balance_and_writers_are_fenced(self) -> None:
         self.pages.check_integrity(Counter(self.adopted))
         held = {page for pages in self.pages.owned.values() for page in pages}
-        for generation, reservation in self.writing.items():
-            if self.fence.admits(reservation.pages, generation):
-                assert set(reservation.pages) <= held, "a writer could hit a page that is not reserved"
+        for reservation in self.writing.values():
+            assert set(reservation.pages) <= held, "a writer could hit a page that is not reserved"
 
 
 TestDesk = Desk.TestCase

@@ -99,6 +99,11 @@ class RecordStore:
     def __len__(self) -> int:
         return len(self._kept)
 
+    def num_attempts(self, request_id: str) -> int:
+        """Return how often the request was routed; 0 if nothing is known of it."""
+        kept = self._kept.get(request_id)
+        return 0 if kept is None else kept.record.attempt
+
     def add(self, record: DecisionRecord, *, tenant: str | None = None, keys: Sequence[bytes] = ()) -> None:
         """Add a record in place of an earlier one of the same request, and continue to count its attempts."""
         if not self._capacity:

@@ -13,7 +13,7 @@ import logging
 import math
 import secrets
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from moonpool.base.clock import Clock, SystemClock
 from moonpool.base.cluster import PullSample
@@ -91,26 +91,33 @@ class PoolWriter:
         if self._health.is_resting:
             self.failures[Unavailable.code] += len(keys)
             return {}
-        layout = self._memory.layout
-        requests = [
-            PutRequest(
-                key=object_key(key),
-                piece_nbytes=(layout.piece_nbytes,) * layout.num_layers,
-                kind=ObjectKind.BLOCK,
-                identity=self._identity,
-                valid_tokens=layout.block_tokens,
-                parent=object_key(parents[key]) if key in parents else b"",
-            )
-            for key in keys
-        ]
         try:
-            outcomes = self._store.piece_puts.begin(requests)
+            outcomes = self._store.piece_puts.begin([self.request(key, parents) for key in keys])
         except MoonpoolError as error:
             self._health.record_error(error)
             self.failures[error.code] += len(keys)
             return {}
         self.failures.update(o.code for o in outcomes if isinstance(o, MoonpoolError) and o.code != "already_exists")
         return {key: o for key, o in zip(keys, outcomes, strict=True) if isinstance(o, PutSession)}
+
+    def request(self, key: bytes, parents: Mapping[bytes, bytes]) -> PutRequest:
+        """Return how this block is put."""
+        layout = self._memory.layout
+        return PutRequest(
+            key=object_key(key),
+            piece_nbytes=(layout.piece_nbytes,) * layout.num_layers,
+            kind=ObjectKind.BLOCK,
+            identity=self._identity,
+            valid_tokens=layout.block_tokens,
+            parent=object_key(parents[key]) if key in parents else b"",
+        )
+
+    def record_failures(self, errors: Iterable[MoonpoolError]) -> None:
+        """Count blocks that could not be put; one that the pool has already is no failure."""
+        for error in errors:
+            self._health.record_error(error)
+            if error.code != "already_exists":
+                self.failures[error.code] += 1
 
     def write(self, pages: Mapping[PutSession, int], layers: range, ready: ReadyPoint | None = None) -> set[PutSession]:
         """Write these layers of each session's page, as they are once `ready` is reached. Return the sessions that

@@ -7,13 +7,14 @@ or rewound computes them again): the last bytes and the last checksum count.
 All pieces of a layer that are ready go to the decode worker as one batch of the transfer engine, and several batches
 are under way at once, so that the link does not idle between layers. Layers that became ready while others were being
 sent go together: a batch costs several round trips whatever its size, and with many prompts at once they add up.
+
+A stage of a pipeline sends its own layers alone (`layers`), and nothing to the pool while it computes. All stages but
+one end with end_writes(); that one gets the checksums of the others and commits.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
-import math
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -25,55 +26,28 @@ from typing import NamedTuple
 import numpy as np
 
 from moonpool.base.clock import Clock, SystemClock
-from moonpool.base.cluster import WORKER_SERVICE
-from moonpool.base.errors import Cancelled, Internal, MoonpoolError, PeerLost, Unauthorized, Unavailable
-from moonpool.base.log import RateLimitedLog
-from moonpool.base.rpc import BlockingClient, Call
+from moonpool.base.errors import Cancelled, Internal, MoonpoolError, Unauthorized, Unavailable
 from moonpool.store.client.put_session import PutSession
 from moonpool.transfer import Pending, Priority, RemoteSegment, TransferEngine, TransferOp, TransferRequest
 from moonpool.transfer.memory.buffers import Memory
 from moonpool.transfer.transports.cuda.copy import in_main_memory
-from moonpool.worker.kv_link.pieces import PieceMemory, ReadyPoint
+from moonpool.worker.kv_link.decode_peers import HANDOFF_TIMEOUT_S, DecodePeers
+from moonpool.worker.kv_link.pieces import Checksums, PieceMemory, ReadyPoint
 from moonpool.worker.kv_link.pool import PoolWriter
 from moonpool.worker.kv_link.send_queue import SendQueue, Urgency
-from moonpool.worker.messages import AbortHandoff, CommitHandoff, OpenHandoff, Ticket, TokenOut
+from moonpool.worker.messages import AbortHandoff, CommitHandoff, EndWrites, OpenHandoff, Ticket, TokenOut
 
-_LOG = logging.getLogger(__name__)
-_HANDOFF_TIMEOUT_S = 10.0  # for one call, and for a batch of pieces beyond what its bytes take
 _SLOWEST_NBYTES_PER_S = 1_000_000  # a hand-off over a slower link fails
 _WINDOW_NBYTES = 8 * 1024 * 1024  # under way at once, unless one batch is larger
 _GPU_WINDOW_NBYTES = 512 * 1024 * 1024  # between GPUs, where nothing is copied to main memory
 _RENEW_EVERY_S = 5.0  # well within the time after which the pool discards an unfinished put
 
 
-class DecodePeers:
-    """Connections to decode workers, one each, for the hand-off thread of that worker; any thread may close them."""
+class SpanChecksums(NamedTuple):
+    """The crc32c of the pieces of some layers, [block, layer], for the blocks that a ticket wants."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._closed = False
-        self._clients: dict[str, BlockingClient] = {}
-        self.refusal_log = RateLimitedLog(_LOG, interval_s=math.inf)  # a refusal lasts until a setting changes
-
-    def get(self, address: str) -> BlockingClient:
-        if self._closed:
-            raise PeerLost("this worker is shutting down")
-        if address not in self._clients:
-            self._clients[address] = BlockingClient(address, WORKER_SERVICE, name=self._name)
-        return self._clients[address]
-
-    def reach(self, address: str, call: Call[None]) -> None:
-        """Make the first call of a hand-off. A connection that has died since the last one is replaced."""
-        try:
-            self.get(address).call(call, timeout_s=_HANDOFF_TIMEOUT_S)
-        except PeerLost:
-            self.get(address).call(call, timeout_s=_HANDOFF_TIMEOUT_S)
-
-    def close(self) -> None:
-        """Idempotent. A thread that waits for an answer gets PeerLost; there are no new connections afterwards."""
-        self._closed = True
-        for client in list(self._clients.values()):
-            client.close()
+    layers: range
+    checksums: Checksums
 
 
 class _ReadyPieces(NamedTuple):
@@ -114,8 +88,12 @@ class Push:
         peers: DecodePeers,
         transfer: TransferEngine,
         clock: Clock | None = None,
+        layers: range | None = None,
     ) -> None:
+        """With `layers` these alone are sent, and nothing is put to the pool."""
         self._ticket = ticket
+        self._layers = layers or range(memory.layout.num_layers)
+        self._puts = layers is None
         self._keys = list(keys)  # of the full blocks
         self._queue, self._memory, self._pool = queue, memory, pool
         self._peers, self._transfer = peers, transfer
@@ -142,8 +120,9 @@ class Push:
         self._pages = tuple(pages[: len(self._ticket.pages)])
         wanted = self._keys[:num_ready_blocks] + self._keys[num_ready_blocks + num_pulled_blocks :]
         self._put_handoff(self._open)
-        self._queue.put(Urgency.POOL, lambda: self._begin_puts(wanted))
-        self.layers_ready(range(self._memory.layout.num_layers), range(num_ready_blocks))
+        if self._puts:
+            self._queue.put(Urgency.POOL, lambda: self._begin_puts(wanted))
+        self.layers_ready(self._layers, range(num_ready_blocks))
 
     def layers_ready(self, layers: range, blocks: Sequence[int], ready: ReadyPoint | None = None) -> None:
         """These blocks' pieces of these layers hold their final bytes, on a GPU once `ready` is reached (None: all that
@@ -159,10 +138,10 @@ class Push:
         """As layers_ready(), for the layers of a step in order: on a GPU a few of them go together, and whole blocks to
         the pool with the last one.
         """
-        memory, last = self._memory, self._memory.layout.num_layers - 1
-        run = range(layer - layer % memory.layer_run, layer + 1)
-        if len(run) == memory.layer_run or layer == last:
-            put = range(last + 1) if memory.puts_whole else run
+        memory, last = self._memory, self._layers.stop - 1
+        run = range(max(layer - layer % memory.layer_run, self._layers.start), layer + 1)
+        if run.stop % memory.layer_run == 0 or layer == last:
+            put = range(0) if not self._puts else range(last + 1) if memory.puts_whole else run
             self._queue_pieces(run, put if put.stop <= layer + 1 else range(0), blocks, ready)
 
     def _queue_pieces(self, sent: range, put: range, blocks: Sequence[int], ready: ReadyPoint | None) -> None:
@@ -185,9 +164,27 @@ class Push:
 
     # called once at the end
 
-    def commit(self, first: TokenOut, num_tokens: int, on_done: Callable[[MoonpoolError | None], None]) -> None:
-        """Hand the request over; `on_done` gets the outcome, on the hand-off thread."""
-        self._put_handoff(lambda: self._after_writes(lambda: on_done(self._commit(first, num_tokens))))
+    def commit(
+        self,
+        first: TokenOut,
+        num_tokens: int,
+        on_done: Callable[[MoonpoolError | None], None],
+        others: Sequence[SpanChecksums] = (),
+    ) -> None:
+        """Hand the request over; `on_done` gets the outcome, on the hand-off thread. `others` are the layers that other
+        stages have written."""
+
+        def commit() -> None:
+            for span in others:
+                at = slice(self._ticket.num_present_blocks, None), slice(span.layers.start, span.layers.stop)
+                self._checksums[at], self._sent[at] = span.checksums, True
+            on_done(self._commit(first, num_tokens))
+
+        self._put_handoff(lambda: self._after_writes(commit))
+
+    def end_writes(self, on_done: Callable[[SpanChecksums | MoonpoolError], None]) -> None:
+        """End this stage's part of the hand-off; `on_done` gets the outcome, on the hand-off thread."""
+        self._put_handoff(lambda: self._after_writes(lambda: on_done(self._end_writes())))
 
     def abort(self) -> None:
         """End the hand-off: nothing is written from now on, and the decode worker is told."""
@@ -235,7 +232,7 @@ class Push:
         self._checksums[blocks, layers.start : layers.stop] = self._memory.checksums(pages, layers, ready)
         memories: Sequence[Memory] = [self._memory.memory(page, layers) for page in pages]
         if not self._remote.takes_gpu_memory:
-            memories = in_main_memory(memories, _HANDOFF_TIMEOUT_S)
+            memories = in_main_memory(memories, HANDOFF_TIMEOUT_S)
         requests: list[TransferRequest] = []
         for block, memory in zip(blocks, memories, strict=True):
             offset, _ = self._remote_layout.piece(self._ticket.pages[block], layers.start)
@@ -246,7 +243,7 @@ class Push:
             transfer = self._transfer.submit(
                 requests,
                 priority=Priority.HANDOFF,
-                timeout_s=_HANDOFF_TIMEOUT_S + ahead_nbytes / _SLOWEST_NBYTES_PER_S,
+                timeout_s=HANDOFF_TIMEOUT_S + ahead_nbytes / _SLOWEST_NBYTES_PER_S,
                 room_timeout_s=0.0,  # on the engine's threads, however small: this one goes on with the next layer
             )
         except MoonpoolError as error:
@@ -312,12 +309,29 @@ class Push:
                 checksums=self._checksums[ticket.num_present_blocks :].tobytes(),
             )
             try:
-                self._peers.get(ticket.address).call(call, timeout_s=_HANDOFF_TIMEOUT_S)
+                self._peers.get(ticket.address).call(call, timeout_s=HANDOFF_TIMEOUT_S)
             except MoonpoolError as error:
                 self._failure = error
         if self._failure is not None:
             self._release()
         return self._failure
+
+    def _end_writes(self) -> SpanChecksums | MoonpoolError:
+        ticket, layers = self._ticket, self._layers
+        own = slice(ticket.num_present_blocks, None), slice(layers.start, layers.stop)
+        if self._failure is None and not self._sent[own].all():
+            self._failure = Internal(f"request {ticket.request_id}: a piece was never handed over")
+        if self._failure is None:
+            call = EndWrites(request_id=ticket.request_id, epoch=ticket.epoch, generation=ticket.generation)
+            try:
+                self._peers.get(ticket.address).call(call, timeout_s=HANDOFF_TIMEOUT_S)
+            except MoonpoolError as error:
+                self._failure = error
+        if self._failure is not None:
+            self._release()
+            return self._failure
+        self._opened = False
+        return SpanChecksums(layers, self._checksums[own])
 
     def _abort(self) -> None:
         self._failure = self._failure or Cancelled("the hand-off was given up")  # so that nothing is sent any more
@@ -334,7 +348,7 @@ class Push:
         call = AbortHandoff(request_id=ticket.request_id, epoch=ticket.epoch, generation=ticket.generation)
         # If the call fails, the connection is closed, which has the same effect at the decode worker.
         with contextlib.suppress(MoonpoolError):
-            self._peers.get(ticket.address).call(call, timeout_s=_HANDOFF_TIMEOUT_S)
+            self._peers.get(ticket.address).call(call, timeout_s=HANDOFF_TIMEOUT_S)
 
     # on the pool thread
 

@@ -1,15 +1,15 @@
 """The decode side of hand-offs: which pages are reserved for which request, and when they may be reused. No I/O.
 
-A reservation has a reader and a writer. The reader is the request's stream; it may leave at any time. The writer is the
-prefill worker that has opened the reservation: until it commits, aborts or disconnects, its bytes may still arrive, so
-the pages stay reserved even when the reader has left. Afterwards the pages get a newer generation, which refuses late
-writes.
+A reservation has a reader and writers. The reader is the request's stream; it may leave at any time. A writer is a
+prefill worker that has opened the reservation, one or, of a pipeline, each stage. Until it commits, aborts, says that
+it has written all, or disconnects, its bytes may still arrive, so the pages stay reserved even when the reader has
+left. After the last of them the pages get a newer generation, which refuses late writes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from moonpool.base.errors import AlreadyExists, StaleGeneration
 from moonpool.engine.blocks import PageManager
@@ -25,7 +25,8 @@ class Incoming:
     generation: int
     pages: list[int]  # one per block of the prompt, those that are present already first
     num_present: int
-    writer: Hashable | None = None
+    writers: set[Hashable] = field(default_factory=set)
+    broken: bool = False  # a writer ended without a commit; the others are waited for
     reader_left: bool = False
     committing: bool = False
 
@@ -68,18 +69,24 @@ class Reservations:
         return made
 
     def open(self, request_id: str, epoch: int, generation: int, writer: Hashable) -> None:
-        """Record the writer: from now on its bytes may arrive."""
-        self._find(request_id, epoch, generation).writer = writer
+        """Record a writer: from now on its bytes may arrive."""
+        self._find(request_id, epoch, generation).writers.add(writer)
+
+    def end_writes(self, request_id: str, epoch: int, generation: int, writer: Hashable) -> None:
+        """This writer has written its part; another one commits."""
+        self._find(request_id, epoch, generation).writers.discard(writer)
 
     def begin_commit(self, request_id: str, epoch: int, generation: int) -> Incoming:
         """All is written. Return the reservation; the caller verifies the pages, then calls `adopt` or `void`."""
         found = self._find(request_id, epoch, generation)
+        if len(found.writers) > 1:
+            raise StaleGeneration(f"the pages of request {request_id} are still being written by another worker")
         found.committing = True
         return found
 
     def adopt(self, reservation: Incoming) -> list[int] | None:
         """Return the verified pages, whose references are the caller's now; None when the reader has left meanwhile."""
-        reservation.writer, reservation.committing = None, False
+        reservation.writers, reservation.committing = set(), False
         if reservation.reader_left:
             self._release(reservation)
             return None
@@ -98,33 +105,41 @@ class Reservations:
         if found is None or found.epoch != epoch:
             return
         found.reader_left = True
-        if found.writer is None and not found.committing:
+        if not found.writers and not found.committing:
             self._release(found)
         else:
             del self._open[request_id]
             self._orphans.append(found)
 
-    def abort(self, request_id: str, epoch: int, generation: int) -> None:
+    def abort(self, request_id: str, epoch: int, generation: int, writer: Hashable) -> None:
         """The writer ends without a commit; idempotent."""
         for found in [*self._open.values(), *self._orphans]:
-            same = (found.request_id, found.epoch, found.generation) == (request_id, epoch, generation)
-            if same and not found.committing:
-                self._release(found)
+            if (found.request_id, found.epoch, found.generation) == (request_id, epoch, generation):
+                self._break(found, writer)
 
     def writer_gone(self, writer: Hashable) -> None:
-        """The writer's connection has ended: release all that it had opened."""
+        """The writer's connection has ended, and with it all that it had opened."""
         for found in [*self._open.values(), *self._orphans]:
-            if found.writer == writer and not found.committing:
-                self._release(found)
+            if writer in found.writers:
+                self._break(found, writer)
+
+    def _break(self, reservation: Incoming, writer: Hashable) -> None:
+        """A writer has ended without a commit: nobody may commit any more, and the last writer frees the pages."""
+        if reservation.committing:
+            return
+        reservation.writers.discard(writer)
+        reservation.broken = True
+        if not reservation.writers:
+            self._release(reservation)
 
     def newest_without_writer(self) -> Incoming | None:
         """Return the newest reservation that no writer has opened; None if all have one."""
-        idle = [found for found in self._open.values() if found.writer is None and not found.committing]
+        idle = [found for found in self._open.values() if not found.writers and not found.committing]
         return max(idle, key=lambda found: found.generation, default=None)
 
     def _find(self, request_id: str, epoch: int, generation: int) -> Incoming:
         found = self._open.get(request_id)
-        if found is None or (found.epoch, found.generation) != (epoch, generation) or found.committing:
+        if found is None or (found.epoch, found.generation) != (epoch, generation) or found.committing or found.broken:
             raise StaleGeneration(f"the pages of request {request_id} are no longer reserved for this attempt")
         return found
 

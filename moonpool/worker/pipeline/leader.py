@@ -1,0 +1,303 @@
+"""The last stage of a pipeline, which leads the others: opens them, samples the first token, commits the hand-off.
+
+If a stage cannot be opened, the prompt is computed here alone. If one fails later, the attempt fails, and the front end
+tries again: only new pages of the decode worker are safe from what the lost stage may still write.
+
+Once the request is handed over, the blocks go to the pool: every stage writes its layers of them, and this one owns
+their headers and ends the puts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from moonpool.base.clock import Clock
+from moonpool.base.cluster import REQUEST_LIMITS, WORKER_SERVICE
+from moonpool.base.errors import DeadlineExceeded, MoonpoolError, ProtocolError, Unavailable
+from moonpool.base.rpc import AsyncClient
+from moonpool.engine.sampler import SampledToken, SampleRow, sample
+from moonpool.engine.scheduler import Scheduler
+from moonpool.engine.sequence import FinishReason
+from moonpool.engine.sequence import Sequence as RequestSequence
+from moonpool.engine.stages import layer_spans
+from moonpool.store.client.put_session import PutSession
+from moonpool.store.messages.shared_space import SharedSpace, WrittenPieces
+from moonpool.worker.kv_link.push import SpanChecksums
+from moonpool.worker.kv_link.span_puts import SpanPuts
+from moonpool.worker.messages import Prefill, PrefillReply, PutSpan, RunStage, StageItem, TokenOut
+from moonpool.worker.metrics import Samples
+from moonpool.worker.pipeline.service import StageService
+from moonpool.worker.pipeline.stage import Stage, settle
+from moonpool.worker.prefill import token_out
+
+_T = TypeVar("_T")
+_LOG = logging.getLogger(__name__)
+_OPEN_TIMEOUT_S = 5.0  # to reach another stage and to get its pages
+_PUT_TIMEOUT_S = 60.0
+
+
+@dataclass(slots=True)
+class _OtherStage:
+    """A stage at another worker."""
+
+    client: AsyncClient
+    items: AsyncIterator[StageItem]
+    layers: range
+
+
+@dataclass(slots=True, kw_only=True)
+class _Run:
+    """One prompt on its way through the pipeline."""
+
+    call: Prefill
+    sequence: RequestSequence
+    stage: Stage
+    sampled: asyncio.Future[tuple[SampledToken, FinishReason | None]]
+    others: list[_OtherStage] = field(default_factory=list)
+
+
+class PipelineLeader:
+    """`alone` computes a prompt on this worker alone; `make_sequence` makes the sequence of a prompt."""
+
+    def __init__(
+        self,
+        service: StageService,
+        puts: SpanPuts,
+        scheduler: Scheduler,
+        samples: Samples,
+        clock: Clock,
+        alone: Callable[[Prefill], Awaitable[PrefillReply]],
+        make_sequence: Callable[[Prefill], RequestSequence],
+    ) -> None:
+        self._service, self._puts, self._scheduler = service, puts, scheduler
+        self._samples, self._clock = samples, clock
+        self._alone, self._make_sequence = alone, make_sequence
+        self._putting: set[asyncio.Task[None]] = set()
+        self.num_prompts = 0  # computed by pipelines that this worker led
+
+    @property
+    def num_putting(self) -> int:
+        return len(self._putting)
+
+    async def close(self) -> None:
+        """Give up what is still on its way to the pool. Idempotent."""
+        tasks = list(self._putting)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def prefill(self, call: Prefill) -> PrefillReply:
+        async with AsyncExitStack() as own:
+            began_s = self._clock.now_s()
+            try:
+                run = await own.enter_async_context(self._opened(call))
+            except MoonpoolError as error:
+                _LOG.info("%s is computed by one worker: %s", call.spec.request_id, error)
+                return await self._alone(call)
+            reply = await self._computed(run, began_s)
+            if reply.finish_reason is None:
+                self._put_later(run, own.pop_all())
+            return reply
+
+    @asynccontextmanager
+    async def _opened(self, call: Prefill) -> AsyncIterator[_Run]:
+        """Open all stages. Raise what keeps one from being opened; nothing is written or left then."""
+        spans = layer_spans(self._service.tools.num_layers, len(call.stages) + 1)
+        sequence = self._make_sequence(call)
+        self._scheduler.check_fits(sequence)
+        sampled: asyncio.Future[tuple[SampledToken, FinishReason | None]] = asyncio.get_running_loop().create_future()
+        stage = Stage(
+            self._service.tools,
+            call.spec,
+            call.ticket,
+            spans[-1],
+            call.chunk_tokens,
+            lambda logits: self._sample(sequence, logits, sampled),
+            self._service.address,
+        )
+        run = _Run(call=call, sequence=sequence, stage=stage, sampled=sampled)
+        async with AsyncExitStack() as own:
+            await own.enter_async_context(self._service.open(stage))
+            await stage.reserve()
+            inbox = stage.inbox
+            assert inbox is not None, "a leader is not the first stage"
+            place = inbox.place
+            for address, layers in zip(reversed(call.stages), reversed(spans[:-1]), strict=True):
+                client = await AsyncClient.connect(
+                    address,
+                    WORKER_SERVICE,
+                    name=self._service.tools.name,
+                    timeout_s=_OPEN_TIMEOUT_S,
+                    silence_limits=REQUEST_LIMITS,
+                )
+                own.callback(client.close)
+                order = RunStage(
+                    spec=call.spec,
+                    ticket=call.ticket,
+                    first_layer=layers.start,
+                    num_layers=len(layers),
+                    chunk_tokens=call.chunk_tokens,
+                    next=place,
+                )
+                items = await own.enter_async_context(aclosing(client.stream(order)))  # type: ignore[type-var]
+                run.others.append(_OtherStage(client, items, layers))
+                first = await _next(items, _OPEN_TIMEOUT_S)
+                place = first.inbox or place
+            await stage.start()
+            yield run
+
+    def _sample(
+        self,
+        sequence: RequestSequence,
+        logits: torch.Tensor,
+        sampled: asyncio.Future[tuple[SampledToken, FinishReason | None]],
+    ) -> None:
+        """Sample the first token, on the engine's thread."""
+        barred = self._scheduler.barred_tokens(sequence)
+        row = SampleRow(sequence.params, sequence.tokens, sequence.num_prompt_tokens, barred)
+        (found,) = sample(logits, [row])
+        if isinstance(found, SampledToken):
+            outcome = found, self._scheduler.end_reason(sequence, found.token)
+            sampled.get_loop().call_soon_threadsafe(settle, sampled, outcome)
+        else:
+            sampled.get_loop().call_soon_threadsafe(settle, sampled, found)
+
+    async def _computed(self, run: _Run, began_s: float) -> PrefillReply:
+        """Return the reply when the request is handed over. Raise Unavailable if a stage fails."""
+        spec, started_s = run.call.spec, self._clock.now_s()
+        try:
+            async with asyncio.timeout(spec.timeout_s):
+                spans = [asyncio.ensure_future(self._handed(run, other)) for other in run.others]
+                try:
+                    sampled, reason = await _first_failure(run.sampled, run.stage.failed, *spans)
+                    first = token_out(sampled)
+                    ended = None if reason == "handoff" else reason
+                    if ended is None:
+                        others = await _first_failure(asyncio.gather(*spans), run.stage.failed)
+                        await self._commit(run, first, others)
+                finally:
+                    for span in spans:
+                        span.cancel()
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"the prompt was not computed within {spec.timeout_s:g} s") from error
+        self.num_prompts += 1
+        compute_s = self._clock.now_s() - started_s
+        self._samples.times.prefill.observe(compute_s)
+        return PrefillReply(
+            first=first,
+            finish_reason=ended,
+            local_tokens=0,
+            pool_tokens=0,
+            pool_nbytes=0,
+            queue_s=started_s - began_s,
+            compute_s=compute_s,
+        )
+
+    async def _handed(self, run: _Run, other: _OtherStage) -> SpanChecksums:
+        """Return the checksums of another stage's part, once it is written."""
+        try:
+            item = await anext(other.items)
+        except (MoonpoolError, StopAsyncIteration) as error:
+            raise Unavailable(f"layers {other.layers.start} to {other.layers.stop - 1} were lost: {error}") from error
+        if item.checksums is None:
+            raise ProtocolError("a stage ended without its checksums")
+        found = np.frombuffer(item.checksums, dtype="<u4").reshape(-1, len(other.layers))
+        return SpanChecksums(other.layers, found)
+
+    async def _commit(self, run: _Run, first: TokenOut, others: Sequence[SpanChecksums]) -> None:
+        events = asyncio.get_running_loop()
+        committed: asyncio.Future[None] = events.create_future()
+
+        def on_done(error: MoonpoolError | None) -> None:
+            events.call_soon_threadsafe(settle, committed, error)
+
+        run.stage.push.commit(first, len(run.call.spec.tokens), on_done, others)
+        await committed
+        self._samples.handoff_nbytes += run.stage.push.sent_nbytes
+
+    # the pool
+
+    def _put_later(self, run: _Run, own: AsyncExitStack) -> None:
+        """Put the blocks in the background, then end the stages."""
+
+        async def put() -> None:
+            async with own:
+                await self._put(run)
+
+        task = asyncio.create_task(put(), name="pipeline puts")
+        self._putting.add(task)
+        task.add_done_callback(self._putting.discard)
+
+    async def _put(self, run: _Run) -> None:
+        keys = run.sequence.keys[: len(run.call.spec.tokens) // self._puts.block_tokens]
+        begun = await self._service.on_pool_lane(lambda: self._puts.begin(keys)) if keys else None
+        if begun is None:
+            return
+        shared, puts = begun
+        complete: list[PutSession] = []
+        try:
+            complete = await self._write(run, shared.session, puts)
+        except MoonpoolError as error:
+            _LOG.info("the blocks of %s were not put: %s", run.call.spec.request_id, error)
+        finally:
+            # Also when this is cancelled: no other stage has written what it did not answer for.
+            self._service.post_to_pool_lane(lambda: self._puts.end(shared, complete))
+
+    async def _write(self, run: _Run, session: int, puts: dict[int, PutSession]) -> list[PutSession]:
+        """Let every stage write its layers; return the blocks of which all is written."""
+        if not puts:
+            return []
+        spec, pages = run.call.spec, run.stage.prompt.pages
+        order = PutSpan(
+            request_id=spec.request_id,
+            epoch=spec.epoch,
+            session=session,
+            blocks=list(puts),
+            spaces=[SharedSpace(each.generation, each.replicas) for each in puts.values()],
+        )
+        page_of = {each: pages[block] for block, each in puts.items()}
+        own = self._service.on_pool_lane(lambda: self._puts.write(page_of, run.stage.layers))
+        answers = [other.client.call(order, timeout_s=_PUT_TIMEOUT_S) for other in run.others]
+        failed, written = await asyncio.gather(own, asyncio.gather(*answers))
+        for other, pieces in zip(run.others, written, strict=True):
+            failed |= _merge(list(puts.values()), other.layers, pieces)
+        return [each for each in puts.values() if each not in failed]
+
+
+def _merge(puts: Sequence[PutSession], layers: range, written: Sequence[WrittenPieces | None]) -> set[PutSession]:
+    """Record what another stage has written. Return the puts of which it could not write its part."""
+    failed = set()
+    for put, pieces in zip(puts, written, strict=True):
+        if pieces is not None:
+            put.add_written(layers, pieces.checksums, pieces.failed)
+        if pieces is None or not put.num_replicas:
+            failed.add(put)
+    return failed
+
+
+async def _next(items: AsyncIterator[StageItem], timeout_s: float) -> StageItem:
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await anext(items)
+    except TimeoutError as error:
+        raise DeadlineExceeded("another stage did not answer") from error
+    except StopAsyncIteration as error:
+        raise ProtocolError("another stage ended before it began") from error
+
+
+async def _first_failure(wanted: asyncio.Future[_T], *others: asyncio.Future[Any]) -> _T:
+    """Return the result of `wanted`; raise the first failure of any of them meanwhile."""
+    waiting: set[asyncio.Future[Any]] = {wanted, *others}
+    while not wanted.done():
+        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for each in done:
+            each.result()
+    return wanted.result()

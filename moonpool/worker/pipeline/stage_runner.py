@@ -1,0 +1,147 @@
+"""Computes chunks of prompts that pass a pipeline, one between two steps of the engine. All on the engine's thread.
+
+Its pages hold the KV of this stage's layers alone, so they are never published: no other request may reuse them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from moonpool.base.errors import Cancelled, Internal, MoonpoolError
+from moonpool.engine.blocks import PageManager
+from moonpool.engine.runner import Runner
+from moonpool.engine.sequence import Chunk, pages_for
+from moonpool.engine.stages import StageQueue, chunk_bounds
+from moonpool.worker.kv_link.push import Push
+from moonpool.worker.loop import EngineLoop
+from moonpool.worker.prefill import completed_blocks
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class StagedPrompt:
+    """A prompt at one stage. `read_hidden` returns the hidden states of a chunk, None at the first stage.
+
+    `on_computed` gets the number of a chunk and what this stage made of it, `on_failure` why it could not.
+    """
+
+    name: str
+    tokens: list[int]
+    chunk_tokens: int
+    layers: range
+    is_last: bool
+    push: Push
+    read_hidden: Callable[[int], torch.Tensor] | None
+    on_computed: Callable[[int, torch.Tensor], None]
+    on_failure: Callable[[MoonpoolError], None]
+    pages: tuple[int, ...] = ()
+    bounds: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def owner(self) -> str:
+        """Return the owner name of its references in the page manager."""
+        return f"stage:{self.name}"
+
+    def chunk(self, number: int) -> Chunk:
+        start, end = self.bounds[number]
+        wants_logits = self.is_last and number == len(self.bounds) - 1
+        return Chunk(self.name, start, tuple(self.tokens[start:end]), self.pages, wants_logits)
+
+
+class _LayerSink:
+    """The hooks of one chunk: what a layer completed goes out."""
+
+    def __init__(self, push: Push, blocks: range) -> None:
+        self._push, self._blocks = push, blocks
+
+    def before_layer(self, layer: int) -> None:
+        """The stage's pages have all KV that it reads: it has computed it itself."""
+
+    def after_layer(self, layer: int) -> None:
+        self._push.layer_ready(layer, self._blocks)
+
+
+class StageRunner:
+    def __init__(self, runner: Runner, pages: PageManager) -> None:
+        self._runner, self._pages = runner, pages
+        self._queue: StageQueue[str] = StageQueue()
+        self._prompts: dict[str, StagedPrompt] = {}
+        self.loop: EngineLoop | None = None  # set once, before the loop starts
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self._prompts)
+
+    def reserve(self, prompt: StagedPrompt) -> None:
+        """Reserve pages for the prompt. Raise NoSpace if there are too few now, AlreadyExists if it is here."""
+        num_blocks = pages_for(len(prompt.tokens), self._pages.block_tokens)
+        prompt.pages = tuple(self._pages.reserve(prompt.owner, num_blocks).pages)
+        prompt.bounds = chunk_bounds(len(prompt.tokens), prompt.chunk_tokens)
+        self._prompts[prompt.name] = prompt
+
+    def start(self, prompt: StagedPrompt) -> None:
+        """Begin to hand over and to compute. Do nothing if the prompt was dropped."""
+        if self._prompts.get(prompt.name) is prompt:
+            prompt.push.begin(prompt.pages, 0, 0)
+            is_first = prompt.read_hidden is None
+            self._queue.add(prompt.name, len(prompt.bounds), is_first=is_first, is_last=prompt.is_last)
+
+    def arrived(self, name: str) -> None:
+        self._queue.arrived(name)
+
+    def taken(self, name: str) -> None:
+        self._queue.taken(name)
+
+    def drop(self, prompt: StagedPrompt) -> None:
+        """Forget the prompt and free its pages. Idempotent."""
+        if self._prompts.get(prompt.name) is prompt:
+            del self._prompts[prompt.name]
+            self._queue.drop(prompt.name)
+            self._pages.release(prompt.owner)
+
+    def hold(self, owner: str, prompt: StagedPrompt) -> None:
+        """Keep the prompt's pages for `owner` too. Raise Cancelled if the prompt was dropped."""
+        if self._prompts.get(prompt.name) is not prompt:
+            raise Cancelled("the stage has ended")
+        self._pages.hold(owner, prompt.pages)
+
+    def release(self, owner: str) -> None:
+        self._pages.release(owner)
+
+    def at_boundary(self) -> None:
+        """Compute one chunk, if one is ready; the engine's step comes next, so neither waits long for the other."""
+        opened = self._queue.begin()
+        if opened is None:
+            return
+        name, number = opened
+        prompt = self._prompts[name]
+        try:
+            found = self._compute(prompt, number)
+        except Exception as error:  # noqa: BLE001 - it concerns this prompt alone; a broken engine shows in its steps
+            _LOG.warning("a chunk of %s failed", name, exc_info=error)
+            self._queue.end()
+            self._queue.drop(name)
+            own = error if isinstance(error, MoonpoolError) else Internal(f"computing it raised {type(error).__name__}")
+            prompt.on_failure(own)
+            return
+        self._queue.end()
+        prompt.on_computed(number, found)
+        if self._queue.has_ready:
+            assert self.loop is not None
+            self.loop.post(_wake)
+
+    def _compute(self, prompt: StagedPrompt, number: int) -> torch.Tensor:
+        chunk = prompt.chunk(number)
+        hidden = None if prompt.read_hidden is None else prompt.read_hidden(number)
+        is_end = number == len(prompt.bounds) - 1  # of the prompt: its last block is complete, full or not
+        blocks = completed_blocks(chunk, self._pages.block_tokens, is_end=is_end)
+        return self._runner.execute_span(chunk, prompt.layers, hidden, _LayerSink(prompt.push, blocks))
+
+
+def _wake() -> None:
+    """Posted to make the engine's thread look for the next chunk."""
