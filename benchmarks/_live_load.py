@@ -58,13 +58,15 @@ class Service:
     the cores that workers keep to, by their names."""
 
     def __init__(
-        self, folder: Path, shape: Mapping[str, int], pins: Mapping[str, int] | None = None, **options: Any
+        self, folder: Path, shape: Mapping[str, int] | str, pins: Mapping[str, int] | None = None, **options: Any
     ) -> None:
+        """`shape` is that of a random llama, or the name of a model."""
         self._pins = pins or {}
-        model = folder / "model"
-        save_model(model, shape)
+        model = shape if isinstance(shape, str) else str(folder / "model")
+        if not isinstance(shape, str):
+            save_model(Path(model), shape)
         self.config = ServeConfig(
-            model=str(model), threads=1, host="127.0.0.1", port=free_port(), log_level="ERROR", **options
+            model=model, threads=1, host="127.0.0.1", port=free_port(), log_level="ERROR", **options
         )
         machine = plan_machine(self.config, num_cores=available_cores())
         self._roles = {role.name: role for role in plan_roles(self.config, machine, folder, folder)}

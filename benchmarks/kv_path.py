@@ -46,10 +46,11 @@ from moonpool.store.client import ClientConfig
 from moonpool.transfer import TransferConfig, TransferEngine
 from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.transports.tcp.transport import TcpRemote
+from moonpool.worker.kv_link.decode_peers import DecodePeers
 from moonpool.worker.kv_link.pieces import HostPieces
 from moonpool.worker.kv_link.pool import PoolWriter
 from moonpool.worker.kv_link.pull import Puller
-from moonpool.worker.kv_link.push import DecodePeers, Push
+from moonpool.worker.kv_link.push import Push
 from moonpool.worker.kv_link.reservations import Reservations
 from moonpool.worker.kv_link.send_queue import SendQueue
 from moonpool.worker.messages import AbortHandoff, CommitHandoff, OpenHandoff, Ticket, TokenOut
