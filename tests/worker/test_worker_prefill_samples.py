@@ -56,7 +56,7 @@ class Bench:
             params=SamplingParams(max_tokens=5),
         )
         prompt = Prompt(spec, cast(Any, NoPush()), lambda _: None, self.clock.now_s())
-        self.role._add(engine_name(spec), self.role._sequence(spec), prompt)
+        self.role._add(engine_name(spec), self.role.sequence(spec), prompt)
 
     def step(self, computing_s: float, stalled_s: float = 0.0) -> None:
         chunks = self.scheduler.schedule()
