@@ -157,6 +157,8 @@ class TinyCluster:
         self._model, self._dir, self._node_settings, self._settings = model, run_dir, node_settings, settings
         self._wires: dict[str, Any] = {"shm": shm, "tcp_host": None if shm else "127.0.0.1"}
         self.workers: dict[str, TinyWorker] = {}
+        self.conductors: list[Conductor] = []  # the first of them is `conductor`
+        self.conductor_address = self._at("c.sock")  # of all of them
         self.dead: set[str] = set()
         self._fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._loop = asyncio.get_running_loop()
@@ -205,7 +207,17 @@ class TinyCluster:
             ConductorConfig(address=self._at("c.sock"), store_address=self._at("m.sock"), policy=ALWAYS_PULLS)
         )
         await self.conductor.start()
-        self.connections = Connections(self._at("c.sock"))
+        self.connections = Connections(self.conductor_address)
+        self.conductors[:1] = [self.conductor]
+
+    async def start_second_conductor(self) -> None:
+        """Before the workers: they report to both."""
+        config = ConductorConfig(address=self._at("c1.sock"), store_address=self._at("m.sock"), policy=ALWAYS_PULLS)
+        self.conductors.append(Conductor(config))
+        await self.conductors[1].start()
+        self.conductor_address += "," + self._at("c1.sock")
+        await self.connections.close()
+        self.connections = Connections(self.conductor_address)
 
     async def start_worker(self, role: str, number: int, num_pages: int) -> TinyWorker:
         name = f"{role}{number}"
@@ -214,7 +226,7 @@ class TinyCluster:
             role=role,  # type: ignore[arg-type]
             model=self._model,
             address=self._at(f"{role[0]}{number}.sock"),
-            conductor_address=self._at("c.sock"),
+            conductor_address=self.conductor_address,
             master_address=self._at("m.sock"),
             run_dir=str(self._dir / "r"),
             kv_nbytes=num_pages * PAGE_NBYTES,
@@ -255,7 +267,8 @@ class TinyCluster:
         await self.connections.close()
         for worker in self.workers.values():
             await worker.close()
-        await self.conductor.close()
+        for conductor in self.conductors:
+            await conductor.close()
         await self.stop_pool()
 
     # -- requests ------------------------------------------------------------------------------------------------
@@ -350,6 +363,7 @@ async def tiny_cluster(
     *,
     num_prefill: int = 1,
     num_decode: int = 1,
+    num_conductors: int = 1,
     prefill_pages: int = 48,
     decode_pages: int = 48,
     dram_nbytes: int = 8 << 20,
@@ -367,6 +381,8 @@ async def tiny_cluster(
         cluster = TinyCluster(model, Path(folder), node_settings, shm, settings)
         await cluster.start_pool()
         await cluster.start_conductor()
+        if num_conductors == 2:
+            await cluster.start_second_conductor()
         stack.push_async_callback(cluster.close)
         for number in range(num_prefill):
             await cluster.start_worker("prefill", number, prefill_pages)
