@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from moonpool.base.errors import InvalidInput
+from moonpool.engine.stages import pipeline_s
 from moonpool.sim.physics.model_shape import windowed_pairs
 
 Seconds = NDArray[np.float64]
@@ -286,11 +287,7 @@ def pipelined_prefill_s(
     one. A stage sends a chunk to the next in `boundary_s` while it computes the next chunk. All stages load their
     layers of the prefix at the same time. `cost` is of all layers on one node.
     """
-    if num_stages < 1:
-        raise InvalidInput(f"a pipeline has at least one stage, not {num_stages}")
     chunks = chunk_ends(num_tokens, prefix_tokens, chunk_tokens)
     times = [cost.compute_s(end, start) for end, start in chunks]
-    # All chunks at one station, and the longest chunk once at each other station.
-    passing_s = sum(times) + (num_stages - 1) * max(times)
-    load_s = cost.load_s(min(prefix_tokens, num_tokens - 1))
-    return (load_s + passing_s) / num_stages + (num_stages - 1) * boundary_s
+    passing_s = pipeline_s(times, num_stages, boundary_s)
+    return cost.load_s(min(prefix_tokens, num_tokens - 1)) / num_stages + passing_s
