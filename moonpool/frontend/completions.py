@@ -1,8 +1,8 @@
 """The two endpoints that answer prompts. POSTs to them do not pass through FastAPI.
 
 FastAPI describes the endpoints (/docs) and answers their other methods. For a POST its routing, dependencies and
-middlewares would take as much time as all the rest of the front end (benchmarks/frontend.py), and do nothing that these
-endpoints use: they read their bodies themselves, and http_errors.py makes an answer of every error.
+middlewares take time (benchmarks/frontend.py) and do nothing that these endpoints use: they read their bodies
+themselves, and http_errors.py makes an answer of every error.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Prepares request bodies: tiny ones at once, short ones in a thread, long ones in a separate process.
 
-TINY_NBYTES is what is prepared within a millisecond, whatever the body contains; a thread would take as long to reach.
+TINY_NBYTES is what is prepared within two milliseconds, whatever the body contains: no stream notices that.
 A thread is faster to reach than a process, but holds Python's interpreter lock: SHORT_NBYTES is what a thread prepares
 within a few milliseconds, whatever the body contains. Longer bodies go to prompt_process.py, where they delay only each
 other (benchmarks/long_prompts.py). If the process dies or takes too long, the present request gets a 503, and the next
@@ -33,7 +33,7 @@ from moonpool.frontend.prompt_process import (
 from moonpool.frontend.prompts import Endpoint, Prepared, ServedModel, prepare
 from moonpool.frontend.schema import SamplingBody
 
-TINY_NBYTES = 4 * 1024
+TINY_NBYTES = 1024
 SHORT_NBYTES = 64 * 1024
 MAX_WAITING = 16  # long bodies that wait for the process
 ANSWER_S = 60.0  # to start the process and prepare one body

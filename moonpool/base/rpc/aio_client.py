@@ -114,7 +114,7 @@ class AsyncClient(asyncio.Protocol):
         call_id, future = next(self._ids), loop.create_future()
         self._write(encode_call(call, call_id))
         self._calls[call_id] = future
-        timer = loop.call_later(timeout_s, _expire, future)  # a third of the time that asyncio.timeout() takes
+        timer = loop.call_later(timeout_s, _expire, future)  # cheaper than asyncio.timeout()
         try:
             frame: Frame = await future
         except TimeoutError as error:
