@@ -78,7 +78,7 @@ async def test_the_rule_moves_workers_to_the_role_that_is_short(
     monkeypatch.setattr("moonpool.conductor.elastic._TTFT_S", 0.002)  # so small a model computes a prompt in that time
     monkeypatch.setattr("moonpool.conductor.elastic.HOLD_S", 0.2)
     monkeypatch.setattr("moonpool.conductor.elastic.REST_S", 0.5)
-    monkeypatch.setattr("moonpool.conductor.service._REBALANCE_S", 0.05)
+    monkeypatch.setattr("moonpool.conductor.service.REBALANCE_S", 0.05)
     async with tiny_cluster(tiny_model, num_prefill=1, num_decode=3, elastic=True) as cluster:
         done = asyncio.Event()
 
