@@ -87,7 +87,7 @@ class Service:
             return httpx.get(f"{self.url}/health").status_code == 200
         return False
 
-    def stop(self, signum: int = signal.SIGINT, timeout_s: float = 5.0) -> None:
+    def stop(self, signum: int = signal.SIGINT, timeout_s: float = 20.0) -> None:
         """Ends it and makes sure that nothing is left."""
         family = self.family()
         if self.process.poll() is None:
