@@ -136,6 +136,7 @@ class SegmentDirectory:
         self._clock: Clock = clock or SystemClock()
         self._lock = threading.Lock()
         self._known: dict[str, SegmentInfo] = {}
+        self._memory: frozenset[tuple[str, int]] = frozenset()  # segments of _known in memory, with their incarnations
         self._ranks: dict[str, int] = {}  # by segment; the lowest is read first
         self._refusals: dict[str, _Refusal] = {}  # by segment
         self._turn = secrets.randbelow(2**32)  # which of equally good replicas this client reads
@@ -162,6 +163,8 @@ class SegmentDirectory:
 
     def is_memory(self, placement: Placement) -> bool:
         """Return whether the segment is mounted memory. Ask the master if the segment is not known."""
+        if (placement.segment, placement.incarnation) in self._memory:
+            return True
         try:
             return bool(self.info(placement).tier & Tier.DRAM)
         except MoonpoolError:
@@ -225,6 +228,8 @@ class SegmentDirectory:
         local = tuple(info for _, info in sorted(fresh.items()) if _is_local(info))
         with self._lock:
             old, self._known = self._known, fresh
+            in_memory = [each.descriptor for each in fresh.values() if each.tier & Tier.DRAM]
+            self._memory = frozenset((each.name, each.incarnation) for each in in_memory)
             self._ranks = {name: _rank(info) for name, info in fresh.items()}
             self._refusals = {name: refusal for name, refusal in self._refusals.items() if name in fresh}
             self._handles.clear()

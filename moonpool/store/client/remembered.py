@@ -60,8 +60,7 @@ class RememberedPlaces:
         """Remember what a look-up found that was sent at `asked_s`."""
         if not self.max_objects:
             return
-        kinds: dict[tuple[str, int], bool] = {}  # by segment and incarnation: whether it is memory
-        found = [self._in_memory(info, kinds) for info in infos if info is not None and info.remember_s > 0.0]
+        found = [self._in_memory(info) for info in infos if info is not None and info.remember_s > 0.0]
         with self._lock:
             objects = self._objects
             for info in found:
@@ -72,19 +71,10 @@ class RememberedPlaces:
                 for key in list(islice(objects, excess)):
                     del objects[key]
 
-    def _in_memory(self, info: ObjectInfo, kinds: dict[tuple[str, int], bool]) -> ObjectInfo:
-        """Return the object with its replicas in memory only. `kinds` is filled: a batch asks once per segment."""
-        for place in info.replicas:
-            segment = (place.segment, place.incarnation)
-            is_memory = kinds.get(segment)
-            if is_memory is None:
-                is_memory = kinds[segment] = self._is_memory(place)
-            if not is_memory:
-                break
-        else:
-            return info
+    def _in_memory(self, info: ObjectInfo) -> ObjectInfo:
+        """Return the object with its replicas in memory only."""
         places = tuple([place for place in info.replicas if self._is_memory(place)])
-        return msgspec.structs.replace(info, replicas=places)
+        return info if len(places) == len(info.replicas) else msgspec.structs.replace(info, replicas=places)
 
     def find(self, keys: Sequence[bytes], now_s: float) -> list[ObjectInfo | None]:
         """Return the objects whose places are remembered."""
