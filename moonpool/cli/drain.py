@@ -7,8 +7,6 @@ they have no room stay on SSD. It then waits to be stopped; started again, it ta
 
 from __future__ import annotations
 
-import sys
-import time
 from contextlib import closing
 from typing import Annotated
 
@@ -16,16 +14,16 @@ import typer
 
 from moonpool.base.cluster import WORKER_SERVICE, WorkerInfo
 from moonpool.base.config import nearest
-from moonpool.base.errors import DeadlineExceeded, InvalidInput, NotFound, Unavailable
+from moonpool.base.errors import InvalidInput, NotFound, Unavailable
 from moonpool.base.rpc import BlockingClient
 from moonpool.base.units import format_nbytes
 from moonpool.cli.pool import MasterOption, ask_conductor, conductor_address, master_address, pool
+from moonpool.cli.waiting import BoundedWait
 from moonpool.conductor.messages import DrainWorker, Status
 from moonpool.store import Store
 from moonpool.store.messages import SegmentStats, TaskInfo, Tier
 from moonpool.worker.messages import GetStats
 
-_POLL_S = 0.1
 _SAY_EVERY_S = 2.0
 
 
@@ -44,7 +42,7 @@ def command(
     address = master_address(master)
     conductor = conductor_address(conductor, address)
     workers = [] if conductor is None else [each.info for each in ask_conductor(conductor, Status()).workers]
-    progress = _Progress(name, timeout)
+    progress = BoundedWait(timeout, _SAY_EVERY_S, unmet=f"{name} is not empty", goes_on="the drain", prefix=f"{name}: ")
     worker = next((info for info in workers if info.name == name), None)
     if worker is not None and conductor is not None:
         ask_conductor(conductor, DrainWorker(worker=name, force=force))
@@ -59,27 +57,8 @@ def command(
         _drain_node(store, name, segments, progress if wait else None, force)
 
 
-class _Progress:
-    """Prints what is left, every few seconds, and knows when to give up."""
-
-    def __init__(self, name: str, timeout_s: float) -> None:
-        self._name, self._timeout_s = name, timeout_s
-        self._deadline_s = time.monotonic() + timeout_s
-        self._said_s = time.monotonic()
-
-    def pause(self, left: str) -> None:
-        """Wait a moment. Raise DeadlineExceeded if the time is up."""
-        now_s = time.monotonic()
-        if now_s > self._deadline_s:
-            raise DeadlineExceeded(f"{self._name} is not empty after {self._timeout_s:g} s: {left}; the drain goes on")
-        if now_s >= self._said_s + _SAY_EVERY_S:
-            print(f"{self._name}: {left}", file=sys.stderr, flush=True)
-            self._said_s = now_s
-        time.sleep(_POLL_S)
-
-
-def _follow_worker(worker: WorkerInfo, conductor: str, progress: _Progress | None) -> None:
-    """Wait until the worker's process has ended."""
+def _follow_worker(worker: WorkerInfo, conductor: str, progress: BoundedWait | None) -> None:
+    """BoundedWait until the worker's process has ended."""
     if progress is None:
         print(f"{worker.name} drains")
         return
@@ -110,7 +89,9 @@ def _is_registered(worker: WorkerInfo, conductor: str) -> bool:
     return any((one.info.name, one.info.incarnation) == (worker.name, worker.incarnation) for one in workers)
 
 
-def _drain_node(store: Store, node: str, segments: list[SegmentStats], progress: _Progress | None, force: bool) -> None:
+def _drain_node(
+    store: Store, node: str, segments: list[SegmentStats], progress: BoundedWait | None, force: bool
+) -> None:
     others = {each.node for each in segments if each.node != node and each.status == "ok"}
     if not others and not force:
         raise InvalidInput(
@@ -132,7 +113,7 @@ def _drain_node(store: Store, node: str, segments: list[SegmentStats], progress:
         print(f"{on_ssd:,} objects are on its SSD; those that are nowhere else can be read again when {node} is back")
 
 
-def _follow_task(store: Store, task_id: int, progress: _Progress) -> TaskInfo:
+def _follow_task(store: Store, task_id: int, progress: BoundedWait) -> TaskInfo:
     """Return the task when it has ended."""
     while (task := store.tasks.query(task_id)) is not None and task.state == "running":
         progress.pause(f"{task.num_done:,} of {task.num_total:,} objects moved, {format_nbytes(task.nbytes_moved)}")

@@ -7,8 +7,6 @@ the roles: this command decides how many there are, the conductor what they do.
 
 from __future__ import annotations
 
-import sys
-import time
 from contextlib import closing
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -16,14 +14,14 @@ from typing import Annotated, TypeVar
 import typer
 
 from moonpool.base.config import nearest
-from moonpool.base.errors import ConfigError, DeadlineExceeded, InvalidInput, Unavailable
+from moonpool.base.errors import ConfigError, InvalidInput, Unavailable
 from moonpool.base.rpc import BlockingClient, Call
 from moonpool.base.run_dirs import live_run_dirs, read_url, socket_address
+from moonpool.cli.waiting import BoundedWait
 from moonpool.launch.messages import LAUNCHER, LAUNCHER_SERVICE, ListWorkers, Scale
 
 _R = TypeVar("_R")
 _ROLES = ("prefill", "decode")
-_POLL_S = 0.1
 _SAY_EVERY_S = 5.0
 _CALL_S = 30.0
 
@@ -84,7 +82,7 @@ def _ask(address: str, call: Call[_R]) -> _R:
 
 
 def _wait(address: str, started: set[str], draining: set[str], timeout_s: float) -> None:
-    deadline_s, say_at_s = time.monotonic() + timeout_s, time.monotonic() + _SAY_EVERY_S
+    progress = BoundedWait(timeout_s, _SAY_EVERY_S, unmet="not complete", goes_on="it")
     while True:
         workers = {each.name: each for each in _ask(address, ListWorkers())}
         starting = [name for name in sorted(started) if name in workers and not workers[name].is_ready]
@@ -93,10 +91,4 @@ def _wait(address: str, started: set[str], draining: set[str], timeout_s: float)
             return
         ends = [f"{name} ended: {workers[name].last_end}" for name in starting if workers[name].last_end]
         left = "; ".join([*(f"{name} starts" for name in starting), *(f"{name} drains" for name in leaving), *ends])
-        now_s = time.monotonic()
-        if now_s > deadline_s:
-            raise DeadlineExceeded(f"not complete after {timeout_s:g} s: {left}; it goes on")
-        if now_s > say_at_s:
-            print(left, file=sys.stderr, flush=True)
-            say_at_s = now_s + _SAY_EVERY_S
-        time.sleep(_POLL_S)
+        progress.pause(left)
