@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated, NamedTuple, TypeAlias
 
 import typer
 from rich.console import Console
@@ -73,6 +73,9 @@ FailOption: TypeAlias = Annotated[
     ),
 ]
 
+ElasticOption: TypeAlias = Annotated[
+    bool, typer.Option("--elastic", help="nodes change their roles as the load moves, as with `serve --elastic`")
+]
 RoleChangeOption: TypeAlias = Annotated[
     list[str] | None,
     typer.Option(
@@ -99,9 +102,7 @@ def command(
     nodes: cluster.NodesOption = NUM_NODES,
     prefill: Annotated[int | None, typer.Option(help="number of prefill nodes; default: half of the nodes")] = None,
     pipeline_nodes: Annotated[int, typer.Option(min=1, help="prefill nodes per worker, as a pipeline")] = 1,
-    elastic: Annotated[
-        bool, typer.Option("--elastic", help="nodes change their roles as the load moves, as with `serve --elastic`")
-    ] = False,
+    elastic: ElasticOption = False,
     roles: RoleChangeOption = None,
     fails: FailOption = None,
     dram: cluster.DramOption = cluster.DRAM,
@@ -117,10 +118,8 @@ def command(
     if report is not None:
         _refuse_unwritable(report, force)
     failures = tuple(parse_failure(each) for each in fails or [])
-    changes = tuple(parse_role_change(each) for each in roles or [])
-    has_changes = bool(features_off or failures or elastic or changes or pipeline_nodes > 1)
-    names = systems or ([FULL] if has_changes else [FULL, BASELINE])  # the baseline cannot have these
-    chosen = [_with(each, pipeline_nodes, failures, elastic, changes) for each in _chosen(names, features_off or [])]
+    moves = tuple(parse_role_change(each) for each in roles or [])
+    chosen = _systems(systems, features_off or [], _Asked(pipeline_nodes, failures, elastic, moves))
     goals = Goals(_target(ttft, "--ttft"), _target(tbt, "--tbt"), seed, admission)
     fleet = make_fleet(
         model=model,
@@ -155,12 +154,29 @@ def _chosen(names: list[str], features_off: list[str]) -> list[System]:
     return list({each.name: each for each in [*found, *(without(each) for each in features_off)]}.values())
 
 
-def _with(
-    chosen: System, pipeline_nodes: int, failures: tuple[Failure, ...], elastic: bool, changes: tuple[RoleChange, ...]
-) -> System:
-    chosen = with_roles(chosen, elastic, changes) if elastic or changes else chosen
-    chosen = with_pipelines(chosen, pipeline_nodes) if pipeline_nodes > 1 else chosen
-    return with_failures(chosen, failures) if failures else chosen
+class _Asked(NamedTuple):
+    """What the baseline cannot have."""
+
+    pipeline_nodes: int
+    failures: tuple[Failure, ...]
+    elastic: bool
+    moves: tuple[RoleChange, ...]
+
+    @property
+    def anything(self) -> bool:
+        return bool(self.failures or self.elastic or self.moves or self.pipeline_nodes > 1)
+
+
+def _systems(names: list[str] | None, features_off: list[str], asked: _Asked) -> list[System]:
+    """Return the systems to compare, with what was asked for; by default without the baseline if it cannot have it."""
+    names = names or ([FULL] if features_off or asked.anything else [FULL, BASELINE])
+    return [_with(each, asked) for each in _chosen(names, features_off)]
+
+
+def _with(chosen: System, asked: _Asked) -> System:
+    chosen = with_roles(chosen, asked.elastic, asked.moves) if asked.elastic or asked.moves else chosen
+    chosen = with_pipelines(chosen, asked.pipeline_nodes) if asked.pipeline_nodes > 1 else chosen
+    return with_failures(chosen, asked.failures) if asked.failures else chosen
 
 
 def _refuse_late(failures: tuple[Failure, ...], trace: Trace) -> None:

@@ -8,20 +8,23 @@ themselves, and http_errors.py makes an answer of every error.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import BaseModel
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from moonpool.frontend.answer import answer, read_body
-from moonpool.frontend.answer_formats import ChatFormat, CompletionFormat
+from moonpool.frontend.answer import AnswerFormat, answer, read_body
+from moonpool.frontend.answer_formats import ChatFormat, CompletionFormat, TokenText
 from moonpool.frontend.http_errors import response_for
-from moonpool.frontend.prompts import CHAT, COMPLETION
+from moonpool.frontend.prompts import CHAT, COMPLETION, Endpoint
 from moonpool.frontend.replies import ChatCompletion, Completion
-from moonpool.frontend.request_handler import RequestHandler
-from moonpool.frontend.schema import ChatBody, CompletionBody
+from moonpool.frontend.request_handler import ClientRequest, RequestHandler
+from moonpool.frontend.schema import ChatBody, CompletionBody, SamplingBody
+
+_B = TypeVar("_B", bound=SamplingBody)
+MakeFormat: TypeAlias = Callable[[ClientRequest, _B, TokenText], AnswerFormat]
 
 PREFIX = "/v1"
 CHAT_PATH, COMPLETION_PATH = "/chat/completions", "/completions"
@@ -66,18 +69,17 @@ class Completions:
 
     async def create_chat_completion(self, request: Request) -> Response:
         """An answer to a conversation, whole or as server-sent events."""
-        tenant = self._handler.tenants.find(request.headers.get("authorization"))
-        raw = await read_body(request)
-        client_request, body = await self._handler.prepare_request(request.state.request_id, tenant, CHAT, raw)
-        form = ChatFormat(client_request, body, self._handler.model.codec.token_text)
-        return await answer(request, client_request, form, stream=bool(body.stream))
+        return await self._create(request, CHAT, ChatFormat)
 
     async def create_completion(self, request: Request) -> Response:
         """Text that continues each prompt, whole or as server-sent events."""
+        return await self._create(request, COMPLETION, CompletionFormat)
+
+    async def _create(self, request: Request, endpoint: Endpoint[_B], make_format: MakeFormat[_B]) -> Response:
         tenant = self._handler.tenants.find(request.headers.get("authorization"))
         raw = await read_body(request)
-        client_request, body = await self._handler.prepare_request(request.state.request_id, tenant, COMPLETION, raw)
-        form = CompletionFormat(client_request, body, self._handler.model.codec.token_text)
+        client_request, body = await self._handler.prepare_request(request.state.request_id, tenant, endpoint, raw)
+        form = make_format(client_request, body, self._handler.model.codec.token_text)
         return await answer(request, client_request, form, stream=bool(body.stream))
 
     def describe(self, router: APIRouter) -> None:

@@ -87,12 +87,14 @@ def _run(
     machine = plan_machine(config, num_cores=available_cores(), gpu_kv_nbytes=gpu_kv_nbytes, prefix=prefix)
     for folder in machine.ssd_dirs:
         _own_folder(Path(folder))
-    wiring = cluster.wiring(place) if cluster is not None and place is not None else None
     with RunDir() as run_dir, Lifeline() as lifeline:
+        if cluster is not None and place is not None:
+            wiring = cluster.wiring(place)
+        else:
+            wiring = one_machine(machine, run_dir.path, config.conductors)
         roles = plan_roles(config, machine, run_dir.path, state_dir, wiring)
         launcher = Launcher(roles, lifeline, lambda seconds: _announce(config, machine, run_dir.path, seconds), log_dir)
-        here = one_machine(machine, run_dir.path, config.conductors)
-        maker = WorkerMaker(config, machine, wiring or here, run_dir.path, prefix)
+        maker = WorkerMaker(config, machine, wiring, run_dir.path, prefix)
         failure = asyncio.run(_supervise(launcher, maker))
     if failure is not None:
         raise Unavailable(failure)

@@ -24,6 +24,7 @@ from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moonpool.base.clock import Clock, SystemClock
 from moonpool.base.errors import Cancelled, Internal, MoonpoolError, Unauthorized, Unavailable
@@ -297,41 +298,39 @@ class Push:
 
     def _commit(self, first: TokenOut, num_tokens: int) -> MoonpoolError | None:
         ticket = self._ticket
-        if self._failure is None and not self._sent[ticket.num_present_blocks :].all():
-            self._failure = Internal(f"request {ticket.request_id}: a piece was never handed over")
-        if self._failure is None:
-            call = CommitHandoff(
-                request_id=ticket.request_id,
-                epoch=ticket.epoch,
-                generation=ticket.generation,
-                first=first,
-                num_tokens=num_tokens,
-                checksums=self._checksums[ticket.num_present_blocks :].tobytes(),
-            )
-            try:
-                self._peers.get(ticket.address).call(call, timeout_s=HANDOFF_TIMEOUT_S)
-            except MoonpoolError as error:
-                self._failure = error
-        if self._failure is not None:
-            self._release()
+        wanted = slice(ticket.num_present_blocks, None)
+        call = CommitHandoff(
+            request_id=ticket.request_id,
+            epoch=ticket.epoch,
+            generation=ticket.generation,
+            first=first,
+            num_tokens=num_tokens,
+            checksums=self._checksums[wanted].tobytes(),
+        )
+        self._finish(call, self._sent[wanted])
         return self._failure
 
     def _end_writes(self) -> SpanChecksums | MoonpoolError:
         ticket, layers = self._ticket, self._layers
         own = slice(ticket.num_present_blocks, None), slice(layers.start, layers.stop)
-        if self._failure is None and not self._sent[own].all():
-            self._failure = Internal(f"request {ticket.request_id}: a piece was never handed over")
+        call = EndWrites(request_id=ticket.request_id, epoch=ticket.epoch, generation=ticket.generation)
+        self._finish(call, self._sent[own])
+        if self._failure is not None:
+            return self._failure
+        self._opened = False
+        return SpanChecksums(layers, self._checksums[own])
+
+    def _finish(self, call: CommitHandoff | EndWrites, sent: NDArray[np.bool_]) -> None:
+        """Make the last call of a hand-off, if all of `sent` is; otherwise, or if it fails, release the pages."""
+        if self._failure is None and not sent.all():
+            self._failure = Internal(f"request {self._ticket.request_id}: a piece was never handed over")
         if self._failure is None:
-            call = EndWrites(request_id=ticket.request_id, epoch=ticket.epoch, generation=ticket.generation)
             try:
-                self._peers.get(ticket.address).call(call, timeout_s=HANDOFF_TIMEOUT_S)
+                self._peers.get(self._ticket.address).call(call, timeout_s=HANDOFF_TIMEOUT_S)
             except MoonpoolError as error:
                 self._failure = error
         if self._failure is not None:
             self._release()
-            return self._failure
-        self._opened = False
-        return SpanChecksums(layers, self._checksums[own])
 
     def _abort(self) -> None:
         self._failure = self._failure or Cancelled("the hand-off was given up")  # so that nothing is sent any more
