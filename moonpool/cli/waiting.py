@@ -20,7 +20,7 @@ class BoundedWait:
         self._deadline_s, self._say_at_s = now_s + timeout_s, now_s + every_s
 
     def pause(self, left: str) -> None:
-        """BoundedWait a moment. Raise DeadlineExceeded if the time is up."""
+        """Wait a moment. Raise DeadlineExceeded if the time is up."""
         now_s = time.monotonic()
         if now_s > self._deadline_s:
             raise DeadlineExceeded(f"{self._unmet} after {self._timeout_s:g} s: {left}; {self._goes_on} goes on")
