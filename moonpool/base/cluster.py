@@ -102,7 +102,7 @@ class RegisterWorker(Call[None]):
 
 
 class WorkerLeft(Call[None]):
-    """The worker was drained and its process ends for good: nobody has to miss it."""
+    """The worker was drained and its process ends for good: it is not reported as lost."""
 
     name: str
     incarnation: Whole

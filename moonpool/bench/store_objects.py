@@ -245,7 +245,7 @@ class ObjectWork:
         return self._pages[:count]
 
     def _fresh(self, label: str) -> str:
-        """A label that nobody has used: this client's own, and new each time."""
+        """A label that was never used before: this client's own, and new each time."""
         self._round += 1
         return f"{label}-{id(self):x}-{self._round}"
 

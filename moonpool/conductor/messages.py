@@ -152,7 +152,7 @@ class ConductorStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_waiting: int = 0  # requests in the queue
     predictions: tuple[PredictionError, ...] = ()
     fetch_or_compute: FetchOrCompute | None = None  # None without workers
-    left: tuple[str, ...] = ()  # workers that were drained and have ended: nobody has to miss them
+    left: tuple[str, ...] = ()  # workers that were drained and have ended: they are not reported as lost
 
 
 class Status(Call[ConductorStatus]):

@@ -288,7 +288,7 @@ class Supervisor:
         return actions
 
     def _needs_met(self, child: _Child) -> bool:
-        """A need that was retired holds nobody up."""
+        """A retired role delays no role that needs it."""
         needs = [self._children[name] for name in child.needs if name in self._children]
         return all(need.state is State.READY for need in needs)
 

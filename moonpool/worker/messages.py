@@ -186,7 +186,7 @@ class EndWrites(Call[None]):
 
 class AbortHandoff(Call[None]):
     """From prefill to decode worker: nothing more will be written by this one. When no other prefill worker writes
-    either, the pages may be used again. Nobody can commit any more."""
+    either, the pages may be used again. A commit is refused from then on."""
 
     request_id: str
     epoch: int

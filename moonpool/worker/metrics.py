@@ -17,7 +17,7 @@ from moonpool.worker.messages import WorkerStats
 _MAX_SAMPLES = 64  # of each kind
 _GAUGES = {
     "num_pages": "KV pages in all",
-    "free_pages": "KV pages that nobody refers to",
+    "free_pages": "KV pages that no request uses",
     "cached_pages": "free pages whose block can be reused",
     "reserved_pages": "pages kept for hand-offs under way",
     "num_waiting": "requests that wait",

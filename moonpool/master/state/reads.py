@@ -123,7 +123,7 @@ class ReadState:
         self, keys: Sequence[bytes], generations: Sequence[int], now_s: float, num_replicas: Sequence[int] = ()
     ) -> RenewedLeases:
         """Count uses of objects that were read where they were remembered, and lease those that are still there.
-        An object that is about to be replaced does not count as there: nobody may remember it longer. Nor does one
+        An object that is about to be replaced does not count as there: clients may not remember it longer. Nor does one
         that has more replicas in memory than `num_replicas` says (empty: as many as there are), so that readers of a
         hot key find the new ones.
         """

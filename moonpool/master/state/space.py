@@ -146,7 +146,7 @@ class PoolSpace:
 
     def free_unknown(self, session: int, known: Container[int], up_to: int) -> None:
         """Free what is held of space granted ahead, up to that generation, that its process does not know of: the
-        answer to its call was lost, so nobody has written there.
+        answer to its call was lost, so no client has written there.
         """
         held = self._held.get(session)
         if held and self._ahead:

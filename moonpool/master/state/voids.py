@@ -5,7 +5,7 @@ replica leaves its object earlier than that (a forced removal, an upsert, a move
 replica's header: from then on no reader takes it for an object unless it asks the master first.
 
 - An upsert orders this when it starts, and its value becomes visible only when the old one is void. Until then look-ups
-  find the old value and let nobody remember it.
+  find the old value and let no client remember it.
 - When a replica leaves in another way, its key is not settled until the node has voided it, or the lease is over. A
   removal is not reported as done before its keys are settled, and no value becomes visible under a key that is not.
 
@@ -74,7 +74,7 @@ class Voids:
         self, key: bytes, nbytes: int, replicas: Sequence[Replica], until_s: float, now_s: float
     ) -> None:
         """Order the nodes to void these replicas, which may be remembered until then. Those of a node that is gone are
-        remembered by nobody, unless another process took its name.
+        remembered by no client, unless another process took its name.
         """
         mounted = [each for each in replicas if each.segment in self._segments.by_number]
         taken = [self._taken_over.get(each.segment, now_s) for each in replicas] if self._taken_over else []
@@ -100,7 +100,7 @@ class Voids:
         for replica in replicas:
             segment = self._segments.by_number.get(replica.segment)
             if segment is None:
-                continue  # its node is gone, and nobody remembers it
+                continue  # its node is gone, and no client remembers it
             at = segment.descriptor
             source = Placement(at.name, replica.offset, at.incarnation, replica.generation)
             voiding.replicas.add(source)
@@ -129,7 +129,7 @@ class Voids:
         return first is None or first.number > number
 
     def expire(self, now_s: float) -> None:
-        """Settle keys whose replicas nobody remembers any more."""
+        """Settle keys whose replicas no client remembers any more."""
         while self._unsettled:
             key, entry = next(iter(self._unsettled.items()))
             if entry.until_s > now_s:

@@ -141,7 +141,8 @@ class PutCalls:
                 reply, is_repeated = self._master.call_noting_repeats(call)
             except NotSettled:
                 reply, is_repeated = self._master.call(call), True
-        except MoonpoolError as lost:  # nobody knows whether it is stored; giving back what it is not does no harm
+        except MoonpoolError as lost:
+            # It is unknown whether the object is stored. The master ignores the return of space that is in use.
             self.ahead.drop(held)
             return lost
         error = None if reply.refusal is None else from_wire(reply.refusal.code, reply.refusal.message)
@@ -154,7 +155,7 @@ class PutCalls:
         if not reply.may_hold or isinstance(error, StaleGeneration):
             self.ahead.give_back_all()
         if isinstance(error, StaleGeneration) and is_repeated:  # the first call may have stored it: then it was removed
-            return Unavailable("the master was lost while it ended this put; nobody knows whether it was stored")
+            return Unavailable("the master was lost while it ended this put; the object may or may not be stored")
         return error
 
     def start(

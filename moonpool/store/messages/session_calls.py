@@ -25,7 +25,7 @@ class Register(Call[None]):
 
 class Join(Call[None]):
     """Take part in a session that another process of this machine has begun: it lasts until the last process that takes
-    part has left it or ended. StaleGeneration when nobody takes part in it: it is over.
+    part has left it or ended. StaleGeneration when it has no writers left: it is over.
     """
 
     session: int

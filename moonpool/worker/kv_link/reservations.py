@@ -124,7 +124,7 @@ class Reservations:
                 self._break(found, writer)
 
     def _break(self, reservation: Incoming, writer: Hashable) -> None:
-        """A writer has ended without a commit: nobody may commit any more, and the last writer frees the pages."""
+        """A writer has ended without a commit: a commit is refused from now on, and the last writer frees the pages."""
         if reservation.committing:
             return
         reservation.writers.discard(writer)

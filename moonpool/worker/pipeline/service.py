@@ -152,4 +152,4 @@ def _raise_first(future: asyncio.Future[Any]) -> None:
 def _settle_error(future: asyncio.Future[T], error: Exception) -> None:
     if not future.done():
         future.set_exception(error)
-        future.exception()  # retrieved: nobody may wait for it any more
+        future.exception()  # retrieved here, because the caller may have stopped waiting

@@ -76,7 +76,7 @@ class ActivationInbox:
         return flat.view(num_tokens, size)
 
     def close(self) -> None:
-        """Idempotent. Late writes of another process go to memory that nobody reads."""
+        """Idempotent. Late writes of another process go to memory that is never read."""
         self._tools.transfer.unserve(self._segment.name)
         self._segment.close()
 
@@ -209,6 +209,6 @@ def settle(future: asyncio.Future[_T], outcome: _T | MoonpoolError) -> None:
         return
     if isinstance(outcome, MoonpoolError):
         future.set_exception(outcome)
-        future.exception()  # retrieved: nobody may wait for it any more
+        future.exception()  # retrieved here, because the caller may have stopped waiting
     else:
         future.set_result(outcome)

@@ -120,7 +120,7 @@ class FencedFile:
 
     def close(self) -> None:
         """Idempotent; calls under way end first."""
-        self.disk.close()  # first: nobody may write when the fence is gone
+        self.disk.close()  # first: no write may begin once the fence is gone
         self.sidecar.close()
 
 

@@ -157,13 +157,12 @@ class ShmServer:
             self._grant(client, call_id, call)
             return
         reply = encode_value(FrameKind.REPLY, call_id, self._control.answer(call))
-        if client.sock.send(reply) < len(
-            reply
-        ):  # nobody waits here for a reader, so an answer fits the socket or fails
+        # This thread never waits for a reader: an answer fits into the socket's buffer or fails.
+        if client.sock.send(reply) < len(reply):
             raise ConnectionAbortedError(f"an answer of {len(reply)} bytes did not fit")
 
     def _grant(self, client: _Client, call_id: int, ask: AskSegment) -> None:
-        # Under the lock, so that after hang_up_segment() nobody is being given a descriptor that is about to close.
+        # Under the lock, so that after hang_up_segment() no client is being given a descriptor that is about to close.
         with self._lock:
             segment = self._control.segments.find(ask.name, ask.incarnation)
             fence, fd = segment.fence, segment.fd
