@@ -2,9 +2,10 @@
 
 The load of each role is its pressure: 1 means that its target is just met. Of prefill workers it is the work that waits
 for each, relative to the target of the time to first token; of decode workers the predicted time between tokens
-relative to its target, or the share of places or pages in use if that is more. A worker moves when that lowers the
-higher of the two pressures by a fifth or more, the rule has said so for `HOLD_S`, and the last move is `REST_S` ago:
-loads that swing faster than roles can follow move nothing.
+relative to its target, or the share of places or pages in use if that is more. Requests that wait in the conductor, or
+were refused lately, count for the role that was short (demand.py): without them a role at its limit would never seem
+to be above it. A worker moves when that lowers the higher of the two pressures by a fifth or more, the rule has said so
+for `HOLD_S`, and the last move is `REST_S` ago: loads that swing faster than roles can follow move nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 
 from moonpool.base.cluster import WorkerRole
 from moonpool.conductor.admission.forms import AdmissionConfig
+from moonpool.conductor.demand import UnmetDemand
 from moonpool.conductor.registration import Registration
 
 REBALANCE_S = 0.5  # between two looks at the rule
@@ -25,34 +27,39 @@ _MOST = 4  # times the present workers, that are wanted at most
 _TTFT_S = 2.0  # the target if there is none
 
 
+def aimed_ttft_s(targets: AdmissionConfig) -> float:
+    """Return the target of the time to first token, or what the rule takes instead."""
+    return targets.ttft_slo_s or _TTFT_S
+
+
 @dataclass(frozen=True, slots=True)
 class ClusterLoad:
     """What all workers of both roles have to do, each sum independent of how many workers there are."""
 
     num_prefill: int = 0
     num_decode: int = 0
-    work_s: float = 0.0  # predicted, of prompts that wait or are computed
-    num_seqs: int = 0  # that decode, or will after their prefill
+    work_s: float = 0.0  # predicted, of prompts that wait, are computed, or were refused lately
+    num_seqs: int = 0  # that decode, or wait or were refused for lack of decode workers; those in prefill do not count
     kv_tokens: int = 0
     used_pages: int = 0
     max_num_seqs: int = 1  # of one worker
     num_pages: int = 1  # of one worker
 
     @classmethod
-    def of(cls, workers: Iterable[Registration], now_s: float) -> ClusterLoad:
+    def of(cls, workers: Iterable[Registration], unmet: UnmetDemand, now_s: float) -> ClusterLoad:
+        """Return the work of these workers, and what they could not be given."""
         everyone = list(workers)
+        prompts, answers = unmet.of(WorkerRole.PREFILL, now_s), unmet.of(WorkerRole.DECODE, now_s)
         prefills = [worker for worker in everyone if worker.is_prefill]
         decodes = [worker for worker in everyone if not worker.is_prefill]
-        loads = [worker.decode_load for worker in decodes]
+        batches = [worker.decode_now for worker in decodes]
         return cls(
             num_prefill=len(prefills),
             num_decode=len(decodes),
-            work_s=sum(worker.backlog.wait_s(now_s) for worker in prefills),
-            num_seqs=sum(load.num_seqs for load in loads),
-            kv_tokens=sum(load.kv_tokens for load in loads),
-            used_pages=sum(
-                worker.info.num_pages - load.free_pages for worker, load in zip(decodes, loads, strict=True)
-            ),
+            work_s=prompts.work_s + sum(worker.backlog.wait_s(now_s) for worker in prefills),
+            num_seqs=answers.num_seqs + sum(batch.num_seqs for batch in batches),
+            kv_tokens=answers.kv_tokens + sum(batch.kv_tokens for batch in batches),
+            used_pages=sum(worker.info.num_pages - worker.decode_load.free_pages for worker in decodes),
             max_num_seqs=max((worker.info.max_num_seqs for worker in decodes), default=1),
             num_pages=max((worker.info.num_pages for worker in decodes), default=1),
         )
@@ -62,7 +69,7 @@ class ElasticRule:
     """`step_s` predicts the time between tokens of a batch from its sequences and its KV tokens."""
 
     def __init__(self, targets: AdmissionConfig, step_s: Callable[[float, float], float]) -> None:
-        self._ttft_s, self._tbt_s = targets.ttft_slo_s or _TTFT_S, targets.tbt_slo_s
+        self._ttft_s, self._tbt_s = aimed_ttft_s(targets), targets.tbt_slo_s
         self._step_s = step_s
         self._wanted: WorkerRole | None = None
         self._since_s = 0.0  # how long it is wanted

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from moonpool.base.cluster import WorkerInfo, WorkerLoad, WorkerRole
 from moonpool.base.errors import IdentityMismatch
 from moonpool.conductor.admission.forms import DecodeNow, Verdict
+from moonpool.conductor.demand import UnmetWork
 from moonpool.conductor.messages import WorkerRef, WorkerStatus
 from moonpool.conductor.placement.policy import PlacementChoice, PlacementInput
 from moonpool.conductor.placement.tables import Backlog
@@ -103,6 +104,11 @@ class WeighedRequest(NamedTuple):
     inputs: PlacementInput
     choice: PlacementChoice
     verdict: Verdict
+
+    @property
+    def work(self) -> UnmetWork:
+        """What the workers would have to do for it."""
+        return UnmetWork(self.choice.prefill.service_s, 1, self.inputs.request.num_tokens)
 
 
 def check_parity(info: WorkerInfo, registered: Sequence[WorkerInfo]) -> None:

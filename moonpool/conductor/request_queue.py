@@ -18,10 +18,12 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from moonpool.base.cluster import WorkerRole
 from moonpool.base.errors import MoonpoolError, Overloaded, Unavailable
 from moonpool.base.metrics import TimeHistogram
-from moonpool.conductor.admission.forms import Cause, RefusedRequest
+from moonpool.conductor.admission.forms import Cause, RefusedRequest, Verdict
 from moonpool.conductor.admission.queue import AdmissionQueue, QueueConfig, QueueRefusal, WaitingRequest
+from moonpool.conductor.demand import UnmetWork
 from moonpool.conductor.messages import Decision, Route
 from moonpool.conductor.placement.policy import PolicyConfig
 from moonpool.conductor.registration import WeighedRequest
@@ -42,6 +44,7 @@ class _Waiting:
     call: Route
     owner: Hashable
     since_s: float
+    work: UnmetWork
 
 
 class RequestQueue:
@@ -74,9 +77,12 @@ class RequestQueue:
         verdict = weighed.verdict
         if isinstance(verdict, RefusedRequest):
             if verdict.cause is not Cause.TBT:
+                self._state.unmet.refused(verdict.cause, weighed.work, now_s)
                 raise self._state.refuse(call.request_id, verdict.error(), verdict.cause)
         elif not self._waiting and self._has_room(now_s):
             return self._state.send(call, owner, weighed, now_s)
+        if not self._waiting:
+            self._state.unmet.short_of = _short_of(verdict)
         self._enqueue(self._queue, call, owner, weighed, now_s)
         return None
 
@@ -130,14 +136,18 @@ class RequestQueue:
         request = WaitingRequest(call.request_id, call.tenant, work_s, call.priority, now_s + wait_s)
         refusal = queue.offer(request, now_s)
         if refusal is not None and refusal.request is request:
+            self._state.unmet.refused(refusal.cause, weighed.work, now_s)
             raise self._state.refuse(call.request_id, _error(refusal), refusal.cause)
         if refusal is not None:
             self._displaced.append(self._refused(refusal, now_s))
-        self._waiting[call.request_id] = _Waiting(call, owner, now_s)
+        self._waiting[call.request_id] = _Waiting(call, owner, now_s, weighed.work)
+        self._state.unmet.waits(call.request_id, weighed.work)
         self._state.counters["queued"] += 1
 
     def _try_to_send(self, waiting: _Waiting, now_s: float) -> Decision | None:
+        unmet = self._state.unmet
         if not self._has_room(now_s):
+            unmet.short_of = WorkerRole.PREFILL
             return None
         waited_s = now_s - waiting.since_s
         try:
@@ -145,10 +155,12 @@ class RequestQueue:
         except Unavailable:
             return None  # workers may come back before the deadline
         if isinstance(weighed.verdict, RefusedRequest):
+            unmet.short_of = _short_of(weighed.verdict)
             return None
         return self._state.send(waiting.call, waiting.owner, weighed, now_s, waited_s)
 
     def _refused(self, refusal: QueueRefusal, now_s: float) -> QueueAnswer:
+        self._state.unmet.refused(refusal.cause, self._waiting[refusal.request.request_id].work, now_s)
         waited_s = self._pop(refusal.request.request_id, now_s)
         error = self._state.refuse(refusal.request.request_id, _error(refusal), refusal.cause, waited_s)
         return QueueAnswer(refusal.request.request_id, error)
@@ -162,9 +174,16 @@ class RequestQueue:
 
     def _pop(self, request_id: str, now_s: float) -> float:
         """Remove a request that has left the queue. Return how long it has waited."""
+        self._state.unmet.left(request_id)
         waited_s = now_s - self._waiting.pop(request_id).since_s
         self.wait_times.observe(waited_s)
         return waited_s
+
+
+def _short_of(verdict: Verdict) -> WorkerRole:
+    """Return the role that a request lacks which is not sent."""
+    is_tbt = isinstance(verdict, RefusedRequest) and verdict.cause is Cause.TBT
+    return WorkerRole.DECODE if is_tbt else WorkerRole.PREFILL
 
 
 def _error(refusal: QueueRefusal) -> Overloaded:

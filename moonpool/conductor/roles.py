@@ -13,6 +13,7 @@ from typing import NamedTuple
 from moonpool.base.cluster import AssignedRole, WorkerInfo, WorkerLeft, WorkerRole
 from moonpool.base.config import nearest
 from moonpool.base.errors import InvalidInput, NotFound, Unavailable
+from moonpool.conductor.demand import UnmetDemand
 from moonpool.conductor.elastic import ClusterLoad, ElasticRule, least_busy
 from moonpool.conductor.registration import Registration
 
@@ -29,8 +30,8 @@ class RoleScaling(NamedTuple):
 class RoleAssignments:
     """The last assignment of each worker, by its name: a worker that is started again gets it again."""
 
-    def __init__(self, rule: ElasticRule) -> None:
-        self._rule = rule
+    def __init__(self, rule: ElasticRule, unmet: UnmetDemand) -> None:
+        self._rule, self._unmet = rule, unmet
         # Returns the number of the lease by which this conductor may change roles, None if it may not; without a master
         # there is no other conductor.
         self.lease: Callable[[], int | None] = lambda: 0
@@ -89,7 +90,7 @@ class RoleAssignments:
             return
         if any(self.answer(worker.info) for worker in workers):
             return
-        gaining = self._rule.decide(ClusterLoad.of(workers, now_s), now_s)
+        gaining = self._rule.decide(ClusterLoad.of(workers, self._unmet, now_s), now_s)
         if gaining is None:
             return
         losing = WorkerRole.DECODE if gaining is WorkerRole.PREFILL else WorkerRole.PREFILL
@@ -101,7 +102,7 @@ class RoleAssignments:
 
     def scaling(self, workers: Collection[Registration], now_s: float) -> dict[WorkerRole, RoleScaling]:
         """Return what an autoscaler reads of each role."""
-        load = ClusterLoad.of(workers, now_s)
+        load = ClusterLoad.of(workers, self._unmet, now_s)
         present = {WorkerRole.PREFILL: load.num_prefill, WorkerRole.DECODE: load.num_decode}
         return {role: self._scaling(load, role, number) for role, number in present.items()}
 

@@ -16,7 +16,8 @@ from moonpool.conductor.admission.controller import AdmissionController
 from moonpool.conductor.admission.forms import Cause, DecodeNow, RefusedRequest
 from moonpool.conductor.costs import CostModels, RequestErrors
 from moonpool.conductor.crossover import crossover
-from moonpool.conductor.elastic import ElasticRule
+from moonpool.conductor.demand import UnmetDemand, UnmetWork
+from moonpool.conductor.elastic import ElasticRule, aimed_ttft_s
 from moonpool.conductor.messages import (
     Decision,
     FetchOrCompute,
@@ -55,7 +56,8 @@ class ConductorState:
         self.counters: Counter[str] = Counter()
         self.refused: Counter[Cause] = Counter()
         self.traffic = Traffic()
-        self.roles = RoleAssignments(ElasticRule(policy.targets, self.costs.decode_step_s))
+        self.unmet = UnmetDemand(aimed_ttft_s(policy.targets))
+        self.roles = RoleAssignments(ElasticRule(policy.targets, self.costs.decode_step_s), self.unmet)
         self.prefills, self.decodes = PrefillTable(), DecodeTable()
         self._chooser = Chooser(make_policy(policy, random.Random(policy.seed)))
         self._admission = AdmissionController(policy.targets, self.costs.decode_step_s)
@@ -201,6 +203,7 @@ class ConductorState:
         except MoonpoolError as error:
             raise self.refuse(call.request_id, error) from None
         if isinstance(weighed.verdict, RefusedRequest):
+            self.unmet.refused(weighed.verdict.cause, weighed.work, now_s)
             raise self.refuse(call.request_id, weighed.verdict.error(), weighed.verdict.cause)
         return self.send(call, owner, weighed, now_s)
 
@@ -268,6 +271,7 @@ class ConductorState:
         verdict = self._admission.before_decode(request_id, request.num_tokens, request.decode.decode_now, now_s)
         if isinstance(verdict, RefusedRequest):
             self.counters["wasted_prefills"] += 1
+            self.unmet.refused(verdict.cause, UnmetWork(0.0, 1, request.num_tokens), now_s)
             raise self.refuse(request_id, verdict.error(), verdict.cause)
 
     def request_ended(self, call: RequestEnded, now_s: float) -> None:

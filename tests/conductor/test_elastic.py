@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from moonpool.base.cluster import WorkerInfo, WorkerLoad, WorkerRole
 from moonpool.base.errors import InvalidInput, NotFound
 from moonpool.conductor.admission.forms import AdmissionConfig
+from moonpool.conductor.demand import UnmetDemand
 from moonpool.conductor.elastic import HOLD_S, REST_S, ClusterLoad, ElasticRule
 from moonpool.conductor.messages import WorkerRef
 from moonpool.conductor.registration import Registration
@@ -135,7 +136,7 @@ def look(assignments: RoleAssignments, workers: list[Registration]) -> list[str]
 
 def test_the_rule_moves_a_worker_that_may_move_and_one_at_a_time() -> None:
     workers = [registered("p", PREFILL, work_s=9.0), registered("d0", DECODE, fixed=True), registered("d1", DECODE)]
-    assignments = RoleAssignments(make_rule())
+    assignments = RoleAssignments(make_rule(), UnmetDemand(2.0))
     assert look(assignments, workers) == ["d1"]
     assignments.rebalance(workers, 100.0)
     assert assignments.num_moved == 1, "it has not moved yet"
@@ -144,12 +145,12 @@ def test_the_rule_moves_a_worker_that_may_move_and_one_at_a_time() -> None:
 def test_fixed_workers_stay() -> None:
     workers = [registered("p", PREFILL, fixed=True, work_s=9.0)]
     workers += [registered(f"d{number}", DECODE, fixed=True) for number in range(2)]
-    assert look(RoleAssignments(make_rule()), workers) == []
+    assert look(RoleAssignments(make_rule(), UnmetDemand(2.0)), workers) == []
 
 
 def test_a_worker_that_starts_again_gets_its_role_again() -> None:
     workers = [registered(name, PREFILL, fixed=True) for name in ("a", "b")]
-    assignments = RoleAssignments(make_rule())
+    assignments = RoleAssignments(make_rule(), UnmetDemand(2.0))
     assignments.assign("a", DECODE, workers)
     assigned = assignments.answer(workers[0].info)
     assert assigned is not None
@@ -161,7 +162,7 @@ def test_a_worker_that_starts_again_gets_its_role_again() -> None:
 
 def test_the_last_worker_of_a_role_keeps_it() -> None:
     workers = [registered("a", PREFILL), registered("b", PREFILL), registered("c", DECODE)]
-    assignments = RoleAssignments(make_rule())
+    assignments = RoleAssignments(make_rule(), UnmetDemand(2.0))
     assignments.assign("a", DECODE, workers)
     with pytest.raises(InvalidInput, match="b is the only prefill worker"):
         assignments.assign("b", DECODE, workers)

@@ -10,6 +10,7 @@ from worker_info import info
 from moonpool.base.cluster import AssignedRole, WorkerInfo, WorkerLeft, WorkerRole
 from moonpool.base.errors import InvalidInput, NotFound, Unavailable
 from moonpool.conductor.admission.forms import AdmissionConfig
+from moonpool.conductor.demand import UnmetDemand
 from moonpool.conductor.elastic import ClusterLoad, ElasticRule
 from moonpool.conductor.placement.policy import PolicyConfig
 from moonpool.conductor.placement.prefix_index import PrefixIndex
@@ -138,7 +139,7 @@ def test_requests_of_other_conductors_are_seen_in_reports() -> None:
 
 def test_the_rule_is_only_for_the_holder() -> None:
     rule = ElasticRule(AdmissionConfig(), lambda num_seqs, kv_tokens: 0.0)
-    roles = RoleAssignments(rule)
+    roles = RoleAssignments(rule, UnmetDemand(2.0))
     roles.lease = lambda: None
     roles.rebalance([], 0.0)
     assert roles.num_moved == 0

@@ -49,6 +49,24 @@ def chat(num_requests: int, seed: int, rate: float = 2.0) -> Trace:
     return trace_of(*requests)
 
 
+def swing(num_phases: int, seed: int, *, phase_s: float = 60.0, rate: float = 2.0) -> Trace:
+    """Phases of long prompts (12,000 tokens, answers of 20) and of long answers (270 tokens, prompts of 1,000) in turn,
+    lengths within 30 % of that, all prompts different. With `mooncake_cost` each phase is about what three prefill
+    workers, or three decode workers, can do."""
+    chance, requests, fresh = random.Random(seed), [], 0
+    for phase in range(num_phases):
+        num_input, num_output = (12_000, 20) if phase % 2 == 0 else (1000, 270)
+        at_s = phase * phase_s + chance.expovariate(rate)
+        while at_s < (phase + 1) * phase_s:
+            num_tokens = int(num_input * chance.uniform(0.7, 1.3))
+            num_blocks = -(-num_tokens // BLOCK)
+            ids = list(range(fresh, fresh + num_blocks))
+            requests.append((at_s, num_tokens, max(2, int(num_output * chance.uniform(0.7, 1.3))), ids))
+            fresh += num_blocks
+            at_s += chance.expovariate(rate)
+    return trace_of(*requests)
+
+
 def cluster(**changes: Any) -> ClusterConfig:
     settings: dict[str, Any] = {
         "shape": preset("llama3-70b"),
