@@ -24,7 +24,9 @@ from dataclasses import dataclass
 
 from moonpool.base.errors import ConfigError, Internal, NoSpace, PromptTooLong
 from moonpool.engine.blocks import PageManager
+from moonpool.engine.pulls_ahead import PullsAhead
 from moonpool.engine.sequence import (
+    NO_LIMIT,
     UNKNOWN_TOKEN,
     Accepted,
     AdmittedSequence,
@@ -59,6 +61,7 @@ class Scheduler:
         self.config = config
         self.pages = pages
         self.queues = SequenceQueues(config.max_num_seqs)
+        self.ahead = PullsAhead(pages)
         self.num_preemptions = 0
         self._block_tokens = pages.block_tokens
         self._plan: dict[str, int] = {}  # tokens per request in the step being scheduled
@@ -135,6 +138,7 @@ class Scheduler:
         else:
             self.pages.free(sequence.pages)
         sequence.pages = []
+        self.ahead.give_back(sequence.request_id)
         self.queues.remove(sequence)
 
     # -- one step ------------------------------------------------------------------------------------------
@@ -210,7 +214,7 @@ class Scheduler:
         itself was the latest and is preempted."""
         end = sequence.num_computed_tokens + num_tokens
         needed = max(0, pages_for(end, self._block_tokens) - len(sequence.pages))
-        while needed > self.pages.num_available:
+        while not self.ahead.make_room(needed, keep=sequence.request_id):
             latest = self.queues.running[-1]
             self._preempt(latest)
             if latest is sequence:
@@ -219,42 +223,52 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Free the sequence's pages and queue it again; it is recomputed from its tokens before any later arrival."""
+        """Free the sequence's pages and queue it again; it goes on, from its tokens and what is still stored of its KV,
+        before any later arrival."""
         self.num_preemptions += 1
         self._plan.pop(sequence.request_id, None)
         self.pages.free(sequence.pages)
         sequence.pages = []
         sequence.num_computed_tokens = sequence.num_sealed_blocks = 0
         sequence.num_pool_blocks = 0  # the pool promised its blocks for the first admission only
+        sequence.ahead_limit = NO_LIMIT
         sequence.num_preemptions += 1
         self.queues.requeue(sequence)
 
     def _admit_waiting(self) -> None:
         while self.queues.waiting and self.queues.has_place and self._budget > 0:
-            sequence = self.queues.waiting[0]
-            if sequence.num_alone_steps or not self._allocate_pages(sequence):
+            sequence = self.ahead.first_ready(self.queues.waiting)
+            if sequence is None or sequence.num_alone_steps or not self._allocate_pages(sequence):
                 return
             self.queues.start(sequence)
             self._plan_tokens(sequence, min(self._budget, sequence.num_uncomputed_tokens))
 
+    def has_room(self, sequence: Sequence) -> bool:
+        """Return whether there are pages for those tokens of a waiting sequence whose KV is not here. One page per
+        running sequence stays free, so that the new sequence is not preempted at once."""
+        num_local = self.pages.count_local(sequence.keys[: sequence.num_reusable_blocks])
+        return self.ahead.make_room(self._missing_pages(sequence, num_local), keep=sequence.request_id)
+
+    def _missing_pages(self, sequence: Sequence, num_local: int) -> int:
+        return pages_for(sequence.num_tokens, self._block_tokens) - num_local + len(self.queues.running)
+
     def _allocate_pages(self, sequence: Sequence) -> bool:
-        """Allocate all pages that the sequence's tokens need, reused or new. Return False if there are too few. One
-        page per running sequence stays free, so that the new sequence is not preempted at once."""
-        keys = sequence.keys[: sequence.num_reusable_blocks]
-        total, spare = pages_for(sequence.num_tokens, self._block_tokens), len(self.queues.running)
-        if total - self.pages.count_local(keys) + spare > self.pages.num_available:
+        """Allocate all pages that the sequence's tokens need, reused or new. Return False if there are too few, or if
+        some are still being filled for it."""
+        if self.ahead.is_under_way(sequence.request_id) or not self.has_room(sequence):
             return False
-        local = self.pages.match(keys)
+        local = self.pages.match(sequence.keys[: sequence.num_reusable_blocks])
         # Reused pages that were cached are no longer available.
-        if total - len(local) + spare > self.pages.num_available:
+        if not self.ahead.make_room(self._missing_pages(sequence, len(local)), keep=sequence.request_id):
             self.pages.free(local)
             return False
+        total = pages_for(sequence.num_tokens, self._block_tokens)
         sequence.pages = local + self.pages.allocate(total - len(local))
         sequence.num_sealed_blocks = len(local)
-        self._record_admission(sequence, len(local))
+        self._record_admission(sequence, len(local), self.ahead.give_back(sequence.request_id))
         return True
 
-    def _record_admission(self, sequence: Sequence, num_local: int) -> None:
+    def _record_admission(self, sequence: Sequence, num_local: int, num_ahead: int) -> None:
         end = num_local
         if sequence.pool_start_block <= num_local:  # otherwise there is a gap between the local blocks and the pool's
             promised = sequence.pool_start_block + sequence.num_pool_blocks
@@ -264,7 +278,9 @@ class Scheduler:
             sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
         pulled = slice(num_local, end)
         blocks, pages, keys = range(num_local, end), sequence.pages[pulled], sequence.keys[pulled]
-        admitted = AdmittedSequence(sequence.request_id, num_local, tuple(blocks), tuple(pages), tuple(keys))
+        admitted = AdmittedSequence(
+            sequence.request_id, num_local, tuple(blocks), tuple(pages), tuple(keys), min(num_ahead, num_local)
+        )
         self._admitted.append(admitted)
         if admitted.blocks:
             self._pulls[sequence.request_id] = admitted

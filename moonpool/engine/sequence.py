@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 import math
+import sys
 from collections.abc import Sequence as Seq
 from typing import Literal
 
@@ -92,6 +93,9 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
         return self.start + len(self.tokens)
 
 
+NO_LIMIT = sys.maxsize  # of Sequence.ahead_limit: leading blocks that may be pulled while the sequence waits
+
+
 class SequenceStatus(enum.Enum):
     NEW = "new"  # not yet given to a scheduler
     WAITING = "waiting"  # for a place in the batch; has pages only if adopted
@@ -104,6 +108,7 @@ class Sequence:
     """A request and its progress. The scheduler owns the fields below the line in __init__."""
 
     __slots__ = (
+        "ahead_limit",
         "arrival",
         "block_tokens",
         "hold_pages",
@@ -169,6 +174,7 @@ class Sequence:
         self.pages: list[int] = []
         self.num_computed_tokens = 0
         self.num_preemptions = 0
+        self.ahead_limit = NO_LIMIT
         self.num_sealed_blocks = 0  # leading blocks whose KV is complete and verified; never written again
         self.num_cached_tokens = 0  # prompt tokens reused, not computed, at the first admission
 
@@ -228,6 +234,7 @@ class AdmittedSequence(msgspec.Struct, frozen=True, gc=False):
     blocks: tuple[int, ...]
     pages: tuple[int, ...]
     keys: tuple[bytes, ...]
+    num_ahead_blocks: int = 0  # of the local ones, pulled from the pool while it waited
 
 
 class FullBlock(msgspec.Struct, frozen=True, gc=False):

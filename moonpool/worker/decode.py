@@ -21,7 +21,7 @@ from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import Corrupt, DeadlineExceeded, MoonpoolError, NoSpace, NotFound, PromptTooLong, Unavailable
 from moonpool.engine.engine import StepFailure, StepOutput
 from moonpool.engine.scheduler import Scheduler
-from moonpool.engine.sequence import Chunk, FullBlock, pages_for
+from moonpool.engine.sequence import AdmittedSequence, Chunk, FullBlock, pages_for
 from moonpool.engine.sequence import Sequence as RequestSequence
 from moonpool.worker.kv_link.pieces import PieceMemory, ReadyPoint
 from moonpool.worker.kv_link.pool import PoolWriter
@@ -222,8 +222,8 @@ class DecodeRole:
         nothing was computed meanwhile: two workers that change their roles could wait for each other for ever. Its
         request is tried again elsewhere.
         """
-        now_s = self._clock.now_s()
-        if not self._scheduler.queues.waiting:
+        now_s, scheduler = self._clock.now_s(), self._scheduler
+        if scheduler.ahead.first_ready(scheduler.queues.waiting) is None:
             self._stalled_since_s = None
         elif self._stalled_since_s is None:
             self._stalled_since_s = now_s
@@ -304,8 +304,14 @@ class DecodeRole:
 
     # -- around a step (roles.py), on the engine's thread ---------------------------------------------------------
 
-    def begin_step(self, chunks: Sequence[Chunk]) -> None:
-        """`chunks` are those of a step of answers alone, empty for another one."""
+    def begin_step(self, chunks: Sequence[Chunk], resumed: Sequence[AdmittedSequence] = ()) -> None:
+        """`chunks` are those of a step of answers alone, empty for another one. `resumed` are answers that enter the
+        batch without a hand-off."""
+        for entry in resumed:
+            sequence = self._scheduler.get(entry.request_id)
+            assert sequence is not None, "a sequence in the batch is known"
+            self._samples.resumed_answers += 1
+            self._samples.recomputed_tokens += sequence.num_uncomputed_tokens
         self._step_chunks, self._step_started_s = chunks, self._clock.now_s()
         self._stalled_since_s = None
 

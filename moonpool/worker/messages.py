@@ -211,6 +211,8 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
     handoff_nbytes: int
     pull_failures: dict[str, int]
     failed_requests: int = 0  # ended with an error of their own: NaN, or a step that failed with them alone
+    resumed_answers: int = 0  # came back after a preemption, or from another worker
+    recomputed_tokens: int = 0  # of these answers: tokens whose KV was computed again, the last one included
 
 
 class GetStats(Call[WorkerStats]):

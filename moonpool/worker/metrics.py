@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 
 from moonpool.base.cluster import DecodeSample, PrefillSample, PullSample
 from moonpool.base.metrics import TIME_BUCKETS_S
+from moonpool.worker.kv_link.pull_job import PullResult
 from moonpool.worker.messages import WorkerStats
 
 _MAX_SAMPLES = 64  # of each kind
@@ -28,6 +29,8 @@ _COUNTERS = {
     "pool_written_nbytes": ("pool_written_bytes", "bytes written to the pool"),
     "handoff_nbytes": ("handoff_bytes", "bytes handed to decode workers"),
     "failed_requests": ("failed_requests", "requests that ended with an error of their own"),
+    "resumed_answers": ("resumed_answers", "answers that came back after a preemption, or from another worker"),
+    "recomputed_tokens": ("recomputed_tokens", "tokens of resumed answers whose KV was computed again"),
 }
 
 
@@ -37,7 +40,7 @@ class WorkerTimes:
     def __init__(self) -> None:
         self.queue = _histogram("queue", "from a request's arrival until it is computed, or has pages to decode in")
         self.prefill = _histogram("prefill", "computing a prompt, waits for the pool included")
-        self.pull = _histogram("pull", "pulling a prompt's blocks from the pool")
+        self.pull = _histogram("pull", "pulling a request's blocks from the pool")
         self.handoff = _histogram("handoff", "from a prompt's last token until the decode worker has all of its KV")
 
     def register(self, registry: CollectorRegistry) -> None:
@@ -80,3 +83,18 @@ class Samples:
     handoff_nbytes: int = 0
     times: WorkerTimes = field(default_factory=WorkerTimes)
     failed_requests: int = 0  # that ended with an error of their own
+    resumed_answers: int = 0  # that came back after a preemption, or from another worker
+    recomputed_tokens: int = 0  # of these answers: tokens whose KV was computed again
+    last_pull_s: float | None = None
+
+    def add_pull(self, result: PullResult, now_s: float) -> None:
+        """Count a pull that is over."""
+        if result.failure is not None:
+            self.pull_failures[result.failure.code] += 1
+        if result.nbytes:
+            self.times.pull.observe(result.seconds)
+            self.add_pull_sample(PullSample(result.nbytes, result.seconds, result.ssd_nbytes), now_s)
+
+    def add_pull_sample(self, sample: PullSample, now_s: float) -> None:
+        self.pulls.append(sample)
+        self.last_pull_s = now_s

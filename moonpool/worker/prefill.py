@@ -43,6 +43,8 @@ class Prompt:
     started_s: float = 0.0
     alone_s: float = 0.0  # its share of the steps that computed it, without waits for pulls
     local_tokens: int = 0
+    ahead_tokens: int = 0  # of the pool's, those that came while the prompt waited
+    ahead_nbytes: int = 0
     pool_tokens: int = 0
     pool_nbytes: int = 0
 
@@ -73,7 +75,6 @@ class PrefillRole:
         self._pull_timeout_s, self._pull_grace_s = pull_timeout_s, pull_grace_s
         self._clock = clock
         self._token_s: float | None = None  # to compute one token; None: unknown
-        self.last_pull_s: float | None = None
         self._prompts: dict[str, Prompt] = {}
         self._chunks: Sequence[Chunk] = ()
         self._jobs: list[PullJob] = []
@@ -227,26 +228,27 @@ class PrefillRole:
     def begin_step(self, chunks: Sequence[Chunk], admitted: Sequence[AdmittedSequence]) -> LayerHooks:
         self._chunks, self._jobs = chunks, []
         self._step_began_s, self._stalled_s = self._clock.now_s(), 0.0
-        self._pull_deadline = Deadline(self._pull_limit_s(admitted), self._clock)
+        num_pulled = sum(len(entry.blocks) for entry in admitted)
+        self._pull_deadline = Deadline(self.pull_limit_s(num_pulled * self._block_tokens), self._clock)
         compute_s = (self._token_s or math.inf) * sum(len(chunk.tokens) for chunk in chunks)
         for entry in admitted:
             prompt, sequence = self._prompts[entry.request_id], self._scheduler.get(entry.request_id)
             assert sequence is not None
             prompt.started_s, prompt.alone_s = self._clock.now_s(), 0.0
-            prompt.local_tokens = entry.num_local_blocks * self._block_tokens
-            prompt.pool_tokens = prompt.pool_nbytes = 0
+            prompt.local_tokens = (entry.num_local_blocks - entry.num_ahead_blocks) * self._block_tokens
+            prompt.ahead_tokens = prompt.pool_tokens = entry.num_ahead_blocks * self._block_tokens
+            prompt.ahead_nbytes = prompt.pool_nbytes = entry.num_ahead_blocks * self._puller.page_nbytes
             prompt.push.begin(sequence.pages, entry.num_local_blocks, len(entry.blocks))
             if entry.blocks:
                 self._start_pull(entry, prompt.push, compute_s)
         return self
 
-    def _pull_limit_s(self, admitted: Sequence[AdmittedSequence]) -> float:
-        """Return how long the step may wait for its pulls: twice the time to compute the same tokens, and at least the
-        grace. The conductor expected the pool to be faster than computing; a pool that is not is given up.
+    def pull_limit_s(self, num_tokens: int) -> float:
+        """Return how long to wait for pulls of so many tokens: twice the time to compute them, and at least the grace.
+        The conductor expected the pool to be faster than computing; a pool that is not is given up.
         """
         if self._token_s is None:
             return self._pull_timeout_s
-        num_tokens = sum(len(entry.blocks) for entry in admitted) * self._block_tokens
         return min(self._pull_timeout_s, max(self._pull_grace_s, _MAX_PULL_RATIO * self._token_s * num_tokens))
 
     def _start_pull(self, entry: AdmittedSequence, push: Push, compute_s: float) -> None:
@@ -289,25 +291,18 @@ class PrefillRole:
         """Return the number of leading tokens of the request whose KV is verified."""
         name = job.admitted.request_id
         result, prompt = job.wait_end(self._pull_deadline.remaining_s()), self._prompts[name]
-        prompt.pool_tokens = result.num_good * self._block_tokens
-        prompt.pool_nbytes = result.nbytes
-        if result.failure is not None:
-            self._samples.pull_failures[result.failure.code] += 1
-        if result.nbytes:
-            self._samples.times.pull.observe(result.seconds)
-            self._record_pull(PullSample(result.nbytes, result.seconds, result.ssd_nbytes))
+        prompt.pool_tokens = prompt.ahead_tokens + result.num_good * self._block_tokens
+        prompt.pool_nbytes = prompt.ahead_nbytes + result.nbytes
+        self._samples.add_pull(result, self._clock.now_s())
         if job.left_behind:
             # The bytes so far tell how slow the pool is; if there are none, one piece takes longer than the wait.
             moved = max(job.moved_nbytes, self._puller.piece_nbytes)
-            waited_s = self._clock.now_s() - self._step_began_s
-            self._record_pull(PullSample(moved, waited_s, min(moved, job.moved_ssd_nbytes)))
+            now_s = self._clock.now_s()
+            sample = PullSample(moved, now_s - self._step_began_s, min(moved, job.moved_ssd_nbytes))
+            self._samples.add_pull_sample(sample, now_s)
             self._puller.rest()
             self._start_over(name, prompt)
         return prompt.local_tokens + prompt.pool_tokens
-
-    def _record_pull(self, sample: PullSample) -> None:
-        self._samples.pulls.append(sample)
-        self.last_pull_s = self._clock.now_s()
 
     def _start_over(self, name: str, prompt: Prompt) -> None:
         """Compute the prompt in other pages and without the pool: the puller may still write to its current pages."""

@@ -12,6 +12,7 @@ from moonpool.engine.engine import StepFailure, StepOutput
 from moonpool.engine.runner import LayerHooks
 from moonpool.engine.sequence import AdmittedSequence, Chunk, FullBlock
 from moonpool.worker.decode import DecodeRole
+from moonpool.worker.kv_link.pull_ahead import AheadPuller
 from moonpool.worker.pipeline.stage_runner import StageRunner
 from moonpool.worker.prefill import PrefillRole
 
@@ -19,21 +20,23 @@ from moonpool.worker.prefill import PrefillRole
 class BothRoles:
     """The engine's StepLink: gives each role its part of a step. On the engine's thread."""
 
-    def __init__(self, prefill: PrefillRole, decode: DecodeRole, stages: StageRunner) -> None:
-        self._prefill, self._decode, self._stages = prefill, decode, stages
+    def __init__(self, prefill: PrefillRole, decode: DecodeRole, stages: StageRunner, ahead: AheadPuller) -> None:
+        self._prefill, self._decode, self._stages, self._ahead = prefill, decode, stages, ahead
         self._has_prompts = False  # the current step
 
     def at_boundary(self) -> None:
+        self._ahead.at_boundary()
         self._decode.at_boundary()
         self._stages.at_boundary()
 
     def begin_step(self, chunks: Sequence[Chunk], admitted: Sequence[AdmittedSequence]) -> LayerHooks | None:
         """Without a prompt in the step there are no hooks, so that a GPU can launch it as a whole."""
         self._has_prompts = any(self._prefill.has(chunk.request_id) for chunk in chunks)
-        self._decode.begin_step(() if self._has_prompts else chunks)
-        if not self._has_prompts:
-            return None
-        return self._prefill.begin_step(chunks, [entry for entry in admitted if self._prefill.has(entry.request_id)])
+        self._ahead.after_schedule()
+        prompts = [entry for entry in admitted if self._prefill.has(entry.request_id)]
+        answers = [entry for entry in admitted if not self._prefill.has(entry.request_id)]
+        self._decode.begin_step(() if self._has_prompts else chunks, answers)
+        return self._prefill.begin_step(chunks, prompts) if self._has_prompts else None
 
     def end_step(self) -> Mapping[str, int]:
         return self._prefill.end_step() if self._has_prompts else {}

@@ -47,6 +47,7 @@ from moonpool.worker.kv_link.device_pieces import DevicePieces
 from moonpool.worker.kv_link.device_probe import DeviceProbe
 from moonpool.worker.kv_link.pool import PoolHealth, PoolProbe, PoolWriter
 from moonpool.worker.kv_link.pull import Puller
+from moonpool.worker.kv_link.pull_ahead import AheadPuller
 from moonpool.worker.kv_link.push_tools import PushTools
 from moonpool.worker.kv_link.reservations import Reservations
 from moonpool.worker.kv_link.send_queue import SendQueue
@@ -188,16 +189,19 @@ class Worker:
         )
         self._samples = Samples()
         self._reservations = Reservations(built.scheduler.pages, self._stamp)
-        self._prefill, self._decode = self._make_prefill(built, identity), self._make_decode(built)
+        puller = Puller(self._store, built.pieces, identity, health=self._pool_health)
+        own.callback(puller.close)
+        self._prefill, self._decode = self._make_prefill(built, puller), self._make_decode(built)
         stages = StageRunner(built.runner, built.scheduler.pages)
-        roles = BothRoles(self._prefill, self._decode, stages)
+        ahead = AheadPuller(built.scheduler, puller, self._samples, self._prefill.pull_limit_s, SystemClock())
+        roles = BothRoles(self._prefill, self._decode, stages, ahead)
         self._loop = EngineLoop(
             Engine(built.scheduler, built.runner, roles),
             on_step=roles.on_step,
             at_boundary=roles.at_boundary,
             on_fatal=lambda error: os._exit(EXIT_BUG),  # the launcher restarts the process
         )
-        self._prefill.loop = self._decode.loop = stages.loop = self._loop
+        self._prefill.loop = self._decode.loop = stages.loop = ahead.loop = self._loop
         own.callback(self._loop.close)
         self._stages, self._leader = connect_stages(
             config.name, built, stages, self._prefill, self._loop, self._store, self._pushes, self._samples
@@ -234,13 +238,10 @@ class Worker:
     async def _keep_measuring(self) -> None:
         pulls = self._samples.pulls
         await self._probe.keep_measuring(
-            lambda found: self._loop.post(lambda: pulls.extend(found)), lambda: self._prefill.last_pull_s
+            lambda found: self._loop.post(lambda: pulls.extend(found)), lambda: self._samples.last_pull_s
         )
 
-    def _make_prefill(self, built: Built, identity: bytes) -> PrefillRole:
-        puller = Puller(self._store, built.pieces, identity, health=self._pool_health)
-        self._closers.callback(puller.close)
-
+    def _make_prefill(self, built: Built, puller: Puller) -> PrefillRole:
         return PrefillRole(
             scheduler=built.scheduler,
             puller=puller,
@@ -383,6 +384,8 @@ class Worker:
             handoff_nbytes=self._samples.handoff_nbytes,
             pull_failures=self._failures(),
             failed_requests=self._samples.failed_requests,
+            resumed_answers=self._samples.resumed_answers,
+            recomputed_tokens=self._samples.recomputed_tokens,
         )
 
     def _failures(self) -> dict[str, int]:

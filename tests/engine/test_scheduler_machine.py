@@ -7,6 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from scheduler_model import BLOCK_TOKENS, FakeModel, next_token, scheduler, sequence
 
 from moonpool.base.errors import NoSpace
+from moonpool.engine.pulls_ahead import PullAhead
 from moonpool.engine.sequence import AdmittedSequence, Chunk, FinishReason, Sequence, pages_for
 
 NUM_PAGES = 8
@@ -29,6 +30,7 @@ class Machine(RuleBasedStateMachine):
         self.bad: dict[str, int | None] = {}  # the first block of each pull that came wrong
         self.live: dict[str, Sequence] = {}
         self.held: list[str] = []
+        self.ahead: list[tuple[PullAhead, list[int]]] = []  # under way, with the tokens of their sequences
 
     @initialize(budget=st.integers(3, 12), seqs=st.integers(1, 3))
     def build(self, budget: int, seqs: int) -> None:
@@ -160,6 +162,24 @@ class Machine(RuleBasedStateMachine):
             self.sched.queues.isolate(chunk.request_id for chunk in self.chunks)
         self.chunks, self.pulls, self.bad = None, [], {}
 
+    @precondition(lambda self: self.sched.queues.waiting)
+    @rule(data=st.data(), end=st.integers(1, 5))
+    def begin_ahead(self, data: st.DataObject, end: int) -> None:
+        it = data.draw(st.sampled_from(self.sched.queues.waiting))
+        pull = self.sched.ahead.begin(it, end, NUM_PAGES)
+        if pull is not None:
+            self.ahead.append((pull, list(it.tokens)))
+
+    @precondition(lambda self: self.ahead)
+    @rule(data=st.data())
+    def end_ahead(self, data: st.DataObject) -> None:
+        """It writes as late as it can; blocks from the first bad one on are wrong."""
+        pull, tokens = self.ahead.pop(data.draw(st.integers(0, len(self.ahead) - 1)))
+        num_good = data.draw(st.integers(0, len(pull.wanted.blocks)))
+        for index, (page, block) in enumerate(zip(pull.wanted.pages, pull.wanted.blocks, strict=True)):
+            self.model.fill([page], [block], tokens, poison=0 if index < num_good else 7)
+        self.sched.ahead.end(pull, num_good)
+
     @rule()
     def drop_cached(self) -> None:
         self.sched.pages.drop_cached()
@@ -175,6 +195,8 @@ class Machine(RuleBasedStateMachine):
             return
         if self.chunks is not None:
             self.end_step()
+        for pull, _ in self.ahead:
+            self.sched.ahead.end(pull, 0)
         for _ in range(2000):
             for name in self.held:
                 self.sched.release(name)

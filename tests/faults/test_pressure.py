@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from tiny_cluster import Oracle, TinyCluster, greedy, prompt_of, tiny_cluster
+from tiny_cluster import PAGE_NBYTES, Oracle, TinyCluster, greedy, prompt_of, tiny_cluster
+from tiny_models import BLOCK_TOKENS
 
 from moonpool.engine.sequence import SamplingParams
 
@@ -35,10 +36,28 @@ async def test_requests_queue_for_the_pages_of_a_decode_worker(tiny_model: str, 
         assert cluster.stats("decode0").pull_failures == {}
 
 
-async def test_long_answers_preempt_each_other(tiny_model: str, oracle: Oracle) -> None:
+async def test_long_answers_preempt_each_other_and_come_back_from_the_pool(tiny_model: str, oracle: Oracle) -> None:
     async with tiny_cluster(tiny_model, decode_pages=12) as cluster:
         await ask_all(cluster, oracle, [prompt_of(20 + n, n) for n in range(6)], greedy(90))
         assert cluster.decode0.num_preemptions > 0
+        stats = cluster.stats("decode0")
+        assert stats.resumed_answers > 0
+        assert stats.recomputed_tokens <= stats.resumed_answers * BLOCK_TOKENS, "at most one block of each"
+        assert stats.pool_read_nbytes > 0
+        assert stats.pull_failures == {}
+
+
+async def test_preempted_answers_are_computed_again_when_the_pool_is_away(tiny_model: str, oracle: Oracle) -> None:
+    async with tiny_cluster(tiny_model, decode_pages=12, pool_timeout_s=0.2) as cluster:
+        asking = ask_all(cluster, oracle, [prompt_of(20 + n, n) for n in range(6)], greedy(90))
+        task = asyncio.create_task(asking)
+        await cluster.until(lambda: cluster.stats("decode0").num_running > 2, "they decode")
+        await cluster.stop_pool()
+        await task
+        assert cluster.decode0.num_preemptions > 0
+        stats = cluster.stats("decode0")
+        assert stats.recomputed_tokens > stats.resumed_answers * BLOCK_TOKENS
+        await cluster.start_pool()
 
 
 async def test_prompts_queue_for_the_pages_of_a_prefill_worker(tiny_model: str, oracle: Oracle) -> None:
@@ -51,3 +70,35 @@ async def test_prompts_queue_for_the_pages_of_a_prefill_worker(tiny_model: str, 
         await ask_all(cluster, oracle, prompts, greedy(8))
         await ask_all(cluster, oracle, prompts, greedy(8))
         assert cluster.stats("prefill0").pool_read_nbytes > 0
+
+
+async def test_blocks_of_a_prompt_come_while_it_waits(tiny_model: str, oracle: Oracle) -> None:
+    """A long prompt is computed in many steps; the one behind it has its blocks when its turn comes, and a step never
+    waits for them. Those of a prompt that is cancelled are given back."""
+    async with tiny_cluster(tiny_model, prefill_pages=40, max_batch_tokens=16, max_num_seqs=1) as cluster:
+        known, other, params = prompt_of(70, 1), prompt_of(70, 2), greedy(4)
+        for prompt in (known, other):
+            await cluster.generate(prompt, params)
+        await cluster.forget_pages("prefill0")
+        scheduler = cluster.prefill0._built.scheduler
+        before, most = cluster.stats("prefill0").pool_read_nbytes, 0
+
+        def has_begun() -> bool:
+            nonlocal most
+            most = max(most, scheduler.ahead.num_pages)
+            return cluster.stats("prefill0").pool_read_nbytes > before
+
+        long = asyncio.create_task(cluster.generate(prompt_of(300, 3), params))
+        await cluster.until(lambda: cluster.stats("prefill0").num_running == 1, "it is computed")
+        waiting = asyncio.create_task(cluster.generate(known, params))
+        leaving = asyncio.create_task(cluster.generate(other, params))
+        await cluster.until(has_begun, "a pull begins")
+        assert not long.done()
+        leaving.cancel()
+        await asyncio.wait((leaving,))
+        answer = await waiting
+        assert answer.tokens == oracle(known, params)
+        assert (answer.prefills[0].local_tokens, answer.prefills[0].pool_tokens) == (0, 64)
+        assert answer.prefills[0].pool_nbytes == 4 * PAGE_NBYTES
+        await long
+        assert most <= 10, "a quarter of the pages"

@@ -12,7 +12,7 @@ from moonpool.base.clock import VirtualClock
 from moonpool.base.cluster import PrefillSample
 from moonpool.engine.engine import StepOutput
 from moonpool.engine.sampler import SampledToken
-from moonpool.engine.sequence import AdmittedSequence, SamplingParams
+from moonpool.engine.sequence import SamplingParams
 from moonpool.worker.messages import RequestSpec
 from moonpool.worker.metrics import Samples
 from moonpool.worker.prefill import PrefillRole, Prompt, engine_name
@@ -38,7 +38,7 @@ class Bench:
         self.scheduler = scheduler(max_batch_tokens=max_batch_tokens)
         self.role = PrefillRole(
             scheduler=self.scheduler,
-            puller=cast(Any, None),
+            puller=cast(Any, SimpleNamespace(page_nbytes=64)),
             make_push=cast(Any, None),
             samples=self.samples,
             pull_timeout_s=1.0,
@@ -94,19 +94,18 @@ def test_what_a_step_waited_for_a_pull_is_not_what_computing_takes() -> None:
 
 def test_a_pull_may_take_as_long_as_the_calibrated_time_allows_until_a_step_without_one_shows_it() -> None:
     bench = Bench(max_batch_tokens=64)
-    block = AdmittedSequence("a", 0, (0,), (0,), (b"key",))
-    assert bench.role._pull_limit_s([block]) == 1.0  # the timeout: nothing is known
+    assert bench.role.pull_limit_s(BLOCK_TOKENS) == 1.0  # the timeout: nothing is known
     bench.role.calibrate(PrefillSample(100, 20, 80 * 0.01))
-    calibrated_s = bench.role._pull_limit_s([block])
+    calibrated_s = bench.role.pull_limit_s(BLOCK_TOKENS)
     assert calibrated_s == pytest.approx(2 * 0.01 * BLOCK_TOKENS)
     bench.add("a", 0, 10)
     bench.role._jobs = cast(Any, [object()])  # the step pulls: other threads take the interpreter from it
     bench.role._chunks = cast(Any, [SimpleNamespace(request_id="a/0", tokens=range(10))])
     bench.clock.advance(5.0)
     bench.role.on_step([])
-    assert bench.role._pull_limit_s([block]) == calibrated_s
+    assert bench.role.pull_limit_s(BLOCK_TOKENS) == calibrated_s
     bench.step(0.1)
-    assert bench.role._pull_limit_s([block]) == pytest.approx(2 * 0.01 * BLOCK_TOKENS)
+    assert bench.role.pull_limit_s(BLOCK_TOKENS) == pytest.approx(2 * 0.01 * BLOCK_TOKENS)
     bench.add("b", 100, 10)
     bench.step(0.05)
-    assert bench.role._pull_limit_s([block]) == pytest.approx(2 * 0.005 * BLOCK_TOKENS)
+    assert bench.role.pull_limit_s(BLOCK_TOKENS) == pytest.approx(2 * 0.005 * BLOCK_TOKENS)

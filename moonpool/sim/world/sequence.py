@@ -12,7 +12,7 @@ from functools import cache
 from typing import cast
 
 from moonpool.base.keys import KEY_NBYTES
-from moonpool.engine.sequence import Chunk, SamplingParams, Sequence, SequenceStatus
+from moonpool.engine.sequence import NO_LIMIT, Chunk, SamplingParams, Sequence, SequenceStatus
 
 _PADDING = bytes(KEY_NBYTES - 8)
 _FIRST_OUTPUT = 1 << 56  # block numbers of answers start here
@@ -72,6 +72,7 @@ class SimSequence(Sequence):
         self.arrival = self.limit = 0
         self.pages = []
         self.num_computed_tokens = self.num_preemptions = self.num_sealed_blocks = self.num_cached_tokens = 0
+        self.ahead_limit = NO_LIMIT
         self.num_alone_steps = 0  # not simulated: the few steps that a suspect request runs alone
         self.extend(TOKEN, num_output)
 

@@ -54,15 +54,20 @@ class Puller:
         self._nbytes_per_s = _EXPECTED_NBYTES_PER_S  # of the last pull
         self._lanes: list[PullLane] = []  # not in use
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="pull")
+        self._ahead_thread = ThreadPoolExecutor(1, thread_name_prefix="pull-ahead")
 
     @property
     def piece_nbytes(self) -> int:
         """Return the size of one piece, the least that a pull moves."""
         return self._memory.layout.piece_nbytes
 
+    @property
+    def page_nbytes(self) -> int:
+        return self._memory.layout.page_nbytes
+
     def count_stored(self, keys: list[bytes]) -> int:
         """Return how many leading blocks the pool holds now; 0 when it cannot be asked. Blocks the calling thread."""
-        if self._health.is_resting or self._slow.is_resting:
+        if self.is_resting:
             return 0
         try:
             # The pull looks the blocks up again, and that look-up counts as their use.
@@ -71,6 +76,11 @@ class Puller:
             self._health.record_error(error)
             return 0  # a pool that is away is a miss; the store client counts the error
         return next((i for i, info in enumerate(found) if info is None), len(found))
+
+    @property
+    def is_resting(self) -> bool:
+        """True while nothing should be pulled: the pool missed a deadline, or a pull took too long, a moment ago."""
+        return self._health.is_resting or self._slow.is_resting
 
     def rest(self) -> None:
         """Start no pull for a while, because one took too long, even if the conductor asks for it."""
@@ -82,19 +92,23 @@ class Puller:
         on_pieces: PieceListener,
         on_end: Callable[[], None],
         compute_s: float = math.inf,
+        ahead: bool = False,
     ) -> PullJob:
         """Start a pull. `on_end` is called when the puller no longer writes to the pages. Both callbacks run on a
-        thread of the puller. `compute_s` is about how long the step computes beside the pull.
+        thread of the puller. `compute_s` is about how long the step computes beside the pull. Pulls `ahead`, which no
+        step waits for, have a thread of their own, so that they delay no other.
         """
         memory = self._memory
         job = PullJob(admitted, on_pieces, on_end, memory.compute_after if isinstance(memory, DevicePieces) else None)
         # Earlier steps may still use these pages.
-        self._threads.submit(self._run, job, memory.mark(), compute_s)
+        threads = self._ahead_thread if ahead else self._threads
+        threads.submit(self._run, job, memory.mark(), compute_s)
         return job
 
     def close(self) -> None:
         """Wait for running jobs. Idempotent."""
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        for threads in (self._threads, self._ahead_thread):
+            threads.shutdown(wait=True, cancel_futures=True)
 
     def _run(self, job: PullJob, after: ReadyPoint | None, compute_s: float) -> None:
         started_s = self._clock.now_s()
@@ -140,7 +154,7 @@ class Puller:
 
     @contextmanager
     def _lane(self, memory: DevicePieces) -> Iterator[PullLane]:
-        """Streams for one job; there are as many lanes as threads."""
+        """Streams for one job; there are at most as many lanes as threads."""
         lane = self._lanes.pop() if self._lanes else memory.new_lane()
         try:
             yield lane
