@@ -37,8 +37,8 @@ check: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Tests that measure time and memory of whole services run alone.
-ALONE := tests/e2e tests/faults/test_strangers.py
+# Tests that measure time and memory of whole services, or time on shaped links, run alone.
+ALONE := tests/e2e tests/faults/test_strangers.py tests/transfer/test_two_rails.py
 test: $(VENV)/.dev
 	$(BIN)/moonpool model fetch smollm2
 	$(BIN)/pytest -m "not gpu and not soak" -n 2 $(addprefix --ignore ,$(ALONE)) --ignore tests/vllm --ignore tests/lmcache --ignore tests/sglang $(ARGS)

@@ -140,14 +140,19 @@ async def test_blocks_of_which_a_stage_did_not_write_its_part_are_not_stored(
         gate = Gate()
         for worker in (cluster.prefill0, cluster.prefill1):
             puts = worker._stages._puts
-            write = puts.write_joined
+            write, join = puts.write_joined, puts._shared.join
 
             def lose_some(*arguments: Any, write: Any = write) -> Any:
-                gate.stop_here()
                 _, *rest = write(*arguments)
                 return [None, *rest]
 
+            def join_and_stop(*arguments: Any, join: Any = join) -> Any:
+                joined = join(*arguments)
+                gate.stop_here()
+                return joined
+
             puts.write_joined = lose_some  # type: ignore[method-assign]
+            puts._shared.join = join_and_stop  # type: ignore[method-assign]
         answer = await cluster.generate(prompt, params)
         assert answer.tokens == oracle(prompt, params)
         await gate.reached()
