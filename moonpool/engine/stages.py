@@ -133,6 +133,11 @@ class StageQueue(Generic[K]):
             raise InvalidInput("a chunk was taken that is not computed")
         passing.num_taken += 1
 
+    def num_left(self, name: K) -> int | None:
+        """Return how many chunks of the prompt are not computed yet; None if it is not here."""
+        passing = self._prompts.get(name)
+        return None if passing is None else passing.num_chunks - passing.num_computed
+
     @property
     def has_ready(self) -> bool:
         """Whether begin() would return a chunk."""

@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
+import msgspec
+
 from moonpool.base.backoff import Backoff
 from moonpool.base.cluster import (
     CONDUCTOR_SERVICE,
@@ -38,12 +40,19 @@ _MAX_EVENTS = 65_536  # that wait for a conductor
 
 
 class ReportSource:
-    """Gives every change of the pages and every sample to all collectors. On the engine's thread."""
+    """Gives every change of the pages and every sample to all collectors. On the engine's thread.
 
-    def __init__(self, scheduler: Scheduler, samples: Samples) -> None:
+    `staged_tokens` returns the tokens that this worker still computes for pipelines."""
+
+    def __init__(self, scheduler: Scheduler, samples: Samples, staged_tokens: Callable[[], int]) -> None:
         self.scheduler = scheduler
-        self._samples = samples
+        self._samples, self._staged_tokens = samples, staged_tokens
         self.collectors: list[ReportCollector] = []
+
+    def load(self) -> WorkerLoad:
+        """Return the worker's load: its queues and its stages."""
+        load = self.scheduler.queues.load(self.scheduler.pages.num_available)
+        return msgspec.structs.replace(load, waiting_tokens=load.waiting_tokens + self._staged_tokens())
 
     def share(self) -> None:
         """Hand out what is new."""
@@ -91,7 +100,7 @@ class ReportCollector:
             name=self._name,
             incarnation=self._incarnation,
             sequence=sequence,
-            load=self._source.scheduler.queues.load(self._pages.num_available),
+            load=self._source.load(),
             cached=cached,
             dropped=dropped,
             prefills=_drain(self.samples.prefills),

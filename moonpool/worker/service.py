@@ -296,7 +296,7 @@ class Worker:
         return make_reporters(
             self._conductors,
             lambda: self._info(built),
-            ReportSource(built.scheduler, self._samples),
+            ReportSource(built.scheduler, self._samples, lambda: self._stages.tools.stages.waiting_tokens),
             lambda make: asyncio.wrap_future(self._loop.call(make)),
             self.config.report_interval_s,
             self._take_role,

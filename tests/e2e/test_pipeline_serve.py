@@ -1,31 +1,48 @@
-"""`moonpool serve --pipeline 2`: a long prompt at two workers, and what a kill -9 in the middle of it does."""
+"""`moonpool serve --pipeline 2` with SmolLM2: long prompts at two workers give the tokens that one engine gives, also
+when a stage gets a kill -9 in the middle of a prompt."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Iterator
 from contextlib import aclosing
-from pathlib import Path
 
+import pytest
 from e2e_service import BLOCK_TOKENS, Service, running, wait_until
 
 from moonpool.base.cluster import CONDUCTOR_SERVICE
 from moonpool.conductor.messages import DecisionRecord, Records
 from moonpool.conductor.retries import RetryPolicy
+from moonpool.engine.config import EngineConfig
+from moonpool.engine.load import load_engine
+from moonpool.engine.model_files import resolve
 from moonpool.engine.sequence import SamplingParams
+from moonpool.engine.tokenizer import load_tokenizer
 from moonpool.frontend.choice import ChoiceRequest, ChoiceRunner
 from moonpool.frontend.workers import Connections
 from moonpool.worker.messages import WorkerStats
 
+pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
+
+MODEL = "smollm2"
 NUM_TOKENS = 1500
 PROMPT = [100 + number * 7919 % 1800 for number in range(NUM_TOKENS)]
+PARAMS = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
 
 
-async def generate(service: Service, name: str) -> list[int]:
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """Two prefill workers of one thread each, which compute long prompts together."""
+    folder = tmp_path_factory.mktemp("pipeline")
+    with running(folder, "--model", MODEL, "--prefill", "2", "--pipeline", "2", "--threads", "1") as service:
+        yield service
+
+
+async def generate(service: Service, name: str, prompt: list[int]) -> list[int]:
     """Answer the prompt for a tenant of this name, who finds nothing of the others' KV."""
-    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
     root = name.encode().ljust(32, b"\0")
-    request, tokens = ChoiceRequest(name, PROMPT, root, BLOCK_TOKENS, params, timeout_s=100), list[int]()
+    request, tokens = ChoiceRequest(name, prompt, root, BLOCK_TOKENS, PARAMS, timeout_s=200), list[int]()
     connections = Connections(service.address("conductor"))
     try:
         async with aclosing(ChoiceRunner(request, connections, RetryPolicy()).batches()) as batches:
@@ -46,22 +63,42 @@ def holds_pages(stats: WorkerStats) -> bool:
     return stats.free_pages < stats.num_pages
 
 
-def test_a_stage_killed_in_the_middle_of_a_prompt_changes_no_token(tmp_path: Path) -> None:
-    with running(tmp_path, "--prefill", "2", "--pipeline", "2", "--threads", "1") as service:
-        expected = asyncio.run(generate(service, "undisturbed"))
-        [record] = records(service, "undisturbed")
-        assert record.candidates[0].stages, "two workers compute it"
-        idle = lambda: not any(holds_pages(service.stats(f"prefill-{n}")) for n in (0, 1))  # noqa: E731
-        wait_until(idle, 30, "both stages to end")
-        answers: list[list[int]] = []
-        asking = threading.Thread(target=lambda: answers.append(asyncio.run(generate(service, "disturbed"))))
-        asking.start()
-        wait_until(lambda: all(holds_pages(service.stats(f"prefill-{n}")) for n in (0, 1)), 30, "both stages to begin")
-        [helper] = records(service, "disturbed")[-1].candidates[0].stages
-        assert not answers
-        service.role(helper).kill()
-        asking.join(100)
-        assert answers == [expected]
-        last = records(service, "disturbed")[-1]
-        assert last.attempt == 2
-        assert last.candidates[0].stages == (), "the second attempt depends on one worker alone"
+def wait_idle(service: Service) -> None:
+    idle = lambda: not any(holds_pages(service.stats(f"prefill-{n}")) for n in (0, 1))  # noqa: E731
+    wait_until(idle, 60, "both stages to end")
+
+
+def story(num_tokens: int) -> list[int]:
+    text = " ".join(f"In the year {1500 + 3 * i}, traveller {i % 13} met {i % 5 + 1} merchants." for i in range(200))
+    return load_tokenizer(resolve(MODEL)).encode(text)[:num_tokens]
+
+
+def test_two_workers_together_answer_as_one_engine(service: Service) -> None:
+    """A text, and random tokens in a number that no chunk divides."""
+    engine = load_engine(MODEL, EngineConfig(num_pages=32))
+    for name, prompt in (("story", story(NUM_TOKENS)), ("odd", PROMPT[:1111])):
+        tokens = asyncio.run(generate(service, name, prompt))
+        [record] = records(service, name)
+        assert len(record.candidates[0].stages) == 1, "two workers compute it"
+        assert len(prompt) / record.candidates[0].chunk_tokens >= 8
+        assert tokens == engine.generate([prompt], PARAMS)[0].tokens
+        wait_idle(service)
+
+
+def test_a_stage_killed_in_the_middle_of_a_prompt_changes_no_token(service: Service) -> None:
+    expected = asyncio.run(generate(service, "undisturbed", PROMPT))
+    [record] = records(service, "undisturbed")
+    assert record.candidates[0].stages, "two workers compute it"
+    wait_idle(service)
+    answers: list[list[int]] = []
+    asking = threading.Thread(target=lambda: answers.append(asyncio.run(generate(service, "disturbed", PROMPT))))
+    asking.start()
+    wait_until(lambda: all(holds_pages(service.stats(f"prefill-{n}")) for n in (0, 1)), 30, "both stages to begin")
+    [helper] = records(service, "disturbed")[-1].candidates[0].stages
+    assert not answers
+    service.role(helper).kill()
+    asking.join(200)
+    assert answers == [expected]
+    last = records(service, "disturbed")[-1]
+    assert last.attempt == 2
+    assert last.candidates[0].stages == (), "the second attempt depends on one worker alone"

@@ -130,6 +130,32 @@ async def test_a_stage_without_pages_leaves_the_prompt_to_one_worker(tiny_model:
         await check_pool(cluster, prompt, NUM_BLOCKS)
 
 
+async def test_other_conductors_see_the_work_of_a_stage(tiny_model: str, oracle: Oracle) -> None:
+    """The last stage stands still, so the first one has chunks left that it must not compute yet: half a prompt's work
+    at most, since it has some of the layers."""
+    prompt, params = prompt_of(LONG, seed=5), greedy(8)
+    async with tiny_cluster(tiny_model, num_prefill=2, num_conductors=2, **PIPELINE) as cluster:
+        other = cluster.conductors[1]._state
+
+        def reported() -> dict[str, int]:
+            return {one.info.name: one.load.waiting_tokens for one in other.workers if one.is_prefill}
+
+        await cluster.until(lambda: len(reported()) == 2, "it knows both workers")
+        gate = Gate(at=1)
+        gate_chunks(cluster, gate, is_last=True)
+        work = asyncio.create_task(cluster.generate(prompt, params))
+        await gate.reached()
+        try:
+            helper = helper_of(cluster)
+            await cluster.until(lambda: 0 < reported()[helper] < LONG, "the other conductor sees the stage")
+            [worker] = [one for one in other.workers if one.info.name == helper]
+            assert worker.backlog.wait_s(0.0) > 0
+        finally:
+            gate.open()
+        assert (await work).tokens == oracle(prompt, params)
+        await cluster.until(lambda: not any(reported().values()), "and its end")
+
+
 @pytest.mark.parametrize("dies", [False, True])
 async def test_blocks_of_which_a_stage_did_not_write_its_part_are_not_stored(
     tiny_model: str, oracle: Oracle, dies: bool

@@ -77,6 +77,21 @@ class StageRunner:
     def num_prompts(self) -> int:
         return len(self._prompts)
 
+    @property
+    def waiting_tokens(self) -> int:
+        """Return the tokens that the stages here still compute. A token counts as the share of the layers that it
+        passes here, so that the sum compares with the tokens of whole prompts."""
+        num_layers = self._runner.model.config.num_layers
+        work = sum(self._tokens_left(prompt) * len(prompt.layers) for prompt in self._prompts.values())
+        return -(-work // num_layers)
+
+    def _tokens_left(self, prompt: StagedPrompt) -> int:
+        num_left = self._queue.num_left(prompt.name)
+        if num_left == 0:
+            return 0
+        first = 0 if num_left is None else len(prompt.bounds) - num_left  # None: it has its pages and begins soon
+        return len(prompt.tokens) - prompt.bounds[first][0]
+
     def reserve(self, prompt: StagedPrompt) -> None:
         """Reserve pages for the prompt. Raise NoSpace if there are too few now, AlreadyExists if it is here."""
         num_blocks = pages_for(len(prompt.tokens), self._pages.block_tokens)
