@@ -97,6 +97,16 @@ class BeforeDecode(Call[None]):
     request_id: str
 
 
+class PrefillParts(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the time of a prompt went, as its prefill worker measured it. Loading overlaps with computing, so the parts
+    may add up to more than the time to first token."""
+
+    queue_s: Seconds  # at the worker
+    pull_s: Seconds = 0.0  # part of `compute_s` or beside it
+    compute_s: Seconds  # waits for pulls included
+    handoff_s: Seconds = 0.0  # after the last layer was computed
+
+
 class RequestEnded(Call[None]):
     """Removes the request from both queues and completes its decision record. Unknown requests are ignored.
 
@@ -110,6 +120,9 @@ class RequestEnded(Call[None]):
     output_tokens: Count = 0
     outcome: str = "done"
     tbt_s: Seconds | None = None  # mean time between its tokens
+    ssd_tokens: Count = 0  # of `pool_tokens`, read from SSD
+    remote_tokens: Count = 0  # of `pool_tokens`, read from the memory of another machine
+    parts: PrefillParts | None = None
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,6 +166,10 @@ class ConductorStatus(msgspec.Struct, frozen=True, kw_only=True):
     predictions: tuple[PredictionError, ...] = ()
     fetch_or_compute: FetchOrCompute | None = None  # None without workers
     left: tuple[str, ...] = ()  # workers that were drained and have ended: they are not reported as lost
+    refused: dict[str, int] = {}  # requests refused since the conductor started, by cause
+    num_open: int = 0  # requests that were sent to workers and have not ended
+    ttft_slo_s: float | None = None  # targets; None: there is none
+    tbt_slo_s: float | None = None
 
 
 class Status(Call[ConductorStatus]):
@@ -191,6 +208,20 @@ class ClaimSharedMetrics(Call[bool]):
     group: str = ""
 
 
+class EarlierAttempt(msgspec.Struct, frozen=True, kw_only=True):
+    """An attempt at a request before the one in its DecisionRecord."""
+
+    routed_at_s: float  # wall clock, as in DecisionRecord
+    ended_at_s: float
+    prefill: str | None
+    decode: str | None
+    outcome: str  # "rerouted" if the conductor was not told how it ended
+    reason: str | None = None
+    predicted_ttft_s: float | None = None
+    waited_s: float = 0.0
+    output_tokens: int = 0
+
+
 class DecisionRecord(msgspec.Struct, kw_only=True):
     """What was decided, predicted and measured for one request. None: not known (yet)."""
 
@@ -214,6 +245,11 @@ class DecisionRecord(msgspec.Struct, kw_only=True):
     priority: int = 0
     waited_s: float = 0.0  # in the queue, before it was sent or refused
     reason: str | None = None  # why it was refused, a sentence
+    ended_at_s: float | None = None  # wall clock; None: it is still on its way
+    ssd_tokens: int = 0  # of `pool_tokens`, as in RequestEnded
+    remote_tokens: int = 0
+    parts: PrefillParts | None = None
+    earlier: tuple[EarlierAttempt, ...] = ()  # the attempts before this one, oldest first; the newest few
 
 
 DEFAULT_RECORDS = 100

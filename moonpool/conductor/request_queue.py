@@ -107,7 +107,7 @@ class RequestQueue:
         """Remove a request. Return whether it was waiting."""
         if not self._leave(request_id, now_s):
             return False
-        self._state.abandon(request_id)
+        self._state.abandon(request_id, now_s)
         return True
 
     def owner_gone(self, owner: Hashable, now_s: float) -> None:

@@ -222,6 +222,10 @@ class Conductor:
             predictions=self._state.predictions(),
             fetch_or_compute=self._state.fetch_or_compute(),
             left=tuple(sorted(self._state.roles.left)),
+            refused={cause.value: count for cause, count in self._state.refused.items()},
+            num_open=self._state.num_open,
+            ttft_slo_s=self.config.policy.ttft_slo_s,
+            tbt_slo_s=self.config.policy.tbt_slo_s,
         )
 
     def _metrics(self, call: GetMetrics, peer: RpcPeer) -> list[MetricFamily]:

@@ -218,7 +218,7 @@ class ConductorState:
         if self._workers and call.num_tokens > self._max_tokens:
             raise PromptTooLong(f"the prompt has {call.num_tokens} tokens, the largest worker holds {self._max_tokens}")
         self._remove(call.request_id, now_s)
-        self.records.add(open_record(call, wall_s), tenant=call.tenant or None, keys=call.keys)
+        self.records.add(open_record(call, wall_s), tenant=call.tenant or None, keys=call.keys, now_s=now_s)
 
     def weigh(self, call: Route, now_s: float, before_s: float = 0.0) -> WeighedRequest:
         """Choose workers and ask admission; nothing changes but round-robin positions. `before_s` is how long the
@@ -281,6 +281,7 @@ class ConductorState:
         if kept is None:
             return
         record_end(kept.record, call)
+        kept.ended(now_s)
         self._request_errors.add(kept.record)
         if request is not None:
             kept.missed = first_missed(request.keys, request.num_tokens, call.cached_tokens, self.block_tokens)
@@ -289,14 +290,15 @@ class ConductorState:
         """Remove all requests of a front end that has disconnected."""
         for request_id in [one.request_id for one in self._open.values() if one.owner == owner]:
             self._remove(request_id, now_s)
-            self.abandon(request_id)
+            self.abandon(request_id, now_s)
 
-    def abandon(self, request_id: str) -> None:
+    def abandon(self, request_id: str, now_s: float) -> None:
         """Record that no client waits for the request any more."""
         self.counters["abandoned"] += 1
-        record = self.records.get(request_id)
-        if record is not None:
-            record.outcome = "abandoned"
+        kept = self.records.kept(request_id)
+        if kept is not None:
+            kept.record.outcome = "abandoned"
+            kept.ended(now_s)
 
     def _choose(self, call: Route, prints: list[int], now_s: float) -> tuple[PlacementInput, PlacementChoice]:
         self.traffic.advance(now_s)

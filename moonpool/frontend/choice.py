@@ -21,7 +21,7 @@ from typing import TypeAlias
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import DeadlineExceeded, FatalRequest, MoonpoolError, Overloaded, Unavailable
 from moonpool.base.keys import chain_keys
-from moonpool.conductor.messages import BeforeDecode, Decision, PrefillEnded, RequestEnded, Route
+from moonpool.conductor.messages import BeforeDecode, Decision, PrefillEnded, PrefillParts, RequestEnded, Route
 from moonpool.conductor.retries import Retries, RetryPolicy
 from moonpool.engine.sequence import SamplingParams
 from moonpool.frontend.attempt import LOST, Attempt, TokenBatch
@@ -221,12 +221,21 @@ class ChoiceRunner:
             output_tokens=len(self._output),
             outcome=outcome,
             tbt_s=self._tbt_s(),
+            ssd_tokens=0 if first is None else first.ssd_tokens,
+            remote_tokens=0 if first is None else first.remote_tokens,
+            parts=None if first is None else _parts(first),
         )
 
     def _tbt_s(self) -> float | None:
         """Return the mean time between tokens; None with fewer than two tokens."""
         gaps = len(self._output) - 1
         return None if self.ttft_s is None or gaps < 1 else (self._last_s - self.ttft_s) / gaps
+
+
+def _parts(reply: PrefillReply) -> PrefillParts:
+    return PrefillParts(
+        queue_s=reply.queue_s, pull_s=reply.pull_s, compute_s=reply.compute_s, handoff_s=reply.handoff_s
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,12 @@ class FrontendMetrics:
         self.cached_tokens = Counter(
             "moonpool_cached_tokens", "Prompt tokens reused from a worker's pages or the pool", ["source"], registry=own
         )
+        self.pulled_tokens = Counter(
+            "moonpool_pulled_tokens",
+            "Prompt tokens reused from the pool: from memory of the worker's machine, SSD, or memory of other machines",
+            ["tier"],
+            registry=own,
+        )
         self.pool_nbytes = Counter("moonpool_pool_bytes", "KV bytes that prefill pulled from the pool", registry=own)
         self.unanswered = Counter("moonpool_scrapes_unanswered", "Roles that gave no metrics in time", registry=own)
 
@@ -69,6 +75,9 @@ class FrontendMetrics:
         self.prompt_tokens.inc(num_prompt_tokens)
         self.cached_tokens.labels("local").inc(reply.local_tokens)
         self.cached_tokens.labels("pool").inc(reply.pool_tokens)
+        self.pulled_tokens.labels("dram").inc(reply.pool_tokens - reply.ssd_tokens - reply.remote_tokens)
+        self.pulled_tokens.labels("ssd").inc(reply.ssd_tokens)
+        self.pulled_tokens.labels("remote").inc(reply.remote_tokens)
         self.pool_nbytes.inc(reply.pool_nbytes)
         if ttft_s is not None:
             self.ttft.observe(ttft_s)

@@ -30,6 +30,7 @@ from moonpool.frontend.preparing import Preparer, load_call
 from moonpool.frontend.prompts import ServedModel, load_model
 from moonpool.frontend.protocol import GuardedProtocol
 from moonpool.frontend.request_handler import RequestHandler
+from moonpool.frontend.status import StatusCollector
 from moonpool.frontend.tenants import load_tenants
 from moonpool.frontend.workers import Connections
 
@@ -121,6 +122,7 @@ class Frontend:
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self._for_siblings: RpcServer | None = None
+        self._collector: StatusCollector | None = None
 
     async def start(self) -> str:
         """Return the URL. Raise ConfigError if the port is taken, ModelError if the model's files cannot be used."""
@@ -157,7 +159,8 @@ class Frontend:
     async def _serve(self, handler: RequestHandler, sock: socket.socket) -> None:
         limits = self._limits
         max_body_nbytes = self.config.max_body_nbytes or handler.model.max_body_nbytes
-        app = make_app(handler, max_body_nbytes=max_body_nbytes, name=self.config.name)
+        self._collector = StatusCollector(handler, self.config.name)
+        app = make_app(handler, self._collector, max_body_nbytes=max_body_nbytes, name=self.config.name)
         self._server = _Server(
             uvicorn.Config(
                 app,
@@ -173,6 +176,7 @@ class Frontend:
         )
         self._serving = asyncio.create_task(self._server.serve(sockets=[sock]), name="http server")
         await self._server.wait_started(self._serving)
+        self._collector.start()
 
     async def close(self) -> None:
         """Stop serving. Running requests get GRACE_S to finish, then end with an error. Idempotent."""
@@ -181,6 +185,8 @@ class Frontend:
             await asyncio.wait((self._serving,), timeout=GRACE_S)
         if self._for_siblings is not None:
             await self._for_siblings.close()
+        if self._collector is not None:
+            await self._collector.close()
         if self._connections is not None:
             await self._connections.close()
         if self._serving is not None:

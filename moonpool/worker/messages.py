@@ -66,6 +66,10 @@ class PrefillReply(msgspec.Struct, frozen=True, kw_only=True):
     pool_nbytes: int
     queue_s: float
     compute_s: float
+    ssd_tokens: int = 0  # of `pool_tokens`, read from SSD
+    remote_tokens: int = 0  # of `pool_tokens`, read from the memory of another machine
+    pull_s: float = 0.0
+    handoff_s: float = 0.0  # from the last token until the decode worker had all of the KV
 
 
 class DecodeItem(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,6 +13,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from moonpool.base.clock import Clock, Deadline
 from moonpool.base.cluster import PrefillSample, PullSample
 from moonpool.base.errors import Cancelled, DeadlineExceeded, Internal, MoonpoolError
@@ -23,7 +25,7 @@ from moonpool.engine.scheduler import Scheduler
 from moonpool.engine.sequence import AdmittedSequence, Chunk
 from moonpool.engine.sequence import Sequence as RequestSequence
 from moonpool.worker.kv_link.pull import Puller
-from moonpool.worker.kv_link.pull_job import PullJob
+from moonpool.worker.kv_link.pull_job import PullJob, PullResult
 from moonpool.worker.kv_link.push import Push
 from moonpool.worker.loop import EngineLoop
 from moonpool.worker.messages import Prefill, PrefillReply, RequestSpec, Ticket, TokenOut
@@ -47,6 +49,7 @@ class Prompt:
     ahead_nbytes: int = 0
     pool_tokens: int = 0
     pool_nbytes: int = 0
+    pulled: PullResult | None = None
 
 
 # A pull is given up when it takes this many times as long as computing the same tokens.
@@ -198,7 +201,9 @@ class PrefillRole:
 
     def _handed_off(self, prompt: Prompt, outcome: PrefillReply | MoonpoolError, began_s: float) -> None:
         if isinstance(outcome, PrefillReply):
-            self._samples.times.handoff.observe(self._clock.now_s() - began_s)
+            handoff_s = self._clock.now_s() - began_s
+            self._samples.times.handoff.observe(handoff_s)
+            outcome = msgspec.structs.replace(outcome, handoff_s=handoff_s)
         prompt.done(outcome)
 
     def _released(self, name: str, push: Push) -> None:
@@ -221,6 +226,9 @@ class PrefillRole:
             pool_nbytes=prompt.pool_nbytes,
             queue_s=prompt.started_s - prompt.arrived_s,
             compute_s=compute_s,
+            ssd_tokens=0 if prompt.pulled is None else prompt.pulled.num_ssd * self._block_tokens,
+            remote_tokens=0 if prompt.pulled is None else prompt.pulled.num_remote * self._block_tokens,
+            pull_s=0.0 if prompt.pulled is None else prompt.pulled.seconds,
         )
 
     # -- around and inside a step (roles.py and LayerHooks), on the engine's thread -----------------------------
@@ -238,6 +246,7 @@ class PrefillRole:
             prompt.local_tokens = (entry.num_local_blocks - entry.num_ahead_blocks) * self._block_tokens
             prompt.ahead_tokens = prompt.pool_tokens = entry.num_ahead_blocks * self._block_tokens
             prompt.ahead_nbytes = prompt.pool_nbytes = entry.num_ahead_blocks * self._puller.page_nbytes
+            prompt.pulled = None
             prompt.push.begin(sequence.pages, entry.num_local_blocks, len(entry.blocks))
             if entry.blocks:
                 self._start_pull(entry, prompt.push, compute_s)
@@ -292,7 +301,7 @@ class PrefillRole:
         name = job.admitted.request_id
         result, prompt = job.wait_end(self._pull_deadline.remaining_s()), self._prompts[name]
         prompt.pool_tokens = prompt.ahead_tokens + result.num_good * self._block_tokens
-        prompt.pool_nbytes = prompt.ahead_nbytes + result.nbytes
+        prompt.pool_nbytes, prompt.pulled = prompt.ahead_nbytes + result.nbytes, result
         self._samples.add_pull(result, self._clock.now_s())
         if job.left_behind:
             # The bytes so far tell how slow the pool is; if there are none, one piece takes longer than the wait.

@@ -45,7 +45,7 @@ def test_a_broken_secret_file_is_an_error_and_is_kept(tmp_path, content):
 
 def test_a_state_folder_that_cannot_be_made_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot keep the cluster secret"):
+    with pytest.raises(ConfigError, match="cannot keep a secret"):
         load_cluster_secret(tmp_path / "file" / "state")
 
 

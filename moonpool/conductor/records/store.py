@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from moonpool.base.errors import ConfigError, MoonpoolError
-from moonpool.conductor.messages import Decision, DecisionRecord, RequestEnded, Route
+from moonpool.conductor.messages import Decision, DecisionRecord, EarlierAttempt, RequestEnded, Route
 
 
 def open_record(call: Route, wall_s: float) -> DecisionRecord:
@@ -37,12 +37,29 @@ def record_decision(record: DecisionRecord, decision: Decision) -> None:
 
 def record_refusal(record: DecisionRecord, error: MoonpoolError, waited_s: float) -> None:
     record.outcome, record.reason, record.waited_s = error.code, str(error), waited_s
+    record.ended_at_s = record.routed_at_s + waited_s
 
 
 def record_end(record: DecisionRecord, call: RequestEnded) -> None:
+    record.ssd_tokens, record.remote_tokens, record.parts = call.ssd_tokens, call.remote_tokens, call.parts
     record.outcome, record.measured_ttft_s, record.measured_tbt_s = call.outcome, call.ttft_s, call.tbt_s
     record.cached_tokens, record.pool_tokens = call.cached_tokens, call.pool_tokens
     record.output_tokens = call.output_tokens
+
+
+def as_earlier(record: DecisionRecord, next_at_s: float) -> EarlierAttempt:
+    """Return the record as an attempt that was followed by another one, routed at `next_at_s`."""
+    return EarlierAttempt(
+        routed_at_s=record.routed_at_s,
+        ended_at_s=next_at_s if record.ended_at_s is None else record.ended_at_s,
+        prefill=record.prefill,
+        decode=record.decode,
+        outcome="rerouted" if record.outcome == "open" else record.outcome,
+        reason=record.reason,
+        predicted_ttft_s=record.predicted_ttft_s,
+        waited_s=record.waited_s,
+        output_tokens=record.output_tokens,
+    )
 
 
 def first_missed(keys: Sequence[bytes], num_tokens: int, cached_tokens: int, block_tokens: int) -> bytes | None:
@@ -53,6 +70,7 @@ def first_missed(keys: Sequence[bytes], num_tokens: int, cached_tokens: int, blo
 
 
 PRINT_NBYTES = 8
+MAX_EARLIER = 16  # attempts that a record keeps of its request
 MAX_CHOICES = 128  # of one client request; the front end allows no more
 
 
@@ -65,6 +83,11 @@ class KeptRecord:
     tenant: str | None
     prints: bytes
     missed: bytes | None = None
+    began_s: float = 0.0  # when it was routed, on the clock of `now_s`
+
+    def ended(self, now_s: float) -> None:
+        """Note the time of its end: that of its beginning and what has passed since, also if the wall clock was set."""
+        self.record.ended_at_s = self.record.routed_at_s + max(0.0, now_s - self.began_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +127,18 @@ class RecordStore:
         kept = self._kept.get(request_id)
         return 0 if kept is None else kept.record.attempt
 
-    def add(self, record: DecisionRecord, *, tenant: str | None = None, keys: Sequence[bytes] = ()) -> None:
-        """Add a record in place of an earlier one of the same request, and continue to count its attempts."""
+    def add(
+        self, record: DecisionRecord, *, tenant: str | None = None, keys: Sequence[bytes] = (), now_s: float = 0.0
+    ) -> None:
+        """Add a record in place of an earlier one of the same request, whose attempts it keeps."""
         if not self._capacity:
             return
         earlier = self._remove(record.request_id)
         if earlier is not None:
             record.attempt = earlier.record.attempt + 1
-        kept = KeptRecord(record, tenant, b"".join([key[:PRINT_NBYTES] for key in keys]))
+            before = as_earlier(earlier.record, record.routed_at_s)
+            record.earlier = (*earlier.record.earlier, before)[-MAX_EARLIER:]
+        kept = KeptRecord(record, tenant, b"".join([key[:PRINT_NBYTES] for key in keys]), began_s=now_s)
         self._kept[record.request_id] = kept
         if kept.prints:
             self._printed[record.request_id] = None

@@ -380,6 +380,8 @@ class PoolState:
             used_nbytes=self.table_of_segments.used_nbytes,
             segments=tuple(each.stats() for each in self.table_of_segments.all()),
             counters=counters,
+            high_watermark=self.rules.high_watermark,
+            ssd_high_watermark=self.rules.ssd_high_watermark,
         )
 
     # listeners, journal, tests

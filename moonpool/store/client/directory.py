@@ -161,6 +161,11 @@ class SegmentDirectory:
         info = self._known.get(placement.segment)
         return info is not None and not info.tier & Tier.DRAM
 
+    def is_remote(self, placement: Placement) -> bool:
+        """Return whether the segment is known to be on another machine, without a call."""
+        info = self._known.get(placement.segment)
+        return info is not None and not _is_local(info)
+
     def is_memory(self, placement: Placement) -> bool:
         """Return whether the segment is mounted memory. Ask the master if the segment is not known."""
         if (placement.segment, placement.incarnation) in self._memory:

@@ -87,6 +87,11 @@ class ReadSession:
         return self._tools.directory.is_disk(self._placement)
 
     @property
+    def is_remote(self) -> bool:
+        """Whether the replica that is read is on another machine."""
+        return self._tools.directory.is_remote(self._placement)
+
+    @property
     def nbytes(self) -> int:
         """Size of the pieces together."""
         return self._offsets[-1] - self._offsets[0]

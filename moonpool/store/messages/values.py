@@ -186,6 +186,8 @@ class StoreStats(msgspec.Struct, frozen=True):
     used_nbytes: int
     segments: tuple[SegmentStats, ...]
     counters: dict[str, int]
+    high_watermark: float = 1.0  # eviction from DRAM begins above this part of the capacity
+    ssd_high_watermark: float = 1.0  # the same for each SSD segment
 
 
 # orders: work that the master gives to nodes

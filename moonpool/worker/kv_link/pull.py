@@ -127,11 +127,13 @@ class Puller:
             raise
         self._health.record_error(failure)
         page_nbytes = self._memory.layout.page_nbytes
-        nbytes, ssd_nbytes = len(sessions) * page_nbytes, sum(each.is_on_disk for each in sessions) * page_nbytes
+        num_ssd = sum(each.is_on_disk for each in sessions)
+        num_remote = sum(each.is_remote and not each.is_on_disk for each in sessions)
+        nbytes = len(sessions) * page_nbytes
         seconds = self._clock.now_s() - started_s
         if sessions:
             self._nbytes_per_s = nbytes / max(seconds, 1e-9)
-        job.end(PullResult(len(sessions), nbytes, seconds, failure, ssd_nbytes))
+        job.end(PullResult(len(sessions), nbytes, seconds, failure, num_ssd * page_nbytes, num_ssd, num_remote))
 
     def _pull_to_host(self, job: PullJob, memory: HostPieces) -> tuple[list[ReadSession], MoonpoolError | None]:
         """Fill the pages. Return the sessions whose blocks are whole and right, and why not all are."""

@@ -25,6 +25,8 @@ class PullResult:
     seconds: float
     failure: MoonpoolError | None = None
     ssd_nbytes: int = 0  # of `nbytes`, read from disk
+    num_ssd: int = 0  # of the good blocks, read from disk
+    num_remote: int = 0  # of the good blocks, read from the memory of another machine
 
 
 PieceListener = Callable[[range, range, ReadyPoint | None], None]
