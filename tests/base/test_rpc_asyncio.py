@@ -195,6 +195,21 @@ async def test_close_waits_for_the_owners_of_connections(listen_at: str) -> None
     await soon(client.closed)
 
 
+async def test_a_connection_accepted_while_the_server_closes_ends_too(listen_at: str) -> None:
+    """asyncio has accepted it already; the server hears of it with the next turn of the loop."""
+    server = Service().server
+    address = await server.listen(listen_at)
+    scheme, _, place = address.partition(":")
+    with socket.socket(socket.AF_UNIX if scheme == "unix" else socket.AF_INET) as raw:
+        raw.connect(place if scheme == "unix" else (place.split(":")[0], int(place.split(":")[1])))
+        for _ in range(3):  # one turn to see it, one to accept it, one to make its transport
+            await asyncio.sleep(0)
+        await server.close()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not server.peers
+
+
 async def test_wrong_service(service: Served) -> None:
     with pytest.raises(ProtocolError, match="this is 'testing', not 'store'"):
         await AsyncClient.connect(service[1], "store")

@@ -74,6 +74,7 @@ class RpcServer:
         self._paths: list[str] = []
         self.peers: set[RpcPeer] = set()
         self.large_frames = LargeFrames()
+        self.closed = False
 
     async def listen(self, address: str) -> str:
         """Start to serve at the address. Return it with the real port. ConfigError when the address is taken."""
@@ -95,6 +96,7 @@ class RpcServer:
 
     async def close(self) -> None:
         """Stop listening, end every connection, wait for the handlers to end. Idempotent."""
+        self.closed = True
         for server in self._servers:
             server.close()
         peers = list(self.peers)
@@ -186,6 +188,9 @@ class RpcPeer(asyncio.Protocol):
         self._transport = transport
         self._greeting = AttendedTimer(_HELLO_TIMEOUT_S, self.abort)
         self._server.peers.add(self)
+        if self._server.closed:  # it was accepted just before the server stopped listening
+            self.abort()
+            return
         if _is_other_user(transport):
             _LOG.warning("%s: a process of another user was turned away", self._server.hello.service)
             self.abort()
