@@ -6,7 +6,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
 from typing import Annotated, Any, cast
 
-import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -18,11 +17,13 @@ import moonpool
 from moonpool.base.errors import InvalidInput, NotFound, Unavailable
 from moonpool.conductor.messages import DEFAULT_RECORDS, ExplainRequest, ExportTrace, Records
 from moonpool.frontend import bare_id, http_errors
+from moonpool.frontend.blocks import add_blocks
 from moonpool.frontend.completions import PREFIX, REF, Completions
 from moonpool.frontend.gate import Gate
 from moonpool.frontend.health import check_health
 from moonpool.frontend.metrics import Roles, metrics_page
-from moonpool.frontend.replies import ErrorReply, Model, ModelList
+from moonpool.frontend.pages import add_pages
+from moonpool.frontend.replies import ErrorReply, Model, ModelList, json_response
 from moonpool.frontend.request_handler import RequestHandler
 from moonpool.frontend.schema import ChatBody, CompletionBody
 from moonpool.frontend.status import StatusCollector
@@ -56,8 +57,10 @@ def make_app(handler: RequestHandler, collector: StatusCollector, *, max_body_nb
     readable = APIRouter(prefix=PREFIX, dependencies=[Depends(find_reader)])
     types = _add_status(readable, collector)
     _add_records(readable, handler)
+    add_blocks(readable, handler)
     app.include_router(readable)
     _add_operations(app, handler, name)
+    add_pages(app)
     _add_types(app, types, ChatBody, CompletionBody)
     # Around the whole app, not as a middleware: FastAPI answers bugs (500) outside of its middlewares.
     return Gate(completions, handler.metrics, max_body_nbytes)
@@ -100,7 +103,7 @@ def _add_status(router: APIRouter, collector: StatusCollector) -> dict[str, obje
         """What the service does now, and its last 15 minutes every 2 s: only points after `since` (seconds since 1970).
         Figures are sums over all tenants, without names or text of requests."""
         reader: Reader = request.state.reader
-        return _json(await collector.status(since, reader.tenant))
+        return json_response(await collector.status(since, reader.tenant))
 
     return types
 
@@ -119,7 +122,7 @@ def _add_records(router: APIRouter, handler: RequestHandler) -> None:
         if all(answer is None for answer in answers):
             raise Unavailable("no conductor answers")
         found = sorted((each for answer in answers for each in answer or ()), key=lambda each: each.routed_at_s)
-        return _json({"object": "list", "data": found[-limit:]})
+        return json_response({"object": "list", "data": found[-limit:]})
 
     @router.get("/records/trace")
     async def export_trace(
@@ -143,7 +146,7 @@ def _add_records(router: APIRouter, handler: RequestHandler) -> None:
             raise Unavailable(f"a conductor does not answer, and no other one has a record of request {request_id!r}")
         if not found:
             raise NotFound(f"there is no record of request {request_id!r}: it is unknown, or too old")
-        return _json({"object": "list", "data": found})
+        return json_response({"object": "list", "data": found})
 
 
 def _own(request: Request, tenant: str | None) -> str | None:
@@ -163,10 +166,6 @@ async def _chain(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[byte
         yield first
         async for chunk in chunks:
             yield chunk
-
-
-def _json(body: object) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json")
 
 
 def _add_types(app: FastAPI, types: Mapping[str, object], *models: type[BaseModel]) -> None:

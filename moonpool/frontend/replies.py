@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
+import msgspec
 from pydantic import BaseModel
+from starlette.responses import Response
 
 FinishReason = Literal["stop", "length"]
 
@@ -125,3 +127,8 @@ class ErrorDetail(BaseModel):
 
 class ErrorReply(BaseModel):
     error: ErrorDetail
+
+
+def json_response(body: object) -> Response:
+    """Return an answer that msgspec encodes."""
+    return Response(msgspec.json.encode(body), media_type="application/json")

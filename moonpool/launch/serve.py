@@ -144,7 +144,7 @@ def _announce(config: ServeConfig, machine: MachinePlan, run_dir: Path, seconds:
         f"{machine.describe()}\n\n"
         f"  curl {url}/chat/completions {key}-H 'Content-Type: application/json' \\\n"
         f"    -d '{json.dumps(body)}'\n\n"
-        "  moonpool chat\n\n"
+        f"  moonpool chat\n  {url.removesuffix('/v1')}/ui shows what it does\n\n"
         "Ctrl-C stops it.",
         flush=True,
     )

@@ -34,6 +34,7 @@ from moonpool.base.rpc import Call, RpcPeer
 from moonpool.master.board import ReportedMetrics, SegmentBoard
 from moonpool.master.journal import Journal, JournalHealth
 from moonpool.master.state import PoolState
+from moonpool.master.state.residency import list_blocks
 from moonpool.master.state.role_leases import RoleLeases
 from moonpool.master.state.snapshot import snapshot_keys
 from moonpool.master.streams import ChangeFeed, OrderStreams
@@ -231,6 +232,7 @@ def _questions(pool: LivePool) -> dict[type[Call[Any]], Handler]:
         m.Retract: lambda c, _: board.retract(c.name, c.incarnation),
         m.FindSegment: lambda c, _: pool.find_segment(c.name),
         m.ListObjects: lambda c, _: state.list_objects(c.pattern, c.cursor, c.limit, now()),
+        m.ListBlocks: lambda c, _: list_blocks(state.index, c.cursor, c.limit, now()),
         m.QueryTask: lambda c, _: state.task(c.task_id, now()),
         m.ListTasks: lambda c, _: state.tasks(now(), c.finished),
         m.Why: lambda c, _: state.why(c.key, now(), c.identity),

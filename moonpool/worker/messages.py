@@ -223,6 +223,13 @@ class GetStats(Call[WorkerStats]):
     pass
 
 
+class VerifyObject(Call[int]):
+    """Read an object of the pool, check every byte against its checksums, and return its size. NotFound when it is not
+    there, or no replica passes: wrong replicas are reported to the master, which never returns them again."""
+
+    key: bytes
+
+
 class PieceChecksums(Call[bytes]):
     """Return CRC-32C of every piece of a cached block, read from the worker's pages now: u32 per layer. NotFound when
     the block is not there.

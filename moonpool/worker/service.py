@@ -45,7 +45,7 @@ from moonpool.worker.decode import DecodeRole
 from moonpool.worker.kv_link.decode_peers import DecodePeers
 from moonpool.worker.kv_link.device_pieces import DevicePieces
 from moonpool.worker.kv_link.device_probe import DeviceProbe
-from moonpool.worker.kv_link.pool import PoolHealth, PoolProbe, PoolWriter
+from moonpool.worker.kv_link.pool import PoolHealth, PoolProbe, PoolWriter, verified_nbytes
 from moonpool.worker.kv_link.pull import Puller
 from moonpool.worker.kv_link.pull_ahead import AheadPuller
 from moonpool.worker.kv_link.push_tools import PushTools
@@ -64,6 +64,7 @@ from moonpool.worker.messages import (
     Prefill,
     PutSpan,
     RunStage,
+    VerifyObject,
     WorkerStats,
 )
 from moonpool.worker.metrics import Samples, WorkerCollector
@@ -320,6 +321,7 @@ class Worker:
     def _handlers(self) -> dict[type[Call[Any]], Callable[[Any, RpcPeer], Any]]:
         return {
             GetStats: lambda call, peer: self._ask_stats(),
+            VerifyObject: lambda call, peer: asyncio.to_thread(verified_nbytes, self._store, call.key),
             PieceChecksums: lambda call, peer: self._piece_checksums(call.key),
             GetMetrics: lambda call, peer: [*snapshot(self.registry), *process_metrics()],
             Prefill: lambda call, peer: (self._leader if call.stages else self._prefill).prefill(self._checked(call)),

@@ -57,6 +57,11 @@ class EvictionPolicy(Protocol):
         """
         ...
 
+    def standing(self, slots: Sequence[int]) -> list[tuple[int, float | None]]:
+        """Return for each slot how often it was used again, as far as the policy counts that, and its rank: the lowest
+        among the candidates is evicted first. None: the policy has no ranks, or the slot is not in it."""
+        ...
+
     def __contains__(self, slot: int) -> bool: ...
 
     def __len__(self) -> int: ...
@@ -89,6 +94,9 @@ class OfferingPolicy(ABC):
 
     @abstractmethod
     def remove(self, slot: int) -> None: ...
+
+    def standing(self, slots: Sequence[int]) -> list[tuple[int, float | None]]:
+        return [(0, None)] * len(slots)
 
     def victims(self) -> Iterator[int]:
         if self._pending:

@@ -252,6 +252,9 @@ class PrefixAware(SweepPolicy):
 
     # uses and ages
 
+    def _num_uses(self, slot: int) -> int:
+        return self._uses[slot] if slot < len(self._uses) else 0
+
     def _rank(self, slot: int) -> float:
         rate = self._model.rows[self._uses[slot]][bin_of(self._clock - self._stamps[slot])]
         return rate * (1 + self._cost_growth * self._depths[slot])

@@ -49,6 +49,16 @@ class SweepPolicy(OfferingPolicy):
         if len(self._pending) > _MOST_PENDING:
             self._apply_pending()
 
+    def standing(self, slots: Sequence[int]) -> list[tuple[int, float | None]]:
+        if self._pending:
+            self._apply_pending()
+        known = [slot for slot in slots if slot in self]
+        ranks = dict(zip(known, self._ranks(np.array(known, np.uint32)).tolist(), strict=True)) if known else {}
+        return [(self._num_uses(slot), ranks.get(slot)) for slot in slots]
+
+    def _num_uses(self, slot: int) -> int:
+        return 0
+
     def __len__(self) -> int:
         return self._count
 

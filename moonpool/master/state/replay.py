@@ -167,6 +167,9 @@ class _NoOrder:
     def victims(self) -> Iterator[int]:
         return iter(())
 
+    def standing(self, slots: Sequence[int]) -> list[tuple[int, float | None]]:
+        return [(0, None)] * len(slots)
+
     def __contains__(self, slot: int) -> bool:
         return False
 

@@ -7,6 +7,7 @@ import msgspec
 from moonpool.base.ranges import Positive, Whole
 from moonpool.base.rpc import Call, StreamCall
 from moonpool.store.messages.values import (
+    BlockPage,
     EventBatch,
     ObjectInfo,
     ObjectPage,
@@ -192,6 +193,13 @@ class ListObjects(Call[ObjectPage]):
     """
 
     pattern: str | None = None
+    cursor: Whole = 0
+    limit: Positive = 1000
+
+
+class ListBlocks(Call[BlockPage]):
+    """Return objects with their places in the tree of prefixes and in the order of eviction, in pages, unleased."""
+
     cursor: Whole = 0
     limit: Positive = 1000
 

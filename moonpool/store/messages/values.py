@@ -268,6 +268,26 @@ class ObjectPage(msgspec.Struct, frozen=True, array_like=True):
     cursor: int | None
 
 
+class StoredBlock(msgspec.Struct, frozen=True, array_like=True):
+    """An object and its place in the tree of prefixes. `uses` is how often it was found again, counted up to 5, as far
+    as the eviction policy knows; among objects without a stored continuation, the lowest `rank` is evicted first."""
+
+    key: bytes
+    parent: bytes  # key of the block that it continues; b"" if that is not known or not stored
+    nbytes: int
+    segments: tuple[str, ...]  # of its replicas, memory first
+    uses: int
+    rank: float | None  # None: the policy has no ranks, or the object is not in its order
+    is_kept: bool  # leased or pinned: it is not evicted now
+
+
+class BlockPage(msgspec.Struct, frozen=True, array_like=True):
+    """`cursor` as in ObjectPage."""
+
+    blocks: list[StoredBlock]
+    cursor: int | None
+
+
 class RemovedCount(msgspec.Struct, frozen=True, array_like=True):
     """`num_kept` objects matched and stayed, because they are leased or pinned."""
 

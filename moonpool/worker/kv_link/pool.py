@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from moonpool.base.clock import Clock, SystemClock
 from moonpool.base.cluster import PullSample
-from moonpool.base.errors import DeadlineExceeded, MoonpoolError, Unauthorized, Unavailable
+from moonpool.base.errors import DeadlineExceeded, MoonpoolError, NotFound, Unauthorized, Unavailable
 from moonpool.base.keys import object_key
 from moonpool.base.log import RateLimitedLog
 from moonpool.base.object_header import ObjectKind
@@ -38,6 +38,14 @@ _MAX_NBYTES = 8 * 1024**2
 _FAST_S = 0.1  # a larger object is tried only if the one before took less
 _UNKNOWN_EVERY_S = 5.0
 _QUIET_S = 30.0
+
+
+def verified_nbytes(store: Store, key: bytes) -> int:
+    """Read an object, check every byte, and return its size. Raise NotFound when no replica passes."""
+    value = store.get(key)
+    if value is None:
+        raise NotFound(f"no replica passes its checks: {store.why(key)}")
+    return len(value)
 
 
 class PoolHealth:
