@@ -17,6 +17,7 @@ LOCK = "owner.lock"
 MASTER = "master"  # the role's name, and so its socket's
 CONDUCTOR = "conductor"
 _URL = "url"  # a file with the address of the service's HTTP front end
+_STATE_DIR = "state_dir"  # a file with the path of the folder for its secrets
 # A directory without a lock file is one that is being made, unless it is older than this.
 _YOUNG_S = 60.0
 
@@ -51,6 +52,19 @@ def read_url(run_dir: Path) -> str | None:
     """Return the front end of the service; None while it is starting or stopping."""
     try:
         return (run_dir / _URL).read_text().strip()
+    except FileNotFoundError:
+        return None
+
+
+def write_state_dir(run_dir: Path, state_dir: Path) -> None:
+    """Let programs of this user on this machine find the secrets of the service."""
+    (run_dir / _STATE_DIR).write_text(str(state_dir))
+
+
+def read_state_dir(run_dir: Path) -> str | None:
+    """Return the state folder of the service; None while it is starting or stopping."""
+    try:
+        return (run_dir / _STATE_DIR).read_text()
     except FileNotFoundError:
         return None
 

@@ -34,6 +34,7 @@ COMMANDS = {
     "ls": ("moonpool.cli.ls", "List the objects of the pool."),
     "rm": ("moonpool.cli.rm", "Remove objects from the pool."),
     "stat": ("moonpool.cli.stat", "Show the state of the pool: usage, hit rate, tasks, workers."),
+    "top": ("moonpool.cli.top", "Show what a running service does: load, tokens, workers, nodes, requests."),
     "role": ("moonpool.cli.role", "Change what a running worker computes: prefill, decode, or as the load needs."),
     "scale": ("moonpool.cli.scale", "Change how many prefill and decode workers a running service has here."),
     "drain": ("moonpool.cli.drain", "Empty a worker or a node, so that it can be stopped without loss."),

@@ -19,7 +19,7 @@ from moonpool.base.errors import ConfigError, Unavailable
 from moonpool.base.limits import available_cores
 from moonpool.base.log import setup_logging
 from moonpool.base.process import Lifeline
-from moonpool.base.run_dirs import write_url
+from moonpool.base.run_dirs import write_state_dir, write_url
 from moonpool.base.security import Secret
 from moonpool.engine.config import Device
 from moonpool.engine.model_files import read_config, resolve
@@ -88,6 +88,7 @@ def _run(
     for folder in machine.ssd_dirs:
         _own_folder(Path(folder))
     with RunDir() as run_dir, Lifeline() as lifeline:
+        write_state_dir(run_dir.path, state_dir)
         if cluster is not None and place is not None:
             wiring = cluster.wiring(place)
         else:

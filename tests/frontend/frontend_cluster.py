@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from moonpool.base.cluster import WORKER_SERVICE, RegisterWorker, WorkerInfo, WorkerRole
+from moonpool.base.cluster import REQUEST_LIMITS, WORKER_SERVICE, RegisterWorker, WorkerInfo, WorkerRole
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import MoonpoolError
 from moonpool.base.metrics import GetMetrics, MetricFamily, MetricSample
@@ -128,7 +128,9 @@ class ToyWorker:
         }
         self._server = RpcServer(WORKER_SERVICE, handlers, name=self.name, incarnation=incarnation)
         self.address = await self._server.listen("tcp:127.0.0.1:0")
-        self._conductor = await AsyncClient.connect(self._conductor_address, "conductor", name=self.name)
+        self._conductor = await AsyncClient.connect(
+            self._conductor_address, "conductor", name=self.name, silence_limits=REQUEST_LIMITS
+        )
         info = WorkerInfo(
             name=self.name,
             role=self.role,
