@@ -36,6 +36,7 @@ from moonpool.sim.systems import (
     with_failures,
     with_pipelines,
     with_roles,
+    with_shared_prompts,
     without,
 )
 from moonpool.sim.world.config import Failure, RoleChange, parse_failure, parse_role_change
@@ -102,6 +103,9 @@ def command(
     nodes: cluster.NodesOption = NUM_NODES,
     prefill: Annotated[int | None, typer.Option(help="number of prefill nodes; default: half of the nodes")] = None,
     pipeline_nodes: Annotated[int, typer.Option(min=1, help="prefill nodes per worker, as a pipeline")] = 1,
+    pipeline: Annotated[
+        int, typer.Option(min=1, help="prefill workers that compute a long prompt together, as `serve --pipeline`")
+    ] = 1,
     elastic: ElasticOption = False,
     roles: RoleChangeOption = None,
     fails: FailOption = None,
@@ -119,7 +123,7 @@ def command(
         _refuse_unwritable(report, force)
     failures = tuple(parse_failure(each) for each in fails or [])
     moves = tuple(parse_role_change(each) for each in roles or [])
-    chosen = _systems(systems, features_off or [], _Asked(pipeline_nodes, failures, elastic, moves))
+    chosen = _systems(systems, features_off or [], _Asked(pipeline_nodes, pipeline, failures, elastic, moves))
     goals = Goals(_target(ttft, "--ttft"), _target(tbt, "--tbt"), seed, admission)
     fleet = make_fleet(
         model=model,
@@ -158,13 +162,14 @@ class _Asked(NamedTuple):
     """What the baseline cannot have."""
 
     pipeline_nodes: int
+    pipeline: int
     failures: tuple[Failure, ...]
     elastic: bool
     moves: tuple[RoleChange, ...]
 
     @property
     def anything(self) -> bool:
-        return bool(self.failures or self.elastic or self.moves or self.pipeline_nodes > 1)
+        return bool(self.failures or self.elastic or self.moves or self.pipeline_nodes > 1 or self.pipeline > 1)
 
 
 def _systems(names: list[str] | None, features_off: list[str], asked: _Asked) -> list[System]:
@@ -176,6 +181,7 @@ def _systems(names: list[str] | None, features_off: list[str], asked: _Asked) ->
 def _with(chosen: System, asked: _Asked) -> System:
     chosen = with_roles(chosen, asked.elastic, asked.moves) if asked.elastic or asked.moves else chosen
     chosen = with_pipelines(chosen, asked.pipeline_nodes) if asked.pipeline_nodes > 1 else chosen
+    chosen = with_shared_prompts(chosen, asked.pipeline) if asked.pipeline > 1 else chosen
     return with_failures(chosen, asked.failures) if asked.failures else chosen
 
 

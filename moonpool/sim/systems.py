@@ -160,6 +160,12 @@ def with_pipelines(chosen: System, num_nodes: int) -> System:
     return _changed(chosen, f"pipelines of {num_nodes} prefill nodes", pipeline_nodes=num_nodes)
 
 
+def with_shared_prompts(chosen: System, num_workers: int) -> System:
+    """Return the system in which `num_workers` prefill workers compute a long prompt together. Raise InvalidInput for a
+    coupled system."""
+    return _changed(chosen, f"long prompts at {num_workers} prefill workers", pipeline=num_workers)
+
+
 def with_failures(chosen: System, failures: tuple[Failure, ...]) -> System:
     """Return the system with these failures. Raise InvalidInput for a coupled system."""
     return _changed(chosen, f"failing: {', '.join(map(str, failures))}", failures=failures)

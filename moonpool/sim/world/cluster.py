@@ -162,15 +162,25 @@ class SimCluster:
         # The policy's limit is about the shared pool, not about the node's own memory.
         takes_all = self.config.pool == "local" or self.config.always_pulls
         job.max_pool_blocks = None if takes_all else decision.max_pool_blocks
-        prefill, decode = self.prefills[decision.prefill.name], self.decodes[job.decode]
+        decode = self.decodes[job.decode]
 
         def reserve() -> None:
-            decode.reserve(job, lambda present: prefill.submit(job, present))
+            decode.reserve(job, lambda present: self._compute(job, decision, present))
 
         if self.config.answers_between_steps:
             decode.call_between_steps(_in_this_attempt(job, reserve))
         else:
             reserve()
+
+    def _compute(self, job: Job, decision: Decision, present_tokens: int) -> None:
+        """Begin the prompt, at several workers if the conductor has chosen them and all have pages."""
+        leader = decision.prefill.name
+        nodes = [*(stage.name for stage in decision.stages), leader]
+        is_started = len(nodes) > 1 and self._components.pipelines.start(
+            job, present_tokens, nodes, decision.chunk_tokens
+        )
+        if not is_started:
+            self.prefills[leader].submit(job, present_tokens)
 
     def _first_token(self, job: Job) -> None:
         """Handle a computed prompt. The prefill is wasted if the conductor refuses the decode now."""
@@ -187,6 +197,9 @@ class SimCluster:
     def _handed_over(self, job: Job) -> None:
         if self.config.changes_roles:  # the pages that the prompt had are free for answers now
             self.decodes[job.prefill].grant_waiting()
+        if self.config.pipeline > 1:  # the pages that the prompt had are free at all of its stages
+            for prefill in self.prefills.values():
+                prefill.resume()
         job.prefill, decode = "", self.decodes[job.decode]
         if job.num_output > 1 and not job.is_wasted:
             self._hand_off(job, decode)

@@ -19,6 +19,7 @@ from moonpool.sim.world.clock import SimClock
 from moonpool.sim.world.config import ClusterConfig
 from moonpool.sim.world.decode import DecodeWorker
 from moonpool.sim.world.job import Job
+from moonpool.sim.world.pipelines import PipelineSizes, SimPipelines
 from moonpool.sim.world.pool import BlockRuns, SimPool
 from moonpool.sim.world.prefill import PrefillWorker, Stages
 from moonpool.sim.world.reporter import INCARNATION, SimReporter
@@ -59,6 +60,7 @@ class ClusterComponents:
         self.prefills: dict[str, PrefillWorker] = {}
         self.decodes: dict[str, DecodeWorker] = {}
         self.reporters: dict[str, SimReporter] = {}
+        self.pipelines = self._make_pipelines(on_first_token, on_handed_over)
         for name in self.roles:
             self._add_worker(name, on_first_token, on_handed_over, on_done)
         self._calibrate()
@@ -80,6 +82,8 @@ class ClusterComponents:
             page_nbytes=block_tokens * shape.kv_nbytes_per_token,
             num_layers=shape.num_layers if self._config.layer_wise else 1,
             fixed=self._fixed[name],
+            pipeline=self._config.pipeline,
+            step_tokens=self._config.max_batch_tokens if self._config.pipeline > 1 else 0,
         )
         self._registrations[name] = self.conductor.register(info)
 
@@ -112,6 +116,7 @@ class ClusterComponents:
             self._make_own_pool(name, reporter)
             scheduler = schedulers[WorkerRole.PREFILL]
             self.prefills[name] = self._make_prefill(name, scheduler, reporter, on_first_token, on_handed_over, turns)
+            self.pipelines.add_node(name, scheduler.pages, turns)
         if WorkerRole.DECODE in schedulers:
             self.decodes[name] = DecodeWorker(
                 self.clock, name, schedulers[WorkerRole.DECODE], self._config.cost, reporter, on_done, turns
@@ -175,6 +180,13 @@ class ClusterComponents:
             on_handed_over,
             turns,
         )
+
+    def _make_pipelines(self, on_first_token: OnJob, on_handed_over: OnJob) -> SimPipelines:
+        """Return what runs the prompts of several workers; only `config.pipeline` makes the conductor choose them."""
+        shape = self._config.shape
+        sizes = PipelineSizes(shape.num_layers, shape.hidden_size * shape.dtype_nbytes, shape.kv_nbytes_per_token)
+        pool = next(iter(self.pools.values()))
+        return SimPipelines(self.clock, self._config.cost.prefill, sizes, pool, on_first_token, on_handed_over)
 
     # --- pools ---
 

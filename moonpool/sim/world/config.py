@@ -143,6 +143,7 @@ class ClusterConfig:
     num_prefill: int
     num_decode: int
     pipeline_nodes: int = 1  # prefill nodes per worker, a pipeline of stages
+    pipeline: int = 1  # prefill workers that compute a long prompt together, as `serve --pipeline`
     pool: PoolKind = "shared"
     pool_rules: PoolRules = field(default_factory=sim_pool_rules)
     max_run_blocks: int = 16  # most blocks of one object of the simulated pool, see BlockRuns
@@ -165,8 +166,11 @@ class ClusterConfig:
             raise ConfigError("a cluster has at least one prefill and one decode node")
         if self.pipeline_nodes < 1 or self.num_prefill % self.pipeline_nodes:
             raise ConfigError(f"{self.num_prefill} prefill nodes are no pipelines of {self.pipeline_nodes}")
-        if self.pipeline_nodes > self.shape.num_layers:
-            raise ConfigError(f"{self.shape.name} has {self.shape.num_layers} layers for {self.pipeline_nodes} stages")
+        num_stages = max(self.pipeline_nodes, self.pipeline)
+        if num_stages > self.shape.num_layers:
+            raise ConfigError(f"{self.shape.name} has {self.shape.num_layers} layers for {num_stages} stages")
+        if not 1 <= self.pipeline <= self.num_prefill:
+            raise ConfigError(f"{self.num_prefill} prefill nodes cannot compute a prompt in {self.pipeline} stages")
         nodes = [*self.prefill_nodes, *self.decode_nodes]
         check_schedule(self.failures, nodes)
         unknown = [change.node for change in self.role_changes if change.node not in nodes]
@@ -174,6 +178,10 @@ class ClusterConfig:
             raise InvalidInput(f"there is no node {unknown[0]!r}; there are {_listed(nodes)}")
         if self.changes_roles and (self.failures or self.pipeline_nodes > 1 or self.pool == "local"):
             raise ConfigError("nodes that change their roles cannot fail, be pipelines, or cache each alone")
+        if self.pipeline > 1 and (self.failures or self.changes_roles or self.pipeline_nodes > 1):
+            raise ConfigError("nodes that share long prompts cannot fail, change their roles, or be one worker")
+        if self.pipeline > 1 and self.pool == "local":
+            raise ConfigError("nodes that share long prompts cannot cache each alone")
 
     @property
     def changes_roles(self) -> bool:
