@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
@@ -21,6 +21,7 @@ from moonpool.base.errors import Cancelled, Internal, MoonpoolError
 from moonpool.frontend.choice import ChoiceEvent
 from moonpool.frontend.http_errors import error_reply
 from moonpool.frontend.request_handler import ClientRequest
+from moonpool.frontend.until_failure import until_failure
 from moonpool.worker.messages import TokenOut
 
 _LOG = logging.getLogger(__name__)
@@ -140,18 +141,14 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T
 
     The request's body must have been read: from then on, `receive` returns only when the client is gone.
     """
-    working, leaving = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
+    leaving = asyncio.create_task(_disconnected(receive))
     try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise Cancelled("the client went away")
+        return await until_failure(work, leaving)
     finally:
-        working.cancel()
         leaving.cancel()
-        await asyncio.wait((working, leaving))
 
 
-async def _disconnected(receive: Receive) -> None:
+async def _disconnected(receive: Receive) -> NoReturn:
     while (await receive())["type"] != "http.disconnect":
         pass
+    raise Cancelled("the client went away")

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
-from typing import Any, NamedTuple, TypeVar, cast
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import NamedTuple, cast
 
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import (
@@ -26,6 +25,7 @@ from moonpool.base.errors import (
 from moonpool.base.rpc import AsyncClient
 from moonpool.conductor.messages import Decision, WorkerRef
 from moonpool.conductor.retries import Loss
+from moonpool.frontend.until_failure import until_failure
 from moonpool.frontend.workers import Connections
 from moonpool.worker.messages import (
     ALONE_STEPS,
@@ -37,8 +37,6 @@ from moonpool.worker.messages import (
     Ticket,
     TokenOut,
 )
-
-_T = TypeVar("_T")
 
 # Errors after which another attempt, perhaps with other workers, may succeed.
 LOST = (PeerLost, NotFound, Corrupt, StaleGeneration, Unavailable)
@@ -78,25 +76,32 @@ class Attempt:
         self._stages = {stage.name: await self._connect(stage) for stage in self.decision.stages}
         decode = await self._connect(self.decision.decode)
         stream = decode.stream(Decode(spec=self._spec), timeout_s=self._deadline.remaining_s())
-        async with _closing(stream) as items:
+        items = cast(AsyncGenerator[DecodeItem, None], stream)
+        second: asyncio.Task[DecodeItem] | None = None
+        try:
             ticket = _ticket(await self._next(decode, items))
             # Reading the stream during the prefill notices at once if the decode worker dies meanwhile.
-            async with _running(self._next(decode, items)) as second:
-                reply = await self._prefill(prefill, decode, ticket, second)
-                self._is_prefilled = True
-                yield TokenBatch((reply.first,), reply.finish_reason, reply)
-                if reply.finish_reason is not None:
-                    return
-                item = await second
+            second = asyncio.create_task(self._next(decode, items))
+            reply = await self._prefill(prefill, decode, ticket, second)
+            self._is_prefilled = True
+            yield TokenBatch((reply.first,), reply.finish_reason, reply)
+            if reply.finish_reason is not None:
+                return
+            item = await second
             while True:
                 self._num_decoded += len(item.tokens)
                 yield TokenBatch(item.tokens, item.finish_reason)
                 if item.finish_reason is not None:
                     return
                 item = await self._next(decode, items)
+        finally:
+            await _end(second, items)
 
     async def _connect(self, worker: WorkerRef) -> AsyncClient:
         try:
+            connected = self._connections.connected_worker(worker)
+            if connected is not None:
+                return connected
             async with asyncio.timeout(self._deadline.remaining_s()):
                 return await self._connections.worker(worker)
         except TimeoutError as error:
@@ -128,15 +133,13 @@ class Attempt:
             stages=tuple(stage.address for stage in decision.stages),
             chunk_tokens=decision.chunk_tokens,
         )
-        async with _running(prefill.call(call, timeout_s=self._deadline.remaining_s())) as prefilling:
-            await asyncio.wait((prefilling, second), return_when=asyncio.FIRST_COMPLETED)
-            if second.done():
-                second.result()  # the second token may arrive before the reply with the first; a failure is raised
-            try:
-                return await prefilling
-            except LOST:
+        try:
+            # The second token may arrive before the reply with the first; only its failure ends the call.
+            return await until_failure(prefill.call(call, timeout_s=self._deadline.remaining_s()), second)
+        except LOST:
+            if not self.failed:  # otherwise the decode worker's stream failed, and that is recorded
                 await self._record_prefill_failure(prefill, decode)
-                raise
+            raise
 
     async def _record_prefill_failure(self, prefill: AsyncClient, decode: AsyncClient) -> None:
         """Record which worker failed the prefill: it also fails if the decode worker cannot be reached, or if another
@@ -182,24 +185,13 @@ def _ticket(item: DecodeItem) -> Ticket:
     return item.ticket
 
 
-@asynccontextmanager
-async def _closing(items: AsyncIterator[_T]) -> AsyncIterator[AsyncIterator[_T]]:
-    """Close a stream at the end of the block. A lost connection is no failure here: it ends the stream too."""
-    try:
-        yield items
-    finally:
-        with contextlib.suppress(PeerLost):
-            await cast(AsyncGenerator[_T, None], items).aclose()
-
-
-@asynccontextmanager
-async def _running(work: Coroutine[Any, Any, _T]) -> AsyncIterator[asyncio.Task[_T]]:
-    """Run the work as a task that ends with the block. Its failure is raised only where the task is awaited."""
-    task = asyncio.create_task(work)
-    try:
-        yield task
-    finally:
-        task.cancel()
-        await asyncio.wait((task,))
-        if not task.cancelled():
-            task.exception()  # marks it as retrieved, so that asyncio does not log it
+async def _end(second: asyncio.Task[DecodeItem] | None, items: AsyncGenerator[DecodeItem, None]) -> None:
+    """End the reading of the stream's second item, if it goes on, and the stream. A lost connection is no failure here:
+    it ends the stream too."""
+    if second is not None and not second.done():
+        second.cancel()
+        await asyncio.wait((second,))
+    if second is not None and not second.cancelled():
+        second.exception()  # marks it as retrieved, so that asyncio does not log it
+    with contextlib.suppress(PeerLost):
+        await items.aclose()

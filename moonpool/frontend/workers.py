@@ -94,6 +94,12 @@ class Connections:
             return None
         return await self._get((STORE_SERVICE, self._master_address, 0))
 
+    def connected_worker(self, ref: WorkerRef) -> AsyncClient | None:
+        """Return the worker's client if there is a connection; worker() makes one."""
+        client = self._open_client((WORKER_SERVICE, ref.address, ref.incarnation))
+        is_this = client is not None and client.peer is not None and client.peer.incarnation == ref.incarnation
+        return client if is_this and not self.closed else None
+
     async def worker(self, ref: WorkerRef) -> AsyncClient:
         """Return a client of the worker. Raise PeerLost if it is gone or another incarnation answers at its address."""
         client = await self._get((WORKER_SERVICE, ref.address, ref.incarnation))
@@ -108,6 +114,10 @@ class Connections:
 
     def notify_conductor(self, call: Call[None]) -> None:
         """Send the call in the background. Ignore failures: a conductor that is gone has lost the request's state."""
+        conductor = self._open_client((CONDUCTOR_SERVICE, self._conductors[self._conductor], 0))
+        if conductor is not None:
+            conductor.send(call)  # without a task, which would cost more than the call
+            return
         task = asyncio.create_task(self._send(call))
         self._background.add(task)
         task.add_done_callback(self._background.discard)
@@ -116,6 +126,7 @@ class Connections:
         """Close all clients; calls that still wait get PeerLost. Idempotent."""
         if self._background:
             await asyncio.wait(self._background, timeout=CLOSE_TIMEOUT_S)
+        await asyncio.sleep(0)  # what notify_conductor() has just sent leaves this process
         self.closed = True
         tasks = list(self._clients.values())
         self._clients.clear()
@@ -132,9 +143,20 @@ class Connections:
         except MoonpoolError as error:
             _LOG.debug("could not send %s to the conductor: %s", type(call).__name__, error)
 
+    def _open_client(self, key: _Key) -> AsyncClient | None:
+        """Return the client if it is connected, without waiting: the common case, several times per request."""
+        task = self._clients.get(key)
+        if task is None or not task.done() or task.cancelled() or task.exception():
+            return None
+        client = task.result()
+        return None if client.closed.is_set() else client
+
     async def _get(self, key: _Key) -> AsyncClient:
         if self.closed:
             raise Unavailable("the front end is stopping")
+        client = self._open_client(key)
+        if client is not None:
+            return client
         self._drop_lost()
         task = self._clients.get(key)
         if task is None:

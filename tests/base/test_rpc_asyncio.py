@@ -75,6 +75,15 @@ async def test_errors_fail_one_call_only(client: AsyncClient, call, error: type[
     assert await client.call(Echo(b"still here")) == b"still here"
 
 
+async def test_calls_whose_answers_do_not_matter(service: Served, client: AsyncClient) -> None:
+    client.send(Fail("bug"))  # type: ignore[arg-type]
+    client.send(Echo(b"dropped"))  # type: ignore[arg-type]
+    assert await client.call(Echo(b"next")) == b"next", "answers to others are not taken for this one's"
+    client.close()
+    await client.closed.wait()
+    client.send(Echo(b"too late"))  # type: ignore[arg-type]
+
+
 async def test_deadline_cancels_the_handler(service: Served, client: AsyncClient) -> None:
     with pytest.raises(DeadlineExceeded):
         await client.call(Slow(), timeout_s=0.05)

@@ -131,6 +131,11 @@ class AsyncClient(asyncio.Protocol):
         answer: R = decode_reply(call, frame.body)
         return answer
 
+    def send(self, call: Call[None]) -> None:
+        """Send a call whose answer does not matter: it is not waited for, and an error is not reported. Do nothing when
+        the connection has ended."""
+        self._send(encode_call(call, next(self._ids)))
+
     async def stream(self, call: Call[R], *, timeout_s: float | None = None) -> AsyncIterator[R]:
         """Yield the items as they come. Raise DeadlineExceeded if the stream has not ended after `timeout_s`; earlier
         items are yielded first. Leaving the loop early cancels the work at the server (use aclosing)."""
@@ -200,7 +205,7 @@ class AsyncClient(asyncio.Protocol):
             self._on_item(frame, self._streams[frame.call_id])
         elif frame.call_id == 0:
             raise decode_error(frame.body) if frame.kind is FrameKind.ERROR else ProtocolError("stray frame")
-        # Otherwise the frame answers a call that was cancelled or timed out.
+        # Otherwise the frame answers a call that was cancelled or timed out, or one of send().
 
     def _on_item(self, frame: Frame, queue: asyncio.Queue[Frame | MoonpoolError]) -> None:
         if queue.qsize() < _MAX_WAITING_ITEMS:
