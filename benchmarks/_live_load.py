@@ -55,13 +55,18 @@ def save_model(folder: Path, shape: Mapping[str, int]) -> None:
 
 class Service:
     """The roles of `moonpool serve` as processes of this one, so that the conductor alone can be replaced. `pins` are
-    the cores that workers keep to, by their names."""
+    the cores that workers keep to, by their names; `worker` is what Python runs as a worker."""
 
     def __init__(
-        self, folder: Path, shape: Mapping[str, int] | str, pins: Mapping[str, int] | None = None, **options: Any
+        self,
+        folder: Path,
+        shape: Mapping[str, int] | str,
+        pins: Mapping[str, int] | None = None,
+        worker: Sequence[str] = ("-m", "moonpool", "worker"),
+        **options: Any,
     ) -> None:
         """`shape` is that of a random llama, or the name of a model."""
-        self._pins = pins or {}
+        self._pins, self._worker = pins or {}, worker
         model = shape if isinstance(shape, str) else str(folder / "model")
         if not isinstance(shape, str):
             save_model(Path(model), shape)
@@ -104,7 +109,8 @@ class Service:
 
     def _start(self, role: Role, changes: dict[str, object]) -> None:
         arguments = to_arguments({**role.options, **changes})
-        command = [sys.executable, "-m", "moonpool", role.command, *arguments]
+        program = self._worker if role.command == "worker" else ("-m", "moonpool", role.command)
+        command = [sys.executable, *program, *arguments]
         with _on_core(self._pins.get(role.name)):
             process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         self._processes[role.name] = process
@@ -172,11 +178,20 @@ def wait(holds: Callable[[], bool], what: str) -> None:
     raise SystemExit(f"waited {START_S:.0f} s for {what}")
 
 
+class RefusedAnswer(Exception):
+    """The service is overloaded (429)."""
+
+
 class Answer(NamedTuple):
-    """When its client sent the request and got each token, by the clock of `time.perf_counter`."""
+    """When its client sent the request and got each token, by the clock of `time.perf_counter`, and the events."""
 
     sent_s: float
     token_s: list[float]
+    events: list[bytes]
+
+    @property
+    def text(self) -> str:
+        return "".join(json.loads(event.removeprefix(b"data: "))["choices"][0]["text"] for event in self.events)
 
     @property
     def ttft_s(self) -> float:
@@ -193,7 +208,7 @@ class Answer(NamedTuple):
 
 async def ask(url: str, prompt: Sequence[int], num_output: int) -> Answer:
     """One streamed completion, over a connection of its own, read with as little work per token as can be: whatever
-    the client computes is taken from the workers' two cores."""
+    the client computes is taken from the workers' two cores. Raise RefusedAnswer on 429."""
     body = json.dumps({
         "model": "model", "prompt": prompt, "max_tokens": num_output, "temperature": 0, "ignore_eos": True,
         "stream": True,
@@ -206,19 +221,24 @@ async def ask(url: str, prompt: Sequence[int], num_output: int) -> Answer:
     try:
         writer.write(head.encode() + body)
         async with asyncio.timeout(_TIMEOUT_S):
-            return Answer(sent_s, await _token_times(reader, num_output))
+            return Answer(sent_s, *await _tokens(reader, num_output))
     finally:
         writer.close()
 
 
-async def _token_times(reader: asyncio.StreamReader, num_output: int) -> list[float]:
+async def _tokens(reader: asyncio.StreamReader, num_output: int) -> tuple[list[float], list[bytes]]:
+    """Return when each token came, and the events; they are decoded later."""
     status = await reader.readline()
+    if b" 429 " in status:
+        raise RefusedAnswer
     if b" 200 " not in status:
         raise SystemExit(f"the service answered {status.decode().strip()}: {(await reader.read()).decode()}")
     times: list[float] = []
+    events: list[bytes] = []
     while line := await reader.readline():
         if line.startswith(b"data: {"):
             times.append(time.perf_counter())
+            events.append(line)
     if len(times) != num_output:
         raise SystemExit(f"{num_output} tokens were asked for, {len(times)} came")
-    return times
+    return times, events

@@ -1,11 +1,16 @@
-"""Figures of the live system that need several machines. Machines are network namespaces with shaped links; needs root.
+"""Figures of the live system that changes its shape.
 
-    python benchmarks/live.py --json
+    python benchmarks/live.py --json [--only hot|swing]
 
-hot prefix: 8 clients read one prefix of 64 blocks again and again. Two nodes hold the pool, each behind a link of 1
-Gbit/s; the clients' own link is not shaped. In the first pool the prefix keeps its one replica (`--hot-hits 0`). In the
-second, with the master's defaults, it becomes hot and gets a second replica on the other node. Both pools are on the
-same machines and are measured in turns. A client is a process with a Store; each checks what it reads.
+hot: 8 clients read one prefix of 64 blocks again and again. Two nodes hold the pool, each behind a link of 1 Gbit/s;
+the clients' own link is not shaped. Machines are network namespaces; needs root. In the first pool the prefix keeps its
+one replica (`--hot-hits 0`). In the second, with the master's defaults, it becomes hot and gets a second replica on the
+other node. Both pools are on the same machines and are measured in turns. A client is a process with a Store; each
+checks what it reads.
+
+swing: roles that follow a load that swings between long prompts and long answers, against every fixed split of four
+workers, each held to a slow processor of its own (_live_swing.py). Four phases of 60 s take about 5 minutes for each of
+3P1D, 2P2D, 1P3D and elastic; `--splits elastic --phases 12` has more than 20 role changes.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+from _live_swing import ELASTIC, SPLITS, measure_swing
 from _machines_lab import Machine, MachinesLab, missing
 
 from moonpool.store import Store
@@ -173,7 +179,7 @@ def count_main(master: str, _block_nbytes: str) -> None:
         print(store.stats().counters.get("hot_replicas", 0))
 
 
-def measure(options: argparse.Namespace) -> Iterator[tuple[str, float, str]]:
+def measure_hot(options: argparse.Namespace) -> Iterator[tuple[str, float, str]]:
     one, two = _PORTS
     rates: dict[str, list[float]] = {one: [], two: []}
     shares: list[float] = []
@@ -192,6 +198,13 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[str, float, str]]:
     yield f"{case}: two replicas against one", ratio, "x"
     yield f"{case}: share of the busier link with two replicas", statistics.median(shares), ""
     yield f"{case}: until all blocks have two replicas and all clients read both", hot_after_s, "s"
+
+
+def measure(options: argparse.Namespace) -> Iterator[tuple[str, float, str]]:
+    if options.only != "swing":
+        yield from measure_hot(options)
+    if options.only != "hot":
+        yield from measure_swing(options.splits, options.phases, options.phase_s, options.seed)
 
 
 def _make_hot(lab: HotPrefixLab, pool: str) -> float:
@@ -216,8 +229,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rate-mbit", type=int, default=1000, help="rate of each node's link")
     parser.add_argument("--times", type=int, default=3, help="how often each client reads the prefix per round")
     parser.add_argument("--rounds", type=int, default=3, help="number of rounds; medians are reported")
+    parser.add_argument("--only", choices=("hot", "swing"), help="one part; default: both")
+    parser.add_argument("--splits", nargs="+", choices=[*SPLITS, ELASTIC], default=[*SPLITS, ELASTIC])
+    parser.add_argument("--phases", type=int, default=4, help="of the load that swings")
+    parser.add_argument("--phase-s", type=float, default=60.0, help="how long each of them lasts")
+    parser.add_argument("--seed", type=int, default=1, help="of that load")
     options = parser.parse_args(arguments)
-    reason = missing()
+    reason = None if options.only == "swing" else missing()
     if reason is not None:
         raise SystemExit(reason)
     for case, value, unit in measure(options):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from e2e_service import Service, wait_until
+from e2e_service import Answer, Service, wait_until
 from random_model import token_prompt
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
@@ -38,3 +41,51 @@ def test_roles_change_while_the_service_runs(two_each: Service) -> None:
     for name in ("prefill-0", "prefill-1", "decode-1"):
         assert role(two_each, name, name.split("-")[0]).returncode == 0
     assert two_each.generate(prompt).tokens == expected
+
+
+@pytest.mark.parametrize("num_changes", [4, pytest.param(20, marks=pytest.mark.soak)])
+def test_no_request_is_lost_doubled_or_different_while_roles_change(two_each: Service, num_changes: int) -> None:
+    """Clients ask without a pause; a worker that changes holds their prompts and answers in the middle."""
+    prompts = [token_prompt(60 + 90 * number, 20 + number) for number in range(6)]
+    expected = [answer.tokens for answer in two_each.generate_all(prompts, 24)]
+    chance, ended = random.Random(num_changes), threading.Event()
+
+    def ask_on(client: int) -> list[tuple[int, Answer]]:
+        found: list[tuple[int, Answer]] = []
+        while not ended.is_set() or len(found) < 2:
+            number = (client + len(found)) % len(prompts)
+            found.append((number, two_each.generate(prompts[number], 24)))
+        return found
+
+    with ThreadPoolExecutor(3) as pool:
+        clients = [pool.submit(ask_on, client) for client in range(3)]
+        try:
+            for _ in range(num_changes):
+                changes = role(two_each, *_next_change(two_each, chance))
+                assert changes.returncode == 0, changes.stderr
+        finally:
+            ended.set()
+        answers = [one for client in clients for one in client.result(120)]
+    _restore(two_each)
+    assert [answer.tokens for _, answer in answers] == [expected[number] for number, _ in answers]
+    assert {answer.num_attempts for _, answer in answers} == {1}, "a change of roles is no failure"
+
+
+def _roles(service: Service) -> dict[str, str]:
+    return {worker.info.name: str(worker.info.role) for worker in service.status().workers}
+
+
+def _restore(service: Service) -> None:
+    """Give each worker the role of its name again; one of a role that has several first, because the last one stays."""
+    while moved := [name for name, one in _roles(service).items() if one != name.split("-")[0]]:
+        roles = _roles(service)
+        name = max(moved, key=lambda each: list(roles.values()).count(roles[each]))
+        assert role(service, name, name.split("-")[0]).returncode == 0
+
+
+def _next_change(service: Service, chance: random.Random) -> tuple[str, str]:
+    """A worker and its other role, so that each role keeps a worker."""
+    roles = _roles(service)
+    common = [one for one in ("prefill", "decode") if list(roles.values()).count(one) > 1]
+    name = chance.choice(sorted(name for name, one in roles.items() if one in common))
+    return name, "decode" if roles[name] == "prefill" else "prefill"
