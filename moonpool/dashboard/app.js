@@ -14,7 +14,7 @@ const VIEWS = { overview, cluster, residency: blocks, requests, predictions, cha
 const TITLES = { overview: "Overview", cluster: "Cluster", residency: "Residency", requests: "Requests", predictions: "Predictions", chat: "Chat" };
 const POLL_MS = 1000, KEPT_POINTS = 450, THEME = "moonpool-theme";
 
-const page = { status: null, points: [], error: null, name: "" };
+const page = { status: null, points: [], error: null, name: "", epoch: 0 }; // epoch: changes when everything must be drawn again
 const $ = (id) => document.getElementById(id);
 
 function wanted() {
@@ -33,6 +33,7 @@ function nextTheme() {
   const now = document.documentElement.dataset.theme || (dark ? "dark" : "light");
   localStorage.setItem(THEME, now === "dark" ? "light" : "dark");
   theme();
+  page.epoch++;
   draw();
 }
 
@@ -110,9 +111,8 @@ function go() {
   draw();
 }
 
-page.redraw = draw;
 addEventListener("hashchange", go);
-addEventListener("resize", draw);
+addEventListener("resize", () => { page.epoch++; draw(); });
 theme();
 go();
 loop();

@@ -8,7 +8,7 @@ import { bytes, count, many } from "./format.js";
 const TIERS = [{ kind: "dram", label: "DRAM" }, { kind: "ssd", label: "SSD" }, { kind: "used", label: "DRAM and SSD" }];
 const CELL = 9, GAP = 1, MOST_TREES = 200;
 const state = { blocks: [], trees: [], cells: [], total: 0, truncated: false, chosen: null, detail: null, cursor: 0, error: null, loading: false, open: null };
-let redraw = () => {};
+let redraw = () => {}, dirty = true, epoch = -1;
 
 // Rows of the answer as objects; children and trees by way of the parents' positions.
 function read(answer) {
@@ -48,7 +48,7 @@ async function load() {
 }
 
 export function enter(page, draw) {
-  redraw = draw;
+  redraw = () => { dirty = true; draw(); };
   load();
 }
 
@@ -159,7 +159,11 @@ function treeRow(tree) {
     tree.members.length > 100 ? h("span", { class: "hint" }, `and ${tree.members.length - 100} more on the map`) : null))) : null];
 }
 
-export function draw(root) {
+// Draws only what has changed.
+export function draw(root, page) {
+  if (!dirty && epoch === page.epoch && root.childElementCount) return;
+  dirty = false;
+  epoch = page.epoch;
   const nodes = state.segments ? state.segments.map((segment, number) => {
     const held = state.blocks.filter((block) => block.segments.includes(number)).length;
     return `${segment.node} ${segment.tier.toUpperCase()}: ${many(held, "block")}`;

@@ -1,6 +1,6 @@
 // The newest requests; a row opens the decision: candidates, what happened when, and earlier attempts.
 
-import { getJson } from "./api.js";
+import { call, getJson } from "./api.js";
 import { bar, legend } from "./charts.js";
 import { h, show } from "./dom.js";
 import { clock, count, seconds, words } from "./format.js";
@@ -11,11 +11,14 @@ const SOURCES = [{ kind: "own", label: "own pages" }, { kind: "dram", label: "po
 const TERMS = [{ kind: "queue", label: "queue" }, { kind: "pull", label: "pull" }, { kind: "compute", label: "compute" },
   { kind: "handoff", label: "hand-off" }, { kind: "decode", label: "decode" }];
 const state = { records: [], text: "", outcome: "", chosen: null, detail: null, timer: null, error: null };
-let redraw = () => {};
+let redraw = () => {}, dirty = true, epoch = -1, lastText = "";
 
 async function load() {
   try {
-    state.records = (await getJson(`/v1/records?limit=${LIMIT}`)).data.reverse();
+    const text = await (await call(`/v1/records?limit=${LIMIT}`)).text();
+    if (text === lastText && !state.error) return;
+    lastText = text;
+    state.records = JSON.parse(text).data.reverse();
     state.error = null;
   } catch (error) {
     state.error = error.message;
@@ -24,7 +27,8 @@ async function load() {
 }
 
 export function enter(page, draw) {
-  redraw = draw;
+  redraw = () => { dirty = true; draw(); };
+  lastText = "";
   load();
   state.timer = setInterval(() => { if (!document.hidden) load(); }, POLL_MS);
 }
@@ -115,7 +119,11 @@ function matches(record) {
     (!text || [record.request_id, record.prefill, record.decode].some((each) => each && each.toLowerCase().includes(text)));
 }
 
-export function draw(root) {
+// Draws only what has changed: a thousand rows take a while.
+export function draw(root, page) {
+  if (!dirty && epoch === page.epoch && root.childElementCount) return;
+  dirty = false;
+  epoch = page.epoch;
   const began = performance.now();
   const rows = state.records.filter(matches);
   const outcomes = [...new Set(state.records.map((each) => each.outcome))].sort();
@@ -131,5 +139,6 @@ export function draw(root) {
         h("th", { class: "num" }, "TTFT"), h("th", { class: "num" }, "predicted"), h("th", {}, "prefill → decode"), h("th", { class: "num" }, "output"), h("th", {}, "outcome"))),
       h("tbody", {}, rows.map(row)))),
     rows.length ? null : h("p", { class: "hint" }, "No request yet, or none that matches.")));
+  void root.offsetHeight; // the layout counts, too
   performance.measure("draw requests", { start: began });
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import httpx
@@ -163,7 +163,8 @@ def test_every_view_is_accessible_and_fits(browser: Browser, service: Service, w
     page.close()
 
 
-def add_blocks(service: Service, number: int) -> None:
+@contextmanager
+def many_blocks(service: Service, number: int) -> Iterator[None]:
     """Small objects in chains of 50, each the continuation of the one before."""
     with Store(service.address("master"), name="test") as store:
         keys = [b"page-%05d" % at for at in range(number)]
@@ -173,6 +174,10 @@ def add_blocks(service: Service, number: int) -> None:
                 for at in range(first, min(number, first + 500))
             ]
             assert store.put_objects(puts) == [None] * len(puts)
+        try:
+            yield
+        finally:
+            store.remove_matching("^page-", force=True)
 
 
 def add_records(service: Service, number: int) -> None:
@@ -192,21 +197,27 @@ def heap_nbytes(page: LivePage) -> int:
 
 
 def drawn_ms(page: LivePage, name: str) -> float:
-    """The shortest of the last times, because the machine may be busy."""
-    times = page.tab.evaluate(f"performance.getEntriesByName('{name}').map((each) => each.duration)")
-    assert len(times) >= 2
-    return float(min(times[-3:]))
+    """The shortest of some times, because the machine may be busy; a change of the window draws everything again."""
+    page.tab.evaluate("performance.clearMeasures()")
+    for width in (WIDE - 20, WIDE - 10, WIDE):
+        page.tab.set_viewport_size({"width": width, "height": 900})
+    times: list[float] = []
+
+    def read() -> bool:
+        times[:] = page.tab.evaluate(f"performance.getEntriesByName('{name}').map((each) => each.duration)")
+        return len(times) >= 2
+
+    wait_until(read, 30, f"{name} again")
+    return min(times)
 
 
 def test_many_blocks_and_records_are_drawn_in_time_and_memory(page: LivePage, service: Service) -> None:
-    add_blocks(service, 10_000)
     add_records(service, 1_000)
-    tab = page.open("residency")
-    tab.wait_for_selector("#map[data-drawn='10000']")
-    wait_until(lambda: tab.evaluate("performance.getEntriesByName('draw blocks').length") > 3, 30, "it is drawn again")
-    assert drawn_ms(page, "draw blocks") < 1000
+    with many_blocks(service, 10_000):
+        tab = page.open("residency")
+        tab.wait_for_selector("#map[data-drawn='10000']")
+        assert drawn_ms(page, "draw blocks") < 1000
     page.open("requests")
     tab.wait_for_selector("[data-drawn='1000']")
-    wait_until(lambda: tab.evaluate("performance.getEntriesByName('draw requests').length") > 3, 30, "drawn again")
     assert drawn_ms(page, "draw requests") < 1000
     assert heap_nbytes(page) < 100e6
