@@ -22,7 +22,7 @@ export function sparkline(values, target) {
   const y = (value) => height - 1 - (value / top) * (height - 3);
   let path = "", pen = false;
   values.forEach((value, at) => {
-    if (value !== null) path += `${pen ? "L" : "M"}${x(at).toFixed(1)} ${y(value).toFixed(1)}`;
+    if (value !== null) path += `${pen ? "L" : "M"}${x(at).toFixed(1)} ${y(value).toFixed(1)}${pen ? "" : "h0.1"}`; // a point alone is a dot
     pen = value !== null;
   });
   return s("svg", { class: "spark", viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", "aria-hidden": "true" },

@@ -56,7 +56,7 @@ async function ask(turn, page) {
   redraw();
   const began = performance.now();
   try {
-    const body = { model: page.status.model, messages, stream: true, max_tokens: 96, temperature: 0, stream_options: { include_usage: true } };
+    const body = { model: page.status.model, messages, stream: true, max_tokens: 64, temperature: 0, stream_options: { include_usage: true } };
     const response = await call("/v1/chat/completions", body, state.busy.signal);
     let id = null;
     await events(response, (event) => {
