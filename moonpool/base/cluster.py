@@ -48,9 +48,9 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AssignedRole(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker should be from now on. It ends what it has begun in its old role.
+    """What a worker should be from now on. It ends what it has begun in its old role, or lets it go on elsewhere.
 
-    With `leaves` it ends what it has begun, takes nothing new, and then its process ends. `lease` is the number of the
+    With `leaves` it does so, takes nothing new, and then its process ends. `lease` is the number of the
     lease by which the conductor may change roles: a worker refuses a lower number than it has seen.
     """
 
@@ -106,6 +106,13 @@ class WorkerLeft(Call[None]):
 
     name: str
     incarnation: Whole
+
+
+class CountOthers(Call[int]):
+    """Return how many workers of that role there are, without the one of that name and without those that leave."""
+
+    name: str
+    role: WorkerRole
 
 
 class ReportWorker(Call[AssignedRole | None]):

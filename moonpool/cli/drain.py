@@ -1,8 +1,9 @@
 """`moonpool drain WORKER|NODE`: empty a worker or a node, so that it can be stopped without loss.
 
-A worker takes no new requests and ends those that it has; then its process ends, and a launcher does not start it
-again (`moonpool scale` does). A node takes no new objects, and its objects move to the other nodes; those for which
-they have no room stay on SSD. It then waits to be stopped; started again, it takes new objects.
+A worker takes no new requests. It ends those that it has, or lets its answers go on at other decode workers; then its
+process ends, and a launcher does not start it again (`moonpool scale` does). A node takes no new objects, and its
+objects move to the other nodes; those for which they have no room stay on SSD. It then waits to be stopped; started
+again, it takes new objects.
 """
 
 from __future__ import annotations

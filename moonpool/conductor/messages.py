@@ -64,6 +64,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     # prefill workers that compute the first layers, chunk by chunk, before `prefill`, which computes the last ones
     stages: tuple[WorkerRef, ...] = ()
     chunk_tokens: int = 0
+    # the decode worker, which is also `prefill`, brings the KV from the pool itself and goes on
+    resumes: bool = False
 
 
 class Route(Call[Decision]):
@@ -82,6 +84,8 @@ class Route(Call[Decision]):
     exclude: tuple[str, ...] = ()  # workers that just failed this request
     tenant: str = ""
     priority: Signed = 0  # the highest first
+    has_output: bool = False  # the last tokens are those of an answer that goes on
+    is_stored: bool = False  # the pool has all full blocks: the last decode worker has put them there
 
 
 class PrefillEnded(Call[None]):

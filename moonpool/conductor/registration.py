@@ -104,6 +104,7 @@ class WeighedRequest(NamedTuple):
     inputs: PlacementInput
     choice: PlacementChoice
     verdict: Verdict
+    resumes: bool = False  # an answer that goes on at its decode worker, with its KV from the pool
 
     @property
     def work(self) -> UnmetWork:

@@ -79,7 +79,7 @@ class RequestQueue:
             if verdict.cause is not Cause.TBT:
                 self._state.unmet.refused(verdict.cause, weighed.work, now_s)
                 raise self._state.refuse(call.request_id, verdict.error(), verdict.cause)
-        elif not self._waiting and self._has_room(now_s):
+        elif weighed.resumes or (not self._waiting and self._has_room(now_s)):
             return self._state.send(call, owner, weighed, now_s)
         if not self._waiting:
             self._state.unmet.short_of = _short_of(verdict)

@@ -51,6 +51,7 @@ class Retries:
     def __init__(self, policy: RetryPolicy) -> None:
         self._policy = policy
         self.num_attempts = 0
+        self.num_moves = 0  # from a worker that leaves to another one; such a part of an attempt is no failure
         self.failed: set[str] = set()  # workers to avoid
         self.is_fatal = False  # it was given up because it makes workers die
         self._num_deaths = 0
@@ -63,9 +64,20 @@ class Retries:
         """Whether the next attempt must compute the request in a batch of one."""
         return self._num_deaths >= self._policy.max_deaths
 
+    @property
+    def epoch(self) -> int:
+        """The number of this attempt, or of this part of it, for workers: it grows."""
+        return self.num_attempts + self.num_moves
+
     def begin(self) -> None:
         """Count a new attempt."""
         self.num_attempts += 1
+        self._give_up_at_s, self._num_pauses = None, 0
+
+    def moved(self, worker: str) -> None:
+        """The attempt goes on at another worker, because this one leaves."""
+        self.num_moves += 1
+        self.failed.add(worker)
         self._give_up_at_s, self._num_pauses = None, 0
 
     def lost(self, workers: Iterable[str], loss: Loss) -> float | None:

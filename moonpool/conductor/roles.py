@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from moonpool.base.cluster import AssignedRole, WorkerInfo, WorkerLeft, WorkerRole
+from moonpool.base.cluster import AssignedRole, CountOthers, WorkerInfo, WorkerLeft, WorkerRole
 from moonpool.base.config import nearest
 from moonpool.base.errors import InvalidInput, NotFound, Unavailable
 from moonpool.conductor.demand import UnmetDemand
@@ -82,6 +82,11 @@ class RoleAssignments:
         known = self._assigned.get(info.name)
         if info.lease > (0 if known is None else known.lease):
             self._assigned[info.name] = AssignedRole(role=info.role, fixed=info.fixed, lease=info.lease)
+
+    def count_others(self, call: CountOthers, workers: Collection[Registration]) -> int:
+        """Return how many other workers have that role and stay."""
+        others = [one.info for one in workers if one.info.name != call.name and not self._leaves(one.info)]
+        return sum(self._role_of(info) is call.role is info.role for info in others)
 
     def rebalance(self, workers: Collection[Registration], now_s: float) -> None:
         """Ask one worker to change its role, if the rule says so. Nothing moves while a change is under way."""

@@ -13,7 +13,7 @@ from collections.abc import Collection, Hashable
 from moonpool.base.cluster import AssignedRole, ReportWorker, WorkerInfo, WorkerLoad, WorkerRole
 from moonpool.base.errors import IdentityMismatch, InvalidInput, MoonpoolError, NotFound, PromptTooLong
 from moonpool.conductor.admission.controller import AdmissionController
-from moonpool.conductor.admission.forms import Cause, DecodeNow, RefusedRequest
+from moonpool.conductor.admission.forms import AdmittedRequest, Cause, DecodeNow, RefusedRequest
 from moonpool.conductor.costs import CostModels, RequestErrors
 from moonpool.conductor.crossover import crossover
 from moonpool.conductor.demand import UnmetDemand, UnmetWork
@@ -31,6 +31,7 @@ from moonpool.conductor.placement.pipelines import choose_pipeline
 from moonpool.conductor.placement.policy import Chooser, PlacementChoice, PlacementInput, PolicyConfig, make_policy
 from moonpool.conductor.placement.prefix_index import PrefixIndex, fingerprints
 from moonpool.conductor.placement.pricing import PlacementRequest, Pricing, replicated
+from moonpool.conductor.placement.resuming import may_resume, resumed
 from moonpool.conductor.placement.tables import DecodeTable, PrefillTable, Slots
 from moonpool.conductor.placement.traffic import Traffic
 from moonpool.conductor.records.store import (
@@ -109,8 +110,6 @@ class ConductorState:
             return None
         block_tokens, block_nbytes, _ = self._block_shape
         return crossover(self.costs, block_nbytes / block_tokens)
-
-    # workers
 
     def register(self, info: WorkerInfo) -> Registration:
         """Add a worker. An earlier registration of that name is removed first, and its requests leave its queues. Raise
@@ -192,8 +191,6 @@ class ConductorState:
     def workers(self) -> Collection[Registration]:
         return self._workers.values()
 
-    # requests
-
     def route(self, call: Route, owner: Hashable, now_s: float, wall_s: float) -> Decision:
         """Decide now, without waiting: return the decision, already counted in the workers' queues, or raise the
         refusal. Both are recorded."""
@@ -225,6 +222,9 @@ class ConductorState:
         request has waited, or will wait before it is sent. Raise Unavailable when there are no workers."""
         prints = fingerprints(call.keys)
         inputs, choice = self._choose(call, prints, now_s)
+        if may_resume(call, inputs.leading.pool, self.block_tokens):  # it was admitted once
+            choice = resumed(choice, self.decodes.names[choice.decode_slot])
+            return WeighedRequest(prints, inputs, choice, AdmittedRequest(0.0, now_s), resumes=True)
         decodes = self._decode_now.values()
         verdict = self._admission.at_arrival(call.num_tokens, choice.prefill, before_s, decodes, now_s)
         return WeighedRequest(prints, inputs, choice, verdict)
@@ -233,7 +233,10 @@ class ConductorState:
         self, call: Route, owner: Hashable, weighed: WeighedRequest, now_s: float, waited_s: float = 0.0
     ) -> Decision:
         decision = self._dispatch(call, owner, weighed, now_s, waited_s)
-        self._admission.sent(call, weighed.choice.prefill.ttft_s, weighed.verdict, now_s)
+        self._admission.sent(call, decision.ttft_s, weighed.verdict, now_s)
+        if weighed.resumes:
+            self.counters["resumed"] += 1
+            self.prefill_ended(call.request_id, now_s)
         record = self.records.get(call.request_id)
         if record is not None:
             record_decision(record, decision)
@@ -321,24 +324,25 @@ class ConductorState:
     def _dispatch(
         self, call: Route, owner: Hashable, weighed: WeighedRequest, now_s: float, waited_s: float
     ) -> Decision:
-        prints, inputs, choice, _ = weighed
+        prints, inputs, choice, _, resumes = weighed
         best = choice.prefill
         prefill = self._workers[best.worker]
         decode = self._workers[self.decodes.names[choice.decode_slot]]
         stages = [self._workers[name] for name in best.stages]
-        for worker in (prefill, *stages):
+        for worker in () if resumes else (prefill, *stages):
             worker.backlog.add(call.request_id, best.service_s, now_s)
             self.prefills.update(worker.slot, worker.backlog)
         if stages:
             self.counters["pipelined"] += 1  # its blocks go to the pool, and stay in no worker's pages
-        else:
+        elif not resumes:
             self._expect_blocks(choice, inputs, prints)
         if best.pulled_blocks:
             start_s, nbytes = now_s + best.queue_s, best.pulled_blocks * inputs.request.block_nbytes
             self.traffic.expect(call.request_id, prefill.slot, nbytes, start_s, start_s + best.transfer_s)
         tokens, pages = call.num_tokens, inputs.request.num_pages
-        request = OpenRequest(call.request_id, owner, call.keys, prints, tokens, pages, prefill, decode, stages)
-        self._open[call.request_id] = request
+        request = self._open[call.request_id] = OpenRequest(
+            call.request_id, owner, call.keys, prints, tokens, pages, None if resumes else prefill, decode, stages
+        )
         self._count_decoding(request, 1)
         return Decision(
             request_id=call.request_id,
@@ -353,6 +357,7 @@ class ConductorState:
             asks_before_decode=self._admission.asks_before_decode,
             stages=tuple(worker.ref for worker in stages),
             chunk_tokens=best.chunk_tokens,
+            resumes=resumes,
         )
 
     def _expect_blocks(self, choice: PlacementChoice, inputs: PlacementInput, prints: list[int]) -> None:

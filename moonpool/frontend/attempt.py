@@ -29,6 +29,7 @@ from moonpool.frontend.until_failure import until_failure
 from moonpool.frontend.workers import Connections
 from moonpool.worker.messages import (
     ALONE_STEPS,
+    MOVED,
     Decode,
     DecodeItem,
     Prefill,
@@ -61,6 +62,7 @@ class Attempt:
         self._deadline = deadline
         self.failed: set[str] = set()
         self.loss = Loss.ABSENT
+        self.is_moved = False  # the answer has to go on at another decode worker
         self._is_prefilled = False
         self._num_decoded = 0  # tokens from the decode worker
         self._stages: dict[str, AsyncClient] = {}  # the other workers of a pipeline, to see which one died
@@ -71,24 +73,34 @@ class Attempt:
         return self._num_decoded >= ALONE_STEPS
 
     async def batches(self) -> AsyncGenerator[TokenBatch, None]:
-        """Yield the tokens. The first one comes from the prefill worker, all others from the decode worker."""
+        """Yield the tokens. The first one comes from the prefill worker, all others from the decode worker; if it
+        resumes the answer, all of them. Return without a finish reason if the answer `is_moved`."""
+        resumes = self.decision.resumes
         prefill = await self._connect(self.decision.prefill)
         self._stages = {stage.name: await self._connect(stage) for stage in self.decision.stages}
         decode = await self._connect(self.decision.decode)
-        stream = decode.stream(Decode(spec=self._spec), timeout_s=self._deadline.remaining_s())
+        call = Decode(spec=self._spec, resumes=resumes)
+        stream = decode.stream(call, timeout_s=self._deadline.remaining_s())
         items = cast(AsyncGenerator[DecodeItem, None], stream)
         second: asyncio.Task[DecodeItem] | None = None
         try:
-            ticket = _ticket(await self._next(decode, items))
-            # Reading the stream during the prefill notices at once if the decode worker dies meanwhile.
-            second = asyncio.create_task(self._next(decode, items))
-            reply = await self._prefill(prefill, decode, ticket, second)
-            self._is_prefilled = True
-            yield TokenBatch((reply.first,), reply.finish_reason, reply)
-            if reply.finish_reason is not None:
-                return
-            item = await second
+            if resumes:
+                self._is_prefilled = True
+                item = await self._next(decode, items)
+            else:
+                ticket = _ticket(await self._next(decode, items))
+                # Reading the stream during the prefill notices at once if the decode worker dies meanwhile.
+                second = asyncio.create_task(self._next(decode, items))
+                reply = await self._prefill(prefill, decode, ticket, second)
+                self._is_prefilled = True
+                yield TokenBatch((reply.first,), reply.finish_reason, reply)
+                if reply.finish_reason is not None:
+                    return
+                item = await second
             while True:
+                if item.finish_reason == MOVED:
+                    self.is_moved = True
+                    return
                 self._num_decoded += len(item.tokens)
                 yield TokenBatch(item.tokens, item.finish_reason)
                 if item.finish_reason is not None:

@@ -71,6 +71,10 @@ class ChoiceRunner:
     def num_attempts(self) -> int:
         return self._retries.num_attempts
 
+    @property
+    def num_moves(self) -> int:
+        return self._retries.num_moves
+
     def mark_done(self) -> None:
         """Report this choice as done if the caller closes `batches` now; without this call it counts as cancelled."""
         self._outcome = "done"
@@ -78,8 +82,9 @@ class ChoiceRunner:
     async def batches(self) -> AsyncGenerator[TokenBatch, None]:
         """Yield the tokens. Raise Overloaded, Unavailable, DeadlineExceeded, FatalRequest, or the error of a worker."""
         try:
+            attempt: Attempt | None = None
             while True:
-                attempt = await self._plan()
+                attempt = await self._plan(is_moved=attempt is not None and attempt.is_moved)
                 try:
                     async with aclosing(attempt.batches()) as batches:
                         async for batch in batches:
@@ -87,8 +92,10 @@ class ChoiceRunner:
                             if attempt.survived:
                                 self._retries.survived()
                             yield batch
-                    self.mark_done()
-                    return
+                    if not attempt.is_moved:
+                        self.mark_done()
+                        return
+                    self._retries.moved(attempt.decision.decode.name)
                 except LOST as error:
                     await self._recover(attempt, error)
         except MoonpoolError as error:
@@ -97,15 +104,16 @@ class ChoiceRunner:
         finally:
             self._report_end()
 
-    async def _plan(self) -> Attempt:
-        self._retries.begin()
+    async def _plan(self, is_moved: bool) -> Attempt:
+        if not is_moved:
+            self._retries.begin()
         request = self._request
         tokens = [*request.prompt, *self._output]
         keys = await self._keys(tokens)
-        decision = await self._route(keys, len(tokens))
+        decision = await self._route(keys, len(tokens), is_moved)
         spec = RequestSpec(
             request_id=request.request_id,
-            epoch=self.num_attempts,
+            epoch=self._retries.epoch,
             tokens=tokens,
             num_prompt_tokens=len(request.prompt),
             root=request.root,
@@ -122,12 +130,12 @@ class ChoiceRunner:
             return chain_keys(request.root, tokens, request.block_tokens)
         return await asyncio.to_thread(chain_keys, request.root, tokens, request.block_tokens)
 
-    async def _route(self, keys: list[bytes], num_tokens: int) -> Decision:
+    async def _route(self, keys: list[bytes], num_tokens: int, is_stored: bool) -> Decision:
         """Return the conductor's decision; wait for it while workers or the conductor are away. A request that already
         has tokens also waits while the cluster is overloaded."""
         while True:
             try:
-                return await self._ask(keys, num_tokens)
+                return await self._ask(keys, num_tokens, is_stored)
             except (Overloaded, Unavailable) as error:
                 pause_s = self._retries.refused(
                     self._elapsed_s, for_load=isinstance(error, Overloaded), has_tokens=bool(self._output)
@@ -136,7 +144,7 @@ class ChoiceRunner:
                     raise
             await self._pause(pause_s)
 
-    async def _ask(self, keys: list[bytes], num_tokens: int) -> Decision:
+    async def _ask(self, keys: list[bytes], num_tokens: int, is_stored: bool) -> Decision:
         conductor = await self._connections.conductor()
         route = Route(
             request_id=self._request.request_id,
@@ -146,6 +154,8 @@ class ChoiceRunner:
             exclude=tuple(sorted(self._retries.failed)),
             tenant=self._request.tenant,
             priority=self._request.priority,
+            has_output=bool(self._output),
+            is_stored=is_stored,
         )
         # No short timeout: the request may have to queue, and a conductor that hangs is noticed by its silence.
         return await conductor.call(route, timeout_s=self._deadline.remaining_s())
@@ -315,5 +325,6 @@ class Choice:
             self._metrics.count_prefill(self._runner.num_prompt_tokens, event.prefill, self._runner.ttft_s)
         if event.finish_reason is not None:
             self._metrics.replans.inc(self._runner.num_attempts - 1)
+            self._metrics.moves.inc(self._runner.num_moves)
         if since_last_s is not None and event.tokens:
             self._metrics.tbt.observe(since_last_s / len(event.tokens))

@@ -48,6 +48,7 @@ class FrontendMetrics:
             registry=own,
         )
         self.replans = Counter("moonpool_replans", "Attempts beyond a choice's first", registry=own)
+        self.moves = Counter("moonpool_moves", "Moves of running choices from a worker that leaves", registry=own)
         self.fatal_requests = Counter(
             "moonpool_fatal_requests", "Choices given up because workers died while they computed them", registry=own
         )

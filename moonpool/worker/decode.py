@@ -104,13 +104,14 @@ class DecodeRole:
 
     # -- RPC handlers, on the event loop ---------------------------------------------------------------------
 
-    async def decode(self, spec: RequestSpec) -> AsyncIterator[DecodeItem]:
+    async def decode(self, spec: RequestSpec, resumes: bool = False) -> AsyncIterator[DecodeItem]:
         stream = Stream(spec, asyncio.Queue(), asyncio.get_running_loop())
         assert self.loop is not None
         try:
-            await asyncio.wrap_future(self.loop.call(lambda: self._enter(stream)))
-            incoming = await self._reserved(stream)
-            yield DecodeItem(ticket=self._ticket(incoming))
+            await self._on_engine(lambda: (self._resume if resumes else self._enter)(stream))
+            if not resumes:
+                incoming = await self._reserved(stream)
+                yield DecodeItem(ticket=self._ticket(incoming))
             ended = False
             while not ended:
                 item = await stream.items.get()
@@ -198,9 +199,15 @@ class DecodeRole:
         self._waiting.append(stream)
         self.at_boundary()
 
+    def _resume(self, stream: Stream) -> None:
+        """Queue an answer that another worker has begun; its blocks are pulled while it waits (pull_ahead.py)."""
+        self._scheduler.add(self._sequence(stream.spec, None))
+        self._streams[engine_name(stream.spec)] = stream
+
     @property
-    def num_streams(self) -> int:
-        return len(self._streams)
+    def streams(self) -> Mapping[str, Stream]:
+        """All open streams, by the names of their engine requests."""
+        return self._streams
 
     def at_boundary(self) -> None:
         """Reserve pages for waiting streams in order of arrival; preempted requests are served before them."""

@@ -4,6 +4,9 @@ A request's way: the front end opens `Decode` at the decode worker and gets a Ti
 ticket to `Prefill`; the prefill worker writes KV straight into those pages and ends with `CommitHandoff` at the decode
 worker; tokens then come out of the `Decode` stream. Closing the stream at any time releases everything. `epoch` counts
 the front end's attempts at one request; calls of an earlier attempt are refused.
+
+A running answer moves without a prefill worker: the stream of the old decode worker ends with MOVED when all full
+blocks are in the pool, and `Decode` with `resumes` lets another decode worker bring them from there.
 """
 
 from __future__ import annotations
@@ -18,6 +21,10 @@ from moonpool.store.messages.shared_space import SharedSpace, WrittenPieces
 # A request under which a worker died continues from the last token that reached the front end. A few tokens after it
 # may be lost, so the step that ended the worker is repeated within this many steps.
 ALONE_STEPS = 4
+
+
+# The finish reason of a stream whose answer has to go on at another worker.
+MOVED = "moved"
 
 
 class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +80,8 @@ class PrefillReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DecodeItem(msgspec.Struct, frozen=True, kw_only=True):
-    """Element of a Decode stream: the ticket comes first and alone, then tokens, the last with `finish_reason`."""
+    """Element of a Decode stream: the ticket comes first and alone, then tokens, the last with `finish_reason`. MOVED
+    comes alone. With Decode.resumes there is no ticket."""
 
     ticket: Ticket | None = None
     tokens: tuple[TokenOut, ...] = ()
@@ -81,9 +89,13 @@ class DecodeItem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Decode(StreamCall[DecodeItem]):
-    """Reserve pages for the prompt, wait for its KV, then decode. NoSpace when pages never suffice."""
+    """Reserve pages for the prompt, wait for its KV, then decode. NoSpace when pages never suffice.
+
+    With `resumes` no KV is handed over: what the pool has of it is pulled, and the rest is computed.
+    """
 
     spec: RequestSpec
+    resumes: bool = False
 
 
 class Prefill(Call[PrefillReply]):

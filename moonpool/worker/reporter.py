@@ -19,10 +19,12 @@ from moonpool.base.cluster import (
     CONDUCTOR_SERVICE,
     REQUEST_LIMITS,
     AssignedRole,
+    CountOthers,
     RegisterWorker,
     ReportWorker,
     WorkerInfo,
     WorkerLoad,
+    WorkerRole,
 )
 from moonpool.base.errors import MoonpoolError
 from moonpool.base.rpc import AsyncClient, Call
@@ -213,15 +215,26 @@ async def tell_all(addresses: Sequence[str], call: Call[None]) -> None:
     await asyncio.gather(*(_tell(address, call) for address in addresses))
 
 
-async def _tell(address: str, call: Call[None]) -> None:
+async def has_others(addresses: Sequence[str], name: str, role: WorkerRole) -> bool:
+    """Return whether the first conductor that answers knows other workers of that role that stay."""
+    for address in addresses:
+        number = await _tell(address, CountOthers(name=name, role=role))
+        if number is not None:
+            return number > 0
+    return False
+
+
+async def _tell(address: str, call: Call[T]) -> T | None:
+    """Return the conductor's answer; None if there is none."""
     try:
         client = await AsyncClient.connect(
             address, CONDUCTOR_SERVICE, name="worker", timeout_s=_TELL_TIMEOUT_S, silence_limits=REQUEST_LIMITS
         )
         with contextlib.closing(client):
-            await client.call(call, timeout_s=_TELL_TIMEOUT_S)
+            return await client.call(call, timeout_s=_TELL_TIMEOUT_S)
     except MoonpoolError as error:
         _LOG.info("%s did not get %s: %s", address, type(call).__name__, error)
+        return None
 
 
 def _has_news(report: ReportWorker) -> bool:

@@ -1,7 +1,8 @@
 """Both roles of a worker around one engine: prompts and answers share its steps, its pages and its queue.
 
-Which role a worker has says what the conductor sends it. A worker that changes its role ends what it has begun in the
-old one, so a step may hold prompts and answers. Chunks of prompts that pass a pipeline are computed between steps.
+Which role a worker has says what the conductor sends it. A worker that changes its role ends prompts that it has begun,
+and answers that cannot move (moving.py), so a step may hold prompts and answers. Chunks of prompts that pass a pipeline
+are computed between steps.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry
@@ -27,7 +28,6 @@ from moonpool.base.cluster import (
     WorkerLeft,
     WorkerRole,
 )
-from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import InvalidInput, NotFound
 from moonpool.base.limits import CorePresence
 from moonpool.base.metrics import GetMetrics, process_metrics, snapshot
@@ -68,10 +68,11 @@ from moonpool.worker.messages import (
     WorkerStats,
 )
 from moonpool.worker.metrics import Samples, WorkerCollector
+from moonpool.worker.moving import AnswerMover
 from moonpool.worker.pipeline.stage_runner import StageRunner
 from moonpool.worker.pipeline.wiring import connect_stages
 from moonpool.worker.prefill import PrefillRole
-from moonpool.worker.reporter import ReportSource, WorkerReporter, any_registered, make_reporters, tell_all
+from moonpool.worker.reporter import ReportSource, WorkerReporter, any_registered, has_others, make_reporters, tell_all
 from moonpool.worker.roles import BothRoles
 
 _LOG = logging.getLogger(__name__)
@@ -119,11 +120,13 @@ class Worker:
         return self._address
 
     async def drain(self) -> None:
-        """Leave the conductor, so that no new request comes, and return when all that were sent here have ended."""
+        """Leave the conductor, so that no new request comes, and return when all that were sent here have ended or gone
+        on elsewhere."""
         reporters = [task for task in self._tasks if task.get_name() == "reporter"]
         for task in reporters:
             task.cancel()
         await asyncio.gather(*reporters, return_exceptions=True)
+        self._mover.start()
         idle, wait_s = False, _ON_THEIR_WAY_S
         while not idle:
             await asyncio.sleep(wait_s)
@@ -134,7 +137,7 @@ class Worker:
         await self._has_left.wait()
 
     async def _leave(self) -> None:
-        _LOG.info("leaves: ends what was begun and takes nothing new")
+        _LOG.info("leaves: its answers go on elsewhere or end here, and it takes nothing new")
         await self.drain()
         left = WorkerLeft(name=self.config.name, incarnation=self.incarnation)
         await tell_all(self._conductors, left)
@@ -142,7 +145,7 @@ class Worker:
 
     def _is_idle(self) -> bool:
         queues = self._built.scheduler.queues
-        has_requests = self._prefill.num_prompts or self._decode.num_streams or self._reservations.num_pages
+        has_requests = self._prefill.num_prompts or self._decode.streams or self._reservations.num_pages
         has_stages = self._stages.num_stages or self._leader.num_putting
         return not (has_requests or has_stages or queues.num_waiting or queues.num_running or len(self._queue))
 
@@ -153,6 +156,7 @@ class Worker:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._server is not None:
+            self._mover.stop()
             await self._server.close()
             await self._leader.close()
         await asyncio.to_thread(self._closers.close)
@@ -163,7 +167,7 @@ class Worker:
         config, own = self.config, self._closers
         self._transfer = TransferEngine(config.transfer())
         own.callback(self._transfer.close)
-        self._segment: SegmentDescriptor = self._transfer.serve(built.segment)
+        self._segment = self._transfer.serve(built.segment)
         _LOG.info("serves %s", describe_segment(self._segment))
         warn_if_open(_LOG, config, self._transfer.addresses)
         limits = ClientConfig(
@@ -202,6 +206,8 @@ class Worker:
             at_boundary=roles.at_boundary,
             on_fatal=lambda error: os._exit(EXIT_BUG),  # the launcher restarts the process
         )
+        others = partial(has_others, self._conductors, config.name, WorkerRole.DECODE)
+        self._mover = AnswerMover(self._decode, built.scheduler, self._queue, puller, self._loop, others)
         self._prefill.loop = self._decode.loop = stages.loop = ahead.loop = self._loop
         own.callback(self._loop.close)
         self._stages, self._leader = connect_stages(
@@ -304,7 +310,7 @@ class Worker:
         )
 
     def _take_role(self, assigned: AssignedRole) -> None:
-        """Take the role that the conductor asks for. What was begun in the old one goes on to its end."""
+        """Take the role that the conductor asks for. Prompts go on to their end, answers here or elsewhere."""
         if assigned.lease < self._assigned.lease:
             _LOG.warning("refuses to be a %s worker: lease %d has ended", assigned.role, assigned.lease)
             return
@@ -314,6 +320,7 @@ class Worker:
             return
         if assigned.role is not self._assigned.role:
             _LOG.info("is a %s worker from now on", assigned.role)
+            (self._mover.start if assigned.role is WorkerRole.PREFILL else self._mover.stop)()
         self._assigned = assigned
 
     # -- calls ---------------------------------------------------------------------------------------------------
@@ -328,7 +335,7 @@ class Worker:
             RunStage: lambda call, peer: self._stages.run(self._checked(call)),
             ChunkReady: lambda call, peer: self._stages.chunk_ready(call),
             PutSpan: lambda call, peer: self._stages.put_span(call),
-            Decode: lambda call, peer: self._decode.decode(self._checked(call).spec),
+            Decode: lambda call, peer: self._decode.decode(self._checked(call).spec, call.resumes),
             OpenHandoff: self._open_handoff,
             CommitHandoff: lambda call, peer: self._decode.commit_handoff(call),
             EndWrites: self._decode.end_writes,

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -59,17 +60,30 @@ def is_running(service: Service, name: str) -> bool:
         return False
 
 
+def metric(service: Service, name: str) -> float:
+    """The sum over all roles."""
+    page = httpx.get(f"{service.url}/metrics?roles=all", timeout=10).text
+    return sum(float(line.split()[-1]) for line in page.splitlines() if re.match(rf"{name}[{{ ]", line))
+
+
 def test_a_worker_is_drained_while_it_answers(service: Service) -> None:
-    """Two decode workers answer; one of them is told to leave, and each answer comes whole from where it began."""
-    body = {"model": "small", "prompt": token_prompt(40, 3), "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+    """Two decode workers answer; one of them is told to leave. Its answers go on at the other one: no answer begins
+    again, and no more than a block of each is computed again."""
+    body = {"model": "small", "prompt": token_prompt(40, 3), "max_tokens": 1000, "temperature": 0, "ignore_eos": True}
     expected = "".join(event["choices"][0]["text"] for event in service.stream("/v1/completions", body))
-    begun, texts = threading.Barrier(5), list[str]()
+    begun, texts, pauses_s = threading.Barrier(5), list[str](), list[float]()
+    watched = ("moonpool_replans_total", "moonpool_worker_prefill_seconds_count", "moonpool_moves_total")
+    before = {name: metric(service, name) for name in watched}
 
     def ask() -> None:
         events = service.stream("/v1/completions", body)
-        text = next(events)["choices"][0]["text"]
+        text, last_s, longest_s = next(events)["choices"][0]["text"], time.monotonic(), 0.0
         begun.wait(60)
-        texts.append(text + "".join(event["choices"][0]["text"] for event in events))
+        for event in events:
+            text, now_s = text + event["choices"][0]["text"], time.monotonic()
+            last_s, longest_s = now_s, max(longest_s, now_s - last_s)
+        texts.append(text)
+        pauses_s.append(longest_s)
 
     threads = [threading.Thread(target=ask) for _ in range(4)]
     for thread in threads:
@@ -80,6 +94,14 @@ def test_a_worker_is_drained_while_it_answers(service: Service) -> None:
         thread.join(120)
     assert (done.returncode, done.stdout) == (0, "decode-1 is drained and has ended\n"), done.stderr
     assert texts == [expected] * 4
+    replans, prefills, moves = (metric(service, name) - before[name] for name in watched)
+    assert (replans, prefills) == (0, 4), "no answer begins again"
+    assert moves > 0
+    stats, block_tokens = service.stats("decode-0"), service.status().workers[0].info.block_tokens
+    assert stats.resumed_answers == moves
+    assert stats.recomputed_tokens <= moves * block_tokens
+    print(f"{moves:g} answers moved; longest pauses between events: {[round(each, 3) for each in sorted(pauses_s)]} s")
+    assert max(pauses_s) < 10
     assert not is_running(service, "decode-1")
     assert health(service) == {"status": "ok", "missing": []}, "nobody misses a worker that was drained"
 

@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,7 +39,7 @@ from moonpool.node.service import Node
 from moonpool.worker.build import Built
 from moonpool.worker.config import WorkerConfig
 from moonpool.worker.kv_link.pieces import PieceMemory
-from moonpool.worker.messages import PrefillReply, WorkerStats
+from moonpool.worker.messages import PrefillReply, TokenOut, WorkerStats
 from moonpool.worker.service import Worker
 
 T = TypeVar("T")
@@ -146,6 +147,13 @@ class Answer:
     finish_reason: str | None = None
     prefills: list[PrefillReply] = field(default_factory=list)
     num_attempts: int = 0
+    num_moves: int = 0
+    outs: list[TokenOut] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)  # of each token
+
+    @property
+    def longest_gap_s(self) -> float:
+        return max(later - sooner for sooner, later in pairwise(self.times_s))
 
 
 class TinyCluster:
@@ -300,12 +308,14 @@ class TinyCluster:
             async for batch in batches:
                 answer.num_attempts = generation.num_attempts
                 answer.tokens += [out.token for out in batch.tokens]
+                answer.outs += batch.tokens
+                answer.times_s += [time.monotonic()] * len(batch.tokens)
                 answer.finish_reason = batch.finish_reason
                 if batch.prefill is not None:
                     answer.prefills.append(batch.prefill)
                 if on_tokens is not None:
                     on_tokens(answer)
-        answer.num_attempts = generation.num_attempts
+        answer.num_attempts, answer.num_moves = generation.num_attempts, generation.num_moves
         return answer
 
     # -- what must hold ------------------------------------------------------------------------------------------

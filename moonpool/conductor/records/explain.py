@@ -41,6 +41,9 @@ def _went(record: DecisionRecord) -> Iterator[str]:
     if record.predicted_tbt_s is not None:
         expected.append(f"then one every {_seconds(record.predicted_tbt_s)}")
     ending = f", expecting {' and '.join(expected)}" if expected else ""
+    if record.prefill == record.decode:
+        yield f"Its answer went on at {record.decode}, which took its KV from the pool."
+        return
     yield f"It went to {record.prefill} for its prompt and to {record.decode} for its answer{ending}."
 
 
