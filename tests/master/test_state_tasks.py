@@ -191,6 +191,24 @@ def test_a_drain_that_finds_no_room_leaves_what_is_on_ssd_there() -> None:
     assert pool.places(b"1") == ["a.ssd"]
 
 
+def test_a_drain_leaves_an_object_in_memory_whose_ssd_is_away() -> None:
+    pool = Pool("a", granules=4, ssd_granules=100)
+    pool.mount("b", 4)
+    pool.put(b"k", preferred=("a.dram",))
+    pool.carry_out("a")
+    pool.state.copy(b"k", ["b.dram"], pool.now_s)
+    pool.carry_out("b")
+    pool.unmount("a.ssd")
+    pool.unmount("a.dram")
+    task = pool.state.drain("b.dram", pool.now_s)
+    pool.tick(1)
+    assert pool.places(b"k") == ["b.dram"]
+    pool.tick(31)
+    assert info(pool, task).state == "failed"
+    assert "1 objects stay" in info(pool, task).message
+    assert pool.places(b"k") == ["b.dram"]
+
+
 def test_a_drain_that_is_cancelled_or_loses_its_segment() -> None:
     pool = Pool("a", "b", "c")
     pool.put(b"1", preferred=("a.dram",))

@@ -58,7 +58,7 @@ class PoolObjects:
         if table.flags[slot] & Flag.EXTRA:
             found += [self.placement(each) for each in table.extras[slot] if each.segment in by_number]
         ssd = table.ssd_segment[slot]
-        if ssd and self._ssd_is_live(slot):
+        if ssd and self.is_on_live_ssd(slot):
             found.append(self.placement(Replica(ssd, table.ssd_offset[slot], table.ssd_generation[slot])))
         return tuple(found)
 
@@ -72,7 +72,7 @@ class PoolObjects:
         in_dram = table.dram_segment[slot] in by_number
         if not in_dram and table.flags[slot] & Flag.EXTRA:
             in_dram = any(each.segment in by_number for each in table.extras[slot])
-        on_ssd = table.ssd_segment[slot] and self._ssd_is_live(slot)
+        on_ssd = table.ssd_segment[slot] and self.is_on_live_ssd(slot)
         return _TIERS[(1 if in_dram else 0) + (2 if on_ssd else 0)]
 
     def tiers_of(self, keys: Sequence[bytes]) -> list[Tier]:
@@ -84,7 +84,8 @@ class PoolObjects:
             for slot in table.find_many(keys)
         ]
 
-    def _ssd_is_live(self, slot: int) -> bool:
+    def is_on_live_ssd(self, slot: int) -> bool:
+        """Return whether the object can be read from an SSD now."""
         segment = self._segments.by_number.get(self.table.ssd_segment[slot])
         return segment is not None and not segment.is_away and self.table.ssd_offset[slot] != UNKNOWN_OFFSET
 

@@ -207,7 +207,7 @@ class Tasks:
         if self._copies.start(slot, now_s, on_copied=on_copied):
             task.in_flight += 1
             return 1
-        if self._index.has_record(slot) and not self._copies.is_copying(key):  # no memory has room: it stays on SSD
+        if self._index.is_on_live_ssd(slot) and not self._copies.is_copying(key):  # no memory has room: it stays on SSD
             return self._drop_here(drain, slot, here, now_s)
         return 0
 
