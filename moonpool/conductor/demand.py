@@ -83,7 +83,7 @@ class UnmetDemand:
         return found
 
     def _short_of(self) -> WorkerRole:
-        """Return what the next request lacks: a queue that nobody is in waits for nothing but prefill workers."""
+        """Return what the next request lacks: an empty queue counts as short of prefill workers."""
         return self.short_of if self._waiting else WorkerRole.PREFILL
 
     def _expire(self, buckets: deque[_Bucket], now_s: float) -> None:

@@ -1,6 +1,6 @@
 """Long random walks through the events of the state machine, in the mixture of a busy pool. A seed replays its walk:
 
-.venv/bin/pytest "tests/store/test_state_walks.py::test_a_walk[7]"
+.venv/bin/pytest "tests/master/test_state_walks.py::test_a_walk[7]"
 """
 
 from __future__ import annotations
