@@ -233,7 +233,7 @@ class ConductorState:
         self, call: Route, owner: Hashable, weighed: WeighedRequest, now_s: float, waited_s: float = 0.0
     ) -> Decision:
         decision = self._dispatch(call, owner, weighed, now_s, waited_s)
-        self._admission.sent(call, decision.ttft_s, weighed.verdict, now_s)
+        self._admission.sent(call, weighed.choice.prefill.ttft_s, weighed.verdict, now_s)
         if weighed.resumes:
             self.counters["resumed"] += 1
             self.prefill_ended(call.request_id, now_s)
