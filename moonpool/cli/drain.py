@@ -59,7 +59,7 @@ def command(
 
 
 def _follow_worker(worker: WorkerInfo, conductor: str, progress: BoundedWait | None) -> None:
-    """BoundedWait until the worker's process has ended."""
+    """Wait until the worker's process has ended."""
     if progress is None:
         print(f"{worker.name} drains")
         return

@@ -74,6 +74,9 @@ FailOption: TypeAlias = Annotated[
     ),
 ]
 
+PipelineOption: TypeAlias = Annotated[
+    int, typer.Option(min=1, help="prefill workers that compute a long prompt together, as `serve --pipeline`")
+]
 ElasticOption: TypeAlias = Annotated[
     bool, typer.Option("--elastic", help="nodes change their roles as the load moves, as with `serve --elastic`")
 ]
@@ -103,9 +106,7 @@ def command(
     nodes: cluster.NodesOption = NUM_NODES,
     prefill: Annotated[int | None, typer.Option(help="number of prefill nodes; default: half of the nodes")] = None,
     pipeline_nodes: Annotated[int, typer.Option(min=1, help="prefill nodes per worker, as a pipeline")] = 1,
-    pipeline: Annotated[
-        int, typer.Option(min=1, help="prefill workers that compute a long prompt together, as `serve --pipeline`")
-    ] = 1,
+    pipeline: PipelineOption = 1,
     elastic: ElasticOption = False,
     roles: RoleChangeOption = None,
     fails: FailOption = None,
@@ -119,8 +120,7 @@ def command(
     force: Annotated[bool, typer.Option("--force", help="replace the report if it exists")] = False,
 ) -> None:
     """Replay a trace of requests on simulated machines and compare the systems."""
-    if report is not None:
-        _refuse_unwritable(report, force)
+    _refuse_unwritable(report, force)
     failures = tuple(parse_failure(each) for each in fails or [])
     moves = tuple(parse_role_change(each) for each in roles or [])
     chosen = _systems(systems, features_off or [], _Asked(pipeline_nodes, pipeline, failures, elastic, moves))
@@ -143,8 +143,10 @@ def command(
         _write_report(outcomes, report, _as_typed(context))
 
 
-def _refuse_unwritable(report: Path, force: bool) -> None:
+def _refuse_unwritable(report: Path | None, force: bool) -> None:
     """Raise before the work, not after it."""
+    if report is None:
+        return
     refuse_existing(report, force)
     if not report.absolute().parent.is_dir():
         raise InvalidInput(f"cannot write {report}: there is no such folder")

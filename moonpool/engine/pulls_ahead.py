@@ -104,7 +104,7 @@ class PullsAhead:
         return pull.num_good
 
     def make_room(self, num_pages: int, keep: str) -> bool:
-        """Return whether so many pages are available, after giving back, if necessary, what is held for sequences other
+        """Return whether `num_pages` are available, after giving back, if necessary, what is held for sequences other
         than `keep`, the latest first."""
         for request_id in reversed(list(self._pulls) if num_pages > self._pages.num_available else ()):
             if request_id != keep and not self.is_under_way(request_id):

@@ -12,7 +12,7 @@ from moonpool.store.messages import SegmentInfo, SegmentStats, StoreStats, Tier
 from moonpool.worker.messages import WorkerStats
 
 THIS_MACHINE = "this machine"
-FORGET_S = 600.0  # a worker that nobody expects is shown as gone for this long
+FORGET_S = 600.0  # a worker that the launcher does not expect is shown as gone for this long
 _LOOPBACK = ("127.", "::1", "localhost")
 
 

@@ -34,7 +34,7 @@ async def until_failure(work: Coroutine[Any, Any, _T], other: asyncio.Future[Any
     except asyncio.CancelledError:
         if is_cancelled:
             is_cancelled = False
-            if not caller.uncancel():  # nobody else cancelled it
+            if not caller.uncancel():  # no other task has cancelled it
                 other.result()
         raise
     finally:

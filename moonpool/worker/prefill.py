@@ -253,7 +253,7 @@ class PrefillRole:
         return self
 
     def pull_limit_s(self, num_tokens: int) -> float:
-        """Return how long to wait for pulls of so many tokens: twice the time to compute them, and at least the grace.
+        """Return how long to wait for pulls of `num_tokens`: twice the time to compute them, and at least the grace.
         The conductor expected the pool to be faster than computing; a pool that is not is given up.
         """
         if self._token_s is None:

@@ -170,18 +170,11 @@ class Worker:
         self._segment = self._transfer.serve(built.segment)
         _LOG.info("serves %s", describe_segment(self._segment))
         warn_if_open(_LOG, config, self._transfer.addresses)
-        limits = ClientConfig(
-            name=config.name,
-            rpc_timeout_s=config.pool_timeout_s,
-            retry_s=0.0,  # a pool that is away is a miss: do not wait for it
-            transfer_timeout_s=config.pool_timeout_s,
-            uses_gpu=config.gpu is not None,
-        )
-        self._store = Store(config.master_address, engine=self._transfer, config=limits)
+        self._store = self._open_store()
         own.callback(self._store.close)
         if isinstance(built.pieces, DevicePieces):
             self._transfer.use_gpu(built.pieces.device)
-        self._probe = self._make_probe(built, limits)
+        self._probe = self._make_probe(built)
         identity = built.identity.digest()
         self._pool_health = PoolHealth(config.pool_rest_s)
         self._pool = PoolWriter(self._store, built.pieces, identity, self._pool_health)
@@ -217,13 +210,21 @@ class Worker:
         self.registry.register(WorkerCollector(self.stats))
         self._samples.times.register(self.registry)
 
-    def _make_probe(self, built: Built, limits: ClientConfig) -> PoolProbe:
-        def connect() -> Store:
-            return Store(self.config.master_address, engine=self._transfer, config=limits)
+    def _open_store(self) -> Store:
+        config = self.config
+        limits = ClientConfig(
+            name=config.name,
+            rpc_timeout_s=config.pool_timeout_s,
+            retry_s=0.0,  # a pool that is away is a miss: do not wait for it
+            transfer_timeout_s=config.pool_timeout_s,
+            uses_gpu=config.gpu is not None,
+        )
+        return Store(config.master_address, engine=self._transfer, config=limits)
 
+    def _make_probe(self, built: Built) -> PoolProbe:
         if isinstance(built.pieces, DevicePieces):
-            return DeviceProbe(connect, built.pieces.scratch(), SystemClock())
-        return PoolProbe(connect, built.layout.page_nbytes, SystemClock())
+            return DeviceProbe(self._open_store, built.pieces.scratch(), SystemClock())
+        return PoolProbe(self._open_store, built.layout.page_nbytes, SystemClock())
 
     def _calibrate(self, built: Built) -> None:
         if self.config.calibration_s > 0:

@@ -1,4 +1,4 @@
-"""Blocks that are brought for sequences that wait: they are found at admission, given back when nobody wants them, and
+"""Blocks that are brought for sequences that wait: they are found at admission, given back when not wanted, and
 never cost a running sequence its pages."""
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ async def read_stream(port: int) -> None:
 
 
 async def keep_open(process: psutil.Process, port: int, num_streams: int, seconds: float) -> tuple[list[int], int]:
-    """Keep so many streams open. Return the front end's memory, a sample a second, and the number of streams."""
+    """Keep `num_streams` streams open. Return the front end's memory, a sample a second, and the number of streams."""
     ends_s, num_read = time.monotonic() + seconds, 0
     samples: list[int] = []
 

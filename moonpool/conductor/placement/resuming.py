@@ -5,7 +5,7 @@ from __future__ import annotations
 from moonpool.conductor.messages import Candidate, Route
 from moonpool.conductor.placement.policy import PlacementChoice
 
-# A decode worker computes at most so many full blocks of such an answer: its other answers wait meanwhile. After a
+# A decode worker computes at most this many full blocks of such an answer: its other answers wait meanwhile. After a
 # crash the blocks that waited to be put are missing.
 _MAX_COMPUTED_BLOCKS = 4
 

@@ -31,7 +31,7 @@ class _Running:
 
 
 class AheadPuller:
-    """`limit_s` returns how long a pull of so many tokens may take. Every call is on the engine's thread."""
+    """`limit_s` returns how long a pull of a number of tokens may take. Every call is on the engine's thread."""
 
     def __init__(
         self, scheduler: Scheduler, puller: Puller, samples: Samples, limit_s: Callable[[int], float], clock: Clock
